@@ -1,0 +1,1 @@
+"""Reward post-training for flow-matching video and image models."""

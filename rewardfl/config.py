@@ -1,0 +1,578 @@
+"""The run's configuration: one YAML file plus `section.key=value` overrides, checked before anything loads.
+
+The dataclasses below are the schema and the reference: a field's comment says what it means, its type says
+what it may be. Relative paths are relative to the directory the command is started in.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message has one line per problem: the key, the value, the way out."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Which values a setting may take, in words and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+Count = Annotated[int, Range("at least 1", lambda value: value >= 1)]
+Whole = Annotated[int, Range("0 or more", lambda value: value >= 0)]
+Positive = Annotated[float, Range("greater than 0", lambda value: value > 0)]
+NonNegative = Annotated[float, Range("0 or more", lambda value: value >= 0)]
+Share = Annotated[float, Range("in 0..1", lambda value: 0 <= value <= 1)]
+Text = Annotated[str, Range("a text that is not empty", lambda value: value.strip() != "")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    # Folder for run.json, metrics.jsonl, checkpoints/ and samples/. Holds one run.
+    output_dir: Text
+    # Seed of the data order, of every sample's noise and of the adapter's initial values.
+    seed: Whole = 42
+    # A checkpoint and the sample videos are written every this many steps (and after the last one).
+    save_steps: Count = 25
+    # Metrics reach the console and the tracker every this many steps; metrics.jsonl has every step.
+    logging_steps: Count = 1
+    # "auto" goes on from the latest complete checkpoint in output_dir and starts anew when there is none;
+    # a path names a checkpoint (.../checkpoints/step-000025); false starts anew.
+    resume_from_checkpoint: Text | Literal[False] = "auto"
+    # Tracker beside metrics.jsonl.
+    log_with: Literal["tensorboard", "none"] = "tensorboard"
+    # How many clips of sample videos are written at each save.
+    sample_videos: Whole = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    # The only family so far: Wan2.2 image-to-video A14B and models of its shape.
+    model_name: Literal["wan2_2"] = "wan2_2"
+    # Pipeline folder in diffusers layout (model_index.json, transformer/, transformer_2/, vae/, ...).
+    model_paths: Text
+    # Tokenizer folder; empty takes the pipeline folder's.
+    tokenizer_path: str = ""
+    # Experts whose adapter is trained, comma separated: dit (high noise), dit2 (low noise).
+    trainable_models: Text = "dit2"
+    # Sigma at or above which the high-noise expert answers; null takes the pipeline's boundary_ratio.
+    min_timestep_boundary: Share | None = None
+    # Upper end of the high-noise expert's sigmas; anything but 1 is refused, nothing else could answer there.
+    max_timestep_boundary: float = 1.0
+    # What the frozen weights are loaded as. The adapter is always float32.
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    # Which models carry the adapter; null means trainable_models, and nothing else is offered.
+    lora_base_model: str | None = None
+    # Rank of the update.
+    lora_rank: Count = 32
+    # The update is scaled by lora_alpha / lora_rank; null means lora_rank, a scale of 1.
+    lora_alpha: Positive | None = None
+    # Adapted layers, comma separated: Wan's short names or diffusers' (to_q, to_out.0, ffn.net.2, ...).
+    lora_target_modules: Text = "q,k,v,o,ffn.0,ffn.2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    # metadata.csv with the columns video and prompt; video paths are relative to the file.
+    file_name: Text
+    # Pixels; clips are resized to cover height x width and cropped at the centre. Multiples of 16.
+    height: Count = 480
+    width: Count = 832
+    # Frames used of each clip, from its start: 4k + 1 for the Wan VAE.
+    num_frames: Count = 81
+    # Leave out rows that cannot be used (and say how many) instead of stopping with a list of them.
+    skip_bad_rows: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    # Sampling steps from pure noise to the clean video.
+    num_inference_steps: Count = 8
+    # Shift of the sigma schedule: shift*s / (1 + (shift - 1)*s) over linspace(1, 0, steps + 1).
+    shift: Positive = 5.0
+    # First and last step (from 0) that carry gradient. If final_timestep is not the last step, sampling ends
+    # there with the x0 prediction.
+    mid_timestep: Whole = 4
+    final_timestep: Whole = 7
+    # The steps that carry gradient as an increasing list within 0..final_timestep, instead of mid..final.
+    active_steps: tuple[int, ...] | None = None
+    # How the reward's gradient travels back from one active step to the one before: chain (exactly), bridge
+    # (damped), drtune (not at all); last differentiates final_timestep alone, whatever mid_timestep says.
+    gradient_mode: Literal["chain", "bridge", "drtune", "last"] = "chain"
+    # Weight of that path; null takes the mode's: chain 1, bridge 0.2, drtune 0, last 1. Only bridge takes
+    # another, between 0 and 1.
+    coupling: Share | None = None
+    # "fresh": new noise each time a clip comes up; n: each clip has n noises, used in turn, so that what the
+    # steps before the first active one compute can be cached.
+    noises_per_sample: Literal["fresh"] | Count = "fresh"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    # Likeness of the generated face to the face of the real clip.
+    name: Literal["face_identity"] = "face_identity"
+    # Folder with one face detector and one recogniser (.onnx), for example antelopev2.
+    reward_model_path: Text
+    # A second such folder that only judges (metric reward/held_out) and is never trained on; null: no judge.
+    held_out_model_path: Text | None = None
+    # Side in pixels of the square that frames are fitted into for face detection.
+    det_size: Count = 640
+    # loss = -reward_weight * (reward - reward_mean) / reward_std + kl_weight * KL. The mean and std are those
+    # of the untrained model's reward, so that reward_weight means the same for every recogniser.
+    reward_weight: NonNegative = 0.1
+    reward_mean: float = 0.54
+    reward_std: Positive = 0.16
+    # 0 skips the reference model's forward passes.
+    kl_weight: NonNegative = 1.0
+    # Whether the KL's gradient also travels back along the trajectory, or only into the step it is taken at.
+    kl_gradient: Literal["through_trajectory", "fixed_trajectory"] = "through_trajectory"
+    # Likeness above the cap is not paid for. self_similarity: the real clip's own mean pairwise likeness.
+    cap: Literal["self_similarity", "none"] | float = "self_similarity"
+    # Faces embedded at a time with gradient; a smaller number takes less memory.
+    recogniser_chunk: Count = 8
+    # A warning is logged when the mean motion, as a ratio to the real clip's, falls below this.
+    motion_alarm: NonNegative = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    # Peak learning rate of AdamW.
+    learning_rate: Positive = 2.5e-6
+    # After warmup: constant (both spellings), or cosine down to 0 at the last step.
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "cosine"] = "constant"
+    # Steps of linear warmup from 0; 0 is none.
+    warmup_steps: Whole = 10
+    # AdamW's decoupled weight decay.
+    weight_decay: NonNegative = 0.0
+    # Steps (optimizer updates) in all; null takes num_train_epochs passes over the data.
+    max_steps: Count | None = None
+    # Passes over the data when max_steps is null.
+    num_train_epochs: Count = 1
+    # Clips per process and forward pass.
+    per_device_train_batch_size: Count = 1
+    # Forward passes per process and step.
+    gradient_accumulation_steps: Count = 1
+    # Clips per step over all processes, as a check: must equal per device x accumulation x processes.
+    train_batch_size: Count | None = None
+    # Gradients are scaled down to this norm when they exceed it.
+    max_grad_norm: Positive = 1.0
+    # Recompute activations in the backward pass instead of keeping them.
+    use_gradient_checkpointing: bool = True
+    # Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
+    max_nonfinite: Whole = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    run: Run
+    model: Model
+    lora: Lora
+    data: Data
+    sample: Sample
+    reward: Reward
+    train: Train
+
+
+EXPERTS = {"dit": "high_noise", "dit2": "low_noise"}
+COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0}
+SECTIONS = get_type_hints(RunConfig)
+PLACES = {field.name: name for name, section in SECTIONS.items() for field in dataclasses.fields(section)}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The checked configuration of YAML file `path` with `section.key=value` overrides (YAML values) applied.
+
+    Raises ConfigError for a file that cannot be read, unknown or missing keys, wrong types, values out of
+    range and combinations that cannot work.
+    """
+    raw = _read(Path(path))
+    problems = [problem for text in overrides for problem in _override(raw, text)]
+    sections = {}
+    problems += [_unknown_section(name) for name in raw if name not in SECTIONS]
+    for name, section in SECTIONS.items():
+        sections[name], found = _build(section, raw.get(name, {}), name)
+        problems += found
+    _stop_at(problems)
+    cfg = RunConfig(**sections)
+    _stop_at(_conflicts(cfg))
+    return cfg
+
+
+def to_dict(cfg: RunConfig) -> dict[str, dict[str, Any]]:
+    """{section: {key: value}} of plain JSON and YAML values."""
+    sections = dataclasses.asdict(cfg)
+    return {
+        name: {key: _plain(value) for key, value in section.items()} for name, section in sections.items()
+    }
+
+
+def dump(cfg: RunConfig) -> str:
+    """YAML text with every key written out; `load` reads it back to the same configuration."""
+    return yaml.safe_dump(to_dict(cfg), sort_keys=False)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _stop_at(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+class _Loader(yaml.SafeLoader):
+    """yaml.SafeLoader silently keeps the last of two equal keys; this one refuses the second."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value]
+        for i, key in enumerate(keys):
+            if key in keys[:i]:
+                line = node.value[i][0].start_mark.line + 1
+                raise ConfigError(f"{self.name}, line {line}: {key!r} is given twice; remove one")
+        return super().construct_mapping(node, deep)
+
+
+def _parse(text: str, where: str) -> Any:
+    loader = _Loader(text)
+    loader.name = where
+    try:
+        return loader.get_single_data()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+    finally:
+        loader.dispose()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"config file not found: {path}")
+    raw = _parse(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold sections ({', '.join(SECTIONS)}) with keys beneath them")
+    return raw
+
+
+def _override(raw: dict[str, Any], text: str) -> list[str]:
+    """Put "section.key=value" into `raw`; the problems that kept it from going there."""
+    name, equals, value = text.partition("=")
+    section, dot, key = name.partition(".")
+    if not equals:
+        return [f"override {text!r} must have the form section.key=value"]
+    if section not in SECTIONS:
+        return [_unknown_section(section)]
+    if not dot or not key:
+        return [f"override {text!r} must name a key: {section}.<key>=value"]
+    if not isinstance(raw.setdefault(section, {}), dict):
+        return []  # _build says what is wrong with the section
+    raw[section][key] = _parse(value, f"override {text!r}")
+    return []
+
+
+def _unknown_section(name: str) -> str:
+    if name in PLACES:
+        return f"{name} -> {PLACES[name]}.{name}: settings live in sections, move it there"
+    return f"unknown section {name!r}{_did_you_mean(name, SECTIONS)}; sections are {', '.join(SECTIONS)}"
+
+
+def _unknown_key(section: str, key: str, known: Sequence[str]) -> str:
+    if key in PLACES:
+        return f"{section}.{key} -> {PLACES[key]}.{key}: the key belongs to another section, move it there"
+    return f"unknown key '{section}.{key}'{_did_you_mean(key, known)}"
+
+
+def _did_you_mean(word: Any, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(word), list(known), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _build(section: type, raw: Any, name: str) -> tuple[Any, list[str]]:
+    """(section object or None, problems) from the section's raw mapping."""
+    if not isinstance(raw, dict):
+        return None, [
+            f"section {name!r} must hold keys, got {raw!r}; write them beneath it or remove the line"
+        ]
+    hints = get_type_hints(section, include_extras=True)
+    problems = [_unknown_key(name, key, list(hints)) for key in raw if key not in hints]
+    values = {}
+    for field in dataclasses.fields(section):
+        key = f"{name}.{field.name}"
+        if field.name in raw:
+            try:
+                values[field.name] = _convert(raw[field.name], hints[field.name], key)
+            except ConfigError as error:
+                problems.append(str(error))
+        elif field.default is MISSING:
+            problems.append(f"{key} is required; write it in the file or pass {key}=...")
+    return (None if problems else section(**values)), problems
+
+
+class _Mismatch(ConfigError):
+    """The value is of another type: the next member of a union may still take it."""
+
+
+def _convert(value: Any, kind: Any, key: str) -> Any:
+    """`value` as `kind`, an annotation of the dataclasses above. Text such as 1e-5 becomes a float."""
+    origin, members = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        converted = _convert(value, members[0], key)
+        if not members[1].holds(converted):
+            raise ConfigError(f"{key} must be {members[1].words}, got {converted!r}")
+        return converted
+    if origin in (types.UnionType, Union):
+        return _convert_union(value, kind, key)
+    if origin is Literal:
+        if any(value == member and type(value) is type(member) for member in members):
+            return value
+        hint = _did_you_mean(value, [str(member) for member in members])
+        raise _Mismatch(f"{key} must be one of {', '.join(map(str, members))}; got {value!r}{hint}")
+    if origin is tuple and isinstance(value, list) and all(type(member) is members[0] for member in value):
+        return tuple(value)
+    if kind is float and type(value) in (int, float, str):
+        return _to_float(value, key)
+    if type(value) is kind:  # type() and not isinstance: True is an int to isinstance
+        return value
+    raise _Mismatch(f"{key}: expected {_words(kind)}, got {value!r}")
+
+
+def _convert_union(value: Any, kind: Any, key: str) -> Any:
+    for member in get_args(kind):
+        try:
+            return _convert(value, member, key)
+        except _Mismatch:
+            continue
+    raise _Mismatch(f"{key}: expected {_words(kind)}, got {value!r}")
+
+
+def _to_float(value: int | float | str, key: str) -> float:
+    try:
+        number = float(value)
+    except ValueError as error:
+        raise _Mismatch(f"{key}: expected float, got {value!r}") from error
+    if not math.isfinite(number):
+        raise ConfigError(f"{key} must be a finite number, got {value!r}")
+    return number
+
+
+def _words(kind: Any) -> str:
+    origin, members = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _words(members[0])
+    if origin is Literal:
+        return " or ".join(map(str, members)).replace("False", "false")
+    if origin is tuple:
+        return f"list of {_words(members[0])}"
+    if origin in (types.UnionType, Union):
+        return " or ".join(map(_words, members))
+    return "null" if kind is types.NoneType else kind.__name__
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Settings that depend on each other
+
+
+def _conflicts(cfg: RunConfig) -> list[str]:
+    return [*_step_conflicts(cfg.sample), *_coupling_conflicts(cfg.sample), *_model_conflicts(cfg)]
+
+
+def _step_conflicts(sample: Sample) -> Iterator[str]:
+    last, steps, active = sample.final_timestep, sample.num_inference_steps, sample.active_steps
+    if last >= steps:
+        yield f"sample.final_timestep must be at most {steps - 1} for {steps} sampling steps, got {last}"
+    if active is None:
+        if sample.mid_timestep > last and sample.gradient_mode != "last":
+            yield f"sample.mid_timestep must be at most final_timestep {last}, got {sample.mid_timestep}"
+        return
+    listed = list(active)
+    if not listed or listed != sorted(set(listed)):
+        yield f"sample.active_steps must be an increasing list of steps, got {listed}"
+    elif listed[0] < 0 or listed[-1] > last:
+        yield f"sample.active_steps must lie in 0..{last} (final_timestep), got {listed}"
+    elif sample.gradient_mode == "last" and listed != [last]:
+        yield (
+            f"sample.gradient_mode last differentiates final_timestep {last} alone, got active_steps "
+            f"{listed}; remove active_steps, or take gradient_mode chain"
+        )
+
+
+def _coupling_conflicts(sample: Sample) -> Iterator[str]:
+    mode, coupling = sample.gradient_mode, sample.coupling
+    if coupling is None:
+        return
+    if mode == "bridge" and not 0 < coupling < 1:
+        yield (
+            f"sample.coupling of gradient_mode bridge must lie between 0 and 1, got {coupling:g}; "
+            "1 is gradient_mode chain, 0 is drtune"
+        )
+    if mode != "bridge" and coupling != COUPLING[mode]:
+        yield (
+            f"sample.coupling of gradient_mode {mode} is {COUPLING[mode]:g}, got {coupling:g}; "
+            "remove it, or take gradient_mode bridge for values between 0 and 1"
+        )
+
+
+def _model_conflicts(cfg: RunConfig) -> Iterator[str]:
+    chosen = _names(cfg.model.trainable_models)
+    for name in chosen:
+        if name not in EXPERTS:
+            hint = _did_you_mean(name, EXPERTS)
+            yield f"model.trainable_models takes {', '.join(EXPERTS)} (comma separated); got {name!r}{hint}"
+    if len(set(chosen)) < len(chosen):
+        yield f"model.trainable_models names a model twice: {cfg.model.trainable_models!r}"
+    if cfg.lora.lora_base_model is not None and set(_names(cfg.lora.lora_base_model)) != set(chosen):
+        yield (
+            f"lora.lora_base_model must be model.trainable_models {cfg.model.trainable_models!r} (training "
+            f"without an adapter is not offered), got {cfg.lora.lora_base_model!r}; remove it"
+        )
+    if cfg.model.max_timestep_boundary != 1:
+        yield (
+            f"model.max_timestep_boundary must be 1, got {cfg.model.max_timestep_boundary:g}: no expert "
+            "would answer above it; remove it. The experts' border is model.min_timestep_boundary"
+        )
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What settings mean together
+
+
+def active_steps(cfg: RunConfig) -> tuple[int, ...]:
+    """The sampling steps that carry gradient, increasing; gradient_mode last: final_timestep alone."""
+    sample = cfg.sample
+    if sample.gradient_mode == "last":
+        return (sample.final_timestep,)
+    if sample.active_steps is not None:
+        return sample.active_steps
+    return tuple(range(sample.mid_timestep, sample.final_timestep + 1))
+
+
+def resolved_coupling(cfg: RunConfig) -> float:
+    """Weight in 0..1 of the gradient that one active step hands to the one before it."""
+    if cfg.sample.coupling is not None:
+        return cfg.sample.coupling
+    return COUPLING[cfg.sample.gradient_mode]
+
+
+def trainable_experts(cfg: RunConfig) -> tuple[str, ...]:
+    """("high_noise",), ("low_noise",) or both in this order."""
+    chosen = _names(cfg.model.trainable_models)
+    return tuple(expert for name, expert in EXPERTS.items() if name in chosen)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Checks that need more than the file: the number of processes, the disk, the model
+
+
+def check_batch(cfg: RunConfig, num_processes: int) -> int:
+    """Clips per step over all processes. ConfigError when train_batch_size asks for another number."""
+    train = cfg.train
+    per_device, accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
+    per_pass = per_device * num_processes
+    global_batch, wanted = per_pass * accumulation, train.train_batch_size
+    if wanted is None or wanted == global_batch:
+        return global_batch
+    near = sorted({wanted // per_pass, -(-wanted // per_pass)} - {0})
+    ways = ", ".join(f"gradient_accumulation_steps {n} gives {n * per_pass}" for n in near)
+    raise ConfigError(
+        f"train.train_batch_size is {wanted}, but per_device_train_batch_size {per_device} x "
+        f"gradient_accumulation_steps {accumulation} x {num_processes} processes = {global_batch}; {ways}"
+    )
+
+
+def check_paths(cfg: RunConfig) -> None:
+    """ConfigError naming every file or folder of the configuration that is not there."""
+    problems = []
+    if not Path(cfg.data.file_name).is_file():
+        problems.append(f"data.file_name: no such file: {cfg.data.file_name}")
+    if not (Path(cfg.model.model_paths) / "model_index.json").is_file():
+        problems.append(
+            f"model.model_paths: no diffusers pipeline (model_index.json) in {cfg.model.model_paths}"
+        )
+    if cfg.model.tokenizer_path and not Path(cfg.model.tokenizer_path).is_dir():
+        problems.append(f"model.tokenizer_path: no such folder: {cfg.model.tokenizer_path}")
+    packs = {
+        "reward_model_path": cfg.reward.reward_model_path,
+        "held_out_model_path": cfg.reward.held_out_model_path,
+    }
+    for key, folder in packs.items():
+        if folder is not None and not any(Path(folder).glob("*.onnx")):
+            problems.append(f"reward.{key}: no .onnx files in {folder}")
+    _stop_at(problems)
+
+
+def vae_factors(model_folder: str | Path) -> tuple[int, int]:
+    """(spatial, temporal) compression of the pipeline folder's VAE, from vae/config.json; 8 and 4 for Wan."""
+    path = Path(model_folder) / "vae" / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"model.model_paths: {path} is missing; model_paths must be a diffusers pipeline folder"
+        )
+    config = json.loads(path.read_text(encoding="utf-8"))
+    return config.get("scale_factor_spatial", 8), config.get("scale_factor_temporal", 4)
+
+
+def check_geometry(
+    height: int, width: int, num_frames: int, spatial: int, temporal: int, patch: int = 2
+) -> None:
+    """ConfigError unless the VAE and the transformer can take clips of this size.
+
+    spatial, temporal: the VAE's compression factors; patch: the transformer's spatial patch size.
+    """
+    problems = []
+    # 16 is what diffusers' Wan pipeline demands of every model, so that the trained one can be used there.
+    multiple = math.lcm(16, spatial * patch)
+    for key, size in {"height": height, "width": width}.items():
+        if size % multiple:
+            near = _neighbours(size, multiple, 0)
+            problems.append(f"data.{key} must be a multiple of {multiple}, got {size}; try {near}")
+    # One latent frame would be the given image alone: nothing generated, nothing to reward.
+    if num_frames % temporal != 1 % temporal or num_frames <= 1:
+        near = _neighbours(num_frames, temporal, 1)
+        problems.append(f"data.num_frames must be {temporal}k+1 for this VAE, got {num_frames}; try {near}")
+    _stop_at(problems)
+
+
+def _neighbours(value: int, multiple: int, offset: int) -> str:
+    """The numbers multiple * k + offset (k >= 1) next to `value`, in words."""
+    below = (value - offset) // multiple
+    return " or ".join(str(multiple * k + offset) for k in (below, below + 1) if k >= 1)
+
+
+def check_active_experts(
+    active: Sequence[int], sigmas: Sequence[float], boundary: float, experts: Sequence[str]
+) -> None:
+    """ConfigError when one of the trained `experts` answers at no active step: it would never get a gradient.
+
+    sigmas: by step; at or above `boundary` the high_noise expert answers, below it low_noise.
+    """
+    answering = {"high_noise" if float(sigmas[i]) >= boundary else "low_noise" for i in active}
+    idle = [name for name, expert in EXPERTS.items() if expert in experts and expert not in answering]
+    if idle:
+        table = ", ".join(f"{i}: {float(sigmas[i]):.3f}" for i in active)
+        useful = ",".join(name for name, expert in EXPERTS.items() if expert in answering)
+        raise ConfigError(
+            f"model.trainable_models: {','.join(idle)} answers at no active step (sigma by step: {table}; "
+            f"boundary {boundary:g}) and would not learn; train {useful}, or change sample.mid_timestep or "
+            "sample.active_steps"
+        )

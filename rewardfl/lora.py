@@ -1,0 +1,120 @@
+"""LoRA adapters on Wan's experts: inject, switch the policy off for the reference, save and load in diffusers' layout."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers.training_utils import cast_training_params
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import safe_open
+from torch import Tensor, nn
+
+POLICY = "default"  # the name of the adapter that is trained
+WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
+
+# the names of Wan's original code, as Alibaba's ROLL and DiffSynth configure them, and diffusers' names
+SHORT_NAMES = {
+    "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
+}  # fmt: skip
+
+
+def target_modules(names: str) -> list[str]:
+    """diffusers' module names of a comma-separated list of short (q, k, v, o, ffn.0, ffn.2) or diffusers names."""
+    return [SHORT_NAMES.get(name.strip(), name.strip()) for name in names.split(",")]
+
+
+def inject(model: WanTransformer3DModel, rank: int, alpha: float, targets: list[str], seed: int) -> None:
+    """Freeze `model` and add a trainable LoRA, in float32 whatever the base's dtype; it changes nothing yet (B = 0).
+
+    A bfloat16 LoRA would lose most updates: an Adam step of 2.5e-6 on a weight of 0.01 is below its rounding.
+    ValueError when a target matches no module of the blocks.
+    """
+    for target in targets:
+        if not any(
+            name.endswith("." + target) and isinstance(m, nn.Linear) for name, m in model.named_modules()
+        ):
+            raise ValueError(
+                f"lora.lora_target_modules: {target!r} matches no linear layer of the transformer; "
+                f"use {', '.join(SHORT_NAMES)} or diffusers names such as {', '.join(SHORT_NAMES.values())}"
+            )
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets), adapter_name=POLICY)
+    cast_training_params(model, torch.float32)
+
+
+@contextlib.contextmanager
+def reference(model: nn.Module) -> Iterator[None]:
+    """Within, the policy adapter does not answer; other adapters (a distillation LoRA) stay on.
+
+    Only peft's list of active adapters changes: peft's own disable and enable touch requires_grad of every adapter.
+    A checkpointed forward must be backpropagated outside: it recomputes with whatever is active then.
+    """
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    active = [list(layer.active_adapters) for layer in layers]
+    for layer, names in zip(layers, active, strict=True):
+        layer._active_adapter = [name for name in names if name != POLICY]
+    try:
+        yield
+    finally:
+        for layer, names in zip(layers, active, strict=True):
+            layer._active_adapter = names
+
+
+def adapter_state(model: WanTransformer3DModel) -> dict[str, Tensor]:
+    """The policy adapter's weights by diffusers name (blocks.0.attn1.to_q.lora_A.weight, ...), on the CPU."""
+    state = get_peft_model_state_dict(model, adapter_name=POLICY)
+    return {name: value.detach().cpu().contiguous() for name, value in state.items()}
+
+
+def save_adapter(model: WanTransformer3DModel, folder: Path) -> None:
+    """Write folder/pytorch_lora_weights.safetensors as `pipe.load_lora_weights` reads it, alpha in the metadata."""
+    config = model.peft_config[POLICY]
+    folder.mkdir(parents=True, exist_ok=True)
+    WanImageToVideoPipeline.save_lora_weights(
+        folder,
+        transformer_lora_layers=adapter_state(model),
+        transformer_lora_adapter_metadata=config.to_dict(),
+        weight_name=WEIGHTS_NAME,
+    )
+
+
+def load_adapter(model: WanTransformer3DModel, folder: Path) -> None:
+    """Fill an injected adapter with the weights of `save_adapter`. ValueError on another rank, alpha or set of layers."""
+    state, metadata = read_adapter(folder / WEIGHTS_NAME)
+    config = model.peft_config[POLICY]
+    if metadata["r"] != config.r or metadata["lora_alpha"] != config.lora_alpha:
+        raise ValueError(
+            f"{folder / WEIGHTS_NAME} has rank {metadata['r']} and alpha {metadata['lora_alpha']}, the run's config "
+            f"lora.lora_rank {config.r} and lora.lora_alpha {config.lora_alpha}; they must be the same"
+        )
+    expected = adapter_state(model)
+    if state.keys() != expected.keys():
+        raise ValueError(
+            f"{folder / WEIGHTS_NAME} covers other layers than lora.lora_target_modules, for instance "
+            f"{sorted(state.keys() ^ expected.keys())[0]!r}"
+        )
+    set_peft_model_state_dict(model, state, adapter_name=POLICY)
+
+
+def read_adapter(path: Path) -> tuple[dict[str, Tensor], dict]:
+    """Weights by diffusers name without the `transformer.` prefix, and the peft configuration saved with them."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no adapter at {path}")
+    with safe_open(path, "pt") as file:
+        state = {name.removeprefix("transformer."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = json.loads(file.metadata()["lora_adapter_metadata"])
+    return state, {name.removeprefix("transformer."): value for name, value in metadata.items()}
+
+
+def attach_adapter(model: WanTransformer3DModel, folder: Path) -> None:
+    """Add a saved adapter to a plain transformer, for inference."""
+    _, metadata = read_adapter(folder / WEIGHTS_NAME)
+    inject(model, metadata["r"], metadata["lora_alpha"], sorted(metadata["target_modules"]), seed=0)
+    load_adapter(model, folder)

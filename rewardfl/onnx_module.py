@@ -1,0 +1,496 @@
+"""An ONNX graph as a torch module, so that a published face recogniser can be differentiated to its pixels.
+
+Every node runs as one torch function, in graph order. Weights are buffers: they follow `.to(device, dtype)`
+and no optimizer ever sees them. Shapes and what is computed from them stay on the CPU, off the GPU's queue.
+Semantics: https://onnx.ai/onnx/operators/, checked against onnxruntime in tests/test_onnx_module.py.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+import torch.nn.functional as F
+from google.protobuf.message import DecodeError
+from torch import Tensor, nn
+
+Attributes = dict[str, object]
+
+
+def _pad_argument(begin: list[int], end: list[int]) -> list[int]:
+    """torch lists (begin, end) pairs from the last axis to the first; ONNX all begins, then all ends."""
+    return [pad for pair in reversed(list(zip(begin, end, strict=True))) for pad in pair]
+
+
+def _symmetric_padding(a: Attributes, x: Tensor, fill: float) -> tuple[Tensor, list[int]]:
+    """x and the padding left to the operator: torch takes one number per axis; unequal pads go here."""
+    spatial = x.ndim - 2
+    pads = a.get("pads", [0] * 2 * spatial)
+    begin, end = pads[:spatial], pads[spatial:]
+    if begin == end:
+        return x, begin
+    return F.pad(x, _pad_argument(begin, end), value=fill), [0] * spatial
+
+
+def _conv(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    x, padding = _symmetric_padding(a, x, 0.0)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[x.ndim - 3]
+    return convolve(x, weight, bias, a.get("strides", 1), padding, a.get("dilations", 1), a.get("group", 1))
+
+
+def _max_pool(a: Attributes, x: Tensor) -> Tensor:
+    x, padding = _symmetric_padding(a, x, -torch.inf)
+    strides, dilations = a.get("strides", 1), a.get("dilations", 1)  # torch's default stride is the kernel
+    return F.max_pool2d(x, a["kernel_shape"], strides, padding, dilations, bool(a.get("ceil_mode", 0)))
+
+
+def _average_pool(a: Attributes, x: Tensor) -> Tensor:
+    x, padding = _symmetric_padding(a, x, 0.0)
+    ceil_mode, count_padding = bool(a.get("ceil_mode", 0)), bool(a.get("count_include_pad", 0))
+    return F.avg_pool2d(x, a["kernel_shape"], a.get("strides", 1), padding, ceil_mode, count_padding)
+
+
+def _batch_normalization(
+    a: Attributes, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor
+) -> Tensor:
+    scale = weight / torch.sqrt(var + a.get("epsilon", 1e-5))
+    shape = (-1, *[1] * (x.ndim - 2))
+    # one multiply-add with constants: unlike F.batch_norm it keeps no activation for the backward
+    return torch.addcmul((bias - mean * scale).view(shape), x, scale.view(shape))
+
+
+def _gemm(a: Attributes, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+    x, y = (x.mT if a.get("transA", 0) else x), (y.mT if a.get("transB", 0) else y)
+    product = a.get("alpha", 1.0) * (x @ y)
+    return product if bias is None else product + a.get("beta", 1.0) * bias
+
+
+def _div(a: Attributes, x: Tensor, y: Tensor) -> Tensor:
+    is_float = x.is_floating_point() or y.is_floating_point()
+    return torch.div(x, y, rounding_mode=None if is_float else "trunc")
+
+
+def _clip(a: Attributes, x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
+    low = a.get("min") if low is None else low.item()  # attributes before opset 11, operands since
+    high = a.get("max") if high is None else high.item()
+    return x if low is None and high is None else x.clamp(low, high)
+
+
+def _setting(a: Attributes, name: str, operand: Tensor | None) -> list[int] | None:
+    """A list that older opsets pass as attribute `name`, newer ones as an operand; None without either."""
+    return a.get(name) if operand is None else operand.tolist()
+
+
+def _reshape(a: Attributes, x: Tensor, shape: Tensor) -> Tensor:
+    return x.reshape([x.shape[i] if size == 0 else size for i, size in enumerate(shape.tolist())])
+
+
+def _flatten(a: Attributes, x: Tensor) -> Tensor:
+    return x.reshape(math.prod(x.shape[: a.get("axis", 1)]), -1)
+
+
+def _transpose(a: Attributes, x: Tensor) -> Tensor:
+    return x.permute(a.get("perm", list(range(x.ndim))[::-1]))
+
+
+def _squeeze(a: Attributes, x: Tensor, axes: Tensor | None = None) -> Tensor:
+    axes = _setting(a, "axes", axes)
+    return x.squeeze() if axes is None else x.squeeze(tuple(axes))
+
+
+def _unsqueeze(a: Attributes, x: Tensor, axes: Tensor | None = None) -> Tensor:
+    axes = _setting(a, "axes", axes)
+    for axis in sorted(axis % (x.ndim + len(axes)) for axis in axes):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def _slice(a: Attributes, x: Tensor, *operands: Tensor | None) -> Tensor:
+    operands = [*operands, None, None, None, None][:4]
+    names = ("starts", "ends", "axes", "steps")
+    starts, ends, axes, steps = (
+        _setting(a, name, value) for name, value in zip(names, operands, strict=True)
+    )
+    axes = axes or range(len(starts))
+    for start, end, axis, step in zip(starts, ends, axes, steps or [1] * len(starts), strict=True):
+        picked = range(x.shape[axis])[
+            start:end:step
+        ]  # Python clamps as ONNX does; torch has no negative steps
+        x = x.index_select(axis, torch.tensor(list(picked), dtype=torch.long, device=x.device))
+    return x
+
+
+def _gather(a: Attributes, x: Tensor, indices: Tensor) -> Tensor:
+    return x[(slice(None),) * (a.get("axis", 0) % x.ndim) + (indices,)]
+
+
+def _cast(a: Attributes, x: Tensor) -> Tensor:
+    if a["to"] in _FLOAT_TYPES:
+        return (
+            x if x.is_floating_point() else x.float()
+        )  # between float types: the module's own precision stays
+    return x.bool() if a["to"] == onnx.TensorProto.BOOL else x.long()
+
+
+def _constant_of_shape(a: Attributes, shape: Tensor) -> Tensor:
+    value = _tensor(a["value"]) if "value" in a else torch.zeros(1)
+    return value.expand(shape.tolist())
+
+
+def _expand(a: Attributes, x: Tensor, shape: Tensor) -> Tensor:
+    return x.expand(torch.broadcast_shapes(x.shape, shape.tolist()))
+
+
+def _pad(a: Attributes, x: Tensor, pads: Tensor | None = None, value: Tensor | None = None) -> Tensor:
+    pads = _setting(a, "pads", pads)
+    argument = _pad_argument(pads[: x.ndim], pads[x.ndim :])
+    while argument and argument[-2:] == [0, 0]:  # reflect and edge refuse to name the batch axis, even with 0
+        argument = argument[:-2]
+    mode = {"constant": "constant", "reflect": "reflect", "edge": "replicate"}[a.get("mode", "constant")]
+    fill = (a.get("value", 0.0) if value is None else value.item()) if mode == "constant" else None
+    return F.pad(x, argument, mode, fill)
+
+
+def _reduce(function: Callable[[Tensor, list[int], bool], Tensor]) -> Callable[..., Tensor]:
+    def reduce(a: Attributes, x: Tensor, axes: Tensor | None = None) -> Tensor:
+        axes = _setting(a, "axes", axes) or list(range(x.ndim))
+        return function(x, axes, bool(a.get("keepdims", 1)))
+
+    return reduce
+
+
+def _softmax_before_13(a: Attributes, x: Tensor) -> Tensor:
+    return x.flatten(a.get("axis", 1)).softmax(-1).view_as(x)
+
+
+def _positions(size: int, out: int, scale: float, rule: str) -> Tensor:
+    """Where each output sample lies on an input axis of `size` samples, clamped to it: (out,) float64."""
+    index = torch.arange(out, dtype=torch.float64)
+    if rule == "asymmetric":
+        position = index / scale
+    elif rule == "align_corners":
+        position = index * (size - 1) / max(out - 1, 1)
+    else:  # half_pixel; pytorch_half_pixel differs for a single output sample only
+        position = (index + 0.5) / scale - 0.5 if out > 1 or rule == "half_pixel" else index
+    return position.clamp(0, size - 1)
+
+
+_NEAREST = {
+    "round_prefer_floor": lambda position: torch.ceil(position - 0.5),
+    "round_prefer_ceil": lambda position: torch.floor(position + 0.5),
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+}
+
+
+def _resize(
+    a: Attributes, x: Tensor, roi: Tensor | None, scales: Tensor | None = None, sizes: Tensor | None = None
+) -> Tensor:
+    """Axis by axis over the spatial axes, so that sizes frozen at export do not fix the batch."""
+    rule = a.get("coordinate_transformation_mode", "half_pixel")
+    rounding = _NEAREST[a.get("nearest_mode", "round_prefer_floor")]
+    for axis in range(2, x.ndim):
+        size = x.shape[axis]
+        if sizes is not None:
+            out = int(sizes[axis])
+            scale = out / size
+        else:
+            scale = float(scales[axis])
+            out = int(size * scale)
+        position = _positions(size, out, scale, rule)
+        if a.get("mode", "nearest") == "nearest":
+            x = x.index_select(axis, rounding(position).long().to(x.device))
+        else:
+            low = position.floor()
+            weight = (position - low).to(x).view(-1, *[1] * (x.ndim - 1 - axis))
+            low, high = low.long().to(x.device), (low + 1).clamp(max=size - 1).long().to(x.device)
+            x = torch.lerp(x.index_select(axis, low), x.index_select(axis, high), weight)
+    return x
+
+
+# Each takes the node's attributes and its operands, None for an operand left out.
+OPS: dict[str, Callable[..., Tensor]] = {
+    "Abs": lambda a, x: x.abs(),
+    "Add": lambda a, x, y: x + y,
+    "AveragePool": _average_pool,
+    "BatchNormalization": _batch_normalization,
+    "Cast": _cast,
+    "Ceil": lambda a, x: x.ceil(),
+    "Clip": _clip,
+    "Concat": lambda a, *parts: torch.cat(parts, a["axis"]),
+    "Constant": lambda a: _tensor(a["value"]) if "value" in a else torch.tensor(*a.values()),
+    "ConstantOfShape": _constant_of_shape,
+    "Conv": _conv,
+    "Div": _div,
+    "Dropout": lambda a, x, *settings: x,
+    "Exp": lambda a, x: x.exp(),
+    "Expand": _expand,
+    "Flatten": _flatten,
+    "Floor": lambda a, x: x.floor(),
+    "Gather": _gather,
+    "Gemm": _gemm,
+    "GlobalAveragePool": lambda a, x: x.mean(tuple(range(2, x.ndim)), keepdim=True),
+    "Identity": lambda a, x: x,
+    "LeakyRelu": lambda a, x: F.leaky_relu(x, a.get("alpha", 0.01)),
+    "MatMul": lambda a, x, y: x @ y,
+    "MaxPool": _max_pool,
+    "Mul": lambda a, x, y: x * y,
+    "Neg": lambda a, x: -x,
+    "PRelu": lambda a, x, slope: torch.where(x < 0, x * slope, x),  # keeps a mask for the backward, not x
+    "Pad": _pad,
+    "Pow": lambda a, x, y: x**y,
+    "ReduceL2": _reduce(lambda x, axes, keep: torch.linalg.vector_norm(x, dim=axes, keepdim=keep)),
+    "ReduceMean": _reduce(lambda x, axes, keep: x.mean(axes, keep)),
+    "ReduceSum": _reduce(lambda x, axes, keep: x.sum(axes, keep)),
+    "Relu": lambda a, x: x.relu(),
+    "Reshape": _reshape,
+    "Resize": _resize,
+    "Shape": lambda a, x: torch.tensor(x.shape)[a.get("start", 0) : a.get("end")],
+    "Sigmoid": lambda a, x: x.sigmoid(),
+    "Slice": _slice,
+    "Softmax": lambda a, x: x.softmax(a.get("axis", -1)),
+    "Softmax before opset 13": _softmax_before_13,
+    "Sqrt": lambda a, x: x.sqrt(),
+    "Squeeze": _squeeze,
+    "Sub": lambda a, x, y: x - y,
+    "Tanh": lambda a, x: x.tanh(),
+    "Transpose": _transpose,
+    "Unsqueeze": _unsqueeze,
+}
+
+# Ops whose operands after the first are settings (shapes, axes, bounds), read on the CPU.
+_SETTINGS = (
+    "Clip Dropout Expand Pad ReduceL2 ReduceMean ReduceSum Reshape Resize Slice Squeeze Unsqueeze".split()
+)
+
+# Attribute values that the functions above honour, where ONNX allows more; () refuses the attribute itself.
+_HONOURED: dict[str, dict[str, tuple]] = {
+    "AveragePool": {"auto_pad": ("NOTSET",), "dilations": ([1, 1],)},
+    "BatchNormalization": {"training_mode": (0,)},
+    "Constant": {"sparse_value": (), "value_string": (), "value_strings": ()},
+    "Conv": {"auto_pad": ("NOTSET",)},
+    "MaxPool": {"auto_pad": ("NOTSET",)},
+    "Pad": {"mode": ("constant", "reflect", "edge")},
+    "ReduceMean": {"noop_with_empty_axes": (0,)},
+    "ReduceSum": {"noop_with_empty_axes": (0,)},
+    "ReduceL2": {"noop_with_empty_axes": (0,)},
+    "Reshape": {"allowzero": (0,)},
+    "Resize": {
+        "antialias": (0,),
+        "axes": (),
+        "coordinate_transformation_mode": ("half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners"),
+        "keep_aspect_ratio_policy": ("stretch",),
+        "mode": ("nearest", "linear"),
+    },
+}
+
+_FLOAT_TYPES = {
+    onnx.TensorProto.FLOAT,
+    onnx.TensorProto.DOUBLE,
+    onnx.TensorProto.FLOAT16,
+    onnx.TensorProto.BFLOAT16,
+}
+
+
+def _tensor(proto: onnx.TensorProto) -> Tensor:
+    """A stored tensor: float types become float32, integers int64, so half-precision files run everywhere."""
+    array = onnx.numpy_helper.to_array(proto)
+    if proto.data_type in _FLOAT_TYPES:
+        return torch.tensor(array.astype(np.float32))
+    return torch.tensor(array if array.dtype == bool else array.astype(np.int64))
+
+
+def _attributes(node: onnx.NodeProto) -> Attributes:
+    values = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
+
+
+def _op_name(node: onnx.NodeProto, opset: int) -> str:
+    if node.domain not in ("", "ai.onnx"):
+        return f"{node.domain}.{node.op_type}"
+    return "Softmax before opset 13" if node.op_type == "Softmax" and opset < 13 else node.op_type
+
+
+def _refusals(node: onnx.NodeProto, opset: int, used: set[str]) -> list[str]:
+    """What in this node cannot be run, in words; [] when it can."""
+    op, a = _op_name(node, opset), _attributes(node)
+    if op not in OPS:
+        return [op]
+    refused = [
+        f"{op}({k}={a[k]})"
+        for k, honoured in _HONOURED.get(op, {}).items()
+        if k in a and a[k] not in honoured
+    ]
+    pads = a.get("pads", [])
+    if op == "AveragePool" and pads[:2] != pads[2:] and not a.get("count_include_pad", 0):
+        refused.append(f"AveragePool(unequal pads={pads}, count_include_pad=0)")
+    if op in ("AveragePool", "MaxPool") and len(a["kernel_shape"]) != 2:
+        refused.append(f"{op}(kernel_shape={a['kernel_shape']})")
+    if op == "Resize" and opset < 11:
+        refused.append(f"Resize(opset {opset})")
+    if op == "Pad" and len(node.input) > 3:
+        refused.append("Pad(axes)")
+    return refused + [f"{op}(output {i})" for i, name in enumerate(node.output) if i > 0 and name in used]
+
+
+def read_graph(path: str | Path) -> tuple[onnx.GraphProto, int]:
+    """The graph of an ONNX file and its opset version.
+
+    Raises FileNotFoundError when there is no such file, ValueError when it is not a whole ONNX model.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no ONNX file at {path}")
+    try:
+        model = onnx.load(path)
+    except DecodeError as error:
+        raise ValueError(
+            f"{path} ({path.stat().st_size} bytes) is not a whole ONNX file: a download cut short, or a "
+            f"git-lfs pointer? Fetch it again ({error})"
+        ) from error
+    if not model.graph.node or not model.graph.output:
+        raise ValueError(
+            f"{path} ({path.stat().st_size} bytes) holds no ONNX graph; fetch or export it again"
+        )
+    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
+    return model.graph, opset
+
+
+def graph_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """The inputs that a caller feeds; older files list the weights among them too."""
+    weights = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.input if value.name not in weights]
+
+
+def value_shape(value: onnx.ValueInfoProto) -> list[int | None]:
+    """The declared shape of a graph input or output, None for a dynamic axis."""
+    return [axis.dim_value or None for axis in value.type.tensor_type.shape.dim]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One node, ready to run."""
+
+    function: Callable[..., Tensor]
+    attributes: Attributes
+    operands: tuple[
+        tuple[str, str], ...
+    ]  # (kind, name): kind is buffer, cpu (left where it is), device or absent
+    output: str
+    dead: tuple[str, ...]  # values that no later step reads
+    frozen_batch: bool  # a Reshape to a constant (1, ...) in a graph exported with batch 1
+
+
+class OnnxModule(nn.Module):
+    """Runs the ONNX graph stored at `path`, differentiably, for any batch size, even if exported with batch
+    1.
+
+    Takes the one graph input; returns its output, or a tuple in graph order when there are several. Float
+    weights are float32 buffers; `.to(device, dtype)` moves them. There are no parameters, and train() and
+    eval() are the same. Results are within 1e-5 of onnxruntime's.
+
+    Attributes: input_shape, output_shapes (None for dynamic axes), output_names, and first_nodes, the names
+    of the first eight nodes, by which insightface tells how a recogniser wants its input.
+
+    Raises FileNotFoundError without a file; ValueError for a damaged file, several inputs, or unknown ops.
+    """
+
+    def __init__(self, path: str | Path):
+        super().__init__()
+        graph, opset = read_graph(path)
+        inputs = graph_inputs(graph)
+        if len(inputs) != 1:
+            raise ValueError(
+                f"{path} has {len(inputs)} inputs ({[i.name for i in inputs]}); OnnxModule runs one"
+            )
+        used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+        refused = sorted({refusal for node in graph.node for refusal in _refusals(node, opset, used)})
+        if refused:
+            raise ValueError(
+                f"{path} needs unsupported ops: {', '.join(refused)}; add them to OPS in {__name__}"
+            )
+        self.input_name = inputs[0].name
+        self.input_shape = value_shape(inputs[0])
+        self.output_names = [value.name for value in graph.output]
+        self.output_shapes = [value_shape(value) for value in graph.output]
+        self.first_nodes = [node.name for node in graph.node[:8]]
+        try:
+            self._steps, constants = _compile(graph, opset, frozen_batch=self.input_shape[:1] == [1])
+        except ValueError as error:  # a weight whose bytes do not fill its shape
+            raise ValueError(f"{path} holds a damaged tensor ({error}); fetch or export it again") from error
+        operands = {operand for step in self._steps for operand in step.operands}
+        self._cpu = {
+            name: constants[name] for kind, name in operands if kind != "buffer" and name in constants
+        }
+        names = sorted(name for kind, name in operands if kind == "buffer")
+        self._buffer_of = {name: f"weight_{i}" for i, name in enumerate(names)}
+        for name, buffer in self._buffer_of.items():
+            self.register_buffer(buffer, constants[name])
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        values = {**self._cpu, self.input_name: x}
+        for step in self._steps:
+            operands = [self._operand(kind, name, values, x) for kind, name in step.operands]
+            if step.frozen_batch and operands[0].shape[0] == x.shape[0]:
+                operands[1] = torch.cat([torch.tensor(x.shape[:1]), operands[1][1:]])
+            values[step.output] = step.function(step.attributes, *operands)
+            for name in step.dead:
+                del values[name]
+        outputs = tuple(values[name] for name in self.output_names)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _operand(self, kind: str, name: str, values: dict[str, Tensor], x: Tensor) -> Tensor | None:
+        if kind == "absent":
+            return None
+        if kind == "buffer":
+            return self.get_buffer(self._buffer_of[name])
+        value = values[name]
+        if kind == "cpu":
+            return value
+        return value.to(x.device, x.dtype if value.is_floating_point() else value.dtype)
+
+
+def _compile(graph: onnx.GraphProto, opset: int, frozen_batch: bool) -> tuple[list[_Step], dict[str, Tensor]]:
+    """The steps that depend on the input, and all constants by name; arithmetic on constants is done here."""
+    constants = {tensor.name: _tensor(tensor) for tensor in graph.initializer}
+    on_cpu: set[str] = set()  # results that are shapes, or computed from nothing but shapes and constants
+    steps = []
+    for node in graph.node:
+        op, attributes = _op_name(node, opset), _attributes(node)
+        named = [name for name in node.input if name]
+        if all(name in constants for name in named):
+            constants[node.output[0]] = OPS[op](
+                attributes, *(constants[n] if n else None for n in node.input)
+            )
+            continue
+        cpu_node = op == "Shape" or all(name in on_cpu or name in constants for name in named)
+        if cpu_node:
+            on_cpu.add(node.output[0])
+        operands = []
+        for i, name in enumerate(node.input):
+            if not name:
+                kind = "absent"
+            elif cpu_node or (op in _SETTINGS and i > 0):
+                kind = "cpu"
+            elif name in constants and constants[name].is_floating_point():
+                kind = "buffer"
+            else:
+                kind = "device"
+            operands.append((kind, name))
+        target = constants.get(node.input[1]) if op == "Reshape" and not cpu_node else None
+        frozen = frozen_batch and target is not None and target[0].item() == 1
+        steps.append(_Step(OPS[op], attributes, tuple(operands), node.output[0], (), frozen))
+
+    # a value dies after the last step that names it, as operand or as its own unread output
+    last_use = {
+        name: i for i, step in enumerate(steps) for name in (*(n for _, n in step.operands), step.output)
+    }
+    kept = {value.name for value in graph.output} | set(constants) | {""}
+    dead: list[list[str]] = [[] for _ in steps]
+    for name, i in last_use.items():
+        if name not in kept:
+            dead[i].append(name)
+    return [replace(step, dead=tuple(names)) for step, names in zip(steps, dead, strict=True)], constants

@@ -1,0 +1,33 @@
+"""What every reward is: a module from videos to one score per sample."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass
+class RewardOutput:
+    """Scores of B samples. Where `valid` is False the score is 0, with a zero gradient, and means nothing."""
+
+    score: Tensor  # (B,) float32, always finite; with gradient to the video if the reward is differentiable
+    valid: Tensor  # (B,) bool
+    parts: dict[str, Tensor]  # name -> (B,) for the log, without gradient; NaN where not measured
+
+
+class Reward(nn.Module):
+    """Subclasses set `name` and `differentiable` (has the score a gradient to the video?) and forward."""
+
+    name: str
+    differentiable: bool
+
+    def reference(self, video: Tensor) -> object | None:
+        """What this reward keeps of a sample's real clip (3, F, H, W) in [-1, 1]; None if it is of no use.
+
+        It is computed once per sample, cached, and handed back to `forward`. A reward that needs nothing of
+        the real clip keeps the empty tuple: every sample is usable.
+        """
+        return ()
+
+    def forward(self, video: Tensor, batch: list[object | None]) -> RewardOutput:
+        """Score (B, 3, F, H, W) videos in [-1, 1] against one reference each; None makes a sample invalid."""
+        raise NotImplementedError

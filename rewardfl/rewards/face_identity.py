@@ -1,0 +1,87 @@
+"""Does the generated clip show the person of the real one? Differentiable. After IPRO, arXiv 2510.14255."""
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..face import FaceIdentity, FacePool, FaceScore
+from .base import Reward, RewardOutput
+
+# A real clip that moves less than this many face widths per frame gives no ratio: it would divide by noise.
+MIN_MOTION = 1e-4
+
+PARTS = ("face_score", "cap", "coverage", "motion_speed", "motion_nonrigid", "motion")
+
+
+class FaceIdentityReward(Reward):
+    """R = min(mean_j s_j, cap): s_j is the mean cosine of generated frame j >= 1 with the real clip's pool.
+
+    `cap` is "self_similarity" (the real clip's own mean pairwise cosine: more likeness than the person has to
+    herself is not paid for), "none", or a number in (0, 1]. Above the cap the gradient is zero.
+
+    Parts: face_score, the mean before the cap; cap (1 for "none"); coverage, the share of generated frames
+    with a detection; motion_speed and motion_nonrigid, landmark motion over the real clip's, NaN where that
+    hardly moves; motion, the smaller of the two. A sample is invalid when its real clip has no usable face,
+    the generated clip shows no face in any frame, or the score is not finite.
+    """
+
+    name = "face_identity"
+    differentiable = True
+
+    def __init__(
+        self, pack_dir: str | Path, cap: str | float = "self_similarity", det_size: int = 640, chunk: int = 8
+    ):
+        super().__init__()
+        named = cap in ("self_similarity", "none")
+        if not named and (isinstance(cap, str) or not 0 < cap <= 1):
+            raise ValueError(f"reward.cap must be self_similarity, none or a number in (0, 1], got {cap!r}")
+        self.cap = cap
+        self.identity = FaceIdentity(pack_dir, det_size, chunk)
+
+    def reference(self, video: Tensor) -> FacePool | None:
+        """The face pool of a real clip (3, F, H, W); None when no frame after the first shows the face."""
+        return self.identity.pool(video)
+
+    def forward(self, video: Tensor, batch: list[FacePool | None]) -> RewardOutput:
+        if len(batch) != len(video):
+            raise ValueError(f"{len(video)} videos need as many references, got {len(batch)}")
+        results = [self._sample(clip, pool) for clip, pool in zip(video, batch, strict=True)]
+        scores, valid, parts = zip(*results, strict=True)
+        rows = torch.tensor(parts, device=video.device)  # (B, len(PARTS))
+        return RewardOutput(
+            torch.stack(scores),
+            torch.tensor(valid, device=video.device),
+            dict(zip(PARTS, rows.unbind(1), strict=True)),
+        )
+
+    def _sample(self, video: Tensor, pool: FacePool | None) -> tuple[Tensor, bool, list[float]]:
+        """Score, validity and parts of one clip (3, F, H, W)."""
+        # a sum over no pixels: 0 whatever they hold (NaN * 0 is NaN), with a zero gradient to all of them
+        nothing = video[:0].sum(dtype=torch.float32)
+        parts = dict.fromkeys(PARTS, math.nan)
+        if pool is None:
+            return nothing, False, list(parts.values())
+        parts["cap"] = cap = {"self_similarity": pool.cap, "none": 1.0}.get(self.cap, self.cap)
+        face = self.identity.score(video, pool)
+        parts["coverage"] = face.coverage if face else 0.0
+        if face is None or not face.mean.isfinite():
+            return nothing, False, list(parts.values())
+        parts["face_score"] = face.mean.item()
+        parts["motion_speed"], parts["motion_nonrigid"] = _motion(face, pool)
+        parts["motion"] = _smaller(parts["motion_speed"], parts["motion_nonrigid"])
+        return face.mean.clamp(max=cap), True, list(parts.values())
+
+
+def _motion(face: FaceScore, pool: FacePool) -> tuple[float, float]:
+    """Speed and non-rigid motion of the generated clip over those of the real one."""
+    pairs = ((face.speed, pool.speed), (face.nonrigid, pool.nonrigid))
+    speed, nonrigid = (mine / real if real >= MIN_MOTION else math.nan for mine, real in pairs)
+    return speed, nonrigid
+
+
+def _smaller(x: float, y: float) -> float:
+    """min(x, y) where NaN counts as not measured: NaN only if both are."""
+    known = [value for value in (x, y) if not math.isnan(value)]
+    return min(known, default=math.nan)

@@ -1,0 +1,124 @@
+"""The only file that knows Wan2.2 I2V: its folder, its conditioning, which expert answers at which sigma, its velocity."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, WanTransformer3DModel
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from rewardfl import lora
+
+TEXT_LENGTH = 512  # tokens; the length that diffusers' pipeline pads prompts to
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """What the experts are told about a batch. text: (B, 512, d); image: (B, temporal factor + 16, T, h, w)."""
+
+    text: Tensor
+    image: Tensor
+
+    @staticmethod
+    def stack(items: Sequence["Conditioning"]) -> "Conditioning":
+        return Conditioning(
+            torch.cat([item.text for item in items]), torch.cat([item.image for item in items])
+        )
+
+    def to(self, device: torch.device) -> "Conditioning":
+        return Conditioning(self.text.to(device), self.image.to(device))
+
+
+class Experts(nn.Module):
+    """Both experts as one module, so that one wrapper (DDP, DeepSpeed, FSDP) sees every trained parameter."""
+
+    def __init__(self, high_noise: WanTransformer3DModel, low_noise: WanTransformer3DModel, boundary: float):
+        super().__init__()
+        self.high_noise, self.low_noise = high_noise, low_noise
+        self.boundary = boundary
+
+    def forward(self, x: Tensor, sigma: Tensor, text: Tensor, image: Tensor) -> Tensor:
+        """Velocity (B, 16, T, h, w), float32 or finer, at latents x of the same shape and one sigma for the batch."""
+        expert = self.high_noise if expert_at(sigma, self.boundary) == "high_noise" else self.low_noise
+        # the timestep stays float32: 892.857 would be 892 in bfloat16
+        timestep = (1000 * sigma).to(x.device).expand(len(x))
+        inputs = torch.cat([x, image.to(x.dtype)], 1).to(expert.dtype)
+        return expert(inputs, timestep, text.to(expert.dtype), return_dict=False)[0].to(x.dtype)
+
+
+def expert_at(sigma: Tensor | float, boundary: float) -> str:
+    """high_noise at and above the boundary, low_noise below; compared in timesteps, as diffusers does."""
+    return "high_noise" if 1000 * sigma >= 1000 * boundary else "low_noise"
+
+
+def load_pipeline(folder: str, dtype: torch.dtype, tokenizer_path: str = "") -> WanImageToVideoPipeline:
+    """The pipeline of a diffusers folder, frozen and in eval mode, without touching the network.
+
+    ValueError for pipelines of the family that are not Wan2.2-I2V-A14B shaped (two experts, a boundary, no image encoder).
+    """
+    if not (Path(folder) / "model_index.json").is_file():
+        raise FileNotFoundError(
+            f"model.model_paths: {folder} is not a diffusers pipeline folder (no model_index.json)"
+        )
+    parts = {"tokenizer": AutoTokenizer.from_pretrained(tokenizer_path)} if tokenizer_path else {}
+    pipe = WanImageToVideoPipeline.from_pretrained(folder, torch_dtype=dtype, local_files_only=True, **parts)
+    if pipe.transformer_2 is None or pipe.config.boundary_ratio is None or pipe.config.expand_timesteps:
+        raise ValueError(
+            f"model.model_paths: {folder} is not a Wan2.2-I2V-A14B shaped pipeline "
+            "(it needs transformer, transformer_2 and boundary_ratio; TI2V-5B and Wan2.1 are not supported)"
+        )
+    for module in (pipe.transformer, pipe.transformer_2, pipe.text_encoder, pipe.vae):
+        module.requires_grad_(False).eval()
+    return pipe
+
+
+@torch.no_grad()
+def encode(pipe: WanImageToVideoPipeline, prompt: str, image: Tensor, num_frames: int) -> Conditioning:
+    """Conditioning of one sample, by the pipeline's own code. image: (3, H, W) in [-1, 1], the clip's first frame."""
+    height, width = image.shape[1:]
+    device = pipe.vae.device
+    text, _ = pipe.encode_prompt(
+        prompt, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH, device=device
+    )
+    placeholder = torch.empty(latent_shape(pipe, height, width, num_frames), device=device)
+    _, condition = pipe.prepare_latents(
+        image[None].to(device, torch.float32), 1, pipe.vae.config.z_dim, height, width, num_frames, torch.float32, device,
+        latents=placeholder,
+    )  # fmt: skip
+    return Conditioning(text, condition)
+
+
+def latent_shape(pipe: WanImageToVideoPipeline, height: int, width: int, num_frames: int) -> tuple[int, ...]:
+    """(1, C, T, h, w) of one sample's latents."""
+    frames = (num_frames - 1) // pipe.vae_scale_factor_temporal + 1
+    spatial = pipe.vae_scale_factor_spatial
+    return (1, pipe.vae.config.z_dim, frames, height // spatial, width // spatial)
+
+
+class Velocity:
+    """`velocity(x, sigma)` for one batch's conditioning: what the samplers call. `model` is the prepared module."""
+
+    def __init__(self, model: nn.Module, conditioning: Conditioning):
+        self.model, self.conditioning = model, conditioning
+
+    def __call__(self, x: Tensor, sigma: Tensor) -> Tensor:
+        return self.model(x, sigma, self.conditioning.text, self.conditioning.image)
+
+    def reference(self, x: Tensor, sigma: Tensor) -> Tensor:
+        """The velocity of the model as it was before training: the policy adapter is off."""
+        with lora.reference(self.model):
+            return self(x, sigma)
+
+
+class LinearFlowEuler(FlowMatchEulerDiscreteScheduler):
+    """diffusers' Euler scheduler on `flow.linear_sigmas`, for a stock pipeline that is to sample as we do.
+
+    The pipeline calls set_timesteps(n) without sigmas, and the parent then shifts an already shifted range: with shift 5
+    and 8 steps its last sigma is 0.024, not 0.417.
+    """
+
+    def set_timesteps(self, num_inference_steps: int, device: torch.device | None = None) -> None:
+        unshifted = torch.linspace(1, 0, num_inference_steps + 1, dtype=torch.float64)[:-1]
+        super().set_timesteps(sigmas=unshifted.tolist(), device=device)

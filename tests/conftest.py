@@ -1,0 +1,40 @@
+"""A Wan2.2-I2V-shaped pipeline with random weights, small enough to differentiate in float64."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from tiny_world.vae import new_vae  # noqa: E402
+from tiny_world.video import new_expert, new_pipeline  # noqa: E402
+
+torch.set_num_threads(1)  # the suite runs several workers
+
+HEIGHT, WIDTH, FRAMES = 32, 32, 5
+
+
+def random_pipeline(dtype: torch.dtype = torch.float32):
+    """Both experts differ; the VAE's convolutions in time matter; latents are normalised by odd numbers."""
+    torch.manual_seed(0)
+    pipe = new_pipeline(new_vae(4, (1, 1, 2)), layers=(1, 1))
+    pipe.register_modules(transformer=new_expert(1, 2, 12), transformer_2=new_expert(2, 2, 12))
+    for module in (pipe.vae, pipe.transformer, pipe.transformer_2):
+        for parameter in module.parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+        module.eval().requires_grad_(False)
+    pipe.vae.register_to_config(
+        latents_mean=torch.linspace(-0.3, 0.3, 16).tolist(), latents_std=torch.linspace(0.7, 1.6, 16).tolist()
+    )
+    pipe.text_encoder.requires_grad_(False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(dtype) if dtype != torch.float32 else pipe
+
+
+@pytest.fixture
+def pipe():
+    return random_pipeline()

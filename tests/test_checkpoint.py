@@ -1,0 +1,370 @@
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rewardfl import checkpoint
+from rewardfl.checkpoint import CheckpointError, MetricsFile
+
+CONFIG = {
+    "run": {"output_dir": "out", "save_steps": 25, "resume_from_checkpoint": "auto"},
+    "train": {"learning_rate": 1e-5, "max_steps": None},
+}
+
+
+def changed(**keys):
+    """CONFIG with section_key values replaced: changed(train__learning_rate=1)."""
+    config = {section: dict(values) for section, values in CONFIG.items()}
+    for name, value in keys.items():
+        section, key = name.split("__")
+        config[section][key] = value
+    return config
+
+
+def start(output_dir, config=CONFIG, resume="auto"):
+    """What the script does before its first step."""
+    checkpoint.prepare_output_dir(output_dir, config, resume)
+    path = checkpoint.find_checkpoint(output_dir, resume)
+    checkpoint.write_run_json(output_dir, config, ["train.py"], {"torch": "2"}, "abc")
+    return path
+
+
+def save(output_dir, step):
+    def write_adapter(folder):
+        (folder / "transformer").mkdir()
+        save_file({"w": torch.full((3,), float(step))}, folder / "transformer" / "lora.safetensors")
+
+    return checkpoint.save_checkpoint(output_dir, step, write_adapter, {"step": step})
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def fail(*_args, **_kwargs):
+    raise OSError("disk full")
+
+
+def run_and_kill(code, folder):
+    """Run `code` (with Path `folder` at hand) in a process that ends by SIGKILL."""
+    prelude = "import os, signal; from pathlib import Path; from rewardfl import checkpoint\n"
+    kill = "kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+    script = f"{prelude}{kill}folder = Path({str(folder)!r})\n{code}"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == -9
+
+
+# ---- atomic writes
+
+
+def test_atomic_write(tmp_path):
+    path = tmp_path / "a.json"
+    checkpoint.atomic_write(path, "grüße")
+    assert path.read_text(encoding="utf-8") == "grüße"
+    checkpoint.atomic_write(path, b"\x00\x01")
+    assert path.read_bytes() == b"\x00\x01" and names(tmp_path) == ["a.json"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    checkpoint.atomic_write(tmp_path / "a", "old")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.atomic_write(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "old" and names(tmp_path) == ["a"]
+
+
+def test_a_kill_leaves_the_old_file_and_the_old_folder(tmp_path):
+    """One kill in the middle of a write, one in the middle of filling a folder; a new start cleans up."""
+    start(tmp_path)
+    save(tmp_path, 1)
+    old = (tmp_path / "run.json").read_text()
+    run_and_kill("os.fsync = kill\ncheckpoint.atomic_write(folder / 'run.json', 'new')", tmp_path)
+    run_and_kill("checkpoint.save_checkpoint(folder, 1, kill, {})", tmp_path)
+    run_and_kill("checkpoint.save_checkpoint(folder, 2, kill, {})", tmp_path)
+    run_and_kill("os.replace = kill\ncheckpoint.save_checkpoint(folder, 3, lambda _: None, {})", tmp_path)
+    strays = [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
+    assert len(strays) == 4
+    assert (tmp_path / "run.json").read_text() == old
+    assert start(tmp_path) == tmp_path / "checkpoints" / "step-000001"
+    assert names(tmp_path / "checkpoints") == ["latest", "step-000001"]
+    assert [path for path in tmp_path.rglob("*") if ".tmp-" in path.name] == []
+
+
+def test_atomic_directory(tmp_path):
+    path = tmp_path / "deep" / "folder"
+    with checkpoint.atomic_directory(path) as folder:
+        assert not path.exists() and folder.parent == path.parent
+        (folder / "a").write_text("1")
+    assert names(path) == ["a"] and names(path.parent) == ["folder"]
+    with checkpoint.atomic_directory(path) as folder:
+        (folder / "b").write_text("2")
+        assert names(path) == ["a"]
+    assert names(path) == ["b"] and names(path.parent) == ["folder"]
+    with pytest.raises(OSError, match="disk full"), checkpoint.atomic_directory(path) as folder:
+        (folder / "c").write_text("3")
+        fail()
+    assert names(path) == ["b"] and names(path.parent) == ["folder"]
+
+
+def test_files_have_the_mode_of_the_umask(tmp_path):
+    start(tmp_path)
+    path = save(tmp_path, 1)
+    (tmp_path / "plain").touch()
+    plain = (tmp_path / "plain").stat().st_mode
+    assert plain & 0o777 != 0o600, "the umask hides what this test is after"
+    files = [file for file in [*path.rglob("*"), tmp_path / "run.json"] if file.is_file()]
+    assert len(files) == 4 and all(file.stat().st_mode == plain for file in files)
+
+
+# ---- the run folder
+
+
+def test_a_new_run_and_going_on_with_it(tmp_path):
+    assert start(tmp_path / "out") is None
+    assert json.loads((tmp_path / "out" / "run.json").read_text()) == {
+        "config": CONFIG,
+        "command": ["train.py"],
+        "versions": {"torch": "2"},
+        "git_commit": "abc",
+    }
+    path = save(tmp_path / "out", 25)
+    assert start(tmp_path / "out") == path
+    longer = changed(run__save_steps=5, run__output_dir="elsewhere/out", train__max_steps=100)
+    assert start(tmp_path / "out", longer) == path
+    assert start(tmp_path / "out", resume=str(path)) == path
+
+
+def test_another_runs_folder_is_refused(tmp_path):
+    start(tmp_path)
+    save(tmp_path, 1)
+    message = (
+        "holds a run with other settings: train.learning_rate 1e-05 -> 2e-05; set them back or use another"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        start(tmp_path, changed(train__learning_rate=2e-5, run__save_steps=3))
+    with pytest.raises(CheckpointError, match="train.new None -> 1; set"):
+        start(tmp_path, changed(train__new=1))
+    start(tmp_path, changed(train__new=None))  # a later version's key, switched off
+
+
+def test_a_run_is_not_overwritten(tmp_path):
+    start(tmp_path)
+    MetricsFile(tmp_path / "metrics.jsonl").append(1, {"actor/loss": 0.5})
+    message = "already holds a run; take another folder, .* go on with it: run.resume_from_checkpoint=auto"
+    with pytest.raises(CheckpointError, match=message):
+        start(tmp_path, resume=False)
+    with pytest.raises(CheckpointError, match="other settings: train.learning_rate"):
+        start(tmp_path, changed(train__learning_rate=2e-5))
+    assert start(tmp_path) is None  # the same run, killed before its first checkpoint
+
+
+def test_a_run_that_never_finished_a_step_is_replaced(tmp_path):
+    start(tmp_path)
+    assert start(tmp_path, changed(train__learning_rate=2e-5)) is None
+    assert start(tmp_path, CONFIG, resume=False) is None
+
+
+def test_steps_without_run_json(tmp_path):
+    save(tmp_path, 1)
+    with pytest.raises(
+        CheckpointError, match="run.json is missing, so nothing says whether this is the same run"
+    ):
+        start(tmp_path)
+
+
+def test_a_checkpoint_of_another_folder(tmp_path):
+    start(tmp_path / "a")
+    path = save(tmp_path / "a", 1)
+    save(tmp_path / "a", 2)
+    assert start(tmp_path / "b", resume=str(path)) == path
+    with pytest.raises(CheckpointError, match="a holds a run with other settings: train.learning_rate"):
+        start(tmp_path / "c", changed(train__learning_rate=2e-5), resume=str(path))
+
+
+def test_foreign_files_stay(tmp_path):
+    (tmp_path / "notes.tmp-1").touch()
+    start(tmp_path)
+    assert (tmp_path / "notes.tmp-1").exists()
+
+
+def test_library_versions():
+    versions = checkpoint.library_versions(["torch", "pyyaml", "no-such-package"])
+    assert list(versions) == ["torch", "pyyaml"] and versions["torch"] == torch.__version__
+
+
+def test_git_commit(tmp_path, monkeypatch):
+    def git(*arguments):
+        identity = ["-c", "user.name=t", "-c", "user.email=t@t"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert checkpoint.git_commit(tmp_path) is None
+    (tmp_path / "a").write_text("1")
+    for arguments in (["init"], ["add", "a"], ["commit", "-m", "a"], ["tag", "-a", "v1", "-m", "v1"]):
+        git(*arguments)
+    commit = git("rev-parse", "HEAD")
+    assert checkpoint.git_commit(tmp_path) == commit and len(commit) == 40
+    (tmp_path / "a").write_text("2")
+    assert checkpoint.git_commit(tmp_path) == f"{commit}-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert checkpoint.git_commit(tmp_path) is None
+
+
+# ---- metrics.jsonl
+
+
+def test_metrics(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.cut_back(0)  # no file yet
+    for step in range(1, 5):
+        metrics.append(step, {"lr": 1e-6, "actor/loss": step / 2})
+    metrics.append(5, {"grad_norm": float("nan"), "actor/loss": float("-inf")})
+    assert metrics.read()[1] == {"step": 2, "lr": 1e-6, "actor/loss": 1.0}
+    assert metrics.read()[4] == {"step": 5, "grad_norm": None, "actor/loss": None}
+    metrics.cut_back(3)
+    metrics.append(4, {"lr": 2.0})
+    assert [line["step"] for line in metrics.read()] == [1, 2, 3, 4] and metrics.read()[3]["lr"] == 2
+    assert names(tmp_path) == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("tail", ['{"step": 3, "lo', '{"step": 3, "loss": 1}', "\0\0\0"])
+def test_a_cut_off_last_line(tmp_path, tail):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append(1, {"loss": 0.0})
+    metrics.append(2, {"loss": 0.0})
+    with metrics.path.open("a") as file:
+        file.write(tail)
+    assert [line["step"] for line in metrics.read()] == [1, 2]
+    metrics.cut_back(2)
+    metrics.append(3, {"loss": 0.0})
+    assert [line["step"] for line in metrics.read()] == [1, 2, 3]
+
+
+def test_a_killed_cut_back_leaves_the_old_lines(tmp_path, monkeypatch):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append(1, {})
+    metrics.append(2, {})
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        metrics.cut_back(1)
+    assert [line["step"] for line in metrics.read()] == [1, 2]
+
+
+# ---- checkpoints
+
+
+def test_save_and_load(tmp_path):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    weight.sum().backward()
+    optimizer.step()
+    schedule.step()
+    state = {
+        "optimizer": optimizer.state_dict(),
+        "scheduler": schedule.state_dict(),
+        "rng": [torch.get_rng_state(), None],
+        "position": {"step": 25, "lr": 1e-3, "name": "x"},
+    }
+    path = checkpoint.save_checkpoint(tmp_path, 25, lambda folder: (folder / "adapter").touch(), state)
+    assert path == tmp_path / "checkpoints" / "step-000025"
+    assert names(path) == ["adapter", "manifest.json", "state"]
+    loaded = checkpoint.load_state(path)
+    assert loaded["position"] == state["position"] and torch.equal(loaded["rng"][0], state["rng"][0])
+    again = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=1)
+    again.load_state_dict(loaded["optimizer"])
+    assert torch.equal(
+        again.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+    )
+
+
+def test_latest_points_at_the_newest(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step)
+        latest = tmp_path / "checkpoints" / "latest"
+        assert latest.resolve().name == f"step-{step:06d}" and os.readlink(latest) == f"step-{step:06d}"
+        assert load_file(latest / "transformer" / "lora.safetensors")["w"][0] == step
+    assert start_from_latest(tmp_path) == (tmp_path / "checkpoints" / "step-000002").resolve()
+    assert names(tmp_path / "checkpoints") == ["latest", "step-000001", "step-000002"]
+
+
+def start_from_latest(output_dir):
+    return checkpoint.find_checkpoint(output_dir, str(output_dir / "checkpoints" / "latest"))
+
+
+def test_a_state_that_could_not_be_read_back_is_refused_when_saving(tmp_path):
+    with pytest.raises(CheckpointError, match="state holds something that load_state refuses to read"):
+        checkpoint.save_checkpoint(tmp_path, 1, lambda _: None, {"rng": np.random.RandomState(0)})
+    assert names(tmp_path / "checkpoints") == []
+
+
+def test_a_failing_adapter_leaves_the_last_checkpoint(tmp_path):
+    first = save(tmp_path, 1)
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.save_checkpoint(tmp_path, 2, fail, {})
+    assert names(tmp_path / "checkpoints") == ["latest", "step-000001"]
+    assert checkpoint.find_checkpoint(tmp_path, "auto") == first
+
+
+def test_a_checkpoint_is_saved_again(tmp_path):
+    save(tmp_path, 1)
+    checkpoint.save_checkpoint(tmp_path, 1, lambda folder: (folder / "new").touch(), {"step": 1})
+    assert "new" in names(tmp_path / "checkpoints" / "step-000001")
+    assert names(tmp_path / "checkpoints") == ["latest", "step-000001"]
+
+
+def test_find_checkpoint(tmp_path):
+    assert checkpoint.find_checkpoint(tmp_path, "auto") is None
+    paths = [save(tmp_path, step) for step in (9, 100, 1_000_000)]
+    assert checkpoint.find_checkpoint(tmp_path, False) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert checkpoint.find_checkpoint(tmp_path, "auto") == paths[-1]
+        assert checkpoint.find_checkpoint(tmp_path, str(paths[-1])) == paths[-1]
+    with pytest.raises(CheckpointError, match="run.resume_from_checkpoint: no such folder: out/none"):
+        checkpoint.find_checkpoint(tmp_path, "out/none")
+    message = "step-000009 is followed by step-000100, step-1000000 in the same run; delete or move them away"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.find_checkpoint(tmp_path, str(paths[0]))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+DAMAGE = {
+    "manifest.json is missing": lambda path: (path / "manifest.json").unlink(),
+    "manifest.json is cut off": lambda path: cut(path / "manifest.json"),
+    "state/state.pt is missing": lambda path: (path / "state" / "state.pt").unlink(),
+    "lora.safetensors has [0-9]+ bytes of [0-9]+": lambda path: cut(
+        path / "transformer" / "lora.safetensors"
+    ),
+}
+
+
+@pytest.mark.parametrize("message, damage", DAMAGE.items(), ids=DAMAGE.keys())
+def test_damaged_checkpoints(tmp_path, message, damage):
+    first, last = save(tmp_path, 1), save(tmp_path, 2)
+    damage(last)
+    with pytest.warns(UserWarning, match=f"skipping checkpoint .*step-000002: .*{message}"):
+        assert checkpoint.find_checkpoint(tmp_path, "auto") == first
+    with pytest.raises(
+        CheckpointError, match=f"run.resume_from_checkpoint: .*step-000002 is not complete: .*{message}"
+    ):
+        checkpoint.find_checkpoint(tmp_path, str(last))
+    assert checkpoint.find_checkpoint(tmp_path, str(first)) == first
+    damage(first)
+    with pytest.warns(UserWarning, match="step-000002"), pytest.warns(UserWarning, match="step-000001"):
+        assert checkpoint.find_checkpoint(tmp_path, "auto") is None
+
+
+def test_explicit_paths_are_checked_before_the_folder_is_used(tmp_path):
+    with pytest.raises(CheckpointError, match="run.resume_from_checkpoint: no such folder: nowhere"):
+        start(tmp_path, resume="nowhere")

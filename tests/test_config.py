@@ -1,0 +1,425 @@
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rewardfl import config
+from rewardfl.config import ConfigError
+
+ROOT = Path(__file__).parents[1]
+REQUIRED = {
+    "run": {"output_dir": "out"},
+    "model": {"model_paths": "weights/wan"},
+    "data": {"file_name": "clips/metadata.csv"},
+    "reward": {"reward_model_path": "weights/antelopev2"},
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text=None, **sections):
+        path = tmp_path / "run.yaml"
+        path.write_text(text or yaml.safe_dump(REQUIRED | sections))
+        return path
+
+    return write
+
+
+def load(write, *overrides):
+    return config.load(write(), overrides)
+
+
+def expect(match, write, *overrides):
+    with pytest.raises(ConfigError, match=match) as error:
+        load(write, *overrides)
+    return str(error.value).splitlines()
+
+
+def test_defaults_and_sections(write):
+    cfg = load(write)
+    assert cfg.run.seed == 42 and cfg.train.learning_rate == 2.5e-6 and cfg.sample.shift == 5.0
+    assert cfg.run.resume_from_checkpoint == "auto" and cfg.reward.cap == "self_similarity"
+    assert cfg.model.min_timestep_boundary is None and cfg.sample.noises_per_sample == "fresh"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cfg.run.seed = 1
+
+
+def test_file_values_then_overrides(write):
+    path = write(train={"learning_rate": "1e-5", "warmup_steps": 3})
+    cfg = config.load(path, ["train.warmup_steps=7", "lora.lora_rank=4", "sample.active_steps=[2, 5]"])
+    assert cfg.train.learning_rate == 1e-5 and isinstance(cfg.train.learning_rate, float)
+    assert cfg.train.warmup_steps == 7 and cfg.lora.lora_rank == 4
+    assert cfg.sample.active_steps == (2, 5)
+
+
+def test_text_that_holds_an_equals_sign_and_null(write):
+    cfg = load(write, "run.output_dir=out/lr=3", "train.max_steps=null")
+    assert cfg.run.output_dir == "out/lr=3" and cfg.train.max_steps is None
+
+
+@pytest.mark.parametrize(
+    "override, expected",
+    [
+        ("train.learning_rate=1e-5", 1e-5),
+        ("train.learning_rate=1", 1.0),
+        ("reward.cap=none", "none"),
+        ("reward.cap=0.7", 0.7),
+        ("sample.noises_per_sample=4", 4),
+        ("run.resume_from_checkpoint=false", False),
+        ("run.resume_from_checkpoint=out/checkpoints/step-000025", "out/checkpoints/step-000025"),
+        ("lora.lora_alpha=16", 16.0),
+        ("data.skip_bad_rows=true", True),
+    ],
+)
+def test_casts(write, override, expected):
+    cfg = load(write, override)
+    section, key = override.split("=")[0].split(".")
+    value = config.to_dict(cfg)[section][key]
+    assert value == expected and type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("train.learning_rate=fast", "train.learning_rate: expected float, got 'fast'"),
+        ("train.learning_rate=true", "train.learning_rate: expected float, got True"),
+        ("train.learning_rate=0", "train.learning_rate must be greater than 0, got 0.0"),
+        ("train.learning_rate=.nan", "train.learning_rate must be a finite number, got nan"),
+        ("train.max_grad_norm=inf", "train.max_grad_norm must be a finite number, got 'inf'"),
+        ("train.warmup_steps=true", "train.warmup_steps: expected int, got True"),
+        ("train.warmup_steps=1.5", "train.warmup_steps: expected int, got 1.5"),
+        ("train.warmup_steps=-1", "train.warmup_steps must be 0 or more, got -1"),
+        ("train.max_steps=0", "train.max_steps must be at least 1, got 0"),
+        ("train.max_steps=all", "train.max_steps: expected int or null, got 'all'"),
+        ("train.use_gradient_checkpointing=1", "train.use_gradient_checkpointing: expected bool, got 1"),
+        ("model.min_timestep_boundary=900", "model.min_timestep_boundary must be in 0..1, got 900.0"),
+        ("run.output_dir=2024", "run.output_dir: expected str, got 2024"),
+        ("run.output_dir=''", "run.output_dir must be a text that is not empty, got ''"),
+        ("run.resume_from_checkpoint=true", "run.resume_from_checkpoint: expected str or false, got True"),
+        ("reward.reward_std=0", "reward.reward_std must be greater than 0, got 0.0"),
+        ("reward.cap=high", "reward.cap: expected self_similarity or none or float, got 'high'"),
+        ("sample.noises_per_sample=0", "sample.noises_per_sample must be at least 1, got 0"),
+        ("sample.noises_per_sample=frsh", "sample.noises_per_sample: expected fresh or int, got 'frsh'"),
+        ("sample.active_steps=5", "sample.active_steps: expected list of int or null, got 5"),
+        ("sample.active_steps=[1, true]", "sample.active_steps: expected list of int or null, got [1, True]"),
+        (
+            "sample.gradient_mode=chian",
+            "sample.gradient_mode must be one of chain, bridge, drtune, last; "
+            "got 'chian', did you mean 'chain'?",
+        ),
+        (
+            "model.model_name=wan2_1",
+            "model.model_name must be one of wan2_2; got 'wan2_1', did you mean 'wan2_2'?",
+        ),
+    ],
+)
+def test_wrong_values_name_the_key_and_the_value(write, override, message):
+    assert expect(None, write, override) == [message]
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("train.lerning_rate=1", "unknown key 'train.lerning_rate', did you mean 'learning_rate'?"),
+        ("train.zzz=1", "unknown key 'train.zzz'"),
+        (
+            "train.lora_rank=1",
+            "train.lora_rank -> lora.lora_rank: the key belongs to another section, move it there",
+        ),
+        (
+            "trian.learning_rate=1",
+            "unknown section 'trian', did you mean 'train'?; sections are run, model, lora,",
+        ),
+        ("model_paths=x", "model_paths -> model.model_paths: settings live in sections, move it there"),
+        ("lora.lora_rank", "override 'lora.lora_rank' must have the form section.key=value"),
+        ("lora=4", "override 'lora=4' must name a key: lora.<key>=value"),
+        ("data.file_name=[a", "override 'data.file_name=[a' is not valid YAML: "),
+    ],
+)
+def test_unknown_keys_and_overrides(write, override, message):
+    (line,) = expect(None, write, override)
+    assert line.startswith(message)
+
+
+def test_keys_of_the_old_flat_files_are_answered_with_their_place(write):
+    path = write(
+        "model_paths: x\nlearning_rate: 1e-5\nfile_name: m.csv\noutput_dir: out\nreward_model_path: r\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        config.load(path)
+    lines = str(error.value).splitlines()
+    assert "model_paths -> model.model_paths: settings live in sections, move it there" in lines
+    assert "learning_rate -> train.learning_rate: settings live in sections, move it there" in lines
+
+
+def test_all_problems_at_once(write):
+    lines = expect(None, write, "train.learning_rate=fast", "lora.lora_rnak=4", "data.height=0")
+    assert len(lines) == 3
+
+
+def test_a_key_has_one_place():
+    names = [field.name for section in config.SECTIONS.values() for field in dataclasses.fields(section)]
+    assert len(names) == len(set(names)) == len(config.PLACES)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            "run: {output_dir: out}\n",
+            "model.model_paths is required; write it in the file or pass model.model_paths=",
+        ),
+        ("- run\n", r"must hold sections \(run, model, lora"),
+        ("", r"must hold sections"),
+        ("run: [a\n", "is not valid YAML"),
+        ("lora:\n", "section 'lora' must hold keys, got None; write them beneath it or remove the line"),
+        ("lora: 3\n", "section 'lora' must hold keys, got 3"),
+        ("run: {seed: 1}\nrun: {seed: 2}\n", "line 2: 'run' is given twice; remove one"),
+        ("run:\n  seed: 1\n  seed: 2\n", "line 3: 'seed' is given twice"),
+        ("3: {a: 1}\n", "unknown section 3"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, text, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        config.load(path)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="config file not found: .*none.yaml"):
+        config.load(tmp_path / "none.yaml")
+
+
+def test_override_into_a_null_section(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(REQUIRED | {"lora": None}))
+    with pytest.raises(ConfigError, match="section 'lora' must hold keys, got None"):
+        config.load(path, ["lora.lora_rank=4"])
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            ["sample.mid_timestep=6", "sample.final_timestep=5"],
+            "mid_timestep must be at most final_timestep 5, got 6",
+        ),
+        (["sample.final_timestep=8"], "final_timestep must be at most 7 for 8 sampling steps, got 8"),
+        (["sample.active_steps=[6, 8]"], r"active_steps must lie in 0..7 \(final_timestep\), got \[6, 8\]"),
+        (["sample.active_steps=[-1, 2]"], r"active_steps must lie in 0..7 \(final_timestep\), got \[-1, 2\]"),
+        (["sample.active_steps=[]"], r"active_steps must be an increasing list of steps, got \[\]"),
+        (["sample.active_steps=[5, 4]"], r"active_steps must be an increasing list of steps, got \[5, 4\]"),
+        (["sample.active_steps=[5, 5]"], r"active_steps must be an increasing list of steps, got \[5, 5\]"),
+        (
+            ["sample.active_steps=[6, 7]", "sample.gradient_mode=last"],
+            r"last differentiates final_timestep 7 alone, got active_steps \[6, 7\]; remove active_steps",
+        ),
+        (
+            ["sample.coupling=0.5"],
+            "coupling of gradient_mode chain is 1, got 0.5; remove it, or take gradient_mode",
+        ),
+        (
+            ["sample.gradient_mode=drtune", "sample.coupling=1"],
+            "coupling of gradient_mode drtune is 0, got 1",
+        ),
+        (
+            ["sample.gradient_mode=bridge", "sample.coupling=1"],
+            "bridge must lie between 0 and 1, got 1; 1 is gradient_mode chain, 0 is drtune",
+        ),
+        (
+            ["model.trainable_models=ditt2"],
+            "trainable_models takes dit, dit2 .*; got 'ditt2', did you mean 'dit2'",
+        ),
+        (["model.trainable_models='dit,'"], "trainable_models takes dit, dit2 .*; got ''"),
+        (["model.trainable_models='dit,dit'"], "trainable_models names a model twice: 'dit,dit'"),
+        (
+            ["lora.lora_base_model=dit"],
+            "lora_base_model must be model.trainable_models 'dit2' .*, got 'dit'; remove",
+        ),
+        (
+            ["model.max_timestep_boundary=0.9"],
+            "max_timestep_boundary must be 1, got 0.9: no expert would answer",
+        ),
+    ],
+)
+def test_combinations_that_cannot_work(write, overrides, message):
+    expect(message, write, *overrides)
+
+
+def test_combinations_that_work(write):
+    load(write, "train.max_steps=2", "train.warmup_steps=10")
+    load(write, "model.trainable_models='dit, dit2'", "lora.lora_base_model='dit2,dit'")
+    load(write, "sample.gradient_mode=last", "sample.final_timestep=3")
+
+
+def test_active_steps(write):
+    assert config.active_steps(load(write)) == (4, 5, 6, 7)
+    assert config.active_steps(load(write, "sample.gradient_mode=last")) == (7,)
+    assert config.active_steps(load(write, "sample.active_steps=[0, 6]")) == (0, 6)
+    assert config.active_steps(load(write, "sample.mid_timestep=7")) == (7,)
+
+
+@pytest.mark.parametrize(
+    "overrides, coupling",
+    [
+        ([], 1.0),
+        (["sample.gradient_mode=bridge"], 0.2),
+        (["sample.gradient_mode=bridge", "sample.coupling=0.4"], 0.4),
+        (["sample.gradient_mode=drtune"], 0.0),
+        (["sample.gradient_mode=drtune", "sample.coupling=0"], 0.0),
+        (["sample.gradient_mode=last"], 1.0),
+    ],
+)
+def test_resolved_coupling(write, overrides, coupling):
+    assert config.resolved_coupling(load(write, *overrides)) == coupling
+
+
+def test_trainable_experts(write):
+    assert config.trainable_experts(load(write)) == ("low_noise",)
+    assert config.trainable_experts(load(write, "model.trainable_models=dit")) == ("high_noise",)
+    assert config.trainable_experts(load(write, "model.trainable_models='dit2,dit'")) == (
+        "high_noise",
+        "low_noise",
+    )
+
+
+def test_round_trip_through_yaml_and_json(write, tmp_path):
+    cfg = load(
+        write, "sample.active_steps=[2, 3]", "train.learning_rate=1e-5", "run.resume_from_checkpoint=false"
+    )
+    again = tmp_path / "again.yaml"
+    again.write_text(config.dump(cfg))
+    assert config.load(again) == cfg
+    assert json.loads(json.dumps(config.to_dict(cfg))) == config.to_dict(cfg)
+
+
+def test_check_batch(write):
+    geometry = ["train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=3"]
+    assert config.check_batch(load(write), 1) == 1
+    assert config.check_batch(load(write, *geometry), 4) == 24
+    assert config.check_batch(load(write, *geometry, "train.train_batch_size=24"), 4) == 24
+    message = (
+        "train.train_batch_size is 20, but per_device_train_batch_size 2 x gradient_accumulation_steps 3 x "
+        "4 processes = 24; gradient_accumulation_steps 2 gives 16, gradient_accumulation_steps 3 gives 24"
+    )
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        config.check_batch(load(write, *geometry, "train.train_batch_size=20"), 4)
+    with pytest.raises(ConfigError, match="= 24; gradient_accumulation_steps 1 gives 8$"):
+        config.check_batch(load(write, *geometry, "train.train_batch_size=3"), 4)
+
+
+def test_check_paths(write, tmp_path):
+    pipeline, pack, judge = tmp_path / "pipe", tmp_path / "pack", tmp_path / "judge"
+    overrides = [
+        f"model.model_paths={pipeline}",
+        f"model.tokenizer_path={tmp_path / 'tokens'}",
+        f"data.file_name={tmp_path / 'm.csv'}",
+        f"reward.reward_model_path={pack}",
+        f"reward.held_out_model_path={judge}",
+    ]
+    cfg = load(write, *overrides)
+    with pytest.raises(ConfigError) as error:
+        config.check_paths(cfg)
+    lines = str(error.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "data.file_name",
+        "model.model_paths",
+        "model.tokenizer_path",
+        "reward.reward_model_path",
+        "reward.held_out_model_path",
+    ]
+    assert all(str(tmp_path) in line for line in lines)
+    for folder in (pipeline, pack, judge, tmp_path / "tokens"):
+        folder.mkdir()
+    for file in (pipeline / "model_index.json", pack / "a.onnx", judge / "a.onnx", tmp_path / "m.csv"):
+        file.touch()
+    config.check_paths(cfg)
+
+
+def test_vae_factors(tmp_path):
+    with pytest.raises(ConfigError, match="model.model_paths: .*vae/config.json is missing"):
+        config.vae_factors(tmp_path)
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text("{}")
+    assert config.vae_factors(tmp_path) == (8, 4)
+    (tmp_path / "vae" / "config.json").write_text('{"scale_factor_spatial": 16, "scale_factor_temporal": 2}')
+    assert config.vae_factors(tmp_path) == (16, 2)
+
+
+def test_check_geometry():
+    config.check_geometry(480, 832, 81, spatial=8, temporal=4)
+    config.check_geometry(64, 48, 17, spatial=8, temporal=4)
+    config.check_geometry(64, 64, 2, spatial=4, temporal=1)
+    with pytest.raises(
+        ConfigError, match=r"^data.num_frames must be 4k\+1 for this VAE, got 80; try 77 or 81$"
+    ):
+        config.check_geometry(480, 832, 80, spatial=8, temporal=4)
+    for frames in (1, 3):
+        with pytest.raises(ConfigError, match=rf"got {frames}; try 5$"):
+            config.check_geometry(480, 832, frames, spatial=8, temporal=4)
+    with pytest.raises(ConfigError, match="got 1; try 2$"):
+        config.check_geometry(480, 832, 1, spatial=8, temporal=1)
+    with pytest.raises(ConfigError) as error:
+        config.check_geometry(482, 8, 81, spatial=8, temporal=4)
+    assert str(error.value).splitlines() == [
+        "data.height must be a multiple of 16, got 482; try 480 or 496",
+        "data.width must be a multiple of 16, got 8; try 16",
+    ]
+    with pytest.raises(ConfigError, match="data.height must be a multiple of 32, got 720; try 704 or 736"):
+        config.check_geometry(720, 1280, 81, spatial=16, temporal=4)
+
+
+SIGMAS = [1, 0.972, 0.938, 0.893, 0.833, 0.75, 0.625, 0.417, 0]  # 8 steps, shift 5: high noise at 0, 1, 2
+
+
+def test_check_active_experts():
+    config.check_active_experts((4, 5, 6, 7), SIGMAS, 0.9, ("low_noise",))
+    config.check_active_experts((2, 3), SIGMAS, 0.9, ("high_noise", "low_noise"))
+    config.check_active_experts((2, 3), SIGMAS, 0.938, ("high_noise",))  # at the boundary: high noise
+    with pytest.raises(
+        ConfigError, match="dit answers at no active step .sigma by step: 4: 0.833, 7: 0.417; "
+    ):
+        config.check_active_experts((4, 7), SIGMAS, 0.9, ("high_noise",))
+    with pytest.raises(
+        ConfigError, match="dit answers at no active step .* would not learn; train dit2, or change"
+    ):
+        config.check_active_experts((4, 7), SIGMAS, 0.9, ("high_noise", "low_noise"))
+    with pytest.raises(ConfigError, match="dit2 answers at no active step"):
+        config.check_active_experts((0, 1), SIGMAS, 0.9, ("low_noise",))
+
+
+# Fields that a function of config.py reads on the caller's behalf; the function must be called elsewhere.
+RESOLVED_BY = {
+    "trainable_models": "trainable_experts",
+    "mid_timestep": "active_steps",
+    "active_steps": "active_steps",
+    "gradient_mode": "active_steps",
+    "coupling": "resolved_coupling",
+    "train_batch_size": "check_batch",
+}
+# Fields that are only ever checked: one value is allowed.
+CHECKED_ONLY = {"model_name", "name", "lora_base_model", "max_timestep_boundary"}
+
+
+@pytest.mark.skipif(not (ROOT / "train_reward_fl.py").exists(), reason="train_reward_fl.py reads the fields")
+@pytest.mark.parametrize("name", sorted(config.PLACES))
+def test_every_field_is_read(name):
+    files = [*ROOT.glob("train_*.py"), *ROOT.glob("rewardfl/**/*.py"), *ROOT.glob("tools/*.py")]
+    code = "\n".join(path.read_text() for path in files if path.name != "config.py")
+    if name not in CHECKED_ONLY:
+        wanted = rf"\b{RESOLVED_BY[name]}\(" if name in RESOLVED_BY else rf"\.{name}\b"
+        assert re.search(wanted, code), f"{config.PLACES[name]}.{name} is a setting nobody reads"
+
+
+def test_every_field_is_explained():
+    """A comment stands above each field, or above the fields it is grouped with."""
+    lines = (ROOT / "rewardfl" / "config.py").read_text().splitlines()
+    for name in config.PLACES:
+        at = next(i for i, line in enumerate(lines) if re.match(rf"    {name}: ", line))
+        while re.match(r"    \w+: ", lines[at]):
+            at -= 1
+        assert lines[at].startswith("    # "), f"{config.PLACES[name]}.{name} has no comment"

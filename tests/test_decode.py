@@ -1,0 +1,99 @@
+"""The decoder and its vector-Jacobian product against diffusers and autograd."""
+
+import pytest
+import torch
+from conftest import FRAMES, random_pipeline
+
+from rewardfl import decode
+
+
+def denormalised(vae, latents):
+    mean = torch.tensor(vae.config.latents_mean, dtype=latents.dtype).view(1, -1, 1, 1, 1)
+    inverse_std = 1.0 / torch.tensor(vae.config.latents_std, dtype=latents.dtype).view(1, -1, 1, 1, 1)
+    return latents / inverse_std + mean
+
+
+def sample(dtype, batch=2, scale=1.0):
+    torch.manual_seed(1)
+    vae = random_pipeline(dtype).vae
+    return vae, scale * torch.randn(batch, 16, (FRAMES - 1) // 2 + 1, 8, 8, dtype=dtype)
+
+
+def test_decode_equals_diffusers():
+    vae, latents = sample(torch.float32)
+    with torch.no_grad():
+        expected = vae.decode(denormalised(vae, latents)).sample
+    assert torch.equal(decode.decode(vae, latents), expected)
+    assert decode.decode(vae, latents).shape == (2, 3, FRAMES, 32, 32)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_vjp_equals_autograd(given):
+    vae, latents = sample(torch.float64, scale=3.0)
+    leaf = latents.clone().requires_grad_()
+    video = vae.decode(denormalised(vae, leaf)).sample
+    saturated = (video.detach().abs() == 1).double().mean()
+    assert 0.001 < saturated < 0.9  # the clamp's zero gradient is part of what is compared
+    cotangent = torch.randn_like(video)
+    (expected,) = torch.autograd.grad(video, leaf, cotangent)
+    decoded = decode.decode_with_caches(vae, latents) if given else None
+    actual = decode.decode_vjp(vae, latents, cotangent, decoded)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12 * float(expected.abs().max()))
+
+
+def test_vjp_against_finite_differences():
+    vae, latents = sample(torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    cotangent = torch.randn(2, 3, FRAMES, 32, 32, dtype=torch.float64, generator=generator)
+    direction = torch.randn(latents.shape, dtype=torch.float64, generator=generator)
+    analytic = float((decode.decode_vjp(vae, latents, cotangent) * direction).sum())
+    eps = 1e-4  # not smaller: diffusers' upsampling rounds to float32 inside
+    ahead, behind = decode.decode(vae, latents + eps * direction), decode.decode(vae, latents - eps * direction)
+    numeric = float(((ahead - behind) * cotangent).sum() / (2 * eps))
+    assert analytic == pytest.approx(numeric, rel=1e-3)
+
+
+def test_chunks_after_the_last_gradient_are_skipped_exactly(monkeypatch):
+    vae, latents = sample(torch.float64)
+    cotangent = torch.randn(2, 3, FRAMES, 32, 32, dtype=torch.float64)
+    cotangent[:, :, 3:] = 0  # frames 3 and 4 belong to the third latent frame
+    leaf = latents.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(vae.decode(denormalised(vae, leaf)).sample, leaf, cotangent)
+    decoded = decode.decode_with_caches(vae, latents)
+    calls = []
+    chunk = decode._chunk
+    monkeypatch.setattr(decode, "_chunk", lambda *a, first: calls.append(first) or chunk(*a, first=first))
+    torch.testing.assert_close(decode.decode_vjp(vae, latents, cotangent, decoded), expected, rtol=1e-10, atol=1e-13)
+    assert len(calls) == 2
+    assert not decode.decode_vjp(vae, latents, torch.zeros_like(cotangent), decoded).any()
+
+
+def test_vjp_holds_one_chunk(monkeypatch):
+    """Bytes saved for backward at any time: one chunk's, however long the clip."""
+
+    def peak(latent_frames):
+        vae = random_pipeline().vae
+        latents = torch.randn(1, 16, latent_frames, 8, 8)
+        decoded = decode.decode_with_caches(vae, latents)
+        alive, high = [0], [0]
+
+        class Counted:
+            def __init__(self, tensor):
+                self.tensor = tensor
+                alive[0] += tensor.numel()
+                high[0] = max(high[0], alive[0])
+
+            def __del__(self):
+                alive[0] -= self.tensor.numel()
+
+        with torch.autograd.graph.saved_tensors_hooks(Counted, lambda counted: counted.tensor):
+            decode.decode_vjp(vae, latents, torch.ones_like(decoded.video), decoded)
+        return high[0]
+
+    assert peak(9) <= 1.01 * peak(3)
+
+
+def test_the_decoder_gets_no_gradient():
+    vae, latents = sample(torch.float32)
+    decode.decode_vjp(vae, latents, torch.ones(2, 3, FRAMES, 32, 32))
+    assert all(p.grad is None for p in vae.parameters())

@@ -1,0 +1,371 @@
+"""OnnxModule against onnxruntime, op by op and on whole nets; gradients; devices; what it refuses and how."""
+
+import dataclasses
+import weakref
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from face_nets import MiniArcFace, MiniSCRFD, export
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+from rewardfl.onnx_module import OPS, OnnxModule
+
+# Different summation orders in float32, on outputs of order 1.
+TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def by_onnxruntime(path, x):
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return [torch.from_numpy(y) for y in session.run(None, {session.get_inputs()[0].name: x.numpy()})]
+
+
+def by_module(module, x):
+    outputs = module(x)
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+
+def assert_same(actual, expected):
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.to(b.dtype), b, **TOLERANCE)
+
+
+def write(path, nodes, constants=None, opset=13, shape=("n", 3, 6, 5), outputs=("y",)):
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_empty_tensor_value_info(name) for name in outputs],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in (constants or {}).items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    onnx.save(model, path)
+    return path
+
+
+def node(op, inputs="x", output="y", **attributes):
+    return helper.make_node(op, inputs.split(), [output], **attributes)
+
+
+def f(*values):
+    return np.array(values, dtype=np.float32)
+
+
+def ints(*values):
+    return np.array(values, dtype=np.int64)
+
+
+RNG = np.random.default_rng(0)
+WEIGHT = RNG.normal(size=(4, 3, 3, 3)).astype(np.float32)
+VECTOR = RNG.uniform(0.5, 1.5, size=(4, 3)).astype(np.float32)
+FLAT = RNG.normal(size=(90, 4)).astype(np.float32)
+FLATTEN = node("Flatten", output="flat")
+
+# name: (nodes, constants, opset); x is (2, 3, 6, 5)
+CASES = {
+    **{op: ([node(op)], {}, 13) for op in "Abs Ceil Exp Floor Identity Neg Relu Sigmoid Tanh".split()},
+    **{
+        f"{op} by channel": ([node(op, "x c")], {"c": VECTOR[0].reshape(3, 1, 1)}, 13)
+        for op in "Add Sub Mul Div PRelu".split()
+    },
+    "PRelu one slope": ([node("PRelu", "x c")], {"c": f(0.2)}, 13),
+    "LeakyRelu": ([node("LeakyRelu", alpha=0.3)], {}, 13),
+    "LeakyRelu default": ([node("LeakyRelu")], {}, 13),
+    "Pow": ([node("Pow", "x c")], {"c": f(2.0)}, 13),
+    "Sqrt": ([node("Abs", "x", "a"), node("Sqrt", "a")], {}, 13),
+    "Clip operands": ([node("Clip", "x lo hi")], {"lo": np.float32(-0.5), "hi": np.float32(0.7)}, 13),
+    "Clip upper only": ([helper.make_node("Clip", ["x", "", "hi"], ["y"])], {"hi": np.float32(0.7)}, 13),
+    "Clip attributes": ([node("Clip", min=-0.5, max=0.7)], {}, 9),
+    "Dropout": ([node("Dropout")], {}, 13),
+    "Conv": (
+        [node("Conv", "x w b", pads=[1, 1, 1, 1], strides=[2, 1])], {"w": WEIGHT, "b": VECTOR[:, 0]}, 13),
+    "Conv unequal pads": ([node("Conv", "x w", pads=[0, 1, 2, 0])], {"w": WEIGHT}, 13),
+    "Conv dilated": ([node("Conv", "x w", pads=[2, 2, 2, 2], dilations=[2, 2])], {"w": WEIGHT}, 13),
+    "Conv grouped": ([node("Conv", "x w", group=3)], {"w": WEIGHT[:3, :1]}, 13),
+    "MaxPool": ([node("MaxPool", kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])], {}, 13),
+    "MaxPool default stride": ([node("MaxPool", kernel_shape=[2, 2])], {}, 13),
+    "MaxPool unequal pads": ([node("MaxPool", kernel_shape=[2, 2], pads=[0, 0, 1, 1])], {}, 13),
+    "MaxPool ceil": ([node("MaxPool", kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1)], {}, 13),
+    "AveragePool ceil": ([node("AveragePool", kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1)], {}, 13),
+    "AveragePool pads": ([node("AveragePool", kernel_shape=[3, 3], pads=[1, 1, 1, 1])], {}, 13),
+    "AveragePool counted pads": (
+        [node("AveragePool", kernel_shape=[3, 3], pads=[1, 0, 1, 2], count_include_pad=1)], {}, 13),
+    "GlobalAveragePool": ([node("GlobalAveragePool")], {}, 13),
+    "BatchNormalization": (
+        [node("BatchNormalization", "x s b m v", epsilon=0.01)], dict(zip("sbmv", VECTOR, strict=True)), 13),
+    "BatchNormalization default": (
+        [node("BatchNormalization", "x s b m v")], dict(zip("sbmv", VECTOR * 1e-4, strict=True)), 13),
+    "Gemm": ([FLATTEN, node("Gemm", "flat w b", alpha=0.5, beta=2.0)], {"w": FLAT, "b": VECTOR[:, 0]}, 13),
+    "Gemm transposed": ([FLATTEN, node("Gemm", "flat w", transB=1)], {"w": FLAT.T.copy()}, 13),
+    "Gemm left transposed": ([FLATTEN, node("Gemm", "flat w", transA=1)], {"w": FLAT[:2]}, 13),
+    "MatMul": ([node("MatMul", "x w")], {"w": FLAT[:5]}, 13),
+    "Flatten axis": ([node("Flatten", axis=2)], {}, 13),
+    "Flatten last": ([node("Flatten", axis=-1)], {}, 13),
+    "Reshape": ([node("Reshape", "x s")], {"s": ints(0, -1, 5)}, 13),
+    "Transpose": ([node("Transpose", perm=[2, 3, 0, 1])], {}, 13),
+    "Transpose default": ([node("Transpose")], {}, 13),
+    "Unsqueeze Squeeze": (
+        [node("Unsqueeze", "x a", "u"), node("Squeeze", "u b")], {"a": ints(0, -1), "b": ints(5)}, 13),
+    "Unsqueeze Squeeze attributes": (
+        [node("Unsqueeze", "x", "u", axes=[1, 3]), node("Squeeze", "u", axes=[3])], {}, 11),
+    "Squeeze all": ([node("Unsqueeze", "x", "u", axes=[1]), node("Squeeze", "u")], {}, 11),
+    "Concat": ([node("Neg", "x", "n"), node("Concat", "x n x", axis=1)], {}, 13),
+    "Slice": (
+        [node("Slice", "x s e a t")],
+        {"s": ints(1, -1), "e": ints(9, -9), "a": ints(2, 3), "t": ints(2, -1)}, 13),
+    "Slice no axes": ([node("Slice", "x s e")], {"s": ints(0, 1), "e": ints(2, 3)}, 13),
+    "Slice attributes": ([node("Slice", starts=[1], ends=[-1], axes=[2])], {}, 9),
+    "Gather": ([node("Gather", "x i", axis=1)], {"i": ints(2, 0, -1)}, 13),
+    "Gather scalar": ([node("Gather", "x i", axis=2)], {"i": np.int64(1)}, 13),
+    "Expand": ([node("ReduceMean", "x", "m", axes=[1]), node("Expand", "m s")], {"s": ints(1, 3, 1, 5)}, 13),
+    "Pad": ([node("Pad", "x p v")], {"p": ints(0, 0, 1, 2, 0, 1, 0, 3), "v": np.float32(0.5)}, 13),
+    "Pad reflect": ([node("Pad", "x p", mode="reflect")], {"p": ints(0, 0, 1, 2, 0, 0, 2, 1)}, 13),
+    "Pad edge": ([node("Pad", "x p", mode="edge")], {"p": ints(0, 0, 1, 0, 0, 0, 0, 1)}, 13),
+    "Pad attributes": ([node("Pad", pads=[0, 0, 1, 2, 0, 0, 0, 3], value=-1.0)], {}, 9),
+    "ReduceMean": ([node("ReduceMean", axes=[2, 3], keepdims=0)], {}, 13),
+    "ReduceMean all": ([node("ReduceMean")], {}, 13),
+    "ReduceSum operand": ([node("ReduceSum", "x a", keepdims=0)], {"a": ints(1)}, 13),
+    "ReduceSum attribute": ([node("ReduceSum", axes=[-1])], {}, 11),
+    "ReduceL2": ([node("ReduceL2", axes=[1])], {}, 13),
+    "Softmax": ([node("Softmax", axis=1)], {}, 13),
+    "Softmax default": ([node("Softmax")], {}, 13),
+    "Softmax before opset 13": ([node("Softmax", axis=2)], {}, 11),
+    "Cast": ([node("Cast", "x", "i", to=TensorProto.INT64), node("Cast", "i", to=TensorProto.FLOAT)], {}, 13),
+    "Cast bool": ([node("Relu", "x", "r"), node("Cast", "r", to=TensorProto.BOOL)], {}, 13),
+    "Constant ints": ([node("Constant", "", "s", value_ints=[0, -1]), node("Reshape", "x s")], {}, 13),
+    "Constant float": ([node("Constant", "", "c", value_float=2.5), node("Mul", "x c")], {}, 13),
+    "ConstantOfShape": (
+        [node("Shape", "x", "s"),
+         node("ConstantOfShape", "s", "c", value=helper.make_tensor("v", TensorProto.FLOAT, [1], [3.0])),
+         node("Add", "x c")], {}, 13),
+    "ConstantOfShape zeros": ([node("Shape", "x", "s"), node("ConstantOfShape", "s")], {}, 13),
+    "Shape part": ([node("Shape", "x", start=1, end=-1)], {}, 15),
+    "integer Div": ([node("Shape", "x", "s"), node("Neg", "s", "n"), node("Div", "n c")], {"c": ints(4)}, 13),
+    # how older exporters write a reshape by computed sizes: float arithmetic on shapes
+    "shape arithmetic": (
+        [node("Shape", "x", "s"), node("Cast", "s", "f", to=TensorProto.FLOAT), node("Mul", "f two", "g"),
+         node("Floor", "g", "h"), node("Cast", "h", "i", to=TensorProto.INT64), node("Slice", "i st en", "hw"),
+         node("Slice", "s ze st", "nc"), node("Concat", "nc hw", "t", axis=0),
+         helper.make_node("Resize", ["x", "", "", "t"], ["y"], coordinate_transformation_mode="asymmetric",
+                          nearest_mode="floor")],
+        {"two": f(1.5), "st": ints(2), "en": ints(4), "ze": ints(0)}, 13),
+    **{
+        f"Resize {mode} {rule} {rounding} {scale}": (
+            [node("Resize", "x r s", mode=mode, coordinate_transformation_mode=rule, nearest_mode=rounding)],
+            {"r": f(), "s": f(1, 1, *scale)}, 13)
+        for mode, rule, rounding in (
+            ("nearest", "asymmetric", "floor"), ("nearest", "half_pixel", "round_prefer_floor"),
+            ("nearest", "half_pixel", "round_prefer_ceil"), ("nearest", "asymmetric", "ceil"),
+            ("linear", "half_pixel", "floor"), ("linear", "pytorch_half_pixel", "floor"),
+            ("linear", "align_corners", "floor"), ("linear", "asymmetric", "floor"))
+        for scale in ((2.0, 2.0), (1.5, 0.6), (0.25, 0.2))
+    },
+}  # fmt: skip
+
+
+LINEAR = "Resize linear half_pixel floor (1.5, 0.6)"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_op_equals_onnxruntime(case, tmp_path):
+    nodes, constants, opset = CASES[case]
+    path = write(tmp_path / "op.onnx", nodes, constants, opset)
+    x = torch.randn(2, 3, 6, 5, generator=torch.Generator().manual_seed(1))
+    assert_same(by_module(OnnxModule(path), x), by_onnxruntime(path, x))
+
+
+def test_every_op_has_a_case():
+    tested = {n.op_type for nodes, _, _ in CASES.values() for n in nodes} | {"Softmax before opset 13"}
+    assert set(OPS) == tested
+
+
+NETS = {
+    "arcface": (MiniArcFace(), (112, 112), 11, {"x": {0: "n"}}, 3),
+    "arcface opset 17": (MiniArcFace(), (112, 112), 17, {"x": {0: "n"}}, 3),
+    "scrfd": (MiniSCRFD(), (64, 96), 11, {"x": {2: "h", 3: "w"}}, 1),
+    "scrfd batched": (MiniSCRFD(batched=True), (64, 96), 13, {"x": {0: "n", 2: "h", 3: "w"}}, 3),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_net_equals_onnxruntime(name, tmp_path):
+    net, size, opset, dynamic, batch = NETS[name]
+    example = torch.randn(1, 3, 64, 64) if "scrfd" in name else torch.randn(1, 3, *size)
+    path = export(net, example, tmp_path / "n.onnx", opset, dynamic)
+    x = torch.randn(batch, 3, *size)
+    module = OnnxModule(path)
+    assert_same(by_module(module, x), by_onnxruntime(path, x))
+    with torch.no_grad():
+        assert_same(by_module(module, x), by_module(net, x))
+
+
+class Reshaper(nn.Module):
+    """What a fixed export freezes the batch in: a view by traced sizes, and a resize to a given size."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3 * 4 * 4, 5)
+
+    def forward(self, x):
+        small = nn.functional.interpolate(x, size=(4, 4), mode="bilinear", align_corners=False)
+        return self.linear(small.view(x.size(0), -1)).view(x.size(0), 5, 1)
+
+
+@pytest.mark.parametrize("net,size", [(MiniArcFace(), 112), (MiniSCRFD(batched=True), 64), (Reshaper(), 12)])
+def test_a_graph_exported_with_batch_1_runs_any_batch(net, size, tmp_path):
+    module = OnnxModule(export(net, torch.randn(1, 3, size, size), tmp_path / "n.onnx"))
+    assert module.input_shape == [1, 3, size, size]
+    x = torch.randn(4, 3, size, size)
+    singles = [by_module(module, frame[None]) for frame in x]
+    for batch, *frames in zip(by_module(module, x), *singles, strict=True):
+        torch.testing.assert_close(batch, torch.cat(frames), **TOLERANCE)
+
+
+def test_the_gradient_is_that_of_finite_differences(tmp_path):
+    torch.manual_seed(0)
+    path = export(MiniArcFace(size=16, stride=1), torch.randn(1, 3, 16, 16), tmp_path / "n.onnx")
+    module = OnnxModule(path).double()
+    x = torch.randn(2, 3, 16, 16, dtype=torch.float64, requires_grad=True)
+    weight, direction = torch.randn(2, 16, dtype=torch.float64), torch.randn_like(x)
+    (gradient,) = torch.autograd.grad((module(x) * weight).sum(), x)
+    h = 1e-6
+    with torch.no_grad():
+        difference = ((module(x + h * direction) - module(x - h * direction)) * weight).sum() / (2 * h)
+    torch.testing.assert_close((gradient * direction).sum(), difference, rtol=1e-6, atol=1e-9)
+
+
+def test_weights_are_frozen_buffers_that_follow_to(tmp_path):
+    net = MiniArcFace(size=16, stride=1)
+    module = OnnxModule(export(net, torch.randn(1, 3, 16, 16), tmp_path / "n.onnx"))
+    x = torch.randn(2, 3, 16, 16)
+    single = module(x)
+    assert not list(module.parameters()) and not any(b.requires_grad for b in module.buffers())
+    torch.testing.assert_close(module.train()(x), single, rtol=0, atol=0)  # batch norm keeps its statistics
+    double = module.double()(x.double())
+    assert double.dtype == torch.float64
+    torch.testing.assert_close(double.float(), single, **TOLERANCE)
+    assert module.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_half_precision_files_run_in_float32(tmp_path):
+    path = write(tmp_path / "h.onnx", [node("Mul", "x c")], {"c": np.array([0.5], np.float16)})
+    assert OnnxModule(path)(torch.ones(1, 3, 6, 5)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("case", ["shape arithmetic", "ConstantOfShape", "Gather", "Slice", LINEAR])
+def test_shapes_stay_on_the_cpu_when_the_weights_move(case, tmp_path):
+    nodes, constants, opset = CASES[case]
+    module = OnnxModule(write(tmp_path / "op.onnx", nodes, constants, opset))
+    x = torch.randn(2, 3, 6, 5)
+    shape = module(x).shape
+    # meta tensors have no values: reading a setting from the moved weights, or mixing devices, raises
+    y = module.to("meta")(x.to("meta"))
+    assert y.device.type == "meta" and y.shape == shape
+
+
+def test_dead_intermediates_are_freed(tmp_path):
+    names = ["x", *(f"v{i}" for i in range(20)), "y"]
+    nodes = [node("Neg", a, b) for a, b in zip(names, names[1:], strict=False)]
+    module = OnnxModule(write(tmp_path / "chain.onnx", nodes))
+    made, alive = [], []
+
+    def spy(attributes, x):
+        y = -x
+        made.append(weakref.ref(y))
+        alive.append(sum(ref() is not None for ref in made))
+        return y
+
+    module._steps = [dataclasses.replace(step, function=spy) for step in module._steps]
+    with torch.no_grad():
+        module(torch.randn(1, 3, 6, 5))
+    assert len(alive) == 21 and max(alive) == 2  # a node's operand and its result
+
+
+def test_describes_the_graph(tmp_path):
+    path = export(
+        MiniSCRFD(), torch.randn(1, 3, 64, 64), tmp_path / "n.onnx", dynamic={"x": {2: "h", 3: "w"}}
+    )
+    module = OnnxModule(path)
+    assert module.input_shape == [1, 3, None, None]
+    assert len(module.output_names) == len(module.output_shapes) == 9 and len(module.output_shapes[0]) == 2
+    assert module.first_nodes == [n.name for n in onnx.load(path).graph.node[:8]]
+
+
+def test_unsupported_ops_are_named_together_with_the_file(tmp_path):
+    nodes = [
+        node("Erf", "x", "a"),
+        node("LSTM", "a w w", "b"),
+        helper.make_node("FusedConv", ["b", "w"], ["c"], domain="com.microsoft"),
+        node("Resize", "c r s", "d", mode="cubic"),
+        node("Erf", "d", "y"),
+    ]
+    path = write(tmp_path / "odd.onnx", nodes, {"w": f(1.0), "r": f(), "s": f(1, 1, 2, 2)})
+    with pytest.raises(
+        ValueError, match=r"odd\.onnx .*Erf, LSTM, Resize\(mode=cubic\), com\.microsoft\.FusedConv; "
+    ):
+        OnnxModule(path)
+
+
+@pytest.mark.parametrize(
+    "nodes,message",
+    [
+        ([node("Conv", "x w", auto_pad="SAME_UPPER")], r"Conv\(auto_pad=SAME_UPPER\)"),
+        ([node("AveragePool", kernel_shape=[2, 2], pads=[0, 0, 1, 1])], r"AveragePool\(unequal pads"),
+        ([node("MaxPool", kernel_shape=[2])], r"MaxPool\(kernel_shape=\[2\]\)"),
+        ([helper.make_node("MaxPool", ["x"], ["z", "y"], kernel_shape=[2, 2])], r"MaxPool\(output 1\)"),
+        ([node("Reshape", "x w", allowzero=1)], r"Reshape\(allowzero=1\)"),
+        ([node("Pad", "x w w w")], r"Pad\(axes\)"),
+    ],
+)
+def test_unsupported_attributes_are_refused(nodes, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        OnnxModule(write(tmp_path / "odd.onnx", nodes, {"w": WEIGHT}))
+
+
+def test_resize_of_old_opsets_is_refused(tmp_path):
+    path = write(tmp_path / "odd.onnx", [node("Resize", "x s")], {"s": f(1, 1, 2, 2)}, opset=10)
+    with pytest.raises(ValueError, match=r"Resize\(opset 10\)"):
+        OnnxModule(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="glintr100.onnx"):
+        OnnxModule(tmp_path / "glintr100.onnx")
+    with pytest.raises(FileNotFoundError):
+        OnnxModule(tmp_path)
+
+
+def test_damaged_files_are_named(tmp_path):
+    whole = export(MiniArcFace(), torch.randn(1, 3, 112, 112), tmp_path / "whole.onnx").read_bytes()
+    damaged = {
+        "cut.onnx": (whole[: len(whole) // 2], "is not a whole ONNX file"),
+        "pointer.onnx": (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n",
+            "not a whole",
+        ),
+        "empty.onnx": (b"", "holds no ONNX graph"),
+    }
+    for name, (content, message) in damaged.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name}.*{message}"):
+            OnnxModule(tmp_path / name)
+
+
+def test_a_tensor_with_missing_bytes_is_named(tmp_path):
+    model = onnx.load(export(MiniArcFace(), torch.randn(1, 3, 112, 112), tmp_path / "whole.onnx"))
+    model.graph.initializer[0].raw_data = model.graph.initializer[0].raw_data[:-4]
+    onnx.save(model, tmp_path / "short.onnx")
+    with pytest.raises(ValueError, match="short.onnx holds a damaged tensor"):
+        OnnxModule(tmp_path / "short.onnx")
+
+
+def test_two_inputs_are_refused(tmp_path):
+    model = onnx.load(write(tmp_path / "one.onnx", [node("Add", "x z")]))
+    model.graph.input.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, [1]))
+    onnx.save(model, tmp_path / "two.onnx")
+    with pytest.raises(ValueError, match=r"two.onnx has 2 inputs \(\['x', 'z'\]\)"):
+        OnnxModule(tmp_path / "two.onnx")

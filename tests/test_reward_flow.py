@@ -1,0 +1,207 @@
+"""Replay against plain autograd through the whole chain, and the accounting of accumulation, batches and processes."""
+
+import pytest
+import torch
+from conftest import FRAMES, HEIGHT, WIDTH, random_pipeline
+
+from rewardfl import decode, flow, lora, reward_flow, wan
+
+SIGMAS = flow.linear_sigmas(6, 5.0)  # 1, .961, .909 high noise; .833, .714, .5 low noise
+
+
+def lora_model(dtype):
+    pipe = random_pipeline(dtype)
+    for expert in (pipe.transformer, pipe.transformer_2):
+        lora.inject(expert, rank=2, alpha=3.0, targets=lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed=1)
+        for i, p in enumerate(p for p in expert.parameters() if p.requires_grad):
+            p.data = p.data.to(dtype) + 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=dtype)
+    return pipe, wan.Experts(pipe.transformer, pipe.transformer_2, 0.9)
+
+
+def conditioning(batch, dtype, pipe):
+    g = torch.Generator().manual_seed(5)
+    shape = wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES)
+    text = torch.randn(batch, 8, 32, generator=g, dtype=dtype)
+    image = torch.randn(batch, 18, *shape[2:], generator=g, dtype=dtype)
+    x = torch.randn(batch, *shape[1:], generator=g, dtype=dtype)
+    return wan.Conditioning(text, image), x
+
+
+def quadratic_reward(video):
+    """(B,) a smooth stand-in reward that sees every pixel."""
+    weights = torch.linspace(-1, 1, video[0].numel(), dtype=video.dtype).view(video[0].shape)
+    return ((video - 0.3 * weights) ** 2 * weights).flatten(1).mean(1) * 100
+
+
+def autograd_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, sigmas):
+    """The same loss through one big graph. Coupling c: a gradient hook scales what goes into each network input by c."""
+    velocity = wan.Velocity(model, cond)
+    kl = 0.0
+    for i in range(len(sigmas) - 1):
+        if i in active:
+            scaled = coupling * x + (1 - coupling) * x.detach()
+            v = velocity(scaled, sigmas[i])
+            with torch.no_grad():
+                v_ref = velocity.reference(x.detach(), sigmas[i])
+            anchor = v if kl_gradient == "through_trajectory" else velocity(x.detach(), sigmas[i])
+            if kl_weight:
+                kl = kl + flow.velocity_kl(anchor, v_ref, sigmas[i]) / len(active)
+        else:
+            v = velocity(x, sigmas[i]).detach()
+        x = x + (sigmas[i + 1] - sigmas[i]) * v
+    inverse_std = 1.0 / torch.tensor(pipe.vae.config.latents_std, dtype=x.dtype).view(1, -1, 1, 1, 1)
+    mean = torch.tensor(pipe.vae.config.latents_mean, dtype=x.dtype).view(1, -1, 1, 1, 1)
+    video = pipe.vae.decode(x / inverse_std + mean).sample
+    loss = (-quadratic_reward(video) + kl_weight * kl).sum()
+    loss.backward()
+    return gradients(model), x.detach(), kl
+
+
+def gradients(model):
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def replay_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, sigmas):
+    velocity = wan.Velocity(model, cond)
+    trajectory = reward_flow.rollout(velocity, x, sigmas, active)
+    decoded = decode.decode_with_caches(pipe.vae, trajectory.x0)
+    video = decoded.video.requires_grad_()
+    (grad_video,) = torch.autograd.grad(-quadratic_reward(video).sum(), video)
+    grad_x0 = decode.decode_vjp(pipe.vae, trajectory.x0, grad_video, decoded)
+    kl = reward_flow.replay(
+        velocity, trajectory, sigmas, active, grad_x0, coupling,
+        reference=velocity.reference, kl_weight=kl_weight, kl_gradient=kl_gradient,
+    )  # fmt: skip
+    return gradients(model), trajectory.x0, kl
+
+
+def assert_same(actual, expected, relative):
+    assert actual.keys() == expected.keys()
+    norm = torch.cat([g.flatten() for g in expected.values()]).norm()
+    assert norm > 0
+    difference = torch.cat([(actual[n] - expected[n]).flatten() for n in expected]).norm()
+    assert difference <= relative * norm, f"relative difference {float(difference / norm):.2e}"
+
+
+CASES = [
+    # active, coupling, kl_weight, kl_gradient
+    ([3, 4, 5], 1.0, 0.0, "through_trajectory"),
+    ([3, 4, 5], 1.0, 0.7, "through_trajectory"),
+    ([3, 4, 5], 1.0, 0.7, "fixed_trajectory"),
+    ([3, 4, 5], 0.0, 0.7, "through_trajectory"),
+    ([3, 4, 5], 0.2, 0.7, "fixed_trajectory"),
+    ([1, 3, 5], 1.0, 0.7, "through_trajectory"),  # gaps, and both experts
+    ([5], 1.0, 0.7, "through_trajectory"),
+]
+
+
+@pytest.mark.parametrize("active,coupling,kl_weight,kl_gradient", CASES)
+@pytest.mark.parametrize("dtype,relative", [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_replay_equals_autograd(active, coupling, kl_weight, kl_gradient, dtype, relative):
+    results = []
+    for run in (autograd_gradients, replay_gradients):
+        pipe, model = lora_model(dtype)
+        cond, x = conditioning(2, dtype, pipe)
+        results.append(run(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, SIGMAS))
+    (expected, x0, kl), (actual, x0_replay, kl_replay) = results
+    torch.testing.assert_close(x0, x0_replay, rtol=1e-5, atol=1e-5)
+    if kl_weight:
+        torch.testing.assert_close(kl.detach(), kl_replay)
+    if kl_gradient == "fixed_trajectory":  # two backward passes per step, and diffusers' norms round to float32 inside
+        relative = max(relative, 1e-7)
+    assert_same(actual, expected, relative)
+    trained = {name.split(".")[0] for name in actual}
+    assert trained == ({"high_noise", "low_noise"} if 1 in active else {"low_noise"})
+    assert all("lora" in name for name in actual)
+
+
+def test_stopping_early_decodes_the_x0_prediction():
+    pipe, model = lora_model(torch.float64)
+    cond, x = conditioning(1, torch.float64, pipe)
+    velocity = wan.Velocity(model, cond)
+    shortened = reward_flow.until_final_step(SIGMAS, 4)
+    assert shortened.tolist() == SIGMAS[:5].tolist() + [0.0]
+    full = reward_flow.rollout(velocity, x, SIGMAS, [4])
+    with torch.no_grad():
+        expected = flow.predict_x0(full.kept[4], velocity(full.kept[4], SIGMAS[4]), SIGMAS[4])
+    early = reward_flow.rollout(velocity, x, shortened, [4])
+    torch.testing.assert_close(early.x0, expected)
+    results = []
+    for run in (autograd_gradients, replay_gradients):
+        pipe, model = lora_model(torch.float64)
+        results.append(run(pipe, model, cond, x, [3, 4], 1.0, 0.3, "through_trajectory", shortened))
+    assert_same(results[1][0], results[0][0], 1e-9)
+
+
+def test_chain_against_finite_differences():
+    """The whole reward as a function of one direction in LoRA space."""
+    pipe, model = lora_model(torch.float64)
+    cond, x = conditioning(1, torch.float64, pipe)
+    active = list(range(6))
+    grads, _, _ = replay_gradients(pipe, model, cond, x, active, 1.0, 0.0, "through_trajectory", SIGMAS)
+    generator = torch.Generator().manual_seed(9)
+    direction = {n: torch.randn(g.shape, generator=generator, dtype=g.dtype) for n, g in grads.items()}
+    analytic = sum(float((grads[n] * d).sum()) for n, d in direction.items())
+    parameters = dict(model.named_parameters())
+
+    def loss_at(offset):
+        for n, d in direction.items():
+            parameters[n].data += offset * d
+        x0 = reward_flow.rollout(wan.Velocity(model, cond), x, SIGMAS, []).x0
+        for n, d in direction.items():
+            parameters[n].data -= offset * d
+        return float(-quadratic_reward(decode.decode(pipe.vae, x0)).sum())
+
+    eps = 1e-4
+    assert analytic == pytest.approx((loss_at(eps) - loss_at(-eps)) / (2 * eps), rel=1e-3)
+
+
+def test_checkpointing_changes_nothing():
+    results = []
+    for checkpointing in (False, True):
+        pipe, model = lora_model(torch.float64)
+        if checkpointing:
+            model.low_noise.enable_gradient_checkpointing()
+            model.train()
+        cond, x = conditioning(2, torch.float64, pipe)
+        results.append(replay_gradients(pipe, model, cond, x, [3, 4, 5], 0.2, 0.7, "fixed_trajectory", SIGMAS)[0])
+    assert_same(results[1], results[0], 1e-12)
+
+
+def test_a_batch_is_its_samples():
+    pipe, model = lora_model(torch.float64)
+    cond, x = conditioning(2, torch.float64, pipe)
+    both = replay_gradients(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, "through_trajectory", SIGMAS)[0]
+    pipe, model = lora_model(torch.float64)
+    for i in range(2):  # gradients accumulate
+        one = wan.Conditioning(cond.text[i : i + 1], cond.image[i : i + 1])
+        single = replay_gradients(pipe, model, one, x[i : i + 1], [3, 4, 5], 1.0, 0.7, "through_trajectory", SIGMAS)[0]
+    assert_same(single, both, 1e-10)
+
+
+def test_only_one_step_is_alive_and_the_base_is_untouched():
+    pipe, model = lora_model(torch.float32)
+    before = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    cond, x = conditioning(1, torch.float32, pipe)
+    replay_gradients(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, "through_trajectory", SIGMAS)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None
+            assert torch.equal(parameter, before[name])
+
+
+def test_zero_cotangent_still_calls_every_micro_batch():
+    """An invalid sample: every rank takes the same collective calls, and only the KL moves the weights."""
+    pipe, model = lora_model(torch.float32)
+    cond, x = conditioning(1, torch.float32, pipe)
+    velocity = wan.Velocity(model, cond)
+    trajectory = reward_flow.rollout(velocity, x, SIGMAS, [3, 4, 5])
+    calls = []
+    reward_flow.replay(
+        velocity, trajectory, SIGMAS, [3, 4, 5], torch.zeros_like(x), 1.0,
+        backward=lambda loss: (calls.append(float(loss.detach())), loss.backward()),
+    )  # fmt: skip
+    assert calls == [0.0, 0.0, 0.0]
+    assert all(float(g.abs().max()) == 0 for g in gradients(model).values())
+    with pytest.raises(ValueError, match="kl_gradient must be"):
+        reward_flow.replay(velocity, trajectory, SIGMAS, [5], x, 1.0, kl_gradient="through")

@@ -1,0 +1,250 @@
+"""The tiny world's face networks: a detector with SCRFD's signature and recognisers with ArcFace's, trained and exported.
+
+Signatures (input, normalisation, order and meaning of the outputs) are those of insightface's antelopev2 pack, so that
+the same loading code serves the real networks: detector [1, 3, H, W] -> scores, box distances and landmark offsets at
+strides 8, 16, 32 with 2 anchors; recogniser [N, 3, 112, 112] -> [N, 512], not normalised.
+"""
+
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rewardfl.face import ARCFACE_TEMPLATE, align, similarity_transform
+
+from .people import SIZE, draw_motion, draw_people, render
+
+STRIDES, ANCHORS = (8, 16, 32), 2
+DET_SIZE = 2 * SIZE
+
+
+def conv_block(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
+    conv = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.PReLU(outputs))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.PReLU(width),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+class Recogniser(nn.Module):
+    """Crops (N, 3, 112, 112), (rgb - 127.5) / 127.5 -> embeddings (N, 512)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        w = width
+        self.features = nn.Sequential(
+            conv_block(3, w, 2), conv_block(w, 2 * w, 2), Residual(2 * w),
+            conv_block(2 * w, 4 * w, 2), Residual(4 * w), conv_block(4 * w, 8 * w, 2), Residual(8 * w),
+        )  # fmt: skip
+        self.pool = nn.Conv2d(8 * w, 8 * w, 7, groups=8 * w)  # one weight per place: a face has places (MobileFaceNet)
+        self.embed = nn.Linear(8 * w, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed(self.pool(self.features(x)).flatten(1))
+
+
+class Detector(nn.Module):
+    """Frames (1, 3, H, W), (rgb - 127.5) / 128 -> three scores (h*w*2, 1), three boxes (., 4), three landmarks (., 10)."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        w = width
+        self.stem = nn.Sequential(conv_block(3, w, 2), conv_block(w, 2 * w, 2), Residual(2 * w))
+        self.levels = nn.ModuleList(
+            nn.Sequential(conv_block(inputs, 4 * w, 2), Residual(4 * w)) for inputs in (2 * w, 4 * w, 4 * w)
+        )
+        self.lateral = nn.ModuleList(nn.Conv2d(4 * w, 4 * w, 1) for _ in STRIDES)
+        self.towers = nn.ModuleList(conv_block(4 * w, 4 * w) for _ in STRIDES)
+        self.heads = nn.ModuleList(nn.Conv2d(4 * w, ANCHORS * (1 + 4 + 10), 3, 1, 1) for _ in STRIDES)
+        for head in self.heads:
+            head.bias.data[:ANCHORS] = -3.0  # faces are rare among anchors
+
+    def raw(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Per stride: score logits (B, h, w, 2), box distances (B, h, w, 2, 4), landmark offsets (B, h, w, 2, 10)."""
+        x = self.stem(x)
+        features = []
+        for level in self.levels:
+            x = level(x)
+            features.append(x)
+        merged = [lateral(f) for lateral, f in zip(self.lateral, features, strict=True)]
+        for i in (1, 0):
+            merged[i] = merged[i] + F.interpolate(merged[i + 1], scale_factor=2.0, mode="nearest")
+        outputs = []
+        for f, tower, head in zip(merged, self.towers, self.heads, strict=True):
+            y = head(tower(f)).permute(0, 2, 3, 1)
+            score, box, points = y.split([ANCHORS, ANCHORS * 4, ANCHORS * 10], dim=-1)
+            outputs.append((score, box.unflatten(-1, (ANCHORS, 4)), points.unflatten(-1, (ANCHORS, 10))))
+        return outputs
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        outputs = self.raw(x)
+        scores = [torch.sigmoid(score).reshape(-1, 1) for score, _, _ in outputs]
+        boxes = [box.reshape(-1, 4) for _, box, _ in outputs]
+        points = [kps.reshape(-1, 10) for _, _, kps in outputs]
+        return (*scores, *boxes, *points)
+
+
+def worn(frames: Tensor, generator: torch.Generator) -> Tensor:
+    """Frames (N, 3, H, W) in [-1, 1] as a codec or an undertrained generator would leave them: blurred, noisy, off-colour."""
+    count, _, height, width = frames.shape
+    small = int(torch.randint(height * 5 // 8, height + 1, (1,), generator=generator))
+    blurred = F.interpolate(frames, size=(small, small), mode="bilinear", antialias=True)
+    blurred = F.interpolate(blurred, size=(height, width), mode="bilinear")
+    mix = torch.rand(count, 1, 1, 1, generator=generator)
+    frames = frames + mix * (blurred - frames)
+    gain = 1 + 0.1 * torch.randn(count, 3, 1, 1, generator=generator).clamp(-2, 2) * 0.5
+    shift = 0.1 * torch.randn(count, 3, 1, 1, generator=generator)
+    noise = 0.06 * torch.rand(count, 1, 1, 1, generator=generator) * torch.randn(frames.shape, generator=generator)
+    return (frames * gain + shift + noise).clamp(-1, 1)
+
+
+def face_views(people: Tensor, views: int, generator: torch.Generator, jitter: float = 0.5) -> Tensor:
+    """Aligned crops (N, views, 3, 112, 112) of people (N, K), each view in its own scene and motion."""
+    count = people.shape[0]
+    motion, _ = draw_motion(count * views, generator, num_frames=9)
+    frame = torch.randint(0, 9, (count * views,), generator=generator)
+    moment = type(motion)(*(value.gather(1, frame[:, None]) for value in vars(motion).values()))
+    video, landmarks, _ = render(people.repeat_interleave(views, 0), moment, generator)
+    frames = worn(video[:, :, 0], generator)
+    points = landmarks[:, 0] + jitter * torch.randn(landmarks[:, 0].shape, generator=generator)
+    crops = align(frames, similarity_transform(points, ARCFACE_TEMPLATE))
+    return crops.unflatten(0, (count, views))
+
+
+def train_recogniser(width: int, pool_seed: int, steps: int, people_per_step: int, lr: float, log) -> Recogniser:
+    """Contrastive training (NT-Xent, arXiv 2002.05709 eq. 1) on two views of each of many people.
+
+    The identities are those of `pool_seed` alone: 4000 people that no other recogniser sees.
+    """
+    torch.manual_seed(pool_seed)
+    net = Recogniser(width).train()
+    generator = torch.Generator().manual_seed(pool_seed)
+    pool = draw_people(4000, generator)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
+    for step in range(steps):
+        chosen = pool[torch.randperm(len(pool), generator=generator)[:people_per_step]]
+        crops = face_views(chosen, 2, generator)
+        first, second = F.normalize(net(crops.flatten(0, 1)), dim=-1).unflatten(0, (people_per_step, 2)).unbind(1)
+        both = torch.cat([first, second])
+        similarity = both @ both.T / 0.1
+        similarity.fill_diagonal_(-math.inf)
+        target = torch.arange(2 * people_per_step).roll(people_per_step)
+        loss = F.cross_entropy(similarity, target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % 25 == 0:
+            same = float((first * second).detach().sum(-1).mean())
+            log(f"recogniser {pool_seed} step {step} loss {float(loss.detach()):.3f} same-person cosine {same:.3f}")
+    return net.eval()
+
+
+def verification(embed, people: Tensor, generator: torch.Generator) -> dict[str, float]:
+    """AUC and mean cosines of same- and different-person pairs among views of people (N, K) never trained on."""
+    with torch.no_grad():
+        crops = face_views(people, 2, generator, jitter=0.0)
+        first, second = F.normalize(embed(crops.flatten(0, 1)), dim=-1).unflatten(0, (len(people), 2)).unbind(1)
+    cosines = first @ second.T
+    same = cosines.diagonal()
+    different = cosines[~torch.eye(len(people), dtype=torch.bool)]
+    auc = float((same[:, None] > different[None]).float().mean())
+    return {"auc": auc, "same": float(same.mean()), "different": float(different.mean())}
+
+
+def detector_batch(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Frames (N, 3, 128, 128) with one or no face, boxes (N, 4), landmarks (N, 5, 2), has_face (N,)."""
+    people = draw_people(count, generator)
+    motion, _ = draw_motion(count, generator, num_frames=9)
+    frame = torch.randint(0, 9, (count, 1), generator=generator)
+    moment = type(motion)(*(value.gather(1, frame) for value in vars(motion).values()))
+    video, landmarks, boxes = render(people, moment, generator)
+    frames = worn(video[:, :, 0], generator)
+    # zoom and shift: pixel p of the canvas shows pixel (p + 0.5 - shift) / zoom - 0.5 of the frame
+    zoom = 2 * torch.exp(0.25 * torch.randn(count, generator=generator)).clamp(0.5, 1.6)
+    zoom[: count // 2] = 2.0  # half as the detector will mostly see them: the frame fills its input
+    shift = (torch.rand(count, 2, generator=generator) - 0.5) * 40
+    shift[: count // 2] = 0
+    centre = (torch.arange(DET_SIZE) + 0.5)[None]
+    gx = ((centre - shift[:, :1]) / zoom[:, None]) / SIZE * 2 - 1
+    gy = ((centre - shift[:, 1:]) / zoom[:, None]) / SIZE * 2 - 1
+    grid = torch.stack([gx[:, None, :].expand(-1, DET_SIZE, -1), gy[:, :, None].expand(-1, -1, DET_SIZE)], -1)
+    canvas = F.grid_sample(frames + 1, grid, mode="bilinear", align_corners=False) - 1
+    landmarks = (landmarks[:, 0] + 0.5) * zoom[:, None, None] + shift[:, None] - 0.5
+    boxes = (boxes[:, 0] + 0.5) * zoom[:, None] + shift.repeat(1, 2) - 0.5
+    inside = ((landmarks > 4) & (landmarks < DET_SIZE - 4)).all(-1).all(-1)
+    # every tenth frame has its face scrambled away
+    blank = torch.rand(count, generator=generator) < 0.1
+    noise = F.interpolate(torch.randn(count, 3, 6, 6, generator=generator), size=DET_SIZE, mode="bilinear") * 0.6
+    canvas[blank] = noise[blank].clamp(-1, 1)
+    return canvas, boxes, landmarks, inside & ~blank
+
+
+def detector_loss(outputs: list, boxes: Tensor, landmarks: Tensor, has_face: Tensor) -> Tensor:
+    """Score BCE on every anchor, L1 on box and landmarks of the anchors near a face's centre at the strides of its size."""
+    total = torch.zeros(())
+    centre = (boxes[:, :2] + boxes[:, 2:]) / 2
+    side = (boxes[:, 2:] - boxes[:, :2]).amax(-1)
+    for stride, (score, box, points) in zip(STRIDES, outputs, strict=True):
+        rows, columns = score.shape[1:3]
+        y, x = torch.meshgrid(torch.arange(rows) * stride, torch.arange(columns) * stride, indexing="ij")
+        place = torch.stack([x, y], -1).float()[None]  # (1, h, w, 2)
+        near = (place - centre[:, None, None]).abs().amax(-1) < (0.22 * side[:, None, None]).clamp(min=0.75 * stride)
+        low, high = {8: (0, 44), 16: (28, 90), 32: (64, 999)}[stride]
+        positive = near & (has_face & (side >= low) & (side < high))[:, None, None]
+        target = positive.float()[..., None].expand_as(score)
+        # a detection of the wrong stride on a face is neither right nor wrong
+        ignore = (near & has_face[:, None, None] & ~positive)[..., None].expand_as(score)
+        bce = F.binary_cross_entropy_with_logits(score, target, reduction="none", pos_weight=torch.tensor(3.0))
+        total = total + bce[~ignore].mean()
+        if positive.any():
+            left_top, right_bottom = place - boxes[:, None, None, :2], boxes[:, None, None, 2:] - place
+            box_target = torch.cat([left_top, right_bottom], -1) / stride
+            offset = (landmarks[:, None, None] - place[..., None, :]).flatten(-2) / stride
+            unit = (side / stride)[:, None, None, None].expand_as(box_target[..., :1])[positive]  # errors relative to the face
+            total = total + 2.0 * ((box[positive] - box_target[positive][:, None]).abs() / unit[:, None]).mean()
+            total = total + 10.0 * ((points[positive] - offset[positive][:, None]).abs() / unit[:, None]).mean()
+    return total
+
+
+def train_detector(seed: int, steps: int, batch: int, lr: float, log) -> Detector:
+    torch.manual_seed(seed)
+    net = Detector().train()
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
+    for step in range(steps):
+        frames, boxes, landmarks, has_face = detector_batch(batch, generator)
+        loss = detector_loss(net.raw(frames * (127.5 / 128)), boxes, landmarks, has_face)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 5.0)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0:
+            log(f"detector step {step} loss {float(loss.detach()):.4f}")
+    return net.eval()
+
+
+def export(net: nn.Module, path: Path) -> None:
+    """Write the network as ONNX (opset 13) with the input name and dynamic axes of insightface's files."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(net, Detector):
+        example, axes = torch.zeros(1, 3, DET_SIZE, DET_SIZE), {"input.1": {2: "height", 3: "width"}}
+    else:
+        example, axes = torch.zeros(1, 3, 112, 112), {"input.1": {0: "batch"}}
+    torch.onnx.export(
+        net, (example,), str(path), input_names=["input.1"], dynamic_axes=axes, opset_version=13, dynamo=False
+    )  # fmt: skip
