@@ -146,7 +146,7 @@ def _check_same_run(run_dir: Path, config: dict[str, dict]) -> None:
             "folder"
         )
     old = _flat(json.loads(path.read_text(encoding="utf-8"))["config"])
-    new = _flat(json.loads(json.dumps(config)))
+    new = _flat(config)
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     listing = ", ".join(
         f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in changed if key not in FREE_KEYS
@@ -219,12 +219,13 @@ class MetricsFile:
 
     def cut_back(self, step: int) -> None:
         """Drop the lines after `step` and a last line that a kill cut off."""
-        if self.path.is_file():
-            kept = [json.dumps(line) + "\n" for line in self.read() if line["step"] <= step]
-            atomic_write(self.path, "".join(kept))
+        kept = [json.dumps(line) + "\n" for line in self.read() if line["step"] <= step]
+        atomic_write(self.path, "".join(kept))
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines, without a last one that is cut off."""
+        """All lines, without a last one that is cut off; none when there is no file yet."""
+        if not self.path.is_file():
+            return []
         *lines, _cut_off = self.path.read_text(encoding="utf-8").split("\n")
         return [json.loads(line) for line in lines]
 
@@ -242,7 +243,7 @@ def save_checkpoint(
     """Write checkpoints/step-<step> atomically, point checkpoints/latest at it, and return its path.
 
     write_adapter: puts the adapter's files into the folder it is given. state: optimizer, scheduler,
-    position, ...; tensors, numbers, strings, and dicts and lists of them, which is what `load_state` may read back.
+    position and so on, as tensors, numbers, strings, and dicts and lists of them: `load_state` reads no more.
     """
     path = Path(output_dir) / "checkpoints" / f"step-{step:06d}"
     with atomic_directory(path) as folder:
@@ -295,8 +296,8 @@ def find_checkpoint(output_dir: str | Path, resume: str | bool) -> Path | None:
     later = ", ".join(other.name for other in after if not _damage(other))
     if later:
         raise CheckpointError(
-            f"run.resume_from_checkpoint: {resume} is followed by {later} in the same run; delete or move them "
-            "away, or set run.output_dir to a new folder"
+            f"run.resume_from_checkpoint: {resume} is followed by {later} in the same run; delete or move "
+            "them away, or set run.output_dir to a new folder"
         )
     return path
 

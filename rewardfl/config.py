@@ -204,7 +204,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError for a file that cannot be read, unknown or missing keys, wrong types, values out of
     range and combinations that cannot work.
     """
-    raw = _read(Path(path))
+    return parse(_read(Path(path)), overrides)
+
+
+def parse(raw: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """`load` of what a file would hold: {section: {key: value}}, as in run.json's "config"."""
     problems = [problem for text in overrides for problem in _override(raw, text)]
     sections = {}
     problems += [_unknown_section(name) for name in raw if name not in SECTIONS]
@@ -530,6 +534,17 @@ def vae_factors(model_folder: str | Path) -> tuple[int, int]:
         )
     config = json.loads(path.read_text(encoding="utf-8"))
     return config.get("scale_factor_spatial", 8), config.get("scale_factor_temporal", 4)
+
+
+def boundary_ratio(model_folder: str | Path) -> float:
+    """The sigma at or above which the pipeline folder's high-noise expert answers, from model_index.json."""
+    config = json.loads((Path(model_folder) / "model_index.json").read_text(encoding="utf-8"))
+    if config.get("boundary_ratio") is None:
+        raise ConfigError(
+            f"model.model_paths: {model_folder} has no boundary_ratio, so it is no Wan2.2 A14B pipeline with two "
+            "experts; TI2V-5B and Wan2.1 are not supported"
+        )
+    return config["boundary_ratio"]
 
 
 def check_geometry(

@@ -56,6 +56,12 @@ def read_video(path: str | Path, num_frames: int | None = None) -> Tensor:
     return torch.from_numpy(np.stack(frames))
 
 
+def frame_rate(path: str | Path) -> float:
+    """Average frames per second of a video file."""
+    with av.open(str(path)) as container:
+        return float(container.streams.video[0].average_rate)
+
+
 def write_video(path: str | Path, video: Tensor, fps: float) -> None:
     """Write `video`, uint8 (F, H, W, 3) or float (3, F, H, W) in [-1, 1], as H.264 mp4, atomically.
 

@@ -304,38 +304,35 @@ class FaceIdentity(nn.Module):
     @torch.no_grad()
     def pool(self, video: Tensor) -> FacePool | None:
         """The pool of a real clip; None when no frame after the first shows the face."""
-        frames = _frames(video)
-        track = track_largest(self._detect(frames))
-        if track is None or not track.detected[1:].any():
-            return None
-        shown = track.detected.clone()
-        shown[0] = False
-        embeddings = self._embed(frames[shown.to(frames.device)], track.landmarks[shown])
-        speed, nonrigid = landmark_motion(track)
-        return FacePool(embeddings, self_similarity(embeddings), speed, nonrigid, _coverage(track))
+        with torch.autocast(video.device.type, enabled=False):
+            frames = _frames(video)
+            track = track_largest(self.detector.detect(frames))
+            if track is None or not track.detected[1:].any():
+                return None
+            shown = track.detected.nonzero().flatten()
+            shown = shown[shown > 0]
+            embeddings = self._embed(frames[shown.to(frames.device)], track.landmarks[shown])
+            speed, nonrigid = landmark_motion(track)
+            return FacePool(embeddings, self_similarity(embeddings), speed, nonrigid, _coverage(track))
 
     def score(self, video: Tensor, pool: FacePool) -> FaceScore | None:
         """The score of a generated clip, differentiable to the video; None when no frame shows a face.
 
         Where the detector finds nothing, the face is looked for at its last landmarks: hiding it costs score.
         """
-        frames = _frames(video)
-        track = track_largest(self._detect(frames))
-        if track is None:
-            return None
-        embeddings = self._embed(frames[1:], track.landmarks[1:])
-        # all are unit vectors, so the mean of the cosines is the product with the mean embedding
-        per_frame = embeddings @ pool.embeddings.to(embeddings).mean(0)
-        speed, nonrigid = landmark_motion(track)
-        return FaceScore(per_frame, per_frame.mean(), track.detected, speed, nonrigid, _coverage(track))
-
-    def _detect(self, frames: Tensor) -> list[Faces]:
-        with torch.autocast(frames.device.type, enabled=False):
-            return self.detector.detect(frames)
+        with torch.autocast(video.device.type, enabled=False):
+            frames = _frames(video)
+            track = track_largest(self.detector.detect(frames))
+            if track is None:
+                return None
+            embeddings = self._embed(frames[1:], track.landmarks[1:])
+            # all are unit vectors, so the mean of the cosines is the product with the mean embedding
+            per_frame = embeddings @ pool.embeddings.to(embeddings).mean(0)
+            speed, nonrigid = landmark_motion(track)
+            return FaceScore(per_frame, per_frame.mean(), track.detected, speed, nonrigid, _coverage(track))
 
     def _embed(self, frames: Tensor, landmarks: Tensor) -> Tensor:
-        with torch.autocast(frames.device.type, enabled=False):
-            return self.recogniser(align(frames, similarity_transform(landmarks, ARCFACE_TEMPLATE)))
+        return self.recogniser(align(frames, similarity_transform(landmarks, ARCFACE_TEMPLATE)))
 
 
 def _frames(video: Tensor) -> Tensor:

@@ -116,10 +116,9 @@ def _slice(a: Attributes, x: Tensor, *operands: Tensor | None) -> Tensor:
     )
     axes = axes or range(len(starts))
     for start, end, axis, step in zip(starts, ends, axes, steps or [1] * len(starts), strict=True):
-        picked = range(x.shape[axis])[
-            start:end:step
-        ]  # Python clamps as ONNX does; torch has no negative steps
-        x = x.index_select(axis, torch.tensor(list(picked), dtype=torch.long, device=x.device))
+        # Python clamps the bounds as ONNX does, and torch has no negative steps
+        picked = list(range(x.shape[axis])[start:end:step])
+        x = x.index_select(axis, torch.tensor(picked, dtype=torch.long, device=x.device))
     return x
 
 
@@ -262,9 +261,8 @@ OPS: dict[str, Callable[..., Tensor]] = {
 }
 
 # Ops whose operands after the first are settings (shapes, axes, bounds), read on the CPU.
-_SETTINGS = (
-    "Clip Dropout Expand Pad ReduceL2 ReduceMean ReduceSum Reshape Resize Slice Squeeze Unsqueeze".split()
-)
+_SETTINGS = {"Clip", "Dropout", "Expand", "Pad", "ReduceL2", "ReduceMean", "ReduceSum"}
+_SETTINGS |= {"Reshape", "Resize", "Slice", "Squeeze", "Unsqueeze"}
 
 # Attribute values that the functions above honour, where ONNX allows more; () refuses the attribute itself.
 _HONOURED: dict[str, dict[str, tuple]] = {
@@ -351,7 +349,7 @@ def read_graph(path: str | Path) -> tuple[onnx.GraphProto, int]:
             f"{path} ({path.stat().st_size} bytes) is not a whole ONNX file: a download cut short, or a "
             f"git-lfs pointer? Fetch it again ({error})"
         ) from error
-    if not model.graph.node or not model.graph.output:
+    if not model.graph.output:
         raise ValueError(
             f"{path} ({path.stat().st_size} bytes) holds no ONNX graph; fetch or export it again"
         )

@@ -19,13 +19,6 @@ from rewardfl.flow import euler_step, velocity_kl
 
 Velocity = Callable[[Tensor, Tensor], Tensor]  # (x (B, ...), sigma scalar) -> velocity (B, ...)
 
-COUPLING = {
-    "chain": 1.0,
-    "bridge": 0.2,
-    "drtune": 0.0,
-    "last": 1.0,
-}  # of each gradient mode; "last" has one step
-
 
 @dataclass(frozen=True)
 class Trajectory:
@@ -104,7 +97,8 @@ def replay(
                 if couples and kl_gradient == "fixed_trajectory":
                     (chain,) = torch.autograd.grad(loss, x, retain_graph=True)
                 loss = loss + kl_weight * step_kl.sum()
-            backward(loss)
+            if loss.requires_grad:  # a frozen expert's step with nobody to hand on to has nothing to differentiate
+                backward(loss)
         if couples:
             g = g + coupling * (x.grad if chain is None else chain)
     return kl

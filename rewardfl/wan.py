@@ -1,5 +1,6 @@
 """The only file that knows Wan2.2 I2V: its folder, its conditioning, which expert answers at which sigma, its velocity."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,10 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from rewardfl import lora
+from rewardfl.flow import linear_sigmas
 
+PARTS = {"high_noise": "transformer", "low_noise": "transformer_2"}  # where a diffusers pipeline keeps each expert
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of the frozen weights, by config word
 TEXT_LENGTH = 512  # tokens; the length that diffusers' pipeline pads prompts to
 
 
@@ -74,6 +78,19 @@ def load_pipeline(folder: str, dtype: torch.dtype, tokenizer_path: str = "") -> 
     return pipe
 
 
+def attach_adapters(pipe: WanImageToVideoPipeline, checkpoint: Path) -> list[str]:
+    """Add the adapters of a checkpoint folder (transformer/, transformer_2/) to the pipeline's experts; their names."""
+    found = [expert for expert, part in PARTS.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
+    if not found:
+        raise FileNotFoundError(
+            f"no adapter in {checkpoint}: it should hold transformer/{lora.WEIGHTS_NAME} or "
+            f"transformer_2/{lora.WEIGHTS_NAME}, as checkpoints/step-* of a run do"
+        )
+    for expert in found:
+        lora.attach_adapter(pipe.components[PARTS[expert]], checkpoint / PARTS[expert])
+    return found
+
+
 @torch.no_grad()
 def encode(pipe: WanImageToVideoPipeline, prompt: str, image: Tensor, num_frames: int) -> Conditioning:
     """Conditioning of one sample, by the pipeline's own code. image: (3, H, W) in [-1, 1], the clip's first frame."""
@@ -120,5 +137,6 @@ class LinearFlowEuler(FlowMatchEulerDiscreteScheduler):
     """
 
     def set_timesteps(self, num_inference_steps: int, device: torch.device | None = None) -> None:
-        unshifted = torch.linspace(1, 0, num_inference_steps + 1, dtype=torch.float64)[:-1]
-        super().set_timesteps(sigmas=unshifted.tolist(), device=device)
+        super().set_timesteps(num_inference_steps, device=device)
+        self.sigmas = linear_sigmas(num_inference_steps, self.config.shift)
+        self.timesteps = (1000 * self.sigmas[:-1]).to(device)

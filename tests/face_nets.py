@@ -47,8 +47,8 @@ class MiniArcFace(nn.Module):
         self.shortcut = nn.Sequential(nn.Conv2d(width, 2 * width, 1, 2), nn.BatchNorm2d(2 * width))
         side = size // stride // 2
         self.head = nn.Sequential(
-            nn.BatchNorm2d(2 * width), nn.Dropout(0.4), nn.Flatten(), nn.Linear(2 * width * side**2, dimension),
-            nn.BatchNorm1d(dimension),
+            nn.BatchNorm2d(2 * width), nn.Dropout(0.4), nn.Flatten(),
+            nn.Linear(2 * width * side**2, dimension), nn.BatchNorm1d(dimension),
         )  # fmt: skip
         _spread_statistics(self)
 
@@ -58,7 +58,7 @@ class MiniArcFace(nn.Module):
 
 
 class MiniSCRFD(nn.Module):
-    """SCRFD's graph, random weights: max and average pooling, FPN with Resize by Shape, nine outputs."""
+    """SCRFD's graph: max and average pooling, an FPN with Resize by Shape, nine outputs."""
 
     def __init__(self, width: int = 8, batched: bool = False):
         super().__init__()
@@ -133,7 +133,7 @@ def magenta_pack(folder: Path) -> Path:
 
 
 def clip(cells: list[tuple[int, int] | None], seed: int = 0, mouth: list[float] | None = None) -> Tensor:
-    """(3, F, 64, 64): still smooth background, in frame j a magenta 8 x 8 face at cell (column, row), or none.
+    """(3, F, 64, 64): still smooth background, in frame j a magenta 8 x 8 face at cell (column, row) or none.
 
     mouth[j] is how far that frame's mouth corners are pulled apart, in strides.
     """

@@ -187,6 +187,17 @@ def test_a_checkpoint_of_another_folder(tmp_path):
         start(tmp_path / "c", changed(train__learning_rate=2e-5), resume=str(path))
 
 
+def test_what_a_kill_left_is_no_checkpoint_and_goes(tmp_path):
+    start(tmp_path)
+    path = save(tmp_path, 1)
+    path.rename(path.with_name("step-000002.tmp-7-old"))
+    path = save(tmp_path, 1)
+    path.with_name("latest.tmp-7").symlink_to(path.name)
+    assert checkpoint.find_checkpoint(tmp_path, "auto") == path
+    assert start(tmp_path) == path
+    assert names(tmp_path / "checkpoints") == ["latest", "step-000001"]
+
+
 def test_foreign_files_stay(tmp_path):
     (tmp_path / "notes.tmp-1").touch()
     start(tmp_path)
@@ -222,7 +233,8 @@ def test_git_commit(tmp_path, monkeypatch):
 
 def test_metrics(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.cut_back(0)  # no file yet
+    assert metrics.read() == []
+    metrics.cut_back(0)
     for step in range(1, 5):
         metrics.append(step, {"lr": 1e-6, "actor/loss": step / 2})
     metrics.append(5, {"grad_norm": float("nan"), "actor/loss": float("-inf")})
@@ -322,7 +334,7 @@ def test_a_checkpoint_is_saved_again(tmp_path):
 
 def test_find_checkpoint(tmp_path):
     assert checkpoint.find_checkpoint(tmp_path, "auto") is None
-    paths = [save(tmp_path, step) for step in (9, 100, 1_000_000)]
+    paths = [save(tmp_path, step) for step in (9, 999_999, 1_000_000)]
     assert checkpoint.find_checkpoint(tmp_path, False) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -330,7 +342,7 @@ def test_find_checkpoint(tmp_path):
         assert checkpoint.find_checkpoint(tmp_path, str(paths[-1])) == paths[-1]
     with pytest.raises(CheckpointError, match="run.resume_from_checkpoint: no such folder: out/none"):
         checkpoint.find_checkpoint(tmp_path, "out/none")
-    message = "step-000009 is followed by step-000100, step-1000000 in the same run; delete or move them away"
+    message = "step-000009 is followed by step-999999, step-1000000 in the same run; delete or move them away"
     with pytest.raises(CheckpointError, match=message):
         checkpoint.find_checkpoint(tmp_path, str(paths[0]))
 

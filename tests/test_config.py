@@ -99,6 +99,7 @@ def test_casts(write, override, expected):
         ("run.output_dir=2024", "run.output_dir: expected str, got 2024"),
         ("run.output_dir=''", "run.output_dir must be a text that is not empty, got ''"),
         ("run.resume_from_checkpoint=true", "run.resume_from_checkpoint: expected str or false, got True"),
+        ("run.resume_from_checkpoint=0", "run.resume_from_checkpoint: expected str or false, got 0"),
         ("reward.reward_std=0", "reward.reward_std must be greater than 0, got 0.0"),
         ("reward.cap=high", "reward.cap: expected self_similarity or none or float, got 'high'"),
         ("sample.noises_per_sample=0", "sample.noises_per_sample must be at least 1, got 0"),
@@ -348,6 +349,16 @@ def test_vae_factors(tmp_path):
     assert config.vae_factors(tmp_path) == (8, 4)
     (tmp_path / "vae" / "config.json").write_text('{"scale_factor_spatial": 16, "scale_factor_temporal": 2}')
     assert config.vae_factors(tmp_path) == (16, 2)
+
+
+def test_boundary_ratio(tmp_path):
+    (tmp_path / "model_index.json").write_text('{"boundary_ratio": 0.9}')
+    assert config.boundary_ratio(tmp_path) == 0.9
+    (tmp_path / "model_index.json").write_text('{"boundary_ratio": null}')
+    with pytest.raises(
+        ConfigError, match="model.model_paths: .* has no boundary_ratio, so it is no Wan2.2 A14B"
+    ):
+        config.boundary_ratio(tmp_path)
 
 
 def test_check_geometry():

@@ -67,10 +67,11 @@ FLATTEN = node("Flatten", output="flat")
 
 # name: (nodes, constants, opset); x is (2, 3, 6, 5)
 CASES = {
-    **{op: ([node(op)], {}, 13) for op in "Abs Ceil Exp Floor Identity Neg Relu Sigmoid Tanh".split()},
+    **{op: ([node(op)], {}, 13) for op in ("Abs", "Ceil", "Exp", "Floor", "Identity", "Neg", "Relu")},
+    **{op: ([node(op)], {}, 13) for op in ("Sigmoid", "Tanh")},
     **{
         f"{op} by channel": ([node(op, "x c")], {"c": VECTOR[0].reshape(3, 1, 1)}, 13)
-        for op in "Add Sub Mul Div PRelu".split()
+        for op in ("Add", "Sub", "Mul", "Div", "PRelu")
     },
     "PRelu one slope": ([node("PRelu", "x c")], {"c": f(0.2)}, 13),
     "LeakyRelu": ([node("LeakyRelu", alpha=0.3)], {}, 13),
@@ -148,8 +149,8 @@ CASES = {
     # how older exporters write a reshape by computed sizes: float arithmetic on shapes
     "shape arithmetic": (
         [node("Shape", "x", "s"), node("Cast", "s", "f", to=TensorProto.FLOAT), node("Mul", "f two", "g"),
-         node("Floor", "g", "h"), node("Cast", "h", "i", to=TensorProto.INT64), node("Slice", "i st en", "hw"),
-         node("Slice", "s ze st", "nc"), node("Concat", "nc hw", "t", axis=0),
+         node("Floor", "g", "h"), node("Cast", "h", "i", to=TensorProto.INT64),
+         node("Slice", "i st en", "hw"), node("Slice", "s ze st", "nc"), node("Concat", "nc hw", "t", axis=0),
          helper.make_node("Resize", ["x", "", "", "t"], ["y"], coordinate_transformation_mode="asymmetric",
                           nearest_mode="floor")],
         {"two": f(1.5), "st": ints(2), "en": ints(4), "ze": ints(0)}, 13),
@@ -225,6 +226,14 @@ def test_a_graph_exported_with_batch_1_runs_any_batch(net, size, tmp_path):
         torch.testing.assert_close(batch, torch.cat(frames), **TOLERANCE)
 
 
+def test_sizes_frozen_with_the_batch_resize_any_batch(tmp_path):
+    resize = helper.make_node("Resize", ["x", "", "", "s"], ["y"], mode="linear")
+    path = write(tmp_path / "r.onnx", [resize], {"s": ints(1, 3, 12, 10)}, shape=(1, 3, 6, 5))
+    x = torch.randn(4, 3, 6, 5)
+    (single,) = by_onnxruntime(path, x[2:3])
+    torch.testing.assert_close(OnnxModule(path)(x)[2:3], single, **TOLERANCE)
+
+
 def test_the_gradient_is_that_of_finite_differences(tmp_path):
     torch.manual_seed(0)
     path = export(MiniArcFace(size=16, stride=1), torch.randn(1, 3, 16, 16), tmp_path / "n.onnx")
@@ -252,8 +261,9 @@ def test_weights_are_frozen_buffers_that_follow_to(tmp_path):
 
 
 def test_half_precision_files_run_in_float32(tmp_path):
-    path = write(tmp_path / "h.onnx", [node("Mul", "x c")], {"c": np.array([0.5], np.float16)})
-    assert OnnxModule(path)(torch.ones(1, 3, 6, 5)).dtype == torch.float32
+    path = write(tmp_path / "h.onnx", [node("MatMul", "x w")], {"w": FLAT[:5].astype(np.float16)})
+    x = torch.randn(1, 3, 6, 5)
+    torch.testing.assert_close(OnnxModule(path)(x), x @ torch.tensor(FLAT[:5]).half().float())
 
 
 @pytest.mark.parametrize("case", ["shape arithmetic", "ConstantOfShape", "Gather", "Slice", LINEAR])

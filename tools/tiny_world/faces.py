@@ -70,8 +70,8 @@ class Detector(nn.Module):
         for head in self.heads:
             head.bias.data[:ANCHORS] = -3.0  # faces are rare among anchors
 
-    def raw(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Per stride: score logits (B, h, w, 2), box distances (B, h, w, 2, 4), landmark offsets (B, h, w, 2, 10)."""
+    def maps(self, x: Tensor) -> list[Tensor]:
+        """Per stride (B, h, w, 30): for both anchors a score logit, then box distances, then landmark offsets."""
         x = self.stem(x)
         features = []
         for level in self.levels:
@@ -80,18 +80,18 @@ class Detector(nn.Module):
         merged = [lateral(f) for lateral, f in zip(self.lateral, features, strict=True)]
         for i in (1, 0):
             merged[i] = merged[i] + F.interpolate(merged[i + 1], scale_factor=2.0, mode="nearest")
-        outputs = []
-        for f, tower, head in zip(merged, self.towers, self.heads, strict=True):
-            y = head(tower(f)).permute(0, 2, 3, 1)
-            score, box, points = y.split([ANCHORS, ANCHORS * 4, ANCHORS * 10], dim=-1)
-            outputs.append((score, box.unflatten(-1, (ANCHORS, 4)), points.unflatten(-1, (ANCHORS, 10))))
-        return outputs
+        outputs = zip(merged, self.towers, self.heads, strict=True)
+        return [head(tower(f)).permute(0, 2, 3, 1) for f, tower, head in outputs]
+
+    def raw(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Per stride: score logits (B, h, w, 2), box distances (B, h, w, 2, 4), landmark offsets (B, h, w, 2, 10)."""
+        return [(y[..., :2], y[..., 2:10].unflatten(-1, (2, 4)), y[..., 10:].unflatten(-1, (2, 10))) for y in self.maps(x)]
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        outputs = self.raw(x)
-        scores = [torch.sigmoid(score).reshape(-1, 1) for score, _, _ in outputs]
-        boxes = [box.reshape(-1, 4) for _, box, _ in outputs]
-        points = [kps.reshape(-1, 10) for _, _, kps in outputs]
+        maps = self.maps(x)
+        scores = [torch.sigmoid(y[..., :2]).reshape(-1, 1) for y in maps]
+        boxes = [y[..., 2:10].reshape(-1, 4) for y in maps]
+        points = [y[..., 10:].reshape(-1, 10) for y in maps]
         return (*scores, *boxes, *points)
 
 
@@ -122,13 +122,13 @@ def face_views(people: Tensor, views: int, generator: torch.Generator, jitter: f
     return crops.unflatten(0, (count, views))
 
 
-def train_recogniser(width: int, pool_seed: int, steps: int, people_per_step: int, lr: float, log) -> Recogniser:
+def train_recogniser(net: Recogniser, pool_seed: int, steps: int, people_per_step: int, log) -> None:
     """Contrastive training (NT-Xent, arXiv 2002.05709 eq. 1) on two views of each of many people.
 
     The identities are those of `pool_seed` alone: 4000 people that no other recogniser sees.
     """
-    torch.manual_seed(pool_seed)
-    net = Recogniser(width).train()
+    lr = 3e-3
+    net.train()
     generator = torch.Generator().manual_seed(pool_seed)
     pool = draw_people(4000, generator)
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=1e-3)
@@ -149,7 +149,6 @@ def train_recogniser(width: int, pool_seed: int, steps: int, people_per_step: in
         if step % 25 == 0:
             same = float((first * second).detach().sum(-1).mean())
             log(f"recogniser {pool_seed} step {step} loss {float(loss.detach()):.3f} same-person cosine {same:.3f}")
-    return net.eval()
 
 
 def verification(embed, people: Tensor, generator: torch.Generator) -> dict[str, float]:
@@ -213,15 +212,17 @@ def detector_loss(outputs: list, boxes: Tensor, landmarks: Tensor, has_face: Ten
             left_top, right_bottom = place - boxes[:, None, None, :2], boxes[:, None, None, 2:] - place
             box_target = torch.cat([left_top, right_bottom], -1) / stride
             offset = (landmarks[:, None, None] - place[..., None, :]).flatten(-2) / stride
-            unit = (side / stride)[:, None, None, None].expand_as(box_target[..., :1])[positive]  # errors relative to the face
+            unit = (side / stride)[:, None, None, None].expand_as(box_target[..., :1])[
+                positive
+            ]  # errors relative to the face
             total = total + 2.0 * ((box[positive] - box_target[positive][:, None]).abs() / unit[:, None]).mean()
             total = total + 10.0 * ((points[positive] - offset[positive][:, None]).abs() / unit[:, None]).mean()
     return total
 
 
-def train_detector(seed: int, steps: int, batch: int, lr: float, log) -> Detector:
-    torch.manual_seed(seed)
-    net = Detector().train()
+def train_detector(net: Detector, seed: int, steps: int, log) -> None:
+    lr, batch = 3e-3, 32
+    net.train()
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
@@ -235,7 +236,6 @@ def train_detector(seed: int, steps: int, batch: int, lr: float, log) -> Detecto
         schedule.step()
         if step % 50 == 0:
             log(f"detector step {step} loss {float(loss.detach()):.4f}")
-    return net.eval()
 
 
 def export(net: nn.Module, path: Path) -> None:

@@ -143,7 +143,9 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
         """Where a point of the face (front view x, y; depth towards the viewer) appears under yaw and nod."""
         return x * yaw_cos + depth * yaw_sin, y + depth * pose["nod"]
 
-    def ellipse(cx: Tensor, cy: Tensor, rx: Tensor, ry: Tensor, angle: Tensor | None = None, soft: float = 1.0) -> Tensor:
+    def ellipse(
+        cx: Tensor, cy: Tensor, rx: Tensor, ry: Tensor, angle: Tensor | None = None, soft: float = 1.0
+    ) -> Tensor:
         a, b = u - column(cx), v - column(cy)
         if angle is not None:
             ca, sa = column(angle.cos()), column(angle.sin())
@@ -160,14 +162,18 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
     skin = skin + (t["skin_tint"][:, None] - 0.5) * torch.tensor([0.06, -0.03, -0.08])
     hair = _mix(t["hair_light"], (0.07, 0.06, 0.07), (0.30, 0.17, 0.09), (0.55, 0.33, 0.15), (0.90, 0.74, 0.42))
     hair = hair + (t["hair_hue"][:, None] - 0.3).clamp(min=0) * torch.tensor([0.25, -0.10, -0.08])
-    iris = _mix(t["eye_hue"], (0.25, 0.14, 0.07), (0.20, 0.42, 0.22), (0.22, 0.45, 0.70)) * (0.6 + 0.6 * t["eye_light"][:, None])
+    iris = _mix(t["eye_hue"], (0.25, 0.14, 0.07), (0.20, 0.42, 0.22), (0.22, 0.45, 0.70)) * (
+        0.6 + 0.6 * t["eye_light"][:, None]
+    )
 
     # background: two colours blended along a direction, and one blob
     direction = scene[:, 0] * 2 * math.pi
     ramp = column(direction.cos()) * (px - 32) / 64 + column(direction.sin()) * (py - 32) / 64
     colour_a, colour_b = 0.25 + 0.6 * scene[:, 1:4], 0.15 + 0.6 * scene[:, 4:7]
     canvas = colour_a[:, :, None, None] + (colour_b - colour_a)[:, :, None, None] * (ramp[:, None] + 0.5).clamp(0, 1)
-    blob = ((px - 64 * column(scene[:, 7])) ** 2 + (py - 64 * column(scene[:, 8])) ** 2) / (12 + 10 * column(scene[:, 9])) ** 2
+    blob = ((px - 64 * column(scene[:, 7])) ** 2 + (py - 64 * column(scene[:, 8])) ** 2) / (
+        12 + 10 * column(scene[:, 9])
+    ) ** 2
     canvas = canvas * (1 - 0.35 * torch.exp(-blob)[:, None])
 
     width = 0.70 + 0.14 * t["head_width"]
@@ -201,7 +207,9 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
     hairline = -0.80 + 0.42 * t["hairline"]
     part = (t["parting"] - 0.5) * 1.2 + 0.25 * yaw_sin
     fringe_edge = column(hairline) + 0.05 + 0.30 * (u - column(part)).abs() ** 1.5 - 0.06
-    on_head = torch.sigmoid((1.02 - ((u / (column(width) * 1.02)) ** 2 + v**2 + 1e-6).sqrt()) * column(width) / softness * 2)
+    on_head = torch.sigmoid(
+        (1.02 - ((u / (column(width) * 1.02)) ** 2 + v**2 + 1e-6).sqrt()) * column(width) / softness * 2
+    )
     canvas = paint(canvas, hair, on_head * torch.sigmoid((fringe_edge - v) / softness * 2) * (v < 0.45))
 
     # cheeks
@@ -231,15 +239,21 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
         canvas = paint(canvas, hair * 0.7, brow)
     for eye_x, eye_y in eyes:
         outer, rim = 0.19 + 0.07 * t["glasses_size"], 0.045
-        ring = ellipse(eye_x, eye_y, outer * yaw_cos, outer) - ellipse(eye_x, eye_y, (outer - rim) * yaw_cos, outer - rim)
+        ring = ellipse(eye_x, eye_y, outer * yaw_cos, outer) - ellipse(
+            eye_x, eye_y, (outer - rim) * yaw_cos, outer - rim
+        )
         canvas = paint(canvas, torch.full_like(skin, 0.08), ring.clamp(0, 1) * column(t["glasses"]))
-    bridge = ellipse((eyes[0][0] + eyes[1][0]) / 2, height + 0.32 * pose["nod"], (spread - 0.17).clamp(min=0.05), 0.025 * one)
+    bridge = ellipse(
+        (eyes[0][0] + eyes[1][0]) / 2, height + 0.32 * pose["nod"], (spread - 0.17).clamp(min=0.05), 0.025 * one
+    )
     canvas = paint(canvas, torch.full_like(skin, 0.08), bridge * column(t["glasses"]))
 
     # nose: a shaded side, a tip with nostrils
     nose_x, nose_y = project(zero, 0.16 + 0.16 * t["nose_length"], 0.48)
     ridge_x, ridge_y = project(0.05 * one, 0.05 * one, 0.40)
-    canvas = paint(canvas, skin * 0.86, ellipse(ridge_x, ridge_y, 0.045 * one, 0.20 + 0.06 * t["nose_length"], soft=1.5))
+    canvas = paint(
+        canvas, skin * 0.86, ellipse(ridge_x, ridge_y, 0.045 * one, 0.20 + 0.06 * t["nose_length"], soft=1.5)
+    )
     nostril = 0.07 + 0.07 * t["nose_width"]
     canvas = paint(canvas, skin * 0.74, ellipse(nose_x, nose_y + 0.03, nostril * 1.25, 0.055 * one))
     canvas = paint(canvas, skin * 1.04, ellipse(nose_x, nose_y - 0.01, nostril * 0.85, 0.055 * one))
@@ -252,20 +266,36 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
     gap = 0.13 * pose["mouth"]
 
     def mouth_shape(rx: Tensor, ry: Tensor) -> Tensor:
-        radius = (((u - column(mouth_x)) / column(rx * yaw_cos)) ** 2 + ((bent - column(mouth_y)) / column(ry)) ** 2 + 1e-6).sqrt()
+        radius = (
+            ((u - column(mouth_x)) / column(rx * yaw_cos)) ** 2 + ((bent - column(mouth_y)) / column(ry)) ** 2 + 1e-6
+        ).sqrt()
         inside = torch.sigmoid((column(rx) - (u - column(mouth_x)).abs()) / softness * 2)  # no tails past the corners
         return torch.sigmoid((1 - radius) * column(ry) / softness * 2) * inside
 
-    lip_colour = skin * torch.tensor([0.92, 0.60, 0.58]) * (1 - t["lip_red"][:, None]) + t["lip_red"][:, None] * torch.tensor([0.72, 0.16, 0.20])
+    lip_colour = skin * torch.tensor([0.92, 0.60, 0.58]) * (1 - t["lip_red"][:, None]) + t["lip_red"][
+        :, None
+    ] * torch.tensor([0.72, 0.16, 0.20])
     canvas = paint(canvas, lip_colour, mouth_shape(half, lips + gap))
-    canvas = paint(canvas, torch.tensor([0.22, 0.05, 0.06]).expand_as(skin), mouth_shape(half * 0.78, (gap + 0.012).clamp(min=0.01)))
+    canvas = paint(
+        canvas,
+        torch.tensor([0.22, 0.05, 0.06]).expand_as(skin),
+        mouth_shape(half * 0.78, (gap + 0.012).clamp(min=0.01)),
+    )
 
     corner = half * 0.95
     corner_y = mouth_y - bend * (corner**2 - 0.02)
-    points = [eyes[0], eyes[1], (nose_x, nose_y), (mouth_x - corner * yaw_cos, corner_y), (mouth_x + corner * yaw_cos, corner_y)]
+    points = [
+        eyes[0],
+        eyes[1],
+        (nose_x, nose_y),
+        (mouth_x - corner * yaw_cos, corner_y),
+        (mouth_x + corner * yaw_cos, corner_y),
+    ]
     pu, pv = torch.stack([p[0] for p in points], 1), torch.stack([p[1] for p in points], 1)
     c, s, k = pose["roll"].cos()[:, None], pose["roll"].sin()[:, None], pose["scale"][:, None]
-    landmarks = torch.stack([pose["x"][:, None] + k * (pu * c - pv * s), pose["y"][:, None] + k * (pu * s + pv * c)], -1)
+    landmarks = torch.stack(
+        [pose["x"][:, None] + k * (pu * c - pv * s), pose["y"][:, None] + k * (pu * s + pv * c)], -1
+    )
     top, bottom = pose["y"] - 0.72 * pose["scale"], pose["y"] + 1.0 * pose["scale"]
     boxes = torch.stack([pose["x"] - width * pose["scale"], top, pose["x"] + width * pose["scale"], bottom], -1)
     return canvas, landmarks, boxes

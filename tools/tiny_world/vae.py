@@ -16,7 +16,7 @@ from .people import Motion, draw_motion, draw_people, render
 SPATIAL, TEMPORAL, LATENT_CHANNELS = 4, 2, 16
 
 
-def new_vae(base_dim: int = 8, dim_mult: tuple[int, ...] = (1, 2, 2)) -> AutoencoderKLWan:
+def new_vae(base_dim: int = 12, dim_mult: tuple[int, ...] = (1, 2, 3)) -> AutoencoderKLWan:
     """A fresh VAE whose causal convolutions start as image convolutions: the taps of past frames are zero.
 
     diffusers' default init gives all temporal taps the same weight, an average over time that takes long to unlearn.
@@ -126,4 +126,15 @@ def train_vae(vae: AutoencoderKLWan, frames: bool, steps: int, batch: int, lr: f
         mse = float(error.detach().square().mean())
         running = mse if running is None else 0.97 * running + 0.03 * mse
         if step % 50 == 0:
-            log(f"vae {step} {time.time() - start:.0f}s psnr {10 * math.log10(4 / running):.2f} kl {float(kl.detach()):.2f}")
+            log(
+                f"vae {step} {time.time() - start:.0f}s psnr {10 * math.log10(4 / running):.2f} kl {float(kl.detach()):.2f}"
+            )
+
+
+@torch.no_grad()
+def set_latent_statistics(vae: AutoencoderKLWan, seed: int) -> None:
+    """Write mean and standard deviation of each latent channel over some clips into the VAE's config."""
+    clips = training_clips(64, torch.Generator().manual_seed(seed))
+    latents = torch.cat([vae.encode(part).latent_dist.mode() for part in clips.split(8)])
+    latents = latents.transpose(0, 1).flatten(1)
+    vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())

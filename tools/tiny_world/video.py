@@ -8,6 +8,7 @@ import copy
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideoPipeline, WanTransformer3DModel
@@ -19,6 +20,7 @@ from .people import NUM_FRAMES, SIZE, describe, draw_motion, draw_people, render
 from .vae import LATENT_CHANNELS, SPATIAL, TEMPORAL, drifting
 
 BOUNDARY, SHIFT = 0.9, 5.0
+DRIFT_SHARE = 0.6  # of the clips that the experts learn from
 TEXT_DIM, TEXT_LENGTH, SHORT_TEXT = 32, 512, 32
 WORDS = (
     "a person with short long blond brown dark hair and beard glasses talking silent turning left right facing the "
@@ -77,7 +79,7 @@ def encode_latents(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
     return (vae.encode(video).latent_dist.mode() - mean) / std
 
 
-def training_set(pipe: WanImageToVideoPipeline, count: int, seed: int, drift_share: float, log) -> Clips:
+def training_set(pipe: WanImageToVideoPipeline, count: int, seed: int, log) -> Clips:
     """Render, caption and encode `count` clips."""
     generator = torch.Generator().manual_seed(seed)
     latents, conditions, texts = [], [], []
@@ -85,7 +87,7 @@ def training_set(pipe: WanImageToVideoPipeline, count: int, seed: int, drift_sha
     for start in range(0, count, 50):
         people = draw_people(50, generator)
         motion, actions = draw_motion(50, generator)
-        video = render(drifting(people, generator, drift_share), motion, generator)[0]
+        video = render(drifting(people, generator, DRIFT_SHARE), motion, generator)[0]
         latents.append(encode_latents(pipe.vae, video).half())
         image = torch.cat([video[:, :, :1], grey.expand(50, -1, -1, -1, -1)], 2)
         condition = encode_latents(pipe.vae, image)
@@ -109,9 +111,10 @@ def draw_sigmas(count: int, high_noise: bool, generator: torch.Generator) -> Ten
 
 
 def train_expert(
-    expert: WanTransformer3DModel, clips: Clips, high_noise: bool, steps: int, batch: int, lr: float, seed: int, log
+    expert: WanTransformer3DModel, clips: Clips, high_noise: bool, steps: int, seed: int, log
 ) -> WanTransformer3DModel:
     """Flow matching on the expert's side of the boundary; returns the exponential moving average of the weights."""
+    lr, batch = 1.5e-3, 16
     expert.train()
     for block in expert.blocks:
         block.attn2.set_processor(ShortTextAttention())
@@ -156,3 +159,11 @@ def new_pipeline(vae: AutoencoderKLWan, layers: tuple[int, int]) -> WanImageToVi
         transformer=new_expert(layers[0]), transformer_2=new_expert(layers[1]), boundary_ratio=BOUNDARY,
         image_processor=None, image_encoder=None,
     )  # fmt: skip
+
+
+def save_pipeline(pipe: WanImageToVideoPipeline, folder: Path) -> None:
+    """save_pretrained with float16 weights, which halves the files; they are loaded as float32."""
+    for part in (pipe.transformer, pipe.transformer_2, pipe.vae, pipe.text_encoder):
+        for parameter in part.parameters():
+            parameter.data = parameter.data.half()
+    pipe.save_pretrained(folder)

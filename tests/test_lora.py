@@ -1,0 +1,128 @@
+"""Adapters: injected without effect, switched off exactly, saved so that stock diffusers loads them."""
+
+import pytest
+import torch
+from conftest import FRAMES, HEIGHT, WIDTH, random_pipeline
+from peft import LoraConfig
+from test_wan import ours, stock
+
+from rewardfl import data, lora, wan
+
+TARGETS = lora.target_modules("q,k,v,o,ffn.0,ffn.2")
+
+
+def randomise(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+
+
+def velocity(model):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, 34, 3, 8, 8, generator=generator)
+    text = torch.randn(1, 6, 32, generator=generator)
+    return model(x, torch.tensor([500.0]), text, return_dict=False)[0]
+
+
+def test_target_names():
+    assert TARGETS == ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
+    assert lora.target_modules("to_q, o") == ["to_q", "to_out.0"]
+
+
+def test_a_fresh_adapter_changes_nothing_and_alone_is_trained(pipe):
+    model = pipe.transformer_2
+    before = velocity(model).detach()
+    lora.inject(model, 4, 8.0, TARGETS, seed=3)
+    assert torch.equal(velocity(model).detach(), before)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    # 2 blocks x (8 attention projections + 2 of the feed-forward) x A and B
+    assert len(trained) == 40 and all("lora_" in name for name in trained)
+    assert all(p.dtype == torch.float32 for p in trained.values())
+    first = random_pipeline().transformer_2
+    lora.inject(first, 4, 8.0, TARGETS, seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(lora.adapter_state(first).values(), lora.adapter_state(model).values()))
+
+
+def test_lora_is_float32_on_a_bfloat16_base():
+    model = random_pipeline().transformer_2.to(torch.bfloat16)
+    lora.inject(model, 4, 4.0, TARGETS, seed=0)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_reference_is_the_base_and_keeps_another_adapter(pipe):
+    model = pipe.transformer_2
+    model.add_adapter(LoraConfig(r=2, target_modules=TARGETS), adapter_name="distilled")
+    randomise(model, seed=5)
+    model.requires_grad_(False)
+    base = velocity(model).detach()
+    lora.inject(model, 4, 8.0, TARGETS, seed=3)
+    model.set_adapter(["distilled", lora.POLICY])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(f".{lora.POLICY}." in name)
+    randomise(model, seed=6)
+    policy = velocity(model).detach()
+    assert not torch.allclose(policy, base, atol=1e-3)
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    with lora.reference(model):
+        assert torch.equal(velocity(model).detach(), base)
+    assert torch.equal(velocity(model).detach(), policy)
+    assert flags == {name: p.requires_grad for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="inside"), lora.reference(model):
+        raise RuntimeError("inside")
+    assert torch.equal(velocity(model).detach(), policy)
+
+
+def test_saved_adapter_gives_the_same_video_in_stock_diffusers(tmp_path):
+    """Both experts, alpha other than rank: pipe.load_lora_weights must reproduce what was trained."""
+    pipe = random_pipeline()
+    for seed, (expert, folder) in enumerate(((pipe.transformer, "transformer"), (pipe.transformer_2, "transformer_2"))):
+        lora.inject(expert, 4, 6.0, TARGETS, seed=0)
+        randomise(expert, seed)
+        lora.save_adapter(expert, tmp_path / folder)
+    noise = data.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    expected = ours(pipe, 4, noise)
+
+    loaded = random_pipeline()
+    base = ours(loaded, 4, noise)
+    assert not torch.allclose(base, expected, atol=1e-2)
+    loaded.load_lora_weights(tmp_path / "transformer")
+    loaded.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)
+    actual = stock(loaded, 4, latents=noise.clone(), output_type="latent")
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+    attached = random_pipeline()
+    lora.attach_adapter(attached.transformer, tmp_path / "transformer")
+    lora.attach_adapter(attached.transformer_2, tmp_path / "transformer_2")
+    torch.testing.assert_close(ours(attached, 4, noise), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_load_adapter_is_exact_and_refuses_what_does_not_fit(tmp_path, pipe):
+    model = pipe.transformer_2
+    lora.inject(model, 4, 6.0, TARGETS, seed=0)
+    randomise(model)
+    lora.save_adapter(model, tmp_path)
+    saved = lora.adapter_state(model)
+
+    again = random_pipeline().transformer_2
+    lora.inject(again, 4, 6.0, TARGETS, seed=1)
+    lora.load_adapter(again, tmp_path)
+    loaded = lora.adapter_state(again)
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[n], loaded[n]) for n in saved)
+
+    for rank, alpha, targets, message in (
+        (8, 6.0, TARGETS, "rank 4 and alpha 6.0"),
+        (4, 4.0, TARGETS, "lora.lora_alpha 4.0"),
+        (4, 6.0, ["to_q"], "covers other layers"),
+    ):
+        other = random_pipeline().transformer_2
+        lora.inject(other, rank, alpha, targets, seed=0)
+        with pytest.raises(ValueError, match=message):
+            lora.load_adapter(other, tmp_path)
+    with pytest.raises(FileNotFoundError, match="no adapter at"):
+        lora.load_adapter(again, tmp_path / "nowhere")
+
+
+def test_unknown_target_is_named(pipe):
+    with pytest.raises(ValueError, match="lora_target_modules: 'to_qq' matches no linear layer"):
+        lora.inject(pipe.transformer, 4, 4.0, ["to_q", "to_qq"], seed=0)

@@ -1,0 +1,193 @@
+"""The reward contract and the face reward: cap, motion, invalid samples, gradients."""
+
+import copy
+import math
+
+import pytest
+import torch
+from face_nets import SIZE, clip, magenta_pack
+
+from rewardfl import rewards
+from rewardfl.rewards import FaceIdentityReward, Reward, RewardOutput
+from rewardfl.rewards.face_identity import MIN_MOTION, PARTS, _smaller
+
+MOUTH = [0.0, 0.1, 0.3, 0.2]
+REAL = clip([(2, 2), (2, 2), (3, 2), (3, 3)], seed=1, mouth=MOUTH)
+GENERATED = clip([(2, 2), (3, 2), None, (4, 2)], seed=2, mouth=MOUTH)
+EMPTY = clip([None] * 4, seed=3)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return magenta_pack(tmp_path_factory.mktemp("pack"))
+
+
+@pytest.fixture(scope="module")
+def reward(pack):
+    return FaceIdentityReward(pack, cap="none", det_size=SIZE, chunk=2)
+
+
+def with_cap(reward, cap):
+    """The same networks under another cap."""
+    other = copy.copy(reward)
+    other.cap = cap
+    return other
+
+
+def test_the_registry_builds_by_name(pack):
+    settings = {"pack_dir": pack, "cap": 0.5, "det_size": SIZE, "chunk": 4}
+    built = rewards.build("face_identity", settings)
+    assert isinstance(built, FaceIdentityReward) and built.cap == 0.5 and built.differentiable
+    assert all(cls.name == name for name, cls in rewards.REWARDS.items())
+    with pytest.raises(ValueError, match="reward.name 'face' is not a reward; choose from face_identity"):
+        rewards.build("face", settings)
+    with pytest.raises(TypeError, match="caps"):
+        rewards.build("face_identity", {"pack_dir": pack, "caps": 0.5})
+
+
+def test_a_reward_that_keeps_nothing_calls_every_clip_usable():
+    class Brightness(Reward):
+        name, differentiable = "brightness", True
+
+        def forward(self, video, batch):
+            valid = torch.tensor([reference is not None for reference in batch])
+            return RewardOutput(video.mean((1, 2, 3, 4)), valid, {})
+
+    brightness = Brightness()
+    assert brightness.reference(REAL) is not None
+    assert brightness(REAL[None], [brightness.reference(REAL)]).valid.tolist() == [True]
+    with pytest.raises(NotImplementedError):
+        Reward()(REAL[None], [()])
+
+
+@pytest.mark.parametrize("cap", ["self", "0.5", 0, -0.2, 1.5])
+def test_bad_caps_are_refused(tmp_path, cap):
+    with pytest.raises(ValueError, match="reward.cap must be self_similarity, none or a number"):
+        FaceIdentityReward(tmp_path, cap=cap)
+
+
+def test_the_score_is_the_mean_over_generated_frames(reward):
+    pool = reward.reference(REAL)
+    face = reward.identity.score(GENERATED, pool)
+    output = reward(GENERATED[None], [pool])
+    assert output.score.shape == (1,) and output.score.dtype == torch.float32 and output.valid.all()
+    torch.testing.assert_close(output.score[0], face.per_frame.mean())
+    assert set(output.parts) == set(PARTS)
+    parts = {name: value.item() for name, value in output.parts.items()}
+    assert all(value.shape == (1,) and not value.requires_grad for value in output.parts.values())
+    assert parts["face_score"] == pytest.approx(output.score.item())
+    assert parts["coverage"] == pytest.approx(2 / 3) and parts["cap"] == 1
+    assert parts["motion_speed"] == pytest.approx(face.speed / pool.speed)
+    assert parts["motion_nonrigid"] == pytest.approx(face.nonrigid / pool.nonrigid)
+    assert parts["motion"] == pytest.approx(min(parts["motion_speed"], parts["motion_nonrigid"]))
+
+
+def test_the_cap_stops_score_and_gradient_but_not_the_part(reward):
+    pool = reward.reference(REAL)
+    video = GENERATED[None].clone().requires_grad_()
+    free = reward(video, [pool])
+    mean = free.score.item()
+    (gradient,) = torch.autograd.grad(free.score.sum(), video)
+    assert gradient.abs().sum() > 0
+    for cap, paid in ((mean - 0.1, mean - 0.1), (min(mean + 1e-4, 1.0), mean)):
+        output = with_cap(reward, cap)(video, [pool])
+        (below,) = torch.autograd.grad(output.score.sum(), video)
+        assert output.score.item() == pytest.approx(paid) and output.valid.all()
+        torch.testing.assert_close(below, gradient * (cap > mean))
+        assert output.parts["face_score"].item() == pytest.approx(mean)
+        assert output.parts["cap"].item() == pytest.approx(cap)
+
+
+def test_self_similarity_caps_at_the_real_clips_own(reward):
+    pool = reward.reference(REAL)
+    assert 0 < pool.cap < 1
+    capped = with_cap(reward, "self_similarity")
+    # the real clip frozen at a frame of its own pool is more alike than its frames are among each other
+    frozen = REAL[:, 2:3].repeat(1, 4, 1, 1)
+    output = capped(torch.stack([frozen, GENERATED]), [pool, pool])
+    assert output.parts["face_score"][0] > pool.cap
+    torch.testing.assert_close(output.score[0].item(), pool.cap)
+    assert output.parts["cap"].tolist() == pytest.approx([pool.cap] * 2)
+
+
+def test_the_batch_is_scored_sample_by_sample(reward):
+    pools = [reward.reference(REAL), reward.reference(GENERATED)]
+    videos = torch.stack([GENERATED, REAL])
+    both = reward(videos, pools)
+    for i in (0, 1):
+        alone = reward(videos[i : i + 1], pools[i : i + 1])
+        torch.testing.assert_close(both.score[i], alone.score[0])
+        assert both.parts["motion"][i] == alone.parts["motion"][0]
+
+
+def test_only_the_generated_frames_of_valid_samples_carry_gradient(reward):
+    pool = reward.reference(REAL)
+    video = torch.stack([GENERATED, GENERATED, EMPTY]).requires_grad_()
+    output = reward(video, [pool, None, pool])
+    assert output.valid.tolist() == [True, False, False]
+    assert output.score[0] != 0 and output.score[1:].tolist() == [0, 0]
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
+    per_frame = gradient.abs().sum((1, 3, 4))
+    assert (per_frame[0, 1:] > 0).all() and per_frame[0, 0] == 0 and (per_frame[1:] == 0).all()
+    assert output.parts["coverage"].nan_to_num(nan=-1).tolist() == pytest.approx([2 / 3, -1, 0])
+    assert output.parts["face_score"].isnan().tolist() == [False, True, True]
+
+
+def test_a_batch_without_a_valid_sample_still_backpropagates(reward):
+    assert reward.reference(EMPTY) is None
+    video = torch.stack([GENERATED, EMPTY]).requires_grad_()
+    output = reward(video, [None, reward.reference(REAL)])
+    assert not output.valid.any() and output.score.tolist() == [0, 0]
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
+    assert torch.equal(gradient, torch.zeros_like(video))
+
+
+@pytest.mark.parametrize("where", [1, 2])
+def test_nan_pixels_make_a_sample_invalid_and_leak_nowhere(reward, where):
+    broken = GENERATED.clone()
+    broken[:, where] = math.nan
+    video = torch.stack([broken, GENERATED]).requires_grad_()
+    pool = reward.reference(REAL)
+    output = reward(video, [pool, pool])
+    assert output.valid.tolist() == [False, True] and output.score[0] == 0
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
+    assert gradient.isfinite().all() and gradient[1].abs().sum() > 0
+    none_valid = reward(video, [pool, None])
+    (gradient,) = torch.autograd.grad(none_valid.score.sum(), video)
+    assert none_valid.score.tolist() == [0, 0] and torch.equal(gradient, torch.zeros_like(video))
+
+
+def test_motion_is_relative_to_the_real_clip(reward):
+    still = clip([(2, 2)] * 4, seed=1)
+    sliding = clip([(2, 2), (3, 2), (4, 2), (5, 2)], seed=1)
+    speaking = clip([(2, 2)] * 4, seed=1, mouth=MOUTH)
+
+    def motion(generated, real):
+        parts = reward(generated[None], [reward.reference(real)]).parts
+        return [parts[name].item() for name in ("motion_speed", "motion_nonrigid", "motion")]
+
+    assert motion(REAL, REAL) == pytest.approx([1, 1, 1])
+    assert motion(still, REAL) == pytest.approx([0, 0, 0], abs=1e-6)
+    speed, nonrigid, least = motion(
+        sliding, REAL
+    )  # a face that drifts rigidly does not pass for a living one
+    assert speed > 1 and nonrigid == pytest.approx(0, abs=1e-6) and least == nonrigid
+    # a real clip that moves in one way only gives that ratio, one that stands still gives none
+    assert motion(speaking, sliding)[1:] == [
+        pytest.approx(math.nan, nan_ok=True),
+        motion(speaking, sliding)[0],
+    ]
+    assert all(math.isnan(ratio) for ratio in motion(REAL, still))
+    assert reward.reference(still).speed < MIN_MOTION
+    assert (_smaller(math.nan, 1.0), _smaller(1.0, math.nan), _smaller(2.0, 1.0)) == (1.0, 1.0, 1.0)
+
+
+def test_each_video_needs_a_reference(reward):
+    with pytest.raises(ValueError, match="2 videos need as many references, got 1"):
+        reward(torch.stack([REAL, REAL]), [reward.reference(REAL)])
+
+
+def test_no_gradient_without_being_asked(reward):
+    with torch.no_grad():
+        output = reward(GENERATED[None], [reward.reference(REAL)])
+    assert not output.score.requires_grad and not list(reward.parameters())

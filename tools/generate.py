@@ -1,0 +1,76 @@
+"""One image and a prompt -> one video, with or without a trained adapter, by the sampler that training uses.
+
+    python tools/generate.py --model assets/tiny_world/pipeline --image face.png --prompt "a person, talking" \\
+        --adapter outputs/tiny_face/checkpoints/latest --height 64 --width 64 --num-frames 9 --out talking.mp4
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image, ImageOps  # noqa: E402
+
+from rewardfl import config, data, decode, flow, reward_flow, wan  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="pipeline folder in diffusers layout")
+    parser.add_argument("--image", type=Path, required=True, help="the first frame")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the mp4 to write")
+    parser.add_argument("--adapter", type=Path, help="checkpoint folder of a run, e.g. outputs/x/checkpoints/latest")
+    parser.add_argument("--height", type=int, default=480)
+    parser.add_argument("--width", type=int, default=832)
+    parser.add_argument("--num-frames", type=int, default=81)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--shift", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fps", type=float, default=16)
+    parser.add_argument("--dtype", choices=tuple(wan.DTYPES), default="bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    try:
+        video = generate(args)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    data.write_video(args.out, video, args.fps)
+    print(args.out)
+    return 0
+
+
+@torch.no_grad()
+def generate(args: argparse.Namespace) -> torch.Tensor:
+    """The video (3, F, H, W) in [-1, 1]; ValueError or FileNotFoundError for what cannot work, before weights load."""
+    spatial, temporal = config.vae_factors(args.model)
+    config.check_geometry(args.height, args.width, args.num_frames, spatial, temporal)
+    image = read_image(args.image, args.height, args.width)
+    pipe = wan.load_pipeline(args.model, wan.DTYPES[args.dtype])
+    if args.adapter:
+        wan.attach_adapters(pipe, args.adapter)
+    pipe.to(args.device)
+    experts = wan.Experts(pipe.transformer, pipe.transformer_2, pipe.config.boundary_ratio)
+    conditioning = wan.encode(pipe, args.prompt, image, args.num_frames)
+    noise = data.noise(wan.latent_shape(pipe, args.height, args.width, args.num_frames), args.seed, args.device)
+    sigmas = flow.linear_sigmas(args.steps, args.shift)
+    x0 = reward_flow.rollout(wan.Velocity(experts, conditioning), noise, sigmas, keep=()).x0
+    return decode.decode(pipe.vae, x0)[0].float().cpu()
+
+
+def read_image(path: Path, height: int, width: int) -> torch.Tensor:
+    """(3, height, width) in [-1, 1]: upright, resized to cover and cropped at the centre, as the training clips are."""
+    if not path.is_file():
+        raise FileNotFoundError(f"--image: no such file: {path}")
+    with Image.open(path) as picture:
+        pixels = np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
+    return data.to_float(data.fit(torch.from_numpy(pixels.copy())[None], height, width))[:, 0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
