@@ -2,10 +2,11 @@
 
 One update, for every sample of the batch:
 
-    1. roll out noise -> latents without a graph, keeping the latents before the active steps   (reward_flow.rollout)
-    2. decode, score, and take the reward's gradient with respect to the frames alone           (rewards, autograd)
-    3. pull it back through the VAE, chunk by chunk: dR/dx0                                      (decode.decode_vjp)
-    4. replay the active steps from last to first, one graph at a time; LoRA gradients add up    (reward_flow.replay)
+    1. roll out noise -> latents without a graph, keeping the latents before the active steps
+    (reward_flow.rollout) 2. decode, score, and take the reward's gradient with respect to the frames alone
+    (rewards, autograd) 3. pull it back through the VAE, chunk by chunk: dR/dx0
+    (decode.decode_vjp) 4. replay the active steps from last to first, one graph at a time; LoRA gradients add
+    up    (reward_flow.replay)
 
     accelerate launch train_reward_fl.py --config configs/tiny_face.yaml [--dry-run] [section.key=value ...]
 """
@@ -13,6 +14,7 @@ One update, for every sample of the batch:
 import argparse
 import contextlib
 import math
+import os
 import resource
 import sys
 import time
@@ -47,7 +49,9 @@ class Sample:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and stop before loading weights")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved plan and stop before loading weights"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
     try:
@@ -59,7 +63,8 @@ def main() -> int:
 
 
 def train(cfg: RunConfig, dry_run: bool) -> None:
-    # ---------------------------------------------------------------------------------- what will be done, checked
+    # ---------------------------------------------------------------------------------- what will be done,
+    # checked
     configuration.check_paths(cfg)
     spatial, temporal = configuration.vae_factors(cfg.model.model_paths)
     configuration.check_geometry(cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal)
@@ -71,7 +76,8 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     active, coupling = configuration.active_steps(cfg), configuration.resolved_coupling(cfg)
     configuration.check_active_experts(active, sigmas.tolist(), boundary, experts)
     accumulation = cfg.train.gradient_accumulation_steps
-    # accelerate counts backwards: each replayed step is a micro-batch of its own, the last one of an update synchronises
+    # accelerate counts backwards: each replayed step is a micro-batch of its own, the last one of an update
+    # synchronises
     accelerator = Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=accumulation * len(active), sync_with_dataloader=False
@@ -80,6 +86,8 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
         log_with=None if cfg.run.log_with == "none" else cfg.run.log_with,
         project_config=ProjectConfiguration(logging_dir=f"{cfg.run.output_dir}/logs"),
     )
+    if accelerator.device.type == "cpu":
+        torch.set_num_threads(cfg.run.cpu_threads or max(1, os.cpu_count() // accelerator.num_processes))
     global_batch = configuration.check_batch(cfg, accelerator.num_processes)
     rows = data.load_metadata(cfg.data.file_name)
     steps = data.total_steps(len(rows), global_batch, cfg.train.num_train_epochs, cfg.train.max_steps)
@@ -92,7 +100,8 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     accelerator.wait_for_everyone()
     resume = checkpoint.find_checkpoint(cfg.run.output_dir, cfg.run.resume_from_checkpoint)
 
-    # ---------------------------------------------------------------------------------- data and reward, before weights
+    # ---------------------------------------------------------------------------------- data and reward,
+    # before weights
     rows, problems = data.check_rows(rows, cfg.data.num_frames, cfg.data.skip_bad_rows)
     device = accelerator.device
     reward = face_reward(cfg, cfg.reward.reward_model_path).to(device)
@@ -102,7 +111,8 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
         say(f"skipped: {problem}")
     steps = data.total_steps(len(samples), global_batch, cfg.train.num_train_epochs, cfg.train.max_steps)
 
-    # ---------------------------------------------------------------------------------- model, adapter, optimizer
+    # ---------------------------------------------------------------------------------- model, adapter,
+    # optimizer
     pipe = wan.load_pipeline(cfg.model.model_paths, wan.DTYPES[cfg.model.dtype], cfg.model.tokenizer_path).to(device)
     model = wan.Experts(pipe.transformer, pipe.transformer_2, boundary)
     trained = {expert: model.get_submodule(expert) for expert in experts}
@@ -119,7 +129,8 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(cfg, steps))
     policy, optimizer = accelerator.prepare(model, optimizer)
 
-    # ---------------------------------------------------------------------------------- where an earlier run stopped
+    # ---------------------------------------------------------------------------------- where an earlier run
+    # stopped
     metrics_file = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
     first_step, skipped_in_a_row, history = 0, 0, []
     if resume is not None:
@@ -152,7 +163,8 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     reward_scale = cfg.reward.reward_weight / cfg.reward.reward_std
 
     def backward(loss: Tensor) -> None:
-        # accelerator.backward divides by the accumulation count, and with it the cotangent that replay reads from x_i
+        # accelerator.backward divides by the accumulation count, and with it the cotangent that replay reads
+        # from x_i
         accelerator.backward(loss * accelerator.gradient_accumulation_steps)
 
     def micro_step(step: int, micro: int, timer: "Timer") -> dict[str, Tensor]:
@@ -184,13 +196,19 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
             kl = reward_flow.replay(
                 velocity, trajectory, sigmas, active, grad_x0, coupling,
                 reference=velocity.reference, kl_weight=cfg.reward.kl_weight / per_process,
-                kl_gradient=cfg.reward.kl_gradient, backward=backward, micro_batch=lambda: accelerator.accumulate(policy),
+                kl_gradient=cfg.reward.kl_gradient, backward=backward,
+                micro_batch=lambda: accelerator.accumulate(policy),
             )  # fmt: skip
         logged = {"score": out.score.detach(), "valid": out.valid.float(), "kl": kl} | out.parts
         return logged | ({"held_out": judged.parts["face_score"]} if judged else {})
 
     # ---------------------------------------------------------------------------------- Go!
-    progress = tqdm(range(first_step, steps), initial=first_step, total=steps, disable=not accelerator.is_local_main_process)
+    progress = tqdm(
+        range(first_step, steps),
+        initial=first_step,
+        total=steps,
+        disable=not accelerator.is_local_main_process,
+    )
     for step in progress:
         timer = Timer()
         with timer("step"):
@@ -198,13 +216,14 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
             logged = accelerator.gather({name: torch.cat([part[name] for part in logged]) for name in logged[0]})
             with timer("optimizer"):
                 norm = float(accelerator.clip_grad_norm_(parameters, cfg.train.max_grad_norm))
+                rate = scheduler.get_last_lr()[0]
                 if math.isfinite(norm):
                     optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
         metrics = summary(cfg, logged) | {
             "grad_norm": norm,
-            "lr": scheduler.get_last_lr()[0],
+            "lr": rate,
             "memory/peak_gb": peak_memory_gb(device),
         }
         metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
@@ -229,14 +248,17 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
                     "step": done, "skipped_in_a_row": skipped_in_a_row, "optimizer": optimizer.state_dict(),
                     "scheduler": scheduler.state_dict(),
                 }  # fmt: skip
-                checkpoint.save_checkpoint(cfg.run.output_dir, done, lambda folder: save_adapters(trained, folder), state)
+                checkpoint.save_checkpoint(
+                    cfg.run.output_dir, done, lambda folder: save_adapters(trained, folder), state
+                )
                 save_videos(cfg, rows, samples, pipe, model, conditioning, sigmas, done)
             accelerator.wait_for_everyone()
     accelerator.end_training()
     say(f"done: {cfg.run.output_dir}/checkpoints/latest")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
+# ---------
 
 
 def plan(cfg, sigmas, boundary, active, coupling, num_rows, global_batch, steps, accelerator) -> str:
@@ -247,7 +269,7 @@ def plan(cfg, sigmas, boundary, active, coupling, num_rows, global_batch, steps,
         "",
         f"batch: {train.per_device_train_batch_size} per process x {train.gradient_accumulation_steps} accumulation x "
         f"{accelerator.num_processes} processes = {global_batch} clips per step ({accelerator.distributed_type.value})",
-        f"steps: {steps} = {steps * global_batch} samples = {steps * global_batch / num_rows:.2f} passes over {num_rows} rows",
+        f"steps: {steps} = {steps * global_batch} samples = {steps * global_batch / num_rows:.2f} x {num_rows} rows",
         f"gradient: {cfg.sample.gradient_mode}, coupling {coupling:g}, "
         f"KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient})",
         "",
@@ -279,8 +301,8 @@ def load_samples(cfg, rows, reward, judge, device) -> tuple[list[Sample], list[s
     if faceless and not cfg.data.skip_bad_rows:
         listing = "\n".join(faceless)
         raise data.DataError(
-            f"data.file_name: {len(faceless)} of {len(rows)} clips show no face that reward.reward_model_path can find; "
-            f"remove them or set data.skip_bad_rows: true\n{listing}"
+            f"data.file_name: {len(faceless)} of {len(rows)} clips show no face that reward.reward_model_path can "
+            f"find; remove them or set data.skip_bad_rows: true\n{listing}"
         )
     if not samples:
         raise data.DataError("\n".join(["data.file_name: no clip shows a face", *faceless]))
@@ -308,7 +330,9 @@ def summary(cfg: RunConfig, logged: dict[str, Tensor]) -> dict[str, float]:
         return float(logged[name][valid].nanmean())  # nan where no sample is valid
 
     normalised = (logged["score"] - cfg.reward.reward_mean) / cfg.reward.reward_std
-    loss = -cfg.reward.reward_weight * (normalised * logged["valid"]).mean() + cfg.reward.kl_weight * logged["kl"].mean()
+    loss = (
+        -cfg.reward.reward_weight * (normalised * logged["valid"]).mean() + cfg.reward.kl_weight * logged["kl"].mean()
+    )
     metrics = {
         "actor/loss": float(loss),
         "actor/face_score": mean("face_score"),

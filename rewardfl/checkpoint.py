@@ -97,6 +97,7 @@ FREE_KEYS = {
     "run.logging_steps",
     "run.log_with",
     "run.sample_videos",
+    "run.cpu_threads",
     "train.max_steps",
     "train.num_train_epochs",
 }
@@ -142,15 +143,12 @@ def _check_same_run(run_dir: Path, config: dict[str, dict]) -> None:
     path = run_dir / "run.json"
     if not path.is_file():
         raise CheckpointError(
-            f"{path} is missing, so nothing says whether this is the same run; put it back or use another "
-            "folder"
+            f"{path} is missing, so nothing says whether this is the same run; put it back or use another folder"
         )
     old = _flat(json.loads(path.read_text(encoding="utf-8"))["config"])
     new = _flat(config)
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    listing = ", ".join(
-        f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in changed if key not in FREE_KEYS
-    )
+    listing = ", ".join(f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in changed if key not in FREE_KEYS)
     if listing:
         raise CheckpointError(
             f"{run_dir} holds a run with other settings: {listing}; set them back or use another folder"
@@ -211,9 +209,7 @@ class MetricsFile:
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line {"step": step, **values}; nan and inf, which JSON cannot say, are written as null."""
-        line = {"step": step} | {
-            key: value if math.isfinite(value) else None for key, value in values.items()
-        }
+        line = {"step": step} | {key: value if math.isfinite(value) else None for key, value in values.items()}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -304,9 +300,7 @@ def find_checkpoint(output_dir: str | Path, resume: str | bool) -> Path | None:
 
 def _steps(output_dir: Path) -> list[Path]:
     """The checkpoint folders, complete or not, by step."""
-    found = [
-        path for path in (output_dir / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)
-    ]
+    found = [path for path in (output_dir / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 

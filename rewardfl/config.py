@@ -54,6 +54,9 @@ class Run:
     log_with: Literal["tensorboard", "none"] = "tensorboard"
     # How many clips of sample videos are written at each save.
     sample_videos: Whole = 2
+    # Threads per process when there is no GPU; null divides the cores among the processes (accelerate launch
+    # would leave each with one).
+    cpu_threads: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,9 +227,7 @@ def parse(raw: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
 def to_dict(cfg: RunConfig) -> dict[str, dict[str, Any]]:
     """{section: {key: value}} of plain JSON and YAML values."""
     sections = dataclasses.asdict(cfg)
-    return {
-        name: {key: _plain(value) for key, value in section.items()} for name, section in sections.items()
-    }
+    return {name: {key: _plain(value) for key, value in section.items()} for name, section in sections.items()}
 
 
 def dump(cfg: RunConfig) -> str:
@@ -311,9 +312,7 @@ def _did_you_mean(word: Any, known: Sequence[str]) -> str:
 def _build(section: type, raw: Any, name: str) -> tuple[Any, list[str]]:
     """(section object or None, problems) from the section's raw mapping."""
     if not isinstance(raw, dict):
-        return None, [
-            f"section {name!r} must hold keys, got {raw!r}; write them beneath it or remove the line"
-        ]
+        return None, [f"section {name!r} must hold keys, got {raw!r}; write them beneath it or remove the line"]
     hints = get_type_hints(section, include_extras=True)
     problems = [_unknown_key(name, key, list(hints)) for key in raw if key not in hints]
     values = {}
@@ -510,9 +509,7 @@ def check_paths(cfg: RunConfig) -> None:
     if not Path(cfg.data.file_name).is_file():
         problems.append(f"data.file_name: no such file: {cfg.data.file_name}")
     if not (Path(cfg.model.model_paths) / "model_index.json").is_file():
-        problems.append(
-            f"model.model_paths: no diffusers pipeline (model_index.json) in {cfg.model.model_paths}"
-        )
+        problems.append(f"model.model_paths: no diffusers pipeline (model_index.json) in {cfg.model.model_paths}")
     if cfg.model.tokenizer_path and not Path(cfg.model.tokenizer_path).is_dir():
         problems.append(f"model.tokenizer_path: no such folder: {cfg.model.tokenizer_path}")
     packs = {
@@ -529,9 +526,7 @@ def vae_factors(model_folder: str | Path) -> tuple[int, int]:
     """(spatial, temporal) compression of the pipeline folder's VAE, from vae/config.json; 8 and 4 for Wan."""
     path = Path(model_folder) / "vae" / "config.json"
     if not path.is_file():
-        raise ConfigError(
-            f"model.model_paths: {path} is missing; model_paths must be a diffusers pipeline folder"
-        )
+        raise ConfigError(f"model.model_paths: {path} is missing; model_paths must be a diffusers pipeline folder")
     config = json.loads(path.read_text(encoding="utf-8"))
     return config.get("scale_factor_spatial", 8), config.get("scale_factor_temporal", 4)
 
@@ -547,9 +542,7 @@ def boundary_ratio(model_folder: str | Path) -> float:
     return config["boundary_ratio"]
 
 
-def check_geometry(
-    height: int, width: int, num_frames: int, spatial: int, temporal: int, patch: int = 2
-) -> None:
+def check_geometry(height: int, width: int, num_frames: int, spatial: int, temporal: int, patch: int = 2) -> None:
     """ConfigError unless the VAE and the transformer can take clips of this size.
 
     spatial, temporal: the VAE's compression factors; patch: the transformer's spatial patch size.

@@ -1,9 +1,10 @@
 """Decoding of Wan latents, and the exact vector-Jacobian product of the decoder, one chunk of frames at a time.
 
-diffusers' AutoencoderKLWan decodes one latent frame after the other; causal convolutions remember the last frames they
-saw in a list of caches. So the decoder is a recurrence (frames_i, caches_{i+1}) = chunk(latents_i, caches_i), and its
-vector-Jacobian product walks back through the chunks with the cotangent of the caches, holding one chunk's graph. For
-81 frames of 480x832 in bf16 that is 53 GB instead of 334 (37 of it the caches).
+diffusers' AutoencoderKLWan decodes one latent frame after the other; causal convolutions remember the last
+frames they saw in a list of caches. So the decoder is a recurrence (frames_i, caches_{i+1}) =
+chunk(latents_i, caches_i), and its vector-Jacobian product walks back through the chunks with the cotangent
+of the caches, holding one chunk's graph. For 81 frames of 480x832 in bf16 that is 53 GB instead of 334 (37 of
+it the caches).
 """
 
 from dataclasses import dataclass
@@ -12,9 +13,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-Caches = list[
-    Tensor | str | None
-]  # per causal convolution; None: nothing seen yet, "Rep": diffusers' first-chunk mark
+Caches = list[Tensor | str | None]  # per causal convolution; None: nothing seen yet, "Rep": diffusers' first-chunk mark
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,7 @@ def latent_statistics(vae: AutoencoderKLWan, latents: Tensor) -> tuple[Tensor, T
     shape = (1, -1, 1, 1, 1)
     mean = torch.tensor(vae.config.latents_mean, dtype=latents.dtype, device=latents.device).view(shape)
     # diffusers' pipeline multiplies by 1 / std and divides by that; the same roundings give the same pixels
-    inverse_std = 1.0 / torch.tensor(vae.config.latents_std, dtype=latents.dtype, device=latents.device).view(
-        shape
-    )
+    inverse_std = 1.0 / torch.tensor(vae.config.latents_std, dtype=latents.dtype, device=latents.device).view(shape)
     return mean, inverse_std
 
 
@@ -54,14 +51,12 @@ def decode_with_caches(vae: AutoencoderKLWan, latents: Tensor, keep: bool = True
     return Decoded(torch.cat(chunks, 2).clamp(-1, 1), kept)
 
 
-def decode_vjp(
-    vae: AutoencoderKLWan, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None
-) -> Tensor:
+def decode_vjp(vae: AutoencoderKLWan, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None) -> Tensor:
     """grad_latents (B, C, T, h, w) = (d video / d latents)^T grad_video, equal to autograd through `vae.decode`.
 
-    grad_video: (B, 3, F, H, W); it is zero, as in autograd, where the decoder's output is clamped. Chunks after the last
-    frame with a gradient are skipped, which is exact: the decoder is causal. decoded: from `decode_with_caches` on the
-    same latents; computed here when not given.
+    grad_video: (B, 3, F, H, W); it is zero, as in autograd, where the decoder's output is clamped. Chunks
+    after the last frame with a gradient are skipped, which is exact: the decoder is causal. decoded: from
+    `decode_with_caches` on the same latents; computed here when not given.
     """
     decoded = decode_with_caches(vae, latents) if decoded is None else decoded
     grad_latents = torch.zeros_like(latents)

@@ -48,19 +48,13 @@ class FaceDetector(nn.Module):
     def __init__(self, path: str | Path, det_size: int = 640, threshold: float = 0.5, nms_iou: float = 0.4):
         super().__init__()
         if det_size <= 0 or det_size % 32:
-            raise ValueError(
-                f"det_size must be a multiple of 32, the coarsest stride, got {det_size}; try 640"
-            )
+            raise ValueError(f"det_size must be a multiple of 32, the coarsest stride, got {det_size}; try 640")
         self.net = OnnxModule(path)
         if len(self.net.output_names) != 9:
-            raise ValueError(
-                f"{path} has {len(self.net.output_names)} outputs; SCRFD with landmarks (bnkps) has 9"
-            )
+            raise ValueError(f"{path} has {len(self.net.output_names)} outputs; SCRFD with landmarks (bnkps) has 9")
         fixed = [size for size in self.net.input_shape[2:] if size is not None]
         if any(size != det_size for size in fixed):
-            raise ValueError(
-                f"{path} only takes {fixed} pixels, det_size is {det_size}; set det_size={fixed[0]}"
-            )
+            raise ValueError(f"{path} only takes {fixed} pixels, det_size is {det_size}; set det_size={fixed[0]}")
         self.det_size, self.threshold, self.nms_iou = det_size, threshold, nms_iou
         # Exports with 2-D outputs interleave the frames of a batch, those with batch 1 may have frozen it.
         batched = len(self.net.output_shapes[0]) == 3 and self.net.input_shape[0] is None
@@ -245,9 +239,7 @@ class FaceRecogniser(nn.Module):
             raise ValueError(f"chunk must be at least 1 face, got {chunk}")
         self.net = OnnxModule(path)
         if self.net.input_shape[2:] != [CROP_SIZE, CROP_SIZE]:
-            raise ValueError(
-                f"{path} takes {self.net.input_shape[2:]} pixels; a recogniser here takes 112 x 112"
-            )
+            raise ValueError(f"{path} takes {self.net.input_shape[2:]} pixels; a recogniser here takes 112 x 112")
         self.chunk = chunk
         # insightface's rule (model_zoo/arcface_onnx.py): mxnet exports normalise inside, known by these names
         first = self.net.first_nodes
@@ -370,15 +362,11 @@ def pack_files(pack_dir: str | Path) -> tuple[Path, Path]:
     """
     folder = Path(pack_dir)
     if not folder.is_dir():
-        raise FileNotFoundError(
-            f"no face pack at {folder}: it is a folder of .onnx files, a detector and a recogniser"
-        )
+        raise FileNotFoundError(f"no face pack at {folder}: it is a folder of .onnx files, a detector and a recogniser")
     if not any(folder.glob("*.onnx")):
         packs = sorted({file.parent for file in folder.glob("*/*.onnx")})
         if len(packs) > 1:
-            raise ValueError(
-                f"{folder} holds several face packs; name one of {[str(pack) for pack in packs]}"
-            )
+            raise ValueError(f"{folder} holds several face packs; name one of {[str(pack) for pack in packs]}")
         folder = packs[0] if packs else folder
     found: dict[str, Path] = {}
     for file in sorted(folder.glob("*.onnx")):

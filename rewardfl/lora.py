@@ -1,4 +1,4 @@
-"""LoRA adapters on Wan's experts: inject, switch the policy off for the reference, save and load in diffusers' layout."""
+"""LoRA adapters on Wan's experts: inject, switch off for the reference, save and load in diffusers' layout."""
 
 import contextlib
 import json
@@ -35,9 +35,7 @@ def inject(model: WanTransformer3DModel, rank: int, alpha: float, targets: list[
     ValueError when a target matches no module of the blocks.
     """
     for target in targets:
-        if not any(
-            name.endswith("." + target) and isinstance(m, nn.Linear) for name, m in model.named_modules()
-        ):
+        if not any(name.endswith("." + target) and isinstance(m, nn.Linear) for name, m in model.named_modules()):
             raise ValueError(
                 f"lora.lora_target_modules: {target!r} matches no linear layer of the transformer; "
                 f"use {', '.join(SHORT_NAMES)} or diffusers names such as {', '.join(SHORT_NAMES.values())}"
@@ -53,8 +51,9 @@ def inject(model: WanTransformer3DModel, rank: int, alpha: float, targets: list[
 def reference(model: nn.Module) -> Iterator[None]:
     """Within, the policy adapter does not answer; other adapters (a distillation LoRA) stay on.
 
-    Only peft's list of active adapters changes: peft's own disable and enable touch requires_grad of every adapter.
-    A checkpointed forward must be backpropagated outside: it recomputes with whatever is active then.
+    Only peft's list of active adapters changes: peft's own disable and enable touch requires_grad of every
+    adapter. A checkpointed forward must be backpropagated outside: it recomputes with whatever is active
+    then.
     """
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     active = [list(layer.active_adapters) for layer in layers]
@@ -86,7 +85,7 @@ def save_adapter(model: WanTransformer3DModel, folder: Path) -> None:
 
 
 def load_adapter(model: WanTransformer3DModel, folder: Path) -> None:
-    """Fill an injected adapter with the weights of `save_adapter`. ValueError on another rank, alpha or set of layers."""
+    """Fill an injected adapter from a `save_adapter` folder. ValueError on another rank, alpha or set of layers."""
     state, metadata = read_adapter(folder / WEIGHTS_NAME)
     config = model.peft_config[POLICY]
     if metadata["r"] != config.r or metadata["lora_alpha"] != config.lora_alpha:

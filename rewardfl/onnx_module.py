@@ -53,9 +53,7 @@ def _average_pool(a: Attributes, x: Tensor) -> Tensor:
     return F.avg_pool2d(x, a["kernel_shape"], a.get("strides", 1), padding, ceil_mode, count_padding)
 
 
-def _batch_normalization(
-    a: Attributes, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor
-) -> Tensor:
+def _batch_normalization(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     scale = weight / torch.sqrt(var + a.get("epsilon", 1e-5))
     shape = (-1, *[1] * (x.ndim - 2))
     # one multiply-add with constants: unlike F.batch_norm it keeps no activation for the backward
@@ -111,9 +109,7 @@ def _unsqueeze(a: Attributes, x: Tensor, axes: Tensor | None = None) -> Tensor:
 def _slice(a: Attributes, x: Tensor, *operands: Tensor | None) -> Tensor:
     operands = [*operands, None, None, None, None][:4]
     names = ("starts", "ends", "axes", "steps")
-    starts, ends, axes, steps = (
-        _setting(a, name, value) for name, value in zip(names, operands, strict=True)
-    )
+    starts, ends, axes, steps = (_setting(a, name, value) for name, value in zip(names, operands, strict=True))
     axes = axes or range(len(starts))
     for start, end, axis, step in zip(starts, ends, axes, steps or [1] * len(starts), strict=True):
         # Python clamps the bounds as ONNX does, and torch has no negative steps
@@ -128,9 +124,8 @@ def _gather(a: Attributes, x: Tensor, indices: Tensor) -> Tensor:
 
 def _cast(a: Attributes, x: Tensor) -> Tensor:
     if a["to"] in _FLOAT_TYPES:
-        return (
-            x if x.is_floating_point() else x.float()
-        )  # between float types: the module's own precision stays
+        # between float types nothing happens: the module's own precision stays
+        return x if x.is_floating_point() else x.float()
     return x.bool() if a["to"] == onnx.TensorProto.BOOL else x.long()
 
 
@@ -317,11 +312,7 @@ def _refusals(node: onnx.NodeProto, opset: int, used: set[str]) -> list[str]:
     op, a = _op_name(node, opset), _attributes(node)
     if op not in OPS:
         return [op]
-    refused = [
-        f"{op}({k}={a[k]})"
-        for k, honoured in _HONOURED.get(op, {}).items()
-        if k in a and a[k] not in honoured
-    ]
+    refused = [f"{op}({k}={a[k]})" for k, honoured in _HONOURED.get(op, {}).items() if k in a and a[k] not in honoured]
     pads = a.get("pads", [])
     if op == "AveragePool" and pads[:2] != pads[2:] and not a.get("count_include_pad", 0):
         refused.append(f"AveragePool(unequal pads={pads}, count_include_pad=0)")
@@ -350,9 +341,7 @@ def read_graph(path: str | Path) -> tuple[onnx.GraphProto, int]:
             f"git-lfs pointer? Fetch it again ({error})"
         ) from error
     if not model.graph.output:
-        raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) holds no ONNX graph; fetch or export it again"
-        )
+        raise ValueError(f"{path} ({path.stat().st_size} bytes) holds no ONNX graph; fetch or export it again")
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
     return model.graph, opset
 
@@ -374,9 +363,7 @@ class _Step:
 
     function: Callable[..., Tensor]
     attributes: Attributes
-    operands: tuple[
-        tuple[str, str], ...
-    ]  # (kind, name): kind is buffer, cpu (left where it is), device or absent
+    operands: tuple[tuple[str, str], ...]  # (kind, name); kind: buffer, cpu (left there), device, absent
     output: str
     dead: tuple[str, ...]  # values that no later step reads
     frozen_batch: bool  # a Reshape to a constant (1, ...) in a graph exported with batch 1
@@ -401,15 +388,11 @@ class OnnxModule(nn.Module):
         graph, opset = read_graph(path)
         inputs = graph_inputs(graph)
         if len(inputs) != 1:
-            raise ValueError(
-                f"{path} has {len(inputs)} inputs ({[i.name for i in inputs]}); OnnxModule runs one"
-            )
+            raise ValueError(f"{path} has {len(inputs)} inputs ({[i.name for i in inputs]}); OnnxModule runs one")
         used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
         refused = sorted({refusal for node in graph.node for refusal in _refusals(node, opset, used)})
         if refused:
-            raise ValueError(
-                f"{path} needs unsupported ops: {', '.join(refused)}; add them to OPS in {__name__}"
-            )
+            raise ValueError(f"{path} needs unsupported ops: {', '.join(refused)}; add them to OPS in {__name__}")
         self.input_name = inputs[0].name
         self.input_shape = value_shape(inputs[0])
         self.output_names = [value.name for value in graph.output]
@@ -420,9 +403,7 @@ class OnnxModule(nn.Module):
         except ValueError as error:  # a weight whose bytes do not fill its shape
             raise ValueError(f"{path} holds a damaged tensor ({error}); fetch or export it again") from error
         operands = {operand for step in self._steps for operand in step.operands}
-        self._cpu = {
-            name: constants[name] for kind, name in operands if kind != "buffer" and name in constants
-        }
+        self._cpu = {name: constants[name] for kind, name in operands if kind != "buffer" and name in constants}
         names = sorted(name for kind, name in operands if kind == "buffer")
         self._buffer_of = {name: f"weight_{i}" for i, name in enumerate(names)}
         for name, buffer in self._buffer_of.items():
@@ -460,9 +441,7 @@ def _compile(graph: onnx.GraphProto, opset: int, frozen_batch: bool) -> tuple[li
         op, attributes = _op_name(node, opset), _attributes(node)
         named = [name for name in node.input if name]
         if all(name in constants for name in named):
-            constants[node.output[0]] = OPS[op](
-                attributes, *(constants[n] if n else None for n in node.input)
-            )
+            constants[node.output[0]] = OPS[op](attributes, *(constants[n] if n else None for n in node.input))
             continue
         cpu_node = op == "Shape" or all(name in on_cpu or name in constants for name in named)
         if cpu_node:
@@ -483,9 +462,7 @@ def _compile(graph: onnx.GraphProto, opset: int, frozen_batch: bool) -> tuple[li
         steps.append(_Step(OPS[op], attributes, tuple(operands), node.output[0], (), frozen))
 
     # a value dies after the last step that names it, as operand or as its own unread output
-    last_use = {
-        name: i for i, step in enumerate(steps) for name in (*(n for _, n in step.operands), step.output)
-    }
+    last_use = {name: i for i, step in enumerate(steps) for name in (*(n for _, n in step.operands), step.output)}
     kept = {value.name for value in graph.output} | set(constants) | {""}
     dead: list[list[str]] = [[] for _ in steps]
     for name, i in last_use.items():

@@ -1,11 +1,11 @@
-"""The differentiable reward-flow sampler: roll out without a graph, then replay the active steps with one graph at a time.
+"""The differentiable reward-flow sampler: roll out without a graph, then replay the active steps one graph at a time.
 
     x_{i+1} = x_i + h_i v_i,   v_i = velocity(x_i, sigma_i),   h_i = sigma_{i+1} - sigma_i < 0
 
-With g the cotangent of x_{i+1}, one replayed step adds  h_i (dv_i/dtheta)^T g  to the parameters' gradients and hands
-g + coupling * h_i (dv_i/dx_i)^T g  to the step before. coupling 1 is the exact chain rule (DRaFT-K, arXiv 2309.17400),
-0 stops the gradient at the network's input (DRTune, arXiv 2405.00760), 0.1 to 0.3 is the bridge between (FlowBP, arXiv
-2606.11075). Memory is one step's graph, whatever the number of active steps.
+With g the cotangent of x_{i+1}, one replayed step adds  h_i (dv_i/dtheta)^T g  to the parameters' gradients
+and hands g + coupling * h_i (dv_i/dx_i)^T g  to the step before. coupling 1 is the exact chain rule (DRaFT-K,
+arXiv 2309.17400), 0 stops the gradient at the network's input (DRTune, arXiv 2405.00760), 0.1 to 0.3 is the
+bridge between (FlowBP, arXiv 2606.11075). Memory is one step's graph, whatever the number of active steps.
 """
 
 import contextlib
@@ -32,7 +32,8 @@ class Trajectory:
 def rollout(velocity: Velocity, x: Tensor, sigmas: Tensor, keep: Sequence[int]) -> Trajectory:
     """Euler-sample x (B, ...) float32 at sigmas[0] through all of `sigmas`, keeping x_i of the steps in `keep`.
 
-    The last sigma is 0 where x0 is wanted; `until_final_step` shortens a schedule so that its last step predicts x0.
+    The last sigma is 0 where x0 is wanted; `until_final_step` shortens a schedule so that its last step
+    predicts x0.
     """
     kept = {}
     for i in range(len(sigmas) - 1):
@@ -63,15 +64,18 @@ def replay(
 ) -> Tensor:
     """Accumulate the parameters' gradients of  <grad_x0, x0> + kl_weight * sum_b KL_b ; returns KL_b, (B,), detached.
 
-    grad_x0: (B, ...) gradient of the loss with respect to the rollout's x0, with every averaging over the batch and the
-    accumulation already in it; `kl_weight` likewise multiplies a sum over samples. active: step indices whose velocity
-    is differentiated; the steps between them pass the cotangent on unchanged. KL_b is `flow.velocity_kl` against
-    `reference`, averaged over the active steps. kl_gradient: how it reaches the parameters.
-        through_trajectory  x_i is a function of the parameters of earlier active steps, with the same coupling
-        fixed_trajectory    x_i is a constant for the KL (one more backward per coupled step)
-    backward: accumulates the gradients of a scalar, exactly unscaled: `accelerator.backward` divides by its accumulation
-    count, and then the cotangent read from x_i shrinks with it, so a caller's `backward` must undo that.
-    micro_batch: the context of one forward and backward; called once per active step, in every case.
+    grad_x0: (B, ...) gradient of the loss with respect to the rollout's x0, with every averaging over the
+    batch and the accumulation already in it; `kl_weight` likewise multiplies a sum over samples. active: step
+    indices whose velocity is differentiated; the steps between them pass the cotangent on unchanged. KL_b is
+    `flow.velocity_kl` against `reference`, averaged over the active steps. kl_gradient: how it reaches the
+    parameters.
+        through_trajectory  x_i is a function of the parameters of earlier active steps, with the same
+        coupling fixed_trajectory    x_i is a constant for the KL (one more backward per coupled step)
+        backward: accumulates the gradients of a scalar, exactly unscaled: `accelerator.backward` divides by
+        its accumulation count, and then the cotangent read from x_i shrinks with it, so a caller's `backward`
+        must
+    undo that. micro_batch: the context of one forward and backward; called once per active step, in every
+    case.
     """
     if kl_gradient not in ("through_trajectory", "fixed_trajectory"):
         raise ValueError(f"kl_gradient must be through_trajectory or fixed_trajectory, got {kl_gradient!r}")
@@ -79,9 +83,7 @@ def replay(
     kl = grad_x0.new_zeros(len(grad_x0))
     order = sorted(active, reverse=True)
     for i in order:
-        couples = (
-            coupling != 0 and i != order[-1]
-        )  # the first active step has nobody to hand its cotangent to
+        couples = coupling != 0 and i != order[-1]  # the first active step has nobody to hand its cotangent to
         x = trajectory.kept[i].detach().requires_grad_(couples)
         h = sigmas[i + 1] - sigmas[i]
         with micro_batch():

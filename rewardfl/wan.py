@@ -1,6 +1,5 @@
-"""The only file that knows Wan2.2 I2V: its folder, its conditioning, which expert answers at which sigma, its velocity."""
+"""The only file that knows Wan2.2 I2V: its folder, its conditioning, which expert answers when, its velocity."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,10 @@ from transformers import AutoTokenizer
 from rewardfl import lora
 from rewardfl.flow import linear_sigmas
 
-PARTS = {"high_noise": "transformer", "low_noise": "transformer_2"}  # where a diffusers pipeline keeps each expert
+PARTS = {
+    "high_noise": "transformer",
+    "low_noise": "transformer_2",
+}  # where a diffusers pipeline keeps each expert
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of the frozen weights, by config word
 TEXT_LENGTH = 512  # tokens; the length that diffusers' pipeline pads prompts to
 
@@ -27,9 +29,7 @@ class Conditioning:
 
     @staticmethod
     def stack(items: Sequence["Conditioning"]) -> "Conditioning":
-        return Conditioning(
-            torch.cat([item.text for item in items]), torch.cat([item.image for item in items])
-        )
+        return Conditioning(torch.cat([item.text for item in items]), torch.cat([item.image for item in items]))
 
     def to(self, device: torch.device) -> "Conditioning":
         return Conditioning(self.text.to(device), self.image.to(device))
@@ -60,14 +60,13 @@ def expert_at(sigma: Tensor | float, boundary: float) -> str:
 def load_pipeline(folder: str, dtype: torch.dtype, tokenizer_path: str = "") -> WanImageToVideoPipeline:
     """The pipeline of a diffusers folder, frozen and in eval mode, without touching the network.
 
-    ValueError for pipelines of the family that are not Wan2.2-I2V-A14B shaped (two experts, a boundary, no image encoder).
+    ValueError for pipelines of the family that are not Wan2.2-I2V-A14B shaped (two experts, a boundary, no
+    image encoder).
     """
     if not (Path(folder) / "model_index.json").is_file():
-        raise FileNotFoundError(
-            f"model.model_paths: {folder} is not a diffusers pipeline folder (no model_index.json)"
-        )
+        raise FileNotFoundError(f"model.model_paths: {folder} is not a diffusers pipeline folder (no model_index.json)")
     parts = {"tokenizer": AutoTokenizer.from_pretrained(tokenizer_path)} if tokenizer_path else {}
-    pipe = WanImageToVideoPipeline.from_pretrained(folder, torch_dtype=dtype, local_files_only=True, **parts)
+    pipe = WanImageToVideoPipeline.from_pretrained(folder, dtype=dtype, local_files_only=True, **parts)
     if pipe.transformer_2 is None or pipe.config.boundary_ratio is None or pipe.config.expand_timesteps:
         raise ValueError(
             f"model.model_paths: {folder} is not a Wan2.2-I2V-A14B shaped pipeline "
@@ -78,8 +77,8 @@ def load_pipeline(folder: str, dtype: torch.dtype, tokenizer_path: str = "") -> 
     return pipe
 
 
-def attach_adapters(pipe: WanImageToVideoPipeline, checkpoint: Path) -> list[str]:
-    """Add the adapters of a checkpoint folder (transformer/, transformer_2/) to the pipeline's experts; their names."""
+def attach_adapters(pipe: WanImageToVideoPipeline, checkpoint: Path) -> None:
+    """Add a checkpoint folder's adapters (transformer/, transformer_2/) to the pipeline's experts."""
     found = [expert for expert, part in PARTS.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
     if not found:
         raise FileNotFoundError(
@@ -88,7 +87,6 @@ def attach_adapters(pipe: WanImageToVideoPipeline, checkpoint: Path) -> list[str
         )
     for expert in found:
         lora.attach_adapter(pipe.components[PARTS[expert]], checkpoint / PARTS[expert])
-    return found
 
 
 @torch.no_grad()
@@ -101,8 +99,8 @@ def encode(pipe: WanImageToVideoPipeline, prompt: str, image: Tensor, num_frames
     )
     placeholder = torch.empty(latent_shape(pipe, height, width, num_frames), device=device)
     _, condition = pipe.prepare_latents(
-        image[None].to(device, torch.float32), 1, pipe.vae.config.z_dim, height, width, num_frames, torch.float32, device,
-        latents=placeholder,
+        image[None].to(device, torch.float32), 1, pipe.vae.config.z_dim, height, width, num_frames,
+        torch.float32, device, latents=placeholder,
     )  # fmt: skip
     return Conditioning(text, condition)
 
@@ -132,8 +130,8 @@ class Velocity:
 class LinearFlowEuler(FlowMatchEulerDiscreteScheduler):
     """diffusers' Euler scheduler on `flow.linear_sigmas`, for a stock pipeline that is to sample as we do.
 
-    The pipeline calls set_timesteps(n) without sigmas, and the parent then shifts an already shifted range: with shift 5
-    and 8 steps its last sigma is 0.024, not 0.417.
+    The pipeline calls set_timesteps(n) without sigmas, and the parent then shifts an already shifted range:
+    with shift 5 and 8 steps its last sigma is 0.024, not 0.417.
     """
 
     def set_timesteps(self, num_inference_steps: int, device: torch.device | None = None) -> None:

@@ -10,6 +10,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
 from tiny_world.vae import new_vae  # noqa: E402
 from tiny_world.video import new_expert, new_pipeline  # noqa: E402
 

@@ -66,9 +66,7 @@ class MiniSCRFD(nn.Module):
         first = nn.Conv2d(3, width, 3, 2, 1)
         self.stem = nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2))
         self.down = nn.ModuleList(
-            nn.Sequential(
-                nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False), nn.Conv2d(width, width, 1)
-            )
+            nn.Sequential(nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False), nn.Conv2d(width, width, 1))
             for _ in range(3)
         )
         self.heads = nn.ModuleList(nn.Conv2d(width, 2 * c, 3, 1, 1) for c in (1, 4, 10))
@@ -138,9 +136,7 @@ def clip(cells: list[tuple[int, int] | None], seed: int = 0, mouth: list[float] 
     mouth[j] is how far that frame's mouth corners are pulled apart, in strides.
     """
     noise = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(seed)) * 0.3
-    background = (
-        F.interpolate(noise.transpose(0, 1), (SIZE, SIZE), mode="bicubic").transpose(0, 1).clamp(-0.5, 0.5)
-    )
+    background = F.interpolate(noise.transpose(0, 1), (SIZE, SIZE), mode="bicubic").transpose(0, 1).clamp(-0.5, 0.5)
     video = background.repeat(1, len(cells), 1, 1)
     for j, cell in enumerate(cells):
         if cell is not None:

@@ -143,9 +143,7 @@ def test_a_new_run_and_going_on_with_it(tmp_path):
 def test_another_runs_folder_is_refused(tmp_path):
     start(tmp_path)
     save(tmp_path, 1)
-    message = (
-        "holds a run with other settings: train.learning_rate 1e-05 -> 2e-05; set them back or use another"
-    )
+    message = "holds a run with other settings: train.learning_rate 1e-05 -> 2e-05; set them back or use another"
     with pytest.raises(CheckpointError, match=message):
         start(tmp_path, changed(train__learning_rate=2e-5, run__save_steps=3))
     with pytest.raises(CheckpointError, match="train.new None -> 1; set"):
@@ -172,9 +170,7 @@ def test_a_run_that_never_finished_a_step_is_replaced(tmp_path):
 
 def test_steps_without_run_json(tmp_path):
     save(tmp_path, 1)
-    with pytest.raises(
-        CheckpointError, match="run.json is missing, so nothing says whether this is the same run"
-    ):
+    with pytest.raises(CheckpointError, match="run.json is missing, so nothing says whether this is the same run"):
         start(tmp_path)
 
 
@@ -292,9 +288,7 @@ def test_save_and_load(tmp_path):
     assert loaded["position"] == state["position"] and torch.equal(loaded["rng"][0], state["rng"][0])
     again = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=1)
     again.load_state_dict(loaded["optimizer"])
-    assert torch.equal(
-        again.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
-    )
+    assert torch.equal(again.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
 
 
 def test_latest_points_at_the_newest(tmp_path):
@@ -355,9 +349,7 @@ DAMAGE = {
     "manifest.json is missing": lambda path: (path / "manifest.json").unlink(),
     "manifest.json is cut off": lambda path: cut(path / "manifest.json"),
     "state/state.pt is missing": lambda path: (path / "state" / "state.pt").unlink(),
-    "lora.safetensors has [0-9]+ bytes of [0-9]+": lambda path: cut(
-        path / "transformer" / "lora.safetensors"
-    ),
+    "lora.safetensors has [0-9]+ bytes of [0-9]+": lambda path: cut(path / "transformer" / "lora.safetensors"),
 }
 
 

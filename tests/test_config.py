@@ -108,8 +108,7 @@ def test_casts(write, override, expected):
         ("sample.active_steps=[1, true]", "sample.active_steps: expected list of int or null, got [1, True]"),
         (
             "sample.gradient_mode=chian",
-            "sample.gradient_mode must be one of chain, bridge, drtune, last; "
-            "got 'chian', did you mean 'chain'?",
+            "sample.gradient_mode must be one of chain, bridge, drtune, last; got 'chian', did you mean 'chain'?",
         ),
         (
             "model.model_name=wan2_1",
@@ -146,9 +145,7 @@ def test_unknown_keys_and_overrides(write, override, message):
 
 
 def test_keys_of_the_old_flat_files_are_answered_with_their_place(write):
-    path = write(
-        "model_paths: x\nlearning_rate: 1e-5\nfile_name: m.csv\noutput_dir: out\nreward_model_path: r\n"
-    )
+    path = write("model_paths: x\nlearning_rate: 1e-5\nfile_name: m.csv\noutput_dir: out\nreward_model_path: r\n")
     with pytest.raises(ConfigError) as error:
         config.load(path)
     lines = str(error.value).splitlines()
@@ -289,9 +286,7 @@ def test_trainable_experts(write):
 
 
 def test_round_trip_through_yaml_and_json(write, tmp_path):
-    cfg = load(
-        write, "sample.active_steps=[2, 3]", "train.learning_rate=1e-5", "run.resume_from_checkpoint=false"
-    )
+    cfg = load(write, "sample.active_steps=[2, 3]", "train.learning_rate=1e-5", "run.resume_from_checkpoint=false")
     again = tmp_path / "again.yaml"
     again.write_text(config.dump(cfg))
     assert config.load(again) == cfg
@@ -355,9 +350,7 @@ def test_boundary_ratio(tmp_path):
     (tmp_path / "model_index.json").write_text('{"boundary_ratio": 0.9}')
     assert config.boundary_ratio(tmp_path) == 0.9
     (tmp_path / "model_index.json").write_text('{"boundary_ratio": null}')
-    with pytest.raises(
-        ConfigError, match="model.model_paths: .* has no boundary_ratio, so it is no Wan2.2 A14B"
-    ):
+    with pytest.raises(ConfigError, match="model.model_paths: .* has no boundary_ratio, so it is no Wan2.2 A14B"):
         config.boundary_ratio(tmp_path)
 
 
@@ -365,9 +358,7 @@ def test_check_geometry():
     config.check_geometry(480, 832, 81, spatial=8, temporal=4)
     config.check_geometry(64, 48, 17, spatial=8, temporal=4)
     config.check_geometry(64, 64, 2, spatial=4, temporal=1)
-    with pytest.raises(
-        ConfigError, match=r"^data.num_frames must be 4k\+1 for this VAE, got 80; try 77 or 81$"
-    ):
+    with pytest.raises(ConfigError, match=r"^data.num_frames must be 4k\+1 for this VAE, got 80; try 77 or 81$"):
         config.check_geometry(480, 832, 80, spatial=8, temporal=4)
     for frames in (1, 3):
         with pytest.raises(ConfigError, match=rf"got {frames}; try 5$"):
@@ -391,13 +382,9 @@ def test_check_active_experts():
     config.check_active_experts((4, 5, 6, 7), SIGMAS, 0.9, ("low_noise",))
     config.check_active_experts((2, 3), SIGMAS, 0.9, ("high_noise", "low_noise"))
     config.check_active_experts((2, 3), SIGMAS, 0.938, ("high_noise",))  # at the boundary: high noise
-    with pytest.raises(
-        ConfigError, match="dit answers at no active step .sigma by step: 4: 0.833, 7: 0.417; "
-    ):
+    with pytest.raises(ConfigError, match="dit answers at no active step .sigma by step: 4: 0.833, 7: 0.417; "):
         config.check_active_experts((4, 7), SIGMAS, 0.9, ("high_noise",))
-    with pytest.raises(
-        ConfigError, match="dit answers at no active step .* would not learn; train dit2, or change"
-    ):
+    with pytest.raises(ConfigError, match="dit answers at no active step .* would not learn; train dit2, or change"):
         config.check_active_experts((4, 7), SIGMAS, 0.9, ("high_noise", "low_noise"))
     with pytest.raises(ConfigError, match="dit2 answers at no active step"):
         config.check_active_experts((0, 1), SIGMAS, 0.9, ("low_noise",))

@@ -75,9 +75,7 @@ def test_rotated_clips_come_upright(tmp_path):
     identity, quarter = (b"".join(n.to_bytes(4, "big", signed=True) for n in matrix) for matrix in numbers)
     header = content.index(b"tkhd")
     path.write_bytes(content[:header] + content[header:].replace(identity, quarter, 1))
-    assert torch.equal(
-        data.read_video(path), lying.rot90(-1, (1, 2))
-    )  # this matrix shows it turned clockwise
+    assert torch.equal(data.read_video(path), lying.rot90(-1, (1, 2)))  # this matrix shows it turned clockwise
 
 
 def test_odd_sizes_are_refused(tmp_path):
@@ -236,9 +234,7 @@ def test_load_example(folder):
 
 # ---- order
 
-GEOMETRIES = [
-    (b, a, p) for b in (1, 2, 3, 4, 6, 12) for a in (1, 2, 3, 4, 6, 12) for p in (1, 2, 3, 4, 6, 12)
-]
+GEOMETRIES = [(b, a, p) for b in (1, 2, 3, 4, 6, 12) for a in (1, 2, 3, 4, 6, 12) for p in (1, 2, 3, 4, 6, 12)]
 GEOMETRIES = [geometry for geometry in GEOMETRIES if math.prod(geometry) == 12]
 
 
@@ -293,9 +289,7 @@ def test_noise_is_the_same_in_every_process():
     code = "from rewardfl.data import *; print(noise_seed(42, 1, 'clip#1', 2), noise((3,), 5).tolist())"
     here = f"{data.noise_seed(42, 1, 'clip#1', 2)} {data.noise((3,), 5).tolist()}"
     environment = os.environ | {"PYTHONHASHSEED": "7"}
-    out = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == here
     assert data.noise_seed(42, 1, "clip#1", 2) == 8305654411088914815
 

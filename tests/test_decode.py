@@ -48,7 +48,10 @@ def test_vjp_against_finite_differences():
     direction = torch.randn(latents.shape, dtype=torch.float64, generator=generator)
     analytic = float((decode.decode_vjp(vae, latents, cotangent) * direction).sum())
     eps = 1e-4  # not smaller: diffusers' upsampling rounds to float32 inside
-    ahead, behind = decode.decode(vae, latents + eps * direction), decode.decode(vae, latents - eps * direction)
+    ahead, behind = (
+        decode.decode(vae, latents + eps * direction),
+        decode.decode(vae, latents - eps * direction),
+    )
     numeric = float(((ahead - behind) * cotangent).sum() / (2 * eps))
     assert analytic == pytest.approx(numeric, rel=1e-3)
 

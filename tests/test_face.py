@@ -36,9 +36,7 @@ CPU = ["CPUExecutionProvider"]
 
 def picture(height, width, seed=0, rough=12):
     """(H, W, 3) uint8 RGB, nowhere black, with detail of about `rough` pixels in three different channels."""
-    noise = torch.rand(
-        1, 3, height // rough + 2, width // rough + 2, generator=torch.Generator().manual_seed(seed)
-    )
+    noise = torch.rand(1, 3, height // rough + 2, width // rough + 2, generator=torch.Generator().manual_seed(seed))
     smooth = F.interpolate(noise, (height, width), mode="bicubic").clamp(0, 1)
     return (40 + smooth[0] * 215).byte().permute(1, 2, 0).numpy()
 
@@ -154,9 +152,7 @@ def test_detections_carry_no_gradient(scrfd):
 def test_suppression_equals_insightface(scrfd):
     rng = np.random.default_rng(0)
     corner, size = rng.uniform(0, 60, (150, 2)), rng.uniform(2, 30, (150, 2))
-    boxes = np.hstack([corner, corner + size, np.sort(rng.uniform(size=(150, 1)), 0)[::-1]]).astype(
-        np.float32
-    )
+    boxes = np.hstack([corner, corner + size, np.sort(rng.uniform(size=(150, 1)), 0)[::-1]]).astype(np.float32)
     detector = get_model(str(scrfd), providers=CPU)
     for iou in (0.1, 0.4, 0.7):
         detector.nms_thresh = iou
@@ -171,9 +167,7 @@ def test_det_size_must_fit_the_strides(scrfd, det_size):
 
 def test_detectors_that_do_not_fit_are_refused(tmp_path):
     fixed = export(MiniSCRFD(), torch.randn(1, 3, 64, 64), tmp_path / "fixed.onnx")
-    with pytest.raises(
-        ValueError, match=r"fixed.onnx only takes \[64, 64\] pixels, det_size is 640; set det_size=64"
-    ):
+    with pytest.raises(ValueError, match=r"fixed.onnx only takes \[64, 64\] pixels, det_size is 640; set det_size=64"):
         FaceDetector(fixed)
     recogniser = export(MiniArcFace(), torch.randn(1, 3, 112, 112), tmp_path / "rec.onnx")
     with pytest.raises(ValueError, match="rec.onnx has 1 outputs"):
@@ -187,9 +181,7 @@ def faces_at(*boxes):
     """Faces at (centre x, centre y, width), in the order given; landmarks carry the centre."""
     rows = torch.tensor(boxes, dtype=torch.float32).view(-1, 3)
     centre, half = rows[:, :2], rows[:, 2:] / 2
-    return Faces(
-        torch.cat([centre - half, centre + half], 1), torch.ones(len(rows)), centre[:, None].repeat(1, 5, 1)
-    )
+    return Faces(torch.cat([centre - half, centre + half], 1), torch.ones(len(rows)), centre[:, None].repeat(1, 5, 1))
 
 
 def centres(track):
@@ -266,9 +258,7 @@ def test_motion_counts_consecutive_detections_only():
     still, away = placed(0.5, 0.0, 50, 50), placed(0.5, 0.0, 90, 50)
     assert landmark_motion(moving(still, still, away, detected=[True, True, False])) == (0.0, 0.0)
     assert landmark_motion(moving(still, still, away, detected=[True, False, True])) == (0.0, 0.0)
-    assert landmark_motion(moving(still, still, away, detected=[False, True, True]))[0] == pytest.approx(
-        40 / 50
-    )
+    assert landmark_motion(moving(still, still, away, detected=[False, True, True]))[0] == pytest.approx(40 / 50)
 
 
 # ---- align ----
@@ -336,9 +326,7 @@ def test_the_crop_samples_exactly_the_inverse_coordinates():
 
 
 def test_outside_the_frame_is_black():
-    crop = align(
-        torch.ones(1, 3, 40, 40), similarity_transform(placed(0.5, 0, 500, 500)[None], ARCFACE_TEMPLATE)
-    )
+    crop = align(torch.ones(1, 3, 40, 40), similarity_transform(placed(0.5, 0, 500, 500)[None], ARCFACE_TEMPLATE))
     torch.testing.assert_close(crop, torch.full_like(crop, -1))
 
 
@@ -372,9 +360,7 @@ def test_embeddings_equal_insightface(arcface):
     assert (swapped - embeddings).abs().max() > 0.02  # the channel order is seen
 
 
-@pytest.mark.parametrize(
-    "names,wants_bytes", [(("Sub0", "Mul0"), True), (("a", "b"), False), (("Sub0", "b"), False)]
-)
+@pytest.mark.parametrize("names,wants_bytes", [(("Sub0", "Mul0"), True), (("a", "b"), False), (("Sub0", "b"), False)])
 def test_recognisers_that_normalise_inside_get_bytes(tmp_path, names, wants_bytes):
     rng = np.random.default_rng(0)
     constants = {"mean": np.float32(127.5), "scale": np.float32(1 / 128)}
@@ -545,7 +531,7 @@ def test_everything_is_frozen(identity):
     assert not list(identity.parameters()) and not any(b.requires_grad for b in identity.buffers())
 
 
-@pytest.mark.parametrize("shape", [(3, 1, 64, 64), (1, 3, 4, 64, 64), (4, 3, 64, 64)])
+@pytest.mark.parametrize("shape", [(3, 1, 64, 64), (3, 4, 64), (1, 3, 4, 64, 64), (4, 3, 64, 64)])
 def test_what_is_not_a_video_is_refused(identity, shape):
     with pytest.raises(ValueError, match=r"a video is \(3, F, H, W\) with at least 2 frames"):
         identity.pool(torch.zeros(shape))
@@ -570,17 +556,11 @@ def write_pack(folder, **files):
 def test_insightfaces_router_takes_the_same_files(pack, tmp_path, parts):
     landmark = export(MiniArcFace(192), torch.randn(1, 3, 192, 192), tmp_path / "2d106det.onnx").read_bytes()
     genderage = export(MiniArcFace(96), torch.randn(1, 3, 96, 96), tmp_path / "ga.onnx").read_bytes()
-    folder = write_pack(
-        tmp_path / "p", a=landmark, b=genderage, c=parts[1], d=parts[0], e=parts[1], f=parts[0]
-    )
-    tasks = {
-        path.name: get_model(str(path), providers=CPU).taskname for path in sorted(folder.glob("*.onnx"))
-    }
+    folder = write_pack(tmp_path / "p", a=landmark, b=genderage, c=parts[1], d=parts[0], e=parts[1], f=parts[0])
+    tasks = {path.name: get_model(str(path), providers=CPU).taskname for path in sorted(folder.glob("*.onnx"))}
     first = {task: name for name, task in reversed(tasks.items())}
     assert (
-        [path.name for path in pack_files(folder)]
-        == [first["detection"], first["recognition"]]
-        == ["d.onnx", "c.onnx"]
+        [path.name for path in pack_files(folder)] == [first["detection"], first["recognition"]] == ["d.onnx", "c.onnx"]
     )
 
 
@@ -594,9 +574,7 @@ def test_bad_packs_are_named(tmp_path, parts):
         FaceIdentity(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="empty has no detector and no recogniser"):
         FaceIdentity(write_pack(tmp_path / "empty"))
-    with pytest.raises(
-        FileNotFoundError, match=r"blind has no detector among its .onnx files \['rec.onnx'\]"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"blind has no detector among its .onnx files \['rec.onnx'\]"):
         FaceIdentity(write_pack(tmp_path / "blind", rec=parts[1]))
     with pytest.raises(FileNotFoundError, match="stranger has no recogniser among"):
         FaceIdentity(write_pack(tmp_path / "stranger", det=parts[0]))

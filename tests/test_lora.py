@@ -41,7 +41,10 @@ def test_a_fresh_adapter_changes_nothing_and_alone_is_trained(pipe):
     assert all(p.dtype == torch.float32 for p in trained.values())
     first = random_pipeline().transformer_2
     lora.inject(first, 4, 8.0, TARGETS, seed=3)
-    assert all(torch.equal(a, b) for a, b in zip(lora.adapter_state(first).values(), lora.adapter_state(model).values()))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(lora.adapter_state(first).values(), lora.adapter_state(model).values(), strict=True)
+    )
 
 
 def test_lora_is_float32_on_a_bfloat16_base():

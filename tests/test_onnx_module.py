@@ -296,9 +296,7 @@ def test_dead_intermediates_are_freed(tmp_path):
 
 
 def test_describes_the_graph(tmp_path):
-    path = export(
-        MiniSCRFD(), torch.randn(1, 3, 64, 64), tmp_path / "n.onnx", dynamic={"x": {2: "h", 3: "w"}}
-    )
+    path = export(MiniSCRFD(), torch.randn(1, 3, 64, 64), tmp_path / "n.onnx", dynamic={"x": {2: "h", 3: "w"}})
     module = OnnxModule(path)
     assert module.input_shape == [1, 3, None, None]
     assert len(module.output_names) == len(module.output_shapes) == 9 and len(module.output_shapes[0]) == 2
@@ -314,9 +312,7 @@ def test_unsupported_ops_are_named_together_with_the_file(tmp_path):
         node("Erf", "d", "y"),
     ]
     path = write(tmp_path / "odd.onnx", nodes, {"w": f(1.0), "r": f(), "s": f(1, 1, 2, 2)})
-    with pytest.raises(
-        ValueError, match=r"odd\.onnx .*Erf, LSTM, Resize\(mode=cubic\), com\.microsoft\.FusedConv; "
-    ):
+    with pytest.raises(ValueError, match=r"odd\.onnx .*Erf, LSTM, Resize\(mode=cubic\), com\.microsoft\.FusedConv; "):
         OnnxModule(path)
 
 

@@ -14,7 +14,9 @@ def lora_model(dtype):
     for expert in (pipe.transformer, pipe.transformer_2):
         lora.inject(expert, rank=2, alpha=3.0, targets=lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed=1)
         for i, p in enumerate(p for p in expert.parameters() if p.requires_grad):
-            p.data = p.data.to(dtype) + 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=dtype)
+            p.data = p.data.to(dtype) + 0.1 * torch.randn(
+                p.shape, generator=torch.Generator().manual_seed(i), dtype=dtype
+            )
     return pipe, wan.Experts(pipe.transformer, pipe.transformer_2, 0.9)
 
 
@@ -34,7 +36,7 @@ def quadratic_reward(video):
 
 
 def autograd_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, sigmas):
-    """The same loss through one big graph. Coupling c: a gradient hook scales what goes into each network input by c."""
+    """The same loss through one big graph. Coupling c: a network input is c * x + (1 - c) * its constant copy."""
     velocity = wan.Velocity(model, cond)
     kl = 0.0
     for i in range(len(sigmas) - 1):

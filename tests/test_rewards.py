@@ -168,9 +168,8 @@ def test_motion_is_relative_to_the_real_clip(reward):
 
     assert motion(REAL, REAL) == pytest.approx([1, 1, 1])
     assert motion(still, REAL) == pytest.approx([0, 0, 0], abs=1e-6)
-    speed, nonrigid, least = motion(
-        sliding, REAL
-    )  # a face that drifts rigidly does not pass for a living one
+    # a face that drifts rigidly does not pass for a living one
+    speed, nonrigid, least = motion(sliding, REAL)
     assert speed > 1 and nonrigid == pytest.approx(0, abs=1e-6) and least == nonrigid
     # a real clip that moves in one way only gives that ratio, one that stands still gives none
     assert motion(speaking, sliding)[1:] == [

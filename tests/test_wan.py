@@ -89,7 +89,9 @@ def test_a_batch_is_its_samples(pipe):
 def test_load_pipeline(tmp_path, pipe):
     pipe.save_pretrained(tmp_path / "model")
     loaded = wan.load_pipeline(str(tmp_path / "model"), torch.float32)
-    assert not any(p.requires_grad for m in (loaded.transformer, loaded.vae, loaded.text_encoder) for p in m.parameters())
+    assert not any(
+        p.requires_grad for m in (loaded.transformer, loaded.vae, loaded.text_encoder) for p in m.parameters()
+    )
     assert not loaded.text_encoder.training  # T5 has dropout
     noise = data.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     torch.testing.assert_close(ours(loaded, 4, noise), ours(pipe, 4, noise), rtol=1e-4, atol=1e-4)

@@ -1,6 +1,7 @@
 """One image and a prompt -> one video, with or without a trained adapter, by the sampler that training uses.
 
-    python tools/generate.py --model assets/tiny_world/pipeline --image face.png --prompt "a person, talking" \\
+    python tools/generate.py --model assets/tiny_world/pipeline --image face.png --prompt "a person, talking"
+    \\
         --adapter outputs/tiny_face/checkpoints/latest --height 64 --width 64 --num-frames 9 --out talking.mp4
 """
 
@@ -10,11 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from PIL import Image, ImageOps  # noqa: E402
+import numpy as np
+import torch
+from PIL import Image, ImageOps
 
-from rewardfl import config, data, decode, flow, reward_flow, wan  # noqa: E402
+from rewardfl import config, data, decode, flow, reward_flow, wan
 
 
 def main() -> int:

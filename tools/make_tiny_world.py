@@ -3,8 +3,9 @@
     python tools/make_tiny_world.py                    # assets/tiny_world, about two hours on two CPU cores
     python tools/make_tiny_world.py --quick --out DIR  # the whole path with next to no training, a minute
 
-Finished stages are kept in --work and not trained again; delete the folder to start over. The figures that the trained
-networks reach are measured from the written files and land in OUT/figures.json, with a contact sheet.
+Finished stages are kept in --work and not trained again; delete the folder to start over. The figures that
+the trained networks reach are measured from the written files and land in OUT/figures.json, with a contact
+sheet.
 """
 
 import argparse
@@ -18,10 +19,10 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch  # noqa: E402
-from tiny_world import faces, measure, people, vae, video  # noqa: E402
 from torch import nn  # noqa: E402
 
 from rewardfl.data import write_video  # noqa: E402
+from tiny_world import faces, measure, people, vae, video  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,11 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
     # -- the video autoencoder: frames first, then clips
     torch.manual_seed(seed)
     tiny_vae = vae.new_vae()
-    stage("vae_frames", tiny_vae, lambda m: vae.train_vae(m, True, plan.vae_frame_steps, 16, 4e-3, seed + 1, log))
+    stage(
+        "vae_frames",
+        tiny_vae,
+        lambda m: vae.train_vae(m, True, plan.vae_frame_steps, 16, 4e-3, seed + 1, log),
+    )
     stage("vae", tiny_vae, lambda m: vae.train_vae(m, False, plan.vae_clip_steps, 2, 8e-4, seed + 2, log))
     vae.set_latent_statistics(tiny_vae, seed + 3)
 
@@ -93,7 +98,10 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
     detector = stage(
         "detector", faces.Detector(), lambda m: faces.train_detector(m, seed + 5, plan.detector_steps, log)
     )
-    for name, width, offset, steps in (("reward", 12, 11, plan.reward_steps), ("judge", 10, 12, plan.judge_steps)):
+    for name, width, offset, steps in (
+        ("reward", 12, 11, plan.reward_steps),
+        ("judge", 10, 12, plan.judge_steps),
+    ):
         torch.manual_seed(seed + offset)
         recogniser = stage(
             name, faces.Recogniser(width),

@@ -30,9 +30,7 @@ class FaceIdentityReward(Reward):
     name = "face_identity"
     differentiable = True
 
-    def __init__(
-        self, pack_dir: str | Path, cap: str | float = "self_similarity", det_size: int = 640, chunk: int = 8
-    ):
+    def __init__(self, pack_dir: str | Path, cap: str | float = "self_similarity", det_size: int = 640, chunk: int = 8):
         super().__init__()
         named = cap in ("self_similarity", "none")
         if not named and (isinstance(cap, str) or not 0 < cap <= 1):

@@ -1,8 +1,9 @@
-"""The tiny world's face networks: a detector with SCRFD's signature and recognisers with ArcFace's, trained and exported.
+"""The tiny world's face networks: a detector with SCRFD's signature and recognisers with ArcFace's.
 
-Signatures (input, normalisation, order and meaning of the outputs) are those of insightface's antelopev2 pack, so that
-the same loading code serves the real networks: detector [1, 3, H, W] -> scores, box distances and landmark offsets at
-strides 8, 16, 32 with 2 anchors; recogniser [N, 3, 112, 112] -> [N, 512], not normalised.
+Signatures (input, normalisation, order and meaning of the outputs) are those of insightface's antelopev2
+pack, so that the same loading code serves the real networks: detector [1, 3, H, W] -> scores, box distances
+and landmark offsets at strides 8, 16, 32 with 2 anchors; recogniser [N, 3, 112, 112] -> [N, 512], not
+normalised.
 """
 
 import math
@@ -55,7 +56,7 @@ class Recogniser(nn.Module):
 
 
 class Detector(nn.Module):
-    """Frames (1, 3, H, W), (rgb - 127.5) / 128 -> three scores (h*w*2, 1), three boxes (., 4), three landmarks (., 10)."""
+    """Frames (1, 3, H, W), (rgb - 127.5) / 128 -> 3 scores (h*w*2, 1), 3 boxes (., 4), 3 landmarks (., 10)."""
 
     def __init__(self, width: int = 16):
         super().__init__()
@@ -85,7 +86,9 @@ class Detector(nn.Module):
 
     def raw(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Per stride: score logits (B, h, w, 2), box distances (B, h, w, 2, 4), landmark offsets (B, h, w, 2, 10)."""
-        return [(y[..., :2], y[..., 2:10].unflatten(-1, (2, 4)), y[..., 10:].unflatten(-1, (2, 10))) for y in self.maps(x)]
+        return [
+            (y[..., :2], y[..., 2:10].unflatten(-1, (2, 4)), y[..., 10:].unflatten(-1, (2, 10))) for y in self.maps(x)
+        ]
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         maps = self.maps(x)
@@ -96,7 +99,7 @@ class Detector(nn.Module):
 
 
 def worn(frames: Tensor, generator: torch.Generator) -> Tensor:
-    """Frames (N, 3, H, W) in [-1, 1] as a codec or an undertrained generator would leave them: blurred, noisy, off-colour."""
+    """Frames (N, 3, H, W) in [-1, 1] as a codec or a weak generator would leave them: blurred, noisy, off-colour."""
     count, _, height, width = frames.shape
     small = int(torch.randint(height * 5 // 8, height + 1, (1,), generator=generator))
     blurred = F.interpolate(frames, size=(small, small), mode="bilinear", antialias=True)
@@ -192,7 +195,7 @@ def detector_batch(count: int, generator: torch.Generator) -> tuple[Tensor, Tens
 
 
 def detector_loss(outputs: list, boxes: Tensor, landmarks: Tensor, has_face: Tensor) -> Tensor:
-    """Score BCE on every anchor, L1 on box and landmarks of the anchors near a face's centre at the strides of its size."""
+    """Score BCE on every anchor; L1 on box and landmarks of the anchors near a face's centre at its size's strides."""
     total = torch.zeros(())
     centre = (boxes[:, :2] + boxes[:, 2:]) / 2
     side = (boxes[:, 2:] - boxes[:, :2]).amax(-1)

@@ -1,4 +1,4 @@
-"""What the tiny world's networks reach, measured on people they never saw, from the files and by the package's own code."""
+"""What the tiny world's networks reach on people they never saw, from the files and by the package's own code."""
 
 from pathlib import Path
 
@@ -67,7 +67,8 @@ def video_figures(world: Path, judges: dict[str, face.FaceIdentity]) -> dict[str
     for name, judge in judges.items():
         figures[name] = identity_figures(judge, real, again, made)
     contact_sheet(
-        world / "contact_sheet.png", [x for triple in zip(real, again, made, strict=True) for x in triple][:24]
+        world / "contact_sheet.png",
+        [x for triple in zip(real, again, made, strict=True) for x in triple][:24],
     )
     return figures
 

@@ -1,9 +1,9 @@
 """Procedurally drawn people: identity parameters x motion -> short clips with exact landmarks. torch only.
 
-A person is a vector of TRAITS in [0, 1]; a drift from one person to another is a straight line between two vectors.
-A clip is a person, a scene (background, clothes, light) and a motion (pan, scale, roll, yaw, nod, blink, speech).
-Everything is drawn back to front as soft-edged shapes, all frames of a batch at once.
-Pixel coordinates have x to the right, y down, pixel centres at integers (as in OpenCV).
+A person is a vector of TRAITS in [0, 1]; a drift from one person to another is a straight line between two
+vectors. A clip is a person, a scene (background, clothes, light) and a motion (pan, scale, roll, yaw, nod,
+blink, speech). Everything is drawn back to front as soft-edged shapes, all frames of a batch at once. Pixel
+coordinates have x to the right, y down, pixel centres at integers (as in OpenCV).
 """
 
 import math
@@ -26,7 +26,7 @@ TRAITS = (
 
 @dataclass(frozen=True)
 class Motion:
-    """Pose of every frame, each (N, F): centre (px), scale (px per head half-height), angles (rad), blink, mouth in [0, 1]."""
+    """Pose per frame, each (N, F): centre (px), scale (px per half head), angles (rad), blink and mouth in [0, 1]."""
 
     x: Tensor
     y: Tensor
@@ -47,10 +47,8 @@ def draw_people(count: int, generator: torch.Generator) -> Tensor:
     return traits
 
 
-def draw_motion(
-    count: int, generator: torch.Generator, num_frames: int = NUM_FRAMES, speech: Tensor | None = None
-) -> tuple[Motion, list[str]]:
-    """A smooth random motion per clip and the words that describe it. `speech` (count,) in {0, 1} overrides who talks."""
+def draw_motion(count: int, generator: torch.Generator, num_frames: int = NUM_FRAMES) -> tuple[Motion, list[str]]:
+    """A smooth random motion per clip, and the words that describe it."""
     time = torch.linspace(0, 1, num_frames)
 
     def uniform(low: float, high: float) -> Tensor:
@@ -62,7 +60,7 @@ def draw_motion(
 
     turn = uniform(-1, 1)  # a sweep of the head to one side, on top of the wobble
     yaw = (wave(0.15) + 0.38 * turn * (time - 0.5)).clamp(-0.5, 0.5)
-    talks = (uniform(0, 1) < 0.6).float() if speech is None else speech[:, None]
+    talks = (uniform(0, 1) < 0.6).float()
     mouth = talks * (0.5 + 0.5 * torch.sin(2 * math.pi * (uniform(1.5, 2.5) * time + uniform(0, 1)))) * uniform(0.6, 1)
     blinks = (uniform(0, 1) < 0.5).float()
     blink = blinks * torch.exp(-(((time - uniform(0.3, 0.8)) / 0.09) ** 2))
@@ -111,8 +109,9 @@ def _mix(value: Tensor, *colours: tuple[float, float, float]) -> Tensor:
 def render(traits: Tensor, motion: Motion, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Draw clips: video (N, 3, F, SIZE, SIZE) in [-1, 1], landmarks (N, F, 5, 2) px, face boxes (N, F, 4) px.
 
-    traits: (N, len(TRAITS)), or (N, F, len(TRAITS)) for a person who changes along the clip. The generator draws scenes.
-    Landmarks are the eyes' centres, the nose's tip and the mouth's corners, image left before image right.
+    traits: (N, len(TRAITS)), or (N, F, len(TRAITS)) for a person who changes along the clip. The generator
+    draws scenes. Landmarks are the eyes' centres, the nose's tip and the mouth's corners, image left before
+    image right.
     """
     count, frames = motion.x.shape
     if traits.ndim == 2:
@@ -244,7 +243,10 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
         )
         canvas = paint(canvas, torch.full_like(skin, 0.08), ring.clamp(0, 1) * column(t["glasses"]))
     bridge = ellipse(
-        (eyes[0][0] + eyes[1][0]) / 2, height + 0.32 * pose["nod"], (spread - 0.17).clamp(min=0.05), 0.025 * one
+        (eyes[0][0] + eyes[1][0]) / 2,
+        height + 0.32 * pose["nod"],
+        (spread - 0.17).clamp(min=0.05),
+        0.025 * one,
     )
     canvas = paint(canvas, torch.full_like(skin, 0.08), bridge * column(t["glasses"]))
 

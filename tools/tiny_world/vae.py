@@ -19,7 +19,8 @@ SPATIAL, TEMPORAL, LATENT_CHANNELS = 4, 2, 16
 def new_vae(base_dim: int = 12, dim_mult: tuple[int, ...] = (1, 2, 3)) -> AutoencoderKLWan:
     """A fresh VAE whose causal convolutions start as image convolutions: the taps of past frames are zero.
 
-    diffusers' default init gives all temporal taps the same weight, an average over time that takes long to unlearn.
+    diffusers' default init gives all temporal taps the same weight, an average over time that takes long to
+    unlearn.
     """
     vae = AutoencoderKLWan(
         base_dim=base_dim, z_dim=LATENT_CHANNELS, dim_mult=list(dim_mult), num_res_blocks=1, attn_scales=[],
@@ -126,9 +127,7 @@ def train_vae(vae: AutoencoderKLWan, frames: bool, steps: int, batch: int, lr: f
         mse = float(error.detach().square().mean())
         running = mse if running is None else 0.97 * running + 0.03 * mse
         if step % 50 == 0:
-            log(
-                f"vae {step} {time.time() - start:.0f}s psnr {10 * math.log10(4 / running):.2f} kl {float(kl.detach()):.2f}"
-            )
+            log(f"vae {step} {time.time() - start:.0f}s psnr {10 * math.log10(4 / running):.2f}")
 
 
 @torch.no_grad()

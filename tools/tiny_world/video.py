@@ -1,7 +1,8 @@
 """The tiny world's video model: tokenizer, text encoder and two Wan2.2-shaped experts, trained by flow matching.
 
-The base is trained on clips in which most people slowly turn into somebody else. So it has learned both to keep a
-person and to lose one, like a model trained on clips from the web, and it samples between the two: it drifts.
+The base is trained on clips in which most people slowly turn into somebody else. So it has learned both to
+keep a person and to lose one, like a model trained on clips from the web, and it samples between the two: it
+drifts.
 """
 
 import copy
@@ -11,21 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanTransformer3DModel,
+)
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from .people import NUM_FRAMES, SIZE, describe, draw_motion, draw_people, render
-from .vae import LATENT_CHANNELS, SPATIAL, TEMPORAL, drifting
+from .vae import LATENT_CHANNELS, TEMPORAL, drifting
 
 BOUNDARY, SHIFT = 0.9, 5.0
 DRIFT_SHARE = 0.6  # of the clips that the experts learn from
 TEXT_DIM, TEXT_LENGTH, SHORT_TEXT = 32, 512, 32
-WORDS = (
-    "a person with short long blond brown dark hair and beard glasses talking silent turning left right facing the "
-    "camera blinking"
-).split()
+WORDS = """a person with short long blond brown dark hair and beard glasses
+    talking silent turning left right facing the camera blinking""".split()  # noqa: SIM905
 
 
 def new_tokenizer() -> T5Tokenizer:
@@ -39,7 +43,8 @@ def new_tokenizer() -> T5Tokenizer:
 def new_text_encoder(vocabulary: int) -> UMT5EncoderModel:
     """A small UMT5 with random weights: fixed features of the words, enough to tell captions apart."""
     config = UMT5Config(
-        vocab_size=vocabulary, d_model=TEXT_DIM, d_kv=8, d_ff=64, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
+        vocab_size=vocabulary, d_model=TEXT_DIM, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+        feed_forward_proj="gated-gelu",
         relative_attention_num_buckets=8, relative_attention_max_distance=32,
     )  # fmt: skip
     return UMT5EncoderModel(config).eval()
@@ -48,7 +53,8 @@ def new_text_encoder(vocabulary: int) -> UMT5EncoderModel:
 def new_expert(layers: int, heads: int = 4, head_dim: int = 32) -> WanTransformer3DModel:
     width = heads * head_dim
     return WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=heads, attention_head_dim=head_dim, num_layers=layers, ffn_dim=2 * width,
+        patch_size=(1, 2, 2), num_attention_heads=heads, attention_head_dim=head_dim, num_layers=layers,
+        ffn_dim=2 * width,
         in_channels=2 * LATENT_CHANNELS + TEMPORAL, out_channels=LATENT_CHANNELS, text_dim=TEXT_DIM, freq_dim=256,
         cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=64,
     )  # fmt: skip

@@ -1,0 +1,67 @@
+"""Replay through accelerate is plain autograd over the global batch, whatever its split; the naive scaling is not."""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from replay_worker import ACTIVE, CASES, KL_WEIGHT, batch_of
+from test_reward_flow import SIGMAS, assert_same, autograd_gradients, lora_model
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1process", "2processes"])
+def results(request, tmp_path_factory):
+    """{case: [each rank's result]} of a launch with this many processes."""
+    out = tmp_path_factory.mktemp("replay")
+    launcher = (
+        [sys.executable]
+        if request.param == 1
+        else [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    )
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    run = subprocess.run(
+        [*launcher, str(HERE / "replay_worker.py"), str(out)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    files = {case: [out / f"{'-'.join(map(str, case))}-{rank}.pt" for rank in range(request.param)] for case in CASES}
+    missing = [str(file) for ranks in files.values() for file in ranks if not file.exists()]
+    assert not missing, run.stderr[-3000:]
+    return {case: [torch.load(file, weights_only=True) for file in ranks] for case, ranks in files.items()}
+
+
+@cache
+def expected(count, coupling):
+    """Plain autograd of the mean loss over samples 0..count-1, one process, one graph."""
+    pipe, model = lora_model(torch.float64)
+    conditioning, x = batch_of(list(range(count)), pipe)
+    summed = autograd_gradients(
+        pipe, model, conditioning, x, ACTIVE[coupling], coupling, KL_WEIGHT, "through_trajectory", SIGMAS
+    )[0]
+    return {name: gradient / count for name, gradient in summed.items()}
+
+
+@pytest.mark.parametrize("coupling", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_of_the_global_batch(results, accumulation, batch, coupling):
+    ranks = results[(accumulation, batch, coupling, False)]
+    assert [r["wrapper"] for r in ranks] == (["Experts"] if len(ranks) == 1 else ["DistributedDataParallel"] * 2)
+    assert [r["synchronised"] for r in ranks] == [1] * len(ranks)
+    right = expected(accumulation * batch * len(ranks), coupling)
+    for result in ranks:
+        assert_same(result["gradients"], right, 1e-9)
+    for naive in results[(accumulation, batch, coupling, True)]:
+        with pytest.raises(AssertionError, match="relative difference"):
+            assert_same(naive["gradients"], right, 1e-2)

@@ -1,0 +1,319 @@
+"""train_reward_fl.py and the tools as a user runs them, on the embedded tiny world."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
+from PIL import Image
+
+import train_reward_fl
+from rewardfl import checkpoint, config, data, lora, wan
+
+WORLD = ROOT / "assets" / "tiny_world"
+CONFIG = str(ROOT / "configs" / "tiny_face.yaml")
+# four sampling steps, two of them replayed, one clip at a time
+FAST = [
+    "sample.num_inference_steps=4", "sample.mid_timestep=2", "sample.final_timestep=3", "lora.lora_rank=4",
+    "train.gradient_accumulation_steps=1", "train.per_device_train_batch_size=1",
+    "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none",
+]  # fmt: skip
+
+
+def environment():
+    return os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def launch(*overrides, processes=1, check=True):
+    """Run the script with FAST settings as its own process(es)."""
+    start = [sys.executable] + (
+        ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"] if processes > 1 else []
+    )
+    command = [*start, "train_reward_fl.py", "--config", CONFIG, *FAST, *overrides]
+    run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
+    if check and processes == 1:  # gloo may abort at exit after all is done; the files tell
+        assert run.returncode == 0, run.stderr[-3000:]
+    return run
+
+
+def metrics(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
+
+
+def adapter(run, step):
+    return lora.read_adapter(run / "checkpoints" / f"step-{step:06d}" / "transformer_2" / lora.WEIGHTS_NAME)[0]
+
+
+def call(monkeypatch, capsys, *arguments):
+    """The script's main in this process: exit code, standard output and error."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["train_reward_fl.py", "--config", CONFIG, *arguments])
+    code = train_reward_fl.main()
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+# -- runs
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run of six steps that nothing interrupts."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    launch(f"run.output_dir={run}", "train.max_steps=6", "run.save_steps=3")
+    return run
+
+
+def test_a_run_leaves_what_the_design_says(straight):
+    lines = metrics(straight)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    wanted = {
+        "actor/loss", "actor/face_score", "actor/kl_loss", "reward/mean", "reward/coverage", "reward/motion",
+        "reward/held_out", "reward/valid_fraction", "grad_norm", "lr",
+    }  # fmt: skip
+    assert wanted <= lines[0].keys()
+    assert lines[0]["actor/kl_loss"] == 0 and lines[-1]["actor/kl_loss"] > 0  # B starts at zero
+    assert all(line["reward/valid_fraction"] == 1 and line["grad_norm"] > 0 for line in lines)
+    assert [line["lr"] for line in lines[:4]] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3])  # warmup is applied
+    assert (straight / "checkpoints" / "latest").resolve().name == "step-000006"
+    record = json.loads((straight / "run.json").read_text())
+    assert record["config"]["lora"]["lora_rank"] == 4 and record["versions"]["torch"] == torch.__version__.split("+")[0]
+    clip = data.read_video(straight / "samples" / "step-000006" / "00.mp4")
+    assert clip.shape == (9, 64, 128, 3)  # real | generated
+
+
+def test_resuming_is_the_uninterrupted_run(straight, tmp_path):
+    """Three steps, stop, three more; a fourth step was begun and its line in metrics.jsonl is cut back."""
+    run = tmp_path / "run"
+    launch(f"run.output_dir={run}", "train.max_steps=3", "run.save_steps=3")
+    checkpoint.MetricsFile(run / "metrics.jsonl").append(4, {"actor/loss": 123.0})
+    resumed = launch(f"run.output_dir={run}", "train.max_steps=6", "run.save_steps=3")
+    assert "resuming from" in resumed.stdout
+    assert metrics(run) == metrics(straight)
+    mine, theirs = adapter(run, 6), adapter(straight, 6)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_two_processes_equal_accumulation(tmp_path):
+    settings = ["train.max_steps=2", "train.learning_rate=1e-4"]
+    launch(f"run.output_dir={tmp_path / 'one'}", *settings, "train.gradient_accumulation_steps=2")
+    launch(f"run.output_dir={tmp_path / 'two'}", *settings, processes=2)
+    one, two = adapter(tmp_path / "one", 2), adapter(tmp_path / "two", 2)
+    moved = torch.cat([(one[name]).flatten() for name in one if "lora_B" in name])
+    apart = torch.cat([(one[name] - two[name]).flatten() for name in one if "lora_B" in name])
+    assert moved.norm() > 0 and apart.norm() < 1e-3 * moved.norm()  # Adam's first steps divide rounding by rounding
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a["actor/face_score"] == pytest.approx(b["actor/face_score"], rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["bridge", "drtune", "last"])
+def test_other_gradient_modes_and_a_batch_of_two(mode, tmp_path):
+    launch(
+        f"run.output_dir={tmp_path}", f"sample.gradient_mode={mode}", "reward.kl_gradient=fixed_trajectory",
+        "train.max_steps=1", "train.per_device_train_batch_size=2", "train.lr_scheduler_type=cosine",
+        "train.use_gradient_checkpointing=true",
+    )  # fmt: skip
+    (line,) = metrics(tmp_path)
+    assert line["grad_norm"] > 0
+
+
+# -- the tools on the run's adapter
+
+
+def test_generate_equals_stock_diffusers(straight, tmp_path):
+    """The adapter of the run in a stock pipeline, against tools/generate.py."""
+    frame = data.read_video(WORLD / "eval" / "videos" / "000.mp4", 1)[0].numpy()
+    Image.fromarray(frame).save(tmp_path / "face.png")
+    trained = straight / "checkpoints" / "latest"
+    common = [
+        "--model",
+        str(WORLD / "pipeline"),
+        "--image",
+        str(tmp_path / "face.png"),
+        "--prompt",
+        "a person, talking",
+    ]
+    size = [
+        "--height",
+        "64",
+        "--width",
+        "64",
+        "--num-frames",
+        "9",
+        "--steps",
+        "4",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+    ]
+    command = [sys.executable, "tools/generate.py", *common, *size, "--seed", "5", "--adapter", str(trained)]
+    for name in ("a", "b"):
+        run = subprocess.run(
+            [*command, "--out", str(tmp_path / f"{name}.mp4")],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+        )
+        assert run.returncode == 0, run.stderr[-2000:]
+    ours = data.read_video(tmp_path / "a.mp4")
+    assert torch.equal(ours, data.read_video(tmp_path / "b.mp4"))
+
+    pipe = WanImageToVideoPipeline.from_pretrained(WORLD / "pipeline", dtype=torch.float32)
+    pipe.load_lora_weights(trained / "transformer_2", load_into_transformer_2=True)
+    pipe.scheduler = wan.LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=5.0).config)
+    noise = data.noise(wan.latent_shape(pipe, 64, 64, 9), seed=5)
+    video = pipe(
+        image=Image.fromarray(frame), prompt="a person, talking", height=64, width=64, num_frames=9,
+        num_inference_steps=4, guidance_scale=1.0, latents=noise, output_type="pt",
+    ).frames[0]  # fmt: skip
+    data.write_video(tmp_path / "stock.mp4", video.transpose(0, 1) * 2 - 1, 16)
+    stock = data.read_video(tmp_path / "stock.mp4")
+    assert (ours.int() - stock.int()).abs().float().mean() < 0.1  # of 255: mp4 aside, the same pixels
+
+
+def test_evaluate_reports_both_arms(straight, tmp_path):
+    rows = (WORLD / "eval" / "metadata.csv").read_text().splitlines()[:3]
+    (tmp_path / "metadata.csv").write_text("\n".join(rows).replace("videos/", f"{WORLD}/eval/videos/") + "\n")
+    command = [
+        sys.executable,
+        "tools/evaluate.py",
+        "--run",
+        str(straight),
+        "--data",
+        str(tmp_path / "metadata.csv"),
+    ]
+    run = subprocess.run(
+        [*command, "--seeds", "1", "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["people"] == 2 and report["clips"] == 2
+    for name in ("reward", "held_out"):
+        figures = report["recognisers"][name]
+        assert figures["before"]["face_sim"]["low"] <= figures["before"]["face_sim"]["mean"] <= figures["cap"]
+        assert figures["before"]["per_frame"] != figures["after"]["per_frame"]
+    assert "held-out judge" in run.stdout
+    for file in ("grid.png", "curves.png", "videos/000_seed0.mp4"):
+        assert (tmp_path / "out" / file).stat().st_size > 0
+
+
+# -- bad input: refused before weights load, with the way out
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(wan, "load_pipeline", refuse)
+
+
+@pytest.fixture
+def clips(tmp_path):
+    """A copy of three training clips that a test may spoil: (metadata path, its rows)."""
+    with (WORLD / "train" / "metadata.csv").open() as file:
+        rows = list(csv.reader(file))[:4]
+    (tmp_path / "videos").mkdir()
+    for video, _ in rows[1:]:
+        shutil.copy(WORLD / "train" / video, tmp_path / video)
+    return tmp_path / "metadata.csv", rows
+
+
+def write(path, rows):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+@pytest.mark.parametrize(
+    "override,message",
+    [
+        ("train.lerning_rate=1", "unknown key 'train.lerning_rate', did you mean 'learning_rate'?"),
+        ("data.num_frames=10", "data.num_frames must be 2k+1 for this VAE, got 10; try 9 or 11"),
+        ("data.height=60", "data.height must be a multiple of 16, got 60; try 48 or 64"),
+        (
+            "model.trainable_models=dit3",
+            "model.trainable_models takes dit, dit2 (comma separated); got 'dit3'",
+        ),
+        ("model.trainable_models=dit", "dit answers at no active step"),
+        ("sample.mid_timestep=9", "sample.mid_timestep must be at most final_timestep 7, got 9"),
+        ("data.file_name=nowhere.csv", "data.file_name: no such file: nowhere.csv"),
+        ("model.model_paths=nowhere", "model.model_paths: no diffusers pipeline"),
+        ("reward.reward_model_path=nowhere", "reward.reward_model_path: no .onnx files in nowhere"),
+        ("train.train_batch_size=3", "train.train_batch_size is 3"),
+    ],
+)
+def test_bad_settings(monkeypatch, capsys, no_weights, override, message):
+    code, _, error = call(monkeypatch, capsys, "run.output_dir=/nonexistent/never", override)
+    assert code == 2 and message in error
+
+
+def test_bad_rows_are_named_or_skipped(monkeypatch, capsys, no_weights, clips, tmp_path):
+    path, rows = clips
+    rows[1][0] = ""
+    rows[2][0] = "videos/lost.mp4"
+    (tmp_path / rows[3][0]).write_bytes(b"not a video")
+    write(path, rows)
+    arguments = [f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}"]
+    code, _, error = call(monkeypatch, capsys, *arguments)
+    assert code == 2
+    for message in (
+        "3 of 3 rows",
+        "line 2: no video",
+        "line 3:",
+        "lost.mp4: no such file",
+        "line 4:",
+        "cannot be decoded",
+    ):
+        assert message in error
+    with (WORLD / "train" / "metadata.csv").open() as file:
+        good = list(csv.reader(file))[5]
+    shutil.copy(WORLD / "train" / good[0], tmp_path / good[0])
+    write(path, [*rows, good])
+    monkeypatch.setattr(wan, "load_pipeline", lambda *a: (_ for _ in ()).throw(data.DataError("reached the weights")))
+    code, out, error = call(monkeypatch, capsys, *arguments, "data.skip_bad_rows=true")
+    assert "reached the weights" in error
+    assert out.count("skipped: line") == 3
+
+
+def test_a_clip_without_a_face(monkeypatch, capsys, no_weights, clips, tmp_path):
+    path, rows = clips
+    data.write_video(tmp_path / rows[2][0], torch.full((9, 64, 64, 3), 90, dtype=torch.uint8), 8)
+    write(path, rows)
+    code, _, error = call(monkeypatch, capsys, f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}")
+    assert code == 2
+    assert f"line 3: no face was found in {tmp_path / rows[2][0]}" in error and "data.skip_bad_rows: true" in error
+
+
+def test_another_run_in_the_folder(monkeypatch, capsys, no_weights, straight):
+    code, _, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={straight}", "lora.lora_alpha=7")
+    assert code == 2 and "lora.lora_alpha None -> 7" in error
+    code, _, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={straight}", "run.resume_from_checkpoint=false")
+    assert code == 2 and "already holds a run" in error
+
+
+def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
+    code, out, _ = call(monkeypatch, capsys, "--dry-run", f"run.output_dir={tmp_path / 'run'}")
+    assert code == 0 and not (tmp_path / "run").exists()
+    assert "2 per process x 2 accumulation x 1 processes = 4 clips per step" in out
+    assert "   2  0.9375    937.500  high_noise  -" in out
+    assert "   3  0.8929    892.857  low_noise   -" in out
+    assert "   7  0.4167    416.667  low_noise   replayed" in out
+    assert "learning_rate:" in out
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_config_parses(path):
+    config.load(path)

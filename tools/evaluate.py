@@ -1,0 +1,323 @@
+"""Before and after: does the adapter keep the person, on people it never saw, by a judge it was not trained on?
+
+    python tools/evaluate.py --run outputs/tiny_face --data assets/tiny_world/eval/metadata.csv --seeds 2
+
+The same prompts, images and noises are sampled twice, with the adapter off and on, and compared with the real
+clips. Writes OUT (RUN/evaluation): report.json, curves.png, grid.png and videos/*.mp4 (real | before |
+after), and prints a table.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import matplotlib
+
+matplotlib.use("Agg")
+import torch
+from matplotlib import pyplot as plt
+from PIL import Image, ImageDraw
+from torch import Tensor
+from tqdm import tqdm
+
+from rewardfl import config, data, decode, face, flow, reward_flow, wan
+
+ARMS = ("before", "after")
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One person and noise: the real clip and both generated ones, uint8 (F, H, W, 3), and what the recognisers say.
+
+    scores: recogniser -> arm -> its FaceScore, or None where no frame shows a face.
+    """
+
+    row: data.Row
+    seed: int
+    real: Tensor
+    made: dict[str, Tensor]
+    scores: dict[str, dict[str, face.FaceScore | None]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--run", type=Path, required=True, help="folder of a training run; its run.json says how to sample"
+    )
+    parser.add_argument("--adapter", type=Path, help="checkpoint folder (default: RUN/checkpoints/latest)")
+    parser.add_argument("--data", required=True, help="metadata.csv of people who were not trained on")
+    parser.add_argument("--seeds", type=int, default=2, help="noises per person")
+    parser.add_argument("--out", type=Path, help="default: RUN/evaluation")
+    parser.add_argument("--batch", type=int, default=4, help="clips sampled at a time")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run's configuration")
+    args = parser.parse_args()
+    out = args.out or args.run / "evaluation"
+    try:
+        cfg = run_config(args.run, args.overrides)
+        clips, pools = evaluate(cfg, args.adapter or args.run / "checkpoints" / "latest", args, out)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    report = summarise(clips, pools)
+    report["command"] = sys.argv
+    data_path = out / "report.json"
+    data_path.write_text(json.dumps(report, indent=2) + "\n")
+    draw_curves(report, out / "curves.png")
+    draw_grid(clips, out / "grid.png")
+    print(table(report))
+    print(f"\nreport: {data_path}\npictures: {out / 'grid.png'}, {out / 'curves.png'}\nvideos: {out / 'videos'}")
+    return 0
+
+
+def run_config(run: Path, overrides: list[str]) -> config.RunConfig:
+    path = run / "run.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"--run: {path} is missing; name the output_dir of a training run")
+    return config.parse(json.loads(path.read_text())["config"], overrides)
+
+
+@torch.no_grad()
+def evaluate(cfg: config.RunConfig, adapter: Path, args: argparse.Namespace, out: Path) -> tuple[list[Clip], dict]:
+    """Sample and score every person and seed; writes the videos as they come. Pools by recogniser and row id."""
+    size = (cfg.data.height, cfg.data.width, cfg.data.num_frames)
+    rows, problems = data.check_rows(data.load_metadata(args.data), cfg.data.num_frames, cfg.data.skip_bad_rows)
+    packs = {"reward": cfg.reward.reward_model_path, "held_out": cfg.reward.held_out_model_path}
+    judges = {
+        name: face.FaceIdentity(pack, cfg.reward.det_size).to(args.device)
+        for name, pack in packs.items()
+        if pack is not None
+    }
+    real = {row.id: data.load_example(row, *size).video.to(args.device) for row in rows}
+    pools = {name: {row.id: judge.pool(real[row.id]) for row in rows} for name, judge in judges.items()}
+    usable = [row for row in rows if all(pool[row.id] is not None for pool in pools.values())]
+    problems += [f"line {row.line}: no face was found in {row.video}" for row in rows if row not in usable]
+    for problem in problems:
+        print(f"skipped: {problem}")
+    if not usable:
+        raise ValueError(f"--data: no clip of {args.data} shows a face")
+
+    pipe = wan.load_pipeline(cfg.model.model_paths, wan.DTYPES[cfg.model.dtype], cfg.model.tokenizer_path)
+    wan.attach_adapters(pipe, adapter)
+    pipe.to(args.device)
+    boundary = cfg.model.min_timestep_boundary
+    experts = wan.Experts(
+        pipe.transformer, pipe.transformer_2, pipe.config.boundary_ratio if boundary is None else boundary
+    )
+    schedule = flow.linear_sigmas(cfg.sample.num_inference_steps, cfg.sample.shift)
+    sigmas = reward_flow.until_final_step(schedule, cfg.sample.final_timestep)
+    shape = wan.latent_shape(pipe, *size)
+    conditions = {row.id: wan.encode(pipe, row.prompt, real[row.id][:, 0], cfg.data.num_frames) for row in usable}
+    (out / "videos").mkdir(parents=True, exist_ok=True)
+
+    clips = []
+    jobs = [(row, seed) for seed in range(args.seeds) for row in usable]
+    for start in tqdm(range(0, len(jobs), args.batch), desc="evaluating"):
+        batch = jobs[start : start + args.batch]
+        velocity = wan.Velocity(experts, wan.Conditioning.stack([conditions[row.id] for row, _ in batch]))
+        noise = torch.cat([data.noise(shape, data.noise_seed(seed, 0, row.id), args.device) for row, seed in batch])
+        samplers = {"before": velocity.reference, "after": velocity}
+        videos = {
+            arm: decode.decode(pipe.vae, reward_flow.rollout(samplers[arm], noise, sigmas, keep=()).x0).float()
+            for arm in ARMS
+        }
+        for i, (row, seed) in enumerate(batch):
+            scores = {
+                name: {arm: judge.score(videos[arm][i], pools[name][row.id]) for arm in ARMS}
+                for name, judge in judges.items()
+            }
+            made = {arm: data.to_uint8(videos[arm][i]).cpu() for arm in ARMS}
+            clips.append(Clip(row, seed, data.to_uint8(real[row.id]).cpu(), made, scores))
+            beside = torch.cat([clips[-1].real, made["before"], made["after"]], 2)
+            data.write_video(out / "videos" / f"{row.index:03d}_seed{seed}.mp4", beside, data.frame_rate(row.video))
+    return clips, pools
+
+
+# ------------------------------------------------------------------------------------------------------------
+# ------ Statistics. People are resampled, not clips: two noises of one person are not two people.
+
+
+def summarise(clips: list[Clip], pools: dict) -> dict:
+    """All figures of the report; means over clips, 95 % bootstrap intervals over people."""
+    people = sorted({clip.row.id for clip in clips})
+    report: dict = {"people": len(people), "clips": len(clips), "recognisers": {}}
+    for name in pools:
+        figures: dict = {"cap": sum(pools[name][person].cap for person in people) / len(people)}
+        for arm in ARMS:
+            per_frame = torch.stack([frames(clip.scores[name][arm], clip) for clip in clips])
+            values = {"face_sim": per_frame.mean(1)}
+            for key in ("coverage", "speed", "nonrigid"):
+                values[key] = torch.tensor([field(clip.scores[name][arm], key) for clip in clips])
+            figures[arm] = {key: interval(by_person(value, clips, people)) for key, value in values.items()}
+            figures[arm]["per_frame"] = [round(value, 4) for value in per_frame.mean(0).tolist()]
+            figures[arm]["last_quarter"] = float(per_frame[:, -max(1, per_frame.shape[1] // 4) :].mean())
+        figures["gain"] = compared(name, "face_sim", clips, people)
+        figures["motion_after_to_before"] = motion_ratios(name, clips, pools, people, "before")
+        figures["motion_after_to_real"] = motion_ratios(name, clips, pools, people, "real")
+        report["recognisers"][name] = figures
+    report["per_clip"] = [
+        {
+            "id": clip.row.id, "seed": clip.seed,
+            **{f"{name}/{arm}": float(frames(clip.scores[name][arm], clip).mean()) for name in pools for arm in ARMS},
+        }
+        for clip in clips
+    ]  # fmt: skip
+    return report
+
+
+def frames(score: face.FaceScore | None, clip: Clip) -> Tensor:
+    """(F - 1,) FaceSim per frame; 0 for a clip without any face."""
+    return torch.zeros(len(clip.real) - 1) if score is None else score.per_frame.float().cpu()
+
+
+def field(score: face.FaceScore | None, key: str) -> float:
+    return 0.0 if score is None else {"coverage": score.coverage, "speed": score.speed, "nonrigid": score.nonrigid}[key]
+
+
+def by_person(values: Tensor, clips: list[Clip], people: list[str]) -> Tensor:
+    """(people,) mean over each person's clips, of (clips,) values."""
+    return torch.stack(
+        [values[[i for i, clip in enumerate(clips) if clip.row.id == person]].mean() for person in people]
+    )
+
+
+def resampled(count: int) -> Tensor:
+    """(RESAMPLES, count) indices drawn with replacement, always the same."""
+    return torch.randint(0, count, (RESAMPLES, count), generator=torch.Generator().manual_seed(0))
+
+
+def interval(values: Tensor) -> dict[str, float]:
+    means = values[resampled(len(values))].mean(1)
+    return {
+        "mean": float(values.mean()),
+        "low": float(means.quantile(0.025)),
+        "high": float(means.quantile(0.975)),
+    }
+
+
+def compared(name: str, key: str, clips: list[Clip], people: list[str]) -> dict:
+    """The paired gain after - before, absolute and relative to the mean before."""
+    arms = {
+        arm: by_person(torch.stack([frames(c.scores[name][arm], c).mean() for c in clips]), clips, people)
+        for arm in ARMS
+    }
+    rows = resampled(len(people))
+    before, after = arms["before"][rows].mean(1), arms["after"][rows].mean(1)
+    relative = after / before - 1
+    return {
+        "absolute": interval(arms["after"] - arms["before"]),
+        "relative": {
+            "mean": float(arms["after"].mean() / arms["before"].mean() - 1),
+            "low": float(relative.quantile(0.025)),
+            "high": float(relative.quantile(0.975)),
+        },
+        "people_improved": float((arms["after"] > arms["before"]).float().mean()),
+    }
+
+
+def motion_ratios(name: str, clips: list[Clip], pools: dict, people: list[str], to: str) -> dict:
+    """Motion after over motion `to` (before | real): of the means over people, with interval, and median per clip."""
+    result = {}
+    rows = resampled(len(people))
+    for key in ("speed", "nonrigid"):
+        after = torch.tensor([field(clip.scores[name]["after"], key) for clip in clips])
+        if to == "before":
+            base = torch.tensor([field(clip.scores[name]["before"], key) for clip in clips])
+        else:
+            real = {"speed": lambda pool: pool.speed, "nonrigid": lambda pool: pool.nonrigid}[key]
+            base = torch.tensor([real(pools[name][clip.row.id]) for clip in clips])
+        mine, theirs = by_person(after, clips, people), by_person(base, clips, people)
+        ratios = mine[rows].mean(1) / theirs[rows].mean(1).clamp(min=1e-9)
+        result[key] = {
+            "mean": float(mine.mean() / theirs.mean().clamp(min=1e-9)),
+            "low": float(ratios.quantile(0.025)),
+            "high": float(ratios.quantile(0.975)),
+            "median_per_clip": float((after / base.clamp(min=1e-9)).median()),
+        }
+    return result
+
+
+def table(report: dict) -> str:
+    """The report's main figures for a terminal."""
+
+    def show(value: dict, unit: str = "") -> str:
+        scale = 100 if unit == "%" else 1
+        low, high = value["low"] * scale, value["high"] * scale
+        return (
+            f"{value['mean'] * scale:+.1f}% [{low:+.1f}, {high:+.1f}]"
+            if unit
+            else f"{value['mean']:.3f} [{low:.3f}, {high:.3f}]"
+        )
+
+    lines = [f"{report['people']} people, {report['clips']} clips; mean [95 % interval over people]", ""]
+    for name, figures in report["recognisers"].items():
+        lines.append("held-out judge" if name == "held_out" else "reward's recogniser (trained against)")
+        for label, key in (("FaceSim", "face_sim"), ("coverage", "coverage")):
+            lines.append(f"  {label:22s} before {show(figures['before'][key])}   after {show(figures['after'][key])}")
+        lines.append(f"  {'FaceSim gain':22s} {show(figures['gain']['relative'], '%')} relative")
+        lines.append(f"  {'real clips vs themselves':22s} {figures['cap']:.3f}")
+        for to in ("before", "real"):
+            ratio = figures[f"motion_after_to_{to}"]
+            lines.append(
+                f"  {'motion after / ' + to:22s} speed {show(ratio['speed'])}   non-rigid {show(ratio['nonrigid'])}"
+            )
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# ------ Pictures
+
+
+def draw_curves(report: dict, path: Path) -> None:
+    """FaceSim along the clip by each recogniser, and every clip before against after."""
+    figure, axes = plt.subplots(1, 1 + len(report["recognisers"]), figsize=(5 * (1 + len(report["recognisers"])), 4))
+    for axis, (name, figures) in zip(axes, report["recognisers"].items(), strict=False):
+        for arm, colour in zip(ARMS, ("tab:red", "tab:blue"), strict=True):
+            curve = figures[arm]["per_frame"]
+            axis.plot(range(1, len(curve) + 1), curve, marker="o", color=colour, label=arm)
+        axis.axhline(figures["cap"], color="grey", linestyle="--", label="real clips")
+        axis.set(title=f"FaceSim by the {name} recogniser", xlabel="frame", ylabel="cosine", ylim=(0, 1))
+        axis.legend()
+    for name, colour in zip(report["recognisers"], ("tab:orange", "tab:green"), strict=False):
+        before, after = ([clip[f"{name}/{arm}"] for clip in report["per_clip"]] for arm in ARMS)
+        axes[-1].scatter(before, after, s=12, color=colour, label=name)
+    axes[-1].plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+    axes[-1].set(title="every clip", xlabel="before", ylabel="after", xlim=(0, 1), ylim=(0, 1))
+    axes[-1].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_grid(clips: list[Clip], path: Path, people: int = 8, shown: int = 4, height: int = 96) -> None:
+    """A row per person: frames of the real clip | before | after, the judge's (else the reward's) score under each."""
+    chosen = [clip for clip in clips if clip.seed == 0][:people]
+    count, real_height, real_width, _ = chosen[0].real.shape
+    width = round(real_width * height / real_height)
+    picked = torch.linspace(1, count - 1, min(shown, count - 1)).round().long().tolist()
+    columns = ("real", *ARMS)
+    block = len(picked) * width + 10
+    sheet = Image.new("RGB", (len(columns) * block, 16 + len(chosen) * (height + 14)), "white")
+    pen = ImageDraw.Draw(sheet)
+    judge = list(chosen[0].scores)[-1]
+    for c, name in enumerate(columns):
+        pen.text((c * block + 4, 2), name, fill="black")
+        for r, clip in enumerate(chosen):
+            source = clip.real if name == "real" else clip.made[name]
+            top = 16 + r * (height + 14)
+            for k, frame in enumerate(picked):
+                picture = Image.fromarray(source[frame].numpy()).resize((width, height), Image.Resampling.BICUBIC)
+                sheet.paste(picture, (c * block + k * width, top))
+                if name != "real":
+                    score = float(frames(clip.scores[judge][name], clip)[frame - 1])
+                    pen.text((c * block + k * width + 4, top + height), f"{score:.2f}", fill="black")
+    sheet.save(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
