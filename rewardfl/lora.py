@@ -35,7 +35,8 @@ def inject(model: WanTransformer3DModel, rank: int, alpha: float, targets: list[
     ValueError when a target matches no module of the blocks.
     """
     for target in targets:
-        if not any(name.endswith("." + target) and isinstance(m, nn.Linear) for name, m in model.named_modules()):
+        layers = (name for name, m in model.named_modules() if isinstance(m, (nn.Linear, BaseTunerLayer)))
+        if not any(name.endswith("." + target) for name in layers):
             raise ValueError(
                 f"lora.lora_target_modules: {target!r} matches no linear layer of the transformer; "
                 f"use {', '.join(SHORT_NAMES)} or diffusers names such as {', '.join(SHORT_NAMES.values())}"

@@ -1,5 +1,6 @@
 """The only file that knows Wan2.2 I2V: its folder, its conditioning, which expert answers when, its velocity."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +64,14 @@ def load_pipeline(folder: str, dtype: torch.dtype, tokenizer_path: str = "") -> 
     ValueError for pipelines of the family that are not Wan2.2-I2V-A14B shaped (two experts, a boundary, no
     image encoder).
     """
-    if not (Path(folder) / "model_index.json").is_file():
+    index = Path(folder) / "model_index.json"
+    if not index.is_file():
         raise FileNotFoundError(f"model.model_paths: {folder} is not a diffusers pipeline folder (no model_index.json)")
+    given = {"tokenizer"} if tokenizer_path else set()
+    for name, kind in json.loads(index.read_text()).items():
+        # transformers would make an empty tokenizer of a missing folder
+        if isinstance(kind, list) and kind[0] and name not in given and not (Path(folder) / name).is_dir():
+            raise FileNotFoundError(f"model.model_paths: {folder} has no {name} folder")
     parts = {"tokenizer": AutoTokenizer.from_pretrained(tokenizer_path)} if tokenizer_path else {}
     pipe = WanImageToVideoPipeline.from_pretrained(folder, dtype=dtype, local_files_only=True, **parts)
     if pipe.transformer_2 is None or pipe.config.boundary_ratio is None or pipe.config.expand_timesteps:

@@ -111,7 +111,7 @@ def test_another_tokenizer_folder_is_used(tmp_path):
     pipe = random_pipeline()
     pipe.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer").rename(tmp_path / "tokenizer")
-    with pytest.raises(OSError):
+    with pytest.raises(FileNotFoundError, match="has no tokenizer folder"):
         wan.load_pipeline(str(tmp_path / "model"), torch.float32)
     loaded = wan.load_pipeline(str(tmp_path / "model"), torch.float32, str(tmp_path / "tokenizer"))
     assert loaded.tokenizer(PROMPT).input_ids == pipe.tokenizer(PROMPT).input_ids

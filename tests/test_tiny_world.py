@@ -1,0 +1,142 @@
+"""The committed world keeps its promises, its networks are what the real ones are, and it can be rebuilt."""
+
+import hashlib
+import subprocess
+import sys
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from conftest import ROOT
+from insightface.app import FaceAnalysis
+from insightface.utils import face_align
+
+from rewardfl import data, face, wan
+from rewardfl.onnx_module import OnnxModule
+from tiny_world import faces, measure, people, vae
+
+WORLD = ROOT / "assets" / "tiny_world"
+PACKS = ("reward", "judge")
+
+
+def eval_clips(count):
+    rows = data.load_metadata(WORLD / "eval" / "metadata.csv")[:count]
+    return [data.load_example(row, 64, 64, 9).video for row in rows]
+
+
+def run_onnx(path, x):
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(None, {session.get_inputs()[0].name: x.numpy()})
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_recognisers_equal_onnxruntime(pack):
+    path = WORLD / "faces" / pack / "recogniser.onnx"
+    crops = torch.rand(3, 3, 112, 112, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    (expected,) = run_onnx(path, crops)
+    module = OnnxModule(path)
+    assert np.abs(module(crops).numpy() - expected).max() <= 1e-5
+    assert np.abs(module(crops[:1]).numpy() - expected[:1]).max() <= 1e-5
+    assert expected.shape == (3, 512)
+
+
+def test_detector_equals_onnxruntime_frame_by_frame():
+    path = WORLD / "faces" / "reward" / "detector.onnx"
+    frames = torch.nn.functional.interpolate(eval_clips(1)[0].transpose(0, 1)[:2], size=128, mode="bilinear")
+    module = OnnxModule(path)
+    for frame in frames.split(1):
+        expected = run_onnx(path, frame)
+        assert [e.shape for e in expected] == [(2 * n * n, k) for k in (1, 4, 10) for n in (16, 8, 4)]
+        for ours, theirs in zip(module(frame), expected, strict=True):
+            assert np.abs(ours.numpy() - theirs).max() <= 1e-5
+    together, single = module(frames), module(frames[:1])  # a batch: the rows of the first frame come first
+    for both, one in zip(together, single, strict=True):
+        assert (both[: len(one)] - one).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_insightface_reads_the_pack_and_agrees(pack):
+    """insightface's own app on our files: same face, same landmarks, same crop, same embedding."""
+    app = FaceAnalysis(name=str(WORLD / "faces" / pack), providers=["CPUExecutionProvider"])
+    app.prepare(ctx_id=-1, det_size=(128, 128))
+    ours = face.FaceIdentity(WORLD / "faces" / pack, det_size=128)
+    clip = eval_clips(1)[0]
+    frame = clip[:, 4]
+    bgr = np.ascontiguousarray(data.to_uint8(frame[:, None])[0].numpy()[..., ::-1])
+    (theirs,) = app.get(bgr)
+    (mine,) = ours.detector.detect(frame[None])
+    assert np.abs(mine.landmarks[0].numpy() - theirs.kps).max() < 0.2  # px; cv2 resizes 8-bit pixels in fixed point
+    crop = face.align(frame[None], face.similarity_transform(mine.landmarks[:1], face.ARCFACE_TEMPLATE))
+    expected = face_align.norm_crop(bgr, mine.landmarks[0].numpy())[..., ::-1].astype(np.float32) / 127.5 - 1
+    assert np.abs(crop[0].permute(1, 2, 0).numpy() - expected).mean() < 0.01  # interpolation in 1/32 px steps
+    with torch.no_grad():
+        embedding = ours.recogniser(crop)[0].numpy()
+    assert float(embedding @ theirs.normed_embedding) > 0.999
+
+
+def test_size_and_metadata():
+    assert sum(file.stat().st_size for file in WORLD.rglob("*") if file.is_file()) <= 16e6
+    hashes = {}
+    for part, count in (("train", 48), ("eval", 24)):
+        assert (WORLD / part / "metadata.csv").read_text().splitlines()[0] == "video,prompt"
+        rows = data.load_metadata(WORLD / part / "metadata.csv")
+        data.check_rows(rows, 9, skip_bad_rows=False)
+        hashes[part] = {hashlib.sha256(row.video.read_bytes()).hexdigest() for row in rows}
+        assert len(hashes[part]) == count
+    assert not hashes["train"] & hashes["eval"]
+
+
+def test_detector_finds_faces_and_their_landmarks():
+    figures = measure.detection(
+        face.FaceDetector(WORLD / "faces" / "reward" / "detector.onnx", det_size=128), seed=4321
+    )
+    assert figures["found"] >= 0.98 and figures["landmark_error"] <= 0.03
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_recognisers_tell_strangers_apart(pack):
+    recogniser = face.FaceRecogniser(WORLD / "faces" / pack / "recogniser.onnx")
+    strangers = people.draw_people(80, torch.Generator().manual_seed(98765))
+    figures = faces.verification(recogniser, strangers, torch.Generator().manual_seed(1))
+    assert figures["auc"] >= 0.97
+
+
+@torch.no_grad()
+def test_vae_reconstructs_held_out_clips():
+    pipe = wan.load_pipeline(str(WORLD / "pipeline"), torch.float32)
+    assert (pipe.config.boundary_ratio, pipe.transformer.config.in_channels) == (0.9, 34)
+    clips = torch.stack(eval_clips(6))
+    again = pipe.vae.decode(pipe.vae.encode(clips).latent_dist.mode()).sample
+    assert vae.psnr(again, clips) >= 22
+
+
+def test_single_frame_convolutions_are_exact():
+    torch.manual_seed(0)
+    network = vae.new_vae(4, (1, 1, 2))
+    frame = torch.randn(2, 3, 1, 32, 32)
+    with torch.no_grad():
+        expected = vae.raw_decode(network, network.encode(frame).latent_dist.mode())
+        with vae.single_frames():
+            actual = vae.raw_decode(network, network.encode(frame).latent_dist.mode())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_drifting_people_start_as_themselves():
+    generator = torch.Generator().manual_seed(0)
+    traits = people.draw_people(50, generator)
+    path = vae.drifting(traits, generator, share=0.5)
+    assert path.shape == (50, 9, len(people.TRAITS)) and torch.equal(path[:, 0], traits)
+    changed = (path[:, -1] != traits).any(-1)
+    assert 10 < int(changed.sum()) < 40
+
+
+def test_quick_rebuild(tmp_path):
+    """Every stage of tools/make_tiny_world.py with next to no training."""
+    command = [sys.executable, "tools/make_tiny_world.py", "--quick", "--out", str(tmp_path / "world")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    for file in ("figures.json", "contact_sheet.png", "pipeline/model_index.json", "faces/judge/recogniser.onnx"):
+        assert (tmp_path / "world" / file).stat().st_size > 0
+    assert len(data.load_metadata(tmp_path / "world" / "train" / "metadata.csv")) == 4
+    assert "training low" in run.stdout
