@@ -63,8 +63,7 @@ def main() -> int:
 
 
 def train(cfg: RunConfig, dry_run: bool) -> None:
-    # ---------------------------------------------------------------------------------- what will be done,
-    # checked
+    # ---------------------------------------------------------------------------------- what will be done, checked
     configuration.check_paths(cfg)
     spatial, temporal = configuration.vae_factors(cfg.model.model_paths)
     configuration.check_geometry(cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal)
@@ -76,8 +75,7 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     active, coupling = configuration.active_steps(cfg), configuration.resolved_coupling(cfg)
     configuration.check_active_experts(active, sigmas.tolist(), boundary, experts)
     accumulation = cfg.train.gradient_accumulation_steps
-    # accelerate counts backwards: each replayed step is a micro-batch of its own, the last one of an update
-    # synchronises
+    # accelerate counts backwards: each replayed step is a micro-batch, and the last one of an update synchronises
     accelerator = Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=accumulation * len(active), sync_with_dataloader=False
@@ -100,8 +98,7 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     accelerator.wait_for_everyone()
     resume = checkpoint.find_checkpoint(cfg.run.output_dir, cfg.run.resume_from_checkpoint)
 
-    # ---------------------------------------------------------------------------------- data and reward,
-    # before weights
+    # ---------------------------------------------------------------------------------- data and reward, before weights
     rows, problems = data.check_rows(rows, cfg.data.num_frames, cfg.data.skip_bad_rows)
     device = accelerator.device
     reward = face_reward(cfg, cfg.reward.reward_model_path).to(device)
@@ -111,8 +108,7 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
         say(f"skipped: {problem}")
     steps = data.total_steps(len(samples), global_batch, cfg.train.num_train_epochs, cfg.train.max_steps)
 
-    # ---------------------------------------------------------------------------------- model, adapter,
-    # optimizer
+    # ---------------------------------------------------------------------------------- model, adapter, optimizer
     pipe = wan.load_pipeline(cfg.model.model_paths, wan.DTYPES[cfg.model.dtype], cfg.model.tokenizer_path).to(device)
     model = wan.Experts(pipe.transformer, pipe.transformer_2, boundary)
     trained = {expert: model.get_submodule(expert) for expert in experts}
@@ -129,14 +125,18 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(cfg, steps))
     policy, optimizer = accelerator.prepare(model, optimizer)
 
-    # ---------------------------------------------------------------------------------- where an earlier run
-    # stopped
+    # ---------------------------------------------------------------------------------- where an earlier run stopped
     metrics_file = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
     first_step, skipped_in_a_row, history = 0, 0, []
     if resume is not None:
         for name, expert in trained.items():
             lora.load_adapter(expert, resume / wan.PARTS[name])
         state = checkpoint.load_state(resume)
+        if state["samples"] != len(samples):
+            raise checkpoint.CheckpointError(
+                f"{resume} was trained on {state['samples']} clips, data.file_name now gives {len(samples)}: their "
+                "order would change; restore the data or set run.output_dir to a new folder"
+            )
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         first_step, skipped_in_a_row = state["step"], state["skipped_in_a_row"]
@@ -163,8 +163,7 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     reward_scale = cfg.reward.reward_weight / cfg.reward.reward_std
 
     def backward(loss: Tensor) -> None:
-        # accelerator.backward divides by the accumulation count, and with it the cotangent that replay reads
-        # from x_i
+        # accelerator.backward divides by the accumulation count, and so would the cotangent that replay reads from x_i
         accelerator.backward(loss * accelerator.gradient_accumulation_steps)
 
     def micro_step(step: int, micro: int, timer: "Timer") -> dict[str, Tensor]:
@@ -203,12 +202,8 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
         return logged | ({"held_out": judged.parts["face_score"]} if judged else {})
 
     # ---------------------------------------------------------------------------------- Go!
-    progress = tqdm(
-        range(first_step, steps),
-        initial=first_step,
-        total=steps,
-        disable=not accelerator.is_local_main_process,
-    )
+    quiet = not accelerator.is_local_main_process
+    progress = tqdm(range(first_step, steps), initial=first_step, total=steps, disable=quiet)
     for step in progress:
         timer = Timer()
         with timer("step"):
@@ -245,8 +240,8 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
         if done % cfg.run.save_steps == 0 or done == steps:
             if accelerator.is_main_process:
                 state = {
-                    "step": done, "skipped_in_a_row": skipped_in_a_row, "optimizer": optimizer.state_dict(),
-                    "scheduler": scheduler.state_dict(),
+                    "step": done, "skipped_in_a_row": skipped_in_a_row, "samples": len(samples),
+                    "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
                 }  # fmt: skip
                 checkpoint.save_checkpoint(
                     cfg.run.output_dir, done, lambda folder: save_adapters(trained, folder), state
@@ -257,8 +252,7 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     say(f"done: {cfg.run.output_dir}/checkpoints/latest")
 
 
-# ------------------------------------------------------------------------------------------------------------
-# ---------
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def plan(cfg, sigmas, boundary, active, coupling, num_rows, global_batch, steps, accelerator) -> str:

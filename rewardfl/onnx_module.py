@@ -370,8 +370,7 @@ class _Step:
 
 
 class OnnxModule(nn.Module):
-    """Runs the ONNX graph stored at `path`, differentiably, for any batch size, even if exported with batch
-    1.
+    """Runs the ONNX graph stored at `path`, differentiably, for any batch size, even if exported with batch 1.
 
     Takes the one graph input; returns its output, or a tuple in graph order when there are several. Float
     weights are float32 buffers; `.to(device, dtype)` moves them. There are no parameters, and train() and
