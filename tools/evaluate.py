@@ -138,8 +138,8 @@ def evaluate(cfg: config.RunConfig, adapter: Path, args: argparse.Namespace, out
     return clips, pools
 
 
-# ------------------------------------------------------------------------------------------------------------
-# ------ Statistics. People are resampled, not clips: two noises of one person are not two people.
+# --------------------------------------------------------------------------------------------------------------------
+# Statistics. People are resampled, not clips: two noises of one person are not two people.
 
 
 def summarise(clips: list[Clip], pools: dict) -> dict:
@@ -269,8 +269,8 @@ def table(report: dict) -> str:
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# ------ Pictures
+# --------------------------------------------------------------------------------------------------------------------
+# Pictures
 
 
 def draw_curves(report: dict, path: Path) -> None:
