@@ -115,6 +115,19 @@ def test_two_processes_equal_accumulation(tmp_path):
         assert a["actor/face_score"] == pytest.approx(b["actor/face_score"], rel=1e-4)
 
 
+def test_it_learns(clips, tmp_path):
+    """Two people with one noise each: twelve updates must raise their own score, by the judge too."""
+    path, rows = clips
+    write(path, rows[:3])
+    launch(
+        f"run.output_dir={tmp_path / 'run'}", f"data.file_name={path}", "sample.noises_per_sample=1",
+        "train.max_steps=12", "train.per_device_train_batch_size=2", "train.warmup_steps=0", "reward.kl_weight=0",
+    )  # fmt: skip
+    lines = metrics(tmp_path / "run")
+    for key in ("actor/face_score", "reward/held_out"):
+        assert lines[-1][key] > lines[0][key] + 0.05
+
+
 @pytest.mark.parametrize("mode", ["bridge", "drtune", "last"])
 def test_other_gradient_modes_and_a_batch_of_two(mode, tmp_path):
     launch(
@@ -301,7 +314,7 @@ def test_another_run_in_the_folder(monkeypatch, capsys, no_weights, straight):
 def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
     code, out, _ = call(monkeypatch, capsys, "--dry-run", f"run.output_dir={tmp_path / 'run'}")
     assert code == 0 and not (tmp_path / "run").exists()
-    assert "2 per process x 2 accumulation x 1 processes = 4 clips per step" in out
+    assert "4 per process x 1 accumulation x 1 processes = 4 clips per step" in out
     assert "   2  0.9375    937.500  high_noise  -" in out
     assert "   3  0.8929    892.857  low_noise   -" in out
     assert "   7  0.4167    416.667  low_noise   replayed" in out

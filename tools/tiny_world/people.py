@@ -59,18 +59,18 @@ def draw_motion(count: int, generator: torch.Generator, num_frames: int = NUM_FR
         return amplitude * uniform(0.4, 1.0) * torch.sin(2 * math.pi * cycles * time + phase)
 
     turn = uniform(-1, 1)  # a sweep of the head to one side, on top of the wobble
-    yaw = (wave(0.15) + 0.38 * turn * (time - 0.5)).clamp(-0.5, 0.5)
+    yaw = (wave(0.10) + 0.32 * turn * (time - 0.5)).clamp(-0.5, 0.5)
     talks = (uniform(0, 1) < 0.6).float()
     mouth = talks * (0.5 + 0.5 * torch.sin(2 * math.pi * (uniform(1.5, 2.5) * time + uniform(0, 1)))) * uniform(0.6, 1)
     blinks = (uniform(0, 1) < 0.5).float()
     blink = blinks * torch.exp(-(((time - uniform(0.3, 0.8)) / 0.09) ** 2))
     motion = Motion(
-        x=SIZE / 2 - 0.5 + uniform(-3, 3) + wave(2.5),
-        y=SIZE / 2 + 1.5 + uniform(-2, 2) + wave(2.0),
-        scale=uniform(20.5, 24.5) * torch.exp(wave(0.06)),
-        roll=uniform(-0.08, 0.08) + wave(0.12),
+        x=SIZE / 2 - 0.5 + uniform(-3, 3) + wave(1.6),
+        y=SIZE / 2 + 1.5 + uniform(-2, 2) + wave(1.3),
+        scale=uniform(20.5, 24.5) * torch.exp(wave(0.04)),
+        roll=uniform(-0.08, 0.08) + wave(0.07),
         yaw=yaw,
-        nod=wave(0.12),
+        nod=wave(0.08),
         blink=blink,
         mouth=mouth,
     )

@@ -26,7 +26,7 @@ from .people import NUM_FRAMES, SIZE, describe, draw_motion, draw_people, render
 from .vae import LATENT_CHANNELS, TEMPORAL, drifting
 
 BOUNDARY, SHIFT = 0.9, 5.0
-DRIFT_SHARE = 0.6  # of the clips that the experts learn from
+DRIFT_SHARE = 0.5  # of the clips that the experts learn from
 TEXT_DIM, TEXT_LENGTH, SHORT_TEXT = 32, 512, 32
 WORDS = """a person with short long blond brown dark hair and beard glasses
     talking silent turning left right facing the camera blinking""".split()  # noqa: SIM905
