@@ -35,9 +35,9 @@ class Plan:
     reward_steps: int = 450
     judge_steps: int = 400
     people_per_step: int = 96
-    clips: int = 6000
-    high_steps: int = 1500
-    low_steps: int = 4000
+    clips: int = 5000
+    high_steps: int = 1900
+    low_steps: int = 4600
     layers: tuple[int, int] = (4, 6)  # of the high-noise and the low-noise expert
     train_people: int = 48
     eval_people: int = 24
