@@ -11,79 +11,18 @@ import re
 import shutil
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rewardfl.files import atomic_directory, atomic_write, temporary_path
+
 
 class CheckpointError(ValueError):
     """A run folder or checkpoint that cannot be used. The message names the path and the way out."""
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Atomic writes
-
-
-def atomic_write(path: str | Path, content: bytes | str) -> None:
-    """Write `content` so that `path` holds what it held before or all of it, even after a power cut."""
-    path = Path(path)
-    temporary = _temporary(path)
-    try:
-        with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _fsync(path.parent)
-
-
-@contextmanager
-def atomic_directory(path: str | Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` when the block ends without an exception and vanishes otherwise.
-
-    Replaces a folder that is already at `path`. Files get the mode that the umask gives.
-    """
-    path = Path(path)
-    temporary = _temporary(path)
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed process with our pid: containers count from 1
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        files = [file for file in temporary.rglob("*") if not file.is_symlink()]
-        for file in files:
-            if file.is_file():
-                file.chmod(temporary.stat().st_mode & 0o666)  # safetensors' save_file leaves 0600
-            _fsync(file)
-        _fsync(temporary)
-        if path.exists():
-            # A folder cannot be replaced in one step: a kill between these two leaves no `path`, never half.
-            old = path.with_name(f"{temporary.name}-old")
-            os.replace(path, old)
-            os.replace(temporary, path)
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, path)
-        _fsync(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # gone already unless something above failed
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f"{path.name}.tmp-{os.getpid()}")
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -327,7 +266,7 @@ def _damage(path: Path) -> str:
 
 def _point_latest_at(path: Path) -> None:
     latest = path.with_name("latest")
-    temporary = _temporary(latest)
+    temporary = temporary_path(latest)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(path.name)  # relative, so that the run's folder can be moved
     os.replace(temporary, latest)

@@ -1,5 +1,7 @@
 """A Wan2.2-I2V-shaped pipeline with random weights, small enough to differentiate in float64."""
 
+import contextlib
+import io
 import os
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
 
+import _common  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -39,3 +42,16 @@ def random_pipeline(dtype: torch.dtype = torch.float32):
 @pytest.fixture
 def pipe():
     return random_pipeline()
+
+
+def run_tool(main, *arguments, expect=0):
+    """Run a merging tool's main in this process as the shell would; returns what it printed."""
+    output, argv = io.StringIO(), sys.argv
+    sys.argv = ["tool", *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), pytest.raises(SystemExit) as stop:
+            _common.run(main)
+    finally:
+        sys.argv = argv
+    assert stop.value.code == expect, output.getvalue()
+    return output.getvalue()

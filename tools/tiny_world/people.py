@@ -47,6 +47,20 @@ def draw_people(count: int, generator: torch.Generator) -> Tensor:
     return traits
 
 
+def drifting(traits: Tensor, generator: torch.Generator, num_frames: int = NUM_FRAMES) -> Tensor:
+    """Traits (N, F, K) of people (N, K) who turn into the average face along the clip, all by different amounts.
+
+    The amount at the clip's end has density 2d on [0, 1]: most lose much of their face, some keep it. Beard
+    and glasses stay.
+    """
+    average = torch.full_like(traits, 0.5)
+    for name in ("beard", "glasses"):
+        average[:, TRAITS.index(name)] = traits[:, TRAITS.index(name)]
+    amount = torch.rand(len(traits), 1, 1, generator=generator).sqrt()
+    path = torch.linspace(0, 1, num_frames)[None, :, None] * amount
+    return traits[:, None] + path * (average - traits)[:, None]
+
+
 def draw_motion(count: int, generator: torch.Generator, num_frames: int = NUM_FRAMES) -> tuple[Motion, list[str]]:
     """A smooth random motion per clip, and the words that describe it."""
     time = torch.linspace(0, 1, num_frames)

@@ -11,7 +11,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResample
 from torch import Tensor
 
-from .people import Motion, draw_motion, draw_people, render
+from .people import Motion, draw_motion, draw_people, drifting, render
 
 SPATIAL, TEMPORAL, LATENT_CHANNELS = 4, 2, 16
 
@@ -66,10 +66,10 @@ def single_frames() -> Iterator[None]:
 
 
 def training_clips(count: int, generator: torch.Generator) -> Tensor:
-    """(count, 3, F, H, W) clips of random people; a third of them with people who change along the clip."""
+    """(count, 3, F, H, W) clips of random people who change along the clip, as those do that the experts make."""
     traits = draw_people(count, generator)
     motion, _ = draw_motion(count, generator)
-    return render(drifting(traits, generator, share=0.35), motion, generator)[0]
+    return render(drifting(traits, generator), motion, generator)[0]
 
 
 def training_frames(count: int, generator: torch.Generator) -> Tensor:
@@ -77,16 +77,6 @@ def training_frames(count: int, generator: torch.Generator) -> Tensor:
     motion, _ = draw_motion(count, generator)
     moment = Motion(*(value[:, :1] for value in vars(motion).values()))
     return render(draw_people(count, generator), moment, generator)[0]
-
-
-def drifting(traits: Tensor, generator: torch.Generator, share: float, num_frames: int = 9) -> Tensor:
-    """Traits (N, F, K) along a clip: a share of the people turn into somebody else, from the second frame on."""
-    count = traits.shape[0]
-    others = draw_people(count, generator)
-    target = torch.rand(count, 1, 1, generator=generator) * 0.5 + 0.4  # how far towards the other person
-    drifts = (torch.rand(count, 1, 1, generator=generator) < share).float()
-    path = torch.linspace(0, 1, num_frames)[None, :, None] * target * drifts
-    return traits[:, None] + path * (others - traits)[:, None]
 
 
 def raw_decode(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """The tiny world's video model: tokenizer, text encoder and two Wan2.2-shaped experts, trained by flow matching.
 
-The base is trained on clips in which most people slowly turn into somebody else. So it has learned both to
-keep a person and to lose one, like a model trained on clips from the web, and it samples between the two: it
-drifts.
+The base is trained on clips in which most people slowly turn into the average face. So it has learned both
+to keep a person and to lose one, and it samples between the two: it drifts.
 """
 
 import copy
@@ -22,11 +21,10 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
-from .people import NUM_FRAMES, SIZE, describe, draw_motion, draw_people, render
-from .vae import LATENT_CHANNELS, TEMPORAL, drifting
+from .people import NUM_FRAMES, SIZE, describe, draw_motion, draw_people, drifting, render
+from .vae import LATENT_CHANNELS, TEMPORAL
 
 BOUNDARY, SHIFT = 0.9, 5.0
-DRIFT_SHARE = 0.5  # of the clips that the experts learn from
 TEXT_DIM, TEXT_LENGTH, SHORT_TEXT = 32, 512, 32
 WORDS = """a person with short long blond brown dark hair and beard glasses
     talking silent turning left right facing the camera blinking""".split()  # noqa: SIM905
@@ -93,7 +91,7 @@ def training_set(pipe: WanImageToVideoPipeline, count: int, seed: int, log) -> C
     for start in range(0, count, 50):
         people = draw_people(50, generator)
         motion, actions = draw_motion(50, generator)
-        video = render(drifting(people, generator, DRIFT_SHARE), motion, generator)[0]
+        video = render(drifting(people, generator), motion, generator)[0]
         latents.append(encode_latents(pipe.vae, video).half())
         image = torch.cat([video[:, :, :1], grey.expand(50, -1, -1, -1, -1)], 2)
         condition = encode_latents(pipe.vae, image)
@@ -125,12 +123,18 @@ def train_expert(
     for block in expert.blocks:
         block.attn2.set_processor(ShortTextAttention())
     average = copy.deepcopy(expert)
-    optimizer = torch.optim.AdamW(expert.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=1e-3)
+    # Muon on the blocks' matrices: at the same time it was ahead of AdamW alone (docs/log.md)
+    matrices = [p for name, p in expert.named_parameters() if p.ndim == 2 and name.startswith("blocks.")]
+    others = [p for name, p in expert.named_parameters() if p.ndim != 2 or not name.startswith("blocks.")]
+    optimizers = (
+        torch.optim.Muon(matrices, lr=lr, weight_decay=1e-3, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=1e-3),
+    )
     generator = torch.Generator().manual_seed(seed)
     start, running = time.time(), None
     for step in range(steps):
         rate = lr * min(1, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * step / steps)) + 1e-6
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = rate
         rows = torch.randint(0, len(clips.latents), (batch,), generator=generator)
         x0, condition, text = clips.latents[rows].float(), clips.condition[rows].float(), clips.text[rows]
@@ -140,10 +144,11 @@ def train_expert(
         with torch.autocast("cpu", torch.bfloat16):
             velocity = expert(torch.cat([x, condition], 1), 1000 * sigma, text, return_dict=False)[0]
         loss = (velocity.float() - (noise - x0)).square().mean()
-        optimizer.zero_grad()
+        expert.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(expert.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         decay = min(0.998, (step + 1) / (step + 20))
         with torch.no_grad():
             torch._foreach_lerp_(list(average.parameters()), list(expert.parameters()), 1 - decay)

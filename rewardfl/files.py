@@ -1,0 +1,67 @@
+"""Files and folders that are written whole or not at all. No torch here."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def atomic_write(path: str | Path, content: bytes | str) -> None:
+    """Write `content` so that `path` holds what it held before or all of it, even after a power cut."""
+    path = Path(path)
+    temporary = temporary_path(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync(path.parent)
+
+
+@contextmanager
+def atomic_directory(path: str | Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `path` when the block ends without an exception and vanishes otherwise.
+
+    Replaces a folder that is already at `path`. Files get the mode that the umask gives.
+    """
+    path = Path(path)
+    temporary = temporary_path(path)
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed process with our pid: containers count from 1
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        files = [file for file in temporary.rglob("*") if not file.is_symlink()]
+        for file in files:
+            if file.is_file() and file.stat().st_nlink == 1:  # a hard link shares its mode with the original
+                file.chmod(temporary.stat().st_mode & 0o666)  # safetensors' save_file leaves 0600
+            fsync(file)
+        fsync(temporary)
+        if path.exists():
+            # A folder cannot be replaced in one step: a kill between these two leaves no `path`, never half.
+            old = path.with_name(f"{temporary.name}-old")
+            os.replace(path, old)
+            os.replace(temporary, path)
+            shutil.rmtree(old)
+        else:
+            os.replace(temporary, path)
+        fsync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # gone already unless something above failed
+
+
+def temporary_path(path: Path) -> Path:
+    """Where `path` is written before it takes its place: next to it, on the same file system."""
+    return path.with_name(f"{path.name}.tmp-{os.getpid()}")
+
+
+def fsync(path: Path) -> None:
+    """Make sure that what `path` (a file or a folder) holds is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

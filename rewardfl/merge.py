@@ -1,0 +1,364 @@
+"""Merging LoRAs into a Wan checkpoint, a few rows of one tensor at a time.
+
+All arithmetic is float32 with one rounding at the end. A bfloat16 file cannot hold a small update whatever the
+arithmetic: a weight that moves by less than half its spacing does not move. So `Kept` measures what survived.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rewardfl import wan_names
+from rewardfl.lora_files import TORCH_DTYPES, Lora, Update, as_bytes, load
+from rewardfl.shards import BLOCK_BYTES, Checkpoint, Entry, Part, Refused, copy_of
+
+DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --dtype
+QUANTISED = ("scale_weight", "scale_input", "weight_scale", "comfy_quant", "scaled_fp8")  # names of their scales
+SAMPLE_ROWS = 64  # of each merged tensor, for the dry run's estimate and for verification
+
+
+@dataclass
+class Kept:
+    """How much of the intended update arrived in the file, over sampled rows: <realised, intended> / |intended|^2."""
+
+    along: float = 0.0  # <realised, intended>
+    intended: float = 0.0  # |intended|^2
+    error: float = 0.0  # |realised - intended|^2
+    unchanged: int = 0
+    elements: int = 0
+
+    def add(self, before: Tensor, wanted: Tensor, after: Tensor) -> None:
+        """before: stored weights; wanted: merged, unrounded; after: as stored. All float32."""
+        intended, realised = (wanted - before).double(), (after - before).double()
+        self.along += float((realised * intended).sum())
+        self.intended += float(intended.square().sum())
+        self.error += float((realised - intended).square().sum())
+        self.unchanged += int((after == before).sum())
+        self.elements += before.numel()
+
+    @property
+    def share(self) -> float:
+        """1 when the file moved as far as the LoRA says, on average; nan when the LoRA moves nothing."""
+        return self.along / self.intended if self.intended else float("nan")
+
+    @property
+    def relative_error(self) -> float:
+        return (self.error / self.intended) ** 0.5 if self.intended else float("nan")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to write for one expert. `merged`: target tensor (name in the base) -> its updates with strengths."""
+
+    base: Checkpoint
+    parts: list[Part]
+    merged: dict[str, list[tuple[Update, float]]]
+    naming: str  # of the base: diffusers or original
+    prefix: str
+    kept: Kept = field(default_factory=Kept)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Checks: everything that headers and the LoRA's values can tell, before a byte is written
+
+
+def check_unquantised(base: Checkpoint) -> None:
+    """Refused for fp8, int8 and other quantised checkpoints, by dtype or by their scale tensors."""
+    for name, entry in base.tensors.items():
+        leaf = name.rpartition(".")[2]
+        if leaf in QUANTISED or entry.dtype not in ("F64", "F32", "F16", "BF16"):
+            raise Refused(
+                f"{entry.file} is quantised (tensor {name}, {entry.dtype}): most of an update would be rounded away. "
+                "Merge into the fp32, fp16 or bf16 checkpoint and quantise the result"
+            )
+
+
+def check_finite(lora: Lora) -> float:
+    """Largest magnitude of the `up`, `diff` and bias tensors, which is 0 for a LoRA that was never trained.
+
+    Refused when any of the LoRA's values is nan or infinite.
+    """
+    largest = 0.0
+    for update in lora.updates.values():
+        for role, source in update.sources().items():
+            values = load(source)
+            if not bool(torch.isfinite(values).all()):
+                raise Refused(f"{lora.path}: {role} of {update.module} has values that are nan or infinite")
+            if role not in ("down", "magnitude"):
+                largest = max(largest, float(values.abs().max()))
+    return largest
+
+
+def targets(update: Update, names: dict[str, Entry]) -> dict[str, str]:
+    """{"weight" and/or "bias": tensor of the base, by diffusers name} that an update changes."""
+    found = {}
+    if update.down is not None or update.diff is not None:
+        found["weight"] = update.module if update.module in names else f"{update.module}.weight"
+    if update.up_bias is not None or update.diff_b is not None:
+        found["bias"] = f"{update.module}.bias"
+    return found
+
+
+def check_fits(lora: Lora, update: Update, names: dict[str, Entry]) -> None:
+    """Refused when the base has no such tensor, or one of another shape."""
+    for kind, target in targets(update, names).items():
+        if target not in names:
+            raise Refused(
+                f"{lora.path}: the base has no {target} for the LoRA's {update.module}; it was trained on another "
+                "model (Wan2.1-I2V has image projections that Wan2.2 lacks)"
+            )
+        shape = names[target].shape
+        wanted = {}
+        if kind == "weight" and update.down is not None:
+            wanted["up @ down"] = (update.up.shape[0], *update.down.shape[1:])
+            if any(size != 1 for size in update.up.shape[2:]):
+                raise Refused(f"{lora.path}: up of {update.module} is {tuple(update.up.shape)}, not a 1x1 kernel")
+            if update.magnitude is not None and update.magnitude.shape.count(1) < len(update.magnitude.shape) - 1:
+                raise Refused(f"{lora.path}: magnitude of {update.module} is {tuple(update.magnitude.shape)}")
+            if update.magnitude is not None and max(update.magnitude.shape) != shape[0]:
+                raise Refused(
+                    f"{lora.path}: the DoRA magnitude of {update.module} has {max(update.magnitude.shape)} values for "
+                    f"{shape[0]} outputs; magnitudes of the inputs (LyCORIS' wd_on_output=False) are not supported"
+                )
+        if kind == "weight" and update.diff is not None:
+            wanted["diff"] = tuple(update.diff.shape)
+        if kind == "bias":
+            source = update.up_bias if update.up_bias is not None else update.diff_b
+            wanted["bias"] = tuple(source.shape)
+        for what, given in wanted.items():
+            if given != shape:
+                raise Refused(f"{lora.path}: {what} of {update.module} is {given}, the base's {target} is {shape}")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Planning
+
+
+def plan(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str, names: str) -> Plan:
+    """Parts of the merged checkpoint. dtype: keep | fp32 | bf16 | fp16; names: keep | diffusers | original | comfy.
+
+    bf16 and fp16 leave those tensors in float32 that diffusers keeps in float32. Refused for whatever does not
+    fit (see the checks above).
+    """
+    check_unquantised(base)
+    try:
+        naming, prefix = wan_names.naming(list(base.tensors))
+    except ValueError as error:
+        raise Refused(f"{base.path}: {error}") from None
+    by_diffusers_name = {wan_names.common_name(name, naming, prefix): entry for name, entry in base.tensors.items()}
+    merged: dict[str, list[tuple[Update, float]]] = {}
+    for lora, strength in loras:
+        for update in lora.updates.values():
+            check_fits(lora, update, by_diffusers_name)
+            for target in targets(update, by_diffusers_name).values():
+                merged.setdefault(by_diffusers_name[target].name, []).append((update, strength))
+    kept = Kept()
+    parts = []
+    for name, entry in base.tensors.items():
+        common = wan_names.common_name(name, naming, prefix)
+        stored = stored_dtype(entry, common, dtype)
+        new_name = wan_names.output_name(common, name, names)
+        if name in merged:
+            parts.append(Part(new_name, stored, entry.shape, _merging(entry, merged[name], stored, kept)))
+        elif stored == entry.dtype:
+            parts.append(copy_of(entry, new_name))
+        else:
+            parts.append(Part(new_name, stored, entry.shape, _casting(entry, stored)))
+    return Plan(base, parts, merged, naming, prefix, kept)
+
+
+def stored_dtype(entry: Entry, common: str, dtype: str) -> str:
+    if dtype == "keep":
+        return entry.dtype
+    return "F32" if wan_names.stays_float32(common) else DTYPES[dtype]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Arithmetic
+
+
+def row_blocks(entry: Entry) -> Iterator[tuple[int, int]]:
+    """(first row, number of rows) of pieces of about BLOCK_BYTES in float32."""
+    total = entry.shape[0] if entry.shape else 1
+    rows = max(1, BLOCK_BYTES // max(1, 4 * entry.row_bytes // _item(entry)))
+    for first in range(0, total, rows):
+        yield first, min(rows, total - first)
+
+
+def _item(entry: Entry) -> int:
+    return TORCH_DTYPES[entry.dtype].itemsize
+
+
+def read_rows(entry: Entry, first: int, count: int) -> Tensor:
+    """(count, everything else flattened) float32."""
+    flat = torch.frombuffer(entry.read(first, count), dtype=TORCH_DTYPES[entry.dtype])
+    return flat.reshape(count, -1).float()
+
+
+def to_bytes(values: Tensor, dtype: str, what: str) -> memoryview:
+    """The values rounded once to the stored dtype. Refused when they do not fit into it."""
+    rounded = values.to(TORCH_DTYPES[dtype])
+    if not bool(torch.isfinite(rounded).all()):
+        raise Refused(f"{what} has values beyond what {dtype} can hold, or nan; use --dtype fp32 or bf16")
+    return as_bytes(rounded)
+
+
+class Terms:
+    """The updates of one tensor, loaded, to be added to any rows of it."""
+
+    def __init__(self, entry: Entry, updates: Sequence[tuple[Update, float]], bias: bool):
+        self.terms: list[tuple[str, tuple]] = []
+        for update, strength in updates:
+            if bias:
+                if update.up_bias is not None:
+                    # peft scales this bias as it scales the product; kohya's diff_b takes the strength alone
+                    self.terms.append(("full", (load(update.up_bias).reshape(-1, 1), strength * update.scale)))
+                if update.diff_b is not None:
+                    self.terms.append(("full", (load(update.diff_b).reshape(-1, 1), strength)))
+                continue
+            if update.down is not None:
+                up, down = load(update.up).flatten(1), load(update.down).flatten(1)
+                if update.magnitude is None:
+                    self.terms.append(("low_rank", (up, down, update.scale * strength)))
+                else:
+                    magnitude = load(update.magnitude).reshape(-1, 1)
+                    self.terms.append(("dora", (up, down, update.scale, magnitude, strength)))
+            if update.diff is not None:
+                self.terms.append(("full", (load(update.diff).reshape(entry.shape[0], -1), strength)))
+
+    def add_to(self, rows: Tensor, first: int) -> Tensor:
+        """`rows` of the base from row `first` -> the merged rows; a new tensor only where a DoRA needs the old."""
+        chosen = slice(first, first + len(rows))
+        base = rows.clone() if any(kind == "dora" for kind, _ in self.terms) else rows
+        for kind, values in self.terms:
+            if kind == "full":
+                rows.add_(values[0][chosen], alpha=values[1])
+            elif kind == "low_rank":
+                rows.addmm_(values[0][chosen], values[1], alpha=values[2])
+            else:  # W' = m (W + s BA) / |W + s BA| by rows (DoRA, arXiv 2402.09353, eq. 5)
+                up, down, scale, magnitude, strength = values
+                direction = torch.addmm(base, up[chosen], down, alpha=scale)
+                direction *= magnitude[chosen] / direction.norm(dim=1, keepdim=True)
+                rows.add_(direction - base, alpha=strength)
+        return rows
+
+
+def _terms(entry: Entry, updates: Sequence[tuple[Update, float]]) -> Terms:
+    return Terms(entry, updates, bias=entry.name.endswith(".bias"))
+
+
+def _merging(
+    entry: Entry, updates: Sequence[tuple[Update, float]], stored: str, kept: Kept
+) -> Callable[[], Iterator[memoryview]]:
+    def content() -> Iterator[memoryview]:
+        terms = _terms(entry, updates)
+        blocks = list(row_blocks(entry))
+        for index, (first, count) in enumerate(blocks):
+            rows = read_rows(entry, first, count)
+            sample = min(SAMPLE_ROWS, count) if index == len(blocks) // 2 else 0
+            before = rows[:sample].clone()
+            merged = terms.add_to(rows, first)
+            written = to_bytes(merged, stored, f"{entry.name} after merging")
+            if sample:
+                wanted = merged[:sample]
+                kept.add(before, wanted, wanted.to(TORCH_DTYPES[stored]).float())
+            yield written
+
+    return content
+
+
+def _casting(entry: Entry, stored: str) -> Callable[[], Iterator[memoryview]]:
+    def content() -> Iterator[memoryview]:
+        for first, count in row_blocks(entry):
+            yield to_bytes(read_rows(entry, first, count), stored, f"{entry.name} of {entry.file}")
+
+    return content
+
+
+def estimate_kept(plan: Plan) -> Kept:
+    """What the plan would keep, from a few rows of every merged tensor; reads little and writes nothing."""
+    kept = Kept()
+    dtypes = {part.name: part.dtype for part in plan.parts}
+    by_base = dict(zip(plan.base.tensors, plan.parts, strict=True))
+    for name, updates in plan.merged.items():
+        entry, stored = plan.base.tensors[name], dtypes[by_base[name].name]
+        total = entry.shape[0]
+        count = min(SAMPLE_ROWS, total)
+        first = (total - count) // 2
+        before = read_rows(entry, first, count)
+        wanted = _terms(entry, updates).add_to(before.clone(), first)
+        kept.add(before, wanted, wanted.to(TORCH_DTYPES[stored]).float())
+    return kept
+
+
+# ------------------------------------------------------------------------------------------------------------
+# A second look at what was written
+
+
+def verify(plan: Plan, written: Checkpoint, progress: Callable[[int], None]) -> None:
+    """Compare the output with base and LoRAs: copies byte by byte, merged tensors by rows computed in float64.
+
+    Refused (the output is wrong) at the first difference beyond the rounding of the stored dtype.
+    """
+    names = {part.name for part in plan.parts}
+    if surplus := written.tensors.keys() ^ names:
+        raise Refused(f"{written.path} and the plan differ in tensor {sorted(surplus)[0]}")
+    for (name, entry), part in zip(plan.base.tensors.items(), plan.parts, strict=True):
+        output = written.tensors[part.name]
+        if (output.dtype, output.shape) != (part.dtype, part.shape):
+            raise Refused(f"{written.path}: {part.name} is {output.dtype} {output.shape}")
+        if name in plan.merged:
+            _verify_merged(entry, plan.merged[name], output)
+        elif output.dtype == entry.dtype:
+            if any(a != b for a, b in zip(entry.blocks(), output.blocks(), strict=True)):
+                raise Refused(f"{written.path}: {part.name} is not a copy of {entry.name} in {entry.file}")
+        else:
+            for first, count in row_blocks(entry):
+                wanted = read_rows(entry, first, count).to(TORCH_DTYPES[output.dtype]).float()
+                if not torch.equal(wanted, read_rows(output, first, count)):
+                    raise Refused(f"{written.path}: {part.name} is not {entry.name} rounded to {output.dtype}")
+        progress(part.nbytes)
+
+
+def _verify_merged(entry: Entry, updates: Sequence[tuple[Update, float]], output: Entry) -> None:
+    """Some rows from both ends and the middle, by the formula and in float64, not by the code that merged them."""
+    total = entry.shape[0]
+    count = min(8, total)
+    bias = entry.name.endswith(".bias")
+    for first in sorted({0, (total - count) // 2, total - count}):
+        rows = slice(first, first + count)
+        base = read_rows(entry, first, count).double()
+        wanted = base.clone()
+        for update, strength in updates:
+            if bias:
+                for source, factor in ((update.up_bias, update.scale), (update.diff_b, 1.0)):
+                    if source is not None:
+                        wanted += strength * factor * load(source).double().reshape(-1, 1)[rows]
+                continue
+            if update.down is not None:
+                product = load(update.up).double().flatten(1)[rows] @ load(update.down).double().flatten(1)
+                new = base + update.scale * product
+                if update.magnitude is not None:
+                    length = new.square().sum(1, keepdim=True).sqrt()
+                    new = load(update.magnitude).double().reshape(-1, 1)[rows] * new / length
+                wanted += strength * (new - base)
+            if update.diff is not None:
+                wanted += strength * load(update.diff).double().reshape(total, -1)[rows]
+        found = read_rows(output, first, count).double()
+        spacing = torch.finfo(TORCH_DTYPES[output.dtype]).eps * wanted.abs().clamp(min=1e-6)
+        largest = float(((found - wanted).abs() - spacing).max())
+        if largest > 1e-6:
+            raise Refused(f"{output.file}: {output.name} is not base + LoRA (off by {largest:.3g} beyond rounding)")
+
+
+def sha256(path: Path) -> str:
+    """Of a LoRA's file, for the output's metadata."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

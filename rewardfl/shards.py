@@ -1,0 +1,348 @@
+"""Safetensors checkpoints as tables of byte ranges: read and check headers, write files in constant memory.
+
+No torch here: copying shards needs 13 MiB, importing torch alone 220. The safetensors library itself writes from
+complete state dicts only; the format is a length, a JSON header and the tensors' bytes
+(https://github.com/huggingface/safetensors, section Format).
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from rewardfl.files import atomic_directory, fsync, temporary_path
+
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+    "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+BLOCK_BYTES = 8 << 20  # what is read, changed and written at a time
+STEM = "diffusion_pytorch_model"  # of the files in a diffusers or Wan-AI expert folder
+MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
+
+
+class Refused(ValueError):
+    """An input that a tool will not work on. The message says which, why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a safetensors file; offset is from the file's start."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return ITEM_BYTES[self.dtype] * prod(self.shape)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one slice along the first dimension; a scalar is one row."""
+        return ITEM_BYTES[self.dtype] * prod(self.shape[1:])
+
+    def read(self, first_row: int = 0, rows: int | None = None) -> bytearray:
+        """The bytes of `rows` slices along the first dimension (all by default), from `first_row`."""
+        size = self.nbytes if rows is None else rows * self.row_bytes
+        buffer = bytearray(size)
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.offset + first_row * self.row_bytes)
+            _fill(file, memoryview(buffer), self.file)
+        return buffer
+
+    def blocks(self) -> Iterator[memoryview]:
+        """All bytes, BLOCK_BYTES at a time; each view is overwritten by the next."""
+        buffer = memoryview(bytearray(min(BLOCK_BYTES, self.nbytes)))
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.offset)
+            for start in range(0, self.nbytes, BLOCK_BYTES):
+                view = buffer[: min(BLOCK_BYTES, self.nbytes - start)]
+                _fill(file, view, self.file)
+                yield view
+
+
+def _fill(file, view: memoryview, path: Path) -> None:
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            raise OSError(f"{path} ended while it was read; did something overwrite it?")
+        view = view[count:]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of one model by name, over all of its files; `notes` are oddities worth a line to the user."""
+
+    path: Path
+    tensors: Mapping[str, Entry]
+    files: tuple[Path, ...]
+    metadata: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor to write: its bytes come from `content()` in any number of pieces."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    content: Callable[[], Iterable[bytes | bytearray | memoryview]] = field(compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        return ITEM_BYTES[self.dtype] * prod(self.shape)
+
+
+def copy_of(entry: Entry, name: str | None = None) -> Part:
+    """`entry` as it is, perhaps under another name."""
+    return Part(name or entry.name, entry.dtype, entry.shape, entry.blocks)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The tensors and the metadata of a safetensors file, from its header alone.
+
+    Refused when the file is cut off, has bytes that no tensor owns, names a tensor twice, or is no safetensors
+    file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            raise Refused(f"{path} is not a safetensors file, or its header is cut off ({size} bytes)")
+        text = file.read(length)
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise Refused(f"{path} names tensor {twice} twice; it was written by a broken tool")
+        return dict(pairs)
+
+    try:
+        header = json.loads(text, object_pairs_hook=unique)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise Refused(f"{path} is not a safetensors file: {error}") from None
+    metadata = header.pop("__metadata__", {})
+    entries, start = {}, 8 + length
+    for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if tensor["dtype"] not in ITEM_BYTES:
+            raise Refused(f"{path}: tensor {name} has dtype {tensor['dtype']}, which is not known here")
+        first, end = tensor["data_offsets"]
+        entry = Entry(name, tensor["dtype"], tuple(tensor["shape"]), path, 8 + length + first)
+        if entry.offset != start or end - first != entry.nbytes:
+            raise Refused(f"{path}: tensor {name} does not lie where the header's shapes put it; the file is damaged")
+        start += entry.nbytes
+        entries[name] = entry
+    if start > size:
+        raise Refused(f"{path} is cut off: its header promises {start} bytes, it has {size}; download it again")
+    if start < size:
+        raise Refused(f"{path} has {size - start} bytes after its last tensor; it is damaged")
+    return entries, metadata
+
+
+def open_checkpoint(source: Path | list[Path]) -> Checkpoint:
+    """The model in a file, an index.json, a folder that holds either, or a list of shards; checked, from headers.
+
+    Refused for missing, cut-off or surplus shards, a tensor in two shards or in none, an index that does not fit
+    its shards, and a folder that holds more than one model.
+    """
+    if isinstance(source, list):
+        return _join(source[0].parent, source, {})
+    if source.is_dir():
+        return open_checkpoint(_model_in(source))
+    if not source.is_file():
+        raise Refused(f"{source} does not exist")
+    if source.name.endswith(".index.json"):
+        return _open_index(source)
+    if match := re.fullmatch(r"(.+-)\d{5}-of-(\d{5})\.safetensors", source.name):
+        raise Refused(f"{source} is one of {int(match[2])} shards; give their folder, their index.json or all of them")
+    entries, metadata = read_header(source)
+    return Checkpoint(source, entries, (source,), metadata)
+
+
+def _model_in(folder: Path) -> Path | list[Path]:
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    files = sorted(folder.glob("*.safetensors"))
+    if len(indices) > 1:
+        raise Refused(f"{folder} holds {len(indices)} index files ({indices[0].name}, {indices[1].name}); name one")
+    if indices:
+        listed = set(json.loads(indices[0].read_text())["weight_map"].values())
+        stray = [file.name for file in files if file.name not in listed]
+        if stray:
+            raise Refused(
+                f"{folder} holds {indices[0].name} and {stray[0]}, which is not one of its shards; loaders take "
+                "the index. Name the file that you mean, or delete the other"
+            )
+        return indices[0]
+    if not files:
+        raise Refused(f"{folder} holds no .safetensors file")
+    if len(files) == 1:
+        return files[0]
+    if all(re.search(r"-\d{5}-of-\d{5}\.safetensors$", file.name) for file in files):
+        return files
+    raise Refused(f"{folder} holds {len(files)} safetensors files and no index.json; name the one that you mean")
+
+
+def _open_index(path: Path) -> Checkpoint:
+    index = json.loads(path.read_text())
+    names = sorted(set(index["weight_map"].values()))
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        raise Refused(f"{path} names {missing[0]}, which is not there ({len(missing)} of {len(names)} shards missing)")
+    joined = _join(path, [path.parent / name for name in names], index["weight_map"])
+    notes, total = [], index.get("metadata", {}).get("total_size")
+    if total is not None and total != joined.nbytes:
+        if total != sum(file.stat().st_size for file in joined.files):
+            raise Refused(
+                f"{path} says total_size {total}, its shards hold {joined.nbytes} bytes of tensors; they do not belong "
+                "together"
+            )
+        notes.append(f"{path.name}: total_size counts whole files, not tensors; read as meant")
+    return Checkpoint(path, joined.tensors, joined.files, joined.metadata, (*joined.notes, *notes))
+
+
+def _join(path: Path, files: list[Path], weight_map: dict[str, str]) -> Checkpoint:
+    """The tensors of all shards; weight_map, when there is one, must say the same as they do."""
+    tensors: dict[str, Entry] = {}
+    metadata: dict[str, str] = {}
+    _check_count(files)
+    for file in files:
+        if not file.is_file():
+            raise Refused(f"{file} does not exist")
+        entries, more = read_header(file)
+        for name, entry in entries.items():
+            if name in tensors:
+                raise Refused(f"tensor {name} is in {tensors[name].file} and in {file}; one of them does not belong")
+            if weight_map and weight_map.get(name) != file.name:
+                raise Refused(f"tensor {name} is in {file}, but {path.name} says {weight_map.get(name, 'nothing')}")
+            tensors[name] = entry
+        metadata |= more
+    if lost := [name for name in weight_map if name not in tensors]:
+        raise Refused(f"tensor {lost[0]} is in {path.name} but in none of its shards ({len(lost)} such)")
+    return Checkpoint(path, tensors, tuple(files), metadata)
+
+
+def _check_count(files: list[Path]) -> None:
+    """Shards that count themselves must all be there."""
+    if len({file.resolve() for file in files}) != len(files):
+        raise Refused("the same shard is given twice")
+    numbers = [re.search(r"-(\d{5})-of-(\d{5})\.safetensors$", file.name) for file in files]
+    for file, number in zip(files, numbers, strict=True):
+        if number and int(number[2]) != len(files):
+            raise Refused(f"{file.name} is one of {int(number[2])} shards; {len(files)} are given")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def write_file(path: Path, parts: list[Part], metadata: Mapping[str, str], progress: Callable[[int], None]) -> None:
+    """Write a safetensors file that appears at `path` only when it is complete; progress(bytes) as it goes.
+
+    Tensors are laid out by falling item size, then by name, which aligns each of them.
+    """
+    ordered = sorted(parts, key=lambda part: (-ITEM_BYTES[part.dtype], part.name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for part in ordered:
+        header[part.name] = {
+            "dtype": part.dtype,
+            "shape": list(part.shape),
+            "data_offsets": [end, end + part.nbytes],
+        }
+        end += part.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    temporary = temporary_path(path)
+    try:
+        with temporary.open("wb", buffering=0) as file:
+            _write(file, len(text).to_bytes(8, "little") + text)
+            for part in ordered:
+                written = 0
+                for piece in part.content():
+                    _write(file, piece)
+                    written += len(piece)
+                    progress(len(piece))
+                if written != part.nbytes:
+                    raise RuntimeError(f"tensor {part.name} came as {written} bytes of {part.nbytes}")
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync(path.parent)
+
+
+def _write(file, piece: bytes | bytearray | memoryview) -> None:
+    view = memoryview(piece)
+    while len(view):
+        view = view[file.write(view) :]
+
+
+def shard(parts: list[Part], max_bytes: int) -> dict[str, list[Part]]:
+    """{file name: its tensors} in the given order, each file with at most max_bytes unless one tensor has more."""
+    groups: list[list[Part]] = [[]]
+    size = 0
+    for part in parts:
+        if groups[-1] and size + part.nbytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(part)
+        size += part.nbytes
+    if len(groups) == 1:
+        return {f"{STEM}.safetensors": groups[0]}
+    return {f"{STEM}-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def write_folder(
+    folder: Path,
+    parts: list[Part],
+    metadata: Mapping[str, str],
+    max_bytes: int,
+    progress: Callable[[int], None],
+) -> None:
+    """Fill an existing folder with one file or with shards and their index.json, under the names loaders expect."""
+    files = shard(parts, max_bytes)
+    for name, group in files.items():
+        write_file(folder / name, group, metadata, progress)
+    if len(files) > 1:
+        weight_map = {part.name: name for name, group in files.items() for part in group}
+        index = {
+            "metadata": {"total_size": sum(part.nbytes for part in parts)},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_model(
+    out: Path,
+    parts: list[Part],
+    metadata: Mapping[str, str],
+    max_bytes: int,
+    progress: Callable[[int], None],
+    config: Path | None = None,
+) -> None:
+    """Write `out`, a .safetensors file or a folder (with a copy of `config`), whole or not at all."""
+    if out.suffix == ".safetensors":
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_file(out, parts, metadata, progress)
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_directory(out) as folder:
+        write_folder(folder, parts, metadata, max_bytes, progress)
+        if config:
+            (folder / "config.json").write_bytes(config.read_bytes())

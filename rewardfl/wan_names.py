@@ -1,0 +1,111 @@
+"""The two names of every tensor of Wan's transformer: Wan-AI's original code's and diffusers'. No torch here.
+
+The map is one to one over all 1095 tensors of Wan2.2-I2V-A14B (and the 1303 of Wan2.1-I2V), without reshape, split
+or transpose, so files and LoRAs can be renamed exactly in both directions.
+"""
+
+import re
+
+# original module -> diffusers module, inside a block. Note the norms: the affine one before cross-attention is norm3
+# in one naming and norm2 in the other.
+BLOCK = {
+    "modulation": "scale_shift_table",
+    "norm3": "norm2",
+    "ffn.0": "ffn.net.0.proj",
+    "ffn.2": "ffn.net.2",
+    "cross_attn.k_img": "attn2.add_k_proj",
+    "cross_attn.v_img": "attn2.add_v_proj",
+    "cross_attn.norm_k_img": "attn2.norm_added_k",
+}
+for _original, _diffusers in (("self_attn", "attn1"), ("cross_attn", "attn2")):
+    for _a, _b in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0")):
+        BLOCK[f"{_original}.{_a}"] = f"{_diffusers}.{_b}"
+    for _norm in ("norm_q", "norm_k"):
+        BLOCK[f"{_original}.{_norm}"] = f"{_diffusers}.{_norm}"
+
+TOP = {
+    "patch_embedding": "patch_embedding",
+    "text_embedding.0": "condition_embedder.text_embedder.linear_1",
+    "text_embedding.2": "condition_embedder.text_embedder.linear_2",
+    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
+    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
+    "time_projection.1": "condition_embedder.time_proj",
+    "img_emb.proj.0": "condition_embedder.image_embedder.norm1",
+    "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
+    "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
+    "img_emb.proj.4": "condition_embedder.image_embedder.norm2",
+    "img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed",
+    "head.head": "proj_out",
+    "head.modulation": "scale_shift_table",
+}
+
+_BLOCK_BACK = {new: old for old, new in BLOCK.items()}
+_TOP_BACK = {new: old for old, new in TOP.items()}
+
+# what files put before a tensor's name
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
+
+# modules that diffusers keeps in float32 when a model is loaded in a lower precision
+# (WanTransformer3DModel._keep_in_fp32_modules; the intent: diffusers issue 10992)
+FLOAT32_MODULES = frozenset({"rope", "time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"})
+
+
+def to_diffusers(name: str) -> str | None:
+    """diffusers' name of a module or tensor given by its original name; None where the original has no such name."""
+    return _rename(name, TOP, BLOCK)
+
+
+def to_original(name: str) -> str | None:
+    """The original name of a module or tensor given by diffusers' name; None where diffusers has no such name."""
+    return _rename(name, _TOP_BACK, _BLOCK_BACK)
+
+
+def _rename(name: str, top: dict[str, str], block: dict[str, str]) -> str | None:
+    stem, _, leaf = name.rpartition(".")
+    if leaf not in ("weight", "bias"):
+        stem, leaf = name, ""
+    head, module, table = "", stem, top
+    if found := re.fullmatch(r"(blocks\.\d+\.)(.+)", stem):
+        head, module, table = found[1], found[2], block
+    if module not in table:
+        return None
+    return head + table[module] + ("." + leaf if leaf else "")
+
+
+def naming(names: list[str]) -> tuple[str, str]:
+    """("diffusers" | "original", the prefix all names have). ValueError when the names are not those of a Wan model."""
+    if not names:
+        raise ValueError("no tensors in it")
+    prefix = next(prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in names))
+    bare = [name.removeprefix(prefix) for name in names]
+    for kind, back in (("diffusers", to_original), ("original", to_diffusers)):
+        strange = [name for name in bare if back(name) is None]
+        if not strange:
+            return kind, prefix
+        if len(strange) < len(bare) / 2:
+            raise ValueError(
+                f"tensor {prefix}{strange[0]} has no place in a Wan transformer with {kind} names "
+                f"({len(strange)} such of {len(bare)}); only Wan2.x I2V and T2V transformers are supported"
+            )
+    raise ValueError(f"tensors such as {names[0]} are not those of a Wan transformer")
+
+
+def common_name(name: str, naming: str, prefix: str) -> str:
+    """diffusers' name of a tensor in a file of which `naming` gave the naming and the prefix."""
+    bare = name.removeprefix(prefix)
+    return bare if naming == "diffusers" else to_diffusers(bare)
+
+
+def output_name(common: str, name: str, rename: str) -> str:
+    """A tensor's name in a tool's output, by --rename: keep | diffusers | original | comfy.
+
+    common: its diffusers name; name: its name in the input. comfy is the original name as in ComfyUI's own files.
+    """
+    if rename in ("keep", "diffusers"):
+        return name if rename == "keep" else common
+    return ("model.diffusion_model." if rename == "comfy" else "") + to_original(common)
+
+
+def stays_float32(diffusers_name: str) -> bool:
+    """Whether diffusers keeps this tensor in float32 in a model of lower precision."""
+    return not FLOAT32_MODULES.isdisjoint(diffusers_name.split("."))

@@ -1,0 +1,129 @@
+"""tools/convert_lora.py: what it writes loads where it says, and means the same."""
+
+import convert_lora
+import pytest
+import torch
+from conftest import random_pipeline, run_tool
+from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
+from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors
+from safetensors.torch import load_file, save_file
+
+from rewardfl import lora, lora_files, shards
+
+
+@pytest.fixture(scope="module")
+def values():
+    return factors(random_pipeline().transformer_2)
+
+
+def run(*arguments, expect=0):
+    return run_tool(convert_lora.main, *arguments, expect=expect)
+
+
+def products(path):
+    """{module: scale * up @ down} by the reader."""
+    (read,) = lora_files.read_lora(path)
+    return {name: u.scale * lora_files.load(u.up) @ lora_files.load(u.down) for name, u in read.updates.items()}
+
+
+@pytest.mark.parametrize("to", ("comfy", "diffusers"))
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_dialect_to_both_formats(values, dialect, to, tmp_path):
+    source, out = DIALECTS[dialect](tmp_path, values), tmp_path / "out.safetensors"
+    run("--lora", source, "--to", to, "--out", out, "--verify")
+    found = products(out)
+    assert found.keys() == values.keys()
+    for name, (down, up) in values.items():
+        torch.testing.assert_close(found[name], SCALE * up @ down)
+
+
+def test_comfy_keys_are_what_comfy_reads(values, tmp_path):
+    """Names, alpha = rank, and the scale inside the weights: right for readers with and without alpha."""
+    run("--lora", DIALECTS["d5"](tmp_path, values), "--to", "comfy", "--out", tmp_path / "out.safetensors")
+    state = load_file(tmp_path / "out.safetensors")
+    assert "diffusion_model.blocks.1.cross_attn.o.lora_down.weight" in state and len(state) == 3 * len(values)
+    assert all(float(value) == RANK for name, value in state.items() if name.endswith(".alpha"))
+    stem = "diffusion_model.blocks.0.self_attn.q"
+    down, up = values["blocks.0.attn1.to_q"]
+    torch.testing.assert_close(state[f"{stem}.lora_up.weight"] @ state[f"{stem}.lora_down.weight"], SCALE * up @ down)
+
+
+@pytest.mark.parametrize("to", ("comfy", "diffusers"))
+def test_our_checkpoint_loads_in_diffusers_again(tmp_path, to):
+    """Both experts: the adapter as trained, and its export loaded by diffusers, answer alike."""
+    pipe, plain = random_pipeline(), random_pipeline()
+    checkpoint, out = tmp_path / "step-000001", tmp_path / "face"
+    for part, seed in (("transformer", 1), ("transformer_2", 2)):
+        lora.inject(pipe.components[part], RANK, ALPHA, lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in pipe.components[part].parameters():
+            if parameter.requires_grad:
+                parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+        lora.save_adapter(pipe.components[part], checkpoint / part)
+    run("--lora", checkpoint, "--to", to, "--out", out, "--verify")
+    high, low = {
+        "comfy": ("face_high_noise.safetensors", "face_low_noise.safetensors"),
+        "diffusers": (f"transformer/{lora.WEIGHTS_NAME}", f"transformer_2/{lora.WEIGHTS_NAME}"),
+    }[to]
+    plain.load_lora_weights(str(out / high))
+    plain.load_lora_weights(str(out / low), load_into_transformer_2=True)
+    assert isinstance(plain, WanImageToVideoPipeline) and isinstance(plain.transformer, WanTransformer3DModel)
+    x = torch.randn(1, 34, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    text = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(1))
+    for part in ("transformer", "transformer_2"):
+        with torch.no_grad():
+            expected = pipe.components[part](x, torch.tensor([500.0]), text, return_dict=False)[0]
+            found = plain.components[part](x, torch.tensor([500.0]), text, return_dict=False)[0]
+        assert (found - expected).abs().max() <= 2e-6
+    if to == "diffusers":
+        assert lora.read_adapter(out / low)[1]["lora_alpha"] == RANK
+
+
+def test_differences_and_dora_travel_in_comfy_and_are_refused_for_diffusers(values, tmp_path):
+    down, up = values["blocks.0.attn1.to_q"]
+    state = {
+        "transformer.blocks.0.attn1.to_q.lora_A.weight": down,
+        "transformer.blocks.0.attn1.to_q.lora_B.weight": up,
+        "transformer.blocks.0.attn1.to_q.lora_magnitude_vector": torch.rand(up.shape[0]),
+        "transformer.blocks.0.attn1.to_q.lora_B.bias": torch.rand(up.shape[0]),
+        "diffusion_model.blocks.0.norm3.diff": torch.rand(24),
+        "diffusion_model.blocks.1.diff_m": torch.rand(1, 6, 24),
+    }
+    save_file(state, tmp_path / "low.safetensors")
+    run("--lora", tmp_path / "low.safetensors", "--to", "comfy", "--out", tmp_path / "out.safetensors", "--verify")
+    written = load_file(tmp_path / "out.safetensors")
+    assert torch.equal(written["diffusion_model.blocks.1.diff_m"], state["diffusion_model.blocks.1.diff_m"])
+    assert written["diffusion_model.blocks.0.self_attn.q.dora_scale"].shape == (up.shape[0], 1)
+    assert torch.equal(written["diffusion_model.blocks.0.norm3.diff"], state["diffusion_model.blocks.0.norm3.diff"])
+    out = tmp_path / "no.safetensors"
+    assert "comfy" in run("--lora", tmp_path / "low.safetensors", "--to", "diffusers", "--out", out, expect=2)
+    assert not out.exists()
+
+
+def test_dtype_and_overflow(values, tmp_path):
+    source = DIALECTS["d5"](tmp_path, values)
+    run("--lora", source, "--to", "comfy", "--out", tmp_path / "half.safetensors", "--dtype", "bf16", "--verify")
+    assert {e.dtype for e in shards.read_header(tmp_path / "half.safetensors")[0].values()} == {"BF16"}
+    huge = {name: (down, 1e6 * up) for name, (down, up) in values.items()}
+    out = tmp_path / "out.safetensors"
+    text = run("--lora", DIALECTS["d5"](tmp_path, huge), "--to", "comfy", "--out", out, "--dtype", "fp16", expect=2)
+    assert "fp32" in text and not out.exists()
+
+
+def test_places_that_are_refused(values, tmp_path):
+    source = DIALECTS["d5"](tmp_path, values)
+    assert "which expert" in run("--lora", source, "--to", "comfy", "--out", tmp_path / "folder", expect=2)
+    both = tmp_path / "both"
+    for part in ("transformer", "transformer_2"):
+        (both / part).mkdir(parents=True)
+        DIALECTS["d1"](both / part, values)
+    assert "both experts" in run("--lora", both, "--to", "comfy", "--out", tmp_path / "a.safetensors", expect=2)
+    run("--lora", both, "--to", "comfy", "--out", tmp_path / "folder")
+    assert "--force" in run("--lora", both, "--to", "comfy", "--out", tmp_path / "folder", expect=2)
+
+
+def test_verify_notices_a_wrong_scale(values, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_lora.Update, "rank", property(lambda self: 3))  # writes a wrong alpha
+    source = DIALECTS["d5"](tmp_path, values)
+    text = run("--lora", source, "--to", "comfy", "--out", tmp_path / "o.safetensors", "--verify", expect=2)
+    assert "is not that of" in text
