@@ -128,8 +128,6 @@ def _flat_tables() -> tuple[dict[str, str], dict[str, str]]:
     block = {
         alias.replace(".", "_"): "blocks.{}." + new for old, new in wan_names.BLOCK.items() for alias in (old, new)
     }
-    # the affine norm has each other's name in the two namings; original files alone carry it in this dialect
-    block |= {"norm3": "blocks.{}.norm2"}
     top = {alias.replace(".", "_"): new for old, new in wan_names.TOP.items() for alias in (old, new)}
     return block, top
 

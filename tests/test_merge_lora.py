@@ -436,7 +436,8 @@ def broken(state, kind):
     [
         ("missing half", "no up"), ("unmatched key", "magic"), ("unknown ending", "gate"),
         ("no such block", "blocks.7"),
-        ("rank", "ranks"), ("shape", "up @ down"), ("nan", "nan"), ("lokr", "LoKr"), ("twice", "two keys"),
+        ("rank", "ranks"), ("shape", "up @ down"), ("nan", "values that are nan"),
+        ("lokr", "LoKr"), ("twice", "two keys"),
         ("image projection", "Wan2.1"), ("empty", "no tensors"),
     ],
 )  # fmt: skip

@@ -60,7 +60,8 @@ def test_one_file_from_every_kind_of_input(expert, sharded, tmp_path, source):
 
 
 def test_bytes_are_those_of_the_safetensors_library(expert, tmp_path):
-    save_file(expert.state_dict(), tmp_path / "theirs.safetensors", {"format": "pt"})
+    state = {n: v.half() if "attn1" in n else v for n, v in expert.state_dict().items()}  # wider items come first
+    save_file(state, tmp_path / "theirs.safetensors", {"format": "pt"})
     run("--input", tmp_path / "theirs.safetensors", "--out", tmp_path / "ours.safetensors")
     ours, theirs = (shards.read_header(tmp_path / f"{name}.safetensors")[0] for name in ("ours", "theirs"))
     assert list(ours) == list(theirs)  # in the order of their bytes
@@ -146,6 +147,9 @@ def damage(folder, kind):
         return [first]
     elif kind == "doubled tensor":
         save_file(load_file(first) | dict([next(iter(load_file(second).items()))]), first)
+    elif kind == "doubled without an index":
+        (folder / INDEX).unlink()
+        save_file(load_file(first) | dict([next(iter(load_file(second).items()))]), first)
     elif kind == "twice the same":
         return [first, *files(folder)]
     elif kind == "tensor nowhere":
@@ -182,6 +186,7 @@ def damage(folder, kind):
     [
         ("cut off", "cut off"), ("longer", "after its last"), ("missing shard", "is not there"),
         ("missing of a list", "are given"), ("one shard", "is one of"), ("doubled tensor", "is in"),
+        ("doubled without an index", "does not belong"),
         ("twice the same", "twice"), ("tensor nowhere", "in none of"), ("wrong shard", "says"),
         ("total size", "total_size"), ("surplus file", "merged.safetensors"), ("two indices", "2 index"),
         ("twice in a header", "twice"), ("hole", "damaged"), ("empty", "no .safetensors"),

@@ -1,6 +1,6 @@
 """Rebuild the tiny world from a seed: people, clips, a Wan2.2-I2V-shaped pipeline, a detector and two recognisers.
 
-    python tools/make_tiny_world.py                    # assets/tiny_world, about two hours on two CPU cores
+    python tools/make_tiny_world.py                    # assets/tiny_world, about three hours on two CPU cores
     python tools/make_tiny_world.py --quick --out DIR  # the whole path with next to no training, a minute
 
 Finished stages are kept in --work and not trained again; delete the folder to start over. The figures that
@@ -35,9 +35,9 @@ class Plan:
     reward_steps: int = 450
     judge_steps: int = 400
     people_per_step: int = 96
-    clips: int = 5000
-    high_steps: int = 1900
-    low_steps: int = 4600
+    clips: int = 6000
+    high_steps: int = 4000
+    low_steps: int = 8000
     layers: tuple[int, int] = (4, 6)  # of the high-noise and the low-noise expert
     train_people: int = 48
     eval_people: int = 24
