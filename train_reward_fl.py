@@ -28,9 +28,10 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import checkpoint, data, decode, flow, lora, reward_flow, rewards, wan
+from rewardfl import checkpoint, data, decode, flow, lora, reward_flow, rewards, wan, wan_load
 from rewardfl import config as configuration
 from rewardfl.config import RunConfig
+from rewardfl.shards import Refused
 
 VERSIONED = ("torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av")
 
@@ -56,7 +57,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         train(configuration.load(args.config, args.overrides), args.dry_run)
-    except (configuration.ConfigError, data.DataError, checkpoint.CheckpointError) as error:
+    except (configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -65,10 +66,13 @@ def main() -> int:
 def train(cfg: RunConfig, dry_run: bool) -> None:
     # ---------------------------------------------------------------------------------- what will be done, checked
     configuration.check_paths(cfg)
-    spatial, temporal = configuration.vae_factors(cfg.model.model_paths)
+    layout = wan_load.find(
+        cfg.model.model_paths, cfg.model.tokenizer_path, cfg.model.model_id_with_origin_paths, cfg.model.allow_download
+    )
+    spatial, temporal = configuration.vae_factors(layout.configs)
     configuration.check_geometry(cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal)
     boundary = cfg.model.min_timestep_boundary
-    boundary = configuration.boundary_ratio(cfg.model.model_paths) if boundary is None else boundary
+    boundary = configuration.boundary_ratio(layout.configs) if boundary is None else boundary
     schedule = flow.linear_sigmas(cfg.sample.num_inference_steps, cfg.sample.shift)
     sigmas = reward_flow.until_final_step(schedule, cfg.sample.final_timestep)
     experts = configuration.trainable_experts(cfg)
@@ -90,6 +94,8 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     rows = data.load_metadata(cfg.data.file_name)
     steps = data.total_steps(len(rows), global_batch, cfg.train.num_train_epochs, cfg.train.max_steps)
     say = accelerator.print
+    for difference in wan_load.differences(layout, boundary, cfg.sample.shift):
+        say(f"note: {difference}")
     say(plan(cfg, sigmas, boundary, active, coupling, len(rows), global_batch, steps, accelerator))
     if dry_run:
         return
@@ -109,9 +115,13 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     steps = data.total_steps(len(samples), global_batch, cfg.train.num_train_epochs, cfg.train.max_steps)
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
-    pipe = wan.load_pipeline(cfg.model.model_paths, wan.DTYPES[cfg.model.dtype], cfg.model.tokenizer_path).to(device)
+    distilled = wan_load.read_distilled(cfg.model.distill_lora_high, cfg.model.distill_lora_low)
+    fused = distilled if cfg.model.distill_lora_mode == "fuse" else []
+    pipe = wan_load.load_pipeline(layout, wan.DTYPES[cfg.model.dtype], fused).to(device)
     model = wan.Experts(pipe.transformer, pipe.transformer_2, boundary)
     trained = {expert: model.get_submodule(expert) for expert in experts}
+    for update in distilled if cfg.model.distill_lora_mode == "adapter" else []:
+        lora.attach_frozen(model.get_submodule(update.expert), update)
     for expert in trained.values():
         lora.inject(
             expert, cfg.lora.lora_rank, cfg.lora.lora_alpha or cfg.lora.lora_rank,

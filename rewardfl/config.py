@@ -63,10 +63,22 @@ class Run:
 class Model:
     # The only family so far: Wan2.2 image-to-video A14B and models of its shape.
     model_name: Literal["wan2_2"] = "wan2_2"
-    # Pipeline folder in diffusers layout (model_index.json, transformer/, transformer_2/, vae/, ...).
-    model_paths: Text
-    # Tokenizer folder; empty takes the pipeline folder's.
+    # Pipeline folder in diffusers layout (model_index.json, transformer/, transformer_2/, vae/, ...), or a
+    # wan22_paths.json that names the original files (examples/wan22_paths.json). Empty: the next key says.
+    model_paths: str = ""
+    # Instead of model_paths: original files in hub repositories, "repository:pattern, ..." with high_noise,
+    # low_noise, t5 and VAE in the patterns. Taken from the local hub cache; fetched only with allow_download.
+    model_id_with_origin_paths: str = ""
+    # Whether what the hub cache lacks may be downloaded.
+    allow_download: bool = False
+    # Tokenizer folder; empty takes the model's own (original files have none but on the hub).
     tokenizer_path: str = ""
+    # Distillation LoRAs (Wan2.2-Lightning, one file per expert, any tool's names), part of the base model.
+    distill_lora_high: str = ""
+    distill_lora_low: str = ""
+    # fuse: added to the weights in the file's precision, before the one rounding to `dtype`. adapter: kept
+    # beside them and answering in policy and reference alike; slower, and exact whatever `dtype` is.
+    distill_lora_mode: Literal["fuse", "adapter"] = "fuse"
     # Experts whose adapter is trained, comma separated: dit (high noise), dit2 (low noise).
     trainable_models: Text = "dit2"
     # Sigma at or above which the high-noise expert answers; null takes the pipeline's boundary_ratio.
@@ -433,6 +445,13 @@ def _coupling_conflicts(sample: Sample) -> Iterator[str]:
 
 
 def _model_conflicts(cfg: RunConfig) -> Iterator[str]:
+    if bool(cfg.model.model_paths) == bool(cfg.model.model_id_with_origin_paths):
+        given = "both are" if cfg.model.model_paths else "neither is"
+        yield f"model.model_paths or model.model_id_with_origin_paths must be given, {given}"
+    if cfg.model.allow_download and not cfg.model.model_id_with_origin_paths:
+        yield "model.allow_download is for model.model_id_with_origin_paths, which is empty; remove it"
+    if cfg.model.distill_lora_mode == "adapter" and not (cfg.model.distill_lora_high or cfg.model.distill_lora_low):
+        yield "model.distill_lora_mode adapter needs model.distill_lora_high or model.distill_lora_low"
     chosen = _names(cfg.model.trainable_models)
     for name in chosen:
         if name not in EXPERTS:
@@ -508,8 +527,15 @@ def check_paths(cfg: RunConfig) -> None:
     problems = []
     if not Path(cfg.data.file_name).is_file():
         problems.append(f"data.file_name: no such file: {cfg.data.file_name}")
-    if not (Path(cfg.model.model_paths) / "model_index.json").is_file():
-        problems.append(f"model.model_paths: no diffusers pipeline (model_index.json) in {cfg.model.model_paths}")
+    model = Path(cfg.model.model_paths)
+    if cfg.model.model_paths and not (model / "model_index.json").is_file() and not model.is_file():
+        problems.append(
+            f"model.model_paths: no diffusers pipeline (model_index.json) in {model}, and no such json file"
+        )
+    for key in ("distill_lora_high", "distill_lora_low"):
+        path = getattr(cfg.model, key)
+        if path and not Path(path).exists():
+            problems.append(f"model.{key}: no such file or folder: {path}")
     if cfg.model.tokenizer_path and not Path(cfg.model.tokenizer_path).is_dir():
         problems.append(f"model.tokenizer_path: no such folder: {cfg.model.tokenizer_path}")
     packs = {

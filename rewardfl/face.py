@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .onnx_module import OnnxModule, graph_inputs, read_graph, value_shape
+from .face_pack import pack_files
+from .onnx_module import OnnxModule
 
 # Left eye, right eye, nose, left and right mouth corner in a 112 x 112 crop: insightface/utils/face_align.py.
 ARCFACE_TEMPLATE = torch.tensor(
@@ -244,10 +245,12 @@ class FaceRecogniser(nn.Module):
         # insightface's rule (model_zoo/arcface_onnx.py): mxnet exports normalise inside, known by these names
         first = self.net.first_nodes
         subtracts = any(name.startswith(("Sub", "_minus")) for name in first)
-        self.wants_bytes = subtracts and any(name.startswith(("Mul", "_mul")) for name in first)
+        multiplies = any(name.startswith(("Mul", "_mul")) for name in first)
+        self.input_mean, self.input_std = (0.0, 1.0) if subtracts and multiplies else (127.5, 127.5)
 
     def forward(self, crops: Tensor) -> Tensor:
-        x = (crops + 1) * 127.5 if self.wants_bytes else crops  # 0..255, or (0..255 - 127.5) / 127.5
+        # (0..255 - mean) / std, which the crops already are for 127.5 and 127.5
+        x = (crops + 1) * 127.5 if self.input_mean == 0.0 else crops
         run = functools.partial(checkpoint, self.net, use_reentrant=False, preserve_rng_state=False)
         embeddings = [run(chunk) for chunk in x.split(self.chunk)]
         return F.normalize(torch.cat(embeddings).flatten(1))
@@ -282,16 +285,16 @@ class FaceScore:
 class FaceIdentity(nn.Module):
     """Detector and recogniser of one insightface-style pack, frozen; scores videos (3, F, H, W) in [-1, 1].
 
-    `pack_dir` is a folder of .onnx files (antelopev2, buffalo_l, ...) or a folder around one. Everything is
-    computed in float32, also under autocast; the detector sees no gradient. Frame 0 of a clip is the given
-    image: it starts the track and is neither pooled nor scored.
+    `pack_dir` is what face_pack.pack_files takes; `files` are the detector's and the recogniser's that it found.
+    Everything is computed in float32, also under autocast; the detector sees no gradient. Frame 0 of a clip is
+    the given image: it starts the track and is neither pooled nor scored.
     """
 
     def __init__(self, pack_dir: str | Path, det_size: int = 640, chunk: int = 8):
         super().__init__()
-        detector, recogniser = pack_files(pack_dir)
-        self.detector = FaceDetector(detector, det_size)
-        self.recogniser = FaceRecogniser(recogniser, chunk)
+        self.files = pack_files(pack_dir)
+        self.detector = FaceDetector(self.files[0], det_size)
+        self.recogniser = FaceRecogniser(self.files[1], chunk)
 
     @torch.no_grad()
     def pool(self, video: Tensor) -> FacePool | None:
@@ -345,50 +348,3 @@ def self_similarity(embeddings: Tensor) -> float:
         return 1.0
     cosines = embeddings @ embeddings.T
     return ((cosines.sum() - cosines.trace()) / (count * (count - 1))).item()
-
-
-# ---- packs ----
-
-
-def pack_files(pack_dir: str | Path) -> tuple[Path, Path]:
-    """The detector's and the recogniser's file in an insightface-style pack folder.
-
-    Files are told apart by the shape of their graphs and the first by name wins each task, as in
-    insightface (model_zoo/model_zoo.py, app/face_analysis.py). A folder without .onnx files stands for its
-    only subfolder with some: the published zips nest antelopev2/antelopev2/.
-
-    Raises FileNotFoundError naming the folder when it, or one of the two files, is missing; ValueError when
-    several subfolders are packs, or a file is damaged.
-    """
-    folder = Path(pack_dir)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no face pack at {folder}: it is a folder of .onnx files, a detector and a recogniser")
-    if not any(folder.glob("*.onnx")):
-        packs = sorted({file.parent for file in folder.glob("*/*.onnx")})
-        if len(packs) > 1:
-            raise ValueError(f"{folder} holds several face packs; name one of {[str(pack) for pack in packs]}")
-        folder = packs[0] if packs else folder
-    found: dict[str, Path] = {}
-    for file in sorted(folder.glob("*.onnx")):
-        found.setdefault(_task(file), file)
-    missing = [task for task in ("detector", "recogniser") if task not in found]
-    if missing:
-        names = [file.name for file in sorted(folder.glob("*.onnx"))]
-        raise FileNotFoundError(
-            f"{folder} has no {' and no '.join(missing)} among its .onnx files {names}; a detector has nine "
-            "outputs (scrfd_10g_bnkps.onnx), a recogniser one 112 x 112 input (glintr100.onnx)"
-        )
-    return found["detector"], found["recogniser"]
-
-
-def _task(path: Path) -> str:
-    """detector | recogniser | other, by insightface's rule on the graph's inputs and outputs."""
-    graph, _ = read_graph(path)
-    if len(graph.output) >= 5:
-        return "detector"
-    inputs = graph_inputs(graph)
-    if len(inputs) != 1 or len(value_shape(inputs[0])) != 4:
-        return "other"  # two inputs: a face swapper
-    height, width = value_shape(inputs[0])[2:]
-    square = height is not None and height == width
-    return "recogniser" if square and height >= 112 and height % 16 == 0 and height != 192 else "other"

@@ -14,7 +14,15 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from rewardfl.lora_files import Lora, load, read_lora
+from rewardfl.shards import Refused
+
+__all__ = [
+    "POLICY", "adapter_state", "attach_adapter", "attach_frozen", "inject", "load_adapter", "read_adapter",
+    "read_lora", "reference", "save_adapter", "target_modules",
+]  # fmt: skip
 POLICY = "default"  # the name of the adapter that is trained
+DISTILLED = "distilled"  # of one that belongs to the base model
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 
 # the names of Wan's original code, as Alibaba's ROLL and DiffSynth configure them, and diffusers' names
@@ -45,7 +53,40 @@ def inject(model: WanTransformer3DModel, rank: int, alpha: float, targets: list[
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets), adapter_name=POLICY)
+    for layer in _layers(model):  # peft activates the last adapter alone; a distillation stays on beside it
+        layer._active_adapter = [name for name in (DISTILLED, POLICY) if name in layer.lora_A]
     cast_training_params(model, torch.float32)
+
+
+def attach_frozen(model: WanTransformer3DModel, distilled: Lora) -> None:
+    """Add a distillation LoRA that answers in policy and reference alike and is never trained or saved.
+
+    Refused when it holds more than plain low-rank updates, or does not fit the model.
+    """
+    odd = [name for name, update in distilled.updates.items() if update.sources().keys() != {"down", "up"}]
+    if odd:
+        raise Refused(
+            f"{distilled.path}: {odd[0]} has more than a low-rank update (a bias, a difference or a DoRA magnitude); "
+            "set model.distill_lora_mode: fuse"
+        )
+    ranks = {name: update.rank for name, update in distilled.updates.items()}
+    alphas = {name: update.scale * update.rank for name, update in distilled.updates.items()}
+    config = LoraConfig(
+        r=max(ranks.values()), lora_alpha=1, target_modules=list(ranks), rank_pattern=ranks, alpha_pattern=alphas
+    )
+    model.add_adapter(config, adapter_name=DISTILLED)
+    state = {}
+    for name, update in distilled.updates.items():
+        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = load(update.down), load(update.up)
+        weight = model.get_submodule(name).base_layer.weight
+        if (update.up.shape[0], *update.down.shape[1:]) != tuple(weight.shape):
+            raise Refused(f"{distilled.path}: {name} is for a {tuple(weight.shape)} layer of another size")
+    set_peft_model_state_dict(model, state, adapter_name=DISTILLED)
+    model.requires_grad_(False)
+
+
+def _layers(model: nn.Module) -> list[BaseTunerLayer]:
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
 @contextlib.contextmanager
@@ -56,7 +97,7 @@ def reference(model: nn.Module) -> Iterator[None]:
     adapter. A checkpointed forward must be backpropagated outside: it recomputes with whatever is active
     then.
     """
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = _layers(model)
     active = [list(layer.active_adapters) for layer in layers]
     for layer, names in zip(layers, active, strict=True):
         layer._active_adapter = [name for name in names if name != POLICY]

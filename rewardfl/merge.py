@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rewardfl import wan_names
+from rewardfl import shards, wan_names
 from rewardfl.lora_files import TORCH_DTYPES, Lora, Update, as_bytes, load
 from rewardfl.shards import BLOCK_BYTES, Checkpoint, Entry, Part, Refused, copy_of
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --dtype
-QUANTISED = ("scale_weight", "scale_input", "weight_scale", "comfy_quant", "scaled_fp8")  # names of their scales
 SAMPLE_ROWS = 64  # of each merged tensor, for the dry run's estimate and for verification
 
 
@@ -64,17 +63,6 @@ class Plan:
 
 # ------------------------------------------------------------------------------------------------------------
 # Checks: everything that headers and the LoRA's values can tell, before a byte is written
-
-
-def check_unquantised(base: Checkpoint) -> None:
-    """Refused for fp8, int8 and other quantised checkpoints, by dtype or by their scale tensors."""
-    for name, entry in base.tensors.items():
-        leaf = name.rpartition(".")[2]
-        if leaf in QUANTISED or entry.dtype not in ("F64", "F32", "F16", "BF16"):
-            raise Refused(
-                f"{entry.file} is quantised (tensor {name}, {entry.dtype}): most of an update would be rounded away. "
-                "Merge into the fp32, fp16 or bf16 checkpoint and quantise the result"
-            )
 
 
 def check_finite(lora: Lora) -> float:
@@ -144,7 +132,7 @@ def plan(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str, name
     bf16 and fp16 leave those tensors in float32 that diffusers keeps in float32. Refused for whatever does not
     fit (see the checks above).
     """
-    check_unquantised(base)
+    shards.check_unquantised(base)
     try:
         naming, prefix = wan_names.naming(list(base.tensors))
     except ValueError as error:
@@ -277,6 +265,15 @@ def _casting(entry: Entry, stored: str) -> Callable[[], Iterator[memoryview]]:
             yield to_bytes(read_rows(entry, first, count), stored, f"{entry.name} of {entry.file}")
 
     return content
+
+
+def merged_tensor(entry: Entry, updates: Sequence[tuple[Update, float]]) -> Tensor:
+    """A whole tensor in memory of its own, with the updates added in float32; in its own dtype without updates."""
+    if not updates:
+        values = torch.frombuffer(entry.read(), dtype=TORCH_DTYPES[entry.dtype])
+        return values.reshape(entry.shape).clone()  # torch aligns it, which the last bit of matrix products depends on
+    rows = read_rows(entry, 0, entry.shape[0])
+    return _terms(entry, updates).add_to(rows, 0).reshape(entry.shape)
 
 
 def estimate_kept(plan: Plan) -> Kept:

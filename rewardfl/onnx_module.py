@@ -6,7 +6,7 @@ Semantics: https://onnx.ai/onnx/operators/, checked against onnxruntime in tests
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -259,32 +259,59 @@ OPS: dict[str, Callable[..., Tensor]] = {
 _SETTINGS = {"Clip", "Dropout", "Expand", "Pad", "ReduceL2", "ReduceMean", "ReduceSum"}
 _SETTINGS |= {"Reshape", "Resize", "Slice", "Squeeze", "Unsqueeze"}
 
-# Attribute values that the functions above honour, where ONNX allows more; () refuses the attribute itself.
-_HONOURED: dict[str, dict[str, tuple]] = {
-    "AveragePool": {"auto_pad": ("NOTSET",), "dilations": ([1, 1],)},
-    "BatchNormalization": {"training_mode": (0,)},
-    "Constant": {"sparse_value": (), "value_string": (), "value_strings": ()},
-    "Conv": {"auto_pad": ("NOTSET",)},
-    "MaxPool": {"auto_pad": ("NOTSET",)},
-    "Pad": {"mode": ("constant", "reflect", "edge")},
-    "ReduceMean": {"noop_with_empty_axes": (0,)},
-    "ReduceSum": {"noop_with_empty_axes": (0,)},
-    "ReduceL2": {"noop_with_empty_axes": (0,)},
-    "Reshape": {"allowzero": (0,)},
-    "Resize": {
-        "antialias": (0,),
-        "axes": (),
-        "coordinate_transformation_mode": ("half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners"),
-        "keep_aspect_ratio_policy": ("stretch",),
-        "mode": ("nearest", "linear"),
-    },
-}
-
 _FLOAT_TYPES = {
     onnx.TensorProto.FLOAT,
     onnx.TensorProto.DOUBLE,
     onnx.TensorProto.FLOAT16,
     onnx.TensorProto.BFLOAT16,
+}
+_INTEGER_TYPES = {onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.INT16, onnx.TensorProto.INT8}
+_INTEGER_TYPES |= {onnx.TensorProto.UINT8, onnx.TensorProto.UINT16, onnx.TensorProto.UINT32, onnx.TensorProto.UINT64}
+
+_ANY = None
+_WINDOW = {"auto_pad": ("NOTSET",), "kernel_shape": _ANY, "pads": _ANY, "strides": _ANY}
+_REDUCE = {"axes": _ANY, "keepdims": _ANY, "noop_with_empty_axes": (0,)}
+
+# The attributes that the functions above honour, or may ignore without changing a result, and their values where
+# ONNX allows more. Any other attribute or value is refused at load time: an ignored one would be a wrong number.
+_HONOURED: dict[str, dict[str, Collection | None]] = {
+    "AveragePool": {**_WINDOW, "ceil_mode": _ANY, "count_include_pad": _ANY, "dilations": ([1, 1],)},
+    # spatial=0 (mxnet exports before opset 9) has statistics per pixel; onnxruntime refuses it too
+    "BatchNormalization": {"epsilon": _ANY, "momentum": _ANY, "spatial": (1,), "training_mode": (0,)},
+    "Cast": {"to": _FLOAT_TYPES | _INTEGER_TYPES | {onnx.TensorProto.BOOL}},
+    "Clip": {"min": _ANY, "max": _ANY},
+    "Concat": {"axis": _ANY},
+    "Constant": dict.fromkeys(("value", "value_float", "value_floats", "value_int", "value_ints"), _ANY),
+    "ConstantOfShape": {"value": _ANY},
+    "Conv": {**_WINDOW, "dilations": _ANY, "group": _ANY},
+    "Dropout": {"ratio": _ANY, "seed": _ANY},
+    "Flatten": {"axis": _ANY},
+    "Gather": {"axis": _ANY},
+    "Gemm": {"alpha": _ANY, "beta": _ANY, "transA": _ANY, "transB": _ANY},
+    "LeakyRelu": {"alpha": _ANY},
+    "MaxPool": {**_WINDOW, "ceil_mode": _ANY, "dilations": _ANY, "storage_order": _ANY},
+    "Pad": {"mode": ("constant", "reflect", "edge"), "pads": _ANY, "value": _ANY},
+    "ReduceL2": _REDUCE,
+    "ReduceMean": _REDUCE,
+    "ReduceSum": _REDUCE,
+    "Reshape": {"allowzero": (0,)},
+    "Resize": {
+        "antialias": (0,),
+        "coordinate_transformation_mode": ("half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners"),
+        "cubic_coeff_a": _ANY,  # written by torch whatever the mode
+        "exclude_outside": (0,),
+        "extrapolation_value": _ANY,
+        "keep_aspect_ratio_policy": ("stretch",),
+        "mode": ("nearest", "linear"),
+        "nearest_mode": tuple(_NEAREST),
+    },
+    "Shape": {"start": _ANY, "end": _ANY},
+    "Slice": {"starts": _ANY, "ends": _ANY, "axes": _ANY},
+    "Softmax": {"axis": _ANY},
+    "Softmax before opset 13": {"axis": _ANY},
+    "Squeeze": {"axes": _ANY},
+    "Transpose": {"perm": _ANY},
+    "Unsqueeze": {"axes": _ANY},
 }
 
 
@@ -307,22 +334,44 @@ def _op_name(node: onnx.NodeProto, opset: int) -> str:
     return "Softmax before opset 13" if node.op_type == "Softmax" and opset < 13 else node.op_type
 
 
-def _refusals(node: onnx.NodeProto, opset: int, used: set[str]) -> list[str]:
-    """What in this node cannot be run, in words; [] when it can."""
+def _honours(op: str, name: str, value: object) -> bool:
+    honoured = _HONOURED.get(op, {})
+    return name in honoured and (honoured[name] is _ANY or value in honoured[name])
+
+
+def _refusals(node: onnx.NodeProto, opset: int, used: set[str], true: set[str]) -> list[str]:
+    """What in this node cannot be run, in words; [] when it can. `used` and `true` name values of the graph."""
     op, a = _op_name(node, opset), _attributes(node)
     if op not in OPS:
         return [op]
-    refused = [f"{op}({k}={a[k]})" for k, honoured in _HONOURED.get(op, {}).items() if k in a and a[k] not in honoured]
+    refused = [f"{op}({name}={str(value)[:40]})" for name, value in a.items() if not _honours(op, name, value)]
     pads = a.get("pads", [])
     if op == "AveragePool" and pads[:2] != pads[2:] and not a.get("count_include_pad", 0):
         refused.append(f"AveragePool(unequal pads={pads}, count_include_pad=0)")
     if op in ("AveragePool", "MaxPool") and len(a["kernel_shape"]) != 2:
         refused.append(f"{op}(kernel_shape={a['kernel_shape']})")
+    if op == "Dropout" and true.intersection(node.input[2:]):
+        refused.append("Dropout(training_mode=1)")
     if op == "Resize" and opset < 11:
         refused.append(f"Resize(opset {opset})")
     if op == "Pad" and len(node.input) > 3:
         refused.append("Pad(axes)")
     return refused + [f"{op}(output {i})" for i, name in enumerate(node.output) if i > 0 and name in used]
+
+
+def _check_supported(graph: onnx.GraphProto, opset: int, path: str | Path) -> None:
+    """ValueError listing every operator and attribute of the graph that cannot be run, with the nodes using it."""
+    used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    tensors |= {n.output[0]: n.attribute[0].t for n in graph.node if n.op_type == "Constant"}
+    true = {name for name, t in tensors.items() if t.data_type == onnx.TensorProto.BOOL and _tensor(t).all()}
+    refused: dict[str, list[str]] = {}
+    for node in graph.node:
+        for refusal in _refusals(node, opset, used, true):
+            refused.setdefault(refusal, []).append(node.name or node.output[0])  # names are optional in ONNX
+    if refused:
+        listing = "; ".join(f"{refusal} at {', '.join(nodes)}" for refusal, nodes in sorted(refused.items()))
+        raise ValueError(f"{path} needs what {__name__} does not run: {listing}. Add it to OPS and _HONOURED there")
 
 
 def read_graph(path: str | Path) -> tuple[onnx.GraphProto, int]:
@@ -379,7 +428,8 @@ class OnnxModule(nn.Module):
     Attributes: input_shape, output_shapes (None for dynamic axes), output_names, and first_nodes, the names
     of the first eight nodes, by which insightface tells how a recogniser wants its input.
 
-    Raises FileNotFoundError without a file; ValueError for a damaged file, several inputs, or unknown ops.
+    Raises FileNotFoundError without a file; ValueError for a damaged file, several inputs, or operators and
+    attributes that it does not run: all of them, with the names of their nodes.
     """
 
     def __init__(self, path: str | Path):
@@ -388,10 +438,7 @@ class OnnxModule(nn.Module):
         inputs = graph_inputs(graph)
         if len(inputs) != 1:
             raise ValueError(f"{path} has {len(inputs)} inputs ({[i.name for i in inputs]}); OnnxModule runs one")
-        used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
-        refused = sorted({refusal for node in graph.node for refusal in _refusals(node, opset, used)})
-        if refused:
-            raise ValueError(f"{path} needs unsupported ops: {', '.join(refused)}; add them to OPS in {__name__}")
+        _check_supported(graph, opset, path)
         self.input_name = inputs[0].name
         self.input_shape = value_shape(inputs[0])
         self.output_names = [value.name for value in graph.output]

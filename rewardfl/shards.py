@@ -21,6 +21,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 BLOCK_BYTES = 8 << 20  # what is read, changed and written at a time
 STEM = "diffusion_pytorch_model"  # of the files in a diffusers or Wan-AI expert folder
+QUANTISED_LEAVES = ("scale_weight", "scale_input", "weight_scale", "comfy_quant", "scaled_fp8")  # beside the weights
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
 
 
@@ -245,6 +246,17 @@ def _check_count(files: list[Path]) -> None:
     for file, number in zip(files, numbers, strict=True):
         if number and int(number[2]) != len(files):
             raise Refused(f"{file.name} is one of {int(number[2])} shards; {len(files)} are given")
+
+
+def check_unquantised(base: Checkpoint) -> None:
+    """Refused for fp8, int8 and other quantised checkpoints, by dtype or by their scale tensors."""
+    for name, entry in base.tensors.items():
+        leaf = name.rpartition(".")[2]
+        if leaf in QUANTISED_LEAVES or entry.dtype not in ("F64", "F32", "F16", "BF16"):
+            raise Refused(
+                f"{entry.file} is quantised (tensor {name}, {entry.dtype}): most of an update would be rounded away. "
+                "Merge into the fp32, fp16 or bf16 checkpoint and quantise the result"
+            )
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
-"""The only file that knows Wan2.2 I2V: its folder, its conditioning, which expert answers when, its velocity."""
+"""Wan2.2 I2V as the samplers see it: its conditioning, which expert answers when, its velocity.
 
-import json
+wan_load.py loads it; nothing else knows Wan.
+"""
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +10,6 @@ from pathlib import Path
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, WanTransformer3DModel
 from torch import Tensor, nn
-from transformers import AutoTokenizer
 
 from rewardfl import lora
 from rewardfl.flow import linear_sigmas
@@ -56,32 +57,6 @@ class Experts(nn.Module):
 def expert_at(sigma: Tensor | float, boundary: float) -> str:
     """high_noise at and above the boundary, low_noise below; compared in timesteps, as diffusers does."""
     return "high_noise" if 1000 * sigma >= 1000 * boundary else "low_noise"
-
-
-def load_pipeline(folder: str, dtype: torch.dtype, tokenizer_path: str = "") -> WanImageToVideoPipeline:
-    """The pipeline of a diffusers folder, frozen and in eval mode, without touching the network.
-
-    ValueError for pipelines of the family that are not Wan2.2-I2V-A14B shaped (two experts, a boundary, no
-    image encoder).
-    """
-    index = Path(folder) / "model_index.json"
-    if not index.is_file():
-        raise FileNotFoundError(f"model.model_paths: {folder} is not a diffusers pipeline folder (no model_index.json)")
-    given = {"tokenizer"} if tokenizer_path else set()
-    for name, kind in json.loads(index.read_text()).items():
-        # transformers would make an empty tokenizer of a missing folder
-        if isinstance(kind, list) and kind[0] and name not in given and not (Path(folder) / name).is_dir():
-            raise FileNotFoundError(f"model.model_paths: {folder} has no {name} folder")
-    parts = {"tokenizer": AutoTokenizer.from_pretrained(tokenizer_path)} if tokenizer_path else {}
-    pipe = WanImageToVideoPipeline.from_pretrained(folder, dtype=dtype, local_files_only=True, **parts)
-    if pipe.transformer_2 is None or pipe.config.boundary_ratio is None or pipe.config.expand_timesteps:
-        raise ValueError(
-            f"model.model_paths: {folder} is not a Wan2.2-I2V-A14B shaped pipeline "
-            "(it needs transformer, transformer_2 and boundary_ratio; TI2V-5B and Wan2.1 are not supported)"
-        )
-    for module in (pipe.transformer, pipe.transformer_2, pipe.text_encoder, pipe.vae):
-        module.requires_grad_(False).eval()
-    return pipe
 
 
 def attach_adapters(pipe: WanImageToVideoPipeline, checkpoint: Path) -> None:

@@ -12,7 +12,7 @@ from conftest import ROOT
 from insightface.app import FaceAnalysis
 from insightface.utils import face_align
 
-from rewardfl import data, face, wan
+from rewardfl import data, face, wan_load
 from rewardfl.onnx_module import OnnxModule
 from tiny_world import faces, measure, people, vae
 
@@ -104,7 +104,7 @@ def test_recognisers_tell_strangers_apart(pack):
 
 @torch.no_grad()
 def test_vae_reconstructs_held_out_clips():
-    pipe = wan.load_pipeline(str(WORLD / "pipeline"), torch.float32)
+    pipe = wan_load.load_pipeline(wan_load.find(str(WORLD / "pipeline")), torch.float32)
     assert (pipe.config.boundary_ratio, pipe.transformer.config.in_channels) == (0.9, 34)
     clips = torch.stack(eval_clips(6))
     again = pipe.vae.decode(pipe.vae.encode(clips).latent_dist.mode()).sample

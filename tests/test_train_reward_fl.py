@@ -15,7 +15,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from PIL import Image
 
 import train_reward_fl
-from rewardfl import checkpoint, config, data, lora, wan
+from rewardfl import checkpoint, config, data, lora, wan, wan_load
 
 WORLD = ROOT / "assets" / "tiny_world"
 CONFIG = str(ROOT / "configs" / "tiny_face.yaml")
@@ -228,7 +228,7 @@ def no_weights(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(wan, "load_pipeline", refuse)
+    monkeypatch.setattr(wan_load, "load_pipeline", refuse)
 
 
 @pytest.fixture
@@ -292,7 +292,7 @@ def test_bad_rows_are_named_or_skipped(monkeypatch, capsys, no_weights, clips, t
         good = list(csv.reader(file))[5]
     shutil.copy(WORLD / "train" / good[0], tmp_path / good[0])
     write(path, [*rows, good])
-    monkeypatch.setattr(wan, "load_pipeline", lambda *a: (_ for _ in ()).throw(data.DataError("reached the weights")))
+    monkeypatch.setattr(wan_load, "load_pipeline", lambda *a: (_ for _ in ()).throw(data.DataError("reached the weights")))
     code, out, error = call(monkeypatch, capsys, *arguments, "data.skip_bad_rows=true")
     assert "reached the weights" in error
     assert out.count("skipped: line") == 3

@@ -8,7 +8,8 @@ from conftest import FRAMES, HEIGHT, WIDTH, random_pipeline
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
-from rewardfl import data, decode, flow, reward_flow, wan
+from rewardfl import data, decode, flow, reward_flow, wan, wan_load
+from rewardfl.shards import Refused
 
 PROMPT = "a person with short dark hair, talking"
 
@@ -88,30 +89,30 @@ def test_a_batch_is_its_samples(pipe):
 
 def test_load_pipeline(tmp_path, pipe):
     pipe.save_pretrained(tmp_path / "model")
-    loaded = wan.load_pipeline(str(tmp_path / "model"), torch.float32)
+    loaded = wan_load.load_pipeline(wan_load.find(str(tmp_path / "model")), torch.float32)
     assert not any(
         p.requires_grad for m in (loaded.transformer, loaded.vae, loaded.text_encoder) for p in m.parameters()
     )
     assert not loaded.text_encoder.training  # T5 has dropout
     noise = data.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     torch.testing.assert_close(ours(loaded, 4, noise), ours(pipe, 4, noise), rtol=1e-4, atol=1e-4)
-    half = wan.load_pipeline(str(tmp_path / "model"), torch.bfloat16)
+    half = wan_load.load_pipeline(wan_load.find(str(tmp_path / "model")), torch.bfloat16)
     assert half.transformer.dtype == torch.bfloat16
     assert half.transformer.scale_shift_table.dtype == torch.float32  # diffusers' float32 islands stay
 
-    with pytest.raises(FileNotFoundError, match="no model_index.json"):
-        wan.load_pipeline(str(tmp_path), torch.float32)
+    with pytest.raises(Refused, match="no model_index.json"):
+        wan_load.load_pipeline(wan_load.find(str(tmp_path)), torch.float32)
     index = json.loads((tmp_path / "model" / "model_index.json").read_text())
     (tmp_path / "model" / "model_index.json").write_text(json.dumps(index | {"boundary_ratio": None}))
-    with pytest.raises(ValueError, match="not a Wan2.2-I2V-A14B shaped pipeline"):
-        wan.load_pipeline(str(tmp_path / "model"), torch.float32)
+    with pytest.raises(Refused, match="no boundary_ratio"):
+        wan_load.load_pipeline(wan_load.find(str(tmp_path / "model")), torch.float32)
 
 
 def test_another_tokenizer_folder_is_used(tmp_path):
     pipe = random_pipeline()
     pipe.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer").rename(tmp_path / "tokenizer")
-    with pytest.raises(FileNotFoundError, match="has no tokenizer folder"):
-        wan.load_pipeline(str(tmp_path / "model"), torch.float32)
-    loaded = wan.load_pipeline(str(tmp_path / "model"), torch.float32, str(tmp_path / "tokenizer"))
+    with pytest.raises(Refused, match="has no tokenizer folder"):
+        wan_load.load_pipeline(wan_load.find(str(tmp_path / "model")), torch.float32)
+    loaded = wan_load.load_pipeline(wan_load.find(str(tmp_path / "model"), str(tmp_path / "tokenizer")), torch.float32)
     assert loaded.tokenizer(PROMPT).input_ids == pipe.tokenizer(PROMPT).input_ids

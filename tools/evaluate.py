@@ -24,7 +24,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import config, data, decode, face, flow, reward_flow, wan
+from rewardfl import config, data, decode, face, flow, reward_flow, wan, wan_load
 
 ARMS = ("before", "after")
 RESAMPLES = 10_000
@@ -102,7 +102,8 @@ def evaluate(cfg: config.RunConfig, adapter: Path, args: argparse.Namespace, out
     if not usable:
         raise ValueError(f"--data: no clip of {args.data} shows a face")
 
-    pipe = wan.load_pipeline(cfg.model.model_paths, wan.DTYPES[cfg.model.dtype], cfg.model.tokenizer_path)
+    layout = wan_load.find(cfg.model.model_paths, cfg.model.tokenizer_path)
+    pipe = wan_load.load_pipeline(layout, wan.DTYPES[cfg.model.dtype])
     wan.attach_adapters(pipe, adapter)
     pipe.to(args.device)
     boundary = cfg.model.min_timestep_boundary

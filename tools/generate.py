@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from rewardfl import config, data, decode, flow, reward_flow, wan
+from rewardfl import config, data, decode, flow, reward_flow, wan, wan_load
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="pipeline folder in diffusers layout")
+    parser.add_argument("--model", required=True, help="diffusers folder, or a wan22_paths.json")
+    parser.add_argument("--tokenizer", default="", help="tokenizer folder, for original files (default: the model's)")
     parser.add_argument("--image", type=Path, required=True, help="the first frame")
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--out", type=Path, required=True, help="the mp4 to write")
@@ -49,10 +50,11 @@ def main() -> int:
 @torch.no_grad()
 def generate(args: argparse.Namespace) -> torch.Tensor:
     """The video (3, F, H, W) in [-1, 1]; ValueError or FileNotFoundError for what cannot work, before weights load."""
-    spatial, temporal = config.vae_factors(args.model)
+    layout = wan_load.find(args.model, args.tokenizer)
+    spatial, temporal = config.vae_factors(layout.configs)
     config.check_geometry(args.height, args.width, args.num_frames, spatial, temporal)
     image = read_image(args.image, args.height, args.width)
-    pipe = wan.load_pipeline(args.model, wan.DTYPES[args.dtype])
+    pipe = wan_load.load_pipeline(layout, wan.DTYPES[args.dtype])
     if args.adapter:
         wan.attach_adapters(pipe, args.adapter)
     pipe.to(args.device)

@@ -6,7 +6,7 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
 
-from rewardfl import data, decode, face, flow, reward_flow, wan
+from rewardfl import data, decode, face, flow, reward_flow, wan, wan_load
 
 from . import faces
 from .people import NUM_FRAMES, SIZE, draw_motion, draw_people, render
@@ -49,7 +49,7 @@ def detection(detector: face.FaceDetector, seed: int) -> dict[str, float]:
 @torch.no_grad()
 def video_figures(world: Path, judges: dict[str, face.FaceIdentity]) -> dict[str, object]:
     """Reconstruction and generation of the evaluation people; FaceSim per frame by both recognisers."""
-    pipe = wan.load_pipeline(str(world / "pipeline"), torch.float32)
+    pipe = wan_load.load_pipeline(wan_load.find(str(world / "pipeline")), torch.float32)
     experts = wan.Experts(pipe.transformer, pipe.transformer_2, pipe.config.boundary_ratio)
     rows = data.load_metadata(world / "eval" / "metadata.csv")
     shape = wan.latent_shape(pipe, SIZE, SIZE, NUM_FRAMES)

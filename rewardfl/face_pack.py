@@ -1,0 +1,146 @@
+"""A face pack as users have it: which file detects, which recognises, what they hash to, who may use them.
+
+Files are told apart by the inputs and outputs of their graphs, never by name: insightface's rule
+(model_zoo/model_zoo.py, ModelRouter). Its packs, antelopev2 and buffalo_l among them, and AuraFace all fit.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from .onnx_module import graph_inputs, read_graph, value_shape
+
+TASKS = ("detector", "recogniser")
+
+# ~/.insightface / models / antelopev2 / antelopev2 / *.onnx: insightface's own zip nests the folder once more.
+_DEPTH = 3
+
+
+def pack_files(pack_dir: str | Path) -> tuple[Path, Path]:
+    """The detector's and the recogniser's file in a pack folder, or in the only pack that lies below it.
+
+    `pack_dir` is the folder of the .onnx files, the folder around it that an unpacked zip leaves, or an
+    insightface root (models/<pack>/). The files of other tasks (landmarks, gender and age) are passed over.
+
+    Raises FileNotFoundError naming the folder when it, or one of the two files, is missing; ValueError when
+    several packs or several files of one task could be meant, for a zip, or for a damaged file.
+    """
+    root = Path(pack_dir).expanduser()
+    if root.is_file():
+        raise ValueError(f"{root} is a file; a face pack is a folder of .onnx files: {_way_out(root)}")
+    if not root.is_dir():
+        raise FileNotFoundError(f"no face pack at {root}: it is a folder of .onnx files, a detector and a recogniser")
+    found = _search(root, _DEPTH)
+    packs = [folder for folder, files in found.items() if set(files.values()).issuperset(TASKS)]
+    if not packs:
+        raise FileNotFoundError(_nothing_usable(root, found))
+    if len(packs) > 1:
+        raise ValueError(f"{root} holds several face packs; name one of {[str(pack) for pack in packs]}")
+    return _only(packs[0], found[packs[0]], "detector"), _only(packs[0], found[packs[0]], "recogniser")
+
+
+def _search(folder: Path, depth: int) -> dict[Path, dict[Path, str]]:
+    """{folder: {.onnx file: task}} of this folder and those below; nothing below a folder that is a pack."""
+    # macOS' zips hold a hidden ._glintr100.onnx for each file
+    files = {file: _task(file) for file in sorted(folder.glob("*.onnx")) if not file.name.startswith(".")}
+    found = {folder: files} if files else {}
+    if set(files.values()).issuperset(TASKS):
+        _refuse_manifest(folder)
+    elif depth:
+        for below in sorted(path for path in folder.iterdir() if path.is_dir()):
+            found |= _search(below, depth - 1)
+    return found
+
+
+def _task(path: Path) -> str:
+    """detector | recogniser | other, by insightface's rule on the graph's inputs and outputs."""
+    graph, _ = read_graph(path)
+    if len(graph.output) >= 5:
+        return "detector"
+    inputs = graph_inputs(graph)
+    if len(inputs) != 1 or len(graph.output) != 1 or len(value_shape(inputs[0])) != 4:
+        return "other"  # two inputs: a face swapper
+    height, width = value_shape(inputs[0])[2:]
+    square = height is not None and height == width
+    return "recogniser" if square and height >= 112 and height % 16 == 0 and height != 192 else "other"
+
+
+def _only(folder: Path, files: dict[Path, str], task: str) -> Path:
+    candidates = [file for file, its_task in files.items() if its_task == task]
+    if len(candidates) > 1:
+        raise ValueError(
+            f"{folder} has {len(candidates)} {task}s: {[file.name for file in candidates]}; a pack has one (insightface "
+            f"would take {candidates[0].name}), so move the others to a folder of their own"
+        )
+    return candidates[0]
+
+
+def _nothing_usable(root: Path, found: dict[Path, dict[Path, str]]) -> str:
+    """Why no folder at or below root is a pack, in words."""
+    tasks = {str(file.relative_to(root)): task for files in found.values() for file, task in files.items()}
+    missing = [task for task in TASKS if task not in tasks.values()]
+    if not missing:
+        used = [name for name, task in tasks.items() if task in TASKS]
+        return f"{root} has no folder with both a detector and a recogniser: put these into one: {used}"
+    zips = sorted(root.glob("*.zip"))
+    return (
+        f"{root} has no {' and no '.join(missing)} among its .onnx files {list(tasks)}; a detector has nine "
+        "outputs (scrfd_10g_bnkps.onnx), a recogniser one 112 x 112 input and one output (glintr100.onnx)"
+        + "".join(f"; {_way_out(path)}" for path in zips)
+    )
+
+
+def _way_out(path: Path) -> str:
+    if path.suffix == ".zip":
+        return f"unpack it with `unzip {path} -d {path.with_suffix('')}` and name {path.with_suffix('')}"
+    return f"name the folder {path.parent}"
+
+
+def _refuse_manifest(folder: Path) -> None:
+    """ValueError for insightface 2's packages, whose manifest sets other pre-processing than the rule here."""
+    manifest = folder / "manifest.json"
+    if manifest.is_file() and "manifest_version" in json.loads(manifest.read_text()):
+        raise ValueError(
+            f"{folder} is an insightface package with a {manifest.name}, whose pre-processing is not known here; "
+            "use antelopev2, buffalo_l or AuraFace"
+        )
+
+
+# ---- identity ----
+
+
+def file_hashes(files: Iterable[Path]) -> dict[str, str]:
+    """{file name: sha256 of its bytes, hexadecimal}, for run.json: which weights gave the reward."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+_INSIGHTFACE = "insightface's model zoo: non-commercial research only"
+_AURAFACE = "fal/AuraFace-v1: Apache-2.0 by its model card"
+
+_LICENCE_BY_HASH = {
+    # scrfd_10g_bnkps.onnx of antelopev2 and of AuraFace, det_10g.onnx of buffalo_l: one and the same file
+    "5838f7fe053675b1c7a08b633df49e7af5495cee0493c7dcf6697200b85b5b91": _INSIGHTFACE,
+    "5e4447f50245bbd7966bd6c0fa52938c61474a04ec7def48753668a9d8b4ea3a": _INSIGHTFACE,  # det_500m.onnx, buffalo_s
+    "4ab1d6435d639628a6f3e5008dd4f929edf4c4124b1a7169e1048f9fef534cdf": _INSIGHTFACE,  # glintr100.onnx, antelopev2
+    "4c06341c33c2ca1f86781dab0e829f88ad5b64be9fba56e56bc9ebdefc619e43": _INSIGHTFACE,  # w600k_r50.onnx, buffalo_l
+    "9cc6e4a75f0e2bf0b1aed94578f144d15175f357bdc05e815e5c4a02b319eb4f": _INSIGHTFACE,  # w600k_mbf.onnx, buffalo_s
+    "a7933ea5330113b01c9b60351d8f4c33003f145d8470ac5f0e52ee2effe25c60": _AURAFACE,  # glintr100.onnx
+}
+_INSIGHTFACE_NAMES = ("scrfd_", "det_10g", "det_2.5g", "det_500m", "glintr100", "w600k_")
+
+
+def licence_note(hashes: dict[str, str]) -> str:
+    """A line per file of `file_hashes` about the licence of its weights, to be printed once.
+
+    A hash decides; a name alone only says what to check, for AuraFace's recogniser is named as antelopev2's.
+    """
+    return "\n".join(f"{name}: {_licence(name, digest)}" for name, digest in hashes.items())
+
+
+def _licence(name: str, digest: str) -> str:
+    if digest in _LICENCE_BY_HASH:
+        return f"weights of {_LICENCE_BY_HASH[digest]}"
+    if name.startswith(_INSIGHTFACE_NAMES):
+        return f"named as in {_INSIGHTFACE}, but sha256 {digest[:12]} is unknown here; check the licence of its weights"
+    return f"weights of unknown origin (sha256 {digest[:12]}); check their licence"
