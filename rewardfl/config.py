@@ -90,6 +90,15 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Placement:
+    # Where the expert that is not trained lives. gpu: beside the trained one. cpu_swap: in host memory, its
+    # blocks are copied to the GPU one ahead of their turn. fp8: on the GPU in 8 bits, half the size, its weights
+    # rounded by about 3 %. boundary_cache: nowhere while training; the latents that it hands over at the boundary
+    # are computed once per clip and noise, and read from the cache (needs sample.noises_per_sample: n).
+    untrained: Literal["gpu", "cpu_swap", "fp8", "boundary_cache"] = "gpu"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lora:
     # Which models carry the adapter; null means trainable_models, and nothing else is offered.
     lora_base_model: str | None = None
@@ -188,6 +197,11 @@ class Train:
     max_grad_norm: Positive = 1.0
     # Recompute activations in the backward pass instead of keeping them.
     use_gradient_checkpointing: bool = True
+    # Keep what checkpointing stores (the blocks' inputs) in host memory until the backward pass.
+    use_gradient_checkpointing_offload: bool = False
+    # The VAE decoder's caches between decode and its backward pass. keep: on the GPU; offload: in host memory;
+    # segment: every few chunks' only, the others are recomputed (one decode more).
+    decode_caches: Literal["keep", "offload", "segment"] = "keep"
     # Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
     max_nonfinite: Whole = 3
 
@@ -196,6 +210,7 @@ class Train:
 class RunConfig:
     run: Run
     model: Model
+    experts: Placement = Placement()
     lora: Lora
     data: Data
     sample: Sample

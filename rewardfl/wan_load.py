@@ -174,7 +174,7 @@ def open_experts(layout: Layout) -> dict[str, Checkpoint]:
     for expert, paths in layout.experts.items():
         checkpoint = shards.open_checkpoint(paths[0] if len(paths) == 1 else paths)
         shards.check_unquantised(checkpoint)
-        _check_i2v(checkpoint, config_of(layout, "transformer"))
+        _check_i2v(checkpoint, config_of(layout, PARTS[expert]))
         named = lora_files.expert_in_path(checkpoint.files[0].absolute())
         if named not in (None, expert):
             raise Refused(f"{checkpoint.path} is given as the {expert} expert, its name says {named}; swap them")
@@ -269,12 +269,10 @@ def load_pipeline(
     `dtype`. experts: those to load; the others' components are None.
     """
     opened = open_experts(layout)
-    config = config_of(layout, "transformer")
-    loaded = {
-        part: load_expert(opened[name], config, dtype, [lora for lora in distilled if lora.expert == name])
-        if name in experts else None
-        for name, part in PARTS.items()
-    }  # fmt: skip
+    loaded = dict.fromkeys(PARTS.values())
+    for name in experts:
+        fused = [lora for lora in distilled if lora.expert == name]
+        loaded[PARTS[name]] = load_expert(opened[name], config_of(layout, PARTS[name]), dtype, fused)
     tokenizer = AutoTokenizer.from_pretrained(layout.tokenizer)
     index = json.loads((layout.configs / "model_index.json").read_text())
     pipe = WanImageToVideoPipeline(

@@ -131,7 +131,7 @@ def test_wrong_values_name_the_key_and_the_value(write, override, message):
         ),
         (
             "trian.learning_rate=1",
-            "unknown section 'trian', did you mean 'train'?; sections are run, model, lora,",
+            "unknown section 'trian', did you mean 'train'?; sections are run, model, experts,",
         ),
         ("model_paths=x", "model_paths -> model.model_paths: settings live in sections, move it there"),
         ("lora.lora_rank", "override 'lora.lora_rank' must have the form section.key=value"),
@@ -168,9 +168,9 @@ def test_a_key_has_one_place():
     [
         (
             "run: {output_dir: out}\n",
-            "model.model_paths is required; write it in the file or pass model.model_paths=",
+            "data.file_name is required; write it in the file or pass data.file_name=",
         ),
-        ("- run\n", r"must hold sections \(run, model, lora"),
+        ("- run\n", r"must hold sections \(run, model, experts"),
         ("", r"must hold sections"),
         ("run: [a\n", "is not valid YAML"),
         ("lora:\n", "section 'lora' must hold keys, got None; write them beneath it or remove the line"),

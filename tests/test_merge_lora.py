@@ -436,12 +436,8 @@ def broken(state, kind):
     [
         ("missing half", "no up"), ("unmatched key", "magic"), ("unknown ending", "gate"),
         ("no such block", "blocks.7"),
-<<<<<<< HEAD
         ("rank", "ranks"), ("shape", "up @ down"), ("nan", "values that are nan"),
         ("lokr", "LoKr"), ("twice", "two keys"),
-=======
-        ("rank", "ranks"), ("shape", "up @ down"), ("nan", "values that are nan"), ("lokr", "LoKr"), ("twice", "two keys"),
->>>>>>> 4a0d013 (Work in progress on issue 4: loaders, face packs (not green))
         ("image projection", "Wan2.1"), ("empty", "no tensors"),
     ],
 )  # fmt: skip

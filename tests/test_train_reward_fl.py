@@ -292,7 +292,9 @@ def test_bad_rows_are_named_or_skipped(monkeypatch, capsys, no_weights, clips, t
         good = list(csv.reader(file))[5]
     shutil.copy(WORLD / "train" / good[0], tmp_path / good[0])
     write(path, [*rows, good])
-    monkeypatch.setattr(wan_load, "load_pipeline", lambda *a: (_ for _ in ()).throw(data.DataError("reached the weights")))
+    monkeypatch.setattr(
+        wan_load, "load_pipeline", lambda *a: (_ for _ in ()).throw(data.DataError("reached the weights"))
+    )
     code, out, error = call(monkeypatch, capsys, *arguments, "data.skip_bad_rows=true")
     assert "reached the weights" in error
     assert out.count("skipped: line") == 3
