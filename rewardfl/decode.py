@@ -3,25 +3,32 @@
 diffusers' AutoencoderKLWan decodes one latent frame after the other; causal convolutions remember the last
 frames they saw in a list of caches. So the decoder is a recurrence (frames_i, caches_{i+1}) =
 chunk(latents_i, caches_i), and its vector-Jacobian product walks back through the chunks with the cotangent
-of the caches, holding one chunk's graph. For 81 frames of 480x832 in bf16 that is 53 GB instead of 334 (37 of
-it the caches).
+of the caches, holding one chunk's graph. For 81 frames of 480x832 in bf16 that is 53 GB instead of 334, 37 of
+it the caches that the chunks start from; these can wait in host memory, or be computed again.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
+from rewardfl.offload import to_host
+
 Caches = list[Tensor | str | None]  # per causal convolution; None: nothing seen yet, "Rep": diffusers' first-chunk mark
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """video: (B, 3, F, H, W) in [-1, 1]; caches: those that each chunk started from, which is all a VJP needs."""
+    """A decoded batch and what `decode_vjp` needs to go back without decoding again.
+
+    video: (B, 3, F, H, W) in [-1, 1]. caches: by chunk, those that it started from; only those of every n-th
+    chunk where they are kept by segments, which always include chunk 0.
+    """
 
     video: Tensor
-    caches: list[Caches]
+    caches: dict[int, Caches]
 
 
 def latent_statistics(vae: AutoencoderKLWan, latents: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,17 +42,28 @@ def latent_statistics(vae: AutoencoderKLWan, latents: Tensor) -> tuple[Tensor, T
 
 def decode(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
     """Video (B, 3, F, H, W) in [-1, 1], of latents (B, C, T, H/s, W/s) as the transformer sees them (normalised)."""
-    return decode_with_caches(vae, latents, keep=False).video
+    return _decode(vae, latents, stride=None, offload=False).video
+
+
+def decode_with_caches(vae: AutoencoderKLWan, latents: Tensor, caches: str = "keep") -> Decoded:
+    """Like `decode`, for a `decode_vjp` to come.
+
+    caches: keep (on the device), offload (in host memory), or segment (those of every ceil(sqrt(T))-th chunk; the
+    VJP decodes each segment once more for the others). The gradients are the same to the last bit.
+    """
+    if caches not in ("keep", "offload", "segment"):
+        raise ValueError(f"caches must be keep, offload or segment, got {caches!r}")
+    stride = math.ceil(math.sqrt(latents.shape[2])) if caches == "segment" else 1
+    return _decode(vae, latents, stride, offload=caches == "offload")
 
 
 @torch.no_grad()
-def decode_with_caches(vae: AutoencoderKLWan, latents: Tensor, keep: bool = True) -> Decoded:
-    """Like `decode`, keeping what `decode_vjp` needs to go back without decoding again."""
+def _decode(vae: AutoencoderKLWan, latents: Tensor, stride: int | None, offload: bool) -> Decoded:
     caches: Caches = [None] * vae._cached_conv_counts["decoder"]
-    chunks, kept = [], []
+    chunks, kept = [], {}
     for i in range(latents.shape[2]):
-        if keep:
-            kept.append(caches)
+        if stride is not None and i % stride == 0:
+            kept[i] = [to_host(c) if offload and isinstance(c, Tensor) else c for c in caches]
         frames, caches = _chunk(vae, latents[:, :, i : i + 1], caches, first=i == 0)
         chunks.append(frames)
     return Decoded(torch.cat(chunks, 2).clamp(-1, 1), kept)
@@ -65,9 +83,13 @@ def decode_vjp(vae: AutoencoderKLWan, latents: Tensor, grad_video: Tensor, decod
     grad_caches: list[Tensor | None] = [None] * len(decoded.caches[0])
     while end > 0 and not grad_video[:, :, slice(*frames_of[end - 1])].any():
         end -= 1
+    segment: dict[int, Caches] = {}
     for i in reversed(range(end)):
+        segment = segment if i in segment else _segment(vae, latents, decoded.caches, i)
         x = latents[:, :, i : i + 1].detach().requires_grad_()
-        start = [c.detach().requires_grad_() if isinstance(c, Tensor) else c for c in decoded.caches[i]]
+        start = [
+            c.detach().to(latents.device).requires_grad_() if isinstance(c, Tensor) else c for c in segment.pop(i)
+        ]
         with torch.enable_grad():
             frames, after = _chunk(vae, x, start, first=i == 0)
             frames = frames.clamp(-1, 1)
@@ -81,6 +103,16 @@ def decode_vjp(vae: AutoencoderKLWan, latents: Tensor, grad_video: Tensor, decod
         grad_latents[:, :, i : i + 1] = grads.pop(0)
         grad_caches = [grads.pop(0) if isinstance(c, Tensor) else None for c in start]
     return grad_latents
+
+
+@torch.no_grad()
+def _segment(vae: AutoencoderKLWan, latents: Tensor, kept: dict[int, Caches], last: int) -> dict[int, Caches]:
+    """The caches that chunks start from, from the nearest kept one up to chunk `last`."""
+    first = max(i for i in kept if i <= last)
+    caches = {first: kept[first]}
+    for i in range(first, last):
+        caches[i + 1] = _chunk(vae, latents[:, :, i : i + 1], caches[i], first=i == 0)[1]
+    return caches
 
 
 def _chunk(vae: AutoencoderKLWan, latents: Tensor, caches: Caches, first: bool) -> tuple[Tensor, Caches]:

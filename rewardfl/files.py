@@ -1,6 +1,8 @@
 """Files and folders that are written whole or not at all. No torch here."""
 
+import hashlib
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +57,16 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
 
 def temporary_path(path: Path) -> Path:
     """Where `path` is written before it takes its place: next to it, on the same file system."""
-    return path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    return path.with_name(f"{path.name}.tmp-{platform.node()}-{os.getpid()}")
+
+
+def sha256(path: str | Path) -> str:
+    """Of a file's content, 64 hex digits."""
+    digest = hashlib.sha256()
+    with Path(path).open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def fsync(path: Path) -> None:

@@ -38,16 +38,29 @@ class Conditioning:
 
 
 class Experts(nn.Module):
-    """Both experts as one module, so that one wrapper (DDP, DeepSpeed, FSDP) sees every trained parameter."""
+    """Both experts behind one velocity, and one module, so that a wrapper sees every trained parameter.
 
-    def __init__(self, high_noise: WanTransformer3DModel, low_noise: WanTransformer3DModel, boundary: float):
+    outside: experts that are not trained and stay out of the module tree: DDP, DeepSpeed, FSDP and `.to` then leave
+    them where offload.place put them. An expert may be None when no step will ask for it.
+    """
+
+    def __init__(
+        self,
+        high_noise: WanTransformer3DModel | None,
+        low_noise: WanTransformer3DModel | None,
+        boundary: float,
+        outside: Sequence[str] = (),
+    ):
         super().__init__()
-        self.high_noise, self.low_noise = high_noise, low_noise
+        experts = {"high_noise": high_noise, "low_noise": low_noise}
+        self.inside = nn.ModuleDict({name: expert for name, expert in experts.items() if name not in outside})
+        self.outside = {name: experts[name] for name in outside}  # a plain dict: no submodules
         self.boundary = boundary
 
     def forward(self, x: Tensor, sigma: Tensor, text: Tensor, image: Tensor) -> Tensor:
         """Velocity (B, 16, T, h, w), float32 or finer, at latents x of the same shape and one sigma for the batch."""
-        expert = self.high_noise if expert_at(sigma, self.boundary) == "high_noise" else self.low_noise
+        name = expert_at(sigma, self.boundary)
+        expert = self.outside[name] if name in self.outside else self.inside[name]
         # the timestep stays float32: 892.857 would be 892 in bfloat16
         timestep = (1000 * sigma).to(x.device).expand(len(x))
         inputs = torch.cat([x, image.to(x.dtype)], 1).to(expert.dtype)

@@ -1,5 +1,6 @@
 """What every reward is: a module from videos to one score per sample."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -20,14 +21,18 @@ class Reward(nn.Module):
     name: str
     differentiable: bool
 
-    def reference(self, video: Tensor) -> object | None:
+    def reference(self, video: Tensor) -> dict[str, Tensor] | None:
         """What this reward keeps of a sample's real clip (3, F, H, W) in [-1, 1]; None if it is of no use.
 
-        It is computed once per sample, cached, and handed back to `forward`. A reward that needs nothing of
-        the real clip keeps the empty tuple: every sample is usable.
+        It is computed once per sample, cached under `identity`, and handed back to `forward`. A reward that needs
+        nothing of the real clip keeps an empty dict: every sample is usable.
         """
-        return ()
+        return {}
 
-    def forward(self, video: Tensor, batch: list[object | None]) -> RewardOutput:
+    def identity(self) -> dict[str, object]:
+        """All that `reference` depends on beside the clip, as plain JSON values: weights, settings."""
+        return {"name": self.name}
+
+    def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         """Score (B, 3, F, H, W) videos in [-1, 1] against one reference each; None makes a sample invalid."""
         raise NotImplementedError

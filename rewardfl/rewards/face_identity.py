@@ -1,12 +1,14 @@
 """Does the generated clip show the person of the real one? Differentiable. After IPRO, arXiv 2510.14255."""
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..face import FaceIdentity, FacePool, FaceScore
+from ..files import sha256
 from .base import Reward, RewardOutput
 
 # A real clip that moves less than this many face widths per frame gives no ratio: it would divide by noise.
@@ -36,16 +38,23 @@ class FaceIdentityReward(Reward):
         if not named and (isinstance(cap, str) or not 0 < cap <= 1):
             raise ValueError(f"reward.cap must be self_similarity, none or a number in (0, 1], got {cap!r}")
         self.cap = cap
-        self.identity = FaceIdentity(pack_dir, det_size, chunk)
+        self.identity_model = FaceIdentity(pack_dir, det_size, chunk)
 
-    def reference(self, video: Tensor) -> FacePool | None:
+    def reference(self, video: Tensor) -> dict[str, Tensor] | None:
         """The face pool of a real clip (3, F, H, W); None when no frame after the first shows the face."""
-        return self.identity.pool(video)
+        pool = self.identity_model.pool(video)
+        return None if pool is None else {field: torch.as_tensor(value) for field, value in vars(pool).items()}
 
-    def forward(self, video: Tensor, batch: list[FacePool | None]) -> RewardOutput:
+    def identity(self) -> dict[str, object]:
+        """The networks and the size at which faces are looked for; the cap takes no part in the pool."""
+        weights = [sha256(file) for file in self.identity_model.files]
+        return {"name": self.name, "weights": weights, "det_size": self.identity_model.detector.det_size}
+
+    def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         if len(batch) != len(video):
             raise ValueError(f"{len(video)} videos need as many references, got {len(batch)}")
-        results = [self._sample(clip, pool) for clip, pool in zip(video, batch, strict=True)]
+        pools = [reference and _pool(reference) for reference in batch]
+        results = [self._sample(clip, pool) for clip, pool in zip(video, pools, strict=True)]
         scores, valid, parts = zip(*results, strict=True)
         rows = torch.tensor(parts, device=video.device)  # (B, len(PARTS))
         return RewardOutput(
@@ -62,7 +71,7 @@ class FaceIdentityReward(Reward):
         if pool is None:
             return nothing, False, list(parts.values())
         parts["cap"] = cap = {"self_similarity": pool.cap, "none": 1.0}.get(self.cap, self.cap)
-        face = self.identity.score(video, pool)
+        face = self.identity_model.score(video, pool)
         parts["coverage"] = face.coverage if face else 0.0
         if face is None or not face.mean.isfinite():
             return nothing, False, list(parts.values())
@@ -70,6 +79,11 @@ class FaceIdentityReward(Reward):
         parts["motion_speed"], parts["motion_nonrigid"] = _motion(face, pool)
         parts["motion"] = _smaller(parts["motion_speed"], parts["motion_nonrigid"])
         return face.mean.clamp(max=cap), True, list(parts.values())
+
+
+def _pool(reference: Mapping[str, Tensor]) -> FacePool:
+    numbers = {name: value.item() for name, value in reference.items() if name != "embeddings"}
+    return FacePool(embeddings=reference["embeddings"], **numbers)
 
 
 def _motion(face: FaceScore, pool: FacePool) -> tuple[float, float]:

@@ -1,0 +1,88 @@
+"""What is computed once per clip and read at every step, on disk, under a hash of all that it depends on.
+
+An entry is a safetensors file whose name is the hash of its key. It appears whole or not at all, so that any number
+of processes may write the same folder, and it is checked when it is read: a damaged entry counts as absent.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from rewardfl.files import atomic_write
+
+FORMAT = 1  # to be raised when what is cached is computed in another way: old entries are then not found
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # read of a model's file to identify it
+
+Key = Mapping[str, object]  # plain JSON values; "kind" says what the entry is
+
+
+class Cache:
+    """A folder of entries; safe to share between processes, runs, and nodes with a common file system."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+
+    def path(self, key: Key) -> Path:
+        name = digest(key)
+        return self.folder / str(key["kind"]) / name[:2] / f"{name}.safetensors"
+
+    def get(self, key: Key) -> dict[str, Tensor] | None:
+        """The entry's tensors, on the CPU; None when there is none, or it is damaged."""
+        try:
+            content = self.path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+        length = int.from_bytes(content[:8], "little")
+        data = memoryview(content)[8 + length :]
+        try:
+            stated = json.loads(content[8 : 8 + length])["__metadata__"]
+        except (ValueError, KeyError):
+            return None
+        if stated.get("key") != _text(key) or stated.get("data") != _hash(data):
+            return None
+        return load(content)
+
+    def put(self, key: Key, tensors: Mapping[str, Tensor]) -> None:
+        """Write the entry, or replace it."""
+        plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+        content = save(plain)
+        length = int.from_bytes(content[:8], "little")
+        path = self.path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, save(plain, {"key": _text(key), "data": _hash(memoryview(content)[8 + length :])}))
+
+
+def digest(key: Key) -> str:
+    """Hash (32 hex digits) of a key; one key may stand in another by its digest."""
+    return _hash(_text(key).encode())
+
+
+def _text(key: Key) -> str:
+    return json.dumps({"format": FORMAT, **key}, sort_keys=True, separators=(",", ":"))
+
+
+def _hash(content: bytes | memoryview) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def model_digest(files: Sequence[Path]) -> str:
+    """Identifies weights by the files' sizes and 4 MiB spread over each: reading 57 GB at every start takes minutes.
+
+    Two trainings differ in all of their weights, so no sample of them agrees. A folder stands for the files in it.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    for path in files:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if not file.is_file():
+                continue
+            size = file.stat().st_size
+            found.update(size.to_bytes(8, "little"))
+            with file.open("rb") as content:
+                for i in range(SAMPLES):
+                    content.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
+                    found.update(content.read(SAMPLE_BYTES))
+    return found.hexdigest()

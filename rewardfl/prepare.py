@@ -1,0 +1,182 @@
+"""Everything that training reads of the data, computed once, shared out among the processes, and kept in the cache.
+
+Each kind of entry is keyed by all that it depends on, so a changed clip, prompt, size, model or reward is a new entry,
+and a run whose entries are all there loads neither text encoder, VAE encoder, nor what made the boundary latents.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from rewardfl import cache, data, files
+from rewardfl.cache import Cache, Key
+from rewardfl.rewards import Reward
+
+Number = int | float | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What training needs of one clip; the clip itself is not kept."""
+
+    row: data.Row
+    clip: Key  # identifies the clip as it was read
+    size: tuple[int, int]  # height and width that it is generated at
+    references: tuple[Mapping[str, Tensor], ...]  # what each reward keeps of the real clip
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of the work that this process does."""
+
+    rank: int
+    processes: int
+    quiet: bool = False  # no progress bar
+
+    def of(self, items: Iterable) -> list:
+        # by position among all items, not among those that are missing: others write while we look
+        return list(items)[self.rank :: self.processes]
+
+
+def fill(
+    store: Cache,
+    wanted: Iterable[tuple[Key, object]],
+    ready: Callable[[], Callable[[object], Mapping[str, Tensor]]],
+    share: Share,
+    what: str,
+) -> None:
+    """Compute the entries of this process's share of `wanted` that the cache lacks.
+
+    wanted: keys, each with what its entry is computed of, the same on all processes. ready: loads what computing
+    takes, and returns the function; it is called only if something is missing.
+    """
+    distinct = {cache.digest(key): (key, item) for key, item in wanted}.values()
+    missing = [(key, item) for key, item in share.of(distinct) if store.get(key) is None]
+    if not missing:
+        return
+    compute = ready()
+    for key, item in tqdm(missing, desc=what, disable=share.quiet):
+        store.put(key, compute(item))
+
+
+def read(store: Cache, key: Key) -> dict[str, Tensor]:
+    """An entry that `fill` has seen to; CacheError when it is not there."""
+    entry = store.get(key)
+    if entry is None:
+        raise CacheError(
+            f"{store.path(key)} is missing or damaged although it was just prepared; data.cache_dir must be on a disk "
+            "that all processes share, and is not to be emptied during a run"
+        )
+    return entry
+
+
+class CacheError(RuntimeError):
+    """The cache lost an entry."""
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Clips and what the rewards keep of them
+
+
+def clip_key(row: data.Row, size: Mapping[str, Number]) -> Key:
+    """Of the row's clip as load_example reads it. size: height, width, num_frames, max_pixels, fps."""
+    paths = {"video": row.video, "image": row.image, "reference_video": row.reference_video}
+    found = {name: files.sha256(path) if path else None for name, path in paths.items()}
+    return {"kind": "clip", **found, **size}
+
+
+def reference_key(clip: Key, reward: Reward) -> Key:
+    return {"kind": "reference", "clip": cache.digest(clip), "reward": reward.identity()}
+
+
+def references(
+    store: Cache,
+    rows: Sequence[data.Row],
+    size: Mapping[str, Number],
+    load: Callable[[data.Row], data.Example],
+    rewards: Sequence[Reward],
+    device: torch.device,
+    share: Share,
+) -> list[tuple[int, str]]:
+    """Read this process's share of the clips, keep what the rewards need of them.
+
+    (line, problem) for each row that cannot be trained on: a file that cannot be used, or a clip in which the
+    first of the rewards finds nothing to compare with.
+    """
+    problems = []
+    for row in tqdm(share.of(rows), desc="clips", disable=share.quiet):
+        found = data.row_problems(row, size["num_frames"], size["fps"], decode=False)
+        if not found:
+            found = _read_clip(store, row, size, load, rewards, device)
+        problems += [(row.line, problem) for problem in found]
+    return problems
+
+
+def _read_clip(store, row, size, load, rewards, device) -> list[str]:
+    clip = clip_key(row, size)
+    keys = [reference_key(clip, reward) for reward in rewards]
+    entries = [store.get(key) for key in keys]
+    if None in entries or store.get(clip) is None:
+        found = data.row_problems(row, size["num_frames"], size["fps"])
+        if found:
+            return found
+        example = load(row)
+        video = example.reference.to(device)
+        entries = [_entry(reward.reference(video)) for reward in rewards]
+        for key, entry in zip(keys, entries, strict=True):
+            store.put(key, entry)
+        store.put(clip, {"image": example.image})
+    return [] if entries[0]["usable"] else [f"no face was found in {row.face_video}"]
+
+
+def _entry(reference: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    if reference is None:
+        return {"usable": torch.tensor(False)}
+    return {"usable": torch.tensor(True)} | {f"reference.{name}": value for name, value in reference.items()}
+
+
+def samples(
+    store: Cache, rows: Sequence[data.Row], size: Mapping[str, Number], rewards: Sequence[Reward]
+) -> list[Sample]:
+    """The rows, which `references` found usable, as samples."""
+    found = []
+    for row in rows:
+        clip = clip_key(row, size)
+        kept = []
+        for reward in rewards:
+            entry = read(store, reference_key(clip, reward))
+            usable = bool(entry.pop("usable"))
+            kept.append({name.removeprefix("reference."): value for name, value in entry.items()} if usable else None)
+        found.append(Sample(row, clip, tuple(read(store, clip)["image"].shape[1:]), tuple(kept)))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Conditioning and boundary latents
+
+
+@dataclass(frozen=True)
+class Model:
+    """Which weights made the entries: digests of files, and what they are computed in."""
+
+    text: str
+    vae: str
+    untrained: str  # the expert whose steps are taken from the cache
+    dtype: str
+
+    def text_key(self, prompt: str) -> Key:
+        return {"kind": "text", "model": self.text, "dtype": self.dtype, "prompt": prompt}
+
+    def image_key(self, sample: Sample) -> Key:
+        return {"kind": "image", "model": self.vae, "dtype": self.dtype, "clip": cache.digest(sample.clip)}
+
+    def boundary_key(self, sample: Sample, noise_seed: int, sigmas: Tensor) -> Key:
+        """sigmas: of the steps that the untrained expert takes, and the one it arrives at."""
+        return {
+            "kind": "boundary", "model": self.untrained, "dtype": self.dtype, "seed": noise_seed,
+            "text": cache.digest(self.text_key(sample.row.prompt)), "image": cache.digest(self.image_key(sample)),
+            "sigmas": [float(sigma) for sigma in sigmas],
+        }  # fmt: skip
