@@ -19,7 +19,7 @@ ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
-BLOCK_BYTES = 8 << 20  # what is read, changed and written at a time
+BLOCK_BYTES = 4 << 20  # what is read, changed and written at a time
 STEM = "diffusion_pytorch_model"  # of the files in a diffusers or Wan-AI expert folder
 QUANTISED_LEAVES = ("scale_weight", "scale_input", "weight_scale", "comfy_quant", "scaled_fp8")  # beside the weights
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library

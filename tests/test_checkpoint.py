@@ -112,6 +112,15 @@ def test_atomic_directory(tmp_path):
     assert names(path) == ["b"] and names(path.parent) == ["folder"]
 
 
+def test_a_hard_link_in_a_written_folder_keeps_its_mode(tmp_path):
+    original = tmp_path / "weights"
+    original.write_bytes(b"taken as it is")
+    original.chmod(0o600)
+    with checkpoint.atomic_directory(tmp_path / "out") as folder:
+        (folder / "weights").hardlink_to(original)
+    assert original.stat().st_mode & 0o777 == 0o600
+
+
 def test_files_have_the_mode_of_the_umask(tmp_path):
     start(tmp_path)
     path = save(tmp_path, 1)

@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from rewardfl import lora_files, merge, shards, wan_names  # noqa: E402
-from rewardfl.files import atomic_directory  # noqa: E402
+from rewardfl.files import atomic_directory, sha256  # noqa: E402
 from rewardfl.lora_files import Lora, Update, load  # noqa: E402
 from rewardfl.shards import Part, Refused  # noqa: E402
 
@@ -91,7 +91,7 @@ def converted(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor
     state: dict[str, Tensor] = {}
     for update in lora.updates.values():
         state |= comfy_tensors(update) if to == "comfy" else diffusers_tensors(lora, update)
-    metadata = {"format": "pt", "rewardfl": TOOL, "rewardfl_source": f"{lora.path.name} {merge.sha256(lora.path)}"}
+    metadata = {"format": "pt", "rewardfl": TOOL, "rewardfl_source": f"{lora.path.name} {sha256(lora.path)}"}
     if to == "diffusers":
         metadata["lora_adapter_metadata"] = json.dumps(diffusers_config(lora), indent=2, sort_keys=True)
     rounded = {name: value.to(dtype).contiguous() for name, value in state.items()}

@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import _common  # noqa: E402
 
 from rewardfl import lora_files, merge, shards  # noqa: E402
-from rewardfl.files import atomic_directory  # noqa: E402
+from rewardfl.files import atomic_directory, sha256  # noqa: E402
 from rewardfl.lora_files import Lora  # noqa: E402
 from rewardfl.shards import Refused  # noqa: E402
 
@@ -191,7 +191,7 @@ def describe(
                 f"{lora.dialect}"
             )
             lines.append(text)
-            record[f"lora_{number}_{lora.expert or 'model'}"] = f"{text}; sha256 {merge.sha256(lora.path)}"
+            record[f"lora_{number}_{lora.expert or 'model'}"] = f"{text}; sha256 {sha256(lora.path)}"
         if largest[one.text] == 0:
             lines.append(f"WARNING: {one.text} is zero everywhere: an adapter before its first step?")
     for expert, plan in plans.items():
