@@ -2,11 +2,10 @@
 
 One update, for every sample of the batch:
 
-    1. roll out noise -> latents without a graph, keeping the latents before the active steps
-    (reward_flow.rollout) 2. decode, score, and take the reward's gradient with respect to the frames alone
-    (rewards, autograd) 3. pull it back through the VAE, chunk by chunk: dR/dx0
-    (decode.decode_vjp) 4. replay the active steps from last to first, one graph at a time; LoRA gradients add
-    up    (reward_flow.replay)
+    1. roll out noise -> latents without a graph, keeping the latents before the active steps    (reward_flow.rollout)
+    2. decode, score, and take the reward's gradient with respect to the frames alone    (rewards, autograd)
+    3. pull it back through the VAE, chunk by chunk: dR/dx0    (decode.decode_vjp)
+    4. replay the active steps from last to first, one graph at a time; LoRA gradients add up    (reward_flow.replay)
 
     accelerate launch train_reward_fl.py --config configs/tiny_face.yaml [--dry-run] [section.key=value ...]
 """

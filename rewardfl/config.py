@@ -119,6 +119,9 @@ class Data:
     width: Count = 832
     # Frames used of each clip, from its start: 4k + 1 for the Wan VAE.
     num_frames: Count = 81
+    # Folder for what is computed once per clip: text embeddings, image latents, face pools, boundary latents. null:
+    # <run.output_dir>/cache. Runs may share one; all processes must see the same.
+    cache_dir: Text | None = None
     # Leave out rows that cannot be used (and say how many) instead of stopping with a list of them.
     skip_bad_rows: bool = False
 
@@ -420,7 +423,12 @@ def _words(kind: Any) -> str:
 
 
 def _conflicts(cfg: RunConfig) -> list[str]:
-    return [*_step_conflicts(cfg.sample), *_coupling_conflicts(cfg.sample), *_model_conflicts(cfg)]
+    return [
+        *_step_conflicts(cfg.sample),
+        *_coupling_conflicts(cfg.sample),
+        *_model_conflicts(cfg),
+        *_placement_conflicts(cfg),
+    ]
 
 
 def _step_conflicts(sample: Sample) -> Iterator[str]:
@@ -483,6 +491,28 @@ def _model_conflicts(cfg: RunConfig) -> Iterator[str]:
         yield (
             f"model.max_timestep_boundary must be 1, got {cfg.model.max_timestep_boundary:g}: no expert "
             "would answer above it; remove it. The experts' border is model.min_timestep_boundary"
+        )
+
+
+def _placement_conflicts(cfg: RunConfig) -> Iterator[str]:
+    untrained = cfg.experts.untrained
+    chosen = trainable_experts(cfg)
+    if untrained != "gpu" and len(chosen) != 1:
+        yield f"experts.untrained {untrained} needs one expert that is not trained; set model.trainable_models to one"
+    if untrained == "fp8" and cfg.model.distill_lora_mode == "adapter":
+        yield "experts.untrained fp8 takes no adapter; set model.distill_lora_mode: fuse"
+    if untrained == "boundary_cache":
+        if chosen != ("low_noise",):
+            yield "experts.untrained boundary_cache is for training dit2 alone; set model.trainable_models: dit2"
+        if cfg.sample.noises_per_sample == "fresh":
+            yield (
+                "experts.untrained boundary_cache needs a number of noises per clip, sample.noises_per_sample is fresh; "
+                "set it to, for example, 4"
+            )
+    if cfg.train.use_gradient_checkpointing_offload and not cfg.train.use_gradient_checkpointing:
+        yield (
+            "train.use_gradient_checkpointing_offload keeps what gradient checkpointing stores; set "
+            "train.use_gradient_checkpointing: true, or remove it"
         )
 
 

@@ -31,7 +31,8 @@ def place(expert: WanTransformer3DModel, where: str, device: torch.device) -> Wa
 
     where: gpu (all of it on `device`), cpu_swap (in host memory; its blocks come over one by one, where there is a
     GPU the next one while the present one computes), fp8 (on `device`, linear weights stored as float8_e4m3fn and
-    cast to the expert's dtype in turn; adapters, norms and embeddings stay as they are).
+    cast to the expert's dtype in turn; norms and embeddings stay as they are. Not for an expert with an adapter:
+    diffusers then keeps peft from casting the layers' inputs to the adapter's float32).
     """
     if where == "gpu":
         return expert.to(device)

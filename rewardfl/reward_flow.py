@@ -29,14 +29,14 @@ class Trajectory:
 
 
 @torch.no_grad()
-def rollout(velocity: Velocity, x: Tensor, sigmas: Tensor, keep: Sequence[int]) -> Trajectory:
-    """Euler-sample x (B, ...) float32 at sigmas[0] through all of `sigmas`, keeping x_i of the steps in `keep`.
+def rollout(velocity: Velocity, x: Tensor, sigmas: Tensor, keep: Sequence[int], start: int = 0) -> Trajectory:
+    """Euler-sample x (B, ...) float32 at sigmas[start] through the rest of `sigmas`, keeping x_i of the steps in `keep`.
 
     The last sigma is 0 where x0 is wanted; `until_final_step` shortens a schedule so that its last step
-    predicts x0.
+    predicts x0. start: a step later than 0 where x is what the steps before it give.
     """
     kept = {}
-    for i in range(len(sigmas) - 1):
+    for i in range(start, len(sigmas) - 1):
         if i in keep:
             kept[i] = x
         x = euler_step(x, velocity(x, sigmas[i]), sigmas[i], sigmas[i + 1])
@@ -67,15 +67,15 @@ def replay(
     grad_x0: (B, ...) gradient of the loss with respect to the rollout's x0, with every averaging over the
     batch and the accumulation already in it; `kl_weight` likewise multiplies a sum over samples. active: step
     indices whose velocity is differentiated; the steps between them pass the cotangent on unchanged. KL_b is
-    `flow.velocity_kl` against `reference`, averaged over the active steps. kl_gradient: how it reaches the
-    parameters.
-        through_trajectory  x_i is a function of the parameters of earlier active steps, with the same
-        coupling fixed_trajectory    x_i is a constant for the KL (one more backward per coupled step)
-        backward: accumulates the gradients of a scalar, exactly unscaled: `accelerator.backward` divides by
-        its accumulation count, and then the cotangent read from x_i shrinks with it, so a caller's `backward`
-        must
-    undo that. micro_batch: the context of one forward and backward; called once per active step, in every
-    case.
+    `flow.velocity_kl` against `reference`, averaged over the active steps.
+
+    kl_gradient, how the KL reaches the parameters: through_trajectory (x_i is a function of the parameters of
+    earlier active steps, with the same coupling) or fixed_trajectory (x_i is a constant for the KL; one more
+    backward per coupled step).
+
+    backward: accumulates the gradients of a scalar, exactly unscaled: `accelerator.backward` divides by its
+    accumulation count, and then the cotangent read from x_i shrinks with it, so a caller's `backward` must undo
+    that. micro_batch: the context of one forward and backward; called once per active step, in every case.
     """
     if kl_gradient not in ("through_trajectory", "fixed_trajectory"):
         raise ValueError(f"kl_gradient must be through_trajectory or fixed_trajectory, got {kl_gradient!r}")

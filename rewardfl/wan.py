@@ -84,20 +84,31 @@ def attach_adapters(pipe: WanImageToVideoPipeline, checkpoint: Path) -> None:
         lora.attach_adapter(pipe.components[PARTS[expert]], checkpoint / PARTS[expert])
 
 
-@torch.no_grad()
 def encode(pipe: WanImageToVideoPipeline, prompt: str, image: Tensor, num_frames: int) -> Conditioning:
-    """Conditioning of one sample, by the pipeline's own code. image: (3, H, W) in [-1, 1], the clip's first frame."""
+    """Conditioning of one sample. image: (3, H, W) in [-1, 1], the clip's first frame."""
+    return Conditioning(encode_text(pipe, prompt), encode_image(pipe, image, num_frames))
+
+
+@torch.no_grad()
+def encode_text(pipe: WanImageToVideoPipeline, prompt: str) -> Tensor:
+    """(1, 512, d), by the pipeline's own code, which needs its text encoder and tokenizer alone."""
+    text, _ = pipe.encode_prompt(
+        prompt, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH, device=pipe.text_encoder.device
+    )
+    return text
+
+
+@torch.no_grad()
+def encode_image(pipe: WanImageToVideoPipeline, image: Tensor, num_frames: int) -> Tensor:
+    """(1, temporal factor + C, T, h, w): mask and image latents, by the pipeline's own code, which needs its VAE alone."""
     height, width = image.shape[1:]
     device = pipe.vae.device
-    text, _ = pipe.encode_prompt(
-        prompt, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH, device=device
-    )
     placeholder = torch.empty(latent_shape(pipe, height, width, num_frames), device=device)
     _, condition = pipe.prepare_latents(
         image[None].to(device, torch.float32), 1, pipe.vae.config.z_dim, height, width, num_frames,
         torch.float32, device, latents=placeholder,
     )  # fmt: skip
-    return Conditioning(text, condition)
+    return condition
 
 
 def latent_shape(pipe: WanImageToVideoPipeline, height: int, width: int, num_frames: int) -> tuple[int, ...]:

@@ -71,6 +71,28 @@ def test_chunks_after_the_last_gradient_are_skipped_exactly(monkeypatch):
     assert not decode.decode_vjp(vae, latents, torch.zeros_like(cotangent), decoded).any()
 
 
+@pytest.mark.parametrize("caches", ["offload", "segment"])
+def test_caches_kept_elsewhere_give_the_same_bits(caches):
+    torch.manual_seed(1)
+    vae = random_pipeline().vae
+    latents = 3 * torch.randn(2, 16, 8, 8, 8)
+    kept, other = decode.decode_with_caches(vae, latents), decode.decode_with_caches(vae, latents, caches)
+    assert torch.equal(other.video, kept.video)
+    cotangent = torch.randn_like(kept.video)
+    cotangent[:, :, -3:] = 0  # the walk back starts inside a segment
+    assert torch.equal(
+        decode.decode_vjp(vae, latents, cotangent, other), decode.decode_vjp(vae, latents, cotangent, kept)
+    )
+
+
+def test_segments_keep_the_square_root_of_the_caches():
+    vae = random_pipeline().vae
+    decoded = decode.decode_with_caches(vae, torch.randn(1, 16, 8, 8, 8), "segment")
+    assert list(decoded.caches) == [0, 3, 6]
+    with pytest.raises(ValueError, match="keep, offload or segment, got 'disk'"):
+        decode.decode_with_caches(vae, torch.randn(1, 16, 2, 8, 8), "disk")
+
+
 def test_vjp_holds_one_chunk(monkeypatch):
     """Bytes saved for backward at any time: one chunk's, however long the clip."""
 
