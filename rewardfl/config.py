@@ -34,7 +34,7 @@ Whole = Annotated[int, Range("0 or more", lambda value: value >= 0)]
 Positive = Annotated[float, Range("greater than 0", lambda value: value > 0)]
 NonNegative = Annotated[float, Range("0 or more", lambda value: value >= 0)]
 Share = Annotated[float, Range("in 0..1", lambda value: 0 <= value <= 1)]
-Pixels = Annotated[int, Range("at least 256, 16 x 16", lambda value: value >= 256)]
+Pixels = Annotated[int, Range("at least 256 (16 x 16)", lambda value: value >= 256)]
 Text = Annotated[str, Range("a text that is not empty", lambda value: value.strip() != "")]
 
 

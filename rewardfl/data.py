@@ -190,21 +190,20 @@ def fit(frames: Tensor, height: int, width: int) -> Tensor:
 
 
 def fit_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) for a clip of that size: multiples of STEP with at most max_pixels, and its own shape.
+    """(height, width) for a clip of that size: multiples of STEP with at most max_pixels, and the clip's own shape.
 
-    As large as max_pixels and the clip's own number of pixels allow. With one side rounded down and the other as
-    long as the pixels then allow there are two such sizes; the one nearer to the clip's aspect ratio is taken, as
-    Wan's own code does. max_pixels: at least STEP * STEP.
+    Of all such sizes with no more pixels than the clip has, those at which it is scaled down least (by the side
+    that is scaled down more), and of these the one that crops least. max_pixels: at least STEP * STEP.
     """
     pixels = max(STEP**2, min(max_pixels, height * width))
 
-    def side(length: int) -> int:
-        return min(max(STEP, length // STEP * STEP), pixels // STEP // STEP * STEP)  # leaves STEP for the other side
+    def scales(size: tuple[int, int]) -> tuple[float, float]:
+        return size[0] / height, size[1] / width
 
-    tall = side(math.isqrt(pixels * height // width))
-    wide = side(math.isqrt(pixels * width // height))
-    sizes = (tall, side(pixels // tall)), (side(pixels // wide), wide)
-    return min(sizes, key=lambda size: abs(math.log(size[0] * width / (size[1] * height))))
+    heights = range(STEP, pixels // STEP + 1, STEP)
+    # the width that shows all of the clip at that height, or what the pixels allow
+    sizes = [(h, STEP * min(-(-h * width // (height * STEP)), pixels // (h * STEP))) for h in heights]
+    return max(sizes, key=lambda size: (min(scales(size)), -max(scales(size))))
 
 
 def clip_size(source: tuple[int, int], height: int, width: int, max_pixels: int | None) -> tuple[int, int]:

@@ -107,8 +107,10 @@ def resolve(args: argparse.Namespace) -> config.RunConfig:
         cfg = config.parse(
             {name: dict(keys) for name, keys in UNSAID.items()} | {"data": {"file_name": args.data}}, overrides
         )
-    # of the VAE nothing is known here: 8 and 1 ask for multiples of 16 and two frames, which all need
-    config.check_geometry(cfg.data.height, cfg.data.width, cfg.data.num_frames, 8, 1, max_pixels=cfg.data.max_pixels)
+    if cfg.data.num_frames < 2:
+        raise config.ConfigError(f"data.num_frames must be at least 2, got {cfg.data.num_frames}; Wan takes 81")
+    # the model is not known here: sides in multiples of 16 are what all need, and so is the Wan VAE's factor 8
+    config.check_geometry(cfg.data.height, cfg.data.width, 2, spatial=8, temporal=1, max_pixels=cfg.data.max_pixels)
     return cfg
 
 
@@ -192,7 +194,7 @@ def face_remarks(
     if not any(seen[1:]) and not any(largest_face(frame, detector, device) for frame in pooled[1:]):
         return [f"no face was found in {row.face_video}"], []
     missing = [name for name, box in zip(("first", "middle", "last"), seen, strict=True) if box is None]
-    warnings = [f"no face in the {' and '.join(missing)} frame of {row.face_video.name}"] if missing else []
+    warnings = [f"no face in the {', '.join(missing)} frame of {row.face_video.name}"] if missing else []
     if row.image is not None and boxes[0] is None:
         warnings.append(f"no face in the image {row.image.name}")
     return [], warnings
