@@ -41,7 +41,7 @@ class Sample:
 
     id: str
     prompt: str
-    image: Tensor  # (3, H, W) in [-1, 1]
+    image: Tensor  # (3, H, W) in [-1, 1], of the size that the clip is generated at
     reference: object  # what the reward keeps of the real clip
     held_out_reference: object | None  # what the judge keeps
 
@@ -69,7 +69,9 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
         cfg.model.model_paths, cfg.model.tokenizer_path, cfg.model.model_id_with_origin_paths, cfg.model.allow_download
     )
     spatial, temporal = configuration.vae_factors(layout.configs)
-    configuration.check_geometry(cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal)
+    configuration.check_geometry(
+        cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
+    )
     boundary = cfg.model.min_timestep_boundary
     boundary = configuration.boundary_ratio(layout.configs) if boundary is None else boundary
     schedule = flow.linear_sigmas(cfg.sample.num_inference_steps, cfg.sample.shift)
@@ -93,8 +95,8 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     rows = data.load_metadata(cfg.data.file_name)
     steps = data.total_steps(len(rows), global_batch, cfg.train.num_train_epochs, cfg.train.max_steps)
     say = accelerator.print
-    for difference in wan_load.differences(layout, boundary, cfg.sample.shift):
-        say(f"note: {difference}")
+    for note in [*wan_load.differences(layout, boundary, cfg.sample.shift), *data.notes(rows)]:
+        say(f"note: {note}")
     say(plan(cfg, sigmas, boundary, active, coupling, len(rows), global_batch, steps, accelerator))
     if dry_run:
         return
@@ -104,7 +106,7 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     resume = checkpoint.find_checkpoint(cfg.run.output_dir, cfg.run.resume_from_checkpoint)
 
     # ---------------------------------------------------------------------------------- data and reward, before weights
-    rows, problems = data.check_rows(rows, cfg.data.num_frames, cfg.data.skip_bad_rows)
+    rows, problems = data.check_rows(rows, cfg.data.num_frames, cfg.data.skip_bad_rows, cfg.data.fps)
     device = accelerator.device
     reward = face_reward(cfg, cfg.reward.reward_model_path).to(device)
     judge = face_reward(cfg, cfg.reward.held_out_model_path).to(device) if cfg.reward.held_out_model_path else None
@@ -167,7 +169,7 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
             conditioning_of[row] = wan.encode(pipe, samples[row].prompt, samples[row].image, cfg.data.num_frames)
         return conditioning_of[row]
 
-    shape = wan.latent_shape(pipe, cfg.data.height, cfg.data.width, cfg.data.num_frames)
+    shapes = [tuple(sample.image.shape[1:]) for sample in samples]  # one forward pass takes clips of one size
     per_process = accumulation * cfg.train.per_device_train_batch_size  # DDP averages over the processes
     reward_scale = cfg.reward.reward_weight / cfg.reward.reward_std
 
@@ -180,7 +182,9 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
         batch = data.micro_batch(
             step, micro, accelerator.process_index, batch_size=cfg.train.per_device_train_batch_size,
             accumulation=accumulation, processes=accelerator.num_processes, num_rows=len(samples), seed=cfg.run.seed,
+            shapes=shapes,
         )  # fmt: skip
+        shape = wan.latent_shape(pipe, *shapes[batch[0][1]], cfg.data.num_frames)
         with timer("encode"):
             velocity = wan.Velocity(policy, wan.Conditioning.stack([conditioning(row) for _, row in batch]))
         seeds = [
@@ -293,11 +297,11 @@ def load_samples(cfg, rows, reward, judge, device) -> tuple[list[Sample], list[s
     """The usable samples and a line about each row whose clip shows no face; DataError unless skip_bad_rows."""
     samples, faceless = [], []
     for row in rows:
-        example = data.load_example(row, cfg.data.height, cfg.data.width, cfg.data.num_frames)
-        video = example.video.to(device)
+        example = load_example(cfg, row)
+        video = example.reference.to(device)
         reference = reward.reference(video)
         if reference is None:
-            faceless.append(f"line {row.line}: no face was found in {row.video}")
+            faceless.append(f"line {row.line}: no face was found in {row.face_video}")
             continue
         held_out = judge.reference(video) if judge else None
         samples.append(Sample(row.id, row.prompt, example.image, reference, held_out))
@@ -310,6 +314,11 @@ def load_samples(cfg, rows, reward, judge, device) -> tuple[list[Sample], list[s
     if not samples:
         raise data.DataError("\n".join(["data.file_name: no clip shows a face", *faceless]))
     return samples, faceless
+
+
+def load_example(cfg: RunConfig, row: data.Row) -> data.Example:
+    size = (cfg.data.height, cfg.data.width, cfg.data.num_frames)
+    return data.load_example(row, *size, max_pixels=cfg.data.max_pixels, fps=cfg.data.fps)
 
 
 def learning_rate_factor(cfg: RunConfig, steps: int):
@@ -380,14 +389,14 @@ def save_videos(cfg, rows, samples, pipe, model, conditioning, sigmas, step: int
     """samples/step-*/<row>.mp4: the real clip beside the generated one, always from the same noise (of epoch -1)."""
     folder = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
-    shape = wan.latent_shape(pipe, cfg.data.height, cfg.data.width, cfg.data.num_frames)
     by_id = {row.id: row for row in rows}
     for i, sample in enumerate(samples[: cfg.run.sample_videos]):
-        real = data.load_example(by_id[sample.id], cfg.data.height, cfg.data.width, cfg.data.num_frames).video
+        real = load_example(cfg, by_id[sample.id]).video
+        shape = wan.latent_shape(pipe, *real.shape[2:], cfg.data.num_frames)
         noise = data.noise(shape, data.noise_seed(cfg.run.seed, -1, sample.id), pipe.vae.device)
         x0 = reward_flow.rollout(wan.Velocity(model, conditioning(i)), noise, sigmas, keep=()).x0
         pair = torch.cat([real, decode.decode(pipe.vae, x0)[0].float().cpu()], -1)
-        data.write_video(folder / f"{i:02d}.mp4", pair, fps=data.frame_rate(by_id[sample.id].video))
+        data.write_video(folder / f"{i:02d}.mp4", pair, fps=cfg.data.fps or data.frame_rate(by_id[sample.id].video))
 
 
 class Timer:

@@ -34,6 +34,7 @@ Whole = Annotated[int, Range("0 or more", lambda value: value >= 0)]
 Positive = Annotated[float, Range("greater than 0", lambda value: value > 0)]
 NonNegative = Annotated[float, Range("0 or more", lambda value: value >= 0)]
 Share = Annotated[float, Range("in 0..1", lambda value: 0 <= value <= 1)]
+Pixels = Annotated[int, Range("at least 256 (16 x 16)", lambda value: value >= 256)]
 Text = Annotated[str, Range("a text that is not empty", lambda value: value.strip() != "")]
 
 
@@ -112,13 +113,21 @@ class Lora:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    # metadata.csv with the columns video and prompt; video paths are relative to the file.
+    # metadata.csv with the columns video and prompt, and if you like image (the model's input instead of the clip's
+    # first frame) and reference_video (the clip that the face is taken from; motion is compared with it, too).
+    # Paths are relative to the file. examples/metadata.csv shows one, tools/check_dataset.py checks one.
     file_name: Text
     # Pixels; clips are resized to cover height x width and cropped at the centre. Multiples of 16.
     height: Count = 480
     width: Count = 832
+    # Instead of height and width, which are then not used: every clip keeps its own shape and is scaled down to at
+    # most this many pixels, both sides multiples of 16. A forward pass takes clips of one size.
+    max_pixels: Pixels | None = None
     # Frames used of each clip, from its start: 4k + 1 for the Wan VAE.
     num_frames: Count = 81
+    # Frames taken per second of a clip, by their times (Wan was trained at 16); clips that have fewer are refused.
+    # null: the frames as they are stored, whatever their rate.
+    fps: Positive | None = None
     # Folder for what is computed once per clip: text embeddings, image latents, face pools, boundary latents. null:
     # <run.output_dir>/cache. Runs may share one; all processes must see the same.
     cache_dir: Text | None = None
@@ -613,16 +622,24 @@ def boundary_ratio(model_folder: str | Path) -> float:
     return config["boundary_ratio"]
 
 
-def check_geometry(height: int, width: int, num_frames: int, spatial: int, temporal: int, patch: int = 2) -> None:
+def check_geometry(
+    height: int, width: int, num_frames: int, spatial: int, temporal: int, patch: int = 2, max_pixels: int | None = None
+) -> None:
     """ConfigError unless the VAE and the transformer can take clips of this size.
 
-    spatial, temporal: the VAE's compression factors; patch: the transformer's spatial patch size.
+    spatial, temporal: the VAE's compression factors; patch: the transformer's spatial patch size. With max_pixels
+    height and width are not used.
     """
     problems = []
     # 16 is what diffusers' Wan pipeline demands of every model, so that the trained one can be used there.
     multiple = math.lcm(16, spatial * patch)
+    if max_pixels is not None and multiple != 16:
+        problems.append(
+            f"data.max_pixels gives sides in multiples of 16, this VAE takes multiples of {multiple}; remove "
+            "max_pixels and set data.height and data.width"
+        )
     for key, size in {"height": height, "width": width}.items():
-        if size % multiple:
+        if size % multiple and max_pixels is None:
             near = _neighbours(size, multiple, 0)
             problems.append(f"data.{key} must be a multiple of {multiple}, got {size}; try {near}")
     # One latent frame would be the given image alone: nothing generated, nothing to reward.

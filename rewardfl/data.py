@@ -1,15 +1,17 @@
 """Clips from metadata.csv, the order in which they are trained on, and the noise each of them gets.
 
 Order and noise are pure functions of the seed, the epoch and the clip: the number of processes, the batch
-size and the accumulation change neither which clips make up a step nor the noise they start from.
+size and the accumulation change neither which clips make up a step nor the noise they start from (with clips
+of several shapes the batch size does change which clips make up a step: see micro_batch).
 """
 
 import csv
 import hashlib
+import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,8 +21,19 @@ from pathlib import Path
 import av
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional
+
+COLUMNS = (
+    "video",
+    "prompt",
+    "image",
+    "negative_prompt",
+    "reference_video",
+)  # of metadata.csv; the first two are a must
+STEP = 16  # diffusers' Wan pipeline takes heights and widths in multiples of it
+REFERENCE_FRAMES = 2  # at least, of a reference video: a face pool leaves out the first
 
 
 class DataError(ValueError):
@@ -31,29 +44,91 @@ class DataError(ValueError):
 # Video files
 
 
-def read_video(path: str | Path, num_frames: int | None = None) -> Tensor:
-    """The first `num_frames` frames (None: all), (F, H, W, 3) uint8 RGB, upright as the file's rotation says.
+def read_video(path: str | Path, num_frames: int | None = None, fps: float | None = None) -> Tensor:
+    """The frames of iter_frames as (F, H, W, 3) uint8 RGB, upright as the file's rotation says."""
+    return torch.from_numpy(np.stack([_pixels(frame) for frame in iter_frames(path, num_frames, fps)]))
 
-    Frames come as they are stored: no resampling to another frame rate. Raises DataError for a file that is
-    missing or cannot be decoded, or holds fewer frames.
+
+def iter_frames(
+    path: str | Path, num_frames: int | None = None, fps: float | None = None, at_least: int | None = None
+) -> Iterator[av.VideoFrame]:
+    """The first `num_frames` frames of a clip (None: all), one at a time, not yet turned upright.
+
+    fps None: as they are stored. A number: for k = 0, 1, ... the frame whose time is nearest to start + k / fps,
+    whatever times the frames have (variable frame rates). Raises DataError for a file that is missing or cannot
+    be decoded, where it ends before `at_least` frames (None: num_frames), and for frames that follow each other
+    more slowly than fps: frames that were never filmed would have to be made up.
     """
-    if not Path(path).is_file():
+    decoded = _decoded(Path(path))
+    found, needed = 0, (num_frames or 1) if at_least is None else at_least
+    for frame in itertools.islice(decoded, num_frames) if fps is None else _at_rate(path, decoded, fps, num_frames):
+        found += 1
+        yield frame
+    if found < needed:
+        rate = "" if fps is None else f" at {fps:g} fps"
+        raise DataError(f"{path}: holds {found} frames{rate}, {needed} are needed")
+
+
+def _decoded(path: Path) -> Iterator[av.VideoFrame]:
+    """All frames in the order in which they are shown. DataError for what training could not use as it is."""
+    if not path.is_file():
         raise DataError(f"{path}: no such file")
-    frames = []
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
                 raise DataError(f"{path}: holds no video")
-            container.streams.video[0].thread_type = "AUTO"
-            for frame in container.decode(video=0):
-                if len(frames) == num_frames:
-                    break
-                frames.append(np.rot90(frame.to_ndarray(format="rgb24"), k=frame.rotation // 90))
+            stream = container.streams.video[0]
+            stream.thread_type = "AUTO"
+            if abs((stream.sample_aspect_ratio or 1) - 1) > 0.02:  # players stretch it; a face would be squeezed
+                raise DataError(
+                    f"{path}: pixels are {stream.sample_aspect_ratio} as wide as high; make them square with "
+                    "ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT"
+                )
+            size = None
+            for i, frame in enumerate(container.decode(stream)):
+                size = size or (frame.height, frame.width)
+                if (frame.height, frame.width) != size:
+                    change = f"{size[0]} x {size[1]} to {frame.height} x {frame.width}"
+                    raise DataError(f"{path}: goes from {change} pixels at frame {i}; re-encode it at one size")
+                if frame.rotation % 90:
+                    raise DataError(f"{path}: is turned by {frame.rotation} degrees; re-encode it upright")
+                yield frame
     except av.FFmpegError as error:
         raise DataError(f"{path}: cannot be decoded ({error.strerror})") from error
-    if len(frames) < (num_frames or 1):
-        raise DataError(f"{path}: holds {len(frames)} frames, {num_frames or 1} are needed")
-    return torch.from_numpy(np.stack(frames))
+
+
+def _at_rate(
+    path: str | Path, frames: Iterable[av.VideoFrame], fps: float, num_frames: int | None
+) -> Iterator[av.VideoFrame]:
+    """The frames nearest to every 1 / fps seconds, in one pass; the last frame stands as long as the one before it."""
+    slack = 1e-3  # seconds: containers round times to milliseconds, and halfway between two frames is the earlier
+    start, before, shown, gap, seen, k = 0.0, -math.inf, None, 0.0, 0, 0
+    for frame in frames:
+        if frame.time is None or frame.time <= before:
+            raise DataError(f"{path}: frame {seen} has no time of its own; re-encode it, or set data.fps: null")
+        if shown is None:
+            start = frame.time
+        else:
+            gap = frame.time - before
+        while shown is not None and k != num_frames and start + k / fps <= before + gap / 2 + slack:
+            yield shown
+            k += 1
+        before, shown, seen = frame.time, frame, seen + 1
+        if k == num_frames:
+            break
+    while shown is not None and k != num_frames and start + k / fps <= before + max(0.0, gap - slack):
+        yield shown
+        k += 1
+    rate = (seen - 1) / (before - start) if seen > 1 else math.inf  # one frame has none: too few frames says enough
+    if rate < 0.99 * fps:  # 23.976 passes for 24
+        raise DataError(
+            f"{path}: has {rate:.4g} frames per second, data.fps is {fps:g}; lower it or leave the clip out"
+        )
+
+
+def _pixels(frame: av.VideoFrame) -> np.ndarray:
+    """(H, W, 3) uint8 RGB, upright."""
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), k=frame.rotation // 90))
 
 
 def frame_rate(path: str | Path) -> float:
@@ -114,6 +189,64 @@ def fit(frames: Tensor, height: int, width: int) -> Tensor:
     return torch.cat(fitted)
 
 
+def fit_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
+    """(height, width) for a clip of that size: multiples of STEP with at most max_pixels, and the clip's own shape.
+
+    Of all such sizes with no more pixels than the clip has, those at which it is scaled down least (by the side
+    that is scaled down more), and of these the one that crops least. max_pixels: at least STEP * STEP.
+    """
+    pixels = max(STEP**2, min(max_pixels, height * width))
+
+    def scales(size: tuple[int, int]) -> tuple[float, float]:
+        return size[0] / height, size[1] / width
+
+    heights = range(STEP, pixels // STEP + 1, STEP)
+    # the width that shows all of the clip at that height, or what the pixels allow
+    sizes = [(h, STEP * min(-(-h * width // (height * STEP)), pixels // (h * STEP))) for h in heights]
+    return max(sizes, key=lambda size: (min(scales(size)), -max(scales(size))))
+
+
+def clip_size(source: tuple[int, int], height: int, width: int, max_pixels: int | None) -> tuple[int, int]:
+    """(height, width) that a clip of `source` (height, width) pixels is brought to."""
+    return (height, width) if max_pixels is None else fit_size(*source, max_pixels)
+
+
+def read_clip(
+    path: str | Path, height: int, width: int, num_frames: int, max_pixels: int | None = None,
+    fps: float | None = None, at_least: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The frames of iter_frames fitted to clip_size, (F, H, W, 3) uint8.
+
+    They are fitted one at a time: what is held is the result and a frame, however large the file's frames are.
+    """
+    fitted, size = [], None
+    for frame in iter_frames(path, num_frames, fps, at_least):
+        pixels = torch.from_numpy(_pixels(frame))
+        size = size or clip_size(tuple(pixels.shape[:2]), height, width, max_pixels)
+        fitted.append(fit(pixels[None], *size))
+    return torch.cat(fitted)
+
+
+def read_picture(path: str | Path) -> Tensor:
+    """(H, W, 3) uint8 RGB of a picture file, upright as its EXIF orientation says.
+
+    Raises DataError for a file that is missing or cannot be decoded, for transparent pixels, whose colour would
+    have to be made up, and for pixels of more than 8 bits, which Pillow would clip.
+    """
+    if not Path(path).is_file():
+        raise DataError(f"{path}: no such file")
+    try:
+        with Image.open(path) as file:
+            picture = ImageOps.exif_transpose(file)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
+        raise DataError(f"{path}: cannot be decoded as a picture; save it as JPEG or PNG") from error
+    if picture.mode.startswith(("I", "F")):
+        raise DataError(f"{path}: has pixels of Pillow's mode {picture.mode}; save it with 8 bits per channel")
+    if picture.has_transparency_data and picture.convert("RGBA").getextrema()[3][0] < 255:
+        raise DataError(f"{path}: has transparent pixels; save it without an alpha channel")
+    return torch.from_numpy(np.array(picture.convert("RGB")))
+
+
 # ------------------------------------------------------------------------------------------------------------
 # metadata.csv
 
@@ -128,6 +261,14 @@ class Row:
     video: Path
     prompt: str
     problem: str = ""  # what is wrong with the line itself
+    image: Path | None = None  # the model's input; None: the clip's first frame
+    negative_prompt: str = ""  # see notes
+    reference_video: Path | None = None  # whose face is to be kept; None: the clip's
+
+    @property
+    def face_video(self) -> Path:
+        """The clip that the face to be kept is taken from."""
+        return self.reference_video or self.video
 
 
 @dataclass(frozen=True)
@@ -135,77 +276,127 @@ class Example:
     id: str
     prompt: str
     video: Tensor  # (3, F, H, W) in [-1, 1], the real clip
-    image: Tensor  # (3, H, W) in [-1, 1], its first frame: the model's input
+    image: Tensor  # (3, H, W) in [-1, 1], the model's input
+    reference: Tensor  # (3, F', H', W') in [-1, 1], the clip whose face is to be kept: `video` unless the row says
 
 
 def load_metadata(file_name: str | Path) -> list[Row]:
     """All rows of metadata.csv, usable or not (see check_rows), in the order of the file.
 
-    Columns `video` (path relative to the file's folder, or absolute) and `prompt`; any other column is the
-    user's own (split, person, ...) and ignored. Raises DataError for a missing file or column.
+    Columns `video` and `prompt`, optional `image`, `negative_prompt` and `reference_video`, where an empty cell
+    means none; paths are absolute or relative to the file's folder. Any other column is the user's own (split,
+    person, ...) and ignored. Raises DataError for a file that is missing, no UTF-8 or no CSV, or lacks a column.
     """
     path = Path(file_name)
     if not path.is_file():
         raise DataError(f"data.file_name: no such file: {path}")
     with path.open(newline="", encoding="utf-8-sig") as file:  # -sig: spreadsheets write a byte order mark
-        reader = csv.DictReader(file)
-        missing = [name for name in ("video", "prompt") if name not in (reader.fieldnames or [])]
-        if missing:
-            found = ", ".join(reader.fieldnames or []) or "nothing"
-            raise DataError(f"{path}: the first line must name the column {missing[0]!r}, it names {found}")
-        records = [(reader.line_num, record) for record in reader]
+        reader = csv.reader(file, strict=True)  # else a quote that is never closed swallows the rows after it
+        try:
+            records = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if cells]
+        except csv.Error as error:
+            raise DataError(f"{path}: line {reader.line_num}: {error}; check the double quotes up to it") from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: is not UTF-8 ({error.reason}); save it as 'CSV UTF-8'") from error
+    header = records[0][1] if records else []
+    for name in COLUMNS:
+        if name not in header and name in COLUMNS[:2]:
+            found = ", ".join(header) or "nothing"
+            raise DataError(f"{path}: the first line must name the column {name!r}, it names {found}")
+        if header.count(name) > 1:
+            raise DataError(f"{path}: the first line names the column {name!r} twice; remove one")
     seen = Counter()
-    return [_row(i, line, record, path.parent, seen) for i, (line, record) in enumerate(records)]
+    return [_row(i, line, header, cells, path.parent, seen) for i, (line, cells) in enumerate(records[1:])]
 
 
-def _row(index: int, line: int, record: dict[str | None, str | None], folder: Path, seen: Counter) -> Row:
-    video, prompt = ((record[name] or "").strip() for name in ("video", "prompt"))
+def _row(index: int, line: int, header: list[str], cells: list[str], folder: Path, seen: Counter) -> Row:
+    cell = dict.fromkeys(COLUMNS, "") | dict(zip(header, cells, strict=False))
     problem = ""
-    if None in record:  # DictReader's key for cells beyond the last column
+    if len(cells) > len(header):
         problem = "more cells than columns; put a prompt that holds commas in double quotes"
-    elif not video:
+    elif not cell["video"]:
         problem = "no video"
-    elif not prompt:
-        problem = f"empty prompt for {video}"
-    row_id = f"{video}#{hashlib.blake2b(prompt.encode(), digest_size=4).hexdigest()}"
+    # only the cells that are given: an id stays what it was when a column comes to the file
+    given = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:] if cell[name])]
+    row_id = f"{cell['video']}#{hashlib.blake2b(chr(10).join(given).encode(), digest_size=4).hexdigest()}"
     seen[row_id] += 1  # a line repeated to weigh more is a sample of its own, with noise of its own
     suffix = f"-{seen[row_id]}" if seen[row_id] > 1 else ""
-    return Row(index, line, row_id + suffix, folder / video, prompt, problem)
+    image, reference = (folder / cell[name] if cell[name] else None for name in ("image", "reference_video"))
+    return Row(
+        index, line, row_id + suffix, folder / cell["video"], cell["prompt"], problem,
+        image, cell["negative_prompt"], reference,
+    )  # fmt: skip
 
 
-def check_rows(rows: Sequence[Row], num_frames: int, skip_bad_rows: bool) -> tuple[list[Row], list[str]]:
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What is read from the rows and has no effect, in words."""
+    count = sum(row.negative_prompt != "" for row in rows)
+    words = "have a negative_prompt, which has no effect: clips are sampled without guidance"
+    return [f"{count} of {len(rows)} rows {words}"] if count else []
+
+
+def check_rows(
+    rows: Sequence[Row], num_frames: int, skip_bad_rows: bool, fps: float | None = None
+) -> tuple[list[Row], list[str]]:
     """(rows that can be trained on, one line about each that cannot).
 
-    Decodes the first num_frames frames of every clip. Raises DataError with all the lines unless
-    `skip_bad_rows`, and when no row is left.
+    Decodes the frames that would be trained on. Raises DataError with all the lines unless `skip_bad_rows`,
+    and when no row is left.
     """
-    with ThreadPoolExecutor(4) as pool:  # each holds a decoded clip, half a GB at 1080p
-        found = list(pool.map(lambda row: row.problem or _clip_problem(row.video, num_frames), rows))
-    good = [row for row, problem in zip(rows, found, strict=True) if not problem]
-    problems = [f"line {row.line}: {problem}" for row, problem in zip(rows, found, strict=True) if problem]
-    if problems and not skip_bad_rows:
-        listing = "\n".join(problems)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda row: row_problems(row, num_frames, fps), rows))
+    good = [row for row, problems in zip(rows, found, strict=True) if not problems]
+    bad = [f"line {row.line}: {'; '.join(problems)}" for row, problems in zip(rows, found, strict=True) if problems]
+    if bad and not skip_bad_rows:
+        listing = "\n".join(bad)
         raise DataError(
-            f"data.file_name: {len(problems)} of {len(rows)} rows cannot be used; mend them or set "
+            f"data.file_name: {len(bad)} of {len(rows)} rows cannot be used; mend them or set "
             f"data.skip_bad_rows: true\n{listing}"
         )
     if not good:
-        raise DataError("\n".join(["data.file_name: no usable row", *problems]))
-    return good, problems
+        raise DataError("\n".join(["data.file_name: no usable row", *bad]))
+    return good, bad
 
 
-def _clip_problem(path: Path, num_frames: int) -> str:
+def row_problems(row: Row, num_frames: int, fps: float | None = None) -> list[str]:
+    """Everything that keeps a row from being trained on. Decodes its files, a frame at a time."""
+    if row.problem:
+        return [row.problem]
+    problems = [] if row.prompt else [f"empty prompt for {row.video.name}"]
+    needed = {row.video: num_frames}
+    if row.reference_video is not None:
+        needed.setdefault(row.reference_video, REFERENCE_FRAMES)
+    for path, at_least in needed.items():
+        try:
+            for _ in iter_frames(path, num_frames, fps, at_least):
+                pass
+        except DataError as error:
+            problems.append(str(error))
     try:
-        read_video(path, num_frames)
+        if row.image is not None:
+            read_picture(row.image)
     except DataError as error:
-        return str(error)
-    return ""
+        problems.append(str(error))
+    return problems
 
 
-def load_example(row: Row, height: int, width: int, num_frames: int) -> Example:
-    """The row's clip, its first `num_frames` frames at height x width. DataError as read_video."""
-    video = to_float(fit(read_video(row.video, num_frames), height, width))
-    return Example(row.id, row.prompt, video, video[:, 0])
+def load_example(
+    row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
+) -> Example:
+    """The row's clip and what else it names, as read_clip reads them. DataError as iter_frames and read_picture.
+
+    The image is fitted to the clip's size. A reference video has its own size under max_pixels, and may be
+    shorter than the clip: up to num_frames of its frames are taken, at least REFERENCE_FRAMES.
+    """
+    video = reference = to_float(read_clip(row.video, height, width, num_frames, max_pixels, fps))
+    image = video[:, 0]
+    if row.image is not None:
+        image = to_float(fit(read_picture(row.image)[None], *video.shape[2:]))[:, 0]
+    if row.reference_video is not None:
+        reference = to_float(
+            read_clip(row.reference_video, height, width, num_frames, max_pixels, fps, REFERENCE_FRAMES)
+        )
+    return Example(row.id, row.prompt, video, image, reference)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -235,19 +426,61 @@ def micro_batch(
     processes: int,
     num_rows: int,
     seed: int,
+    shapes: Sequence[Hashable] | None = None,
 ) -> list[tuple[int, int]]:
     """The `batch_size` samples (epoch, row) that process `rank` takes in forward pass `micro` of `step`.
 
     A step takes the next batch_size * accumulation * processes positions of the stream, whatever the three
     factors are. Where the data run out in the middle of a step it goes on with the next epoch, so every step
     is full and no row is left out.
+
+    `shapes`, each row's (None: all are equal): the samples of one forward pass then have one shape. A step takes
+    the next accumulation * processes batches of one_shape_batch, so it still depends on the product of these two
+    alone; on batch_size it depends as soon as there are several shapes.
     """
-    first = ((step * accumulation + micro) * processes + rank) * batch_size
-    return [sample_at(first + i, num_rows, seed) for i in range(batch_size)]
+    index = (step * accumulation + micro) * processes + rank
+    if shapes is not None:
+        return one_shape_batch(index, batch_size, shapes, seed)
+    return [sample_at(index * batch_size + i, num_rows, seed) for i in range(batch_size)]
+
+
+def one_shape_batch(index: int, batch_size: int, shapes: Sequence[Hashable], seed: int) -> list[tuple[int, int]]:
+    """Batch `index` (from 0) of the run: `batch_size` samples (epoch, row) of one shape.
+
+    The samples of the stream gather with those of their shape, and each `batch_size` of a shape leave together
+    as soon as they are complete. Nothing is padded, repeated or left out: each sample of each epoch leaves once,
+    with that epoch's noise. Up to batch_size - 1 samples of each shape wait at any moment, possibly into later
+    epochs; those that wait when the run ends are not trained on. With one shape, or one sample a batch, this is
+    the stream itself.
+    """
+    sizes = Counter(shapes)
+
+    def leaving_before(epoch: int) -> int:
+        return sum(epoch * size // batch_size for size in sizes.values())
+
+    epoch = index * batch_size // len(shapes)  # as if none were waiting; later than that if some are
+    while leaving_before(epoch + 1) <= index:
+        epoch += 1
+    arrived, leaving = Counter({shape: epoch * size for shape, size in sizes.items()}), []
+    for row in epoch_order(len(shapes), seed, epoch):
+        arrived[shapes[row]] += 1
+        if arrived[shapes[row]] % batch_size == 0:
+            leaving.append((shapes[row], arrived[shapes[row]]))
+    shape, end = leaving[index - leaving_before(epoch)]
+    visits = [divmod(position, sizes[shape]) for position in range(end - batch_size, end)]  # among its own shape
+    return [(visit, _rows_of_shape(shapes, shape, seed, visit)[k]) for visit, k in visits]
+
+
+def _rows_of_shape(shapes: Sequence[Hashable], shape: Hashable, seed: int, epoch: int) -> list[int]:
+    """The rows of one shape in the order in which the epoch visits them."""
+    return [row for row in epoch_order(len(shapes), seed, epoch) if shapes[row] == shape]
 
 
 def total_steps(num_rows: int, global_batch: int, num_train_epochs: int, max_steps: int | None) -> int:
-    """Steps of a run: max_steps, or as many as visit every row at least num_train_epochs times."""
+    """Steps of a run: max_steps, or as many as visit every row at least num_train_epochs times.
+
+    With clips of several shapes the last few may still wait for company then (one_shape_batch).
+    """
     return max_steps or math.ceil(num_train_epochs * num_rows / global_batch)
 
 

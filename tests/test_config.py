@@ -93,6 +93,8 @@ def test_casts(write, override, expected):
         ("train.warmup_steps=1.5", "train.warmup_steps: expected int, got 1.5"),
         ("train.warmup_steps=-1", "train.warmup_steps must be 0 or more, got -1"),
         ("train.max_steps=0", "train.max_steps must be at least 1, got 0"),
+        ("data.max_pixels=255", "data.max_pixels must be at least 256 (16 x 16), got 255"),
+        ("data.fps=0", "data.fps must be greater than 0, got 0.0"),
         ("train.max_steps=all", "train.max_steps: expected int or null, got 'all'"),
         ("train.use_gradient_checkpointing=1", "train.use_gradient_checkpointing: expected bool, got 1"),
         ("model.min_timestep_boundary=900", "model.min_timestep_boundary must be in 0..1, got 900.0"),
@@ -373,6 +375,11 @@ def test_check_geometry():
     ]
     with pytest.raises(ConfigError, match="data.height must be a multiple of 32, got 720; try 704 or 736"):
         config.check_geometry(720, 1280, 81, spatial=16, temporal=4)
+    config.check_geometry(482, 8, 81, spatial=8, temporal=4, max_pixels=256)  # the sides are not used
+    with pytest.raises(
+        ConfigError, match="^data.max_pixels gives sides in multiples of 16, this VAE takes multiples of 32"
+    ):
+        config.check_geometry(704, 1280, 81, spatial=16, temporal=4, max_pixels=256)
 
 
 SIGMAS = [1, 0.972, 0.938, 0.893, 0.833, 0.75, 0.625, 0.417, 0]  # 8 steps, shift 5: high noise at 0, 1, 2

@@ -1,11 +1,18 @@
 import math
 import os
+import random
 import subprocess
 import sys
+import tracemalloc
+from collections import Counter, defaultdict
+from fractions import Fraction
+from types import SimpleNamespace
 
 import av
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from rewardfl import data
 from rewardfl.data import DataError
@@ -16,6 +23,38 @@ def clip(num_frames=9, height=48, width=64):
     t, y, x = torch.meshgrid(*(torch.linspace(0, 1, n) for n in (num_frames, height, width)), indexing="ij")
     channels = [(x + t) / 2, (y + 1 - t) / 2, (x + y) / 2]
     return (torch.stack(channels, dim=-1) * 255).round().to(torch.uint8)
+
+
+def numbered(num_frames, height=32, width=48):
+    """Grey frames, of which shown_numbers knows the number after compression: (F, H, W, 3) uint8."""
+    return (torch.arange(num_frames, dtype=torch.uint8) * 6 + 3).view(-1, 1, 1, 1).repeat(1, height, width, 3)
+
+
+def shown_numbers(frames):
+    return [round((frame.float().mean().item() - 3) / 6) for frame in frames]
+
+
+def film(path, frames, milliseconds, pixel_shape=Fraction(1)):
+    """An mp4 whose frames have these times."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=30)
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 1000)
+        stream.codec_context.sample_aspect_ratio = pixel_shape
+        for pixels, time in zip(frames.numpy(), milliseconds, strict=True):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def turn(path, *matrix):
+    """Put a display matrix a, b, c, d into the track header of a file of write_video, as phones do."""
+    content = path.read_bytes()
+    numbers = [[0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000], [*matrix[:2], 0, *matrix[2:], 0, 0, 0, 0x40000000]]
+    identity, turned = (b"".join(n.to_bytes(4, "big", signed=True) for n in one) for one in numbers)
+    header = content.index(b"tkhd")
+    path.write_bytes(content[:header] + content[header:].replace(identity, turned, 1))
 
 
 def psnr(a, b):
@@ -67,15 +106,102 @@ def test_rotated_clips_come_upright(tmp_path):
     path = tmp_path / "a.mp4"
     data.write_video(path, clip(), fps=16)
     lying = data.read_video(path)
-    content = path.read_bytes()
-    numbers = [
-        [0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000],
-        [0, 0x10000, 0, -0x10000, 0, 0, 0, 0, 0x40000000],
-    ]
-    identity, quarter = (b"".join(n.to_bytes(4, "big", signed=True) for n in matrix) for matrix in numbers)
-    header = content.index(b"tkhd")
-    path.write_bytes(content[:header] + content[header:].replace(identity, quarter, 1))
+    turn(path, 0, 0x10000, -0x10000, 0)
     assert torch.equal(data.read_video(path), lying.rot90(-1, (1, 2)))  # this matrix shows it turned clockwise
+
+
+def test_other_turns_and_pixels_that_are_not_square_are_refused(tmp_path):
+    data.write_video(tmp_path / "a.mp4", clip(), fps=16)
+    turn(tmp_path / "a.mp4", 46341, 46341, -46341, 46341)
+    with pytest.raises(DataError, match="a.mp4: is turned by -?45 degrees; re-encode it upright"):
+        data.read_video(tmp_path / "a.mp4")
+    film(tmp_path / "b.mp4", clip(3), [0, 40, 80], Fraction(4, 3))
+    with pytest.raises(DataError, match="b.mp4: pixels are 4/3 as wide as high; make them square with ffmpeg -i IN"):
+        data.read_video(tmp_path / "b.mp4")
+
+
+def test_a_size_that_changes_is_refused(tmp_path):
+    """Recorded video calls do that. Raw H.264 can be put end to end, and has no times."""
+    content = b""
+    for height in (48, 96):
+        data.write_video(tmp_path / "a.mp4", clip(3, height), fps=16)
+        with av.open(str(tmp_path / "a.mp4")) as mp4, av.open(str(tmp_path / "a.h264"), "w") as raw:
+            stream = raw.add_stream_from_template(mp4.streams.video[0])
+            to_raw = av.BitStreamFilterContext("h264_mp4toannexb", mp4.streams.video[0])
+            for packet in mp4.demux(video=0):
+                for piece in to_raw.filter(packet):
+                    piece.stream = stream
+                    raw.mux(piece)
+        content += (tmp_path / "a.h264").read_bytes()
+    (tmp_path / "a.h264").write_bytes(content)
+    assert data.read_video(tmp_path / "a.h264", 3).shape == (3, 48, 64, 3)
+    with pytest.raises(DataError, match="a.h264: goes from 48 x 64 to 96 x 64 pixels at frame 3; re-encode it"):
+        data.read_video(tmp_path / "a.h264", 4)
+    with pytest.raises(DataError, match="a.h264: frame 0 has no time of its own; re-encode it, or set data.fps: null"):
+        data.read_video(tmp_path / "a.h264", 3, fps=16)
+
+
+# ---- frame rates
+
+
+@pytest.mark.parametrize(
+    "stored, fps, expected",
+    [
+        (30, 16, [0, 2, 4, 6, 7, 9, 11, 13, 15, 17]),  # k * 1.875 to the nearest
+        (24, 16, [0, 1, 3, 4, 6, 7, 9, 10, 12, 13]),  # halfway: the earlier
+        (32, 16, [0, 2, 4, 6, 8, 10, 12, 14, 16, 18]),
+        (16, 16, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        (24000 / 1001, 24, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        (50, 8, [0, 6, 12, 19, 25, 31]),
+    ],
+)
+def test_frames_at_a_rate(tmp_path, stored, fps, expected):
+    data.write_video(tmp_path / "a.mp4", numbered(36), fps=stored)
+    count = len(expected)
+    assert shown_numbers(data.read_video(tmp_path / "a.mp4", count, fps)) == expected
+    assert shown_numbers(data.read_video(tmp_path / "a.mp4", count)) == list(range(count))
+    whole = shown_numbers(data.read_video(tmp_path / "a.mp4", None, fps))
+    assert whole[:count] == expected and len(whole) == math.ceil(36 / stored * fps - 0.01)
+
+
+def test_a_variable_frame_rate(tmp_path):
+    times = [0, 10, 50, 70, 130, 180, 200, 270, 290, 300, 360, 400]
+    film(tmp_path / "a.mp4", numbered(12), times)
+    nearest = [min(range(12), key=lambda i: abs(times[i] - 100 * k)) for k in range(5)]
+    assert shown_numbers(data.read_video(tmp_path / "a.mp4", 5, 10)) == nearest == [0, 3, 6, 9, 11]
+
+
+def test_the_nearest_frame_whatever_the_times():
+    generator = random.Random(0)
+    for _ in range(200):
+        fps = generator.uniform(5, 30)
+        times = [generator.uniform(0, 3)]
+        while len(times) < 60:
+            times.append(times[-1] + generator.uniform(0.1, 1.4) / fps)
+        frames = [SimpleNamespace(time=time) for time in times]
+        chosen = [frame.time for frame in data._at_rate("x", frames, fps, 20)]
+        assert len(chosen) == 20 and chosen == sorted(chosen)
+        for k, time in enumerate(chosen):
+            off = [abs(t - times[0] - k / fps) for t in times]
+            assert abs(time - times[0] - k / fps) <= min(off) + 2e-3  # a millisecond of slack
+
+
+def test_too_few_and_too_slow_at_a_rate(tmp_path):
+    data.write_video(tmp_path / "a.mp4", numbered(20), fps=20)
+    assert len(data.read_video(tmp_path / "a.mp4", 8, 8)) == 8
+    with pytest.raises(DataError, match="a.mp4: holds 8 frames at 8 fps, 9 are needed"):
+        data.read_video(tmp_path / "a.mp4", 9, 8)
+    message = "a.mp4: has 20 frames per second, data.fps is 24; lower it or leave the clip out"
+    with pytest.raises(DataError, match=message):
+        data.read_video(tmp_path / "a.mp4", 9, 24)
+    with pytest.raises(DataError, match=message):  # also when all of it is asked for
+        data.read_video(tmp_path / "a.mp4", None, 24)
+    assert len(data.read_video(tmp_path / "a.mp4", 9, 20.1)) == 9  # within 1 %
+    data.write_video(tmp_path / "b.mp4", numbered(1), fps=20)
+    assert len(data.read_video(tmp_path / "b.mp4", 1, 16)) == 1
+
+
+# ---- sizes
 
 
 def test_odd_sizes_are_refused(tmp_path):
@@ -126,6 +252,135 @@ def test_fit_is_antialiased():
     assert (inner - 127.5).abs().max() < 20  # every third pixel alone is 0 or 255
 
 
+@pytest.mark.parametrize("source, size", [((270, 480), (96, 160)), ((200, 120), (64, 64)), ((40, 56), (64, 80))])
+def test_fit_is_what_pillow_does(source, size):
+    frames = clip(1, *source)
+    noise = torch.randint(-20, 20, frames.shape, generator=torch.Generator().manual_seed(0))
+    frames = (frames / 2 + 60 + noise).to(torch.uint8)  # Pillow clips at 0 and 255 between rows and columns
+    scale = max(size[0] / source[0], size[1] / source[1])
+    height, width = (max(new, round(old * scale)) for new, old in zip(size, source, strict=True))
+    left, top = (width - size[1]) // 2, (height - size[0]) // 2
+    resized = Image.fromarray(frames[0].numpy()).resize((width, height), Image.Resampling.BICUBIC)
+    expected = np.asarray(resized.crop((left, top, left + size[1], top + size[0]))).astype(int)
+    assert np.abs(data.fit(frames, *size)[0].numpy() - expected).max() <= 1
+
+
+@pytest.mark.parametrize(
+    "source, max_pixels, size",
+    [
+        ((1080, 1920), 480 * 832, (480, 832)),
+        ((1920, 1080), 480 * 832, (832, 480)),
+        ((1080, 1080), 480 * 832, (624, 624)),
+        ((500, 500), 480 * 480, (480, 480)),
+        ((240, 320), 480 * 832, (240, 320)),  # is not enlarged
+        ((250, 330), 480 * 832, (256, 320)),  # enlarged by less than a step
+        ((8, 800), 480 * 832, (16, 400)),
+        ((5, 5), 480 * 832, (16, 16)),
+        ((1080, 1920), 256, (16, 16)),
+    ],
+)
+def test_fit_size(source, max_pixels, size):
+    assert data.fit_size(*source, max_pixels) == size
+
+
+def test_fit_size_is_the_best_of_all():
+    """Against all sizes there are: the least scaled down, then the least cropped."""
+    generator = random.Random(0)
+    for _ in range(150):
+        height, width = generator.randint(8, 400), generator.randint(8, 400)
+        max_pixels = generator.randint(256, 40000)
+        pixels = max(256, min(max_pixels, height * width))
+        sizes = [(h, w) for h in range(16, pixels // 16 + 1, 16) for w in range(16, pixels // h + 1, 16)]
+
+        def loss(size, source=(height, width)):
+            scales = [new / old for new, old in zip(size, source, strict=True)]
+            return -min(scales), max(scales)
+
+        assert data.fit_size(height, width, max_pixels) == min(sizes, key=loss)
+
+
+def test_read_clip_is_fit_of_read_video(tmp_path):
+    data.write_video(tmp_path / "a.mp4", clip(9, 48, 112), fps=32)
+    frames = data.read_video(tmp_path / "a.mp4")
+    assert torch.equal(data.read_clip(tmp_path / "a.mp4", 32, 32, 5), data.fit(frames[:5], 32, 32))
+    kept = data.read_clip(tmp_path / "a.mp4", 32, 32, 4, max_pixels=48 * 112 - 1, fps=16)
+    assert torch.equal(kept, data.fit(frames[:8:2], 48, 96))
+    assert len(data.read_clip(tmp_path / "a.mp4", 32, 32, 40, at_least=9)) == 9
+    turn(tmp_path / "a.mp4", 0, 0x10000, -0x10000, 0)
+    assert data.read_clip(tmp_path / "a.mp4", 32, 32, 4, max_pixels=48 * 112).shape == (4, 112, 48, 3)
+
+
+def test_large_clips_are_not_held(tmp_path):
+    """40 frames of 640 x 480 are 37 MB, and four times that as floats."""
+    data.write_video(tmp_path / "a.mp4", clip(1, 480, 640).expand(40, -1, -1, -1), fps=16)
+    tracemalloc.start()  # sees numpy's arrays, of which one is made of every frame
+    data.read_clip(tmp_path / "a.mp4", 48, 64, 40)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5e6
+
+
+# ---- pictures
+
+
+def turned_picture(path, orientation, mode="RGB"):
+    """An upright 64 x 48 picture as a camera held otherwise would store it."""
+    upright = Image.fromarray(clip(1)[0].numpy()).convert(mode)
+    undo = {
+        1: (),
+        3: (Image.Transpose.ROTATE_180,),
+        6: (Image.Transpose.ROTATE_90,),
+        2: (Image.Transpose.FLIP_LEFT_RIGHT,),
+    }
+    stored = upright
+    for step in undo[orientation]:
+        stored = stored.transpose(step)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored.save(path, exif=exif, quality=95)
+    return torch.from_numpy(np.array(upright.convert("RGB")))
+
+
+@pytest.mark.parametrize("orientation", [1, 2, 3, 6])
+def test_pictures_come_upright(tmp_path, orientation):
+    upright = turned_picture(tmp_path / "a.jpg", orientation)
+    read = data.read_picture(tmp_path / "a.jpg")
+    assert read.shape == (48, 64, 3) and read.dtype == torch.uint8 and psnr(read, upright) > 30
+
+
+def test_picture_modes(tmp_path):
+    pixels = clip(1)[0].numpy()
+    for mode in ("L", "P", "RGBA", "LA"):
+        Image.fromarray(pixels).convert(mode).save(tmp_path / "a.png")  # opaque
+        expected = np.array(Image.fromarray(pixels).convert(mode).convert("RGB"))
+        assert np.array_equal(data.read_picture(tmp_path / "a.png").numpy(), expected)
+
+
+def bad_pictures(folder):
+    """{file: message}; writes the files."""
+    pixels = clip(1)[0].numpy()
+    Image.fromarray(np.concatenate([pixels, pixels[..., :1]], -1)).save(folder / "glass.png")
+    Image.fromarray(pixels[..., 0].astype(np.uint16) * 257).save(folder / "deep.png")
+    Image.fromarray(pixels).save(folder / "whole.png")
+    content = (folder / "whole.png").read_bytes()
+    (folder / "cut.png").write_bytes(content[: len(content) // 2])
+    (folder / "text.png").write_text("no picture")
+    return {
+        "glass.png": "has transparent pixels; save it without an alpha channel",
+        "deep.png": "has pixels of Pillow's mode I;16; save it with 8 bits per channel",
+        "cut.png": "cannot be decoded as a picture; save it as JPEG or PNG",
+        "text.png": "cannot be decoded as a picture; save it as JPEG or PNG",
+        "gone.png": "no such file",
+    }
+
+
+def test_pictures_that_cannot_be_used(tmp_path):
+    for name, message in bad_pictures(tmp_path).items():
+        with pytest.raises(DataError) as error:
+            data.read_picture(tmp_path / name)
+        assert str(error.value) == f"{tmp_path / name}: {message}"
+
+
 # ---- metadata.csv
 
 
@@ -166,6 +421,41 @@ def test_ids_do_not_depend_on_the_other_rows(folder):
     assert [row.id for row in other] == [first[2].id, first[1].id]
     again = data.load_metadata(write_csv(folder, "a.mp4,one", "a.mp4,one", "a.mp4,one"))
     assert again[0].id == first[0].id and len({row.id for row in again}) == 3
+
+
+def test_optional_columns(folder):
+    header = "prompt, image ,video,reference_video,negative_prompt"
+    path = write_csv(folder, "x,b.png,a.mp4,r.mp4,ugly", f"x,{folder}/b.png,a.mp4,,", "x,,a.mp4", header=header)
+    full, image, plain = data.load_metadata(path)
+    assert (full.image, full.reference_video, full.negative_prompt) == (folder / "b.png", folder / "r.mp4", "ugly")
+    assert full.face_video == folder / "r.mp4" and plain.face_video == folder / "a.mp4"
+    assert image.image == folder / "b.png" and image.reference_video is None and image.negative_prompt == ""
+    assert (plain.image, plain.reference_video, plain.negative_prompt) == (None, None, "")
+    assert data.notes([full, image, plain]) == [
+        "1 of 3 rows have a negative_prompt, which has no effect: clips are sampled without guidance"
+    ]
+    assert data.notes([image, plain]) == []
+
+
+def test_ids_of_rows_without_the_optional_columns_are_what_they_were(folder):
+    (old,) = data.load_metadata(write_csv(folder, "a.mp4,x"))
+    assert old.id == "a.mp4#b1ba07e5"  # blake2b of the prompt alone; runs that resume know it
+    rows = data.load_metadata(
+        write_csv(folder, "a.mp4,x,,", "a.mp4,x,b.png,", "a.mp4,x,,b.png", "a.mp4,x,,",
+                  header="video,prompt,image,reference_video")
+    )  # fmt: skip
+    assert rows[0].id == old.id and rows[3].id == f"{old.id}-2"
+    assert len({row.id for row in rows}) == 4 and not any(row.id.startswith(old.id) for row in rows[1:3])
+
+
+def test_files_that_are_no_table(folder):
+    with pytest.raises(DataError, match="the first line names the column 'image' twice; remove one"):
+        data.load_metadata(write_csv(folder, "a.mp4,x,,", header="video,prompt,image,image"))
+    with pytest.raises(DataError, match=r"metadata.csv: line 3: .*; check the double quotes up to it"):
+        data.load_metadata(write_csv(folder, 'a.mp4,"never closed', "b.mp4,x"))
+    (folder / "metadata.csv").write_bytes("video,prompt\na.mp4,Zoë\n".encode("latin-1"))
+    with pytest.raises(DataError, match="metadata.csv: is not UTF-8 .*; save it as 'CSV UTF-8'"):
+        data.load_metadata(folder / "metadata.csv")
 
 
 def test_missing_file_and_column(folder):
@@ -211,6 +501,30 @@ def test_good_rows_pass_and_none_is_an_error(folder):
         data.check_rows([], 9, skip_bad_rows=False)
 
 
+def test_every_problem_of_a_row_is_named(folder):
+    bad_pictures(folder)
+    header = "video,prompt,image,reference_video"
+    path = write_csv(
+        folder, "short.mp4,,glass.png,text.mp4", "a.mp4,x,whole.png,short.mp4", "a.mp4,x,,a.mp4", header=header
+    )
+    bad, good, same = data.load_metadata(path)
+    assert data.row_problems(bad, 5) == [
+        "empty prompt for short.mp4",
+        f"{folder}/short.mp4: holds 4 frames, 5 are needed",
+        f"{folder}/text.mp4: cannot be decoded (Invalid data found when processing input)",
+        f"{folder}/glass.png: has transparent pixels; save it without an alpha channel",
+    ]
+    assert data.row_problems(good, 5) == []  # a reference may be shorter
+    assert data.row_problems(same, 10) == [f"{folder}/a.mp4: holds 9 frames, 10 are needed"]
+    data.write_video(folder / "still.mp4", clip(1), fps=16)
+    (row,) = data.load_metadata(write_csv(folder, "a.mp4,x,,still.mp4", header=header))
+    assert data.row_problems(row, 5) == [f"{folder}/still.mp4: holds 1 frames, 2 are needed"]
+    assert data.check_rows([good], 5, skip_bad_rows=False, fps=16) == ([good], [])
+    slow = r"line 3: .*a.mp4: has 16 frames per second, data.fps is 30; .*; .*short.mp4: has 16 frames per second"
+    with pytest.raises(DataError, match=slow):
+        data.check_rows([good], 5, skip_bad_rows=False, fps=30)
+
+
 def test_a_file_without_video(folder):
     with av.open(str(folder / "sound.wav"), "w") as container:
         stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
@@ -230,6 +544,24 @@ def test_load_example(folder):
     assert example.video.shape == (3, 5, 32, 32) and example.video.dtype == torch.float32
     assert torch.equal(example.image, example.video[:, 0])
     assert torch.equal(example.video, data.to_float(data.fit(data.read_video(folder / "a.mp4")[:5], 32, 32)))
+
+
+def test_load_example_with_an_image_and_a_reference(folder):
+    turned_picture(folder / "b.jpg", 6)
+    data.write_video(folder / "wide.mp4", clip(3, 48, 96), fps=16)
+    header = "video,prompt,image,reference_video"
+    (row,) = data.load_metadata(write_csv(folder, "a.mp4,smiles,b.jpg,wide.mp4", header=header))
+    example = data.load_example(row, 32, 32, 5)
+    picture = data.read_picture(folder / "b.jpg")
+    assert torch.equal(example.image, data.to_float(data.fit(picture[None], 32, 32))[:, 0])
+    assert torch.equal(example.video, data.to_float(data.read_clip(folder / "a.mp4", 32, 32, 5)))
+    assert torch.equal(example.reference, data.to_float(data.fit(data.read_video(folder / "wide.mp4"), 32, 32)))
+    shaped = data.load_example(row, 32, 32, 5, max_pixels=48 * 96, fps=8)
+    assert shaped.video.shape == (3, 5, 48, 64) and shaped.image.shape == (3, 48, 64)
+    assert shaped.reference.shape == (3, 2, 48, 96)  # of its own shape and length
+    (plain,) = data.load_metadata(write_csv(folder, "a.mp4,smiles"))
+    example = data.load_example(plain, 32, 32, 5)
+    assert example.reference is example.video and torch.equal(example.image, example.video[:, 0])
 
 
 # ---- order
@@ -259,6 +591,46 @@ def test_a_step_is_the_same_whatever_the_geometry(num_rows):
 def test_every_row_once_per_epoch_and_none_left_out():
     visits = [sample for step in range(7) for sample in global_batch(step, 1, 1, 5, num_rows=7)]
     assert sorted(visits) == [(epoch, row) for epoch in range(5) for row in range(7)]
+
+
+SHAPES = {"two": "aabababbaab", "a rare one": "aaaaaaabaaa", "many": "abcdeabcdab", "one": "aaaaaaaaaaa"}
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
+def test_batches_of_one_shape_are_those_of_a_queue(shapes, batch_size):
+    """Against samples that really queue up, and leave when batch_size of a shape are there."""
+    queues, expected = defaultdict(list), []
+    for position in range(40 * len(shapes)):
+        epoch, row = data.sample_at(position, len(shapes), seed=3)
+        queues[shapes[row]].append((epoch, row))
+        if len(queues[shapes[row]]) == batch_size:
+            expected.append(queues.pop(shapes[row]))
+    assert [data.one_shape_batch(i, batch_size, shapes, seed=3) for i in range(len(expected))] == expected
+    used = Counter(sample for batch in expected for sample in batch)
+    assert set(used.values()) == {1}  # none comes twice
+    visits = Counter(row for _, row in used)
+    assert max(visits.values()) - min(visits.values()) <= batch_size  # and none is left behind
+
+
+def test_one_shape_or_one_sample_is_the_stream():
+    size = {"accumulation": 2, "processes": 3, "num_rows": 7, "seed": 3}
+    for step in range(5):
+        for micro, rank in [(0, 0), (0, 2), (1, 1)]:
+            plain = data.micro_batch(step, micro, rank, batch_size=2, **size)
+            assert data.micro_batch(step, micro, rank, batch_size=2, **size, shapes=["x"] * 7) == plain
+            plain = data.micro_batch(step, micro, rank, batch_size=1, **size)
+            assert data.micro_batch(step, micro, rank, batch_size=1, **size, shapes=list("abcabca")) == plain
+
+
+def test_with_shapes_a_step_depends_on_accumulation_times_processes():
+    def samples(step, accumulation, processes):
+        size = {"batch_size": 2, "accumulation": accumulation, "processes": processes, "num_rows": 11, "seed": 3}
+        cells = [(micro, rank) for micro in range(accumulation) for rank in range(processes)]
+        return sorted(s for cell in cells for s in data.micro_batch(step, *cell, **size, shapes=SHAPES["two"]))
+
+    for step in range(8):
+        assert samples(step, 6, 1) == samples(step, 1, 6) == samples(step, 3, 2) == samples(step, 2, 3)
 
 
 def test_the_order_is_shuffled_and_depends_on_seed_and_epoch():

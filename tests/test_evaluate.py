@@ -77,6 +77,17 @@ def test_table_and_pictures(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 1000 and (tmp_path / "grid.png").stat().st_size > 500
 
 
+def test_batches_hold_clips_of_one_size():
+    rows = [data.Row(i, i + 2, str(i), Path("x.mp4"), "a person") for i in range(5)]
+    jobs = [(row, seed) for seed in (0, 1) for row in rows]
+    assert evaluate.batches(jobs, dict.fromkeys("01234", (64, 64)), 4) == [jobs[:4], jobs[4:8], jobs[8:]]
+    sizes = {"0": (64, 64), "1": (64, 80), "2": (64, 64), "3": (64, 80), "4": (64, 64)}
+    mixed = evaluate.batches(jobs, sizes, 4)
+    assert sorted(map(jobs.index, sum(mixed, []))) == list(range(10))
+    assert [len(batch) for batch in mixed] == [4, 2, 4]
+    assert all(len({sizes[row.id] for row, _ in batch}) == 1 for batch in mixed)
+
+
 def test_refuses_what_is_no_run(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"run\.json is missing; name the output_dir of a training run"):
         evaluate.run_config(tmp_path, [])

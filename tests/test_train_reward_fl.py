@@ -142,6 +142,33 @@ def test_other_gradient_modes_and_a_batch_of_two(mode, tmp_path):
     assert line["grad_norm"] > 0
 
 
+def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
+    """Two clips are 64 x 80, one is 64 x 64 and at twice the rate; batches of two of one shape."""
+    path, rows = clips
+    for video, _ in rows[2:]:
+        frames = data.read_video(tmp_path / video)
+        wide = torch.nn.functional.pad(frames, (0, 0, 8, 8), mode="constant", value=90)
+        data.write_video(tmp_path / video, wide, 8)
+    data.write_video(tmp_path / rows[1][0], data.read_video(tmp_path / rows[1][0]), 16)
+    Image.fromarray(data.read_video(tmp_path / rows[1][0], 1)[0].numpy()).save(tmp_path / "face.png")
+    write(path, [
+        [*rows[0], "image", "reference_video", "negative_prompt"], [*rows[1], "", "", "ugly"],
+        [*rows[2], "face.png", "", ""], [*rows[3], "", rows[1][0], ""],
+    ])  # fmt: skip
+    run = launch(
+        f"run.output_dir={tmp_path / 'run'}", f"data.file_name={path}", "data.max_pixels=5120", "data.fps=8",
+        "data.num_frames=5", "train.max_steps=2", "train.per_device_train_batch_size=2", "run.sample_videos=2",
+        "sample.gradient_mode=last", "reward.kl_weight=0",
+    )  # fmt: skip
+    assert run.stdout.count("note: 1 of 3 rows have a negative_prompt, which has no effect") == 1
+    lines = metrics(tmp_path / "run")
+    assert len(lines) == 2 and all(line["grad_norm"] > 0 and line["reward/valid_fraction"] == 1 for line in lines)
+    made = tmp_path / "run" / "samples" / "step-000002"
+    assert data.read_video(made / "00.mp4").shape == (5, 64, 128, 3)  # real | generated
+    assert data.read_video(made / "01.mp4").shape == (5, 64, 160, 3)
+    assert data.frame_rate(made / "00.mp4") == 8
+
+
 # -- the tools on the run's adapter
 
 
@@ -179,7 +206,7 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
         (["--image", "nowhere.png"], "--image: no such file: nowhere.png"),
         (["--num-frames", "10"], "data.num_frames must be 2k+1"),
         (["--adapter", "nowhere"], "no adapter in nowhere"),
-        (["--model", "nowhere"], "is missing; model_paths must be a diffusers pipeline folder"),
+        (["--model", "nowhere"], "nowhere is neither a diffusers pipeline folder"),
     ],
 )
 def test_generate_refuses(tmp_path, monkeypatch, capsys, change, message):

@@ -20,7 +20,7 @@ import matplotlib
 matplotlib.use("Agg")
 import torch
 from matplotlib import pyplot as plt
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
@@ -86,17 +86,23 @@ def run_config(run: Path, overrides: list[str]) -> config.RunConfig:
 def evaluate(cfg: config.RunConfig, adapter: Path, args: argparse.Namespace, out: Path) -> tuple[list[Clip], dict]:
     """Sample and score every person and seed; writes the videos as they come. Pools by recogniser and row id."""
     size = (cfg.data.height, cfg.data.width, cfg.data.num_frames)
-    rows, problems = data.check_rows(data.load_metadata(args.data), cfg.data.num_frames, cfg.data.skip_bad_rows)
+    rows = data.load_metadata(args.data)
+    for note in data.notes(rows):
+        print(f"note: {note}")
+    rows, problems = data.check_rows(rows, cfg.data.num_frames, cfg.data.skip_bad_rows, cfg.data.fps)
     packs = {"reward": cfg.reward.reward_model_path, "held_out": cfg.reward.held_out_model_path}
     judges = {
         name: face.FaceIdentity(pack, cfg.reward.det_size).to(args.device)
         for name, pack in packs.items()
         if pack is not None
     }
-    real = {row.id: data.load_example(row, *size).video.to(args.device) for row in rows}
-    pools = {name: {row.id: judge.pool(real[row.id]) for row in rows} for name, judge in judges.items()}
+    examples = {row.id: data.load_example(row, *size, max_pixels=cfg.data.max_pixels, fps=cfg.data.fps) for row in rows}
+    pools = {
+        name: {row.id: judge.pool(examples[row.id].reference.to(args.device)) for row in rows}
+        for name, judge in judges.items()
+    }
     usable = [row for row in rows if all(pool[row.id] is not None for pool in pools.values())]
-    problems += [f"line {row.line}: no face was found in {row.video}" for row in rows if row not in usable]
+    problems += [f"line {row.line}: no face was found in {row.face_video}" for row in rows if row not in usable]
     for problem in problems:
         print(f"skipped: {problem}")
     if not usable:
@@ -112,14 +118,14 @@ def evaluate(cfg: config.RunConfig, adapter: Path, args: argparse.Namespace, out
     )
     schedule = flow.linear_sigmas(cfg.sample.num_inference_steps, cfg.sample.shift)
     sigmas = reward_flow.until_final_step(schedule, cfg.sample.final_timestep)
-    shape = wan.latent_shape(pipe, *size)
-    conditions = {row.id: wan.encode(pipe, row.prompt, real[row.id][:, 0], cfg.data.num_frames) for row in usable}
+    sizes = {row.id: tuple(examples[row.id].image.shape[1:]) for row in usable}
+    conditions = {row.id: wan.encode(pipe, row.prompt, examples[row.id].image, cfg.data.num_frames) for row in usable}
     (out / "videos").mkdir(parents=True, exist_ok=True)
 
     clips = []
     jobs = [(row, seed) for seed in range(args.seeds) for row in usable]
-    for start in tqdm(range(0, len(jobs), args.batch), desc="evaluating"):
-        batch = jobs[start : start + args.batch]
+    for batch in tqdm(batches(jobs, sizes, args.batch), desc="evaluating"):
+        shape = wan.latent_shape(pipe, *sizes[batch[0][0].id], cfg.data.num_frames)
         velocity = wan.Velocity(experts, wan.Conditioning.stack([conditions[row.id] for row, _ in batch]))
         noise = torch.cat([data.noise(shape, data.noise_seed(seed, 0, row.id), args.device) for row, seed in batch])
         samplers = {"before": velocity.reference, "after": velocity}
@@ -133,10 +139,19 @@ def evaluate(cfg: config.RunConfig, adapter: Path, args: argparse.Namespace, out
                 for name, judge in judges.items()
             }
             made = {arm: data.to_uint8(videos[arm][i]).cpu() for arm in ARMS}
-            clips.append(Clip(row, seed, data.to_uint8(real[row.id]).cpu(), made, scores))
+            clips.append(Clip(row, seed, data.to_uint8(examples[row.id].video), made, scores))
             beside = torch.cat([clips[-1].real, made["before"], made["after"]], 2)
-            data.write_video(out / "videos" / f"{row.index:03d}_seed{seed}.mp4", beside, data.frame_rate(row.video))
+            fps = cfg.data.fps or data.frame_rate(row.video)
+            data.write_video(out / "videos" / f"{row.index:03d}_seed{seed}.mp4", beside, fps)
     return clips, pools
+
+
+def batches(jobs: list[tuple[data.Row, int]], sizes: dict[str, tuple], count: int) -> list[list[tuple[data.Row, int]]]:
+    """The jobs, each once, in lists of at most `count` whose clips have one size; sizes: by row id."""
+    alike: dict[tuple, list] = {}
+    for row, seed in jobs:
+        alike.setdefault(sizes[row.id], []).append((row, seed))
+    return [group[i : i + count] for group in alike.values() for i in range(0, len(group), count)]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -298,8 +313,8 @@ def draw_curves(report: dict, path: Path) -> None:
 def draw_grid(clips: list[Clip], path: Path, people: int = 8, shown: int = 4, height: int = 96) -> None:
     """A row per person: frames of the real clip | before | after, the judge's (else the reward's) score under each."""
     chosen = [clip for clip in clips if clip.seed == 0][:people]
-    count, real_height, real_width, _ = chosen[0].real.shape
-    width = round(real_width * height / real_height)
+    count = len(chosen[0].real)
+    width = max(round(clip.real.shape[2] * height / clip.real.shape[1]) for clip in chosen)
     picked = torch.linspace(1, count - 1, min(shown, count - 1)).round().long().tolist()
     columns = ("real", *ARMS)
     block = len(picked) * width + 10
@@ -312,7 +327,7 @@ def draw_grid(clips: list[Clip], path: Path, people: int = 8, shown: int = 4, he
             source = clip.real if name == "real" else clip.made[name]
             top = 16 + r * (height + 14)
             for k, frame in enumerate(picked):
-                picture = Image.fromarray(source[frame].numpy()).resize((width, height), Image.Resampling.BICUBIC)
+                picture = ImageOps.contain(Image.fromarray(source[frame].numpy()), (width, height))
                 sheet.paste(picture, (c * block + k * width, top))
                 if name != "real":
                     score = float(frames(clip.scores[judge][name], clip)[frame - 1])

@@ -11,9 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps
 
 from rewardfl import config, data, decode, flow, reward_flow, wan, wan_load
 
@@ -70,9 +68,7 @@ def read_image(path: Path, height: int, width: int) -> torch.Tensor:
     """(3, height, width) in [-1, 1]: upright, resized to cover and cropped at the centre, as the training clips are."""
     if not path.is_file():
         raise FileNotFoundError(f"--image: no such file: {path}")
-    with Image.open(path) as picture:
-        pixels = np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
-    return data.to_float(data.fit(torch.from_numpy(pixels.copy())[None], height, width))[:, 0]
+    return data.to_float(data.fit(data.read_picture(path)[None], height, width))[:, 0]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,169 @@
+"""tools/check_dataset.py as a user runs it."""
+
+import csv
+import json
+import sys
+
+import check_dataset
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from PIL import Image
+
+from rewardfl import data, wan_load
+
+WORLD = ROOT / "assets" / "tiny_world"
+FACES = ("--faces", WORLD / "faces" / "reward", "--det-size", 128, "--device", "cpu")
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    def call(*arguments):
+        """(exit code, lines on standard output, standard error)"""
+        monkeypatch.setattr(sys, "argv", ["check_dataset.py", *map(str, arguments)])
+        code = check_dataset.main()
+        out = capsys.readouterr()
+        return code, out.out.splitlines(), out.err
+
+    return call
+
+
+def person(number=0):
+    return data.read_video(WORLD / "train" / "videos" / f"{number:03d}.mp4")
+
+
+def nobody(num_frames=9, height=64, width=64):
+    return torch.full((num_frames, height, width, 3), 90, dtype=torch.uint8)
+
+
+def write_csv(folder, *rows, header=data.COLUMNS):
+    with (folder / "metadata.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    return folder / "metadata.csv"
+
+
+def test_a_good_dataset_by_its_configuration(call, tmp_path):
+    rows = (WORLD / "train" / "metadata.csv").read_text().splitlines()[:4]
+    (tmp_path / "metadata.csv").write_text("\n".join(rows).replace("videos/", f"{WORLD}/train/videos/") + "\n")
+    text = (ROOT / "configs" / "tiny_face.yaml").read_text()
+    (tmp_path / "run.yaml").write_text(text.replace("assets/tiny_world/train/metadata.csv", f"{tmp_path}/metadata.csv"))
+    sheet = tmp_path / "new" / "sheet.png"
+    code, out, _ = call("--config", tmp_path / "run.yaml", *FACES, "--sheet", sheet)
+    assert code == 0
+    assert out == ["3 rows: 3 can be used, 0 cannot", "64 x 64: 3 rows", f"sheet: {sheet}"]
+    pixels = np.asarray(Image.open(sheet).convert("RGB")).astype(int)
+    assert (np.abs(pixels - (0, 220, 0)).max(2) < 8).sum() > 9 * 4 * 40  # nine boxes of faces, two pixels wide
+    assert not is_red(pixels).any()
+
+
+def is_red(pixels):
+    return np.abs(pixels - (255, 0, 0)).max(2) < 30
+
+
+def test_every_problem_and_every_warning(call, tmp_path):
+    """All rows are gone through, whatever is wrong with the first."""
+    data.write_video(tmp_path / "a.mp4", person(), 16)
+    data.write_video(tmp_path / "short.mp4", person(1)[:5], 16)
+    data.write_video(tmp_path / "slow.mp4", person(2), 8)
+    data.write_video(tmp_path / "tiny.mp4", person(3)[:, ::2, ::2], 16)
+    data.write_video(tmp_path / "wide.mp4", torch.cat([person(4)] * 2, 2), 16)
+    data.write_video(tmp_path / "nobody.mp4", nobody(), 16)
+    hidden = torch.cat([person(5)[:1], nobody(7), person(5)[:1]])
+    data.write_video(tmp_path / "hidden.mp4", hidden, 16)
+    data.write_video(tmp_path / "turns.mp4", torch.cat([nobody(1), person(6)[1:3], nobody(6)]), 16)
+    data.write_video(tmp_path / "leaves.mp4", torch.cat([person(6)[:1], nobody(8)]), 16)
+    (tmp_path / "text.mp4").write_text("not a video")
+    Image.fromarray(np.tile(person()[0].numpy(), (2, 1, 1))).save(tmp_path / "tall.png")
+    Image.fromarray(nobody(1)[0].numpy()).save(tmp_path / "empty.png")
+    path = write_csv(
+        tmp_path,
+        ["a.mp4", "one", "", "", ""],
+        ["short.mp4", "", "", "", ""],
+        ["slow.mp4", "x", "", "", ""],
+        ["text.mp4", "x", "", "", "lost.mp4"],
+        ["", "x", "", "", ""],
+        ["tiny.mp4", "x", "", "", ""],
+        ["wide.mp4", "x", "", "", ""],
+        ["a.mp4", "one", "", "", ""],
+        ["a.mp4", "tall", "tall.png", "ugly", ""],
+        ["a.mp4", "empty", "empty.png", "", ""],
+        ["nobody.mp4", "x", "", "", ""],
+        ["nobody.mp4", "reference", "", "", "a.mp4"],
+        ["a.mp4", "reference", "", "", "nobody.mp4"],
+        ["hidden.mp4", "x", "", "", ""],
+        ["turns.mp4", "x", "", "", ""],
+        ["leaves.mp4", "x", "", "", ""],
+    )
+    size = ["--height", 64, "--width", 64, "--num-frames", 9, "--fps", 16]
+    code, out, _ = call("--data", path, *size, *FACES, "--sheet", tmp_path / "sheet.png")
+    assert code == 2
+    assert out == [
+        "line 3: problem: empty prompt for short.mp4",
+        f"line 3: problem: {tmp_path}/short.mp4: holds 5 frames at 16 fps, 9 are needed",
+        f"line 4: problem: {tmp_path}/slow.mp4: has 8 frames per second, data.fps is 16; "
+        "lower it or leave the clip out",
+        f"line 5: problem: {tmp_path}/text.mp4: cannot be decoded (Invalid data found when processing input)",
+        f"line 5: problem: {tmp_path}/lost.mp4: no such file",
+        "line 6: problem: no video",
+        "line 7: warning: clip: 32 x 32 is enlarged 2.00 times to 64 x 64",
+        "line 8: warning: clip: 64 x 64 leaves 50% of 64 x 128",
+        "line 9: warning: the same as line 2: the clip weighs more",
+        "line 10: warning: image: 64 x 64 leaves 50% of 128 x 64",
+        "line 11: warning: no face in the image empty.png",
+        f"line 12: problem: no face was found in {tmp_path}/nobody.mp4",
+        f"line 14: problem: no face was found in {tmp_path}/nobody.mp4",
+        "line 15: warning: no face in the middle frame of hidden.mp4",
+        "line 16: warning: no face in the first, middle, last frame of turns.mp4",
+        f"line 17: problem: no face was found in {tmp_path}/leaves.mp4",
+        "note: 1 of 16 rows have a negative_prompt, which has no effect: clips are sampled without guidance",
+        "16 rows: 9 can be used, 7 cannot",
+        "64 x 64: 9 rows",
+        f"sheet: {tmp_path}/sheet.png",
+    ]
+    assert is_red(np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)).sum() > 300
+
+
+def test_sizes_under_max_pixels(call, tmp_path):
+    for name, (height, width) in {"wide": (96, 160), "tall": (160, 96), "wide2": (108, 180)}.items():
+        data.write_video(tmp_path / f"{name}.mp4", nobody(5, height, width), 16)
+    path = write_csv(
+        tmp_path, *([f"{name}.mp4", "x"] for name in ("wide", "tall", "wide2")), header=["video", "prompt"]
+    )
+    code, out, _ = call("--data", path, "--num-frames", 5, "--max-pixels", 64 * 112)
+    assert code == 0
+    assert out == ["3 rows: 3 can be used, 0 cannot", "64 x 112: 2 rows", "112 x 64: 1 rows"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "give --config or --data, got neither"),
+        (["--config", "a.yaml", "--data", "{csv}"], "give --config or --data, got both"),
+        (["--data", "{csv}"], "metadata.csv: holds no rows"),
+        (["--data", "nowhere.csv"], "data.file_name: no such file: nowhere.csv"),
+        (["--config", "nowhere.yaml"], "config file not found: nowhere.yaml"),
+        (["--data", "{csv}", "--height", "60"], "data.height must be a multiple of 16, got 60; try 48 or 64"),
+        (["--data", "{csv}", "--max-pixels", "255"], "data.max_pixels must be at least 256 (16 x 16), got 255"),
+        (["--data", "{csv}", "--fps", "0"], "data.fps must be greater than 0, got 0.0"),
+        (["--data", "{csv}", "--num-frames", "1"], "data.num_frames must be at least 2, got 1; Wan takes 81"),
+    ],
+)
+def test_what_cannot_be_checked(call, tmp_path, arguments, message):
+    path = write_csv(tmp_path)
+    code, out, error = call(*(argument.format(csv=path) for argument in arguments))
+    assert code == 2 and out == [] and message in error
+
+
+def test_a_pack_that_is_none(call, tmp_path):
+    path = write_csv(tmp_path, ["a.mp4", "x", "", "", ""])
+    code, _, error = call("--data", path, "--faces", tmp_path / "nowhere")
+    assert code == 2 and f"no face pack at {tmp_path}/nowhere" in error
+
+
+def test_the_examples_are_what_is_read():
+    paths = json.loads((ROOT / "examples" / "wan22_paths.json").read_text())
+    assert set(paths) == {*wan_load.KEYS, "tokenizer"}
+    rows = data.load_metadata(ROOT / "examples" / "metadata.csv")
+    assert all(not row.problem and row.prompt for row in rows)
+    assert any(row.image for row in rows) and any(row.reference_video for row in rows)
