@@ -455,7 +455,7 @@ def _read_state(path: Path) -> dict[str, Tensor]:
         return safetensors.torch.load_file(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise Refused(
             f"{path} is damaged, or holds code beside tensors, which is not run: {str(error).splitlines()[0]}"
         ) from None
