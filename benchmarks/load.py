@@ -33,24 +33,27 @@ def main() -> None:
     if args.load:
         print(json.dumps(measure(*args.load)))
         return
-    config = json.loads((wan_load.PUBLISHED / "transformer" / "config.json").read_text())
-    config |= {"num_layers": args.layers, "num_attention_heads": args.width // 128, "ffn_dim": 4 * args.width}
     with tempfile.TemporaryDirectory() as folder:
-        lora = write(Path(folder), config)
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        loads = []
-        for layout in ("original", "diffusers"):
-            for distilled in (False, True):
-                arguments = [f"{folder}/config.json", f"{folder}/{layout}", str(lora) if distilled else ""]
-                run = subprocess.run(
-                    [sys.executable, __file__, "--load", *arguments], capture_output=True, text=True, check=True
-                )
-                loads.append({"layout": layout, "distilled": distilled} | json.loads(run.stdout))
-    print(json.dumps({"expert_gb": loads[0]["expert_gb"], "loads": loads}, indent=2))
+        expert_config, lora = write(Path(folder), args.layers, args.width)
+        loads = [
+            {"layout": layout, "distilled": bool(distilled)}
+            | in_own_process(expert_config, Path(folder) / layout, distilled)
+            for layout in ("original", "diffusers")
+            for distilled in ("", str(lora))
+        ]
+    print(json.dumps(loads, indent=2))
 
 
-def write(folder: Path, config: dict) -> Path:
-    """folder/original and folder/diffusers in SHARDS float32 files each, and a LoRA of every block, whose path it is."""
+def in_own_process(config: Path, folder: Path, lora: str) -> dict[str, float]:
+    command = [sys.executable, __file__, "--load", str(config), str(folder), str(lora)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def write(folder: Path, layers: int, width: int) -> tuple[Path, Path]:
+    """folder/original and folder/diffusers, float32 in SHARDS files each; paths of config.json and of a LoRA."""
+    config = json.loads((wan_load.PUBLISHED / "transformer" / "config.json").read_text())
+    config |= {"num_layers": layers, "num_attention_heads": width // 128, "ffn_dim": 4 * width}
+    (folder / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
         model = wan_load.WanTransformer3DModel.from_config(config)
     shapes = {name: value.shape for name, value in model.state_dict().items()}
@@ -70,7 +73,7 @@ def write(folder: Path, config: dict) -> Path:
             lora[f"{stem}.lora_up.weight"] = 0.02 * torch.randn(shape[0], RANK)
             lora[f"{stem}.alpha"] = torch.tensor(float(RANK))
     save_file(lora, folder / "lora.safetensors")
-    return folder / "lora.safetensors"
+    return folder / "config.json", folder / "lora.safetensors"
 
 
 def measure(config: str, folder: str, lora: str) -> dict[str, float]:

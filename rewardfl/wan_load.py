@@ -1,7 +1,7 @@
 """Loading Wan2.2-I2V-A14B: a diffusers folder, or the original files that Wan-AI, ComfyUI and Lightning ship.
 
 Nothing is downloaded unless `model.allow_download` says so. The experts are read tensor by tensor, whatever the
-layout: the host holds one expert in its target precision and one tensor in the file's. They come out as
+layout: the host holds one expert in its target precision and a few rows in the file's. They come out as
 diffusers' `from_pretrained` would give them: in the wanted dtype, except for the modules that diffusers keeps
 in float32.
 """
@@ -394,8 +394,8 @@ def load_expert(
     merged = merge.plan(checkpoint, [(one, 1.0) for one in distilled], "keep", "diffusers").merged
     state = {}
     for target, name in sources(checkpoint, config).items():
-        value = merge.merged_tensor(checkpoint.tensors[name], merged.get(name, []))
-        state[target] = value.to(torch.float32 if wan_names.stays_float32(target) else dtype)
+        stored = torch.float32 if wan_names.stays_float32(target) else dtype
+        state[target] = merge.merged_tensor(checkpoint.tensors[name], merged.get(name, []), stored)
     model = _empty_expert(config)
     model.load_state_dict(state, assign=True)
     return model
