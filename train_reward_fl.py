@@ -68,6 +68,7 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     layout = wan_load.find(
         cfg.model.model_paths, cfg.model.tokenizer_path, cfg.model.model_id_with_origin_paths, cfg.model.allow_download
     )
+    wan_load.open_files(layout)  # their headers: what does not fit is refused before anything loads
     spatial, temporal = configuration.vae_factors(layout.configs)
     configuration.check_geometry(
         cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
@@ -117,12 +118,10 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     distilled = wan_load.read_distilled(cfg.model.distill_lora_high, cfg.model.distill_lora_low)
-    fused = distilled if cfg.model.distill_lora_mode == "fuse" else []
-    pipe = wan_load.load_pipeline(layout, wan.DTYPES[cfg.model.dtype], fused).to(device)
+    pipe = wan_load.load_pipeline(layout, wan.DTYPES[cfg.model.dtype], distilled, cfg.model.distill_lora_mode)
+    pipe.to(device)
     model = wan.Experts(pipe.transformer, pipe.transformer_2, boundary)
     trained = {expert: model.get_submodule(expert) for expert in experts}
-    for update in distilled if cfg.model.distill_lora_mode == "adapter" else []:
-        lora.attach_frozen(model.get_submodule(update.expert), update)
     for expert in trained.values():
         lora.inject(
             expert, cfg.lora.lora_rank, cfg.lora.lora_alpha or cfg.lora.lora_rank,

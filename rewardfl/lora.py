@@ -69,6 +69,11 @@ def attach_frozen(model: WanTransformer3DModel, distilled: Lora) -> None:
             f"{distilled.path}: {odd[0]} has more than a low-rank update (a bias, a difference or a DoRA magnitude); "
             "set model.distill_lora_mode: fuse"
         )
+    modules = dict(model.named_modules())
+    for name, update in distilled.updates.items():
+        shape = (update.up.shape[0], *update.down.shape[1:])
+        if name not in modules or tuple(modules[name].weight.shape) != shape:
+            raise Refused(f"{distilled.path}: {name} of shape {shape} is no layer of the model; it is for another one")
     ranks = {name: update.rank for name, update in distilled.updates.items()}
     alphas = {name: update.scale * update.rank for name, update in distilled.updates.items()}
     config = LoraConfig(
@@ -78,9 +83,10 @@ def attach_frozen(model: WanTransformer3DModel, distilled: Lora) -> None:
     state = {}
     for name, update in distilled.updates.items():
         state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = load(update.down), load(update.up)
-        weight = model.get_submodule(name).base_layer.weight
-        if (update.up.shape[0], *update.down.shape[1:]) != tuple(weight.shape):
-            raise Refused(f"{distilled.path}: {name} is for a {tuple(weight.shape)} layer of another size")
+        layer = model.get_submodule(name)
+        # float32 whatever the base's dtype, as the trained adapter is: peft makes them in the base's
+        layer.lora_A[DISTILLED].float()
+        layer.lora_B[DISTILLED].float()
     set_peft_model_state_dict(model, state, adapter_name=DISTILLED)
     model.requires_grad_(False)
 

@@ -290,13 +290,17 @@ def _casting(entry: Entry, stored: str) -> Callable[[], Iterator[memoryview]]:
     return content
 
 
-def merged_tensor(entry: Entry, updates: Sequence[tuple[Update, float]]) -> Tensor:
-    """A whole tensor in memory of its own, with the updates added in float32; in its own dtype without updates."""
-    if not updates:
-        values = torch.frombuffer(entry.read(), dtype=TORCH_DTYPES[entry.dtype])
-        return values.reshape(entry.shape).clone()  # torch aligns it, which the last bit of matrix products depends on
-    rows = read_rows(entry, 0, entry.shape[0])
-    return _terms(entry, updates).add_to(rows, 0).reshape(entry.shape)
+def merged_tensor(entry: Entry, updates: Sequence[tuple[Update, float]], dtype: torch.dtype) -> Tensor:
+    """A whole tensor in memory of its own: the file's, with the updates added in float32, rounded once to `dtype`.
+
+    Beside it only a few rows are held. torch aligns it, which the last bit of matrix products depends on.
+    """
+    terms = _terms(entry, updates)
+    result = torch.empty(entry.shape, dtype=dtype)
+    rows = result.view(entry.shape[0] if entry.shape else 1, -1)
+    for first, count in row_blocks(entry):
+        rows[first : first + count] = terms.add_to(read_rows(entry, first, count), first)
+    return result
 
 
 def estimate_kept(plan: Plan) -> Kept:

@@ -182,7 +182,7 @@ def _model_in(folder: Path) -> Path | list[Path]:
     if len(indices) > 1:
         raise Refused(f"{folder} holds {len(indices)} index files ({indices[0].name}, {indices[1].name}); name one")
     if indices:
-        listed = set(json.loads(indices[0].read_text())["weight_map"].values())
+        listed = set(_read_index(indices[0])["weight_map"].values())
         stray = [file.name for file in files if file.name not in listed]
         if stray:
             raise Refused(
@@ -199,8 +199,18 @@ def _model_in(folder: Path) -> Path | list[Path]:
     raise Refused(f"{folder} holds {len(files)} safetensors files and no index.json; name the one that you mean")
 
 
+def _read_index(path: Path) -> dict:
+    try:
+        index = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise Refused(f"{path} is not JSON: {error}; download it again") from None
+    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+        raise Refused(f"{path} has no weight_map; it is not an index of shards")
+    return index
+
+
 def _open_index(path: Path) -> Checkpoint:
-    index = json.loads(path.read_text())
+    index = _read_index(path)
     names = sorted(set(index["weight_map"].values()))
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
@@ -248,15 +258,20 @@ def _check_count(files: list[Path]) -> None:
             raise Refused(f"{file.name} is one of {int(number[2])} shards; {len(files)} are given")
 
 
-def check_unquantised(base: Checkpoint) -> None:
-    """Refused for fp8, int8 and other quantised checkpoints, by dtype or by their scale tensors."""
+MERGING_QUANTISED = (
+    "most of an update would be rounded away. Merge into the fp32, fp16 or bf16 checkpoint and quantise the result"
+)
+
+
+def check_unquantised(base: Checkpoint, why: str = MERGING_QUANTISED) -> None:
+    """Refused for fp8, int8 and other quantised checkpoints, by dtype or by their scale tensors.
+
+    why: the rest of the message, with the way out.
+    """
     for name, entry in base.tensors.items():
         leaf = name.rpartition(".")[2]
         if leaf in QUANTISED_LEAVES or entry.dtype not in ("F64", "F32", "F16", "BF16"):
-            raise Refused(
-                f"{entry.file} is quantised (tensor {name}, {entry.dtype}): most of an update would be rounded away. "
-                "Merge into the fp32, fp16 or bf16 checkpoint and quantise the result"
-            )
+            raise Refused(f"{entry.file} is quantised (tensor {name}, {entry.dtype}): {why}")
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -1,31 +1,37 @@
 """Loading Wan2.2-I2V-A14B: a diffusers folder, or the original files that Wan-AI, ComfyUI and Lightning ship.
 
 Nothing is downloaded unless `model.allow_download` says so. The experts are read tensor by tensor, whatever the
-layout: the host holds one expert in its target precision and one tensor in the file's. They come out as
+layout: the host holds one expert in its target precision and a few rows in the file's. They come out as
 diffusers' `from_pretrained` would give them: in the wanted dtype, except for the modules that diffusers keeps
 in float32.
 """
 
 import json
+import pickle
+import re
+import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+import safetensors.torch
 import torch
-from accelerate import init_empty_weights
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
-from rewardfl import lora_files, merge, shards, wan_names
+from rewardfl import lora, lora_files, merge, shards, wan_names
 from rewardfl.lora_files import Lora
 from rewardfl.shards import Checkpoint, Refused
 from rewardfl.wan import PARTS
 
 # configurations of the published model, for files that come without any; a pipeline folder without weights
 PUBLISHED = Path(__file__).parent.parent / "configs" / "wan22_i2v_a14b"
+TOKENIZER_FILES = ("tokenizer.json", "spiece.model")  # either is a tokenizer
 KEYS = ("high_noise_model", "low_noise_model", "text_encoder", "vae")  # of a wan22_paths.json, in its list form's order
 
 
@@ -41,7 +47,6 @@ class Layout:
     text_encoder: Path | None = None
     vae: Path | None = None
     tokenizer: Path | None = None
-    notes: tuple[str, ...] = field(default=())
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -66,7 +71,7 @@ def find(model_paths: str, tokenizer_path: str = "", origin_paths: str = "", all
             "a wan22_paths.json with the original files"
         )
     given = {"tokenizer"} if tokenizer_path else set()
-    index = json.loads((path / "model_index.json").read_text())
+    index = _read_json(path / "model_index.json")
     for name, kind in index.items():
         # transformers would make an empty tokenizer of a missing folder
         if isinstance(kind, list) and kind[0] and name not in given and not (path / name).is_dir():
@@ -87,21 +92,35 @@ def _not_i2v(path: Path, why: str) -> str:
 
 
 def _tokenizer(tokenizer_path: str, default: Path | None) -> Path:
+    """The folder of the tokenizer. Refused when it holds none: transformers would make an empty one of it."""
     path = Path(tokenizer_path) if tokenizer_path else default
-    if path is None or not path.is_dir():
-        where = f"{path} is not a folder" if path else "is empty, and original files come without a tokenizer"
-        raise Refused(
-            f"model.tokenizer_path: {where}; give the folder of google/umt5-xxl (Wan-AI ships it beside the model)"
-        )
-    return path
+    if path is None:
+        why = "is empty, and these original files come without a tokenizer"
+    elif not any((path / name).is_file() for name in TOKENIZER_FILES):
+        why = f"{path} has no {' or '.join(TOKENIZER_FILES)}"
+    else:
+        return path
+    raise Refused(f"model.tokenizer_path: {why}; give the folder google/umt5-xxl that Wan-AI ships beside the model")
+
+
+def _read_json(path: Path) -> object:
+    """Refused when the file is missing or no JSON."""
+    if not path.is_file():
+        raise Refused(f"{path} is missing; the folder must have diffusers' layout")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise Refused(f"{path} is not JSON: {error}") from None
 
 
 def _from_json(path: Path, tokenizer_path: str) -> Layout:
-    given = json.loads(path.read_text())
+    given = _read_json(path)
     if isinstance(given, list):
         if len(given) != len(KEYS):
             raise Refused(f"{path} lists {len(given)} parts; it must list {', '.join(KEYS)}, in this order")
         given = dict(zip(KEYS, given, strict=True))
+    if not isinstance(given, dict):
+        raise Refused(f"{path} must be an object with {', '.join(KEYS)}, or a list in their order")
     unknown = sorted(given.keys() - {*KEYS, "tokenizer", "configs"})
     missing = [key for key in KEYS if not given.get(key)]
     if unknown or missing:
@@ -114,7 +133,7 @@ def _from_json(path: Path, tokenizer_path: str) -> Layout:
         absent = [file for file in files if not file.exists()]
         if absent:
             raise Refused(f"{path}: {key}: {absent[0]} does not exist")
-        if len(files) > 1 and key not in KEYS[:2]:
+        if len(files) != 1 and key not in KEYS[:2]:
             raise Refused(f"{path}: {key} must be one path, it lists {len(files)}")
     tokenizer = parts["tokenizer"][0] if "tokenizer" in parts else None
     return Layout(
@@ -129,28 +148,23 @@ def _listed(value: str | list[str]) -> list[str]:
 
 
 def _from_hub(origin_paths: str, tokenizer_path: str, allow_download: bool) -> Layout:
-    """Parts by what their patterns say: high_noise, low_noise, t5, VAE; the tokenizer from the same repository."""
+    """Parts by what their patterns say: high_noise, low_noise, t5, VAE; the tokenizer from beside the t5 file."""
     found: dict[str, list[Path]] = {}
     words = {"high_noise": KEYS[0], "low_noise": KEYS[1], "t5": KEYS[2], "vae": KEYS[3]}
     for item in filter(None, (part.strip() for part in origin_paths.split(","))):
         repository, _, pattern = item.partition(":")
         key = next((key for word, key in words.items() if word in pattern.lower()), None)
-        if not repository or key is None:
+        if key is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
             raise Refused(
-                f"model.model_id_with_origin_paths: {item!r} must be repository:pattern with one of "
+                f"model.model_id_with_origin_paths: {item!r} must be owner/repository:pattern with one of "
                 f"{', '.join(words)} in the pattern"
             )
-        patterns = [pattern] if tokenizer_path else [pattern, "google/umt5-xxl/*"]
-        try:
-            folder = Path(snapshot_download(repository, allow_patterns=patterns, local_files_only=not allow_download))
-        except LocalEntryNotFoundError:
-            raise Refused(
-                f"model.model_id_with_origin_paths: {repository} is not in the local hub cache; set "
-                "model.allow_download: true to fetch it (126 GB for the official model), or give model.model_paths"
-            ) from None
-        found[key] = sorted(folder.glob(pattern))
-        if not found[key]:
-            raise Refused(f"model.model_id_with_origin_paths: nothing matches {pattern} in {folder}")
+        if key in found:
+            raise Refused(f"model.model_id_with_origin_paths names {key} twice, the second is {item!r}")
+        patterns = [pattern] if tokenizer_path or key != KEYS[2] else [pattern, "google/umt5-xxl/*"]
+        found[key] = sorted(_snapshot(repository, patterns, allow_download).glob(pattern))
+        if not found[key] or (len(found[key]) > 1 and key not in KEYS[:2]):
+            raise Refused(f"model.model_id_with_origin_paths: {item!r} matches {len(found[key])} files")
     if missing := [key for key in KEYS if key not in found]:
         raise Refused(f"model.model_id_with_origin_paths names no {', '.join(missing)}")
     tokenizer = found[KEYS[2]][0].parent / "google" / "umt5-xxl"
@@ -160,75 +174,135 @@ def _from_hub(origin_paths: str, tokenizer_path: str, allow_download: bool) -> L
     )  # fmt: skip
 
 
+def _snapshot(repository: str, patterns: list[str], allow_download: bool) -> Path:
+    """The repository's folder in the hub cache; the network is not touched unless allow_download says so."""
+    try:
+        return Path(snapshot_download(repository, allow_patterns=patterns, local_files_only=not allow_download))
+    except LocalEntryNotFoundError as error:
+        why = (
+            f" and could not be fetched: {error}"
+            if allow_download
+            else "; set model.allow_download: true to fetch it (126 GB for the official model), or give "
+            "model.model_paths"
+        )
+        raise Refused(f"model.model_id_with_origin_paths: {repository} is not in the local hub cache{why}") from None
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Checks that need headers only
 
 
-def open_experts(layout: Layout) -> dict[str, Checkpoint]:
-    """Both experts' files, checked as far as headers tell.
+def open_files(layout: Layout) -> dict[str, Checkpoint]:
+    """Both experts' files, checked as far as headers tell; those of a diffusers folder's other parts are checked too.
 
-    Refused: damaged or incomplete shards, quantised files, other models of the family, one file for both experts, and
-    an expert whose name says that it is the other one.
+    Refused: damaged or incomplete shards, quantised files, other models of the family, tensors that are missing, of
+    another shape or too many, one file for both experts, and an expert whose name says that it is the other one.
     """
+    _check_configs(layout)
     opened = {}
     for expert, paths in layout.experts.items():
         checkpoint = shards.open_checkpoint(paths[0] if len(paths) == 1 else paths)
-        shards.check_unquantised(checkpoint)
-        _check_i2v(checkpoint, config_of(layout, PARTS[expert]))
+        shards.check_unquantised(
+            checkpoint, "it cannot be trained on as it is; give the fp32, fp16 or bf16 files of the same model"
+        )
         named = lora_files.expert_in_path(checkpoint.files[0].absolute())
         if named not in (None, expert):
-            raise Refused(f"{checkpoint.path} is given as the {expert} expert, its name says {named}; swap them")
+            raise Refused(
+                f"{checkpoint.files[0]} is given as the {expert} expert, its name or folder says {named}; swap the "
+                "two, or rename it"
+            )
+        config = config_of(layout, PARTS[expert])
+        _check_i2v(checkpoint, config)
+        sources(checkpoint, config)
         opened[expert] = checkpoint
     high, low = opened["high_noise"], opened["low_noise"]
     if {file.resolve() for file in high.files} & {file.resolve() for file in low.files} or _same_weights(high, low):
         raise Refused(
             f"{high.path} and {low.path} are the same weights; Wan2.2 has a high-noise and a low-noise expert"
         )
+    for folder in (_text_encoder(layout), _vae(layout)):
+        if folder.is_dir():
+            shards.open_checkpoint(folder)
     return opened
 
 
-def _check_i2v(checkpoint: Checkpoint, config: Mapping[str, object]) -> None:
-    names = list(checkpoint.tensors)
+def _text_encoder(layout: Layout) -> Path:
+    return layout.text_encoder or layout.configs / "text_encoder"
+
+
+def _vae(layout: Layout) -> Path:
+    return layout.vae or layout.configs / "vae"
+
+
+def _check_configs(layout: Layout) -> None:
+    """Refused unless the experts take noisy latents, the mask and the image's latents, as image-to-video does."""
+    temporal = config_of(layout, "vae").get("scale_factor_temporal", 4)
+    for part in PARTS.values():
+        config = config_of(layout, part)
+        wanted = 2 * config["out_channels"] + temporal
+        if config["in_channels"] != wanted:
+            what = " (a text-to-video model)" if config["in_channels"] == config["out_channels"] else ""
+            why = f"{part}/config.json says {config['in_channels']} in_channels, not {wanted}{what}"
+            raise Refused(_not_i2v(layout.configs, why))
+
+
+def _common_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """{diffusers' name: the file's name} of all tensors. Refused when they are not those of a Wan transformer."""
     try:
-        naming, prefix = wan_names.naming(names)
+        naming, prefix = wan_names.naming(list(checkpoint.tensors))
     except ValueError as error:
         raise Refused(f"{checkpoint.path}: {error}") from None
-    common = {wan_names.common_name(name, naming, prefix): entry for name, entry in checkpoint.tensors.items()}
-    if any(name.startswith("condition_embedder.image_embedder") for name in common):
+    return {wan_names.common_name(name, naming, prefix): name for name in checkpoint.tensors}
+
+
+def _check_i2v(checkpoint: Checkpoint, config: Mapping[str, object]) -> None:
+    """Refused for files of Wan2.1, TI2V-5B and text-to-video models, by what tells them apart."""
+    names = _common_names(checkpoint)
+    if any(name.startswith("condition_embedder.image_embedder") for name in names):
         raise Refused(_not_i2v(checkpoint.path, "it has an image encoder's projection, as Wan2.1-I2V"))
-    if "patch_embedding.weight" in common:
-        shape = common["patch_embedding.weight"].shape
-        kinds = {16: "a text-to-video model", 48: "TI2V-5B"}
-        if shape[1] != config["in_channels"]:
-            raise Refused(
-                _not_i2v(
-                    checkpoint.path,
-                    f"its patch_embedding takes {shape[1]} channels, not {config['in_channels']}"
-                    + (f" ({kinds[shape[1]]})" if shape[1] in kinds else ""),
-                )
-            )
+    if "patch_embedding.weight" in names:
+        channels = checkpoint.tensors[names["patch_embedding.weight"]].shape[1]
+        kinds = {config["out_channels"]: " (a text-to-video model)", 48: " (TI2V-5B)"}
+        if channels != config["in_channels"]:
+            why = f"its patch_embedding takes {channels} channels, not {config['in_channels']}{kinds.get(channels, '')}"
+            raise Refused(_not_i2v(checkpoint.path, why))
+
+
+def sources(checkpoint: Checkpoint, config: Mapping[str, object]) -> dict[str, str]:
+    """{name in the model: name in the files} of every tensor of an expert.
+
+    Refused when the files lack one, have one too many, or one of another shape.
+    """
+    names, wanted = _common_names(checkpoint), _empty_expert(config).state_dict()
+    if missing := [name for name in wanted if name not in names]:
+        raise Refused(f"{checkpoint.path} lacks {missing[0]} ({len(missing)} of {len(wanted)} tensors missing)")
+    for target, name in names.items():
+        if target not in wanted:
+            raise Refused(f"{checkpoint.path}: {name} has no place in a model of {config['num_layers']} layers")
+        given, shape = checkpoint.tensors[name].shape, tuple(wanted[target].shape)
+        if given != shape:
+            raise Refused(f"{checkpoint.path}: {name} is {given}, the model's is {shape}")
+    return names
 
 
 def _same_weights(one: Checkpoint, other: Checkpoint) -> bool:
     """Whether the experts' first block modulations are the same bytes: two trainings never agree in one."""
-    tables = []
-    for checkpoint in (one, other):
-        name = next(
-            name for name in checkpoint.tensors if name.endswith(("blocks.0.modulation", "blocks.0.scale_shift_table"))
-        )
-        tables.append(merge.read_rows(checkpoint.tensors[name], 0, 1))
+    tables = [
+        merge.read_rows(checkpoint.tensors[_common_names(checkpoint)["blocks.0.scale_shift_table"]], 0, 1)
+        for checkpoint in (one, other)
+    ]
     return torch.equal(*tables)
 
 
 def config_of(layout: Layout, part: str) -> dict[str, object]:
     """A part's configuration from its config.json, without loading it."""
-    return json.loads((layout.configs / part / "config.json").read_text())
+    return _read_json(layout.configs / part / "config.json")
 
 
 def differences(layout: Layout, boundary: float, shift: float) -> list[str]:
     """A line for each of boundary and shift where the run differs from what the checkpoint says of itself."""
-    index = json.loads((layout.configs / "model_index.json").read_text())
-    scheduler = json.loads((layout.configs / "scheduler" / "scheduler_config.json").read_text())
+    index = _read_json(layout.configs / "model_index.json")
+    scheduler = _read_json(layout.configs / "scheduler" / "scheduler_config.json")
     stated = {"model.min_timestep_boundary": (boundary, index.get("boundary_ratio"))}
     # the converted official pipeline says flow_shift 3, Wan's own configuration and Lightning's 5
     stated["sample.shift"] = (shift, scheduler.get("flow_shift", scheduler.get("shift")))
@@ -246,11 +320,26 @@ def read_distilled(high_noise: str, low_noise: str) -> list[Lora]:
         if not path:
             continue
         found = lora_files.read_lora(path)
-        mine = [lora for lora in found if lora.expert == expert] if len(found) > 1 else found
+        mine = [one for one in found if one.expert == expert] if len(found) > 1 else found
         loras += lora_files.assign(mine, expert)
-    for lora in loras:
-        merge.check_finite(lora)
+    if len(loras) == 2 and loras[0].expert != loras[1].expert and _same_lora(*loras):
+        raise Refused(
+            f"model.distill_lora_high {high_noise} and model.distill_lora_low {low_noise} are the same LoRA; each "
+            "expert has its own"
+        )
+    for one in loras:
+        merge.check_finite(one)
     return loras
+
+
+def _same_lora(one: Lora, other: Lora) -> bool:
+    if one.updates.keys() != other.updates.keys():
+        return False
+    name = next(iter(one.updates))
+    mine, theirs = (file.updates[name].sources() for file in (one, other))
+    return mine.keys() == theirs.keys() and all(
+        torch.equal(lora_files.load(mine[role]), lora_files.load(theirs[role])) for role in mine
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -261,26 +350,33 @@ def load_pipeline(
     layout: Layout,
     dtype: torch.dtype,
     distilled: Sequence[Lora] = (),
-    experts: Sequence[str] = ("high_noise", "low_noise"),
+    distill_mode: str = "fuse",
+    parts: Sequence[str] = ("text_encoder", "vae", "high_noise", "low_noise"),
 ) -> WanImageToVideoPipeline:
     """The pipeline, frozen and in eval mode, on the CPU.
 
-    distilled: LoRAs (with their experts) fused into the experts in the files' precision before the one rounding to
-    `dtype`. experts: those to load; the others' components are None.
+    distilled: LoRAs (with their experts), by distill_mode either fused in the files' precision before the one rounding
+    to `dtype`, or attached as adapters that stay on. parts: those to load (the tokenizer comes with the text encoder);
+    the others' components are None.
     """
-    opened = open_experts(layout)
-    loaded = dict.fromkeys(PARTS.values())
-    for name in experts:
-        fused = [lora for lora in distilled if lora.expert == name]
-        loaded[PARTS[name]] = load_expert(opened[name], config_of(layout, PARTS[name]), dtype, fused)
-    tokenizer = AutoTokenizer.from_pretrained(layout.tokenizer)
-    index = json.loads((layout.configs / "model_index.json").read_text())
+    opened = open_files(layout)
+    loaded = dict.fromkeys(("tokenizer", "text_encoder", "vae", *PARTS.values()))
+    for name in PARTS.keys() & parts:
+        mine = [one for one in distilled if one.expert == name]
+        expert = load_expert(
+            opened[name], config_of(layout, PARTS[name]), dtype, mine if distill_mode == "fuse" else ()
+        )
+        for one in mine if distill_mode == "adapter" else ():
+            lora.attach_frozen(expert, one)
+        loaded[PARTS[name]] = expert
+    if "text_encoder" in parts:
+        loaded["tokenizer"] = AutoTokenizer.from_pretrained(layout.tokenizer, local_files_only=True)
+        loaded["text_encoder"] = _load_text_encoder(layout, dtype)
+    if "vae" in parts:
+        loaded["vae"] = _load_vae(layout, dtype)
     pipe = WanImageToVideoPipeline(
-        tokenizer=tokenizer,
-        text_encoder=_load_text_encoder(layout, dtype),
-        vae=_load_vae(layout, dtype),
-        scheduler=UniPCMultistepScheduler.from_pretrained(layout.configs / "scheduler"),
-        boundary_ratio=index["boundary_ratio"],
+        scheduler=UniPCMultistepScheduler.from_pretrained(layout.configs / "scheduler", local_files_only=True),
+        boundary_ratio=_read_json(layout.configs / "model_index.json")["boundary_ratio"],
         image_encoder=None,
         image_processor=None,
         **loaded,
@@ -296,62 +392,101 @@ def load_expert(
 ) -> WanTransformer3DModel:
     """One expert from files of either naming, equal to diffusers' `from_pretrained(torch_dtype=dtype)`.
 
-    Refused when the files lack a tensor of the model, or have one more or of another shape.
+    distilled: LoRAs added in float32 before the one rounding. Refused as by `sources`, and for LoRAs that do not fit.
     """
-    with init_empty_weights(include_buffers=False):  # rope's buffers are not in the files
+    merged = merge.plan(checkpoint, [(one, 1.0) for one in distilled], "keep", "diffusers").merged
+    state = {}
+    for target, name in sources(checkpoint, config).items():
+        stored = torch.float32 if wan_names.stays_float32(target) else dtype
+        state[target] = merge.merged_tensor(checkpoint.tensors[name], merged.get(name, []), stored)
+    model = _empty_expert(config)
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def _empty_expert(config: Mapping[str, object]) -> WanTransformer3DModel:
+    """An expert without memory for its weights. The rotary tables are in no file, so they are computed."""
+    with torch.device("meta"):
         model = WanTransformer3DModel.from_config(dict(config))
-    plan = merge.plan(checkpoint, [(lora, 1.0) for lora in distilled], "keep", "diffusers")
-    wanted = model.state_dict()
-    renamed = {part.name: name for name, part in zip(checkpoint.tensors, plan.parts, strict=True)}
-    if missing := [name for name in wanted if name not in renamed]:
-        raise Refused(f"{checkpoint.path} lacks {missing[0]} ({len(missing)} of {len(wanted)} tensors missing)")
-    for target, name in renamed.items():
-        entry = checkpoint.tensors[name]
-        if target not in wanted:
-            raise Refused(f"{checkpoint.path}: {name} has no place in a model of {config['num_layers']} layers")
-        if entry.shape != tuple(wanted[target].shape):
-            raise Refused(f"{checkpoint.path}: {name} is {entry.shape}, the model's is {tuple(wanted[target].shape)}")
-        value = merge.merged_tensor(entry, plan.merged.get(name, []))
-        value = value.to(torch.float32 if wan_names.stays_float32(target) else dtype)
-        model.load_state_dict({target: value}, strict=False, assign=True)
+    model.rope = WanRotaryPosEmbed(
+        model.config.attention_head_dim, model.config.patch_size, model.config.rope_max_seq_len
+    )
     return model
 
 
 def _load_vae(layout: Layout, dtype: torch.dtype) -> AutoencoderKLWan:
-    if layout.vae is None:
-        return AutoencoderKLWan.from_pretrained(layout.configs / "vae", torch_dtype=dtype)
-    return AutoencoderKLWan.from_single_file(
-        str(layout.vae), config=str(layout.configs / "vae"), torch_dtype=dtype, local_files_only=True
-    )
+    path = _vae(layout)
+    if path.is_dir():
+        model, report = AutoencoderKLWan.from_pretrained(
+            path, torch_dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+        _check_complete(path, report)
+        return model
+    with torch.device("meta"):
+        model = AutoencoderKLWan.from_config(config_of(layout, "vae"))
+    state = _read_state(path)
+    _fill(model, state if "quant_conv.weight" in state else convert_wan_vae_to_diffusers(state), dtype, path)
+    return model
 
 
 def _load_text_encoder(layout: Layout, dtype: torch.dtype) -> UMT5EncoderModel:
-    if layout.text_encoder is None or layout.text_encoder.is_dir():
-        folder = layout.text_encoder or layout.configs / "text_encoder"
-        return UMT5EncoderModel.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    config = UMT5Config.from_pretrained(layout.configs / "text_encoder")
-    with init_empty_weights(include_buffers=False):
-        model = UMT5EncoderModel(config)
-    state = torch.load(layout.text_encoder, map_location="cpu", weights_only=True, mmap=True)
-    converted = text_encoder_state(state, config.num_layers)
-    expected = model.state_dict().keys()
-    if converted.keys() != expected:
-        first = sorted(converted.keys() ^ expected)[0]
-        raise Refused(
-            f"text_encoder: {layout.text_encoder} is not the UMT5 encoder that {layout.configs / 'text_encoder'} "
-            f"describes: {first} is on one side only"
+    path = _text_encoder(layout)
+    if path.is_dir():
+        model, report = UMT5EncoderModel.from_pretrained(
+            path, dtype=dtype, local_files_only=True, output_loading_info=True
         )
-    model.load_state_dict({name: value.to(dtype) for name, value in converted.items()}, assign=True)
+        _check_complete(path, report)
+        return model
+    config = UMT5Config.from_pretrained(layout.configs / "text_encoder", local_files_only=True)
+    with torch.device("meta"):
+        model = UMT5EncoderModel(config)
+    _fill(model, text_encoder_state(_read_state(path), config.num_layers), dtype, path)
     model.tie_weights()
     return model
 
 
+def _check_complete(path: Path, report: Mapping[str, Sequence[str]]) -> None:
+    """Refused when a library filled in random numbers for tensors that the files lack."""
+    if report["missing_keys"]:
+        raise Refused(f"{path} lacks {sorted(report['missing_keys'])[0]} ({len(report['missing_keys'])} such tensors)")
+
+
+def _read_state(path: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors or torch file, mapped. Refused: a damaged file, a pickle of more than tensors."""
+    if path.suffix == ".safetensors":
+        shards.read_header(path)
+        return safetensors.torch.load_file(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise Refused(
+            f"{path} is damaged, or holds code beside tensors, which is not run: {str(error).splitlines()[0]}"
+        ) from None
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise Refused(f"{path} is not a flat dictionary of tensors")
+    return state
+
+
+def _fill(model: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype, path: Path) -> None:
+    """Give a model on the meta device its weights. Refused when names or shapes differ. Tied weights count once."""
+    wanted = dict(model.named_parameters())
+    if differing := sorted(state.keys() ^ wanted.keys()):
+        side = "has no" if differing[0] in wanted else "has a surplus"
+        raise Refused(
+            f"{path} is not the {type(model).__name__} that its config.json describes: it {side} {differing[0]} "
+            f"({len(differing)} names differ)"
+        )
+    for name, value in state.items():
+        if value.shape != wanted[name].shape:
+            raise Refused(f"{path}: {name} is {tuple(value.shape)}, the model's is {tuple(wanted[name].shape)}")
+    # copied even where the dtype is right: mapped tensors are not aligned, and change with their file
+    copies = {name: value.to(dtype, copy=True) for name, value in state.items()}
+    model.load_state_dict(copies, strict=False, assign=True)
+
+
 def text_encoder_state(state: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """transformers' names for the tensors of models_t5_umt5-xxl-enc-bf16.pth (Wan-AI's own T5 code)."""
-    converted = {}
-    for name in ("shared", "encoder.embed_tokens"):
-        converted[f"{name}.weight"] = state["token_embedding.weight"]
-    converted["encoder.final_layer_norm.weight"] = state["norm.weight"]
+    """models_t5_umt5-xxl-enc-bf16.pth (Wan-AI's own T5 code) by transformers' names; other tensors keep theirs."""
+    names = {"token_embedding": "shared", "norm": "encoder.final_layer_norm"}
     inside = {f"attn.{part}": f"layer.0.SelfAttention.{part}" for part in "qkvo"} | {
         "norm1": "layer.0.layer_norm",
         "pos_embedding.embedding": "layer.0.SelfAttention.relative_attention_bias",
@@ -361,6 +496,6 @@ def text_encoder_state(state: Mapping[str, Tensor], layers: int) -> dict[str, Te
         "ffn.fc2": "layer.1.DenseReluDense.wo",
     }
     for layer in range(layers):
-        for old, new in inside.items():
-            converted[f"encoder.block.{layer}.{new}.weight"] = state[f"blocks.{layer}.{old}.weight"]
-    return converted
+        names |= {f"blocks.{layer}.{old}": f"encoder.block.{layer}.{new}" for old, new in inside.items()}
+    renamed = {f"{old}.weight": f"{new}.weight" for old, new in names.items()}
+    return {renamed.get(name, name): value for name, value in state.items()}

@@ -108,8 +108,11 @@ def evaluate(cfg: config.RunConfig, adapter: Path, args: argparse.Namespace, out
     if not usable:
         raise ValueError(f"--data: no clip of {args.data} shows a face")
 
-    layout = wan_load.find(cfg.model.model_paths, cfg.model.tokenizer_path)
-    pipe = wan_load.load_pipeline(layout, wan.DTYPES[cfg.model.dtype])
+    layout = wan_load.find(
+        cfg.model.model_paths, cfg.model.tokenizer_path, cfg.model.model_id_with_origin_paths, cfg.model.allow_download
+    )
+    distilled = wan_load.read_distilled(cfg.model.distill_lora_high, cfg.model.distill_lora_low)
+    pipe = wan_load.load_pipeline(layout, wan.DTYPES[cfg.model.dtype], distilled, cfg.model.distill_lora_mode)
     wan.attach_adapters(pipe, adapter)
     pipe.to(args.device)
     boundary = cfg.model.min_timestep_boundary

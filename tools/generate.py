@@ -22,7 +22,14 @@ def main() -> int:
     parser.add_argument("--tokenizer", default="", help="tokenizer folder, for original files (default: the model's)")
     parser.add_argument("--image", type=Path, required=True, help="the first frame")
     parser.add_argument("--prompt", required=True)
+    parser.add_argument(
+        "--guidance", type=float, default=1.0,
+        help="classifier-free guidance: 3.5 (with --steps 40) for the official model, 1 (none) for distilled ones",
+    )  # fmt: skip
+    parser.add_argument("--negative-prompt", default="", help="what --guidance above 1 leads away from")
     parser.add_argument("--out", type=Path, required=True, help="the mp4 to write")
+    parser.add_argument("--distill-lora-high", default="", help="distillation LoRA fused into the high-noise expert")
+    parser.add_argument("--distill-lora-low", default="", help="the same for the low-noise expert")
     parser.add_argument("--adapter", type=Path, help="checkpoint folder of a run, e.g. outputs/x/checkpoints/latest")
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
@@ -52,7 +59,8 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     spatial, temporal = config.vae_factors(layout.configs)
     config.check_geometry(args.height, args.width, args.num_frames, spatial, temporal)
     image = read_image(args.image, args.height, args.width)
-    pipe = wan_load.load_pipeline(layout, wan.DTYPES[args.dtype])
+    distilled = wan_load.read_distilled(args.distill_lora_high, args.distill_lora_low)
+    pipe = wan_load.load_pipeline(layout, wan.DTYPES[args.dtype], distilled)
     if args.adapter:
         wan.attach_adapters(pipe, args.adapter)
     pipe.to(args.device)
@@ -60,7 +68,9 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     conditioning = wan.encode(pipe, args.prompt, image, args.num_frames)
     noise = data.noise(wan.latent_shape(pipe, args.height, args.width, args.num_frames), args.seed, args.device)
     sigmas = flow.linear_sigmas(args.steps, args.shift)
-    x0 = reward_flow.rollout(wan.Velocity(experts, conditioning), noise, sigmas, keep=()).x0
+    negative = wan.encode_text(pipe, args.negative_prompt) if args.guidance != 1 else None
+    velocity = wan.Velocity(experts, conditioning, negative, args.guidance)
+    x0 = reward_flow.rollout(velocity, noise, sigmas, keep=()).x0
     return decode.decode(pipe.vae, x0)[0].float().cpu()
 
 

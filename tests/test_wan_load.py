@@ -1,0 +1,672 @@
+"""Loaders against diffusers' own, on files in the published layouts; the network is walled off throughout."""
+
+import copy
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import wan_files
+from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3DModel
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
+
+from benchmarks import load as load_benchmark
+from rewardfl import lora, wan, wan_load
+from rewardfl.shards import Refused
+
+MODULES = ("transformer", "transformer_2", "vae", "text_encoder")
+DTYPES = [torch.float32, torch.bfloat16]
+HUB = ", ".join(
+    f"{wan_files.REPOSITORY}:{pattern}"
+    for pattern in (
+        "high_noise_model/diffusion_pytorch_model*.safetensors",
+        "low_noise_model/diffusion_pytorch_model*.safetensors",
+        "models_t5_umt5-xxl-enc-bf16.pth",
+        "Wan2.1_VAE.pth",
+    )
+)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """The hub's own offline switch is off, so that only the code under test keeps it from being asked."""
+
+    def refuse(*_):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+class Files:
+    """The small model, and where it lies in each layout."""
+
+    def __init__(self, root: Path):
+        self.pipe = wan_files.small_pipeline()
+        self.fp32 = wan_files.write_diffusers(self.pipe, root / "fp32", torch.float32)
+        self.bf16 = wan_files.write_diffusers(self.pipe, root / "bf16", torch.bfloat16)
+        self.original = wan_files.write_original(self.pipe, root / "original")
+        self.configs = wan_files.write_configs(self.pipe, root / "configs")
+        self.lightning = {
+            expert: wan_files.lightning(self.pipe.components[part], seed)
+            for seed, (expert, part) in enumerate(wan.PARTS.items())
+        }
+        self.loras = {
+            expert: str(wan_files.write_lightning(values, root / "Lightning" / f"{expert}_model.safetensors"))
+            for expert, values in self.lightning.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return Files(tmp_path_factory.mktemp("wan"))
+
+
+@pytest.fixture
+def given(files, tmp_path):
+    """Writes a wan22_paths.json, with the named parts changed, and gives its path."""
+
+    def write(**changed):
+        path = tmp_path / "wan22_paths.json"
+        path.write_text(json.dumps(wan_files.paths(files.original, files.configs, changed)))
+        return str(path)
+
+    return write
+
+
+def everything(module):
+    """Parameters and buffers, those that no file holds too."""
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def assert_same_modules(actual, expected, modules=MODULES):
+    for name in modules:
+        mine, theirs = everything(actual.components[name]), everything(expected.components[name])
+        assert mine.keys() == theirs.keys(), name
+        for key in theirs:
+            assert mine[key].dtype == theirs[key].dtype, (name, key)
+            assert torch.equal(mine[key], theirs[key]), (name, key)
+        assert set(actual.components[name].state_dict()) == set(expected.components[name].state_dict())
+        assert not any(parameter.requires_grad for parameter in mine.values())
+        assert not actual.components[name].training
+
+
+def from_pretrained(folder, dtype):
+    return WanImageToVideoPipeline.from_pretrained(folder, torch_dtype=dtype)
+
+
+def load(model, dtype, **arguments):
+    return wan_load.load_pipeline(wan_load.find(str(model)), dtype, **arguments)
+
+
+# -- layouts
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stored", ["fp32", "bf16"])
+def test_diffusers_folder_equals_from_pretrained(files, stored, dtype):
+    folder = getattr(files, stored)
+    loaded = load(folder, dtype)
+    assert_same_modules(loaded, from_pretrained(folder, dtype))
+    assert loaded.config.boundary_ratio == 0.9
+    islands = {name for name, value in loaded.transformer.named_parameters() if value.dtype == torch.float32}
+    assert {"scale_shift_table", "blocks.0.norm2.weight", "blocks.1.scale_shift_table"} <= islands
+    assert ("blocks.0.attn1.to_q.weight" in islands) == (dtype == torch.float32)
+
+
+def one_file(files, folder, prefix=""):
+    """Each expert as a single file with original names, behind ComfyUI's prefix or bare."""
+    found = {}
+    for name in ("high_noise_model", "low_noise_model"):
+        parts = [load_file(file) for file in sorted((files.original / name).glob("*.safetensors"))]
+        state = {prefix + key: value for part in parts for key, value in part.items()}
+        save_file(state, folder / f"wan2.2_i2v_{name.removesuffix('_model')}_14B.safetensors")
+        found[name] = f"wan2.2_i2v_{name.removesuffix('_model')}_14B.safetensors"  # relative to the json file
+    return found
+
+
+FORMS = {
+    "folders": lambda files, folder: {},
+    "index": lambda files, folder: {
+        name: f"{files.original / name}/diffusion_pytorch_model.safetensors.index.json"
+        for name in ("high_noise_model", "low_noise_model")
+    },
+    "shards": lambda files, folder: {
+        name: [str(file) for file in sorted((files.original / name).glob("*.safetensors"))]
+        for name in ("high_noise_model", "low_noise_model")
+    },
+    "single": one_file,
+    "comfy": lambda files, folder: one_file(files, folder, "model.diffusion_model."),
+    "diffusers names": lambda files, folder: {
+        "high_noise_model": str(files.fp32 / "transformer"), "low_noise_model": str(files.fp32 / "transformer_2"),
+        "text_encoder": str(files.fp32 / "text_encoder"), "vae": str(files.fp32 / "vae"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_original_files_equal_from_pretrained(files, given, tmp_path, form):
+    model = given(**FORMS[form](files, tmp_path))
+    for dtype in DTYPES if form == "folders" else DTYPES[1:]:
+        loaded = load(model, dtype)
+        assert_same_modules(loaded, from_pretrained(files.fp32, dtype))
+    assert loaded.tokenizer("a person").input_ids == files.pipe.tokenizer("a person").input_ids
+
+
+def test_list_form(files, given, tmp_path, monkeypatch):
+    """A list in the order high, low, text encoder, VAE; the configurations are the published ones, here small."""
+    monkeypatch.setattr(wan_load, "PUBLISHED", files.configs)
+    entries = wan_files.paths(files.original, files.configs) | FORMS["shards"](files, tmp_path)
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps([entries[key] for key in wan_load.KEYS]))
+    layout = wan_load.find(str(path), tokenizer_path=entries["tokenizer"])
+    assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
+
+
+def test_published_configurations_are_the_real_models():
+    """By name and size; every figure is from the model's card and diffusers' conversion script."""
+    config = wan_load.config_of(wan_load.Layout(wan_load.PUBLISHED, {}), "transformer_2")
+    with torch.device("meta"):
+        expert = WanTransformer3DModel.from_config(config)
+        vae = AutoencoderKLWan.from_config(wan_load.PUBLISHED / "vae")
+    assert sum(parameter.numel() for parameter in expert.parameters()) == 14_288_901_184
+    assert len(expert.state_dict()) == 1095
+    assert set(wan_files.original_expert(wan_load._empty_expert(config))) == set(wan_files.original_expert_names(40))
+    assert set(wan_files.original_vae(vae)) == set(wan_files.original_vae_names())
+    assert sum(parameter.numel() for parameter in vae.parameters()) == 126_892_531
+
+
+def test_from_single_file_gives_the_same_in_float32(files, given, tmp_path):
+    single = one_file(files, tmp_path)
+    loaded = load(given(**single), torch.float32)
+    theirs = copy.copy(files.pipe)
+    expert = WanTransformer3DModel.from_single_file(
+        str(tmp_path / single["low_noise_model"]), config=str(files.configs / "transformer_2"), local_files_only=True
+    )
+    vae = AutoencoderKLWan.from_single_file(
+        str(files.original / "Wan2.1_VAE.pth"), config=str(files.configs / "vae"), local_files_only=True
+    )
+    theirs.register_modules(transformer_2=expert, vae=vae)
+    assert_same_modules(loaded, theirs, ("transformer_2", "vae"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.no_grad()
+def test_outputs_are_bit_equal(files, given, dtype):
+    """Ours lie aligned in memory; diffusers' are mapped from the file, and matrix products depend on that."""
+    ours, theirs = load(given(), dtype), from_pretrained(files.fp32, dtype)
+    for name in MODULES:
+        for parameter in theirs.components[name].parameters():
+            parameter.data = parameter.data.clone()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 36, 3, 4, 4, generator=generator).to(dtype)
+    text = torch.randn(1, 6, 32, generator=generator).to(dtype)
+    tokens = torch.tensor([[5, 9, 1]])
+    for call in (
+        lambda pipe: pipe.transformer(x, torch.tensor([950.0]), text, return_dict=False)[0],
+        lambda pipe: pipe.transformer_2(x, torch.tensor([500.0]), text, return_dict=False)[0],
+        lambda pipe: pipe.vae.decode(x[:, :16], return_dict=False)[0],
+        lambda pipe: pipe.vae.encode(x[:, :3, :1].repeat(1, 1, 1, 4, 4)).latent_dist.mode(),
+        lambda pipe: pipe.text_encoder(tokens).last_hidden_state,
+    ):
+        assert torch.equal(call(ours), call(theirs))
+
+
+def test_experts_that_are_not_wanted_are_not_loaded(files, given):
+    pipe = load(given(), torch.bfloat16, experts=("low_noise",))
+    assert pipe.transformer is None and pipe.transformer_2 is not None
+
+
+# -- the hub
+
+
+def test_hub_form(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(wan_load, "PUBLISHED", files.configs)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
+    layout = wan_load.find("", origin_paths=HUB)
+    assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
+    assert layout.tokenizer.name == "umt5-xxl"
+    layout = wan_load.find("", str(files.fp32 / "tokenizer"), HUB)
+    assert layout.tokenizer == files.fp32 / "tokenizer"
+
+
+def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(Refused, match="not in the local hub cache; set model.allow_download: true"):
+        wan_load.find("", origin_paths=HUB)
+    asked = []
+
+    def snapshot_download(repository, allow_patterns, local_files_only):
+        asked.append((repository, allow_patterns, local_files_only))
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(wan_load, "snapshot_download", snapshot_download)
+    with pytest.raises(Refused, match="not in the local hub cache and could not be fetched: no connection"):
+        wan_load.find("", origin_paths=HUB, allow_download=True)
+    assert asked == [(wan_files.REPOSITORY, ["high_noise_model/diffusion_pytorch_model*.safetensors"], False)]
+
+
+@pytest.mark.parametrize(
+    "paths, message",
+    [
+        ("high_noise_model/*.safetensors", "must be owner/repository:pattern"),
+        (f"{wan_files.REPOSITORY}:weights.pth", "with one of high_noise, low_noise, t5, vae in the pattern"),
+        (f"{wan_files.REPOSITORY}:Wan2.1_VAE.pth", "names no high_noise_model, low_noise_model, text_encoder"),
+        (f"{HUB},{HUB}", "names high_noise_model twice"),
+        (f"{wan_files.REPOSITORY}:other_vae.pth", "matches 0 files"),
+        (HUB.replace("Wan2.1_VAE.pth", "*vae*"), "matches 0 files"),
+    ],
+)
+def test_hub_form_refused(files, tmp_path, monkeypatch, paths, message):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
+    with pytest.raises(Refused, match=message):
+        wan_load.find("", origin_paths=paths)
+
+
+# -- distillation
+
+
+@pytest.fixture
+def distilled(files):
+    return wan_load.read_distilled(files.loras["high_noise"], files.loras["low_noise"])
+
+
+def test_fused_distillation_is_exact(files, given, distilled):
+    """base + alpha/r up @ down, rounded once: within half a spacing of float64's. Rounding first is not."""
+    for dtype, slack in ((torch.float32, 1.0), (torch.bfloat16, 1e-3)):
+        fused, base = load(given(), dtype, distilled=distilled), files.pipe
+        twice = 0
+        for expert, part in wan.PARTS.items():
+            values = files.lightning[expert]
+            for name, value in fused.components[part].named_parameters():
+                module = name.removesuffix(".weight")
+                original = base.components[part].get_parameter(name)
+                if module not in values or not name.endswith(".weight"):
+                    assert torch.equal(value, original.to(value.dtype)), name
+                    continue
+                down, up, alpha = values[module]
+                wanted = original.double() + alpha / wan_files.RANK * up.double() @ down.double()
+                half = torch.finfo(dtype).eps / 2 * torch.exp2(wanted.abs().log2().floor())
+                assert ((value.double() - wanted).abs() <= (1 + slack) * half + 1e-7).all(), name
+                early = original.to(dtype) + (alpha / wan_files.RANK * up @ down).to(dtype)
+                twice += int(((early.double() - wanted).abs() > (1 + slack) * half + 1e-7).sum())
+        assert dtype == torch.float32 or twice > 100
+
+
+def velocity(model, sigma=0.5):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, 36, 3, 4, 4, generator=generator).to(model.dtype)
+    text = torch.randn(1, 6, 32, generator=generator).to(model.dtype)
+    return model(x, torch.tensor([1000 * sigma]), text, return_dict=False)[0]
+
+
+def randomise_policy(model):
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+
+
+def test_adapter_is_the_fused_model_in_policy_and_reference(files, given, distilled, tmp_path):
+    fused = load(given(), torch.float32, distilled=distilled)
+    pipe = load(given(), torch.float32, distilled=distilled, distill_mode="adapter")
+    plain = load(given(), torch.float32)
+    for part in wan.PARTS.values():
+        model = pipe.components[part]
+        base = velocity(model).detach()
+        torch.testing.assert_close(base, velocity(fused.components[part]), rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(base, velocity(plain.components[part]), atol=1e-2)
+
+        lora.inject(model, 3, 6.0, lora.target_modules("q,k,ffn.0"), seed=0)
+        assert torch.equal(velocity(model), base)  # the policy starts at zero, the distillation stays on
+        randomise_policy(model)
+        policy = velocity(model).detach()
+        assert not torch.allclose(policy, base, atol=1e-3)
+        with lora.reference(model):
+            assert torch.equal(velocity(model), base)
+        assert torch.equal(velocity(model), policy)
+
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert trained and all(f".{lora.POLICY}." in name for name in trained)
+        lora.save_adapter(model, tmp_path / part)
+        saved, metadata = lora.read_adapter(tmp_path / part / lora.WEIGHTS_NAME)
+        assert len(saved) == len(trained) and metadata["r"] == 3
+        again = load(given(), torch.float32, distilled=distilled, distill_mode="adapter").components[part]
+        lora.attach_adapter(again, tmp_path / part)
+        assert torch.equal(velocity(again), policy)
+
+
+def test_adapter_stays_float32_on_a_bfloat16_base(files, given, distilled):
+    pipe = load(given(), torch.bfloat16, distilled=distilled, distill_mode="adapter")
+    for expert, part in wan.PARTS.items():
+        for name, (down, up, alpha) in files.lightning[expert].items():
+            layer = pipe.components[part].get_submodule(name)
+            assert layer.scaling["distilled"] == alpha / wan_files.RANK
+            for values, weight in ((down, layer.lora_A["distilled"].weight), (up, layer.lora_B["distilled"].weight)):
+                assert weight.dtype == torch.float32 and torch.equal(weight, values)
+        assert velocity(pipe.components[part]).dtype == torch.bfloat16
+
+
+def test_adapter_under_checkpointing_with_a_reference_in_between(files, given, distilled):
+    """The recomputed forward must see what the first one saw."""
+
+    def gradients(checkpointing):
+        model = load(given(), torch.float32, distilled=distilled, distill_mode="adapter").transformer_2
+        lora.inject(model, 3, 6.0, lora.target_modules("q,o,ffn.2"), seed=0)
+        randomise_policy(model)
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+            model.train()
+        loss = velocity(model).square().sum()
+        with torch.no_grad(), lora.reference(model):
+            velocity(model)
+        loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    plain, recomputed = gradients(False), gradients(True)
+    assert plain.keys() == recomputed.keys() and all(f".{lora.POLICY}." in name for name in plain)
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+    assert max(float(gradient.abs().max()) for gradient in plain.values()) > 1e-3
+
+
+def test_distillations_that_do_not_fit_are_refused(files, given, tmp_path):
+    high, low = files.loras["high_noise"], files.loras["low_noise"]
+    with pytest.raises(Refused, match="is for the low_noise expert, not for high_noise"):
+        wan_load.read_distilled(low, high)
+    neutral = [shutil.copy(high, tmp_path / f"{letter}.safetensors") for letter in "ab"]
+    with pytest.raises(Refused, match="are the same LoRA; each expert has its own"):
+        wan_load.read_distilled(str(neutral[0]), str(neutral[1]))
+    state = load_file(low)
+    save_file({key: torch.full_like(value, torch.nan) for key, value in state.items()}, tmp_path / "low.safetensors")
+    with pytest.raises(Refused, match="nan or infinite|alpha of"):
+        wan_load.read_distilled("", str(tmp_path / "low.safetensors"))
+    values = {"blocks.0.attn1.to_q": (torch.ones(4, 20), torch.ones(20, 4), 4.0)}
+    for mode in ("fuse", "adapter"):
+        odd = str(wan_files.write_lightning(values, tmp_path / "high_noise.safetensors"))
+        with pytest.raises(Refused, match=r"to_q"):
+            load(given(), torch.float32, distilled=wan_load.read_distilled(odd, ""), distill_mode=mode)
+    state["diffusion_model.blocks.0.norm3.diff_b"] = torch.zeros(24)
+    save_file(state, tmp_path / "low.safetensors")
+    with pytest.raises(Refused, match="more than a low-rank update .* set model.distill_lora_mode: fuse"):
+        odd = wan_load.read_distilled("", str(tmp_path / "low.safetensors"))
+        load(given(), torch.float32, distilled=odd, distill_mode="adapter")
+
+
+# -- refusals
+
+
+def edit_json(path, **changed):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def cut(path, share=0.5):
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+
+
+def first_shard(folder):
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def rewrite(path, change):
+    """Replace a safetensors file by what `change` makes of its tensors."""
+    state = load_file(path)
+    change(state)
+    save_file(state, path)
+
+
+def swap_indices(folder):
+    """The index is of another set of shards."""
+    names = [folder / part / "diffusion_pytorch_model.safetensors.index.json" for part in wan.PARTS.values()]
+    index = json.loads(names[0].read_text())
+    index["weight_map"] = {key: file.replace("-of-00003", "-of-00004") for key, file in index["weight_map"].items()}
+    names[0].write_text(json.dumps(index))
+
+
+def move_a_tensor(folder):
+    """The index says that a tensor is in another shard than it is."""
+    path = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    first, *_, last = sorted(index["weight_map"], key=index["weight_map"].get)
+    index["weight_map"][first] = index["weight_map"][last]
+    path.write_text(json.dumps(index))
+
+
+def drop_index(folder):
+    next((folder / "transformer_2").glob("*.index.json")).unlink()
+    first_shard(folder / "transformer_2").unlink()
+
+
+def same_experts(folder):
+    shutil.rmtree(folder / "transformer_2")
+    shutil.copytree(folder / "transformer", folder / "transformer_2")
+
+
+DAMAGED = {
+    "missing shard": (lambda d: first_shard(d / "transformer").unlink(), "names .*00001-of-00003.* which is not there"),
+    "missing shard, no index": (drop_index, "is one of 3 shards; 2 are given"),
+    "truncated shard": (lambda d: cut(first_shard(d / "transformer_2")), "is cut off: its header promises"),
+    "truncated text encoder": (lambda d: cut(first_shard(d / "text_encoder")), "text_encoder.* is cut off"),
+    "truncated VAE": (lambda d: cut(first_shard(d / "vae")), "vae.* is cut off"),
+    "other shards in the index": (swap_indices, "which is not one of its shards; loaders take the index"),
+    "tensor elsewhere": (move_a_tensor, "but diffusion_pytorch_model.safetensors.index.json says"),
+    "index cut off": (
+        lambda d: cut(d / "transformer" / "diffusion_pytorch_model.safetensors.index.json"), "is not JSON"
+    ),
+    "same expert twice": (same_experts, "are the same weights; Wan2.2 has a high-noise and a low-noise expert"),
+    "no tokenizer files": (lambda d: (d / "tokenizer" / "tokenizer.json").unlink(), "has no tokenizer.json or spiece"),
+    "no tokenizer": (lambda d: shutil.rmtree(d / "tokenizer"), "has no tokenizer folder"),
+    "no config": (lambda d: (d / "transformer" / "config.json").unlink(), "transformer/config.json is missing"),
+    "one transformer": (
+        lambda d: edit_json(d / "model_index.json", transformer_2=[None, None]), "is not Wan2.2-I2V-A14B: it has one"
+    ),
+    "no boundary": (
+        lambda d: edit_json(d / "model_index.json", boundary_ratio=None), "Wan2.2-I2V-A14B: it has no boundary_ratio"
+    ),
+    "TI2V-5B": (
+        lambda d: edit_json(d / "model_index.json", expand_timesteps=True), "TI2V-5B, Wan2.1 and text-to-video models"
+    ),
+    "T2V pipeline": (
+        lambda d: edit_json(d / "transformer" / "config.json", in_channels=16),
+        r"transformer/config.json says 16 in_channels, not 36 \(a text-to-video model\)",
+    ),
+    "surplus tensor": (
+        lambda d: edit_json(d / "transformer" / "config.json", num_layers=1), "has no place in a model of 1 layers"
+    ),
+    "missing tensor": (
+        lambda d: edit_json(d / "transformer" / "config.json", num_layers=3), r"lacks blocks.2.* tensors missing\)"
+    ),
+    "other size": (
+        lambda d: edit_json(d / "transformer" / "config.json", ffn_dim=40), r"ffn.net.0.* is \(32.*, the model's is"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_or_other_folder_is_refused(files, tmp_path, damage):
+    """From headers, before any weight is read: `open_files` is what --dry-run calls."""
+    change, message = DAMAGED[damage]
+    folder = shutil.copytree(files.fp32, tmp_path / "model")
+    change(folder)
+    with pytest.raises(Refused, match=message):
+        wan_load.open_files(wan_load.find(str(folder)))
+
+
+def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path):
+    """The libraries would fill in random numbers."""
+    folder = shutil.copytree(files.fp32, tmp_path / "model")
+    for part, gone in (
+        ("vae", "decoder.conv_out.weight"),
+        ("text_encoder", "encoder.block.1.layer.0.SelfAttention.q.weight"),
+    ):
+        for index in (folder / part).glob("*.index.json"):
+            index.unlink()
+        state = {}
+        for file in sorted((folder / part).glob("*.safetensors")):
+            state |= load_file(file)
+            file.unlink()
+        del state[gone]
+        name = "model.safetensors" if part == "text_encoder" else "diffusion_pytorch_model.safetensors"
+        save_file(state, folder / part / name, {"format": "pt"})
+        with pytest.raises(Refused, match=f"lacks {gone}"):
+            load(folder, torch.float32)
+        shutil.rmtree(folder / part)
+        shutil.copytree(files.fp32 / part, folder / part)
+
+
+def patched(files, folder, channels):
+    """The high-noise expert with a patch embedding of another number of channels."""
+    state = wan_files.original_expert(files.pipe.transformer)
+    state["patch_embedding.weight"] = torch.zeros(24, channels, 1, 2, 2)
+    return {"high_noise_model": str(wan_files.write_shards(state, folder / "high_noise_model"))}
+
+
+def fp8(files, folder):
+    state = wan_files.original_expert(files.pipe.transformer)
+    name = "blocks.0.self_attn.q.weight"
+    state[name] = state[name].to(torch.float8_e4m3fn)
+    state["blocks.0.self_attn.q.scale_weight"] = torch.tensor(0.1)
+    save_file(state, folder / "high_noise_fp8_scaled.safetensors")
+    return {"high_noise_model": "high_noise_fp8_scaled.safetensors"}
+
+
+def wan21(files, folder):
+    state = wan_files.original_expert(files.pipe.transformer)
+    state["img_emb.proj.0.weight"] = torch.zeros(8)
+    return {"high_noise_model": str(wan_files.write_shards(state, folder / "high_noise_model"))}
+
+
+def renamed(files, folder, high, low):
+    """The experts under file names of one's choice."""
+    result = {}
+    for key, source, name in (("high_noise_model", *high), ("low_noise_model", *low)):
+        (folder / "experts").mkdir(exist_ok=True)
+        path = folder / "experts" / f"{name}.safetensors"
+        save_file(wan_files.original_expert(files.pipe.components[source]), path)
+        result[key] = str(path)
+    return result
+
+
+def no_model(files, folder):
+    save_file({"conv_in.weight": torch.zeros(4)}, folder / "high_noise.safetensors")
+    return {"high_noise_model": "high_noise.safetensors"}
+
+
+ORIGINAL = {
+    "T2V": (lambda f, d: patched(f, d, 16), r"takes 16 channels, not 36 \(a text-to-video model\). TI2V-5B, Wan2.1"),
+    "TI2V-5B": (lambda f, d: patched(f, d, 48), r"takes 48 channels, not 36 \(TI2V-5B\)"),
+    "Wan2.1": (wan21, "image encoder's projection, as Wan2.1-I2V"),
+    "no Wan model": (no_model, "conv_in.weight are not those of a Wan transformer"),
+    "fp8": (fp8, r"is quantised \(tensor .*\): it cannot be trained on as it is; give the fp32, fp16 or bf16 files"),
+    "swapped": (
+        lambda f, d: {
+            "high_noise_model": str(f.original / "low_noise_model"),
+            "low_noise_model": str(f.original / "high_noise_model"),
+        },
+        "is given as the high_noise expert, its name or folder says low_noise; swap the two, or rename it",
+    ),
+    "same path": (
+        lambda f, d: dict.fromkeys(("high_noise_model", "low_noise_model"), str(d / "one.safetensors"))
+        | {"_": renamed(f, d, ("transformer", "../one"), ("transformer_2", "two")) and ""},
+        "are the same weights",
+    ),
+    "same expert, other name": (
+        lambda f, d: renamed(f, d, ("transformer", "a"), ("transformer", "b")), "are the same weights"
+    ),
+    "missing": (lambda f, d: {"vae": "nowhere.pth"}, "vae: .*nowhere.pth does not exist"),
+    "two VAEs": (lambda f, d: {"vae": ["a.pth", "b.pth"]}, "a.pth does not exist"),
+    "no VAE": (lambda f, d: {"vae": ""}, "no vae; it takes high_noise_model, low_noise_model, text_encoder, vae"),
+    "unknown key": (lambda f, d: {"image_encoder": "x"}, "unknown key 'image_encoder'"),
+    "no tokenizer": (lambda f, d: {"tokenizer": ""}, "tokenizer"),
+    "empty tokenizer": (lambda f, d: {"tokenizer": str(d)}, "has no tokenizer.json or spiece.model; give the folder"),
+    "configs": (lambda f, d: {"configs": str(d)}, "config.json is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ORIGINAL)
+def test_other_original_files_are_refused(files, given, tmp_path, case):
+    change, message = ORIGINAL[case]
+    changed = change(files, tmp_path)
+    changed.pop("_", None)
+    with pytest.raises(Refused, match=message):
+        wan_load.open_files(wan_load.find(given(**changed)))
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", "is not JSON"),
+        ('"x"', "must be an object with high_noise_model"),
+        ('["a", "b"]', "lists 2 parts; it must list high_noise_model, low_noise_model, text_encoder, vae"),
+    ],
+)
+def test_a_broken_paths_file_is_refused(tmp_path, content, message):
+    (tmp_path / "wan22_paths.json").write_text(content)
+    with pytest.raises(Refused, match=message):
+        wan_load.find(str(tmp_path / "wan22_paths.json"))
+
+
+class Malicious:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "vae"])
+def test_bad_pickles_are_refused(files, given, tmp_path, part):
+    state = torch.load(wan_files.paths(files.original, files.configs)[part], weights_only=True)
+    name = next(name for name in state if name.endswith(".weight"))
+    bad = tmp_path / "bad.pth"
+
+    def refused(content, message):
+        torch.save(content, bad)
+        with pytest.raises(Refused, match=message):
+            load(given(**{part: str(bad)}), torch.float32)
+
+    refused(state | {"extra": Malicious(tmp_path / "touched")}, "holds code beside tensors, which is not run")
+    assert not (tmp_path / "touched").exists()
+    refused({key: value for key, value in state.items() if key != name}, r"it has no .* \(1 names differ\)")
+    refused(state | {"more.weight": torch.zeros(1)}, "it has a surplus more.weight")
+    refused(state | {name: torch.zeros(3)}, r"is \(3,\), the model's is")
+    refused([1], "is not a flat dictionary of tensors")
+    torch.save(state, bad)
+    cut(bad)
+    with pytest.raises(Refused, match="bad.pth is damaged"):
+        load(given(**{part: str(bad)}), torch.float32)
+
+
+def test_old_pickles_and_safetensors_load_too(files, given, tmp_path):
+    expected = from_pretrained(files.fp32, torch.float32)
+    state = wan_files.original_vae(files.pipe.vae)
+    torch.save(state, tmp_path / "vae.pth", _use_new_zipfile_serialization=False)
+    save_file(state, tmp_path / "vae.safetensors")
+    save_file(files.pipe.vae.state_dict(), tmp_path / "diffusers.safetensors")
+    for name in ("vae.pth", "vae.safetensors", "diffusers.safetensors"):
+        assert_same_modules(load(given(vae=name), torch.float32), expected, ("vae",))
+
+
+def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
+    layout = wan_load.find(str(files.fp32))
+    assert wan_load.differences(layout, 0.9, 3.0) == []
+    assert wan_load.differences(layout, 0.875, 5.0) == [
+        "model.min_timestep_boundary is 0.875, the checkpoint says 0.9",
+        "sample.shift is 5, the checkpoint says 3",
+    ]
+
+
+# -- memory
+
+
+def test_host_memory_peaks_below_1_3_experts(tmp_path):
+    """benchmarks/load.py on 0.46 GB of float32 files and a LoRA; what the libraries hold before is subtracted."""
+    config, distilled = load_benchmark.write(tmp_path, layers=6, width=1024)
+    figures = load_benchmark.in_own_process(config, tmp_path / "original", str(distilled))
+    assert figures["expert_gb"] > 0.2
+    assert 0.95 < figures["peak_over_expert"] < 1.3, figures
