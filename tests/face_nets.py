@@ -145,3 +145,116 @@ def clip(cells: list[tuple[int, int] | None], seed: int = 0, mouth: list[float] 
             colour = torch.tensor([1.0, -1.0, 1.0 - opened])
             video[:, j, y : y + 8, x : x + 8] = colour[:, None, None]
     return video
+
+
+# ---- the published networks, from their public definitions ----
+
+
+def _conv_bn(inside: int, outside: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
+    conv = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(outside))
+
+
+class _ResidualBlock(nn.Module):
+    """IBasicBlock of insightface's arcface_torch/backbones/iresnet.py."""
+
+    def __init__(self, inside: int, outside: int, stride: int):
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(inside)
+        self.conv1 = _conv_bn(inside, outside)
+        self.act = nn.PReLU(outside)
+        self.conv2 = _conv_bn(outside, outside, 3, stride)
+        self.shortcut = _conv_bn(inside, outside, 1, stride) if stride > 1 else nn.Identity()
+
+    def forward(self, x):
+        return self.conv2(self.act(self.conv1(self.bn1(x)))) + self.shortcut(x)
+
+
+class IResNet(nn.Module):
+    """glintr100 with the default blocks and width; w600k_r50 has blocks (3, 4, 14, 3)."""
+
+    def __init__(self, blocks=(3, 13, 30, 3), width: int = 64, size: int = 112, dimension: int = 512):
+        super().__init__()
+        widths = [width, width, 2 * width, 4 * width, 8 * width]
+        stages = [
+            _ResidualBlock(inside if i == 0 else outside, outside, 2 if i == 0 else 1)
+            for inside, outside, count in zip(widths, widths[1:], blocks, strict=False)
+            for i in range(count)
+        ]
+        self.stem = nn.Sequential(_conv_bn(3, width), nn.PReLU(width))
+        self.stages = nn.Sequential(*stages)
+        self.bn2 = nn.BatchNorm2d(widths[-1])
+        self.dropout = nn.Dropout(0.4)
+        self.fc = nn.Linear(widths[-1] * (size // 16) ** 2, dimension)
+        self.features = nn.BatchNorm1d(dimension)
+
+    def forward(self, x):
+        x = self.bn2(self.stages(self.stem(x)))
+        return self.features(self.fc(self.dropout(torch.flatten(x, 1))))
+
+
+class _BasicBlock(nn.Module):
+    """ResNetV1e of insightface's detection/scrfd: average pooling in the shortcut."""
+
+    def __init__(self, inside: int, outside: int, stride: int):
+        super().__init__()
+        self.conv1, self.conv2 = _conv_bn(inside, outside, 3, stride), _conv_bn(outside, outside)
+        pool = nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False)
+        self.shortcut = nn.Sequential(pool, _conv_bn(inside, outside, 1)) if stride > 1 else nn.Identity()
+
+    def forward(self, x):
+        return torch.relu(self.conv2(torch.relu(self.conv1(x))) + self.shortcut(x))
+
+
+class SCRFD(nn.Module):
+    """scrfd_10g_bnkps with the default `scale`: ResNetV1e, PAFPN, a head of three convolutions per stride."""
+
+    def __init__(self, scale: int = 1, batched: bool = False):
+        super().__init__()
+        self.batched = batched
+        base, planes, neck, head = 56 // scale, [p // scale for p in (56, 88, 88, 224)], 56 // scale, 80 // scale
+        stem = [(3, base // 2, 2), (base // 2, base // 2, 1), (base // 2, base, 1)]
+        self.stem = nn.Sequential(*(nn.Sequential(_conv_bn(i, o, 3, s), nn.ReLU()) for i, o, s in stem))
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        inputs, strides = [base, *planes], (1, 2, 2, 2)
+        self.stages = nn.ModuleList(
+            nn.Sequential(*(_BasicBlock(inputs[k + (i > 0)], planes[k], strides[k] if i == 0 else 1) for i in range(n)))
+            for k, n in enumerate((3, 4, 2, 3))
+        )
+        self.lateral = nn.ModuleList(nn.Conv2d(p, neck, 1) for p in planes[1:])
+        self.fpn = nn.ModuleList(nn.Conv2d(neck, neck, 3, 1, 1) for _ in range(3))
+        self.down = nn.ModuleList(nn.Conv2d(neck, neck, 3, 2, 1) for _ in range(2))
+        self.pafpn = nn.ModuleList(nn.Conv2d(neck, neck, 3, 1, 1) for _ in range(2))
+        self.towers = nn.ModuleList(
+            nn.Sequential(*(nn.Sequential(_conv_bn(neck if i == 0 else head, head), nn.ReLU()) for i in range(3)))
+            for _ in range(3)
+        )
+        self.heads = nn.ModuleList(
+            nn.ModuleList(nn.Conv2d(head, 2 * channels, 3, 1, 1) for channels in (1, 4, 10)) for _ in range(3)
+        )
+        self.scales = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        x = self.pool(self.stem(x))
+        levels = []
+        for stage in self.stages:
+            x = stage(x)
+            levels.append(x)
+        levels = [lateral(level) for lateral, level in zip(self.lateral, levels[1:], strict=True)]
+        for i in (1, 0):
+            levels[i] = levels[i] + F.interpolate(levels[i + 1], size=levels[i].shape[2:], mode="nearest")
+        levels = [conv(level) for conv, level in zip(self.fpn, levels, strict=True)]
+        for i in (0, 1):
+            levels[i + 1] = levels[i + 1] + self.down[i](levels[i])
+        levels[1:] = [conv(level) for conv, level in zip(self.pafpn, levels[1:], strict=True)]
+        outputs = [[], [], []]
+        for i, level in enumerate(levels):
+            level = self.towers[i](level)
+            score, box, landmarks = (head(level) for head in self.heads[i])
+            for rows, out, channels in zip(outputs, (score, box * self.scales[i], landmarks), (1, 4, 10), strict=True):
+                out = torch.sigmoid(out) if channels == 1 else out
+                if self.batched:
+                    rows.append(out.permute(0, 2, 3, 1).reshape(out.shape[0], -1, channels))
+                else:
+                    rows.append(out.permute(2, 3, 0, 1).reshape(-1, channels))
+        return tuple(row for rows in outputs for row in rows)
