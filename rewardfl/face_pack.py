@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from .onnx_module import graph_inputs, read_graph, value_shape
+from .onnx_file import graph_inputs, read_graph, value_shape
 
 TASKS = ("detector", "recogniser")
 
