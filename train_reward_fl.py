@@ -28,12 +28,16 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import checkpoint, data, decode, flow, lora, reward_flow, rewards, wan, wan_load
+from rewardfl import checkpoint, data, decode, face_pack, face_parity, flow, lora, reward_flow, rewards, wan, wan_load
 from rewardfl import config as configuration
 from rewardfl.config import RunConfig
 from rewardfl.shards import Refused
 
 VERSIONED = ("torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av")
+
+REFUSALS = (
+    configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused, face_parity.FaceParityError
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         train(configuration.load(args.config, args.overrides), args.dry_run)
-    except (configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused) as error:
+    except REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -107,11 +111,17 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     # ---------------------------------------------------------------------------------- data and reward, before weights
     rows, problems = data.check_rows(rows, cfg.data.num_frames, cfg.data.skip_bad_rows)
     device = accelerator.device
-    reward = face_reward(cfg, cfg.reward.reward_model_path).to(device)
-    judge = face_reward(cfg, cfg.reward.held_out_model_path).to(device) if cfg.reward.held_out_model_path else None
+    reward = face_reward(cfg, "reward_model_path").to(device)
+    judge = face_reward(cfg, "held_out_model_path").to(device) if cfg.reward.held_out_model_path else None
     samples, faceless = load_samples(cfg, rows, reward, judge, device)
     for problem in problems + faceless:
         say(f"skipped: {problem}")
+    packs = {"reward.reward_model_path": reward.identity}
+    packs |= {"reward.held_out_model_path": judge.identity} if judge else {}
+    hashes = {setting: face_pack.file_hashes(identity.files) for setting, identity in packs.items()}
+    clip = load_clip(cfg, next(row for row in rows if row.id == samples[0].id)).video.to(device)
+    for line in face_pack.describe(hashes) + face_parity.check_packs(packs, clip):
+        say(line)
     steps = data.total_steps(len(samples), global_batch, cfg.train.num_train_epochs, cfg.train.max_steps)
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
@@ -156,7 +166,7 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
         history = metrics_file.read() if first_step else []
         checkpoint.write_run_json(
             cfg.run.output_dir, configuration.to_dict(cfg), sys.argv, checkpoint.library_versions(VERSIONED),
-            checkpoint.git_commit(Path(__file__).parent),
+            checkpoint.git_commit(Path(__file__).parent), hashes,
         )  # fmt: skip
     accelerator.init_trackers("rewardfl", config={k: str(v) for k, v in flat(configuration.to_dict(cfg)).items()})
 
@@ -285,16 +295,24 @@ def plan(cfg, sigmas, boundary, active, coupling, num_rows, global_batch, steps,
     return "\n".join(lines)
 
 
-def face_reward(cfg: RunConfig, pack: str) -> rewards.Reward:
+def face_reward(cfg: RunConfig, setting: str) -> rewards.Reward:
+    """The reward of the pack that reward.<setting> names; ConfigError for networks that cannot be run."""
     settings = {"cap": cfg.reward.cap, "det_size": cfg.reward.det_size, "chunk": cfg.reward.recogniser_chunk}
-    return rewards.build(cfg.reward.name, {"pack_dir": pack} | settings)
+    try:
+        return rewards.build(cfg.reward.name, {"pack_dir": getattr(cfg.reward, setting)} | settings)
+    except ValueError as error:
+        raise configuration.ConfigError(f"reward.{setting}: {error}") from error
+
+
+def load_clip(cfg: RunConfig, row: data.Row) -> data.Example:
+    return data.load_example(row, cfg.data.height, cfg.data.width, cfg.data.num_frames)
 
 
 def load_samples(cfg, rows, reward, judge, device) -> tuple[list[Sample], list[str]]:
     """The usable samples and a line about each row whose clip shows no face; DataError unless skip_bad_rows."""
     samples, faceless = [], []
     for row in rows:
-        example = data.load_example(row, cfg.data.height, cfg.data.width, cfg.data.num_frames)
+        example = load_clip(cfg, row)
         video = example.video.to(device)
         reference = reward.reference(video)
         if reference is None:
@@ -384,7 +402,7 @@ def save_videos(cfg, rows, samples, pipe, model, conditioning, sigmas, step: int
     shape = wan.latent_shape(pipe, cfg.data.height, cfg.data.width, cfg.data.num_frames)
     by_id = {row.id: row for row in rows}
     for i, sample in enumerate(samples[: cfg.run.sample_videos]):
-        real = data.load_example(by_id[sample.id], cfg.data.height, cfg.data.width, cfg.data.num_frames).video
+        real = load_clip(cfg, by_id[sample.id]).video
         noise = data.noise(shape, data.noise_seed(cfg.run.seed, -1, sample.id), pipe.vae.device)
         x0 = reward_flow.rollout(wan.Velocity(model, conditioning(i)), noise, sigmas, keep=()).x0
         pair = torch.cat([real, decode.decode(pipe.vae, x0)[0].float().cpu()], -1)

@@ -409,8 +409,8 @@ class OnnxModule(nn.Module):
     weights are float32 buffers; `.to(device, dtype)` moves them. There are no parameters, and train() and
     eval() are the same. Results are within 1e-5 of onnxruntime's.
 
-    Attributes: input_shape, output_shapes (None for dynamic axes), output_names, and first_nodes, the names
-    of the first eight nodes, by which insightface tells how a recogniser wants its input.
+    Attributes: input_shape (None for dynamic axes), output_names, and first_nodes, the names of the first eight
+    nodes, by which insightface tells how a recogniser wants its input.
 
     Raises FileNotFoundError without a file; ValueError for a damaged file, several inputs, or operators and
     attributes that it does not run: all of them, with the number of their nodes.
@@ -426,7 +426,6 @@ class OnnxModule(nn.Module):
         self.input_name = inputs[0].name
         self.input_shape = value_shape(inputs[0])
         self.output_names = [value.name for value in graph.output]
-        self.output_shapes = [value_shape(value) for value in graph.output]
         self.first_nodes = [node.name for node in graph.node[:8]]
         try:
             self._steps, constants = _compile(graph, opset, frozen_batch=self.input_shape[:1] == [1])

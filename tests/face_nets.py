@@ -3,6 +3,7 @@
 import warnings
 from pathlib import Path
 
+import onnx
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -252,9 +253,93 @@ class SCRFD(nn.Module):
             level = self.towers[i](level)
             score, box, landmarks = (head(level) for head in self.heads[i])
             for rows, out, channels in zip(outputs, (score, box * self.scales[i], landmarks), (1, 4, 10), strict=True):
-                out = torch.sigmoid(out) if channels == 1 else out
                 if self.batched:
-                    rows.append(out.permute(0, 2, 3, 1).reshape(out.shape[0], -1, channels))
+                    out = out.permute(0, 2, 3, 1).reshape(out.shape[0], -1, channels)
                 else:
-                    rows.append(out.permute(2, 3, 0, 1).reshape(-1, channels))
+                    out = out.permute(2, 3, 0, 1).reshape(-1, channels)
+                rows.append(torch.sigmoid(out) if channels == 1 else out)
         return tuple(row for rows in outputs for row in rows)
+
+
+def _calibrate(net: nn.Module, batch: Tensor) -> None:
+    """Random affine parameters, and the statistics of the batch, so that activations neither die nor explode."""
+    for module in net.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, std=0.3)
+            module.momentum = 1.0
+        if isinstance(module, nn.PReLU):
+            nn.init.uniform_(module.weight, 0.1, 0.4)
+    with torch.no_grad():
+        net.train()(batch)
+    net.eval()
+
+
+def _aim(net: SCRFD, x: Tensor) -> None:
+    """Heads that see about ten faces of different sizes at every stride of one detector input (1, 3, H, W).
+
+    Random scores mean nothing, so each stride's are shifted to put 0.5 into the widest gap between its 5th and 20th:
+    which cells fire then does not hang on rounding. Boxes are about 2.5 strides to each side, landmarks lie in the box
+    as the template's do in the crop, both with a share of randomness.
+    """
+    template = torch.tensor([[-18, -4], [18, -4], [0, 16], [-14, 36], [14, 36]]).flatten() / 20
+    for (score, box, landmarks), rows in zip(net.heads, _logits(net, x), strict=True):
+        for head, out, spread, centre in (
+            (box, rows[1], 0.2, torch.tensor(2.5).expand(8)),
+            (landmarks, rows[2], 0.1, template.repeat(2)),
+            (score, rows[0], 1.0, torch.zeros(2)),
+        ):
+            scale = spread / out.std()
+            head.weight.data *= scale
+            head.bias.data = centre - out.mean() * scale + head.bias * scale
+    for (score, _, _), rows in zip(net.heads, _logits(net, x), strict=True):
+        best = rows[0].flatten().sort(descending=True).values[4:20]
+        gap = (best[:-1] - best[1:]).argmax()
+        score.bias.data -= (best[gap] + best[gap + 1]) / 2
+
+
+@torch.no_grad()
+def _logits(net: SCRFD, x: Tensor) -> list[list[Tensor]]:
+    """[score, box, landmarks] of each stride, before the sigmoid."""
+    seen: list[Tensor] = []
+    hooks = [head.register_forward_hook(lambda m, args, out: seen.append(out)) for row in net.heads for head in row]
+    net(x)
+    for hook in hooks:
+        hook.remove()
+    return [seen[i : i + 3] for i in range(0, 9, 3)]
+
+
+def _rename(path: Path, outputs: tuple[str, ...]) -> None:
+    """The published names, digits for the most part, which the exporter does not take."""
+    model = onnx.load(path)
+    new = dict(zip((value.name for value in model.graph.output), outputs, strict=True)) | {"x": "input.1"}
+    for value in (*model.graph.input, *model.graph.output):
+        value.name = new[value.name]
+    for node in model.graph.node:
+        node.input[:] = [new.get(name, name) for name in node.input]
+        node.output[:] = [new.get(name, name) for name in node.output]
+    onnx.save(model, path)
+
+
+def published_pack(folder: Path, image: Tensor, scale: int = 1, blocks=(3, 13, 30, 3), det_size: int = 640) -> Path:
+    """antelopev2's two files as they are published, but for the weights: graph, names, axes and file names.
+
+    The weights are random; the detector finds some things in `image` (3, H, W) in [-1, 1] that it calls faces.
+    scale > 1 divides the widths, blocks are the recogniser's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    quarters = [half for row in image.chunk(2, 1) for half in row.chunk(2, 2)]
+    crops = F.interpolate(torch.stack(quarters), (112, 112), mode="area")
+    recogniser = IResNet(blocks, 64 // scale)
+    _calibrate(recogniser, crops)
+    _rename(export(recogniser, crops[:1], folder / "glintr100.onnx", dynamic={"x": {0: "None"}}), ("1333",))
+
+    detector = SCRFD(scale)
+    fitted = F.interpolate(image[None], scale_factor=det_size / max(image.shape[1:]), mode="bilinear")
+    fitted = F.pad(fitted, (0, det_size - fitted.shape[-1], 0, det_size - fitted.shape[-2]), value=-1.0)
+    _calibrate(detector, fitted)
+    _aim(detector, fitted)
+    path = export(detector, fitted, folder / "scrfd_10g_bnkps.onnx", dynamic={"x": {2: "?", 3: "?"}})
+    _rename(path, ("448", "471", "494", "451", "474", "497", "454", "477", "500"))
+    return folder

@@ -32,7 +32,7 @@ def start(output_dir, config=CONFIG, resume="auto"):
     """What the script does before its first step."""
     checkpoint.prepare_output_dir(output_dir, config, resume)
     path = checkpoint.find_checkpoint(output_dir, resume)
-    checkpoint.write_run_json(output_dir, config, ["train.py"], {"torch": "2"}, "abc")
+    checkpoint.write_run_json(output_dir, config, ["train.py"], {"torch": "2"}, "abc", {"reward.pack": {"det.onnx": "0f"}})
     return path
 
 

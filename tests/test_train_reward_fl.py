@@ -261,7 +261,7 @@ def write(path, rows):
         ("sample.mid_timestep=9", "sample.mid_timestep must be at most final_timestep 7, got 9"),
         ("data.file_name=nowhere.csv", "data.file_name: no such file: nowhere.csv"),
         ("model.model_paths=nowhere", "model.model_paths: no diffusers pipeline"),
-        ("reward.reward_model_path=nowhere", "reward.reward_model_path: no .onnx files in nowhere"),
+        ("reward.reward_model_path=nowhere", "reward.reward_model_path: no face pack at nowhere"),
         ("train.train_batch_size=3", "train.train_batch_size is 3"),
     ],
 )
