@@ -1,10 +1,13 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from face_nets import magenta_pack
 
 from rewardfl import config
 from rewardfl.config import ConfigError

@@ -327,7 +327,10 @@ def test_unsupported_ops_are_named_together_with_the_file(tmp_path):
         node("Erf", "d", "y"),
     ]
     path = write(tmp_path / "odd.onnx", nodes, {"w": f(1.0), "r": f(), "s": f(1, 1, 2, 2)})
-    with pytest.raises(ValueError, match=r"odd\.onnx needs .*: Erf x 2 \(from a\), LSTM x 1 .*, Resize\(mode=cubic\) x 1 .*, com\.micro"):
+    with pytest.raises(
+        ValueError,
+        match=r"odd\.onnx needs .*: Erf x 2 \(from a\), LSTM x 1 .*, Resize\(mode=cubic\) x 1 .*, com\.micro",
+    ):
         OnnxModule(path)
 
 
