@@ -11,39 +11,45 @@ One update, for every sample of the batch:
 """
 
 import argparse
-import contextlib
 import math
 import os
-import resource
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, ProjectConfiguration
+from accelerate.utils import gather_object as gather_lists
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import checkpoint, data, decode, flow, lora, reward_flow, rewards, wan, wan_load
+from rewardfl import (
+    checkpoint,
+    data,
+    decode,
+    face_parity,
+    flow,
+    lora,
+    offload,
+    prepare,
+    reward_flow,
+    rewards,
+    wan,
+    wan_load,
+)
 from rewardfl import config as configuration
+from rewardfl.cache import Cache, model_digest
 from rewardfl.config import RunConfig
+from rewardfl.face_pack import describe, file_hashes
+from rewardfl.monitor import Timer, alarms, peak_memory_gb
 from rewardfl.shards import Refused
 
 VERSIONED = ("torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av")
 
-
-@dataclass(frozen=True)
-class Sample:
-    """What training needs of one clip of the data; the clip itself is not kept."""
-
-    id: str
-    prompt: str
-    image: Tensor  # (3, H, W) in [-1, 1], of the size that the clip is generated at
-    reference: object  # what the reward keeps of the real clip
-    held_out_reference: object | None  # what the judge keeps
+REFUSALS = (
+    configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused, face_parity.FaceParityError
+)  # fmt: skip
 
 
 def main() -> int:
@@ -56,7 +62,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         train(configuration.load(args.config, args.overrides), args.dry_run)
-    except (configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused) as error:
+    except REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -106,28 +112,60 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     accelerator.wait_for_everyone()
     resume = checkpoint.find_checkpoint(cfg.run.output_dir, cfg.run.resume_from_checkpoint)
 
-    # ---------------------------------------------------------------------------------- data and reward, before weights
-    rows, problems = data.check_rows(rows, cfg.data.num_frames, cfg.data.skip_bad_rows, cfg.data.fps)
+    # ---------------------------------------------------------------------------------- clips and rewards
     device = accelerator.device
-    reward = face_reward(cfg, cfg.reward.reward_model_path).to(device)
-    judge = face_reward(cfg, cfg.reward.held_out_model_path).to(device) if cfg.reward.held_out_model_path else None
-    samples, faceless = load_samples(cfg, rows, reward, judge, device)
-    for problem in problems + faceless:
+    store = Cache(cfg.data.cache_dir or f"{cfg.run.output_dir}/cache")
+    share = prepare.Share(accelerator.process_index, accelerator.num_processes, not accelerator.is_main_process)
+    reward = face_reward(cfg, "reward_model_path").to(device)
+    judge = face_reward(cfg, "held_out_model_path").to(device) if cfg.reward.held_out_model_path else None
+    scorers = [reward, judge] if judge else [reward]
+    size = {key: getattr(cfg.data, key) for key in ("height", "width", "num_frames", "max_pixels", "fps")}
+    load_row = partial(load_example, cfg)
+    found = gather_lists(prepare.references(store, rows, size, load_row, scorers, device, share))
+    rows, problems = data.usable_rows(rows, found, cfg.data.skip_bad_rows)
+    for problem in problems:
         say(f"skipped: {problem}")
+    samples = prepare.samples(store, rows, size, scorers)
+    packs = {"reward.reward_model_path": reward.identity}
+    packs |= {"reward.held_out_model_path": judge.identity} if judge else {}
+    hashes = {setting: file_hashes(identity.files) for setting, identity in packs.items()}
+    clip = load_row(samples[0].row).reference.to(device)
+    for line in describe(hashes) + face_parity.check_packs(packs, clip):
+        say(line)
     steps = data.total_steps(len(samples), global_batch, cfg.train.num_train_epochs, cfg.train.max_steps)
 
-    # ---------------------------------------------------------------------------------- model, adapter, optimizer
+    # ---------------------------------------------------------------------------------- what the cache lacks
     distilled = wan_load.read_distilled(cfg.model.distill_lora_high, cfg.model.distill_lora_low)
-    pipe = wan_load.load_pipeline(layout, wan.DTYPES[cfg.model.dtype], distilled, cfg.model.distill_lora_mode)
-    pipe.to(device)
-    model = wan.Experts(pipe.transformer, pipe.transformer_2, boundary)
-    trained = {expert: model.get_submodule(expert) for expert in experts}
+    load = partial(wan_load.load_pipeline, layout, wan.DTYPES[cfg.model.dtype], distilled, cfg.model.distill_lora_mode)
+    weights = {part: model_digest(files) for part, files in wan_load.files(layout).items()}
+    conditions = prepare.Conditions(
+        store, weights["text_encoder"], weights["vae"], base_digest(cfg, weights["high_noise"]), cfg.model.dtype,
+        cfg.data.num_frames,
+    )  # fmt: skip
+    conditions.fill(samples, lambda parts: load(parts).to(device), share)
+    untrained = [name for name in wan.PARTS if name not in experts]
+    cached = cfg.experts.untrained == "boundary_cache"
+    start = sum(wan.expert_at(sigma, boundary) == "high_noise" for sigma in sigmas[:-1]) if cached else 0
+    if cached:
+        noises = noise_seeds(cfg, samples)
+        conditions.fill_boundary(noises, sigmas[: start + 1], boundary, lambda parts: load(parts).to(device), share)
+    accelerator.wait_for_everyone()
+
+    # ---------------------------------------------------------------------------------- model, adapter, optimizer
+    pipe = load(("vae_decoder", *(experts if cached else wan.PARTS)))
+    pipe.vae.to(device)
+    for name in [] if cached else untrained:
+        offload.place(pipe.components[wan.PARTS[name]], cfg.experts.untrained, device)
+    model = wan.Experts(pipe.transformer, pipe.transformer_2, boundary, outside=untrained)
+    trained = {name: pipe.components[wan.PARTS[name]] for name in experts}
     for expert in trained.values():
         lora.inject(
             expert, cfg.lora.lora_rank, cfg.lora.lora_alpha or cfg.lora.lora_rank,
             lora.target_modules(cfg.lora.lora_target_modules), cfg.run.seed,
         )  # fmt: skip
-        if cfg.train.use_gradient_checkpointing:
+        if cfg.train.use_gradient_checkpointing_offload:
+            expert.enable_gradient_checkpointing(offload.checkpoint_on_host)
+        elif cfg.train.use_gradient_checkpointing:
             expert.enable_gradient_checkpointing()
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay)
@@ -156,19 +194,17 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
         history = metrics_file.read() if first_step else []
         checkpoint.write_run_json(
             cfg.run.output_dir, configuration.to_dict(cfg), sys.argv, checkpoint.library_versions(VERSIONED),
-            checkpoint.git_commit(Path(__file__).parent),
+            checkpoint.git_commit(Path(__file__).parent), hashes,
         )  # fmt: skip
     accelerator.init_trackers("rewardfl", config={k: str(v) for k, v in flat(configuration.to_dict(cfg)).items()})
 
     # ---------------------------------------------------------------------------------- the pieces of a step
-    conditioning_of: dict[int, wan.Conditioning] = {}
+    def latents(sample: prepare.Sample, seed: int) -> Tensor:
+        """(1, C, T, h, w) that the rollout starts from: noise, or what the high-noise expert makes of it."""
+        if start:
+            return conditions.boundary_latents(sample, seed, sigmas[: start + 1]).to(device)
+        return data.noise(conditions.conditioning(sample).latent_shape(pipe.vae.config.z_dim), seed, device)
 
-    def conditioning(row: int) -> wan.Conditioning:
-        if row not in conditioning_of:
-            conditioning_of[row] = wan.encode(pipe, samples[row].prompt, samples[row].image, cfg.data.num_frames)
-        return conditioning_of[row]
-
-    shapes = [tuple(sample.image.shape[1:]) for sample in samples]  # one forward pass takes clips of one size
     per_process = accumulation * cfg.train.per_device_train_batch_size  # DDP averages over the processes
     reward_scale = cfg.reward.reward_weight / cfg.reward.reward_std
 
@@ -176,31 +212,32 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
         # accelerator.backward divides by the accumulation count, and so would the cotangent that replay reads from x_i
         accelerator.backward(loss * accelerator.gradient_accumulation_steps)
 
-    def micro_step(step: int, micro: int, timer: "Timer") -> dict[str, Tensor]:
+    def micro_step(step: int, micro: int, timer: Timer) -> dict[str, Tensor]:
         """Add the gradients of one micro-batch; what is logged of each of its samples, (B,) tensors."""
         batch = data.micro_batch(
             step, micro, accelerator.process_index, batch_size=cfg.train.per_device_train_batch_size,
             accumulation=accumulation, processes=accelerator.num_processes, num_rows=len(samples), seed=cfg.run.seed,
-            shapes=shapes,
+            shapes=[sample.size for sample in samples],  # one forward pass takes clips of one size
         )  # fmt: skip
-        shape = wan.latent_shape(pipe, *shapes[batch[0][1]], cfg.data.num_frames)
+        chosen = [samples[row] for _, row in batch]
         with timer("encode"):
-            velocity = wan.Velocity(policy, wan.Conditioning.stack([conditioning(row) for _, row in batch]))
-        seeds = [
-            data.training_noise_seed(cfg.run.seed, epoch, samples[row].id, cfg.sample.noises_per_sample)
-            for epoch, row in batch
-        ]
-        x = torch.cat([data.noise(shape, seed, device) for seed in seeds])  # (B, 16, T, h, w)
+            conditioning = wan.Conditioning.stack([conditions.conditioning(sample) for sample in chosen]).to(device)
+            velocity = wan.Velocity(policy, conditioning)
+            seeds = [
+                data.training_noise_seed(cfg.run.seed, epoch, samples[row].row.id, cfg.sample.noises_per_sample)
+                for epoch, row in batch
+            ]
+            x = torch.cat([latents(sample, seed) for sample, seed in zip(chosen, seeds, strict=True)])
         with timer("rollout"):
-            trajectory = reward_flow.rollout(velocity, x, sigmas, active)
+            trajectory = reward_flow.rollout(velocity, x, sigmas, active, start)
         with timer("decode"):
-            decoded = decode.decode_with_caches(pipe.vae, trajectory.x0)
+            decoded = decode.decode_with_caches(pipe.vae, trajectory.x0, cfg.train.decode_caches)
         with timer("reward"):
             video = decoded.video.float().requires_grad_()  # (B, 3, F, H, W) in [-1, 1]
-            out = reward(video, [samples[row].reference for _, row in batch])
+            out = reward(video, [sample.references[0] for sample in chosen])
             (grad_video,) = torch.autograd.grad(-reward_scale / per_process * out.score.sum(), video)
             with torch.no_grad():
-                judged = judge(video, [samples[row].held_out_reference for _, row in batch]) if judge else None
+                judged = judge(video, [sample.references[1] for sample in chosen]) if judge else None
         with timer("decode"):
             grad_x0 = decode.decode_vjp(pipe.vae, trajectory.x0, grad_video, decoded)
         with timer("replay"):
@@ -245,7 +282,7 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
                 say(f"step {done}: gradient norm {norm}, update skipped ({skipped_in_a_row} in a row)")
             if done % cfg.run.logging_steps == 0:
                 accelerator.log(metrics, step=done)
-                for warning in alarms(cfg, history):
+                for warning in alarms(history, cfg.reward.motion_alarm):
                     tqdm.write(f"step {done}: {warning}")
         if skipped_in_a_row > cfg.train.max_nonfinite:
             raise SystemExit(f"stopped at step {done}: {skipped_in_a_row} updates in a row had a non-finite gradient")
@@ -258,7 +295,7 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
                 checkpoint.save_checkpoint(
                     cfg.run.output_dir, done, lambda folder: save_adapters(trained, folder), state
                 )
-                save_videos(cfg, rows, samples, pipe, model, conditioning, sigmas, done)
+                save_videos(cfg, samples, pipe.vae, model, conditions, latents, sigmas, start, done)
             accelerator.wait_for_everyone()
     accelerator.end_training()
     say(f"done: {cfg.run.output_dir}/checkpoints/latest")
@@ -287,37 +324,36 @@ def plan(cfg, sigmas, boundary, active, coupling, num_rows, global_batch, steps,
     return "\n".join(lines)
 
 
-def face_reward(cfg: RunConfig, pack: str) -> rewards.Reward:
+def face_reward(cfg: RunConfig, setting: str) -> rewards.Reward:
+    """The reward of the pack that reward.<setting> names; ConfigError for networks that cannot be run."""
     settings = {"cap": cfg.reward.cap, "det_size": cfg.reward.det_size, "chunk": cfg.reward.recogniser_chunk}
-    return rewards.build(cfg.reward.name, {"pack_dir": pack} | settings)
-
-
-def load_samples(cfg, rows, reward, judge, device) -> tuple[list[Sample], list[str]]:
-    """The usable samples and a line about each row whose clip shows no face; DataError unless skip_bad_rows."""
-    samples, faceless = [], []
-    for row in rows:
-        example = load_example(cfg, row)
-        video = example.reference.to(device)
-        reference = reward.reference(video)
-        if reference is None:
-            faceless.append(f"line {row.line}: no face was found in {row.face_video}")
-            continue
-        held_out = judge.reference(video) if judge else None
-        samples.append(Sample(row.id, row.prompt, example.image, reference, held_out))
-    if faceless and not cfg.data.skip_bad_rows:
-        listing = "\n".join(faceless)
-        raise data.DataError(
-            f"data.file_name: {len(faceless)} of {len(rows)} clips show no face that reward.reward_model_path can "
-            f"find; remove them or set data.skip_bad_rows: true\n{listing}"
-        )
-    if not samples:
-        raise data.DataError("\n".join(["data.file_name: no clip shows a face", *faceless]))
-    return samples, faceless
+    try:
+        return rewards.build(cfg.reward.name, {"pack_dir": getattr(cfg.reward, setting)} | settings)
+    except ValueError as error:
+        raise configuration.ConfigError(f"reward.{setting}: {error}") from error
 
 
 def load_example(cfg: RunConfig, row: data.Row) -> data.Example:
     size = (cfg.data.height, cfg.data.width, cfg.data.num_frames)
     return data.load_example(row, *size, max_pixels=cfg.data.max_pixels, fps=cfg.data.fps)
+
+
+def base_digest(cfg: RunConfig, files: str) -> str:
+    """What the untrained expert's answers depend on: its weights and the distillation that goes with them."""
+    path = cfg.model.distill_lora_high
+    return f"{files} {model_digest([Path(path)])} {cfg.model.distill_lora_mode}" if path else files
+
+
+def noise_seeds(cfg: RunConfig, samples: list[prepare.Sample]) -> list[tuple[prepare.Sample, int]]:
+    """Every sample with each of the noises it is trained on, and the first ones with that of their sample videos."""
+    count = cfg.sample.noises_per_sample
+    trained = [
+        (sample, data.training_noise_seed(cfg.run.seed, epoch, sample.row.id, count))
+        for sample in samples
+        for epoch in range(count)
+    ]
+    shown = samples[: cfg.run.sample_videos]
+    return trained + [(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id)) for sample in shown]
 
 
 def learning_rate_factor(cfg: RunConfig, steps: int):
@@ -359,65 +395,23 @@ def summary(cfg: RunConfig, logged: dict[str, Tensor]) -> dict[str, float]:
     return metrics | ({"reward/held_out": mean("held_out")} if "held_out" in logged else {})
 
 
-def alarms(cfg: RunConfig, history: list[dict[str, float]], window: int = 10) -> Iterator[str]:
-    """Warnings about the last `window` steps: the faces freeze, or the reward's gain is not seen by the judge."""
-    if len(history) < 2 * window or len(history) % window:
-        return
-
-    def mean(key: str, steps: list[dict[str, float]]) -> float:
-        values = [step[key] for step in steps if step.get(key) is not None and math.isfinite(step[key])]
-        return sum(values) / len(values) if values else math.nan
-
-    first, last = history[:window], history[-window:]
-    motion = mean("reward/motion", last)
-    if motion < cfg.reward.motion_alarm:
-        yield f"motion is {motion:.2f} of the real clips', below reward.motion_alarm {cfg.reward.motion_alarm:g}"
-    gain = mean("actor/face_score", last) - mean("actor/face_score", first)
-    judged = mean("reward/held_out", last) - mean("reward/held_out", first)
-    if gain > 0.05 and judged < 0.5 * gain:
-        yield f"the face score gained {gain:.3f} but the held-out judge saw {judged:.3f}: the reward may be hacked"
-
-
 def save_adapters(trained: dict[str, torch.nn.Module], folder: Path) -> None:
     for name, expert in trained.items():
         lora.save_adapter(expert, folder / wan.PARTS[name])
 
 
 @torch.no_grad()
-def save_videos(cfg, rows, samples, pipe, model, conditioning, sigmas, step: int) -> None:
+def save_videos(cfg, samples, vae, model, conditions, latents, sigmas, start, step: int) -> None:
     """samples/step-*/<row>.mp4: the real clip beside the generated one, always from the same noise (of epoch -1)."""
     folder = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
-    by_id = {row.id: row for row in rows}
     for i, sample in enumerate(samples[: cfg.run.sample_videos]):
-        real = load_example(cfg, by_id[sample.id]).video
-        shape = wan.latent_shape(pipe, *real.shape[2:], cfg.data.num_frames)
-        noise = data.noise(shape, data.noise_seed(cfg.run.seed, -1, sample.id), pipe.vae.device)
-        x0 = reward_flow.rollout(wan.Velocity(model, conditioning(i)), noise, sigmas, keep=()).x0
-        pair = torch.cat([real, decode.decode(pipe.vae, x0)[0].float().cpu()], -1)
-        data.write_video(folder / f"{i:02d}.mp4", pair, fps=cfg.data.fps or data.frame_rate(by_id[sample.id].video))
-
-
-class Timer:
-    """Seconds by name: `with timer("decode"): ...` adds up."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Peak of the device's allocator, or of the process's memory on the CPU, in 1e9 bytes."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        real = load_example(cfg, sample.row).video
+        velocity = wan.Velocity(model, conditions.conditioning(sample).to(vae.device))
+        x = latents(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id))
+        x0 = reward_flow.rollout(velocity, x, sigmas, keep=(), start=start).x0
+        pair = torch.cat([real, decode.decode(vae, x0)[0].float().cpu()], -1)
+        data.write_video(folder / f"{i:02d}.mp4", pair, fps=cfg.data.fps or data.frame_rate(sample.row.video))
 
 
 def flat(sections: dict[str, dict]) -> dict[str, object]:

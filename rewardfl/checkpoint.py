@@ -104,13 +104,18 @@ def write_run_json(
     command: Sequence[str],
     versions: Mapping[str, str],
     git_commit: str | None,
+    face_packs: Mapping[str, Mapping[str, str]],
 ) -> None:
-    """Write run.json: what it takes to repeat the run."""
+    """Write run.json: what it takes to repeat the run.
+
+    face_packs: {setting: {file name: sha256}} of the networks that gave the reward.
+    """
     record = {
         "config": config,
         "command": list(command),
         "versions": dict(versions),
         "git_commit": git_commit,
+        "face_packs": {setting: dict(files) for setting, files in face_packs.items()},
     }
     atomic_write(Path(output_dir) / "run.json", json.dumps(record, indent=2) + "\n")
 

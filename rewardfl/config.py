@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import yaml
 
+from . import face_pack
+
 
 class ConfigError(ValueError):
     """A setting that cannot work. The message has one line per problem: the key, the value, the way out."""
@@ -162,7 +164,8 @@ class Sample:
 class Reward:
     # Likeness of the generated face to the face of the real clip.
     name: Literal["face_identity"] = "face_identity"
-    # Folder with one face detector and one recogniser (.onnx), for example antelopev2.
+    # Folder with one face detector and one recogniser (.onnx): antelopev2, buffalo_l, AuraFace; the folder around
+    # it that the zip unpacks to and an insightface root (models/antelopev2) will do.
     reward_model_path: Text
     # A second such folder that only judges (metric reward/held_out) and is never trained on; null: no judge.
     held_out_model_path: Text | None = None
@@ -515,8 +518,8 @@ def _placement_conflicts(cfg: RunConfig) -> Iterator[str]:
             yield "experts.untrained boundary_cache is for training dit2 alone; set model.trainable_models: dit2"
         if cfg.sample.noises_per_sample == "fresh":
             yield (
-                "experts.untrained boundary_cache needs a number of noises per clip, sample.noises_per_sample is fresh; "
-                "set it to, for example, 4"
+                "experts.untrained boundary_cache needs a number of noises per clip, sample.noises_per_sample is "
+                "fresh; set it to, for example, 4"
             )
     if cfg.train.use_gradient_checkpointing_offload and not cfg.train.use_gradient_checkpointing:
         yield (
@@ -592,13 +595,13 @@ def check_paths(cfg: RunConfig) -> None:
             problems.append(f"model.{key}: no such file or folder: {path}")
     if cfg.model.tokenizer_path and not Path(cfg.model.tokenizer_path).is_dir():
         problems.append(f"model.tokenizer_path: no such folder: {cfg.model.tokenizer_path}")
-    packs = {
-        "reward_model_path": cfg.reward.reward_model_path,
-        "held_out_model_path": cfg.reward.held_out_model_path,
-    }
-    for key, folder in packs.items():
-        if folder is not None and not any(Path(folder).glob("*.onnx")):
-            problems.append(f"reward.{key}: no .onnx files in {folder}")
+    for key in ("reward_model_path", "held_out_model_path"):
+        folder = getattr(cfg.reward, key)
+        try:
+            if folder is not None:
+                face_pack.pack_files(folder)
+        except (OSError, ValueError) as error:
+            problems.append(f"reward.{key}: {error}")
     _stop_at(problems)
 
 

@@ -345,8 +345,19 @@ def check_rows(
     """
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda row: row_problems(row, num_frames, fps), rows))
-    good = [row for row, problems in zip(rows, found, strict=True) if not problems]
-    bad = [f"line {row.line}: {'; '.join(problems)}" for row, problems in zip(rows, found, strict=True) if problems]
+    listed = [(row.line, problem) for row, problems in zip(rows, found, strict=True) for problem in problems]
+    return usable_rows(rows, listed, skip_bad_rows)
+
+
+def usable_rows(
+    rows: Sequence[Row], problems: Sequence[tuple[int, str]], skip_bad_rows: bool
+) -> tuple[list[Row], list[str]]:
+    """As check_rows, of (line, problem) pairs that were found before."""
+    by_line: dict[int, list[str]] = {}
+    for line, problem in problems:
+        by_line.setdefault(line, []).append(problem)
+    good = [row for row in rows if row.line not in by_line]
+    bad = [f"line {line}: {'; '.join(found)}" for line, found in sorted(by_line.items())]
     if bad and not skip_bad_rows:
         listing = "\n".join(bad)
         raise DataError(

@@ -87,9 +87,7 @@ def decode_vjp(vae: AutoencoderKLWan, latents: Tensor, grad_video: Tensor, decod
     for i in reversed(range(end)):
         segment = segment if i in segment else _segment(vae, latents, decoded.caches, i)
         x = latents[:, :, i : i + 1].detach().requires_grad_()
-        start = [
-            c.detach().to(latents.device).requires_grad_() if isinstance(c, Tensor) else c for c in segment.pop(i)
-        ]
+        start = [c.detach().to(latents.device).requires_grad_() if isinstance(c, Tensor) else c for c in segment.pop(i)]
         with torch.enable_grad():
             frames, after = _chunk(vae, x, start, first=i == 0)
             frames = frames.clamp(-1, 1)

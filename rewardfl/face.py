@@ -45,6 +45,7 @@ class FaceDetector(nn.Module):
 
     STRIDES = (8, 16, 32)
     ANCHORS = 2
+    CHUNK = 8  # frames at a time
 
     def __init__(self, path: str | Path, det_size: int = 640, threshold: float = 0.5, nms_iou: float = 0.4):
         super().__init__()
@@ -57,28 +58,31 @@ class FaceDetector(nn.Module):
         if any(size != det_size for size in fixed):
             raise ValueError(f"{path} only takes {fixed} pixels, det_size is {det_size}; set det_size={fixed[0]}")
         self.det_size, self.threshold, self.nms_iou = det_size, threshold, nms_iou
-        # Exports with 2-D outputs interleave the frames of a batch, those with batch 1 may have frozen it.
-        batched = len(self.net.output_shapes[0]) == 3 and self.net.input_shape[0] is None
-        self.chunk = 8 if batched else 1
 
     @torch.no_grad()
     def detect(self, frames: Tensor) -> list[Faces]:
         """The faces of each of the (N, 3, H, W) frames: N `Faces`, in frame pixels."""
-        return [faces for chunk in frames.split(self.chunk) for faces in self._detect_chunk(chunk)]
+        return [faces for chunk in frames.split(self.CHUNK) for faces in self._detect_chunk(chunk)]
 
     def _detect_chunk(self, frames: Tensor) -> list[Faces]:
+        x, scale = self._fit(frames)
+        # The published graphs were exported for one frame and end in rows that do not say which frame they are of:
+        # under vmap each frame is a batch of one to the graph, and yet all frames are one batch to the operators.
+        outputs = [output.flatten(1, -2) for output in torch.vmap(self.net)(x[:, None])]
+        rows = torch.cat([self._decode(outputs[i::3], stride) for i, stride in enumerate(self.STRIDES)], 1)
+        return [self._select(frame[frame[:, 0] >= self.threshold].cpu(), scale) for frame in rows]
+
+    def _fit(self, frames: Tensor) -> tuple[Tensor, float]:
+        """The detector's input (N, 3, det_size, det_size), and its pixels per frame pixel."""
         height, width = frames.shape[-2:]
         ratio = height / width
         # insightface rounds the fitted size down and takes the scale from the height
         limit = self.det_size
         fitted = (limit, int(limit / ratio)) if ratio > 1 else (int(limit * ratio), limit)
         scale = fitted[0] / height
-        x = F.interpolate(frames.float().clamp(-1, 1), fitted, mode="bilinear", align_corners=False)
-        x = F.pad(x, (0, limit - fitted[1], 0, limit - fitted[0]), value=-1.0)
-        outputs = self.net(x * (127.5 / 128))
-        outputs = [output.reshape(len(frames), -1, output.shape[-1]) for output in outputs]
-        rows = torch.cat([self._decode(outputs[i::3], stride) for i, stride in enumerate(self.STRIDES)], 1)
-        return [self._select(frame[frame[:, 0] >= self.threshold].cpu(), scale) for frame in rows]
+        levels = ((frames.float().clamp(-1, 1) + 1) * 127.5).round().int()
+        levels = F.pad(_resize_levels(levels, *fitted), (0, limit - fitted[1], 0, limit - fitted[0]))
+        return (levels - 127.5) / 128, scale
 
     def _decode(self, outputs: list[Tensor], stride: int) -> Tensor:
         """Scores (B, n, 1), box distances (B, n, 4) and landmark offsets (B, n, 10) in strides from the
@@ -99,6 +103,33 @@ class FaceDetector(nn.Module):
         area = (boxes[kept, 2:] - boxes[kept, :2]).prod(-1)
         order = kept[area.argsort(descending=True, stable=True)]
         return Faces(boxes[order], scores[order], landmarks[order])
+
+
+def _resize_levels(levels: Tensor, height: int, width: int) -> Tensor:
+    """(..., H, W) int32 levels of 0..255 -> (..., height, width), to the bit as cv2.resize does it for bytes.
+
+    Bilinear in fixed point, not quite rounded to nearest: a detector's score and landmarks hang on such noise more
+    than one likes, and this way they are insightface's. No gradient passes, nor need it.
+    """
+    low, high, near, far = _resize_taps(levels.shape[-1], width, levels.device)
+    # cv2 takes one sample at the left and right border, and two equal ones at the top and bottom
+    inside = (low >= 0) & (low < levels.shape[-1] - 1)
+    near, far = torch.where(inside, near, 2048), torch.where(inside, far, 0)
+    low, high = (index.clamp(0, levels.shape[-1] - 1) for index in (low, high))
+    rows = levels[..., low] * near + levels[..., high] * far
+    low, high, near, far = _resize_taps(levels.shape[-2], height, levels.device)
+    low, high = (rows[..., index.clamp(0, levels.shape[-2] - 1), :] >> 4 for index in (low, high))
+    return ((near[:, None] * low >> 16) + (far[:, None] * high >> 16) + 2) >> 2
+
+
+def _resize_taps(size: int, out: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Two neighbours of each of `out` samples on an axis of `size`, -1 and `size` included, and weights of 2048."""
+    position = ((torch.arange(out, dtype=torch.float64) + 0.5) * (size / out) - 0.5).float()
+    low = position.floor()
+    weight = position - low
+    near, far = ((share * 2048).round().int().to(device) for share in (1 - weight, weight))
+    low = low.long().to(device)
+    return low, low + 1, near, far
 
 
 def _suppress(boxes: Tensor, iou: float) -> list[int]:
@@ -246,11 +277,10 @@ class FaceRecogniser(nn.Module):
         first = self.net.first_nodes
         subtracts = any(name.startswith(("Sub", "_minus")) for name in first)
         multiplies = any(name.startswith(("Mul", "_mul")) for name in first)
-        self.input_mean, self.input_std = (0.0, 1.0) if subtracts and multiplies else (127.5, 127.5)
+        self.wants_bytes = subtracts and multiplies
 
     def forward(self, crops: Tensor) -> Tensor:
-        # (0..255 - mean) / std, which the crops already are for 127.5 and 127.5
-        x = (crops + 1) * 127.5 if self.input_mean == 0.0 else crops
+        x = (crops + 1) * 127.5 if self.wants_bytes else crops  # 0..255, or (0..255 - 127.5) / 127.5
         run = functools.partial(checkpoint, self.net, use_reentrant=False, preserve_rng_state=False)
         embeddings = [run(chunk) for chunk in x.split(self.chunk)]
         return F.normalize(torch.cat(embeddings).flatten(1))

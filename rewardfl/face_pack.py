@@ -6,10 +6,10 @@ Files are told apart by the inputs and outputs of their graphs, never by name: i
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from .onnx_module import graph_inputs, read_graph, value_shape
+from .onnx_file import graph_inputs, read_graph, value_shape
 
 TASKS = ("detector", "recogniser")
 
@@ -28,9 +28,12 @@ def pack_files(pack_dir: str | Path) -> tuple[Path, Path]:
     """
     root = Path(pack_dir).expanduser()
     if root.is_file():
-        raise ValueError(f"{root} is a file; a face pack is a folder of .onnx files: {_way_out(root)}")
+        way_out = _unzip(root) if root.suffix == ".zip" else f"name the folder {root.parent}"
+        raise ValueError(f"{root} is a file; a face pack is a folder of .onnx files: {way_out}")
     if not root.is_dir():
-        raise FileNotFoundError(f"no face pack at {root}: it is a folder of .onnx files, a detector and a recogniser")
+        raise FileNotFoundError(
+            f"no face pack at {root}: it is a folder of .onnx files, a detector and a recogniser{_zips(root)}"
+        )
     found = _search(root, _DEPTH)
     packs = [folder for folder, files in found.items() if set(files.values()).issuperset(TASKS)]
     if not packs:
@@ -70,8 +73,8 @@ def _only(folder: Path, files: dict[Path, str], task: str) -> Path:
     candidates = [file for file, its_task in files.items() if its_task == task]
     if len(candidates) > 1:
         raise ValueError(
-            f"{folder} has {len(candidates)} {task}s: {[file.name for file in candidates]}; a pack has one (insightface "
-            f"would take {candidates[0].name}), so move the others to a folder of their own"
+            f"{folder} has {len(candidates)} {task}s: {[file.name for file in candidates]}; a pack has one "
+            f"(insightface would take {candidates[0].name}), so move the others to a folder of their own"
         )
     return candidates[0]
 
@@ -83,24 +86,28 @@ def _nothing_usable(root: Path, found: dict[Path, dict[Path, str]]) -> str:
     if not missing:
         used = [name for name, task in tasks.items() if task in TASKS]
         return f"{root} has no folder with both a detector and a recogniser: put these into one: {used}"
-    zips = sorted(root.glob("*.zip"))
     return (
         f"{root} has no {' and no '.join(missing)} among its .onnx files {list(tasks)}; a detector has nine "
-        "outputs (scrfd_10g_bnkps.onnx), a recogniser one 112 x 112 input and one output (glintr100.onnx)"
-        + "".join(f"; {_way_out(path)}" for path in zips)
+        f"outputs (scrfd_10g_bnkps.onnx), a recogniser one 112 x 112 input and one output (glintr100.onnx){_zips(root)}"
     )
 
 
-def _way_out(path: Path) -> str:
-    if path.suffix == ".zip":
-        return f"unpack it with `unzip {path} -d {path.with_suffix('')}` and name {path.with_suffix('')}"
-    return f"name the folder {path.parent}"
+def _zips(root: Path) -> str:
+    """How to unpack the zips in the folder and the one beside it that has its name; empty without any."""
+    beside = root.with_name(f"{root.name}.zip")
+    zips = sorted(root.glob("*.zip")) + [beside] * beside.is_file()
+    return "".join(f"; {_unzip(path)}" for path in zips)
+
+
+def _unzip(path: Path) -> str:
+    folder = path.with_suffix("")
+    return f"unpack it with `unzip {path} -d {folder}` and name {folder}"
 
 
 def _refuse_manifest(folder: Path) -> None:
     """ValueError for insightface 2's packages, whose manifest sets other pre-processing than the rule here."""
     manifest = folder / "manifest.json"
-    if manifest.is_file() and "manifest_version" in json.loads(manifest.read_text()):
+    if manifest.is_file() and json.loads(manifest.read_text(encoding="utf-8")).get("manifest_version") == 2:
         raise ValueError(
             f"{folder} is an insightface package with a {manifest.name}, whose pre-processing is not known here; "
             "use antelopev2, buffalo_l or AuraFace"
@@ -130,12 +137,14 @@ _LICENCE_BY_HASH = {
 _INSIGHTFACE_NAMES = ("scrfd_", "det_10g", "det_2.5g", "det_500m", "glintr100", "w600k_")
 
 
-def licence_note(hashes: dict[str, str]) -> str:
-    """A line per file of `file_hashes` about the licence of its weights, to be printed once.
+def describe(packs: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Lines to be printed once about {the setting that names a pack: its `file_hashes`}: hashes and licences.
 
     A hash decides; a name alone only says what to check, for AuraFace's recogniser is named as antelopev2's.
     """
-    return "\n".join(f"{name}: {_licence(name, digest)}" for name, digest in hashes.items())
+    lines = [f"{setting}: {name} sha256 {digest}" for setting, files in packs.items() for name, digest in files.items()]
+    names = {digest: name for files in packs.values() for name, digest in files.items()}
+    return lines + [f"licence of {name}: {_licence(name, digest)}" for digest, name in names.items()]
 
 
 def _licence(name: str, digest: str) -> str:

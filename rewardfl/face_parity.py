@@ -2,15 +2,20 @@
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .face import ARCFACE_TEMPLATE, FaceIdentity, align, similarity_transform
+from .face import ARCFACE_TEMPLATE, FaceIdentity, Faces, align, similarity_transform
 
 MAX_COSINE_DISTANCE = 1e-3  # cv2's 8-bit resize and crop alone cost about 1e-5
+
+# insightface rounds the resized frame to 8 bits, which moves a score by about 0.01: where ours finds a face just above
+# the threshold, its own may lie just below.
+SCORE_MARGIN = 0.05
 
 
 class FaceParityError(ValueError):
@@ -36,57 +41,80 @@ class FaceParity:
         )
 
 
-@torch.no_grad()
-def parity(identity: FaceIdentity, frame: Tensor) -> FaceParity:
-    """Compare detection, crop and embedding of one (3, H, W) frame in [-1, 1], on the identity's device, with those
-    of insightface + onnxruntime on the CPU, which read the same two files.
+def check_packs(packs: Mapping[str, FaceIdentity], video: Tensor) -> list[str]:
+    """A line about each pack, {the setting that names it: its networks}, on one clip of the user's data.
 
-    Raises FaceParityError when the embeddings differ by more than MAX_COSINE_DISTANCE or only one of the two
-    finds a face. Skipped when neither does, or where insightface cannot be imported (OpenCV needs libGL).
+    Raises FaceParityError naming the setting.
+    """
+    lines = []
+    for setting, identity in packs.items():
+        try:
+            lines.append(f"{setting}: {check(identity, video)}")
+        except FaceParityError as error:
+            raise FaceParityError(
+                f"{setting}: {error}; training on it is refused, since its scores would mean nothing: please report "
+                "the pack with this line, and use another one meanwhile"
+            ) from error
+    return lines
+
+
+@torch.no_grad()
+def check(identity: FaceIdentity, video: Tensor) -> FaceParity:
+    """Compare detection, crop and embedding with insightface's and onnxruntime's, which read the same two files.
+
+    The frame is the first of the (3, F, H, W) video in [-1, 1] with a face, the face its largest. Ours runs on the
+    video's device, where the identity must be, theirs on the CPU. Raises FaceParityError when insightface finds no
+    face there, or another embedding by more than MAX_COSINE_DISTANCE. Skipped when no frame has a face, or where
+    insightface cannot be imported (OpenCV needs libGL).
     """
     try:
         from insightface.model_zoo import get_model
         from insightface.utils.face_align import norm_crop
     except ImportError as error:
         return FaceParity(skipped=f"insightface cannot be imported ({error})")
-    pixels = ((frame.float().clamp(-1, 1) + 1) * 127.5).round()  # both see the same 8-bit frame
-    frames = (pixels / 127.5 - 1)[None]
-    bgr = np.ascontiguousarray(pixels.byte().flip(0).permute(1, 2, 0).cpu().numpy())
-    detector, recogniser = (get_model(str(file), providers=["CPUExecutionProvider"]) for file in identity.files)
+    found = _first_face(identity, video)
+    if found is None:
+        return FaceParity(skipped="no face was found in the clip")
+    frame, faces = found
+    levels = ((frame + 1) * 127.5).round().byte()  # (1, 3, H, W)
+    bgr = np.ascontiguousarray(levels[0].flip(0).permute(1, 2, 0).cpu().numpy())
     ours = identity.detector
-    size = (ours.det_size, ours.det_size)
-    detector.prepare(-1, input_size=size, det_thresh=ours.threshold, nms_thresh=ours.nms_iou)
-
-    (faces,) = ours.detect(frames)
+    detector, recogniser = (get_model(str(file), providers=["CPUExecutionProvider"]) for file in identity.files)
+    threshold = ours.threshold - SCORE_MARGIN
+    detector.prepare(-1, input_size=(ours.det_size, ours.det_size), det_thresh=threshold, nms_thresh=ours.nms_iou)
     boxes, landmarks = (torch.from_numpy(array) for array in detector.detect(bgr))  # (n, 5) with scores, (n, 5, 2)
-    if len(faces.boxes) == len(boxes) == 0:
-        return FaceParity(skipped="no face in the frame")
-    if len(faces.boxes) == 0 or len(boxes) == 0:
-        raise FaceParityError(
-            f"insightface finds {len(boxes)} faces (scores {_rounded(boxes[:, 4])}) where rewardfl finds "
-            f"{len(faces.boxes)} (scores {_rounded(faces.scores)}) with {identity.files[0]}"
-        )
     box = faces.boxes[0]
+    if len(boxes) == 0:
+        raise FaceParityError(
+            f"insightface finds no face where rewardfl finds one (score {faces.scores[0]:.3f}, box "
+            f"{[round(side) for side in box.tolist()]}) with {identity.files[0]}"
+        )
     same = (boxes[:, :4] - box).abs().amax(1).argmin()
-    crop = align(frames, similarity_transform(faces.landmarks[:1], ARCFACE_TEMPLATE))
+    crop = align(frame, similarity_transform(faces.landmarks[:1], ARCFACE_TEMPLATE))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # insightface calls a deprecated method of skimage
         their_crop = norm_crop(bgr, landmarks[same].numpy())
-    levels = (crop[0].flip(0).permute(1, 2, 0).cpu() + 1) * 127.5
+    crop_levels = (crop[0].flip(0).permute(1, 2, 0).cpu() + 1) * 127.5
     embedding = identity.recogniser(crop)[0].cpu().double()
     theirs = torch.from_numpy(recogniser.get_feat(their_crop)[0]).double()
     result = FaceParity(
         box_error=(boxes[same, :4] - box).abs().max().item(),
         landmark_error=(landmarks[same] - faces.landmarks[0]).abs().max().item(),
-        crop_error=(levels - torch.from_numpy(their_crop)).abs().mean().item(),
+        crop_error=(crop_levels - torch.from_numpy(their_crop)).abs().mean().item(),
         cosine_distance=1 - torch.nn.functional.cosine_similarity(embedding, theirs, dim=0).item(),
     )
     if not result.cosine_distance <= MAX_COSINE_DISTANCE:  # NaN is refused too
         raise FaceParityError(
-            f"{result}; at most {MAX_COSINE_DISTANCE:g} is allowed with {[str(file) for file in identity.files]}"
+            f"{result}, where at most {MAX_COSINE_DISTANCE:g} is allowed, with {[str(file) for file in identity.files]}"
         )
     return result
 
 
-def _rounded(scores: Tensor) -> list[float]:
-    return [round(score, 3) for score in scores.tolist()]
+def _first_face(identity: FaceIdentity, video: Tensor) -> tuple[Tensor, Faces] | None:
+    """The first frame (1, 3, H, W) with a face, rounded to 8 bits, as both will see it, and its faces."""
+    for frame in video.transpose(0, 1).split(1):
+        rounded = ((frame.float().clamp(-1, 1) + 1) * 127.5).round() / 127.5 - 1
+        (faces,) = identity.detector.detect(rounded)
+        if len(faces.scores):
+            return rounded, faces
+    return None

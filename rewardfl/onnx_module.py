@@ -14,8 +14,9 @@ import numpy as np
 import onnx
 import torch
 import torch.nn.functional as F
-from google.protobuf.message import DecodeError
 from torch import Tensor, nn
+
+from .onnx_file import graph_inputs, read_graph, value_shape
 
 Attributes = dict[str, object]
 
@@ -58,6 +59,10 @@ def _batch_normalization(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor,
     shape = (-1, *[1] * (x.ndim - 2))
     # one multiply-add with constants: unlike F.batch_norm it keeps no activation for the backward
     return torch.addcmul((bias - mean * scale).view(shape), x, scale.view(shape))
+
+
+def _instance_normalization(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.instance_norm(x, weight=weight, bias=bias, eps=a.get("epsilon", 1e-5))
 
 
 def _gemm(a: Attributes, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -160,17 +165,14 @@ def _softmax_before_13(a: Attributes, x: Tensor) -> Tensor:
     return x.flatten(a.get("axis", 1)).softmax(-1).view_as(x)
 
 
-def _positions(size: int, out: int, scale: float, rule: str) -> Tensor:
-    """Where each output sample lies on an input axis of `size` samples, clamped to it: (out,) float64."""
-    index = torch.arange(out, dtype=torch.float64)
-    if rule == "asymmetric":
-        position = index / scale
-    elif rule == "align_corners":
-        position = index * (size - 1) / max(out - 1, 1)
-    else:  # half_pixel; pytorch_half_pixel differs for a single output sample only
-        position = (index + 0.5) / scale - 0.5 if out > 1 or rule == "half_pixel" else index
-    return position.clamp(0, size - 1)
-
+# Where output sample i of an axis lies on the input axis of `size` samples, resized to `out` by `scale`.
+_POSITIONS = {
+    "asymmetric": lambda i, size, out, scale: i / scale,
+    "align_corners": lambda i, size, out, scale: i * (size - 1) / max(out - 1, 1),
+    "half_pixel": lambda i, size, out, scale: (i + 0.5) / scale - 0.5,
+    "pytorch_half_pixel": lambda i, size, out, scale: (i + 0.5) / scale - 0.5 if out > 1 else i,
+    "tf_half_pixel_for_nn": lambda i, size, out, scale: (i + 0.5) / scale,
+}
 
 _NEAREST = {
     "round_prefer_floor": lambda position: torch.ceil(position - 0.5),
@@ -181,10 +183,14 @@ _NEAREST = {
 
 
 def _resize(
-    a: Attributes, x: Tensor, roi: Tensor | None, scales: Tensor | None = None, sizes: Tensor | None = None
+    a: Attributes,
+    x: Tensor,
+    roi: Tensor | None,
+    scales: Tensor | list[float] | None = None,
+    sizes: Tensor | None = None,
 ) -> Tensor:
     """Axis by axis over the spatial axes, so that sizes frozen at export do not fix the batch."""
-    rule = a.get("coordinate_transformation_mode", "half_pixel")
+    positions = _POSITIONS[a.get("coordinate_transformation_mode", "half_pixel")]
     rounding = _NEAREST[a.get("nearest_mode", "round_prefer_floor")]
     for axis in range(2, x.ndim):
         size = x.shape[axis]
@@ -194,7 +200,7 @@ def _resize(
         else:
             scale = float(scales[axis])
             out = int(size * scale)
-        position = _positions(size, out, scale, rule)
+        position = positions(torch.arange(out, dtype=torch.float64), size, out, scale).clamp(0, size - 1)
         if a.get("mode", "nearest") == "nearest":
             x = x.index_select(axis, rounding(position).long().to(x.device))
         else:
@@ -203,6 +209,12 @@ def _resize(
             low, high = low.long().to(x.device), (low + 1).clamp(max=size - 1).long().to(x.device)
             x = torch.lerp(x.index_select(axis, low), x.index_select(axis, high), weight)
     return x
+
+
+def _upsample(a: Attributes, x: Tensor, scales: Tensor | None = None) -> Tensor:
+    """Resize as it was before opset 10: an operand of scales from opset 9, an attribute before."""
+    rules = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor", "mode": a.get("mode", "nearest")}
+    return _resize(rules, x, None, a["scales"] if scales is None else scales)
 
 
 # Each takes the node's attributes and its operands, None for an operand left out.
@@ -228,6 +240,7 @@ OPS: dict[str, Callable[..., Tensor]] = {
     "Gemm": _gemm,
     "GlobalAveragePool": lambda a, x: x.mean(tuple(range(2, x.ndim)), keepdim=True),
     "Identity": lambda a, x: x,
+    "InstanceNormalization": _instance_normalization,
     "LeakyRelu": lambda a, x: F.leaky_relu(x, a.get("alpha", 0.01)),
     "MatMul": lambda a, x, y: x @ y,
     "MaxPool": _max_pool,
@@ -253,11 +266,12 @@ OPS: dict[str, Callable[..., Tensor]] = {
     "Tanh": lambda a, x: x.tanh(),
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
+    "Upsample": _upsample,
 }
 
 # Ops whose operands after the first are settings (shapes, axes, bounds), read on the CPU.
 _SETTINGS = {"Clip", "Dropout", "Expand", "Pad", "ReduceL2", "ReduceMean", "ReduceSum"}
-_SETTINGS |= {"Reshape", "Resize", "Slice", "Squeeze", "Unsqueeze"}
+_SETTINGS |= {"Reshape", "Resize", "Slice", "Squeeze", "Unsqueeze", "Upsample"}
 
 _FLOAT_TYPES = {
     onnx.TensorProto.FLOAT,
@@ -288,6 +302,7 @@ _HONOURED: dict[str, dict[str, Collection | None]] = {
     "Flatten": {"axis": _ANY},
     "Gather": {"axis": _ANY},
     "Gemm": {"alpha": _ANY, "beta": _ANY, "transA": _ANY, "transB": _ANY},
+    "InstanceNormalization": {"epsilon": _ANY},
     "LeakyRelu": {"alpha": _ANY},
     "MaxPool": {**_WINDOW, "ceil_mode": _ANY, "dilations": _ANY, "storage_order": _ANY},
     "Pad": {"mode": ("constant", "reflect", "edge"), "pads": _ANY, "value": _ANY},
@@ -297,7 +312,7 @@ _HONOURED: dict[str, dict[str, Collection | None]] = {
     "Reshape": {"allowzero": (0,)},
     "Resize": {
         "antialias": (0,),
-        "coordinate_transformation_mode": ("half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners"),
+        "coordinate_transformation_mode": tuple(_POSITIONS),
         "cubic_coeff_a": _ANY,  # written by torch whatever the mode
         "exclude_outside": (0,),
         "extrapolation_value": _ANY,
@@ -312,6 +327,7 @@ _HONOURED: dict[str, dict[str, Collection | None]] = {
     "Squeeze": {"axes": _ANY},
     "Transpose": {"perm": _ANY},
     "Unsqueeze": {"axes": _ANY},
+    "Upsample": {"mode": ("nearest", "linear"), "scales": _ANY},
 }
 
 
@@ -360,7 +376,7 @@ def _refusals(node: onnx.NodeProto, opset: int, used: set[str], true: set[str]) 
 
 
 def _check_supported(graph: onnx.GraphProto, opset: int, path: str | Path) -> None:
-    """ValueError listing every operator and attribute of the graph that cannot be run, with the nodes using it."""
+    """ValueError listing every operator and attribute of the graph that cannot be run, and how many nodes need it."""
     used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     tensors |= {n.output[0]: n.attribute[0].t for n in graph.node if n.op_type == "Constant"}
@@ -370,40 +386,8 @@ def _check_supported(graph: onnx.GraphProto, opset: int, path: str | Path) -> No
         for refusal in _refusals(node, opset, used, true):
             refused.setdefault(refusal, []).append(node.name or node.output[0])  # names are optional in ONNX
     if refused:
-        listing = "; ".join(f"{refusal} at {', '.join(nodes)}" for refusal, nodes in sorted(refused.items()))
-        raise ValueError(f"{path} needs what {__name__} does not run: {listing}. Add it to OPS and _HONOURED there")
-
-
-def read_graph(path: str | Path) -> tuple[onnx.GraphProto, int]:
-    """The graph of an ONNX file and its opset version.
-
-    Raises FileNotFoundError when there is no such file, ValueError when it is not a whole ONNX model.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no ONNX file at {path}")
-    try:
-        model = onnx.load(path)
-    except DecodeError as error:
-        raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) is not a whole ONNX file: a download cut short, or a "
-            f"git-lfs pointer? Fetch it again ({error})"
-        ) from error
-    if not model.graph.output:
-        raise ValueError(f"{path} ({path.stat().st_size} bytes) holds no ONNX graph; fetch or export it again")
-    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
-    return model.graph, opset
-
-
-def graph_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    """The inputs that a caller feeds; older files list the weights among them too."""
-    weights = {tensor.name for tensor in graph.initializer}
-    return [value for value in graph.input if value.name not in weights]
-
-
-def value_shape(value: onnx.ValueInfoProto) -> list[int | None]:
-    """The declared shape of a graph input or output, None for a dynamic axis."""
-    return [axis.dim_value or None for axis in value.type.tensor_type.shape.dim]
+        listing = ", ".join(f"{refusal} x {len(nodes)} (from {nodes[0]})" for refusal, nodes in sorted(refused.items()))
+        raise ValueError(f"{path} needs what {__name__} does not run: {listing}; add it to OPS and _HONOURED there")
 
 
 @dataclass(frozen=True)
@@ -425,11 +409,11 @@ class OnnxModule(nn.Module):
     weights are float32 buffers; `.to(device, dtype)` moves them. There are no parameters, and train() and
     eval() are the same. Results are within 1e-5 of onnxruntime's.
 
-    Attributes: input_shape, output_shapes (None for dynamic axes), output_names, and first_nodes, the names
-    of the first eight nodes, by which insightface tells how a recogniser wants its input.
+    Attributes: input_shape (None for dynamic axes), output_names, and first_nodes, the names of the first eight
+    nodes, by which insightface tells how a recogniser wants its input.
 
     Raises FileNotFoundError without a file; ValueError for a damaged file, several inputs, or operators and
-    attributes that it does not run: all of them, with the names of their nodes.
+    attributes that it does not run: all of them, with the number of their nodes.
     """
 
     def __init__(self, path: str | Path):
@@ -442,7 +426,6 @@ class OnnxModule(nn.Module):
         self.input_name = inputs[0].name
         self.input_shape = value_shape(inputs[0])
         self.output_names = [value.name for value in graph.output]
-        self.output_shapes = [value_shape(value) for value in graph.output]
         self.first_nodes = [node.name for node in graph.node[:8]]
         try:
             self._steps, constants = _compile(graph, opset, frozen_batch=self.input_shape[:1] == [1])

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from diffusers import WanImageToVideoPipeline
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import cache, data, files
+from rewardfl import cache, data, files, reward_flow, wan
 from rewardfl.cache import Cache, Key
 from rewardfl.rewards import Reward
 
@@ -89,7 +90,7 @@ def clip_key(row: data.Row, size: Mapping[str, Number]) -> Key:
 
 
 def reference_key(clip: Key, reward: Reward) -> Key:
-    return {"kind": "reference", "clip": cache.digest(clip), "reward": reward.identity()}
+    return {"kind": "reference", "clip": cache.digest(clip), "reward": reward.fingerprint()}
 
 
 def references(
@@ -106,23 +107,31 @@ def references(
     (line, problem) for each row that cannot be trained on: a file that cannot be used, or a clip in which the
     first of the rewards finds nothing to compare with.
     """
-    problems = []
-    for row in tqdm(share.of(rows), desc="clips", disable=share.quiet):
-        found = data.row_problems(row, size["num_frames"], size["fps"], decode=False)
-        if not found:
-            found = _read_clip(store, row, size, load, rewards, device)
-        problems += [(row.line, problem) for problem in found]
-    return problems
+    return [
+        (row.line, problem)
+        for row in tqdm(share.of(rows), desc="clips", disable=share.quiet)
+        for problem in _read_clip(store, row, size, load, rewards, device)
+    ]
 
 
-def _read_clip(store, row, size, load, rewards, device) -> list[str]:
+def _read_clip(
+    store: Cache,
+    row: data.Row,
+    size: Mapping[str, Number],
+    load: Callable[[data.Row], data.Example],
+    rewards: Sequence[Reward],
+    device: torch.device,
+) -> list[str]:
+    paths = [path for path in (row.video, row.image, row.reference_video) if path]
+    if row.problem or not row.prompt or not all(path.is_file() for path in paths):
+        return data.row_problems(row, size["num_frames"], size["fps"])
     clip = clip_key(row, size)
     keys = [reference_key(clip, reward) for reward in rewards]
     entries = [store.get(key) for key in keys]
     if None in entries or store.get(clip) is None:
-        found = data.row_problems(row, size["num_frames"], size["fps"])
-        if found:
-            return found
+        problems = data.row_problems(row, size["num_frames"], size["fps"])
+        if problems:
+            return problems
         example = load(row)
         video = example.reference.to(device)
         entries = [_entry(reward.reference(video)) for reward in rewards]
@@ -157,26 +166,88 @@ def samples(
 # ------------------------------------------------------------------------------------------------------------
 # Conditioning and boundary latents
 
+Load = Callable[[tuple[str, ...]], WanImageToVideoPipeline]  # parts -> a pipeline that has them, where they compute
+
 
 @dataclass(frozen=True)
-class Model:
-    """Which weights made the entries: digests of files, and what they are computed in."""
+class Conditions:
+    """The conditioning of samples, and the latents at the boundary between the experts, in the cache.
 
+    text, vae, untrained: cache.model_digest of what the entries are computed with; untrained is the expert that
+    answers before the boundary. dtype: what these compute in.
+    """
+
+    store: Cache
     text: str
     vae: str
-    untrained: str  # the expert whose steps are taken from the cache
+    untrained: str
     dtype: str
+    num_frames: int
 
-    def text_key(self, prompt: str) -> Key:
-        return {"kind": "text", "model": self.text, "dtype": self.dtype, "prompt": prompt}
+    def fill(self, samples: Sequence[Sample], load: Load, share: Share) -> None:
+        """Compute the conditioning that is missing. The text encoder is loaded only for that, and gone afterwards."""
 
-    def image_key(self, sample: Sample) -> Key:
+        def text_encoder() -> Callable[[str], Mapping[str, Tensor]]:
+            pipe = load(("text_encoder",))
+            return lambda prompt: {"text": wan.encode_text(pipe, prompt)}
+
+        def image_encoder() -> Callable[[Sample], Mapping[str, Tensor]]:
+            pipe = load(("vae",))
+            return lambda sample: {
+                "image": wan.encode_image(pipe, read(self.store, sample.clip)["image"], self.num_frames)
+            }
+
+        prompts = [(self._text_key(sample), sample.row.prompt) for sample in samples]
+        fill(self.store, prompts, text_encoder, share, "prompts")
+        fill(self.store, [(self._image_key(sample), sample) for sample in samples], image_encoder, share, "images")
+
+    def fill_boundary(
+        self,
+        noises: Sequence[tuple[Sample, int]],
+        sigmas: Tensor,
+        boundary: float,
+        load: Load,
+        share: Share,
+    ) -> None:
+        """Compute the boundary latents that are missing for samples with noise seeds.
+
+        sigmas: of the steps before the boundary, and the one that they arrive at. The high-noise expert is loaded
+        only for that, and gone afterwards.
+        """
+
+        def high_noise_expert() -> Callable[[tuple[Sample, int]], Mapping[str, Tensor]]:
+            expert = load(("high_noise",)).transformer
+            experts = wan.Experts(expert, None, boundary)
+
+            def run(item: tuple[Sample, int]) -> Mapping[str, Tensor]:
+                sample, seed = item
+                conditioning = self.conditioning(sample).to(expert.device)
+                x = data.noise(conditioning.latent_shape(expert.config.out_channels), seed, expert.device)
+                return {"x": reward_flow.rollout(wan.Velocity(experts, conditioning), x, sigmas, keep=()).x0}
+
+            return run
+
+        wanted = [(self._boundary_key(sample, seed, sigmas), (sample, seed)) for sample, seed in noises]
+        fill(self.store, wanted, high_noise_expert, share, "boundary latents")
+
+    def conditioning(self, sample: Sample) -> wan.Conditioning:
+        """Of one sample, on the CPU."""
+        text, image = (read(self.store, key(sample)) for key in (self._text_key, self._image_key))
+        return wan.Conditioning(text["text"], image["image"])
+
+    def boundary_latents(self, sample: Sample, noise_seed: int, sigmas: Tensor) -> Tensor:
+        """(1, C, T, h, w) float32, on the CPU; sigmas as in fill_boundary."""
+        return read(self.store, self._boundary_key(sample, noise_seed, sigmas))["x"]
+
+    def _text_key(self, sample: Sample) -> Key:
+        return {"kind": "text", "model": self.text, "dtype": self.dtype, "prompt": sample.row.prompt}
+
+    def _image_key(self, sample: Sample) -> Key:
         return {"kind": "image", "model": self.vae, "dtype": self.dtype, "clip": cache.digest(sample.clip)}
 
-    def boundary_key(self, sample: Sample, noise_seed: int, sigmas: Tensor) -> Key:
-        """sigmas: of the steps that the untrained expert takes, and the one it arrives at."""
+    def _boundary_key(self, sample: Sample, noise_seed: int, sigmas: Tensor) -> Key:
         return {
             "kind": "boundary", "model": self.untrained, "dtype": self.dtype, "seed": noise_seed,
-            "text": cache.digest(self.text_key(sample.row.prompt)), "image": cache.digest(self.image_key(sample)),
-            "sigmas": [float(sigma) for sigma in sigmas],
+            "text": cache.digest(self._text_key(sample)), "image": cache.digest(self._image_key(sample)),
+            "sigmas": sigmas.tolist(),
         }  # fmt: skip

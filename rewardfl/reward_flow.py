@@ -30,7 +30,7 @@ class Trajectory:
 
 @torch.no_grad()
 def rollout(velocity: Velocity, x: Tensor, sigmas: Tensor, keep: Sequence[int], start: int = 0) -> Trajectory:
-    """Euler-sample x (B, ...) float32 at sigmas[start] through the rest of `sigmas`, keeping x_i of the steps in `keep`.
+    """Euler-sample x (B, ...) float32 at sigmas[start] through the rest of `sigmas`, keeping x_i of steps in `keep`.
 
     The last sigma is 0 where x0 is wanted; `until_final_step` shortens a schedule so that its last step
     predicts x0. start: a step later than 0 where x is what the steps before it give.

@@ -33,6 +33,10 @@ class Conditioning:
     def stack(items: Sequence["Conditioning"]) -> "Conditioning":
         return Conditioning(torch.cat([item.text for item in items]), torch.cat([item.image for item in items]))
 
+    def latent_shape(self, channels: int) -> tuple[int, ...]:
+        """(1, channels, T, h, w) of one of its samples' latents."""
+        return (1, channels, *self.image.shape[2:])
+
     def to(self, device: torch.device) -> "Conditioning":
         return Conditioning(self.text.to(device), self.image.to(device))
 
@@ -100,7 +104,7 @@ def encode_text(pipe: WanImageToVideoPipeline, prompt: str) -> Tensor:
 
 @torch.no_grad()
 def encode_image(pipe: WanImageToVideoPipeline, image: Tensor, num_frames: int) -> Tensor:
-    """(1, temporal factor + C, T, h, w): mask and image latents, by the pipeline's own code, which needs its VAE alone."""
+    """(1, temporal factor + C, T, h, w): mask and image latents, by the pipeline's own code, which needs its VAE."""
     height, width = image.shape[1:]
     device = pipe.vae.device
     placeholder = torch.empty(latent_shape(pipe, height, width, num_frames), device=device)

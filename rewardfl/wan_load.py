@@ -356,8 +356,8 @@ def load_pipeline(
     """The pipeline, frozen and in eval mode, on the CPU.
 
     distilled: LoRAs (with their experts), by distill_mode either fused in the files' precision before the one rounding
-    to `dtype`, or attached as adapters that stay on. parts: those to load (the tokenizer comes with the text encoder);
-    the others' components are None.
+    to `dtype`, or attached as adapters that stay on. parts: those to load (the tokenizer comes with the text encoder;
+    vae_decoder is the VAE without what only encoding needs); the others' components are None.
     """
     opened = open_files(layout)
     loaded = dict.fromkeys(("tokenizer", "text_encoder", "vae", *PARTS.values()))
@@ -372,8 +372,10 @@ def load_pipeline(
     if "text_encoder" in parts:
         loaded["tokenizer"] = AutoTokenizer.from_pretrained(layout.tokenizer, local_files_only=True)
         loaded["text_encoder"] = _load_text_encoder(layout, dtype)
-    if "vae" in parts:
+    if "vae" in parts or "vae_decoder" in parts:
         loaded["vae"] = _load_vae(layout, dtype)
+    if "vae_decoder" in parts:
+        loaded["vae"].encoder = loaded["vae"].quant_conv = None
     pipe = WanImageToVideoPipeline(
         scheduler=UniPCMultistepScheduler.from_pretrained(layout.configs / "scheduler", local_files_only=True),
         boundary_ratio=_read_json(layout.configs / "model_index.json")["boundary_ratio"],
@@ -385,6 +387,14 @@ def load_pipeline(
         if module is not None:
             module.requires_grad_(False).eval()
     return pipe
+
+
+def files(layout: Layout) -> dict[str, list[Path]]:
+    """Files and folders by part (text_encoder, vae, high_noise, low_noise): what identifies the weights."""
+    opened = open_files(layout)
+    return {name: list(checkpoint.files) for name, checkpoint in opened.items()} | {
+        "text_encoder": [_text_encoder(layout), layout.tokenizer], "vae": [_vae(layout)]
+    }  # fmt: skip
 
 
 def load_expert(

@@ -3,6 +3,7 @@
 import warnings
 from pathlib import Path
 
+import onnx
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -145,3 +146,200 @@ def clip(cells: list[tuple[int, int] | None], seed: int = 0, mouth: list[float] 
             colour = torch.tensor([1.0, -1.0, 1.0 - opened])
             video[:, j, y : y + 8, x : x + 8] = colour[:, None, None]
     return video
+
+
+# ---- the published networks, from their public definitions ----
+
+
+def _conv_bn(inside: int, outside: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
+    conv = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(outside))
+
+
+class _ResidualBlock(nn.Module):
+    """IBasicBlock of insightface's arcface_torch/backbones/iresnet.py."""
+
+    def __init__(self, inside: int, outside: int, stride: int):
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(inside)
+        self.conv1 = _conv_bn(inside, outside)
+        self.act = nn.PReLU(outside)
+        self.conv2 = _conv_bn(outside, outside, 3, stride)
+        self.shortcut = _conv_bn(inside, outside, 1, stride) if stride > 1 else nn.Identity()
+
+    def forward(self, x):
+        return self.conv2(self.act(self.conv1(self.bn1(x)))) + self.shortcut(x)
+
+
+class IResNet(nn.Module):
+    """glintr100 with the default blocks and width; w600k_r50 has blocks (3, 4, 14, 3)."""
+
+    def __init__(self, blocks=(3, 13, 30, 3), width: int = 64, size: int = 112, dimension: int = 512):
+        super().__init__()
+        widths = [width, width, 2 * width, 4 * width, 8 * width]
+        stages = [
+            _ResidualBlock(inside if i == 0 else outside, outside, 2 if i == 0 else 1)
+            for inside, outside, count in zip(widths, widths[1:], blocks, strict=False)
+            for i in range(count)
+        ]
+        self.stem = nn.Sequential(_conv_bn(3, width), nn.PReLU(width))
+        self.stages = nn.Sequential(*stages)
+        self.bn2 = nn.BatchNorm2d(widths[-1])
+        self.dropout = nn.Dropout(0.4)
+        self.fc = nn.Linear(widths[-1] * (size // 16) ** 2, dimension)
+        self.features = nn.BatchNorm1d(dimension)
+
+    def forward(self, x):
+        x = self.bn2(self.stages(self.stem(x)))
+        return self.features(self.fc(self.dropout(torch.flatten(x, 1))))
+
+
+class _BasicBlock(nn.Module):
+    """ResNetV1e of insightface's detection/scrfd: average pooling in the shortcut."""
+
+    def __init__(self, inside: int, outside: int, stride: int):
+        super().__init__()
+        self.conv1, self.conv2 = _conv_bn(inside, outside, 3, stride), _conv_bn(outside, outside)
+        pool = nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False)
+        self.shortcut = nn.Sequential(pool, _conv_bn(inside, outside, 1)) if stride > 1 else nn.Identity()
+
+    def forward(self, x):
+        return torch.relu(self.conv2(torch.relu(self.conv1(x))) + self.shortcut(x))
+
+
+class SCRFD(nn.Module):
+    """scrfd_10g_bnkps with the default `scale`: ResNetV1e, PAFPN, a head of three convolutions per stride."""
+
+    def __init__(self, scale: int = 1, batched: bool = False):
+        super().__init__()
+        self.batched = batched
+        base, planes, neck, head = 56 // scale, [p // scale for p in (56, 88, 88, 224)], 56 // scale, 80 // scale
+        stem = [(3, base // 2, 2), (base // 2, base // 2, 1), (base // 2, base, 1)]
+        self.stem = nn.Sequential(*(nn.Sequential(_conv_bn(i, o, 3, s), nn.ReLU()) for i, o, s in stem))
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        inputs, strides = [base, *planes], (1, 2, 2, 2)
+        self.stages = nn.ModuleList(
+            nn.Sequential(*(_BasicBlock(inputs[k + (i > 0)], planes[k], strides[k] if i == 0 else 1) for i in range(n)))
+            for k, n in enumerate((3, 4, 2, 3))
+        )
+        self.lateral = nn.ModuleList(nn.Conv2d(p, neck, 1) for p in planes[1:])
+        self.fpn = nn.ModuleList(nn.Conv2d(neck, neck, 3, 1, 1) for _ in range(3))
+        self.down = nn.ModuleList(nn.Conv2d(neck, neck, 3, 2, 1) for _ in range(2))
+        self.pafpn = nn.ModuleList(nn.Conv2d(neck, neck, 3, 1, 1) for _ in range(2))
+        self.towers = nn.ModuleList(
+            nn.Sequential(*(nn.Sequential(_conv_bn(neck if i == 0 else head, head), nn.ReLU()) for i in range(3)))
+            for _ in range(3)
+        )
+        self.heads = nn.ModuleList(
+            nn.ModuleList(nn.Conv2d(head, 2 * channels, 3, 1, 1) for channels in (1, 4, 10)) for _ in range(3)
+        )
+        self.scales = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        x = self.pool(self.stem(x))
+        levels = []
+        for stage in self.stages:
+            x = stage(x)
+            levels.append(x)
+        levels = [lateral(level) for lateral, level in zip(self.lateral, levels[1:], strict=True)]
+        for i in (1, 0):
+            levels[i] = levels[i] + F.interpolate(levels[i + 1], size=levels[i].shape[2:], mode="nearest")
+        levels = [conv(level) for conv, level in zip(self.fpn, levels, strict=True)]
+        for i in (0, 1):
+            levels[i + 1] = levels[i + 1] + self.down[i](levels[i])
+        levels[1:] = [conv(level) for conv, level in zip(self.pafpn, levels[1:], strict=True)]
+        outputs = [[], [], []]
+        for i, level in enumerate(levels):
+            level = self.towers[i](level)
+            score, box, landmarks = (head(level) for head in self.heads[i])
+            for rows, out, channels in zip(outputs, (score, box * self.scales[i], landmarks), (1, 4, 10), strict=True):
+                if self.batched:
+                    out = out.permute(0, 2, 3, 1).reshape(out.shape[0], -1, channels)
+                else:
+                    out = out.permute(2, 3, 0, 1).reshape(-1, channels)
+                rows.append(torch.sigmoid(out) if channels == 1 else out)
+        return tuple(row for rows in outputs for row in rows)
+
+
+def _calibrate(net: nn.Module, batch: Tensor) -> None:
+    """Random affine parameters, and the statistics of the batch, so that activations neither die nor explode."""
+    for module in net.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, std=0.3)
+            module.momentum = 1.0
+        if isinstance(module, nn.PReLU):
+            nn.init.uniform_(module.weight, 0.1, 0.4)
+    with torch.no_grad():
+        net.train()(batch)
+    net.eval()
+
+
+def _aim(net: SCRFD, x: Tensor) -> None:
+    """Heads that see about ten faces of different sizes at every stride of one detector input (1, 3, H, W).
+
+    Random scores mean nothing, so each stride's are shifted to put 0.5 into the widest gap between its 5th and 20th:
+    which cells fire then does not hang on rounding. Boxes are about 2.5 strides to each side, landmarks lie in the box
+    as the template's do in the crop, both with a share of randomness.
+    """
+    template = torch.tensor([[-18, -4], [18, -4], [0, 16], [-14, 36], [14, 36]]).flatten() / 20
+    for (score, box, landmarks), rows in zip(net.heads, _logits(net, x), strict=True):
+        for head, out, spread, centre in (
+            (box, rows[1], 0.2, torch.tensor(2.5).expand(8)),
+            (landmarks, rows[2], 0.1, template.repeat(2)),
+            (score, rows[0], 1.0, torch.zeros(2)),
+        ):
+            scale = spread / out.std()
+            head.weight.data *= scale
+            head.bias.data = centre - out.mean() * scale + head.bias * scale
+    for (score, _, _), rows in zip(net.heads, _logits(net, x), strict=True):
+        best = rows[0].flatten().sort(descending=True).values[4:20]
+        gap = (best[:-1] - best[1:]).argmax()
+        score.bias.data -= (best[gap] + best[gap + 1]) / 2
+
+
+@torch.no_grad()
+def _logits(net: SCRFD, x: Tensor) -> list[list[Tensor]]:
+    """[score, box, landmarks] of each stride, before the sigmoid."""
+    seen: list[Tensor] = []
+    hooks = [head.register_forward_hook(lambda m, args, out: seen.append(out)) for row in net.heads for head in row]
+    net(x)
+    for hook in hooks:
+        hook.remove()
+    return [seen[i : i + 3] for i in range(0, 9, 3)]
+
+
+def _rename(path: Path, outputs: tuple[str, ...]) -> None:
+    """The published names, digits for the most part, which the exporter does not take."""
+    model = onnx.load(path)
+    new = dict(zip((value.name for value in model.graph.output), outputs, strict=True)) | {"x": "input.1"}
+    for value in (*model.graph.input, *model.graph.output):
+        value.name = new[value.name]
+    for node in model.graph.node:
+        node.input[:] = [new.get(name, name) for name in node.input]
+        node.output[:] = [new.get(name, name) for name in node.output]
+    onnx.save(model, path)
+
+
+def published_pack(folder: Path, image: Tensor, scale: int = 1, blocks=(3, 13, 30, 3), det_size: int = 640) -> Path:
+    """antelopev2's two files as they are published, but for the weights: graph, names, axes and file names.
+
+    The weights are random; the detector finds some things in `image` (3, H, W) in [-1, 1] that it calls faces.
+    scale > 1 divides the widths, blocks are the recogniser's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    quarters = [half for row in image.chunk(2, 1) for half in row.chunk(2, 2)]
+    crops = F.interpolate(torch.stack(quarters), (112, 112), mode="area")
+    recogniser = IResNet(blocks, 64 // scale)
+    _calibrate(recogniser, crops)
+    _rename(export(recogniser, crops[:1], folder / "glintr100.onnx", dynamic={"x": {0: "None"}}), ("1333",))
+
+    detector = SCRFD(scale)
+    fitted = F.interpolate(image[None], scale_factor=det_size / max(image.shape[1:]), mode="bilinear")
+    fitted = F.pad(fitted, (0, det_size - fitted.shape[-1], 0, det_size - fitted.shape[-2]), value=-1.0)
+    _calibrate(detector, fitted)
+    _aim(detector, fitted)
+    path = export(detector, fitted, folder / "scrfd_10g_bnkps.onnx", dynamic={"x": {2: "?", 3: "?"}})
+    _rename(path, ("448", "471", "494", "451", "474", "497", "454", "477", "500"))
+    return folder

@@ -32,7 +32,9 @@ def start(output_dir, config=CONFIG, resume="auto"):
     """What the script does before its first step."""
     checkpoint.prepare_output_dir(output_dir, config, resume)
     path = checkpoint.find_checkpoint(output_dir, resume)
-    checkpoint.write_run_json(output_dir, config, ["train.py"], {"torch": "2"}, "abc")
+    checkpoint.write_run_json(
+        output_dir, config, ["train.py"], {"torch": "2"}, "abc", {"reward.pack": {"det.onnx": "0f"}}
+    )
     return path
 
 
@@ -141,6 +143,7 @@ def test_a_new_run_and_going_on_with_it(tmp_path):
         "command": ["train.py"],
         "versions": {"torch": "2"},
         "git_commit": "abc",
+        "face_packs": {"reward.pack": {"det.onnx": "0f"}},
     }
     path = save(tmp_path / "out", 25)
     assert start(tmp_path / "out") == path

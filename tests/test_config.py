@@ -1,10 +1,13 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from face_nets import magenta_pack
 
 from rewardfl import config
 from rewardfl.config import ConfigError
@@ -333,9 +336,19 @@ def test_check_paths(write, tmp_path):
     assert all(str(tmp_path) in line for line in lines)
     for folder in (pipeline, pack, judge, tmp_path / "tokens"):
         folder.mkdir()
-    for file in (pipeline / "model_index.json", pack / "a.onnx", judge / "a.onnx", tmp_path / "m.csv"):
+    for file in (pipeline / "model_index.json", tmp_path / "m.csv"):
         file.touch()
+    magenta_pack(pack / "antelopev2")
+    magenta_pack(judge / "models" / "buffalo_l")
     config.check_paths(cfg)
+    (pack / "antelopev2" / "rec.onnx").unlink()
+    with pytest.raises(ConfigError, match=r"^reward.reward_model_path: .*pack has no recogniser among its .onnx files"):
+        config.check_paths(cfg)
+
+
+def test_the_config_is_read_without_torch():
+    code = "import sys, rewardfl.config; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_vae_factors(tmp_path):

@@ -88,4 +88,6 @@ def test_experts_outside_the_module_answer_and_are_not_seen():
     text = torch.randn(1, 512, pipe.transformer.config.text_dim, generator=generator)
     for sigma in (0.95, 0.5):
         with torch.no_grad():
-            assert torch.equal(outside(x, torch.tensor(sigma), text, image), inside(x, torch.tensor(sigma), text, image))
+            assert torch.equal(
+                outside(x, torch.tensor(sigma), text, image), inside(x, torch.tensor(sigma), text, image)
+            )

@@ -1,6 +1,7 @@
 """train_reward_fl.py and the tools as a user runs them, on the embedded tiny world."""
 
 import csv
+import hashlib
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 
 import generate
+import onnx
 import pytest
 import torch
 from conftest import ROOT
@@ -15,10 +17,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from PIL import Image
 
 import train_reward_fl
-from rewardfl import checkpoint, config, data, lora, wan, wan_load
+from rewardfl import checkpoint, config, data, face_parity, lora, wan, wan_load
 
 WORLD = ROOT / "assets" / "tiny_world"
 CONFIG = str(ROOT / "configs" / "tiny_face.yaml")
+PACKS = {"reward_model_path": "reward", "held_out_model_path": "judge"}
 # four sampling steps, two of them replayed, one clip at a time
 FAST = [
     "sample.num_inference_steps=4", "sample.mid_timestep=2", "sample.final_timestep=3", "lora.lora_rank=4",
@@ -88,6 +91,11 @@ def test_a_run_leaves_what_the_design_says(straight):
     assert record["config"]["lora"]["lora_rank"] == 4 and torch.__version__.startswith(
         record["versions"]["torch"].split("+")[0]
     )
+    packs = {f"reward.{name}": WORLD / "faces" / folder for name, folder in PACKS.items()}
+    assert record["face_packs"] == {
+        key: {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.onnx")}
+        for key, folder in packs.items()
+    }
     clip = data.read_video(straight / "samples" / "step-000006" / "00.mp4")
     assert clip.shape == (9, 64, 128, 3)  # real | generated
 
@@ -288,7 +296,7 @@ def write(path, rows):
         ("sample.mid_timestep=9", "sample.mid_timestep must be at most final_timestep 7, got 9"),
         ("data.file_name=nowhere.csv", "data.file_name: no such file: nowhere.csv"),
         ("model.model_paths=nowhere", "model.model_paths: no diffusers pipeline"),
-        ("reward.reward_model_path=nowhere", "reward.reward_model_path: no .onnx files in nowhere"),
+        ("reward.reward_model_path=nowhere", "reward.reward_model_path: no face pack at nowhere"),
         ("train.train_batch_size=3", "train.train_batch_size is 3"),
     ],
 )
@@ -319,9 +327,7 @@ def test_bad_rows_are_named_or_skipped(monkeypatch, capsys, no_weights, clips, t
         good = list(csv.reader(file))[5]
     shutil.copy(WORLD / "train" / good[0], tmp_path / good[0])
     write(path, [*rows, good])
-    monkeypatch.setattr(
-        wan_load, "load_pipeline", lambda *a: (_ for _ in ()).throw(data.DataError("reached the weights"))
-    )
+    reach_the_weights(monkeypatch)
     code, out, error = call(monkeypatch, capsys, *arguments, "data.skip_bad_rows=true")
     assert "reached the weights" in error
     assert out.count("skipped: line") == 3
@@ -334,6 +340,43 @@ def test_a_clip_without_a_face(monkeypatch, capsys, no_weights, clips, tmp_path)
     code, _, error = call(monkeypatch, capsys, f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}")
     assert code == 2
     assert f"line 3: no face was found in {tmp_path / rows[2][0]}" in error and "data.skip_bad_rows: true" in error
+
+
+def reach_the_weights(monkeypatch):
+    def refuse(*arguments):
+        raise data.DataError("reached the weights")
+
+    monkeypatch.setattr(wan_load, "load_pipeline", refuse)
+
+
+def test_face_packs_are_compared_with_insightface(monkeypatch, capsys, tmp_path):
+    reach_the_weights(monkeypatch)
+    _, out, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}")
+    assert "reached the weights" in error
+    for setting in PACKS:
+        assert out.count(f"reward.{setting}: face parity with insightface: box 0.0") == 1
+        assert out.count(f"reward.{setting}: ") == 3  # and two hashes
+    digests = {hashlib.sha256(file.read_bytes()).hexdigest() for file in (WORLD / "faces").rglob("*.onnx")}
+    assert out.count("licence of ") == len(digests) and all(f"sha256 {digest}" in out for digest in digests)
+
+
+def test_face_packs_that_differ_from_insightface_are_refused(monkeypatch, capsys, no_weights, tmp_path):
+    monkeypatch.setattr(face_parity, "MAX_COSINE_DISTANCE", 0.0)
+    code, _, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}")
+    assert code == 2 and "error: reward.reward_model_path: face parity with insightface" in error
+    assert "cosine distance" in error and "is allowed, with" in error
+
+
+def test_face_packs_that_cannot_be_run_are_refused(monkeypatch, capsys, no_weights, tmp_path):
+    pack = tmp_path / "pack" / "antelopev2"
+    shutil.copytree(WORLD / "faces" / "judge", pack)
+    for path in pack.glob("*.onnx"):
+        model = onnx.load(path)
+        model.graph.node[0].op_type = "Einsum"
+        onnx.save(model, path)
+    arguments = [f"run.output_dir={tmp_path / 'run'}", f"reward.held_out_model_path={tmp_path / 'pack'}"]
+    code, _, error = call(monkeypatch, capsys, *FAST, *arguments)
+    assert code == 2 and f"error: reward.held_out_model_path: {pack}" in error and "does not run: Einsum" in error
 
 
 def test_another_run_in_the_folder(monkeypatch, capsys, no_weights, straight):

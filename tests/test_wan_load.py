@@ -218,7 +218,7 @@ def test_outputs_are_bit_equal(files, given, dtype):
 
 
 def test_experts_that_are_not_wanted_are_not_loaded(files, given):
-    pipe = load(given(), torch.bfloat16, experts=("low_noise",))
+    pipe = load(given(), torch.bfloat16, parts=("vae", "low_noise"))
     assert pipe.transformer is None and pipe.transformer_2 is not None
 
 

@@ -24,12 +24,12 @@ class Reward(nn.Module):
     def reference(self, video: Tensor) -> dict[str, Tensor] | None:
         """What this reward keeps of a sample's real clip (3, F, H, W) in [-1, 1]; None if it is of no use.
 
-        It is computed once per sample, cached under `identity`, and handed back to `forward`. A reward that needs
+        It is computed once per sample, cached under `fingerprint`, and handed back to `forward`. A reward that needs
         nothing of the real clip keeps an empty dict: every sample is usable.
         """
         return {}
 
-    def identity(self) -> dict[str, object]:
+    def fingerprint(self) -> dict[str, object]:
         """All that `reference` depends on beside the clip, as plain JSON values: weights, settings."""
         return {"name": self.name}
 

@@ -38,17 +38,17 @@ class FaceIdentityReward(Reward):
         if not named and (isinstance(cap, str) or not 0 < cap <= 1):
             raise ValueError(f"reward.cap must be self_similarity, none or a number in (0, 1], got {cap!r}")
         self.cap = cap
-        self.identity_model = FaceIdentity(pack_dir, det_size, chunk)
+        self.identity = FaceIdentity(pack_dir, det_size, chunk)
 
     def reference(self, video: Tensor) -> dict[str, Tensor] | None:
         """The face pool of a real clip (3, F, H, W); None when no frame after the first shows the face."""
-        pool = self.identity_model.pool(video)
+        pool = self.identity.pool(video)
         return None if pool is None else {field: torch.as_tensor(value) for field, value in vars(pool).items()}
 
-    def identity(self) -> dict[str, object]:
+    def fingerprint(self) -> dict[str, object]:
         """The networks and the size at which faces are looked for; the cap takes no part in the pool."""
-        weights = [sha256(file) for file in self.identity_model.files]
-        return {"name": self.name, "weights": weights, "det_size": self.identity_model.detector.det_size}
+        weights = [sha256(file) for file in self.identity.files]
+        return {"name": self.name, "weights": weights, "det_size": self.identity.detector.det_size}
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         if len(batch) != len(video):
@@ -71,7 +71,7 @@ class FaceIdentityReward(Reward):
         if pool is None:
             return nothing, False, list(parts.values())
         parts["cap"] = cap = {"self_similarity": pool.cap, "none": 1.0}.get(self.cap, self.cap)
-        face = self.identity_model.score(video, pool)
+        face = self.identity.score(video, pool)
         parts["coverage"] = face.coverage if face else 0.0
         if face is None or not face.mean.isfinite():
             return nothing, False, list(parts.values())

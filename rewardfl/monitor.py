@@ -1,0 +1,50 @@
+"""What a training script tells of itself: seconds, memory, and warnings when the numbers look wrong."""
+
+import contextlib
+import math
+import resource
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+
+class Timer:
+    """Seconds by name: `with timer("decode"): ...` adds up."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Peak of the device's allocator, or of the process's memory on the CPU, in 1e9 bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int = 10) -> Iterator[str]:
+    """Warnings about the last `window` steps: the faces freeze, or the reward's gain is not seen by the judge."""
+    if len(history) < 2 * window or len(history) % window:
+        return
+
+    def mean(key: str, steps: Sequence[dict[str, float]]) -> float:
+        values = [step[key] for step in steps if step.get(key) is not None and math.isfinite(step[key])]
+        return sum(values) / len(values) if values else math.nan
+
+    first, last = history[:window], history[-window:]
+    motion = mean("reward/motion", last)
+    if motion < motion_alarm:
+        yield f"motion is {motion:.2f} of the real clips', below reward.motion_alarm {motion_alarm:g}"
+    gain = mean("actor/face_score", last) - mean("actor/face_score", first)
+    judged = mean("reward/held_out", last) - mean("reward/held_out", first)
+    if gain > 0.05 and judged < 0.5 * gain:
+        yield f"the face score gained {gain:.3f} but the held-out judge saw {judged:.3f}: the reward may be hacked"
