@@ -652,6 +652,15 @@ def test_bad_pickles_are_refused(files, given, tmp_path, part):
         load(given(**{part: str(bad)}), torch.float32)
 
 
+def test_what_is_loaded_does_not_follow_its_file(files, given, tmp_path):
+    """Files are mapped while they are read."""
+    vae = Path(shutil.copy(files.original / "Wan2.1_VAE.pth", tmp_path))
+    loaded = load(given(vae=str(vae)), torch.float32)
+    with vae.open("r+b") as file:
+        file.write(bytes(vae.stat().st_size))
+    assert_same_modules(loaded, from_pretrained(files.fp32, torch.float32), ("vae",))
+
+
 def test_old_pickles_and_safetensors_load_too(files, given, tmp_path):
     expected = from_pretrained(files.fp32, torch.float32)
     state = wan_files.original_vae(files.pipe.vae)
