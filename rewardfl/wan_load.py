@@ -122,7 +122,8 @@ def _from_json(path: Path, tokenizer_path: str) -> Layout:
     if not isinstance(given, dict):
         raise Refused(f"{path} must be an object with {', '.join(KEYS)}, or a list in their order")
     unknown = sorted(given.keys() - {*KEYS, "tokenizer", "configs"})
-    missing = [key for key in KEYS if not given.get(key)]
+    given = {key: value for key, value in given.items() if value}
+    missing = [key for key in KEYS if key not in given]
     if unknown or missing:
         raise Refused(
             f"{path}: " + "; ".join([f"no {key}" for key in missing] + [f"unknown key {key!r}" for key in unknown])
@@ -143,8 +144,11 @@ def _from_json(path: Path, tokenizer_path: str) -> Layout:
     )  # fmt: skip
 
 
-def _listed(value: str | list[str]) -> list[str]:
-    return value if isinstance(value, list) else [value]
+def _listed(value: object) -> list[str]:
+    listed = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, str) for one in listed):
+        raise Refused(f"{value!r} in the list of model files must be a path, or a list of paths")
+    return listed
 
 
 def _from_hub(origin_paths: str, tokenizer_path: str, allow_download: bool) -> Layout:

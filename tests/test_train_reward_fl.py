@@ -214,7 +214,7 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
         (["--image", "nowhere.png"], "--image: no such file: nowhere.png"),
         (["--num-frames", "10"], "data.num_frames must be 2k+1"),
         (["--adapter", "nowhere"], "no adapter in nowhere"),
-        (["--model", "nowhere"], "nowhere is neither a diffusers pipeline folder"),
+        (["--model", "nowhere"], "nowhere is neither a diffusers pipeline folder (no model_index.json in it) nor"),
     ],
 )
 def test_generate_refuses(tmp_path, monkeypatch, capsys, change, message):
@@ -394,6 +394,18 @@ def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
     assert "   3  0.8929    892.857  low_noise   -" in out
     assert "   7  0.4167    416.667  low_noise   replayed" in out
     assert "learning_rate:" in out
+    assert "note:" not in out
+    _, out, _ = call(monkeypatch, capsys, "--dry-run", "sample.shift=3", "model.min_timestep_boundary=0.875")
+    assert "note: model.min_timestep_boundary is 0.875, the checkpoint says 0.9" in out
+    assert "note: sample.shift is 3, the checkpoint says 5" in out
+
+
+def test_dry_run_refuses_files_that_do_not_fit(monkeypatch, capsys, no_weights, tmp_path):
+    model = shutil.copytree(WORLD / "pipeline", tmp_path / "model")
+    shutil.rmtree(model / "transformer_2")
+    shutil.copytree(model / "transformer", model / "transformer_2")
+    code, _, error = call(monkeypatch, capsys, "--dry-run", f"model.model_paths={model}")
+    assert code == 2 and "are the same weights" in error
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

@@ -4,18 +4,23 @@ import copy
 import json
 import shutil
 import socket
+import sys
 from pathlib import Path
 
+import generate
 import pytest
 import torch
 import wan_files
+from conftest import ROOT
 from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3DModel
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
+from PIL import Image
 from safetensors.torch import load_file, save_file
+from test_wan import picture, stock
 
 from benchmarks import load as load_benchmark
-from rewardfl import lora, wan, wan_load
+from rewardfl import data, lora, lora_files, wan, wan_load
 from rewardfl.shards import Refused
 
 MODULES = ("transformer", "transformer_2", "vae", "text_encoder")
@@ -397,6 +402,10 @@ def test_distillations_that_do_not_fit_are_refused(files, given, tmp_path):
         load(given(), torch.float32, distilled=odd, distill_mode="adapter")
 
 
+def test_every_dialects_reader_is_there():
+    assert lora.read_lora is lora_files.read_lora
+
+
 # -- refusals
 
 
@@ -579,10 +588,11 @@ ORIGINAL = {
         lambda f, d: renamed(f, d, ("transformer", "a"), ("transformer", "b")), "are the same weights"
     ),
     "missing": (lambda f, d: {"vae": "nowhere.pth"}, "vae: .*nowhere.pth does not exist"),
-    "two VAEs": (lambda f, d: {"vae": ["a.pth", "b.pth"]}, "a.pth does not exist"),
+    "two VAEs": (lambda f, d: {"vae": [str(f.original / "Wan2.1_VAE.pth")] * 2}, "vae must be one path, it lists 2"),
+    "a number": (lambda f, d: {"vae": 3}, "3 in the list of model files must be a path, or a list of paths"),
     "no VAE": (lambda f, d: {"vae": ""}, "no vae; it takes high_noise_model, low_noise_model, text_encoder, vae"),
     "unknown key": (lambda f, d: {"image_encoder": "x"}, "unknown key 'image_encoder'"),
-    "no tokenizer": (lambda f, d: {"tokenizer": ""}, "tokenizer"),
+    "no tokenizer": (lambda f, d: {"tokenizer": ""}, "tokenizer_path: is empty, and these original files come without"),
     "empty tokenizer": (lambda f, d: {"tokenizer": str(d)}, "has no tokenizer.json or spiece.model; give the folder"),
     "configs": (lambda f, d: {"configs": str(d)}, "config.json is missing"),
 }  # fmt: skip
@@ -642,6 +652,15 @@ def test_bad_pickles_are_refused(files, given, tmp_path, part):
         load(given(**{part: str(bad)}), torch.float32)
 
 
+def test_what_is_loaded_does_not_follow_its_file(files, given, tmp_path):
+    """Files are mapped while they are read."""
+    vae = Path(shutil.copy(files.original / "Wan2.1_VAE.pth", tmp_path))
+    loaded = load(given(vae=str(vae)), torch.float32)
+    with vae.open("r+b") as file:
+        file.write(bytes(vae.stat().st_size))
+    assert_same_modules(loaded, from_pretrained(files.fp32, torch.float32), ("vae",))
+
+
 def test_old_pickles_and_safetensors_load_too(files, given, tmp_path):
     expected = from_pretrained(files.fp32, torch.float32)
     state = wan_files.original_vae(files.pipe.vae)
@@ -659,6 +678,39 @@ def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
         "model.min_timestep_boundary is 0.875, the checkpoint says 0.9",
         "sample.shift is 5, the checkpoint says 3",
     ]
+
+
+def test_example_of_original_files():
+    """Its keys are those that are taken; of its paths, the first is the first to be missed."""
+    with pytest.raises(Refused, match="high_noise_model: .*Wan2.2-I2V-A14B/high_noise_model does not exist"):
+        wan_load.find(str(ROOT / "examples" / "wan22_paths.json"))
+
+
+# -- use
+
+
+def test_generate_from_original_files_with_guidance_and_distillation(files, given, tmp_path, monkeypatch):
+    """tools/generate.py against the stock pipeline with Lightning attached by diffusers itself."""
+    _, image = picture()
+    Image.fromarray(data.to_uint8(image[:, None])[0].numpy()).save(tmp_path / "face.png")
+    videos = []
+    monkeypatch.setattr(data, "write_video", lambda path, video, fps: videos.append(video))
+    command = (
+        f"generate.py --model {given()} --image {tmp_path}/face.png --height 32 --width 32 --num-frames 5 --steps 4"
+    )
+    command += f" --seed 5 --dtype float32 --device cpu --out {tmp_path}/x.mp4 --guidance 3.5 --negative-prompt glasses"
+    command += f" --distill-lora-high {files.loras['high_noise']} --distill-lora-low {files.loras['low_noise']}"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--prompt", "a person, talking"])
+    assert generate.main() == 0
+
+    pipe = from_pretrained(files.fp32, torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.load_lora_weights(files.loras["high_noise"], adapter_name="high")
+    pipe.load_lora_weights(files.loras["low_noise"], adapter_name="low", load_into_transformer_2=True)
+    noise = data.noise(wan.latent_shape(pipe, 32, 32, 5), seed=5)
+    arguments = {"negative_prompt": "glasses", "latents": noise, "output_type": "pt"}
+    expected = stock(pipe, 4, prompt="a person, talking", guidance_scale=3.5, **arguments)[0].transpose(0, 1) * 2 - 1
+    torch.testing.assert_close(videos[0], expected, rtol=0, atol=2e-3)
 
 
 # -- memory
