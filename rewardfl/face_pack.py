@@ -73,8 +73,8 @@ def _only(folder: Path, files: dict[Path, str], task: str) -> Path:
     candidates = [file for file, its_task in files.items() if its_task == task]
     if len(candidates) > 1:
         raise ValueError(
-            f"{folder} has {len(candidates)} {task}s: {[file.name for file in candidates]}; a pack has one (insightface "
-            f"would take {candidates[0].name}), so move the others to a folder of their own"
+            f"{folder} has {len(candidates)} {task}s: {[file.name for file in candidates]}; a pack has one "
+            f"(insightface would take {candidates[0].name}), so move the others to a folder of their own"
         )
     return candidates[0]
 

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from face_nets import SIZE, SCRFD, IResNet, clip, magenta_pack, published_pack
+from face_nets import SCRFD, SIZE, IResNet, clip, magenta_pack, published_pack
 from insightface.data import get_image
 from insightface.model_zoo import get_model
 from insightface.utils.face_align import norm_crop
