@@ -112,24 +112,20 @@ def _resize_levels(levels: Tensor, height: int, width: int) -> Tensor:
     than one likes, and this way they are insightface's. No gradient passes, nor need it.
     """
     low, high, near, far = _resize_taps(levels.shape[-1], width, levels.device)
-    # cv2 takes one sample at the left and right border, and two equal ones at the top and bottom
-    inside = (low >= 0) & (low < levels.shape[-1] - 1)
-    near, far = torch.where(inside, near, 2048), torch.where(inside, far, 0)
-    low, high = (index.clamp(0, levels.shape[-1] - 1) for index in (low, high))
     rows = levels[..., low] * near + levels[..., high] * far
     low, high, near, far = _resize_taps(levels.shape[-2], height, levels.device)
-    low, high = (rows[..., index.clamp(0, levels.shape[-2] - 1), :] >> 4 for index in (low, high))
-    return ((near[:, None] * low >> 16) + (far[:, None] * high >> 16) + 2) >> 2
+    upper, lower = rows[..., low, :] >> 4, rows[..., high, :] >> 4
+    return ((near[:, None] * upper >> 16) + (far[:, None] * lower >> 16) + 2) >> 2
 
 
 def _resize_taps(size: int, out: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Two neighbours of each of `out` samples on an axis of `size`, -1 and `size` included, and weights of 2048."""
+    """The two neighbours of each of `out` samples on an axis of `size`, and their weights, of 2048 together."""
     position = ((torch.arange(out, dtype=torch.float64) + 0.5) * (size / out) - 0.5).float()
     low = position.floor()
     weight = position - low
     near, far = ((share * 2048).round().int().to(device) for share in (1 - weight, weight))
-    low = low.long().to(device)
-    return low, low + 1, near, far
+    low, high = (index.long().clamp(0, size - 1).to(device) for index in (low, low + 1))
+    return low, high, near, far
 
 
 def _suppress(boxes: Tensor, iou: float) -> list[int]:

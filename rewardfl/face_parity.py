@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .face import ARCFACE_TEMPLATE, FaceIdentity, Faces, align, similarity_transform
 
-MAX_COSINE_DISTANCE = 1e-3  # cv2's 8-bit resize and crop alone cost about 1e-5
+MAX_COSINE_DISTANCE = 1e-3  # insightface rounds its crop to bytes: about 1e-5 on trained networks, 3e-4 on random ones
 
-# insightface rounds the resized frame to 8 bits, which moves a score by about 0.01: where ours finds a face just above
-# the threshold, its own may lie just below.
+# A GPU convolves in TF32 and versions of OpenCV resize by a level more or less: where ours finds a face just above the
+# threshold, insightface's own may lie just below.
 SCORE_MARGIN = 0.05
 
 
