@@ -196,14 +196,11 @@ def fit_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
     that is scaled down more), and of these the one that crops least. max_pixels: at least STEP * STEP.
     """
     pixels = max(STEP**2, min(max_pixels, height * width))
-
-    def scales(size: tuple[int, int]) -> tuple[float, float]:
-        return size[0] / height, size[1] / width
-
     heights = range(STEP, pixels // STEP + 1, STEP)
     # the width that shows all of the clip at that height, or what the pixels allow
     sizes = [(h, STEP * min(-(-h * width // (height * STEP)), pixels // (h * STEP))) for h in heights]
-    return max(sizes, key=lambda size: (min(scales(size)), -max(scales(size))))
+    # of equals the first: where the width decides, more height would only be cropped
+    return max(sizes, key=lambda size: min(size[0] / height, size[1] / width))
 
 
 def clip_size(source: tuple[int, int], height: int, width: int, max_pixels: int | None) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT
 from PIL import Image
 
-from rewardfl import data, wan_load
+from rewardfl import config, data, wan_load
 
 WORLD = ROOT / "assets" / "tiny_world"
 FACES = ("--faces", WORLD / "faces" / "reward", "--det-size", 128, "--device", "cpu")
@@ -122,6 +122,22 @@ def test_every_problem_and_every_warning(call, tmp_path):
         f"sheet: {tmp_path}/sheet.png",
     ]
     assert is_red(np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)).sum() > 300
+
+
+def test_clips_with_problems_are_shown_as_far_as_they_go(tmp_path):
+    """A clip that is too slow, one that is too short, and one that cannot be read; problems are red, warnings not."""
+    data.write_video(tmp_path / "slow.mp4", person()[:, ::2, ::2], 8)
+    data.write_video(tmp_path / "short.mp4", person()[:2, ::2, ::2], 16)
+    path = write_csv(tmp_path, *([f"{name}.mp4", name, "", "", ""] for name in ("slow", "short", "lost")))
+    settings = config.Data(file_name=str(path), height=64, width=64, num_frames=9, fps=16)
+    reports = [check_dataset.inspect(row, settings, None, "cpu") for row in data.load_metadata(path)]
+    assert [len(report.problems) for report in reports] == [1, 1, 1]
+    assert [len(report.pictures) for report in reports] == [3, 3, 0]
+    assert all(report.warnings and report.size == (64, 64) for report in reports[:2])
+    sheet = np.asarray(check_dataset.contact_sheet(reports[:1])).astype(int)
+    reports[0].problems.clear()
+    assert is_red(sheet).any()
+    assert not is_red(np.asarray(check_dataset.contact_sheet(reports[:1])).astype(int)).any()
 
 
 def test_sizes_under_max_pixels(call, tmp_path):

@@ -164,6 +164,11 @@ def test_frames_at_a_rate(tmp_path, stored, fps, expected):
     assert whole[:count] == expected and len(whole) == math.ceil(36 / stored * fps - 0.01)
 
 
+def test_times_that_are_rounded_to_milliseconds(tmp_path):
+    film(tmp_path / "a.mp4", numbered(16), [round(1000 * i / 48) for i in range(16)])
+    assert shown_numbers(data.read_video(tmp_path / "a.mp4", 9, 32)) == [0, 1, 3, 4, 6, 7, 9, 10, 12]
+
+
 def test_a_variable_frame_rate(tmp_path):
     times = [0, 10, 50, 70, 130, 180, 200, 270, 290, 300, 360, 400]
     film(tmp_path / "a.mp4", numbered(12), times)
@@ -627,7 +632,9 @@ def test_with_shapes_a_step_depends_on_accumulation_times_processes():
     def samples(step, accumulation, processes):
         size = {"batch_size": 2, "accumulation": accumulation, "processes": processes, "num_rows": 11, "seed": 3}
         cells = [(micro, rank) for micro in range(accumulation) for rank in range(processes)]
-        return sorted(s for cell in cells for s in data.micro_batch(step, *cell, **size, shapes=SHAPES["two"]))
+        parts = [data.micro_batch(step, *cell, **size, shapes=SHAPES["two"]) for cell in cells]
+        assert all(len({SHAPES["two"][row] for _, row in part}) == 1 for part in parts)
+        return sorted(sample for part in parts for sample in part)
 
     for step in range(8):
         assert samples(step, 6, 1) == samples(step, 1, 6) == samples(step, 3, 2) == samples(step, 2, 3)
