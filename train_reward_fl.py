@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from rewardfl import checkpoint, data, decode, flow, lora, reward_flow, rewards, wan, wan_load
 from rewardfl import config as configuration
+from rewardfl import plan as planning
 from rewardfl.config import RunConfig
 from rewardfl.shards import Refused
 
@@ -56,14 +57,14 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
     try:
-        train(configuration.load(args.config, args.overrides), args.dry_run)
+        return train(configuration.load(args.config, args.overrides), args.dry_run)
     except (configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
-def train(cfg: RunConfig, dry_run: bool) -> None:
+def train(cfg: RunConfig, dry_run: bool) -> int:
+    """Train; the process's exit code, 2 for a dry run that does not fit the GPU that is there."""
     # ---------------------------------------------------------------------------------- what will be done, checked
     configuration.check_paths(cfg)
     layout = wan_load.find(
@@ -98,7 +99,11 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
         say(f"note: {difference}")
     say(plan(cfg, sigmas, boundary, active, coupling, len(rows), global_batch, steps, accelerator))
     if dry_run:
-        return
+        on_gpu = accelerator.device.type == "cuda"
+        gpu_memory = torch.cuda.get_device_properties(accelerator.device).total_memory if on_gpu else None
+        costs, demands = planning.of_config(cfg, layout.configs, len(rows), steps)
+        say("\n" + planning.report(costs, demands, planning.TFLOPS, gpu_memory))
+        return 0 if gpu_memory is None or planning.fits(costs, demands, gpu_memory) else 2
     if accelerator.is_main_process:
         checkpoint.prepare_output_dir(cfg.run.output_dir, configuration.to_dict(cfg), cfg.run.resume_from_checkpoint)
     accelerator.wait_for_everyone()
@@ -260,6 +265,7 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
             accelerator.wait_for_everyone()
     accelerator.end_training()
     say(f"done: {cfg.run.output_dir}/checkpoints/latest")
+    return 0
 
 
 # --------------------------------------------------------------------------------------------------------------------

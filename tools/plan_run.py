@@ -1,4 +1,4 @@
-"""What a run takes, before there is a GPU or a model: compute, memory by phase, disk, and what to set when it is too much.
+"""What a run takes, before there is a GPU or a model: compute, memory, disk, and what to set when it is too much.
 
     python tools/plan_run.py --config configs/wan22_face.yaml [--gpu-memory 80] [--tflops 400] [section.key=value ...]
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from rewardfl import config as configuration  # noqa: E402
-from rewardfl import data, plan, wan_load  # noqa: E402
+from rewardfl import config as configuration
+from rewardfl import data, plan, wan_load
 
 FITS, DOES_NOT = 0, 2  # exit codes
 
@@ -22,13 +22,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="of one GPU, in 1e9 bytes")
-    parser.add_argument("--tflops", type=float, default=400, help="TFLOP/s that the GPU reaches in practice")
+    parser.add_argument("--tflops", type=float, default=plan.TFLOPS, help="TFLOP/s that the GPU reaches in practice")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
     try:
         cfg = configuration.load(args.config, args.overrides)
         clips = len(data.load_metadata(cfg.data.file_name)) if Path(cfg.data.file_name).is_file() else None
-        configs = plan.source_of(Path(cfg.model.model_paths), wan_load.PUBLISHED)
+        configs = plan.source_of(cfg.model.model_paths, wan_load.PUBLISHED)
         spatial, temporal = configuration.vae_factors(configs)
         configuration.check_geometry(cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal)
         costs, run = plan.of_config(cfg, configs, clips, updates(cfg, clips))
@@ -36,8 +36,9 @@ def main() -> int:
     except (configuration.ConfigError, data.DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return DOES_NOT
-    print(f"model: {configs}" + ("" if str(configs) == cfg.model.model_paths else " (model.model_paths has none)"))
-    print(f"data: {clips if clips is not None else 'no such file,'} clips in {cfg.data.file_name}\n")
+    published = " (published; no configurations in model.model_paths)" if configs == wan_load.PUBLISHED else ""
+    print(f"model's shape from {configs}{published}")
+    print(f"data: {'not there yet' if clips is None else f'{clips} clips'}: {cfg.data.file_name}\n")
     gpu_memory = args.gpu_memory * 1e9
     print(plan.report(costs, run, args.tflops, gpu_memory))
     return FITS if plan.fits(costs, run, gpu_memory) else DOES_NOT
