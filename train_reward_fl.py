@@ -101,9 +101,9 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
     if dry_run:
         on_gpu = accelerator.device.type == "cuda"
         gpu_memory = torch.cuda.get_device_properties(accelerator.device).total_memory if on_gpu else None
-        costs, demands = planning.of_config(cfg, layout.configs, len(rows), steps)
-        say("\n" + planning.report(costs, demands, planning.TFLOPS, gpu_memory))
-        return 0 if gpu_memory is None or planning.fits(costs, demands, gpu_memory) else 2
+        costs, run = planning.costs_of(cfg, layout.configs), planning.run_of(cfg, layout.configs, len(rows), steps)
+        say("\n" + planning.report(costs, run, planning.TFLOPS, gpu_memory))
+        return 0 if gpu_memory is None or planning.fits(costs, run, gpu_memory) else 2
     if accelerator.is_main_process:
         checkpoint.prepare_output_dir(cfg.run.output_dir, configuration.to_dict(cfg), cfg.run.resume_from_checkpoint)
     accelerator.wait_for_everyone()

@@ -7,6 +7,7 @@ and FLOPs are plain integers.
 The meta device takes torch's composite rms_norm, which keeps more for the backward pass than the GPU's fused one.
 """
 
+import functools
 import json
 import math
 import weakref
@@ -74,8 +75,43 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def saved_bytes(forward: Callable[[], Any], given: Iterable[Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass of `forward()`, each storage once, those of `given` not."""
+def attention_flops(query, key, value, *_, out_shape=None, **__) -> int:
+    """For FlopCounterMode, of the shapes of _scaled_dot_product_flash_attention_for_cpu's arguments."""
+    return sdpa_flop_count(query, key, value)
+
+
+def attention_backward_flops(grad, query, key, value, *_, out_shape=None, **__) -> int:
+    """For FlopCounterMode, of that operator's backward pass."""
+    return sdpa_backward_flop_count(grad, query, key, value)
+
+
+def _counter() -> FlopCounterMode:
+    """Of matrix products, convolutions and attentions."""
+    fused = torch.ops.aten
+    known = {
+        fused._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+        fused._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+    }
+    return FlopCounterMode(display=False, custom_mapping=known)
+
+
+@dataclass(frozen=True)
+class GraphCost:
+    """Of a forward and a backward pass. Bytes and FLOPs."""
+
+    saved: int  # for the backward pass, each storage once
+    peak: int  # the most that lived at once
+    forward: int
+    backward: int
+
+
+def with_graph(forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor], given: Iterable[Tensor]) -> GraphCost:
+    """The cost of the tensors `forward()` and of their gradients, which the leaves are left with.
+
+    given: bytes that are not counted. leaves: those that require a gradient, not counted in the peak and in what is
+    saved only where the graph keeps them.
+    """
+    given = list(given)
     known, saved = {_storage(tensor) for tensor in given}, {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -83,38 +119,30 @@ def saved_bytes(forward: Callable[[], Any], given: Iterable[Tensor]) -> int:
             saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor  # kept alive by the graph, so that no address is used twice
 
-    with _Flash(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        graph = forward()
-    del graph
-    return sum(saved.values())
+    living = _Living([*given, *leaves])
+    with _Flash(), _counter() as counter, living:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = forward()
+        flops = counter.get_total_flops()
+        cotangents = [torch.empty_like(output) for output in outputs]
+        torch.autograd.backward(outputs, cotangents)  # autograd.grad and the counter's module hooks do not go together
+    return GraphCost(sum(saved.values()), living.peak, flops, counter.get_total_flops() - flops)
 
 
-def peak_bytes(run: Callable[[], Any], given: Iterable[Tensor]) -> int:
-    """The most bytes that `run()` has alive at once, without the storages of `given`."""
+@dataclass(frozen=True)
+class FrozenCost:
+    """Of a forward pass without a graph. Bytes and FLOPs."""
+
+    peak: int
+    forward: int
+
+
+def without_graph(run: Callable[[], Any], given: Iterable[Tensor]) -> FrozenCost:
+    """The cost of `run()`; given: bytes that are not counted."""
     living = _Living(given)
-    with _Flash(), living:
+    with torch.no_grad(), _Flash(), _counter() as counter, living:
         run()
-    return living.peak
-
-
-def _attention_flops(query, key, value, *_, out_shape=None, **__) -> int:
-    return sdpa_flop_count(query, key, value)
-
-
-def _attention_backward_flops(grad, query, key, value, *_, out_shape=None, **__) -> int:
-    return sdpa_backward_flop_count(grad, query, key, value)
-
-
-def flops(run: Callable[[], Any]) -> int:
-    """FLOPs of the matrix products, convolutions and attentions in `run()`."""
-    fused = torch.ops.aten
-    known = {
-        fused._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-        fused._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-    }
-    with _Flash(), FlopCounterMode(display=False, custom_mapping=known) as counter:
-        run()
-    return counter.get_total_flops()
+    return FrozenCost(living.peak, counter.get_total_flops())
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -255,57 +283,46 @@ def measure_expert(
     model, bare = new_expert(config, dtype, 1, adapter), new_expert(config, dtype, 1, None)
     tokens = math.prod(size // patch for size, patch in zip(shape[1:], config["patch_size"], strict=True))
     layers = config["num_layers"]
+    x = _meta(1, config["in_channels"], *shape[1:], dtype=dtype, grad=True)
+    text = _meta(1, wan.TEXT_LENGTH, config["text_dim"], dtype=dtype)
+    timestep = _meta(1, dtype=torch.float32)
     inputs = block_inputs(config, dtype, tokens, grad=True)
-    block, weights = model.blocks[0], [*model.parameters(), *bare.parameters()]
-    given = [*weights, inputs.hidden, *inputs.shared]
-    gradient = torch.empty_like(inputs.hidden)
-
-    def forward_backward() -> None:
-        call_block(block, inputs).backward(gradient)
-
-    def peak_frozen() -> int:
-        with torch.no_grad():
-            return peak_bytes(lambda: call_block(block, inputs), given)
-
-    forward, backward = _expert_flops(model, config, dtype, shape, inputs)
-    forward_frozen, _ = _expert_flops(bare, config, dtype, shape, inputs)
-    block_weights = nbytes(bare.blocks.parameters())
-    other_weights = nbytes([*bare.parameters(), *bare.buffers()]) - block_weights
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    whole = with_graph(lambda: model(x, timestep, text, return_dict=False), [x, *trained], model.parameters())
+    block = with_graph(
+        lambda: [call_block(model.blocks[0], inputs)], [inputs.hidden, *trained], [*model.parameters(), *inputs.shared]
+    )
+    frozen_whole = without_graph(lambda: bare(x, timestep, text), bare.parameters())
+    frozen_block = without_graph(
+        lambda: call_block(bare.blocks[0], inputs), [*bare.parameters(), inputs.hidden, *inputs.shared]
+    )
+    adapted_block = without_graph(
+        lambda: call_block(model.blocks[0], inputs), [*model.parameters(), inputs.hidden, *inputs.shared]
+    )
+    block_weights, other_weights = _weights(bare)
     bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
-    block_fp8 = nbytes(bare.blocks.parameters())
-    other_fp8 = nbytes([*bare.parameters(), *bare.buffers()]) - block_fp8
+    block_fp8, other_fp8 = _weights(bare)
     return ExpertCost(
         layers=layers,
         tokens=tokens,
         block_weights=block_weights,
         other_weights=other_weights,
         weights_fp8=layers * block_fp8 + other_fp8,
-        adapter_parameters=layers * sum(p.numel() for p in block.parameters() if p.requires_grad),
+        adapter_parameters=layers * sum(parameter.numel() for parameter in trained),
         block_input=nbytes([inputs.hidden]),
-        # the block's own input too is kept, but by whoever made it
-        block_saved=saved_bytes(lambda: call_block(block, inputs), [*weights, *inputs.shared]),
-        block_peak=peak_bytes(forward_backward, given),
-        block_peak_frozen=peak_frozen(),
-        forward=forward,
-        forward_frozen=forward_frozen,
-        backward=backward,
+        block_saved=block.saved,
+        block_peak=block.peak,
+        block_peak_frozen=adapted_block.peak,
+        forward=whole.forward + (layers - 1) * block.forward,
+        forward_frozen=frozen_whole.forward + (layers - 1) * frozen_block.forward,
+        backward=whole.backward + (layers - 1) * block.backward,
     )
 
 
-def _expert_flops(
-    model: nn.Module, config: Mapping[str, Any], dtype: torch.dtype, shape: Sequence[int], inputs: BlockInputs
-) -> tuple[int, int]:
-    """Forward and backward FLOPs of an expert of which `model` is the one-block version."""
-    x = _meta(1, config["in_channels"], *shape[1:], dtype=dtype, grad=True)
-    text = _meta(1, wan.TEXT_LENGTH, config["text_dim"], dtype=dtype)
-    timestep = _meta(1, dtype=torch.float32)
-    out = []
-    forward = flops(lambda: out.append(model(x, timestep, text, return_dict=False)[0]))
-    backward = flops(lambda: out[0].backward(torch.empty_like(out[0])))
-    block_forward = flops(lambda: out.append(call_block(model.blocks[0], inputs)))
-    block_backward = flops(lambda: out[1].backward(torch.empty_like(out[1])))
-    more = config["num_layers"] - 1
-    return forward + more * block_forward, backward + more * block_backward
+def _weights(model: nn.Module) -> tuple[int, int]:
+    """Bytes of a one-block expert's block, and of the rest."""
+    block = nbytes(model.blocks.parameters())
+    return block, nbytes([*model.parameters(), *model.buffers()]) - block
 
 
 def measure_decoder(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Sequence[int]) -> tuple[ChunkCost, ...]:
@@ -324,66 +341,54 @@ def measure_decoder(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Sequence[i
 def _measure_chunk(vae: AutoencoderKLWan, x: Tensor, start: Caches, first: bool) -> tuple[ChunkCost, Caches]:
     """The cost of one chunk, and the caches after it. x and start: leaves that require a gradient."""
     tensors = [c for c in start if isinstance(c, Tensor)]
-    given = [*vae.parameters(), x, *tensors]
+    after: Caches = []
 
-    def forward() -> tuple[Tensor, Caches]:
-        after = list(start)
-        return vae.decoder(vae.post_quant_conv(x), feat_cache=after, feat_idx=[0], first_chunk=first), after
-
-    def outputs() -> list[Tensor]:
-        frames, after = forward()
+    def forward() -> list[Tensor]:
+        after[:] = start
+        frames = vae.decoder(vae.post_quant_conv(x), feat_cache=after, feat_idx=[0], first_chunk=first)
         return [frames.clamp(-1, 1), *(c for c in after if isinstance(c, Tensor))]
 
-    def backward(values: list[Tensor]) -> None:
-        cotangents = [torch.empty_like(value) for value in values]
-        torch.autograd.grad(values, [x, *tensors], cotangents, allow_unused=True)
-
-    with torch.no_grad():
-        peak = peak_bytes(outputs, given)
-        _, caches = forward()
-    made = []
+    graph = with_graph(forward, [x, *tensors], vae.parameters())
+    frozen = without_graph(forward, [*vae.parameters(), x, *tensors])
     cost = ChunkCost(
         caches_in=nbytes(tensors),
-        saved=saved_bytes(outputs, given),
-        peak=peak,
-        peak_vjp=peak_bytes(lambda: backward(outputs()), given),
-        forward=flops(lambda: made.extend(outputs())),
-        backward=flops(lambda: backward(made)),
+        saved=graph.saved,
+        peak=frozen.peak,
+        peak_vjp=graph.peak,
+        forward=graph.forward,
+        backward=graph.backward,
     )
-    return cost, caches
+    return cost, after
 
 
 def measure_encode(
     vae: AutoencoderKLWan, text_config: Mapping[str, Any], dtype: torch.dtype, video: Sequence[int]
 ) -> EncodeCost:
     """The cost of one clip's text and image conditioning. video: (3, F, H, W)."""
-    channels, num_frames, height, width = video
-    factor = vae.config.scale_factor_temporal
-    latent_frames = 1 + (num_frames - 1) // factor
-    caches: Caches = [None] * vae._cached_conv_counts["encoder"]
-    work, peaks = [], []
-    for i in range(min(3, latent_frames)):
-        x = _meta(1, channels, factor if i else 1, height, width, dtype=dtype)
-        held = [c for c in caches if isinstance(c, Tensor)]
-        after = list(caches)
-        with torch.no_grad():
-            peak = peak_bytes(_encoder_call(vae, x, list(caches)), [*vae.parameters(), x, *held])
-            work.append(flops(_encoder_call(vae, x, after)))
-        peaks.append(nbytes(held) + peak)
-        caches = after
-    work += work[-1:] * (latent_frames - len(work))
+    image = _measure_encoder(vae, dtype, video)
     with torch.device("meta"):
         text = UMT5EncoderModel(UMT5Config(**text_config)).to(dtype).eval()
     tokens = torch.empty(1, wan.TEXT_LENGTH, dtype=torch.long, device="meta")
-    with torch.no_grad():
-        text_flops = flops(lambda: text(tokens))
-        text_peak = peak_bytes(lambda: text(tokens), [*text.parameters(), *text.buffers(), tokens])
-    pixels = math.prod(video) * 4  # float32
-    return EncodeCost(nbytes(text.parameters()), text_peak, text_flops, pixels + max(peaks), sum(work))
+    words = without_graph(lambda: text(tokens), [*text.parameters(), *text.buffers(), tokens])
+    return EncodeCost(nbytes(text.parameters()), words.peak, words.forward, image.peak, image.forward)
 
 
-def _encoder_call(vae: AutoencoderKLWan, x: Tensor, caches: Caches) -> Callable[[], Tensor]:
-    return lambda: vae.encoder(x, feat_cache=caches, feat_idx=[0])
+def _measure_encoder(vae: AutoencoderKLWan, dtype: torch.dtype, video: Sequence[int]) -> FrozenCost:
+    """The VAE's encoder on a whole clip (3, F, H, W), chunk by chunk; the peak has the clip in float32 in it."""
+    channels, num_frames, height, width = video
+    factor = vae.config.scale_factor_temporal
+    chunks = 1 + (num_frames - 1) // factor
+    caches: Caches = [None] * vae._cached_conv_counts["encoder"]
+    measured = []
+    for i in range(min(3, chunks)):
+        x = _meta(1, channels, factor if i else 1, height, width, dtype=dtype)
+        held = [c for c in caches if isinstance(c, Tensor)]
+        call = functools.partial(vae.encoder, x, feat_cache=caches, feat_idx=[0])
+        cost = without_graph(call, [*vae.parameters(), x, *held])
+        measured.append(FrozenCost(cost.peak + nbytes(held), cost.forward))
+    measured += measured[-1:] * (chunks - len(measured))
+    pixels = 4 * math.prod(video)
+    return FrozenCost(pixels + max(cost.peak for cost in measured), sum(cost.forward for cost in measured))
 
 
 def measure(

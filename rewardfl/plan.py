@@ -17,6 +17,7 @@ from typing import Any
 
 from rewardfl import config as configuration
 from rewardfl import flow, lora, reward_flow, wan
+from rewardfl.config import RunConfig
 from rewardfl.costs import Adapter, ChunkCost, Costs, measure
 
 HOST_BANDWIDTH = 50e9  # bytes/s between host and GPU, PCIe 5 x16 as it is reached
@@ -382,22 +383,21 @@ def source_of(model_paths: str, published: Path) -> Path:
     return folder if model_paths and all((folder / part / "config.json").is_file() for part in parts) else published
 
 
-def of_config(
-    cfg: configuration.RunConfig, configs: Path, clips: int | None = None, steps: int | None = None
-) -> tuple[Costs, Run]:
-    """The costs and the run of a configuration. configs: see `source_of`; clips, steps: where they are known."""
+def costs_of(cfg: RunConfig, configs: Path) -> Costs:
+    """What the configuration's model and clips cost. configs: see `source_of`."""
+    adapter = Adapter(cfg.lora.lora_rank, tuple(lora.target_modules(cfg.lora.lora_target_modules)))
+    return measure(configs, wan.DTYPES[cfg.model.dtype], cfg.data.height, cfg.data.width, cfg.data.num_frames, adapter)
+
+
+def run_of(cfg: RunConfig, configs: Path, clips: int | None = None, steps: int | None = None) -> Run:
+    """What the configuration does with it. clips, steps: where they are known."""
     sample, train = cfg.sample, cfg.train
     boundary = cfg.model.min_timestep_boundary
     boundary = configuration.boundary_ratio(configs) if boundary is None else boundary
-    sigmas = reward_flow.until_final_step(
-        flow.linear_sigmas(sample.num_inference_steps, sample.shift), sample.final_timestep
-    )
+    schedule = flow.linear_sigmas(sample.num_inference_steps, sample.shift)
     packs = [Path(folder) for folder in (cfg.reward.reward_model_path, cfg.reward.held_out_model_path) if folder]
-    adapter = Adapter(cfg.lora.lora_rank, tuple(lora.target_modules(cfg.lora.lora_target_modules)))
-    dtype = wan.DTYPES[cfg.model.dtype]
-    costs = measure(configs, dtype, cfg.data.height, cfg.data.width, cfg.data.num_frames, adapter)
-    run = Run(
-        sigmas=tuple(sigmas.tolist()),
+    return Run(
+        sigmas=tuple(reward_flow.until_final_step(schedule, sample.final_timestep).tolist()),
         boundary=boundary,
         active=configuration.active_steps(cfg),
         trained=configuration.trainable_experts(cfg),
@@ -418,7 +418,6 @@ def of_config(
         clips=clips,
         pack_bytes=sum(file.stat().st_size for folder in packs for file in folder.glob("*.onnx")),
     )
-    return costs, run
 
 
 # ------------------------------------------------------------------------------------------------------------

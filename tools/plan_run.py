@@ -31,7 +31,7 @@ def main() -> int:
         configs = plan.source_of(cfg.model.model_paths, wan_load.PUBLISHED)
         spatial, temporal = configuration.vae_factors(configs)
         configuration.check_geometry(cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal)
-        costs, run = plan.of_config(cfg, configs, clips, updates(cfg, clips))
+        run = plan.run_of(cfg, configs, clips, updates(cfg, clips))
         configuration.check_active_experts(run.active, run.sigmas, run.boundary, run.trained)
     except (configuration.ConfigError, data.DataError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -39,7 +39,7 @@ def main() -> int:
     published = " (published; no configurations in model.model_paths)" if configs == wan_load.PUBLISHED else ""
     print(f"model's shape from {configs}{published}")
     print(f"data: {'not there yet' if clips is None else f'{clips} clips'}: {cfg.data.file_name}\n")
-    gpu_memory = args.gpu_memory * 1e9
+    costs, gpu_memory = plan.costs_of(cfg, configs), args.gpu_memory * 1e9
     print(plan.report(costs, run, args.tflops, gpu_memory))
     return FITS if plan.fits(costs, run, gpu_memory) else DOES_NOT
 
