@@ -99,9 +99,8 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
         say(f"note: {difference}")
     say(plan(cfg, sigmas, boundary, active, coupling, len(rows), global_batch, steps, accelerator))
     if dry_run:
-        on_gpu = accelerator.device.type == "cuda"
-        gpu_memory = torch.cuda.get_device_properties(accelerator.device).total_memory if on_gpu else None
         costs, run = planning.costs_of(cfg, layout.configs), planning.run_of(cfg, layout.configs, len(rows), steps)
+        gpu_memory = total_memory(accelerator.device)
         say("\n" + planning.report(costs, run, planning.TFLOPS, gpu_memory))
         return 0 if gpu_memory is None or planning.fits(costs, run, gpu_memory) else 2
     if accelerator.is_main_process:
@@ -417,6 +416,11 @@ def peak_memory_gb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU; None for the CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def flat(sections: dict[str, dict]) -> dict[str, object]:

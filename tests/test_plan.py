@@ -23,6 +23,7 @@ TARGETS = tuple(lora.target_modules("q,k,v,o,ffn.0,ffn.2"))
 FLOAT32 = Adapter(32, TARGETS)
 BFLOAT16 = Adapter(32, TARGETS, torch.bfloat16)  # what the tables' plans assume; training keeps the LoRA in float32
 SIZES = {"480x832": (480, 832), "480x480": (480, 480)}
+TINY = (ROOT / "assets" / "tiny_world" / "pipeline", torch.float32, 64, 64, 9, Adapter(16, TARGETS))
 SIGMAS = tuple(flow.linear_sigmas(8, 5.0).tolist())
 RUN = plan.Run(
     sigmas=SIGMAS, boundary=0.9, active=(4, 5, 6, 7), trained=("low_noise",), coupled=True, kl=True,
@@ -285,6 +286,8 @@ def test_settings_take_from_the_phase_they_are_for(published):
         one = plan.memory(measured, RUN)
         activations = one.of(phase) - sum(one.resident.values())
         assert change(measured, phase, batch=3) == pytest.approx(-2 * activations / 1e9)
+    frames = plan.memory(measured, RUN).phases["reward"]["frames, also float32, and gradient"]
+    assert frames == 3 * 81 * 480 * 832 * (2 + 4 + 4)
     host = plan.memory(measured, with_levers(offload_inputs=True, decode_caches="offload", batch=2)).host
     assert host["block inputs"] / 1e9 == pytest.approx(2 * 13.4, rel=0.01)
     assert host["decoder caches"] / 1e9 == pytest.approx(2 * 36.8, rel=0.01)
@@ -456,6 +459,25 @@ def test_face_config(monkeypatch, capsys, published):
     assert code == 0 and "\nfits" in out
     code, _, _ = tool(monkeypatch, capsys, "configs/wan22_face.yaml", "--gpu-memory", "141")
     assert code == 0
+
+
+def test_run_of_a_configuration(monkeypatch):
+    settings = [
+        "sample.num_inference_steps=4", "sample.shift=3", "sample.final_timestep=2", "sample.mid_timestep=0",
+        "sample.gradient_mode=drtune", "reward.kl_weight=0", "reward.kl_gradient=fixed_trajectory",
+        "model.trainable_models=dit,dit2", "model.min_timestep_boundary=0.8", "run.save_steps=7",
+        "reward.reward_model_path=assets/tiny_world/faces/reward", "reward.held_out_model_path=null",
+    ]  # fmt: skip
+    monkeypatch.chdir(ROOT)
+    pack = sum(file.stat().st_size for file in (ROOT / "assets/tiny_world/faces/reward").glob("*.onnx"))
+    run = plan.run_of(config.load(ROOT / "configs" / "wan22_face.yaml", settings), wan_load.PUBLISHED, 30, 12)
+    assert run == plan.Run(
+        sigmas=pytest.approx((1.0, 0.9, 0.75, 0.0)), boundary=0.8, active=(0, 1, 2), trained=("high_noise", "low_noise"),
+        coupled=False, kl=False, fixed_trajectory=True, levers=plan.Levers(accumulation=8), save_steps=7, steps=12,
+        clips=30, pack_bytes=pack,
+    )  # fmt: skip
+    assert plan.memory(costs.measure(*TINY), run).resident["face networks' weights"] == pack > 1e6
+    assert plan.run_of(config.load(ROOT / "configs" / "wan22_face.yaml"), wan_load.PUBLISHED).sigmas == SIGMAS
 
 
 def test_what_is_measured_is_what_the_configuration_says(monkeypatch):
