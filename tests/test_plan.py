@@ -473,7 +473,8 @@ def test_run_of_a_configuration(monkeypatch):
     run = plan.run_of(config.load(ROOT / "configs" / "wan22_face.yaml", settings), wan_load.PUBLISHED, 30, 12)
     assert run == plan.Run(
         sigmas=pytest.approx((1.0, 0.9, 0.75, 0.0)), boundary=0.8, active=(0, 1, 2),
-        trained=("high_noise", "low_noise"), coupled=False, kl=False, fixed_trajectory=True, levers=plan.Levers(accumulation=8), save_steps=7, steps=12,
+        trained=("high_noise", "low_noise"),
+        coupled=False, kl=False, fixed_trajectory=True, levers=plan.Levers(accumulation=8), save_steps=7, steps=12,
         clips=30, pack_bytes=pack,
     )  # fmt: skip
     assert plan.memory(costs.measure(*TINY), run).resident["face networks' weights"] == pack > 1e6
