@@ -303,15 +303,13 @@ def options(run: Run) -> list[Option]:
     if levers.batch > 1:
         found.append(Option({"batch": 1, "accumulation": levers.batch * levers.accumulation}))
     if run.untrained:
-        found += [
-            Option({"untrained": "cpu_swap"}),
-            Option({"untrained": "fp8"}, False, "; its weights are rounded by 3 %"),
-        ]
-    if run.untrained == "high_noise" and all(run.expert_at(i) == "low_noise" for i in run.active):
-        fields: dict[str, Any] = {"untrained": "boundary_cache"}
-        if levers.noises == "fresh":
-            fields["noises"] = CACHED_NOISES
-        found.append(Option(fields, False, "; each clip then has a few noises, used in turn"))
+        found.append(Option({"untrained": "cpu_swap"}))
+        found.append(Option({"untrained": "fp8"}, False, "; its weights are rounded by 3 %"))
+        # what comes before the boundary can be cached when nothing there is trained or handed a gradient
+        if all(run.expert_at(i) == "low_noise" for i in run.active):
+            noises = {"noises": CACHED_NOISES} if levers.noises == "fresh" else {}
+            note = "; each clip then has a few noises, used in turn"
+            found.append(Option({"untrained": "boundary_cache"} | noises, False, note))
     return [option for option in found if option.on(run) != run]
 
 

@@ -412,6 +412,12 @@ def test_recommendation(published, run, memory):
             assert f"{key}: {str(value).lower()}" in text
 
 
+def test_some_memory_is_left_to_cuda(published):
+    measured = published("480x480", FLOAT32)
+    need = plan.memory(measured, RUN).peak + 2e9
+    assert plan.fits(measured, RUN, need) and not plan.fits(measured, RUN, need - 1)
+
+
 def test_the_cheapest_comes_first(published):
     """One setting is enough for 100 GB; of four that do, swapping costs nothing at 400 TFLOP/s and is exact."""
     measured = published("480x832", FLOAT32)
@@ -503,11 +509,12 @@ def test_what_cannot_work(monkeypatch, capsys, override, message):
     assert code == 2 and message in error
 
 
-def test_source_of_original_files(tmp_path):
+def test_source_of_original_files(monkeypatch, tmp_path):
     paths = tmp_path / "wan22_paths.json"
     paths.write_text("[]")
     assert plan.source_of(str(paths), wan_load.PUBLISHED) == wan_load.PUBLISHED
     own = ROOT / "assets" / "tiny_world" / "pipeline"
     paths.write_text(json.dumps({"configs": str(own)}))
     assert plan.source_of(str(paths), wan_load.PUBLISHED) == own
+    monkeypatch.chdir(own)  # no path is not the folder that the command is started in
     assert plan.source_of("", wan_load.PUBLISHED) == wan_load.PUBLISHED
