@@ -39,10 +39,12 @@ from rewardfl import (
     wan_load,
 )
 from rewardfl import config as configuration
+from rewardfl import plan as planning
 from rewardfl.cache import Cache, model_digest
 from rewardfl.config import RunConfig
 from rewardfl.face_pack import describe, file_hashes
-from rewardfl.monitor import Timer, alarms, peak_memory_gb
+from rewardfl.monitor import Timer, alarms, peak_memory_gb, total_memory
+from rewardfl.optim import learning_rate_factor
 from rewardfl.shards import Refused
 
 VERSIONED = ("torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av")
@@ -61,14 +63,14 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
     try:
-        train(configuration.load(args.config, args.overrides), args.dry_run)
+        return train(configuration.load(args.config, args.overrides), args.dry_run)
     except REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
-def train(cfg: RunConfig, dry_run: bool) -> None:
+def train(cfg: RunConfig, dry_run: bool) -> int:
+    """Train; the process's exit code, 2 for a dry run that does not fit the GPU that is there."""
     # ---------------------------------------------------------------------------------- what will be done, checked
     configuration.check_paths(cfg)
     layout = wan_load.find(
@@ -96,7 +98,8 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
         log_with=None if cfg.run.log_with == "none" else cfg.run.log_with,
         project_config=ProjectConfiguration(logging_dir=f"{cfg.run.output_dir}/logs"),
     )
-    if accelerator.device.type == "cpu":
+    device = accelerator.device
+    if device.type == "cpu":
         torch.set_num_threads(cfg.run.cpu_threads or max(1, os.cpu_count() // accelerator.num_processes))
     global_batch = configuration.check_batch(cfg, accelerator.num_processes)
     rows = data.load_metadata(cfg.data.file_name)
@@ -104,16 +107,19 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     say = accelerator.print
     for note in [*wan_load.differences(layout, boundary, cfg.sample.shift), *data.notes(rows)]:
         say(f"note: {note}")
-    say(plan(cfg, sigmas, boundary, active, coupling, len(rows), global_batch, steps, accelerator))
+    say(overview(cfg, active, coupling, len(rows), global_batch, steps, accelerator))
+    run = planning.run_of(cfg, layout.configs, len(rows), steps)
     if dry_run:
-        return
+        costs, gpu_memory = planning.costs_of(cfg, layout.configs), total_memory(device)
+        say(planning.report(costs, run, planning.TFLOPS, gpu_memory))
+        return 0 if gpu_memory is None or planning.fits(costs, run, gpu_memory) else 2
+    say("\n".join(planning.sigma_table(run)))
     if accelerator.is_main_process:
         checkpoint.prepare_output_dir(cfg.run.output_dir, configuration.to_dict(cfg), cfg.run.resume_from_checkpoint)
     accelerator.wait_for_everyone()
     resume = checkpoint.find_checkpoint(cfg.run.output_dir, cfg.run.resume_from_checkpoint)
 
     # ---------------------------------------------------------------------------------- clips and rewards
-    device = accelerator.device
     store = Cache(cfg.data.cache_dir or f"{cfg.run.output_dir}/cache")
     share = prepare.Share(accelerator.process_index, accelerator.num_processes, not accelerator.is_main_process)
     reward = face_reward(cfg, "reward_model_path").to(device)
@@ -170,7 +176,9 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay)
     # a plain scheduler: accelerate's steps once per process
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(cfg, steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, learning_rate_factor(cfg.train.lr_scheduler_type, cfg.train.warmup_steps, steps)
+    )
     policy, optimizer = accelerator.prepare(model, optimizer)
 
     # ---------------------------------------------------------------------------------- where an earlier run stopped
@@ -196,7 +204,7 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
             cfg.run.output_dir, configuration.to_dict(cfg), sys.argv, checkpoint.library_versions(VERSIONED),
             checkpoint.git_commit(Path(__file__).parent), hashes,
         )  # fmt: skip
-    accelerator.init_trackers("rewardfl", config={k: str(v) for k, v in flat(configuration.to_dict(cfg)).items()})
+    accelerator.init_trackers("rewardfl", config=configuration.flat(cfg))
 
     # ---------------------------------------------------------------------------------- the pieces of a step
     def latents(sample: prepare.Sample, seed: int) -> Tensor:
@@ -240,6 +248,7 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
                 judged = judge(video, [sample.references[1] for sample in chosen]) if judge else None
         with timer("decode"):
             grad_x0 = decode.decode_vjp(pipe.vae, trajectory.x0, grad_video, decoded)
+        del decoded, video, grad_video  # up to 38 GB that replay has no use for
         with timer("replay"):
             kl = reward_flow.replay(
                 velocity, trajectory, sigmas, active, grad_x0, coupling,
@@ -299,13 +308,15 @@ def train(cfg: RunConfig, dry_run: bool) -> None:
             accelerator.wait_for_everyone()
     accelerator.end_training()
     say(f"done: {cfg.run.output_dir}/checkpoints/latest")
+    return 0
+    return 0
 
 
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def plan(cfg, sigmas, boundary, active, coupling, num_rows, global_batch, steps, accelerator) -> str:
-    """The resolved configuration, the batch arithmetic and the sigma table, for people."""
+def overview(cfg, active, coupling, num_rows, global_batch, steps, accelerator) -> str:
+    """The resolved configuration and the batch arithmetic, for people."""
     train = cfg.train
     lines = [
         configuration.dump(cfg).rstrip(),
@@ -313,14 +324,11 @@ def plan(cfg, sigmas, boundary, active, coupling, num_rows, global_batch, steps,
         f"batch: {train.per_device_train_batch_size} per process x {train.gradient_accumulation_steps} accumulation x "
         f"{accelerator.num_processes} processes = {global_batch} clips per step ({accelerator.distributed_type.value})",
         f"steps: {steps} = {steps * global_batch} samples = {steps * global_batch / num_rows:.2f} x {num_rows} rows",
-        f"gradient: {cfg.sample.gradient_mode}, coupling {coupling:g}, "
+        f"gradient: {cfg.sample.gradient_mode} through steps {list(active)}, coupling {coupling:g}, "
         f"KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient})",
+        f"untrained expert: {cfg.experts.untrained}; decoder caches: {train.decode_caches}; what they cost: --dry-run",
         "",
-        "step   sigma   timestep  expert      gradient",
     ]
-    for i, sigma in enumerate(sigmas[:-1].tolist()):
-        expert = wan.expert_at(sigma, boundary)
-        lines.append(f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {expert:10s}  {'replayed' if i in active else '-'}")
     return "\n".join(lines)
 
 
@@ -354,19 +362,6 @@ def noise_seeds(cfg: RunConfig, samples: list[prepare.Sample]) -> list[tuple[pre
     ]
     shown = samples[: cfg.run.sample_videos]
     return trained + [(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id)) for sample in shown]
-
-
-def learning_rate_factor(cfg: RunConfig, steps: int):
-    """step (from 0) -> factor on the learning rate: linear warmup, then constant or a cosine down to 0."""
-    warmup, cosine = cfg.train.warmup_steps, cfg.train.lr_scheduler_type == "cosine"
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        done = (step - warmup) / max(1, steps - warmup)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, done))) if cosine else 1.0
-
-    return factor
 
 
 def summary(cfg: RunConfig, logged: dict[str, Tensor]) -> dict[str, float]:
@@ -412,10 +407,6 @@ def save_videos(cfg, samples, vae, model, conditions, latents, sigmas, start, st
         x0 = reward_flow.rollout(velocity, x, sigmas, keep=(), start=start).x0
         pair = torch.cat([real, decode.decode(vae, x0)[0].float().cpu()], -1)
         data.write_video(folder / f"{i:02d}.mp4", pair, fps=cfg.data.fps or data.frame_rate(sample.row.video))
-
-
-def flat(sections: dict[str, dict]) -> dict[str, object]:
-    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
 
 
 if __name__ == "__main__":

@@ -272,6 +272,11 @@ def to_dict(cfg: RunConfig) -> dict[str, dict[str, Any]]:
     return {name: {key: _plain(value) for key, value in section.items()} for name, section in sections.items()}
 
 
+def flat(cfg: RunConfig) -> dict[str, str]:
+    """{section.key: value} as text, which every tracker takes."""
+    return {f"{section}.{key}": str(value) for section, keys in to_dict(cfg).items() for key, value in keys.items()}
+
+
 def dump(cfg: RunConfig) -> str:
     """YAML text with every key written out; `load` reads it back to the same configuration."""
     return yaml.safe_dump(to_dict(cfg), sort_keys=False)

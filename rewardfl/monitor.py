@@ -31,6 +31,11 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU; None for the CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
 def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int = 10) -> Iterator[str]:
     """Warnings about the last `window` steps: the faces freeze, or the reward's gain is not seen by the judge."""
     if len(history) < 2 * window or len(history) % window:

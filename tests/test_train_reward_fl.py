@@ -394,6 +394,7 @@ def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
     assert "   3  0.8929    892.857  low_noise   -" in out
     assert "   7  0.4167    416.667  low_noise   replayed" in out
     assert "learning_rate:" in out
+    assert "320 tokens" in out and "memory of one GPU" in out and "fit" not in out  # there is no GPU to fit
     assert "note:" not in out
     _, out, _ = call(monkeypatch, capsys, "--dry-run", "sample.shift=3", "model.min_timestep_boundary=0.875")
     assert "note: model.min_timestep_boundary is 0.875, the checkpoint says 0.9" in out
@@ -406,6 +407,12 @@ def test_dry_run_refuses_files_that_do_not_fit(monkeypatch, capsys, no_weights, 
     shutil.copytree(model / "transformer", model / "transformer_2")
     code, _, error = call(monkeypatch, capsys, "--dry-run", f"model.model_paths={model}")
     assert code == 2 and "are the same weights" in error
+
+
+def test_dry_run_that_does_not_fit_the_gpu(monkeypatch, capsys, no_weights, tmp_path):
+    monkeypatch.setattr(train_reward_fl, "total_memory", lambda device: 2.1e9)
+    code, out, _ = call(monkeypatch, capsys, "--dry-run", f"run.output_dir={tmp_path / 'run'}")
+    assert code == 2 and "does not fit: 2.2 GB of 2.1 GB\n  set " in out
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

@@ -1,0 +1,16 @@
+"""Learning-rate schedules."""
+
+import math
+from collections.abc import Callable
+
+
+def learning_rate_factor(kind: str, warmup_steps: int, steps: int) -> Callable[[int], float]:
+    """step (from 0) -> factor on the learning rate: linear warmup, then constant, or a cosine down to 0 at `steps`."""
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        done = (step - warmup_steps) / max(1, steps - warmup_steps)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done))) if kind == "cosine" else 1.0
+
+    return factor

@@ -1,0 +1,537 @@
+"""What a run takes before it is run: FLOPs, memory by phase, host memory and disk, and what to set when it is too much.
+
+`costs` measures one block and one chunk; how many of them there are is arithmetic, and here. Bytes and FLOPs are plain
+numbers, GB is 1e9 bytes, and everything is per GPU.
+
+Not counted: the face networks' activations; a distillation LoRA kept as an adapter; DDP's copy of the gradients (the
+LoRA's size). RESERVE stands for the CUDA context, the libraries' workspaces and the allocator's fragmentation.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rewardfl import config as configuration
+from rewardfl import flow, lora, reward_flow, wan
+from rewardfl.config import RunConfig
+from rewardfl.costs import Adapter, ChunkCost, Costs, measure
+
+HOST_BANDWIDTH = 50e9  # bytes/s between host and GPU, PCIe 5 x16 as it is reached
+GPU_BANDWIDTH = 3e12  # bytes/s of the GPU's own memory, H100
+TFLOPS = 400.0  # TFLOP/s that an H100 reaches in bfloat16, when nothing else is said
+RESERVE = 2e9  # bytes of a GPU that no tensor gets: CUDA context, workspaces, fragmentation
+ADAM_BYTES = 16  # per LoRA parameter: float32 weight, gradient and two moments
+
+# ------------------------------------------------------------------------------------------------------------
+# What a run does with them
+
+
+@dataclass(frozen=True)
+class Levers:
+    """The settings that trade memory for time; KEYS says which configuration keys they are."""
+
+    untrained: str = "gpu"
+    checkpointing: bool = True
+    offload_inputs: bool = False
+    decode_caches: str = "keep"
+    batch: int = 1
+    accumulation: int = 1
+    noises: str | int = "fresh"
+
+
+KEYS = {
+    "untrained": "experts.untrained",
+    "checkpointing": "train.use_gradient_checkpointing",
+    "offload_inputs": "train.use_gradient_checkpointing_offload",
+    "decode_caches": "train.decode_caches",
+    "batch": "train.per_device_train_batch_size",
+    "accumulation": "train.gradient_accumulation_steps",
+    "noises": "sample.noises_per_sample",
+}  # of Levers
+CACHED_NOISES = 4  # noises_per_sample that is proposed together with boundary_cache
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run does to each clip. sigmas: by step and the last one, 0; active: the steps with gradient."""
+
+    sigmas: tuple[float, ...]
+    boundary: float
+    active: tuple[int, ...]
+    trained: tuple[str, ...]  # high_noise, low_noise
+    coupled: bool
+    kl: bool
+    fixed_trajectory: bool
+    levers: Levers
+    save_steps: int = 25
+    steps: int | None = None  # updates in all, where known
+    clips: int | None = None  # in the data, where known
+    pack_bytes: int = 0  # of the face networks, where they are on disk
+
+    @property
+    def untrained(self) -> str | None:
+        """The one expert that is not trained."""
+        rest = [expert for expert in wan.PARTS if expert not in self.trained]
+        return rest[0] if rest else None
+
+    def expert_at(self, step: int) -> str:
+        return wan.expert_at(self.sigmas[step], self.boundary)
+
+
+def forwards(run: Run) -> dict[str, int]:
+    """How many forward passes of each expert one rollout takes."""
+    answering = [run.expert_at(i) for i in range(len(run.sigmas) - 1)]
+    counts = {expert: answering.count(expert) for expert in wan.PARTS}
+    if run.levers.untrained == "boundary_cache" and run.untrained:
+        counts[run.untrained] = 0
+    return counts
+
+
+def work(costs: Costs, run: Run) -> dict[str, int]:
+    """FLOPs of one clip's part in an update, by part. A frozen expert's active steps are counted as trained ones."""
+    active = [costs.experts[run.expert_at(i)] for i in run.active]
+    rolled = {
+        expert: count * (cost.forward if expert in run.trained else cost.forward_frozen)
+        for (expert, count), cost in zip(forwards(run).items(), costs.experts.values(), strict=True)
+    }
+    # the KL's gradient kept off the trajectory is a backward pass of its own at each step that hands one on
+    twice = active[1:] if run.kl and run.fixed_trajectory and run.coupled else []
+    decode = sum(chunk.forward for chunk in costs.chunks)
+    again = 2 if run.levers.decode_caches == "segment" else 1
+    return {
+        "rollout": sum(rolled.values()),
+        "decode": decode,
+        "decode VJP": again * decode + sum(chunk.backward for chunk in costs.chunks),
+        "replay forward": sum(cost.forward for cost in active),
+        "replay recompute": sum(cost.forward for cost in active + twice) if run.levers.checkpointing else 0,
+        "replay backward": sum(cost.backward for cost in active + twice),
+        "reference": sum(cost.forward_frozen for cost in active) if run.kl else 0,
+    }
+
+
+def seconds(costs: Costs, run: Run, tflops: float) -> float:
+    """Seconds for one clip at `tflops` TFLOP/s, with the copies to and from the host that computing does not hide."""
+    return sum(work(costs, run).values()) / (tflops * 1e12) + sum(exposed_seconds(costs, run, tflops))
+
+
+def exposed_seconds(costs: Costs, run: Run, tflops: float) -> Iterator[float]:
+    """What each lever's copying adds for one clip; every copy goes on beside the computing of its own part."""
+    parts = {name: amount / (tflops * 1e12) for name, amount in work(costs, run).items()}
+
+    def beyond(copied: float, computing: float) -> float:
+        return max(0.0, copied / HOST_BANDWIDTH - computing)
+
+    levers = run.levers
+    if levers.checkpointing and levers.offload_inputs:
+        inputs = sum(costs.experts[run.expert_at(i)].stored for i in run.active)
+        yield beyond(inputs, parts["replay forward"])
+        yield beyond(inputs, parts["replay recompute"] + parts["replay backward"])
+    if levers.decode_caches == "offload":
+        caches = sum(chunk.caches_in for chunk in costs.chunks)
+        yield beyond(caches, parts["decode"])
+        yield beyond(caches, parts["decode VJP"])
+    if run.untrained and levers.untrained in ("cpu_swap", "fp8"):
+        cost = costs.experts[run.untrained]
+        if levers.untrained == "cpu_swap":
+            once = beyond(cost.weights / levers.batch, cost.forward_frozen / (tflops * 1e12))
+        else:  # eight bits are read, sixteen written
+            once = 3 * cost.weights_fp8 / GPU_BANDWIDTH / levers.batch
+        yield forwards(run)[run.untrained] * once
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. resident: on the GPU all through training; phases: what each adds; encode: before the experts load."""
+
+    resident: Mapping[str, int]
+    phases: Mapping[str, Mapping[str, int]]
+    encode: Mapping[str, int]
+    host: Mapping[str, int]
+
+    def of(self, phase: str) -> int:
+        """The GPU's bytes in one phase of training, with what is resident."""
+        return sum(self.resident.values()) + sum(self.phases[phase].values())
+
+    @property
+    def by_phase(self) -> dict[str, int]:
+        """The GPU's bytes in every phase."""
+        return {phase: self.of(phase) for phase in self.phases} | {"encode": sum(self.encode.values())}
+
+    @property
+    def peak(self) -> int:
+        return max(self.by_phase.values())
+
+
+def memory(costs: Costs, run: Run) -> Memory:
+    """Memory by phase. The conditioning comes from its cache, so text encoder and VAE encoder need not be resident."""
+    batch = run.levers.batch
+    weights, host_weights = expert_weights(costs, run)
+    caches, segment, host_caches = decode_caches(costs.chunks, run.levers.decode_caches)
+    activations, host_inputs = replay_activations(costs, run)
+    frozen = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
+    decoded = costs.num_pixels * costs.itemsize
+    frames = {"frames, also float32, and gradient": batch * (decoded + 2 * 4 * costs.num_pixels)}
+    phases = {
+        "rollout": {"one block, no graph": batch * frozen},
+        "decode": {
+            "decoder caches": batch * caches,
+            "one chunk, no graph": batch * max(chunk.peak for chunk in costs.chunks),
+            "frames by chunk and in one": batch * 2 * decoded,
+        },
+        "reward": {"decoder caches": batch * caches, **frames},
+        "decode VJP": {
+            "decoder caches": batch * (caches + segment),
+            "one chunk, forward and backward": batch * max(chunk.peak_vjp for chunk in costs.chunks),
+            **frames,
+        },
+        "replay": {name: batch * amount for name, amount in activations.items()},
+    }
+    encode = {
+        "text encoder": costs.encode.text_weights,
+        "VAE": costs.vae_weights,
+        "activations": max(costs.encode.text_peak, costs.encode.image_peak),
+    }
+    adapters = sum(costs.experts[expert].adapter_parameters for expert in run.trained)
+    resident = {**weights, "LoRA, gradient, Adam": ADAM_BYTES * adapters, "VAE": costs.vae_weights}
+    if run.pack_bytes:
+        resident["face networks' weights"] = run.pack_bytes
+    host = {
+        "expert that is swapped": host_weights,
+        "block inputs": batch * host_inputs,
+        "decoder caches": batch * host_caches,
+    }
+    return Memory(resident, phases, encode, {name: amount for name, amount in host.items() if amount})
+
+
+def expert_weights(costs: Costs, run: Run) -> tuple[dict[str, int], int]:
+    """Bytes of weights on the GPU by expert, and in the host."""
+    on_gpu = {f"{expert} expert": costs.experts[expert].weights for expert in run.trained}
+    if run.untrained is None:
+        return on_gpu, 0
+    cost = costs.experts[run.untrained]
+    placed = {
+        "gpu": cost.weights,
+        "cpu_swap": cost.other_weights + 2 * cost.block_weights,  # the block at work and the next
+        "fp8": cost.weights_fp8,
+        "boundary_cache": 0,
+    }
+    on_gpu[f"{run.untrained} expert ({run.levers.untrained})"] = placed[run.levers.untrained]
+    return on_gpu, cost.weights if run.levers.untrained == "cpu_swap" else 0
+
+
+def decode_caches(chunks: Sequence[ChunkCost], place: str) -> tuple[int, int, int]:
+    """Bytes of one clip's decoder caches: on the GPU, there during the VJP besides, and in the host."""
+    sizes = [chunk.caches_in for chunk in chunks]
+    if place == "keep":
+        return sum(sizes), 0, 0
+    if place == "offload":
+        return 2 * max(sizes), 0, sum(sizes)
+    length = math.ceil(math.sqrt(len(sizes)))
+    return sum(sizes[::length]), max(sum(sizes[i : i + length]) for i in range(0, len(sizes), length)), 0
+
+
+def replay_activations(costs: Costs, run: Run) -> tuple[dict[str, int], int]:
+    """Bytes of activations in the replay of one step of one clip: on the GPU, and in the host."""
+    largest = max(
+        (costs.experts[run.expert_at(i)] for i in run.active), key=lambda cost: cost.layers * cost.block_saved
+    )
+    if not run.levers.checkpointing:
+        backward = largest.block_peak - largest.block_saved
+        return {"all blocks, saved": largest.layers * largest.block_saved, "backward of one": backward}, 0
+    recompute = {"recompute and backward of one": largest.block_peak}
+    if run.levers.offload_inputs:
+        return {"two block inputs": 2 * largest.block_input} | recompute, largest.stored
+    return {"block inputs": largest.stored} | recompute, 0
+
+
+@dataclass(frozen=True)
+class FullGraph:
+    """What plain autograd through all active steps and the decoder would take for a clip. FLOPs and bytes."""
+
+    flops: int  # with the decoder checkpointed by chunk
+    block_inputs: int
+    decode: int  # the decoder as it is
+    decode_chunks: int  # checkpointed by chunk
+
+
+def full_graph(costs: Costs, run: Run) -> FullGraph:
+    """For comparison. The experts are as the run has them; its other levers do not count here."""
+    levers = dataclasses.replace(run.levers, checkpointing=True, decode_caches="keep")
+    parts = work(costs, dataclasses.replace(run, levers=levers))
+    caches, _, _ = decode_caches(costs.chunks, "keep")
+    return FullGraph(
+        flops=sum(parts.values()) - parts["replay forward"],  # the rollout's own forward passes have the graph
+        block_inputs=sum(costs.experts[run.expert_at(i)].stored for i in run.active),
+        decode=sum(chunk.saved for chunk in costs.chunks),
+        decode_chunks=caches + max(chunk.saved for chunk in costs.chunks),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What to switch on
+
+
+@dataclass(frozen=True)
+class Option:
+    """Settings of some Levers fields. exact: the run computes the same numbers with them."""
+
+    fields: Mapping[str, Any]
+    exact: bool = True
+    note: str = ""  # for people, behind the figures
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """By configuration key."""
+        return {KEYS[field]: value for field, value in self.fields.items()}
+
+    def on(self, run: Run) -> Run:
+        return dataclasses.replace(run, levers=dataclasses.replace(run.levers, **self.fields))
+
+
+def options(run: Run) -> list[Option]:
+    """What can be switched on in this run."""
+    levers = run.levers
+    found = [Option({"decode_caches": place}) for place in ("offload", "segment") if place != levers.decode_caches]
+    if not levers.checkpointing:
+        found.append(Option({"checkpointing": True}))
+    elif not levers.offload_inputs:
+        found.append(Option({"offload_inputs": True}))
+    if levers.batch > 1:
+        found.append(Option({"batch": 1, "accumulation": levers.batch * levers.accumulation}))
+    if run.untrained:
+        found.append(Option({"untrained": "cpu_swap"}))
+        found.append(Option({"untrained": "fp8"}, False, "; its weights are rounded by 3 %"))
+        # what comes before the boundary can be cached when nothing there is trained or handed a gradient
+        if all(run.expert_at(i) == "low_noise" for i in run.active):
+            noises = {"noises": CACHED_NOISES} if levers.noises == "fresh" else {}
+            note = "; each clip then has a few noises, used in turn"
+            found.append(Option({"untrained": "boundary_cache"} | noises, False, note))
+    return [option for option in found if option.on(run) != run]
+
+
+def fits(costs: Costs, run: Run, gpu_memory: float) -> bool:
+    return memory(costs, run).peak + RESERVE <= gpu_memory
+
+
+def recommend(costs: Costs, run: Run, gpu_memory: float, tflops: float) -> list[Option]:
+    """What makes the run fit `gpu_memory` bytes, or comes closest.
+
+    Of what lowers the peak always the one that adds the least time, what computes the same numbers before what does
+    not. What turns out to be unnecessary is left out again.
+    """
+    chosen: list[Option] = []
+    current = run
+    while not fits(costs, current, gpu_memory):
+        peak = memory(costs, current).peak
+        lower = [option for option in options(current) if memory(costs, option.on(current)).peak < peak]
+        if not lower:
+            return chosen
+        now = current
+        best = min(lower, key=lambda option: (not option.exact, seconds(costs, option.on(now), tflops)))
+        chosen.append(best)
+        current = best.on(current)
+    for option in reversed(chosen):
+        rest = [other for other in chosen if other is not option]
+        if fits(costs, with_options(run, rest), gpu_memory):
+            chosen = rest
+    return chosen
+
+
+def with_options(run: Run, chosen: Iterable[Option]) -> Run:
+    for option in chosen:
+        run = option.on(run)
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Disk
+
+
+def checkpoint_bytes(costs: Costs, run: Run) -> tuple[int, int]:
+    """Bytes of one checkpoint: the float32 adapter, and Adam's two moments of it."""
+    adapter = 4 * sum(costs.experts[expert].adapter_parameters for expert in run.trained)
+    return adapter, 2 * adapter
+
+
+def clip_cache_bytes(costs: Costs, run: Run) -> dict[str, int]:
+    """Bytes that the conditioning cache takes for one clip."""
+    cache = {"text": costs.text_bytes, "image": costs.image_bytes}
+    if run.levers.untrained == "boundary_cache" and run.levers.noises != "fresh":
+        cache["boundary latents"] = run.levers.noises * math.prod(costs.shape) * 4
+    return cache
+
+
+# ------------------------------------------------------------------------------------------------------------
+# From a configuration
+
+
+def source_of(model_paths: str, published: Path) -> Path:
+    """The folder that says the model's shape: the model's own where its configurations are there, else `published`."""
+    folder = Path(model_paths)
+    if folder.suffix == ".json" and folder.is_file():
+        given = json.loads(folder.read_text(encoding="utf-8"))
+        if not isinstance(given, dict) or "configs" not in given:
+            return published
+        folder = folder.parent / given["configs"]
+    parts = [*wan.PARTS.values(), "vae", "text_encoder"]
+    return folder if model_paths and all((folder / part / "config.json").is_file() for part in parts) else published
+
+
+def costs_of(cfg: RunConfig, configs: Path) -> Costs:
+    """What the configuration's model and clips cost. configs: see `source_of`."""
+    adapter = Adapter(cfg.lora.lora_rank, tuple(lora.target_modules(cfg.lora.lora_target_modules)))
+    return measure(configs, wan.DTYPES[cfg.model.dtype], cfg.data.height, cfg.data.width, cfg.data.num_frames, adapter)
+
+
+def run_of(cfg: RunConfig, configs: Path, clips: int | None = None, steps: int | None = None) -> Run:
+    """What the configuration does with it. clips, steps: where they are known."""
+    sample, train = cfg.sample, cfg.train
+    boundary = cfg.model.min_timestep_boundary
+    boundary = configuration.boundary_ratio(configs) if boundary is None else boundary
+    schedule = flow.linear_sigmas(sample.num_inference_steps, sample.shift)
+    packs = [Path(folder) for folder in (cfg.reward.reward_model_path, cfg.reward.held_out_model_path) if folder]
+    return Run(
+        sigmas=tuple(reward_flow.until_final_step(schedule, sample.final_timestep).tolist()),
+        boundary=boundary,
+        active=configuration.active_steps(cfg),
+        trained=configuration.trainable_experts(cfg),
+        coupled=configuration.resolved_coupling(cfg) != 0,
+        kl=cfg.reward.kl_weight != 0,
+        fixed_trajectory=cfg.reward.kl_gradient == "fixed_trajectory",
+        levers=Levers(
+            untrained=cfg.experts.untrained,
+            checkpointing=train.use_gradient_checkpointing,
+            offload_inputs=train.use_gradient_checkpointing_offload,
+            decode_caches=train.decode_caches,
+            batch=train.per_device_train_batch_size,
+            accumulation=train.gradient_accumulation_steps,
+            noises=sample.noises_per_sample,
+        ),
+        save_steps=cfg.run.save_steps,
+        steps=steps,
+        clips=clips,
+        pack_bytes=sum(file.stat().st_size for folder in packs for file in folder.glob("*.onnx")),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# For people
+
+
+def report(costs: Costs, run: Run, tflops: float, gpu_memory: float | None) -> str:
+    """The whole plan as text. gpu_memory: bytes to compare with; None compares with nothing."""
+    sections = [sigma_table(run), work_table(costs, run, tflops), memory_table(costs, run), disk_table(costs, run)]
+    if gpu_memory is not None:
+        sections.append(verdict(costs, run, gpu_memory, tflops))
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def sde_stds(sigmas: Sequence[float]) -> list[tuple[float, float]]:
+    """By step, the standard deviation of a Flow-SDE and of a Dance-SDE transition at noise_level 1."""
+    flow_g = [math.sqrt(sigma / (1 - min(sigma, sigmas[1]))) for sigma in sigmas[:-1]]
+    widths = [math.sqrt(sigma - after) for sigma, after in zip(sigmas[:-1], sigmas[1:], strict=True)]
+    return [(g * width, width) for g, width in zip(flow_g, widths, strict=True)]
+
+
+def sigma_table(run: Run) -> list[str]:
+    lines = ["step   sigma   timestep  expert      gradient  std of a Flow-SDE, Dance-SDE step / noise_level"]
+    for i, (flow_std, dance_std) in enumerate(sde_stds(run.sigmas)):
+        sigma, gradient = run.sigmas[i], "replayed" if i in run.active else "-"
+        lines.append(
+            f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {run.expert_at(i):10s}  {gradient:8s}"
+            f"  {flow_std:17.4f}{dance_std:10.4f}"
+        )
+    return lines
+
+
+def work_table(costs: Costs, run: Run, tflops: float) -> list[str]:
+    tokens, shape = costs.experts["low_noise"].tokens, "x".join(map(str, costs.shape))
+    parts, visible = work(costs, run), sum(exposed_seconds(costs, run, tflops))
+    lines = [f"{tokens} tokens, latents {shape}", f"compute, one clip          TFLOP   s at {tflops:g} TFLOP/s"]
+    lines += [_work_line(name, amount / 1e12, amount / tflops / 1e12) for name, amount in parts.items()]
+    if visible:
+        lines.append(_work_line("copies not hidden", 0, visible))
+    total, time = sum(parts.values()), seconds(costs, run, tflops)
+    clips = run.levers.batch * run.levers.accumulation
+    encode = costs.encode.text_flops + costs.encode.image_flops
+    return [
+        *lines,
+        _work_line("total", total / 1e12, time),
+        f"one update of {clips} clips per GPU: {clips * total / 1e15:.4g} PFLOP, {clips * time:.4g} s",
+        f"VAE encode and text: {encode / 1e12:.4g} TFLOP once per clip, then from the cache",
+    ]
+
+
+def _work_line(name: str, tflop: float, time: float) -> str:
+    digits = f"{tflop:.0f}" if tflop >= 100 else f"{tflop:.3g}"
+    return f"  {name:20s}{digits:>10s}{time:10.3g}"
+
+
+def memory_table(costs: Costs, run: Run) -> list[str]:
+    needs = memory(costs, run)
+    lines = ["memory of one GPU", _memory_line("resident", sum(needs.resident.values()), _parts(needs.resident))]
+    for phase, parts in needs.phases.items():
+        lines.append(_memory_line(phase, needs.of(phase), f"resident + {_parts(parts)}"))
+    lines.append(_memory_line("encode", sum(needs.encode.values()), f"before the experts: {_parts(needs.encode)}"))
+    phase = max(needs.by_phase, key=needs.by_phase.get)
+    lines.append(
+        _memory_line("peak", needs.peak, f"in {phase}; with {size(RESERVE)} for CUDA, libraries, fragmentation")
+    )
+    lines.append(f"host memory of one process: {_parts(needs.host) if needs.host else 'nothing pinned or swapped'}")
+    full, batch = full_graph(costs, run), run.levers.batch
+    return lines + [
+        f"plain autograd through {len(run.active)} steps and the decoder would keep "
+        f"{size(batch * (full.block_inputs + full.decode))}: block inputs {size(batch * full.block_inputs)}, decoder "
+        f"{size(batch * full.decode)} ({size(batch * full.decode_chunks)} checkpointed by chunk)",
+    ]
+
+
+def _memory_line(name: str, amount: float, parts: str) -> str:
+    return f"  {name:11s}{size(amount):>9s}   {parts}"
+
+
+def disk_table(costs: Costs, run: Run) -> list[str]:
+    adapter, state = checkpoint_bytes(costs, run)
+    saved = f"  a checkpoint: {size(adapter + state)} (adapter {size(adapter)}, state {size(state)})"
+    if run.steps is not None:
+        count = math.ceil(run.steps / run.save_steps)
+        saved += f"; {count} in {run.steps} steps: {size(count * (adapter + state))}"
+    cache = clip_cache_bytes(costs, run)
+    cached = f"  conditioning cache of a clip: {size(sum(cache.values()))} ({_parts(cache)})"
+    if run.clips is not None:
+        cached += f"; of {run.clips} clips: {size(run.clips * sum(cache.values()))}"
+    return ["disk", saved, cached]
+
+
+def verdict(costs: Costs, run: Run, gpu_memory: float, tflops: float) -> list[str]:
+    """Whether the run fits `gpu_memory` bytes, and what to set when it does not."""
+    need = f"{size(memory(costs, run).peak + RESERVE)} of {size(gpu_memory)}"
+    if fits(costs, run, gpu_memory):
+        return [f"fits: {need}"]
+    lines, before, base = [f"does not fit: {need}"], run, seconds(costs, run, tflops)
+    for option in recommend(costs, run, gpu_memory, tflops):
+        after = option.on(before)
+        saved = memory(costs, before).peak - memory(costs, after).peak
+        share = 100 * (seconds(costs, after, tflops) - seconds(costs, before, tflops)) / base
+        settings = ", ".join(f"{key}: {json.dumps(value).strip(chr(34))}" for key, value in option.settings.items())
+        lines.append(f"  set {settings} (saves {size(saved)}, {share:+.1f} % time{option.note})")
+        before = after
+    closest = memory(costs, before)
+    needs = f"{size(closest.peak + RESERVE)} on the GPU and {size(sum(closest.host.values()))} pinned in the host"
+    if fits(costs, before, gpu_memory):
+        return [*lines, f"  then it takes {needs}"]
+    return [*lines, f"no setting makes it fit; the closest takes {needs}"]
+
+
+def _parts(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {size(amount)}" for name, amount in parts.items())
+
+
+def size(amount: float) -> str:
+    """Bytes in words: 57.3 GB, 4.2 MB."""
+    unit, divisor = ("GB", 1e9) if amount >= 1e9 else ("MB", 1e6)
+    return f"{amount / divisor:.1f} {unit}"

@@ -1,0 +1,520 @@
+"""The plan against figures that were measured and calculated independently, and against real tensors on the CPU.
+
+The expected figures of the published model are those of the project's study of Wan2.2-I2V-A14B (reference/wan.md, its
+section in brackets): its own hooks and counters on the meta device, and arithmetic by hand, written before this code.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+
+import plan_run
+import pytest
+import torch
+import yaml
+from conftest import FRAMES, HEIGHT, ROOT, WIDTH
+from torch.utils.flop_counter import FlopCounterMode
+
+from rewardfl import config, costs, decode, flow, lora, plan, wan, wan_load
+from rewardfl.costs import Adapter
+
+TARGETS = tuple(lora.target_modules("q,k,v,o,ffn.0,ffn.2"))
+FLOAT32 = Adapter(32, TARGETS)
+BFLOAT16 = Adapter(32, TARGETS, torch.bfloat16)  # what the tables' plans assume; training keeps the LoRA in float32
+SIZES = {"480x832": (480, 832), "480x480": (480, 480)}
+TINY = (ROOT / "assets" / "tiny_world" / "pipeline", torch.float32, 64, 64, 9, Adapter(16, TARGETS))
+SIGMAS = tuple(flow.linear_sigmas(8, 5.0).tolist())
+RUN = plan.Run(
+    sigmas=SIGMAS, boundary=0.9, active=(4, 5, 6, 7), trained=("low_noise",), coupled=True, kl=True,
+    fixed_trajectory=False, levers=plan.Levers(),
+)  # fmt: skip
+BF16 = torch.bfloat16
+
+
+def with_levers(run=RUN, **fields):
+    return dataclasses.replace(run, levers=dataclasses.replace(run.levers, **fields))
+
+
+@pytest.fixture(scope="module")
+def published():
+    """(size, adapter) -> Costs of the published model in bfloat16, 81 frames."""
+    measured = {}
+
+    def get(size, adapter):
+        if size not in measured:
+            measured[size] = costs.measure(wan_load.PUBLISHED, BF16, *SIZES[size], 81, FLOAT32)
+            measured[size, FLOAT32] = measured[size]
+        if (size, adapter) not in measured:
+            transformer = json.loads((wan_load.PUBLISHED / "transformer" / "config.json").read_text())
+            expert = costs.measure_expert(transformer, BF16, measured[size].shape, adapter)
+            experts = {"high_noise": expert, "low_noise": expert}
+            measured[size, adapter] = dataclasses.replace(measured[size], experts=experts)
+        return measured[size, adapter]
+
+    return get
+
+
+# ---- the published model ----
+
+
+@pytest.mark.parametrize(
+    "size, tokens, forward, backward, decode, encode",
+    [("480x832", 32760, 1678, 3018, 274, 162), ("480x480", 18900, 755, 1205, 158, 94)],  # TFLOP [section 5, 3]
+)
+def test_flops_of_the_parts(published, size, tokens, forward, backward, decode, encode):
+    bare = published(size, None)
+    expert = bare.experts["low_noise"]
+    assert expert.tokens == tokens
+    assert expert.forward_frozen / 1e12 == pytest.approx(forward, rel=0.02)
+    assert expert.backward / 1e12 == pytest.approx(backward, rel=0.02)
+    assert sum(chunk.forward for chunk in bare.chunks) / 1e12 == pytest.approx(decode, rel=0.02)
+    assert sum(chunk.backward for chunk in bare.chunks) / 1e12 == pytest.approx(decode, rel=0.02)
+    assert bare.encode.image_flops / 1e12 == pytest.approx(encode, rel=0.02)
+    adapted = published(size, FLOAT32).experts["low_noise"]
+    assert 1 < adapted.forward / adapted.forward_frozen < 1.02  # "LoRA r32 adds ~1-2 %"
+
+
+@pytest.mark.parametrize(
+    "size, replayed, full", [("480x832", 46.6, 39.9), ("480x480", 20.5, 17.5)]
+)  # PFLOP [section 5]
+def test_flops_of_a_clip(published, size, replayed, full):
+    measured = published(size, FLOAT32)
+    work = plan.work(measured, RUN)
+    encode = measured.encode.image_flops  # the table has it in the step
+    assert (sum(work.values()) + encode) / 1e15 == pytest.approx(replayed, rel=0.02)
+    assert (plan.full_graph(measured, RUN).flops + encode) / 1e15 == pytest.approx(full, rel=0.02)
+    assert work["reference"] / work["rollout"] == pytest.approx(0.5, rel=0.01)  # 4 and 8 passes without a graph
+    assert work["replay forward"] == work["replay recompute"]
+
+
+@pytest.mark.parametrize(
+    "adapter, per_element, expected",  # bytes per token and channel, GB at both sizes [section 4]
+    [
+        (None, 41.6, (6.98, 4.03)),
+        (Adapter(32, TARGETS[:4], BF16), 45.8, (7.68, 4.43)),
+        (BFLOAT16, 53.2, (8.93, 5.16)),
+        (FLOAT32, 80.8, (13.6, 7.8)),
+    ],
+    ids=["no LoRA", "bf16 LoRA on attention", "bf16 LoRA", "float32 LoRA"],
+)
+def test_saved_bytes_of_a_block(published, adapter, per_element, expected):
+    for size, gigabytes in zip(SIZES, expected, strict=True):
+        expert = published(size, adapter).experts["low_noise"]
+        assert expert.block_saved / 1e9 == pytest.approx(gigabytes, rel=0.01)
+        assert expert.block_saved / expert.block_input * 2 == pytest.approx(per_element, rel=0.01)
+        # "one block recompute + bwd ~9+4 | ~5+2.5": what the backward pass and the forward's own temporaries add
+        assert 1.2 < expert.block_peak / expert.block_saved < 1.55
+
+
+@pytest.mark.parametrize(
+    "size, stored, chunk, caches, kept, plain, chunked",  # GB [section 4: block inputs; section 3]
+    [("480x832", 13.4, 16.4, 1.89, 36.8, 334, 53.2), ("480x480", 7.7, 9.5, 1.09, 21.2, 193, 30.7)],
+)
+def test_activations(published, size, stored, chunk, caches, kept, plain, chunked):
+    measured = published(size, FLOAT32)
+    full, steady = plan.full_graph(measured, RUN), measured.chunks[-1]
+    assert measured.experts["low_noise"].stored / 1e9 == pytest.approx(stored, rel=0.01)
+    assert full.block_inputs == 4 * measured.experts["low_noise"].stored
+    assert steady.saved / 1e9 == pytest.approx(chunk, rel=0.01)
+    assert steady.caches_in / 1e9 == pytest.approx(caches, rel=0.01)
+    assert plan.decode_caches(measured.chunks, "keep")[0] / 1e9 == pytest.approx(kept, rel=0.01)
+    assert full.decode / 1e9 == pytest.approx(plain, rel=0.01)
+    assert full.decode_chunks / 1e9 == pytest.approx(chunked, rel=0.01)
+    # the saved bytes, the cotangents of the caches and their gradients, and temporaries
+    assert steady.saved + 2 * steady.caches_in < steady.peak_vjp < 1.5 * steady.saved
+
+
+def test_weights(published):
+    measured = published("480x832", FLOAT32)
+    expert = measured.experts["low_noise"]
+    assert expert.weights / 1e9 == pytest.approx(28.64, rel=0.001)  # [section 5]
+    assert expert.weights_fp8 / 1e9 == pytest.approx(14.3, rel=0.03)  # [section 4]
+    assert expert.adapter_parameters / 1e6 == pytest.approx(153.4, rel=0.001)  # [section 2]
+    assert plan.memory(measured, RUN).resident["LoRA, gradient, Adam"] / 1e9 == pytest.approx(2.5, rel=0.02)
+    assert measured.vae_weights / 1e9 == pytest.approx(0.25, rel=0.02)
+    assert measured.encode.text_weights / 1e9 == pytest.approx(11.4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "fields, expected",  # the plans of section 5, GB; "high on CPU, segment VAE": its caches are in the host here
+    [({}, (113, 90)), ({"untrained": "cpu_swap", "decode_caches": "offload"}, (58, 46))],
+    ids=["both bf16, chunk VAE", "high on CPU"],
+)
+def test_peak_memory_of_the_plans(published, fields, expected):
+    for size, gigabytes in zip(SIZES, expected, strict=True):
+        peak = plan.memory(published(size, BFLOAT16), with_levers(**fields)).peak
+        assert peak / 1e9 == pytest.approx(gigabytes, rel=0.1)
+
+
+def test_one_expert_costs_what_its_placement_says(published):
+    measured = published("480x832", FLOAT32)
+
+    def resident(place):
+        return sum(plan.memory(measured, with_levers(untrained=place)).resident.values()) / 1e9
+
+    assert resident("gpu") - resident("boundary_cache") == pytest.approx(28.64, rel=0.001)
+    assert resident("fp8") - resident("boundary_cache") == pytest.approx(14.3, rel=0.03)
+    assert 1.4 < resident("cpu_swap") - resident("boundary_cache") < 2.0  # two blocks of 0.70 GB, and the embeddings
+    assert plan.memory(measured, with_levers(untrained="cpu_swap")).host == {"expert that is swapped": 28637218944}
+    both = dataclasses.replace(RUN, trained=("high_noise", "low_noise"))
+    assert sum(plan.memory(measured, both).resident.values()) / 1e9 == pytest.approx(
+        2 * (28.64 + 2.45) + 0.25, rel=0.01
+    )
+
+
+# ---- reality ----
+
+
+def test_peak_counts_what_lives_at_once():
+    x = torch.ones(1000)  # 4000 bytes
+
+    def run():
+        y = x * 2
+        z = y[10:].view(-1) * 2  # a view is no memory of its own
+        del y
+        return z + x[:990]
+
+    assert costs.without_graph(run, [x]).peak == 4000 + 3960
+    assert costs.without_graph(lambda: (x * 2, x.add_(1)), [x]).peak == 4000
+    leaf = x.clone().requires_grad_()
+    cost = costs.with_graph(lambda: [(leaf * x).exp()], [leaf], [x])  # exp keeps its result; x and the leaf are given
+    assert (cost.saved, cost.peak) == (4000, 4 * 4000)  # with it the cotangent, and a gradient made from another
+
+
+def hooked_bytes(forward, given):
+    """As `costs.saved_bytes`, of real tensors and by their addresses."""
+    known, saved = {tensor.untyped_storage().data_ptr() for tensor in given}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        graph = forward()
+    return sum(saved.values()), graph
+
+
+def counted(run):
+    """FLOPs as torch counts them on the CPU, with its CPU attention, which it does not know."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    known = {attention: costs.attention_flops, backward: costs.attention_backward_flops}
+    with FlopCounterMode(display=False, custom_mapping=known) as counter:
+        result = run()
+    return counter.get_total_flops(), result
+
+
+def test_real_expert(pipe):
+    """Saved bytes and FLOPs of real tensors, whose attention is torch's own choice, equal those on the meta device."""
+    model = pipe.transformer_2  # of two blocks
+    shape = (model.config.in_channels, 2, 8, 10)
+    lora.inject(model, 4, 4, list(TARGETS), seed=0)
+    predicted = costs.measure_expert(model.config, torch.float32, shape, Adapter(4, TARGETS))
+    assert predicted.layers == 2 and predicted.tokens == 40
+    wanted = costs.block_inputs(model.config, torch.float32, 40, grad=True)
+    real = costs.BlockInputs(
+        torch.randn(wanted.hidden.shape, requires_grad=True), torch.randn(wanted.text.shape),
+        torch.randn(wanted.time.shape), tuple(torch.randn(part.shape) for part in wanted.rotary),
+    )  # fmt: skip
+    saved, _ = hooked_bytes(lambda: costs.call_block(model.blocks[0], real), [*model.parameters(), *real.shared])
+    assert saved == predicted.block_saved
+    x = torch.randn(1, *shape, requires_grad=True)
+    text = torch.randn(1, wan.TEXT_LENGTH, model.config.text_dim)
+    forward, velocity = counted(lambda: model(x, torch.tensor([500.0]), text, return_dict=False)[0])
+    backward, _ = counted(lambda: velocity.sum().backward())
+    assert (forward, backward) == (predicted.forward, predicted.backward)
+    with lora.reference(model), torch.no_grad():
+        assert counted(lambda: model(x, torch.tensor([500.0]), text))[0] == predicted.forward_frozen
+    parts = [*model.parameters(), *model.buffers()]
+    adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert predicted.adapter_parameters == adapter
+    assert predicted.weights == costs.nbytes(parts) - 4 * adapter
+
+
+def test_real_folder(pipe, tmp_path):
+    """Decoder, caches and conditioning of a pipeline folder, as they come out of the real code."""
+    pipe.save_pretrained(tmp_path)
+    predicted = costs.measure(tmp_path, torch.float32, HEIGHT, WIDTH, 4 * FRAMES + 1, None)
+    torch.manual_seed(0)
+    latents = torch.randn(1, *predicted.shape)
+    forward, decoded = counted(lambda: decode.decode_with_caches(pipe.vae, latents))
+    assert decoded.video.numel() == predicted.num_pixels
+    assert forward == sum(chunk.forward for chunk in predicted.chunks)
+    held = [[c for c in caches if isinstance(c, torch.Tensor)] for caches in decoded.caches]
+    assert [costs.nbytes(caches) for caches in held] == [chunk.caches_in for chunk in predicted.chunks]
+    x = latents[:, :, :1].clone().requires_grad_()
+
+    def first_chunk():
+        caches = [None] * pipe.vae._cached_conv_counts["decoder"]
+        frames = pipe.vae.decoder(pipe.vae.post_quant_conv(x), feat_cache=caches, feat_idx=[0], first_chunk=True)
+        return [frames.clamp(-1, 1), *(c for c in caches if isinstance(c, torch.Tensor))]
+
+    saved, _ = hooked_bytes(first_chunk, pipe.vae.parameters())
+    assert saved == predicted.chunks[0].saved
+    _, outputs = counted(first_chunk)
+    backward, _ = counted(lambda: torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs]))
+    assert backward == predicted.chunks[0].backward
+    work, one = counted(lambda: wan.encode(pipe, "a person", torch.zeros(3, HEIGHT, WIDTH), 4 * FRAMES + 1))
+    assert (costs.nbytes([one.text]), costs.nbytes([one.image])) == (predicted.text_bytes, predicted.image_bytes)
+    # the pipeline encodes what the VAE's quantising convolution then takes, which is left out here
+    assert work == pytest.approx(predicted.encode.image_flops + predicted.encode.text_flops, rel=0.01)
+    assert plan.source_of(str(tmp_path), wan_load.PUBLISHED) == tmp_path
+    assert predicted.experts["high_noise"].layers == 1 and predicted.experts["low_noise"].layers == 2
+
+
+# ---- what the settings do ----
+
+
+def change(measured, phase, **fields):
+    """GB that a phase takes less with these settings."""
+    return (plan.memory(measured, RUN).of(phase) - plan.memory(measured, with_levers(**fields)).of(phase)) / 1e9
+
+
+def test_settings_take_from_the_phase_they_are_for(published):
+    measured = published("480x832", FLOAT32)
+    assert change(measured, "replay", offload_inputs=True) == pytest.approx(38 * 0.3355, rel=0.001)  # 2 of 40 stay
+    assert change(measured, "decode VJP", decode_caches="offload") == pytest.approx(36.8 - 2 * 1.89, rel=0.01)
+    # 21 chunks in segments of 5: the caches of chunks 0 (none), 5, 10, 15, 20, and those of one segment
+    assert change(measured, "decode VJP", decode_caches="segment") == pytest.approx(36.8 - 9 * 1.89, rel=0.01)
+    assert change(measured, "decode", decode_caches="segment") == pytest.approx(36.8 - 4 * 1.89, rel=0.01)
+    without = change(measured, "replay", checkpointing=False)  # 40 blocks' saved bytes for 40 inputs and one block's
+    assert without == pytest.approx(13.4 - 39 * 13.54, rel=0.01)
+    for phase in ("rollout", "decode", "reward", "decode VJP", "replay"):
+        one = plan.memory(measured, RUN)
+        activations = one.of(phase) - sum(one.resident.values())
+        assert change(measured, phase, batch=3) == pytest.approx(-2 * activations / 1e9)
+    frames = plan.memory(measured, RUN).phases["reward"]["frames, also float32, and gradient"]
+    assert frames == 3 * 81 * 480 * 832 * (2 + 4 + 4)
+    host = plan.memory(measured, with_levers(offload_inputs=True, decode_caches="offload", batch=2)).host
+    assert host["block inputs"] / 1e9 == pytest.approx(2 * 13.4, rel=0.01)
+    assert host["decoder caches"] / 1e9 == pytest.approx(2 * 36.8, rel=0.01)
+    assert plan.memory(measured, RUN).host == {}
+
+
+def test_settings_change_the_work(published):
+    measured = published("480x832", FLOAT32)
+    expert, base = measured.experts["low_noise"], plan.work(measured, RUN)
+
+    def difference(run):
+        after = plan.work(measured, run)
+        return {name: after[name] - base[name] for name in base if after[name] != base[name]}
+
+    assert difference(dataclasses.replace(RUN, kl=False)) == {"reference": -4 * expert.forward_frozen}
+    assert difference(dataclasses.replace(RUN, fixed_trajectory=True)) == {
+        "replay recompute": 3 * expert.forward, "replay backward": 3 * expert.backward,
+    }  # fmt: skip
+    assert difference(with_levers(untrained="boundary_cache")) == {"rollout": -3 * expert.forward_frozen}
+    assert difference(with_levers(checkpointing=False)) == {"replay recompute": -4 * expert.forward}
+    assert difference(with_levers(decode_caches="segment")) == {"decode VJP": base["decode"]}
+    assert difference(with_levers(untrained="cpu_swap", decode_caches="offload", offload_inputs=True)) == {}
+
+
+def test_copies_count_where_nothing_hides_them(published):
+    """An infinitely fast GPU shows every copy; a slow one none but the rounding of 8 bits, in its own memory."""
+    measured = published("480x832", FLOAT32)
+    shown = {
+        "untrained": ("cpu_swap", 3 * 28.64 / 50), "offload_inputs": (True, 4 * 2 * 13.42 / 50),
+        "decode_caches": ("offload", 2 * 36.8 / 50),
+    }  # fmt: skip
+    for field, (value, expected) in shown.items():
+        run = with_levers(**{field: value})
+        assert sum(plan.exposed_seconds(measured, run, 1e9)) == pytest.approx(expected, rel=0.01)
+        assert sum(plan.exposed_seconds(measured, run, 100)) == 0
+    fp8 = with_levers(untrained="fp8")
+    assert sum(plan.exposed_seconds(measured, fp8, 100)) == pytest.approx(3 * 3 * 14.58 / 3000, rel=0.01)
+
+
+def test_disk(published):
+    measured = published("480x832", FLOAT32)
+    assert sum(plan.checkpoint_bytes(measured, RUN)) == 12 * 153_354_240
+    cached = with_levers(untrained="boundary_cache", noises=4)
+    assert plan.clip_cache_bytes(measured, cached) == {
+        "text": 512 * 4096 * 2, "image": 20 * 21 * 60 * 104 * 4, "boundary latents": 4 * 16 * 21 * 60 * 104 * 4,
+    }  # fmt: skip
+    assert "boundary latents" not in plan.clip_cache_bytes(measured, RUN)
+    text = plan.report(measured, dataclasses.replace(RUN, steps=100, clips=200), 400, None)
+    assert "4 in 100 steps: 7.4 GB" in text and "of 200 clips: 2.9 GB" in text
+
+
+def test_noise_of_the_stochastic_samplers():
+    """The formulas as Flow-GRPO's and DanceGRPO's code write them, at noise level 1."""
+    sigmas = torch.tensor(SIGMAS, dtype=torch.float64)
+    dt = sigmas[1:] - sigmas[:-1]
+    for i, (flow_std, dance_std) in enumerate(plan.sde_stds(SIGMAS)):
+        sigma = sigmas[i]
+        std_dev_t = torch.sqrt(sigma / (1 - torch.where(sigma == 1, sigmas[1], sigma)))
+        assert flow_std == pytest.approx(float(std_dev_t * torch.sqrt(-1 * dt[i])))
+        assert dance_std == pytest.approx(float(torch.sqrt(-1 * dt[i])))
+
+
+# ---- what to switch on ----
+
+RUNS = [
+    RUN,
+    with_levers(batch=4, checkpointing=False),
+    with_levers(untrained="fp8", decode_caches="segment", noises=2),
+    dataclasses.replace(RUN, trained=("high_noise",), active=(0, 1)),
+    dataclasses.replace(RUN, trained=("high_noise", "low_noise"), active=(2, 3)),
+]
+
+
+def test_every_option_is_a_setting():
+    """Each key and value is one that the configuration takes, and reading it gives the options' own run."""
+    seen = set()
+    for run in RUNS:
+        for option in plan.options(run):
+            settings = {
+                plan.KEYS[field.name]: getattr(run.levers, field.name) for field in dataclasses.fields(run.levers)
+            }
+            overrides = [
+                f"{key}={yaml.safe_dump(value).split()[0]}" for key, value in (settings | option.settings).items()
+            ]
+            read = config.load(ROOT / "configs" / "wan22_face.yaml", overrides)
+            assert plan.run_of(read, wan_load.PUBLISHED).levers == option.on(run).levers
+            seen |= {(key, str(value)) for key, value in option.settings.items()}
+    keys = {key for key, _ in seen}
+    assert keys == set(plan.KEYS.values())
+    assert {value for key, value in seen if key == "experts.untrained"} == {"cpu_swap", "fp8", "boundary_cache"}
+
+
+def test_options_are_possible():
+    both = plan.options(RUNS[4])
+    assert not any("experts.untrained" in option.settings for option in both)  # there is none
+    high = [option.settings.get("experts.untrained") for option in plan.options(RUNS[3])]
+    assert "cpu_swap" in high and "boundary_cache" not in high  # the low-noise expert comes after the boundary
+    crossing = dataclasses.replace(RUN, active=(2, 3, 4))
+    assert all(option.settings.get("experts.untrained") != "boundary_cache" for option in plan.options(crossing))
+
+
+@pytest.mark.parametrize("run", RUNS, ids=range(len(RUNS)))
+@pytest.mark.parametrize("memory", [40, 80, 100])
+def test_recommendation(published, run, memory):
+    measured = published("480x480", FLOAT32)
+    chosen = plan.recommend(measured, run, memory * 1e9, 400)
+    after = plan.with_options(run, chosen)
+    fit = plan.fits(measured, after, memory * 1e9)
+    if not fit:  # as low as the options go
+        assert all(
+            plan.memory(measured, o.on(after)).peak >= plan.memory(measured, after).peak for o in plan.options(after)
+        )
+    elif chosen:
+        assert not plan.fits(measured, run, memory * 1e9)
+        for option in chosen:
+            assert not plan.fits(measured, plan.with_options(run, [o for o in chosen if o is not option]), memory * 1e9)
+    text = plan.report(measured, run, 400, memory * 1e9)
+    assert ("does not fit" in text) == (not plan.fits(measured, run, memory * 1e9))
+    assert ("no setting makes it fit" in text) == (not fit)
+    for option in chosen:
+        for key, value in option.settings.items():
+            assert f"{key}: {str(value).lower()}" in text
+
+
+def test_some_memory_is_left_to_cuda(published):
+    measured = published("480x480", FLOAT32)
+    need = plan.memory(measured, RUN).peak + 2e9
+    assert plan.fits(measured, RUN, need) and not plan.fits(measured, RUN, need - 1)
+
+
+def test_the_cheapest_comes_first(published):
+    """One setting is enough for 100 GB; of four that do, swapping costs nothing at 400 TFLOP/s and is exact."""
+    measured = published("480x832", FLOAT32)
+    (first,) = plan.recommend(measured, RUN, 100e9, 400)
+    assert first.settings == {"experts.untrained": "cpu_swap"}
+    # on a GPU so fast that the copies show, decoding once more is cheaper than swapping 86 GB
+    (first,) = plan.recommend(measured, RUN, 104e9, 1e6)
+    assert first.settings == {"train.decode_caches": "segment"}
+    # what changes the numbers comes last, though the cache saves time
+    assert all(option.exact for option in plan.recommend(measured, RUN, 80e9, 400))
+    # a batch of 4 that does not fit is taken one at a time, with the same clips per update
+    settings = {}
+    for option in plan.recommend(measured, with_levers(batch=4, accumulation=2), 80e9, 400):
+        settings |= option.settings
+    assert settings["train.per_device_train_batch_size"] == 1 and settings["train.gradient_accumulation_steps"] == 8
+
+
+# ---- the tool ----
+
+
+def tool(monkeypatch, capsys, *arguments):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["plan_run.py", "--config", *arguments])
+    code = plan_run.main()
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_tiny_config(monkeypatch, capsys):
+    start = time.process_time()  # others may be at work
+    code, out, _ = tool(monkeypatch, capsys, "configs/tiny_face.yaml")
+    assert time.process_time() - start < 5
+    assert code == 0 and "fits: 2.2 GB of 80.0 GB" in out
+    assert "320 tokens" in out and "model's shape from assets/tiny_world/pipeline\n" in out
+    assert "data: 48 clips" in out and "replayed" in out
+
+
+def test_face_config(monkeypatch, capsys, published):
+    monkeypatch.setattr(plan, "costs_of", lambda cfg, configs: published("480x832", FLOAT32))  # measured before
+    code, out, _ = tool(monkeypatch, capsys, "configs/wan22_face.yaml")
+    assert code == 2 and "does not fit" in out and "set experts.untrained: cpu_swap (saves 26.7 GB, +0.0 % time)" in out
+    assert "published; no configurations" in out and "data: not there yet" in out
+    settings = ["experts.untrained=cpu_swap", "train.decode_caches=offload"]
+    code, out, _ = tool(monkeypatch, capsys, "configs/wan22_face.yaml", *settings)
+    assert code == 0 and "\nfits" in out
+    code, _, _ = tool(monkeypatch, capsys, "configs/wan22_face.yaml", "--gpu-memory", "141")
+    assert code == 0
+
+
+def test_run_of_a_configuration(monkeypatch):
+    settings = [
+        "sample.num_inference_steps=4", "sample.shift=3", "sample.final_timestep=2", "sample.mid_timestep=0",
+        "sample.gradient_mode=drtune", "reward.kl_weight=0", "reward.kl_gradient=fixed_trajectory",
+        "model.trainable_models=dit,dit2", "model.min_timestep_boundary=0.8", "run.save_steps=7",
+        "reward.reward_model_path=assets/tiny_world/faces/reward", "reward.held_out_model_path=null",
+    ]  # fmt: skip
+    monkeypatch.chdir(ROOT)
+    pack = sum(file.stat().st_size for file in (ROOT / "assets/tiny_world/faces/reward").glob("*.onnx"))
+    run = plan.run_of(config.load(ROOT / "configs" / "wan22_face.yaml", settings), wan_load.PUBLISHED, 30, 12)
+    assert run == plan.Run(
+        sigmas=pytest.approx((1.0, 0.9, 0.75, 0.0)), boundary=0.8, active=(0, 1, 2),
+        trained=("high_noise", "low_noise"),
+        coupled=False, kl=False, fixed_trajectory=True, levers=plan.Levers(accumulation=8), save_steps=7, steps=12,
+        clips=30, pack_bytes=pack,
+    )  # fmt: skip
+    assert plan.memory(costs.measure(*TINY), run).resident["face networks' weights"] == pack > 1e6
+    assert plan.run_of(config.load(ROOT / "configs" / "wan22_face.yaml"), wan_load.PUBLISHED).sigmas == SIGMAS
+
+
+def test_what_is_measured_is_what_the_configuration_says(monkeypatch):
+    monkeypatch.setattr(plan, "measure", lambda *arguments: arguments)
+    settings = ["lora.lora_rank=8", "lora.lora_target_modules=q,ffn.0", "data.height=480", "data.num_frames=49"]
+    cfg = config.load(ROOT / "configs" / "wan22_face.yaml", settings)
+    adapter = Adapter(8, ("to_q", "ffn.net.0.proj"))
+    assert plan.costs_of(cfg, wan_load.PUBLISHED) == (wan_load.PUBLISHED, BF16, 480, 832, 49, adapter)
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("data.height=500", "multiple of 16"),
+        ("sample.final_timestep=9", "at most 7"),
+        ("model.trainable_models=dit", "answers at no active step"),
+        ("train.decode_caches=nowhere", "must be one of keep, offload, segment"),
+    ],
+)
+def test_what_cannot_work(monkeypatch, capsys, override, message):
+    code, _, error = tool(monkeypatch, capsys, "configs/wan22_face.yaml", override)
+    assert code == 2 and message in error
+
+
+def test_source_of_original_files(monkeypatch, tmp_path):
+    paths = tmp_path / "wan22_paths.json"
+    paths.write_text("[]")
+    assert plan.source_of(str(paths), wan_load.PUBLISHED) == wan_load.PUBLISHED
+    own = ROOT / "assets" / "tiny_world" / "pipeline"
+    paths.write_text(json.dumps({"configs": str(own)}))
+    assert plan.source_of(str(paths), wan_load.PUBLISHED) == own
+    monkeypatch.chdir(own)  # no path is not the folder that the command is started in
+    assert plan.source_of("", wan_load.PUBLISHED) == wan_load.PUBLISHED

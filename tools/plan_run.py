@@ -1,0 +1,57 @@
+"""What a run takes, before there is a GPU or a model: compute, memory, disk, and what to set when it is too much.
+
+    python tools/plan_run.py --config configs/wan22_face.yaml [--gpu-memory 80] [--tflops 400] [section.key=value ...]
+
+The model's shape is read from the configured model's folder when it is there, else from configs/wan22_i2v_a14b.
+Exits with 0 when the run fits the GPU's memory as it is set, 2 when it does not or when it cannot work at all.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from rewardfl import config as configuration
+from rewardfl import data, plan, wan_load
+
+FITS, DOES_NOT = 0, 2  # exit codes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="of one GPU, in 1e9 bytes")
+    parser.add_argument("--tflops", type=float, default=plan.TFLOPS, help="TFLOP/s that the GPU reaches in practice")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_args()
+    try:
+        cfg = configuration.load(args.config, args.overrides)
+        clips = len(data.load_metadata(cfg.data.file_name)) if Path(cfg.data.file_name).is_file() else None
+        configs = plan.source_of(cfg.model.model_paths, wan_load.PUBLISHED)
+        spatial, temporal = configuration.vae_factors(configs)
+        configuration.check_geometry(cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal)
+        run = plan.run_of(cfg, configs, clips, updates(cfg, clips))
+        configuration.check_active_experts(run.active, run.sigmas, run.boundary, run.trained)
+    except (configuration.ConfigError, data.DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return DOES_NOT
+    published = " (published; no configurations in model.model_paths)" if configs == wan_load.PUBLISHED else ""
+    print(f"model's shape from {configs}{published}")
+    print(f"data: {'not there yet' if clips is None else f'{clips} clips'}: {cfg.data.file_name}\n")
+    costs, gpu_memory = plan.costs_of(cfg, configs), args.gpu_memory * 1e9
+    print(plan.report(costs, run, args.tflops, gpu_memory))
+    return FITS if plan.fits(costs, run, gpu_memory) else DOES_NOT
+
+
+def updates(cfg: configuration.RunConfig, clips: int | None) -> int | None:
+    """Optimizer updates of the run, on one GPU unless train_batch_size tells; None where the data must say."""
+    train = cfg.train
+    if train.max_steps is not None or clips is None:
+        return train.max_steps
+    per_gpu = train.per_device_train_batch_size * train.gradient_accumulation_steps
+    return data.total_steps(clips, train.train_batch_size or per_gpu, train.num_train_epochs, train.max_steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
