@@ -21,6 +21,7 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from rewardfl import lora_files, merge, shards, wan_names
+from rewardfl.files import sha256
 
 
 @pytest.fixture(scope="module")
@@ -393,7 +394,7 @@ def test_metadata_says_what_was_merged(world, values, tmp_path):
     metadata = shards.read_header(out)[1]
     assert metadata["format"] == "pt" and str(world) in metadata["rewardfl_base"]
     (record,) = (value for key, value in metadata.items() if key.startswith("rewardfl_lora_0"))
-    assert merge.sha256(lora) in record and "strength 0.5" in record and "scale 0.5" in record
+    assert sha256(lora) in record and "strength 0.5" in record and "scale 0.5" in record
     umask = os.umask(0)
     os.umask(umask)
     assert out.stat().st_mode & 0o777 == 0o666 & ~umask

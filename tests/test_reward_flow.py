@@ -112,7 +112,7 @@ def test_replay_equals_autograd(active, coupling, kl_weight, kl_gradient, dtype,
     if kl_gradient == "fixed_trajectory":  # two backward passes per step, and diffusers' norms round to float32 inside
         relative = max(relative, 1e-7)
     assert_same(actual, expected, relative)
-    trained = {name.split(".")[0] for name in actual}
+    trained = {name.split(".")[1] for name in actual}  # inside.<expert>.
     assert trained == ({"high_noise", "low_noise"} if 1 in active else {"low_noise"})
     assert all("lora" in name for name in actual)
 
@@ -163,7 +163,7 @@ def test_checkpointing_changes_nothing():
     for checkpointing in (False, True):
         pipe, model = lora_model(torch.float64)
         if checkpointing:
-            model.low_noise.enable_gradient_checkpointing()
+            model.inside.low_noise.enable_gradient_checkpointing()
             model.train()
         cond, x = conditioning(2, torch.float64, pipe)
         results.append(replay_gradients(pipe, model, cond, x, [3, 4, 5], 0.2, 0.7, "fixed_trajectory", SIGMAS)[0])

@@ -67,9 +67,9 @@ def test_bad_caps_are_refused(tmp_path, cap):
 
 
 def test_the_score_is_the_mean_over_generated_frames(reward):
-    pool = reward.reference(REAL)
+    pool = reward.identity.pool(REAL)
     face = reward.identity.score(GENERATED, pool)
-    output = reward(GENERATED[None], [pool])
+    output = reward(GENERATED[None], [reward.reference(REAL)])
     assert output.score.shape == (1,) and output.score.dtype == torch.float32 and output.valid.all()
     torch.testing.assert_close(output.score[0], face.per_frame.mean())
     assert set(output.parts) == set(PARTS)
@@ -100,14 +100,15 @@ def test_the_cap_stops_score_and_gradient_but_not_the_part(reward):
 
 def test_self_similarity_caps_at_the_real_clips_own(reward):
     pool = reward.reference(REAL)
-    assert 0 < pool.cap < 1
+    own = pool["cap"].item()
+    assert 0 < own < 1
     capped = with_cap(reward, "self_similarity")
     # the real clip frozen at a frame of its own pool is more alike than its frames are among each other
     frozen = REAL[:, 2:3].repeat(1, 4, 1, 1)
     output = capped(torch.stack([frozen, GENERATED]), [pool, pool])
-    assert output.parts["face_score"][0] > pool.cap
-    torch.testing.assert_close(output.score[0].item(), pool.cap)
-    assert output.parts["cap"].tolist() == pytest.approx([pool.cap] * 2)
+    assert output.parts["face_score"][0] > own
+    torch.testing.assert_close(output.score[0].item(), own)
+    assert output.parts["cap"].tolist() == pytest.approx([own] * 2)
 
 
 def test_the_batch_is_scored_sample_by_sample(reward):
@@ -177,7 +178,7 @@ def test_motion_is_relative_to_the_real_clip(reward):
         motion(speaking, sliding)[0],
     ]
     assert all(math.isnan(ratio) for ratio in motion(REAL, still))
-    assert reward.reference(still).speed < MIN_MOTION
+    assert reward.reference(still)["speed"] < MIN_MOTION
     assert (_smaller(math.nan, 1.0), _smaller(1.0, math.nan), _smaller(2.0, 1.0)) == (1.0, 1.0, 1.0)
 
 

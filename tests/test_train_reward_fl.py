@@ -180,6 +180,60 @@ def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
 # -- the tools on the run's adapter
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run with two noises per clip, everything on the device."""
+    run = tmp_path_factory.mktemp("plain") / "run"
+    launch(f"run.output_dir={run}", *TWO_NOISES)
+    return run
+
+
+TWO_NOISES = ["train.max_steps=2", "sample.noises_per_sample=2", "train.use_gradient_checkpointing=false"]
+HOST = [
+    "experts.untrained=cpu_swap", "train.decode_caches=offload", "train.use_gradient_checkpointing=true",
+    "train.use_gradient_checkpointing_offload=true",
+]  # fmt: skip
+BOUNDARY = ["experts.untrained=boundary_cache", "train.decode_caches=segment"]
+
+
+@pytest.mark.parametrize("levers", [HOST, BOUNDARY], ids=["host", "boundary"])
+def test_where_things_live_changes_nothing(plain, tmp_path, levers):
+    run = tmp_path / "run"
+    launch(f"run.output_dir={run}", *TWO_NOISES, *levers)
+    assert metrics(run) == metrics(plain)
+    mine, theirs = adapter(run, 2), adapter(plain, 2)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    name = "samples/step-000002/00.mp4"  # the sample videos' noise has boundary latents of its own
+    assert (data.read_video(run / name).int() - data.read_video(plain / name).int()).abs().max() <= 1
+
+
+def test_a_warm_cache_loads_the_decoder_and_the_trained_expert_alone(plain, tmp_path, monkeypatch, capsys):
+    cache = shutil.copytree(plain / "cache", tmp_path / "cache")
+    loaded, load = [], wan_load.load_pipeline
+    monkeypatch.setattr(wan_load, "load_pipeline", lambda *a: loaded.append(a[-1]) or load(*a))
+    decoded = []
+    monkeypatch.setattr(data, "row_problems", lambda *a: decoded.append(a) or [])
+
+    def run(name, *settings):
+        loaded.clear()
+        arguments = [*FAST, *TWO_NOISES, *BOUNDARY, f"data.cache_dir={cache}", f"run.output_dir={tmp_path / name}"]
+        assert call(monkeypatch, capsys, *arguments, *settings)[0] == 0
+        return [part for parts in loaded for part in parts]
+
+    assert run("first") == ["high_noise", "vae_decoder", "low_noise"]
+    assert run("second") == ["vae_decoder", "low_noise"]
+    assert not decoded
+    assert metrics(tmp_path / "first") == metrics(tmp_path / "second") == metrics(plain)
+    # what an entry depends on makes it another entry
+    assert run("steps", "sample.num_inference_steps=5")[0] == "high_noise"
+    assert run("size", "data.height=48")[:3] == ["vae", "high_noise", "vae_decoder"]
+    assert decoded
+    entry = next((cache / "text").rglob("*.safetensors"))
+    entry.write_bytes(entry.read_bytes()[:-1])  # a damaged one is made anew
+    assert run("damaged") == ["text_encoder", "vae_decoder", "low_noise"]
+    assert metrics(tmp_path / "damaged") == metrics(plain)
+
+
 def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys):
     """The adapter of the run in a stock pipeline, against tools/generate.py."""
     frame = data.read_video(WORLD / "eval" / "videos" / "000.mp4", 1)[0].numpy()
