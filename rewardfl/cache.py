@@ -53,7 +53,8 @@ class Cache:
         length = int.from_bytes(content[:8], "little")
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, save(plain, {"key": _text(key), "data": _hash(memoryview(content)[8 + length :])}))
+        content = save(plain, {"key": _text(key), "data": _hash(memoryview(content)[8 + length :])})
+        atomic_write(path, content, durable=False)  # `get` sees a damaged entry for what it is
 
 
 def digest(key: Key) -> str:

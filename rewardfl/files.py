@@ -9,19 +9,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def atomic_write(path: str | Path, content: bytes | str) -> None:
-    """Write `content` so that `path` holds what it held before or all of it, even after a power cut."""
+def atomic_write(path: str | Path, content: bytes | str, durable: bool = True) -> None:
+    """Write `content` so that `path` holds what it held before or all of it, even after a power cut.
+
+    durable: without it, a power cut may leave a damaged file; a kill of the process never does.
+    """
     path = Path(path)
     temporary = temporary_path(path)
     try:
         with temporary.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    fsync(path.parent)
+    if durable:
+        fsync(path.parent)
 
 
 @contextmanager

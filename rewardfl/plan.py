@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rewardfl import config as configuration
-from rewardfl import flow, lora, reward_flow, wan
+from rewardfl import data, flow, lora, reward_flow, wan
 from rewardfl.config import RunConfig
 from rewardfl.costs import Adapter, ChunkCost, Costs, measure
 
@@ -384,7 +384,9 @@ def source_of(model_paths: str, published: Path) -> Path:
 def costs_of(cfg: RunConfig, configs: Path) -> Costs:
     """What the configuration's model and clips cost. configs: see `source_of`."""
     adapter = Adapter(cfg.lora.lora_rank, tuple(lora.target_modules(cfg.lora.lora_target_modules)))
-    return measure(configs, wan.DTYPES[cfg.model.dtype], cfg.data.height, cfg.data.width, cfg.data.num_frames, adapter)
+    # under max_pixels a square clip, which has no fewer tokens than one of another shape
+    height, width = data.clip_size((4096, 4096), cfg.data.height, cfg.data.width, cfg.data.max_pixels)
+    return measure(configs, wan.DTYPES[cfg.model.dtype], height, width, cfg.data.num_frames, adapter)
 
 
 def run_of(cfg: RunConfig, configs: Path, clips: int | None = None, steps: int | None = None) -> Run:
@@ -414,7 +416,7 @@ def run_of(cfg: RunConfig, configs: Path, clips: int | None = None, steps: int |
         save_steps=cfg.run.save_steps,
         steps=steps,
         clips=clips,
-        pack_bytes=sum(file.stat().st_size for folder in packs for file in folder.glob("*.onnx")),
+        pack_bytes=sum(file.stat().st_size for folder in packs for file in folder.rglob("*.onnx")),
     )
 
 

@@ -243,7 +243,7 @@ def test_real_folder(pipe, tmp_path):
     forward, decoded = counted(lambda: decode.decode_with_caches(pipe.vae, latents))
     assert decoded.video.numel() == predicted.num_pixels
     assert forward == sum(chunk.forward for chunk in predicted.chunks)
-    held = [[c for c in caches if isinstance(c, torch.Tensor)] for caches in decoded.caches]
+    held = [[c for c in caches if isinstance(c, torch.Tensor)] for caches in decoded.caches.values()]
     assert [costs.nbytes(caches) for caches in held] == [chunk.caches_in for chunk in predicted.chunks]
     x = latents[:, :, :1].clone().requires_grad_()
 
@@ -473,6 +473,7 @@ def test_run_of_a_configuration(monkeypatch):
         "sample.gradient_mode=drtune", "reward.kl_weight=0", "reward.kl_gradient=fixed_trajectory",
         "model.trainable_models=dit,dit2", "model.min_timestep_boundary=0.8", "run.save_steps=7",
         "reward.reward_model_path=assets/tiny_world/faces/reward", "reward.held_out_model_path=null",
+        "train.gradient_accumulation_steps=8",
     ]  # fmt: skip
     monkeypatch.chdir(ROOT)
     pack = sum(file.stat().st_size for file in (ROOT / "assets/tiny_world/faces/reward").glob("*.onnx"))
@@ -490,9 +491,10 @@ def test_run_of_a_configuration(monkeypatch):
 def test_what_is_measured_is_what_the_configuration_says(monkeypatch):
     monkeypatch.setattr(plan, "measure", lambda *arguments: arguments)
     settings = ["lora.lora_rank=8", "lora.lora_target_modules=q,ffn.0", "data.height=480", "data.num_frames=49"]
-    cfg = config.load(ROOT / "configs" / "wan22_face.yaml", settings)
     adapter = Adapter(8, ("to_q", "ffn.net.0.proj"))
-    assert plan.costs_of(cfg, wan_load.PUBLISHED) == (wan_load.PUBLISHED, BF16, 480, 832, 49, adapter)
+    for max_pixels, width in (("null", 832), (480 * 480, 480)):
+        cfg = config.load(ROOT / "configs" / "wan22_face.yaml", [*settings, f"data.max_pixels={max_pixels}"])
+        assert plan.costs_of(cfg, wan_load.PUBLISHED) == (wan_load.PUBLISHED, BF16, 480, width, 49, adapter)
 
 
 @pytest.mark.parametrize(
@@ -505,7 +507,7 @@ def test_what_is_measured_is_what_the_configuration_says(monkeypatch):
     ],
 )
 def test_what_cannot_work(monkeypatch, capsys, override, message):
-    code, _, error = tool(monkeypatch, capsys, "configs/wan22_face.yaml", override)
+    code, _, error = tool(monkeypatch, capsys, "configs/wan22_face.yaml", "data.max_pixels=null", override)
     assert code == 2 and message in error
 
 

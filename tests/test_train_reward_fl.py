@@ -3,7 +3,6 @@
 import csv
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,54 +14,10 @@ import torch
 from conftest import ROOT
 from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from PIL import Image
+from runs import FAST, PACKS, WORLD, adapter, call, environment, launch, metrics
 
 import train_reward_fl
-from rewardfl import checkpoint, config, data, face_parity, lora, wan, wan_load
-
-WORLD = ROOT / "assets" / "tiny_world"
-CONFIG = str(ROOT / "configs" / "tiny_face.yaml")
-PACKS = {"reward_model_path": "reward", "held_out_model_path": "judge"}
-# four sampling steps, two of them replayed, one clip at a time
-FAST = [
-    "sample.num_inference_steps=4", "sample.mid_timestep=2", "sample.final_timestep=3", "lora.lora_rank=4",
-    "train.gradient_accumulation_steps=1", "train.per_device_train_batch_size=1",
-    "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none",
-]  # fmt: skip
-
-
-def environment():
-    return os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def launch(*overrides, processes=1, check=True):
-    """Run the script with FAST settings as its own process(es)."""
-    start = [sys.executable] + (
-        ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"] if processes > 1 else []
-    )
-    command = [*start, "train_reward_fl.py", "--config", CONFIG, *FAST, *overrides]
-    run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
-    if check and processes == 1:  # gloo may abort at exit after all is done; the files tell
-        assert run.returncode == 0, run.stderr[-3000:]
-    return run
-
-
-def metrics(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
-
-
-def adapter(run, step):
-    return lora.read_adapter(run / "checkpoints" / f"step-{step:06d}" / "transformer_2" / lora.WEIGHTS_NAME)[0]
-
-
-def call(monkeypatch, capsys, *arguments):
-    """The script's main in this process: exit code, standard output and error."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["train_reward_fl.py", "--config", CONFIG, *arguments])
-    code = train_reward_fl.main()
-    out = capsys.readouterr()
-    return code, out.out, out.err
-
+from rewardfl import checkpoint, config, data, face_parity, wan, wan_load
 
 # -- runs
 
@@ -180,72 +135,18 @@ def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
 # -- the tools on the run's adapter
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """A run with two noises per clip, everything on the device."""
-    run = tmp_path_factory.mktemp("plain") / "run"
-    launch(f"run.output_dir={run}", *TWO_NOISES)
-    return run
-
-
-TWO_NOISES = ["train.max_steps=2", "sample.noises_per_sample=2", "train.use_gradient_checkpointing=false"]
-HOST = [
-    "experts.untrained=cpu_swap", "train.decode_caches=offload", "train.use_gradient_checkpointing=true",
-    "train.use_gradient_checkpointing_offload=true",
-]  # fmt: skip
-BOUNDARY = ["experts.untrained=boundary_cache", "train.decode_caches=segment"]
-
-
-@pytest.mark.parametrize("levers", [HOST, BOUNDARY], ids=["host", "boundary"])
-def test_where_things_live_changes_nothing(plain, tmp_path, levers):
-    run = tmp_path / "run"
-    launch(f"run.output_dir={run}", *TWO_NOISES, *levers)
-    assert metrics(run) == metrics(plain)
-    mine, theirs = adapter(run, 2), adapter(plain, 2)
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
-    name = "samples/step-000002/00.mp4"  # the sample videos' noise has boundary latents of its own
-    assert (data.read_video(run / name).int() - data.read_video(plain / name).int()).abs().max() <= 1
-
-
-def test_a_warm_cache_loads_the_decoder_and_the_trained_expert_alone(plain, tmp_path, monkeypatch, capsys):
-    cache = shutil.copytree(plain / "cache", tmp_path / "cache")
-    loaded, load = [], wan_load.load_pipeline
-    monkeypatch.setattr(wan_load, "load_pipeline", lambda *a: loaded.append(a[-1]) or load(*a))
-    decoded = []
-    monkeypatch.setattr(data, "row_problems", lambda *a: decoded.append(a) or [])
-
-    def run(name, *settings):
-        loaded.clear()
-        arguments = [*FAST, *TWO_NOISES, *BOUNDARY, f"data.cache_dir={cache}", f"run.output_dir={tmp_path / name}"]
-        assert call(monkeypatch, capsys, *arguments, *settings)[0] == 0
-        return [part for parts in loaded for part in parts]
-
-    assert run("first") == ["high_noise", "vae_decoder", "low_noise"]
-    assert run("second") == ["vae_decoder", "low_noise"]
-    assert not decoded
-    assert metrics(tmp_path / "first") == metrics(tmp_path / "second") == metrics(plain)
-    # what an entry depends on makes it another entry
-    assert run("steps", "sample.num_inference_steps=5")[0] == "high_noise"
-    assert run("size", "data.height=48")[:3] == ["vae", "high_noise", "vae_decoder"]
-    assert decoded
-    entry = next((cache / "text").rglob("*.safetensors"))
-    entry.write_bytes(entry.read_bytes()[:-1])  # a damaged one is made anew
-    assert run("damaged") == ["text_encoder", "vae_decoder", "low_noise"]
-    assert metrics(tmp_path / "damaged") == metrics(plain)
-
-
 def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys):
     """The adapter of the run in a stock pipeline, against tools/generate.py."""
     frame = data.read_video(WORLD / "eval" / "videos" / "000.mp4", 1)[0].numpy()
     Image.fromarray(frame).save(tmp_path / "face.png")
     trained, videos = straight / "checkpoints" / "latest", []
     monkeypatch.setattr(data, "write_video", lambda path, video, fps: videos.append(video))
-    for adapter in (["--adapter", str(trained)], []):
+    for chosen in (["--adapter", str(trained)], []):
         command = (
             f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 64 --width 64 --num-frames 9"
         )
         command += f" --steps 4 --dtype float32 --device cpu --seed 5 --out {tmp_path}/out.mp4"
-        monkeypatch.setattr(sys, "argv", [*command.split(), "--prompt", "a person, talking", *adapter])
+        monkeypatch.setattr(sys, "argv", [*command.split(), "--prompt", "a person, talking", *chosen])
         assert generate.main() == 0, capsys.readouterr().err
     ours, base = videos
 

@@ -30,7 +30,9 @@ def main() -> int:
         clips = len(data.load_metadata(cfg.data.file_name)) if Path(cfg.data.file_name).is_file() else None
         configs = plan.source_of(cfg.model.model_paths, wan_load.PUBLISHED)
         spatial, temporal = configuration.vae_factors(configs)
-        configuration.check_geometry(cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal)
+        configuration.check_geometry(
+            cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
+        )
         run = plan.run_of(cfg, configs, clips, updates(cfg, clips))
         configuration.check_active_experts(run.active, run.sigmas, run.boundary, run.trained)
     except (configuration.ConfigError, data.DataError) as error:

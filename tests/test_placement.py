@@ -1,0 +1,110 @@
+"""Where experts, caches and activations live, and what a warm cache saves, on whole runs."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from runs import FAST, adapter, call, launch, metrics
+
+from rewardfl import cache, data, prepare, wan_load
+from rewardfl.cache import Cache
+from rewardfl.rewards import Reward
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run with two noises per clip, everything on the device."""
+    run = tmp_path_factory.mktemp("plain") / "run"
+    launch(f"run.output_dir={run}", f"data.cache_dir={run}/cache", *TWO_NOISES)
+    return run
+
+
+TWO_NOISES = ["train.max_steps=2", "sample.noises_per_sample=2", "train.use_gradient_checkpointing=false"]
+HOST = [
+    "experts.untrained=cpu_swap", "train.decode_caches=offload", "train.use_gradient_checkpointing=true",
+    "train.use_gradient_checkpointing_offload=true",
+]  # fmt: skip
+BOUNDARY = ["experts.untrained=boundary_cache", "train.decode_caches=segment"]
+
+
+def assert_same(run, plain):
+    assert metrics(run) == metrics(plain)
+    mine, theirs = adapter(run, 2), adapter(plain, 2)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    name = "samples/step-000002/00.mp4"
+    assert (data.read_video(run / name).int() - data.read_video(plain / name).int()).abs().max() <= 1
+
+
+def test_what_waits_in_host_memory_changes_nothing(plain, tmp_path):
+    launch(f"run.output_dir={tmp_path / 'run'}", f"data.cache_dir={plain / 'cache'}", *TWO_NOISES, *HOST)
+    assert_same(tmp_path / "run", plain)
+
+
+def test_a_warm_cache_loads_the_decoder_and_the_trained_expert_alone(plain, tmp_path, monkeypatch, capsys):
+    """And boundary latents from it, or caches of the decoder made anew, change nothing."""
+    cache = shutil.copytree(plain / "cache", tmp_path / "cache")
+    loaded, load = [], wan_load.load_pipeline
+    monkeypatch.setattr(wan_load, "load_pipeline", lambda *a: loaded.append(a[-1]) or load(*a))
+    monkeypatch.setattr(data, "row_problems", lambda *a: 1 / 0)  # nothing is decoded but the clips that are shown
+
+    def run(name):
+        loaded.clear()
+        arguments = [*FAST, *TWO_NOISES, *BOUNDARY, f"data.cache_dir={cache}", f"run.output_dir={tmp_path / name}"]
+        assert call(monkeypatch, capsys, *arguments)[0] == 0
+        assert_same(tmp_path / name, plain)
+        return [part for parts in loaded for part in parts]
+
+    assert run("first") == ["high_noise", "vae_decoder", "low_noise"]
+    entry = next((cache / "text").rglob("*.safetensors"))
+    entry.write_bytes(entry.read_bytes()[:-1])  # a damaged entry is made anew
+    assert run("damaged") == ["text_encoder", "vae_decoder", "low_noise"]
+    assert run("warm") == ["vae_decoder", "low_noise"]
+
+
+def test_whatever_an_entry_depends_on_makes_it_another(tmp_path):
+    for name in ("a.mp4", "b.mp4", "a.png"):
+        (tmp_path / name).write_text(name)
+    row = data.Row(0, 2, "id", tmp_path / "a.mp4", "a person")
+    size = {"height": 64, "width": 64, "num_frames": 9, "max_pixels": None, "fps": None}
+    sigmas = torch.tensor([1.0, 0.95, 0.9])
+
+    class Judge(Reward):
+        name, differentiable = "judge", True
+
+    judge, other_judge = Judge(), Judge()
+    other_judge.name = "other"
+
+    def digests(
+        row=row, size=size, text="t", vae="v", untrained="h", dtype="float32", seed=1, sigmas=sigmas, by=judge
+    ):  # fmt: skip
+        clip = prepare.clip_key(row, size)
+        sample = prepare.Sample(row, clip, (64, 64), ())
+        conditions = prepare.Conditions(Cache(tmp_path), text, vae, untrained, dtype, 9)
+        return {
+            "clip": cache.digest(clip),
+            "face": cache.digest(prepare.reference_key(clip, by)),
+            "text": cache.digest(conditions._text_key(sample)),
+            "image": cache.digest(conditions._image_key(sample)),
+            "boundary": cache.digest(conditions._boundary_key(sample, seed, sigmas)),
+        }
+
+    before = digests()
+    assert digests() == before
+    everything = set(before)
+    for changed, other in [
+        (digests(row=replace(row, prompt="a child")), {"text", "boundary"}),
+        (digests(row=replace(row, video=tmp_path / "b.mp4")), everything - {"text"}),
+        (digests(row=replace(row, image=tmp_path / "a.png")), everything - {"text"}),
+        (digests(row=replace(row, reference_video=tmp_path / "b.mp4")), everything - {"text"}),
+        (digests(row=replace(row, index=5, line=7, id="elsewhere")), set()),
+        *((digests(size=size | {key: 32}), everything - {"text"}) for key in size),
+        (digests(text="u"), {"text", "boundary"}),
+        (digests(vae="w"), {"image", "boundary"}),
+        (digests(untrained="i"), {"boundary"}),
+        (digests(dtype="bfloat16"), {"text", "image", "boundary"}),
+        (digests(seed=2), {"boundary"}),
+        (digests(sigmas=sigmas[:2]), {"boundary"}),
+        (digests(by=other_judge), {"face"}),
+    ]:
+        assert {kind for kind in before if changed[kind] != before[kind]} == other
