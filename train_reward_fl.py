@@ -107,8 +107,8 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
     say = accelerator.print
     for note in [*wan_load.differences(layout, boundary, cfg.sample.shift), *data.notes(rows)]:
         say(f"note: {note}")
-    say(overview(cfg, active, coupling, len(rows), global_batch, steps, accelerator))
     run = planning.run_of(cfg, layout.configs, len(rows), steps)
+    say(planning.overview(cfg, run, global_batch, accelerator.num_processes))
     if dry_run:
         costs, gpu_memory = planning.costs_of(cfg, layout.configs), total_memory(device)
         say(planning.report(costs, run, planning.TFLOPS, gpu_memory))
@@ -149,7 +149,6 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
         cfg.data.num_frames,
     )  # fmt: skip
     conditions.fill(samples, lambda parts: load(parts).to(device), share)
-    untrained = [name for name in wan.PARTS if name not in experts]
     cached = cfg.experts.untrained == "boundary_cache"
     start = sum(wan.expert_at(sigma, boundary) == "high_noise" for sigma in sigmas[:-1]) if cached else 0
     if cached:
@@ -158,12 +157,15 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
     accelerator.wait_for_everyone()
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
-    pipe = load(("vae_decoder", *(experts if cached else wan.PARTS)))
-    pipe.vae.to(device)
-    for name in [] if cached else untrained:
-        offload.place(pipe.components[wan.PARTS[name]], cfg.experts.untrained, device)
-    model = wan.Experts(pipe.transformer, pipe.transformer_2, boundary, outside=untrained)
-    trained = {name: pipe.components[wan.PARTS[name]] for name in experts}
+    vae = load(("vae_decoder",)).vae.to(device)
+    outside = [name for name in wan.PARTS if name not in experts]
+    model_of = dict.fromkeys(wan.PARTS)  # one at a time: the host holds one expert
+    for name in outside if not cached else ():
+        model_of[name] = offload.place(load((name,)).components[wan.PARTS[name]], cfg.experts.untrained, device)
+    for name in experts:
+        model_of[name] = load((name,)).components[wan.PARTS[name]].to(device)
+    model = wan.Experts(model_of["high_noise"], model_of["low_noise"], boundary, outside)
+    trained = {name: model_of[name] for name in experts}
     for expert in trained.values():
         lora.inject(
             expert, cfg.lora.lora_rank, cfg.lora.lora_alpha or cfg.lora.lora_rank,
@@ -207,11 +209,11 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
     accelerator.init_trackers("rewardfl", config=configuration.flat(cfg))
 
     # ---------------------------------------------------------------------------------- the pieces of a step
-    def latents(sample: prepare.Sample, seed: int) -> Tensor:
+    def start_latents(sample: prepare.Sample, seed: int, conditioning: wan.Conditioning) -> Tensor:
         """(1, C, T, h, w) that the rollout starts from: noise, or what the high-noise expert makes of it."""
         if start:
             return conditions.boundary_latents(sample, seed, sigmas[: start + 1]).to(device)
-        return data.noise(conditions.conditioning(sample).latent_shape(pipe.vae.config.z_dim), seed, device)
+        return data.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
 
     per_process = accumulation * cfg.train.per_device_train_batch_size  # DDP averages over the processes
     reward_scale = cfg.reward.reward_weight / cfg.reward.reward_std
@@ -235,11 +237,11 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
                 data.training_noise_seed(cfg.run.seed, epoch, samples[row].row.id, cfg.sample.noises_per_sample)
                 for epoch, row in batch
             ]
-            x = torch.cat([latents(sample, seed) for sample, seed in zip(chosen, seeds, strict=True)])
+            x = torch.cat([start_latents(*pair, conditioning) for pair in zip(chosen, seeds, strict=True)])
         with timer("rollout"):
             trajectory = reward_flow.rollout(velocity, x, sigmas, active, start)
         with timer("decode"):
-            decoded = decode.decode_with_caches(pipe.vae, trajectory.x0, cfg.train.decode_caches)
+            decoded = decode.decode_with_caches(vae, trajectory.x0, cfg.train.decode_caches)
         with timer("reward"):
             video = decoded.video.float().requires_grad_()  # (B, 3, F, H, W) in [-1, 1]
             out = reward(video, [sample.references[0] for sample in chosen])
@@ -247,7 +249,7 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
             with torch.no_grad():
                 judged = judge(video, [sample.references[1] for sample in chosen]) if judge else None
         with timer("decode"):
-            grad_x0 = decode.decode_vjp(pipe.vae, trajectory.x0, grad_video, decoded)
+            grad_x0 = decode.decode_vjp(vae, trajectory.x0, grad_video, decoded)
         del decoded, video, grad_video  # up to 38 GB that replay has no use for
         with timer("replay"):
             kl = reward_flow.replay(
@@ -304,32 +306,14 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
                 checkpoint.save_checkpoint(
                     cfg.run.output_dir, done, lambda folder: save_adapters(trained, folder), state
                 )
-                save_videos(cfg, samples, pipe.vae, model, conditions, latents, sigmas, start, done)
+                save_videos(cfg, samples, vae, model, conditions, start_latents, sigmas, start, done)
             accelerator.wait_for_everyone()
     accelerator.end_training()
     say(f"done: {cfg.run.output_dir}/checkpoints/latest")
     return 0
-    return 0
 
 
 # --------------------------------------------------------------------------------------------------------------------
-
-
-def overview(cfg, active, coupling, num_rows, global_batch, steps, accelerator) -> str:
-    """The resolved configuration and the batch arithmetic, for people."""
-    train = cfg.train
-    lines = [
-        configuration.dump(cfg).rstrip(),
-        "",
-        f"batch: {train.per_device_train_batch_size} per process x {train.gradient_accumulation_steps} accumulation x "
-        f"{accelerator.num_processes} processes = {global_batch} clips per step ({accelerator.distributed_type.value})",
-        f"steps: {steps} = {steps * global_batch} samples = {steps * global_batch / num_rows:.2f} x {num_rows} rows",
-        f"gradient: {cfg.sample.gradient_mode} through steps {list(active)}, coupling {coupling:g}, "
-        f"KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient})",
-        f"untrained expert: {cfg.experts.untrained}; decoder caches: {train.decode_caches}; what they cost: --dry-run",
-        "",
-    ]
-    return "\n".join(lines)
 
 
 def face_reward(cfg: RunConfig, setting: str) -> rewards.Reward:
@@ -396,15 +380,15 @@ def save_adapters(trained: dict[str, torch.nn.Module], folder: Path) -> None:
 
 
 @torch.no_grad()
-def save_videos(cfg, samples, vae, model, conditions, latents, sigmas, start, step: int) -> None:
+def save_videos(cfg, samples, vae, model, conditions, start_latents, sigmas, start, step: int) -> None:
     """samples/step-*/<row>.mp4: the real clip beside the generated one, always from the same noise (of epoch -1)."""
     folder = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
     for i, sample in enumerate(samples[: cfg.run.sample_videos]):
         real = load_example(cfg, sample.row).video
-        velocity = wan.Velocity(model, conditions.conditioning(sample).to(vae.device))
-        x = latents(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id))
-        x0 = reward_flow.rollout(velocity, x, sigmas, keep=(), start=start).x0
+        conditioning = conditions.conditioning(sample).to(vae.device)
+        x = start_latents(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id), conditioning)
+        x0 = reward_flow.rollout(wan.Velocity(model, conditioning), x, sigmas, keep=(), start=start).x0
         pair = torch.cat([real, decode.decode(vae, x0)[0].float().cpu()], -1)
         data.write_video(folder / f"{i:02d}.mp4", pair, fps=cfg.data.fps or data.frame_rate(sample.row.video))
 

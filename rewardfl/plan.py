@@ -424,6 +424,23 @@ def run_of(cfg: RunConfig, configs: Path, clips: int | None = None, steps: int |
 # For people
 
 
+def overview(cfg: RunConfig, run: Run, global_batch: int, processes: int) -> str:
+    """The resolved configuration and the batch arithmetic. run: with its clips and steps."""
+    train, samples = cfg.train, run.steps * global_batch
+    return "\n".join(
+        [
+            configuration.dump(cfg),
+            f"batch: {train.per_device_train_batch_size} per process x {train.gradient_accumulation_steps} accumulation "
+            f"x {processes} processes = {global_batch} clips per step",
+            f"steps: {run.steps} = {samples} samples = {samples / run.clips:.2f} x {run.clips} rows",
+            f"gradient: {cfg.sample.gradient_mode} through steps {list(run.active)}, coupling "
+            f"{configuration.resolved_coupling(cfg):g}, KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient})",
+            f"untrained expert: {cfg.experts.untrained}; decoder caches: {train.decode_caches}; their cost: --dry-run",
+            "",
+        ]
+    )
+
+
 def report(costs: Costs, run: Run, tflops: float, gpu_memory: float | None) -> str:
     """The whole plan as text. gpu_memory: bytes to compare with; None compares with nothing."""
     sections = [sigma_table(run), work_table(costs, run, tflops), memory_table(costs, run), disk_table(costs, run)]

@@ -39,6 +39,7 @@ class FaceIdentityReward(Reward):
             raise ValueError(f"reward.cap must be self_similarity, none or a number in (0, 1], got {cap!r}")
         self.cap = cap
         self.identity = FaceIdentity(pack_dir, det_size, chunk)
+        self._weights = [sha256(file) for file in self.identity.files]
 
     def reference(self, video: Tensor) -> dict[str, Tensor] | None:
         """The face pool of a real clip (3, F, H, W); None when no frame after the first shows the face."""
@@ -47,8 +48,7 @@ class FaceIdentityReward(Reward):
 
     def fingerprint(self) -> dict[str, object]:
         """The networks and the size at which faces are looked for; the cap takes no part in the pool."""
-        weights = [sha256(file) for file in self.identity.files]
-        return {"name": self.name, "weights": weights, "det_size": self.identity.detector.det_size}
+        return {"name": self.name, "weights": self._weights, "det_size": self.identity.detector.det_size}
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         if len(batch) != len(video):
