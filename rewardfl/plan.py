@@ -430,8 +430,8 @@ def overview(cfg: RunConfig, run: Run, global_batch: int, processes: int) -> str
     return "\n".join(
         [
             configuration.dump(cfg),
-            f"batch: {train.per_device_train_batch_size} per process x {train.gradient_accumulation_steps} accumulation "
-            f"x {processes} processes = {global_batch} clips per step",
+            f"batch: {train.per_device_train_batch_size} per process x {train.gradient_accumulation_steps} "
+            f"accumulation x {processes} processes = {global_batch} clips per step",
             f"steps: {run.steps} = {samples} samples = {samples / run.clips:.2f} x {run.clips} rows",
             f"gradient: {cfg.sample.gradient_mode} through steps {list(run.active)}, coupling "
             f"{configuration.resolved_coupling(cfg):g}, KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient})",
