@@ -247,6 +247,20 @@ def test_override_into_a_null_section(tmp_path):
             ["model.max_timestep_boundary=0.9"],
             "max_timestep_boundary must be 1, got 0.9: no expert would answer",
         ),
+        (["model.trainable_models=dit,dit2", "experts.untrained=cpu_swap"], "needs one expert that is not trained"),
+        (
+            ["experts.untrained=fp8", "model.distill_lora_low=x", "model.distill_lora_mode=adapter"],
+            "fp8 takes no adapter; set model.distill_lora_mode: fuse",
+        ),
+        (["experts.untrained=boundary_cache"], "sample.noises_per_sample is fresh; set it to, for example, 4"),
+        (
+            ["experts.untrained=boundary_cache", "model.trainable_models=dit", "sample.noises_per_sample=2"],
+            "boundary_cache is for training dit2 alone",
+        ),
+        (
+            ["train.use_gradient_checkpointing=false", "train.use_gradient_checkpointing_offload=true"],
+            "keeps what gradient checkpointing stores; set train.use_gradient_checkpointing: true",
+        ),
     ],
 )
 def test_combinations_that_cannot_work(write, overrides, message):
