@@ -67,7 +67,7 @@ def write_for_ever(folder):
 def test_writers_that_are_killed_leave_a_usable_cache(tmp_path):
     """Two processes write one entry over and over and are killed: a reader sees it whole at all times."""
     context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=write_for_ever, args=(tmp_path,)) for _ in range(2)]
+    writers = [context.Process(target=write_for_ever, args=(tmp_path,), daemon=True) for _ in range(2)]
     for writer in writers:
         writer.start()
     store, seen = Cache(tmp_path), 0

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -24,7 +25,7 @@ from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import config, data, decode, face, flow, reward_flow, wan, wan_load
+from rewardfl import config, data, decode, face, flow, offload, reward_flow, wan, wan_load
 
 ARMS = ("before", "after")
 RESAMPLES = 10_000
@@ -55,6 +56,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation")
     parser.add_argument("--batch", type=int, default=4, help="clips sampled at a time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run's configuration")
     args = parser.parse_args()
     out = args.out or args.run / "evaluation"
@@ -112,9 +116,17 @@ def evaluate(cfg: config.RunConfig, adapter: Path, args: argparse.Namespace, out
         cfg.model.model_paths, cfg.model.tokenizer_path, cfg.model.model_id_with_origin_paths, cfg.model.allow_download
     )
     distilled = wan_load.read_distilled(cfg.model.distill_lora_high, cfg.model.distill_lora_low)
-    pipe = wan_load.load_pipeline(layout, wan.DTYPES[cfg.model.dtype], distilled, cfg.model.distill_lora_mode)
+    load = partial(wan_load.load_pipeline, layout, wan.DTYPES[cfg.model.dtype], distilled, cfg.model.distill_lora_mode)
+    encoders = load(("text_encoder", "vae")).to(args.device)
+    conditions = {
+        row.id: wan.encode(encoders, row.prompt, examples[row.id].image, cfg.data.num_frames) for row in usable
+    }
+    vae = encoders.vae
+    del encoders  # the text encoder alone is 11 GB
+    pipe = load(tuple(wan.PARTS))
     wan.attach_adapters(pipe, adapter)
-    pipe.to(args.device)
+    for part in wan.PARTS.values():
+        offload.place(pipe.components[part], args.experts, torch.device(args.device))
     boundary = cfg.model.min_timestep_boundary
     experts = wan.Experts(
         pipe.transformer, pipe.transformer_2, pipe.config.boundary_ratio if boundary is None else boundary
@@ -122,18 +134,17 @@ def evaluate(cfg: config.RunConfig, adapter: Path, args: argparse.Namespace, out
     schedule = flow.linear_sigmas(cfg.sample.num_inference_steps, cfg.sample.shift)
     sigmas = reward_flow.until_final_step(schedule, cfg.sample.final_timestep)
     sizes = {row.id: tuple(examples[row.id].image.shape[1:]) for row in usable}
-    conditions = {row.id: wan.encode(pipe, row.prompt, examples[row.id].image, cfg.data.num_frames) for row in usable}
     (out / "videos").mkdir(parents=True, exist_ok=True)
 
     clips = []
     jobs = [(row, seed) for seed in range(args.seeds) for row in usable]
     for batch in tqdm(batches(jobs, sizes, args.batch), desc="evaluating"):
-        shape = wan.latent_shape(pipe, *sizes[batch[0][0].id], cfg.data.num_frames)
-        velocity = wan.Velocity(experts, wan.Conditioning.stack([conditions[row.id] for row, _ in batch]))
+        conditioning = wan.Conditioning.stack([conditions[row.id] for row, _ in batch])
+        velocity, shape = wan.Velocity(experts, conditioning), conditioning.latent_shape(vae.config.z_dim)
         noise = torch.cat([data.noise(shape, data.noise_seed(seed, 0, row.id), args.device) for row, seed in batch])
         samplers = {"before": velocity.reference, "after": velocity}
         videos = {
-            arm: decode.decode(pipe.vae, reward_flow.rollout(samplers[arm], noise, sigmas, keep=()).x0).float()
+            arm: decode.decode(vae, reward_flow.rollout(samplers[arm], noise, sigmas, keep=()).x0).float()
             for arm in ARMS
         }
         for i, (row, seed) in enumerate(batch):

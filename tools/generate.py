@@ -1,7 +1,6 @@
 """One image and a prompt -> one video, with or without a trained adapter, by the sampler that training uses.
 
-    python tools/generate.py --model assets/tiny_world/pipeline --image face.png --prompt "a person, talking"
-    \\
+    python tools/generate.py --model assets/tiny_world/pipeline --image face.png --prompt "a person, talking" \\
         --adapter outputs/tiny_face/checkpoints/latest --height 64 --width 64 --num-frames 9 --out talking.mp4
 """
 
@@ -13,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from rewardfl import config, data, decode, flow, reward_flow, wan, wan_load
+from rewardfl import config, data, decode, flow, offload, reward_flow, wan, wan_load
 
 
 def main() -> int:
@@ -40,6 +39,9 @@ def main() -> int:
     parser.add_argument("--fps", type=float, default=16)
     parser.add_argument("--dtype", choices=tuple(wan.DTYPES), default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
+    )
     args = parser.parse_args()
     try:
         video = generate(args)
@@ -60,18 +62,22 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     config.check_geometry(args.height, args.width, args.num_frames, spatial, temporal)
     image = read_image(args.image, args.height, args.width)
     distilled = wan_load.read_distilled(args.distill_lora_high, args.distill_lora_low)
-    pipe = wan_load.load_pipeline(layout, wan.DTYPES[args.dtype], distilled)
+    encoders = wan_load.load_pipeline(layout, wan.DTYPES[args.dtype], parts=("text_encoder", "vae")).to(args.device)
+    conditioning = wan.encode(encoders, args.prompt, image, args.num_frames)
+    negative = wan.encode_text(encoders, args.negative_prompt) if args.guidance != 1 else None
+    vae = encoders.vae
+    del encoders  # the text encoder alone is 11 GB
+    pipe = wan_load.load_pipeline(layout, wan.DTYPES[args.dtype], distilled, parts=tuple(wan.PARTS))
     if args.adapter:
         wan.attach_adapters(pipe, args.adapter)
-    pipe.to(args.device)
+    for part in wan.PARTS.values():
+        offload.place(pipe.components[part], args.experts, torch.device(args.device))
     experts = wan.Experts(pipe.transformer, pipe.transformer_2, pipe.config.boundary_ratio)
-    conditioning = wan.encode(pipe, args.prompt, image, args.num_frames)
-    noise = data.noise(wan.latent_shape(pipe, args.height, args.width, args.num_frames), args.seed, args.device)
+    noise = data.noise(conditioning.latent_shape(vae.config.z_dim), args.seed, args.device)
     sigmas = flow.linear_sigmas(args.steps, args.shift)
-    negative = wan.encode_text(pipe, args.negative_prompt) if args.guidance != 1 else None
     velocity = wan.Velocity(experts, conditioning, negative, args.guidance)
     x0 = reward_flow.rollout(velocity, noise, sigmas, keep=()).x0
-    return decode.decode(pipe.vae, x0)[0].float().cpu()
+    return decode.decode(vae, x0)[0].float().cpu()
 
 
 def read_image(path: Path, height: int, width: int) -> torch.Tensor:
