@@ -7,7 +7,7 @@ import pytest
 import torch
 from runs import FAST, adapter, call, launch, metrics
 
-from rewardfl import cache, data, prepare, wan_load
+from rewardfl import cache, data, lora, prepare, wan_load
 from rewardfl.cache import Cache
 from rewardfl.rewards import Reward
 
@@ -39,6 +39,15 @@ def assert_same(run, plain):
 def test_what_waits_in_host_memory_changes_nothing(plain, tmp_path):
     launch(f"run.output_dir={tmp_path / 'run'}", f"data.cache_dir={plain / 'cache'}", *TWO_NOISES, *HOST)
     assert_same(tmp_path / "run", plain)
+
+
+def test_both_experts_train(tmp_path):
+    """Steps on both sides of the boundary: each expert's adapter learns and is saved in its own folder."""
+    settings = ["model.trainable_models=dit,dit2", "sample.mid_timestep=1", "train.max_steps=1"]
+    launch(f"run.output_dir={tmp_path / 'run'}", *settings)
+    for part in ("transformer", "transformer_2"):
+        state = lora.read_adapter(tmp_path / "run/checkpoints/latest" / part / lora.WEIGHTS_NAME)[0]
+        assert max(value.abs().max() for name, value in state.items() if "lora_B" in name) > 0
 
 
 def test_a_warm_cache_loads_the_decoder_and_the_trained_expert_alone(plain, tmp_path, monkeypatch, capsys):

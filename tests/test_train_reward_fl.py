@@ -68,9 +68,10 @@ def test_resuming_is_the_uninterrupted_run(straight, tmp_path):
 
 
 def test_two_processes_equal_accumulation(tmp_path):
+    """And what they share out to fill a cache is what one process makes of it."""
     settings = ["train.max_steps=2", "train.learning_rate=1e-4"]
     launch(f"run.output_dir={tmp_path / 'one'}", *settings, "train.gradient_accumulation_steps=2")
-    launch(f"run.output_dir={tmp_path / 'two'}", *settings, processes=2)
+    launch(f"run.output_dir={tmp_path / 'two'}", *settings, f"data.cache_dir={tmp_path / 'cache'}", processes=2)
     one, two = adapter(tmp_path / "one", 2), adapter(tmp_path / "two", 2)
     moved = torch.cat([(one[name]).flatten() for name in one if "lora_B" in name])
     apart = torch.cat([(one[name] - two[name]).flatten() for name in one if "lora_B" in name])
