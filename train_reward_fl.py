@@ -34,7 +34,6 @@ from rewardfl import (
     offload,
     prepare,
     reward_flow,
-    rewards,
     wan,
     wan_load,
 )
@@ -45,12 +44,14 @@ from rewardfl.config import RunConfig
 from rewardfl.face_pack import describe, file_hashes
 from rewardfl.monitor import Timer, alarms, peak_memory_gb, total_memory
 from rewardfl.optim import learning_rate_factor
+from rewardfl.rewards import FaceIdentityReward
+from rewardfl.rewards.terms import RewardError, build_terms, check_trainable, score, total
 from rewardfl.shards import Refused
 
 VERSIONED = ("torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av")
 
 REFUSALS = (
-    configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused, face_parity.FaceParityError
+    configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused, RewardError, face_parity.FaceParityError
 )  # fmt: skip
 
 
@@ -122,9 +123,9 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
     # ---------------------------------------------------------------------------------- clips and rewards
     store = Cache(cfg.data.cache_dir or f"{cfg.run.output_dir}/cache")
     share = prepare.Share(accelerator.process_index, accelerator.num_processes, not accelerator.is_main_process)
-    reward = face_reward(cfg, "reward_model_path").to(device)
-    judge = face_reward(cfg, "held_out_model_path").to(device) if cfg.reward.held_out_model_path else None
-    scorers = [reward, judge] if judge else [reward]
+    terms = build_terms(configuration.wanted_rewards(cfg), device)
+    check_trainable(terms)
+    scorers = [term.reward for term in terms]
     size = {key: getattr(cfg.data, key) for key in ("height", "width", "num_frames", "max_pixels", "fps")}
     load_row = partial(load_example, cfg)
     found = gather_lists(prepare.references(store, rows, size, load_row, scorers, device, share))
@@ -132,9 +133,8 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
     for problem in problems:
         say(f"skipped: {problem}")
     samples = prepare.samples(store, rows, size, scorers)
-    packs = {"reward.reward_model_path": reward.identity}
-    packs |= {"reward.held_out_model_path": judge.identity} if judge else {}
-    hashes = {setting: file_hashes(identity.files) for setting, identity in packs.items()}
+    packs = {term.key: term.reward.identity for term in terms if isinstance(term.reward, FaceIdentityReward)}
+    hashes = {label: file_hashes(identity.files) for label, identity in packs.items()}
     clip = load_row(samples[0].row).reference.to(device)
     for line in describe(hashes) + face_parity.check_packs(packs, clip):
         say(line)
@@ -216,7 +216,6 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
         return data.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
 
     per_process = accumulation * cfg.train.per_device_train_batch_size  # DDP averages over the processes
-    reward_scale = cfg.reward.reward_weight / cfg.reward.reward_std
 
     def backward(loss: Tensor) -> None:
         # accelerator.backward divides by the accumulation count, and so would the cotangent that replay reads from x_i
@@ -244,10 +243,9 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
             decoded = decode.decode_with_caches(vae, trajectory.x0, cfg.train.decode_caches)
         with timer("reward"):
             video = decoded.video.float().requires_grad_()  # (B, 3, F, H, W) in [-1, 1]
-            out = reward(video, [sample.references[0] for sample in chosen])
-            (grad_video,) = torch.autograd.grad(-reward_scale / per_process * out.score.sum(), video)
-            with torch.no_grad():
-                judged = judge(video, [sample.references[1] for sample in chosen]) if judge else None
+            outputs = score(terms, video, [sample.references for sample in chosen])
+            gained = total(terms, outputs)  # (B,)
+            (grad_video,) = torch.autograd.grad(-gained.sum() / per_process, video)
         with timer("decode"):
             grad_x0 = decode.decode_vjp(vae, trajectory.x0, grad_video, decoded)
         del decoded, video, grad_video  # up to 38 GB that replay has no use for
@@ -258,8 +256,11 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
                 kl_gradient=cfg.reward.kl_gradient, backward=backward,
                 micro_batch=lambda: accelerator.accumulate(policy),
             )  # fmt: skip
-        logged = {"score": out.score.detach(), "valid": out.valid.float(), "kl": kl} | out.parts
-        return logged | ({"held_out": judged.parts["face_score"]} if judged else {})
+        out, *others = outputs
+        logged = {"score": out.score, "valid": out.valid.float(), "total": gained, "kl": kl} | out.parts
+        for term, other in zip(terms[1:], others, strict=True):
+            logged[term.label] = other.score.where(other.valid, math.nan)
+        return {name: values.detach() for name, values in logged.items()}
 
     # ---------------------------------------------------------------------------------- Go!
     quiet = not accelerator.is_local_main_process
@@ -316,15 +317,6 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def face_reward(cfg: RunConfig, setting: str) -> rewards.Reward:
-    """The reward of the pack that reward.<setting> names; ConfigError for networks that cannot be run."""
-    settings = {"cap": cfg.reward.cap, "det_size": cfg.reward.det_size, "chunk": cfg.reward.recogniser_chunk}
-    try:
-        return rewards.build(cfg.reward.name, {"pack_dir": getattr(cfg.reward, setting)} | settings)
-    except ValueError as error:
-        raise configuration.ConfigError(f"reward.{setting}: {error}") from error
-
-
 def load_example(cfg: RunConfig, row: data.Row) -> data.Example:
     size = (cfg.data.height, cfg.data.width, cfg.data.num_frames)
     return data.load_example(row, *size, max_pixels=cfg.data.max_pixels, fps=cfg.data.fps)
@@ -350,28 +342,16 @@ def noise_seeds(cfg: RunConfig, samples: list[prepare.Sample]) -> list[tuple[pre
 
 def summary(cfg: RunConfig, logged: dict[str, Tensor]) -> dict[str, float]:
     """Metrics of a step from what was logged of each sample; means are over valid samples."""
-    valid = logged["valid"].bool()
-
-    def mean(name: str) -> float:
-        return float(logged[name][valid].nanmean())  # nan where no sample is valid
-
-    normalised = (logged["score"] - cfg.reward.reward_mean) / cfg.reward.reward_std
-    loss = (
-        -cfg.reward.reward_weight * (normalised * logged["valid"]).mean() + cfg.reward.kl_weight * logged["kl"].mean()
-    )
+    valid = logged.pop("valid").bool()
+    kl, gained = logged.pop("kl"), logged.pop("total")
     metrics = {
-        "actor/loss": float(loss),
-        "actor/face_score": mean("face_score"),
-        "actor/kl_loss": float(logged["kl"].mean()),
-        "reward/mean": mean("score"),
-        "reward/cap": mean("cap"),
-        "reward/coverage": mean("coverage"),
-        "reward/motion": mean("motion"),
-        "reward/motion_speed": mean("motion_speed"),
-        "reward/motion_nonrigid": mean("motion_nonrigid"),
-        "reward/valid_fraction": float(logged["valid"].mean()),
+        "actor/loss": float(cfg.reward.kl_weight * kl.mean() - gained.mean()),
+        "actor/kl_loss": float(kl.mean()),
+        "reward/valid_fraction": float(valid.float().mean()),
     }
-    return metrics | ({"reward/held_out": mean("held_out")} if "held_out" in logged else {})
+    names = {"score": "reward/mean", "face_score": "actor/face_score"}
+    # nan where no sample is valid
+    return metrics | {names.get(name, f"reward/{name}"): float(each[valid].nanmean()) for name, each in logged.items()}
 
 
 def save_adapters(trained: dict[str, torch.nn.Module], folder: Path) -> None:

@@ -37,6 +37,7 @@ Positive = Annotated[float, Range("greater than 0", lambda value: value > 0)]
 NonNegative = Annotated[float, Range("0 or more", lambda value: value >= 0)]
 Share = Annotated[float, Range("in 0..1", lambda value: 0 <= value <= 1)]
 Pixels = Annotated[int, Range("at least 256 (16 x 16)", lambda value: value >= 256)]
+Setting = str | bool | int | float | None
 Text = Annotated[str, Range("a text that is not empty", lambda value: value.strip() != "")]
 
 
@@ -161,12 +162,29 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Term:
+    # A reward as in reward.name.
+    name: Text
+    # Its part in what is trained: weight * (score - mean) / std. 0: it is only measured.
+    weight: NonNegative = 0.0
+    mean: float = 0.0
+    std: Positive = 1.0
+    # Arguments of the reward.
+    settings: dict[str, Setting] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reward:
-    # Likeness of the generated face to the face of the real clip.
-    name: Literal["face_identity"] = "face_identity"
+    # What is trained: likeness of the generated face to the face of the real clip (face_identity), another reward that
+    # `python -m rewardfl.rewards` lists, or a class of your own, package.module:Class or path/to/file.py:Class.
+    name: Text = "face_identity"
+    # Arguments of a reward other than face_identity, whose are the keys below.
+    settings: dict[str, Setting] = dataclasses.field(default_factory=dict)
+    # More rewards by any label, which the metrics carry (reward/<label>): trained with their weight, or only measured.
+    others: dict[str, Term] = dataclasses.field(default_factory=dict)
     # Folder with one face detector and one recogniser (.onnx): antelopev2, buffalo_l, AuraFace; the folder around
     # it that the zip unpacks to and an insightface root (models/antelopev2) will do.
-    reward_model_path: Text
+    reward_model_path: Text | None = None
     # A second such folder that only judges (metric reward/held_out) and is never trained on; null: no judge.
     held_out_model_path: Text | None = None
     # Side in pixels of the square that frames are fitted into for face detection.
@@ -394,6 +412,12 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
             return value
         hint = _did_you_mean(value, [str(member) for member in members])
         raise _Mismatch(f"{key} must be one of {', '.join(map(str, members))}; got {value!r}{hint}")
+    if origin is dict and isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return {name: _convert(item, members[1], f"{key}.{name}") for name, item in value.items()}
+    if dataclasses.is_dataclass(kind):
+        built, problems = _build(kind, value, key)
+        _stop_at(problems)
+        return built
     if origin is tuple and isinstance(value, list) and all(type(member) is members[0] for member in value):
         return tuple(value)
     if kind is float and type(value) in (int, float, str):
@@ -430,6 +454,8 @@ def _words(kind: Any) -> str:
         return " or ".join(map(str, members)).replace("False", "false")
     if origin is tuple:
         return f"list of {_words(members[0])}"
+    if origin is dict:
+        return "keys and values"
     if origin in (types.UnionType, Union):
         return " or ".join(map(_words, members))
     return "null" if kind is types.NoneType else kind.__name__
@@ -445,6 +471,7 @@ def _conflicts(cfg: RunConfig) -> list[str]:
         *_coupling_conflicts(cfg.sample),
         *_model_conflicts(cfg),
         *_placement_conflicts(cfg),
+        *_reward_conflicts(cfg.reward),
     ]
 
 
@@ -511,6 +538,16 @@ def _model_conflicts(cfg: RunConfig) -> Iterator[str]:
         )
 
 
+def _reward_conflicts(reward: Reward) -> Iterator[str]:
+    if reward.name == "face_identity" and reward.reward_model_path is None:
+        yield "reward.reward_model_path is required for face_identity; name the folder of a face pack"
+    if reward.name == "face_identity" and reward.settings:
+        yield f"reward.settings: face_identity takes none, its keys stand in reward itself; got {list(reward.settings)}"
+    for label in reward.others:
+        if label in ("mean", "held_out", "total", "valid_fraction"):
+            yield f"reward.others.{label}: the metrics have a reward/{label} already; choose another label"
+
+
 def _placement_conflicts(cfg: RunConfig) -> Iterator[str]:
     untrained = cfg.experts.untrained
     chosen = trainable_experts(cfg)
@@ -556,6 +593,45 @@ def resolved_coupling(cfg: RunConfig) -> float:
     if cfg.sample.coupling is not None:
         return cfg.sample.coupling
     return COUPLING[cfg.sample.gradient_mode]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedReward:
+    """One reward as rewards.build takes it; key: where it stands in the configuration; label: in the metrics."""
+
+    key: str
+    label: str
+    name: str
+    settings: dict[str, Any]
+    weight: float
+    mean: float = 0.0
+    std: float = 1.0
+
+
+def wanted_rewards(cfg: RunConfig) -> list[WantedReward]:
+    """What is trained first, then the held-out judge if there is one, then the others."""
+    reward = cfg.reward
+    is_face = reward.name == "face_identity"
+    face = {"det_size": reward.det_size, "chunk": reward.recogniser_chunk}
+    own = {"pack_dir": reward.reward_model_path, "cap": reward.cap} | face if is_face else reward.settings
+    key = "reward.reward_model_path" if is_face else "reward.name"
+    wanted = [
+        WantedReward(
+            key=key, label="score", name=reward.name, settings=own, weight=reward.reward_weight,
+            mean=reward.reward_mean, std=reward.reward_std,
+        )
+    ]  # fmt: skip
+    if reward.held_out_model_path is not None:
+        judge = {"pack_dir": reward.held_out_model_path, "cap": "none"} | face
+        wanted.append(
+            WantedReward(
+                key="reward.held_out_model_path", label="held_out", name="face_identity", settings=judge, weight=0.0
+            )
+        )
+    for label, term in reward.others.items():
+        given = {key: getattr(term, key) for key in ("name", "settings", "weight", "mean", "std")}
+        wanted.append(WantedReward(key=f"reward.others.{label}", label=label, **given))
+    return wanted
 
 
 def trainable_experts(cfg: RunConfig) -> tuple[str, ...]:
