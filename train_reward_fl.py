@@ -51,7 +51,8 @@ from rewardfl.shards import Refused
 VERSIONED = ("torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av")
 
 REFUSALS = (
-    configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused, RewardError, face_parity.FaceParityError
+    configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused, RewardError,
+    face_parity.FaceParityError,
 )  # fmt: skip
 
 

@@ -388,7 +388,7 @@ def _build(section: type, raw: Any, name: str) -> tuple[Any, list[str]]:
                 values[field.name] = _convert(raw[field.name], hints[field.name], key)
             except ConfigError as error:
                 problems.append(str(error))
-        elif field.default is MISSING:
+        elif field.default is MISSING and field.default_factory is MISSING:
             problems.append(f"{key} is required; write it in the file or pass {key}=...")
     return (None if problems else section(**values)), problems
 

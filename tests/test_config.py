@@ -432,9 +432,11 @@ RESOLVED_BY = {
     "gradient_mode": "active_steps",
     "coupling": "resolved_coupling",
     "train_batch_size": "check_batch",
+    **dict.fromkeys(("name", "settings", "others", "cap", "recogniser_chunk"), "wanted_rewards"),
+    **dict.fromkeys(("reward_weight", "reward_mean", "reward_std"), "wanted_rewards"),
 }
 # Fields that are only ever checked: one value is allowed.
-CHECKED_ONLY = {"model_name", "name", "lora_base_model", "max_timestep_boundary"}
+CHECKED_ONLY = {"model_name", "lora_base_model", "max_timestep_boundary"}
 
 
 @pytest.mark.skipif(not (ROOT / "train_reward_fl.py").exists(), reason="train_reward_fl.py reads the fields")

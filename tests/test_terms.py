@@ -1,0 +1,96 @@
+"""Several rewards at a time: the sum, what is only measured, what is refused."""
+
+import pytest
+import torch
+
+from rewardfl import config, rewards
+from rewardfl.rewards import Reward, RewardOutput
+from rewardfl.rewards.terms import RewardError, Term, build_terms, check_trainable, score, total
+
+VIDEO = torch.rand(3, 3, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+class Brightness(Reward):
+    """Mean of a power of the video; the sample whose reference is None is not valid."""
+
+    name, differentiable = "brightness", True
+
+    def __init__(self, power: int = 1):
+        super().__init__()
+        self.power = power
+
+    def forward(self, video, batch):
+        valid = torch.tensor([reference is not None for reference in batch])
+        return RewardOutput((video**self.power).flatten(1).mean(1) * valid, valid, {})
+
+
+def terms():
+    return [
+        Term("reward.name", "score", Brightness(), 0.5, 0.1, 2.0),
+        Term("reward.others.square", "square", Brightness(2), 3.0, 0.0, 1.0),
+        Term("reward.others.cube", "cube", Brightness(3), 0.0, 0.0, 1.0),
+    ]
+
+
+def test_the_sum_and_its_gradient():
+    video = VIDEO.clone().requires_grad_()
+    outputs = score(terms(), video, [({}, {}, {})] * 3)
+    means = [(VIDEO**power).flatten(1).mean(1) for power in (1, 2, 3)]
+    for output, mean in zip(outputs, means, strict=True):
+        torch.testing.assert_close(output.score.detach(), mean)
+    gained = total(terms(), outputs)
+    torch.testing.assert_close(gained.detach(), 0.5 * (means[0] - 0.1) / 2 + 3 * means[1])
+    (gradient,) = torch.autograd.grad(gained.sum(), video)
+    torch.testing.assert_close(gradient, (0.25 + 6 * VIDEO) / VIDEO[0].numel())
+    assert not outputs[2].score.requires_grad  # measured without a graph
+
+
+def test_a_sample_that_one_reward_cannot_score_is_scored_by_the_others():
+    video = VIDEO.clone().requires_grad_()
+    gained = total(terms(), score(terms(), video, [({}, {}, {}), (None, {}, {}), ({}, None, {})]))
+    (gradient,) = torch.autograd.grad(gained.sum(), video)
+    count = VIDEO[0].numel()
+    torch.testing.assert_close(gradient[1], 6 * VIDEO[1] / count)
+    torch.testing.assert_close(gradient[2], torch.full_like(VIDEO[2], 0.25 / count))
+
+
+def test_what_cannot_be_trained_is_refused():
+    blind = Brightness()
+    blind.differentiable = False
+    with pytest.raises(RewardError, match="reward.others.x: brightness has no gradient; measure it .weight 0."):
+        check_trainable([Term("reward.others.x", "x", blind, 0.1, 0.0, 1.0)])
+    with pytest.raises(RewardError, match="nothing is trained"):
+        check_trainable([Term("reward.others.x", "x", blind, 0.0, 0.0, 1.0)])
+    check_trainable([Term("reward.name", "score", Brightness(), 1.0, 0.0, 1.0), Term("k", "x", blind, 0.0, 0.0, 1.0)])
+
+
+def test_terms_of_a_configuration(monkeypatch):
+    monkeypatch.setitem(rewards.REWARDS, "brightness", Brightness)
+    base = {
+        "run": {"output_dir": "out"}, "model": {"model_paths": "m"}, "lora": {}, "data": {"file_name": "d.csv"},
+        "sample": {}, "train": {},
+    }  # fmt: skip
+    others = {"square": {"name": "brightness", "weight": 2, "std": 4, "settings": {"power": 2}}}
+    reward = {"name": "brightness", "reward_weight": 0.3, "reward_mean": 0.2, "reward_std": 0.1, "others": others}
+    wanted = config.wanted_rewards(config.parse(base | {"reward": reward}))
+    built = build_terms(wanted, torch.device("cpu"))
+    assert [(term.label, term.weight, term.mean, term.std, term.reward.power) for term in built] == [
+        ("score", 0.3, 0.2, 0.1, 1), ("square", 2.0, 0.0, 4.0, 2),
+    ]  # fmt: skip
+    face = config.parse(base | {"reward": {"reward_model_path": "a", "held_out_model_path": "b", "cap": 0.5}})
+    own, judge = config.wanted_rewards(face)
+    assert own.settings == {"pack_dir": "a", "cap": 0.5, "det_size": 640, "chunk": 8} and own.weight == 0.1
+    assert judge.settings["pack_dir"] == "b" and judge.settings["cap"] == "none" and judge.weight == 0
+    others["square"]["settings"] = {"powr": 2}
+    with pytest.raises(RewardError, match=r"reward.others.square: .*powr"):
+        build_terms(config.wanted_rewards(config.parse(base | {"reward": reward})), torch.device("cpu"))
+    for change, message in [
+        ({"name": "face_identity"}, "reward.reward_model_path is required for face_identity"),
+        ({"name": "face_identity", "reward_model_path": "a", "settings": {"x": 1}}, "face_identity takes none"),
+        ({"others": {"mean": {"name": "brightness"}}}, "the metrics have a reward/mean already"),
+        ({"others": {"x": {"weight": 1}}}, "reward.others.x.name is required"),
+        ({"others": {"x": {"name": "b", "wight": 1}}}, "unknown key 'reward.others.x.wight', did you mean 'weight'"),
+        ({"others": ["x"]}, "reward.others: expected keys and values"),
+    ]:
+        with pytest.raises(config.ConfigError, match=message):
+            config.parse(base | {"reward": reward | change})
