@@ -362,11 +362,13 @@ def save_adapters(trained: dict[str, torch.nn.Module], folder: Path) -> None:
 
 @torch.no_grad()
 def save_videos(cfg, samples, vae, model, conditions, start_latents, sigmas, start, step: int) -> None:
-    """samples/step-*/<row>.mp4: the real clip beside the generated one, always from the same noise (of epoch -1)."""
+    """samples/step-*/<row>.mp4: the real clip, its face marked, beside the generated one (noise of epoch -1)."""
     folder = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
     for i, sample in enumerate(samples[: cfg.run.sample_videos]):
         real = load_example(cfg, sample.row).video
+        if "boxes" in sample.references[0] and sample.row.reference_video is None:
+            real = data.draw_boxes(real, sample.references[0]["boxes"])  # whom the reward follows
         conditioning = conditions.conditioning(sample).to(vae.device)
         x = start_latents(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id), conditioning)
         x0 = reward_flow.rollout(wan.Velocity(model, conditioning), x, sigmas, keep=(), start=start).x0

@@ -161,6 +161,20 @@ def write_video(path: str | Path, video: Tensor, fps: float) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def draw_boxes(video: Tensor, boxes: Tensor) -> Tensor:
+    """A copy of a video (3, F, H, W) in [-1, 1] with a green frame around boxes (F, 4): left, top, right, bottom."""
+    marked, (height, width) = video.clone(), video.shape[2:]
+    green = torch.tensor([-1.0, 1.0, -1.0], dtype=video.dtype, device=video.device)[:, None]
+    limits = torch.tensor([width - 1, height - 1] * 2)
+    for frame, box in zip(marked.unbind(1), boxes.cpu().round().long(), strict=True):
+        left, top, right, bottom = box.clamp(min=0).minimum(limits).tolist()
+        for line in (frame[:, top, left : right + 1], frame[:, bottom, left : right + 1]):
+            line[:] = green
+        for line in (frame[:, top : bottom + 1, left], frame[:, top : bottom + 1, right]):
+            line[:] = green
+    return marked
+
+
 def to_float(frames: Tensor) -> Tensor:
     """(F, H, W, 3) uint8 frames as (3, F, H, W) float32 video in [-1, 1]."""
     return frames.permute(3, 0, 1, 2).float() / 127.5 - 1

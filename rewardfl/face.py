@@ -150,11 +150,16 @@ def _suppress(boxes: Tensor, iou: float) -> list[int]:
 
 @dataclass
 class Track:
-    """One face through F frames; landmarks and width are carried over where it was not detected."""
+    """One face through F frames; landmarks and box are carried over where it was not detected."""
 
     landmarks: Tensor  # (F, 5, 2) in frame pixels
     detected: Tensor  # (F,) bool
-    width: Tensor  # (F,) width of the face box in pixels
+    boxes: Tensor  # (F, 4) left, top, right, bottom in frame pixels
+
+    @property
+    def width(self) -> Tensor:
+        """(F,) of the boxes, in pixels."""
+        return self.boxes[:, 2] - self.boxes[:, 0]
 
 
 def track_largest(faces: list[Faces]) -> Track | None:
@@ -169,16 +174,16 @@ def track_largest(faces: list[Faces]) -> Track | None:
     if start is None:
         return None
     box = faces[start].boxes[0]
-    rows: list[tuple[Tensor, bool, Tensor]] = [(faces[start].landmarks[0], False, box[2] - box[0])] * start
+    rows: list[tuple[Tensor, bool, Tensor]] = [(faces[start].landmarks[0], False, box)] * start
     for j, frame in enumerate(faces[start:], start):
         match = 0 if j == start else _same_face(box, frame.boxes)
         if match is None:
             rows.append((rows[-1][0], False, rows[-1][2]))
         else:
             box = frame.boxes[match]
-            rows.append((frame.landmarks[match], True, box[2] - box[0]))
-    landmarks, detected, width = zip(*rows, strict=True)
-    return Track(torch.stack(landmarks), torch.tensor(detected), torch.stack(width))
+            rows.append((frame.landmarks[match], True, box))
+    landmarks, detected, boxes = zip(*rows, strict=True)
+    return Track(torch.stack(landmarks), torch.tensor(detected), torch.stack(boxes))
 
 
 def _same_face(box: Tensor, boxes: Tensor) -> int | None:
@@ -294,6 +299,7 @@ class FacePool:
     speed: float  # landmark_motion
     nonrigid: float
     coverage: float  # share of the frames after the first in which the face was detected
+    boxes: Tensor  # (F, 4) where the face was tracked, in frame pixels
 
 
 @dataclass
@@ -334,7 +340,7 @@ class FaceIdentity(nn.Module):
             shown = shown[shown > 0]
             embeddings = self._embed(frames[shown.to(frames.device)], track.landmarks[shown])
             speed, nonrigid = landmark_motion(track)
-            return FacePool(embeddings, self_similarity(embeddings), speed, nonrigid, _coverage(track))
+            return FacePool(embeddings, self_similarity(embeddings), speed, nonrigid, _coverage(track), track.boxes)
 
     def score(self, video: Tensor, pool: FacePool) -> FaceScore | None:
         """The score of a generated clip, differentiable to the video; None when no frame shows a face.

@@ -700,3 +700,17 @@ def test_noises_per_sample():
     assert len(set(seeds("fresh"))) == 6
     assert len(set(seeds(2))) == 2 and seeds(2)[:2] * 3 == seeds(2)
     assert len(set(seeds(1))) == 1 and len(set(seeds(6))) == 6
+
+
+def test_boxes_are_drawn_around_what_they_hold():
+    video = torch.zeros(3, 2, 8, 10)
+    marked = data.draw_boxes(video, torch.tensor([[2.0, 1.0, 5.4, 4.0], [-3.0, 6.0, 30.0, 30.0]]))
+    assert not video.any()
+    green = (marked == torch.tensor([-1.0, 1.0, -1.0]).view(3, 1, 1, 1)).all(0)
+    assert (green | (marked == 0).all(0)).all()
+    inside = torch.zeros(2, 8, 10, dtype=torch.bool)
+    inside[0, 1:5, 2:6] = True
+    inside[0, 2:4, 3:5] = False
+    inside[1, 6:, :] = True  # cut at the edges, where the frame still shows
+    inside[1, 7:, 1:9] = True
+    assert torch.equal(green, inside)

@@ -25,7 +25,7 @@ def clip(person, seed, before, after, after_speed=0.02):
 
 
 def pools(*people):
-    return {"held_out": {p: face.FacePool(torch.eye(2), 0.9, 0.02, 0.01, 1.0) for p in people}}
+    return {"held_out": {p: face.FacePool(torch.eye(2), 0.9, 0.02, 0.01, 1.0, torch.zeros(9, 4)) for p in people}}
 
 
 def test_gain_is_paired_and_relative():

@@ -254,7 +254,8 @@ def test_which_detection_is_the_same_face(candidates, chosen):
 
 def moving(*landmarks, detected=None, width=50.0):
     detected = torch.tensor([True] * len(landmarks) if detected is None else detected)
-    return Track(torch.stack(landmarks), detected, torch.full((len(landmarks),), width))
+    boxes = torch.tensor([0.0, 0.0, width, width]).expand(len(landmarks), 4)
+    return Track(torch.stack(landmarks), detected, boxes)
 
 
 def test_a_drifting_face_moves_but_not_by_itself():

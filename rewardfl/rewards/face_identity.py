@@ -82,8 +82,7 @@ class FaceIdentityReward(Reward):
 
 
 def _pool(reference: Mapping[str, Tensor]) -> FacePool:
-    numbers = {name: value.item() for name, value in reference.items() if name != "embeddings"}
-    return FacePool(embeddings=reference["embeddings"], **numbers)
+    return FacePool(**{name: value if value.ndim else value.item() for name, value in reference.items()})
 
 
 def _motion(face: FaceScore, pool: FacePool) -> tuple[float, float]:
