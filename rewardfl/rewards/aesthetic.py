@@ -62,7 +62,8 @@ def load_head(path: str | Path) -> nn.Sequential:
         for place, before, after in zip(PLACES, WIDTHS, WIDTHS[1:], strict=False)
         for part in ("weight", "bias")
     }
-    found = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+    named = state if isinstance(state, Mapping) else {}
+    found = {name: tuple(value.shape) for name, value in named.items() if isinstance(value, Tensor)}
     if found != wanted:
         different = dict(set(found.items()) ^ set(wanted.items()))
         raise ValueError(

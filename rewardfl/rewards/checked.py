@@ -22,8 +22,10 @@ def checked(reward: Reward) -> Reward:
 
 
 def _watch(reward: Reward, args: tuple) -> tuple:
-    # an alias, so that what is done to its gradient is not done to that of the caller's tensor from elsewhere
     video, batch = args
+    if len(batch) != len(video):
+        raise ValueError(f"{len(video)} videos need as many references, got {len(batch)}")
+    # an alias: its gradient is what this reward sends back, and may be mended without touching what others send
     return video.view_as(video), batch
 
 

@@ -70,7 +70,7 @@ def chosen_frames(count: int, frames: str | int, first_frame: bool) -> list[int]
         return list(range(start, count))
     if frames == "first_middle_last":
         return sorted({start, (start + count - 1) // 2, count - 1})
-    if isinstance(frames, str) or isinstance(frames, bool) or frames < 1:
+    if not isinstance(frames, int) or frames < 1:
         raise ValueError(f"frames must be all, first_middle_last or a number of frames, got {frames!r}")
     if frames == 1:
         return [(start + count - 1) // 2]
