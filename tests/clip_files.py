@@ -27,7 +27,7 @@ def write_tokenizer(folder):
     return folder
 
 
-def write_clip(folder, projection=24, activation="quick_gelu", eos_token_id=None, seed=0):
+def write_clip(folder, projection=24, activation="quick_gelu", eos_token_id=None, seed=3):
     """A transformers CLIP folder with its tokenizer; None: the right eos_token_id."""
     torch.manual_seed(seed)
     tower = {
@@ -63,7 +63,7 @@ def write_head(path, seed=0):
         nn.Dropout(0.1), nn.Linear(64, 16), nn.Linear(16, 1),
     )  # fmt: skip
     for parameter in layers.parameters():
-        parameter.data *= 2
+        parameter.data *= 3
     torch.save({f"layers.{name}": value for name, value in layers.state_dict().items()}, path)
     return layers.eval()
 

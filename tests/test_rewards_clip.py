@@ -125,10 +125,22 @@ def test_the_score_is_the_published_one(files, built, name, video):
     torch.testing.assert_close(output.parts["frame_min"][0], expected.min(), atol=TOLERANCE[name], rtol=0)
 
 
+@pytest.mark.parametrize("name", ["clip_score", "pickscore"])
+def test_but_for_pils_rounding_the_score_is_exactly_the_published_one(files, built, name):
+    processor = CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE})
+    pixels = processor(pictures(VIDEO), return_tensors="pt").pixel_values
+    reward = built[name]
+    with torch.no_grad():
+        scores = reward.from_cosine(reward.image.embed(pixels) @ reward.reference(VIDEO, PROMPT)["text"])
+    torch.testing.assert_close(scores, published(files, name, VIDEO, PROMPT), atol=1e-3, rtol=0)
+
+
 def test_frames_and_prompts_matter_to_these_random_models(files):
     for name in NAMES:
         scores = published(files, name, VIDEO, PROMPT)
         assert scores.max() - scores.min() > 10 * TOLERANCE[name]
+        if name == "clip_score":
+            assert scores.min() > 0  # below, the score is cut off
         if name != "aesthetic":
             assert (scores - published(files, name, VIDEO, OTHER)).abs().max() > 10 * TOLERANCE[name]
 

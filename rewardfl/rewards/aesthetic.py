@@ -73,4 +73,4 @@ def load_head(path: str | Path) -> nn.Sequential:
     layers = nn.Sequential(*(nn.Linear(*pair) for pair in zip(WIDTHS, WIDTHS[1:], strict=False)))
     for place, layer in zip(PLACES, layers, strict=True):
         layer.load_state_dict({part: state[f"layers.{place}.{part}"].float() for part in ("weight", "bias")})
-    return layers.requires_grad_(False)
+    return layers.eval().requires_grad_(False)
