@@ -89,8 +89,9 @@ def clip_key(row: data.Row, size: Mapping[str, Number]) -> Key:
     return {"kind": "clip", **found, **size}
 
 
-def reference_key(clip: Key, reward: Reward) -> Key:
-    return {"kind": "reference", "clip": cache.digest(clip), "reward": reward.fingerprint()}
+def reference_key(clip: Key, reward: Reward, prompt: str) -> Key:
+    key = {"kind": "reference", "clip": cache.digest(clip), "reward": reward.fingerprint()}
+    return key | {"prompt": prompt} if reward.uses_prompt else key
 
 
 def references(
@@ -126,7 +127,7 @@ def _read_clip(
     if row.problem or not row.prompt or not all(path.is_file() for path in paths):
         return data.row_problems(row, size["num_frames"], size["fps"])
     clip = clip_key(row, size)
-    keys = [reference_key(clip, reward) for reward in rewards]
+    keys = [reference_key(clip, reward, row.prompt) for reward in rewards]
     entries = [store.get(key) for key in keys]
     if None in entries or store.get(clip) is None:
         problems = data.row_problems(row, size["num_frames"], size["fps"])
@@ -134,11 +135,11 @@ def _read_clip(
             return problems
         example = load(row)
         video = example.reference.to(device)
-        entries = [_entry(reward.reference(video)) for reward in rewards]
+        entries = [_entry(reward.reference(video, row.prompt)) for reward in rewards]
         for key, entry in zip(keys, entries, strict=True):
             store.put(key, entry)
         store.put(clip, {"image": example.image})
-    return [] if entries[0]["usable"] else [f"no face was found in {row.face_video}"]
+    return [] if entries[0]["usable"] else [f"{rewards[0].nothing_found} {row.face_video}"]
 
 
 def _entry(reference: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -156,7 +157,7 @@ def samples(
         clip = clip_key(row, size)
         kept = []
         for reward in rewards:
-            entry = read(store, reference_key(clip, reward))
+            entry = read(store, reference_key(clip, reward, row.prompt))
             usable = bool(entry.pop("usable"))
             kept.append({name.removeprefix("reference."): value for name, value in entry.items()} if usable else None)
         found.append(Sample(row, clip, tuple(read(store, clip)["image"].shape[1:]), tuple(kept)))

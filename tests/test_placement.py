@@ -81,8 +81,9 @@ def test_whatever_an_entry_depends_on_makes_it_another(tmp_path):
     class Judge(Reward):
         name, differentiable = "judge", True
 
-    judge, other_judge = Judge(), Judge()
+    judge, other_judge, reader = Judge(), Judge(), Judge()
     other_judge.name = "other"
+    reader.uses_prompt = True
 
     def digests(
         row=row, size=size, text="t", vae="v", untrained="h", dtype="float32", seed=1, sigmas=sigmas, by=judge
@@ -92,7 +93,7 @@ def test_whatever_an_entry_depends_on_makes_it_another(tmp_path):
         conditions = prepare.Conditions(Cache(tmp_path), text, vae, untrained, dtype, 9)
         return {
             "clip": cache.digest(clip),
-            "face": cache.digest(prepare.reference_key(clip, by)),
+            "face": cache.digest(prepare.reference_key(clip, by, row.prompt)),
             "text": cache.digest(conditions._text_key(sample)),
             "image": cache.digest(conditions._image_key(sample)),
             "boundary": cache.digest(conditions._boundary_key(sample, seed, sigmas)),
@@ -117,3 +118,6 @@ def test_whatever_an_entry_depends_on_makes_it_another(tmp_path):
         (digests(by=other_judge), {"face"}),
     ]:
         assert {kind for kind in before if changed[kind] != before[kind]} == other
+    asked = digests(by=reader)
+    changed = digests(by=reader, row=replace(row, prompt="a child"))
+    assert {kind for kind in asked if changed[kind] != asked[kind]} == {"face", "text", "boundary"}

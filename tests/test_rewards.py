@@ -38,10 +38,9 @@ def test_the_registry_builds_by_name(pack):
     settings = {"pack_dir": pack, "cap": 0.5, "det_size": SIZE, "chunk": 4}
     built = rewards.build("face_identity", settings)
     assert isinstance(built, FaceIdentityReward) and built.cap == 0.5 and built.differentiable
-    assert all(cls.name == name for name, cls in rewards.REWARDS.items())
-    with pytest.raises(ValueError, match="reward.name 'face' is not a reward; choose from face_identity"):
+    with pytest.raises(ValueError, match="reward.name 'face' is not a reward.*; choose from .*face_identity"):
         rewards.build("face", settings)
-    with pytest.raises(TypeError, match="caps"):
+    with pytest.raises(ValueError, match="reward 'face_identity' has no setting 'caps', did you mean 'cap'"):
         rewards.build("face_identity", {"pack_dir": pack, "caps": 0.5})
 
 
@@ -69,7 +68,7 @@ def test_bad_caps_are_refused(tmp_path, cap):
 def test_the_score_is_the_mean_over_generated_frames(reward):
     pool = reward.identity.pool(REAL)
     face = reward.identity.score(GENERATED, pool)
-    output = reward(GENERATED[None], [reward.reference(REAL)])
+    output = reward(GENERATED[None], [reward.reference(REAL, "a prompt that faces do not depend on")])
     assert output.score.shape == (1,) and output.score.dtype == torch.float32 and output.valid.all()
     torch.testing.assert_close(output.score[0], face.per_frame.mean())
     assert set(output.parts) == set(PARTS)

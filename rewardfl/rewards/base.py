@@ -16,23 +16,37 @@ class RewardOutput:
 
 
 class Reward(nn.Module):
-    """Subclasses set `name` and `differentiable` (has the score a gradient to the video?) and forward."""
+    """Subclasses set `name`, the attributes that are true of them, and forward.
 
-    name: str
-    differentiable: bool
+    Their settings are the named arguments of their constructor; `rewards.build` checks a config against them.
+    """
 
-    def reference(self, video: Tensor) -> dict[str, Tensor] | None:
-        """What this reward keeps of a sample's real clip (3, F, H, W) in [-1, 1]; None if it is of no use.
+    name: str = ""  # in configs, tables and cache keys
+    differentiable: bool = False  # has the score a gradient to the video?
+    uses_prompt: bool = False  # does `reference` depend on the prompt?
+    weights: str = ""  # the files that it needs; empty for none
+    licence: str = ""  # of the weights, or of the code where there are none
+    range: str = ""  # of the score
+    nothing_found: str = "nothing to compare with was found in"  # what is said of a clip without a reference
 
-        It is computed once per sample, cached under `fingerprint`, and handed back to `forward`. A reward that needs
-        nothing of the real clip keeps an empty dict: every sample is usable.
+    def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
+        """What this reward keeps of a sample's real clip (3, F, H, W) in [-1, 1] and its prompt.
+
+        It is computed once per sample, cached under `fingerprint` (and the prompt where `uses_prompt`), and handed
+        back to `forward`. None if the clip is of no use. A reward that needs neither keeps an empty dict: every
+        sample is usable.
         """
         return {}
 
     def fingerprint(self) -> dict[str, object]:
-        """All that `reference` depends on beside the clip, as plain JSON values: weights, settings."""
+        """All that `reference` depends on beside clip and prompt, as plain JSON values: weights, settings."""
         return {"name": self.name}
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         """Score (B, 3, F, H, W) videos in [-1, 1] against one reference each; None makes a sample invalid."""
         raise NotImplementedError
+
+
+def no_score(video: Tensor) -> Tensor:
+    """() float32 0 with a zero gradient to all of `video`, whatever it holds: the score of an invalid sample."""
+    return video[:0].sum().float()  # a sum over no pixels, since NaN * 0 is NaN

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..face import FaceIdentity, FacePool, FaceScore
 from ..files import sha256
-from .base import Reward, RewardOutput
+from .base import Reward, RewardOutput, no_score
 
 # A real clip that moves less than this many face widths per frame gives no ratio: it would divide by noise.
 MIN_MOTION = 1e-4
@@ -31,6 +31,10 @@ class FaceIdentityReward(Reward):
 
     name = "face_identity"
     differentiable = True
+    weights = "insightface pack: SCRFD detector, ArcFace recogniser (.onnx)"
+    licence = "insightface's packs: non-commercial research"
+    range = "[-1, 1], at most the cap"
+    nothing_found = "no face was found in"
 
     def __init__(self, pack_dir: str | Path, cap: str | float = "self_similarity", det_size: int = 640, chunk: int = 8):
         super().__init__()
@@ -41,7 +45,7 @@ class FaceIdentityReward(Reward):
         self.identity = FaceIdentity(pack_dir, det_size, chunk)
         self._weights = [sha256(file) for file in self.identity.files]
 
-    def reference(self, video: Tensor) -> dict[str, Tensor] | None:
+    def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """The face pool of a real clip (3, F, H, W); None when no frame after the first shows the face."""
         pool = self.identity.pool(video)
         return None if pool is None else {field: torch.as_tensor(value) for field, value in vars(pool).items()}
@@ -65,8 +69,7 @@ class FaceIdentityReward(Reward):
 
     def _sample(self, video: Tensor, pool: FacePool | None) -> tuple[Tensor, bool, list[float]]:
         """Score, validity and parts of one clip (3, F, H, W)."""
-        # a sum over no pixels: 0 whatever they hold (NaN * 0 is NaN), with a zero gradient to all of them
-        nothing = video[:0].sum(dtype=torch.float32)
+        nothing = no_score(video)
         parts = dict.fromkeys(PARTS, math.nan)
         if pool is None:
             return nothing, False, list(parts.values())

@@ -1,0 +1,23 @@
+"""A reward of one's own: python -m rewardfl.rewards score --reward examples/my_reward.py:Contrast -- videos/*.mp4"""
+
+import torch
+
+from rewardfl.rewards import Reward, RewardOutput
+
+
+class Contrast(Reward):
+    """Standard deviation of the generated frames' brightness over `target`; a clip of one grey is no sample."""
+
+    name = "my_contrast"  # in logs and cache keys; two classes must not share one
+    differentiable = True  # reward feedback learning needs the gradient, Flow-GRPO does not
+
+    def __init__(self, target: float = 0.5):  # the settings in the config are the arguments here
+        super().__init__()
+        self.target = target
+
+    def forward(self, video, batch):
+        """video (B, 3, F, H, W) in [-1, 1]; batch: what `reference` kept of each sample's real clip, {} here."""
+        grey = video[:, :, 1:].mean(1).flatten(1)  # frame 0 is the given image
+        spread = grey.std(1)
+        valid = torch.tensor([reference is not None for reference in batch], device=video.device) & (spread > 0)
+        return RewardOutput(spread / self.target, valid, {"brightness": grey.detach().mean(1)})

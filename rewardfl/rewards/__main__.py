@@ -1,0 +1,111 @@
+"""Look at rewards: which there are, and what they say about video files.
+
+python -m rewardfl.rewards
+python -m rewardfl.rewards score --reward aesthetic --settings model_dir=... head=... -- videos/*.mp4
+python -m rewardfl.rewards score --reward pickscore --settings model_dir=... --prompt "a dancer" -- videos/*.mp4
+python -m rewardfl.rewards score --reward motion --metadata data/metadata.csv -- outputs/*.mp4
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import yaml
+
+from .. import data
+from . import REWARDS, Reward, build, find
+
+COLUMNS = ("name", "differentiable", "range", "weights", "licence")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m rewardfl.rewards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", metavar="score")
+    score = commands.add_parser("score", help="score video files")
+    score.add_argument("--reward", required=True, help="a name of the table, module:Class or file.py:Class")
+    score.add_argument("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="the reward's own settings")
+    about = score.add_mutually_exclusive_group()
+    about.add_argument("--prompt", default="", help="of all videos")
+    about.add_argument(
+        "--metadata", help="metadata.csv: prompt and real clip of each video, found by the file's name without suffix"
+    )
+    score.add_argument("--reference", help="real clip that all videos are compared with (default: each with itself)")
+    score.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    score.add_argument("videos", nargs="+", metavar="VIDEO")
+    args = parser.parse_args(arguments)
+    if args.command is None:
+        print(listing())
+        return 0
+    try:
+        reward = build(args.reward, read_settings(args.settings)).to(args.device)
+        rows = {row.video.stem: row for row in data.load_metadata(args.metadata)} if args.metadata else None
+        print(table(score_files(reward, args.videos, rows, args.prompt, args.reference, args.device)))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def listing() -> str:
+    """All rewards of this project."""
+    classes = [find(name) for name in sorted(REWARDS)]
+    return table([{column: _word(getattr(cls, column)) for column in COLUMNS} for cls in classes])
+
+
+def read_settings(settings: Sequence[str]) -> dict[str, object]:
+    """["chunk=4", ...] as {"chunk": 4, ...}, values read as YAML, as in a config."""
+    read = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--settings {setting!r}: write key=value")
+        read[key] = yaml.safe_load(value) if value else ""
+    return read
+
+
+@torch.no_grad()
+def score_files(
+    reward: Reward,
+    videos: Sequence[str],
+    rows: dict[str, data.Row] | None,
+    prompt: str,
+    reference: str | None,
+    device: str,
+) -> list[dict[str, str]]:
+    """A table's rows: file, score (- for invalid) and parts of each video."""
+    found = []
+    for path in videos:
+        video = data.to_float(data.read_video(path)).to(device)
+        real = reference
+        if rows is not None:
+            if Path(path).stem not in rows:
+                raise ValueError(f"{path}: no row of --metadata has a video of that name")
+            row = rows[Path(path).stem]
+            prompt, real = row.prompt, reference or row.face_video
+        clip = data.to_float(data.read_video(real)).to(device) if real else video
+        output = reward(video[None], [reward.reference(clip, prompt)])
+        score = f"{output.score.item():.4f}" if output.valid.item() else "-"
+        parts = {name: f"{part.item():.4f}" for name, part in output.parts.items()}
+        found.append({"video": path, "score": score, **parts})
+    return found
+
+
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """Rows of the same keys as aligned columns below the keys."""
+    lines = [list(rows[0]), *([row[key] for key in rows[0]] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _word(value: str | bool) -> str:
+    return {True: "yes", False: "no", "": "-"}.get(value, value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Would people find a frame beautiful? LAION's improved aesthetic predictor (C. Schuhmann, 2022)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .clip import UNREADABLE, ImageTower, load_clip, some
+from .frames import FrameReward
+
+# github.com/christophschuhmann/improved-aesthetic-predictor: linear layers without activations between them; the
+# numbers are their places in its nn.Sequential, whose others are dropouts, which do nothing outside of training.
+WIDTHS = (768, 1024, 128, 64, 16, 1)
+PLACES = (0, 2, 4, 6, 7)
+
+
+class AestheticReward(FrameReward):
+    """The mean rating, from 1 to 10, that a linear regression on CLIP ViT-L/14's unit image embedding expects.
+
+    model_dir: openai/clip-vit-large-patch14 in transformers' layout. head: sac+logos+ava1-l14-linearMSE.pth.
+    Other settings: FrameReward.
+    """
+
+    name = "aesthetic"
+    differentiable = True
+    weights = "openai/clip-vit-large-patch14 (transformers folder); sac+logos+ava1-l14-linearMSE.pth"
+    licence = "CLIP: MIT; head: Apache-2.0 (github.com/christophschuhmann/improved-aesthetic-predictor)"
+    range = "about 1 to 10"
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        head: str | Path,
+        frames: str | int = "all",
+        pooling: str = "mean",
+        first_frame: bool = False,
+        chunk: int = 8,
+    ):
+        super().__init__(frames, pooling, first_frame, chunk)
+        self.head = load_head(head)
+        model = load_clip(model_dir)
+        if model.config.projection_dim != WIDTHS[0]:
+            raise ValueError(
+                f"{model_dir} embeds images in {model.config.projection_dim} numbers, the aesthetic head takes "
+                f"{WIDTHS[0]}: those of CLIP ViT-L/14"
+            )
+        self.image = ImageTower(model)
+
+    def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:
+        return self.head(self.image(frames))[:, 0]
+
+
+def load_head(path: str | Path) -> nn.Sequential:
+    """The predictor's layers, frozen: (N, 768) unit embeddings -> (N, 1); ValueError for another or a broken file."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except UNREADABLE as error:
+        raise ValueError(f"{path} cannot be read as a .pth file, fetch it again ({error})") from error
+    wanted = {
+        f"layers.{place}.{part}": (after, before)[: 2 if part == "weight" else 1]
+        for place, before, after in zip(PLACES, WIDTHS, WIDTHS[1:], strict=False)
+        for part in ("weight", "bias")
+    }
+    named = state if isinstance(state, Mapping) else {}
+    found = {name: tuple(value.shape) for name, value in named.items() if isinstance(value, Tensor)}
+    if found != wanted:
+        different = dict(set(found.items()) ^ set(wanted.items()))
+        raise ValueError(
+            f"{path} is not the head of the aesthetic predictor (layers of {', '.join(map(str, WIDTHS))} numbers): "
+            f"it differs in {some(different)}"
+        )
+    layers = nn.Sequential(*(nn.Linear(*pair) for pair in zip(WIDTHS, WIDTHS[1:], strict=False)))
+    for place, layer in zip(PLACES, layers, strict=True):
+        layer.load_state_dict({part: state[f"layers.{place}.{part}"].float() for part in ("weight", "bias")})
+    return layers.eval().requires_grad_(False)

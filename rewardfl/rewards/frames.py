@@ -1,0 +1,89 @@
+"""Rewards of single images as rewards of videos: which frames are scored, and what their scores come to."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .base import Reward, RewardOutput, no_score
+
+
+class FrameReward(Reward):
+    """Scores some frames of each video one by one and pools their scores.
+
+    frames: "all", "first_middle_last", or a number n of frames spread evenly over the clip (all if it has fewer).
+    pooling: "mean", "min", or "worst-k": the mean over the k lowest scores. first_frame: score frame 0 as well,
+    which in image-to-video is the given image; the only frame of a video of one always counts. chunk: frames that
+    are scored at a time; with a gradient only their pixels are kept and each chunk is run again in the backward,
+    so that a clip holds one chunk's graph.
+
+    Parts: frame_mean and frame_min over the frames that were scored, NaN for invalid samples. A sample is invalid
+    when its reference is None or one of its frames has no finite score.
+    """
+
+    def __init__(self, frames: str | int, pooling: str, first_frame: bool, chunk: int):
+        super().__init__()
+        if chunk < 1:
+            raise ValueError(f"reward {self.name!r}: chunk must be at least 1 frame, got {chunk}")
+        self.frames, self.pooling, self.first_frame, self.chunk = frames, pooling, first_frame, chunk
+        try:  # settings that cannot work are refused now, not at the first clip
+            chosen_frames(2, frames, first_frame)
+            pool(torch.zeros(2), pooling)
+        except ValueError as error:
+            raise ValueError(f"reward {self.name!r}: {error}") from error
+
+    def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:
+        """(N,) scores of (N, 3, H, W) frames in [-1, 1] (values outside may occur), N at most `chunk`."""
+        raise NotImplementedError
+
+    def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
+        graph = self.differentiable and torch.is_grad_enabled()
+        with torch.autocast(video.device.type, enabled=False), torch.set_grad_enabled(graph):
+            results = [self._sample(clip, reference) for clip, reference in zip(video, batch, strict=True)]
+        scores, valid, mean, least = zip(*results, strict=True)
+        parts = {"frame_mean": torch.stack(mean), "frame_min": torch.stack(least)}
+        return RewardOutput(torch.stack(scores), torch.tensor(valid, device=video.device), parts)
+
+    def _sample(self, video: Tensor, reference: Mapping[str, Tensor] | None) -> tuple[Tensor, bool, Tensor, Tensor]:
+        """Score, validity, mean and minimum over frames of one clip (3, F, H, W)."""
+        unknown = video.new_full((), torch.nan)
+        if reference is None:
+            return no_score(video), False, unknown, unknown
+        chosen = chosen_frames(video.shape[1], self.frames, self.first_frame)
+        chunks = video[:, chosen].transpose(0, 1).split(self.chunk)
+        scores = torch.cat([
+            checkpoint(self.score_frames, chunk, reference, use_reentrant=False, preserve_rng_state=False)
+            for chunk in chunks
+        ])  # fmt: skip
+        if not scores.isfinite().all():
+            return no_score(video), False, unknown, unknown
+        values = scores.detach()
+        return pool(scores, self.pooling), True, values.mean(), values.min()
+
+
+def chosen_frames(count: int, frames: str | int, first_frame: bool) -> list[int]:
+    """The frames, of 0 .. count - 1, that FrameReward scores; ValueError for a `frames` that it does not know."""
+    start = 0 if first_frame or count == 1 else 1
+    if frames == "all":
+        return list(range(start, count))
+    if frames == "first_middle_last":
+        return sorted({start, (start + count - 1) // 2, count - 1})
+    if not isinstance(frames, int) or frames < 1:
+        raise ValueError(f"frames must be all, first_middle_last or a number of frames, got {frames!r}")
+    if frames == 1:
+        return [(start + count - 1) // 2]
+    return sorted(set(torch.linspace(start, count - 1, frames).round().int().tolist()))
+
+
+def pool(scores: Tensor, pooling: str) -> Tensor:
+    """(N,) finite scores of frames -> the clip's (); ValueError for a `pooling` that FrameReward does not know."""
+    if pooling == "mean":
+        return scores.mean()
+    if pooling == "min":
+        return scores.min()
+    worst = re.fullmatch(r"worst-([1-9]\d*)", str(pooling))
+    if not worst:
+        raise ValueError(f"pooling must be mean, min or worst-k with a number k, as worst-4, got {pooling!r}")
+    return scores.topk(min(int(worst[1]), len(scores)), largest=False).values.mean()

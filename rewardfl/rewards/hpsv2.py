@@ -1,0 +1,154 @@
+"""Which of two images would people prefer for this prompt? HPS v2.1, Wu et al. 2023, arXiv 2306.09341."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import CLIPConfig, CLIPModel
+
+from .clip import UNREADABLE, PromptReward, normalise, some, unit_range
+
+# open_clip's ViT-H-14: 1280 / head_width 80 in the image tower, 1024 / 64 in the text tower
+HEADS = 16
+
+# open_clip's names -> transformers', below the two towers
+BLOCK = {
+    "ln_1": "layer_norm1", "ln_2": "layer_norm2", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2",
+    "attn.out_proj": "self_attn.out_proj",
+}  # fmt: skip
+OUTSIDE = {
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "visual.ln_pre.weight": "vision_model.pre_layrnorm.weight",
+    "visual.ln_pre.bias": "vision_model.pre_layrnorm.bias",
+    "visual.ln_post.weight": "vision_model.post_layernorm.weight",
+    "visual.ln_post.bias": "vision_model.post_layernorm.bias",
+    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "ln_final.weight": "text_model.final_layer_norm.weight",
+    "ln_final.bias": "text_model.final_layer_norm.bias",
+    "logit_scale": "logit_scale",
+}
+TRANSPOSED = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}
+
+
+class Hpsv2Reward(PromptReward):
+    """cosine(frame, prompt) of a CLIP ViT-H/14 tuned on preferences, as hpsv2.score gives it, without logit_scale.
+
+    checkpoint: HPS_v2.1_compressed.pt (or HPS_v2_compressed.pt) of xswu/HPSv2. tokenizer_dir: a folder with CLIP's
+    tokenizer, e.g. laion/CLIP-ViT-H-14-laion2B-s32B-b79K or openai/clip-vit-large-patch14. Unlike open_clip's it
+    does not mend broken Unicode or HTML entities in a prompt; plain prompts give the same tokens.
+    Other settings: FrameReward.
+    """
+
+    name = "hpsv2"
+    weights = "HPS_v2.1_compressed.pt of xswu/HPSv2; CLIP tokenizer"
+    licence = "Apache-2.0 (github.com/tgxs002/HPSv2)"
+    range = "[-1, 1], about 0.2 to 0.35"
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        tokenizer_dir: str | Path,
+        frames: str | int = "all",
+        pooling: str = "mean",
+        first_frame: bool = False,
+        chunk: int = 8,
+    ):
+        model = load_open_clip(checkpoint)
+        super().__init__(model, tokenizer_dir, [Path(checkpoint)], frames, pooling, first_frame, chunk)
+
+    def embed(self, frames: Tensor) -> Tensor:
+        return self.image.embed(letterbox(frames.to(self.image.projection.weight), self.image.size))
+
+    def from_cosine(self, cosine: Tensor) -> Tensor:
+        return cosine
+
+
+def letterbox(frames: Tensor, size: int) -> Tensor:
+    """(N, 3, H, W) frames in [-1, 1] -> (N, 3, size, size), HPSv2's own transform: the whole frame, not its centre.
+
+    Bicubic until the longer edge has `size` pixels, black on both sides of the shorter one, then CLIP's
+    normalisation; like it on floats, which may overshoot [0, 1]. With antialias, torchvision's default since 0.17;
+    the versions of HPSv2's time had none for tensors, and without it the gradient would miss most of the pixels.
+    """
+    scale = size / max(frames.shape[-2:])
+    height, width = (round(edge * scale) for edge in frames.shape[-2:])
+    resized = F.interpolate(unit_range(frames), (height, width), mode="bicubic", antialias=True)
+    above, left = (size - height) // 2, (size - width) // 2
+    return normalise(F.pad(resized, (left, size - width - left, above, size - height - above)))
+
+
+def load_open_clip(path: str | Path) -> CLIPModel:
+    """A checkpoint of open_clip's ViT-H-14 as transformers' CLIPModel, float32; ValueError for any other file."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except UNREADABLE as error:
+        raise ValueError(f"{path} cannot be read as a .pt file, fetch it again ({error})") from error
+    if not isinstance(checkpoint, Mapping) or not isinstance(checkpoint.get("state_dict"), Mapping):
+        raise ValueError(f"{path} holds no 'state_dict'; HPS_v2.1_compressed.pt of xswu/HPSv2 does")
+    state = checkpoint["state_dict"]
+    missing = (OUTSIDE | TRANSPOSED).keys() - state.keys()
+    if missing:
+        raise ValueError(f"{path} is no CLIP of open_clip: it lacks {some(missing)}")
+    model = CLIPModel(open_clip_config(state)).float()
+    converted = from_open_clip(state)
+    wanted = model.state_dict()
+    different = {name for name in wanted.keys() | converted.keys() if name not in wanted or name not in converted}
+    different |= {name for name in wanted if name not in different and wanted[name].shape != converted[name].shape}
+    if different:
+        raise ValueError(f"{path} is no CLIP ViT-H-14 of open_clip: it does not fit in {some(different)}")
+    model.load_state_dict(converted)
+    return model
+
+
+def open_clip_config(state: Mapping[str, Tensor]) -> CLIPConfig:
+    """The shape of the CLIP that an open_clip state dict of two transformers belongs to."""
+    width, _, patch, _ = state["visual.conv1.weight"].shape
+    side = round((state["visual.positional_embedding"].shape[0] - 1) ** 0.5)
+    vocabulary, text_width = state["token_embedding.weight"].shape
+
+    def tower(prefix: str, hidden: int) -> dict[str, object]:
+        layers = {re.match(re.escape(prefix) + r"resblocks\.(\d+)\.", name) for name in state} - {None}
+        return {
+            "hidden_size": hidden,
+            "intermediate_size": state[f"{prefix}resblocks.0.mlp.c_fc.weight"].shape[0],
+            "num_hidden_layers": len({match[1] for match in layers}),
+            "num_attention_heads": HEADS,
+            "hidden_act": "gelu",  # exact; OpenAI's models have quick_gelu, ViT-H-14 of LAION does not
+        }
+
+    return CLIPConfig(
+        projection_dim=state["visual.proj"].shape[1],
+        vision_config=tower("visual.transformer.", width) | {"image_size": side * patch, "patch_size": patch},
+        text_config=tower("transformer.", text_width)
+        | {
+            "vocab_size": vocabulary,
+            "max_position_embeddings": state["positional_embedding"].shape[0],
+            "bos_token_id": vocabulary - 2,
+            "eos_token_id": vocabulary - 1,
+        },
+    )
+
+
+def from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """open_clip's names and layouts -> transformers'; names that open_clip's CLIP does not have stay as they are."""
+    converted = {}
+    for name, value in state.items():
+        value = value.float()
+        block = re.fullmatch(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)[._](weight|bias)", name)
+        if block is None:
+            converted[(OUTSIDE | TRANSPOSED).get(name, name)] = value.T if name in TRANSPOSED else value
+            continue
+        visual, layer, module, part = block.groups()
+        prefix = f"{'vision' if visual else 'text'}_model.encoder.layers.{layer}"
+        if module == "attn.in_proj":  # query, key and value in one
+            for one, third in zip("qkv", value.chunk(3), strict=True):
+                converted[f"{prefix}.self_attn.{one}_proj.{part}"] = third
+        else:
+            converted[f"{prefix}.{BLOCK.get(module, module)}.{part}"] = value
+    return converted

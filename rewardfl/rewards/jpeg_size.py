@@ -1,0 +1,47 @@
+"""How few bytes do the frames need as JPEG? DDPO's compressibility, Black et al. 2023, arXiv 2305.13301, section 5."""
+
+import io
+from collections.abc import Mapping
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from .frames import FrameReward
+
+
+class JpegSizeReward(FrameReward):
+    """Minus the kilobytes (1000 bytes) of a frame as JPEG, as in the authors' code, which saves in quality 95.
+
+    A black box for Flow-GRPO: any model can learn it, and whether it did can be seen. Other settings: FrameReward.
+    """
+
+    name = "jpeg_size"
+    licence = "this project's"
+    range = "below 0"
+
+    def __init__(
+        self,
+        quality: int = 95,
+        frames: str | int = "all",
+        pooling: str = "mean",
+        first_frame: bool = False,
+        chunk: int = 8,
+    ):
+        super().__init__(frames, pooling, first_frame, chunk)
+        if not 1 <= quality <= 95:
+            raise ValueError(f"reward 'jpeg_size': quality must be from 1 to 95, got {quality!r}")
+        self.quality = quality
+
+    def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:
+        levels = ((frames.float() + 1) * 127.5).round().clamp(0, 255)
+        # a broken frame has no size, and no bytes either
+        sizes = [self._kilobytes(frame) if frame.isfinite().all() else torch.nan for frame in levels]
+        return -torch.tensor(sizes, device=frames.device)
+
+    def _kilobytes(self, levels: Tensor) -> float:
+        """Of one frame (3, H, W) of levels from 0 to 255."""
+        buffer = io.BytesIO()
+        image = Image.fromarray(levels.permute(1, 2, 0).to("cpu", torch.uint8).numpy())
+        image.save(buffer, "JPEG", quality=self.quality)
+        return buffer.tell() / 1000

@@ -1,0 +1,52 @@
+"""Does the generated clip move as much as the real one? For any picture, no face needed; differentiable."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .base import Reward, RewardOutput, no_score
+
+# A real clip whose pixels change by less than half a level of 255 from frame to frame stands still: no ratio.
+MIN_MOTION = 0.5 / 255
+
+
+class MotionReward(Reward):
+    """min(r, 1 / r) with r = mean |x_(t+1) - x_t| of the generated clip over that of the real one.
+
+    1 when both move equally, 0 for a still clip, and less than 1 again for one that moves more: trembling is not
+    paid for. It sees only how much pixels change, not what moves where: to be used beside another reward, against
+    freezing. Parts: motion_ratio, r; NaN for invalid samples, whose real clip stands still or has one frame.
+    """
+
+    name = "motion"
+    differentiable = True
+    licence = "this project's"
+    range = "[0, 1]"
+    nothing_found = "nothing moves in"
+
+    def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
+        """The real clip's `motion`; None for one that stands still or has a single frame."""
+        motion = mean_change(video)
+        return {"motion": motion} if motion >= MIN_MOTION else None
+
+    def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
+        results = [self._sample(clip, reference) for clip, reference in zip(video, batch, strict=True)]
+        scores, valid, ratios = zip(*results, strict=True)
+        return RewardOutput(
+            torch.stack(scores), torch.tensor(valid, device=video.device), {"motion_ratio": torch.stack(ratios)}
+        )
+
+    def _sample(self, video: Tensor, reference: Mapping[str, Tensor] | None) -> tuple[Tensor, bool, Tensor]:
+        """Score, validity and ratio of one clip (3, F, H, W)."""
+        if reference is not None:
+            ratio = mean_change(video) / reference["motion"].to(video)
+            if ratio.isfinite():
+                # the smaller one alone: the reciprocal of a still clip's ratio has no gradient worth having
+                return (ratio if ratio <= 1 else 1 / ratio), True, ratio.detach()
+        return no_score(video), False, video.new_full((), torch.nan)
+
+
+def mean_change(video: Tensor) -> Tensor:
+    """() mean absolute change of a (3, F, H, W) video's pixels from frame to frame, in [0, 1]; NaN for one frame."""
+    return (video[:, 1:] - video[:, :-1]).abs().mean() / 2

@@ -1,0 +1,41 @@
+"""Which of two images would people pick for this prompt? Pick-a-Pic, Kirstain et al. 2023, arXiv 2305.01569."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from .clip import PromptReward, load_clip
+
+
+class PickScoreReward(PromptReward):
+    """exp(logit_scale) * cosine(frame, prompt) / divisor: section 4 of the paper, a CLIP ViT-H/14 tuned on choices.
+
+    model_dir: yuvalkirstain/PickScore_v1. tokenizer_dir: a folder with CLIP's tokenizer, as the authors' code takes
+    that of laion/CLIP-ViT-H-14-laion2B-s32B-b79K; "" for one within model_dir. divisor: 26 gives Flow-GRPO's scale
+    (about 0.8), 1 the published one (about 20), in which a difference of d means odds of exp(d).
+    Other settings: FrameReward.
+    """
+
+    name = "pickscore"
+    weights = "yuvalkirstain/PickScore_v1 (transformers folder); CLIP tokenizer"
+    licence = "MIT (github.com/yuvalkirstain/PickScore)"
+    range = "about 16 to 26, divided by divisor"
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        tokenizer_dir: str | Path = "",
+        divisor: float = 1.0,
+        frames: str | int = "all",
+        pooling: str = "mean",
+        first_frame: bool = False,
+        chunk: int = 8,
+    ):
+        if not divisor > 0:
+            raise ValueError(f"reward 'pickscore': divisor must be positive, got {divisor!r}")
+        model = load_clip(model_dir)
+        super().__init__(model, tokenizer_dir or model_dir, [Path(model_dir)], frames, pooling, first_frame, chunk)
+        self.scale = model.logit_scale.exp().item() / divisor
+
+    def from_cosine(self, cosine: Tensor) -> Tensor:
+        return self.scale * cosine

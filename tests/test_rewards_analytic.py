@@ -1,0 +1,175 @@
+"""Frames and pooling, and the rewards without a network: closed forms and gradients."""
+
+import io
+import math
+
+import pytest
+import torch
+from PIL import Image
+
+from rewardfl import rewards
+from rewardfl.data import to_uint8
+from rewardfl.rewards.frames import FrameReward, chosen_frames, pool
+from rewardfl.rewards.motion import MIN_MOTION, mean_change
+
+
+def random_video(seed=0, frames=5, size=24):
+    return 1.8 * torch.rand(3, frames, size, size, generator=torch.Generator().manual_seed(seed)) - 0.9
+
+
+VIDEO = random_video()
+
+
+# ---- frames ----
+
+
+def test_which_frames_are_scored():
+    assert chosen_frames(5, "all", False) == [1, 2, 3, 4]
+    assert chosen_frames(5, "all", True) == [0, 1, 2, 3, 4]
+    assert chosen_frames(81, "first_middle_last", False) == [1, 40, 80]
+    assert chosen_frames(2, "first_middle_last", False) == [1]
+    assert chosen_frames(81, 5, False) == [1, 21, 40, 60, 80]
+    assert chosen_frames(81, 1, False) == [40] and chosen_frames(81, 2, True) == [0, 80]
+    assert chosen_frames(4, 9, False) == [1, 2, 3]
+    assert chosen_frames(1, "all", False) == chosen_frames(1, 3, False) == [0]  # an image
+
+
+def test_what_their_scores_come_to():
+    scores = torch.tensor([3.0, 1.0, 2.0, 6.0])
+    assert [pool(scores, pooling).item() for pooling in ("mean", "min", "worst-2", "worst-9")] == [3, 1, 1.5, 3]
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"frames": "some"}, "frames must be all, first_middle_last or a number of frames, got 'some'"),
+        ({"frames": 0}, "a number of frames, got 0"),
+        ({"frames": 2.5}, "a number of frames, got 2.5"),
+        ({"pooling": "max"}, "pooling must be mean, min or worst-k with a number k, as worst-4, got 'max'"),
+        ({"pooling": "worst-0"}, "got 'worst-0'"),
+        ({"chunk": 0}, "chunk must be at least 1 frame, got 0"),
+    ],
+)
+def test_bad_frame_settings_are_refused(setting, message):
+    with pytest.raises(ValueError, match=f"reward 'colour': .*{message}"):
+        rewards.build("colour", setting)
+
+
+def test_chunks_change_nothing_but_the_memory():
+    """One chunk's graph at a time: the tower runs once per chunk forward, and once more in the backward."""
+
+    class Squares(FrameReward):
+        name, differentiable = "squares", True
+
+        def score_frames(self, frames, reference):
+            sizes.append(len(frames))
+            return frames.square().mean((1, 2, 3)) * reference["scale"]
+
+    video = torch.stack([VIDEO, random_video(1)]).requires_grad_()
+    batch = [{"scale": torch.tensor(2.0)}, {"scale": torch.tensor(3.0)}]
+    results = []
+    for chunk in (1, 3, 8):
+        sizes = []
+        output = Squares("all", "mean", False, chunk)(video, batch)
+        expected = {1: [1] * 8, 3: [3, 1] * 2, 8: [4, 4]}[chunk]
+        assert sizes == expected
+        (gradient,) = torch.autograd.grad(output.score.sum(), video)
+        assert sorted(sizes) == sorted(expected * 2)
+        results.append((output.score, gradient))
+    scores = video[:, :, 1:].square().mean((1, 2, 3, 4)) * torch.tensor([2.0, 3.0])
+    for score, gradient in results:
+        torch.testing.assert_close(score, scores)
+        torch.testing.assert_close(gradient, results[0][1])
+        assert (gradient[:, :, 0] == 0).all() and (gradient[:, :, 1:] != 0).all()
+    sizes = []
+    with torch.no_grad():
+        assert not Squares("all", "mean", False, 8)(video, batch).score.requires_grad
+
+
+@pytest.mark.parametrize("name", ["colour", "jpeg_size"])
+def test_frames_that_cannot_be_scored_make_a_sample_invalid(name):
+    broken = VIDEO.clone()
+    broken[:, 2, 3, 3] = math.nan
+    output = rewards.build(name, {})(torch.stack([VIDEO, broken, VIDEO]), [{}, {}, None])
+    assert output.valid.tolist() == [True, False, False] and output.score[1:].tolist() == [0, 0]
+    assert output.parts["frame_mean"].isnan().tolist() == [False, True, True]
+
+
+def test_invalid_samples_have_no_gradient_and_valid_ones_keep_theirs():
+    broken = VIDEO.clone()
+    broken[:, 2] = math.inf
+    video = torch.stack([VIDEO, broken, VIDEO]).requires_grad_()
+    output = rewards.build("colour", {})(video, [{}, {}, None])
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
+    assert gradient.isfinite().all() and (gradient[1:] == 0).all() and (gradient[0, :, 1:] != 0).all()
+
+
+# ---- colour, JPEG, motion ----
+
+
+def test_colour_is_a_mean_over_channels():
+    video = torch.full((1, 3, 3, 8, 8), -1.0)
+    video[:, 0] = 1.0  # red
+    video[:, :, 0] = 0.0  # the given frame
+    assert rewards.build("colour", {})(video, [{}]).score.item() == pytest.approx(1)
+    assert rewards.build("colour", {"red": 0.25, "blue": -4.0})(video, [{}]).score.item() == pytest.approx(0.25)
+    grey = rewards.build("colour", {"red": 1, "green": 1, "blue": 1})
+    output = grey(VIDEO[None], [{}])
+    assert output.score.item() == pytest.approx(((VIDEO[:, 1:] + 1) / 2).mean().item() * 3, rel=1e-5)
+
+
+def test_jpeg_size_is_that_of_pil():
+    reward = rewards.build("jpeg_size", {"quality": 80})
+    smooth = VIDEO.mean((2, 3), keepdim=True).expand_as(VIDEO)
+    sizes = []
+    for frame in to_uint8(VIDEO)[1:]:
+        file = io.BytesIO()
+        Image.fromarray(frame.numpy()).save(file, format="jpeg", quality=80)
+        sizes.append(len(file.getvalue()) / 1000)
+    output = reward(torch.stack([VIDEO, smooth]).requires_grad_(), [{}, {}])
+    assert output.score[0].item() == pytest.approx(-sum(sizes) / len(sizes)) and not output.score.requires_grad
+    assert output.score[0] < output.score[1] < 0 and not reward.differentiable
+    with pytest.raises(ValueError, match="quality must be from 1 to 95, got 100"):
+        rewards.build("jpeg_size", {"quality": 100})
+
+
+def test_motion_is_best_at_the_real_clips_own():
+    reward = rewards.build("motion", {})
+    reference = reward.reference(VIDEO, "ignored")
+    middle = VIDEO.mean(1, keepdim=True)
+    speeds = torch.tensor([0.0, 0.5, 1.0, 2.0])
+    video = torch.stack([middle + speed * (VIDEO - middle) for speed in speeds]).requires_grad_()
+    output = reward(video, [reference] * 4)
+    torch.testing.assert_close(output.score, torch.tensor([0.0, 0.5, 1.0, 0.5]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(output.parts["motion_ratio"], speeds, atol=1e-4, rtol=0)
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
+    assert gradient.isfinite().all() and output.valid.all()
+    along = (gradient * (VIDEO - middle)).sum((1, 2, 3, 4))
+    assert along[1] == pytest.approx(1, rel=1e-3) and along[3] == pytest.approx(-0.25, rel=1e-3)
+
+
+def test_motion_needs_a_real_clip_that_moves():
+    reward = rewards.build("motion", {})
+    still = VIDEO[:, :1].expand(-1, 5, -1, -1)
+    assert reward.reference(still) is None and reward.reference(VIDEO[:, :1]) is None
+    barely = torch.zeros(3, 2, 4, 4)
+    barely[:, 1] = 2.02 * MIN_MOTION
+    assert mean_change(barely).item() == pytest.approx(1.01 * MIN_MOTION) and reward.reference(barely) is not None
+    assert reward.reference(barely * 0.98) is None
+    assert mean_change(torch.stack([-torch.ones(3, 4, 4), torch.ones(3, 4, 4)], 1)) == 1
+    broken = VIDEO.clone()
+    broken[0, 0, 0, 0] = math.nan
+    output = reward(torch.stack([VIDEO, broken]), [None, reward.reference(VIDEO)])
+    assert not output.valid.any() and output.score.tolist() == [0, 0] and output.parts["motion_ratio"].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["colour", "motion"])
+def test_gradients_are_those_of_finite_differences(name):
+    reward = rewards.build(name, {})
+    video = VIDEO[None].double().requires_grad_()
+    reference = reward.reference(random_video(3).double())
+    (gradient,) = torch.autograd.grad(reward(video, [reference]).score.sum(), video)
+    direction = torch.randn(video.shape, generator=torch.Generator().manual_seed(5)).double()
+    with torch.no_grad():
+        up, down = (reward(video + sign * 1e-7 * direction, [reference]).score.item() for sign in (1, -1))
+    assert (up - down) / 2e-7 == pytest.approx((gradient * direction).sum().item(), rel=1e-5)

@@ -1,0 +1,323 @@
+"""CLIP-based rewards against the published formulas, computed from the same files by other code."""
+
+import itertools
+import json
+import shutil
+
+import clip_files
+import numpy as np
+import pytest
+import torch
+from clip_files import CONTEXT, SIZE
+from PIL import Image
+from torch import nn
+from transformers import CLIPModel, CLIPTokenizer
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from rewardfl import rewards
+from rewardfl.data import to_uint8
+from rewardfl.rewards.clip import TextTower, load_clip, load_tokenizer, preprocess, resize
+from rewardfl.rewards.hpsv2 import letterbox, load_open_clip
+
+PROMPT = "the dancer and the sea, the end."
+OTHER = "a zebra"
+NAMES = ("aesthetic", "clip_score", "hpsv2", "pickscore")
+
+
+def smooth_video(seed, frames=4, height=60, width=88):
+    """(3, F, H, W) whose frames differ in colour and form, of whole levels, so that PIL sees the same picture."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(3, frames, 7, 9, generator=generator)
+    video = nn.functional.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1)
+    return (video * 255).round() / 127.5 - 1
+
+
+VIDEO = smooth_video(1)
+
+
+def pictures(video):
+    return [Image.fromarray(frame.numpy()) for frame in to_uint8(video)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clip")
+    clip_files.write_clip(folder / "clip")
+    clip_files.write_clip(folder / "large", projection=768)
+    clip_files.write_clip(folder / "pickscore", activation="gelu", eos_token_id=2)  # as old configs have it
+    clip_files.write_head(folder / "head.pth")
+    clip_files.write_open_clip(folder / "hps.pt")
+    clip_files.write_tokenizer(folder / "tokenizer")
+    return folder
+
+
+def settings(files, name):
+    return {
+        "aesthetic": {"model_dir": files / "large", "head": files / "head.pth"},
+        "clip_score": {"model_dir": files / "clip"},
+        "hpsv2": {"checkpoint": files / "hps.pt", "tokenizer_dir": files / "tokenizer"},
+        "pickscore": {"model_dir": files / "pickscore", "tokenizer_dir": files / "tokenizer"},
+    }[name]
+
+
+@pytest.fixture(scope="module")
+def built(files):
+    return {name: rewards.build(name, settings(files, name)) for name in NAMES}
+
+
+@torch.no_grad()
+def published(files, name, video, prompt):
+    """(F,) scores as the authors' code gives them for PIL images."""
+    images = pictures(video)
+    if name == "hpsv2":
+        state = torch.load(files / "hps.pt")["state_dict"]
+        ids = CLIPTokenizer.from_pretrained(files / "tokenizer")(prompt).input_ids
+        tokens = torch.tensor([ids + [0] * (CONTEXT - len(ids))])
+        pixels = torch.stack([hps_pixels(image) for image in images])
+        return (clip_files.open_clip_image(state, pixels) @ clip_files.open_clip_text(state, tokens).T)[:, 0]
+    folder = settings(files, name)["model_dir"]
+    model = CLIPModel.from_pretrained(folder)
+    processor = CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE})
+    pixels = processor(images, return_tensors="pt").pixel_values
+    tokens = CLIPTokenizer.from_pretrained(folder, pad_token="<|endoftext|>")(
+        [prompt], padding="max_length", max_length=CONTEXT, truncation=True, return_tensors="pt"
+    )
+    output = model(pixel_values=pixels, **tokens)
+    if name == "aesthetic":
+        head = nn.Sequential(*itertools.chain(
+            (nn.Linear(768, 1024), nn.Dropout(0.2), nn.Linear(1024, 128), nn.Dropout(0.2), nn.Linear(128, 64)),
+            (nn.Dropout(0.1), nn.Linear(64, 16), nn.Linear(16, 1)),
+        ))  # fmt: skip
+        state = torch.load(files / "head.pth")
+        head.load_state_dict({key.removeprefix("layers."): value for key, value in state.items()})
+        return head.eval()(output.image_embeds)[:, 0]
+    if name == "pickscore":
+        return output.logits_per_image[:, 0]
+    return 100 * (output.image_embeds @ output.text_embeds.T)[:, 0].clamp(min=0)
+
+
+def hps_pixels(image):
+    """HPSv2's transform on one image: floats first, longest edge to SIZE, black around, normalised."""
+    scale = SIZE / max(image.size)
+    size = tuple(round(edge * scale) for edge in image.size)
+    channels = [Image.fromarray(np.asarray(channel, np.float32) / 255) for channel in image.split()]
+    small = np.stack([np.asarray(channel.resize(size, Image.BICUBIC)) for channel in channels])
+    square = np.zeros((3, SIZE, SIZE), np.float32)
+    left, top = (SIZE - size[0]) // 2, (SIZE - size[1]) // 2
+    square[:, top : top + size[1], left : left + size[0]] = small
+    mean = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
+    std = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
+    return torch.from_numpy((square - mean[:, None, None]) / std[:, None, None])
+
+
+# 2e-3 of the cosine; scores of a hundred times the cosine have a hundred times that
+TOLERANCE = {"aesthetic": 2e-3, "clip_score": 0.2, "hpsv2": 2e-3, "pickscore": 0.2}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("video", [VIDEO, smooth_video(2, 3, 100, 50), smooth_video(3, 2, 20, 30)], ids="wts")
+def test_the_score_is_the_published_one(files, built, name, video):
+    reward = built[name]
+    expected = published(files, name, video, PROMPT)[1:]
+    output = reward(video[None], [reward.reference(video, PROMPT)])
+    assert output.valid.tolist() == [True] and output.score.dtype == torch.float32
+    torch.testing.assert_close(output.score[0], expected.mean(), atol=TOLERANCE[name], rtol=0)
+    torch.testing.assert_close(output.parts["frame_min"][0], expected.min(), atol=TOLERANCE[name], rtol=0)
+
+
+@pytest.mark.parametrize("name", ["clip_score", "pickscore"])
+def test_but_for_pils_rounding_the_score_is_exactly_the_published_one(files, built, name):
+    processor = CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE})
+    pixels = processor(pictures(VIDEO), return_tensors="pt").pixel_values
+    reward = built[name]
+    with torch.no_grad():
+        scores = reward.from_cosine(reward.image.embed(pixels) @ reward.reference(VIDEO, PROMPT)["text"])
+    torch.testing.assert_close(scores, published(files, name, VIDEO, PROMPT), atol=1e-3, rtol=0)
+
+
+def test_frames_and_prompts_matter_to_these_random_models(files):
+    for name in NAMES:
+        scores = published(files, name, VIDEO, PROMPT)
+        assert scores.max() - scores.min() > 10 * TOLERANCE[name]
+        if name == "clip_score":
+            assert scores.min() > 0  # below, the score is cut off
+        if name != "aesthetic":
+            assert (scores - published(files, name, VIDEO, OTHER)).abs().max() > 10 * TOLERANCE[name]
+
+
+@pytest.mark.parametrize("shape", [(90, 130), (130, 90), (42, 42), (42, 100), (30, 35)])
+def test_preprocessing_is_pils_but_for_its_rounding(shape):
+    """On noise, the worst case: at most one level in any pixel."""
+    levels = torch.randint(0, 256, (2, 3, *shape), generator=torch.Generator().manual_seed(0))
+    processor = CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE})
+    images = [Image.fromarray(frame.permute(1, 2, 0).byte().numpy()) for frame in levels]
+    expected = processor(images, return_tensors="pt").pixel_values
+    difference = (preprocess(levels / 127.5 - 1, SIZE) - expected).abs()
+    assert difference.max() < 1.01 / 255 / 0.26 and difference.mean() < 0.35 / 255 / 0.26
+
+
+def test_letterbox_shows_the_whole_frame():
+    frames = torch.ones(1, 3, 20, 80)
+    shown = letterbox(frames, 40)[0, 0] > 0
+    assert shown.shape == (40, 40) and shown[15:25].all() and not shown[:15].any() and not shown[25:].any()
+    assert resize(frames, 10, 40).shape == (1, 3, 10, 40)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_is_that_of_finite_differences(files, name):
+    reward = rewards.build(name, settings(files, name) | {"chunk": 2, "pooling": "worst-2"}).double()
+    video = (0.8 * VIDEO[None]).double().requires_grad_()  # clear of -1 and 1, where the clipping has a kink
+    reference = reward.reference(video[0].detach(), PROMPT)
+    output = reward(video, [reference])
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
+    assert gradient.isfinite().all() and (gradient[:, :, 0] == 0).all() and gradient[:, :, 1:].abs().sum() > 0
+    direction = torch.randn(video.shape, generator=torch.Generator().manual_seed(5)).double()
+    step = 1e-5
+    with torch.no_grad():
+        up, down = (reward(video + sign * step * direction, [reference]).score.item() for sign in (1, -1))
+    assert (up - down) / (2 * step) == pytest.approx((gradient * direction).sum().item(), rel=1e-5)
+
+
+def test_a_prompt_has_one_embedding_whatever_the_config_says(files, tmp_path):
+    """Padding, the length limit, and the eos_token_id that old (2) and wrong configs give."""
+    long = "and " * 40
+    for eos in (None, 2, 5):
+        folder = clip_files.write_clip(tmp_path / f"eos-{eos}", eos_token_id=eos)
+        model = load_clip(folder)
+        tokenizer = load_tokenizer(folder, len(clip_files.vocabulary()))
+        for prompt in (PROMPT, OTHER, long):
+            tokens = tokenizer(
+                prompt, padding="max_length", max_length=CONTEXT, truncation=True, return_tensors="pt"
+            ).input_ids
+            model.text_model.eos_token_id = len(tokenizer) - 1
+            with torch.no_grad():
+                expected = nn.functional.normalize(model.get_text_features(tokens).pooler_output[0], dim=-1)
+            torch.testing.assert_close(TextTower(model, tokenizer)(prompt), expected, atol=1e-5, rtol=0)
+
+
+def test_the_text_tower_runs_for_references_only(built):
+    reward = built["clip_score"]
+    reference = reward.reference(VIDEO, PROMPT)
+    calls = []
+    hook = reward.text.register_forward_hook(lambda *_: calls.append(1))
+    reward(VIDEO[None], [reference])
+    assert not calls
+    reward.reference(VIDEO, PROMPT)
+    assert calls
+    hook.remove()
+    with pytest.raises(ValueError, match="reward 'clip_score' compares a clip with its prompt, and there is none"):
+        reward.reference(VIDEO)
+
+
+def test_scales_are_settings(files, built):
+    reference = built["pickscore"].reference(VIDEO, PROMPT)
+    plain = built["pickscore"](VIDEO[None], [reference]).score
+    divided = rewards.build("pickscore", settings(files, "pickscore") | {"divisor": 26})
+    torch.testing.assert_close(divided(VIDEO[None], [reference]).score, plain / 26)
+    reference = built["clip_score"].reference(VIDEO, PROMPT)
+    papers = rewards.build("clip_score", settings(files, "clip_score") | {"weight": 2.5})
+    torch.testing.assert_close(
+        papers(VIDEO[None], [reference]).score, built["clip_score"](VIDEO[None], [reference]).score / 40
+    )
+    for name, setting in (("pickscore", "divisor"), ("clip_score", "weight")):
+        with pytest.raises(ValueError, match=f"reward '{name}': {setting} must be positive, got 0"):
+            rewards.build(name, settings(files, name) | {setting: 0})
+
+
+def test_models_are_frozen_and_identified(files, built, tmp_path):
+    for name in NAMES:
+        assert not any(parameter.requires_grad for parameter in built[name].parameters())
+        assert not any(module.training for module in built[name].children())
+    assert built["aesthetic"].fingerprint() == {"name": "aesthetic"} and not built["aesthetic"].uses_prompt
+    assert built["aesthetic"].reference(VIDEO) == {}
+    other = clip_files.write_clip(tmp_path / "other", seed=1)
+    same = rewards.build("clip_score", settings(files, "clip_score") | {"frames": 1})
+    assert same.fingerprint() == built["clip_score"].fingerprint()
+    assert rewards.build("clip_score", {"model_dir": other}).fingerprint() != same.fingerprint()
+
+
+# ---- files that are wrong ----
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_wrong_clip_folders_are_refused(files, tmp_path):
+    with pytest.raises(ValueError, match="nowhere is no folder of a transformers model: it has no config.json"):
+        load_clip(tmp_path / "nowhere")
+    folder = tmp_path / "clip"
+    shutil.copytree(files / "clip", folder)
+    truncate(folder / "model.safetensors")
+    with pytest.raises(ValueError, match="the weights cannot be read, fetch them again"):
+        load_clip(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="the weights cannot be read, fetch them again"):
+        load_clip(folder)
+    vision = CLIPModel.from_pretrained(files / "clip").state_dict()
+    torch.save({name: value for name, value in vision.items() if "text" not in name}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="the weights lack text_model.embeddings.position_embedding.weight, .* more"):
+        load_clip(folder)
+    torch.save(vision, folder / "pytorch_model.bin")
+    load_clip(folder)
+    truncate(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="the weights cannot be read, fetch them again"):
+        load_clip(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "siglip"}))
+    with pytest.raises(ValueError, match="is of a model of type 'siglip'; a CLIP is needed"):
+        load_clip(folder)
+    truncate(folder / "config.json")
+    with pytest.raises(ValueError, match="config.json is no JSON"):
+        load_clip(folder)
+
+
+def test_wrong_tokenizers_are_refused(files, tmp_path):
+    with pytest.raises(ValueError, match="holds no CLIP tokenizer: neither tokenizer.json nor vocab.json with merges"):
+        rewards.build("hpsv2", settings(files, "hpsv2") | {"tokenizer_dir": tmp_path})
+    with pytest.raises(ValueError, match=r"has a tokenizer of 62 tokens, the model knows 49408"):
+        load_tokenizer(files / "tokenizer", 49408)
+
+
+def test_wrong_heads_are_refused(files, tmp_path):
+    path = tmp_path / "head.pth"
+    other = settings(files, "aesthetic") | {"head": path}
+    for write, message in (
+        (lambda: None, "head.pth cannot be read as a .pth file"),
+        (lambda: path.write_text("<html>"), "head.pth cannot be read as a .pth file"),
+        (lambda: torch.save(nn.Linear(2, 2), path), "head.pth cannot be read as a .pth file"),  # code, not weights
+        (lambda: torch.save(nn.Linear(2, 2).state_dict(), path), "head.pth is not the head .* it differs in bias, "),
+        (lambda: torch.save([1], path), "head.pth is not the head"),
+    ):
+        write()
+        with pytest.raises(ValueError, match=message):
+            rewards.build("aesthetic", other)
+    with pytest.raises(ValueError, match="embeds images in 24 numbers, the aesthetic head takes 768"):
+        rewards.build("aesthetic", settings(files, "aesthetic") | {"model_dir": files / "clip"})
+
+
+def test_wrong_hps_checkpoints_are_refused(files, tmp_path):
+    path = tmp_path / "hps.pt"
+    state = torch.load(files / "hps.pt")["state_dict"]
+    last = "visual.transformer.resblocks.1.mlp.c_fc.weight"
+    for write, message in (
+        (lambda: None, "hps.pt cannot be read as a .pt file"),
+        (lambda: (shutil.copy(files / "hps.pt", path), truncate(path)), "hps.pt cannot be read as a .pt file"),
+        (lambda: torch.save(state, path), "hps.pt holds no 'state_dict'"),
+        (lambda: save(path, {"logit_scale": state["logit_scale"]}), "is no CLIP of open_clip: it lacks ln_final.bias"),
+        (
+            lambda: save(path, {key: value for key, value in state.items() if key != last}),
+            r"does not fit in vision_model.encoder.layers.1.mlp.fc1.weight$",
+        ),
+        (lambda: save(path, state | {"visual.extra": torch.ones(1)}), "does not fit in visual.extra$"),
+        (lambda: save(path, state | {last: torch.ones(3, 3)}), r"does not fit in vision_model.encoder.layers.1.mlp"),
+    ):
+        write()
+        with pytest.raises(ValueError, match=message):
+            load_open_clip(path)
+    save(path, {key: value.half() for key, value in state.items()})
+    assert all(parameter.dtype == torch.float32 for parameter in load_open_clip(path).parameters())
+
+
+def save(path, state):
+    torch.save({"state_dict": state}, path)

@@ -1,0 +1,278 @@
+"""Rewards by name, rewards of one's own, what they may return, and the command line."""
+
+import csv
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from rewardfl import data, prepare, rewards
+from rewardfl.rewards import REWARDS, Reward, RewardOutput, __main__, find
+from rewardfl.rewards.checked import checked
+
+VIDEO = 1.8 * torch.rand(2, 3, 4, 16, 16, generator=torch.Generator().manual_seed(0)) - 0.9
+EXAMPLE = ROOT / "examples" / "my_reward.py"
+
+
+def test_every_reward_says_what_it_is():
+    for name in REWARDS:
+        cls = find(name)
+        assert cls.name == name and issubclass(cls, Reward) and cls.__doc__
+        assert cls.range and cls.licence and isinstance(cls.differentiable, bool)
+    assert [name for name in REWARDS if not find(name).differentiable] == ["jpeg_size"]
+    assert {name for name in REWARDS if find(name).uses_prompt} == {"clip_score", "hpsv2", "pickscore"}
+
+
+def test_transformers_is_not_imported_for_those_that_do_without():
+    code = (
+        "import sys; from rewardfl import rewards; rewards.build('colour', {}); sys.exit('transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    "name, settings, message",
+    [
+        ("asthetic", {}, "reward.name 'asthetic' is not a reward, did you mean 'aesthetic'?; choose from aesthetic, "),
+        ("xyz", {}, "'xyz' is not a reward; choose from .*, or name a class of your own as module:Class or path"),
+        ("colour", {"rd": 1}, "reward 'colour' has no setting 'rd', did you mean 'red'?; it takes red, green, blue, "),
+        ("motion", {"chunk": 1}, "reward 'motion' has no setting 'chunk'; it takes none"),
+        ("aesthetic", {"head": "x"}, "reward 'aesthetic' needs the setting 'model_dir'; it takes model_dir, head, "),
+        ("nowhere.py:Mine", {}, "there is no file nowhere.py to take a reward from"),
+        ("rewardfl.nowhere:Mine", {}, "there is no module 'rewardfl.nowhere' to take a reward from"),
+        ("nowhere:Mine", {}, "there is no module 'nowhere' to take a reward from; is its folder in PYTHONPATH?"),
+        ("rewardfl.rewards.base:Rewards", {}, "rewardfl.rewards.base defines no 'Rewards', did you mean 'Reward'?"),
+        ("rewardfl.rewards.base:no_score", {}, "must be a subclass of rewardfl.rewards.Reward, and it is none"),
+        ("rewardfl.rewards:RewardOutput", {}, "must be a subclass of rewardfl.rewards.Reward, and it is none"),
+        ("rewardfl.rewards.base:Reward", {}, "must have a class attribute `name`"),
+        (f"{EXAMPLE}:Contrast", {"aim": 1}, "my_reward.py:Contrast' has no setting 'aim'; it takes target"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(name, settings, message):
+    with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
+        rewards.build(name, settings)
+
+
+def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):
+    (tmp_path / "needs_more.py").write_text("import not_installed_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("needs_more:Mine", f"{tmp_path}/needs_more.py:Mine"):
+        with pytest.raises(ModuleNotFoundError, match="not_installed_at_all"):
+            rewards.build(name, {})
+
+
+def test_the_example_is_a_reward(monkeypatch):
+    built = rewards.build(f"{EXAMPLE}:Contrast", {"target": 0.25})
+    assert built.target == 0.25 and built.fingerprint() == {"name": "my_contrast"}
+    video = torch.cat([VIDEO, torch.zeros_like(VIDEO[:1])]).requires_grad_()
+    output = built(video, [built.reference(VIDEO[0], "a prompt"), {}, {}])
+    grey = video.detach()[:, :, 1:].mean(1).flatten(1)
+    assert output.valid.tolist() == [True, True, False]
+    torch.testing.assert_close(output.score, grey.std(1) / 0.25)
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
+    # the standard deviation of a constant has a gradient of NaN
+    assert gradient.isfinite().all() and (gradient[2] == 0).all() and (gradient[:2, :, 1:] != 0).all()
+    lines = EXAMPLE.read_text().splitlines()
+    assert len(lines) <= 30 and max(map(len, lines)) <= 120
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    assert rewards.build("my_reward:Contrast", {}).target == 0.5
+
+
+# ---- what a reward may return ----
+
+
+def reward_that_returns(make, says_differentiable=True):
+    class Mine(Reward):
+        name = "mine"
+        differentiable = says_differentiable
+
+        def forward(self, video, batch):
+            return make(video)
+
+    return checked(Mine())
+
+
+def plain(video):
+    return video.mean((1, 2, 3, 4))
+
+
+YES = torch.tensor([True, True])
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda v: plain(v), "must return a RewardOutput, it returned a Tensor"),
+        (lambda v: RewardOutput(plain(v)[:, None], YES, {}), r"score must hold one .* shape \(2,\), .* shape \(2, 1\)"),
+        (lambda v: RewardOutput(plain(v).mean(), YES, {}), r"score must hold one value per video.* has shape \(\)"),
+        (lambda v: RewardOutput(plain(v).tolist(), YES, {}), "score must be a tensor, it is a list"),
+        (lambda v: RewardOutput(plain(v).long(), YES, {}), "score must be floating point, it is torch.int64"),
+        (lambda v: RewardOutput(plain(v), YES.float(), {}), "valid must be bool, it is torch.float32"),
+        (lambda v: RewardOutput(plain(v), YES[:1], {}), r"valid must hold .* shape \(1,\)"),
+        (lambda v: RewardOutput(plain(v), YES, {"a": v}), r"parts\['a'\] must hold one value per video"),
+        (lambda v: RewardOutput(plain(v), YES, {"a": 1.0}), r"parts\['a'\] must be a tensor, it is a float"),
+        (lambda v: RewardOutput(plain(v).detach(), YES, {}), "says that it is differentiable, but its score has no"),
+    ],
+)
+def test_outputs_of_the_wrong_kind_name_the_class(make, message):
+    with pytest.raises(ValueError, match=rf"reward .*Mine.*{message}"):
+        reward_that_returns(make)(VIDEO.clone().requires_grad_(), [{}, {}])
+
+
+def test_a_score_needs_no_gradient_where_none_is_wanted():
+    def detached(video):
+        return RewardOutput(plain(video).detach(), YES.to(video.device), {})
+
+    video = VIDEO.clone().requires_grad_()
+    reward_that_returns(detached, says_differentiable=False)(video, [{}, {}])
+    reward_that_returns(detached)(VIDEO, [{}, {}])
+    with torch.no_grad():
+        reward_that_returns(detached)(video, [{}, {}])
+    reward_that_returns(lambda v: RewardOutput(torch.zeros(2), ~YES, {}))(video, [{}, {}])
+    with pytest.raises(ValueError, match="2 videos need as many references, got 1"):
+        reward_that_returns(detached)(VIDEO, [{}])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_scores_that_are_not_finite_are_invalid_and_counted(bad):
+    def make(video):
+        return RewardOutput(plain(video) * torch.tensor([bad, 1.0]), YES, {"mine": torch.ones(2)})
+
+    video = VIDEO.clone().requires_grad_()
+    output = reward_that_returns(make)(video, [{}, {}])
+    assert output.valid.tolist() == [False, True] and output.score[0] == 0 and output.score[1] != 0
+    assert output.parts["nonfinite"].tolist() == [1, 0] and output.parts["mine"].tolist() == [1, 1]
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
+    assert gradient.isfinite().all() and (gradient[0] == 0).all() and (gradient[1] != 0).all()
+
+
+def test_the_gradient_that_others_send_to_the_video_stays():
+    video = VIDEO.clone().requires_grad_()
+    output = reward_that_returns(lambda v: RewardOutput(plain(v) * math.nan, YES, {}))(video, [{}, {}])
+    (gradient,) = torch.autograd.grad(output.score.sum() + video.sum(), video)
+    assert torch.equal(gradient, torch.ones_like(video))
+
+
+def test_invalid_samples_score_nothing_whatever_the_class_says():
+    def make(video):
+        return RewardOutput(plain(video) + 5, torch.tensor([False, True]), {})
+
+    video = VIDEO.clone().requires_grad_()
+    output = reward_that_returns(make)(video, [None, {}])
+    assert output.score[0] == 0 and output.parts["nonfinite"].tolist() == [0, 0]
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
+    assert (gradient[0] == 0).all() and (gradient[1] != 0).all()
+
+
+# ---- the cache key ----
+
+
+def test_the_prompt_is_part_of_the_key_of_rewards_that_use_it():
+    class Reads(Reward):
+        name, uses_prompt = "reads", True
+
+    clip = {"kind": "clip"}
+    assert prepare.reference_key(clip, Reads(), "a") != prepare.reference_key(clip, Reads(), "b")
+    plain_reward = rewards.build("motion", {})
+    assert prepare.reference_key(clip, plain_reward, "a") == prepare.reference_key(clip, plain_reward, "b")
+
+
+# ---- command line ----
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clips")
+    torch.manual_seed(0)
+    moving = torch.nn.functional.interpolate(torch.rand(3, 5, 4, 4) * 2 - 1, (32, 32), mode="bilinear")
+    data.write_video(folder / "moving.mp4", moving, fps=8)
+    data.write_video(folder / "still.mp4", moving[:, :1].expand(-1, 5, -1, -1), fps=8)
+    with (folder / "metadata.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("video", "prompt"), ("moving.mp4", "a child"), ("still.mp4", "a stone")])
+    (folder / "made").mkdir()
+    data.write_video(folder / "made" / "moving.mp4", 0.5 * moving, fps=8)
+    return folder
+
+
+def call(capsys, *arguments):
+    code = __main__.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_table_lists_all(capsys):
+    code, out, _ = call(capsys)
+    lines = out.splitlines()
+    assert code == 0 and lines[0].split() == ["name", "differentiable", "range", "weights", "licence"]
+    assert [line.split()[0] for line in lines[1:]] == sorted(REWARDS)
+    assert re.search(r"^jpeg_size +no +below 0 +- +this project's$", out, re.MULTILINE)
+
+
+def scores(out):
+    header, *lines = [line.split() for line in out.splitlines()]
+    assert header[:2] == ["video", "score"]
+    return [line[1] for line in lines]
+
+
+def test_files_are_scored(capsys, clips):
+    moving, still = clips / "moving.mp4", clips / "still.mp4"
+    code, out, _ = call(
+        capsys, "score", "--reward", "colour", "--settings", "red=0", "green=1", "blue=0", "--", moving, still
+    )
+    video = data.to_float(data.read_video(moving))
+    assert code == 0 and float(scores(out)[0]) == pytest.approx(((video[1, 1:] + 1) / 2).mean().item(), abs=1e-4)
+    code, out, _ = call(capsys, "score", "--reward", f"{EXAMPLE}:Contrast", moving)
+    assert code == 0 and "brightness" in out
+    # a clip is its own real clip where none is given
+    assert scores(call(capsys, "score", "--reward", "motion", moving, still)[1]) == ["1.0000", "-"]
+    against = call(capsys, "score", "--reward", "motion", "--reference", moving, clips / "made" / "moving.mp4")[1]
+    assert float(scores(against)[0]) == pytest.approx(0.5, abs=0.1)
+
+
+def test_metadata_gives_prompt_and_real_clip(capsys, clips, monkeypatch):
+    table = clips / "metadata.csv"
+    made = clips / "made" / "moving.mp4"
+    code, out, _ = call(capsys, "score", "--reward", "motion", "--metadata", table, made)
+    assert code == 0 and float(scores(out)[0]) == pytest.approx(0.5, abs=0.1)
+    asked = []
+
+    class Reads(Reward):
+        name, uses_prompt = "reads", True
+
+        def reference(self, video, prompt=""):
+            asked.append(prompt)
+            return {}
+
+        def forward(self, video, batch):
+            return RewardOutput(video.mean((1, 2, 3, 4)), torch.tensor([True]), {})
+
+    monkeypatch.setattr(__main__, "build", lambda name, settings: Reads())
+    assert call(capsys, "score", "--reward", "r", "--metadata", table, made, clips / "still.mp4")[0] == 0
+    assert call(capsys, "score", "--reward", "r", "--prompt", "a wave", made)[0] == 0
+    assert asked == ["a child", "a stone", "a wave"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--reward", "colours", "x.mp4"], "error: reward.name 'colours' is not a reward, did you mean 'colour'?"),
+        (["--reward", "colour", "x.mp4"], "error: x.mp4: no such file"),
+        (["--reward", "colour", "--settings", "red", "--", "x.mp4"], "error: --settings 'red': write key=value"),
+        (["--reward", "motion", "--metadata", "none.csv", "x.mp4"], "error: data.file_name: no such file: none.csv"),
+    ],
+)
+def test_mistakes_are_answered(capsys, arguments, message):
+    code, _, err = call(capsys, "score", *arguments)
+    assert code == 2 and message in err
+
+
+def test_a_video_without_a_row_is_named(capsys, clips):
+    data.write_video(clips / "made" / "other.mp4", torch.zeros(3, 2, 32, 32), fps=8)
+    code, _, err = call(
+        capsys, "score", "--reward", "motion", "--metadata", clips / "metadata.csv", clips / "made" / "other.mp4"
+    )
+    assert code == 2 and "other.mp4: no row of --metadata has a video of that name" in err
