@@ -88,11 +88,11 @@ class Service:
         try:
             with self._device_is_ours:
                 outputs = [self._score(clips[i : i + self.batch]) for i in range(0, len(clips), self.batch)]
+            return reward_wire.pack_answer(*_joined(outputs)), len(clips)
         except REWARD_ERRORS as error:
             log.exception("reward %s failed", self.reward.name)
             hint = "" if clips[0].reference is not None else "; the request held no real clips (reward.send_reference)"
             raise Refused(500, f"reward {self.reward.name} failed: {type(error).__name__}: {error}{hint}") from None
-        return reward_wire.pack_answer(*_joined(outputs)), len(clips)
 
     @torch.no_grad()
     def _score(self, clips: list[Clip]) -> RewardOutput:
@@ -116,7 +116,7 @@ class Service:
 
     def _video(self, frames: Tensor) -> Tensor:
         """(3, F, H, W) in [-1, 1] on the device."""
-        return data.to_float(frames.to(self.device))
+        return data.to_float(frames.to(self.device)).contiguous()
 
 
 def _joined(outputs: list[RewardOutput]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -179,7 +179,7 @@ class RewardServer(ThreadingMixIn, TCPServer):
             self._places.release()
 
     def stop(self) -> None:
-        """Take no more requests, answer those that are being scored, and close. From another thread than serve_forever."""
+        """Take no more requests, answer those being scored, close. From another thread than serve_forever's."""
         self.shutdown()
         self._stopping.set()
         deadline = time.monotonic() + DRAIN_SECONDS
@@ -192,9 +192,16 @@ class Handler(BaseHTTPRequestHandler):
     """One request per connection."""
 
     server: RewardServer
+    note = ""  # for the log
     timeout = IDLE_SECONDS
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "rewardfl", ""
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except ConnectionError as error:
+            log.info("%s went away: %s", self.address_string(), error)
 
     def do_GET(self) -> None:
         try:
@@ -212,8 +219,8 @@ class Handler(BaseHTTPRequestHandler):
             length = self.server.service.admit(self.headers)
             with self.server.place():
                 answer, count = self.server.service.score(self._body(length))
+                self.note = f"{count} clips, {length / 1e6:.1f} MB, {time.monotonic() - start:.2f} s"
                 self._answer(200, reward_wire.CONTENT_TYPE, answer)
-            log.info("scored %d clips, %.1f MB, %.2f s", count, length / 1e6, time.monotonic() - start)
         except Refused as refused:
             self._refuse(refused)
 
@@ -238,7 +245,7 @@ class Handler(BaseHTTPRequestHandler):
         return b"".join(blocks)
 
     def _refuse(self, refused: Refused) -> None:
-        log.warning("refused: %d %s", refused.status, refused)
+        self.note = str(refused)
         self.send_error(refused.status, str(refused))
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
@@ -264,6 +271,10 @@ class Handler(BaseHTTPRequestHandler):
             while time.monotonic() < deadline and self.rfile.read1(1 << 16):
                 pass
 
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """The one line of a request: from where, what, status; clips, bytes and time, or what was wrong."""
+        self.log_message("%s %s %s", self.requestline, int(code), self.note)
+
     def log_message(self, format: str, *args: object) -> None:
-        """One line per request: the client, what it asked for, the status."""
+        # ascii: a client does not get to write lines of its own
         log.info("%s %s", self.address_string(), ascii(format % args))

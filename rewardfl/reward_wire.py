@@ -128,10 +128,9 @@ def _tensor(name: str, entry: dict) -> Tensor:
     if entry["dtype"] not in DTYPES:
         raise WireError(f"tensor {name!r} has dtype {entry['dtype']}; the format knows {', '.join(DTYPES)}")
     dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
-    # torch.frombuffer refuses empty buffers
-    return (
-        torch.frombuffer(entry["data"], dtype=dtype).reshape(shape) if entry["data"] else torch.empty(shape).to(dtype)
-    )
+    if not entry["data"]:  # which torch.frombuffer refuses
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(entry["data"], dtype=dtype).reshape(shape)
 
 
 def _prompts(metadata: dict[str, str], count: int) -> list[str]:

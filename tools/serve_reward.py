@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from rewardfl import rewards
-from rewardfl.reward_server import RewardServer, Service
+from rewardfl.reward_server import RewardServer, Service, check_host
 from rewardfl.rewards.remote import token_of
 
 STOPPED, NO_ADDRESS, REFUSED = 0, 1, 2  # exit codes
@@ -40,7 +40,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         server = listen(args)
-    except (ValueError, TypeError, FileNotFoundError) as error:
+    except (ValueError, TypeError, RuntimeError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
     except OSError as error:
@@ -62,10 +62,11 @@ def setting(text: str) -> tuple[str, object]:
 
 
 def listen(args: argparse.Namespace) -> RewardServer:
-    """The server, bound to its address; ValueError or TypeError for settings that cannot work."""
+    """The server, bound to its address; ValueError, TypeError or RuntimeError for settings that cannot work."""
     if args.batch < 1 or args.max_mb <= 0:
         raise ValueError(f"--batch must be 1 or more and --max-mb above 0, got {args.batch} and {args.max_mb}")
     token = token_of(args.token_env, "--token-env") if args.token_env else ""
+    check_host(args.host, token)  # before weights load
     reward = rewards.build(args.reward, dict(args.settings))
     return RewardServer((args.host, args.port), Service(reward, args.device, args.batch, int(args.max_mb * 1e6), token))
 

@@ -160,7 +160,7 @@ class Client:
         return self._max_bytes
 
     def health(self) -> dict[str, object]:
-        """What GET /health says: status, reward, version, max_bytes; RewardServerError if that is not a reward server."""
+        """status, reward, version, max_bytes, as GET /health says; RewardServerError for any other answer."""
         answer = self._ask("GET", "/health", b"")
         try:
             health = json.loads(answer)
@@ -265,7 +265,7 @@ class Client:
 
 
 def delay(attempt: int, jitter: float) -> float:
-    """Seconds before retry `attempt` = 1, 2, ...: doubling; jitter in [0, 1) keeps clients from coming back together."""
+    """Seconds before retry `attempt` = 1, 2, ...: doubling; jitter in [0, 1) spreads clients that failed together."""
     return min(FIRST_DELAY * 2 ** (attempt - 1), LONGEST_DELAY) * (0.5 + jitter / 2)
 
 
