@@ -128,7 +128,7 @@ def _joined(outputs: list[RewardOutput]) -> tuple[Tensor, Tensor, dict[str, Tens
 
 def _same(given: str, expected: str) -> bool:
     """Equality in a time that does not tell how much of it was right."""
-    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected.encode())
+    return hmac.compare_digest(given.encode(), expected.encode())
 
 
 def check_host(host: str, token: str) -> None:
@@ -195,6 +195,7 @@ class Handler(BaseHTTPRequestHandler):
     note = ""  # for the log
     timeout = IDLE_SECONDS
     protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.1"  # or what is no HTTP is answered without a status
     server_version, sys_version = "rewardfl", ""
 
     def handle(self) -> None:

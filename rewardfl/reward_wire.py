@@ -117,9 +117,6 @@ def _read(body: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
         entries = safetensors.deserialize(body)
     except safetensors.SafetensorError as error:
         raise WireError(f"not safetensors: {error}") from None
-    names = [name for name, _ in entries]
-    if len(set(names)) < len(names):
-        raise WireError("a tensor is named twice")
     header = json.loads(body[8 : 8 + size])
     return {name: _tensor(name, entry) for name, entry in entries}, header.get("__metadata__", {})
 
