@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import remote_rewards
 import serve_reward
 import torch
 from remote_rewards import Likeness
@@ -25,7 +26,7 @@ from safetensors.torch import save
 from rewardfl import cache, data, reward_server, reward_wire, rewards
 from rewardfl.reward_server import Refused, RewardServer, Service
 from rewardfl.reward_wire import Clip, WireError
-from rewardfl.rewards.remote import Client, RewardServerError, delay, split
+from rewardfl.rewards.remote import Client, RemoteReward, RewardServerError, delay, split
 
 PROMPTS = ["a person, talking", "", "eine Frau in München", "他在说话", 'quotes " and \\ and \x01']
 MB = 1_000_000
@@ -96,7 +97,7 @@ def scripted(*answers, max_bytes=10 * MB):
 
 def remote(url, **settings):
     """A RemoteReward that notes its waits in `waits` instead of waiting."""
-    reward = rewards.build("remote", {"url": url, "timeout": 10, **settings})
+    reward = RemoteReward(**{"url": url, "timeout": 10, **settings})
     reward.waits = []
     reward.client.sleep = reward.waits.append
     return reward
@@ -439,7 +440,13 @@ def test_something_else_than_a_reward_server(body):
 )
 def test_settings_that_cannot_work(settings, message):
     with pytest.raises(ValueError, match=message):
-        rewards.build("remote", {"url": "http://127.0.0.1:8400"} | settings)
+        RemoteReward(**{"url": "http://127.0.0.1:8400"} | settings)
+
+
+def test_the_registry_knows_it():
+    built = rewards.build("remote", {"url": "http://127.0.0.1:8400"})
+    assert isinstance(built, RemoteReward) and built.name == "remote"
+    assert not built.differentiable and built.uses_prompt
 
 
 def test_a_url_may_have_a_path():
@@ -707,7 +714,7 @@ def tool(monkeypatch, capsys, *arguments):
 
 
 def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
-    monkeypatch.setitem(rewards.REWARDS, "likeness", Likeness)
+    monkeypatch.setattr(rewards, "build", remote_rewards.build)
     monkeypatch.delenv("NO_TOKEN", raising=False)
     cases = {
         ("--reward", "lightness"): "'lightness' is not a reward",

@@ -4,7 +4,7 @@ from .base import Reward, RewardOutput
 from .face_identity import FaceIdentityReward
 from .remote import RemoteReward
 
-__all__ = ["REWARDS", "FaceIdentityReward", "RemoteReward", "Reward", "RewardOutput", "build"]
+__all__ = ["REWARDS", "FaceIdentityReward", "Reward", "RewardOutput", "build"]
 
 REWARDS: dict[str, type[Reward]] = {reward.name: reward for reward in (FaceIdentityReward, RemoteReward)}
 

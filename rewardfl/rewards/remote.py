@@ -51,6 +51,9 @@ class RemoteReward(Reward):
 
     name = "remote"
     differentiable = False
+    uses_prompt = True
+    licence = "the served reward's"
+    range = "the served reward's"
 
     def __init__(
         self,
