@@ -24,6 +24,7 @@ REWARDS: dict[str, str] = {
     "jpeg_size": "jpeg_size:JpegSizeReward",
     "motion": "motion:MotionReward",
     "pickscore": "pickscore:PickScoreReward",
+    "remote": "remote:RemoteReward",
 }
 
 

@@ -1,0 +1,768 @@
+"""Remote rewards: the same scores as at home, and what happens when the server is down, slow, wary or lies."""
+
+import json
+import logging
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import remote_rewards
+import serve_reward
+import torch
+from remote_rewards import Likeness
+from safetensors.torch import save
+
+from rewardfl import cache, data, reward_server, reward_wire, rewards
+from rewardfl.reward_server import Refused, RewardServer, Service
+from rewardfl.reward_wire import Clip, WireError
+from rewardfl.rewards.remote import Client, RemoteReward, RewardServerError, delay, split
+
+PROMPTS = ["a person, talking", "", "eine Frau in München", "他在说话", 'quotes " and \\ and \x01']
+MB = 1_000_000
+
+
+def frames(count, shape=(4, 6, 8), seed=0):
+    """(count, F, H, W, 3) uint8; the first pixel bright, so that Likeness calls them valid."""
+    made = torch.randint(0, 256, (count, *shape, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    made[:, 0, 0, 0] = 200
+    return made
+
+
+def videos(made):
+    return torch.stack([data.to_float(clip) for clip in made]).contiguous()
+
+
+VIDEO, REAL = videos(frames(5)), videos(frames(5, (5, 4, 6), seed=1))
+
+
+@contextmanager
+def serving(reward, batch=2, max_bytes=10 * MB, token=""):
+    """The url of a server in a thread."""
+    server = RewardServer(("127.0.0.1", 0), Service(reward, "cpu", batch, max_bytes, token))
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.stop()
+        thread.join()
+
+
+@contextmanager
+def scripted(*answers, max_bytes=10 * MB):
+    """The url of a server whose answers to POST /score are the (status, body) or functions of the handler given."""
+    left = list(answers)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply(200, json.dumps({"status": "ok", "reward": "x", "version": 1, "max_bytes": max_bytes}).encode())
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            answer = left.pop(0)
+            answer(self) if callable(answer) else self.reply(*answer)
+
+        def reply(self, status, body, **headers):
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        assert not left, f"{len(left)} answers were never asked for"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def remote(url, **settings):
+    """A RemoteReward that notes its waits in `waits` instead of waiting."""
+    reward = RemoteReward(**{"url": url, "timeout": 10, **settings})
+    reward.waits = []
+    reward.client.sleep = reward.waits.append
+    return reward
+
+
+def score(reward, video=VIDEO, prompts=PROMPTS):
+    return reward(video, [reward.reference(real, prompt) for real, prompt in zip(REAL, prompts, strict=False)])
+
+
+def at_home(video=VIDEO, prompts=PROMPTS, real=REAL):
+    """What Likeness says without a server, clip by clip."""
+    reward = Likeness()
+    return [reward(video[i : i + 1], [reward.reference(real[i], prompts[i])]) for i in range(len(video))]
+
+
+def assert_same(output, expected):
+    """Bit for bit; expected: outputs of one clip each."""
+    assert output.valid.dtype == torch.bool and output.score.dtype == torch.float32
+    assert output.score.tolist() == [one.score.item() for one in expected]
+    assert output.valid.tolist() == [one.valid.item() for one in expected]
+    for name, values in output.parts.items():
+        torch.testing.assert_close(
+            values, torch.cat([one.parts[name] for one in expected]), rtol=0, atol=0, equal_nan=True
+        )
+
+
+def answer_of(score=(0.5, 0.25), valid=(1, 1), **parts):
+    """A body of POST /score's answer as a server might make it."""
+    tensors = {"score": torch.as_tensor(score), "valid": torch.as_tensor(valid, dtype=torch.uint8)}
+    return save(tensors | {name.replace("_", ".", 1): torch.as_tensor(value) for name, value in parts.items()})
+
+
+# ---- the same scores ----
+
+
+@pytest.mark.parametrize("max_bytes", [400 * MB, 2000], ids=["one request", "split"])
+@pytest.mark.parametrize("send_reference", [False, True])
+def test_scores_are_those_at_home_bit_for_bit(send_reference, max_bytes):
+    likeness = Likeness()
+    with serving(likeness) as url:
+        output = score(remote(url, send_reference=send_reference, max_bytes=max_bytes))
+    real = REAL if send_reference else REAL[:, :, :0]
+    assert_same(output, at_home(real=real))
+    assert set(output.parts) == {"mean", "real"} and output.valid.all()
+    assert output.parts["real"].isnan().all() != send_reference
+    assert sum(likeness.batches) == 5 and max(likeness.batches) <= 2
+    assert (len(likeness.batches) == 3) == (max_bytes > 2000)
+
+
+def test_every_nth_frame_is_sent():
+    with serving(Likeness()) as url:
+        reward = remote(url, frames=3, send_reference=True)
+        assert reward.reference(REAL[0])["frames"].shape == (2, 4, 6, 3)
+        assert_same(score(reward), at_home(VIDEO[:, :, ::3].contiguous(), real=REAL[:, :, ::3].contiguous()))
+
+
+def test_all_256_values_of_a_pixel_survive():
+    every = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16, 1).expand(1, 16, 16, 3)
+    assert torch.equal(remote("http://127.0.0.1")._frames(data.to_float(every)), every)
+
+
+def test_the_kept_reference_goes_through_the_cache(tmp_path):
+    with serving(Likeness()) as url:
+        reward = remote(url, send_reference=True)
+        store = cache.Cache(tmp_path)
+        for i, prompt in enumerate(PROMPTS):
+            store.put({"kind": "reference", "i": i}, reward.reference(REAL[i], prompt))
+        output = reward(VIDEO, [store.get({"kind": "reference", "i": i}) for i in range(5)])
+    assert_same(output, at_home())
+
+
+def test_what_is_kept_depends_on_the_frames_sent_alone():
+    fingerprints = [
+        remote("http://127.0.0.1:1", **settings).fingerprint()
+        for settings in ({}, {"frames": 2}, {"send_reference": True}, {"frames": 2, "send_reference": True})
+    ]
+    assert fingerprints[0] == fingerprints[1] == remote("http://other").fingerprint()
+    assert len({json.dumps(found) for found in fingerprints}) == 3
+
+
+def test_concurrent_clients():
+    likeness = Likeness(seconds=0.01)
+    with serving(likeness) as url, ThreadPoolExecutor(8) as pool:
+        outputs = list(pool.map(lambda _: score(remote(url)), range(16)))
+    for output in outputs:
+        assert_same(output, at_home(real=REAL[:, :, :0]))
+    assert len(likeness.batches) == 16 * 3
+
+
+# ---- invalid samples ----
+
+
+def test_invalid_samples_score_zero_and_the_others_as_if_alone():
+    dark, not_finite = videos(frames(5)), PROMPTS.copy()
+    dark[1, 0, 0, 0, 0] = -1  # the server's own word for invalid
+    dark[2, 1, 1, 1, 1] = float("nan")  # never sent
+    not_finite[4] = "not finite"
+    with serving(Likeness()) as url:
+        reward = remote(url)
+        references = [reward.reference(real, prompt) for real, prompt in zip(REAL, not_finite, strict=True)]
+        output = reward(dark, [None, *references[1:]])
+    assert output.valid.tolist() == [False, False, False, True, False]
+    assert output.score[~output.valid].tolist() == [0, 0, 0, 0]
+    assert output.score[3] == at_home(real=REAL[:, :, :0])[3].score[0]
+    assert output.parts["mean"].isnan().tolist() == [True, True, True, False, True]
+
+
+def test_nothing_is_sent_when_no_sample_can_be_scored():
+    with scripted() as url:
+        output = remote(url)(VIDEO[:2], [None, None])
+    assert output.valid.tolist() == [False, False] and output.score.tolist() == [0, 0]
+
+
+def test_as_many_references_as_videos():
+    with pytest.raises(ValueError, match="5 videos need as many references, got 1"):
+        remote("http://127.0.0.1:1")(VIDEO, [None])
+
+
+# ---- a server that is down, slow, wary, overwhelmed ----
+
+
+def free_port():
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def test_down():
+    reward = remote(f"http://127.0.0.1:{free_port()}", retries=3)
+    state = random.getstate()
+    with pytest.raises(RewardServerError, match=r"GET /health failed 4 times.*start tools/serve_reward.py") as error:
+        score(reward)
+    assert reward.client.url in str(error.value)
+    assert [0.25 * 2**i <= wait <= 0.5 * 2**i for i, wait in enumerate(reward.waits)] == [True] * 3
+    assert random.getstate() == state, "the training's random numbers"
+
+
+def test_delays_double_up_to_half_a_minute():
+    assert [delay(attempt, 0.0) for attempt in (1, 2, 3, 20)] == [0.25, 0.5, 1, 15]
+    assert delay(1, 0.999) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_slow():
+    with serving(Likeness(seconds=0.4)) as url:
+        reward = remote(url, timeout=0.1, retries=1)
+        with pytest.raises(RewardServerError, match=r"failed 2 times.*no answer in 0.1 s: raise reward.timeout"):
+            score(reward, VIDEO[:1], PROMPTS[:1])
+
+
+def test_a_byte_now_and_then_is_slow_too():
+    def drip(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000")
+        handler.end_headers()
+        for _ in range(20):
+            handler.wfile.write(b"x")
+            time.sleep(0.03)
+
+    with scripted(drip) as url:
+        start = time.monotonic()
+        with pytest.raises(RewardServerError, match=r"no answer in 0.2 s"):
+            score(remote(url, timeout=0.2, retries=0), VIDEO[:1], PROMPTS[:1])
+        assert time.monotonic() - start < 0.5
+
+
+@pytest.mark.parametrize("status", [500, 502, 503])
+def test_an_error_of_the_server_is_tried_again(status):
+    with scripted((status, b"{}"), lambda handler: handler.connection.close(), (200, answer_of())) as url:
+        reward = remote(url)
+        assert score(reward, VIDEO[:2], PROMPTS[:2]).score.tolist() == [0.5, 0.25]
+        assert len(reward.waits) == 2
+
+
+def test_an_answer_that_breaks_off_is_tried_again():
+    def cut(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "100000")
+        handler.end_headers()
+        handler.wfile.write(answer_of())
+
+    with scripted(cut, (200, answer_of())) as url:
+        assert score(remote(url), VIDEO[:2], PROMPTS[:2]).valid.all()
+
+
+def test_a_reward_that_fails_says_so():
+    likeness = Likeness()
+    with serving(likeness) as url:
+        reward = remote(url, retries=1)
+        said = (
+            r"failed 2 times.*status 500: reward likeness failed: RuntimeError: no memory for that; the request held no"
+        )
+        with pytest.raises(RewardServerError, match=said):
+            score(reward, VIDEO[:1], ["fails"])
+        with pytest.raises(RewardServerError, match="it compares with the real clip; .*reward.send_reference"):
+            score(reward, VIDEO[:1], ["needs the real clip"])
+        with pytest.raises(RewardServerError, match="no memory for that$|no memory for that; see"):
+            score(remote(url, retries=0, send_reference=True), VIDEO[:1], ["fails"])
+        assert score(reward).valid.all(), "it goes on"
+
+
+@pytest.mark.parametrize("status", [302, 400, 404, 413, 415])
+def test_a_refusal_is_not_tried_again(status):
+    refusal = json.dumps({"error": "because"}).encode()
+    elsewhere = {"Location": "http://127.0.0.1:1/"}
+    with scripted(lambda handler: handler.reply(status, refusal, **elsewhere)) as url:
+        reward = remote(url)
+        with pytest.raises(RewardServerError, match=f"reward.url {url}: POST /score: status {status}: because; "):
+            score(reward, VIDEO[:1], PROMPTS[:1])
+        assert not reward.waits
+
+
+def test_unauthorised(monkeypatch):
+    monkeypatch.setenv("MINE", "wrong-token")
+    with serving(Likeness(), token="right-token") as url:
+        for settings, now in (({}, "not set"), ({"token_env": "MINE"}, "now MINE")):
+            reward = remote(url, **settings)
+            with pytest.raises(RewardServerError, match=rf"status 401: .*set reward.token_env \({now}\)") as error:
+                score(reward)
+            assert not reward.waits and "wrong-token" not in str(error.value)
+        monkeypatch.setenv("MINE", "right-token")
+        assert score(remote(url, token_env="MINE")).valid.all()
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ("", "'MINE' is not set; export MINE="),
+        ("a b", "must be ASCII without spaces"),
+        ("a\nX: y", "must be ASCII"),
+        ("ä", "must be ASCII"),
+    ],
+)
+def test_tokens_that_no_header_can_hold(monkeypatch, token, message):
+    monkeypatch.setenv("MINE", token)
+    with pytest.raises(ValueError, match=f"reward.token_env: .*{message}"):
+        remote("http://127.0.0.1:1", token_env="MINE")
+
+
+def test_too_big_for_the_client_and_for_the_server_it_asked():
+    with serving(Likeness(), max_bytes=1000) as url:
+        for settings in ({}, {"max_bytes": 700}):
+            with pytest.raises(ValueError, match=r"reward.max_bytes .*one clip has \d+ bytes: raise it, or send fewer"):
+                score(remote(url, **settings))
+        assert score(remote(url, frames=4), VIDEO[:, :, :, :3]).valid.all()
+
+
+@pytest.mark.parametrize("linger", [0.0, 1.0])
+def test_too_big_for_the_server_is_read_off_its_answer_though_it_reads_no_body(monkeypatch, linger):
+    """15 MB do not fit the sockets' buffers: the client is still sending when it is refused."""
+    monkeypatch.setattr(reward_server, "LINGER_SECONDS", linger)
+    likeness = Likeness()
+    with serving(likeness, max_bytes=MB) as url:
+        reward = remote(url)
+        reward.client._max_bytes = 400 * MB  # as if a proxy between them had the limit
+        big = torch.zeros(1, 3, 5, 1000, 1000)
+        with pytest.raises(RewardServerError, match=r"status 413: .*takes at most 1000000 .*lower reward.max_bytes"):
+            score(reward, big, PROMPTS[:1])
+        assert not reward.waits and not likeness.batches
+
+
+# ---- a server that lies ----
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (answer_of(score=(0.5,)), r"tensor 'score' must be \(2,\) float32, got \(1,\) float32"),
+        (answer_of(score=((0.5, 0.5),)), r"tensor 'score' must be \(2,\) float32, got \(1, 2\) float32"),
+        (answer_of(score=(1, 2)), "tensor 'score' has dtype I64"),
+        (answer_of(valid=(1, 1, 1)), r"tensor 'valid' must be \(2,\) uint8 or bool, got \(3,\) uint8"),
+        (answer_of(part_x=(0.0, 0.0, 0.0)), r"tensor 'part.x' must be \(2,\) float32, got \(3,\)"),
+        (answer_of(other=(0.0, 0.0)), "unknown tensor 'other'"),
+        (save({"score": torch.zeros(2)}), "tensor 'valid' must be .* got none"),
+        (save({"score": torch.zeros(0), "valid": torch.zeros(2).bool()}), r"'score' must be .* got \(0,\) float32"),
+        (answer_of()[:-1], "not safetensors"),
+        (answer_of() + b"x", "not safetensors"),
+        (b"<html>hello</html>", "a safetensors header of"),
+        (b"", "not safetensors"),
+        (pickle.dumps([0.5, 0.25]), "a safetensors header of|not safetensors"),
+    ],
+)
+def test_lies(body, message):
+    with scripted((200, body)) as url:
+        reward = remote(url)
+        with pytest.raises(RewardServerError, match=f"reward.url {url}: the answer to 2 clips is wrong: .*{message}"):
+            score(reward, VIDEO[:2], PROMPTS[:2])
+        assert not reward.waits
+
+
+def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
+    monkeypatch.setattr("rewardfl.rewards.remote.MAX_ANSWER_BYTES", 1000)
+    with scripted((200, bytes(100_000))) as url, pytest.raises(RewardServerError, match="more than 1000 bytes"):
+        score(remote(url), VIDEO[:1], PROMPTS[:1])
+
+
+def test_scores_that_are_not_finite_are_invalid():
+    body = answer_of(score=(NAN, float("inf"), 0.5, 0.75), valid=(1, 1, 0, 1), part_x=(NAN, 1.0, 2.0, 3.0))
+    with scripted((200, body)) as url:
+        output = score(remote(url), VIDEO[:4], PROMPTS[:4])
+    assert output.score.tolist() == [0, 0, 0, 0.75] and output.valid.tolist() == [False, False, False, True]
+    assert output.parts["x"].tolist()[1:] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("body", [b"ok", b"[1]", b'{"version": 2, "max_bytes": 5}', b'{"version": 1}', b"[" * 100_000])
+def test_something_else_than_a_reward_server(body):
+    with scripted() as url:
+        reward = remote(url)
+        reward.client._once = lambda *request: (200, body)
+        with pytest.raises(RewardServerError, match=f"{url}: GET /health should answer JSON .*is that a reward server"):
+            score(reward)
+
+
+# ---- settings ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"url": "127.0.0.1:8400"}, "reward.url must be like http://127.0.0.1:8400, got '127.0.0.1:8400'"),
+        ({"url": "http://"}, "reward.url"),
+        ({"url": "ftp://host"}, "reward.url"),
+        ({"url": "http://host:port"}, "reward.url"),
+        ({"url": "http://user:secret@host"}, "reward.url"),
+        ({"url": "http://host/?x=1"}, "reward.url"),
+        ({"url": "http://host/a b"}, "reward.url"),
+        ({"timeout": 0}, "reward.timeout must be seconds above 0, got 0"),
+        ({"timeout": "1m"}, "reward.timeout"),
+        ({"retries": -1}, "reward.retries must be a whole number, 0 or more, got -1"),
+        ({"retries": 1.5}, "reward.retries"),
+        ({"retries": True}, "reward.retries"),
+        ({"frames": 0}, "reward.frames must be all, or n >= 1 for every n-th frame, got 0"),
+        ({"frames": "some"}, "reward.frames"),
+        ({"frames": 1.5}, "reward.frames"),
+        ({"max_bytes": 0}, "reward.max_bytes"),
+        ({"max_bytes": "1GB"}, "reward.max_bytes"),
+    ],
+)
+def test_settings_that_cannot_work(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RemoteReward(**{"url": "http://127.0.0.1:8400"} | settings)
+
+
+def test_the_registry_knows_it():
+    built = rewards.build("remote", {"url": "http://127.0.0.1:8400"})
+    assert isinstance(built, RemoteReward) and built.name == "remote"
+    assert not built.differentiable and built.uses_prompt
+
+
+def test_a_url_may_have_a_path():
+    client = Client("https://host/rewards/face/", 1, 0, "")
+    assert client.address.path.rstrip("/") + "/score" == "/rewards/face/score"
+    assert client._connection().port == 443
+
+
+# ---- the format ----
+
+
+def clips_of(made, prompts=PROMPTS, references=(None,) * 5):
+    return [Clip(*parts) for parts in zip(made, prompts, references, strict=True)]
+
+
+def test_requests_come_back_as_they_were():
+    clips = clips_of(frames(5), references=[None, *frames(3, (2, 2, 4)), None])
+    for sent, got in zip(clips, reward_wire.unpack_request(reward_wire.pack_request(clips)), strict=True):
+        assert torch.equal(sent.frames, got.frames) and sent.prompt == got.prompt
+        assert (sent.reference is None) == (got.reference is None)
+        assert sent.reference is None or torch.equal(sent.reference, got.reference)
+
+
+@pytest.mark.parametrize("prompt", ["", "\x01" * 500, '"\\' * 500, "他" * 500, "\U0001f600" * 500])
+def test_no_request_is_bigger_than_its_clips_say(prompt):
+    clips = clips_of(frames(5, (1, 1, 1)), [prompt] * 5, frames(5, (1, 1, 1)))
+    for count in (1, 5):
+        body = reward_wire.pack_request(clips[:count])
+        assert len(body) <= reward_wire.ENVELOPE_BYTES + sum(clip.nbytes for clip in clips[:count])
+
+
+def test_split():
+    room = reward_wire.ENVELOPE_BYTES + 100
+    assert list(split({0: 40, 2: 60, 3: 1, 5: 100, 6: 99}, room)) == [[0, 2], [3], [5], [6]]
+    assert list(split({}, room)) == []
+    with pytest.raises(ValueError, match=f"is {room}, one clip has 101 bytes"):
+        list(split({0: 40, 1: 101}, room))
+
+
+def header(content, payload=b""):
+    text = json.dumps(content).encode()
+    return len(text).to_bytes(8, "little") + text + payload
+
+
+def request_of(tensors=None, request=None):
+    tensors = {"video": frames(2, (1, 1, 1))} if tensors is None else tensors
+    return save(tensors, {"request": json.dumps({"version": 1, "prompts": ["a", "b"]} if request is None else request)})
+
+
+MALFORMED = [
+    (b"", "not safetensors"),
+    (b"hello", "not safetensors|header of"),
+    (pickle.dumps(["video"]), "not safetensors|header of"),
+    (bytes(8), "not safetensors"),
+    ((1 << 40).to_bytes(8, "little") + b"{}", "a safetensors header of 1099511627776 bytes"),
+    (header({"video": {"dtype": "U8", "shape": [1, 1, 1, 1, 3], "data_offsets": [0, 2]}}, b"12"), "not safetensors"),
+    (header({"video": {"dtype": "U8", "shape": [2**40] * 5, "data_offsets": [0, 2]}}, b"12"), "not safetensors"),
+    (header({"video": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"1"), "dtype F4"),
+    (request_of()[:-1], "not safetensors"),
+    (request_of() + b"x", "not safetensors"),
+    (request_of({"clip": frames(2)}), "tensor 'video' must be .* got none"),
+    (request_of({"video": frames(2).float()}), "'video' must be .* got .* float32"),
+    (request_of({"video": frames(2)[0]}), r"'video' must be .* got \(4, 6, 8, 3\)"),
+    (request_of({"video": frames(2)[..., :2].contiguous()}), r"'video' must be .* got \(2, 4, 6, 8, 2\)"),
+    (request_of({"video": frames(2)[:0]}), "'video' must be .* without empty axes"),
+    (request_of({"video": frames(2), "reference.2": frames(2)[0]}), "unknown tensor 'reference.2'"),
+    (request_of({"video": frames(2), "reference.00": frames(2)[0]}), "unknown tensor 'reference.00'"),
+    (request_of({"video": frames(2), "reference.0": frames(2)}), r"'reference.0' must be \(F, H, W, 3\)"),
+    (save({"video": frames(2)}), "metadata lack the key 'request'"),
+    (save({"video": frames(2)}, {"request": "{"}), "is not JSON"),
+    (save({"video": frames(2)}, {"request": "[" * 100_000}), "is not JSON"),
+    (request_of(request=[1]), "must be an object with version 1"),
+    (request_of(request={"version": 2, "prompts": ["a", "b"]}), "must be an object with version 1"),
+    (request_of(request={"version": 1}), "'prompts' .* must be 2 strings, got None"),
+    (request_of(request={"version": 1, "prompts": ["a"]}), "'prompts' .* must be 2 strings"),
+    (request_of(request={"version": 1, "prompts": "ab"}), "'prompts' .* must be 2 strings"),
+    (request_of(request={"version": 1, "prompts": ["a", 1]}), "'prompts' .* must be 2 strings"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), MALFORMED)
+def test_malformed_bodies_are_refused(body, message):
+    with pytest.raises(WireError, match=message):
+        reward_wire.unpack_request(body)
+
+
+# ---- the server ----
+
+
+def headers_of(**changes):
+    """Of an acceptable request, with changes; None leaves one out."""
+    found = {"Authorization": "Bearer t", "Content-Type": reward_wire.CONTENT_TYPE, "Content-Length": "10"}
+    message = Message()
+    for name, value in (found | {name.replace("_", "-"): value for name, value in changes.items()}).items():
+        if value is not None:
+            message[name] = value
+    return message
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"Authorization": None}, 401),
+        ({"Authorization": "Bearer tt"}, 401),
+        ({"Authorization": "Bearer "}, 401),
+        ({"Authorization": "Basic t"}, 401),
+        ({"Authorization": "Bearer \xe4"}, 401),
+        ({"Content_Type": None}, 415),
+        ({"Content_Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content_Length": None}, 411),
+        ({"Transfer_Encoding": "chunked"}, 411),
+        ({"Content_Length": "-1"}, 400),
+        ({"Content_Length": "1e3"}, 400),
+        ({"Content_Length": "\xb2"}, 400),
+        ({"Content_Length": "101"}, 413),
+        ({"Content_Length": "9" * 18}, 413),
+    ],
+)
+def test_what_headers_tell_is_refused_by_headers(changes, status):
+    service = Service(Likeness(), "cpu", 1, 100, "t")
+    assert service.admit(headers_of()) == 10 and service.admit(headers_of(Content_Length="100")) == 100
+    with pytest.raises(Refused) as refused:
+        service.admit(headers_of(**changes))
+    assert refused.value.status == status
+
+
+def test_two_lengths_are_refused():
+    headers = headers_of()
+    headers["Content-Length"] = "20"
+    with pytest.raises(Refused, match="must be one number, got 10, 20"):
+        Service(Likeness(), "cpu", 1, 100, "t").admit(headers)
+
+
+def test_the_token_is_compared_in_constant_time(monkeypatch):
+    asked = []
+    monkeypatch.setattr(reward_server.hmac, "compare_digest", lambda a, b: asked.append((a, b)) or True)
+    Service(Likeness(), "cpu", 1, 100, "t").admit(headers_of(Authorization="Bearer x"))
+    assert asked == [(b"Bearer x", b"Bearer t")]
+
+
+@pytest.mark.parametrize("field", ["score", "valid", "part"])
+def test_a_reward_that_breaks_the_contract_is_an_error_of_the_server(field):
+    class Wrong(Likeness):
+        def forward(self, video, batch):
+            output = super().forward(video, batch)
+            if field == "part":
+                output.parts["part"] = torch.zeros(7)
+            else:
+                setattr(output, field, torch.zeros(7))
+            return output
+
+    with pytest.raises(Refused, match=rf"its {field} must be \(2,\), got \(7,\)") as refused:
+        Service(Wrong(), "cpu", 2, MB).score(reward_wire.pack_request(clips_of(frames(5))))
+    assert refused.value.status == 500
+
+
+def raw(url, request, wait=True):
+    """What the server sends back for these bytes: status and JSON or bytes."""
+    host, port = url.removeprefix("http://").split(":")
+    with closing(socket.create_connection((host, int(port)), timeout=5)) as connection:
+        connection.sendall(request)
+        if not wait:
+            return None
+        answer = b""
+        while block := connection.recv(1 << 16):
+            answer += block
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body) if b"application/json" in head else body
+
+
+POST = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: {reward_wire.CONTENT_TYPE}\r\n"
+
+
+def test_errors_are_json_over_the_wire():
+    with serving(Likeness()) as url:
+        cases = {
+            "GET / HTTP/1.1\r\n\r\n": 404,
+            "GET /score HTTP/1.1\r\n\r\n": 404,
+            f"{POST.replace('/score', '/../health')}Content-Length: 0\r\n\r\n": 404,
+            "PUT /score HTTP/1.1\r\n\r\n": 501,
+            "nonsense\r\n\r\n": 400,
+            f"{POST}\r\n": 411,
+            f"{POST}Content-Length: 5\r\n\r\nhello": 400,
+            f"{POST}Content-Length: 999999999999\r\n\r\n": 413,
+        }
+        for request, status in cases.items():
+            found, error = raw(url, request.encode())
+            assert found == status and error["error"], request
+        found, health = raw(url, b"GET /health HTTP/1.1\r\n\r\n")
+        assert (found, health) == (200, {"status": "ok", "reward": "likeness", "version": 1, "max_bytes": 10 * MB})
+
+
+def test_continue_is_said_only_to_bodies_that_are_wanted():
+    body = request_of()
+    expect = f"{POST}Expect: 100-continue\r\n"
+    with serving(Likeness()) as url:
+        status, rest = raw(url, f"{expect}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert status == 100 and rest.startswith(b"HTTP/1.1 200")
+        assert raw(url, f"{expect}Content-Length: 999999999999\r\n\r\n".encode())[0] == 413
+
+
+def test_clients_that_leave_or_stall_do_not_hold_a_place(monkeypatch):
+    monkeypatch.setattr(reward_server, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(reward_server, "BODIES", 1)
+    partial = f"{POST}Content-Length: 100\r\n\r\n".encode() + b"half"
+    with serving(Likeness()) as url:
+        raw(url, partial, wait=False)
+        host, port = url.removeprefix("http://").split(":")
+        with closing(socket.create_connection((host, int(port)))) as stalled:
+            stalled.sendall(partial)
+            assert score(remote(url, timeout=5, retries=0), VIDEO[:1], PROMPTS[:1]).valid.all()
+            assert stalled.recv(10) == b"", "hung up"
+
+
+def test_a_busy_server_says_so(monkeypatch):
+    monkeypatch.setattr(reward_server, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(reward_server, "BODIES", 1)
+    with serving(Likeness(seconds=0.5)) as url, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(score, remote(url), VIDEO[:1], PROMPTS[:1])
+        time.sleep(0.2)
+        with pytest.raises(RewardServerError, match=r"status 503: busy: no place came free in 0.05 s"):
+            score(remote(url, retries=0), VIDEO[:1], PROMPTS[:1])
+        assert first.result().valid.all()
+
+
+def test_stopping_answers_what_is_being_scored():
+    with ThreadPoolExecutor(1) as pool:
+        with serving(Likeness(seconds=0.4)) as url:
+            running = pool.submit(score, remote(url), VIDEO[:1], PROMPTS[:1])
+            time.sleep(0.15)
+        assert running.done() or running.result(timeout=1)
+        assert running.result().valid.all()
+    with pytest.raises(RewardServerError, match="connection refused"):
+        score(remote(url, retries=0))
+
+
+def test_one_line_of_log_per_request_without_what_was_in_it(caplog):
+    caplog.set_level(logging.INFO)
+    with serving(Likeness(), token="t0ken") as url:
+        raw(url, f"{POST}Authorization: Bearer gue55\r\nContent-Length: 3\r\n\r\nxyz".encode())
+        raw(url, b"GET /\x1b[31m\xe4 HTTP/1.1\r\n\r\n")
+        raw(url, b"GET /health HTTP/1.1\r\n\r\n")
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 3 and all(line.startswith("127.0.0.1 ") and line.isprintable() for line in lines)
+    assert "POST /score HTTP/1.1 401 this server wants its token" in lines[0]
+    assert not any(secret in "".join(lines) for secret in ("t0ken", "gue55", "xyz"))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "some.host", ""])
+def test_only_this_machine_without_a_token(host):
+    with pytest.raises(ValueError, match=f"--host {host}: without a token .* --token-env"):
+        RewardServer((host, 0), Service(Likeness(), "cpu", 1, MB))
+    for own in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
+        reward_server.check_host(own, "")
+    reward_server.check_host(host, "token")
+
+
+# ---- the tool ----
+
+
+def tool(monkeypatch, capsys, *arguments):
+    """Exit code and what was printed as an error."""
+    monkeypatch.setattr(sys, "argv", ["serve_reward.py", *map(str, arguments)])
+    return serve_reward.main(), capsys.readouterr().err
+
+
+def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
+    monkeypatch.setattr(rewards, "build", remote_rewards.build)
+    monkeypatch.delenv("NO_TOKEN", raising=False)
+    cases = {
+        ("--reward", "lightness"): "'lightness' is not a reward",
+        ("--reward", "likeness", "--settings", "gains=2"): "gains",
+        ("--reward", "likeness", "--host", "0.0.0.0"): "without a token",
+        ("--reward", "likeness", "--token-env", "NO_TOKEN"): "--token-env: the environment variable 'NO_TOKEN'",
+        ("--reward", "likeness", "--batch", 0): "--batch must be 1 or more",
+        ("--reward", "likeness", "--device", "abacus"): "abacus",
+    }
+    for arguments, message in cases.items():
+        code, error = tool(monkeypatch, capsys, *arguments)
+        assert code == serve_reward.REFUSED and message in error, arguments
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        code, error = tool(monkeypatch, capsys, "--reward", "likeness", "--port", port)
+    assert code == serve_reward.NO_ADDRESS and f"--port {port}" in error
+
+
+def test_settings_are_yaml():
+    assert [serve_reward.setting(text) for text in ("a=1", "b=x=y", "c=", "d=[1, no]")] == [
+        ("a", 1),
+        ("b", "x=y"),
+        ("c", None),
+        ("d", [1, False]),
+    ]
+    for text in ("a", "=1", "a=["):
+        with pytest.raises(serve_reward.argparse.ArgumentTypeError, match="no setting|no YAML"):
+            serve_reward.setting(text)
+
+
+def test_in_another_process(monkeypatch):
+    script = Path(__file__).with_name("remote_rewards.py")
+    arguments = ["--reward", "likeness", "--settings", "gain=1", "seconds=0.3", "--port", 0, "--batch", 3]
+    monkeypatch.setenv("MINE", "s3cret")
+    command = [sys.executable, script, *arguments, "--token-env", "MINE", "--device", "cpu"]
+    process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("serving likeness at http://127.0.0.1:"), process.stderr.read()
+        reward = remote(line.split()[-1], token_env="MINE", send_reference=True, retries=0)
+        assert_same(score(reward), at_home())
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(score, reward)
+            time.sleep(0.2)
+            process.send_signal(signal.SIGTERM)
+            assert_same(running.result(), at_home())
+        output, log = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert process.returncode == serve_reward.STOPPED, log
+    assert "Traceback" not in log and "s3cret" not in log and log.count("5 clips") == 2
