@@ -1,5 +1,6 @@
 """Remote rewards: the same scores as at home, and what happens when the server is down, slow, wary or lies."""
 
+import http.client
 import json
 import logging
 import pickle
@@ -370,6 +371,8 @@ NAN = float("nan")
         (answer_of(score=(0.5,)), r"tensor 'score' must be \(2,\) float32, got \(1,\) float32"),
         (answer_of(score=((0.5, 0.5),)), r"tensor 'score' must be \(2,\) float32, got \(1, 2\) float32"),
         (answer_of(score=(1, 2)), "tensor 'score' has dtype I64"),
+        (save({"score": torch.zeros(2).byte()}), r"tensor 'score' must be \(2,\) float32, got \(2,\) uint8"),
+        (save({"score": torch.zeros(2), "valid": torch.ones(2)}), "tensor 'valid' must be .* got .* float32"),
         (answer_of(valid=(1, 1, 1)), r"tensor 'valid' must be \(2,\) uint8 or bool, got \(3,\) uint8"),
         (answer_of(part_x=(0.0, 0.0, 0.0)), r"tensor 'part.x' must be \(2,\) float32, got \(3,\)"),
         (answer_of(other=(0.0, 0.0)), "unknown tensor 'other'"),
@@ -450,9 +453,20 @@ def test_the_registry_knows_it():
 
 
 def test_a_url_may_have_a_path():
-    client = Client("https://host/rewards/face/", 1, 0, "")
-    assert client.address.path.rstrip("/") + "/score" == "/rewards/face/score"
-    assert client._connection().port == 443
+    asked = []
+
+    def note(handler):
+        asked.append(handler.path)
+        handler.reply(200, answer_of())
+
+    with scripted(note) as url:
+        score(remote(f"{url}/rewards/face/"), VIDEO[:2], PROMPTS[:2])
+    assert asked == ["/rewards/face/score"]
+
+
+def test_https_is_spoken():
+    connection = Client("https://host", 1, 0, "")._connection()
+    assert isinstance(connection, http.client.HTTPSConnection) and connection.port == 443
 
 
 # ---- the format ----
