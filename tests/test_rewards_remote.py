@@ -7,6 +7,7 @@ import pickle
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -653,6 +654,26 @@ def test_errors_are_json_over_the_wire():
         assert (found, health) == (200, {"status": "ok", "reward": "likeness", "version": 1, "max_bytes": 10 * MB})
 
 
+def test_a_refusal_reaches_a_client_that_sends_its_whole_body_first():
+    with serving(Likeness(), max_bytes=MB) as url:
+        assert raw(url, f"{POST}Content-Length: {15 * MB}\r\n\r\n".encode() + bytes(15 * MB))[0] == 413
+
+
+def test_a_client_that_hangs_up_is_one_line_of_log(caplog, capsys):
+    caplog.set_level(logging.INFO)
+    with serving(Likeness()) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with closing(socket.create_connection((host, int(port)))) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset
+            connection.sendall(f"{POST}Content-Length: 100\r\n\r\n".encode())
+            time.sleep(0.1)
+        until = time.monotonic() + 5
+        while not caplog.records and time.monotonic() < until:
+            time.sleep(0.01)
+    assert ["127.0.0.1 went away" in record.getMessage() for record in caplog.records] == [True]
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_continue_is_said_only_to_bodies_that_are_wanted():
     body = request_of()
     expect = f"{POST}Expect: 100-continue\r\n"
@@ -697,6 +718,16 @@ def test_stopping_answers_what_is_being_scored():
         score(remote(url, retries=0))
 
 
+def test_no_body_is_taken_while_stopping(monkeypatch):
+    monkeypatch.setattr(reward_server, "WAIT_SECONDS", 0)
+    server = RewardServer(("127.0.0.1", 0), Service(Likeness(), "cpu", 1, MB))
+    server._stopping.set()
+    for _ in range(reward_server.BODIES + 1):  # the refused give their places back
+        with pytest.raises(Refused, match="shutting down"), server.place():
+            pass
+    server.server_close()
+
+
 def test_one_line_of_log_per_request_without_what_was_in_it(caplog):
     caplog.set_level(logging.INFO)
     with serving(Likeness(), token="t0ken") as url:
@@ -733,7 +764,14 @@ def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
     cases = {
         ("--reward", "lightness"): "'lightness' is not a reward",
         ("--reward", "likeness", "--settings", "gains=2"): "gains",
-        ("--reward", "likeness", "--host", "0.0.0.0"): "without a token",
+        (
+            "--reward",
+            "likeness",
+            "--settings",
+            "gains=2",
+            "--host",
+            "0.0.0.0",
+        ): "without a token",  # before weights load
         ("--reward", "likeness", "--token-env", "NO_TOKEN"): "--token-env: the environment variable 'NO_TOKEN'",
         ("--reward", "likeness", "--batch", 0): "--batch must be 1 or more",
         ("--reward", "likeness", "--device", "abacus"): "abacus",
