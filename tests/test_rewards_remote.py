@@ -771,7 +771,7 @@ def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
             "gains=2",
             "--host",
             "0.0.0.0",
-        ): "without a token",  # before weights load
+        ): "without a token",
         ("--reward", "likeness", "--token-env", "NO_TOKEN"): "--token-env: the environment variable 'NO_TOKEN'",
         ("--reward", "likeness", "--batch", 0): "--batch must be 1 or more",
         ("--reward", "likeness", "--device", "abacus"): "abacus",
