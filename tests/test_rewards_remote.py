@@ -366,26 +366,26 @@ def test_too_big_for_the_server_is_read_off_its_answer_though_it_reads_no_body(m
 NAN = float("nan")
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (answer_of(score=(0.5,)), r"tensor 'score' must be \(2,\) float32, got \(1,\) float32"),
-        (answer_of(score=((0.5, 0.5),)), r"tensor 'score' must be \(2,\) float32, got \(1, 2\) float32"),
-        (answer_of(score=(1, 2)), "tensor 'score' has dtype I64"),
-        (save({"score": torch.zeros(2).byte()}), r"tensor 'score' must be \(2,\) float32, got \(2,\) uint8"),
-        (save({"score": torch.zeros(2), "valid": torch.ones(2)}), "tensor 'valid' must be .* got .* float32"),
-        (answer_of(valid=(1, 1, 1)), r"tensor 'valid' must be \(2,\) uint8 or bool, got \(3,\) uint8"),
-        (answer_of(part_x=(0.0, 0.0, 0.0)), r"tensor 'part.x' must be \(2,\) float32, got \(3,\)"),
-        (answer_of(other=(0.0, 0.0)), "unknown tensor 'other'"),
-        (save({"score": torch.zeros(2)}), "tensor 'valid' must be .* got none"),
-        (save({"score": torch.zeros(0), "valid": torch.zeros(2).bool()}), r"'score' must be .* got \(0,\) float32"),
-        (answer_of()[:-1], "not safetensors"),
-        (answer_of() + b"x", "not safetensors"),
-        (b"<html>hello</html>", "a safetensors header of"),
-        (b"", "not safetensors"),
-        (pickle.dumps([0.5, 0.25]), "a safetensors header of|not safetensors"),
-    ],
-)
+LIES = [
+    (answer_of(score=(0.5,)), r"tensor 'score' must be \(2,\) float32, got \(1,\) float32"),
+    (answer_of(score=((0.5, 0.5),)), r"tensor 'score' must be \(2,\) float32, got \(1, 2\) float32"),
+    (answer_of(score=(1, 2)), "tensor 'score' has dtype I64"),
+    (save({"score": torch.zeros(2).byte()}), r"tensor 'score' must be \(2,\) float32, got \(2,\) uint8"),
+    (save({"score": torch.zeros(2), "valid": torch.ones(2)}), "tensor 'valid' must be .* got .* float32"),
+    (answer_of(valid=(1, 1, 1)), r"tensor 'valid' must be \(2,\) uint8 or bool, got \(3,\) uint8"),
+    (answer_of(part_x=(0.0, 0.0, 0.0)), r"tensor 'part.x' must be \(2,\) float32, got \(3,\)"),
+    (answer_of(other=(0.0, 0.0)), "unknown tensor 'other'"),
+    (save({"score": torch.zeros(2)}), "tensor 'valid' must be .* got none"),
+    (save({"score": torch.zeros(0), "valid": torch.zeros(2).bool()}), r"'score' must be .* got \(0,\) float32"),
+    (answer_of()[:-1], "not safetensors"),
+    (answer_of() + b"x", "not safetensors"),
+    (b"<html>hello</html>", "a safetensors header of"),
+    (b"", "not safetensors"),
+    (pickle.dumps([0.5, 0.25]), "a safetensors header of|not safetensors"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), LIES, ids=[message for _, message in LIES])
 def test_lies(body, message):
     with scripted((200, body)) as url:
         reward = remote(url)
@@ -408,7 +408,11 @@ def test_scores_that_are_not_finite_are_invalid():
     assert output.parts["x"].tolist()[1:] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("body", [b"ok", b"[1]", b'{"version": 2, "max_bytes": 5}', b'{"version": 1}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body",
+    [b"ok", b"[1]", b'{"version": 2, "max_bytes": 5}', b'{"version": 1}', b"[" * 100_000],
+    ids=["no JSON", "a list", "another version", "no limit", "deep"],
+)
 def test_something_else_than_a_reward_server(body):
     with scripted() as url:
         reward = remote(url)
@@ -542,7 +546,7 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.parametrize(("body", "message"), MALFORMED)
+@pytest.mark.parametrize(("body", "message"), MALFORMED, ids=[message for _, message in MALFORMED])
 def test_malformed_bodies_are_refused(body, message):
     with pytest.raises(WireError, match=message):
         reward_wire.unpack_request(body)
@@ -764,14 +768,7 @@ def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
     cases = {
         ("--reward", "lightness"): "'lightness' is not a reward",
         ("--reward", "likeness", "--settings", "gains=2"): "gains",
-        (
-            "--reward",
-            "likeness",
-            "--settings",
-            "gains=2",
-            "--host",
-            "0.0.0.0",
-        ): "without a token",
+        ("--reward", "likeness", "--settings", "gains=2", "--host", "0.0.0.0"): "without a token",
         ("--reward", "likeness", "--token-env", "NO_TOKEN"): "--token-env: the environment variable 'NO_TOKEN'",
         ("--reward", "likeness", "--batch", 0): "--batch must be 1 or more",
         ("--reward", "likeness", "--device", "abacus"): "abacus",
