@@ -255,11 +255,10 @@ class Handler(BaseHTTPRequestHandler):
         self._discard()
 
     def _answer(self, status: int, content_type: str, body: bytes) -> None:
-        self.close_connection = True
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
+        self.send_header("Connection", "close")  # on which the base class acts
         self.end_headers()
         self.wfile.write(body)
 

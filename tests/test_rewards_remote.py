@@ -1,11 +1,13 @@
 """Remote rewards: the same scores as at home, and what happens when the server is down, slow, wary or lies."""
 
+import http.client
 import json
 import logging
 import pickle
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -364,24 +366,26 @@ def test_too_big_for_the_server_is_read_off_its_answer_though_it_reads_no_body(m
 NAN = float("nan")
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (answer_of(score=(0.5,)), r"tensor 'score' must be \(2,\) float32, got \(1,\) float32"),
-        (answer_of(score=((0.5, 0.5),)), r"tensor 'score' must be \(2,\) float32, got \(1, 2\) float32"),
-        (answer_of(score=(1, 2)), "tensor 'score' has dtype I64"),
-        (answer_of(valid=(1, 1, 1)), r"tensor 'valid' must be \(2,\) uint8 or bool, got \(3,\) uint8"),
-        (answer_of(part_x=(0.0, 0.0, 0.0)), r"tensor 'part.x' must be \(2,\) float32, got \(3,\)"),
-        (answer_of(other=(0.0, 0.0)), "unknown tensor 'other'"),
-        (save({"score": torch.zeros(2)}), "tensor 'valid' must be .* got none"),
-        (save({"score": torch.zeros(0), "valid": torch.zeros(2).bool()}), r"'score' must be .* got \(0,\) float32"),
-        (answer_of()[:-1], "not safetensors"),
-        (answer_of() + b"x", "not safetensors"),
-        (b"<html>hello</html>", "a safetensors header of"),
-        (b"", "not safetensors"),
-        (pickle.dumps([0.5, 0.25]), "a safetensors header of|not safetensors"),
-    ],
-)
+LIES = [
+    (answer_of(score=(0.5,)), r"tensor 'score' must be \(2,\) float32, got \(1,\) float32"),
+    (answer_of(score=((0.5, 0.5),)), r"tensor 'score' must be \(2,\) float32, got \(1, 2\) float32"),
+    (answer_of(score=(1, 2)), "tensor 'score' has dtype I64"),
+    (save({"score": torch.zeros(2).byte()}), r"tensor 'score' must be \(2,\) float32, got \(2,\) uint8"),
+    (save({"score": torch.zeros(2), "valid": torch.ones(2)}), "tensor 'valid' must be .* got .* float32"),
+    (answer_of(valid=(1, 1, 1)), r"tensor 'valid' must be \(2,\) uint8 or bool, got \(3,\) uint8"),
+    (answer_of(part_x=(0.0, 0.0, 0.0)), r"tensor 'part.x' must be \(2,\) float32, got \(3,\)"),
+    (answer_of(other=(0.0, 0.0)), "unknown tensor 'other'"),
+    (save({"score": torch.zeros(2)}), "tensor 'valid' must be .* got none"),
+    (save({"score": torch.zeros(0), "valid": torch.zeros(2).bool()}), r"'score' must be .* got \(0,\) float32"),
+    (answer_of()[:-1], "not safetensors"),
+    (answer_of() + b"x", "not safetensors"),
+    (b"<html>hello</html>", "a safetensors header of"),
+    (b"", "not safetensors"),
+    (pickle.dumps([0.5, 0.25]), "a safetensors header of|not safetensors"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), LIES, ids=[message for _, message in LIES])
 def test_lies(body, message):
     with scripted((200, body)) as url:
         reward = remote(url)
@@ -404,7 +408,11 @@ def test_scores_that_are_not_finite_are_invalid():
     assert output.parts["x"].tolist()[1:] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("body", [b"ok", b"[1]", b'{"version": 2, "max_bytes": 5}', b'{"version": 1}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body",
+    [b"ok", b"[1]", b'{"version": 2, "max_bytes": 5}', b'{"version": 1}', b"[" * 100_000],
+    ids=["no JSON", "a list", "another version", "no limit", "deep"],
+)
 def test_something_else_than_a_reward_server(body):
     with scripted() as url:
         reward = remote(url)
@@ -450,9 +458,20 @@ def test_the_registry_knows_it():
 
 
 def test_a_url_may_have_a_path():
-    client = Client("https://host/rewards/face/", 1, 0, "")
-    assert client.address.path.rstrip("/") + "/score" == "/rewards/face/score"
-    assert client._connection().port == 443
+    asked = []
+
+    def note(handler):
+        asked.append(handler.path)
+        handler.reply(200, answer_of())
+
+    with scripted(note) as url:
+        score(remote(f"{url}/rewards/face/"), VIDEO[:2], PROMPTS[:2])
+    assert asked == ["/rewards/face/score"]
+
+
+def test_https_is_spoken():
+    connection = Client("https://host", 1, 0, "")._connection()
+    assert isinstance(connection, http.client.HTTPSConnection) and connection.port == 443
 
 
 # ---- the format ----
@@ -527,7 +546,7 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.parametrize(("body", "message"), MALFORMED)
+@pytest.mark.parametrize(("body", "message"), MALFORMED, ids=[message for _, message in MALFORMED])
 def test_malformed_bodies_are_refused(body, message):
     with pytest.raises(WireError, match=message):
         reward_wire.unpack_request(body)
@@ -639,6 +658,26 @@ def test_errors_are_json_over_the_wire():
         assert (found, health) == (200, {"status": "ok", "reward": "likeness", "version": 1, "max_bytes": 10 * MB})
 
 
+def test_a_refusal_reaches_a_client_that_sends_its_whole_body_first():
+    with serving(Likeness(), max_bytes=MB) as url:
+        assert raw(url, f"{POST}Content-Length: {15 * MB}\r\n\r\n".encode() + bytes(15 * MB))[0] == 413
+
+
+def test_a_client_that_hangs_up_is_one_line_of_log(caplog, capsys):
+    caplog.set_level(logging.INFO)
+    with serving(Likeness()) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with closing(socket.create_connection((host, int(port)))) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset
+            connection.sendall(f"{POST}Content-Length: 100\r\n\r\n".encode())
+            time.sleep(0.1)
+        until = time.monotonic() + 5
+        while not caplog.records and time.monotonic() < until:
+            time.sleep(0.01)
+    assert ["127.0.0.1 went away" in record.getMessage() for record in caplog.records] == [True]
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_continue_is_said_only_to_bodies_that_are_wanted():
     body = request_of()
     expect = f"{POST}Expect: 100-continue\r\n"
@@ -683,6 +722,16 @@ def test_stopping_answers_what_is_being_scored():
         score(remote(url, retries=0))
 
 
+def test_no_body_is_taken_while_stopping(monkeypatch):
+    monkeypatch.setattr(reward_server, "WAIT_SECONDS", 0)
+    server = RewardServer(("127.0.0.1", 0), Service(Likeness(), "cpu", 1, MB))
+    server._stopping.set()
+    for _ in range(reward_server.BODIES + 1):  # the refused give their places back
+        with pytest.raises(Refused, match="shutting down"), server.place():
+            pass
+    server.server_close()
+
+
 def test_one_line_of_log_per_request_without_what_was_in_it(caplog):
     caplog.set_level(logging.INFO)
     with serving(Likeness(), token="t0ken") as url:
@@ -719,7 +768,7 @@ def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
     cases = {
         ("--reward", "lightness"): "'lightness' is not a reward",
         ("--reward", "likeness", "--settings", "gains=2"): "gains",
-        ("--reward", "likeness", "--host", "0.0.0.0"): "without a token",
+        ("--reward", "likeness", "--settings", "gains=2", "--host", "0.0.0.0"): "without a token",
         ("--reward", "likeness", "--token-env", "NO_TOKEN"): "--token-env: the environment variable 'NO_TOKEN'",
         ("--reward", "likeness", "--batch", 0): "--batch must be 1 or more",
         ("--reward", "likeness", "--device", "abacus"): "abacus",
