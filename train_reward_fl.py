@@ -45,13 +45,14 @@ from rewardfl.face_pack import describe, file_hashes
 from rewardfl.monitor import Timer, alarms, peak_memory_gb, total_memory
 from rewardfl.optim import learning_rate_factor
 from rewardfl.rewards import FaceIdentityReward
+from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.terms import RewardError, build_terms, check_trainable, score, total
 from rewardfl.shards import Refused
 
 VERSIONED = ("torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av")
 
 REFUSALS = (
-    configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused, RewardError,
+    configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused, RewardError, RewardServerError,
     face_parity.FaceParityError,
 )  # fmt: skip
 
@@ -284,7 +285,7 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
             "memory/peak_gb": peak_memory_gb(device),
         }
         metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
-        progress.set_postfix(loss=f"{metrics['actor/loss']:.3f}", score=f"{metrics['actor/face_score']:.3f}")
+        progress.set_postfix(loss=f"{metrics['actor/loss']:.3f}", score=f"{metrics['reward/mean']:.3f}")
 
         skipped_in_a_row = 0 if math.isfinite(norm) else skipped_in_a_row + 1
         done = step + 1

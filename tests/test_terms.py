@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from rewardfl import config, rewards
+from rewardfl import config
 from rewardfl.rewards import Reward, RewardOutput
 from rewardfl.rewards.terms import RewardError, Term, build_terms, check_trainable, score, total
 
+OWN = f"{__file__}:Brightness"  # a user's own class in a file
 VIDEO = torch.rand(3, 3, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
@@ -64,14 +65,13 @@ def test_what_cannot_be_trained_is_refused():
     check_trainable([Term("reward.name", "score", Brightness(), 1.0, 0.0, 1.0), Term("k", "x", blind, 0.0, 0.0, 1.0)])
 
 
-def test_terms_of_a_configuration(monkeypatch):
-    monkeypatch.setitem(rewards.REWARDS, "brightness", Brightness)
+def test_terms_of_a_configuration():
     base = {
         "run": {"output_dir": "out"}, "model": {"model_paths": "m"}, "lora": {}, "data": {"file_name": "d.csv"},
         "sample": {}, "train": {},
     }  # fmt: skip
-    others = {"square": {"name": "brightness", "weight": 2, "std": 4, "settings": {"power": 2}}}
-    reward = {"name": "brightness", "reward_weight": 0.3, "reward_mean": 0.2, "reward_std": 0.1, "others": others}
+    others = {"square": {"name": OWN, "weight": 2, "std": 4, "settings": {"power": 2}}}
+    reward = {"name": OWN, "reward_weight": 0.3, "reward_mean": 0.2, "reward_std": 0.1, "others": others}
     wanted = config.wanted_rewards(config.parse(base | {"reward": reward}))
     built = build_terms(wanted, torch.device("cpu"))
     assert [(term.label, term.weight, term.mean, term.std, term.reward.power) for term in built] == [

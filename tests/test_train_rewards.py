@@ -1,0 +1,81 @@
+"""train_reward_fl.py with other rewards than the face, several at a time, a user's own, and one in another process."""
+
+import contextlib
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from runs import FAST, adapter, call, environment, launch, metrics
+
+COLOUR = ["reward.name=colour", "reward.held_out_model_path=null", "reward.reward_mean=0", "reward.reward_std=0.1"]
+
+
+def others(**terms):
+    return f"reward.others={json.dumps(terms)}"  # JSON is YAML
+
+
+@contextlib.contextmanager
+def served(reward):
+    """The url of a reward server in a process of its own."""
+    command = [sys.executable, "tools/serve_reward.py", "--reward", reward, "--port", "0", "--device", "cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), **pipes) as server:
+        try:
+            yield next(found[0] for line in server.stdout if (found := re.search(r"http://[\d.]+:\d+", line)))
+        finally:
+            server.terminate()
+            server.communicate(timeout=30)
+
+
+def test_a_reward_other_than_the_face_is_learned(tmp_path):
+    settings = ["train.max_steps=8", "train.learning_rate=4e-3", "train.warmup_steps=0", "reward.kl_weight=0"]
+    launch(f"run.output_dir={tmp_path / 'run'}", *COLOUR, *settings, "sample.noises_per_sample=1")
+    lines = metrics(tmp_path / "run")
+    assert sum(line["reward/mean"] for line in lines[-2:]) > sum(line["reward/mean"] for line in lines[:2]) + 0.05
+    assert "actor/face_score" not in lines[0] and lines[0]["reward/valid_fraction"] == 1
+
+
+def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
+    """The face and a colour are trained; a class of the user's and a server in another process are looked at."""
+    with served("colour") as url:
+        launch(
+            f"run.output_dir={tmp_path / 'run'}", "train.max_steps=2",
+            others(
+                red={"name": "colour", "weight": 0.5, "mean": 0.1, "std": 0.2},
+                contrast={"name": "examples/my_reward.py:Contrast", "settings": {"target": 0.25}},
+                far={"name": "remote", "settings": {"url": url}},
+            ),
+        )  # fmt: skip
+    first = metrics(tmp_path / "run")[0]
+    assert first["reward/far"] == pytest.approx(first["reward/red"], abs=2e-3)  # the server sees whole levels
+    assert first["reward/contrast"] > 0 and math.isfinite(first["reward/held_out"])
+    cfg = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["reward"]
+    face = cfg["reward_weight"] * (first["reward/mean"] - cfg["reward_mean"]) / cfg["reward_std"]
+    red = 0.5 * (first["reward/red"] - 0.1) / 0.2
+    assert first["actor/kl_loss"] == 0 and first["actor/loss"] == pytest.approx(-face - red, rel=1e-4)
+
+    launch(f"run.output_dir={tmp_path / 'face'}", "train.max_steps=2")
+    alone, both = adapter(tmp_path / "face", 2), adapter(tmp_path / "run", 2)
+    assert any((alone[name] != both[name]).any() for name in alone)  # the colour took part
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["reward.name=color"], "reward.name 'color' is not a reward, did you mean 'colour'"),
+        (["reward.name=colour", "reward.settings={rad: 1}"], "has no setting 'rad', did you mean 'red'"),
+        (["reward.name=jpeg_size"], "jpeg_size has no gradient; measure it (weight 0), or train on it by policy"),
+        ([others(x={"name": "jpeg_size", "weight": 1})], "reward.others.x: jpeg_size has no gradient"),
+        (["reward.name=examples/my_reward.py:Mine"], "examples/my_reward.py defines no 'Mine'"),
+        ([others(x={"name": "aesthetic", "settings": {}})], "reward.others.x: reward 'aesthetic' needs the setting"),
+        ([others(x={"name": "remote", "settings": {"url": "http://127.0.0.1:9", "retries": 0}})], "serve_reward.py"),
+        (["reward.reward_weight=0"], "nothing is trained"),
+    ],
+)  # fmt: skip
+def test_rewards_that_cannot_be_had(monkeypatch, capsys, tmp_path, overrides, message):
+    code, _, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}", *overrides)
+    assert code == 2 and message in error
