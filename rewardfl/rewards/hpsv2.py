@@ -95,7 +95,7 @@ def load_open_clip(path: str | Path) -> CLIPModel:
     missing = (OUTSIDE | TRANSPOSED).keys() - state.keys()
     if missing:
         raise ValueError(f"{path} is no CLIP of open_clip: it lacks {some(missing)}")
-    model = CLIPModel(open_clip_config(state)).float()
+    model = CLIPModel(open_clip_config(state)).float()  # the checkpoint may be in half precision
     converted = from_open_clip(state)
     wanted = model.state_dict()
     different = {name for name in wanted.keys() | converted.keys() if name not in wanted or name not in converted}
@@ -139,7 +139,6 @@ def from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """open_clip's names and layouts -> transformers'; names that open_clip's CLIP does not have stay as they are."""
     converted = {}
     for name, value in state.items():
-        value = value.float()
         block = re.fullmatch(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)[._](weight|bias)", name)
         if block is None:
             converted[(OUTSIDE | TRANSPOSED).get(name, name)] = value.T if name in TRANSPOSED else value
