@@ -23,8 +23,8 @@ def test_every_reward_says_what_it_is():
         cls = find(name)
         assert cls.name == name and issubclass(cls, Reward) and cls.__doc__
         assert cls.range and cls.licence and isinstance(cls.differentiable, bool)
-    assert [name for name in REWARDS if not find(name).differentiable] == ["jpeg_size"]
-    assert {name for name in REWARDS if find(name).uses_prompt} == {"clip_score", "hpsv2", "pickscore"}
+    assert [name for name in REWARDS if not find(name).differentiable] == ["jpeg_size", "remote"]
+    assert {name for name in REWARDS if find(name).uses_prompt} == {"clip_score", "hpsv2", "pickscore", "remote"}
 
 
 def test_transformers_is_not_imported_for_those_that_do_without():
