@@ -100,6 +100,10 @@ def evaluate(cfg: config.RunConfig, adapter: Path, args: argparse.Namespace, out
         for name, pack in packs.items()
         if pack is not None
     }
+    if not judges:
+        raise ValueError(
+            "this tool judges faces, and the run has no face pack; name one: reward.held_out_model_path=FOLDER"
+        )
     examples = {row.id: data.load_example(row, *size, max_pixels=cfg.data.max_pixels, fps=cfg.data.fps) for row in rows}
     pools = {
         name: {row.id: judge.pool(examples[row.id].reference.to(args.device)) for row in rows}
