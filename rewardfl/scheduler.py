@@ -37,7 +37,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     """Steps in the noise window are drawn from `flow.transition`, the others are Euler steps of the ODE.
 
     kind, noise_level: as in flow.py; noise_level 0 is the ODE throughout. noise_window: indices of inference steps,
-    None for all but the last, whose noise nothing would remove. The rest is FlowMatchEulerDiscreteScheduler's.
+    None for all but the last, whose noise nothing would remove. The others are FlowMatchEulerDiscreteScheduler's.
 
     Steps are counted from 0 or from `set_begin_index`, never looked up by the timestep's value.
     """
@@ -52,16 +52,36 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         max_shift: float = 1.15,
         base_image_seq_len: int = 256,
         max_image_seq_len: int = 4096,
+        invert_sigmas: bool = False,
         shift_terminal: float | None = None,
+        use_karras_sigmas: bool = False,
+        use_exponential_sigmas: bool = False,
+        use_beta_sigmas: bool = False,
         time_shift_type: str = "exponential",
+        stochastic_sampling: bool = False,
         kind: str = "flow",
         noise_level: float = 0.7,
         noise_window: Sequence[int] | None = None,
     ):
+        if invert_sigmas or stochastic_sampling:
+            raise ValueError("invert_sigmas and stochastic_sampling are another flow and another noise: not supported")
+        # by keyword: what diffusers gets by position it takes for a default, and drops from the saved config
         super().__init__(
-            num_train_timesteps, shift, use_dynamic_shifting, base_shift, max_shift, base_image_seq_len,
-            max_image_seq_len, shift_terminal=shift_terminal, time_shift_type=time_shift_type,
-        )  # fmt: skip
+            num_train_timesteps=num_train_timesteps,
+            shift=shift,
+            use_dynamic_shifting=use_dynamic_shifting,
+            base_shift=base_shift,
+            max_shift=max_shift,
+            base_image_seq_len=base_image_seq_len,
+            max_image_seq_len=max_image_seq_len,
+            invert_sigmas=invert_sigmas,
+            shift_terminal=shift_terminal,
+            use_karras_sigmas=use_karras_sigmas,
+            use_exponential_sigmas=use_exponential_sigmas,
+            use_beta_sigmas=use_beta_sigmas,
+            time_shift_type=time_shift_type,
+            stochastic_sampling=stochastic_sampling,
+        )
         self.num_inference_steps = None
         self.noise_window = ()  # of the schedule that set_timesteps makes
         self._wanted_window = noise_window
@@ -94,9 +114,9 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             return ()
         steps = range(self.num_inference_steps)
         if self._wanted_window is None:
-            return tuple(steps[:-1])
-        # python ints, also of an integer tensor, whose elements are equal to no int in a set
-        window = tuple(operator.index(i) for i in self._wanted_window)
+            window = tuple(steps[:-1])
+        else:  # python ints, also of an integer tensor, whose elements are equal to no int in a set
+            window = tuple(operator.index(i) for i in self._wanted_window)
         for i in window:
             if i not in steps:
                 raise ValueError(f"noise_window {list(window)}: there are steps 0 to {steps[-1]}")
