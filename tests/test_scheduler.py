@@ -244,6 +244,9 @@ def test_the_sample_keeps_its_dtype_and_is_scored_as_stored():
     half, t = sample.bfloat16(), scheduler.timesteps[1]
     output = scheduler.step(velocity.bfloat16(), t, half, seeded(0, 1), step_index=1)
     assert output.prev_sample.dtype == torch.bfloat16 and output.mean.dtype == torch.float32
+    arguments = (scheduler.sigmas[1], scheduler.sigmas[2], 0.7, scheduler.sigmas[1])
+    mean, _ = flow.transition("flow", half.float(), velocity.bfloat16().float(), *arguments)
+    assert torch.equal(output.mean, mean)
     replayed = scheduler.step(velocity.bfloat16(), t, half, step_index=1, next_sample=output.prev_sample)
     assert torch.equal(replayed.log_prob, output.log_prob)
     assert torch.equal(output.log_prob, flow.log_prob("flow", output.prev_sample.float(), output.mean, output.std))
