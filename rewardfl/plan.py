@@ -451,9 +451,8 @@ def report(costs: Costs, run: Run, tflops: float, gpu_memory: float | None) -> s
 
 def sde_stds(sigmas: Sequence[float]) -> list[tuple[float, float]]:
     """By step, the standard deviation of a Flow-SDE and of a Dance-SDE transition at noise_level 1."""
-    flow_g = [math.sqrt(sigma / (1 - min(sigma, sigmas[1]))) for sigma in sigmas[:-1]]
-    widths = [math.sqrt(sigma - after) for sigma, after in zip(sigmas[:-1], sigmas[1:], strict=True)]
-    return [(g * width, width) for g, width in zip(flow_g, widths, strict=True)]
+    steps = list(zip(sigmas[:-1], sigmas[1:], strict=True))
+    return [tuple(flow.transition_std(kind, *step, 1.0, sigmas[1]) for kind in ("flow", "dance")) for step in steps]
 
 
 def sigma_table(run: Run) -> list[str]:

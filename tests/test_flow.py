@@ -53,3 +53,319 @@ def test_velocity_kl_is_a_gaussian_kl_per_dimension():
     kl = torch.distributions.kl_divergence(normal(h * v, h * sigma), normal(h * v_ref, h * sigma))
     torch.testing.assert_close(ours, kl.flatten(1).mean(1))
     assert math.isclose(float(flow.velocity_kl(v, v, sigma).sum()), 0.0)
+
+
+# ---- stochastic transitions ----
+
+SIGMAS = flow.linear_sigmas(10, 5.0)
+STOCHASTIC = ["flow", "dance", "cps"]
+
+
+def step_arguments(i, noise_level=0.7, sigmas=SIGMAS):
+    return sigmas[i], sigmas[i + 1], noise_level, sigmas[1]
+
+
+def batch(dtype=torch.float32, size=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, 3, 5, 7, generator=generator, dtype=dtype) for _ in range(3)]
+
+
+def gaussian_velocity(x, sigma, mean, std):
+    """The exact velocity, noise - x0 given x, of data N(mean, std^2)."""
+    variance = (1 - sigma) ** 2 * std**2 + sigma**2
+    centred = x - (1 - sigma) * mean
+    return (sigma - (1 - sigma) * std**2) * centred / variance - mean
+
+
+@pytest.mark.parametrize(("kind", "noise_level"), [("flow", 0.3), ("flow", 0.7), ("dance", 0.3), ("dance", 0.7)])
+def test_stochastic_steps_keep_the_marginals_of_the_ode(kind, noise_level):
+    """Particles of Gaussian data: N((1 - sigma) m, (1 - sigma)^2 s^2 + sigma^2) on the way and at the end."""
+    mean, std, count, steps = 1.5, 0.4, 40000, 400
+    generator = torch.Generator().manual_seed(0)
+    x, sigmas = torch.randn(count, 1, generator=generator), flow.linear_sigmas(steps, 1.0)
+    for i in range(steps):
+        velocity = gaussian_velocity(x, sigmas[i], mean, std)
+        step_mean, step_std = flow.transition(kind, x, velocity, *step_arguments(i, noise_level, sigmas))
+        x = flow.sample(step_mean, step_std, torch.randn(count, 1, generator=generator))
+        if i + 1 in (steps // 2, 3 * steps // 4, steps):
+            sigma = float(sigmas[i + 1])
+            variance = (1 - sigma) ** 2 * std**2 + sigma**2
+            # 4 standard errors of 40000 particles; the variance is also 1.5 % off at most by the size of the steps
+            assert float(x.mean()) == pytest.approx((1 - sigma) * mean, abs=4 * math.sqrt(variance / count))
+            assert float(x.var()) == pytest.approx(variance, rel=4 * math.sqrt(2 / count) + 0.015)
+
+
+def test_the_error_of_dance_steps_halves_with_their_size():
+    """The chain of Gaussian data in closed form, without particles: mean exact, variance to first order."""
+    mean, std = 1.5, 0.4
+
+    def final_moments(steps):
+        sigmas = flow.linear_sigmas(steps, 1.0).double()
+        m, variance = 0.0, 1.0
+        for i in range(steps):
+            c = flow.coefficients("dance", *step_arguments(i, 0.7, sigmas))
+            at_zero = float(gaussian_velocity(0.0, sigmas[i], mean, std))
+            gain = c.x + c.velocity * float(gaussian_velocity(1.0, sigmas[i], mean, std) - at_zero)
+            m, variance = gain * m + c.velocity * at_zero, gain**2 * variance + c.std**2
+        return m, variance / std**2 - 1
+
+    coarse, fine = final_moments(400), final_moments(800)
+    assert coarse[0] == pytest.approx(mean, abs=1e-5)
+    assert coarse[1] / fine[1] == pytest.approx(2, rel=0.05)
+    assert abs(fine[1]) < 2e-3
+
+
+@pytest.mark.parametrize("noise_level", [0.3, 0.7, 1.0])
+def test_cps_keeps_the_marginals_of_one_point_at_any_number_of_steps(noise_level):
+    """x0 known, so x0^ and x1^ are: the noise scale is exactly sigma at every one of 4 steps (arXiv 2509.05952)."""
+    sigmas = flow.linear_sigmas(4, 5.0)
+    for i in range(4):
+        c = flow.coefficients("cps", *step_arguments(i, noise_level, sigmas))
+        sigma, after = float(sigmas[i]), float(sigmas[i + 1])
+        gain = c.x + c.velocity / sigma  # v = (x - x0) / sigma
+        assert math.hypot(gain * sigma, c.std) == pytest.approx(after, abs=1e-7)
+        assert c.x * (1 - sigma) - c.velocity == pytest.approx(1 - after, abs=1e-7)  # of x0, at noise 0
+
+
+def test_stds_are_those_of_the_published_code():
+    """Shift 3, 10 steps, noise level 0.7, steps 0 and 5: flow_grpo, DanceGRPO, FlowCPS, Flow-Factory, UniRL agree."""
+    sigmas = flow.linear_sigmas(10, 3.0)
+    published = {"flow": [0.70000, 0.35000], "dance": [0.13229, 0.20207], "cps": [0.85918, 0.59400]}
+    for kind, expected in published.items():
+        actual = [flow.transition_std(kind, *step_arguments(i, 0.7, sigmas)) for i in (0, 5)]
+        assert actual == pytest.approx(expected, abs=1e-5)
+
+
+def test_means_are_the_published_formulas():
+    """Flow-GRPO's with std_dev_t, DanceGRPO's with the score, FlowCPS's with x0 and x1; sigmas as they are."""
+    x, v, _ = batch(torch.float64)
+    sigma, after, a, cap = step_arguments(4)
+    dt, sigma = float(after - sigma), float(sigma)
+    std_dev_t = math.sqrt(sigma / (1 - sigma)) * a
+    drift = v * (1 + std_dev_t**2 * (1 - sigma) / (2 * sigma)) * dt
+    expected = {"flow": x * (1 + std_dev_t**2 / (2 * sigma) * dt) + drift}
+    score = -(x - (x - sigma * v) * (1 - sigma)) / sigma**2
+    expected["dance"] = x + dt * v - 0.5 * a**2 * score * dt
+    after = float(after)
+    std = after * math.sin(a * math.pi / 2)
+    expected["cps"] = (x - sigma * v) * (1 - after) + (x + (1 - sigma) * v) * math.sqrt(after**2 - std**2)
+    for kind, mean in expected.items():
+        torch.testing.assert_close(flow.transition(kind, x, v, *step_arguments(4))[0], mean, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
+def test_flows_first_step_is_finite(shift):
+    """At sigma 1 the cap makes the whole std noise_level, whatever the schedule; the drift has the true sigma."""
+    sigmas = flow.linear_sigmas(10, shift)
+    c = flow.coefficients("flow", *step_arguments(0, 0.7, sigmas))
+    assert c.std == pytest.approx(0.7, rel=1e-6)
+    assert c.velocity == c.dt == float(sigmas[1] - sigmas[0])  # (1 - sigma) is 0, not 1 - cap
+    nearly = flow.coefficients("flow", torch.tensor(0.999999), sigmas[1], 0.7, sigmas[1])  # UniPC's first sigma
+    assert nearly.std == pytest.approx(c.std, rel=1e-3)
+    later = flow.coefficients("flow", *step_arguments(3, 0.7, sigmas))
+    assert later.velocity == pytest.approx(later.dt * (1 + 0.7**2 / 2), rel=1e-6)  # a constant inflation of the step
+    with pytest.raises(ValueError, match="sigma 1 needs a sigma_cap below 1"):
+        flow.coefficients("flow", sigmas[0], sigmas[1], 0.7, sigmas[0])
+
+
+def test_std_is_that_of_the_whole_transition():
+    """The seed returned g for flow and g sqrt(-dt) for the others: the variances of two dance steps add to one's."""
+    whole = flow.transition_std("dance", SIGMAS[2], SIGMAS[4], 0.7, SIGMAS[1])
+    parts = [flow.transition_std("dance", *step_arguments(i)) for i in (2, 3)]
+    assert whole == pytest.approx(math.hypot(*parts), rel=1e-6)
+    for i in range(1, 10):
+        g = 0.7 * math.sqrt(SIGMAS[i] / (1 - SIGMAS[i]))
+        dt = float(SIGMAS[i + 1] - SIGMAS[i])
+        assert flow.transition_std("flow", *step_arguments(i)) == pytest.approx(g * math.sqrt(-dt), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", STOCHASTIC)
+def test_without_noise_every_kind_is_the_euler_step(kind):
+    x, v, _ = batch()
+    for i in range(10):
+        euler = flow.euler_step(x, v, SIGMAS[i], SIGMAS[i + 1])
+        for arguments in ((kind, x, v, *step_arguments(i, 0.0)), ("ode", x, v, *step_arguments(i))):
+            mean, std = flow.transition(*arguments)
+            assert torch.equal(mean, euler) and std == 0
+        mean, std = flow.transition(kind, x, v, *step_arguments(i, 1e-4))
+        torch.testing.assert_close(mean, euler, rtol=0, atol=1e-6)
+        assert 0 <= std < 2e-4
+        assert flow.transition_std(kind, *step_arguments(i, 2e-4)) == pytest.approx(2 * std)
+
+
+def test_dt_is_the_float32_difference_of_float32_sigmas():
+    sigma, after = torch.tensor(0.7), torch.tensor(0.1)
+    dt = flow.coefficients("dance", sigma, after, 0.7, 0.9).dt
+    assert dt == float(after - sigma) != float(after) - float(sigma)
+    for kind in STOCHASTIC:  # the cps formula would round 0.3 - 0.9 differently
+        assert flow.coefficients(kind, 0.9, 0.3, 0.0, 0.9) == flow.Coefficients(1.0, 0.3 - 0.9, 0.0, 0.3 - 0.9)
+
+
+@pytest.mark.parametrize("kind", ["flow", "dance"])
+def test_log_prob_and_kl_are_torchs(kind):
+    x, v, noise = batch(torch.float64)
+    mean, std = flow.transition(kind, x, v, *step_arguments(3))
+    other, _ = flow.transition(kind, x, v + 0.1 * noise, *step_arguments(3))
+    x_next = flow.sample(mean, std, noise)
+    normal = torch.distributions.Normal(mean, std)
+    torch.testing.assert_close(flow.log_prob(kind, x_next, mean, std), normal.log_prob(x_next).flatten(1).mean(1))
+    kl = torch.distributions.kl_divergence(normal, torch.distributions.Normal(other, std))
+    torch.testing.assert_close(flow.transition_kl(mean, other, std), kl.flatten(1).mean(1))
+    assert flow.transition_kl(mean, other, std)[0] != flow.transition_kl(mean, other, std)[1]  # by sample
+
+
+def test_the_kl_has_dt_in_it():
+    """Flow-GRPO's eq. 13: twice the step, twice the KL; its code for SD3 divides by g^2 alone."""
+    x, v, noise = batch(torch.float64)
+    kls = []
+    for after in (0.75, 0.5):  # from 1: sigma_next - sigma of -0.25 and -0.5
+        mean, std = flow.transition("dance", x, v, 1.0, after, 0.7, after)
+        kls.append(flow.transition_kl(mean, flow.transition("dance", x, noise, 1.0, after, 0.7, after)[0], std))
+    torch.testing.assert_close(kls[1], 2 * kls[0])
+
+
+@pytest.mark.parametrize("kind", STOCHASTIC)
+def test_replay_scores_the_stored_sample_bit_for_bit(kind):
+    """float32: the ratio before an update is 1, not nearly 1; a batch of two is two of one."""
+    x, v, noise = batch()
+    for i in range(9):
+        mean, std = flow.transition(kind, x, v, *step_arguments(i))
+        x_next = flow.sample(mean, std, noise)
+        recorded = flow.log_prob(kind, x_next, mean, std)
+        again, std_again = flow.transition(kind, x.clone(), v.clone(), *step_arguments(i))
+        replayed = flow.log_prob(kind, x_next.clone(), again, std_again)
+        assert torch.equal(torch.exp(replayed - recorded), torch.ones(2, dtype=torch.float64))
+        for b in range(2):
+            one = slice(b, b + 1)
+            mean_b, std_b = flow.transition(kind, x[one], v[one], *step_arguments(i))
+            assert torch.equal(flow.sample(mean_b, std_b, noise[one]), x_next[one])
+            assert torch.equal(flow.log_prob(kind, x_next[one], mean_b, std_b), recorded[one])
+        assert mean.dtype == x_next.dtype == torch.float32
+        x = x_next
+
+
+def test_log_prob_resolves_what_a_clip_range_of_1e_6_asks_for():
+    """At 1.58 float32 has a grain of 1.2e-7; the mean over elements is taken, and kept, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    mean, noise, direction = (torch.randn(8, 100_000, generator=generator) for _ in range(3))
+    x_next = flow.sample(mean, 0.05, noise)
+    moved = mean + 1e-5 * direction
+    ratio = flow.log_prob("flow", x_next, moved, 0.05) - flow.log_prob("flow", x_next, mean, 0.05)
+    before, after = ((x_next - m).double().square().mean(1) / (2 * 0.05**2) for m in (mean, moved))
+    torch.testing.assert_close(ratio, before - after, rtol=0, atol=1e-9)
+    assert ratio.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", STOCHASTIC)
+def test_gradient_of_log_prob(kind):
+    x, v, noise = batch(torch.float64)
+    mean, std = flow.transition(kind, x, v, *step_arguments(3))
+    x_next = flow.sample(mean, std, noise)
+
+    def score(velocity):
+        return flow.log_prob(kind, x_next, *flow.transition(kind, x, velocity, *step_arguments(3)))
+
+    velocity = (v + 0.1).requires_grad_()
+    assert torch.autograd.gradcheck(score, velocity, eps=1e-5, atol=1e-9)
+
+    on_policy = v.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(score(on_policy).sum(), on_policy)
+    rms_noise = noise.square().mean().sqrt()
+    rms = gradient.square().mean().sqrt() * noise[0].numel() / rms_noise
+    assert float(rms) == pytest.approx(flow.gradient_weight(kind, *step_arguments(3)), rel=1e-9)
+
+
+def test_gradient_weights_over_the_schedule():
+    """Measured from the published code (shift 5, 10 steps): the last flow step pulls 46 times as hard as the first."""
+    flow_weights = [flow.gradient_weight("flow", *step_arguments(i, 0.7)) for i in range(10)]
+    dance_weights = [flow.gradient_weight("dance", *step_arguments(i, 0.3)) for i in range(10)]
+    assert (flow_weights[0], flow_weights[9]) == pytest.approx((0.031, 1.43), abs=5e-3)
+    assert (dance_weights[0], dance_weights[9]) == pytest.approx((0.49, 2.15), abs=5e-3)
+    assert flow_weights == sorted(flow_weights)
+
+
+def test_scoring_an_unrounded_sample_breaks_the_ratio():
+    """Why latents are scored as stored: bfloat16 alone moves the log-ratio of a video by more than a clip of 1e-5."""
+    generator = torch.Generator().manual_seed(0)
+    mean, noise = (torch.randn(1, 2_000_000, generator=generator) for _ in range(2))  # 832x480, 81 frames
+    for std, expected in ((0.2, -3.8e-5), (0.05, -5.5e-4)):
+        drawn = flow.sample(mean, std, noise)
+        off = [
+            float(flow.log_prob("flow", drawn.to(dtype).float(), mean, std) - flow.log_prob("flow", drawn, mean, std))
+            for dtype in (torch.bfloat16, torch.float32)
+        ]
+        assert off == [pytest.approx(expected, rel=0.4), 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("sde", 0.5, 0.4, 0.7, 0.9), "kind must be one of ode, flow, dance, cps, got 'sde'"),
+        (("dance", 0.4, 0.5, 0.7, 0.9), r"walks sigma down within \[0, 1\], got 0.4 to 0.5"),
+        (("dance", 0.5, 0.5, 0.7, 0.9), r"walks sigma down within \[0, 1\], got 0.5 to 0.5"),
+        (("flow", 1.1, 0.5, 0.7, 0.9), r"walks sigma down within \[0, 1\], got 1.1 to 0.5"),
+        (("ode", 0.5, -0.1, 0.7, 0.9), r"walks sigma down within \[0, 1\], got 0.5 to -0.1"),
+        (("flow", 0.5, 0.4, -0.7, 0.9), "noise_level must be >= 0"),
+        (("cps", 0.5, 0.4, 1.2, 0.9), "<= 1 for cps, got 1.2 for cps"),
+    ],
+)
+def test_refused_transitions(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        flow.coefficients(*arguments)
+
+
+# ---- the review of the pull request that first proposed this scheduler; its point 1 is in test_scheduler.py ----
+
+
+def test_review_2_a_wrong_index_is_refused_and_no_epsilon_hides_it():
+    """Point 2, "dance divides by sigma^2, add 1e-9": one sigma cancels, and a step from sigma 0 is an error."""
+    x, v, _ = batch(torch.float64)
+    sigma, after = 1e-6, 0.0
+    mean, std = flow.transition("dance", x, v, sigma, after, 0.7, 0.9)  # x / sigma^2 is 1e12 here
+    expected = x - sigma * v - 0.5 * 0.7**2 * (x + (1 - sigma) * v)
+    torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-12)
+    assert std == pytest.approx(0.7e-3, rel=1e-12)
+    with pytest.raises(ValueError, match="got 0 to 0"):
+        flow.transition("dance", x, v, 0.0, 0.0, 0.7, 0.9)
+
+
+@pytest.mark.parametrize("kind", STOCHASTIC)
+def test_review_3_deterministic_steps_have_no_density(kind):
+    """Point 3, "math.log(std) of a tensor; dt + 1e-9": a batch is scored, and std 0 raises instead of -1045."""
+    x, v, noise = batch()
+    assert flow.log_prob(kind, noise, *flow.transition(kind, x, v, *step_arguments(3))).shape == (2,)
+    for arguments in (("ode", *step_arguments(3)), (kind, *step_arguments(3, 0.0)), ("cps", *step_arguments(9))):
+        mean, std = flow.transition(arguments[0], x, v, *arguments[1:])
+        with pytest.raises(ValueError, match="a deterministic step .* has no density: leave it out"):
+            flow.log_prob(kind, mean + 1e-3, mean, std)
+        with pytest.raises(ValueError, match="has no density"):
+            flow.transition_kl(mean, mean + 1e-3, std)
+        with pytest.raises(ValueError, match="has no density"):
+            flow.gradient_weight(*arguments)
+
+
+@pytest.mark.parametrize("kind", ["flow", "dance"])
+def test_review_4_the_density_is_one_gaussian(kind):
+    """Point 4, "2 var + 1e-9 and log(std + 1e-9)": those are two Gaussians; ours integrates to 1 at std 1e-5 too."""
+    std = flow.transition_std(kind, 0.5, 0.4, 1e-5 / math.sqrt(0.1), 0.9)
+    grid = torch.linspace(-8, 8, 4001, dtype=torch.float64)[:, None] * std
+    density = flow.log_prob(kind, grid, torch.zeros_like(grid), std).exp()
+    assert std == pytest.approx(1e-5)
+    assert float(torch.trapezoid(density, grid[:, 0])) == pytest.approx(1, abs=1e-9)
+
+
+def test_review_5_the_cps_score_has_no_normaliser_on_purpose():
+    """Point 5, "the CPS log-prob is incomplete": 1 / (2 std^2) would weight the last steps without bound."""
+    x, v, noise = batch(torch.float64)
+    mean, std = flow.transition("cps", x, v, *step_arguments(3))
+    x_next = flow.sample(mean, std, noise)
+    torch.testing.assert_close(flow.log_prob("cps", x_next, mean, std), -((x_next - mean) ** 2).flatten(1).mean(1))
+    cps = [flow.coefficients("cps", *step_arguments(i)) for i in range(9)]
+    weights = [flow.gradient_weight("cps", *step_arguments(i)) for i in range(9)]
+    assert max(weights) / min(weights) < 7
+    normalised = [abs(c.velocity) / c.std for c in cps]
+    assert normalised[8] / normalised[0] > 20
+    almost_last = flow.gradient_weight("cps", SIGMAS[9], torch.tensor(1e-4), 0.7, SIGMAS[1])
+    assert almost_last < 1e-3 and weights == pytest.approx(
+        [w * 2 * c.std**2 for w, c in zip(normalised, cps, strict=True)]
+    )

@@ -1,0 +1,179 @@
+"""FlowMatchSDEScheduler: the transitions of flow.py as a diffusers scheduler, for any stock flow pipeline.
+
+    pipe.scheduler = FlowMatchSDEScheduler.from_config(pipe.scheduler.config, noise_level=0.7, noise_window=[0, 1])
+
+Stock pipelines take `step(...)[0]` alone. Who wants the log-probabilities calls `step` in a loop of their own, or
+replays the latents that `callback_on_step_end` hands out: step(velocity, t, x, step_index=i, next_sample=x_next).
+"""
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.configuration_utils import register_to_config
+from diffusers.utils import BaseOutput
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+from rewardfl import flow
+
+
+@dataclass
+class FlowMatchSDEOutput(BaseOutput):
+    """prev_sample (B, ...): x_next, in the dtype of the step's sample. mean (B, ...) float32 and std: the transition's.
+
+    log_prob: (B,) float64 of prev_sample as it is stored, after rounding to its dtype; None for a deterministic step.
+    """
+
+    prev_sample: Tensor
+    mean: Tensor
+    std: float
+    log_prob: Tensor | None
+
+
+class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
+    """Steps in the noise window are drawn from `flow.transition`, the others are Euler steps of the ODE.
+
+    kind, noise_level: as in flow.py; noise_level 0 is the ODE throughout. noise_window: indices of inference steps,
+    None for all but the last, whose noise nothing would remove. The others are FlowMatchEulerDiscreteScheduler's.
+
+    Steps are counted from 0 or from `set_begin_index`, never looked up by the timestep's value.
+    """
+
+    @register_to_config
+    def __init__(
+        self,
+        num_train_timesteps: int = 1000,
+        shift: float = 1.0,
+        use_dynamic_shifting: bool = False,
+        base_shift: float = 0.5,
+        max_shift: float = 1.15,
+        base_image_seq_len: int = 256,
+        max_image_seq_len: int = 4096,
+        invert_sigmas: bool = False,
+        shift_terminal: float | None = None,
+        use_karras_sigmas: bool = False,
+        use_exponential_sigmas: bool = False,
+        use_beta_sigmas: bool = False,
+        time_shift_type: str = "exponential",
+        stochastic_sampling: bool = False,
+        kind: str = "flow",
+        noise_level: float = 0.7,
+        noise_window: Sequence[int] | None = None,
+    ):
+        if invert_sigmas or stochastic_sampling:
+            raise ValueError("invert_sigmas and stochastic_sampling are another flow and another noise: not supported")
+        # by keyword: what diffusers gets by position it takes for a default, and drops from the saved config
+        super().__init__(
+            num_train_timesteps=num_train_timesteps,
+            shift=shift,
+            use_dynamic_shifting=use_dynamic_shifting,
+            base_shift=base_shift,
+            max_shift=max_shift,
+            base_image_seq_len=base_image_seq_len,
+            max_image_seq_len=max_image_seq_len,
+            invert_sigmas=invert_sigmas,
+            shift_terminal=shift_terminal,
+            use_karras_sigmas=use_karras_sigmas,
+            use_exponential_sigmas=use_exponential_sigmas,
+            use_beta_sigmas=use_beta_sigmas,
+            time_shift_type=time_shift_type,
+            stochastic_sampling=stochastic_sampling,
+        )
+        self.num_inference_steps = None
+        self.noise_window = ()  # of the schedule that set_timesteps makes
+        self._wanted_window = noise_window
+
+    def set_noise_window(self, steps: Iterable[int] | None) -> None:
+        """Draw these steps from the next `set_timesteps` on: for a window that changes from rollout to rollout."""
+        self._wanted_window = steps
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: str | torch.device | None = None,
+        sigmas: Sequence[float] | None = None,
+        mu: float | None = None,
+    ) -> None:
+        """Make the schedule: `flow.linear_sigmas`, or the stock scheduler's where the pipeline has its own.
+
+        sigmas: what diffusers' image pipelines pass, without the last 0 and before shifting; mu: their shift by
+        resolution, used when the config says use_dynamic_shifting. Sigmas stay on the CPU: they are read as numbers.
+        """
+        super().set_timesteps(num_inference_steps, sigmas=sigmas, mu=mu)
+        if sigmas is None and not self.config.use_dynamic_shifting:
+            self.sigmas = flow.linear_sigmas(num_inference_steps, self.shift)
+            self.timesteps = self.config.num_train_timesteps * self.sigmas[:-1]
+        self.timesteps = self.timesteps.to(device)
+        self.noise_window = self._checked_window()
+
+    def _checked_window(self) -> tuple[int, ...]:
+        if self.config.kind == "ode" or self.config.noise_level == 0:
+            return ()
+        steps = range(self.num_inference_steps)
+        if self._wanted_window is None:
+            window = tuple(steps[:-1])
+        else:  # python ints, also of an integer tensor, whose elements are equal to no int in a set
+            window = tuple(operator.index(i) for i in self._wanted_window)
+        for i in window:
+            if i not in steps:
+                raise ValueError(f"noise_window {list(window)}: there are steps 0 to {steps[-1]}")
+            if flow.transition_std(self.config.kind, *self._arguments(i)) == 0:
+                raise ValueError(f"noise_window {list(window)}: {self.config.kind} makes step {i} deterministic")
+        return window
+
+    def step(
+        self,
+        model_output: Tensor,
+        timestep: float | Tensor,
+        sample: Tensor,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        return_dict: bool = True,
+        *,
+        next_sample: Tensor | None = None,
+        step_index: int | None = None,
+    ) -> FlowMatchSDEOutput | tuple[Tensor, Tensor, float, Tensor | None]:
+        """One step from sample (B, ...) by the velocity model_output (B, ...), computed in float32.
+
+        timestep: must be the schedule's at this step; it is compared, not looked up. generator: of the noise, one or
+        one per sample; None is torch's global one, which is what stock pipelines get. next_sample: score this instead
+        of drawing. step_index: take this step and leave the count where it is; by default the next one.
+        """
+        index = self._index(step_index)
+        expected = float(self.timesteps[index])
+        if float(timestep) != expected:
+            raise ValueError(
+                f"step {index} is timestep {expected:g}, got {float(timestep):g}: steps are counted; "
+                "start elsewhere with set_begin_index or name the step with step_index"
+            )
+        if next_sample is not None and index not in self.noise_window:
+            raise ValueError(f"step {index} is deterministic: next_sample has no density, leave it out")
+        kind = self.config.kind if index in self.noise_window else "ode"
+        mean, std = flow.transition(kind, sample.float(), model_output.float(), *self._arguments(index))
+        log_prob = None
+        if kind == "ode":
+            next_sample = mean.to(sample.dtype)
+        else:
+            if next_sample is None:
+                noise = randn_tensor(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
+                next_sample = flow.sample(mean, std, noise).to(sample.dtype)
+            log_prob = flow.log_prob(kind, next_sample.float(), mean, std)
+        if step_index is None:
+            self._step_index = index + 1
+        output = FlowMatchSDEOutput(next_sample, mean, std, log_prob)
+        return output if return_dict else (next_sample, mean, std, log_prob)
+
+    def _index(self, step_index: int | None) -> int:
+        if self.num_inference_steps is None:
+            raise ValueError("no schedule: call set_timesteps first")
+        if step_index is None:
+            step_index = self.step_index if self.step_index is not None else self.begin_index or 0
+        if not 0 <= step_index < self.num_inference_steps:
+            raise ValueError(f"step {step_index}: the schedule has steps 0 to {self.num_inference_steps - 1}")
+        return step_index
+
+    def _arguments(self, index: int) -> tuple[Tensor, Tensor, float, Tensor]:
+        """sigma, sigma_next, noise_level, sigma_cap of a step."""
+        return self.sigmas[index], self.sigmas[index + 1], self.config.noise_level, self.sigmas[1]

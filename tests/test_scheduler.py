@@ -1,0 +1,275 @@
+"""The SDE scheduler inside the stock pipeline, against our samplers and diffusers' own schedulers."""
+
+import json
+
+import pytest
+import torch
+from conftest import FRAMES, HEIGHT, WIDTH
+from diffusers import FlowMatchEulerDiscreteScheduler
+from test_wan import PROMPT, picture
+
+from rewardfl import data, flow, wan
+from rewardfl.scheduler import FlowMatchSDEScheduler
+
+STOCHASTIC = ["flow", "dance", "cps"]
+STOCK = FlowMatchEulerDiscreteScheduler(shift=5.0).config
+
+
+class Recording(FlowMatchSDEScheduler):
+    """Keeps what the stock pipelines drop: they take `step(...)[0]`."""
+
+    def step(self, model_output, timestep, sample, return_dict=True):
+        assert not return_dict
+        output = super().step(model_output, timestep, sample)
+        self.records.append((sample, output))
+        return (output.prev_sample,)
+
+
+def sampled(pipe, scheduler, steps=4):
+    """Latents (1, 16, T, h, w) that the stock pipeline ends with."""
+    pipe.scheduler = scheduler
+    noise = data.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    return pipe(
+        image=picture()[0], prompt=PROMPT, height=HEIGHT, width=WIDTH, num_frames=FRAMES, num_inference_steps=steps,
+        guidance_scale=1.0, latents=noise, output_type="latent",
+    ).frames  # fmt: skip
+
+
+def ready(steps=4, **arguments):
+    """A scheduler with a schedule, and what to step it with: velocity and sample (2, 3, 4)."""
+    scheduler = FlowMatchSDEScheduler(shift=5.0, **arguments)
+    scheduler.set_timesteps(steps)
+    generator = torch.Generator().manual_seed(0)
+    velocity, sample = (torch.randn(2, 3, 4, generator=generator) for _ in range(2))
+    return scheduler, velocity, sample
+
+
+def seeded(*seeds):
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+# ---- in the stock pipeline ----
+
+
+@pytest.mark.parametrize("steps", [4, 8])
+def test_without_noise_the_pipeline_samples_as_linear_flow_euler_bit_for_bit(pipe, steps):
+    expected = sampled(pipe, wan.LinearFlowEuler.from_config(STOCK), steps)
+    for arguments in ({"noise_level": 0.0}, {"kind": "ode"}, {"noise_window": []}):
+        assert torch.equal(sampled(pipe, FlowMatchSDEScheduler.from_config(STOCK, **arguments), steps), expected)
+    torch.manual_seed(0)
+    assert not torch.allclose(sampled(pipe, FlowMatchSDEScheduler.from_config(STOCK), steps), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", STOCHASTIC)
+def test_the_pipelines_latents_replay_to_the_recorded_log_prob_exactly(pipe, kind):
+    """Both experts in the window; the velocity of the replay is ours, at the latents that the pipeline went through."""
+    scheduler = Recording.from_config(STOCK, kind=kind, noise_window=[1, 2])
+    scheduler.records = []
+    torch.manual_seed(1)
+    final = sampled(pipe, scheduler)
+    experts = wan.Experts(pipe.transformer, pipe.transformer_2, pipe.config.boundary_ratio)
+    velocity = wan.Velocity(experts, wan.encode(pipe, PROMPT, picture()[1], FRAMES))
+    assert {wan.expert_at(scheduler.sigmas[i], experts.boundary) for i in (1, 2)} == {"high_noise", "low_noise"}
+    latents = [sample for sample, _ in scheduler.records] + [final]
+    for i, (sample, recorded) in enumerate(scheduler.records):
+        if i not in (1, 2):
+            assert recorded.log_prob is None and recorded.std == 0
+            assert torch.equal(recorded.mean, latents[i + 1])
+            continue
+        with torch.no_grad():
+            v = velocity(sample, scheduler.sigmas[i])
+            replayed = FlowMatchSDEScheduler.step(
+                scheduler, v, scheduler.timesteps[i], sample, step_index=i, next_sample=latents[i + 1]
+            )
+        assert torch.equal(replayed.log_prob, recorded.log_prob)
+        assert torch.equal(torch.exp(replayed.log_prob - recorded.log_prob), torch.ones(1, dtype=torch.float64))
+        assert torch.equal(replayed.mean, recorded.mean) and replayed.std == recorded.std > 0
+        assert torch.equal(replayed.prev_sample, latents[i + 1])
+        assert not torch.equal(recorded.mean, latents[i + 1])
+
+
+# ---- schedules ----
+
+
+@pytest.mark.parametrize("steps", [1, 4, 10])
+def test_schedule_is_linear_sigmas(steps):
+    scheduler, _, _ = ready(steps)
+    assert torch.equal(scheduler.sigmas, flow.linear_sigmas(steps, 5.0))
+    assert torch.equal(scheduler.timesteps, 1000 * scheduler.sigmas[:-1])
+    assert len(scheduler.timesteps) == steps == scheduler.num_inference_steps
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"),
+    [
+        ({"shift": 3.0}, {}),  # SD3, FLUX.1-schnell
+        ({"use_dynamic_shifting": True, "max_shift": 1.15}, {"mu": 0.9}),  # FLUX.1-dev
+        ({"use_dynamic_shifting": True, "max_shift": 0.9, "shift_terminal": 0.02}, {"mu": 0.7}),  # Qwen-Image
+        ({"use_dynamic_shifting": True, "time_shift_type": "linear"}, {"mu": 2.0}),
+    ],
+)
+def test_given_sigmas_are_treated_as_the_stock_scheduler_treats_them(config, arguments):
+    stock = FlowMatchEulerDiscreteScheduler(**config)
+    ours = FlowMatchSDEScheduler.from_config(stock.config, noise_level=0.0)
+    sigmas = torch.linspace(1, 1 / 6, 6).tolist()  # as FluxPipeline and QwenImagePipeline pass them
+    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    results = []
+    for scheduler in (stock, ours):
+        scheduler.set_timesteps(sigmas=sigmas, **arguments)
+        scheduler.set_begin_index(0)
+        sample = x
+        for t in scheduler.timesteps:
+            sample = scheduler.step(torch.tanh(sample), t, sample, return_dict=False)[0]
+        results.append(sample)
+    assert torch.equal(ours.sigmas, stock.sigmas) and torch.equal(ours.timesteps, stock.timesteps)
+    assert torch.equal(*results)
+    if ours.config.use_dynamic_shifting:
+        with pytest.raises(ValueError, match="`mu` must be passed"):
+            ours.set_timesteps(6)
+
+
+def test_config_round_trip(tmp_path, caplog):
+    scheduler = FlowMatchSDEScheduler.from_config(STOCK, kind="cps", noise_level=0.8, noise_window=[1, 2])
+    scheduler.save_config(tmp_path)
+    saved = json.loads((tmp_path / "scheduler_config.json").read_text())
+    assert saved["_class_name"] == "FlowMatchSDEScheduler"
+    assert (saved["kind"], saved["noise_level"], saved["noise_window"], saved["shift"]) == ("cps", 0.8, [1, 2], 5.0)
+    for loaded in (
+        FlowMatchSDEScheduler.from_pretrained(tmp_path),
+        FlowMatchSDEScheduler.from_config(scheduler.config),
+    ):
+        loaded.set_timesteps(4)
+        assert loaded.noise_window == (1, 2) and loaded.config.kind == "cps" and loaded.config.noise_level == 0.8
+        assert torch.equal(loaded.sigmas, flow.linear_sigmas(4, 5.0))
+    assert not caplog.records  # diffusers warns of keys that a class does not take
+    quiet = FlowMatchSDEScheduler.from_config(scheduler.config, noise_level=0.0)  # the evaluation's
+    quiet.set_timesteps(4)
+    assert quiet.noise_window == ()
+    for key in ("invert_sigmas", "stochastic_sampling"):
+        with pytest.raises(ValueError, match="invert_sigmas and stochastic_sampling .* not supported"):
+            FlowMatchSDEScheduler.from_config(FlowMatchEulerDiscreteScheduler(**{key: True}).config)
+
+
+# ---- the noise window ----
+
+
+def test_review_1_a_window_of_several_drawn_steps():
+    """Point 1, a list indexed by a tensor: drawn steps become python ints, and the default counts inference steps."""
+    scheduler, velocity, sample = ready(10)
+    assert scheduler.noise_window == tuple(range(9))  # the seed's default was the 1000 training steps
+    chosen = torch.randperm(5, generator=torch.Generator().manual_seed(0))[:2]
+    scheduler.set_noise_window(chosen)
+    scheduler.set_timesteps(10)
+    assert scheduler.noise_window == tuple(chosen.tolist())
+    assert all(type(i) is int for i in scheduler.noise_window)
+    drawn = []
+    for i, t in enumerate(scheduler.timesteps):
+        output = scheduler.step(velocity, t, sample, seeded(0, 1))
+        if output.log_prob is not None:
+            drawn.append(i)
+    assert drawn == sorted(chosen.tolist())
+    scheduler.set_noise_window(None)
+    scheduler.set_timesteps(3)
+    assert scheduler.noise_window == (0, 1)
+    scheduler.set_timesteps(1)
+    assert scheduler.noise_window == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"noise_window": [1, 4]}, r"noise_window \[1, 4\]: there are steps 0 to 3"),
+        ({"noise_window": [-1]}, r"noise_window \[-1\]: there are steps 0 to 3"),
+        ({"noise_window": [2, 3], "kind": "cps"}, r"noise_window \[2, 3\]: cps makes step 3 deterministic"),
+        ({"kind": "sde"}, "kind must be one of ode, flow, dance, cps, got 'sde'"),
+        ({"noise_level": -0.1}, "noise_level must be >= 0"),
+    ],
+)
+def test_refused_windows(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ready(4, **arguments)
+    with pytest.raises(TypeError):
+        ready(4, noise_window=[0.5])
+
+
+# ---- steps ----
+
+
+@pytest.mark.parametrize("kind", STOCHASTIC)
+def test_a_step_is_the_transition_of_its_index(kind):
+    scheduler, velocity, sample = ready(4, kind=kind, noise_level=0.6)
+    for i in range(3):
+        output = scheduler.step(velocity, scheduler.timesteps[i], sample, seeded(i, i + 1))
+        arguments = (scheduler.sigmas[i], scheduler.sigmas[i + 1], 0.6, scheduler.sigmas[1])
+        mean, std = flow.transition(kind, sample, velocity, *arguments)
+        noise = torch.cat([torch.randn(1, 3, 4, generator=generator) for generator in seeded(i, i + 1)])
+        assert torch.equal(output.mean, mean) and output.std == std
+        assert torch.equal(output.prev_sample, flow.sample(mean, std, noise))
+        assert torch.equal(output.log_prob, flow.log_prob(kind, output.prev_sample, mean, std))
+    final = scheduler.step(velocity, scheduler.timesteps[3], sample)
+    assert final.log_prob is None and final.std == 0
+    assert torch.equal(final.prev_sample, flow.euler_step(sample, velocity, scheduler.sigmas[3], scheduler.sigmas[4]))
+
+
+def test_a_batch_of_two_is_two_of_one():
+    scheduler, velocity, sample = ready()
+    both = scheduler.step(velocity, scheduler.timesteps[1], sample, seeded(5, 6), step_index=1)
+    for b, seed in enumerate((5, 6)):
+        one = slice(b, b + 1)
+        alone = scheduler.step(velocity[one], scheduler.timesteps[1], sample[one], seeded(seed), step_index=1)
+        assert torch.equal(alone.prev_sample, both.prev_sample[one]) and torch.equal(alone.mean, both.mean[one])
+        assert torch.equal(alone.log_prob, both.log_prob[one])
+
+
+def test_a_replay_differentiates_the_velocity_and_leaves_the_count():
+    scheduler, velocity, sample = ready()
+    first = scheduler.step(velocity, scheduler.timesteps[0], sample, seeded(0, 1))
+    policy = velocity.clone().requires_grad_()
+    replayed = scheduler.step(
+        policy, scheduler.timesteps[0], sample, step_index=0, next_sample=first.prev_sample, return_dict=False
+    )
+    assert replayed[0] is first.prev_sample and torch.equal(replayed[3], first.log_prob)
+    replayed[3].sum().backward()
+    c = flow.coefficients("flow", scheduler.sigmas[0], scheduler.sigmas[1], 0.7, scheduler.sigmas[1])
+    expected = (first.prev_sample - first.mean) / c.std**2 * c.velocity / velocity[0].numel()
+    torch.testing.assert_close(policy.grad, expected)
+    assert scheduler.step_index == 1
+    with pytest.raises(ValueError, match="step 3 is deterministic: next_sample has no density"):
+        scheduler.step(velocity, scheduler.timesteps[3], sample, step_index=3, next_sample=sample)
+
+
+def test_the_sample_keeps_its_dtype_and_is_scored_as_stored():
+    """A bfloat16 pipeline stores bfloat16: what is scored is what a replay will find."""
+    scheduler, velocity, sample = ready()
+    half, t = sample.bfloat16(), scheduler.timesteps[1]
+    output = scheduler.step(velocity.bfloat16(), t, half, seeded(0, 1), step_index=1)
+    assert output.prev_sample.dtype == torch.bfloat16 and output.mean.dtype == torch.float32
+    arguments = (scheduler.sigmas[1], scheduler.sigmas[2], 0.7, scheduler.sigmas[1])
+    mean, _ = flow.transition("flow", half.float(), velocity.bfloat16().float(), *arguments)
+    assert torch.equal(output.mean, mean)
+    replayed = scheduler.step(velocity.bfloat16(), t, half, step_index=1, next_sample=output.prev_sample)
+    assert torch.equal(replayed.log_prob, output.log_prob)
+    assert torch.equal(output.log_prob, flow.log_prob("flow", output.prev_sample.float(), output.mean, output.std))
+    # a bfloat16 network does not round float32 latents
+    assert scheduler.step(velocity.bfloat16(), t, sample, step_index=1).prev_sample.dtype == torch.float32
+
+
+def test_steps_are_counted_not_looked_up():
+    """Two steps of one rounded timestep, which a search by value would merge; a step out of turn is an error."""
+    scheduler, velocity, sample = ready()
+    with pytest.raises(ValueError, match="step 0 is timestep 1000, got 937.5: steps are counted"):
+        scheduler.step(velocity, scheduler.timesteps[1], sample)
+    scheduler.set_begin_index(2)
+    output = scheduler.step(velocity, scheduler.timesteps[2], sample)
+    assert scheduler.step_index == 3 and output.std == pytest.approx(
+        flow.transition_std("flow", scheduler.sigmas[2], scheduler.sigmas[3], 0.7, scheduler.sigmas[1])
+    )
+    scheduler.step(velocity, scheduler.timesteps[3], sample)
+    with pytest.raises(ValueError, match="step 4: the schedule has steps 0 to 3"):
+        scheduler.step(velocity, scheduler.timesteps[3], sample)
+    scheduler.set_timesteps(4)  # starts anew
+    scheduler.timesteps = torch.full((4,), 999)  # int64, as UniPC's, and all alike
+    stds = [scheduler.step(velocity, t, sample).std for t in scheduler.timesteps]
+    assert len(set(stds)) == 4
+    with pytest.raises(ValueError, match="no schedule: call set_timesteps first"):
+        FlowMatchSDEScheduler().step(velocity, 1000.0, sample)
