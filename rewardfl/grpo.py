@@ -194,11 +194,11 @@ def advantages(
     rewards: (N,), or (N, R) for R rewards with R `weights`. group_ids: (N,) integers, any order. valid: (N,) bool,
     False for a sample that has no reward (failed, no face): it is left out of every statistic and gets 0.
 
-    std: `group` (Flow-GRPO eq. 3; population standard deviation), `global` (of all valid raw rewards of the
-    epoch, as Flow-GRPO's code has it: groups that differ little weigh little) or `none` (Dr. GRPO,
-    arXiv 2503.20783). combine: `sum` normalises the weighted sum of the rewards; `per_reward` sums the normalised
-    rewards, weighted, so that a reward of small spread is heard too (GDPO, arXiv 2601.05242, without its
-    division by the batch's deviation: the weights set the scale). Clipped last, once.
+    std: the deviation, always the population's: `group`, of the group (DeepSeekMath, arXiv 2402.03300); `global`,
+    of all valid raw rewards of the epoch, as in Flow-GRPO's code: groups that differ little weigh little; `none`,
+    no division (Dr. GRPO, arXiv 2503.20783). combine: `sum` normalises the weighted sum of the rewards;
+    `per_reward` sums the normalised rewards, weighted, so that a reward of small spread is heard too (GDPO,
+    arXiv 2601.05242, without its division by the batch's deviation: the weights set the scale). Clipped last, once.
 
     A group whose valid rewards are all equal, or fewer than two, gives exactly 0.
 
