@@ -135,7 +135,7 @@ def test_plan_refuses_what_cannot_be():
         ValueError, match="groups 5 x group_size 3 = 15 .* world 2 x batch 2 = 4; .* groups 4 or 8, or gro"
     ):
         plan(world=2, batch=2, groups=5, group_size=3)
-    with pytest.raises(ValueError, match="groups 4 x group_size 3 = 12 .* batch 4 or 6$"):
+    with pytest.raises(ValueError, match="groups 4 x group_size 3 = 12 .* batch 3 or 6$"):
         plan(world=2, batch=5, groups=4, group_size=3)
     with pytest.raises(ValueError, match="nobody to be compared with"):
         plan(group_size=1)
@@ -383,7 +383,7 @@ RANGE = dict(clip_low=0.05, clip_high=0.1)
 
 
 def test_clip_is_the_textbook_formula():
-    mean, old_mean, std, x_next, _ = transition()
+    mean, old_mean, std, x_next, _ = transition(change=0.6)
     advantage = torch.tensor([1.0, -1.0, 0.5, -2.0, 0.0, 3.0], dtype=torch.float64)
     log_prob, old = gaussian_log_prob(x_next, mean, std), gaussian_log_prob(x_next, old_mean, std)
     loss, samples = grpo.policy_loss("clip", log_prob, old, advantage, **RANGE)
@@ -502,7 +502,7 @@ def test_kl_is_that_of_the_two_gaussians_and_pulls_to_the_reference(kind):
     torch.testing.assert_close(loss, without + 0.3 * kl.mean())
     (ours,) = torch.autograd.grad(loss - without, mean)
     torch.testing.assert_close(ours, 0.3 * (mean - reference).detach() / std**2 / 72)
-    assert grpo.policy_statistics(samples)["policy/kl"] == pytest.approx(float(kl.mean()))
+    assert grpo.policy_statistics(samples)["policy/kl"] == pytest.approx(float(kl.detach().mean()))
     assert nothing["kl"].tolist() == [0] * 6
 
 
@@ -620,7 +620,7 @@ def test_a_gaussian_policy_learns_a_black_box_reward(objective):
             loss, _ = grpo.policy_loss(
                 kind, gaussian_log_prob(x_next, mean, std), old, advantage, clip_low=0.2, clip_high=0.2,
                 mean=mean, old_mean=old_mean, std=std, dt=dt,
-                reference_mean=torch.zeros_like(mean), kl_weight=0.1 if with_kl else 0.0,
+                reference_mean=torch.zeros_like(mean), kl_weight=0.4 if with_kl else 0.0,
             )  # fmt: skip
             optimizer.zero_grad()
             loss.backward()
