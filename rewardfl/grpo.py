@@ -317,9 +317,9 @@ def policy_loss(
     noise = (x_next - old_mean) / std being what the rollout drew. At r = 1 the gradient is -A * grad log_prob for
     `clip` and -A * std / |dt| * grad log_prob for `guard`.
 
-    mean (with graph), old_mean (B, ...): the transition's means now and in the rollout; std: (B,) or scalar, the
-    whole transition's, sqrt(|dt|) included; dt: sigma_next - sigma. normalised: False for CPS, whose score is
-    -(x_next - mean)^2 without 1 / (2 std^2), which `guard` then puts back. KL_b: of N(mean, std^2) from
+    mean (with graph), old_mean (B, ...): the transition's means now and in the rollout, a constant. std: (B,) or
+    scalar, the whole transition's, sqrt(|dt|) included. dt: sigma_next - sigma. normalised: False for CPS, whose
+    score is -(x_next - mean)^2 without 1 / (2 std^2), which `guard` then puts back. KL_b: of N(mean, std^2) from
     N(reference_mean, std^2), per dimension (Flow-GRPO eq. 13), with dt in the variance, with gradient.
 
     Also returned, detached, (B,) each: advantage, ratio, clipped (the clip removed the gradient), approximate_kl
@@ -371,9 +371,14 @@ def _need(who: str, **given: Tensor | float | None) -> None:
 def _gaussian_kl(mean: Tensor, other: Tensor, std: Tensor) -> Tensor:
     """(B,) KL divergence per dimension of two Gaussians of one standard deviation: mean((mean - other)^2) / 2 std^2."""
     std = torch.as_tensor(std)
+    if mean.shape != other.shape or std.shape not in ((), mean.shape[:1]):  # broadcasting would mix the samples
+        raise ValueError(
+            f"means must be (B, ...), both, and std a scalar or (B,), got {tuple(mean.shape)}, {tuple(other.shape)} "
+            f"and {tuple(std.shape)}"
+        )
     if not (std > 0).all():
         raise ValueError(f"std must be above 0, got {std.min():g}: a deterministic step has no density to optimise")
-    return ((mean - other.detach()) ** 2).flatten(1).mean(1) / (2 * std**2)
+    return ((mean - other) ** 2).flatten(1).mean(1) / (2 * std**2)
 
 
 def policy_statistics(samples: Mapping[str, Tensor]) -> dict[str, float]:

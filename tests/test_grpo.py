@@ -523,6 +523,12 @@ def test_policy_loss_refuses_what_cannot_be():
     x = torch.zeros(2, 3)
     with pytest.raises(ValueError, match="std must be above 0, got 0: a deterministic step has no density"):
         grpo.policy_loss("guard", one, one, one, **RANGE, mean=x, old_mean=x, std=torch.zeros(()), dt=-0.1)
+    with pytest.raises(ValueError, match=r"got \(2, 3\), \(2, 3\) and \(2, 1\)"):
+        grpo.policy_loss("guard", one, one, one, **RANGE, mean=x, old_mean=x, std=torch.ones(2, 1), dt=-0.1)
+    with pytest.raises(ValueError, match=r"got \(2, 3\), \(1, 3\) and \(\)"):
+        grpo.policy_loss(
+            "clip", one, one, one, **RANGE, mean=x, reference_mean=x[:1], std=torch.ones(()), kl_weight=0.1
+        )
 
 
 def test_check_ratio_names_the_steps_and_the_causes():
