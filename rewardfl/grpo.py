@@ -113,8 +113,8 @@ def check_geometry(world: int, batch: int, group_size: int, groups: int) -> None
     if samples % at_once == 0:
         return
     options = [
-        ("groups", _nearest_multiples(groups, at_once // math.gcd(at_once, group_size), 1)),
-        ("group_size", _nearest_multiples(group_size, at_once // math.gcd(at_once, groups), 2)),
+        ("groups", _nearest_multiples(groups, at_once // math.gcd(at_once, group_size))),
+        ("group_size", _nearest_multiples(group_size, at_once // math.gcd(at_once, groups))),
         ("batch", _nearest_divisors(batch, samples // world) if samples % world == 0 else []),
     ]
     advice = ", or ".join(f"{name} {' or '.join(map(str, values))}" for name, values in options if values)
@@ -124,9 +124,9 @@ def check_geometry(world: int, batch: int, group_size: int, groups: int) -> None
     )
 
 
-def _nearest_multiples(value: int, step: int, least: int) -> list[int]:
+def _nearest_multiples(value: int, step: int) -> list[int]:
     below = value // step * step
-    return [candidate for candidate in (below, below + step) if candidate >= least]
+    return [candidate for candidate in (below, below + step) if candidate > 0]
 
 
 def _nearest_divisors(value: int, of: int) -> list[int]:
@@ -225,12 +225,12 @@ def advantages(
     ids, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
     _check_groups(ids, sizes, group_size)
 
-    columns = torch.where(valid[:, None], columns, 0.0)  # what an invalid sample holds, NaN perhaps, goes nowhere
     weight = columns.new_tensor(weights)
     total = columns @ weight
     parts, weight = (total[:, None], weight.new_ones(1)) if combine == "sum" else (columns, weight)
     groups = len(ids)
     mean, deviation, flat = _group_statistics(parts, index, valid, groups)
+    # not a product: what an invalid sample holds may be NaN
     centred = torch.where(valid[:, None] & ~flat[index], parts - mean[index], 0.0)
     if std == "group":
         centred = centred / (deviation[index] + STD_EPSILON)

@@ -310,7 +310,9 @@ def test_invalid_samples_count_nowhere():
 
 def test_equal_rewards_give_exactly_nothing():
     ids = torch.zeros(3, dtype=torch.long)
-    ours, logged = grpo.advantages(torch.full((3,), 0.1), ids, group_size=3, std="none")
+    rewards = torch.full((3,), 0.1, dtype=torch.float64)
+    assert rewards.mean() != 0.1  # rounded
+    ours, logged = grpo.advantages(rewards, ids, group_size=3, std="none")
     assert ours.tolist() == [0, 0, 0] and logged["group/zero_variance"] == 1
 
 
