@@ -308,11 +308,11 @@ def test_invalid_samples_count_nowhere():
         assert math.isnan(logged["reward/std_in_group"]) and logged["reward/valid_fraction"] == 0
 
 
-def test_equal_rewards_give_exactly_nothing():
-    ids = torch.zeros(3, dtype=torch.long)
-    rewards = torch.full((3,), 0.1, dtype=torch.float64)
-    assert rewards.mean() != 0.1  # rounded
-    ours, logged = grpo.advantages(rewards, ids, group_size=3, std="none")
+@pytest.mark.parametrize("reward", [0.1, -0.1])
+def test_equal_rewards_give_exactly_nothing(reward):
+    rewards = torch.full((3,), reward, dtype=torch.float64)
+    assert rewards.mean() != reward  # rounded
+    ours, logged = grpo.advantages(rewards, torch.zeros(3, dtype=torch.long), group_size=3, std="none")
     assert ours.tolist() == [0, 0, 0] and logged["group/zero_variance"] == 1
 
 
