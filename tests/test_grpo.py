@@ -514,6 +514,8 @@ def test_policy_loss_refuses_what_cannot_be():
         grpo.policy_loss("ppo", one, one, one, **RANGE)
     with pytest.raises(ValueError, match=r"must all be \(B,\), got \(2,\), \(2, 1\) and \(2,\)"):
         grpo.policy_loss("clip", one, one[:, None], one, **RANGE)
+    with pytest.raises(ValueError, match=r"must all be \(B,\), got \(2, 1\)"):
+        grpo.policy_loss("clip", one[:, None], one[:, None], one[:, None], **RANGE)
     with pytest.raises(ValueError, match="clip_low < 1.*got 1.0 and 0.1"):
         grpo.policy_loss("clip", one, one, one, clip_low=1.0, clip_high=0.1)
     with pytest.raises(ValueError, match="clip_high > 0, got 0.1 and 0"):
