@@ -203,7 +203,7 @@ def advantages(
     A group whose valid rewards are all equal, or fewer than two, gives exactly 0.
 
     Logged: `reward/mean`, `reward/std_in_group` (both of the weighted sum, over valid samples; the second
-    averaged over groups with any), `reward/valid_fraction`, `group/zero_variance` (fraction of groups of which no
+    averaged over groups with any; NaN when no sample is valid), `reward/valid_fraction`, `group/zero_variance` (fraction of groups of which no
     reward varies).
 
     Raises ValueError for incomplete groups (rewards that were not gathered, or a loader sharded twice), a valid
@@ -237,7 +237,7 @@ def advantages(
     elif std == "global" and valid.any():
         centred = centred / (parts[valid].std(0, correction=0) + STD_EPSILON)
     logged = {
-        "reward/mean": float(total[valid].mean()) if valid.any() else math.nan,
+        "reward/mean": float(total[valid].mean()),
         "reward/std_in_group": _mean_deviation(total, index, valid, groups),
         "reward/valid_fraction": float(valid.double().mean()),
         "group/zero_variance": float(flat.all(1).double().mean()),
@@ -273,7 +273,7 @@ def _mean_deviation(total: Tensor, index: Tensor, valid: Tensor, groups: int) ->
     """The groups' standard deviations of total (N,), averaged over the groups that have a valid sample."""
     _, deviation, _ = _group_statistics(total[:, None], index, valid, groups)
     present = index[valid].unique()
-    return float(deviation[present].mean()) if len(present) else math.nan
+    return float(deviation[present].mean())
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -116,6 +116,7 @@ def test_epochs_walk_through_the_rows_and_depend_on_nothing_but_seed_and_epoch()
     assert rows[:7] != rows[7:14]
     assert plan(epoch=5) == plan(epoch=5) != plan(epoch=4)
     assert plan(seed=1) != plan(seed=0)
+    assert [forward[0].row for forward in plan(seed=1)] != [forward[0].row for forward in plan(seed=0)]
     # a row keeps its noise when the number of groups per epoch changes
     few = {(m.row, m.member): m.noise_seed for e in range(2) for m in epoch_of(1, epoch=e, groups=3)}
     assert few == {(m.row, m.member): m.noise_seed for m in epoch_of(1, groups=6)}
