@@ -202,9 +202,9 @@ def advantages(
 
     A group whose valid rewards are all equal, or fewer than two, gives exactly 0.
 
-    Logged: `reward/mean`, `reward/std_in_group` (both of the weighted sum, over valid samples; the second
-    averaged over groups with any; NaN when no sample is valid), `reward/valid_fraction`, `group/zero_variance` (fraction of groups of which no
-    reward varies).
+    Logged: `reward/mean`, `reward/std_in_group` (both of the weighted sum, over valid samples; the second averaged
+    over groups with any; NaN when no sample is valid), `reward/valid_fraction`, `group/zero_variance` (fraction of
+    groups of which no reward varies).
 
     Raises ValueError for incomplete groups (rewards that were not gathered, or a loader sharded twice), a valid
     reward that is not finite, and options that do not exist.
