@@ -1,0 +1,493 @@
+"""Group-relative policy optimisation of flow models: who rolls out what, advantages, clipped objectives.
+
+Flow-GRPO (arXiv 2505.05470) and DanceGRPO (arXiv 2505.07818) treat every SDE step of a rollout as an action of
+a Gaussian policy N(mean, std^2). `group_size` rollouts of one row, which is a prompt AND its image, are a group;
+a rollout is as good as its reward is above its group's mean. Nothing here depends on the number of processes or
+on the batch size but the order in which samples are visited.
+
+Log-probabilities are means over the latent's D dimensions, as in every published code base (a sum, the true
+density, is unstable: flow_grpo issue 143), and that shapes the ratio. With rel = rms(mean - old_mean) / std,
+
+    log ratio = rel * z / sqrt(D) - rel^2 / 2,      z ~ N(0, 1)
+
+so one clip range allows a change of policy that grows with D, and the second term, below zero for every sample,
+outgrows the first: D is 65 thousand for an image and 2.1 million for 480x832x81 video, where after the first
+update at rel = 2 % a clip range of 1e-4 silences every sample of negative advantage and none of positive. The
+objective `guard` removes that term. Clip ranges are not transferable between resolutions or objectives.
+
+Exponential moving average of the policy: diffusers.training_utils.EMAModel(parameters, decay=0.9), whose own
+warmup is Flow-GRPO's, min(decay, (1 + n) / (10 + n)). Give it the trainable parameters as one list, always the
+same; call `step` once per optimizer update, not once per micro-batch; evaluate between `store`, `copy_to` and
+`restore`; save and load its `state_dict`, then `to(device)`. The reference and the ratio use the live weights.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from rewardfl import data
+
+STD_EPSILON = 1e-4  # added to a standard deviation of rewards (as Flow-GRPO): noise below it is not blown up to |A| = 1
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The group plan
+
+
+class Member(NamedTuple):
+    """One rollout of an epoch. Carry group_id through rewards and gathers: no text or picture identifies a group."""
+
+    row: int  # of the training data: prompt and image
+    group_id: int  # 0 .. groups - 1 within the epoch
+    member: int  # 0 .. group_size - 1 within the group
+    noise_seed: int  # of the latents at sigma 1; the group's own under same_noise_in_group
+    step_seed: int  # of the noise of the SDE steps: never shared, or the group's rollouts would all be one
+
+
+def plan(
+    epoch: int,
+    *,
+    world: int,
+    rank: int,
+    batch: int,
+    group_size: int,
+    groups: int,
+    sample_ids: Sequence[str],
+    seed: int,
+    spread: str = "contiguous",
+    same_noise_in_group: bool = False,
+) -> list[list[Member]]:
+    """The forward passes of process `rank` in `epoch`: lists of `batch` members each, as many on every process.
+
+    An epoch is the next `groups` rows of the stream `data.sample_at`, `group_size` members of each. Together the
+    processes roll out the same members whatever world, batch and spread are, and (seed, epoch) is all the state.
+    groups may exceed the number of rows: a row that comes twice in an epoch is two groups, with noises of their
+    own. sample_ids: one per row (`data.Row.id`), the key of its noise.
+
+    spread: `contiguous`, each process takes one run of the groups, so a group is on one process if its size
+    divides the samples of a process; or `spread`, each forward pass of all processes takes the next groups, so
+    that a group is complete as early as possible. A batch that divides group_size never mixes rows, in both.
+
+    Raises ValueError for a geometry that does not divide, with the nearest that do.
+    """
+    if spread not in ("contiguous", "spread"):
+        raise ValueError(f"spread must be contiguous or spread, got {spread!r}")
+    if not 0 <= rank < world or epoch < 0 or not sample_ids:
+        raise ValueError(
+            f"plan needs 0 <= rank < world, epoch >= 0 and a row of data, got rank {rank}, world {world}, "
+            f"epoch {epoch} and {len(sample_ids)} rows"
+        )
+    check_geometry(world, batch, group_size, groups)
+    forwards = groups * group_size // (world * batch)
+
+    def member_at(position: int) -> Member:
+        group_id, member = divmod(position, group_size)
+        visit, row = data.sample_at(epoch * groups + group_id, len(sample_ids), seed)
+        name = sample_ids[row]
+        return Member(
+            row=row,
+            group_id=group_id,
+            member=member,
+            noise_seed=data.noise_seed(seed, visit, name, 0 if same_noise_in_group else member),
+            step_seed=data.noise_seed(seed, visit, f"steps/{name}", member),
+        )
+
+    def start(forward: int) -> int:
+        return (rank * forwards + forward if spread == "contiguous" else forward * world + rank) * batch
+
+    return [[member_at(start(forward) + i) for i in range(batch)] for forward in range(forwards)]
+
+
+def check_geometry(world: int, batch: int, group_size: int, groups: int) -> None:
+    """Raise ValueError unless groups * group_size samples divide into forward passes of world * batch."""
+    if min(world, batch, groups) < 1 or group_size < 2:
+        raise ValueError(
+            f"a group plan needs world, batch and groups >= 1 and group_size >= 2 (one sample has nobody to be "
+            f"compared with), got world {world}, batch {batch}, groups {groups}, group_size {group_size}"
+        )
+    samples, at_once = groups * group_size, world * batch
+    if samples % at_once == 0:
+        return
+    options = [
+        ("groups", _nearest_multiples(groups, at_once // math.gcd(at_once, group_size))),
+        ("group_size", _nearest_multiples(group_size, at_once // math.gcd(at_once, groups))),
+        ("batch", _nearest_divisors(batch, samples // world) if samples % world == 0 else []),
+    ]
+    advice = ", or ".join(f"{name} {' or '.join(map(str, values))}" for name, values in options if values)
+    raise ValueError(
+        f"groups {groups} x group_size {group_size} = {samples} samples per epoch do not divide into forward passes "
+        f"of world {world} x batch {batch} = {at_once}; the nearest that do: {advice}"
+    )
+
+
+def _nearest_multiples(value: int, step: int) -> list[int]:
+    below = value // step * step
+    return [candidate for candidate in (below, below + step) if candidate > 0]
+
+
+def _nearest_divisors(value: int, of: int) -> list[int]:
+    divisors = [d for d in range(1, of + 1) if of % d == 0]
+    below, above = [d for d in divisors if d < value], [d for d in divisors if d > value]
+    return below[-1:] + above[:1]
+
+
+class DistributedGroupSampler(Sampler[list[Member]]):
+    """A DataLoader's batch_sampler over the plan of one process; `dataset[member]` then gets a `Member`.
+
+    plan_of: epoch -> `plan(...)` of this process, e.g. `functools.partial(plan, world=..., rank=..., ...)`.
+    Call `set_epoch` before each `iter(loader)`: an iteration's plan is fixed when it starts, so prefetching workers
+    cannot fall behind it.
+
+    The plan is already this process's own. `accelerator.prepare` does not know that: it would wrap this sampler in
+    its BatchSamplerShard, every process would take each world-th batch of its share, and groups would arrive with
+    1 to 3 of 4 members. Never prepare the loader; `check_loader` says whether somebody did.
+    """
+
+    def __init__(self, plan_of: Callable[[int], list[list[Member]]]):
+        self.plan_of = plan_of
+        self.epoch = 0
+        self.forwards = len(plan_of(0))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.forwards
+
+    def __iter__(self) -> Iterator[list[Member]]:
+        return iter(self.plan_of(self.epoch))
+
+
+def check_loader(loader: DataLoader, sampler: DistributedGroupSampler) -> None:
+    """Raise ValueError if `loader` is not a plain DataLoader over `sampler`, as it is not once it was prepared."""
+    if type(loader) is not DataLoader or loader.batch_sampler is not sampler:
+        raise ValueError(
+            f"the loader of the group plan is a {type(loader).__name__} over a "
+            f"{type(loader.batch_sampler).__name__}, not a DataLoader over the plan: it was sharded a second time and "
+            f"would give incomplete groups; do not pass it to accelerator.prepare"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Advantages
+
+
+def advantages(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    group_size: int,
+    std: str = "group",
+    combine: str = "sum",
+    weights: Sequence[float] = (1.0,),
+    clip: float = 5.0,
+    valid: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """(N,) float32 advantages and what to log of the rewards, from all N samples that all processes rolled out.
+
+        A = clip((r - mean of the group) / (standard deviation + STD_EPSILON), -clip, clip)
+
+    rewards: (N,), or (N, R) for R rewards with R `weights`. group_ids: (N,) integers, any order. valid: (N,) bool,
+    False for a sample that has no reward (failed, no face): it is left out of every statistic and gets 0.
+
+    std: the deviation, always the population's: `group`, of the group (DeepSeekMath, arXiv 2402.03300); `global`,
+    of all valid raw rewards of the epoch, as in Flow-GRPO's code: groups that differ little weigh little; `none`,
+    no division (Dr. GRPO, arXiv 2503.20783). combine: `sum` normalises the weighted sum of the rewards;
+    `per_reward` sums the normalised rewards, weighted, so that a reward of small spread is heard too (GDPO,
+    arXiv 2601.05242, without its division by the batch's deviation: the weights set the scale). Clipped last, once.
+
+    A group whose valid rewards are all equal, or fewer than two, gives exactly 0.
+
+    Logged: `reward/mean`, `reward/std_in_group` (both of the weighted sum, over valid samples; the second averaged
+    over groups with any; NaN when no sample is valid), `reward/valid_fraction`, `group/zero_variance` (fraction of
+    groups of which no reward varies).
+
+    Raises ValueError for incomplete groups (rewards that were not gathered, or a loader sharded twice), a valid
+    reward that is not finite, and options that do not exist.
+    """
+    if std not in ("group", "global", "none"):
+        raise ValueError(f"std must be group, global or none, got {std!r}")
+    if combine not in ("sum", "per_reward"):
+        raise ValueError(f"combine must be sum or per_reward, got {combine!r}")
+    if clip <= 0:
+        raise ValueError(f"clip must be above 0, got {clip}")
+    columns = rewards.detach().double().reshape(len(rewards), -1)
+    if columns.shape[1] != len(weights):
+        raise ValueError(f"{columns.shape[1]} rewards per sample and {len(weights)} weights")
+    valid = torch.ones_like(group_ids, dtype=torch.bool) if valid is None else valid
+    if not columns[valid].isfinite().all():
+        bad = int((~columns[valid].isfinite()).any(1).sum())
+        raise ValueError(f"{bad} of {int(valid.sum())} valid rewards are not finite; mark such samples valid=False")
+    ids, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    _check_groups(ids, sizes, group_size)
+
+    weight = columns.new_tensor(weights)
+    total = columns @ weight
+    parts, weight = (total[:, None], weight.new_ones(1)) if combine == "sum" else (columns, weight)
+    groups = len(ids)
+    mean, deviation, flat = _group_statistics(parts, index, valid, groups)
+    # not a product: what an invalid sample holds may be NaN
+    centred = torch.where(valid[:, None] & ~flat[index], parts - mean[index], 0.0)
+    if std == "group":
+        centred = centred / (deviation[index] + STD_EPSILON)
+    elif std == "global" and valid.any():
+        centred = centred / (parts[valid].std(0, correction=0) + STD_EPSILON)
+    logged = {
+        "reward/mean": float(total[valid].mean()),
+        "reward/std_in_group": _mean_deviation(total, index, valid, groups),
+        "reward/valid_fraction": float(valid.double().mean()),
+        "group/zero_variance": float(flat.all(1).double().mean()),
+    }
+    return (centred @ weight).clamp(-clip, clip).float(), logged
+
+
+def _check_groups(ids: Tensor, sizes: Tensor, group_size: int) -> None:
+    if group_size < 2:
+        raise ValueError(f"group_size must be at least 2: one sample has nobody to be compared with, got {group_size}")
+    wrong = (sizes != group_size).nonzero()[:4, 0]
+    if len(wrong):
+        found = ", ".join(f"group {int(ids[i])} has {int(sizes[i])}" for i in wrong)
+        raise ValueError(
+            f"groups must have {group_size} members, but {found}: gather rewards and group ids from all processes "
+            f"first, and see grpo.check_loader"
+        )
+
+
+def _group_statistics(parts: Tensor, index: Tensor, valid: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean, population std, nothing varies), each (groups, R), of parts (N, R) over the valid samples."""
+    where = index[valid, None].expand(-1, parts.shape[1])
+    values = parts[valid]
+    zeros = parts.new_zeros(groups, parts.shape[1])
+    mean = zeros.scatter_reduce(0, where, values, "mean", include_self=False)
+    variance = zeros.scatter_reduce(0, where, (values - mean[index[valid]]) ** 2, "mean", include_self=False)
+    highest = zeros.scatter_reduce(0, where, values, "amax", include_self=False)
+    lowest = zeros.scatter_reduce(0, where, values, "amin", include_self=False)
+    return mean, variance.sqrt(), highest == lowest  # exact: sums of equal numbers may not average to that number
+
+
+def _mean_deviation(total: Tensor, index: Tensor, valid: Tensor, groups: int) -> float:
+    """The groups' standard deviations of total (N,), averaged over the groups that have a valid sample."""
+    _, deviation, _ = _group_statistics(total[:, None], index, valid, groups)
+    present = index[valid].unique()
+    return float(deviation[present].mean())
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Objectives
+
+
+def policy_loss(
+    kind: str,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    mean: Tensor | None = None,
+    old_mean: Tensor | None = None,
+    std: Tensor | None = None,
+    dt: float | None = None,
+    normalised: bool = True,
+    reference_mean: Tensor | None = None,
+    kl_weight: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The scalar loss of one SDE step of B samples, averaged over them, and what `policy_statistics` wants of it.
+
+        loss = mean_b max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) [/ |dt|]  +  kl_weight * mean_b KL_b
+
+    log_prob, old_log_prob, advantage: (B,). log_prob (with graph) and old_log_prob (of the rollout) score the
+    same stored latent. Divide the sum over steps and micro-batches by their fixed number, invalid samples included:
+    they have A = 0 and add the KL alone.
+
+    kind: `clip`, PPO's ratio (arXiv 1707.06347 eq. 7; unequal ranges: DAPO, arXiv 2503.14476),
+
+        r = exp(log_prob - old_log_prob);
+
+    or `guard`, GRPO-Guard (arXiv 2510.22319: RatioNorm and gradient reweight), which adds back the bias of the
+    mean form (see the module), scales by std so that steps share one clip range, and divides the loss by |dt|,
+    since each step's gradient is then proportional to it:
+
+        log r = (log_prob - old_log_prob + KL(mean, old_mean)) * std  =  mean_over_dims((mean - old_mean) * noise),
+
+    noise = (x_next - old_mean) / std being what the rollout drew. At r = 1 the gradient is -A * grad log_prob for
+    `clip` and -A * std / |dt| * grad log_prob for `guard`.
+
+    mean (with graph), old_mean (B, ...): the transition's means now and in the rollout, a constant. std: (B,) or
+    scalar, the whole transition's, sqrt(|dt|) included. dt: sigma_next - sigma. normalised: False for CPS, whose
+    score is -(x_next - mean)^2 without 1 / (2 std^2), which `guard` then puts back. KL_b: of N(mean, std^2) from
+    N(reference_mean, std^2), per dimension (Flow-GRPO eq. 13), with dt in the variance, with gradient.
+
+    Also returned, detached, (B,) each: advantage, ratio, clipped (the clip removed the gradient), approximate_kl
+    (log ratio of the scores, squared, halved: Schulman's second estimator) and kl (0 without kl_weight).
+
+    Raises ValueError for what is missing or does not fit, and for std = 0: such a step has no density.
+    """
+    if kind not in ("clip", "guard"):
+        raise ValueError(f"kind must be clip or guard, got {kind!r}")
+    if not log_prob.shape == old_log_prob.shape == advantage.shape or log_prob.ndim != 1:
+        raise ValueError(
+            f"log_prob, old_log_prob and advantage must all be (B,), got {tuple(log_prob.shape)}, "
+            f"{tuple(old_log_prob.shape)} and {tuple(advantage.shape)}"
+        )
+    if not (0 < clip_low < 1 and clip_high > 0):
+        raise ValueError(f"needs 0 < clip_low < 1 and clip_high > 0, got {clip_low} and {clip_high}")
+    log_ratio = difference = log_prob - old_log_prob
+    if kind == "guard":
+        _need(kind, mean=mean, old_mean=old_mean, std=std, dt=dt)
+        score = difference if normalised else difference / (2 * std**2)
+        log_ratio = (score + _gaussian_kl(mean, old_mean, std)) * std
+    ratio = log_ratio.exp()
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio).mean()
+    if kind == "guard":
+        loss = loss / abs(dt)
+    kl = torch.zeros_like(log_prob)
+    if kl_weight != 0:
+        _need("kl_weight", mean=mean, reference_mean=reference_mean, std=std)
+        kl = _gaussian_kl(mean, reference_mean, std)
+        loss = loss + kl_weight * kl.mean()
+    too_high, too_low = ratio > 1 + clip_high, ratio < 1 - clip_low
+    samples = {
+        "advantage": advantage,
+        "ratio": ratio.detach(),
+        "clipped": (advantage > 0) & too_high | (advantage < 0) & too_low,
+        "approximate_kl": difference.detach() ** 2 / 2,
+        "kl": kl.detach(),
+    }
+    return loss, samples
+
+
+def _need(who: str, **given: Tensor | float | None) -> None:
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
+        raise ValueError(f"{who} needs {', '.join(missing)}")
+
+
+def _gaussian_kl(mean: Tensor, other: Tensor, std: Tensor) -> Tensor:
+    """(B,) KL divergence per dimension of two Gaussians of one standard deviation: mean((mean - other)^2) / 2 std^2."""
+    std = torch.as_tensor(std)
+    if mean.shape != other.shape or std.shape not in ((), mean.shape[:1]):  # broadcasting would mix the samples
+        raise ValueError(
+            f"means must be (B, ...), both, and std a scalar or (B,), got {tuple(mean.shape)}, {tuple(other.shape)} "
+            f"and {tuple(std.shape)}"
+        )
+    if not (std > 0).all():
+        raise ValueError(f"std must be above 0, got {std.min():g}: a deterministic step has no density to optimise")
+    return ((mean - other) ** 2).flatten(1).mean(1) / (2 * std**2)
+
+
+def policy_statistics(samples: Mapping[str, Tensor]) -> dict[str, float]:
+    """What to log of an update, from `policy_loss`'s samples of all steps and processes, concatenated: (N,) each.
+
+    policy/clip_fraction is of all samples; _positive and _negative are of the samples whose advantage is above
+    and below 0 (0 where there are none). The two apart by much: the ratio is biased, and one sign alone learns.
+    """
+    clipped, advantage = samples["clipped"].double(), samples["advantage"]
+
+    def clipped_of(chosen: Tensor) -> float:
+        return float(clipped[chosen].mean()) if chosen.any() else 0.0
+
+    return {
+        "policy/ratio": float(samples["ratio"].double().mean()),
+        "policy/ratio_std": float(samples["ratio"].double().std(correction=0)),
+        "policy/clip_fraction": float(clipped.mean()),
+        "policy/clip_fraction_positive": clipped_of(advantage > 0),
+        "policy/clip_fraction_negative": clipped_of(advantage < 0),
+        "policy/approximate_kl": float(samples["approximate_kl"].double().mean()),
+        "policy/kl": float(samples["kl"].double().mean()),
+    }
+
+
+class RatioError(RuntimeError):
+    """The policy that is about to be trained is not the one that rolled out."""
+
+
+def check_ratio(
+    log_prob: Tensor, old_log_prob: Tensor, tolerance: float, steps: Sequence[int] | None = None
+) -> list[float]:
+    """Largest |log_prob - old_log_prob| of each step, before any update; RatioError where one is above `tolerance`.
+
+    log_prob, old_log_prob: (K, N), of K steps and N samples. steps: their indices in the schedule, for the message.
+    Equal weights give a difference of exactly 0 in float32 with equal batches. bfloat16 does not: a tolerance that
+    is not far below the clip range lets rounding alone clip samples.
+    """
+    if log_prob.shape != old_log_prob.shape or log_prob.ndim != 2:
+        raise ValueError(
+            f"check_ratio needs two (steps, samples), got {tuple(log_prob.shape)} and {tuple(old_log_prob.shape)}"
+        )
+    differences = (log_prob - old_log_prob).detach().abs().amax(1).tolist()
+    names = range(len(differences)) if steps is None else steps
+    if all(difference <= tolerance for difference in differences):  # False for NaN
+        return differences
+    listed = ", ".join(f"step {i}: {difference:.3g}" for i, difference in zip(names, differences, strict=True))
+    raise RatioError(
+        f"before the first update the ratio must be 1, but |log_prob - old_log_prob| is {listed} (tolerance "
+        f"{tolerance:g}). Rollout and replay differ. Likely: dropout (train() against eval()), batches of another "
+        f"size or order, another dtype or autocast, latents stored in a narrower dtype than was scored, guidance "
+        f"(CFG) on in one of them, or another adapter state (reference or EMA weights, a merged adapter)"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Which steps are stochastic, and trained
+
+
+def window(
+    kind: str,
+    num_steps: int,
+    *,
+    epoch: int,
+    seed: int,
+    usable: Sequence[int] | None = None,
+    steps: Sequence[int] = (),
+    size: int = 1,
+    bounds: tuple[int, int] | None = None,
+    fraction: float = 0.6,
+) -> tuple[int, ...]:
+    """The SDE steps of an epoch, ascending: the same on every process and for every group; ODE elsewhere.
+
+    kind: `list`, the given `steps`; `random`, `size` steps in a row (Flow-GRPO-Fast); `fraction`, that share of
+    the steps, rounded and at least one, not necessarily in a row (DanceGRPO draws 0.6). Both draw from
+    bounds[0] <= step < bounds[1], all steps by default, anew in each epoch.
+
+    usable: the steps that have std > 0 and matter, all by default. The caller leaves out deterministic ones: CPS
+    has std = 0 at the last. Flow-SDE and Dance-SDE have a density there, yet it only leaves noise in the sample;
+    every published recipe leaves it out as well.
+
+    Raises ValueError for steps that do not exist or are not usable, and for a window that fits nowhere.
+    """
+    if kind not in ("list", "random", "fraction"):
+        raise ValueError(f"kind must be list, random or fraction, got {kind!r}")
+    allowed = set(range(num_steps)) if usable is None else set(usable)
+    if not allowed <= set(range(num_steps)):
+        raise ValueError(f"usable holds {sorted(allowed - set(range(num_steps)))}, but steps are 0 .. {num_steps - 1}")
+    if kind == "list":
+        refused = [step for step in steps if step not in allowed]
+        if refused or not steps or len(set(steps)) != len(steps):
+            raise ValueError(
+                f"steps must be some of the usable {sorted(allowed)}, each once, got {list(steps)}"
+                + (f": {refused} are not usable" if refused else "")
+            )
+        return tuple(sorted(steps))
+    low, high = (0, num_steps) if bounds is None else bounds
+    candidates = [step for step in sorted(allowed) if low <= step < high]
+    generator = torch.Generator().manual_seed(data.noise_seed(seed, epoch, "window"))
+    if kind == "random":
+        starts = [s for s in candidates if set(range(s, s + size)) <= set(candidates)]
+        if size < 1 or not starts:
+            raise ValueError(
+                f"no {size} steps in a row among the usable {candidates} of {low} .. {high - 1}; take a smaller "
+                f"window or wider bounds"
+            )
+        start = starts[int(torch.randint(len(starts), (), generator=generator))]
+        return tuple(range(start, start + size))
+    if not 0 < fraction <= 1 or not candidates:
+        raise ValueError(f"needs 0 < fraction <= 1 and a usable step in {low} .. {high - 1}, got {fraction}")
+    count = max(1, round(fraction * len(candidates)))
+    drawn = torch.randperm(len(candidates), generator=generator)[:count].tolist()
+    return tuple(sorted(candidates[i] for i in drawn))

@@ -1,0 +1,664 @@
+"""Group plans over many geometries, advantages and objectives against independent arithmetic, and learning."""
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader
+from diffusers.training_utils import EMAModel
+from torch.utils.data import DataLoader, Dataset
+
+from rewardfl import grpo
+
+IDS = [f"clip-{i}" for i in range(7)]
+
+
+def plan(epoch=0, world=1, rank=0, batch=1, group_size=4, groups=6, sample_ids=IDS, seed=0, **options):
+    return grpo.plan(
+        epoch, world=world, rank=rank, batch=batch, group_size=group_size, groups=groups, sample_ids=sample_ids,
+        seed=seed, **options,
+    )  # fmt: skip
+
+
+def epoch_of(world, **geometry):
+    """All members of an epoch, rank by rank."""
+    return [
+        member for rank in range(world) for forward in plan(world=world, rank=rank, **geometry) for member in forward
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The plan
+
+
+GRID = [
+    (world, batch, group_size, groups)
+    for world, batch, group_size, groups in itertools.product((1, 2, 3, 4, 8), (1, 2, 3), (2, 3, 4, 6, 8), (1, 4, 6, 9))
+]
+
+
+def test_every_geometry_that_divides_gives_every_member_once_and_others_raise():
+    accepted = 0
+    for (world, batch, group_size, groups), spread in itertools.product(GRID, ("contiguous", "spread")):
+        geometry = dict(batch=batch, group_size=group_size, groups=groups, epoch=3, spread=spread)
+        if groups * group_size % (world * batch):
+            with pytest.raises(ValueError, match="do not divide into forward passes"):
+                plan(world=world, **geometry)
+            continue
+        accepted += 1
+        lists = [plan(world=world, rank=rank, **geometry) for rank in range(world)]
+        assert {len(forwards) for forwards in lists} == {groups * group_size // (world * batch)}
+        assert {len(forward) for forwards in lists for forward in forwards} == {batch}
+        members = [m for forwards in lists for forward in forwards for m in forward]
+        keys = Counter((m.group_id, m.member) for m in members)
+        assert keys == Counter(itertools.product(range(groups), range(group_size)))
+        # the same members as one process with batches of one
+        assert sorted(members, key=lambda m: m[1:3]) == epoch_of(
+            1, batch=1, group_size=group_size, groups=groups, epoch=3
+        )
+        if group_size % batch == 0:
+            assert all(len({m.group_id for m in forward}) == 1 for forwards in lists for forward in forwards)
+    assert accepted > 200
+
+
+def test_suggested_numbers_are_valid_and_nearest():
+    for world, batch, group_size, groups in GRID:
+        if groups * group_size % (world * batch) == 0:
+            continue
+        with pytest.raises(ValueError) as error:
+            grpo.check_geometry(world, batch, group_size, groups)
+        advice = str(error.value).split("the nearest that do: ")[1]
+        suggested = {
+            name: [int(word) for word in values.split(" or ")]
+            for name, values in (part.split(" ", 1) for part in advice.split(", or "))
+        }
+        assert suggested.keys() >= {"groups", "group_size"}
+        given = dict(world=world, batch=batch, group_size=group_size, groups=groups)
+        for name, values in suggested.items():
+            for value in values:
+                grpo.check_geometry(**given | {name: value})
+            # nothing nearer on either side
+            for value in set(range(min(*values, given[name]), max(values))) - set(values):
+                with pytest.raises(ValueError):
+                    grpo.check_geometry(**given | {name: value})
+
+
+def test_a_group_is_one_row_and_its_noises_are_its_own():
+    seeds, steps = Counter(), Counter()
+    for epoch in range(5):
+        members = epoch_of(2, epoch=epoch, batch=2, groups=10)  # more groups than rows: some come twice
+        rows = {}
+        for m in members:
+            assert rows.setdefault(m.group_id, m.row) == m.row
+            seeds[m.noise_seed] += 1
+            steps[m.step_seed] += 1
+        assert max(Counter(rows.values()).values()) == 2
+    assert len(seeds) == len(steps) == 5 * 10 * 4 and not seeds.keys() & steps.keys()
+
+
+def test_same_noise_in_group_shares_the_first_noise_alone():
+    own, same = epoch_of(1, epoch=2), epoch_of(1, epoch=2, same_noise_in_group=True)
+    by_group = {group: [m for m in same if m.group_id == group] for group in range(6)}
+    assert all(len({m.noise_seed for m in members}) == 1 for members in by_group.values())
+    assert len({m.noise_seed for m in same}) == 6
+    assert len({m.step_seed for m in same}) == 24
+    assert [m._replace(noise_seed=0) for m in own] == [m._replace(noise_seed=0) for m in same]
+
+
+def test_epochs_walk_through_the_rows_and_depend_on_nothing_but_seed_and_epoch():
+    rows = [m.row for epoch in range(7) for m in epoch_of(1, epoch=epoch) if m.member == 0]
+    assert [Counter(rows[i : i + 7]) for i in range(0, 42, 7)] == [Counter(range(7))] * 6
+    assert rows[:7] != rows[7:14]
+    assert plan(epoch=5) == plan(epoch=5) != plan(epoch=4)
+    assert plan(seed=1) != plan(seed=0)
+    assert [forward[0].row for forward in plan(seed=1)] != [forward[0].row for forward in plan(seed=0)]
+    # a row keeps its noise when the number of groups per epoch changes
+    few = {(m.row, m.member): m.noise_seed for e in range(2) for m in epoch_of(1, epoch=e, groups=3)}
+    assert few == {(m.row, m.member): m.noise_seed for m in epoch_of(1, groups=6)}
+
+
+def test_contiguous_keeps_groups_on_one_process_and_spread_completes_them_early():
+    for rank in range(2):
+        groups = Counter(m.group_id for forward in plan(world=2, rank=rank, batch=2) for m in forward)
+        assert set(groups.values()) == {4} and len(groups) == 3
+    forwards = [plan(world=2, rank=rank, batch=2, spread="spread") for rank in range(2)]
+    for i in range(6):
+        assert {m.group_id for rank in range(2) for m in forwards[rank][i]} == {i}
+
+
+def test_plan_refuses_what_cannot_be():
+    with pytest.raises(
+        ValueError, match="groups 5 x group_size 3 = 15 .* world 2 x batch 2 = 4; .* groups 4 or 8, or gro"
+    ):
+        plan(world=2, batch=2, groups=5, group_size=3)
+    with pytest.raises(ValueError, match="groups 4 x group_size 3 = 12 .* batch 3 or 6$"):
+        plan(world=2, batch=5, groups=4, group_size=3)
+    with pytest.raises(ValueError, match="nobody to be compared with"):
+        plan(group_size=1)
+    with pytest.raises(ValueError, match="groups 0"):
+        plan(groups=0)
+    with pytest.raises(ValueError, match="rank 2, world 2"):
+        plan(world=2, rank=2)
+    with pytest.raises(ValueError, match="epoch -1"):
+        plan(epoch=-1)
+    with pytest.raises(ValueError, match="0 rows"):
+        plan(sample_ids=[])
+    with pytest.raises(ValueError, match="'even'"):
+        plan(spread="even")
+
+
+class Echo(Dataset):
+    """Gives back what it is asked for."""
+
+    def __getitem__(self, member):
+        return member
+
+
+def test_a_loader_delivers_the_plan_of_its_epoch_through_a_prefetching_worker():
+    sampler = grpo.DistributedGroupSampler(partial(plan, world=2, rank=1, batch=2))
+    loader = DataLoader(Echo(), batch_sampler=sampler, collate_fn=list, num_workers=1, persistent_workers=True)
+    grpo.check_loader(loader, sampler)
+    for epoch in (0, 1, 2, 7):
+        sampler.set_epoch(epoch)
+        batches = []
+        for batch in loader:
+            sampler.set_epoch(99)  # too late for this iteration
+            batches.append(batch)
+        assert batches == plan(epoch=epoch, world=2, rank=1, batch=2)
+        assert len(loader) == len(batches) == 6
+
+
+def test_a_loader_sharded_a_second_time_is_refused():
+    ids = []
+    for rank in range(2):
+        sampler = grpo.DistributedGroupSampler(partial(plan, world=2, rank=rank))
+        loader = DataLoader(Echo(), batch_sampler=sampler, collate_fn=list)
+        prepared = prepare_data_loader(loader, num_processes=2, process_index=rank)
+        ids += [m.group_id for batch in prepared for m in batch]
+        with pytest.raises(ValueError, match="over a BatchSamplerShard.*do not pass it to accelerator.prepare"):
+            grpo.check_loader(prepared, sampler)
+        with pytest.raises(ValueError, match="not a DataLoader over the plan"):
+            grpo.check_loader(DataLoader(Echo(), batch_sampler=list(sampler)), sampler)
+        with pytest.raises(ValueError, match="is a DataLoaderShard"):  # one process: nothing lost yet
+            grpo.check_loader(prepare_data_loader(loader, num_processes=1, process_index=0), sampler)
+    assert set(Counter(ids).values()) != {4}  # the accident that the check is for
+    rewards = torch.zeros(len(ids))
+    with pytest.raises(ValueError, match="groups must have 4 members, but group 0 has 2"):
+        grpo.advantages(rewards, torch.tensor(ids), group_size=4)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Advantages
+
+
+def random_rewards(groups=5, size=4, rewards=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (groups * size,) if rewards is None else (groups * size, rewards)
+    ids = torch.arange(groups).repeat_interleave(size)[torch.randperm(groups * size, generator=generator)]
+    return 3 + torch.randn(shape, generator=generator), ids * 10 - 7  # ids need be neither dense nor sorted
+
+
+def plain(rewards, ids, std, clip=5.0, valid=None):
+    """The same advantages with Python lists and the statistics module."""
+    rewards, ids = rewards.double().tolist(), ids.tolist()
+    valid = [True] * len(ids) if valid is None else valid.tolist()
+    out = []
+    for i in range(len(ids)):
+        peers = [rewards[j] for j in range(len(ids)) if ids[j] == ids[i] and valid[j]]
+        if not valid[i] or len(set(peers)) < 2:
+            out.append(0.0)
+            continue
+        a = rewards[i] - statistics.fmean(peers)
+        if std == "group":
+            a /= statistics.pstdev(peers) + 1e-4
+        if std == "global":
+            a /= statistics.pstdev([r for r, ok in zip(rewards, valid, strict=True) if ok]) + 1e-4
+        out.append(max(-clip, min(clip, a)))
+    return out
+
+
+@pytest.mark.parametrize("std", ["group", "global", "none"])
+@pytest.mark.parametrize("clip", [5.0, 0.8])
+def test_advantages_are_the_textbooks(std, clip):
+    rewards, ids = random_rewards()
+    valid = torch.ones(20, dtype=torch.bool)
+    valid[[0, 3, 8]] = False
+    rewards[ids == -7] = 0.1  # a group that does not vary
+    rewards[0] = math.nan
+    ours, logged = grpo.advantages(rewards, ids, group_size=4, std=std, clip=clip, valid=valid)
+    assert ours.dtype == torch.float32
+    assert ours.tolist() == pytest.approx(plain(rewards, ids, std, clip, valid), abs=1e-6)
+    assert float(ours.abs().max()) == pytest.approx(clip) if clip < 1 else float(ours.abs().max()) > 0.8
+    assert logged["reward/valid_fraction"] == pytest.approx(17 / 20)
+    assert logged["reward/mean"] == pytest.approx(statistics.fmean(rewards[valid].tolist()), abs=1e-6)
+    per_group = [statistics.pstdev(rewards[valid & (ids == i)].tolist()) for i in ids.unique()]
+    assert logged["reward/std_in_group"] == pytest.approx(statistics.fmean(per_group), abs=1e-6)
+    assert logged["group/zero_variance"] == pytest.approx(1 / 5)
+
+
+def test_advantages_have_mean_zero_and_unit_deviation_per_group():
+    rewards, ids = random_rewards(groups=9, size=6)
+    ours, _ = grpo.advantages(rewards, ids, group_size=6)
+    for i in ids.unique():
+        assert float(ours[ids == i].mean()) == pytest.approx(0, abs=1e-6)
+        assert float(ours[ids == i].std(correction=0)) == pytest.approx(1, abs=1e-3)
+    # two members are +1 and -1 whatever the rewards
+    pair, _ = grpo.advantages(torch.tensor([0.2, 0.7]), torch.zeros(2, dtype=torch.long), group_size=2)
+    assert pair.tolist() == pytest.approx([-1, 1], abs=1e-3)
+
+
+def test_epsilon_keeps_noise_of_the_reward_small():
+    noise = torch.tensor([0.5, 0.5 + 1e-6, 0.5, 0.5])
+    ours, logged = grpo.advantages(noise, torch.zeros(4, dtype=torch.long), group_size=4)
+    assert 0 < float(ours.abs().max()) < 0.02
+    assert logged["group/zero_variance"] == 0
+
+
+def test_advantages_do_not_depend_on_order_or_scale():
+    rewards, ids = random_rewards(seed=1)
+    ours, _ = grpo.advantages(rewards, ids, group_size=4)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(grpo.advantages(rewards[order], ids[order], group_size=4)[0], ours[order])
+    torch.testing.assert_close(grpo.advantages(1000 * rewards - 50, ids, group_size=4)[0], ours, atol=1e-3, rtol=0)
+    # another group's rewards change nothing, unless the deviation is the epoch's
+    rewards[ids == 3] *= 100
+    others = ids != 3
+    torch.testing.assert_close(grpo.advantages(rewards, ids, group_size=4)[0][others], ours[others])
+    epoch_wide, _ = grpo.advantages(rewards, ids, group_size=4, std="global")
+    assert float(epoch_wide[others].abs().max()) < 0.1
+
+
+def test_two_gathered_processes_are_one():
+    reward_of = {(m.group_id, m.member): 0.1 * m.member**2 + m.group_id for m in epoch_of(1)}
+
+    def advantage_of(world, spread):
+        members = epoch_of(world, spread=spread)  # what a gather gives: rank 0's, then rank 1's
+        rewards = torch.tensor([reward_of[m.group_id, m.member] for m in members])
+        ours, logged = grpo.advantages(rewards, torch.tensor([m.group_id for m in members]), group_size=4)
+        return {(m.group_id, m.member): a for m, a in zip(members, ours.tolist(), strict=True)}, logged
+
+    one, logged = advantage_of(1, "contiguous")
+    for world, spread in itertools.product((2, 3, 4, 8), ("contiguous", "spread")):
+        several, logged_several = advantage_of(world, spread)
+        assert several == pytest.approx(one, abs=1e-6)
+        assert logged_several == pytest.approx(logged)
+    # not gathered: half of each group is missing, and that is said
+    own = [m for forward in plan(world=8, rank=0) for m in forward]
+    with pytest.raises(ValueError, match="but group 0 has 3: gather rewards and group ids"):
+        grpo.advantages(torch.zeros(len(own)), torch.tensor([m.group_id for m in own]), group_size=4)
+
+
+def test_invalid_samples_count_nowhere():
+    ids = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2])
+    rewards = torch.tensor([1.0, 2, 3, math.inf, 5, math.nan, math.nan, math.nan, *[math.nan] * 4])
+    valid = rewards.isfinite()
+    for std in ("group", "global", "none"):
+        ours, logged = grpo.advantages(rewards, ids, group_size=4, valid=valid, std=std)
+        assert ours[:3].sum() == pytest.approx(0, abs=1e-6) and ours[0] < 0 < ours[2]
+        assert ours[3:].tolist() == [0] * 9  # one valid member has nobody to be compared with
+        assert logged["group/zero_variance"] == pytest.approx(2 / 3)
+        assert logged["reward/mean"] == pytest.approx(11 / 4)
+        assert logged["reward/std_in_group"] == pytest.approx(math.sqrt(2 / 3) / 2)  # group 2 has no reward at all
+        none, logged = grpo.advantages(rewards, ids, group_size=4, valid=torch.zeros_like(valid), std=std)
+        assert none.tolist() == [0] * 12 and math.isnan(logged["reward/mean"])
+        assert math.isnan(logged["reward/std_in_group"]) and logged["reward/valid_fraction"] == 0
+
+
+@pytest.mark.parametrize("reward", [0.1, -0.1])
+def test_equal_rewards_give_exactly_nothing(reward):
+    rewards = torch.full((3,), reward, dtype=torch.float64)
+    assert rewards.mean() != reward  # rounded
+    ours, logged = grpo.advantages(rewards, torch.zeros(3, dtype=torch.long), group_size=3, std="none")
+    assert ours.tolist() == [0, 0, 0] and logged["group/zero_variance"] == 1
+
+
+def test_several_rewards_are_summed_before_or_after_normalising():
+    rewards, ids = random_rewards(rewards=2)
+    rewards[:, 1] *= 100
+    weights = (1.0, 0.5)
+    summed, logged = grpo.advantages(rewards, ids, group_size=4, weights=weights)
+    total = rewards.double() @ torch.tensor(weights).double()
+    assert summed.tolist() == pytest.approx(plain(total, ids, "group"), abs=1e-5)
+    assert logged["reward/mean"] == pytest.approx(float(total.mean()))
+    for std in ("group", "global", "none"):
+        apart, _ = grpo.advantages(rewards, ids, group_size=4, weights=weights, combine="per_reward", clip=1e9, std=std)
+        columns = [plain(rewards[:, k], ids, std, 1e9) for k in range(2)]
+        assert apart.tolist() == pytest.approx([a + 0.5 * b for a, b in zip(*columns, strict=True)], rel=1e-5, abs=1e-4)
+    apart, _ = grpo.advantages(rewards, ids, group_size=4, weights=weights, combine="per_reward", clip=0.3)
+    assert float(apart.abs().max()) == pytest.approx(0.3)  # the sum is clipped, not its parts
+    # the small reward is heard in `per_reward` alone
+    small = rewards[:, 0] - rewards[:, 0].mean()
+    apart, _ = grpo.advantages(rewards, ids, group_size=4, weights=(1.0, 1.0), combine="per_reward")
+    summed, _ = grpo.advantages(rewards, ids, group_size=4, weights=(1.0, 1.0))
+    assert torch.corrcoef(torch.stack([apart, small]))[0, 1] > torch.corrcoef(torch.stack([summed, small]))[0, 1] + 0.2
+    # a group is idle when no reward varies: of two where one varies, the other adds exactly nothing
+    flat, ids = torch.tensor([[0.1, 1.0], [0.1, 2.0], [0.3, 7.0], [0.3, 7.0]]), torch.tensor([0, 0, 1, 1])
+    ours, logged = grpo.advantages(flat, ids, group_size=2, weights=(1.0, 2.0), combine="per_reward")
+    assert ours.tolist() == pytest.approx([-2, 2, 0, 0], abs=1e-3) and logged["group/zero_variance"] == 0.5
+
+
+def test_advantages_refuse_what_cannot_be():
+    rewards, ids = random_rewards()
+    with pytest.raises(ValueError, match="'batch'"):
+        grpo.advantages(rewards, ids, group_size=4, std="batch")
+    with pytest.raises(ValueError, match="'product'"):
+        grpo.advantages(rewards, ids, group_size=4, combine="product")
+    with pytest.raises(ValueError, match="clip must be above 0, got 0"):
+        grpo.advantages(rewards, ids, group_size=4, clip=0)
+    with pytest.raises(ValueError, match="1 rewards per sample and 2 weights"):
+        grpo.advantages(rewards, ids, group_size=4, weights=(1.0, 1.0))
+    with pytest.raises(ValueError, match="group_size must be at least 2.*got 1"):
+        grpo.advantages(rewards, torch.arange(20), group_size=1)
+    with pytest.raises(ValueError, match="groups must have 4 members, but group 0 has 1, group 1 has 1"):
+        grpo.advantages(rewards, torch.arange(20), group_size=4)
+    rewards[3] = math.nan
+    with pytest.raises(ValueError, match="1 of 20 valid rewards are not finite; mark such samples valid=False"):
+        grpo.advantages(rewards, ids, group_size=4)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Objectives
+
+
+def gaussian_log_prob(x, mean, std):
+    return torch.distributions.Normal(mean, std).log_prob(x).flatten(1).mean(1)
+
+
+def transition(batch=6, shape=(3, 4), change=0.3, std=0.4, seed=0, dtype=torch.float64):
+    """x_next drawn from the old policy, and the new policy's mean, with graph."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise():
+        return torch.randn(batch, *shape, generator=generator, dtype=dtype)
+
+    std = torch.tensor(std, dtype=dtype)
+    old_mean, eps = noise(), noise()
+    mean = (old_mean + change * std * noise()).requires_grad_()
+    return mean, old_mean, std, old_mean + std * eps, eps
+
+
+RANGE = dict(clip_low=0.05, clip_high=0.1)
+
+
+def test_clip_is_the_textbook_formula():
+    mean, old_mean, std, x_next, _ = transition(change=0.6)
+    advantage = torch.tensor([1.0, -1.0, 0.5, -2.0, 0.0, 3.0], dtype=torch.float64)
+    log_prob, old = gaussian_log_prob(x_next, mean, std), gaussian_log_prob(x_next, old_mean, std)
+    loss, samples = grpo.policy_loss("clip", log_prob, old, advantage, **RANGE)
+    (ours,) = torch.autograd.grad(loss, mean, retain_graph=True)
+    ratio = (log_prob - old).exp()
+    objective = torch.minimum(ratio * advantage, ratio.clip(0.95, 1.1) * advantage).mean()
+    (textbook,) = torch.autograd.grad(-objective, mean)
+    torch.testing.assert_close(loss, -objective)
+    torch.testing.assert_close(ours, textbook)
+    silent = (textbook == 0).flatten(1).all(1) & (advantage != 0)
+    assert (samples["clipped"] == silent).all() and 0 < silent.sum() < 5
+    torch.testing.assert_close(samples["approximate_kl"], (log_prob - old).detach() ** 2 / 2)
+    assert not any(value.requires_grad for value in samples.values())
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_guard_is_the_mean_of_drift_times_noise(normalised):
+    """Against numpy, which sees the rollout's noise and no log-probability at all."""
+    mean, old_mean, std, x_next, eps = transition(change=1.0)
+    dt, advantage = -0.05, torch.tensor([1.0, -1.0, 0.5, -2.0, 0.0, 3.0], dtype=torch.float64)
+
+    def score(m):  # CPS leaves out the normaliser
+        return gaussian_log_prob(x_next, m, std) if normalised else -((x_next - m) ** 2).flatten(1).mean(1)
+
+    loss, samples = grpo.policy_loss(
+        "guard", score(mean), score(old_mean), advantage,
+        clip_low=0.02, clip_high=0.03, mean=mean, old_mean=old_mean, std=std, dt=dt, normalised=normalised,
+    )  # fmt: skip
+    (gradient,) = torch.autograd.grad(loss, mean)
+    drift, noise, a = (t.detach().numpy() for t in (mean - old_mean, eps, advantage))
+    ratio = np.exp((drift * noise).mean((1, 2)))
+    expected = np.maximum(-a * ratio, -a * np.clip(ratio, 0.98, 1.03)).mean() / 0.05
+    alive = ~((a > 0) & (ratio > 1.03) | (a < 0) & (ratio < 0.98))
+    slope = -(a * ratio * alive)[:, None, None] * noise / noise[0].size / 6 / 0.05
+    np.testing.assert_allclose(samples["ratio"].numpy(), ratio, rtol=1e-12)
+    np.testing.assert_allclose(loss.item(), expected, rtol=1e-12)
+    np.testing.assert_allclose(gradient.numpy(), slope, rtol=1e-9, atol=1e-12)
+    assert (samples["clipped"].numpy() == ~alive).all() and 0 < alive.sum() < 6
+
+
+def test_guard_takes_a_std_per_sample():
+    mean, old_mean, _, _, eps = transition()
+    std = torch.linspace(0.2, 0.7, 6, dtype=torch.float64)
+    x_next = old_mean + std[:, None, None] * eps
+    log_prob, old = (gaussian_log_prob(x_next, m, std[:, None, None]) for m in (mean, old_mean))
+    _, samples = grpo.policy_loss(
+        "guard", log_prob, old, torch.ones(6), **RANGE, mean=mean, old_mean=old_mean, std=std, dt=-0.1
+    )
+    torch.testing.assert_close(samples["ratio"], ((mean - old_mean) * eps).flatten(1).mean(1).exp().detach())
+
+
+def test_the_plain_clip_silences_one_sign_at_size_and_guard_neither():
+    """4096 dimensions and a change of 20 %: log r = -0.02 +- 0.003, so a clip range of 0.01 hears A > 0 alone."""
+    mean, old_mean, std, x_next, _ = transition(batch=400, shape=(4096,), change=0.2, dtype=torch.float32)
+    advantage = torch.tensor([1.0, -1.0]).repeat(200)
+    log_prob, old = gaussian_log_prob(x_next, mean, std), gaussian_log_prob(x_next, old_mean, std)
+    given = dict(clip_low=0.01, clip_high=0.01)
+    _, plain_clip = grpo.policy_loss("clip", log_prob, old, advantage, **given)
+    _, guard = grpo.policy_loss(
+        "guard", log_prob, old, advantage, **given, mean=mean, old_mean=old_mean, std=std, dt=-0.1
+    )
+    biased, centred = plain_clip["ratio"].log(), guard["ratio"].log()
+    assert float(biased.mean()) == pytest.approx(-(0.2**2) / 2, rel=0.02)
+    assert float(biased.std()) == pytest.approx(0.2 / 64, rel=0.1)
+    assert float(centred.mean()) == pytest.approx(0, abs=4 * 0.4 * 0.2 / 64 / 20)  # 4 standard errors
+    assert float(centred.std()) == pytest.approx(0.4 * 0.2 / 64, rel=0.1)
+    told = grpo.policy_statistics(plain_clip)
+    assert told["policy/clip_fraction_negative"] == 1 and told["policy/clip_fraction_positive"] == 0
+    told = grpo.policy_statistics(guard)
+    assert told["policy/clip_fraction"] == 0 and told["policy/ratio"] == pytest.approx(1, abs=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["clip", "guard"])
+def test_the_gradient_at_ratio_one_is_the_policy_gradient(kind):
+    mean, _, std, x_next, _ = transition(change=0)
+    advantage, dt = torch.tensor([1.0, -1.0, 0.5, -2.0, 0.0, 3.0], dtype=torch.float64), -0.05
+    log_prob = gaussian_log_prob(x_next, mean, std)
+    loss, samples = grpo.policy_loss(
+        kind, log_prob, log_prob.detach(), advantage, **RANGE, mean=mean, old_mean=mean.detach(), std=std, dt=dt
+    )
+    assert samples["ratio"].tolist() == [1] * 6 and not samples["clipped"].any()
+    (ours,) = torch.autograd.grad(loss, mean, retain_graph=True)
+    (score,) = torch.autograd.grad(-(advantage * log_prob).mean(), mean)
+    torch.testing.assert_close(ours, score if kind == "clip" else score * std / abs(dt))
+
+
+def test_clipped_by_sign_of_the_advantage():
+    ratio = torch.tensor([1.2, 1.2, 0.8, 0.8, 1.05, 0.98, 1.2, 0.8])
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 0.0, 0.0])
+    log_prob = ratio.log().requires_grad_()
+    loss, samples = grpo.policy_loss("clip", log_prob, torch.zeros(8), advantage, **RANGE)
+    (gradient,) = torch.autograd.grad(loss, log_prob)
+    assert samples["clipped"].tolist() == [True, False, False, True, False, False, False, False]
+    assert (gradient == 0).tolist() == [True, False, False, True, False, False, True, True]
+    told = grpo.policy_statistics(samples)
+    assert told["policy/clip_fraction"] == pytest.approx(2 / 8)
+    assert told["policy/clip_fraction_positive"] == told["policy/clip_fraction_negative"] == pytest.approx(1 / 3)
+    assert told["policy/ratio"] == pytest.approx(float(ratio.mean()))
+    assert told["policy/ratio_std"] == pytest.approx(statistics.pstdev(ratio.tolist()), rel=1e-5)
+    assert told["policy/approximate_kl"] == pytest.approx(float((ratio.log() ** 2 / 2).mean()))
+    assert grpo.policy_statistics({name: v[:1] for name, v in samples.items()})["policy/clip_fraction_negative"] == 0
+
+
+@pytest.mark.parametrize("kind", ["clip", "guard"])
+def test_kl_is_that_of_the_two_gaussians_and_pulls_to_the_reference(kind):
+    mean, old_mean, std, x_next, _ = transition()
+    reference = torch.randn(6, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    log_prob, old = gaussian_log_prob(x_next, mean, std), gaussian_log_prob(x_next, old_mean, std)
+    given = dict(**RANGE, mean=mean, old_mean=old_mean, std=std, dt=-0.05)
+    advantage = torch.ones(6)
+    without, nothing = grpo.policy_loss(kind, log_prob, old, advantage, **given)
+    loss, samples = grpo.policy_loss(kind, log_prob, old, advantage, **given, reference_mean=reference, kl_weight=0.3)
+    normal = torch.distributions.Normal
+    kl = torch.distributions.kl_divergence(normal(mean, std), normal(reference, std)).flatten(1).mean(1)
+    torch.testing.assert_close(samples["kl"], kl.detach())
+    torch.testing.assert_close(loss, without + 0.3 * kl.mean())
+    (ours,) = torch.autograd.grad(loss - without, mean)
+    torch.testing.assert_close(ours, 0.3 * (mean - reference).detach() / std**2 / 72)
+    assert grpo.policy_statistics(samples)["policy/kl"] == pytest.approx(float(kl.detach().mean()))
+    assert nothing["kl"].tolist() == [0] * 6
+
+
+def test_policy_loss_refuses_what_cannot_be():
+    one = torch.zeros(2)
+    with pytest.raises(ValueError, match="'ppo'"):
+        grpo.policy_loss("ppo", one, one, one, **RANGE)
+    with pytest.raises(ValueError, match=r"must all be \(B,\), got \(2,\), \(2, 1\) and \(2,\)"):
+        grpo.policy_loss("clip", one, one[:, None], one, **RANGE)
+    with pytest.raises(ValueError, match=r"must all be \(B,\), got \(2, 1\)"):
+        grpo.policy_loss("clip", one[:, None], one[:, None], one[:, None], **RANGE)
+    with pytest.raises(ValueError, match="clip_low < 1.*got 1.0 and 0.1"):
+        grpo.policy_loss("clip", one, one, one, clip_low=1.0, clip_high=0.1)
+    with pytest.raises(ValueError, match="clip_high > 0, got 0.1 and 0"):
+        grpo.policy_loss("clip", one, one, one, clip_low=0.1, clip_high=0.0)
+    with pytest.raises(ValueError, match="guard needs old_mean, dt"):
+        grpo.policy_loss("guard", one, one, one, **RANGE, mean=one, std=one)
+    with pytest.raises(ValueError, match="kl_weight needs mean, reference_mean, std"):
+        grpo.policy_loss("clip", one, one, one, **RANGE, kl_weight=0.1)
+    x = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="std must be above 0, got 0: a deterministic step has no density"):
+        grpo.policy_loss("guard", one, one, one, **RANGE, mean=x, old_mean=x, std=torch.zeros(()), dt=-0.1)
+    with pytest.raises(ValueError, match=r"got \(2, 3\), \(2, 3\) and \(2, 1\)"):
+        grpo.policy_loss("guard", one, one, one, **RANGE, mean=x, old_mean=x, std=torch.ones(2, 1), dt=-0.1)
+    with pytest.raises(ValueError, match=r"got \(2, 3\), \(1, 3\) and \(\)"):
+        grpo.policy_loss(
+            "clip", one, one, one, **RANGE, mean=x, reference_mean=x[:1], std=torch.ones(()), kl_weight=0.1
+        )
+
+
+def test_check_ratio_names_the_steps_and_the_causes():
+    old = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    assert grpo.check_ratio(old.clone(), old, 0.0) == [0, 0, 0]
+    changed = old.clone()
+    changed[1, 2] += 0.25
+    assert grpo.check_ratio(changed, old, 0.3) == pytest.approx([0, 0.25, 0], abs=1e-6)
+    with pytest.raises(grpo.RatioError, match=r"step 2: 0, step 4: 0.25, step 5: 0 \(tolerance 0.1\)") as error:
+        grpo.check_ratio(changed, old, 0.1, steps=[2, 4, 5])
+    for cause in ("dropout", "batches of another size", "dtype", "CFG", "adapter state"):
+        assert cause in str(error.value)
+    changed[1, 2] = math.nan
+    with pytest.raises(grpo.RatioError, match="step 1: nan"):
+        grpo.check_ratio(changed, old, 1e9)
+    with pytest.raises(ValueError, match=r"\(steps, samples\), got \(5,\) and \(5,\)"):
+        grpo.check_ratio(old[0], old[0], 0.1)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Windows
+
+
+def test_windows_are_the_steps_asked_for():
+    assert grpo.window("list", 8, epoch=3, seed=0, steps=(5, 1, 2)) == (1, 2, 5)
+    usable = range(7)
+    seen = {grpo.window("random", 8, epoch=e, seed=0, usable=usable, size=3, bounds=(1, 6)) for e in range(60)}
+    assert seen == {(1, 2, 3), (2, 3, 4), (3, 4, 5)}
+    assert {grpo.window("random", 8, epoch=e, seed=0, usable=[0, 1, 3, 4, 5], size=2) for e in range(60)} == {
+        (0, 1), (3, 4), (4, 5),
+    }  # fmt: skip
+    drawn = [grpo.window("fraction", 16, epoch=e, seed=0, usable=range(15), fraction=0.6) for e in range(60)]
+    assert all(len(set(w)) == 9 and w == tuple(sorted(w)) and set(w) <= set(range(15)) for w in drawn)
+    assert len(set(drawn)) > 50 and set().union(*drawn) == set(range(15))
+    assert len(grpo.window("fraction", 4, epoch=0, seed=0, fraction=0.01)) == 1
+    assert grpo.window("fraction", 8, epoch=0, seed=0, fraction=1.0, bounds=(2, 5)) == (2, 3, 4)
+
+
+def test_windows_depend_on_seed_and_epoch_alone():
+    def draw(seed):
+        return [grpo.window("random", 20, epoch=e, seed=seed, size=2) for e in range(30)]
+
+    first = draw(0)
+    torch.manual_seed(123)
+    torch.rand(5)
+    assert draw(0) == first != draw(1)
+
+
+def test_windows_refuse_what_cannot_be():
+    draw = partial(grpo.window, num_steps=8, epoch=0, seed=0)
+    with pytest.raises(ValueError, match="'progressive'"):
+        draw("progressive")
+    with pytest.raises(ValueError, match=r"usable holds \[8\], but steps are 0 .. 7"):
+        draw("list", usable=[7, 8], steps=[7])
+    with pytest.raises(ValueError, match=r"usable \[0, 1, 2\].*got \[2, 7\]: \[7\] are not usable"):
+        draw("list", usable=[0, 1, 2], steps=[2, 7])
+    with pytest.raises(ValueError, match=r"each once, got \[1, 1\]"):
+        draw("list", steps=[1, 1])
+    with pytest.raises(ValueError, match=r"each once, got \[\]"):
+        draw("list")
+    with pytest.raises(ValueError, match=r"no 3 steps in a row among the usable \[2, 4\] of 1 .. 4"):
+        draw("random", usable=[0, 2, 4, 6], size=3, bounds=(1, 5))
+    with pytest.raises(ValueError, match="no 0 steps in a row"):
+        draw("random", size=0)
+    with pytest.raises(ValueError, match="0 < fraction <= 1.*got 1.5"):
+        draw("fraction", fraction=1.5)
+    with pytest.raises(ValueError, match="a usable step in 3 .. 4"):
+        draw("fraction", usable=[0, 1], bounds=(3, 5))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Learning
+
+
+@pytest.mark.parametrize("objective", ["clip", "guard", "clip with kl"])
+def test_a_gaussian_policy_learns_a_black_box_reward(objective):
+    """Two rows with targets of their own; the reward is a number without gradient; two updates per rollout."""
+    kind, with_kl = objective.split()[0], objective.endswith("kl")
+    targets, std, dt = torch.tensor([[1.0, -1.0], [-0.5, 0.8]]), torch.tensor(0.3), -0.3
+    means = torch.zeros(2, 2, requires_grad=True)
+    optimizer = torch.optim.SGD([means], lr=0.1)
+    rewards_of_epochs = []
+    for epoch in range(200):
+        members = epoch_of(2, epoch=epoch, group_size=8, groups=2, sample_ids=["a", "b"])
+        rows = torch.tensor([m.row for m in members])
+        old_mean = means[rows].detach()
+        noise = torch.stack([torch.randn(2, generator=torch.Generator().manual_seed(m.step_seed)) for m in members])
+        x_next = old_mean + std * noise
+        reward = -(x_next - targets[rows]).square().sum(1).sqrt().round(decimals=1)
+        advantage, logged = grpo.advantages(reward, torch.tensor([m.group_id for m in members]), group_size=8)
+        rewards_of_epochs.append(logged["reward/mean"])
+        old = gaussian_log_prob(x_next, old_mean, std)
+        for _ in range(2):
+            mean = means[rows]
+            loss, _ = grpo.policy_loss(
+                kind, gaussian_log_prob(x_next, mean, std), old, advantage, clip_low=0.2, clip_high=0.2,
+                mean=mean, old_mean=old_mean, std=std, dt=dt,
+                reference_mean=torch.zeros_like(mean), kl_weight=0.4 if with_kl else 0.0,
+            )  # fmt: skip
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    first, last = statistics.fmean(rewards_of_epochs[:3]), statistics.fmean(rewards_of_epochs[-10:])
+    distance = float((means.detach() - targets).norm(dim=1).mean())
+    if with_kl:  # the anchor keeps it between its start and the targets
+        assert -0.9 < last < -0.55 and 0.35 < distance < 0.8
+    else:  # -0.38 is the mean distance that the policy's own noise leaves
+        assert first < -1.0 and last > -0.46 and distance < 0.25
+
+
+def test_diffusers_ema_serves_as_documented():
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    ema = EMAModel(parameters, decay=0.9)
+    average = torch.zeros(2)
+    for n in range(200):
+        parameters[0].data.fill_(float(n))
+        ema.step(parameters)
+        decay = min(0.9, (1 + n) / (10 + n)) if n > 0 else 0.0
+        average = decay * average + (1 - decay) * n
+    ema.store(parameters)
+    ema.copy_to(parameters)
+    torch.testing.assert_close(parameters[0].data, average)
+    ema.restore(parameters)
+    assert parameters[0].tolist() == [199, 199]
+    again = EMAModel(parameters, decay=0.5)
+    again.load_state_dict(ema.state_dict())
+    assert again.decay == 0.9 and again.optimization_step == 200
+    torch.testing.assert_close(again.shadow_params[0], average)
