@@ -1,7 +1,8 @@
 """The run's configuration: one YAML file plus `section.key=value` overrides, checked before anything loads.
 
 The dataclasses below are the schema and the reference: a field's comment says what it means, its type says
-what it may be. Relative paths are relative to the directory the command is started in.
+what it may be. Relative paths are relative to the directory the command is started in. There are two schemas,
+RunConfig of train_reward_fl.py and GrpoConfig of train_flow_grpo.py; the section `grpo` tells a file of the second.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ import difflib
 import json
 import math
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -43,11 +44,14 @@ Text = Annotated[str, Range("a text that is not empty", lambda value: value.stri
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
+    """Of both scripts. A step is one optimizer update."""
+
     # Folder for run.json, metrics.jsonl, checkpoints/ and samples/. Holds one run.
     output_dir: Text
     # Seed of the data order, of every sample's noise and of the adapter's initial values.
     seed: Whole = 42
-    # A checkpoint and the sample videos are written every this many steps (and after the last one).
+    # A checkpoint and the sample videos are written every this many steps (and after the last one); Flow-GRPO writes
+    # them at the end of the epoch that these steps fall into.
     save_steps: Count = 25
     # Metrics reach the console and the tracker every this many steps; metrics.jsonl has every step.
     logging_steps: Count = 1
@@ -95,11 +99,21 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
+    """Of train_reward_fl.py."""
+
     # Where the expert that is not trained lives. gpu: beside the trained one. cpu_swap: in host memory, its
     # blocks are copied to the GPU one ahead of their turn. fp8: on the GPU in 8 bits, half the size, its weights
     # rounded by about 3 %. boundary_cache: nowhere while training; the latents that it hands over at the boundary
     # are computed once per clip and noise, and read from the cache (needs sample.noises_per_sample: n).
     untrained: Literal["gpu", "cpu_swap", "fp8", "boundary_cache"] = "gpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoPlacement:
+    """Of train_flow_grpo.py, whose every rollout starts from new noise: nothing at the boundary could be cached."""
+
+    # As in Placement.
+    untrained: Literal["gpu", "cpu_swap", "fp8"] = "gpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +153,17 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class Schedule:
     # Sampling steps from pure noise to the clean video.
     num_inference_steps: Count = 8
     # Shift of the sigma schedule: shift*s / (1 + (shift - 1)*s) over linspace(1, 0, steps + 1).
     shift: Positive = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Schedule):
+    """Of train_reward_fl.py."""
+
     # First and last step (from 0) that carry gradient. If final_timestep is not the last step, sampling ends
     # there with the x0 prediction.
     mid_timestep: Whole = 4
@@ -162,26 +182,47 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Term:
+class GrpoSample(Schedule):
+    """Of train_flow_grpo.py."""
+
+    # Scale of classifier-free guidance in rollout, replay and reference alike; 1 is none, takes half the time, and is
+    # what distilled models and reinforcement learning do best with.
+    guidance_scale: Positive = 1.0
+    # What guidance leads away from.
+    negative_prompt: str = ""
+
+    @property
+    def final_timestep(self) -> int:
+        """A rollout always takes every step."""
+        return self.num_inference_steps - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoTerm:
     # A reward as in reward.name.
     name: Text
-    # Its part in what is trained: weight * (score - mean) / std. 0: it is only measured.
+    # Its part in what is trained, weight * score. 0: it is only measured.
     weight: NonNegative = 0.0
-    mean: float = 0.0
-    std: Positive = 1.0
     # Arguments of the reward.
     settings: dict[str, Setting] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reward:
+class Term(GrpoTerm):
+    # What is trained is weight * (score - mean) / std.
+    mean: float = 0.0
+    std: Positive = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """Of both scripts."""
+
     # What is trained: likeness of the generated face to the face of the real clip (face_identity), another reward that
     # `python -m rewardfl.rewards` lists, or a class of your own, package.module:Class or path/to/file.py:Class.
     name: Text = "face_identity"
     # Arguments of a reward other than face_identity, whose are the keys below.
     settings: dict[str, Setting] = dataclasses.field(default_factory=dict)
-    # More rewards by any label, which the metrics carry (reward/<label>): trained with their weight, or only measured.
-    others: dict[str, Term] = dataclasses.field(default_factory=dict)
     # Folder with one face detector and one recogniser (.onnx): antelopev2, buffalo_l, AuraFace; the folder around
     # it that the zip unpacks to and an insightface root (models/antelopev2) will do.
     reward_model_path: Text | None = None
@@ -189,6 +230,18 @@ class Reward:
     held_out_model_path: Text | None = None
     # Side in pixels of the square that frames are fitted into for face detection.
     det_size: Count = 640
+    # Likeness above the cap is not paid for. self_similarity: the real clip's own mean pairwise likeness.
+    cap: Literal["self_similarity", "none"] | float = "self_similarity"
+    # A warning is logged when the mean motion, as a ratio to the real clip's, falls below this.
+    motion_alarm: NonNegative = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward(Rewards):
+    """Of train_reward_fl.py."""
+
+    # More rewards by any label, which the metrics carry (reward/<label>): trained with their weight, or only measured.
+    others: dict[str, Term] = dataclasses.field(default_factory=dict)
     # loss = -reward_weight * (reward - reward_mean) / reward_std + kl_weight * KL. The mean and std are those
     # of the untrained model's reward, so that reward_weight means the same for every recogniser.
     reward_weight: NonNegative = 0.1
@@ -198,16 +251,30 @@ class Reward:
     kl_weight: NonNegative = 1.0
     # Whether the KL's gradient also travels back along the trajectory, or only into the step it is taken at.
     kl_gradient: Literal["through_trajectory", "fixed_trajectory"] = "through_trajectory"
-    # Likeness above the cap is not paid for. self_similarity: the real clip's own mean pairwise likeness.
-    cap: Literal["self_similarity", "none"] | float = "self_similarity"
-    # Faces embedded at a time with gradient; a smaller number takes less memory.
+    # Faces embedded at a time; a smaller number takes less memory.
     recogniser_chunk: Count = 8
-    # A warning is logged when the mean motion, as a ratio to the real clip's, falls below this.
-    motion_alarm: NonNegative = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class GrpoReward(Rewards):
+    """Of train_flow_grpo.py, where a reward needs no gradient."""
+
+    # More rewards by any label, which the metrics carry (reward/<label>): trained with their weight, or only measured.
+    others: dict[str, GrpoTerm] = dataclasses.field(default_factory=dict)
+    # Part of reward.name in the weighted sum.
+    reward_weight: NonNegative = 1.0
+    # Of face_identity: added to what is trained are coverage_weight * (share of frames in which a face is found) and
+    # motion_weight * (motion as a ratio to the real clip's, at most 1). Neither has a gradient; here both can be paid.
+    coverage_weight: NonNegative = 0.0
+    motion_weight: NonNegative = 0.0
+    # Seconds after which a reward that runs beside the rollouts (such as `remote`) has failed for its samples.
+    reward_timeout: Positive = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoTrain:
+    """Of both scripts."""
+
     # Peak learning rate of AdamW.
     learning_rate: Positive = 2.5e-6
     # After warmup: constant (both spellings), or cosine down to 0 at the last step.
@@ -222,25 +289,107 @@ class Train:
     num_train_epochs: Count = 1
     # Clips per process and forward pass.
     per_device_train_batch_size: Count = 1
-    # Forward passes per process and step.
-    gradient_accumulation_steps: Count = 1
-    # Clips per step over all processes, as a check: must equal per device x accumulation x processes.
-    train_batch_size: Count | None = None
     # Gradients are scaled down to this norm when they exceed it.
     max_grad_norm: Positive = 1.0
     # Recompute activations in the backward pass instead of keeping them.
     use_gradient_checkpointing: bool = True
     # Keep what checkpointing stores (the blocks' inputs) in host memory until the backward pass.
     use_gradient_checkpointing_offload: bool = False
-    # The VAE decoder's caches between decode and its backward pass. keep: on the GPU; offload: in host memory;
-    # segment: every few chunks' only, the others are recomputed (one decode more).
-    decode_caches: Literal["keep", "offload", "segment"] = "keep"
     # Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
     max_nonfinite: Whole = 3
 
 
 @dataclass(frozen=True, kw_only=True)
+class Train(GrpoTrain):
+    """Of train_reward_fl.py."""
+
+    # Forward passes per process and step.
+    gradient_accumulation_steps: Count = 1
+    # Clips per step over all processes, as a check: must equal per device x accumulation x processes.
+    train_batch_size: Count | None = None
+    # The VAE decoder's caches between decode and its backward pass. keep: on the GPU; offload: in host memory;
+    # segment: every few chunks' only, the others are recomputed (one decode more).
+    decode_caches: Literal["keep", "offload", "segment"] = "keep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grpo:
+    """Of train_flow_grpo.py. An epoch rolls out groups * group_size samples and trains on them."""
+
+    # Rollouts of one clip (prompt and image), which are compared with each other.
+    group_size: Annotated[int, Range("at least 2", lambda value: value >= 2)] = 16
+    # Groups per epoch, over all processes.
+    groups: Count = 48
+    # Where the members of a group are rolled out: contiguous, in a row on as few processes as possible; spread, on all.
+    spread: Literal["contiguous", "spread"] = "contiguous"
+    # All members of a group start from the same noise, and differ by the noise of the SDE steps alone. The steps before
+    # the window are then computed once per group.
+    same_noise_in_group: bool = False
+    # Updates that share an epoch's samples, each taking a part of them. The ratio is 1 in the first alone.
+    updates_per_epoch: Count = 1
+    # Times that an epoch's samples are gone through.
+    inner_epochs: Count = 1
+
+    # How the stochastic steps draw: flow (Flow-GRPO), dance (DanceGRPO) or cps (Flow-CPS), with this much noise.
+    sde: Literal["flow", "dance", "cps"] = "flow"
+    noise_level: Positive = 0.7
+    # Which steps are stochastic, and trained; the others are steps of the ODE. list: window_steps. random: window_size
+    # steps in a row, drawn anew in each epoch. fraction: window_fraction of them, drawn anew in each epoch.
+    window: Literal["list", "random", "fraction"] = "random"
+    # For list.
+    window_steps: tuple[int, ...] | None = None
+    # For random.
+    window_size: Count = 2
+    # For fraction.
+    window_fraction: Share = 0.6
+    # First and last + 1 of the steps that random and fraction draw from; null is all. Steps of an expert that is not
+    # trained and the last step, whose noise nothing would remove, are never drawn.
+    window_bounds: tuple[int, ...] | None = None
+    # What a rollout leaves for the replay (latents and conditioning of the window) is kept here until the update.
+    samples_on: Literal["gpu", "cpu"] = "gpu"
+
+    # guard: GRPO-Guard's ratio without its bias, every step weighted by 1/dt. clip: PPO's, for images (at the size of
+    # a video its bias silences every sample of negative advantage).
+    objective: Literal["guard", "clip"] = "guard"
+    # The ratio is clipped to 1 - clip_range .. 1 + clip_range_high (null: clip_range). Not transferable between
+    # objectives, resolutions and kinds of sde.
+    clip_range: Annotated[float, Range("between 0 and 1", lambda value: 0 < value < 1)] = 2e-6
+    clip_range_high: Positive | None = None
+    # Weight of the KL divergence of the steps from those of the untrained model; 0 skips its forward passes.
+    kl_weight: NonNegative = 0.0
+    # What (reward - mean of the group) is divided by: the group's own standard deviation, that of all the epoch's
+    # rewards, or nothing.
+    advantage_std: Literal["group", "global", "none"] = "group"
+    # Several rewards: normalise their weighted sum, or each one before summing (a reward of small spread is heard too).
+    advantage_of: Literal["sum", "per_reward"] = "sum"
+    advantage_clip: Positive = 5.0
+    # Largest |log-probability of the replay - of the rollout| before an epoch's first update; more stops the run.
+    # null: 0 in float32, 0.1 * clip_range in bfloat16.
+    ratio_tolerance: NonNegative | None = None
+    # The averaged weights, which are evaluated, shown and saved: weight of the old average at each update (rising from
+    # 0.1 to this). 0: the last weights themselves.
+    ema_decay: Annotated[float, Range("in 0..1, 1 excluded", lambda value: 0 <= value < 1)] = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Of train_flow_grpo.py: held-out clips, sampled without noise (ODE) with the averaged weights."""
+
+    # metadata.csv of clips that are not trained on; null: no evaluation, and sample videos of training clips. Measure
+    # by a reward that is not trained on, too: reward.held_out_model_path, or one of reward.others with weight 0.
+    eval_clips: Text | None = None
+    # Every this many steps (at the end of the epoch that these fall into), before the first and after the last.
+    eval_steps: Count = 50
+    # Sampling steps; null takes sample.num_inference_steps.
+    eval_inference_steps: Count | None = None
+    # Videos per clip, each from a noise of its own, the same ones every time.
+    eval_noises: Count = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
+    """Of train_reward_fl.py."""
+
     run: Run
     model: Model
     experts: Placement = Placement()
@@ -251,51 +400,77 @@ class RunConfig:
     train: Train
 
 
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig:
+    """Of train_flow_grpo.py."""
+
+    run: Run
+    model: Model
+    experts: GrpoPlacement = GrpoPlacement()
+    lora: Lora
+    data: Data
+    sample: GrpoSample
+    reward: GrpoReward
+    train: GrpoTrain
+    grpo: Grpo
+    evaluation: Evaluation = Evaluation()
+
+
+AnyConfig = RunConfig | GrpoConfig
+SCRIPTS = {RunConfig: "train_reward_fl.py", GrpoConfig: "train_flow_grpo.py"}
 EXPERTS = {"dit": "high_noise", "dit2": "low_noise"}
 COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0}
-SECTIONS = get_type_hints(RunConfig)
-PLACES = {field.name: name for name, section in SECTIONS.items() for field in dataclasses.fields(section)}
+SECTIONS = {schema: get_type_hints(schema) for schema in SCRIPTS}
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Reading
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load(path: str | Path, overrides: Sequence[str] = (), schema: type | None = None) -> AnyConfig:
     """The checked configuration of YAML file `path` with `section.key=value` overrides (YAML values) applied.
 
-    Raises ConfigError for a file that cannot be read, unknown or missing keys, wrong types, values out of
-    range and combinations that cannot work.
+    schema: RunConfig or GrpoConfig, of the script that asks; None takes the file's.
+
+    Raises ConfigError for a file that cannot be read or is another script's, unknown or missing keys, wrong types,
+    values out of range and combinations that cannot work.
     """
-    return parse(_read(Path(path)), overrides)
+    raw = _read(Path(path))
+    of_file = GrpoConfig if "grpo" in raw else RunConfig
+    if schema not in (None, of_file):
+        has = "has a" if of_file is GrpoConfig else "has no"
+        raise ConfigError(f"{path} {has} section grpo, so it is for {SCRIPTS[of_file]}, not {SCRIPTS[schema]}")
+    return parse(raw, overrides)
 
 
-def parse(raw: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+def parse(raw: dict[str, Any], overrides: Sequence[str] = ()) -> AnyConfig:
     """`load` of what a file would hold: {section: {key: value}}, as in run.json's "config"."""
-    problems = [problem for text in overrides for problem in _override(raw, text)]
+    schema = GrpoConfig if "grpo" in raw else RunConfig
+    known = SECTIONS[schema]
+    problems = [problem for text in overrides for problem in _override(raw, text, known)]
     sections = {}
-    problems += [_unknown_section(name) for name in raw if name not in SECTIONS]
-    for name, section in SECTIONS.items():
-        sections[name], found = _build(section, raw.get(name, {}), name)
+    problems += [_unknown_section(name, known) for name in raw if name not in known]
+    for name, section in known.items():
+        sections[name], found = _build(section, raw.get(name, {}), name, known)
         problems += found
     _stop_at(problems)
-    cfg = RunConfig(**sections)
+    cfg = schema(**sections)
     _stop_at(_conflicts(cfg))
     return cfg
 
 
-def to_dict(cfg: RunConfig) -> dict[str, dict[str, Any]]:
+def to_dict(cfg: AnyConfig) -> dict[str, dict[str, Any]]:
     """{section: {key: value}} of plain JSON and YAML values."""
     sections = dataclasses.asdict(cfg)
     return {name: {key: _plain(value) for key, value in section.items()} for name, section in sections.items()}
 
 
-def flat(cfg: RunConfig) -> dict[str, str]:
+def flat(cfg: AnyConfig) -> dict[str, str]:
     """{section.key: value} as text, which every tracker takes."""
     return {f"{section}.{key}": str(value) for section, keys in to_dict(cfg).items() for key, value in keys.items()}
 
 
-def dump(cfg: RunConfig) -> str:
+def dump(cfg: AnyConfig) -> str:
     """YAML text with every key written out; `load` reads it back to the same configuration."""
     return yaml.safe_dump(to_dict(cfg), sort_keys=False)
 
@@ -337,18 +512,18 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file not found: {path}")
     raw = _parse(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path} must hold sections ({', '.join(SECTIONS)}) with keys beneath them")
+        raise ConfigError(f"{path} must hold sections ({', '.join(SECTIONS[RunConfig])}) with keys beneath them")
     return raw
 
 
-def _override(raw: dict[str, Any], text: str) -> list[str]:
+def _override(raw: dict[str, Any], text: str, sections: Mapping[str, type]) -> list[str]:
     """Put "section.key=value" into `raw`; the problems that kept it from going there."""
     name, equals, value = text.partition("=")
     section, dot, key = name.partition(".")
     if not equals:
         return [f"override {text!r} must have the form section.key=value"]
-    if section not in SECTIONS:
-        return [_unknown_section(section)]
+    if section not in sections:
+        return [_unknown_section(section, sections)]
     if not dot or not key:
         return [f"override {text!r} must name a key: {section}.<key>=value"]
     if not isinstance(raw.setdefault(section, {}), dict):
@@ -357,16 +532,28 @@ def _override(raw: dict[str, Any], text: str) -> list[str]:
     return []
 
 
-def _unknown_section(name: str) -> str:
-    if name in PLACES:
-        return f"{name} -> {PLACES[name]}.{name}: settings live in sections, move it there"
-    return f"unknown section {name!r}{_did_you_mean(name, SECTIONS)}; sections are {', '.join(SECTIONS)}"
+def _unknown_section(name: str, sections: Mapping[str, type]) -> str:
+    place = _place(name, sections)
+    if place is not None:
+        return f"{name} -> {place}.{name}: settings live in sections, move it there"
+    if name in SECTIONS[GrpoConfig]:
+        return f"section {name} is for {SCRIPTS[GrpoConfig]}, whose files have a section grpo; remove it"
+    return f"unknown section {name!r}{_did_you_mean(name, sections)}; sections are {', '.join(sections)}"
 
 
-def _unknown_key(section: str, key: str, known: Sequence[str]) -> str:
-    if key in PLACES:
-        return f"{section}.{key} -> {PLACES[key]}.{key}: the key belongs to another section, move it there"
+def _unknown_key(section: str, key: str, known: Sequence[str], sections: Mapping[str, type]) -> str:
+    place = _place(key, sections)
+    if place is not None:
+        return f"{section}.{key} -> {place}.{key}: the key belongs to another section, move it there"
+    for schema, others in SECTIONS.items():
+        if _place(key, others) is not None and others is not sections:
+            return f"{section}.{key} is a setting of {SCRIPTS[schema]} alone; remove it"
     return f"unknown key '{section}.{key}'{_did_you_mean(key, known)}"
+
+
+def _place(key: str, sections: Mapping[str, type]) -> str | None:
+    """The section that has a key of this name."""
+    return next((name for name, kind in sections.items() if key in get_type_hints(kind)), None)
 
 
 def _did_you_mean(word: Any, known: Sequence[str]) -> str:
@@ -374,12 +561,12 @@ def _did_you_mean(word: Any, known: Sequence[str]) -> str:
     return f", did you mean {close[0]!r}?" if close else ""
 
 
-def _build(section: type, raw: Any, name: str) -> tuple[Any, list[str]]:
-    """(section object or None, problems) from the section's raw mapping."""
+def _build(section: type, raw: Any, name: str, sections: Mapping[str, type]) -> tuple[Any, list[str]]:
+    """(section object or None, problems) from the section's raw mapping; sections: all of the schema."""
     if not isinstance(raw, dict):
         return None, [f"section {name!r} must hold keys, got {raw!r}; write them beneath it or remove the line"]
     hints = get_type_hints(section, include_extras=True)
-    problems = [_unknown_key(name, key, list(hints)) for key in raw if key not in hints]
+    problems = [_unknown_key(name, key, list(hints), sections) for key in raw if key not in hints]
     values = {}
     for field in dataclasses.fields(section):
         key = f"{name}.{field.name}"
@@ -415,7 +602,7 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
     if origin is dict and isinstance(value, dict) and all(isinstance(name, str) for name in value):
         return {name: _convert(item, members[1], f"{key}.{name}") for name, item in value.items()}
     if dataclasses.is_dataclass(kind):
-        built, problems = _build(kind, value, key)
+        built, problems = _build(kind, value, key, {})
         _stop_at(problems)
         return built
     if origin is tuple and isinstance(value, list) and all(type(member) is members[0] for member in value):
@@ -465,14 +652,16 @@ def _words(kind: Any) -> str:
 # Settings that depend on each other
 
 
-def _conflicts(cfg: RunConfig) -> list[str]:
-    return [
-        *_step_conflicts(cfg.sample),
-        *_coupling_conflicts(cfg.sample),
+def _conflicts(cfg: AnyConfig) -> list[str]:
+    shared = [
         *_model_conflicts(cfg),
         *_placement_conflicts(cfg),
         *_reward_conflicts(cfg.reward),
+        *_checkpointing_conflicts(cfg.train),
     ]
+    if isinstance(cfg, GrpoConfig):
+        return [*shared, *_grpo_conflicts(cfg)]
+    return [*_step_conflicts(cfg.sample), *_coupling_conflicts(cfg.sample), *shared, *_cache_conflicts(cfg)]
 
 
 def _step_conflicts(sample: Sample) -> Iterator[str]:
@@ -511,7 +700,7 @@ def _coupling_conflicts(sample: Sample) -> Iterator[str]:
         )
 
 
-def _model_conflicts(cfg: RunConfig) -> Iterator[str]:
+def _model_conflicts(cfg: AnyConfig) -> Iterator[str]:
     if bool(cfg.model.model_paths) == bool(cfg.model.model_id_with_origin_paths):
         given = "both are" if cfg.model.model_paths else "neither is"
         yield f"model.model_paths or model.model_id_with_origin_paths must be given, {given}"
@@ -538,7 +727,7 @@ def _model_conflicts(cfg: RunConfig) -> Iterator[str]:
         )
 
 
-def _reward_conflicts(reward: Reward) -> Iterator[str]:
+def _reward_conflicts(reward: Rewards) -> Iterator[str]:
     if reward.name == "face_identity" and reward.reward_model_path is None:
         yield "reward.reward_model_path is required for face_identity; name the folder of a face pack"
     if reward.name == "face_identity" and reward.settings:
@@ -548,26 +737,55 @@ def _reward_conflicts(reward: Reward) -> Iterator[str]:
             yield f"reward.others.{label}: the metrics have a reward/{label} already; choose another label"
 
 
-def _placement_conflicts(cfg: RunConfig) -> Iterator[str]:
+def _placement_conflicts(cfg: AnyConfig) -> Iterator[str]:
     untrained = cfg.experts.untrained
-    chosen = trainable_experts(cfg)
-    if untrained != "gpu" and len(chosen) != 1:
+    if untrained != "gpu" and len(trainable_experts(cfg)) != 1:
         yield f"experts.untrained {untrained} needs one expert that is not trained; set model.trainable_models to one"
     if untrained == "fp8" and cfg.model.distill_lora_mode == "adapter":
         yield "experts.untrained fp8 takes no adapter; set model.distill_lora_mode: fuse"
-    if untrained == "boundary_cache":
-        if chosen != ("low_noise",):
-            yield "experts.untrained boundary_cache is for training dit2 alone; set model.trainable_models: dit2"
-        if cfg.sample.noises_per_sample == "fresh":
-            yield (
-                "experts.untrained boundary_cache needs a number of noises per clip, sample.noises_per_sample is "
-                "fresh; set it to, for example, 4"
-            )
-    if cfg.train.use_gradient_checkpointing_offload and not cfg.train.use_gradient_checkpointing:
+
+
+def _cache_conflicts(cfg: RunConfig) -> Iterator[str]:
+    if cfg.experts.untrained != "boundary_cache":
+        return
+    if trainable_experts(cfg) != ("low_noise",):
+        yield "experts.untrained boundary_cache is for training dit2 alone; set model.trainable_models: dit2"
+    if cfg.sample.noises_per_sample == "fresh":
+        yield (
+            "experts.untrained boundary_cache needs a number of noises per clip, sample.noises_per_sample is "
+            "fresh; set it to, for example, 4"
+        )
+
+
+def _checkpointing_conflicts(train: GrpoTrain) -> Iterator[str]:
+    if train.use_gradient_checkpointing_offload and not train.use_gradient_checkpointing:
         yield (
             "train.use_gradient_checkpointing_offload keeps what gradient checkpointing stores; set "
             "train.use_gradient_checkpointing: true, or remove it"
         )
+
+
+def _grpo_conflicts(cfg: GrpoConfig) -> Iterator[str]:
+    grpo, steps = cfg.grpo, cfg.sample.num_inference_steps
+    if steps < 2:
+        yield "sample.num_inference_steps must be at least 2: the last step is never stochastic"
+    if grpo.sde == "cps" and grpo.noise_level > 1:
+        yield f"grpo.noise_level of sde cps must be at most 1, got {grpo.noise_level:g}"
+    if (grpo.window == "list") != (grpo.window_steps is not None):
+        yield "grpo.window_steps and grpo.window: list go together; set both, or neither"
+    bounds = grpo.window_bounds
+    if bounds is not None and grpo.window == "list":
+        yield "grpo.window_bounds are for grpo.window random and fraction; remove them, or window: list"
+    if bounds is not None and not (len(bounds) == 2 and 0 <= bounds[0] < bounds[1] <= steps):
+        yield f"grpo.window_bounds must be two numbers [first, last + 1] within 0..{steps}, got {list(bounds)}"
+    per_epoch, wanted = grpo.updates_per_epoch * grpo.inner_epochs, cfg.train.max_steps or 0
+    if wanted % per_epoch:
+        near = " or ".join(str(n) for n in (wanted - wanted % per_epoch, wanted - wanted % per_epoch + per_epoch) if n)
+        yield f"train.max_steps must be whole epochs of {per_epoch} updates, got {wanted}; try {near}"
+    if cfg.reward.name != "face_identity" and (cfg.reward.coverage_weight or cfg.reward.motion_weight):
+        yield f"reward.coverage_weight and motion_weight are for face_identity, not {cfg.reward.name}; remove them"
+    if cfg.sample.guidance_scale == 1 and cfg.sample.negative_prompt:
+        yield "sample.negative_prompt does nothing without guidance; set sample.guidance_scale, or remove it"
 
 
 def _names(text: str) -> list[str]:
@@ -608,19 +826,17 @@ class WantedReward:
     std: float = 1.0
 
 
-def wanted_rewards(cfg: RunConfig) -> list[WantedReward]:
+def wanted_rewards(cfg: AnyConfig) -> list[WantedReward]:
     """What is trained first, then the held-out judge if there is one, then the others."""
     reward = cfg.reward
     is_face = reward.name == "face_identity"
     face = {"det_size": reward.det_size, "chunk": reward.recogniser_chunk}
     own = {"pack_dir": reward.reward_model_path, "cap": reward.cap} | face if is_face else reward.settings
     key = "reward.reward_model_path" if is_face else "reward.name"
+    normal = {"mean": reward.reward_mean, "std": reward.reward_std} if isinstance(cfg, RunConfig) else {}
     wanted = [
-        WantedReward(
-            key=key, label="score", name=reward.name, settings=own, weight=reward.reward_weight,
-            mean=reward.reward_mean, std=reward.reward_std,
-        )
-    ]  # fmt: skip
+        WantedReward(key=key, label="score", name=reward.name, settings=own, weight=reward.reward_weight, **normal)
+    ]
     if reward.held_out_model_path is not None:
         judge = {"pack_dir": reward.held_out_model_path, "cap": "none"} | face
         wanted.append(
@@ -629,12 +845,11 @@ def wanted_rewards(cfg: RunConfig) -> list[WantedReward]:
             )
         )
     for label, term in reward.others.items():
-        given = {key: getattr(term, key) for key in ("name", "settings", "weight", "mean", "std")}
-        wanted.append(WantedReward(key=f"reward.others.{label}", label=label, **given))
+        wanted.append(WantedReward(key=f"reward.others.{label}", label=label, **vars(term)))
     return wanted
 
 
-def trainable_experts(cfg: RunConfig) -> tuple[str, ...]:
+def trainable_experts(cfg: AnyConfig) -> tuple[str, ...]:
     """("high_noise",), ("low_noise",) or both in this order."""
     chosen = _names(cfg.model.trainable_models)
     return tuple(expert for name, expert in EXPERTS.items() if name in chosen)
@@ -660,7 +875,7 @@ def check_batch(cfg: RunConfig, num_processes: int) -> int:
     )
 
 
-def check_paths(cfg: RunConfig) -> None:
+def check_paths(cfg: AnyConfig) -> None:
     """ConfigError naming every file or folder of the configuration that is not there."""
     problems = []
     if not Path(cfg.data.file_name).is_file():

@@ -10,14 +10,14 @@ LoRA's size). RESERVE stands for the CUDA context, the libraries' workspaces and
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rewardfl import config as configuration
-from rewardfl import data, flow, lora, reward_flow, wan
-from rewardfl.config import RunConfig
+from rewardfl import data, flow, grpo, lora, reward_flow, wan
+from rewardfl.config import AnyConfig, ConfigError, GrpoConfig, RunConfig
 from rewardfl.costs import Adapter, ChunkCost, Costs, measure
 
 HOST_BANDWIDTH = 50e9  # bytes/s between host and GPU, PCIe 5 x16 as it is reached
@@ -418,6 +418,41 @@ def run_of(cfg: RunConfig, configs: Path, clips: int | None = None, steps: int |
         clips=clips,
         pack_bytes=sum(file.stat().st_size for folder in packs for file in folder.rglob("*.onnx")),
     )
+
+
+def windows(cfg: GrpoConfig, sigmas: Sequence[float], boundary: float) -> Callable[[int], tuple[int, ...]]:
+    """epoch -> its SDE steps. ConfigError when there can be none, or a trained expert would answer at none.
+
+    sigmas: by step and the last one, 0. Usable are the steps of trained experts but the last step.
+    """
+    trained = configuration.trainable_experts(cfg)
+    answering = [wan.expert_at(sigma, boundary) for sigma in sigmas[:-1]]
+    usable = [i for i, expert in enumerate(answering[:-1]) if expert in trained]
+    table = ", ".join(f"{i}: {float(sigmas[i]):.3f} {expert}" for i, expert in enumerate(answering))
+
+    def window(epoch: int) -> tuple[int, ...]:
+        return grpo.window(
+            cfg.grpo.window, len(answering), epoch=epoch, seed=cfg.run.seed, usable=usable,
+            steps=cfg.grpo.window_steps or (), size=cfg.grpo.window_size, bounds=cfg.grpo.window_bounds,
+            fraction=cfg.grpo.window_fraction,
+        )  # fmt: skip
+
+    try:
+        window(0)
+    except ValueError as error:
+        raise ConfigError(
+            f"grpo.window: {error}. Usable are the steps of {cfg.model.trainable_models} (model.trainable_models) but "
+            f"the last step: {table}"
+        ) from error
+    low, high = cfg.grpo.window_bounds or (0, len(answering))
+    drawn = cfg.grpo.window_steps or [i for i in usable if low <= i < high]
+    idle = [name for name in trained if name not in {answering[i] for i in drawn}]
+    if idle:
+        raise ConfigError(
+            f"model.trainable_models: {', '.join(idle)} answers at no step that grpo.window may draw ({table}) and "
+            "would not learn; train the other alone, or widen the window"
+        )
+    return window
 
 
 # ------------------------------------------------------------------------------------------------------------
