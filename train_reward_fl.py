@@ -10,11 +10,9 @@ One update, for every sample of the batch:
     accelerate launch train_reward_fl.py --config configs/tiny_face.yaml [--dry-run] [section.key=value ...]
 """
 
-import argparse
 import math
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,50 +22,21 @@ from accelerate.utils import gather_object as gather_lists
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import (
-    checkpoint,
-    data,
-    decode,
-    face_parity,
-    flow,
-    lora,
-    offload,
-    prepare,
-    reward_flow,
-    wan,
-    wan_load,
-)
+from rewardfl import checkpoint, data, decode, flow, prepare, reward_flow, setup, wan, wan_load
 from rewardfl import config as configuration
 from rewardfl import plan as planning
-from rewardfl.cache import Cache, model_digest
+from rewardfl.cache import Cache
 from rewardfl.config import RunConfig
-from rewardfl.face_pack import describe, file_hashes
 from rewardfl.monitor import Timer, alarms, peak_memory_gb, total_memory
 from rewardfl.optim import learning_rate_factor
-from rewardfl.rewards import FaceIdentityReward
-from rewardfl.rewards.remote import RewardServerError
-from rewardfl.rewards.terms import RewardError, build_terms, check_trainable, score, total
-from rewardfl.shards import Refused
-
-VERSIONED = ("torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av")
-
-REFUSALS = (
-    configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused, RewardError, RewardServerError,
-    face_parity.FaceParityError,
-)  # fmt: skip
+from rewardfl.rewards.terms import build_terms, check_trainable, score, total
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved plan and stop before loading weights"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_args()
+    args = setup.command_line(__doc__)
     try:
-        return train(configuration.load(args.config, args.overrides), args.dry_run)
-    except REFUSALS as error:
+        return train(configuration.load(args.config, args.overrides, RunConfig), args.dry_run)
+    except setup.REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -75,17 +44,7 @@ def main() -> int:
 def train(cfg: RunConfig, dry_run: bool) -> int:
     """Train; the process's exit code, 2 for a dry run that does not fit the GPU that is there."""
     # ---------------------------------------------------------------------------------- what will be done, checked
-    configuration.check_paths(cfg)
-    layout = wan_load.find(
-        cfg.model.model_paths, cfg.model.tokenizer_path, cfg.model.model_id_with_origin_paths, cfg.model.allow_download
-    )
-    wan_load.open_files(layout)  # their headers: what does not fit is refused before anything loads
-    spatial, temporal = configuration.vae_factors(layout.configs)
-    configuration.check_geometry(
-        cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
-    )
-    boundary = cfg.model.min_timestep_boundary
-    boundary = configuration.boundary_ratio(layout.configs) if boundary is None else boundary
+    layout, boundary = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
     schedule = flow.linear_sigmas(cfg.sample.num_inference_steps, cfg.sample.shift)
     sigmas = reward_flow.until_final_step(schedule, cfg.sample.final_timestep)
     experts = configuration.trainable_experts(cfg)
@@ -127,29 +86,18 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
     share = prepare.Share(accelerator.process_index, accelerator.num_processes, not accelerator.is_main_process)
     terms = build_terms(configuration.wanted_rewards(cfg), device)
     check_trainable(terms)
-    scorers = [term.reward for term in terms]
-    size = {key: getattr(cfg.data, key) for key in ("height", "width", "num_frames", "max_pixels", "fps")}
-    load_row = partial(load_example, cfg)
-    found = gather_lists(prepare.references(store, rows, size, load_row, scorers, device, share))
-    rows, problems = data.usable_rows(rows, found, cfg.data.skip_bad_rows)
+    samples, problems = setup.find_samples(cfg, rows, terms, store, device, share, gather_lists)
     for problem in problems:
         say(f"skipped: {problem}")
-    samples = prepare.samples(store, rows, size, scorers)
-    packs = {term.key: term.reward.identity for term in terms if isinstance(term.reward, FaceIdentityReward)}
-    hashes = {label: file_hashes(identity.files) for label, identity in packs.items()}
-    clip = load_row(samples[0].row).reference.to(device)
-    for line in describe(hashes) + face_parity.check_packs(packs, clip):
+    clip = setup.load_example(cfg, samples[0].row).reference.to(device)
+    hashes, described = setup.check_face_packs(terms, clip)
+    for line in described:
         say(line)
     steps = data.total_steps(len(samples), global_batch, cfg.train.num_train_epochs, cfg.train.max_steps)
 
     # ---------------------------------------------------------------------------------- what the cache lacks
-    distilled = wan_load.read_distilled(cfg.model.distill_lora_high, cfg.model.distill_lora_low)
-    load = partial(wan_load.load_pipeline, layout, wan.DTYPES[cfg.model.dtype], distilled, cfg.model.distill_lora_mode)
-    weights = {part: model_digest(files) for part, files in wan_load.files(layout).items()}
-    conditions = prepare.Conditions(
-        store, weights["text_encoder"], weights["vae"], base_digest(cfg, weights["high_noise"]), cfg.model.dtype,
-        cfg.data.num_frames,
-    )  # fmt: skip
+    load = setup.loader(cfg, layout)
+    conditions = setup.conditions_of(cfg, layout, store)
     conditions.fill(samples, lambda parts: load(parts).to(device), share)
     cached = cfg.experts.untrained == "boundary_cache"
     start = sum(wan.expert_at(sigma, boundary) == "high_noise" for sigma in sigmas[:-1]) if cached else 0
@@ -160,23 +108,7 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     vae = load(("vae_decoder",)).vae.to(device)
-    outside = [name for name in wan.PARTS if name not in experts]
-    model_of = dict.fromkeys(wan.PARTS)  # one at a time: the host holds one expert
-    for name in outside if not cached else ():
-        model_of[name] = offload.place(load((name,)).components[wan.PARTS[name]], cfg.experts.untrained, device)
-    for name in experts:
-        model_of[name] = load((name,)).components[wan.PARTS[name]].to(device)
-    model = wan.Experts(model_of["high_noise"], model_of["low_noise"], boundary, outside)
-    trained = {name: model_of[name] for name in experts}
-    for expert in trained.values():
-        lora.inject(
-            expert, cfg.lora.lora_rank, cfg.lora.lora_alpha or cfg.lora.lora_rank,
-            lora.target_modules(cfg.lora.lora_target_modules), cfg.run.seed,
-        )  # fmt: skip
-        if cfg.train.use_gradient_checkpointing_offload:
-            expert.enable_gradient_checkpointing(offload.checkpoint_on_host)
-        elif cfg.train.use_gradient_checkpointing:
-            expert.enable_gradient_checkpointing()
+    model, trained = setup.load_experts(cfg, load, boundary, device, skip=["high_noise"] if cached else ())
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay)
     # a plain scheduler: accelerate's steps once per process
@@ -189,14 +121,8 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
     metrics_file = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
     first_step, skipped_in_a_row, history = 0, 0, []
     if resume is not None:
-        for name, expert in trained.items():
-            lora.load_adapter(expert, resume / wan.PARTS[name])
-        state = checkpoint.load_state(resume)
-        if state["samples"] != len(samples):
-            raise checkpoint.CheckpointError(
-                f"{resume} was trained on {state['samples']} clips, data.file_name now gives {len(samples)}: their "
-                "order would change; restore the data or set run.output_dir to a new folder"
-            )
+        setup.load_adapters(trained, resume)
+        state = setup.load_state(resume, len(samples))
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         first_step, skipped_in_a_row = state["step"], state["skipped_in_a_row"]
@@ -205,7 +131,7 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
         metrics_file.cut_back(first_step)
         history = metrics_file.read() if first_step else []
         checkpoint.write_run_json(
-            cfg.run.output_dir, configuration.to_dict(cfg), sys.argv, checkpoint.library_versions(VERSIONED),
+            cfg.run.output_dir, configuration.to_dict(cfg), sys.argv, checkpoint.library_versions(setup.VERSIONED),
             checkpoint.git_commit(Path(__file__).parent), hashes,
         )  # fmt: skip
     accelerator.init_trackers("rewardfl", config=configuration.flat(cfg))
@@ -307,7 +233,7 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
                     "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
                 }  # fmt: skip
                 checkpoint.save_checkpoint(
-                    cfg.run.output_dir, done, lambda folder: save_adapters(trained, folder), state
+                    cfg.run.output_dir, done, lambda folder: setup.save_adapters(trained, folder), state
                 )
                 save_videos(cfg, samples, vae, model, conditions, start_latents, sigmas, start, done)
             accelerator.wait_for_everyone()
@@ -317,17 +243,6 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-
-
-def load_example(cfg: RunConfig, row: data.Row) -> data.Example:
-    size = (cfg.data.height, cfg.data.width, cfg.data.num_frames)
-    return data.load_example(row, *size, max_pixels=cfg.data.max_pixels, fps=cfg.data.fps)
-
-
-def base_digest(cfg: RunConfig, files: str) -> str:
-    """What the untrained expert's answers depend on: its weights and the distillation that goes with them."""
-    path = cfg.model.distill_lora_high
-    return f"{files} {model_digest([Path(path)])} {cfg.model.distill_lora_mode}" if path else files
 
 
 def noise_seeds(cfg: RunConfig, samples: list[prepare.Sample]) -> list[tuple[prepare.Sample, int]]:
@@ -356,25 +271,15 @@ def summary(cfg: RunConfig, logged: dict[str, Tensor]) -> dict[str, float]:
     return metrics | {names.get(name, f"reward/{name}"): float(each[valid].nanmean()) for name, each in logged.items()}
 
 
-def save_adapters(trained: dict[str, torch.nn.Module], folder: Path) -> None:
-    for name, expert in trained.items():
-        lora.save_adapter(expert, folder / wan.PARTS[name])
-
-
 @torch.no_grad()
 def save_videos(cfg, samples, vae, model, conditions, start_latents, sigmas, start, step: int) -> None:
     """samples/step-*/<row>.mp4: the real clip, its face marked, beside the generated one (noise of epoch -1)."""
     folder = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
-    folder.mkdir(parents=True, exist_ok=True)
     for i, sample in enumerate(samples[: cfg.run.sample_videos]):
-        real = load_example(cfg, sample.row).video
-        if "boxes" in sample.references[0] and sample.row.reference_video is None:
-            real = data.draw_boxes(real, sample.references[0]["boxes"])  # whom the reward follows
         conditioning = conditions.conditioning(sample).to(vae.device)
         x = start_latents(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id), conditioning)
         x0 = reward_flow.rollout(wan.Velocity(model, conditioning), x, sigmas, keep=(), start=start).x0
-        pair = torch.cat([real, decode.decode(vae, x0)[0].float().cpu()], -1)
-        data.write_video(folder / f"{i:02d}.mp4", pair, fps=cfg.data.fps or data.frame_rate(sample.row.video))
+        setup.write_video(cfg, sample, decode.decode(vae, x0)[0], folder / f"{i:02d}.mp4")
 
 
 if __name__ == "__main__":

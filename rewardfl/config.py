@@ -232,6 +232,8 @@ class Rewards:
     det_size: Count = 640
     # Likeness above the cap is not paid for. self_similarity: the real clip's own mean pairwise likeness.
     cap: Literal["self_similarity", "none"] | float = "self_similarity"
+    # Faces embedded at a time; a smaller number takes less memory.
+    recogniser_chunk: Count = 8
     # A warning is logged when the mean motion, as a ratio to the real clip's, falls below this.
     motion_alarm: NonNegative = 0.8
 
@@ -251,8 +253,6 @@ class Reward(Rewards):
     kl_weight: NonNegative = 1.0
     # Whether the KL's gradient also travels back along the trajectory, or only into the step it is taken at.
     kl_gradient: Literal["through_trajectory", "fixed_trajectory"] = "through_trajectory"
-    # Faces embedded at a time; a smaller number takes less memory.
-    recogniser_chunk: Count = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -784,6 +784,9 @@ def _grpo_conflicts(cfg: GrpoConfig) -> Iterator[str]:
         yield f"train.max_steps must be whole epochs of {per_epoch} updates, got {wanted}; try {near}"
     if cfg.reward.name != "face_identity" and (cfg.reward.coverage_weight or cfg.reward.motion_weight):
         yield f"reward.coverage_weight and motion_weight are for face_identity, not {cfg.reward.name}; remove them"
+    trained = [cfg.reward.reward_weight, *(term.weight for term in cfg.reward.others.values())]
+    if not any(weight > 0 for weight in trained):
+        yield "reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained"
     if cfg.sample.guidance_scale == 1 and cfg.sample.negative_prompt:
         yield "sample.negative_prompt does nothing without guidance; set sample.guidance_scale, or remove it"
 

@@ -47,6 +47,11 @@ class Member(NamedTuple):
     noise_seed: int  # of the latents at sigma 1; the group's own under same_noise_in_group
     step_seed: int  # of the noise of the SDE steps: never shared, or the group's rollouts would all be one
 
+    @property
+    def start(self) -> tuple[int, int]:
+        """Members of one start are the same video until the first stochastic step."""
+        return self.row, self.noise_seed
+
 
 def plan(
     epoch: int,
@@ -100,6 +105,23 @@ def plan(
         return (rank * forwards + forward if spread == "contiguous" else forward * world + rank) * batch
 
     return [[member_at(start(forward) + i) for i in range(batch)] for forward in range(forwards)]
+
+
+def new_starts(plans: Sequence[Sequence[Sequence[Member]]]) -> list[bool]:
+    """By forward pass: whether some process comes to a start that its pass before had not.
+
+    plans: of all processes. Where it is False, the latents before the window can be taken from the pass before. The
+    same on every process, since each has to take as many forward passes of the model as the others.
+    """
+    seen = [[{member.start for member in members} for members in process] for process in plans]
+    found = [[i == 0 or not starts <= process[i - 1] for i, starts in enumerate(process)] for process in seen]
+    return [any(at_once) for at_once in zip(*found, strict=True)]
+
+
+def step_noise(members: Sequence[Member], shape: Sequence[int], device: str | torch.device, step: int) -> Tensor:
+    """(B, ...) standard normal noise of one stochastic step, each member's its own; shape: (1, ...) of one latent."""
+    seeds = [data.noise_seed(member.step_seed, step, "step") for member in members]
+    return torch.cat([data.noise(shape, seed, device) for seed in seeds])
 
 
 def check_geometry(world: int, batch: int, group_size: int, groups: int) -> None:

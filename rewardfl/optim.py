@@ -1,7 +1,11 @@
-"""Learning-rate schedules."""
+"""Learning-rate schedules, and a model with its averaged weights."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+
+from diffusers.training_utils import EMAModel
+from torch import nn
 
 
 def learning_rate_factor(kind: str, warmup_steps: int, steps: int) -> Callable[[int], float]:
@@ -14,3 +18,14 @@ def learning_rate_factor(kind: str, warmup_steps: int, steps: int) -> Callable[[
         return 0.5 * (1 + math.cos(math.pi * min(1.0, done))) if kind == "cosine" else 1.0
 
     return factor
+
+
+@contextlib.contextmanager
+def averaged(average: EMAModel, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within, the parameters have the average's values; afterwards their own again, bit for bit."""
+    average.store(parameters)
+    average.copy_to(parameters)
+    try:
+        yield
+    finally:
+        average.restore(parameters)

@@ -17,7 +17,7 @@ from typing import Any
 
 from rewardfl import config as configuration
 from rewardfl import data, flow, grpo, lora, reward_flow, wan
-from rewardfl.config import AnyConfig, ConfigError, GrpoConfig, RunConfig
+from rewardfl.config import ConfigError, GrpoConfig, RunConfig
 from rewardfl.costs import Adapter, ChunkCost, Costs, measure
 
 HOST_BANDWIDTH = 50e9  # bytes/s between host and GPU, PCIe 5 x16 as it is reached
@@ -418,6 +418,25 @@ def run_of(cfg: RunConfig, configs: Path, clips: int | None = None, steps: int |
         clips=clips,
         pack_bytes=sum(file.stat().st_size for folder in packs for file in folder.rglob("*.onnx")),
     )
+
+
+def epoch_geometry(cfg: GrpoConfig, processes: int) -> tuple[int, int]:
+    """(forward passes of each process per epoch, per update); ConfigError when the groups do not divide into them."""
+    batch, updates = cfg.train.per_device_train_batch_size, cfg.grpo.updates_per_epoch
+    try:
+        grpo.check_geometry(processes, batch, cfg.grpo.group_size, cfg.grpo.groups)
+    except ValueError as error:
+        raise ConfigError(
+            f"grpo.groups, grpo.group_size and train.per_device_train_batch_size (batch): {error}"
+        ) from error
+    forwards = cfg.grpo.groups * cfg.grpo.group_size // (processes * batch)
+    if forwards % updates:
+        near = ", ".join(str(n) for n in range(1, forwards + 1) if forwards % n == 0)
+        raise ConfigError(
+            f"grpo.updates_per_epoch must divide the {forwards} forward passes of a process, got {updates}; take one "
+            f"of {near}"
+        )
+    return forwards, forwards // updates
 
 
 def windows(cfg: GrpoConfig, sigmas: Sequence[float], boundary: float) -> Callable[[int], tuple[int, ...]]:

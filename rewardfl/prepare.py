@@ -185,8 +185,11 @@ class Conditions:
     dtype: str
     num_frames: int
 
-    def fill(self, samples: Sequence[Sample], load: Load, share: Share) -> None:
-        """Compute the conditioning that is missing. The text encoder is loaded only for that, and gone afterwards."""
+    def fill(self, samples: Sequence[Sample], load: Load, share: Share, prompts: Sequence[str] = ()) -> None:
+        """Compute the conditioning that is missing. The text encoder is loaded only for that, and gone afterwards.
+
+        prompts: others than the samples', such as a negative one.
+        """
 
         def text_encoder() -> Callable[[str], Mapping[str, Tensor]]:
             pipe = load(("text_encoder",))
@@ -198,8 +201,8 @@ class Conditions:
                 "image": wan.encode_image(pipe, read(self.store, sample.clip)["image"], self.num_frames)
             }
 
-        prompts = [(self._text_key(sample), sample.row.prompt) for sample in samples]
-        fill(self.store, prompts, text_encoder, share, "prompts")
+        texts = [(self._text_key(prompt), prompt) for prompt in [*(sample.row.prompt for sample in samples), *prompts]]
+        fill(self.store, texts, text_encoder, share, "prompts")
         fill(self.store, [(self._image_key(sample), sample) for sample in samples], image_encoder, share, "images")
 
     def fill_boundary(
@@ -233,15 +236,18 @@ class Conditions:
 
     def conditioning(self, sample: Sample) -> wan.Conditioning:
         """Of one sample, on the CPU."""
-        text, image = (read(self.store, key(sample)) for key in (self._text_key, self._image_key))
-        return wan.Conditioning(text["text"], image["image"])
+        return wan.Conditioning(self.text_of(sample.row.prompt), read(self.store, self._image_key(sample))["image"])
+
+    def text_of(self, prompt: str) -> Tensor:
+        """(1, 512, d), on the CPU."""
+        return read(self.store, self._text_key(prompt))["text"]
 
     def boundary_latents(self, sample: Sample, noise_seed: int, sigmas: Tensor) -> Tensor:
         """(1, C, T, h, w) float32, on the CPU; sigmas as in fill_boundary."""
         return read(self.store, self._boundary_key(sample, noise_seed, sigmas))["x"]
 
-    def _text_key(self, sample: Sample) -> Key:
-        return {"kind": "text", "model": self.text, "dtype": self.dtype, "prompt": sample.row.prompt}
+    def _text_key(self, prompt: str) -> Key:
+        return {"kind": "text", "model": self.text, "dtype": self.dtype, "prompt": prompt}
 
     def _image_key(self, sample: Sample) -> Key:
         return {"kind": "image", "model": self.vae, "dtype": self.dtype, "clip": cache.digest(sample.clip)}
@@ -249,6 +255,6 @@ class Conditions:
     def _boundary_key(self, sample: Sample, noise_seed: int, sigmas: Tensor) -> Key:
         return {
             "kind": "boundary", "model": self.untrained, "dtype": self.dtype, "seed": noise_seed,
-            "text": cache.digest(self._text_key(sample)), "image": cache.digest(self._image_key(sample)),
+            "text": cache.digest(self._text_key(sample.row.prompt)), "image": cache.digest(self._image_key(sample)),
             "sigmas": sigmas.tolist(),
         }  # fmt: skip

@@ -33,6 +33,10 @@ class Conditioning:
     def stack(items: Sequence["Conditioning"]) -> "Conditioning":
         return Conditioning(torch.cat([item.text for item in items]), torch.cat([item.image for item in items]))
 
+    def rows(self, chosen: Sequence[int]) -> "Conditioning":
+        """Of these samples of the batch alone."""
+        return Conditioning(self.text[list(chosen)], self.image[list(chosen)])
+
     def latent_shape(self, channels: int) -> tuple[int, ...]:
         """(1, channels, T, h, w) of one of its samples' latents."""
         return (1, channels, *self.image.shape[2:])

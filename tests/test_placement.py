@@ -94,7 +94,7 @@ def test_whatever_an_entry_depends_on_makes_it_another(tmp_path):
         return {
             "clip": cache.digest(clip),
             "face": cache.digest(prepare.reference_key(clip, by, row.prompt)),
-            "text": cache.digest(conditions._text_key(sample)),
+            "text": cache.digest(conditions._text_key(sample.row.prompt)),
             "image": cache.digest(conditions._image_key(sample)),
             "boundary": cache.digest(conditions._boundary_key(sample, seed, sigmas)),
         }

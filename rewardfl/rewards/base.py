@@ -24,6 +24,7 @@ class Reward(nn.Module):
     name: str = ""  # in configs, tables and cache keys
     differentiable: bool = False  # has the score a gradient to the video?
     uses_prompt: bool = False  # does `reference` depend on the prompt?
+    concurrent: bool = False  # may calls run in threads, several at a time? For rewards that wait, as for a server
     weights: str = ""  # the files that it needs; empty for none
     licence: str = ""  # of the weights, or of the code where there are none
     range: str = ""  # of the score

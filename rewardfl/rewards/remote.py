@@ -52,6 +52,7 @@ class RemoteReward(Reward):
     name = "remote"
     differentiable = False
     uses_prompt = True
+    concurrent = True
     licence = "the served reward's"
     range = "the served reward's"
 

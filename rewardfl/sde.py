@@ -1,0 +1,81 @@
+"""Rollouts of which some steps are stochastic, and the scores of those steps then and now.
+
+The window's steps are drawn from `flow.transition` and kept; the others are Euler steps of the ODE. A kept step is
+scored again, with a graph, from the latents as they were stored: equal weights give equal bits.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rewardfl import flow
+
+Velocity = Callable[[Tensor, Tensor], Tensor]  # (x (B, ...), sigma scalar) -> velocity (B, ...)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How stochastic steps draw: flow.py's kind and noise_level, on `sigmas` (steps + 1,), the last one 0."""
+
+    kind: str
+    noise_level: float
+    sigmas: Tensor
+
+    def transition(self, velocity: Velocity, x: Tensor, step: int) -> tuple[Tensor, float]:
+        """(mean (B, ...), std) of x_{step + 1} given x (B, ...)."""
+        sigma, sigma_next = self.sigmas[step], self.sigmas[step + 1]
+        return flow.transition(
+            self.kind, x, velocity(x, sigma), sigma, sigma_next, self.noise_level, sigma_cap=self.sigmas[1]
+        )
+
+    def dt(self, step: int) -> float:
+        return float(self.sigmas[step + 1] - self.sigmas[step])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One stochastic step of B samples, as it was rolled out: what a replay needs. All float32 but log_prob."""
+
+    x: Tensor  # (B, ...) before it
+    x_next: Tensor  # (B, ...) what was drawn
+    mean: Tensor  # (B, ...) of what was drawn
+    std: float
+    log_prob: Tensor  # (B,) float64
+
+    def to(self, device: str | torch.device) -> "Step":
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **moved)
+
+
+@torch.no_grad()
+def rollout(
+    velocity: Velocity,
+    x: Tensor,
+    kernel: Kernel,
+    window: Sequence[int],
+    noise: Callable[[int], Tensor],
+    start: int = 0,
+) -> tuple[Tensor, dict[int, Step]]:
+    """(x0 (B, ...), the window's steps by index) from x (B, ...) float32 at sigmas[start].
+
+    window: the stochastic steps. noise: step -> (B, ...) standard normal.
+    """
+    sigmas, kept = kernel.sigmas, {}
+    for i in range(start, len(sigmas) - 1):
+        if i not in window:
+            x = flow.euler_step(x, velocity(x, sigmas[i]), sigmas[i], sigmas[i + 1])
+            continue
+        mean, std = kernel.transition(velocity, x, i)
+        x_next = flow.sample(mean, std, noise(i))
+        kept[i] = Step(x, x_next, mean, std, flow.log_prob(kernel.kind, x_next, mean, std))
+        x = x_next
+    return x, kept
+
+
+def score(velocity: Velocity, step: Step, index: int, kernel: Kernel) -> tuple[Tensor, Tensor]:
+    """(mean (B, ...), log_prob (B,) float64) of a stored step under today's velocity, with its graph."""
+    mean, std = kernel.transition(velocity, step.x, index)
+    return mean, flow.log_prob(kernel.kind, step.x_next, mean, std)

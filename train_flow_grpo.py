@@ -1,0 +1,406 @@
+"""Flow-GRPO and DanceGRPO for Wan2.2 image-to-video: train a LoRA by policy gradient, with any reward.
+
+One epoch:
+
+    1. roll out `group_size` videos of each of `groups` clips; the steps of the window are stochastic    (sde.rollout)
+    2. decode and judge them; no gradient is asked of a reward, and slow ones go on meanwhile    (rewards.blackbox)
+    3. advantage = how much better than its group a video is, over all processes    (grpo.advantages)
+    4. score the window's steps again, with a graph, and update    (sde.score, grpo.policy_loss)
+
+    accelerate launch train_flow_grpo.py --config configs/tiny_flow_grpo.yaml [--dry-run] [section.key=value ...]
+"""
+
+import itertools
+import math
+import os
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, ProjectConfiguration
+from accelerate.utils import gather_object as gather_lists
+from diffusers.training_utils import EMAModel
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from rewardfl import checkpoint, data, decode, flow, grpo, prepare, reward_flow, sde, setup, wan, wan_load
+from rewardfl import config as configuration
+from rewardfl import plan as planning
+from rewardfl.cache import Cache
+from rewardfl.config import GrpoConfig
+from rewardfl.monitor import Timer, alarms, peak_memory_gb
+from rewardfl.optim import averaged, learning_rate_factor
+from rewardfl.rewards import blackbox
+from rewardfl.rewards.terms import RewardError, build_terms
+
+
+def main() -> int:
+    args = setup.command_line(__doc__)
+    try:
+        return train(configuration.load(args.config, args.overrides, GrpoConfig), args.dry_run)
+    except (*setup.REFUSALS, grpo.RatioError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def train(cfg: GrpoConfig, dry_run: bool) -> int:
+    """Train; the process's exit code, 2 for a dry run that does not fit the GPU that is there."""
+    # ---------------------------------------------------------------------------------- what will be done, checked
+    layout, boundary = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
+    sigmas = flow.linear_sigmas(cfg.sample.num_inference_steps, cfg.sample.shift)
+    eval_sigmas = flow.linear_sigmas(
+        cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps, cfg.sample.shift
+    )
+    window_of = planning.windows(cfg, sigmas.tolist(), boundary)
+    kernel = sde.Kernel(cfg.grpo.sde, cfg.grpo.noise_level, sigmas)
+    _, per_update = planning.epoch_geometry(cfg, PartialState().num_processes)
+    per_epoch = cfg.grpo.updates_per_epoch * cfg.grpo.inner_epochs
+    # accelerate counts backwards: every scored step is a micro-batch, and the last one of an update synchronises
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=per_update * len(window_of(0)), sync_with_dataloader=False
+        ),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(find_unused_parameters=len(configuration.trainable_experts(cfg)) > 1)
+        ],
+        log_with=None if cfg.run.log_with == "none" else cfg.run.log_with,
+        project_config=ProjectConfiguration(logging_dir=f"{cfg.run.output_dir}/logs"),
+    )
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    if device.type == "cpu":
+        torch.set_num_threads(cfg.run.cpu_threads or max(1, os.cpu_count() // world))
+    rows = data.load_metadata(cfg.data.file_name)
+    eval_rows = data.load_metadata(cfg.evaluation.eval_clips) if cfg.evaluation.eval_clips else []
+    steps = total_steps(cfg, len(rows))
+    say = accelerator.print
+    for note in [*wan_load.differences(layout, boundary, cfg.sample.shift), *data.notes([*rows, *eval_rows])]:
+        say(f"note: {note}")
+    if dry_run:
+        return 0
+    if accelerator.is_main_process:
+        checkpoint.prepare_output_dir(cfg.run.output_dir, configuration.to_dict(cfg), cfg.run.resume_from_checkpoint)
+    accelerator.wait_for_everyone()
+    resume = checkpoint.find_checkpoint(cfg.run.output_dir, cfg.run.resume_from_checkpoint)
+
+    # ---------------------------------------------------------------------------------- clips and rewards
+    store = Cache(cfg.data.cache_dir or f"{cfg.run.output_dir}/cache")
+    share = prepare.Share(rank, world, not accelerator.is_main_process)
+    terms = build_terms(configuration.wanted_rewards(cfg), device)
+    part_weights = {"coverage": cfg.reward.coverage_weight, "motion": cfg.reward.motion_weight}
+    find = partial(setup.find_samples, cfg, terms=terms, store=store, device=device, share=share, gather=gather_lists)
+    samples, problems = find(rows)
+    held_out, more_problems = find(eval_rows) if eval_rows else ([], [])
+    for problem in problems + more_problems:
+        say(f"skipped: {problem}")
+    if len({sample.size for sample in samples}) > 1 and cfg.grpo.group_size % cfg.train.per_device_train_batch_size:
+        raise configuration.ConfigError(
+            "train.per_device_train_batch_size must divide grpo.group_size where clips differ in size: one forward "
+            "pass takes videos of one size"
+        )
+    clip = setup.load_example(cfg, samples[0].row).reference.to(device)
+    hashes, described = setup.check_face_packs(terms, clip)
+    for line in described:
+        say(line)
+    steps = total_steps(cfg, len(samples))
+
+    # ---------------------------------------------------------------------------------- what the cache lacks
+    load = setup.loader(cfg, layout)
+    conditions = setup.conditions_of(cfg, layout, store)
+    guidance, negative = cfg.sample.guidance_scale, None
+    away = [cfg.sample.negative_prompt] if guidance != 1 else []
+    conditions.fill([*samples, *held_out], lambda parts: load(parts).to(device), share, away)
+    accelerator.wait_for_everyone()
+    if away:
+        negative = conditions.text_of(cfg.sample.negative_prompt).to(device)
+
+    # ---------------------------------------------------------------------------------- model, adapter, optimizer
+    vae = load(("vae_decoder",)).vae.to(device)
+    model, trained = setup.load_experts(cfg, load, boundary, device)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay)
+    # a plain scheduler: accelerate's steps once per process
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, learning_rate_factor(cfg.train.lr_scheduler_type, cfg.train.warmup_steps, steps)
+    )
+    average = EMAModel(parameters, decay=cfg.grpo.ema_decay)
+    policy, optimizer = accelerator.prepare(model, optimizer)
+
+    # ---------------------------------------------------------------------------------- who rolls out what
+    plan_of = partial(
+        grpo.plan, world=world, batch=cfg.train.per_device_train_batch_size, group_size=cfg.grpo.group_size,
+        groups=cfg.grpo.groups, sample_ids=[sample.row.id for sample in samples], seed=cfg.run.seed,
+        spread=cfg.grpo.spread, same_noise_in_group=cfg.grpo.same_noise_in_group,
+    )  # fmt: skip
+    sampler = grpo.DistributedGroupSampler(partial(plan_of, rank=rank))
+    batches = DataLoader(Rows(samples, conditions), batch_sampler=sampler, collate_fn=together)
+    grpo.check_loader(batches, sampler)  # never prepared: the plan is this process's own
+
+    # ---------------------------------------------------------------------------------- where an earlier run stopped
+    metrics_file = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
+    first_step, skipped_in_a_row, history = 0, 0, []
+    if resume is not None:
+        state = setup.load_state(resume, len(samples))
+        for parameter, value in zip(parameters, state["parameters"], strict=True):
+            parameter.data.copy_(value)
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        average.load_state_dict(state["average"])
+        average.to(device)
+        first_step, skipped_in_a_row = state["step"], state["skipped_in_a_row"]
+        say(f"resuming from {resume} at step {first_step}")
+    if accelerator.is_main_process:
+        metrics_file.cut_back(first_step if resume else -1)
+        history = metrics_file.read()
+        checkpoint.write_run_json(
+            cfg.run.output_dir, configuration.to_dict(cfg), sys.argv, checkpoint.library_versions(setup.VERSIONED),
+            checkpoint.git_commit(Path(__file__).parent), hashes,
+        )  # fmt: skip
+    accelerator.init_trackers("rewardfl", config=configuration.flat(cfg))
+
+    # ---------------------------------------------------------------------------------- the pieces of an epoch
+    def velocity_of(network: torch.nn.Module, conditioning: wan.Conditioning) -> wan.Velocity:
+        return wan.Velocity(network, conditioning, negative, guidance)
+
+    def roll_out(epoch: int, window: tuple[int, ...], timer: Timer) -> tuple[list[Rollout], list[blackbox.Pending]]:
+        """This process's videos of the epoch: what the replay needs of them, and the rewards, maybe still at work."""
+        sampler.set_epoch(epoch)
+        new = grpo.new_starts([plan_of(epoch, rank=other) for other in range(world)])
+        rollouts, judging, starts = [], [], {}
+        for (members, conditioning), is_new in zip(batches, new, strict=True):
+            conditioning = conditioning.to(device)
+            shape = conditioning.latent_shape(vae.config.z_dim)
+            with timer("rollout"):
+                if is_new:  # up to the window, members that start from the same noise are one
+                    first = list({member.start: i for i, member in enumerate(members)}.values())
+                    x = torch.cat([data.noise(shape, members[i].noise_seed, device) for i in first])
+                    velocity = velocity_of(policy, conditioning.rows(first))
+                    x = reward_flow.rollout(velocity, x, sigmas[: window[0] + 1], keep=()).x0
+                    starts = {members[i].start: x[n : n + 1] for n, i in enumerate(first)}
+                x0, kept = sde.rollout(
+                    velocity_of(policy, conditioning), torch.cat([starts[member.start] for member in members]),
+                    kernel, window, partial(grpo.step_noise, members, shape, device), start=window[0],
+                )  # fmt: skip
+            with timer("decode"):
+                video = decode.decode(vae, x0).float()  # (B, 3, F, H, W) in [-1, 1]
+            with timer("reward"):
+                judging.append(blackbox.begin(terms, video, [samples[member.row].references for member in members]))
+            place = device if cfg.grpo.samples_on == "gpu" else torch.device("cpu")
+            rollouts.append(Rollout(members, conditioning.to(place), {i: step.to(place) for i, step in kept.items()}))
+        return rollouts, judging
+
+    def advantages_of(
+        rollouts: list[Rollout], judging: list[blackbox.Pending], timer: Timer
+    ) -> tuple[list[Tensor], dict[str, float]]:
+        """The advantages of each rollout's members, (B,), and what is logged of all processes' rewards."""
+        with timer("reward"):
+            judged = [blackbox.finish(pending, cfg.reward.reward_timeout) for pending in judging]
+        parts = {name: weight for name, weight in part_weights.items() if weight}
+        columns, valid, weights = zip(*(blackbox.weighed(terms, each, parts) for each in judged), strict=True)
+        groups = torch.tensor([member.group_id for rollout in rollouts for member in rollout.members])
+        everyones = accelerator.gather([part.to(device) for part in (torch.cat(columns), groups, torch.cat(valid))])
+        rewards, group_ids, is_valid = (part.cpu() for part in everyones)
+        values, logged = grpo.advantages(
+            rewards, group_ids, group_size=cfg.grpo.group_size, std=cfg.grpo.advantage_std,
+            combine=cfg.grpo.advantage_of, weights=weights[0], clip=cfg.grpo.advantage_clip, valid=is_valid,
+        )  # fmt: skip
+        measured = gather_lists([blackbox.measured(terms, each) for each in judged])
+        problems = gather_lists([problem for each in judged for one in each for problem in one.problems])
+        for problem in dict.fromkeys(problems):
+            say(f"reward: {problem} ({problems.count(problem)} samples)")
+        if problems and not is_valid.any():
+            raise RewardError(f"not one sample of the epoch could be judged; the first problem: {problems[0]}")
+        own = values[rank * len(groups) : (rank + 1) * len(groups)].to(device)
+        return list(own.split(cfg.train.per_device_train_batch_size)), logged | means("reward", measured)
+
+    def score_again(rollout: Rollout, i: int, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of step i of a rollout, and (B,) tensors to log."""
+        step, velocity = rollout.steps[i].to(device), velocity_of(policy, rollout.conditioning.to(device))
+        reference_mean = None
+        if cfg.grpo.kl_weight != 0:  # before the policy's forward: no graph is alive yet
+            with torch.no_grad():
+                reference_mean, _ = kernel.transition(velocity.reference, step.x, i)
+        mean, log_prob = sde.score(velocity, step, i, kernel)
+        loss, logged = grpo.policy_loss(
+            cfg.grpo.objective, log_prob, step.log_prob, advantage, clip_low=cfg.grpo.clip_range,
+            clip_high=cfg.grpo.clip_range_high or cfg.grpo.clip_range, mean=mean, old_mean=step.mean, std=step.std,
+            dt=kernel.dt(i), normalised=cfg.grpo.sde != "cps", reference_mean=reference_mean,
+            kl_weight=cfg.grpo.kl_weight,
+        )  # fmt: skip
+        return loss, logged | {"log_prob": log_prob.detach(), "old_log_prob": step.log_prob}
+
+    def update(
+        rollouts: list[Rollout], advantages: list[Tensor], window: tuple[int, ...], check: bool, timer: Timer
+    ) -> dict[str, float]:
+        """One optimizer update from a part of the epoch. check: nothing was updated since it was rolled out."""
+        logged, losses = [], []
+        with timer("replay"):
+            for rollout, advantage in zip(rollouts, advantages, strict=True):
+                for i in window:
+                    with accelerator.accumulate(policy):
+                        loss, seen = score_again(rollout, i, advantage)
+                        accelerator.backward(loss)
+                    losses.append(loss.detach())
+                    logged.append(seen)
+        everyones = accelerator.gather(
+            {name: torch.stack([seen[name] for seen in logged]).flatten() for name in logged[0]}
+        )
+        if check:
+            now, then = (
+                everyones[name].view(-1, len(window), cfg.train.per_device_train_batch_size).transpose(0, 1).flatten(1)
+                for name in ("log_prob", "old_log_prob")
+            )
+            grpo.check_ratio(now, then, ratio_tolerance(cfg), window)
+        with timer("optimizer"):
+            norm = float(accelerator.clip_grad_norm_(parameters, cfg.train.max_grad_norm))
+            rate = scheduler.get_last_lr()[0]
+            if math.isfinite(norm):
+                optimizer.step()
+                average.step(parameters)
+            optimizer.zero_grad()
+            scheduler.step()
+        loss = float(accelerator.gather(torch.stack(losses).mean()[None]).mean())
+        return {"actor/loss": loss, "grad_norm": norm, "lr": rate} | grpo.policy_statistics(everyones)
+
+    def sample_clean(sample: prepare.Sample, seed: int) -> Tensor:
+        """(1, 3, F, H, W): a video by the ODE, of the weights as they are now."""
+        conditioning = conditions.conditioning(sample).to(device)
+        x = data.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
+        x0 = reward_flow.rollout(velocity_of(model, conditioning), x, eval_sigmas, keep=()).x0
+        return decode.decode(vae, x0).float()
+
+    def evaluate() -> dict[str, float]:
+        """eval/*: the held-out clips under every reward, each process judging its share."""
+        wanted = itertools.product(held_out, range(cfg.evaluation.eval_noises))
+        with averaged(average, parameters), torch.no_grad():
+            measured = []
+            for sample, n in share.of(wanted):
+                video = sample_clean(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id, n))
+                pending = blackbox.begin(terms, video, [sample.references])
+                measured.append(blackbox.measured(terms, blackbox.finish(pending, cfg.reward.reward_timeout)))
+        return means("eval", gather_lists(measured))
+
+    def save(step: int) -> None:
+        """A checkpoint of the averaged weights, with all that going on takes, and sample videos."""
+        state = {
+            "step": step, "skipped_in_a_row": skipped_in_a_row, "samples": len(samples),
+            "parameters": [parameter.detach().cpu() for parameter in parameters], "average": average.state_dict(),
+            "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
+        }  # fmt: skip
+        with averaged(average, parameters), torch.no_grad():
+            checkpoint.save_checkpoint(
+                cfg.run.output_dir, step, lambda folder: setup.save_adapters(trained, folder), state
+            )
+            for i, sample in enumerate((held_out or samples)[: cfg.run.sample_videos]):
+                video = sample_clean(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id))
+                path = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}" / f"{i:02d}.mp4"
+                setup.write_video(cfg, sample, video[0], path)
+
+    def log(step: int, metrics: dict[str, float]) -> None:
+        if not accelerator.is_main_process:
+            return
+        metrics_file.append(step, metrics)
+        history.append(metrics)
+        if step % cfg.run.logging_steps == 0:
+            accelerator.log(metrics, step=step)
+            for warning in alarms(history, cfg.reward.motion_alarm):
+                tqdm.write(f"step {step}: {warning}")
+
+    # ---------------------------------------------------------------------------------- Go!
+    quiet = not accelerator.is_local_main_process
+    progress = tqdm(range(first_step, steps), initial=first_step, total=steps, disable=quiet)
+    if held_out and resume is None:
+        log(0, evaluate())
+    for epoch in range(first_step // per_epoch, steps // per_epoch):
+        window, timer, done = window_of(epoch), Timer(), epoch * per_epoch
+        rollouts, judging = roll_out(epoch, window, timer)
+        advantages, judged = advantages_of(rollouts, judging, timer)
+        for n in range(per_epoch):
+            with timer("step"):
+                part = n % cfg.grpo.updates_per_epoch
+                chosen = slice(part * per_update, (part + 1) * per_update)
+                metrics = update(rollouts[chosen], advantages[chosen], window, check=n == 0, timer=timer)
+            done += 1
+            progress.update()
+            finite = math.isfinite(metrics["grad_norm"])
+            skipped_in_a_row = 0 if finite else skipped_in_a_row + 1
+            if not finite:
+                say(f"step {done}: gradient norm {metrics['grad_norm']}, skipped ({skipped_in_a_row} in a row)")
+            metrics |= judged | {"epoch": epoch, "memory/peak_gb": peak_memory_gb(device)}
+            last = n == per_epoch - 1
+            if last and held_out and reached(done, per_epoch, cfg.evaluation.eval_steps, steps):
+                metrics |= evaluate()
+            metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
+            log(done, metrics)
+            timer = Timer()
+            if skipped_in_a_row > cfg.train.max_nonfinite:
+                raise SystemExit(f"stopped at step {done}: {skipped_in_a_row} updates in a row were not finite")
+        progress.set_postfix(reward=f"{judged['reward/mean']:.3f}", spread=f"{judged['reward/std_in_group']:.3f}")
+        if reached(done, per_epoch, cfg.run.save_steps, steps):
+            if accelerator.is_main_process:
+                save(done)
+            accelerator.wait_for_everyone()
+    accelerator.end_training()
+    say(f"done: {cfg.run.output_dir}/checkpoints/latest")
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One forward pass's members, and what scoring them again takes."""
+
+    members: list[grpo.Member]
+    conditioning: wan.Conditioning
+    steps: dict[int, sde.Step]
+
+
+@dataclass(frozen=True)
+class Rows(Dataset):
+    """The conditioning of the plan's members."""
+
+    samples: list[prepare.Sample]
+    conditions: prepare.Conditions
+
+    def __getitem__(self, member: grpo.Member) -> tuple[grpo.Member, wan.Conditioning]:
+        return member, self.conditions.conditioning(self.samples[member.row])
+
+
+def together(items: list[tuple[grpo.Member, wan.Conditioning]]) -> tuple[list[grpo.Member], wan.Conditioning]:
+    members, conditionings = zip(*items, strict=True)
+    return list(members), wan.Conditioning.stack(conditionings)
+
+
+def total_steps(cfg: GrpoConfig, num_rows: int) -> int:
+    """Updates of the run, whole epochs: max_steps, or as many as visit every row num_train_epochs times."""
+    per_epoch = cfg.grpo.updates_per_epoch * cfg.grpo.inner_epochs
+    epochs = data.total_steps(num_rows, cfg.grpo.groups, cfg.train.num_train_epochs, None)
+    return cfg.train.max_steps or epochs * per_epoch
+
+
+def ratio_tolerance(cfg: GrpoConfig) -> float:
+    if cfg.grpo.ratio_tolerance is not None:
+        return cfg.grpo.ratio_tolerance
+    return 0.0 if cfg.model.dtype == "float32" else 0.1 * cfg.grpo.clip_range
+
+
+def reached(done: int, per_epoch: int, every: int, steps: int) -> bool:
+    """Whether the epoch that ends with step `done` has a multiple of `every` in it, or is the last."""
+    return done // every > (done - per_epoch) // every or done == steps
+
+
+def means(where: str, measured: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Metrics from what was measured of samples, (B,) each; a sample without a value counts nowhere."""
+    names = {name: None for each in measured for name in each}
+    values = {name: torch.cat([each[name] for each in measured if name in each]) for name in names}
+    known = {"face_score": "actor/face_score"} if where == "reward" else {}
+    return {known.get(name, f"{where}/{name}"): float(each.nanmean()) for name, each in values.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
