@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, ProjectConfiguration
 from accelerate.utils import gather_object as gather_lists
 from diffusers.training_utils import EMAModel
@@ -57,13 +57,8 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
     )
     window_of = planning.windows(cfg, sigmas.tolist(), boundary)
     kernel = sde.Kernel(cfg.grpo.sde, cfg.grpo.noise_level, sigmas)
-    _, per_update = planning.epoch_geometry(cfg, PartialState().num_processes)
-    per_epoch = cfg.grpo.updates_per_epoch * cfg.grpo.inner_epochs
-    # accelerate counts backwards: every scored step is a micro-batch, and the last one of an update synchronises
     accelerator = Accelerator(
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=per_update * len(window_of(0)), sync_with_dataloader=False
-        ),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         kwargs_handlers=[
             DistributedDataParallelKwargs(find_unused_parameters=len(configuration.trainable_experts(cfg)) > 1)
         ],
@@ -71,6 +66,10 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
         project_config=ProjectConfiguration(logging_dir=f"{cfg.run.output_dir}/logs"),
     )
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    _, per_update = planning.epoch_geometry(cfg, world)
+    per_epoch = cfg.grpo.updates_per_epoch * cfg.grpo.inner_epochs
+    # accelerate counts backwards: every scored step is a micro-batch, and the last one of an update synchronises
+    accelerator.gradient_accumulation_steps = per_update * len(window_of(0))
     if device.type == "cpu":
         torch.set_num_threads(cfg.run.cpu_threads or max(1, os.cpu_count() // world))
     rows = data.load_metadata(cfg.data.file_name)
@@ -287,8 +286,8 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
         """A checkpoint of the averaged weights, with all that going on takes, and sample videos."""
         state = {
             "step": step, "skipped_in_a_row": skipped_in_a_row, "samples": len(samples),
-            "parameters": [parameter.detach().cpu() for parameter in parameters], "average": average.state_dict(),
-            "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
+            "parameters": [parameter.detach().cpu().clone() for parameter in parameters],  # not the averaged ones
+            "average": average.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
         }  # fmt: skip
         with averaged(average, parameters), torch.no_grad():
             checkpoint.save_checkpoint(

@@ -1,4 +1,4 @@
-"""Runs of train_reward_fl.py on the tiny world, in a process of their own or in this one."""
+"""Runs of the training scripts on the tiny world, in a process of their own or in this one."""
 
 import atexit
 import json
@@ -10,20 +10,30 @@ import tempfile
 
 from conftest import ROOT
 
+import train_flow_grpo
 import train_reward_fl
 from rewardfl import lora
 
 WORLD = ROOT / "assets" / "tiny_world"
 CONFIG = str(ROOT / "configs" / "tiny_face.yaml")
+GRPO_CONFIG = str(ROOT / "configs" / "tiny_flow_grpo.yaml")
 PACKS = {"reward_model_path": "reward", "held_out_model_path": "judge"}
 # what is computed of the clips, once for all tests of this process
 CACHE = tempfile.mkdtemp(prefix="rewardfl-test-cache-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+QUICK = [
+    "lora.lora_rank=4", "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none", f"data.cache_dir={CACHE}",
+]  # fmt: skip
 # four sampling steps, two of them replayed, one clip at a time
 FAST = [
-    "sample.num_inference_steps=4", "sample.mid_timestep=2", "sample.final_timestep=3", "lora.lora_rank=4",
+    *QUICK, "sample.num_inference_steps=4", "sample.mid_timestep=2", "sample.final_timestep=3",
     "train.gradient_accumulation_steps=1", "train.per_device_train_batch_size=1",
-    "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none", f"data.cache_dir={CACHE}",
+]  # fmt: skip
+# five sampling steps, of which the third and fourth are the window; two groups of two; the colour is a black box
+GRPO_FAST = [
+    *QUICK, "sample.num_inference_steps=5", "grpo.groups=2", "grpo.group_size=2", "grpo.window_size=2",
+    "train.per_device_train_batch_size=2", "reward.name=colour", "reward.reward_model_path=null",
+    "reward.held_out_model_path=null", "evaluation.eval_clips=null",
 ]  # fmt: skip
 
 
@@ -32,11 +42,20 @@ def environment():
 
 
 def launch(*overrides, processes=1, check=True):
-    """Run the script with FAST settings as its own process(es)."""
+    """Run train_reward_fl.py with FAST settings as its own process(es)."""
+    return _run("train_reward_fl.py", CONFIG, [*FAST, *overrides], processes, check)
+
+
+def launch_grpo(*overrides, processes=1, check=True):
+    """Run train_flow_grpo.py with GRPO_FAST settings as its own process(es)."""
+    return _run("train_flow_grpo.py", GRPO_CONFIG, [*GRPO_FAST, *overrides], processes, check)
+
+
+def _run(script, config, overrides, processes, check):
     start = [sys.executable] + (
         ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"] if processes > 1 else []
     )
-    command = [*start, "train_reward_fl.py", "--config", CONFIG, *FAST, *overrides]
+    command = [*start, script, "--config", config, *overrides]
     run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
     if check and processes == 1:  # gloo may abort at exit after all is done; the files tell
         assert run.returncode == 0, run.stderr[-3000:]
@@ -53,9 +72,18 @@ def adapter(run, step):
 
 
 def call(monkeypatch, capsys, *arguments):
-    """The script's main in this process: exit code, standard output and error."""
+    """train_reward_fl.py's main in this process: exit code, standard output and error."""
+    return _call(train_reward_fl, CONFIG, monkeypatch, capsys, arguments)
+
+
+def call_grpo(monkeypatch, capsys, *arguments):
+    """train_flow_grpo.py's."""
+    return _call(train_flow_grpo, GRPO_CONFIG, monkeypatch, capsys, arguments)
+
+
+def _call(script, config, monkeypatch, capsys, arguments):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["train_reward_fl.py", "--config", CONFIG, *arguments])
-    code = train_reward_fl.main()
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", "--config", config, *arguments])
+    code = script.main()
     out = capsys.readouterr()
     return code, out.out, out.err

@@ -1,0 +1,139 @@
+"""train_flow_grpo.py as a user runs it, on the embedded tiny world."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT
+from runs import GRPO_FAST, WORLD, adapter, call_grpo, launch_grpo, metrics
+
+import train_flow_grpo
+from rewardfl import checkpoint, data, grpo, prepare, reward_flow, sde, wan
+
+REWARDS = ROOT / "tests" / "grpo_rewards.py"
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run of two epochs of four updates each that nothing interrupts."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    launch_grpo(f"run.output_dir={run}", *EPOCHS, "train.max_steps=8")
+    return run
+
+
+# two updates share an epoch, which is gone through twice; an evaluation and a checkpoint after each
+EPOCHS = [
+    "grpo.updates_per_epoch=2", "grpo.inner_epochs=2", "run.save_steps=4", "grpo.kl_weight=0.01",
+    f"evaluation.eval_clips={WORLD / 'eval' / 'metadata.csv'}", "evaluation.eval_steps=4",
+    "evaluation.eval_inference_steps=2", "train.warmup_steps=0",
+]  # fmt: skip
+
+
+def test_a_run_leaves_what_the_design_says(straight):
+    lines = metrics(straight)
+    assert [line["step"] for line in lines] == list(range(9))
+    assert [line.get("epoch") for line in lines] == [None, 0, 0, 0, 0, 1, 1, 1, 1]
+    wanted = {
+        "actor/loss", "grad_norm", "lr", "reward/mean", "reward/std_in_group", "reward/valid_fraction", "reward/score",
+        "reward/failed", "group/zero_variance", "policy/ratio", "policy/ratio_std", "policy/clip_fraction",
+        "policy/clip_fraction_positive", "policy/clip_fraction_negative", "policy/approximate_kl", "policy/kl",
+    }  # fmt: skip
+    assert all(wanted <= line.keys() for line in lines[1:])
+    # the first update of an epoch is on-policy, exactly; the others are not
+    assert [line["policy/ratio_std"] == 0 for line in lines[1:]] == [True, False, False, False] * 2
+    assert lines[1]["policy/ratio"] == 1 and lines[1]["policy/kl"] == 0 < lines[2]["policy/kl"]
+    assert [("eval/score" in line) for line in lines] == [True, *[False] * 3, True, *[False] * 3, True]
+    assert lines[0]["eval/score"] != lines[4]["eval/score"] != lines[8]["eval/score"]
+    assert (straight / "checkpoints" / "latest").resolve().name == "step-000008"
+    clip = data.read_video(straight / "samples" / "step-000008" / "00.mp4")
+    assert clip.shape == (9, 64, 128, 3)  # real | generated
+
+
+def test_the_averaged_weights_are_saved_and_the_last_ones_go_on(straight):
+    state = checkpoint.load_state(straight / "checkpoints" / "step-000004")
+    saved = adapter(straight, 4)
+    average = sorted(float(p.double().sum()) for p in state["average"]["shadow_params"])
+    assert average == pytest.approx(sorted(float(p.double().sum()) for p in saved.values()), abs=1e-12)
+    assert any(not torch.equal(a, b) for a, b in zip(state["parameters"], state["average"]["shadow_params"], strict=True))
+
+
+def test_resuming_is_the_uninterrupted_run(straight, tmp_path):
+    """An epoch, stop, another one; an update more was begun and its line in metrics.jsonl is cut back."""
+    run = tmp_path / "run"
+    launch_grpo(f"run.output_dir={run}", *EPOCHS, "train.max_steps=4")
+    checkpoint.MetricsFile(run / "metrics.jsonl").append(5, {"actor/loss": 123.0})
+    resumed = launch_grpo(f"run.output_dir={run}", *EPOCHS, "train.max_steps=8")
+    assert "resuming from" in resumed.stdout
+    assert metrics(run) == metrics(straight)
+    mine, theirs = adapter(run, 8), adapter(straight, 8)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("spread", ["contiguous", "spread"])
+def test_two_processes_equal_one(tmp_path, spread):
+    """Groups of four, two to a forward pass: under `spread` a group is on both processes."""
+    settings = [
+        "train.max_steps=2", "train.learning_rate=1e-4", "grpo.group_size=4", f"grpo.spread={spread}",
+        "grpo.same_noise_in_group=true",
+    ]  # fmt: skip
+    launch_grpo(f"run.output_dir={tmp_path / 'one'}", *settings)
+    launch_grpo(f"run.output_dir={tmp_path / 'two'}", *settings, f"data.cache_dir={tmp_path / 'cache'}", processes=2)
+    one, two = adapter(tmp_path / "one", 2), adapter(tmp_path / "two", 2)
+    moved = torch.cat([one[name].flatten() for name in one if "lora_B" in name])
+    apart = torch.cat([(one[name] - two[name]).flatten() for name in one if "lora_B" in name])
+    # Adam's first steps divide rounding by rounding; without the reduction the adapters would be 1 apart
+    assert moved.norm() > 0 and apart.norm() < 1e-2 * moved.norm()
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        for key in ("grad_norm", "reward/mean", "reward/std_in_group", "policy/ratio"):
+            assert a[key] == pytest.approx(b[key], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["grpo.sde=dance", "grpo.noise_level=0.3", "grpo.objective=clip", "grpo.advantage_std=global"],
+        ["grpo.sde=cps", "grpo.window=list", "grpo.window_steps=[3]", "grpo.samples_on=cpu"],
+        ["sample.guidance_scale=2", "sample.negative_prompt=ugly", "grpo.window=fraction", "grpo.kl_weight=0.1"],
+        ["model.trainable_models=dit,dit2", "grpo.window_size=4", "grpo.advantage_std=none"],
+        ["model.trainable_models=dit", "grpo.window_steps=[0]", "grpo.window=list", "model.dtype=bfloat16"],
+        ["train.use_gradient_checkpointing=true", "experts.untrained=cpu_swap"],
+    ],
+)
+def test_other_kinds_and_places(settings, tmp_path):
+    launch_grpo(f"run.output_dir={tmp_path}", *settings, "train.max_steps=1")
+    (line,) = metrics(tmp_path)
+    assert line["grad_norm"] > 0 and line["policy/ratio"] == 1 and line["policy/ratio_std"] == 0
+
+
+# -- rewards that fail
+
+
+@pytest.mark.parametrize(
+    "reward, failed, said",
+    [("Raises", 0.5, "RuntimeError: the judge is not at home (2 samples)"), ("Nan", 0.0, "")],
+)
+def test_a_sample_that_cannot_be_judged_leaves_its_group(tmp_path, reward, failed, said):
+    run = launch_grpo(
+        f"run.output_dir={tmp_path}", f"reward.name={REWARDS}:{reward}", "train.max_steps=1", "grpo.groups=1",
+        "grpo.group_size=4",
+    )  # fmt: skip
+    (line,) = metrics(tmp_path)
+    assert line["reward/valid_fraction"] == 0.5 and line["reward/failed"] == failed and line["grad_norm"] > 0
+    assert said in run.stdout and ("reward: " in run.stdout) == bool(said)
+
+
+def test_a_reward_that_does_not_answer_in_time(tmp_path):
+    """The run trains on its other reward's groups no more than on this one's: nothing hangs, also not at the end."""
+    run = launch_grpo(
+        f"run.output_dir={tmp_path}", "train.max_steps=1", "reward.reward_timeout=0.5",
+        f"reward.others={json.dumps({'slow': {'name': f'{REWARDS}:Hangs', 'weight': 0}})}",
+    )  # fmt: skip
+    (line,) = metrics(tmp_path)
+    assert line["reward/valid_fraction"] == 1 and line["reward/failed"] == 1 and line["grad_norm"] > 0
+    assert "reward: no answer within 0.5 s (2 samples)" in run.stdout or "(4 samples)" in run.stdout
+
+
+def test_a_reward_that_never_works_stops_the_run(monkeypatch, capsys, tmp_path):
+    settings = [f"run.output_dir={tmp_path}", f"reward.name={REWARDS}:Broken"]
+    code, _, error = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
+    assert code == 2 and "not one sample of the epoch could be judged; the first problem: KeyError: 'nobody'" in error
