@@ -5,10 +5,9 @@ import json
 import pytest
 import torch
 from conftest import ROOT
-from runs import GRPO_FAST, WORLD, adapter, call_grpo, launch_grpo, metrics
+from runs import GRPO_FAST, WORLD, adapter, call, call_grpo, launch_grpo, metrics
 
-import train_flow_grpo
-from rewardfl import checkpoint, data, grpo, prepare, reward_flow, sde, wan
+from rewardfl import checkpoint, data, flow, reward_flow, sde
 
 REWARDS = ROOT / "tests" / "grpo_rewards.py"
 
@@ -54,7 +53,8 @@ def test_the_averaged_weights_are_saved_and_the_last_ones_go_on(straight):
     saved = adapter(straight, 4)
     average = sorted(float(p.double().sum()) for p in state["average"]["shadow_params"])
     assert average == pytest.approx(sorted(float(p.double().sum()) for p in saved.values()), abs=1e-12)
-    assert any(not torch.equal(a, b) for a, b in zip(state["parameters"], state["average"]["shadow_params"], strict=True))
+    pairs = zip(state["parameters"], state["average"]["shadow_params"], strict=True)
+    assert any(not torch.equal(last, averaged) for last, averaged in pairs)
 
 
 def test_resuming_is_the_uninterrupted_run(straight, tmp_path):
@@ -137,3 +137,97 @@ def test_a_reward_that_never_works_stops_the_run(monkeypatch, capsys, tmp_path):
     settings = [f"run.output_dir={tmp_path}", f"reward.name={REWARDS}:Broken"]
     code, _, error = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
     assert code == 2 and "not one sample of the epoch could be judged; the first problem: KeyError: 'nobody'" in error
+
+
+# -- in this process, where the pieces can be watched
+
+
+def trained(monkeypatch, capsys, run, *settings, max_steps=1):
+    """Exit code and standard error of a run in this process."""
+    settings = [*GRPO_FAST, f"run.output_dir={run}", f"train.max_steps={max_steps}", *settings]
+    code, _, error = call_grpo(monkeypatch, capsys, *settings)
+    return code, error
+
+
+def test_another_policy_than_the_one_that_rolled_out_is_noticed(monkeypatch, capsys, tmp_path):
+    """Latents that are kept in bfloat16: the second step starts elsewhere than it did."""
+    to = sde.Step.to
+    narrow = lambda step, device: sde.Step(step.x.bfloat16().float(), *list(vars(to(step, device)).values())[1:])  # noqa: E731
+    monkeypatch.setattr(sde.Step, "to", narrow)
+    code, error = trained(monkeypatch, capsys, tmp_path)
+    assert code == 2 and "before the first update the ratio must be 1" in error
+    assert "step 2: " in error and "step 3: " in error and "narrower dtype" in error
+    assert not metrics(tmp_path)  # nothing was updated
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(monkeypatch, capsys, tmp_path):
+    score = sde.score
+    monkeypatch.setattr(sde, "score", lambda *a: tuple(torch.nan * out for out in score(*a)))
+    with pytest.raises(SystemExit, match="stopped at step 2: 2 updates in a row were not finite"):
+        trained(monkeypatch, capsys, tmp_path, "train.max_nonfinite=1", "grpo.ratio_tolerance=0", max_steps=4)
+
+
+def test_members_of_one_noise_share_the_steps_before_the_window(monkeypatch, capsys, tmp_path):
+    """Groups of four in passes of two: the second pass of a group has nothing to compute before its window."""
+    seen = {}
+    rollout = reward_flow.rollout
+
+    def watched(velocity, x, sigmas, keep, start=0):
+        seen[same].append((len(x), len(sigmas) - 1))
+        return rollout(velocity, x, sigmas, keep, start)
+
+    monkeypatch.setattr(reward_flow, "rollout", watched)
+    rewards = {}
+    for same in (True, False):
+        seen[same] = []
+        settings = ["grpo.group_size=4", f"grpo.same_noise_in_group={same}", "run.sample_videos=0"]
+        assert trained(monkeypatch, capsys, tmp_path / str(same), *settings)[0] == 0
+        (rewards[same],) = metrics(tmp_path / str(same))
+    assert seen == {True: [(1, 2)] * 2, False: [(2, 2)] * 4}
+    # members that differ by the noise of two late steps alone differ less
+    assert 0 < rewards[True]["reward/std_in_group"] < rewards[False]["reward/std_in_group"]
+
+
+def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_path):
+    """An average that never moves evaluates as the base model does."""
+    settings = [
+        f"evaluation.eval_clips={WORLD / 'eval' / 'metadata.csv'}", "evaluation.eval_steps=1", "run.sample_videos=0",
+        "evaluation.eval_inference_steps=1", "train.learning_rate=1e-2", "train.warmup_steps=0",
+    ]  # fmt: skip
+    still = type("Still", (), dict(vars(__import__("diffusers").training_utils.EMAModel)))
+    still.step = lambda self, parameters: None
+    monkeypatch.setattr("train_flow_grpo.EMAModel", still)
+    assert trained(monkeypatch, capsys, tmp_path, *settings)[0] == 0
+    before, after = metrics(tmp_path)
+    assert {k: v for k, v in after.items() if "eval/" in k} == {k: v for k, v in before.items() if "eval/" in k}
+    state = checkpoint.load_state(tmp_path / "checkpoints" / "step-000001")
+    assert any(
+        not torch.equal(a, b) for a, b in zip(state["parameters"], state["average"]["shadow_params"], strict=True)
+    )
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["grpo.groups=3", "train.per_device_train_batch_size=4"], "the nearest that do: groups 2 or 4"),
+        (["grpo.updates_per_epoch=3"], "must divide the 2 forward passes of a process, got 3; take one of 1, 2"),
+        (["grpo.window=list", "grpo.window_steps=[4]"], "Usable are the steps of dit2 (model.trainable_models) but"),
+        (["grpo.window_size=3"], "no 3 steps in a row among the usable [2, 3]"),
+        (["model.trainable_models=dit,dit2", "grpo.window_bounds=[0, 2]"], "low_noise answers at no step that"),
+        (["reward.name=color"], "reward.name 'color' is not a reward, did you mean 'colour'"),
+        (["model.model_paths=nowhere"], "no diffusers pipeline"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_loads(monkeypatch, capsys, tmp_path, overrides, message):
+    code, error = trained(monkeypatch, capsys, tmp_path / "run", *overrides)
+    assert code == 2 and message in error and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_each_script_wants_its_own_file(monkeypatch, capsys):
+    code, _, error = call(monkeypatch, capsys, "--config", "configs/tiny_flow_grpo.yaml")
+    assert code == 2 and "has a section grpo, so it is for train_flow_grpo.py, not train_reward_fl.py" in error
+    code, _, error = call_grpo(monkeypatch, capsys, "--config", "configs/tiny_face.yaml")
+    assert code == 2 and "has no section grpo, so it is for train_reward_fl.py, not train_flow_grpo.py" in error
