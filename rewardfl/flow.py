@@ -137,6 +137,25 @@ def gradient_weight(
     return 2 * abs(c.velocity) * c.std if kind == "cps" else abs(c.velocity) / c.std
 
 
+def noise_scale_error(
+    kind: str, sigma: Tensor | float, sigma_next: Tensor | float, noise_level: float, sigma_cap: Tensor | float
+) -> float:
+    """Standard deviation of the noise after one step from the exact marginal, over sigma_next: 1 is exact.
+
+    With x0 known, x = (1 - sigma) x0 + sigma n and v = n - x0, so that the step, mean = cx x + cv v, ends at
+
+        (1 - sigma_next) x0 + (cx sigma + cv) n + std z,      n, z ~ N(0, 1):
+
+    x0's part is exact in every kind; the noise's is sqrt((cx sigma + cv)^2 + std^2) / sigma_next. 1.2 means that the
+    next network call finds 20 % more noise than its timestep says. ode and cps: always 1, up to rounding. ValueError
+    for sigma_next 0, where there is nothing to compare with, and as in `coefficients`.
+    """
+    c = coefficients(kind, sigma, sigma_next, noise_level, sigma_cap)
+    if float(sigma_next) == 0:
+        raise ValueError("a step to sigma 0 has no noise scale to compare with: leave it out")
+    return math.hypot(c.x * float(sigma) + c.velocity, c.std) / float(sigma_next)
+
+
 def sample(mean: Tensor, std: float, noise: Tensor) -> Tensor:
     """x_next (B, ...): the transition's draw by standard normal noise (B, ...)."""
     return mean + std * noise

@@ -284,6 +284,40 @@ def test_gradient_weights_over_the_schedule():
     assert flow_weights == sorted(flow_weights)
 
 
+@pytest.mark.parametrize(
+    ("kind", "noise_level", "steps", "expected"),
+    [
+        ("flow", 0.7, 10, {0: 1.036, 1: 1.054, 2: 1.021, 6: 1.026, 7: 1.054, 8: 1.198}),
+        ("flow", 0.7, 20, {0: 1.033, 18: 1.210}),
+        ("dance", 0.3, 10, {0: 1.000, 7: 1.004, 8: 1.026}),
+        ("cps", 0.7, 10, dict.fromkeys(range(9), 1.000)),
+    ],
+)
+def test_noise_scale_errors_over_the_schedule(kind, noise_level, steps, expected):
+    """Measured from the published code (shift 5): why Flow-SDE rollouts look noisy, and its late steps worst."""
+    sigmas = flow.linear_sigmas(steps, 5.0)
+    errors = [flow.noise_scale_error(kind, *step_arguments(i, noise_level, sigmas)) for i in range(steps - 1)]
+    for i, value in expected.items():
+        assert errors[i] == pytest.approx(value, abs=6e-4)
+    assert min(errors) > 1 - 1e-6 and max(errors) < 1.22
+    with pytest.raises(ValueError, match="a step to sigma 0 has no noise scale"):
+        flow.noise_scale_error(kind, *step_arguments(steps - 1, noise_level, sigmas))
+
+
+@pytest.mark.parametrize("kind", flow.KINDS)
+def test_noise_scale_error_is_that_of_a_step_taken(kind):
+    """One point of data, and one step of 200000 particles from its exact marginal."""
+    generator = torch.Generator().manual_seed(0)
+    noise, drawn = (torch.randn(200_000, 1, generator=generator, dtype=torch.float64) for _ in range(2))
+    sigma, after, a, cap = step_arguments(8, 0.7)
+    x0 = 3.0
+    mean, std = flow.transition(kind, (1 - sigma) * x0 + sigma * noise, noise - x0, sigma, after, a, cap)
+    x_next = flow.sample(mean, std, drawn)
+    assert float(x_next.mean()) == pytest.approx(float((1 - after) * x0), abs=5e-3)
+    error = float(x_next.std() / after)
+    assert flow.noise_scale_error(kind, sigma, after, a, cap) == pytest.approx(error, rel=5e-3)
+
+
 def test_scoring_an_unrounded_sample_breaks_the_ratio():
     """Why latents are scored as stored: bfloat16 alone moves the log-ratio of a video by more than a clip of 1e-5."""
     generator = torch.Generator().manual_seed(0)
