@@ -166,10 +166,11 @@ def log_prob(kind: str, x_next: Tensor, mean: Tensor, std: float) -> Tensor:
 
     cps: the mean of -(x_next - mean)^2, its authors' score; leaving out 1 / (2 std^2) weights the steps on purpose
     (`gradient_weight`). The mean, not the sum, as all of the field has it. float64, because ratios are clipped at
-    1e-6 to 1e-4 and float32 resolves only 1e-7 of a log-probability near 1. ValueError for a deterministic step.
+    1e-6 to 1e-4 and float32 resolves only 1e-7 of a log-probability near 1. ValueError for a deterministic step, and
+    for other shapes, which broadcasting would score across samples.
     """
     _refuse_deterministic(std)
-    error = _mean_square(x_next - mean)
+    error = _mean_square(x_next, mean)
     if kind == "cps":
         return -error
     return -error / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
@@ -178,17 +179,21 @@ def log_prob(kind: str, x_next: Tensor, mean: Tensor, std: float) -> Tensor:
 def transition_kl(mean: Tensor, mean_ref: Tensor, std: float) -> Tensor:
     """(B,) float64: KL divergence of two transitions of one std, per dimension: mean (mean - mean_ref)^2 / (2 std^2).
 
-    Flow-GRPO's eq. 13, whose variance has dt in it (its code for SD3 has not). ValueError for std 0.
+    Flow-GRPO's eq. 13, whose variance has dt in it (its code for SD3 has not). ValueError as in `log_prob`.
     """
     _refuse_deterministic(std)
-    return _mean_square(mean - mean_ref) / (2 * std**2)
+    return _mean_square(mean, mean_ref) / (2 * std**2)
 
 
-def _mean_square(difference: Tensor) -> Tensor:
-    """(B,) float64 mean over elements of the squares; summed in float64, they do not depend on how it is split."""
-    return difference.square().flatten(1).mean(1, dtype=torch.float64)
+def _mean_square(x: Tensor, mean: Tensor) -> Tensor:
+    """(B,) float64 mean over elements of (x - mean)^2; summed in float64, it does not depend on how it is split."""
+    if x.shape != mean.shape:
+        raise ValueError(
+            f"sample and means must be of one shape (B, ...), got {tuple(x.shape)} and {tuple(mean.shape)}"
+        )
+    return (x - mean).square().flatten(1).mean(1, dtype=torch.float64)
 
 
 def _refuse_deterministic(std: float) -> None:
-    if std == 0:
+    if not std > 0:
         raise ValueError("a deterministic step (ode, noise_level 0, cps to sigma 0) has no density: leave it out")

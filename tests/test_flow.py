@@ -1,6 +1,7 @@
 """Schedules and Euler steps against closed forms and diffusers."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -346,6 +347,15 @@ def test_scoring_an_unrounded_sample_breaks_the_ratio():
 def test_refused_transitions(arguments, message):
     with pytest.raises(ValueError, match=message):
         flow.coefficients(*arguments)
+
+
+def test_scores_refuse_shapes_that_would_broadcast_across_samples():
+    x = torch.zeros(2, 3)
+    for score in (partial(flow.log_prob, "flow"), partial(flow.log_prob, "cps"), flow.transition_kl):
+        with pytest.raises(ValueError, match=r"one shape \(B, ...\), got \(2, 3\) and \(1, 3\)"):
+            score(x, x[:1], 0.1)
+        with pytest.raises(ValueError, match="has no density"):
+            score(x, x, math.nan)
 
 
 # ---- the review of the pull request that first proposed this scheduler; its point 1 is in test_scheduler.py ----

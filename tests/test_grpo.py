@@ -376,7 +376,6 @@ def transition(batch=6, shape=(3, 4), change=0.3, std=0.4, seed=0, dtype=torch.f
     def noise():
         return torch.randn(batch, *shape, generator=generator, dtype=dtype)
 
-    std = torch.tensor(std, dtype=dtype)
     old_mean, eps = noise(), noise()
     mean = (old_mean + change * std * noise()).requires_grad_()
     return mean, old_mean, std, old_mean + std * eps, eps
@@ -425,17 +424,6 @@ def test_guard_is_the_mean_of_drift_times_noise(normalised):
     np.testing.assert_allclose(loss.item(), expected, rtol=1e-12)
     np.testing.assert_allclose(gradient.numpy(), slope, rtol=1e-9, atol=1e-12)
     assert (samples["clipped"].numpy() == ~alive).all() and 0 < alive.sum() < 6
-
-
-def test_guard_takes_a_std_per_sample():
-    mean, old_mean, _, _, eps = transition()
-    std = torch.linspace(0.2, 0.7, 6, dtype=torch.float64)
-    x_next = old_mean + std[:, None, None] * eps
-    log_prob, old = (gaussian_log_prob(x_next, m, std[:, None, None]) for m in (mean, old_mean))
-    _, samples = grpo.policy_loss(
-        "guard", log_prob, old, torch.ones(6), **RANGE, mean=mean, old_mean=old_mean, std=std, dt=-0.1
-    )
-    torch.testing.assert_close(samples["ratio"], ((mean - old_mean) * eps).flatten(1).mean(1).exp().detach())
 
 
 def test_the_plain_clip_silences_one_sign_at_size_and_guard_neither():
@@ -522,18 +510,19 @@ def test_policy_loss_refuses_what_cannot_be():
     with pytest.raises(ValueError, match="clip_high > 0, got 0.1 and 0"):
         grpo.policy_loss("clip", one, one, one, clip_low=0.1, clip_high=0.0)
     with pytest.raises(ValueError, match="guard needs old_mean, dt"):
-        grpo.policy_loss("guard", one, one, one, **RANGE, mean=one, std=one)
+        grpo.policy_loss("guard", one, one, one, **RANGE, mean=one, std=1.0)
     with pytest.raises(ValueError, match="kl_weight needs mean, reference_mean, std"):
         grpo.policy_loss("clip", one, one, one, **RANGE, kl_weight=0.1)
-    x = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match="std must be above 0, got 0: a deterministic step has no density"):
-        grpo.policy_loss("guard", one, one, one, **RANGE, mean=x, old_mean=x, std=torch.zeros(()), dt=-0.1)
-    with pytest.raises(ValueError, match=r"got \(2, 3\), \(2, 3\) and \(2, 1\)"):
-        grpo.policy_loss("guard", one, one, one, **RANGE, mean=x, old_mean=x, std=torch.ones(2, 1), dt=-0.1)
-    with pytest.raises(ValueError, match=r"got \(2, 3\), \(1, 3\) and \(\)"):
-        grpo.policy_loss(
-            "clip", one, one, one, **RANGE, mean=x, reference_mean=x[:1], std=torch.ones(()), kl_weight=0.1
-        )
+    x, given = torch.zeros(2, 3), dict(**RANGE, dt=-0.1, kl_weight=0.1)
+    with pytest.raises(ValueError, match="a deterministic step .* has no density"):
+        grpo.policy_loss("guard", one, one, one, **given, mean=x, old_mean=x, std=0.0)
+    with pytest.raises(ValueError, match=r"one shape \(B, ...\), got \(2, 3\) and \(1, 3\)"):
+        grpo.policy_loss("guard", one, one, one, **given, mean=x, old_mean=x[:1], std=1.0)
+    with pytest.raises(ValueError, match=r"one shape \(B, ...\), got \(2, 3\) and \(1, 3\)"):
+        grpo.policy_loss("clip", one, one, one, **given, mean=x, reference_mean=x[:1], std=1.0)
+    for kind, other in (("guard", "old_mean"), ("clip", "reference_mean")):
+        with pytest.raises(ValueError, match="2 log-probabilities and the means of 1 samples"):
+            grpo.policy_loss(kind, one, one, one, **given, mean=x[:1], std=1.0, **{other: x[:1]})
 
 
 def test_check_ratio_names_the_steps_and_the_causes():
@@ -612,7 +601,7 @@ def test_windows_refuse_what_cannot_be():
 def test_a_gaussian_policy_learns_a_black_box_reward(objective):
     """Two rows with targets of their own; the reward is a number without gradient; two updates per rollout."""
     kind, with_kl = objective.split()[0], objective.endswith("kl")
-    targets, std, dt = torch.tensor([[1.0, -1.0], [-0.5, 0.8]]), torch.tensor(0.3), -0.3
+    targets, std, dt = torch.tensor([[1.0, -1.0], [-0.5, 0.8]]), 0.3, -0.3
     means = torch.zeros(2, 2, requires_grad=True)
     optimizer = torch.optim.SGD([means], lr=0.1)
     rewards_of_epochs = []
