@@ -171,13 +171,29 @@ def test_cps_keeps_the_marginals_of_one_point_at_any_number_of_steps(noise_level
         assert c.x * (1 - sigma) - c.velocity == pytest.approx(1 - after, abs=1e-7)  # of x0, at noise 0
 
 
-def test_stds_are_those_of_the_published_code():
-    """Shift 3, 10 steps, noise level 0.7, steps 0 and 5: flow_grpo, DanceGRPO, FlowCPS, Flow-Factory, UniRL agree."""
-    sigmas = flow.linear_sigmas(10, 3.0)
-    published = {"flow": [0.70000, 0.35000], "dance": [0.13229, 0.20207], "cps": [0.85918, 0.59400]}
-    for kind, expected in published.items():
-        actual = [flow.transition_std(kind, *step_arguments(i, 0.7, sigmas)) for i in (0, 5)]
-        assert actual == pytest.approx(expected, abs=1e-5)
+@pytest.mark.parametrize(
+    ("kind", "step", "mean", "std", "score"),
+    [
+        ("flow", 0, -67.304455, 0.70000, -0.63483),
+        ("flow", 5, -81.892221, 0.35000, 0.04655),
+        ("dance", 0, -88.359875, 0.13229, 0.81146),
+        ("dance", 5, -86.738309, 0.20207, 0.52324),
+        ("cps", 0, -42.215381, 0.85918, -0.28622),
+        ("cps", 5, -56.761218, 0.59400, -0.16132),
+    ],
+)
+def test_steps_are_those_of_the_published_code(kind, step, mean, std, score):
+    """Numbers computed by flow_grpo, DanceGRPO, FlowCPS, Flow-Factory and UniRL (which agree) from the same tensors.
+
+    Shift 3, 10 steps, noise level 0.7; the sum of the mean, std, and the first sample's score.
+    """
+    generator = torch.Generator().manual_seed(1234)
+    x, v, noise = (torch.randn(2, 16, 3, 4, 4, generator=generator).double() for _ in range(3))
+    our_mean, our_std = flow.transition(kind, x, v, *step_arguments(step, 0.7, flow.linear_sigmas(10, 3.0)))
+    assert float(our_mean.sum()) == pytest.approx(mean, abs=2e-6)
+    assert our_std == pytest.approx(std, abs=5e-6)
+    scores = flow.log_prob(kind, x - 0.05 * v + 0.1 * noise, our_mean, our_std)
+    assert float(scores[0]) == pytest.approx(score, abs=6e-6)
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 12.0])
