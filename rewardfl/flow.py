@@ -3,8 +3,9 @@
 Convention:   x = (1 - sigma) * x0 + sigma * noise      sigma in [0, 1], 1 is pure noise
               velocity = dx / dsigma = noise - x0       sampling walks sigma down: sigma_next < sigma
 
-A step that draws its noise is a Gaussian N(mean, std^2) whose mean is linear in x and velocity (`coefficients`). Its
-kinds sample the same marginals as the ODE does:
+A step that draws its noise is a Gaussian N(mean, std^2) whose mean is linear in x and velocity (`coefficients`). With
+ever smaller steps flow and dance sample the marginals of the ODE; cps has their noise scale at any size of step, but
+its samples vary too little (on Gaussian data std ends 3 % low at a = 0.3, 15 % at 0.7). The kinds:
 
     ode     x + dt v, std 0
     flow    Euler-Maruyama of  dx = [v - g^2 score / 2] dt + g dw,  g = a sqrt(sigma / (1 - sigma))   Flow-GRPO,
