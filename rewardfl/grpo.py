@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from rewardfl import data
+from rewardfl import data, flow
 
 STD_EPSILON = 1e-4  # added to a standard deviation of rewards (as Flow-GRPO): noise below it is not blown up to |A| = 1
 
@@ -312,7 +312,7 @@ def policy_loss(
     clip_high: float,
     mean: Tensor | None = None,
     old_mean: Tensor | None = None,
-    std: Tensor | None = None,
+    std: float | None = None,
     dt: float | None = None,
     normalised: bool = True,
     reference_mean: Tensor | None = None,
@@ -339,10 +339,9 @@ def policy_loss(
     noise = (x_next - old_mean) / std being what the rollout drew. At r = 1 the gradient is -A * grad log_prob for
     `clip` and -A * std / |dt| * grad log_prob for `guard`.
 
-    mean (with graph), old_mean (B, ...): the transition's means now and in the rollout, a constant. std: (B,) or
-    scalar, the whole transition's, sqrt(|dt|) included. dt: sigma_next - sigma. normalised: False for CPS, whose
-    score is -(x_next - mean)^2 without 1 / (2 std^2), which `guard` then puts back. KL_b: of N(mean, std^2) from
-    N(reference_mean, std^2), per dimension (Flow-GRPO eq. 13), with dt in the variance, with gradient.
+    mean (with graph), old_mean (B, ...), std: what `flow.transition` gives now and, of the mean, gave in the rollout,
+    a constant. dt: sigma_next - sigma. normalised: False for CPS, whose score is -(x_next - mean)^2 without
+    1 / (2 std^2), which `guard` then puts back. KL_b: `flow.transition_kl` of mean and reference_mean, with gradient.
 
     Also returned, detached, (B,) each: advantage, ratio, clipped (the clip removed the gradient), approximate_kl
     (log ratio of the scores, squared, halved: Schulman's second estimator) and kl (0 without kl_weight).
@@ -362,7 +361,7 @@ def policy_loss(
     if kind == "guard":
         _need(kind, mean=mean, old_mean=old_mean, std=std, dt=dt)
         score = difference if normalised else difference / (2 * std**2)
-        log_ratio = (score + _gaussian_kl(mean, old_mean, std)) * std
+        log_ratio = (score + _transition_kl(mean, old_mean, std, len(log_prob))) * std
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio).mean()
@@ -371,7 +370,7 @@ def policy_loss(
     kl = torch.zeros_like(log_prob)
     if kl_weight != 0:
         _need("kl_weight", mean=mean, reference_mean=reference_mean, std=std)
-        kl = _gaussian_kl(mean, reference_mean, std)
+        kl = _transition_kl(mean, reference_mean, std, len(log_prob))
         loss = loss + kl_weight * kl.mean()
     too_high, too_low = ratio > 1 + clip_high, ratio < 1 - clip_low
     samples = {
@@ -390,17 +389,11 @@ def _need(who: str, **given: Tensor | float | None) -> None:
         raise ValueError(f"{who} needs {', '.join(missing)}")
 
 
-def _gaussian_kl(mean: Tensor, other: Tensor, std: Tensor) -> Tensor:
-    """(B,) KL divergence per dimension of two Gaussians of one standard deviation: mean((mean - other)^2) / 2 std^2."""
-    std = torch.as_tensor(std)
-    if mean.shape != other.shape or std.shape not in ((), mean.shape[:1]):  # broadcasting would mix the samples
-        raise ValueError(
-            f"means must be (B, ...), both, and std a scalar or (B,), got {tuple(mean.shape)}, {tuple(other.shape)} "
-            f"and {tuple(std.shape)}"
-        )
-    if not (std > 0).all():
-        raise ValueError(f"std must be above 0, got {std.min():g}: a deterministic step has no density to optimise")
-    return ((mean - other) ** 2).flatten(1).mean(1) / (2 * std**2)
+def _transition_kl(mean: Tensor, other: Tensor, std: float, batch: int) -> Tensor:
+    """flow.transition_kl of as many samples as there are log-probabilities: one would be added to all of them."""
+    if len(mean) != batch:
+        raise ValueError(f"{batch} log-probabilities and the means of {len(mean)} samples")
+    return flow.transition_kl(mean, other, std)
 
 
 def policy_statistics(samples: Mapping[str, Tensor]) -> dict[str, float]:

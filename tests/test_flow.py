@@ -1,9 +1,13 @@
 """Schedules and Euler steps against closed forms and diffusers."""
 
+import dataclasses
+import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
+from diffusers import UniPCMultistepScheduler
 
 from rewardfl import flow
 
@@ -65,6 +69,11 @@ def step_arguments(i, noise_level=0.7, sigmas=SIGMAS):
     return sigmas[i], sigmas[i + 1], noise_level, sigmas[1]
 
 
+def exact_sigmas(steps, shift):
+    """linear_sigmas before they are rounded to float32."""
+    return [shift * s / (1 + (shift - 1) * s) for s in (1 - i / steps for i in range(steps + 1))]
+
+
 def batch(dtype=torch.float32, size=2, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(size, 3, 5, 7, generator=generator, dtype=dtype) for _ in range(3)]
@@ -95,24 +104,59 @@ def test_stochastic_steps_keep_the_marginals_of_the_ode(kind, noise_level):
             assert float(x.var()) == pytest.approx(variance, rel=4 * math.sqrt(2 / count) + 0.015)
 
 
-def test_the_error_of_dance_steps_halves_with_their_size():
-    """The chain of Gaussian data in closed form, without particles: mean exact, variance to first order."""
-    mean, std = 1.5, 0.4
+def propagated(kind, noise_level, steps, shift, mean=1.5, std=0.4):
+    """(mean, std) of the last sample, data N(mean, std^2): their exact velocity is affine in x, and so is a step."""
+    sigmas = exact_sigmas(steps, shift)
+    m, variance = 0.0, 1.0
+    for i in range(steps):
+        c = flow.coefficients(kind, *step_arguments(i, noise_level, sigmas))
+        at_zero = gaussian_velocity(0.0, sigmas[i], mean, std)
+        gain = c.x + c.velocity * (gaussian_velocity(1.0, sigmas[i], mean, std) - at_zero)
+        m, variance = gain * m + c.velocity * at_zero, gain**2 * variance + c.std**2
+    return m, math.sqrt(variance)
 
-    def final_moments(steps):
-        sigmas = flow.linear_sigmas(steps, 1.0).double()
-        m, variance = 0.0, 1.0
-        for i in range(steps):
-            c = flow.coefficients("dance", *step_arguments(i, 0.7, sigmas))
-            at_zero = float(gaussian_velocity(0.0, sigmas[i], mean, std))
-            gain = c.x + c.velocity * float(gaussian_velocity(1.0, sigmas[i], mean, std) - at_zero)
-            m, variance = gain * m + c.velocity * at_zero, gain**2 * variance + c.std**2
-        return m, variance / std**2 - 1
 
-    coarse, fine = final_moments(400), final_moments(800)
-    assert coarse[0] == pytest.approx(mean, abs=1e-5)
-    assert coarse[1] / fine[1] == pytest.approx(2, rel=0.05)
-    assert abs(fine[1]) < 2e-3
+@pytest.mark.parametrize(("kind", "noise_level"), [("ode", 0.7), ("flow", 0.7), ("dance", 0.7), ("cps", 0.7)])
+def test_samples_of_ten_steps_are_distributed_as_the_steps_propagate_them(kind, noise_level):
+    """Sampled as a rollout does, in float32: ten steps are far from the data, and from nothing else."""
+    count, steps = 40000, 10
+    generator = torch.Generator().manual_seed(0)
+    x, sigmas = torch.randn(count, 1, generator=generator), flow.linear_sigmas(steps, 5.0)
+    for i in range(steps):
+        velocity = gaussian_velocity(x, sigmas[i], 1.5, 0.4)
+        mean, std = flow.transition(kind, x, velocity, *step_arguments(i, noise_level, sigmas))
+        x = flow.sample(mean, std, torch.randn(count, 1, generator=generator))
+    mean, std = propagated(kind, noise_level, steps, 5.0)
+    assert abs(std / 0.4 - 1) > 0.04
+    assert float(x.mean()) == pytest.approx(mean, abs=4 * std / math.sqrt(count))  # 4 standard errors
+    assert float(x.std()) == pytest.approx(std, rel=4 / math.sqrt(2 * count))
+
+
+@pytest.mark.parametrize(
+    ("kind", "noise_level"), [("ode", 0.0), ("flow", 0.3), ("flow", 0.7), ("dance", 0.3), ("dance", 0.7)]
+)
+def test_more_steps_come_to_the_data(kind, noise_level):
+    """Four times the steps, a quarter of the error in std, or less; the mean is exact at any number."""
+    moments = [propagated(kind, noise_level, steps, 5.0) for steps in (100, 400, 1600)]
+    assert [m for m, _ in moments] == pytest.approx([1.5] * 3, abs=1e-9)
+    errors = [abs(std / 0.4 - 1) for _, std in moments]
+    assert errors[0] / errors[1] > 3.7 and errors[1] / errors[2] > 3.7 and errors[2] < 0.004
+
+
+def test_what_flows_first_steps_leave_falls_slowly():
+    """g has a pole at sigma 1: step k from there is off by a^2 / k in any schedule, and forgotten as n^(-a^2)."""
+    errors = [propagated("flow", 0.7, steps, 1.0)[1] / 0.4 - 1 for steps in (5000, 20000)]
+    assert 0 < errors[1] < errors[0] < 1e-3
+    assert errors[1] / errors[0] == pytest.approx(4 ** -(0.7**2), rel=0.1)
+
+
+@pytest.mark.parametrize(("noise_level", "low"), [(0.3, 0.028), (0.7, 0.148), (1.0, 0.293)])
+def test_cps_does_not_come_to_the_data(noise_level, low):
+    """It draws the same share of the noise anew at each of ever more steps: std ends low, at any number of them."""
+    errors = [1 - propagated("cps", noise_level, steps, 1.0)[1] / 0.4 for steps in (800, 3200, 12800)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] == pytest.approx(low, abs=2e-3) and errors[1] - errors[2] < 2e-3
+    assert propagated("cps", noise_level, 800, 1.0)[0] == pytest.approx(1.5, abs=1e-9)
 
 
 @pytest.mark.parametrize("noise_level", [0.3, 0.7, 1.0])
@@ -127,30 +171,97 @@ def test_cps_keeps_the_marginals_of_one_point_at_any_number_of_steps(noise_level
         assert c.x * (1 - sigma) - c.velocity == pytest.approx(1 - after, abs=1e-7)  # of x0, at noise 0
 
 
-def test_stds_are_those_of_the_published_code():
-    """Shift 3, 10 steps, noise level 0.7, steps 0 and 5: flow_grpo, DanceGRPO, FlowCPS, Flow-Factory, UniRL agree."""
-    sigmas = flow.linear_sigmas(10, 3.0)
-    published = {"flow": [0.70000, 0.35000], "dance": [0.13229, 0.20207], "cps": [0.85918, 0.59400]}
-    for kind, expected in published.items():
-        actual = [flow.transition_std(kind, *step_arguments(i, 0.7, sigmas)) for i in (0, 5)]
-        assert actual == pytest.approx(expected, abs=1e-5)
+@pytest.mark.parametrize(
+    ("kind", "step", "mean", "std", "score"),
+    [
+        ("flow", 0, -67.304455, 0.70000, -0.63483),
+        ("flow", 5, -81.892221, 0.35000, 0.04655),
+        ("dance", 0, -88.359875, 0.13229, 0.81146),
+        ("dance", 5, -86.738309, 0.20207, 0.52324),
+        ("cps", 0, -42.215381, 0.85918, -0.28622),
+        ("cps", 5, -56.761218, 0.59400, -0.16132),
+    ],
+)
+def test_steps_are_those_of_the_published_code(kind, step, mean, std, score):
+    """Numbers computed by flow_grpo, DanceGRPO, FlowCPS, Flow-Factory and UniRL (which agree) from the same tensors.
+
+    Shift 3, 10 steps, noise level 0.7; the sum of the mean, std, and the first sample's score.
+    """
+    generator = torch.Generator().manual_seed(1234)
+    x, v, noise = (torch.randn(2, 16, 3, 4, 4, generator=generator).double() for _ in range(3))
+    our_mean, our_std = flow.transition(kind, x, v, *step_arguments(step, 0.7, flow.linear_sigmas(10, 3.0)))
+    assert float(our_mean.sum()) == pytest.approx(mean, abs=2e-6)
+    assert our_std == pytest.approx(std, abs=5e-6)
+    scores = flow.log_prob(kind, x - 0.05 * v + 0.1 * noise, our_mean, our_std)
+    assert float(scores[0]) == pytest.approx(score, abs=6e-6)
 
 
-def test_means_are_the_published_formulas():
-    """Flow-GRPO's with std_dev_t, DanceGRPO's with the score, FlowCPS's with x0 and x1; sigmas as they are."""
-    x, v, _ = batch(torch.float64)
-    sigma, after, a, cap = step_arguments(4)
-    dt, sigma = float(after - sigma), float(sigma)
-    std_dev_t = math.sqrt(sigma / (1 - sigma)) * a
-    drift = v * (1 + std_dev_t**2 * (1 - sigma) / (2 * sigma)) * dt
-    expected = {"flow": x * (1 + std_dev_t**2 / (2 * sigma) * dt) + drift}
-    score = -(x - (x - sigma * v) * (1 - sigma)) / sigma**2
-    expected["dance"] = x + dt * v - 0.5 * a**2 * score * dt
-    after = float(after)
-    std = after * math.sin(a * math.pi / 2)
-    expected["cps"] = (x - sigma * v) * (1 - after) + (x + (1 - sigma) * v) * math.sqrt(after**2 - std**2)
-    for kind, mean in expected.items():
-        torch.testing.assert_close(flow.transition(kind, x, v, *step_arguments(4))[0], mean, rtol=1e-6, atol=1e-7)
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 12.0])
+def test_kernels_are_the_published_formulas(shift):
+    """Flow-GRPO's mean with std_dev_t, DanceGRPO's with the score, FlowCPS's with x0 and x1; scores, in float64."""
+    x, v, noise = batch(torch.float64)
+    sigmas, a = exact_sigmas(10, shift), 0.7
+    for i in range(1, 10):
+        sigma, after = sigmas[i], sigmas[i + 1]
+        dt = after - sigma
+        std_dev_t = math.sqrt(sigma / (1 - sigma)) * a
+        drift = v * (1 + std_dev_t**2 * (1 - sigma) / (2 * sigma)) * dt
+        score = -(x - (x - sigma * v) * (1 - sigma)) / sigma**2
+        std = after * math.sin(a * math.pi / 2)
+        expected = {
+            "flow": (x * (1 + std_dev_t**2 / (2 * sigma) * dt) + drift, std_dev_t * math.sqrt(-dt)),
+            "dance": (x + dt * v - 0.5 * a**2 * score * dt, a * math.sqrt(-dt)),
+            "cps": ((x - sigma * v) * (1 - after) + (x + (1 - sigma) * v) * math.sqrt(after**2 - std**2), std),
+        }
+        for kind, (mean, std) in expected.items():
+            our_mean, our_std = flow.transition(kind, x, v, *step_arguments(i, a, sigmas))
+            torch.testing.assert_close(our_mean, mean, rtol=1e-12, atol=1e-12)
+            assert our_std == pytest.approx(std, rel=1e-12)
+            if std > 0:
+                x_next = mean + std * noise
+                squares = (noise**2).flatten(1).mean(1)
+                expected_score = (
+                    -(std**2) * squares if kind == "cps" else -squares / 2 - math.log(std * 2.5066282746310002)
+                )
+                ours = flow.log_prob(kind, x_next, our_mean, our_std)
+                torch.testing.assert_close(ours, expected_score, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 12.0])
+@pytest.mark.parametrize("a", [0.3, 0.7, 1.0])
+def test_identities_of_the_kernels(shift, a):
+    sigmas = exact_sigmas(10, shift)
+    for i in range(10):
+        c = {kind: flow.coefficients(kind, *step_arguments(i, a, sigmas)) for kind in STOCHASTIC}
+        if i == 0:  # the cap makes the whole std noise_level; (1 - sigma) of the drift is 0, not 1 - cap
+            assert c["flow"].std == pytest.approx(a, rel=1e-12) and c["flow"].velocity == c["flow"].dt
+        else:
+            assert c["flow"].velocity == pytest.approx(c["flow"].dt * (1 + a**2 / 2), rel=1e-12)
+            as_dance = flow.coefficients("flow", *step_arguments(i, a / math.sqrt(sigmas[i] / (1 - sigmas[i])), sigmas))
+            assert dataclasses.astuple(as_dance) == pytest.approx(dataclasses.astuple(c["dance"]), rel=1e-12, abs=1e-12)
+        kept = c["cps"].x * sigmas[i] + c["cps"].velocity  # of the noise, x0 known
+        assert math.hypot(kept, c["cps"].std) == pytest.approx(sigmas[i + 1], abs=1e-12)
+        assert c["cps"].std == pytest.approx(sigmas[i + 1] * math.sin(a * math.pi / 2), rel=1e-12)
+        for each in c.values():  # x0's part is the marginal's
+            assert each.x * (1 - sigmas[i]) - each.velocity == pytest.approx(1 - sigmas[i + 1], abs=1e-12)
+
+
+@pytest.mark.parametrize("shift", [3.0, 5.0, 12.0])
+def test_no_schedule_of_wans_makes_a_step_explode(shift):
+    """One step of flow from the exact marginal of unit data, on diffusers' UniPC tables, which start at 0.999999."""
+    for steps in range(4, 51):
+        stock = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+        stock.set_timesteps(steps)
+        sigmas = stock.sigmas
+        assert 0.99999 < sigmas[0] < 1 and len(sigmas) == steps + 1
+        for i, a in itertools.product(range(steps - 1), (0.1, 0.3, 0.5, 0.7)):
+            arguments, after = step_arguments(i, a, sigmas), float(sigmas[i + 1])
+            std = flow.transition_std("flow", *arguments)
+            noise = after * flow.noise_scale_error("flow", *arguments)
+            assert std < (a * 1.001 if i == 0 else 1.25)
+            assert math.hypot(1 - after, noise) == pytest.approx(math.hypot(1 - after, after), rel=0.25)
+        # what `sigma == 1` lets through
+        assert flow.transition_std("flow", sigmas[0], sigmas[1], 0.7, sigmas[0]) > 20
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
@@ -162,8 +273,6 @@ def test_flows_first_step_is_finite(shift):
     assert c.velocity == c.dt == float(sigmas[1] - sigmas[0])  # (1 - sigma) is 0, not 1 - cap
     nearly = flow.coefficients("flow", torch.tensor(0.999999), sigmas[1], 0.7, sigmas[1])  # UniPC's first sigma
     assert nearly.std == pytest.approx(c.std, rel=1e-3)
-    later = flow.coefficients("flow", *step_arguments(3, 0.7, sigmas))
-    assert later.velocity == pytest.approx(later.dt * (1 + 0.7**2 / 2), rel=1e-6)  # a constant inflation of the step
     with pytest.raises(ValueError, match="sigma 1 needs a sigma_cap below 1"):
         flow.coefficients("flow", sigmas[0], sigmas[1], 0.7, sigmas[0])
 
@@ -208,9 +317,10 @@ def test_log_prob_and_kl_are_torchs(kind):
     other, _ = flow.transition(kind, x, v + 0.1 * noise, *step_arguments(3))
     x_next = flow.sample(mean, std, noise)
     normal = torch.distributions.Normal(mean, std)
-    torch.testing.assert_close(flow.log_prob(kind, x_next, mean, std), normal.log_prob(x_next).flatten(1).mean(1))
+    ours, exact = flow.log_prob(kind, x_next, mean, std), dict(rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, normal.log_prob(x_next).flatten(1).mean(1), **exact)
     kl = torch.distributions.kl_divergence(normal, torch.distributions.Normal(other, std))
-    torch.testing.assert_close(flow.transition_kl(mean, other, std), kl.flatten(1).mean(1))
+    torch.testing.assert_close(flow.transition_kl(mean, other, std), kl.flatten(1).mean(1), **exact)
     assert flow.transition_kl(mean, other, std)[0] != flow.transition_kl(mean, other, std)[1]  # by sample
 
 
@@ -284,6 +394,40 @@ def test_gradient_weights_over_the_schedule():
     assert flow_weights == sorted(flow_weights)
 
 
+@pytest.mark.parametrize(
+    ("kind", "noise_level", "steps", "expected"),
+    [
+        ("flow", 0.7, 10, {0: 1.036, 1: 1.054, 2: 1.021, 6: 1.026, 7: 1.054, 8: 1.198}),
+        ("flow", 0.7, 20, {0: 1.033, 18: 1.210}),
+        ("dance", 0.3, 10, {0: 1.000, 7: 1.004, 8: 1.026}),
+        ("cps", 0.7, 10, dict.fromkeys(range(9), 1.000)),
+    ],
+)
+def test_noise_scale_errors_over_the_schedule(kind, noise_level, steps, expected):
+    """Measured from the published code (shift 5): why Flow-SDE rollouts look noisy, and its late steps worst."""
+    sigmas = flow.linear_sigmas(steps, 5.0)
+    errors = [flow.noise_scale_error(kind, *step_arguments(i, noise_level, sigmas)) for i in range(steps - 1)]
+    for i, value in expected.items():
+        assert errors[i] == pytest.approx(value, abs=6e-4)
+    assert min(errors) > 1 - 1e-6 and max(errors) < 1.22
+    with pytest.raises(ValueError, match="a step to sigma 0 has no noise scale"):
+        flow.noise_scale_error(kind, *step_arguments(steps - 1, noise_level, sigmas))
+
+
+@pytest.mark.parametrize("kind", flow.KINDS)
+def test_noise_scale_error_is_that_of_a_step_taken(kind):
+    """One point of data, and one step of 200000 particles from its exact marginal."""
+    generator = torch.Generator().manual_seed(0)
+    noise, drawn = (torch.randn(200_000, 1, generator=generator, dtype=torch.float64) for _ in range(2))
+    sigma, after, a, cap = step_arguments(8, 0.7)
+    x0 = 3.0
+    mean, std = flow.transition(kind, (1 - sigma) * x0 + sigma * noise, noise - x0, sigma, after, a, cap)
+    x_next = flow.sample(mean, std, drawn)
+    assert float(x_next.mean()) == pytest.approx(float((1 - after) * x0), abs=5e-3)
+    error = float(x_next.std() / after)
+    assert flow.noise_scale_error(kind, sigma, after, a, cap) == pytest.approx(error, rel=5e-3)
+
+
 def test_scoring_an_unrounded_sample_breaks_the_ratio():
     """Why latents are scored as stored: bfloat16 alone moves the log-ratio of a video by more than a clip of 1e-5."""
     generator = torch.Generator().manual_seed(0)
@@ -312,6 +456,15 @@ def test_scoring_an_unrounded_sample_breaks_the_ratio():
 def test_refused_transitions(arguments, message):
     with pytest.raises(ValueError, match=message):
         flow.coefficients(*arguments)
+
+
+def test_scores_refuse_shapes_that_would_broadcast_across_samples():
+    x = torch.zeros(2, 3)
+    for score in (partial(flow.log_prob, "flow"), partial(flow.log_prob, "cps"), flow.transition_kl):
+        with pytest.raises(ValueError, match=r"one shape \(B, ...\), got \(2, 3\) and \(1, 3\)"):
+            score(x, x[:1], 0.1)
+        with pytest.raises(ValueError, match="has no density"):
+            score(x, x, math.nan)
 
 
 # ---- the review of the pull request that first proposed this scheduler; its point 1 is in test_scheduler.py ----

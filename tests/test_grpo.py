@@ -1,10 +1,10 @@
 """Group plans over many geometries, advantages and objectives against independent arithmetic, and learning."""
 
+import functools
 import itertools
 import math
 import statistics
 from collections import Counter
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from accelerate.data_loader import prepare_data_loader
 from diffusers.training_utils import EMAModel
 from torch.utils.data import DataLoader, Dataset
 
-from rewardfl import grpo
+from rewardfl import flow, grpo
 
 IDS = [f"clip-{i}" for i in range(7)]
 
@@ -36,56 +36,79 @@ def epoch_of(world, **geometry):
 # The plan
 
 
-GRID = [
-    (world, batch, group_size, groups)
-    for world, batch, group_size, groups in itertools.product((1, 2, 3, 4, 8), (1, 2, 3), (2, 3, 4, 6, 8), (1, 4, 6, 9))
-]
+# worlds 1-8, batches 1-4, groups of 2-24, 1-32 of them: 23552 geometries, of which 8050 divide
+GRID = list(itertools.product(range(1, 9), range(1, 5), range(2, 25), range(1, 33)))
 
 
-def test_every_geometry_that_divides_gives_every_member_once_and_others_raise():
-    accepted = 0
-    for (world, batch, group_size, groups), spread in itertools.product(GRID, ("contiguous", "spread")):
-        geometry = dict(batch=batch, group_size=group_size, groups=groups, epoch=3, spread=spread)
-        if groups * group_size % (world * batch):
-            with pytest.raises(ValueError, match="do not divide into forward passes"):
-                plan(world=world, **geometry)
-            continue
-        accepted += 1
-        lists = [plan(world=world, rank=rank, **geometry) for rank in range(world)]
+def divides(world, batch, group_size, groups):
+    return groups * group_size % (world * batch) == 0
+
+
+@pytest.mark.parametrize("spread", ["contiguous", "spread"])
+def test_every_geometry_that_divides_gives_every_member_once(spread, monkeypatch):
+    """The same members, in the documented order, as one process gives one by one: so whole groups, and each once."""
+    monkeypatch.setattr(grpo.data, "sample_at", lambda position, rows, seed: divmod(position, rows))
+    monkeypatch.setattr(grpo.data, "noise_seed", lambda *key: key)  # millions of hashes would take a minute
+
+    @functools.cache
+    def one_by_one(group_size, groups):
+        forwards = plan(epoch=3, group_size=group_size, groups=groups)
+        members = [m for (m,) in forwards]
+        assert [(m.group_id, m.member) for m in members] == [*itertools.product(range(groups), range(group_size))]
+        return members
+
+    accepted = [geometry for geometry in GRID if divides(*geometry)]
+    assert len(GRID) == 23552 and len(accepted) == 8050
+    for world, batch, group_size, groups in accepted:
+        geometry = dict(epoch=3, world=world, batch=batch, group_size=group_size, groups=groups, spread=spread)
+        lists = [plan(rank=rank, **geometry) for rank in range(world)]
         assert {len(forwards) for forwards in lists} == {groups * group_size // (world * batch)}
         assert {len(forward) for forwards in lists for forward in forwards} == {batch}
-        members = [m for forwards in lists for forward in forwards for m in forward]
-        keys = Counter((m.group_id, m.member) for m in members)
-        assert keys == Counter(itertools.product(range(groups), range(group_size)))
-        # the same members as one process with batches of one
-        assert sorted(members, key=lambda m: m[1:3]) == epoch_of(
-            1, batch=1, group_size=group_size, groups=groups, epoch=3
-        )
-        if group_size % batch == 0:
-            assert all(len({m.group_id for m in forward}) == 1 for forwards in lists for forward in forwards)
-    assert accepted > 200
+        in_turn = lists if spread == "contiguous" else zip(*lists, strict=True)  # rank by rank, or forward by forward
+        members = itertools.chain.from_iterable(itertools.chain.from_iterable(in_turn))
+        assert list(members) == one_by_one(group_size, groups)
+        if group_size % batch == 0:  # no forward pass mixes rows: the first and the last of it are one group's
+            assert all(forward[0].group_id == forward[-1].group_id for forwards in lists for forward in forwards)
 
 
-def test_suggested_numbers_are_valid_and_nearest():
-    for world, batch, group_size, groups in GRID:
-        if groups * group_size % (world * batch) == 0:
-            continue
-        with pytest.raises(ValueError) as error:
-            grpo.check_geometry(world, batch, group_size, groups)
-        advice = str(error.value).split("the nearest that do: ")[1]
-        suggested = {
-            name: [int(word) for word in values.split(" or ")]
-            for name, values in (part.split(" ", 1) for part in advice.split(", or "))
-        }
-        assert suggested.keys() >= {"groups", "group_size"}
-        given = dict(world=world, batch=batch, group_size=group_size, groups=groups)
-        for name, values in suggested.items():
-            for value in values:
-                grpo.check_geometry(**given | {name: value})
-            # nothing nearer on either side
-            for value in set(range(min(*values, given[name]), max(values))) - set(values):
-                with pytest.raises(ValueError):
-                    grpo.check_geometry(**given | {name: value})
+def test_geometries_that_do_not_divide_are_refused_with_the_nearest_that_do():
+    names = ("world", "batch", "group_size", "groups")
+
+    def nearest(geometry, name):
+        i = names.index(name)
+
+        def first(values):
+            return next(([v] for v in values if divides(*geometry[:i], v, *geometry[i + 1 :])), [])
+
+        lowest = 2 if name == "group_size" else 1
+        return first(range(geometry[i] - 1, lowest - 1, -1)) + first(range(geometry[i] + 1, 800))
+
+    def refusal(geometry):
+        try:
+            grpo.check_geometry(*geometry)
+        except ValueError as error:
+            return str(error)
+
+    batches = functools.cache(lambda samples, world, batch: nearest((world, batch, samples, 1), "batch"))
+    for geometry in GRID:
+        message = refusal(geometry)
+        assert (message is None) == divides(*geometry)
+        if message is not None:
+            told, advice = message.split("; the nearest that do: ")
+            assert all(f"{name} {value}" in told for name, value in zip(names, geometry, strict=True))
+            options = {name: nearest(geometry, name) for name in ("groups", "group_size")}
+            options["batch"] = batches(geometry[2] * geometry[3], *geometry[:2])
+            assert advice == ", or ".join(f"{name} {' or '.join(map(str, v))}" for name, v in options.items() if v)
+
+
+def test_equal_prompts_with_other_images_are_groups_of_their_own(tmp_path):
+    (tmp_path / "metadata.csv").write_text("video,prompt,image\na.mp4,she smiles,a.png\na.mp4,she smiles,b.png\n")
+    rows = grpo.data.load_metadata(tmp_path / "metadata.csv")
+    members = epoch_of(2, groups=2, sample_ids=[row.id for row in rows])
+    assert rows[0].prompt == rows[1].prompt and rows[0].image != rows[1].image
+    assert {(m.group_id, m.row) for m in members} in ({(0, 0), (1, 1)}, {(0, 1), (1, 0)})
+    assert Counter(m.group_id for m in members) == {0: 4, 1: 4}
+    assert len({m.noise_seed for m in members}) == len({m.step_seed for m in members}) == 8
 
 
 def test_a_group_is_one_row_and_its_noises_are_its_own():
@@ -160,7 +183,7 @@ class Echo(Dataset):
 
 
 def test_a_loader_delivers_the_plan_of_its_epoch_through_a_prefetching_worker():
-    sampler = grpo.DistributedGroupSampler(partial(plan, world=2, rank=1, batch=2))
+    sampler = grpo.DistributedGroupSampler(functools.partial(plan, world=2, rank=1, batch=2))
     loader = DataLoader(Echo(), batch_sampler=sampler, collate_fn=list, num_workers=1, persistent_workers=True)
     grpo.check_loader(loader, sampler)
     for epoch in (0, 1, 2, 7):
@@ -176,7 +199,7 @@ def test_a_loader_delivers_the_plan_of_its_epoch_through_a_prefetching_worker():
 def test_a_loader_sharded_a_second_time_is_refused():
     ids = []
     for rank in range(2):
-        sampler = grpo.DistributedGroupSampler(partial(plan, world=2, rank=rank))
+        sampler = grpo.DistributedGroupSampler(functools.partial(plan, world=2, rank=rank))
         loader = DataLoader(Echo(), batch_sampler=sampler, collate_fn=list)
         prepared = prepare_data_loader(loader, num_processes=2, process_index=rank)
         ids += [m.group_id for batch in prepared for m in batch]
@@ -376,7 +399,6 @@ def transition(batch=6, shape=(3, 4), change=0.3, std=0.4, seed=0, dtype=torch.f
     def noise():
         return torch.randn(batch, *shape, generator=generator, dtype=dtype)
 
-    std = torch.tensor(std, dtype=dtype)
     old_mean, eps = noise(), noise()
     mean = (old_mean + change * std * noise()).requires_grad_()
     return mean, old_mean, std, old_mean + std * eps, eps
@@ -427,17 +449,6 @@ def test_guard_is_the_mean_of_drift_times_noise(normalised):
     assert (samples["clipped"].numpy() == ~alive).all() and 0 < alive.sum() < 6
 
 
-def test_guard_takes_a_std_per_sample():
-    mean, old_mean, _, _, eps = transition()
-    std = torch.linspace(0.2, 0.7, 6, dtype=torch.float64)
-    x_next = old_mean + std[:, None, None] * eps
-    log_prob, old = (gaussian_log_prob(x_next, m, std[:, None, None]) for m in (mean, old_mean))
-    _, samples = grpo.policy_loss(
-        "guard", log_prob, old, torch.ones(6), **RANGE, mean=mean, old_mean=old_mean, std=std, dt=-0.1
-    )
-    torch.testing.assert_close(samples["ratio"], ((mean - old_mean) * eps).flatten(1).mean(1).exp().detach())
-
-
 def test_the_plain_clip_silences_one_sign_at_size_and_guard_neither():
     """4096 dimensions and a change of 20 %: log r = -0.02 +- 0.003, so a clip range of 0.01 hears A > 0 alone."""
     mean, old_mean, std, x_next, _ = transition(batch=400, shape=(4096,), change=0.2, dtype=torch.float32)
@@ -459,18 +470,77 @@ def test_the_plain_clip_silences_one_sign_at_size_and_guard_neither():
     assert told["policy/clip_fraction"] == 0 and told["policy/ratio"] == pytest.approx(1, abs=2e-4)
 
 
+@pytest.mark.parametrize("sde", ["flow", "dance", "cps"])
 @pytest.mark.parametrize("kind", ["clip", "guard"])
-def test_the_gradient_at_ratio_one_is_the_policy_gradient(kind):
-    mean, _, std, x_next, _ = transition(change=0)
-    advantage, dt = torch.tensor([1.0, -1.0, 0.5, -2.0, 0.0, 3.0], dtype=torch.float64), -0.05
-    log_prob = gaussian_log_prob(x_next, mean, std)
+def test_the_first_update_is_reinforce(kind, sde):
+    """A float32 network, rolled out and replayed: ratio exactly 1, gradient that of -mean(A * mean-form density)."""
+    generator = torch.Generator().manual_seed(0)
+    network = torch.nn.Linear(12, 12)
+    x, noise = (torch.randn(6, 12, generator=generator) for _ in range(2))
+    advantage = torch.tensor([1.0, -1.0, 0.5, -2.0, 0.0, 3.0])
+    arguments = (0.9, 0.8, 0.7, 0.95)
+    dt = flow.coefficients(sde, *arguments).dt
+    with torch.no_grad():
+        old_mean, std = flow.transition(sde, x, network(x), *arguments)
+        x_next = flow.sample(old_mean, std, noise)
+        old = flow.log_prob(sde, x_next, old_mean, std)
+    mean, _ = flow.transition(sde, x, network(x), *arguments)
+    log_prob = flow.log_prob(sde, x_next, mean, std)
     loss, samples = grpo.policy_loss(
-        kind, log_prob, log_prob.detach(), advantage, **RANGE, mean=mean, old_mean=mean.detach(), std=std, dt=dt
-    )
-    assert samples["ratio"].tolist() == [1] * 6 and not samples["clipped"].any()
-    (ours,) = torch.autograd.grad(loss, mean, retain_graph=True)
-    (score,) = torch.autograd.grad(-(advantage * log_prob).mean(), mean)
-    torch.testing.assert_close(ours, score if kind == "clip" else score * std / abs(dt))
+        kind, log_prob, old, advantage, clip_low=1e-6, clip_high=1e-6, mean=mean, old_mean=old_mean, std=std, dt=dt,
+        normalised=sde != "cps", reference_mean=old_mean, kl_weight=0.1,
+    )  # fmt: skip
+    assert samples["ratio"].tolist() == [1] * 6 and not samples["clipped"].any() and not samples["kl"].any()
+    assert loss.dtype == samples["kl"].dtype == torch.float64  # float32 would resolve 1e-7 of a ratio
+    ours = torch.autograd.grad(loss, [*network.parameters()], retain_graph=True)
+    # guard's ratio and KL of two Gaussians are of the density, whatever is scored
+    density = -((x_next - mean) ** 2).mean(1) / (2 * std**2)
+    if kind == "clip":
+        weight, scored = 1.0, log_prob if sde != "cps" else density * 2 * std**2
+    else:
+        weight, scored = std / abs(dt), density
+    reinforce = torch.autograd.grad(-weight * (advantage * scored).mean(), [*network.parameters()])
+    for one, other in zip(ours, reinforce, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_guard_is_unbiased_at_the_size_of_a_video():
+    """480x832x81 latents, a change of 2 % of std: noises and their mirror images, so that a mean is the bias alone."""
+    shape, std, dt, count = (1, 16, 21, 60, 104), 0.2, -0.03, 24
+    generator = torch.Generator().manual_seed(0)
+    old_mean = torch.randn(shape, generator=generator)
+    found = {"clip": [], "guard": []}
+    for _ in range(count):
+        noise, change = (torch.randn(shape, generator=generator) for _ in range(2))
+        mean = old_mean + 0.02 * std * change
+        for mirrored in (noise, -noise):
+            x_next = flow.sample(old_mean, std, mirrored)
+            scores = [flow.log_prob("flow", x_next, m, std) for m in (mean, old_mean)]
+            for kind, ratios in found.items():
+                _, samples = grpo.policy_loss(
+                    kind, *scores, torch.ones(1), **RANGE, mean=mean, old_mean=old_mean, std=std, dt=dt
+                )
+                ratios.append(samples["ratio"].log())
+    plain_clip, guard = torch.cat(found["clip"]), torch.cat(found["guard"]) / std
+    spread = 0.02 / math.sqrt(old_mean.numel())
+    assert float(plain_clip.mean()) == pytest.approx(-(0.02**2) / 2, rel=0.01)
+    assert abs(float(guard.mean())) < 0.01 * 0.02**2 / 2
+    assert float(plain_clip.std()) == pytest.approx(spread, rel=0.3)
+    assert float(guard.std()) == pytest.approx(spread, rel=0.3)
+
+    def clipped(log_ratio, clip_range):  # every sample with either sign of the advantage
+        twice = log_ratio.repeat(2).requires_grad_()
+        advantage = torch.tensor([1.0, -1.0]).repeat_interleave(2 * count)
+        _, samples = grpo.policy_loss(
+            "clip", twice, torch.zeros(4 * count), advantage, clip_low=clip_range, clip_high=clip_range
+        )
+        told = grpo.policy_statistics(samples)
+        return told["policy/clip_fraction_positive"], told["policy/clip_fraction_negative"]
+
+    assert clipped(plain_clip, 1e-4) == (0, 1)  # Flow-GRPO's default: no negative advantage is ever heard
+    assert clipped(guard, 1e-4) == (0, 0)
+    positive, negative = clipped(guard, 1e-5)
+    assert positive == pytest.approx(negative, abs=0.05) and 0.1 < positive < 0.4
 
 
 def test_clipped_by_sign_of_the_advantage():
@@ -522,18 +592,19 @@ def test_policy_loss_refuses_what_cannot_be():
     with pytest.raises(ValueError, match="clip_high > 0, got 0.1 and 0"):
         grpo.policy_loss("clip", one, one, one, clip_low=0.1, clip_high=0.0)
     with pytest.raises(ValueError, match="guard needs old_mean, dt"):
-        grpo.policy_loss("guard", one, one, one, **RANGE, mean=one, std=one)
+        grpo.policy_loss("guard", one, one, one, **RANGE, mean=one, std=1.0)
     with pytest.raises(ValueError, match="kl_weight needs mean, reference_mean, std"):
         grpo.policy_loss("clip", one, one, one, **RANGE, kl_weight=0.1)
-    x = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match="std must be above 0, got 0: a deterministic step has no density"):
-        grpo.policy_loss("guard", one, one, one, **RANGE, mean=x, old_mean=x, std=torch.zeros(()), dt=-0.1)
-    with pytest.raises(ValueError, match=r"got \(2, 3\), \(2, 3\) and \(2, 1\)"):
-        grpo.policy_loss("guard", one, one, one, **RANGE, mean=x, old_mean=x, std=torch.ones(2, 1), dt=-0.1)
-    with pytest.raises(ValueError, match=r"got \(2, 3\), \(1, 3\) and \(\)"):
-        grpo.policy_loss(
-            "clip", one, one, one, **RANGE, mean=x, reference_mean=x[:1], std=torch.ones(()), kl_weight=0.1
-        )
+    x, given = torch.zeros(2, 3), dict(**RANGE, dt=-0.1, kl_weight=0.1)
+    with pytest.raises(ValueError, match="a deterministic step .* has no density"):
+        grpo.policy_loss("guard", one, one, one, **given, mean=x, old_mean=x, std=0.0)
+    with pytest.raises(ValueError, match=r"one shape \(B, ...\), got \(2, 3\) and \(1, 3\)"):
+        grpo.policy_loss("guard", one, one, one, **given, mean=x, old_mean=x[:1], std=1.0)
+    with pytest.raises(ValueError, match=r"one shape \(B, ...\), got \(2, 3\) and \(1, 3\)"):
+        grpo.policy_loss("clip", one, one, one, **given, mean=x, reference_mean=x[:1], std=1.0)
+    for kind, other in (("guard", "old_mean"), ("clip", "reference_mean")):
+        with pytest.raises(ValueError, match="2 log-probabilities and the means of 1 samples"):
+            grpo.policy_loss(kind, one, one, one, **given, mean=x[:1], std=1.0, **{other: x[:1]})
 
 
 def test_check_ratio_names_the_steps_and_the_causes():
@@ -583,7 +654,7 @@ def test_windows_depend_on_seed_and_epoch_alone():
 
 
 def test_windows_refuse_what_cannot_be():
-    draw = partial(grpo.window, num_steps=8, epoch=0, seed=0)
+    draw = functools.partial(grpo.window, num_steps=8, epoch=0, seed=0)
     with pytest.raises(ValueError, match="'progressive'"):
         draw("progressive")
     with pytest.raises(ValueError, match=r"usable holds \[8\], but steps are 0 .. 7"):
@@ -612,7 +683,7 @@ def test_windows_refuse_what_cannot_be():
 def test_a_gaussian_policy_learns_a_black_box_reward(objective):
     """Two rows with targets of their own; the reward is a number without gradient; two updates per rollout."""
     kind, with_kl = objective.split()[0], objective.endswith("kl")
-    targets, std, dt = torch.tensor([[1.0, -1.0], [-0.5, 0.8]]), torch.tensor(0.3), -0.3
+    targets, std, dt = torch.tensor([[1.0, -1.0], [-0.5, 0.8]]), 0.3, -0.3
     means = torch.zeros(2, 2, requires_grad=True)
     optimizer = torch.optim.SGD([means], lr=0.1)
     rewards_of_epochs = []

@@ -1,10 +1,11 @@
 """The SDE scheduler inside the stock pipeline, against our samplers and diffusers' own schedulers."""
 
 import json
+import re
 
 import pytest
 import torch
-from conftest import FRAMES, HEIGHT, WIDTH
+from conftest import FRAMES, HEIGHT, ROOT, WIDTH
 from diffusers import FlowMatchEulerDiscreteScheduler
 from test_wan import PROMPT, picture
 
@@ -86,6 +87,15 @@ def test_the_pipelines_latents_replay_to_the_recorded_log_prob_exactly(pipe, kin
         assert torch.equal(replayed.mean, recorded.mean) and replayed.std == recorded.std > 0
         assert torch.equal(replayed.prev_sample, latents[i + 1])
         assert not torch.equal(recorded.mean, latents[i + 1])
+
+
+def test_the_guides_example_runs(monkeypatch):
+    """The code block of docs/guide.md, as it stands there."""
+    monkeypatch.chdir(ROOT)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+    names = {}
+    exec(code, names)
+    assert names["video"].shape == (9, 64, 64, 3) and names["pipe"].scheduler.noise_window == (0, 1)
 
 
 # ---- schedules ----
