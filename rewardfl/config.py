@@ -273,10 +273,10 @@ class GrpoReward(Rewards):
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoTrain:
-    """Of both scripts."""
+    """Of both scripts; the defaults are train_flow_grpo.py's."""
 
     # Peak learning rate of AdamW.
-    learning_rate: Positive = 2.5e-6
+    learning_rate: Positive = 1e-4
     # After warmup: constant (both spellings), or cosine down to 0 at the last step.
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "cosine"] = "constant"
     # Steps of linear warmup from 0; 0 is none.
@@ -303,6 +303,8 @@ class GrpoTrain:
 class Train(GrpoTrain):
     """Of train_reward_fl.py."""
 
+    # As in GrpoTrain; the reward's own gradient is far less noisy than a policy gradient, and drifts sooner.
+    learning_rate: Positive = 2.5e-6
     # Forward passes per process and step.
     gradient_accumulation_steps: Count = 1
     # Clips per step over all processes, as a check: must equal per device x accumulation x processes.

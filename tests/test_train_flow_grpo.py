@@ -1,13 +1,15 @@
 """train_flow_grpo.py as a user runs it, on the embedded tiny world."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
 from conftest import ROOT
+from diffusers.training_utils import EMAModel
 from runs import GRPO_FAST, WORLD, adapter, call, call_grpo, launch_grpo, metrics
 
-from rewardfl import checkpoint, data, flow, reward_flow, sde
+from rewardfl import checkpoint, data, grpo, reward_flow, sde
 
 REWARDS = ROOT / "tests" / "grpo_rewards.py"
 
@@ -151,8 +153,7 @@ def trained(monkeypatch, capsys, run, *settings, max_steps=1):
 
 def test_another_policy_than_the_one_that_rolled_out_is_noticed(monkeypatch, capsys, tmp_path):
     """Latents that are kept in bfloat16: the second step starts elsewhere than it did."""
-    to = sde.Step.to
-    narrow = lambda step, device: sde.Step(step.x.bfloat16().float(), *list(vars(to(step, device)).values())[1:])  # noqa: E731
+    narrow = lambda step, device: dataclasses.replace(step, x=step.x.bfloat16().float())  # noqa: E731
     monkeypatch.setattr(sde.Step, "to", narrow)
     code, error = trained(monkeypatch, capsys, tmp_path)
     assert code == 2 and "before the first update the ratio must be 1" in error
@@ -161,10 +162,11 @@ def test_another_policy_than_the_one_that_rolled_out_is_noticed(monkeypatch, cap
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(monkeypatch, capsys, tmp_path):
-    score = sde.score
-    monkeypatch.setattr(sde, "score", lambda *a: tuple(torch.nan * out for out in score(*a)))
+    loss = grpo.policy_loss
+    monkeypatch.setattr(grpo, "policy_loss", lambda *a, **k: (torch.nan * loss(*a, **k)[0], loss(*a, **k)[1]))
     with pytest.raises(SystemExit, match="stopped at step 2: 2 updates in a row were not finite"):
-        trained(monkeypatch, capsys, tmp_path, "train.max_nonfinite=1", "grpo.ratio_tolerance=0", max_steps=4)
+        trained(monkeypatch, capsys, tmp_path, "train.max_nonfinite=1", max_steps=4)
+    assert [line["grad_norm"] for line in metrics(tmp_path)] == [None, None]
 
 
 def test_members_of_one_noise_share_the_steps_before_the_window(monkeypatch, capsys, tmp_path):
@@ -194,9 +196,7 @@ def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_
         f"evaluation.eval_clips={WORLD / 'eval' / 'metadata.csv'}", "evaluation.eval_steps=1", "run.sample_videos=0",
         "evaluation.eval_inference_steps=1", "train.learning_rate=1e-2", "train.warmup_steps=0",
     ]  # fmt: skip
-    still = type("Still", (), dict(vars(__import__("diffusers").training_utils.EMAModel)))
-    still.step = lambda self, parameters: None
-    monkeypatch.setattr("train_flow_grpo.EMAModel", still)
+    monkeypatch.setattr(EMAModel, "step", lambda self, parameters: None)
     assert trained(monkeypatch, capsys, tmp_path, *settings)[0] == 0
     before, after = metrics(tmp_path)
     assert {k: v for k, v in after.items() if "eval/" in k} == {k: v for k, v in before.items() if "eval/" in k}
@@ -213,7 +213,10 @@ def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_
     "overrides, message",
     [
         (["grpo.groups=3", "train.per_device_train_batch_size=4"], "the nearest that do: groups 2 or 4"),
-        (["grpo.updates_per_epoch=3"], "must divide the 2 forward passes of a process, got 3; take one of 1, 2"),
+        (
+            ["grpo.updates_per_epoch=3", "train.max_steps=3"],
+            "must divide the 2 forward passes of a process, got 3; take one of 1, 2",
+        ),
         (["grpo.window=list", "grpo.window_steps=[4]"], "Usable are the steps of dit2 (model.trainable_models) but"),
         (["grpo.window_size=3"], "no 3 steps in a row among the usable [2, 3]"),
         (["model.trainable_models=dit,dit2", "grpo.window_bounds=[0, 2]"], "low_noise answers at no step that"),
