@@ -280,7 +280,9 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
                 video = sample_clean(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id, n))
                 pending = blackbox.begin(terms, video, [sample.references])
                 measured.append(blackbox.measured(terms, blackbox.finish(pending, cfg.reward.reward_timeout)))
-        return means("eval", gather_lists(measured))
+        measured = gather_lists(measured)
+        spread = {f"eval/{term.label}_std": deviation(measured, term.label) for term in terms}
+        return means("eval", measured) | spread
 
     def save(step: int) -> None:
         """A checkpoint of the averaged weights, with all that going on takes, and sample videos."""
@@ -391,6 +393,12 @@ def ratio_tolerance(cfg: GrpoConfig) -> float:
 def reached(done: int, per_epoch: int, every: int, steps: int) -> bool:
     """Whether the epoch that ends with step `done` has a multiple of `every` in it, or is the last."""
     return done // every > (done - per_epoch) // every or done == steps
+
+
+def deviation(measured: list[dict[str, Tensor]], name: str) -> float:
+    """Of the samples that have a value."""
+    values = torch.cat([each[name] for each in measured])
+    return float(values[~values.isnan()].std(correction=0))
 
 
 def means(where: str, measured: list[dict[str, Tensor]]) -> dict[str, float]:

@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -25,7 +24,7 @@ from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import config, data, decode, face, flow, offload, reward_flow, wan, wan_load
+from rewardfl import config, data, decode, face, flow, offload, reward_flow, setup, wan
 
 ARMS = ("before", "after")
 RESAMPLES = 10_000
@@ -79,7 +78,7 @@ def main() -> int:
     return 0
 
 
-def run_config(run: Path, overrides: list[str]) -> config.RunConfig:
+def run_config(run: Path, overrides: list[str]) -> config.AnyConfig:
     path = run / "run.json"
     if not path.is_file():
         raise FileNotFoundError(f"--run: {path} is missing; name the output_dir of a training run")
@@ -87,9 +86,8 @@ def run_config(run: Path, overrides: list[str]) -> config.RunConfig:
 
 
 @torch.no_grad()
-def evaluate(cfg: config.RunConfig, adapter: Path, args: argparse.Namespace, out: Path) -> tuple[list[Clip], dict]:
+def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out: Path) -> tuple[list[Clip], dict]:
     """Sample and score every person and seed; writes the videos as they come. Pools by recogniser and row id."""
-    size = (cfg.data.height, cfg.data.width, cfg.data.num_frames)
     rows = data.load_metadata(args.data)
     for note in data.notes(rows):
         print(f"note: {note}")
@@ -104,7 +102,7 @@ def evaluate(cfg: config.RunConfig, adapter: Path, args: argparse.Namespace, out
         raise ValueError(
             "this tool judges faces, and the run has no face pack; name one: reward.held_out_model_path=FOLDER"
         )
-    examples = {row.id: data.load_example(row, *size, max_pixels=cfg.data.max_pixels, fps=cfg.data.fps) for row in rows}
+    examples = {row.id: setup.load_example(cfg, row) for row in rows}
     pools = {
         name: {row.id: judge.pool(examples[row.id].reference.to(args.device)) for row in rows}
         for name, judge in judges.items()
@@ -116,25 +114,22 @@ def evaluate(cfg: config.RunConfig, adapter: Path, args: argparse.Namespace, out
     if not usable:
         raise ValueError(f"--data: no clip of {args.data} shows a face")
 
-    layout = wan_load.find(
-        cfg.model.model_paths, cfg.model.tokenizer_path, cfg.model.model_id_with_origin_paths, cfg.model.allow_download
-    )
-    distilled = wan_load.read_distilled(cfg.model.distill_lora_high, cfg.model.distill_lora_low)
-    load = partial(wan_load.load_pipeline, layout, wan.DTYPES[cfg.model.dtype], distilled, cfg.model.distill_lora_mode)
+    layout, boundary = setup.open_model(cfg)
+    load = setup.loader(cfg, layout)
     encoders = load(("text_encoder", "vae")).to(args.device)
     conditions = {
         row.id: wan.encode(encoders, row.prompt, examples[row.id].image, cfg.data.num_frames) for row in usable
     }
+    guidance, negative = 1.0, None
+    if isinstance(cfg, config.GrpoConfig) and cfg.sample.guidance_scale != 1:  # as it was trained
+        guidance, negative = cfg.sample.guidance_scale, wan.encode_text(encoders, cfg.sample.negative_prompt)
     vae = encoders.vae
     del encoders  # the text encoder alone is 11 GB
     pipe = load(tuple(wan.PARTS))
     wan.attach_adapters(pipe, adapter)
     for part in wan.PARTS.values():
         offload.place(pipe.components[part], args.experts, torch.device(args.device))
-    boundary = cfg.model.min_timestep_boundary
-    experts = wan.Experts(
-        pipe.transformer, pipe.transformer_2, pipe.config.boundary_ratio if boundary is None else boundary
-    )
+    experts = wan.Experts(pipe.transformer, pipe.transformer_2, boundary)
     schedule = flow.linear_sigmas(cfg.sample.num_inference_steps, cfg.sample.shift)
     sigmas = reward_flow.until_final_step(schedule, cfg.sample.final_timestep)
     sizes = {row.id: tuple(examples[row.id].image.shape[1:]) for row in usable}
@@ -144,7 +139,8 @@ def evaluate(cfg: config.RunConfig, adapter: Path, args: argparse.Namespace, out
     jobs = [(row, seed) for seed in range(args.seeds) for row in usable]
     for batch in tqdm(batches(jobs, sizes, args.batch), desc="evaluating"):
         conditioning = wan.Conditioning.stack([conditions[row.id] for row, _ in batch])
-        velocity, shape = wan.Velocity(experts, conditioning), conditioning.latent_shape(vae.config.z_dim)
+        velocity = wan.Velocity(experts, conditioning, negative, guidance)
+        shape = conditioning.latent_shape(vae.config.z_dim)
         noise = torch.cat([data.noise(shape, data.noise_seed(seed, 0, row.id), args.device) for row, seed in batch])
         samplers = {"before": velocity.reference, "after": velocity}
         videos = {
