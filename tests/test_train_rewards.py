@@ -1,4 +1,4 @@
-"""train_reward_fl.py with other rewards than the face, several at a time, a user's own, and one in another process."""
+"""Both scripts with other rewards than the face, several at a time, a user's own, and one in another process."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from conftest import ROOT
-from runs import FAST, adapter, call, environment, launch, metrics
+from runs import FAST, GRPO_FAST, adapter, call, call_grpo, environment, launch, launch_grpo, metrics
 
 COLOUR = ["reward.name=colour", "reward.held_out_model_path=null", "reward.reward_mean=0", "reward.reward_std=0.1"]
 
@@ -79,3 +79,31 @@ def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
 def test_rewards_that_cannot_be_had(monkeypatch, capsys, tmp_path, overrides, message):
     code, _, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}", *overrides)
     assert code == 2 and message in error
+
+
+def test_flow_grpo_trains_on_a_server_a_class_and_a_reward_without_gradient(tmp_path):
+    """The server answers beside the rollouts; the sum of four, one of them only measured."""
+    with served("colour") as url:
+        launch_grpo(
+            f"run.output_dir={tmp_path / 'run'}", "train.max_steps=2", "reward.name=remote", "reward.reward_weight=2",
+            f"reward.settings={json.dumps({'url': url})}",
+            others(
+                size={"name": "jpeg_size", "weight": 0.5},
+                contrast={"name": "examples/my_reward.py:Contrast", "weight": 1.0, "settings": {"target": 0.25}},
+                red={"name": "colour"},
+            ),
+        )  # fmt: skip
+    first, second = metrics(tmp_path / "run")
+    assert first["reward/score"] == pytest.approx(first["reward/red"], abs=2e-3)  # the server sees whole levels
+    total = 2 * first["reward/score"] + 0.5 * first["reward/size"] + first["reward/contrast"]
+    assert first["reward/mean"] == pytest.approx(total, rel=1e-5)
+    assert first["reward/valid_fraction"] == 1 and first["reward/failed"] == 0
+    assert first["grad_norm"] > 0 and second["grad_norm"] > 0
+
+
+def test_flow_grpo_without_its_server_stops_with_the_way_out(monkeypatch, capsys, tmp_path):
+    url = json.dumps({"url": "http://127.0.0.1:9", "retries": 0})
+    settings = [f"run.output_dir={tmp_path}", "train.max_steps=1", "reward.name=remote", f"reward.settings={url}"]
+    code, out, error = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
+    assert code == 2 and "not one sample of the epoch could be judged" in error and "serve_reward.py" in error
+    assert "(4 samples)" in out
