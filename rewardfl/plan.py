@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rewardfl import config as configuration
 from rewardfl import data, flow, grpo, lora, reward_flow, wan
@@ -32,14 +32,20 @@ ADAM_BYTES = 16  # per LoRA parameter: float32 weight, gradient and two moments
 
 
 @dataclass(frozen=True)
-class Levers:
-    """The settings that trade memory for time; KEYS says which configuration keys they are."""
+class AnyLevers:
+    """The settings that trade memory for time in both scripts; KEYS says which configuration keys they are."""
 
     untrained: str = "gpu"
     checkpointing: bool = True
     offload_inputs: bool = False
-    decode_caches: str = "keep"
     batch: int = 1
+
+
+@dataclass(frozen=True)
+class Levers(AnyLevers):
+    """Those of train_reward_fl.py."""
+
+    decode_caches: str = "keep"
     accumulation: int = 1
     noises: str | int = "fresh"
 
@@ -55,19 +61,6 @@ KEYS = {
     "samples_on": "grpo.samples_on",
 }  # of Levers, and of plan_grpo's
 CACHED_NOISES = 4  # noises_per_sample that is proposed together with boundary_cache
-
-
-class AnyLevers(Protocol):
-    """What the placement of weights and activations asks of any run's levers; dataclasses."""
-
-    @property
-    def untrained(self) -> str: ...
-    @property
-    def checkpointing(self) -> bool: ...
-    @property
-    def offload_inputs(self) -> bool: ...
-    @property
-    def batch(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,18 +289,21 @@ def decode_caches(chunks: Sequence[ChunkCost], place: str) -> tuple[int, int, in
     return sum(sizes[::length]), max(sum(sizes[i : i + length]) for i in range(0, len(sizes), length)), 0
 
 
-def replay_activations(costs: Costs, run: AnyRun) -> tuple[dict[str, int], int]:
-    """Bytes of activations in the replay of one step of one clip: on the GPU, and in the host."""
+def replay_activations(costs: Costs, run: AnyRun, graphs: int = 1) -> tuple[dict[str, int], int]:
+    """Bytes of activations in the replay of one step of one clip: on the GPU, and in the host.
+
+    graphs: forward passes whose graphs live together (guidance takes two); back they go block by block.
+    """
     largest = max(
         (costs.experts[run.expert_at(i)] for i in run.active), key=lambda cost: cost.layers * cost.block_saved
     )
     if not run.levers.checkpointing:
         backward = largest.block_peak - largest.block_saved
-        return {"all blocks, saved": largest.layers * largest.block_saved, "backward of one": backward}, 0
+        return {"all blocks, saved": graphs * largest.layers * largest.block_saved, "backward of one": backward}, 0
     recompute = {"recompute and backward of one": largest.block_peak}
     if run.levers.offload_inputs:
-        return {"two block inputs": 2 * largest.block_input} | recompute, largest.stored
-    return {"block inputs": largest.stored} | recompute, 0
+        return {"two block inputs": 2 * largest.block_input} | recompute, graphs * largest.stored
+    return {"block inputs": graphs * largest.stored} | recompute, 0
 
 
 @dataclass(frozen=True)

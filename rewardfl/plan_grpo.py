@@ -1,0 +1,436 @@
+"""What a run of train_flow_grpo.py takes before it is run: as `plan`, of groups of rollouts and their policy updates.
+
+An epoch of one process is `forwards` rollouts of `batch` samples (no graph), their decoding and reward, and then,
+inner_epochs times, one forward and backward pass for every SDE step of every sample. Each epoch draws its own window,
+so work is the mean over the run's epochs and memory is that of the widest window.
+
+Taken for granted: every step from a sample's initial noise to the clean latents is computed once, but under
+same_noise_in_group the steps before the window are computed once for all members that a process has of a group;
+guidance is a second forward pass, whose graph lives beside the first's; the latents between two SDE steps in a row are
+stored once (K steps in a row leave K + 1 latents, and for `guard` K means besides), with each sample's own copy of its
+conditioning. Not counted: the rewards' networks at work, the evaluation, and what `plan` does not count.
+"""
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rewardfl import config as configuration
+from rewardfl import data, flow, grpo
+from rewardfl import plan as planning
+from rewardfl.config import ConfigError, GrpoConfig
+from rewardfl.costs import Costs
+from rewardfl.plan import AnyLevers, AnyRun, Memory, Option, beyond, size
+
+FLOAT32 = 4  # bytes; of latents, means and averaged weights
+EPOCHS = 100  # whose windows stand for the run's, where its length is not known
+KINDS = ("flow", "dance", "cps")
+
+# ------------------------------------------------------------------------------------------------------------
+# What a run does
+
+
+@dataclass(frozen=True)
+class GrpoLevers(AnyLevers):
+    """Those of train_flow_grpo.py."""
+
+    samples_on: str = "gpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoRun(AnyRun):
+    """What each of `processes` does. active: the steps that some window may have."""
+
+    levers: GrpoLevers
+    group_size: int
+    groups: int  # per epoch, over all processes
+    processes: int = 1
+    spread: str = "contiguous"
+    same_noise: bool = False
+    updates_per_epoch: int = 1
+    inner_epochs: int = 1
+    sde: str = "flow"
+    noise_level: float = 0.7
+    guided: bool = False
+    guard: bool = True
+    averaged: bool = True  # EMA
+    drawn: bool = False  # each epoch draws its window from the active steps; else it is all of them
+    windows: tuple[tuple[int, ...], ...]  # by epoch
+
+    @property
+    def samples(self) -> int:
+        """Per epoch, over all processes."""
+        return self.groups * self.group_size
+
+    @property
+    def samples_of_process(self) -> int:
+        return self.samples // self.processes
+
+    @property
+    def forwards(self) -> int:
+        """Batches that one process rolls out in an epoch."""
+        return self.samples_of_process // self.levers.batch
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates per epoch."""
+        return self.updates_per_epoch * self.inner_epochs
+
+    @property
+    def epochs(self) -> int | None:
+        """In all, where known."""
+        return None if self.steps is None else self.steps // self.updates
+
+    def memory(self, costs: Costs) -> Memory:
+        return memory(costs, self)
+
+    def seconds(self, costs: Costs, tflops: float) -> float:
+        return seconds(costs, self, tflops)
+
+    def options(self) -> list[Option]:
+        return options(self)
+
+
+def run_of(cfg: GrpoConfig, configs: Path, clips: int | None, steps: int | None, processes: int) -> GrpoRun:
+    """What the configuration does on `processes` processes. configs: see `plan.source_of`; clips, steps: where known.
+
+    ConfigError for samples that do not divide among processes, batches and updates, and for an impossible window.
+    """
+    sample, section, train = cfg.sample, cfg.grpo, cfg.train
+    check_geometry(cfg, processes)
+    sigmas = tuple(flow.linear_sigmas(sample.num_inference_steps, sample.shift).tolist())
+    boundary = planning.boundary_of(cfg, configs)
+    window = planning.windows(cfg, sigmas, boundary)
+    epochs = EPOCHS if steps is None else steps // (section.updates_per_epoch * section.inner_epochs)
+    return GrpoRun(
+        sigmas=sigmas,
+        boundary=boundary,
+        active=planning.drawable(cfg, sigmas, boundary),
+        trained=configuration.trainable_experts(cfg),
+        kl=section.kl_weight != 0,
+        levers=GrpoLevers(
+            untrained=cfg.experts.untrained,
+            checkpointing=train.use_gradient_checkpointing,
+            offload_inputs=train.use_gradient_checkpointing_offload,
+            batch=train.per_device_train_batch_size,
+            samples_on=section.samples_on,
+        ),
+        save_steps=cfg.run.save_steps,
+        steps=steps,
+        clips=clips,
+        pack_bytes=planning.pack_bytes(cfg),
+        group_size=section.group_size,
+        groups=section.groups,
+        processes=processes,
+        spread=section.spread,
+        same_noise=section.same_noise_in_group,
+        updates_per_epoch=section.updates_per_epoch,
+        inner_epochs=section.inner_epochs,
+        sde=section.sde,
+        noise_level=section.noise_level,
+        guided=sample.guidance_scale != 1,
+        guard=section.objective == "guard",
+        averaged=section.ema_decay != 0,
+        drawn=section.window != "list",
+        windows=tuple(window(epoch) for epoch in range(epochs)),
+    )
+
+
+def check_geometry(cfg: GrpoConfig, processes: int) -> None:
+    """ConfigError unless an epoch's samples divide into the processes' batches, and these into the epoch's updates."""
+    section, batch = cfg.grpo, cfg.train.per_device_train_batch_size
+    try:
+        grpo.check_geometry(processes, batch, section.group_size, section.groups)
+    except ValueError as error:
+        raise ConfigError(f"grpo.groups, grpo.group_size, train.per_device_train_batch_size: {error}") from error
+    forwards = section.groups * section.group_size // (processes * batch)
+    if forwards % section.updates_per_epoch:
+        near = [n for n in range(1, forwards + 1) if forwards % n == 0]
+        raise ConfigError(
+            f"grpo.updates_per_epoch {section.updates_per_epoch} does not divide the {forwards} batches of "
+            f"{batch} that each of {processes} processes rolls out in an epoch; try one of {near}"
+        )
+
+
+def total_steps(cfg: GrpoConfig, clips: int | None) -> int | None:
+    """Optimizer updates of the run, whole epochs: max_steps, or what visits every clip num_train_epochs times.
+
+    None where the clips that must say are not there.
+    """
+    train, section = cfg.train, cfg.grpo
+    if train.max_steps is not None or clips is None:
+        return train.max_steps
+    epochs = data.total_steps(clips, section.groups, train.num_train_epochs, None)
+    return epochs * section.updates_per_epoch * section.inner_epochs
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Compute
+
+
+@functools.cache
+def groups_of_process(processes: int, batch: int, group_size: int, groups: int, spread: str) -> int:
+    """The most groups of which one process has members in an epoch."""
+    plans = (
+        grpo.plan(
+            0, world=processes, rank=rank, batch=batch, group_size=group_size, groups=groups, sample_ids=("",), seed=0,
+            spread=spread,
+        )
+        for rank in range(processes)
+    )  # fmt: skip
+    return max(len({member.group_id for forward in plan for member in forward}) for plan in plans)
+
+
+def rollout_counts(run: GrpoRun, window: Sequence[int]) -> list[tuple[int, int]]:
+    """By step, (clips, forward passes) of one process in an epoch; guidance is not in it."""
+    counts = [(run.samples_of_process, run.forwards)] * (len(run.sigmas) - 1)
+    if not run.same_noise:
+        return counts
+    mine = groups_of_process(run.processes, run.levers.batch, run.group_size, run.groups, run.spread)
+    start = window[0]
+    return [(mine, min(mine, run.forwards))] * start + counts[start:]
+
+
+def work(costs: Costs, run: GrpoRun) -> dict[str, float]:
+    """FLOPs of one sample, by part, from its noise to its share of the epoch's updates. The mean over the epochs."""
+    drawn = Counter(run.windows)
+    parts: Counter[str] = Counter()
+    for window, times in drawn.items():
+        for name, amount in _work_under(costs, run, window).items():
+            parts[name] += amount * times / drawn.total()
+    return dict(parts)
+
+
+def _work_under(costs: Costs, run: GrpoRun, window: Sequence[int]) -> dict[str, float]:
+    twice = 2 if run.guided else 1
+    rolled = 0.0
+    for i, (clips, _) in enumerate(rollout_counts(run, window)):
+        expert, cost = run.expert_at(i), costs.experts[run.expert_at(i)]
+        rolled += clips / run.samples_of_process * (cost.forward if expert in run.trained else cost.forward_frozen)
+    trained, replays = [costs.experts[run.expert_at(i)] for i in window], run.inner_epochs * twice
+    forward = replays * sum(cost.forward for cost in trained)
+    return {
+        "rollout": twice * rolled,
+        "decode": sum(chunk.forward for chunk in costs.chunks),
+        "replay forward": forward,
+        "replay recompute": forward if run.levers.checkpointing else 0,
+        "replay backward": replays * sum(cost.backward for cost in trained),
+        "reference": replays * sum(cost.forward_frozen for cost in trained) if run.kl else 0,
+    }
+
+
+def seconds(costs: Costs, run: GrpoRun, tflops: float) -> float:
+    """Seconds for one sample at `tflops` TFLOP/s, with the copies to and from the host that computing does not hide."""
+    return sum(work(costs, run).values()) / (tflops * 1e12) + sum(exposed_seconds(costs, run, tflops))
+
+
+def exposed_seconds(costs: Costs, run: GrpoRun, tflops: float) -> Iterator[float]:
+    """What each lever's copying adds for one sample; every copy goes on beside the computing of its own part."""
+    parts = {name: amount / (tflops * 1e12) for name, amount in work(costs, run).items()}
+    levers, twice, epochs = run.levers, 2 if run.guided else 1, len(run.windows)
+    replay = parts["replay recompute"] + parts["replay backward"]
+    if levers.checkpointing and levers.offload_inputs:
+        stored = sum(costs.experts[run.expert_at(i)].stored for window in run.windows for i in window) / epochs
+        inputs = run.inner_epochs * twice * stored
+        yield beyond(inputs, parts["replay forward"])
+        yield beyond(inputs, replay)
+    if levers.samples_on == "cpu":
+        yield beyond(kept_bytes(costs, run), parts["rollout"])
+        yield beyond(run.inner_epochs * kept_bytes(costs, run), parts["replay forward"] + replay)
+    if run.untrained:
+        waits = sum(times * _swap_wait(costs, run, window, tflops) for window, times in Counter(run.windows).items())
+        yield twice * waits / epochs / run.samples_of_process
+
+
+def _swap_wait(costs: Costs, run: GrpoRun, window: Sequence[int], tflops: float) -> float:
+    """Seconds that one process waits for the untrained expert's weights in an epoch, without guidance."""
+    cost, place = costs.experts[run.untrained], run.levers.untrained
+    counts = [count for i, count in enumerate(rollout_counts(run, window)) if run.expert_at(i) == run.untrained]
+    return sum(passes * planning.pass_wait(cost, place, clips / passes, tflops) for clips, passes in counts)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def kept_bytes(costs: Costs, run: GrpoRun) -> int:
+    """What one sample leaves between its rollout and the epoch's updates, under the widest window."""
+    latents = max(len({*window, *(i + 1 for i in window)}) for window in run.windows)
+    means = max(map(len, run.windows)) if run.guard else 0
+    return (latents + means) * math.prod(costs.shape) * FLOAT32 + costs.text_bytes + costs.image_bytes
+
+
+def memory(costs: Costs, run: GrpoRun) -> Memory:
+    """Memory by phase. The conditioning comes from its cache, so text encoder and VAE encoder need not be resident."""
+    batch, twice = run.levers.batch, 2 if run.guided else 1
+    resident, host_weights = planning.resident_weights(costs, run)
+    kept = run.samples_of_process * kept_bytes(costs, run)
+    if run.averaged:
+        resident["averaged LoRA"] = FLOAT32 * planning.trained_parameters(costs, run)
+    if run.levers.samples_on == "gpu":
+        resident["the epoch's samples"] = kept
+    frozen = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
+    decoded = costs.num_pixels * costs.itemsize
+    activations, inputs = _replay_activations(costs, run, twice)
+    phases = {
+        "rollout": {"one block, no graph": batch * frozen},
+        "decode": {
+            "one chunk, its caches and the next's": batch * max(chunk.caches_in + chunk.peak for chunk in costs.chunks),
+            "frames by chunk and in one": batch * 2 * decoded,
+        },
+        "reward": {"frames, also float32": batch * (decoded + FLOAT32 * costs.num_pixels)},
+        "replay": {name: batch * amount for name, amount in activations.items()},
+    }
+    host = {
+        "expert that is swapped": host_weights,
+        "block inputs": batch * inputs,
+        "the epoch's samples": kept if run.levers.samples_on == "cpu" else 0,
+    }
+    present = {name: amount for name, amount in host.items() if amount}
+    return Memory(resident, phases, planning.encode_memory(costs), present)
+
+
+def _replay_activations(costs: Costs, run: GrpoRun, graphs: int) -> tuple[dict[str, int], int]:
+    """As plan.replay_activations, of `graphs` forward passes that go back together, one block at a time."""
+    on_gpu, host = planning.replay_activations(costs, run)
+    alone = ("recompute and backward of one", "backward of one", "two block inputs")
+    return {name: amount * (1 if name in alone else graphs) for name, amount in on_gpu.items()}, host * graphs
+
+
+def options(run: GrpoRun) -> list[Option]:
+    """What can be switched on in this run. A smaller batch is more forward passes: groups stay as they are."""
+    levers = run.levers
+    found = [Option({"samples_on": "cpu"})]
+    if not levers.checkpointing:
+        found.append(Option({"checkpointing": True}))
+    elif not levers.offload_inputs:
+        found.append(Option({"offload_inputs": True}))
+    if levers.batch > 1:
+        found.append(Option({"batch": max(n for n in range(1, levers.batch) if levers.batch % n == 0)}))
+    if run.untrained:
+        found.append(Option({"untrained": "cpu_swap"}))
+        found.append(Option({"untrained": "fp8"}, False, "; its weights are rounded by 3 %"))
+    return [option for option in found if option.on(run) != run]
+
+
+fits = planning.fits
+
+# ------------------------------------------------------------------------------------------------------------
+# Disk
+
+
+def checkpoint_bytes(costs: Costs, run: GrpoRun) -> tuple[int, int]:
+    """Bytes of one checkpoint: the float32 adapter; Adam's two moments and, beside averaged weights, the last ones."""
+    adapter, moments = planning.checkpoint_bytes(costs, run)
+    return adapter, moments + (adapter if run.averaged else 0)
+
+
+def checkpoints(run: GrpoRun) -> int | None:
+    """How many a run writes: at the end of each epoch that a multiple of save_steps falls into, and of the last."""
+    if run.steps is None:
+        return None
+    due = {math.ceil(step / run.updates) for step in range(run.save_steps, run.steps + 1, run.save_steps)}
+    return len(due | {run.epochs})
+
+
+# ------------------------------------------------------------------------------------------------------------
+# For people
+
+
+def overview(cfg: GrpoConfig, run: GrpoRun) -> str:
+    """The resolved configuration and the arithmetic of its groups."""
+    return "\n".join([configuration.dump(cfg), *arithmetic(run), ""])
+
+
+def arithmetic(run: GrpoRun) -> list[str]:
+    """Samples, updates and epochs, in words."""
+    per_update, parts = run.samples // run.updates_per_epoch, run.forwards // run.updates_per_epoch
+    widest = max(map(len, run.windows))
+    passes = parts * widest * (2 if run.guided else 1)
+    epochs, visits = "", ""
+    if run.steps is not None:
+        epochs = f"; {run.epochs} epochs = {run.steps} updates"
+        if run.clips:
+            visited = run.epochs * run.groups
+            visits = f" = {visited} groups = {visited / run.clips:.2f} x {run.clips} clips"
+    steps, first = list(run.active), ", ".join(str(list(window)) for window in run.windows[:4])
+    drawn = f"{widest} of {steps} in each epoch, first {first}" if run.drawn else f"{steps}"
+    return [
+        f"an epoch: {run.groups} groups x {run.group_size} = {run.samples} samples = {run.forwards} forwards x "
+        f"{run.levers.batch} batch x {run.processes} process{'es' if run.processes > 1 else ''}",
+        f"updates: {run.updates_per_epoch} per epoch x {run.inner_epochs} inner = {run.updates}{epochs}{visits}",
+        f"an update: {per_update} samples; per process {parts} batches x {widest} window steps"
+        f"{' x 2 (guidance)' if run.guided else ''} = {passes} forwards with gradient",
+        f"SDE: {run.sde}, noise level {run.noise_level:g}; window {drawn}",
+    ]
+
+
+def report(costs: Costs, run: GrpoRun, tflops: float, gpu_memory: float | None) -> str:
+    """The whole plan as text. gpu_memory: bytes to compare with; None compares with nothing."""
+    cache = planning.clip_cache_bytes(costs, run)
+    sections = [
+        sigma_table(run),
+        work_table(costs, run, tflops),
+        planning.memory_lines(memory(costs, run)),
+        planning.disk_lines(run, *checkpoint_bytes(costs, run), checkpoints(run), cache),
+    ]
+    if gpu_memory is not None:
+        sections.append(planning.verdict(costs, run, gpu_memory, tflops))
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def sigma_table(run: GrpoRun) -> list[str]:
+    """By step: sigma, expert, whether it is trained; then of each kind of SDE, at the run's noise level: std, gradient
+    weight (`flow.gradient_weight`), and noise after the step over sigma_next (`flow.noise_scale_error`).
+    """
+    groups = "".join(f"  {kind:>7s}-SDE: std, gradient, noise" for kind in KINDS)
+    lines = [f"step   sigma   timestep  expert      window {groups}"]
+    for i, (sigma, sigma_next) in enumerate(zip(run.sigmas[:-1], run.sigmas[1:], strict=True)):
+        place = "-" if i not in run.active else "drawn" if run.drawn else "trained"
+        cells = "".join(f"  {_cell(kind, sigma, sigma_next, run)}" for kind in KINDS)
+        lines.append(f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {run.expert_at(i):10s}  {place:7s}{cells}")
+    level = f"std, gradient weight |dmean/dv| / std and noise left over / sigma_next at noise level {run.noise_level:g}"
+    return [*lines, f"{level}; trained is {run.sde}"]
+
+
+def _cell(kind: str, sigma: float, sigma_next: float, run: GrpoRun) -> str:
+    """std, gradient weight and noise-scale error; - for what is not defined there."""
+    if kind == "cps" and run.noise_level > 1:
+        return f"{'-':>12s}{'-':>10s}{'-':>7s}"
+    step = (kind, sigma, sigma_next, run.noise_level, run.sigmas[1])
+    std = flow.transition_std(*step)
+    weight = f"{flow.gradient_weight(*step):.4f}" if std > 0 else "-"
+    noise = f"{flow.noise_scale_error(*step):.3f}" if sigma_next > 0 else "-"
+    return f"{std:12.4f}{weight:>10s}{noise:>7s}"
+
+
+def work_table(costs: Costs, run: GrpoRun, tflops: float) -> list[str]:
+    tokens, shape = costs.experts["low_noise"].tokens, "x".join(map(str, costs.shape))
+    parts, visible = work(costs, run), sum(exposed_seconds(costs, run, tflops))
+    lines = [f"{tokens} tokens, latents {shape}", f"compute, one sample        TFLOP   s at {tflops:g} TFLOP/s"]
+    lines += [planning.work_line(name, amount / 1e12, amount / tflops / 1e12) for name, amount in parts.items()]
+    if visible:
+        lines.append(planning.work_line("copies not hidden", 0, visible))
+    total, time = sum(parts.values()), seconds(costs, run, tflops)
+    epoch = run.samples * total, run.samples_of_process * time
+    lines.append(planning.work_line("total", total / 1e12, time))
+    lines.append(
+        f"one update of {run.samples // run.updates_per_epoch} samples, with its share of the rollouts: "
+        f"{_cost(run, epoch[0] / run.updates, epoch[1] / run.updates)}"
+    )
+    lines.append(f"one epoch of {run.samples} samples: {_cost(run, *epoch)}")
+    if run.epochs is not None:
+        lines.append(f"the run of {run.epochs} epochs: {_cost(run, run.epochs * epoch[0], run.epochs * epoch[1])}")
+    encode = costs.encode.text_flops + costs.encode.image_flops
+    return [*lines, f"VAE encode and text: {encode / 1e12:.4g} TFLOP once per clip, then from the cache"]
+
+
+def _cost(run: GrpoRun, flops: float, time: float) -> str:
+    """flops: of all processes; time: of each, which is that of all."""
+    spent = f"{time:.4g} s" if time < 3600 else f"{time / 3600:.4g} h"
+    hours = f" ({run.processes * time / 3600:.4g} GPU hours)" if run.processes * time >= 3600 else ""
+    return f"{flops / 1e15:.4g} PFLOP, {spent}{hours}"
