@@ -11,7 +11,6 @@ stored once (K steps in a row leave K + 1 latents, and for `guard` K means besid
 conditioning. Not counted: the rewards' networks at work, the evaluation, and what `plan` does not count.
 """
 
-import dataclasses
 import functools
 import math
 from collections import Counter
@@ -20,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rewardfl import config as configuration
-from rewardfl import data, flow, grpo
+from rewardfl import data, flow, grpo, wan
 from rewardfl import plan as planning
-from rewardfl.config import ConfigError, GrpoConfig
+from rewardfl.config import ConfigError, Evaluation, GrpoConfig
 from rewardfl.costs import Costs
-from rewardfl.plan import AnyLevers, AnyRun, Memory, Option, beyond, size
+from rewardfl.plan import AnyLevers, AnyRun, Memory, Option, beyond
 
 FLOAT32 = 4  # bytes; of latents, means and averaged weights
 EPOCHS = 100  # whose windows stand for the run's, where its length is not known
@@ -60,6 +59,9 @@ class GrpoRun(AnyRun):
     averaged: bool = True  # EMA
     drawn: bool = False  # each epoch draws its window from the active steps; else it is all of them
     windows: tuple[tuple[int, ...], ...]  # by epoch
+    eval_sigmas: tuple[float, ...] = ()  # empty: no evaluation
+    eval_videos: int | None = None  # of each evaluation, where its clips are there
+    eval_steps: int = 50
 
     @property
     def samples(self) -> int:
@@ -79,6 +81,11 @@ class GrpoRun(AnyRun):
     def updates(self) -> int:
         """Optimizer updates per epoch."""
         return self.updates_per_epoch * self.inner_epochs
+
+    @property
+    def answers(self) -> int:
+        """Forward passes that one velocity takes."""
+        return 2 if self.guided else 1
 
     @property
     def epochs(self) -> int | None:
@@ -106,6 +113,8 @@ def run_of(cfg: GrpoConfig, configs: Path, clips: int | None, steps: int | None,
     boundary = planning.boundary_of(cfg, configs)
     window = planning.windows(cfg, sigmas, boundary)
     epochs = EPOCHS if steps is None else steps // (section.updates_per_epoch * section.inner_epochs)
+    evaluation = cfg.evaluation
+    eval_schedule = flow.linear_sigmas(evaluation.eval_inference_steps or sample.num_inference_steps, sample.shift)
     return GrpoRun(
         sigmas=sigmas,
         boundary=boundary,
@@ -137,7 +146,16 @@ def run_of(cfg: GrpoConfig, configs: Path, clips: int | None, steps: int | None,
         averaged=section.ema_decay != 0,
         drawn=section.window != "list",
         windows=tuple(window(epoch) for epoch in range(epochs)),
+        eval_sigmas=tuple(eval_schedule.tolist()) if evaluation.eval_clips else (),
+        eval_videos=_eval_videos(evaluation),
+        eval_steps=evaluation.eval_steps,
     )
+
+
+def _eval_videos(evaluation: Evaluation) -> int | None:
+    if evaluation.eval_clips is None or not Path(evaluation.eval_clips).is_file():
+        return None
+    return len(data.load_metadata(evaluation.eval_clips)) * evaluation.eval_noises
 
 
 def check_geometry(cfg: GrpoConfig, processes: int) -> None:
@@ -205,16 +223,25 @@ def work(costs: Costs, run: GrpoRun) -> dict[str, float]:
     return dict(parts)
 
 
+def _forwards(costs: Costs, run: GrpoRun, sigmas: Sequence[float]) -> list[int]:
+    """FLOPs of a forward pass without a graph at each step of these sigmas, guidance not in it."""
+    experts = [wan.expert_at(sigma, run.boundary) for sigma in sigmas[:-1]]
+    return [costs.experts[e].forward if e in run.trained else costs.experts[e].forward_frozen for e in experts]
+
+
+def evaluation_flops(costs: Costs, run: GrpoRun) -> int:
+    """FLOPs of one video of the evaluation."""
+    sampled = run.answers * sum(_forwards(costs, run, run.eval_sigmas))
+    return sampled + sum(chunk.forward for chunk in costs.chunks)
+
+
 def _work_under(costs: Costs, run: GrpoRun, window: Sequence[int]) -> dict[str, float]:
-    twice = 2 if run.guided else 1
-    rolled = 0.0
-    for i, (clips, _) in enumerate(rollout_counts(run, window)):
-        expert, cost = run.expert_at(i), costs.experts[run.expert_at(i)]
-        rolled += clips / run.samples_of_process * (cost.forward if expert in run.trained else cost.forward_frozen)
-    trained, replays = [costs.experts[run.expert_at(i)] for i in window], run.inner_epochs * twice
+    clips = [clips for clips, _ in rollout_counts(run, window)]
+    rolled = sum(n * flops for n, flops in zip(clips, _forwards(costs, run, run.sigmas), strict=True))
+    trained, replays = [costs.experts[run.expert_at(i)] for i in window], run.inner_epochs * run.answers
     forward = replays * sum(cost.forward for cost in trained)
     return {
-        "rollout": twice * rolled,
+        "rollout": run.answers * rolled / run.samples_of_process,
         "decode": sum(chunk.forward for chunk in costs.chunks),
         "replay forward": forward,
         "replay recompute": forward if run.levers.checkpointing else 0,
@@ -231,11 +258,11 @@ def seconds(costs: Costs, run: GrpoRun, tflops: float) -> float:
 def exposed_seconds(costs: Costs, run: GrpoRun, tflops: float) -> Iterator[float]:
     """What each lever's copying adds for one sample; every copy goes on beside the computing of its own part."""
     parts = {name: amount / (tflops * 1e12) for name, amount in work(costs, run).items()}
-    levers, twice, epochs = run.levers, 2 if run.guided else 1, len(run.windows)
+    levers, epochs = run.levers, len(run.windows)
     replay = parts["replay recompute"] + parts["replay backward"]
     if levers.checkpointing and levers.offload_inputs:
         stored = sum(costs.experts[run.expert_at(i)].stored for window in run.windows for i in window) / epochs
-        inputs = run.inner_epochs * twice * stored
+        inputs = run.inner_epochs * run.answers * stored
         yield beyond(inputs, parts["replay forward"])
         yield beyond(inputs, replay)
     if levers.samples_on == "cpu":
@@ -243,7 +270,7 @@ def exposed_seconds(costs: Costs, run: GrpoRun, tflops: float) -> Iterator[float
         yield beyond(run.inner_epochs * kept_bytes(costs, run), parts["replay forward"] + replay)
     if run.untrained:
         waits = sum(times * _swap_wait(costs, run, window, tflops) for window, times in Counter(run.windows).items())
-        yield twice * waits / epochs / run.samples_of_process
+        yield run.answers * waits / epochs / run.samples_of_process
 
 
 def _swap_wait(costs: Costs, run: GrpoRun, window: Sequence[int], tflops: float) -> float:
@@ -266,7 +293,7 @@ def kept_bytes(costs: Costs, run: GrpoRun) -> int:
 
 def memory(costs: Costs, run: GrpoRun) -> Memory:
     """Memory by phase. The conditioning comes from its cache, so text encoder and VAE encoder need not be resident."""
-    batch, twice = run.levers.batch, 2 if run.guided else 1
+    batch = run.levers.batch
     resident, host_weights = planning.resident_weights(costs, run)
     kept = run.samples_of_process * kept_bytes(costs, run)
     if run.averaged:
@@ -275,7 +302,7 @@ def memory(costs: Costs, run: GrpoRun) -> Memory:
         resident["the epoch's samples"] = kept
     frozen = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
     decoded = costs.num_pixels * costs.itemsize
-    activations, inputs = _replay_activations(costs, run, twice)
+    activations, inputs = planning.replay_activations(costs, run, graphs=run.answers)
     phases = {
         "rollout": {"one block, no graph": batch * frozen},
         "decode": {
@@ -292,13 +319,6 @@ def memory(costs: Costs, run: GrpoRun) -> Memory:
     }
     present = {name: amount for name, amount in host.items() if amount}
     return Memory(resident, phases, planning.encode_memory(costs), present)
-
-
-def _replay_activations(costs: Costs, run: GrpoRun, graphs: int) -> tuple[dict[str, int], int]:
-    """As plan.replay_activations, of `graphs` forward passes that go back together, one block at a time."""
-    on_gpu, host = planning.replay_activations(costs, run)
-    alone = ("recompute and backward of one", "backward of one", "two block inputs")
-    return {name: amount * (1 if name in alone else graphs) for name, amount in on_gpu.items()}, host * graphs
 
 
 def options(run: GrpoRun) -> list[Option]:
@@ -329,12 +349,13 @@ def checkpoint_bytes(costs: Costs, run: GrpoRun) -> tuple[int, int]:
     return adapter, moments + (adapter if run.averaged else 0)
 
 
-def checkpoints(run: GrpoRun) -> int | None:
-    """How many a run writes: at the end of each epoch that a multiple of save_steps falls into, and of the last."""
+def epochs_due(run: GrpoRun, every: int) -> set[int] | None:
+    """The epochs, from 1, at whose end something is done `every` so many steps: those in which a multiple falls, and
+    the last one. None where the run's length is not known.
+    """
     if run.steps is None:
         return None
-    due = {math.ceil(step / run.updates) for step in range(run.save_steps, run.steps + 1, run.save_steps)}
-    return len(due | {run.epochs})
+    return {math.ceil(step / run.updates) for step in range(every, run.steps + 1, every)} | {run.epochs}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -347,36 +368,37 @@ def overview(cfg: GrpoConfig, run: GrpoRun) -> str:
 
 
 def arithmetic(run: GrpoRun) -> list[str]:
-    """Samples, updates and epochs, in words."""
-    per_update, parts = run.samples // run.updates_per_epoch, run.forwards // run.updates_per_epoch
-    widest = max(map(len, run.windows))
-    passes = parts * widest * (2 if run.guided else 1)
-    epochs, visits = "", ""
-    if run.steps is not None:
-        epochs = f"; {run.epochs} epochs = {run.steps} updates"
-        if run.clips:
-            visited = run.epochs * run.groups
-            visits = f" = {visited} groups = {visited / run.clips:.2f} x {run.clips} clips"
-    steps, first = list(run.active), ", ".join(str(list(window)) for window in run.windows[:4])
-    drawn = f"{widest} of {steps} in each epoch, first {first}" if run.drawn else f"{steps}"
-    return [
+    """Samples, forward passes, updates and epochs, in words."""
+    per_update, batches = run.samples // run.updates_per_epoch, run.forwards // run.updates_per_epoch
+    widest, guidance = max(map(len, run.windows)), " x 2 (guidance)" if run.guided else ""
+    rolled = run.answers * sum(passes for _, passes in rollout_counts(run, run.windows[0]))
+    shared = ", its first steps once per group" if run.same_noise else ""
+    first = ", ".join(str(list(window)) for window in run.windows[:4])
+    window = f"{widest} of {list(run.active)}, drawn in each epoch: {first}" if run.drawn else f"{list(run.active)}"
+    lines = [
         f"an epoch: {run.groups} groups x {run.group_size} = {run.samples} samples = {run.forwards} forwards x "
         f"{run.levers.batch} batch x {run.processes} process{'es' if run.processes > 1 else ''}",
-        f"updates: {run.updates_per_epoch} per epoch x {run.inner_epochs} inner = {run.updates}{epochs}{visits}",
-        f"an update: {per_update} samples; per process {parts} batches x {widest} window steps"
-        f"{' x 2 (guidance)' if run.guided else ''} = {passes} forwards with gradient",
-        f"SDE: {run.sde}, noise level {run.noise_level:g}; window {drawn}",
+        f"  per process {rolled} forwards without gradient: {run.forwards} batches x {len(run.sigmas) - 1} steps"
+        f"{guidance}{shared}",
+        f"an update: {per_update} samples; per process {run.answers * batches * widest} forwards with gradient: "
+        f"{batches} batches x {widest} window steps{guidance}",
+        f"updates: {run.updates_per_epoch} per epoch x {run.inner_epochs} inner epochs = {run.updates}",
+        f"SDE: {run.sde}, noise level {run.noise_level:g}, window {window}",
     ]
+    if run.steps is None:
+        return lines
+    visits = f" = {run.epochs * run.groups / run.clips:.2f} x {run.clips} clips" if run.clips else ""
+    return [*lines, f"the run: {run.steps} updates = {run.epochs} epochs = {run.epochs * run.groups} groups{visits}"]
 
 
 def report(costs: Costs, run: GrpoRun, tflops: float, gpu_memory: float | None) -> str:
     """The whole plan as text. gpu_memory: bytes to compare with; None compares with nothing."""
-    cache = planning.clip_cache_bytes(costs, run)
+    cache, saved = planning.clip_cache_bytes(costs, run), epochs_due(run, run.save_steps)
     sections = [
         sigma_table(run),
         work_table(costs, run, tflops),
         planning.memory_lines(memory(costs, run)),
-        planning.disk_lines(run, *checkpoint_bytes(costs, run), checkpoints(run), cache),
+        planning.disk_lines(run, *checkpoint_bytes(costs, run), saved and len(saved), cache),
     ]
     if gpu_memory is not None:
         sections.append(planning.verdict(costs, run, gpu_memory, tflops))
@@ -384,28 +406,30 @@ def report(costs: Costs, run: GrpoRun, tflops: float, gpu_memory: float | None) 
 
 
 def sigma_table(run: GrpoRun) -> list[str]:
-    """By step: sigma, expert, whether it is trained; then of each kind of SDE, at the run's noise level: std, gradient
-    weight (`flow.gradient_weight`), and noise after the step over sigma_next (`flow.noise_scale_error`).
+    """By step: sigma, timestep, expert, whether it is trained; of each kind of SDE, at the run's noise level, std,
+    gradient weight (`flow.gradient_weight`) and noise left over sigma_next (`flow.noise_scale_error`).
     """
-    groups = "".join(f"  {kind:>7s}-SDE: std, gradient, noise" for kind in KINDS)
-    lines = [f"step   sigma   timestep  expert      window {groups}"]
+    heads = "".join(f"{kind + ' std':>11s}{'weight':>8s}{'noise':>7s}" for kind in KINDS)
+    lines = [f"step   sigma   timestep  expert      window {heads}"]
     for i, (sigma, sigma_next) in enumerate(zip(run.sigmas[:-1], run.sigmas[1:], strict=True)):
         place = "-" if i not in run.active else "drawn" if run.drawn else "trained"
-        cells = "".join(f"  {_cell(kind, sigma, sigma_next, run)}" for kind in KINDS)
+        cells = "".join(_cells(kind, sigma, sigma_next, run) for kind in KINDS)
         lines.append(f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {run.expert_at(i):10s}  {place:7s}{cells}")
-    level = f"std, gradient weight |dmean/dv| / std and noise left over / sigma_next at noise level {run.noise_level:g}"
-    return [*lines, f"{level}; trained is {run.sde}"]
+    return lines + [
+        f"at noise level {run.noise_level:g}, trained with {run.sde}; weight: of the step's gradient, |dmean/dv| / std; "
+        "noise: what one step leaves / sigma of the next, 1 is exact"
+    ]
 
 
-def _cell(kind: str, sigma: float, sigma_next: float, run: GrpoRun) -> str:
+def _cells(kind: str, sigma: float, sigma_next: float, run: GrpoRun) -> str:
     """std, gradient weight and noise-scale error; - for what is not defined there."""
     if kind == "cps" and run.noise_level > 1:
-        return f"{'-':>12s}{'-':>10s}{'-':>7s}"
+        return f"{'-':>11s}{'-':>8s}{'-':>7s}"
     step = (kind, sigma, sigma_next, run.noise_level, run.sigmas[1])
     std = flow.transition_std(*step)
     weight = f"{flow.gradient_weight(*step):.4f}" if std > 0 else "-"
     noise = f"{flow.noise_scale_error(*step):.3f}" if sigma_next > 0 else "-"
-    return f"{std:12.4f}{weight:>10s}{noise:>7s}"
+    return f"{std:11.4f}{weight:>8s}{noise:>7s}"
 
 
 def work_table(costs: Costs, run: GrpoRun, tflops: float) -> list[str]:
@@ -424,9 +448,24 @@ def work_table(costs: Costs, run: GrpoRun, tflops: float) -> list[str]:
     )
     lines.append(f"one epoch of {run.samples} samples: {_cost(run, *epoch)}")
     if run.epochs is not None:
-        lines.append(f"the run of {run.epochs} epochs: {_cost(run, run.epochs * epoch[0], run.epochs * epoch[1])}")
+        spent = _cost(run, run.epochs * epoch[0], run.epochs * epoch[1])
+        lines.append(f"the run of {run.epochs} epochs, without its evaluations: {spent}")
+    if run.eval_sigmas:
+        lines.append(_evaluation_line(costs, run, tflops))
     encode = costs.encode.text_flops + costs.encode.image_flops
     return [*lines, f"VAE encode and text: {encode / 1e12:.4g} TFLOP once per clip, then from the cache"]
+
+
+def _evaluation_line(costs: Costs, run: GrpoRun, tflops: float) -> str:
+    flops, steps = evaluation_flops(costs, run), len(run.eval_sigmas) - 1
+    if run.eval_videos is None:
+        return f"a video of the evaluation ({steps} steps): {_cost(run, flops, flops / tflops / 1e12)}"
+    time = math.ceil(run.eval_videos / run.processes) * flops / tflops / 1e12
+    due = epochs_due(run, run.eval_steps)
+    times = f"; {1 + len(due)} in the run" if due else ""  # one before the first epoch
+    return (
+        f"an evaluation of {run.eval_videos} videos ({steps} steps): {_cost(run, run.eval_videos * flops, time)}{times}"
+    )
 
 
 def _cost(run: GrpoRun, flops: float, time: float) -> str:

@@ -28,6 +28,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="GPUs of the run, one process each")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
+    if args.processes < 1:
+        parser.error("--processes must be at least 1")
     try:
         cfg = configuration.load(args.config, args.overrides)
         clips = len(data.load_metadata(cfg.data.file_name)) if Path(cfg.data.file_name).is_file() else None
