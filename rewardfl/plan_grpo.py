@@ -416,8 +416,8 @@ def sigma_table(run: GrpoRun) -> list[str]:
         cells = "".join(_cells(kind, sigma, sigma_next, run) for kind in KINDS)
         lines.append(f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {run.expert_at(i):10s}  {place:7s}{cells}")
     return lines + [
-        f"at noise level {run.noise_level:g}, trained with {run.sde}; weight: of the step's gradient, |dmean/dv| / std; "
-        "noise: what one step leaves / sigma of the next, 1 is exact"
+        f"at noise level {run.noise_level:g}, trained with {run.sde}. weight: of the step's gradient, |dmean/dv| / std "
+        "(cps: 2 |dmean/dv| std). noise: what one step leaves / sigma of the next, 1 is exact"
     ]
 
 
