@@ -4,11 +4,11 @@ An epoch of one process is `forwards` rollouts of `batch` samples (no graph), th
 inner_epochs times, one forward and backward pass for every SDE step of every sample. Each epoch draws its own window,
 so work is the mean over the run's epochs and memory is that of the widest window.
 
-Taken for granted: every step from a sample's initial noise to the clean latents is computed once, but under
-same_noise_in_group the steps before the window are computed once for all members that a process has of a group;
-guidance is a second forward pass, whose graph lives beside the first's; the latents between two SDE steps in a row are
-stored once (K steps in a row leave K + 1 latents, and for `guard` K means besides), with each sample's own copy of its
-conditioning. Not counted: the rewards' networks at work, the evaluation, and what `plan` does not count.
+Counted as the script does it: under same_noise_in_group the steps before the window are computed once for all members
+that a process has of a group; guidance is a second forward pass, whose graph lives beside the first's; every sample
+keeps its own copy of its conditioning, its window's latents and their means (K steps in a row: K + 1 latents on the
+GPU, where one step's last are the next one's first, 2 K in the host, and K means). Not counted: the rewards' networks
+at work and videos that a concurrent reward (`remote`) still has, the evaluation, and what `plan` does not count.
 """
 
 import functools
@@ -21,7 +21,7 @@ from pathlib import Path
 from rewardfl import config as configuration
 from rewardfl import data, flow, grpo, wan
 from rewardfl import plan as planning
-from rewardfl.config import ConfigError, Evaluation, GrpoConfig
+from rewardfl.config import Evaluation, GrpoConfig
 from rewardfl.costs import Costs
 from rewardfl.plan import AnyLevers, AnyRun, Memory, Option, beyond
 
@@ -55,8 +55,6 @@ class GrpoRun(AnyRun):
     sde: str = "flow"
     noise_level: float = 0.7
     guided: bool = False
-    guard: bool = True
-    averaged: bool = True  # EMA
     drawn: bool = False  # each epoch draws its window from the active steps; else it is all of them
     windows: tuple[tuple[int, ...], ...]  # by epoch
     eval_sigmas: tuple[float, ...] = ()  # empty: no evaluation
@@ -108,7 +106,7 @@ def run_of(cfg: GrpoConfig, configs: Path, clips: int | None, steps: int | None,
     ConfigError for samples that do not divide among processes, batches and updates, and for an impossible window.
     """
     sample, section, train = cfg.sample, cfg.grpo, cfg.train
-    check_geometry(cfg, processes)
+    planning.epoch_geometry(cfg, processes)
     sigmas = tuple(flow.linear_sigmas(sample.num_inference_steps, sample.shift).tolist())
     boundary = planning.boundary_of(cfg, configs)
     window = planning.windows(cfg, sigmas, boundary)
@@ -142,8 +140,6 @@ def run_of(cfg: GrpoConfig, configs: Path, clips: int | None, steps: int | None,
         sde=section.sde,
         noise_level=section.noise_level,
         guided=sample.guidance_scale != 1,
-        guard=section.objective == "guard",
-        averaged=section.ema_decay != 0,
         drawn=section.window != "list",
         windows=tuple(window(epoch) for epoch in range(epochs)),
         eval_sigmas=tuple(eval_schedule.tolist()) if evaluation.eval_clips else (),
@@ -156,22 +152,6 @@ def _eval_videos(evaluation: Evaluation) -> int | None:
     if evaluation.eval_clips is None or not Path(evaluation.eval_clips).is_file():
         return None
     return len(data.load_metadata(evaluation.eval_clips)) * evaluation.eval_noises
-
-
-def check_geometry(cfg: GrpoConfig, processes: int) -> None:
-    """ConfigError unless an epoch's samples divide into the processes' batches, and these into the epoch's updates."""
-    section, batch = cfg.grpo, cfg.train.per_device_train_batch_size
-    try:
-        grpo.check_geometry(processes, batch, section.group_size, section.groups)
-    except ValueError as error:
-        raise ConfigError(f"grpo.groups, grpo.group_size, train.per_device_train_batch_size: {error}") from error
-    forwards = section.groups * section.group_size // (processes * batch)
-    if forwards % section.updates_per_epoch:
-        near = [n for n in range(1, forwards + 1) if forwards % n == 0]
-        raise ConfigError(
-            f"grpo.updates_per_epoch {section.updates_per_epoch} does not divide the {forwards} batches of "
-            f"{batch} that each of {processes} processes rolls out in an epoch; try one of {near}"
-        )
 
 
 def total_steps(cfg: GrpoConfig, clips: int | None) -> int | None:
@@ -191,26 +171,31 @@ def total_steps(cfg: GrpoConfig, clips: int | None) -> int | None:
 
 
 @functools.cache
-def groups_of_process(processes: int, batch: int, group_size: int, groups: int, spread: str) -> int:
-    """The most groups of which one process has members in an epoch."""
-    plans = (
+def starts(processes: int, batch: int, group_size: int, groups: int, spread: str, same_noise: bool) -> tuple[int, int]:
+    """(clips, forward passes) with which one process, of an epoch, computes a step before the window.
+
+    Of the process that has the most clips; the passes are the same on all (grpo.new_starts).
+    """
+    plans = [
         grpo.plan(
             0, world=processes, rank=rank, batch=batch, group_size=group_size, groups=groups, sample_ids=("",), seed=0,
-            spread=spread,
+            spread=spread, same_noise_in_group=same_noise,
         )
         for rank in range(processes)
-    )  # fmt: skip
-    return max(len({member.group_id for forward in plan for member in forward}) for plan in plans)
+    ]  # fmt: skip
+    new = grpo.new_starts(plans)
+    clips = [
+        sum(len({member.start for member in members}) for members, is_new in zip(plan, new, strict=True) if is_new)
+        for plan in plans
+    ]
+    return max(clips), sum(new)
 
 
 def rollout_counts(run: GrpoRun, window: Sequence[int]) -> list[tuple[int, int]]:
     """By step, (clips, forward passes) of one process in an epoch; guidance is not in it."""
-    counts = [(run.samples_of_process, run.forwards)] * (len(run.sigmas) - 1)
-    if not run.same_noise:
-        return counts
-    mine = groups_of_process(run.processes, run.levers.batch, run.group_size, run.groups, run.spread)
-    start = window[0]
-    return [(mine, min(mine, run.forwards))] * start + counts[start:]
+    before = starts(run.processes, run.levers.batch, run.group_size, run.groups, run.spread, run.same_noise)
+    after = (run.samples_of_process, run.forwards)
+    return [before if i < window[0] else after for i in range(len(run.sigmas) - 1)]
 
 
 def work(costs: Costs, run: GrpoRun) -> dict[str, float]:
@@ -286,9 +271,10 @@ def _swap_wait(costs: Costs, run: GrpoRun, window: Sequence[int], tflops: float)
 
 def kept_bytes(costs: Costs, run: GrpoRun) -> int:
     """What one sample leaves between its rollout and the epoch's updates, under the widest window."""
-    latents = max(len({*window, *(i + 1 for i in window)}) for window in run.windows)
-    means = max(map(len, run.windows)) if run.guard else 0
-    return (latents + means) * math.prod(costs.shape) * FLOAT32 + costs.text_bytes + costs.image_bytes
+    on_gpu = run.levers.samples_on == "gpu"
+    latents = [len({*window, *(i + 1 for i in window)}) if on_gpu else 2 * len(window) for window in run.windows]
+    tensors = max(latents) + max(map(len, run.windows))  # and a mean for each step
+    return tensors * math.prod(costs.shape) * FLOAT32 + costs.text_bytes + costs.image_bytes
 
 
 def memory(costs: Costs, run: GrpoRun) -> Memory:
@@ -296,8 +282,7 @@ def memory(costs: Costs, run: GrpoRun) -> Memory:
     batch = run.levers.batch
     resident, host_weights = planning.resident_weights(costs, run)
     kept = run.samples_of_process * kept_bytes(costs, run)
-    if run.averaged:
-        resident["averaged LoRA"] = FLOAT32 * planning.trained_parameters(costs, run)
+    resident["averaged LoRA"] = FLOAT32 * planning.trained_parameters(costs, run)
     if run.levers.samples_on == "gpu":
         resident["the epoch's samples"] = kept
     frozen = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
@@ -344,9 +329,9 @@ fits = planning.fits
 
 
 def checkpoint_bytes(costs: Costs, run: GrpoRun) -> tuple[int, int]:
-    """Bytes of one checkpoint: the float32 adapter; Adam's two moments and, beside averaged weights, the last ones."""
+    """Bytes of one checkpoint: the averaged adapter; Adam's two moments, the last weights and the average itself."""
     adapter, moments = planning.checkpoint_bytes(costs, run)
-    return adapter, moments + (adapter if run.averaged else 0)
+    return adapter, moments + 2 * adapter
 
 
 def epochs_due(run: GrpoRun, every: int) -> set[int] | None:
