@@ -356,14 +356,15 @@ def arithmetic(run: GrpoRun) -> list[str]:
     """Samples, forward passes, updates and epochs, in words."""
     per_update, batches = run.samples // run.updates_per_epoch, run.forwards // run.updates_per_epoch
     widest, guidance = max(map(len, run.windows)), " x 2 (guidance)" if run.guided else ""
-    rolled = run.answers * sum(passes for _, passes in rollout_counts(run, run.windows[0]))
+    passes = [sum(passes for _, passes in rollout_counts(run, window)) for window in run.windows]
+    rolled = run.answers * sum(passes) / len(passes)
     shared = ", its first steps once per group" if run.same_noise else ""
-    first = ", ".join(str(list(window)) for window in run.windows[:4])
-    window = f"{widest} of {list(run.active)}, drawn in each epoch: {first}" if run.drawn else f"{list(run.active)}"
+    first = ", ".join(str(list(window)) for window in run.windows[:3])
+    window = f"{widest} of {list(run.active)}, drawn in each epoch: {first}, ..." if run.drawn else f"{list(run.active)}"
     lines = [
         f"an epoch: {run.groups} groups x {run.group_size} = {run.samples} samples = {run.forwards} forwards x "
         f"{run.levers.batch} batch x {run.processes} process{'es' if run.processes > 1 else ''}",
-        f"  per process {rolled} forwards without gradient: {run.forwards} batches x {len(run.sigmas) - 1} steps"
+        f"  per process {rolled:g} forwards without gradient: {run.forwards} batches x {len(run.sigmas) - 1} steps"
         f"{guidance}{shared}",
         f"an update: {per_update} samples; per process {run.answers * batches * widest} forwards with gradient: "
         f"{batches} batches x {widest} window steps{guidance}",
