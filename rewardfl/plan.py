@@ -677,7 +677,7 @@ def verdict(costs: Costs, run: AnyRun, gpu_memory: float, tflops: float) -> list
         lines.append(f"  set {settings} (saves {size(saved)}, {share:+.1f} % time{option.note})")
         before = after
     closest = before.memory(costs)
-    needs = f"{size(closest.peak + RESERVE)} on the GPU and {size(sum(closest.host.values()))} pinned in the host"
+    needs = f"{size(closest.peak + RESERVE)} on the GPU and {size(sum(closest.host.values()))} in the host"
     if fits(costs, before, gpu_memory):
         return [*lines, f"  then it takes {needs}"]
     return [*lines, f"no setting makes it fit; the closest takes {needs}"]

@@ -360,7 +360,9 @@ def arithmetic(run: GrpoRun) -> list[str]:
     rolled = run.answers * sum(passes) / len(passes)
     shared = ", its first steps once per group" if run.same_noise else ""
     first = ", ".join(str(list(window)) for window in run.windows[:3])
-    window = f"{widest} of {list(run.active)}, drawn in each epoch: {first}, ..." if run.drawn else f"{list(run.active)}"
+    window = (
+        f"{widest} of {list(run.active)}, drawn in each epoch: {first}, ..." if run.drawn else f"{list(run.active)}"
+    )
     lines = [
         f"an epoch: {run.groups} groups x {run.group_size} = {run.samples} samples = {run.forwards} forwards x "
         f"{run.levers.batch} batch x {run.processes} process{'es' if run.processes > 1 else ''}",
