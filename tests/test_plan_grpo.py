@@ -9,7 +9,7 @@ import torch
 import yaml
 from conftest import ROOT
 
-from rewardfl import config, costs, flow, lora, plan, plan_grpo, wan_load
+from rewardfl import config, costs, flow, lora, plan, plan_grpo, sde, wan_load
 from rewardfl.costs import Adapter
 
 ADAPTER = Adapter(32, tuple(lora.target_modules("q,k,v,o,ffn.0,ffn.2")))
@@ -176,6 +176,22 @@ def test_memory(published):
     assert offloaded.phases["replay"]["two block inputs"] == 2 * 2 * expert.block_input
     kept = plan_grpo.memory(published, changed(guided=True, checkpointing=False)).phases["replay"]
     assert kept["all blocks, saved"] == 2 * expert.layers * expert.block_saved
+
+
+@pytest.mark.parametrize("window", [(3, 4), (3, 5), (0, 1, 2, 6)])
+def test_what_is_kept_is_what_a_rollout_leaves(published, window):
+    """The bytes of its tensors, each storage once: where they were made, and after they have moved."""
+    kernel = sde.Kernel("flow", 0.7, torch.tensor(SIGMAS))
+    x = torch.zeros(1, *published.shape)
+    _, steps = sde.rollout(lambda x, sigma: x, x, kernel, window, lambda step: torch.ones_like(x))
+
+    def nbytes(steps):
+        tensors = [tensor for step in steps for tensor in (step.x, step.x_next, step.mean)]
+        return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+    for place, moved in (("gpu", steps.values()), ("cpu", [step.to("meta") for step in steps.values()])):
+        kept = plan_grpo.kept_bytes(published, changed(windows=(window,), samples_on=place))
+        assert kept - published.text_bytes - published.image_bytes == nbytes(moved)
 
 
 def test_placement_of_the_other_expert(published):
