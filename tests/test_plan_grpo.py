@@ -122,6 +122,9 @@ def test_copies_count_where_nothing_hides_them(published):
     assert shown(fast, untrained="cpu_swap") == pytest.approx(3 * swapped, rel=1e-3)
     assert shown(fast, untrained="cpu_swap", batch=4, guided=True) == pytest.approx(2 * 3 * swapped / 4, rel=1e-3)
     assert shown(fast, untrained="cpu_swap", same_noise=True) == pytest.approx(3 * swapped / 4, rel=1e-3)
+    half = expert.forward_frozen / (0.5 * swapped) / 1e12  # a clip takes half as long as the copy
+    assert shown(half, untrained="cpu_swap") == pytest.approx(3 * 0.5 * swapped)
+    assert shown(half, untrained="cpu_swap", batch=4) == 0
     assert shown(fast, offload_inputs=True, inner_epochs=2, guided=True) == pytest.approx(
         2 * 4 * 2 * expert.stored / 50e9, rel=1e-3
     )  # there and back, two inner epochs of two graphs, two steps
