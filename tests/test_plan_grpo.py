@@ -270,8 +270,8 @@ def test_recommendation(published, run, memory):
 
 
 def test_what_is_recommended(published):
-    def settings(run, memory):
-        chosen = plan.recommend(published, run, memory * 1e9, 400)
+    def settings(run, memory, tflops=400):
+        chosen = plan.recommend(published, run, memory * 1e9, tflops)
         assert plan_grpo.fits(published, plan.with_options(run, chosen), memory * 1e9)
         return {key: value for option in chosen for key, value in option.settings.items()}
 
@@ -281,7 +281,9 @@ def test_what_is_recommended(published):
         "train.use_gradient_checkpointing_offload": True, "train.per_device_train_batch_size": 3,
         "grpo.samples_on": "cpu",
     }  # fmt: skip
-    assert settings(RUN, 45) == {"experts.untrained": "cpu_swap"}  # exact, before fp8
+    assert settings(RUN, 45) == {"experts.untrained": "cpu_swap"}
+    # what computes the same numbers comes before what is faster, on a GPU that has to wait for the host
+    assert settings(RUN, 60, 1e6)["experts.untrained"] == "cpu_swap"
 
 
 # ---- the configuration ----
