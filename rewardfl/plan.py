@@ -1,6 +1,7 @@
 """What a run takes before it is run: FLOPs, memory by phase, host memory and disk, and what to set when it is too much.
 
-`costs` measures one block and one chunk; how many of them there are is arithmetic, and here. Bytes and FLOPs are plain
+`costs` measures one block and one chunk; how many of them there are is arithmetic, and here: what any run takes, and
+what reward feedback learning (train_reward_fl.py) does. `plan_grpo` has what Flow-GRPO does. Bytes and FLOPs are plain
 numbers, GB is 1e9 bytes, and everything is per GPU.
 
 Not counted: the face networks' activations; a distillation LoRA kept as an adapter; DDP's copy of the gradients (the
@@ -17,8 +18,8 @@ from typing import Any
 
 from rewardfl import config as configuration
 from rewardfl import data, flow, grpo, lora, reward_flow, wan
-from rewardfl.config import ConfigError, GrpoConfig, RunConfig
-from rewardfl.costs import Adapter, ChunkCost, Costs, measure
+from rewardfl.config import AnyConfig, ConfigError, GrpoConfig, RunConfig
+from rewardfl.costs import Adapter, ChunkCost, Costs, ExpertCost, measure
 
 HOST_BANDWIDTH = 50e9  # bytes/s between host and GPU, PCIe 5 x16 as it is reached
 GPU_BANDWIDTH = 3e12  # bytes/s of the GPU's own memory, H100
@@ -31,14 +32,20 @@ ADAM_BYTES = 16  # per LoRA parameter: float32 weight, gradient and two moments
 
 
 @dataclass(frozen=True)
-class Levers:
-    """The settings that trade memory for time; KEYS says which configuration keys they are."""
+class AnyLevers:
+    """The settings that trade memory for time in both scripts; KEYS says which configuration keys they are."""
 
     untrained: str = "gpu"
     checkpointing: bool = True
     offload_inputs: bool = False
-    decode_caches: str = "keep"
     batch: int = 1
+
+
+@dataclass(frozen=True)
+class Levers(AnyLevers):
+    """Those of train_reward_fl.py."""
+
+    decode_caches: str = "keep"
     accumulation: int = 1
     noises: str | int = "fresh"
 
@@ -51,22 +58,21 @@ KEYS = {
     "batch": "train.per_device_train_batch_size",
     "accumulation": "train.gradient_accumulation_steps",
     "noises": "sample.noises_per_sample",
-}  # of Levers
+    "samples_on": "grpo.samples_on",
+}  # of Levers, and of plan_grpo's
 CACHED_NOISES = 4  # noises_per_sample that is proposed together with boundary_cache
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a run does to each clip. sigmas: by step and the last one, 0; active: the steps with gradient."""
+@dataclass(frozen=True, kw_only=True)
+class AnyRun:
+    """What the runs of both scripts have. sigmas: by step and the last one, 0; active: the steps with gradient."""
 
     sigmas: tuple[float, ...]
     boundary: float
     active: tuple[int, ...]
     trained: tuple[str, ...]  # high_noise, low_noise
-    coupled: bool
     kl: bool
-    fixed_trajectory: bool
-    levers: Levers
+    levers: AnyLevers
     save_steps: int = 25
     steps: int | None = None  # updates in all, where known
     clips: int | None = None  # in the data, where known
@@ -80,6 +86,37 @@ class Run:
 
     def expert_at(self, step: int) -> str:
         return wan.expert_at(self.sigmas[step], self.boundary)
+
+    # what `recommend` compares
+
+    def memory(self, costs: Costs) -> "Memory":
+        raise NotImplementedError
+
+    def seconds(self, costs: Costs, tflops: float) -> float:
+        """For one clip."""
+        raise NotImplementedError
+
+    def options(self) -> list["Option"]:
+        """What can be switched on in this run."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(AnyRun):
+    """What a run of train_reward_fl.py does to each clip."""
+
+    coupled: bool
+    fixed_trajectory: bool
+    levers: Levers
+
+    def memory(self, costs: Costs) -> "Memory":
+        return memory(costs, self)
+
+    def seconds(self, costs: Costs, tflops: float) -> float:
+        return seconds(costs, self, tflops)
+
+    def options(self) -> list["Option"]:
+        return options(self)
 
 
 def forwards(run: Run) -> dict[str, int]:
@@ -121,10 +158,6 @@ def seconds(costs: Costs, run: Run, tflops: float) -> float:
 def exposed_seconds(costs: Costs, run: Run, tflops: float) -> Iterator[float]:
     """What each lever's copying adds for one clip; every copy goes on beside the computing of its own part."""
     parts = {name: amount / (tflops * 1e12) for name, amount in work(costs, run).items()}
-
-    def beyond(copied: float, computing: float) -> float:
-        return max(0.0, copied / HOST_BANDWIDTH - computing)
-
     levers = run.levers
     if levers.checkpointing and levers.offload_inputs:
         inputs = sum(costs.experts[run.expert_at(i)].stored for i in run.active)
@@ -134,13 +167,23 @@ def exposed_seconds(costs: Costs, run: Run, tflops: float) -> Iterator[float]:
         caches = sum(chunk.caches_in for chunk in costs.chunks)
         yield beyond(caches, parts["decode"])
         yield beyond(caches, parts["decode VJP"])
-    if run.untrained and levers.untrained in ("cpu_swap", "fp8"):
-        cost = costs.experts[run.untrained]
-        if levers.untrained == "cpu_swap":
-            once = beyond(cost.weights / levers.batch, cost.forward_frozen / (tflops * 1e12))
-        else:  # eight bits are read, sixteen written
-            once = 3 * cost.weights_fp8 / GPU_BANDWIDTH / levers.batch
-        yield forwards(run)[run.untrained] * once
+    if run.untrained:
+        waits = pass_wait(costs.experts[run.untrained], levers.untrained, levers.batch, tflops)
+        yield forwards(run)[run.untrained] * waits / levers.batch
+
+
+def beyond(copied: float, computing: float) -> float:
+    """Seconds that copying `copied` bytes to or from the host adds to `computing` seconds beside it."""
+    return max(0.0, copied / HOST_BANDWIDTH - computing)
+
+
+def pass_wait(cost: ExpertCost, place: str, clips: int, tflops: float) -> float:
+    """Seconds that the weights' place adds to one forward pass of an untrained expert with `clips` clips."""
+    if place == "cpu_swap":
+        return beyond(cost.weights, clips * cost.forward_frozen / (tflops * 1e12))
+    if place == "fp8":  # eight bits are read, sixteen written
+        return 3 * cost.weights_fp8 / GPU_BANDWIDTH
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -169,7 +212,7 @@ class Memory:
 def memory(costs: Costs, run: Run) -> Memory:
     """Memory by phase. The conditioning comes from its cache, so text encoder and VAE encoder need not be resident."""
     batch = run.levers.batch
-    weights, host_weights = expert_weights(costs, run)
+    resident, host_weights = resident_weights(costs, run)
     caches, segment, host_caches = decode_caches(costs.chunks, run.levers.decode_caches)
     activations, host_inputs = replay_activations(costs, run)
     frozen = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
@@ -190,24 +233,36 @@ def memory(costs: Costs, run: Run) -> Memory:
         },
         "replay": {name: batch * amount for name, amount in activations.items()},
     }
-    encode = {
-        "text encoder": costs.encode.text_weights,
-        "VAE": costs.vae_weights,
-        "activations": max(costs.encode.text_peak, costs.encode.image_peak),
-    }
-    adapters = sum(costs.experts[expert].adapter_parameters for expert in run.trained)
-    resident = {**weights, "LoRA, gradient, Adam": ADAM_BYTES * adapters, "VAE": costs.vae_weights}
-    if run.pack_bytes:
-        resident["face networks' weights"] = run.pack_bytes
     host = {
         "expert that is swapped": host_weights,
         "block inputs": batch * host_inputs,
         "decoder caches": batch * host_caches,
     }
-    return Memory(resident, phases, encode, {name: amount for name, amount in host.items() if amount})
+    return Memory(resident, phases, encode_memory(costs), {name: amount for name, amount in host.items() if amount})
 
 
-def expert_weights(costs: Costs, run: Run) -> tuple[dict[str, int], int]:
+def encode_memory(costs: Costs) -> dict[str, int]:
+    """Bytes on the GPU while the conditioning is computed, before the experts load."""
+    return {
+        "text encoder": costs.encode.text_weights,
+        "VAE": costs.vae_weights,
+        "activations": max(costs.encode.text_peak, costs.encode.image_peak),
+    }
+
+
+def resident_weights(costs: Costs, run: AnyRun) -> tuple[dict[str, int], int]:
+    """Bytes of all that is on the GPU all through training, by what it is; and of weights in the host."""
+    experts, host = expert_weights(costs, run)
+    adapter = ADAM_BYTES * trained_parameters(costs, run)
+    packs = {"face networks' weights": run.pack_bytes} if run.pack_bytes else {}
+    return {**experts, "LoRA, gradient, Adam": adapter, "VAE": costs.vae_weights, **packs}, host
+
+
+def trained_parameters(costs: Costs, run: AnyRun) -> int:
+    return sum(costs.experts[expert].adapter_parameters for expert in run.trained)
+
+
+def expert_weights(costs: Costs, run: AnyRun) -> tuple[dict[str, int], int]:
     """Bytes of weights on the GPU by expert, and in the host."""
     on_gpu = {f"{expert} expert": costs.experts[expert].weights for expert in run.trained}
     if run.untrained is None:
@@ -234,18 +289,21 @@ def decode_caches(chunks: Sequence[ChunkCost], place: str) -> tuple[int, int, in
     return sum(sizes[::length]), max(sum(sizes[i : i + length]) for i in range(0, len(sizes), length)), 0
 
 
-def replay_activations(costs: Costs, run: Run) -> tuple[dict[str, int], int]:
-    """Bytes of activations in the replay of one step of one clip: on the GPU, and in the host."""
+def replay_activations(costs: Costs, run: AnyRun, graphs: int = 1) -> tuple[dict[str, int], int]:
+    """Bytes of activations in the replay of one step of one clip: on the GPU, and in the host.
+
+    graphs: forward passes whose graphs live together (guidance takes two); back they go block by block.
+    """
     largest = max(
         (costs.experts[run.expert_at(i)] for i in run.active), key=lambda cost: cost.layers * cost.block_saved
     )
     if not run.levers.checkpointing:
         backward = largest.block_peak - largest.block_saved
-        return {"all blocks, saved": largest.layers * largest.block_saved, "backward of one": backward}, 0
+        return {"all blocks, saved": graphs * largest.layers * largest.block_saved, "backward of one": backward}, 0
     recompute = {"recompute and backward of one": largest.block_peak}
     if run.levers.offload_inputs:
-        return {"two block inputs": 2 * largest.block_input} | recompute, largest.stored
-    return {"block inputs": largest.stored} | recompute, 0
+        return {"two block inputs": 2 * largest.block_input} | recompute, graphs * largest.stored
+    return {"block inputs": graphs * largest.stored} | recompute, 0
 
 
 @dataclass(frozen=True)
@@ -288,7 +346,7 @@ class Option:
         """By configuration key."""
         return {KEYS[field]: value for field, value in self.fields.items()}
 
-    def on(self, run: Run) -> Run:
+    def on(self, run: AnyRun) -> AnyRun:
         return dataclasses.replace(run, levers=dataclasses.replace(run.levers, **self.fields))
 
 
@@ -313,11 +371,11 @@ def options(run: Run) -> list[Option]:
     return [option for option in found if option.on(run) != run]
 
 
-def fits(costs: Costs, run: Run, gpu_memory: float) -> bool:
-    return memory(costs, run).peak + RESERVE <= gpu_memory
+def fits(costs: Costs, run: AnyRun, gpu_memory: float) -> bool:
+    return run.memory(costs).peak + RESERVE <= gpu_memory
 
 
-def recommend(costs: Costs, run: Run, gpu_memory: float, tflops: float) -> list[Option]:
+def recommend(costs: Costs, run: AnyRun, gpu_memory: float, tflops: float) -> list[Option]:
     """What makes the run fit `gpu_memory` bytes, or comes closest.
 
     Of what lowers the peak always the one that adds the least time, what computes the same numbers before what does
@@ -326,12 +384,12 @@ def recommend(costs: Costs, run: Run, gpu_memory: float, tflops: float) -> list[
     chosen: list[Option] = []
     current = run
     while not fits(costs, current, gpu_memory):
-        peak = memory(costs, current).peak
-        lower = [option for option in options(current) if memory(costs, option.on(current)).peak < peak]
+        peak = current.memory(costs).peak
+        lower = [option for option in current.options() if option.on(current).memory(costs).peak < peak]
         if not lower:
             return chosen
         now = current
-        best = min(lower, key=lambda option: (not option.exact, seconds(costs, option.on(now), tflops)))
+        best = min(lower, key=lambda option: (not option.exact, option.on(now).seconds(costs, tflops)))
         chosen.append(best)
         current = best.on(current)
     for option in reversed(chosen):
@@ -341,7 +399,7 @@ def recommend(costs: Costs, run: Run, gpu_memory: float, tflops: float) -> list[
     return chosen
 
 
-def with_options(run: Run, chosen: Iterable[Option]) -> Run:
+def with_options(run: AnyRun, chosen: Iterable[Option]) -> AnyRun:
     for option in chosen:
         run = option.on(run)
     return run
@@ -381,7 +439,7 @@ def source_of(model_paths: str, published: Path) -> Path:
     return folder if model_paths and all((folder / part / "config.json").is_file() for part in parts) else published
 
 
-def costs_of(cfg: RunConfig, configs: Path) -> Costs:
+def costs_of(cfg: AnyConfig, configs: Path) -> Costs:
     """What the configuration's model and clips cost. configs: see `source_of`."""
     adapter = Adapter(cfg.lora.lora_rank, tuple(lora.target_modules(cfg.lora.lora_target_modules)))
     # under max_pixels a square clip, which has no fewer tokens than one of another shape
@@ -392,13 +450,10 @@ def costs_of(cfg: RunConfig, configs: Path) -> Costs:
 def run_of(cfg: RunConfig, configs: Path, clips: int | None = None, steps: int | None = None) -> Run:
     """What the configuration does with it. clips, steps: where they are known."""
     sample, train = cfg.sample, cfg.train
-    boundary = cfg.model.min_timestep_boundary
-    boundary = configuration.boundary_ratio(configs) if boundary is None else boundary
     schedule = flow.linear_sigmas(sample.num_inference_steps, sample.shift)
-    packs = [Path(folder) for folder in (cfg.reward.reward_model_path, cfg.reward.held_out_model_path) if folder]
     return Run(
         sigmas=tuple(reward_flow.until_final_step(schedule, sample.final_timestep).tolist()),
-        boundary=boundary,
+        boundary=boundary_of(cfg, configs),
         active=configuration.active_steps(cfg),
         trained=configuration.trainable_experts(cfg),
         coupled=configuration.resolved_coupling(cfg) != 0,
@@ -416,7 +471,7 @@ def run_of(cfg: RunConfig, configs: Path, clips: int | None = None, steps: int |
         save_steps=cfg.run.save_steps,
         steps=steps,
         clips=clips,
-        pack_bytes=sum(file.stat().st_size for folder in packs for file in folder.rglob("*.onnx")),
+        pack_bytes=pack_bytes(cfg),
     )
 
 
@@ -439,6 +494,18 @@ def epoch_geometry(cfg: GrpoConfig, processes: int) -> tuple[int, int]:
     return forwards, forwards // updates
 
 
+def boundary_of(cfg: AnyConfig, configs: Path) -> float:
+    """Sigma at or above which the high-noise expert answers: the configuration's, else the model's."""
+    given = cfg.model.min_timestep_boundary
+    return configuration.boundary_ratio(configs) if given is None else given
+
+
+def pack_bytes(cfg: AnyConfig) -> int:
+    """Of the face networks' weights, as far as they are on disk."""
+    folders = [Path(folder) for folder in (cfg.reward.reward_model_path, cfg.reward.held_out_model_path) if folder]
+    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*.onnx"))
+
+
 def windows(cfg: GrpoConfig, sigmas: Sequence[float], boundary: float) -> Callable[[int], tuple[int, ...]]:
     """epoch -> its SDE steps. ConfigError when there can be none, or a trained expert would answer at none.
 
@@ -446,7 +513,7 @@ def windows(cfg: GrpoConfig, sigmas: Sequence[float], boundary: float) -> Callab
     """
     trained = configuration.trainable_experts(cfg)
     answering = [wan.expert_at(sigma, boundary) for sigma in sigmas[:-1]]
-    usable = [i for i, expert in enumerate(answering[:-1]) if expert in trained]
+    usable = _usable(cfg, sigmas, boundary)
     table = ", ".join(f"{i}: {float(sigmas[i]):.3f} {expert}" for i, expert in enumerate(answering))
 
     def window(epoch: int) -> tuple[int, ...]:
@@ -463,8 +530,7 @@ def windows(cfg: GrpoConfig, sigmas: Sequence[float], boundary: float) -> Callab
             f"grpo.window: {error}. Usable are the steps of {cfg.model.trainable_models} (model.trainable_models) but "
             f"the last step: {table}"
         ) from error
-    low, high = cfg.grpo.window_bounds or (0, len(answering))
-    drawn = cfg.grpo.window_steps or [i for i in usable if low <= i < high]
+    drawn = drawable(cfg, sigmas, boundary)
     idle = [name for name in trained if name not in {answering[i] for i in drawn}]
     if idle:
         raise ConfigError(
@@ -472,6 +538,18 @@ def windows(cfg: GrpoConfig, sigmas: Sequence[float], boundary: float) -> Callab
             "would not learn; train the other alone, or widen the window"
         )
     return window
+
+
+def drawable(cfg: GrpoConfig, sigmas: Sequence[float], boundary: float) -> tuple[int, ...]:
+    """The steps that some epoch's window may have; arguments: `windows`, which refuses what cannot be."""
+    low, high = cfg.grpo.window_bounds or (0, len(sigmas) - 1)
+    return cfg.grpo.window_steps or tuple(i for i in _usable(cfg, sigmas, boundary) if low <= i < high)
+
+
+def _usable(cfg: GrpoConfig, sigmas: Sequence[float], boundary: float) -> list[int]:
+    """The trained experts' steps but the last, whose noise nothing would remove."""
+    trained = configuration.trainable_experts(cfg)
+    return [i for i, sigma in enumerate(sigmas[:-2]) if wan.expert_at(sigma, boundary) in trained]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -524,27 +602,35 @@ def work_table(costs: Costs, run: Run, tflops: float) -> list[str]:
     tokens, shape = costs.experts["low_noise"].tokens, "x".join(map(str, costs.shape))
     parts, visible = work(costs, run), sum(exposed_seconds(costs, run, tflops))
     lines = [f"{tokens} tokens, latents {shape}", f"compute, one clip          TFLOP   s at {tflops:g} TFLOP/s"]
-    lines += [_work_line(name, amount / 1e12, amount / tflops / 1e12) for name, amount in parts.items()]
+    lines += [work_line(name, amount / 1e12, amount / tflops / 1e12) for name, amount in parts.items()]
     if visible:
-        lines.append(_work_line("copies not hidden", 0, visible))
+        lines.append(work_line("copies not hidden", 0, visible))
     total, time = sum(parts.values()), seconds(costs, run, tflops)
     clips = run.levers.batch * run.levers.accumulation
     encode = costs.encode.text_flops + costs.encode.image_flops
     return [
         *lines,
-        _work_line("total", total / 1e12, time),
+        work_line("total", total / 1e12, time),
         f"one update of {clips} clips per GPU: {clips * total / 1e15:.4g} PFLOP, {clips * time:.4g} s",
         f"VAE encode and text: {encode / 1e12:.4g} TFLOP once per clip, then from the cache",
     ]
 
 
-def _work_line(name: str, tflop: float, time: float) -> str:
+def work_line(name: str, tflop: float, time: float) -> str:
     digits = f"{tflop:.0f}" if tflop >= 100 else f"{tflop:.3g}"
     return f"  {name:20s}{digits:>10s}{time:10.3g}"
 
 
 def memory_table(costs: Costs, run: Run) -> list[str]:
-    needs = memory(costs, run)
+    full, batch = full_graph(costs, run), run.levers.batch
+    return memory_lines(memory(costs, run)) + [
+        f"plain autograd through {len(run.active)} steps and the decoder would keep "
+        f"{size(batch * (full.block_inputs + full.decode))}: block inputs {size(batch * full.block_inputs)}, decoder "
+        f"{size(batch * full.decode)} ({size(batch * full.decode_chunks)} checkpointed by chunk)",
+    ]
+
+
+def memory_lines(needs: Memory) -> list[str]:
     lines = ["memory of one GPU", _memory_line("resident", sum(needs.resident.values()), _parts(needs.resident))]
     for phase, parts in needs.phases.items():
         lines.append(_memory_line(phase, needs.of(phase), f"resident + {_parts(parts)}"))
@@ -554,12 +640,7 @@ def memory_table(costs: Costs, run: Run) -> list[str]:
         _memory_line("peak", needs.peak, f"in {phase}; with {size(RESERVE)} for CUDA, libraries, fragmentation")
     )
     lines.append(f"host memory of one process: {_parts(needs.host) if needs.host else 'nothing pinned or swapped'}")
-    full, batch = full_graph(costs, run), run.levers.batch
-    return lines + [
-        f"plain autograd through {len(run.active)} steps and the decoder would keep "
-        f"{size(batch * (full.block_inputs + full.decode))}: block inputs {size(batch * full.block_inputs)}, decoder "
-        f"{size(batch * full.decode)} ({size(batch * full.decode_chunks)} checkpointed by chunk)",
-    ]
+    return lines
 
 
 def _memory_line(name: str, amount: float, parts: str) -> str:
@@ -567,33 +648,36 @@ def _memory_line(name: str, amount: float, parts: str) -> str:
 
 
 def disk_table(costs: Costs, run: Run) -> list[str]:
-    adapter, state = checkpoint_bytes(costs, run)
+    count = None if run.steps is None else math.ceil(run.steps / run.save_steps)
+    return disk_lines(run, *checkpoint_bytes(costs, run), count, clip_cache_bytes(costs, run))
+
+
+def disk_lines(run: AnyRun, adapter: int, state: int, count: int | None, cache: Mapping[str, int]) -> list[str]:
+    """Bytes of a checkpoint's adapter and state, of which there will be `count`, and of one clip's cache."""
     saved = f"  a checkpoint: {size(adapter + state)} (adapter {size(adapter)}, state {size(state)})"
-    if run.steps is not None:
-        count = math.ceil(run.steps / run.save_steps)
+    if count is not None:
         saved += f"; {count} in {run.steps} steps: {size(count * (adapter + state))}"
-    cache = clip_cache_bytes(costs, run)
     cached = f"  conditioning cache of a clip: {size(sum(cache.values()))} ({_parts(cache)})"
     if run.clips is not None:
         cached += f"; of {run.clips} clips: {size(run.clips * sum(cache.values()))}"
     return ["disk", saved, cached]
 
 
-def verdict(costs: Costs, run: Run, gpu_memory: float, tflops: float) -> list[str]:
+def verdict(costs: Costs, run: AnyRun, gpu_memory: float, tflops: float) -> list[str]:
     """Whether the run fits `gpu_memory` bytes, and what to set when it does not."""
-    need = f"{size(memory(costs, run).peak + RESERVE)} of {size(gpu_memory)}"
+    need = f"{size(run.memory(costs).peak + RESERVE)} of {size(gpu_memory)}"
     if fits(costs, run, gpu_memory):
         return [f"fits: {need}"]
-    lines, before, base = [f"does not fit: {need}"], run, seconds(costs, run, tflops)
+    lines, before, base = [f"does not fit: {need}"], run, run.seconds(costs, tflops)
     for option in recommend(costs, run, gpu_memory, tflops):
         after = option.on(before)
-        saved = memory(costs, before).peak - memory(costs, after).peak
-        share = 100 * (seconds(costs, after, tflops) - seconds(costs, before, tflops)) / base
+        saved = before.memory(costs).peak - after.memory(costs).peak
+        share = 100 * (after.seconds(costs, tflops) - before.seconds(costs, tflops)) / base
         settings = ", ".join(f"{key}: {json.dumps(value).strip(chr(34))}" for key, value in option.settings.items())
         lines.append(f"  set {settings} (saves {size(saved)}, {share:+.1f} % time{option.note})")
         before = after
-    closest = memory(costs, before)
-    needs = f"{size(closest.peak + RESERVE)} on the GPU and {size(sum(closest.host.values()))} pinned in the host"
+    closest = before.memory(costs)
+    needs = f"{size(closest.peak + RESERVE)} on the GPU and {size(sum(closest.host.values()))} in the host"
     if fits(costs, before, gpu_memory):
         return [*lines, f"  then it takes {needs}"]
     return [*lines, f"no setting makes it fit; the closest takes {needs}"]
