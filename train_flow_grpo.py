@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from rewardfl import checkpoint, data, decode, flow, grpo, prepare, reward_flow, sde, setup, wan, wan_load
+from rewardfl import checkpoint, data, decode, flow, grpo, plan_grpo, prepare, reward_flow, sde, setup, wan, wan_load
 from rewardfl import config as configuration
 from rewardfl import plan as planning
 from rewardfl.cache import Cache
 from rewardfl.config import GrpoConfig
-from rewardfl.monitor import Timer, alarms, peak_memory_gb
+from rewardfl.monitor import Timer, alarms, peak_memory_gb, total_memory
 from rewardfl.optim import averaged, learning_rate_factor
 from rewardfl.rewards import blackbox
 from rewardfl.rewards.terms import RewardError, build_terms
@@ -74,12 +74,17 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
         torch.set_num_threads(cfg.run.cpu_threads or max(1, os.cpu_count() // world))
     rows = data.load_metadata(cfg.data.file_name)
     eval_rows = data.load_metadata(cfg.evaluation.eval_clips) if cfg.evaluation.eval_clips else []
-    steps = total_steps(cfg, len(rows))
+    steps = plan_grpo.total_steps(cfg, len(rows))
     say = accelerator.print
     for note in [*wan_load.differences(layout, boundary, cfg.sample.shift), *data.notes([*rows, *eval_rows])]:
         say(f"note: {note}")
+    run = plan_grpo.run_of(cfg, layout.configs, len(rows), steps, world)
+    say(plan_grpo.overview(cfg, run))
     if dry_run:
-        return 0
+        costs, gpu_memory = planning.costs_of(cfg, layout.configs), total_memory(device)
+        say(plan_grpo.report(costs, run, planning.TFLOPS, gpu_memory))
+        return 0 if gpu_memory is None or plan_grpo.fits(costs, run, gpu_memory) else 2
+    say("\n".join(plan_grpo.sigma_table(run)))
     if accelerator.is_main_process:
         checkpoint.prepare_output_dir(cfg.run.output_dir, configuration.to_dict(cfg), cfg.run.resume_from_checkpoint)
     accelerator.wait_for_everyone()
@@ -104,7 +109,7 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
     hashes, described = setup.check_face_packs(terms, clip)
     for line in described:
         say(line)
-    steps = total_steps(cfg, len(samples))
+    steps = plan_grpo.total_steps(cfg, len(samples))
 
     # ---------------------------------------------------------------------------------- what the cache lacks
     load = setup.loader(cfg, layout)
@@ -182,6 +187,7 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
                 x0, kept = sde.rollout(
                     velocity_of(policy, conditioning), torch.cat([starts[member.start] for member in members]),
                     kernel, window, partial(grpo.step_noise, members, shape, device), start=window[0],
+                    keep_means=cfg.grpo.objective == "guard",
                 )  # fmt: skip
             with timer("decode"):
                 video = decode.decode(vae, x0).float()  # (B, 3, F, H, W) in [-1, 1]
@@ -375,13 +381,6 @@ class Rows(Dataset):
 def together(items: list[tuple[grpo.Member, wan.Conditioning]]) -> tuple[list[grpo.Member], wan.Conditioning]:
     members, conditionings = zip(*items, strict=True)
     return list(members), wan.Conditioning.stack(conditionings)
-
-
-def total_steps(cfg: GrpoConfig, num_rows: int) -> int:
-    """Updates of the run, whole epochs: max_steps, or as many as visit every row num_train_epochs times."""
-    per_epoch = cfg.grpo.updates_per_epoch * cfg.grpo.inner_epochs
-    epochs = data.total_steps(num_rows, cfg.grpo.groups, cfg.train.num_train_epochs, None)
-    return cfg.train.max_steps or epochs * per_epoch
 
 
 def ratio_tolerance(cfg: GrpoConfig) -> float:

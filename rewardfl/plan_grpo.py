@@ -6,8 +6,8 @@ so work is the mean over the run's epochs and memory is that of the widest windo
 
 Counted as the script does it: under same_noise_in_group the steps before the window are computed once for all members
 that a process has of a group; guidance is a second forward pass, whose graph lives beside the first's; every sample
-keeps its own copy of its conditioning, its window's latents and their means (K steps in a row: K + 1 latents on the
-GPU, where one step's last are the next one's first, 2 K in the host, and K means). Not counted: the rewards' networks
+keeps its own copy of its conditioning, its window's latents and, for `guard`, their means (K steps in a row: K + 1
+latents on the GPU, where one step's last are the next one's first, 2 K in the host, and K means). Not counted: the rewards' networks
 at work and videos that a concurrent reward (`remote`) still has, the evaluation, and what `plan` does not count.
 """
 
@@ -55,6 +55,7 @@ class GrpoRun(AnyRun):
     sde: str = "flow"
     noise_level: float = 0.7
     guided: bool = False
+    guarded: bool = True  # the objective needs the rollout's means
     drawn: bool = False  # each epoch draws its window from the active steps; else it is all of them
     windows: tuple[tuple[int, ...], ...]  # by epoch
     eval_sigmas: tuple[float, ...] = ()  # empty: no evaluation
@@ -140,6 +141,7 @@ def run_of(cfg: GrpoConfig, configs: Path, clips: int | None, steps: int | None,
         sde=section.sde,
         noise_level=section.noise_level,
         guided=sample.guidance_scale != 1,
+        guarded=section.objective == "guard",
         drawn=section.window != "list",
         windows=tuple(window(epoch) for epoch in range(epochs)),
         eval_sigmas=tuple(eval_schedule.tolist()) if evaluation.eval_clips else (),
@@ -273,7 +275,7 @@ def kept_bytes(costs: Costs, run: GrpoRun) -> int:
     """What one sample leaves between its rollout and the epoch's updates, under the widest window."""
     on_gpu = run.levers.samples_on == "gpu"
     latents = [len({*window, *(i + 1 for i in window)}) if on_gpu else 2 * len(window) for window in run.windows]
-    tensors = max(latents) + max(map(len, run.windows))  # and a mean for each step
+    tensors = max(latents) + (max(map(len, run.windows)) if run.guarded else 0)  # and a mean for each step
     return tensors * math.prod(costs.shape) * FLOAT32 + costs.text_bytes + costs.image_bytes
 
 

@@ -41,7 +41,7 @@ class Step:
 
     x: Tensor  # (B, ...) before it
     x_next: Tensor  # (B, ...) what was drawn
-    mean: Tensor  # (B, ...) of what was drawn
+    mean: Tensor | None  # (B, ...) of what was drawn, where it was asked for
     std: float
     log_prob: Tensor  # (B,) float64
 
@@ -58,10 +58,12 @@ def rollout(
     window: Sequence[int],
     noise: Callable[[int], Tensor],
     start: int = 0,
+    keep_means: bool = True,
 ) -> tuple[Tensor, dict[int, Step]]:
     """(x0 (B, ...), the window's steps by index) from x (B, ...) float32 at sigmas[start].
 
-    window: the stochastic steps. noise: step -> (B, ...) standard normal.
+    window: the stochastic steps. noise: step -> (B, ...) standard normal. keep_means: only the objective `guard` needs
+    them.
     """
     sigmas, kept = kernel.sigmas, {}
     for i in range(start, len(sigmas) - 1):
@@ -70,7 +72,7 @@ def rollout(
             continue
         mean, std = kernel.transition(velocity, x, i)
         x_next = flow.sample(mean, std, noise(i))
-        kept[i] = Step(x, x_next, mean, std, flow.log_prob(kernel.kind, x_next, mean, std))
+        kept[i] = Step(x, x_next, mean if keep_means else None, std, flow.log_prob(kernel.kind, x_next, mean, std))
         x = x_next
     return x, kept
 

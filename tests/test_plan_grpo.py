@@ -149,6 +149,7 @@ def test_memory(published):
     conditioning = 512 * 4096 * 2 + 20 * 5 * 60 * 104 * 4
     assert plan_grpo.kept_bytes(published, RUN) == (3 + 2) * latents + conditioning  # x 3, 4, 5; two means
     assert needs.resident["the epoch's samples"] == 24 * (5 * latents + conditioning)
+    assert plan_grpo.kept_bytes(published, changed(guarded=False)) == 3 * latents + conditioning
     apart = changed(windows=((3,), (3, 5)))  # x 3, 4, 5, 6, two means, in the widest window
     assert plan_grpo.kept_bytes(published, apart) == (4 + 2) * latents + conditioning
     host = plan_grpo.memory(published, changed(samples_on="cpu", processes=2, untrained="cpu_swap"))
