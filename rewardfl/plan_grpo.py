@@ -7,8 +7,9 @@ so work is the mean over the run's epochs and memory is that of the widest windo
 Counted as the script does it: under same_noise_in_group the steps before the window are computed once for all members
 that a process has of a group; guidance is a second forward pass, whose graph lives beside the first's; every sample
 keeps its own copy of its conditioning, its window's latents and, for `guard`, their means (K steps in a row: K + 1
-latents on the GPU, where one step's last are the next one's first, 2 K in the host, and K means). Not counted: the rewards' networks
-at work and videos that a concurrent reward (`remote`) still has, the evaluation, and what `plan` does not count.
+latents on the GPU, where one step's last are the next one's first, 2 K in the host, and K means). Not counted: the
+rewards' networks at work and videos that a concurrent reward (`remote`) still has, the evaluation, and what `plan` does
+not count.
 """
 
 import functools
