@@ -95,6 +95,7 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
     share = prepare.Share(rank, world, not accelerator.is_main_process)
     terms = build_terms(configuration.wanted_rewards(cfg), device)
     part_weights = {"coverage": cfg.reward.coverage_weight, "motion": cfg.reward.motion_weight}
+    part_weights = {name: weight for name, weight in part_weights.items() if weight > 0}
     find = partial(setup.find_samples, cfg, terms=terms, store=store, device=device, share=share, gather=gather_lists)
     samples, problems = find(rows)
     held_out, more_problems = find(eval_rows) if eval_rows else ([], [])
@@ -203,8 +204,7 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
         """The advantages of each rollout's members, (B,), and what is logged of all processes' rewards."""
         with timer("reward"):
             judged = [blackbox.finish(pending, cfg.reward.reward_timeout) for pending in judging]
-        parts = {name: weight for name, weight in part_weights.items() if weight}
-        columns, valid, weights = zip(*(blackbox.weighed(terms, each, parts) for each in judged), strict=True)
+        columns, valid, weights = zip(*(blackbox.weighed(terms, each, part_weights) for each in judged), strict=True)
         groups = torch.tensor([member.group_id for rollout in rollouts for member in rollout.members])
         everyones = accelerator.gather([part.to(device) for part in (torch.cat(columns), groups, torch.cat(valid))])
         rewards, group_ids, is_valid = (part.cpu() for part in everyones)
@@ -323,8 +323,9 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
         log(0, evaluate())
     for epoch in range(first_step // per_epoch, steps // per_epoch):
         window, timer, done = window_of(epoch), Timer(), epoch * per_epoch
-        rollouts, judging = roll_out(epoch, window, timer)
-        advantages, judged = advantages_of(rollouts, judging, timer)
+        with timer("step"):  # of an epoch's first update: with all that it takes to get there
+            rollouts, judging = roll_out(epoch, window, timer)
+            advantages, judged = advantages_of(rollouts, judging, timer)
         for n in range(per_epoch):
             with timer("step"):
                 part = n % cfg.grpo.updates_per_epoch
