@@ -90,23 +90,6 @@ def test_two_processes_equal_one(tmp_path, spread):
             assert a[key] == pytest.approx(b[key], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["grpo.sde=dance", "grpo.noise_level=0.3", "grpo.objective=clip", "grpo.advantage_std=global"],
-        ["grpo.sde=cps", "grpo.window=list", "grpo.window_steps=[3]", "grpo.samples_on=cpu"],
-        ["sample.guidance_scale=2", "sample.negative_prompt=ugly", "grpo.window=fraction", "grpo.kl_weight=0.1"],
-        ["model.trainable_models=dit,dit2", "grpo.window_size=4", "grpo.advantage_std=none"],
-        ["model.trainable_models=dit", "grpo.window_steps=[0]", "grpo.window=list", "model.dtype=bfloat16"],
-        ["train.use_gradient_checkpointing=true", "experts.untrained=cpu_swap"],
-    ],
-)
-def test_other_kinds_and_places(settings, tmp_path):
-    launch_grpo(f"run.output_dir={tmp_path}", *settings, "train.max_steps=1")
-    (line,) = metrics(tmp_path)
-    assert line["grad_norm"] > 0 and line["policy/ratio"] == 1 and line["policy/ratio_std"] == 0
-
-
 # -- rewards that fail
 
 
@@ -149,6 +132,24 @@ def trained(monkeypatch, capsys, run, *settings, max_steps=1):
     settings = [*GRPO_FAST, f"run.output_dir={run}", f"train.max_steps={max_steps}", *settings]
     code, _, error = call_grpo(monkeypatch, capsys, *settings)
     return code, error
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["grpo.sde=dance", "grpo.noise_level=0.3", "grpo.objective=clip", "grpo.advantage_std=global"],
+        ["grpo.sde=cps", "grpo.window=list", "grpo.window_steps=[3]", "grpo.samples_on=cpu"],
+        ["sample.guidance_scale=2", "sample.negative_prompt=ugly", "grpo.window=fraction", "grpo.kl_weight=0.1"],
+        ["model.trainable_models=dit,dit2", "grpo.window_size=4", "grpo.advantage_std=none"],
+        ["model.trainable_models=dit", "grpo.window_steps=[0]", "grpo.window=list", "model.dtype=bfloat16"],
+        ["train.use_gradient_checkpointing=true", "experts.untrained=cpu_swap"],
+    ],
+)
+def test_other_kinds_and_places(monkeypatch, capsys, tmp_path, settings):
+    code, error = trained(monkeypatch, capsys, tmp_path, *settings)
+    assert code == 0, error
+    (line,) = metrics(tmp_path)
+    assert line["grad_norm"] > 0 and line["policy/ratio"] == 1 and line["policy/ratio_std"] == 0
 
 
 def test_another_policy_than_the_one_that_rolled_out_is_noticed(monkeypatch, capsys, tmp_path):
