@@ -76,7 +76,7 @@ def test_two_processes_equal_one(tmp_path, spread):
     """Groups of four, two to a forward pass: under `spread` a group is on both processes."""
     settings = [
         "train.max_steps=2", "train.learning_rate=1e-4", "grpo.group_size=4", f"grpo.spread={spread}",
-        "grpo.same_noise_in_group=true",
+        "grpo.same_noise_in_group=true", "grpo.kl_weight=0.01",
     ]  # fmt: skip
     launch_grpo(f"run.output_dir={tmp_path / 'one'}", *settings)
     launch_grpo(f"run.output_dir={tmp_path / 'two'}", *settings, f"data.cache_dir={tmp_path / 'cache'}", processes=2)
