@@ -19,6 +19,7 @@ RUN = plan_grpo.GrpoRun(
     group_size=4, groups=6, drawn=True, windows=((3, 4), (4, 5)), steps=2,
 )  # fmt: skip
 TINY, FULL = "configs/tiny_flow_grpo.yaml", "configs/wan22_flow_grpo.yaml"
+SIX = ["grpo.groups=6", "grpo.same_noise_in_group=false", "grpo.window_bounds=null"]  # overrides of TINY
 PRESETS = ("flow_grpo", "flow_grpo_fast", "dance_grpo", "guard")
 
 
@@ -302,7 +303,7 @@ def test_run_of_a_configuration(monkeypatch):
     ]  # fmt: skip
     packs = (ROOT / "assets/tiny_world/faces" / name for name in ("reward", "judge"))
     pipeline = ROOT / "assets/tiny_world/pipeline"
-    run = plan_grpo.run_of(config.load(TINY, settings), pipeline, 48, 12, 4)
+    run = plan_grpo.run_of(config.load(TINY, [*SIX, *settings]), pipeline, 48, 12, 4)
     assert run == plan_grpo.GrpoRun(
         sigmas=SIGMAS, boundary=0.9, active=(4, 6), trained=("low_noise",), kl=True,
         levers=plan_grpo.GrpoLevers("fp8", True, True, 2, "cpu"), save_steps=9, steps=12, clips=48,
@@ -311,10 +312,10 @@ def test_run_of_a_configuration(monkeypatch):
         sde="dance", noise_level=0.3, guided=True, drawn=False, windows=((4, 6), (4, 6)),
         eval_sigmas=tuple(flow.linear_sigmas(4, 5.0).tolist()), eval_videos=48, eval_steps=5,
     )  # fmt: skip
-    drawn = plan_grpo.run_of(config.load(TINY), pipeline, None, None, 1)  # nothing known of its length
+    drawn = plan_grpo.run_of(config.load(TINY, SIX), pipeline, None, None, 1)  # nothing known of its length
     assert drawn.drawn and drawn.active == (3, 4, 5, 6) and drawn.epochs is None
     assert set(drawn.windows) == {(3, 4), (4, 5), (5, 6)} and len(drawn.windows) == 100
-    window = plan.windows(config.load(TINY), SIGMAS, 0.9)
+    window = plan.windows(config.load(TINY, SIX), SIGMAS, 0.9)
     assert drawn.windows == tuple(window(epoch) for epoch in range(100))
     without = ["evaluation.eval_clips=null", "grpo.window_bounds=[4,6]"]
     without = plan_grpo.run_of(config.load(TINY, without), pipeline, None, 1, 1)
@@ -323,7 +324,7 @@ def test_run_of_a_configuration(monkeypatch):
 
 def test_total_steps():
     passes = ["train.max_steps=null", "train.num_train_epochs=2", "grpo.updates_per_epoch=3", "grpo.inner_epochs=2"]
-    cfg = config.load(ROOT / TINY, passes)
+    cfg = config.load(ROOT / TINY, [*SIX, *passes])
     assert plan_grpo.total_steps(cfg, 20) == 7 * 6  # 40 visits of clips by 6 groups at a time: 7 epochs
     assert plan_grpo.total_steps(cfg, None) is None
     assert plan_grpo.total_steps(config.load(ROOT / TINY), None) == 40
@@ -332,7 +333,7 @@ def test_total_steps():
 def test_overview(monkeypatch):
     monkeypatch.chdir(ROOT)
     settings = ["grpo.updates_per_epoch=2", "grpo.inner_epochs=2", "sample.guidance_scale=2", "data.num_frames=9"]
-    cfg = config.load(TINY, [*settings, "train.per_device_train_batch_size=4"])
+    cfg = config.load(TINY, [*SIX, *settings, "train.per_device_train_batch_size=4"])
     text = plan_grpo.overview(cfg, plan_grpo.run_of(cfg, ROOT / "assets/tiny_world/pipeline", 48, 40, 3))
     assert text.startswith(config.dump(cfg))
     assert "6 groups x 8 = 48 samples = 4 forwards x 4 batch x 3 processes\n" in text
@@ -415,23 +416,23 @@ def tool(monkeypatch, capsys, *arguments):
 
 def test_tiny_config(monkeypatch, capsys):
     code, out, _ = tool(monkeypatch, capsys, TINY)
-    assert code == 0 and "fits: 2.3 GB of 80.0 GB" in out
-    assert "6 groups x 8 = 48 samples = 6 forwards x 8 batch x 1 process\n" in out
-    assert "the run: 40 updates = 40 epochs = 240 groups = 5.00 x 48 clips" in out
+    assert code == 0 and "fits: 2.2 GB of 80.0 GB" in out
+    assert "4 groups x 8 = 32 samples = 4 forwards x 8 batch x 1 process\n" in out
+    assert "the run: 40 updates = 40 epochs = 160 groups = 3.33 x 48 clips" in out
     first = next(line.split() for line in out.splitlines() if line.startswith("   0  1.0000"))
     assert first[5] == "0.7000" and first[13] == "1.000"  # std of Flow-SDE is the noise level there, cps is exact
-    assert "an evaluation of 24 videos (8 steps)" in out and "; 3 in the run" in out
-    code, out, _ = tool(monkeypatch, capsys, TINY, "--processes", "3")
-    assert code == 0 and "2 forwards x 8 batch x 3 processes\n" in out
+    assert "an evaluation of 24 videos (8 steps)" in out and "; 5 in the run" in out
+    code, out, _ = tool(monkeypatch, capsys, TINY, "--processes", "2")
+    assert code == 0 and "2 forwards x 8 batch x 2 processes\n" in out
     code, out, _ = tool(monkeypatch, capsys, TINY, "--gpu-memory", "2.1")
-    assert code == 2 and "does not fit: 2.3 GB of 2.1 GB" in out
+    assert code == 2 and "does not fit: 2.2 GB of 2.1 GB" in out
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (("--processes", "5"), "do not divide into forward passes of world 5 x batch 8 = 40; the nearest that do"),
-        (("grpo.updates_per_epoch=4",), "grpo.updates_per_epoch must divide the 6 forward passes"),
+        (("grpo.updates_per_epoch=5",), "grpo.updates_per_epoch must divide the 4 forward passes"),
         (("grpo.window_bounds=[0,3]",), "no 2 steps in a row among the usable []"),
         (("data.height=70",), "multiple of 16"),
     ],
@@ -503,7 +504,7 @@ def test_no_key_does_nothing(file):
 
 def test_idle_keys_are_found():
     written = {"grpo": {"window_size": 2, "group_size": 8}, "evaluation": {"eval_steps": 5}}
-    changes = ["grpo.window=list", "grpo.window_steps=[3]", "evaluation.eval_clips=null"]
+    changes = [*SIX, "grpo.window=list", "grpo.window_steps=[3]", "evaluation.eval_clips=null"]
     assert idle_keys(written, config.load(ROOT / TINY, changes)) == ["grpo.window_size", "evaluation.eval_steps"]
 
 
