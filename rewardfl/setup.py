@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rewardfl import checkpoint, data, face_parity, lora, offload, prepare, wan, wan_load
+from rewardfl import checkpoint, data, distributed, face_parity, lora, offload, prepare, wan, wan_load
 from rewardfl import config as configuration
 from rewardfl.cache import Cache, model_digest
 from rewardfl.config import AnyConfig
@@ -22,12 +22,12 @@ from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.terms import RewardError, Term
 from rewardfl.shards import Refused
 
-VERSIONED = ("torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av")
+VERSIONED = ("torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av", "deepspeed")
 
 # what is wrong with the input: one line for the user instead of a traceback
 REFUSALS = (
     configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused, RewardError, RewardServerError,
-    face_parity.FaceParityError,
+    face_parity.FaceParityError, distributed.LaunchError,
 )  # fmt: skip
 
 
