@@ -25,7 +25,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from rewardfl import checkpoint, data, decode, distributed, flow, grpo, plan_grpo, prepare, reward_flow, sde, setup, wan, wan_load
+from rewardfl import (
+    checkpoint,
+    data,
+    decode,
+    distributed,
+    flow,
+    grpo,
+    plan_grpo,
+    prepare,
+    reward_flow,
+    sde,
+    setup,
+    wan,
+    wan_load,
+)
 from rewardfl import config as configuration
 from rewardfl import plan as planning
 from rewardfl.cache import Cache
@@ -130,6 +144,7 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
         grpo.plan, world=world, batch=cfg.train.per_device_train_batch_size, group_size=cfg.grpo.group_size,
         groups=cfg.grpo.groups, sample_ids=[sample.row.id for sample in samples], seed=cfg.run.seed,
         spread=cfg.grpo.spread, same_noise_in_group=cfg.grpo.same_noise_in_group,
+        updates=cfg.grpo.updates_per_epoch,
     )  # fmt: skip
     sampler = grpo.DistributedGroupSampler(partial(plan_of, rank=rank))
     batches = DataLoader(Rows(samples, conditions), batch_sampler=sampler, collate_fn=together)

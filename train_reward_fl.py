@@ -114,7 +114,7 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
     first_step, skipped_in_a_row, history = 0, 0, []
     if resume is not None:
         setup.load_adapters(trained, resume)
-        state = setup.load_state(resume, len(samples))
+        state = setup.load_state(resume, len(samples), global_batch)
         distributed.load_optimizer_state(accelerator, optimizer, parameters, state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         first_step, skipped_in_a_row = state["step"], state["skipped_in_a_row"]
@@ -217,7 +217,7 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
             if accelerator.is_main_process:
                 state = {
                     "step": done, "skipped_in_a_row": skipped_in_a_row, "samples": len(samples),
-                    "optimizer": moments, "scheduler": scheduler.state_dict(),
+                    "global_batch": global_batch, "optimizer": moments, "scheduler": scheduler.state_dict(),
                 }  # fmt: skip
                 checkpoint.save_checkpoint(
                     cfg.run.output_dir, done, lambda folder: setup.save_adapters(trained, folder), state

@@ -134,7 +134,7 @@ def check_processes(accelerator: Accelerator, environment: os._Environ | dict[st
 
 def asked_processes(launcher: Sequence[str]) -> int:
     """Processes that a command line of `accelerate launch` asks for, itself or in its yaml; 1 for any other."""
-    if not any(Path(word).name in ("accelerate", "accelerate-launch") for word in launcher[:3]):
+    if not any(re.search(r"(^|/)accelerate(-launch|\.commands\..*)?$", word) for word in launcher[:3]):
         return 1
     options = dict(re.findall(r"--(num[_-]processes|config[_-]file)[= ](\S+)", " ".join(launcher)))
     options = {name.replace("-", "_"): value for name, value in options.items()}
@@ -170,8 +170,8 @@ def prepare(
 
 def _engine(accelerator: Accelerator):
     """DeepSpeed's engine, None without."""
-    wrapped = accelerator.deepspeed_engine_wrapped
-    return None if wrapped is None else wrapped.engine
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    return accelerator.deepspeed_engine_wrapped.engine if deepspeed else None
 
 
 def one_update(accelerator: Accelerator) -> contextlib.AbstractContextManager:
