@@ -31,9 +31,12 @@ import yaml
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import (
-    DistributedDataParallelKwargs, DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
     ProjectConfiguration,
-)  # fmt: skip
+)
 from torch import Tensor, nn
 
 from rewardfl.config import AnyConfig, trainable_experts

@@ -56,7 +56,7 @@ def main():
     sys.argv = [script, *arguments]
     try:
         seen["code"] = importlib.import_module(script.removesuffix(".py")).main()
-    except BaseException:  # noqa: BLE001 - shown, and the process ends here
+    except BaseException:  # shown; the process ends here
         traceback.print_exc()
         seen["code"] = 1
     Path(out).mkdir(parents=True, exist_ok=True)
