@@ -84,6 +84,8 @@ def make_accelerator(cfg: AnyConfig, accumulation: int) -> Accelerator:
             "zero_force_ds_cpu_optimizer": False,  # torch's AdamW: the same arithmetic everywhere, nothing to compile
             "steps_per_print": None,
         }
+        # of float32 elements, a buffer on the GPU: by default 2 GB, more than all that ZeRO-2 saves of a LoRA
+        accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = 50_000_000
     return accelerator
 
 
