@@ -2,9 +2,10 @@
 
 argv: OUT SCRIPT and the script's own arguments. Writes OUT/rank-<n>.json: the distributed type, the process count, the
 wrapper, every update's gradient norm, and a digest of the trained parameters after it. BREAK_GRADIENT=<rank>:<update>
-makes that rank's gradients of that update infinite.
+makes that rank's gradients of that update infinite; NOBODY_ON=<row> takes the face from a clip, after all checks.
 """
 
+import dataclasses
 import hashlib
 import importlib
 import json
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from rewardfl import distributed
+from rewardfl import distributed, setup
 
 
 def digest(parameters):
@@ -46,6 +47,15 @@ def watch(seen):
         broken = accelerator.process_index == rank and len(seen["updates"]) == update
         backward(accelerator, loss * torch.inf if broken else loss)
 
+    find_samples, faceless = setup.find_samples, int(os.environ.get("NOBODY_ON", "-1"))
+
+    def watched_find(cfg, rows, terms, store, device, share, gather):
+        samples, problems = find_samples(cfg, rows, terms, store, device, share, gather)
+        if faceless >= 0:
+            samples[faceless] = dataclasses.replace(samples[faceless], references=(None,) * len(terms))
+        return samples, problems
+
+    setup.find_samples = watched_find
     distributed.prepare, distributed.step, distributed.backward = watched_prepare, watched_step, watched_backward
 
 
