@@ -128,6 +128,11 @@ def check_processes(accelerator: Accelerator, environment: os._Environ | dict[st
             f"the launcher started {world} processes, accelerate sees {accelerator.num_processes} "
             f"({accelerator.distributed_type.value}): each would train alone"
         )
+    if accelerator.distributed_type == DistributedType.FSDP:
+        raise LaunchError(
+            "FSDP: the parameters would be in parts, and clipping, averaging and checkpoints here want them whole; use "
+            "configs/accelerate/ddp.yaml, with docs/guide.md section 5 where memory is short"
+        )
     if accelerator.mixed_precision != "no":
         raise LaunchError(f"accelerate's mixed_precision is {accelerator.mixed_precision}; set mixed_precision: no")
     plugin = accelerator.state.deepspeed_plugin

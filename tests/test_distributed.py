@@ -34,7 +34,7 @@ REALLY = {  # by yaml: what must have run
 }
 COMMON = [
     "lora.lora_rank=4", "run.cpu_threads=1", "run.sample_videos=0", "run.log_with=none", "train.learning_rate=1e-4",
-    "train.warmup_steps=0", f"data.cache_dir={CACHE}", "run.save_steps=2",
+    "train.warmup_steps=0", f"data.cache_dir={CACHE}", "run.save_steps=2", "train.max_grad_norm=0.01",
 ]  # fmt: skip
 # three replayed steps, the first of them the other expert's, whose adapter no other backward touches; and the KL whose
 # chain takes a gradient outside of `backward`
@@ -274,6 +274,18 @@ def test_fsdp_without_gpus_is_refused():
         command("fsdp2", *DRY), cwd=ROOT, env=environment("fsdp2"), capture_output=True, text=True, timeout=280
     )
     assert done.returncode != 0 and "FSDP needs GPUs" in done.stderr and "processes = " not in done.stdout
+
+
+def test_replay_under_fully_shard(tmp_path):
+    """FSDP2 as torch has it, without accelerate: replay's gradients of two sharded processes are those of one."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    done = subprocess.run(
+        [*start, str(ROOT / "tests" / "fsdp_worker.py"), str(tmp_path)],
+        cwd=ROOT, env=environment("ddp"), capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert (tmp_path / "error.txt").is_file(), done.stderr[-3000:]
+    world, error = (tmp_path / "error.txt").read_text().split()
+    assert world == "2" and float(error) < 1e-12
 
 
 @pytest.mark.parametrize(
