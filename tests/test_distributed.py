@@ -26,6 +26,7 @@ YAMLS = ROOT / "configs" / "accelerate"
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: no ZeRO-2 run"
 )
+pytestmark = pytest.mark.timeout(900)  # a test may come with the runs that it is compared with
 KINDS = ["ddp", pytest.param("zero2_offload", marks=needs_deepspeed)]
 REALLY = {  # by yaml: what must have run
     "cpu": {"type": "NO", "processes": 1, "wrapper": "Experts"},
@@ -48,7 +49,8 @@ GRPO = [
     "train_flow_grpo.py", "--config", "configs/tiny_flow_grpo.yaml", *COMMON, "sample.num_inference_steps=5",
     "grpo.groups=4", "grpo.group_size=2", "grpo.window_size=2",
     "grpo.updates_per_epoch=2", "train.per_device_train_batch_size=2", "reward.name=colour",
-    "reward.reward_model_path=null", "reward.held_out_model_path=null", "evaluation.eval_clips=null",
+    "reward.reward_model_path=null", "reward.held_out_model_path=null", "reward.coverage_weight=0",
+    "reward.motion_weight=0", "evaluation.eval_clips=null",
     "evaluation.eval_inference_steps=2",
 ]  # fmt: skip
 
@@ -264,8 +266,8 @@ def test_dry_run_of_two_machines():
         for machine in ("0", "1")
     ]  # fmt: skip
     outputs = [launch.communicate(timeout=280) for launch in launches]
-    assert "x 2 processes = " in outputs[0][0], outputs[0][1][-3000:]
-    assert "x 2 processes = " not in outputs[1][0]  # only the first machine's speaks
+    for printed, errors in outputs:  # each machine's first process speaks
+        assert "x 2 processes = " in printed, errors[-3000:]
 
 
 def test_fsdp_without_gpus_is_refused():
