@@ -173,9 +173,9 @@ def load_state(folder: Path, num_samples: int, global_batch: int | None = None) 
         )
     if state.get("global_batch") != global_batch:
         raise checkpoint.CheckpointError(
-            f"{folder} was trained on {state['global_batch']} clips per update, train.per_device_train_batch_size x "
-            f"train.gradient_accumulation_steps x the processes now give {global_batch}; they may change, their "
-            "product may not"
+            f"{folder} was trained on {state.get('global_batch')} clips per update, "
+            f"train.per_device_train_batch_size x train.gradient_accumulation_steps x the processes now give "
+            f"{global_batch}; they may change, their product may not"
         )
     return state
 

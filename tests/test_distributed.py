@@ -191,7 +191,7 @@ def test_another_global_batch_is_refused(one, clips, tmp_path):
     done = subprocess.run(
         command("cpu", *arguments), cwd=ROOT, env=environment("cpu"), capture_output=True, text=True, timeout=280
     )
-    assert done.returncode != 0 and "trained on 4 clips per update" in done.stderr and "now give 3" in done.stderr
+    assert done.returncode != 0 and "trained on 4 clips per update" in done.stderr and "now give 3;" in done.stderr
 
 
 @pytest.mark.parametrize("kind", KINDS)
