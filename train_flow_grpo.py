@@ -19,15 +19,27 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, ProjectConfiguration
 from accelerate.utils import gather_object as gather_lists
 from diffusers.training_utils import EMAModel
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from rewardfl import checkpoint, data, decode, flow, grpo, plan_grpo, prepare, reward_flow, sde, setup, wan, wan_load
+from rewardfl import (
+    checkpoint,
+    data,
+    decode,
+    distributed,
+    flow,
+    grpo,
+    plan_grpo,
+    prepare,
+    reward_flow,
+    sde,
+    setup,
+    wan,
+    wan_load,
+)
 from rewardfl import config as configuration
 from rewardfl import plan as planning
 from rewardfl.cache import Cache
@@ -57,14 +69,7 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
     )
     window_of = planning.windows(cfg, sigmas.tolist(), boundary)
     kernel = sde.Kernel(cfg.grpo.sde, cfg.grpo.noise_level, sigmas)
-    accelerator = Accelerator(
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(find_unused_parameters=len(configuration.trainable_experts(cfg)) > 1)
-        ],
-        log_with=None if cfg.run.log_with == "none" else cfg.run.log_with,
-        project_config=ProjectConfiguration(logging_dir=f"{cfg.run.output_dir}/logs"),
-    )
+    accelerator = distributed.make_accelerator(cfg, 1)
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
     _, per_update = planning.epoch_geometry(cfg, world)
     per_epoch = cfg.grpo.updates_per_epoch * cfg.grpo.inner_epochs
@@ -132,13 +137,14 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
         optimizer, learning_rate_factor(cfg.train.lr_scheduler_type, cfg.train.warmup_steps, steps)
     )
     average = EMAModel(parameters, decay=cfg.grpo.ema_decay)
-    policy, optimizer = accelerator.prepare(model, optimizer)
+    policy, optimizer = distributed.prepare(accelerator, model, optimizer)
 
     # ---------------------------------------------------------------------------------- who rolls out what
     plan_of = partial(
         grpo.plan, world=world, batch=cfg.train.per_device_train_batch_size, group_size=cfg.grpo.group_size,
         groups=cfg.grpo.groups, sample_ids=[sample.row.id for sample in samples], seed=cfg.run.seed,
         spread=cfg.grpo.spread, same_noise_in_group=cfg.grpo.same_noise_in_group,
+        updates=cfg.grpo.updates_per_epoch,
     )  # fmt: skip
     sampler = grpo.DistributedGroupSampler(partial(plan_of, rank=rank))
     batches = DataLoader(Rows(samples, conditions), batch_sampler=sampler, collate_fn=together)
@@ -151,7 +157,7 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
         state = setup.load_state(resume, len(samples))
         for parameter, value in zip(parameters, state["parameters"], strict=True):
             parameter.data.copy_(value)
-        optimizer.load_state_dict(state["optimizer"])
+        distributed.load_optimizer_state(accelerator, optimizer, parameters, state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         average.load_state_dict(state["average"])
         average.to(device)
@@ -242,12 +248,12 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
     ) -> dict[str, float]:
         """One optimizer update from a part of the epoch. check: nothing was updated since it was rolled out."""
         logged, losses = [], []
-        with timer("replay"):
+        with timer("replay"), distributed.one_update(accelerator):
             for rollout, advantage in zip(rollouts, advantages, strict=True):
                 for i in window:
                     with accelerator.accumulate(policy):
                         loss, seen = score_again(rollout, i, advantage)
-                        accelerator.backward(loss)
+                        distributed.backward(accelerator, loss / accelerator.gradient_accumulation_steps)
                     losses.append(loss.detach())
                     logged.append(seen)
         everyones = accelerator.gather(
@@ -260,12 +266,10 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
             )
             grpo.check_ratio(now, then, ratio_tolerance(cfg), window)
         with timer("optimizer"):
-            norm = float(accelerator.clip_grad_norm_(parameters, cfg.train.max_grad_norm))
             rate = scheduler.get_last_lr()[0]
+            norm = distributed.step(accelerator, optimizer, parameters, cfg.train.max_grad_norm)
             if math.isfinite(norm):
-                optimizer.step()
                 average.step(parameters)
-            optimizer.zero_grad()
             scheduler.step()
         loss = float(accelerator.gather(torch.stack(losses).mean()[None]).mean())
         return {"actor/loss": loss, "grad_norm": norm, "lr": rate} | grpo.policy_statistics(everyones)
@@ -290,12 +294,12 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
         spread = {f"eval/{term.label}_std": deviation(measured, term.label) for term in terms}
         return means("eval", measured) | spread
 
-    def save(step: int) -> None:
+    def save(step: int, moments: dict) -> None:
         """A checkpoint of the averaged weights, with all that going on takes, and sample videos."""
         state = {
             "step": step, "skipped_in_a_row": skipped_in_a_row, "samples": len(samples),
             "parameters": [parameter.detach().cpu().clone() for parameter in parameters],  # not the averaged ones
-            "average": average.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
+            "average": average.state_dict(), "optimizer": moments, "scheduler": scheduler.state_dict(),
         }  # fmt: skip
         with averaged(average, parameters), torch.no_grad():
             checkpoint.save_checkpoint(
@@ -348,8 +352,9 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
                 raise SystemExit(f"stopped at step {done}: {skipped_in_a_row} updates in a row were not finite")
         progress.set_postfix(reward=f"{judged['reward/mean']:.3f}", spread=f"{judged['reward/std_in_group']:.3f}")
         if reached(done, per_epoch, cfg.run.save_steps, steps):
+            moments = distributed.optimizer_state(accelerator, optimizer, parameters)
             if accelerator.is_main_process:
-                save(done)
+                save(done, moments)
             accelerator.wait_for_everyone()
     accelerator.end_training()
     say(f"done: {cfg.run.output_dir}/checkpoints/latest")

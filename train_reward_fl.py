@@ -13,16 +13,15 @@ One update, for every sample of the batch:
 import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, ProjectConfiguration
 from accelerate.utils import gather_object as gather_lists
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import checkpoint, data, decode, flow, prepare, reward_flow, setup, wan, wan_load
+from rewardfl import checkpoint, data, decode, distributed, flow, prepare, reward_flow, setup, wan, wan_load
 from rewardfl import config as configuration
 from rewardfl import plan as planning
 from rewardfl.cache import Cache
@@ -51,15 +50,8 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
     active, coupling = configuration.active_steps(cfg), configuration.resolved_coupling(cfg)
     configuration.check_active_experts(active, sigmas.tolist(), boundary, experts)
     accumulation = cfg.train.gradient_accumulation_steps
-    # accelerate counts backwards: each replayed step is a micro-batch, and the last one of an update synchronises
-    accelerator = Accelerator(
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=accumulation * len(active), sync_with_dataloader=False
-        ),
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=len(experts) > 1)],
-        log_with=None if cfg.run.log_with == "none" else cfg.run.log_with,
-        project_config=ProjectConfiguration(logging_dir=f"{cfg.run.output_dir}/logs"),
-    )
+    # each replayed step is a micro-batch, and the last one of an update synchronises
+    accelerator = distributed.make_accelerator(cfg, accumulation * len(active))
     device = accelerator.device
     if device.type == "cpu":
         torch.set_num_threads(cfg.run.cpu_threads or max(1, os.cpu_count() // accelerator.num_processes))
@@ -115,15 +107,15 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, learning_rate_factor(cfg.train.lr_scheduler_type, cfg.train.warmup_steps, steps)
     )
-    policy, optimizer = accelerator.prepare(model, optimizer)
+    policy, optimizer = distributed.prepare(accelerator, model, optimizer)
 
     # ---------------------------------------------------------------------------------- where an earlier run stopped
     metrics_file = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
     first_step, skipped_in_a_row, history = 0, 0, []
     if resume is not None:
         setup.load_adapters(trained, resume)
-        state = setup.load_state(resume, len(samples))
-        optimizer.load_state_dict(state["optimizer"])
+        state = setup.load_state(resume, len(samples), global_batch)
+        distributed.load_optimizer_state(accelerator, optimizer, parameters, state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         first_step, skipped_in_a_row = state["step"], state["skipped_in_a_row"]
         say(f"resuming from {resume} at step {first_step}")
@@ -144,10 +136,6 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
         return data.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
 
     per_process = accumulation * cfg.train.per_device_train_batch_size  # DDP averages over the processes
-
-    def backward(loss: Tensor) -> None:
-        # accelerator.backward divides by the accumulation count, and so would the cotangent that replay reads from x_i
-        accelerator.backward(loss * accelerator.gradient_accumulation_steps)
 
     def micro_step(step: int, micro: int, timer: Timer) -> dict[str, Tensor]:
         """Add the gradients of one micro-batch; what is logged of each of its samples, (B,) tensors."""
@@ -181,7 +169,7 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
             kl = reward_flow.replay(
                 velocity, trajectory, sigmas, active, grad_x0, coupling,
                 reference=velocity.reference, kl_weight=cfg.reward.kl_weight / per_process,
-                kl_gradient=cfg.reward.kl_gradient, backward=backward,
+                kl_gradient=cfg.reward.kl_gradient, backward=partial(distributed.backward, accelerator),
                 micro_batch=lambda: accelerator.accumulate(policy),
             )  # fmt: skip
         out, *others = outputs
@@ -196,14 +184,12 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
     for step in progress:
         timer = Timer()
         with timer("step"):
-            logged = [micro_step(step, micro, timer) for micro in range(accumulation)]
+            with distributed.one_update(accelerator):
+                logged = [micro_step(step, micro, timer) for micro in range(accumulation)]
             logged = accelerator.gather({name: torch.cat([part[name] for part in logged]) for name in logged[0]})
             with timer("optimizer"):
-                norm = float(accelerator.clip_grad_norm_(parameters, cfg.train.max_grad_norm))
                 rate = scheduler.get_last_lr()[0]
-                if math.isfinite(norm):
-                    optimizer.step()
-                optimizer.zero_grad()
+                norm = distributed.step(accelerator, optimizer, parameters, cfg.train.max_grad_norm)
                 scheduler.step()
         metrics = summary(cfg, logged) | {
             "grad_norm": norm,
@@ -227,10 +213,11 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
         if skipped_in_a_row > cfg.train.max_nonfinite:
             raise SystemExit(f"stopped at step {done}: {skipped_in_a_row} updates in a row had a non-finite gradient")
         if done % cfg.run.save_steps == 0 or done == steps:
+            moments = distributed.optimizer_state(accelerator, optimizer, parameters)
             if accelerator.is_main_process:
                 state = {
                     "step": done, "skipped_in_a_row": skipped_in_a_row, "samples": len(samples),
-                    "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
+                    "global_batch": global_batch, "optimizer": moments, "scheduler": scheduler.state_dict(),
                 }  # fmt: skip
                 checkpoint.save_checkpoint(
                     cfg.run.output_dir, done, lambda folder: setup.save_adapters(trained, folder), state

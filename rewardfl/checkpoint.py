@@ -37,6 +37,9 @@ FREE_KEYS = {
     "run.log_with",
     "run.sample_videos",
     "run.cpu_threads",
+    # how an update is divided among processes and passes; its size is in the state, see setup.load_state
+    "train.gradient_accumulation_steps",
+    "train.per_device_train_batch_size",
     "train.max_steps",
     "train.num_train_epochs",
 }

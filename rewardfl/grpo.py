@@ -65,6 +65,7 @@ def plan(
     seed: int,
     spread: str = "contiguous",
     same_noise_in_group: bool = False,
+    updates: int = 1,
 ) -> list[list[Member]]:
     """The forward passes of process `rank` in `epoch`: lists of `batch` members each, as many on every process.
 
@@ -73,11 +74,15 @@ def plan(
     groups may exceed the number of rows: a row that comes twice in an epoch is two groups, with noises of their
     own. sample_ids: one per row (`data.Row.id`), the key of its noise.
 
-    spread: `contiguous`, each process takes one run of the groups, so a group is on one process if its size
-    divides the samples of a process; or `spread`, each forward pass of all processes takes the next groups, so
-    that a group is complete as early as possible. A batch that divides group_size never mixes rows, in both.
+    updates: an epoch's optimizer updates, each of which takes the next of its forward passes, and so, whatever world
+    and batch are, the same members as on one process.
 
-    Raises ValueError for a geometry that does not divide, with the nearest that do.
+    spread: `contiguous`, each process takes one run of an update's groups, so a group is on one process if its size
+    divides the samples that a process has of an update; or `spread`, each forward pass of all processes takes the
+    next groups, so that a group is complete as early as possible. A batch that divides group_size never mixes rows,
+    in both.
+
+    Raises ValueError for a geometry that does not divide, with the nearest that do, and for updates that do not.
     """
     if spread not in ("contiguous", "spread"):
         raise ValueError(f"spread must be contiguous or spread, got {spread!r}")
@@ -88,6 +93,9 @@ def plan(
         )
     check_geometry(world, batch, group_size, groups)
     forwards = groups * group_size // (world * batch)
+    if updates < 1 or forwards % updates:
+        raise ValueError(f"updates must divide the {forwards} forward passes of a process, got {updates}")
+    per_update = forwards // updates
 
     def member_at(position: int) -> Member:
         group_id, member = divmod(position, group_size)
@@ -102,7 +110,10 @@ def plan(
         )
 
     def start(forward: int) -> int:
-        return (rank * forwards + forward if spread == "contiguous" else forward * world + rank) * batch
+        if spread == "spread":
+            return (forward * world + rank) * batch
+        update, at = divmod(forward, per_update)
+        return ((update * world + rank) * per_update + at) * batch
 
     return [[member_at(start(forward) + i) for i in range(batch)] for forward in range(forwards)]
 

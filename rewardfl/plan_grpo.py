@@ -174,7 +174,9 @@ def total_steps(cfg: GrpoConfig, clips: int | None) -> int | None:
 
 
 @functools.cache
-def starts(processes: int, batch: int, group_size: int, groups: int, spread: str, same_noise: bool) -> tuple[int, int]:
+def starts(
+    processes: int, batch: int, group_size: int, groups: int, spread: str, same_noise: bool, updates: int
+) -> tuple[int, int]:
     """(clips, forward passes) with which one process, of an epoch, computes a step before the window.
 
     Of the process that has the most clips; the passes are the same on all (grpo.new_starts).
@@ -182,7 +184,7 @@ def starts(processes: int, batch: int, group_size: int, groups: int, spread: str
     plans = [
         grpo.plan(
             0, world=processes, rank=rank, batch=batch, group_size=group_size, groups=groups, sample_ids=("",), seed=0,
-            spread=spread, same_noise_in_group=same_noise,
+            spread=spread, same_noise_in_group=same_noise, updates=updates,
         )
         for rank in range(processes)
     ]  # fmt: skip
@@ -196,7 +198,9 @@ def starts(processes: int, batch: int, group_size: int, groups: int, spread: str
 
 def rollout_counts(run: GrpoRun, window: Sequence[int]) -> list[tuple[int, int]]:
     """By step, (clips, forward passes) of one process in an epoch; guidance is not in it."""
-    before = starts(run.processes, run.levers.batch, run.group_size, run.groups, run.spread, run.same_noise)
+    before = starts(
+        run.processes, run.levers.batch, run.group_size, run.groups, run.spread, run.same_noise, run.updates_per_epoch
+    )
     after = (run.samples_of_process, run.forwards)
     return [before if i < window[0] else after for i in range(len(run.sigmas) - 1)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rewardfl import checkpoint, data, face_parity, lora, offload, prepare, wan, wan_load
+from rewardfl import checkpoint, data, distributed, face_parity, lora, offload, prepare, wan, wan_load
 from rewardfl import config as configuration
 from rewardfl.cache import Cache, model_digest
 from rewardfl.config import AnyConfig
@@ -22,12 +22,23 @@ from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.terms import RewardError, Term
 from rewardfl.shards import Refused
 
-VERSIONED = ("torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av")
+VERSIONED = (
+    "torch",
+    "accelerate",
+    "diffusers",
+    "transformers",
+    "peft",
+    "safetensors",
+    "onnx",
+    "numpy",
+    "av",
+    "deepspeed",
+)
 
 # what is wrong with the input: one line for the user instead of a traceback
 REFUSALS = (
     configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused, RewardError, RewardServerError,
-    face_parity.FaceParityError,
+    face_parity.FaceParityError, distributed.LaunchError,
 )  # fmt: skip
 
 
@@ -152,13 +163,19 @@ def load_adapters(trained: dict[str, nn.Module], folder: Path) -> None:
         lora.load_adapter(expert, folder / wan.PARTS[name])
 
 
-def load_state(folder: Path, num_samples: int) -> dict:
-    """A checkpoint's state; CheckpointError when the data have changed since."""
+def load_state(folder: Path, num_samples: int, global_batch: int | None = None) -> dict:
+    """A checkpoint's state; CheckpointError when the data have changed since, or the clips per update."""
     state = checkpoint.load_state(folder)
     if state["samples"] != num_samples:
         raise checkpoint.CheckpointError(
             f"{folder} was trained on {state['samples']} clips, data.file_name now gives {num_samples}: their "
             "order would change; restore the data or set run.output_dir to a new folder"
+        )
+    if state.get("global_batch") != global_batch:
+        raise checkpoint.CheckpointError(
+            f"{folder} was trained on {state.get('global_batch')} clips per update, "
+            f"train.per_device_train_batch_size x train.gradient_accumulation_steps x the processes now give "
+            f"{global_batch}; they may change, their product may not"
         )
     return state
 

@@ -67,6 +67,16 @@ def test_every_geometry_that_divides_gives_every_member_once(spread, monkeypatch
         in_turn = lists if spread == "contiguous" else zip(*lists, strict=True)  # rank by rank, or forward by forward
         members = itertools.chain.from_iterable(itertools.chain.from_iterable(in_turn))
         assert list(members) == one_by_one(group_size, groups)
+        count = len(lists[0])
+        for updates in {u for u in (2, count) if u < 32 and count % u == 0}:  # of each, all ranks' passes together
+            lists_of = [plan(rank=rank, updates=updates, **geometry) for rank in range(world)]
+            share = count // updates
+            for u in range(updates):
+                own = [forwards[u * share : (u + 1) * share] for forwards in lists_of]
+                in_turn = own if spread == "contiguous" else zip(*own, strict=True)
+                members = itertools.chain.from_iterable(itertools.chain.from_iterable(in_turn))
+                first = u * share * world * batch
+                assert list(members) == one_by_one(group_size, groups)[first : first + share * world * batch]
         if group_size % batch == 0:  # no forward pass mixes rows: the first and the last of it are one group's
             assert all(forward[0].group_id == forward[-1].group_id for forwards in lists for forward in forwards)
 
@@ -200,6 +210,8 @@ def test_plan_refuses_what_cannot_be():
         plan(epoch=-1)
     with pytest.raises(ValueError, match="0 rows"):
         plan(sample_ids=[])
+    with pytest.raises(ValueError, match="updates must divide the 12 forward passes of a process, got 5"):
+        plan(world=2, updates=5)
     with pytest.raises(ValueError, match="'even'"):
         plan(spread="even")
 
