@@ -1,0 +1,260 @@
+"""Runs that are killed at random moments, told to stop, or meet a full disk: nothing is lost or left behind.
+
+CHAOS_KILLS=10 kills each script ten times (`make chaos`).
+"""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from runs import FAST, GRPO_FAST, WORLD, adapter, call, call_grpo, command, environment, launch, launch_grpo, metrics
+
+from rewardfl import checkpoint, data
+from rewardfl.rewards import blackbox
+
+KILLS = int(os.environ.get("CHAOS_KILLS", "0"))
+STEPS = ["train.max_steps=6", "run.save_steps=2", "run.keep_last=2"]
+EPOCHS = [
+    "train.max_steps=8", "run.save_steps=4", "grpo.updates_per_epoch=2", "grpo.inner_epochs=2", "run.sample_videos=0",
+    f"evaluation.eval_clips={WORLD / 'eval' / 'metadata.csv'}", "evaluation.eval_steps=4",
+    "evaluation.eval_inference_steps=1",
+]  # fmt: skip
+
+
+def strays(run):
+    return [path for path in run.rglob("*") if ".tmp-" in path.name]
+
+
+def assert_same(run, straight, step):
+    """Metrics, adapter and links of a run to the last bit, and no more files than it should have."""
+    assert metrics(run) == metrics(straight)
+    mine, theirs = adapter(run, step), adapter(straight, step)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    for name in ("latest", "best"):
+        assert (run / "checkpoints" / name).resolve().name == (straight / "checkpoints" / name).resolve().name
+    assert sorted(path.name for path in run.iterdir()) == sorted(path.name for path in straight.iterdir())
+    assert not strays(run)
+
+
+def lines(run):
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def start(arguments):
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def wait_for_lines(process, run, count):
+    while process.poll() is None and lines(run) < count:
+        time.sleep(0.005)
+
+
+def killed(arguments, run, dice):
+    """Start, and kill at a random moment: while it starts, or within a second of one of its next two lines."""
+    process, count = start(arguments), lines(run)
+    if dice.random() < 0.2:
+        time.sleep(dice.uniform(0, 6))
+    else:
+        wait_for_lines(process, run, count + dice.choice([1, 1, 2]))
+        time.sleep(dice.uniform(0, 1))
+    process.kill()
+    output = process.communicate()[0].decode()
+    assert process.returncode in (-9, 0), output[-3000:]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    run = tmp_path_factory.mktemp("straight") / "run"
+    launch(f"run.output_dir={run}", *STEPS)
+    return run
+
+
+@pytest.fixture(scope="module")
+def straight_grpo(tmp_path_factory):
+    run = tmp_path_factory.mktemp("straight_grpo") / "run"
+    launch_grpo(f"run.output_dir={run}", *EPOCHS)
+    return run
+
+
+@pytest.mark.timeout(1200 if KILLS else 300)
+def test_killed_and_told_to_stop(straight, tmp_path):
+    """train_reward_fl.py: SIGKILL at random moments, SIGTERM at the end, resumed each time."""
+    run, dice = tmp_path / "run", random.Random(7)
+    arguments = command("train_reward_fl.py", f"run.output_dir={run}", *STEPS)
+    for _ in range(KILLS or 2):
+        killed(arguments, run, dice)
+    if not KILLS:  # else nothing may be left to do
+        # with a save at no step: where it stops is the signal's doing
+        process, count = start([*arguments, "run.save_steps=100"]), lines(run)
+        saved = checkpoint.find_checkpoint(run, "auto")
+        wait_for_lines(process, run, (int(saved.name[5:]) if saved else 0) + 1)
+        wait_for_lines(process, run, min(count + 1, 4))
+        process.terminate()
+        output = process.communicate()[0].decode()
+        assert process.returncode == 143 and "SIGTERM: stopped after step" in output, output[-3000:]
+        stopped = metrics(run)[-1]["step"]
+        assert stopped < 6 and os.readlink(run / "checkpoints" / "latest") == f"step-{stopped:06d}" and not strays(run)
+    launch(f"run.output_dir={run}", *STEPS)
+    assert metrics(run) == metrics(straight)
+    assert_same(run, straight, 6)
+
+
+@pytest.mark.timeout(1200 if KILLS else 300)
+def test_killed_between_epochs(straight_grpo, tmp_path):
+    """train_flow_grpo.py, the same."""
+    run, dice = tmp_path / "run", random.Random(8)
+    arguments = command("train_flow_grpo.py", f"run.output_dir={run}", *EPOCHS)
+    for _ in range(KILLS or 1):
+        killed(arguments, run, dice)
+    launch_grpo(f"run.output_dir={run}", *EPOCHS)
+    assert_same(run, straight_grpo, 8)
+
+
+# -- in this process, where the moment can be chosen
+
+
+def send_sigterm(monkeypatch, owner, name, when):
+    """This process is sent SIGTERM in the call of owner.name that `when` is true of."""
+    function = getattr(owner, name)
+
+    def telling(*arguments, **settings):
+        if when(*arguments):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)  # until the thread has seen it
+        return function(*arguments, **settings)
+
+    monkeypatch.setattr(owner, name, telling)
+
+
+def test_sigterm_in_the_updates_finishes_the_epoch(straight_grpo, monkeypatch, capsys, tmp_path):
+    """And in the rollouts of the next one it saves the state that they began with, once."""
+    settings = [*GRPO_FAST, f"run.output_dir={tmp_path}", *EPOCHS, "run.save_steps=100"]
+    send_sigterm(monkeypatch, checkpoint.MetricsFile, "append", lambda _self, step, _values: step == 2)
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 143 and "SIGTERM: stopped after step 4; the same command goes on from there" in out
+    assert metrics(tmp_path) == metrics(straight_grpo)[:5]
+    assert checkpoint.find_checkpoint(tmp_path, "auto").name == "step-000004"
+    monkeypatch.undo()
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 0 and "step-000004 at step 4" in out
+    assert metrics(tmp_path) == metrics(straight_grpo) and not strays(tmp_path)
+
+
+def test_sigterm_in_the_rollouts_saves_the_epoch_before(monkeypatch, capsys, tmp_path):
+    settings = [*GRPO_FAST, f"run.output_dir={tmp_path}", "train.max_steps=2", "run.save_steps=100"]
+    calls = []
+    # two passes an epoch: the third call is the first of the second epoch
+    send_sigterm(monkeypatch, blackbox, "begin", lambda *_: calls.append(1) or len(calls) == 3)
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 143 and "stopped after step 1" in out and len(calls) == 3
+    assert checkpoint.find_checkpoint(tmp_path, "auto").name == "step-000001" and len(metrics(tmp_path)) == 1
+
+
+# -- faults
+
+
+def out_of_space(monkeypatch, owner, name, fails):
+    """owner.name meets a full disk in the calls (from 0) that `fails` is true of."""
+    function, calls = getattr(owner, name), []
+
+    def failing(*arguments, **settings):
+        calls.append(1)
+        if fails(len(calls) - 1):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return function(*arguments, **settings)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+def test_a_full_disk_costs_one_checkpoint(monkeypatch, capsys, tmp_path):
+    settings = [*FAST, f"run.output_dir={tmp_path}", "train.max_steps=2", "run.save_steps=1"]
+    out_of_space(monkeypatch, checkpoint, "sha256", lambda call: call == 0)
+    out_of_space(monkeypatch, data, "write_video", lambda call: call == 1)
+    code, out, _ = call(monkeypatch, capsys, *settings)
+    assert code == 0 and len(metrics(tmp_path)) == 2
+    assert "warning: step 1: " in out and "step-000001 could not be written (No space left on device)" in out
+    assert "warning: step 2: " in out and "00.mp4 could not be written (No space left on device); training" in out
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best", "latest", "step-000002"]
+    assert not strays(tmp_path)
+
+
+def test_a_full_disk_at_the_end_stops_the_run(monkeypatch, capsys, tmp_path):
+    settings = [*FAST, f"run.output_dir={tmp_path}", "run.save_steps=1", "run.sample_videos=0"]
+    assert call(monkeypatch, capsys, *settings, "train.max_steps=1")[0] == 0
+    out_of_space(monkeypatch, checkpoint, "atomic_directory", lambda call: True)
+    code, _, error = call(monkeypatch, capsys, *settings, "train.max_steps=2")
+    assert code == 2 and "error: " in error and "step-000002 could not be written (No space left on device)" in error
+    assert "the checkpoints before it are as they were; free space there (run.keep_last: n" in error
+    assert os.readlink(tmp_path / "checkpoints" / "latest") == "step-000001" and not strays(tmp_path)
+    monkeypatch.undo()
+    # and a checkpoint that was cut off meanwhile is not taken: the run begins anew, and says so
+    state = tmp_path / "checkpoints" / "step-000001" / "state" / "state.pt"
+    os.truncate(state, 1000)
+    with pytest.warns(UserWarning, match="skipping checkpoint .*step-000001: state/state.pt has 1000 bytes of"):
+        code, out, _ = call(monkeypatch, capsys, *settings, "train.max_steps=2")
+    assert code == 0 and "resuming" not in out and len(metrics(tmp_path)) == 2
+
+
+def test_a_lost_cache_entry_says_how_to_go_on(monkeypatch, capsys, tmp_path):
+    table = (WORLD / "train" / "metadata.csv").read_text().splitlines()[:3]
+    (tmp_path / "metadata.csv").write_text("\n".join(table).replace("videos/", f"{WORLD}/train/videos/") + "\n")
+    settings = [
+        *FAST, f"run.output_dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "run.sample_videos=0",
+        f"data.file_name={tmp_path / 'metadata.csv'}",
+    ]  # fmt: skip
+    append = checkpoint.MetricsFile.append
+
+    def empties_the_cache(self, step, values):
+        append(self, step, values)
+        for path in (tmp_path / "cache" / "image").rglob("*.safetensors"):
+            path.write_bytes(b"\0" * 100)
+
+    monkeypatch.setattr(checkpoint.MetricsFile, "append", empties_the_cache)
+    code, _, error = call(monkeypatch, capsys, *settings, "train.max_steps=2", "run.save_steps=1")
+    assert code == 2 and "is missing or damaged although it was prepared" in error
+    assert "the same command computes it anew and goes on from the last checkpoint" in error
+    monkeypatch.undo()
+    code, out, _ = call(monkeypatch, capsys, *settings, "train.max_steps=2", "run.save_steps=1")
+    assert code == 0 and "at step 1" in out and len(metrics(tmp_path)) == 2
+
+
+def test_a_rank_that_raises_brings_the_job_down(tmp_path):
+    """With its message, long before torchrun would kill the others (30 s)."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(FAILING_REWARD)
+    begun = time.monotonic()
+    run = launch(
+        f"run.output_dir={tmp_path / 'run'}", f"reward.name={reward}:Failing", "reward.reward_model_path=null",
+        "reward.held_out_model_path=null", "train.max_steps=100", processes=2, check=False,
+    )  # fmt: skip
+    failed = float(Path(tmp_path / "failed").read_text())
+    assert run.returncode != 0 and "the reward of rank 1 is broken" in run.stderr
+    assert time.time() - failed < 25, f"{time.time() - failed:.1f} s after rank 1 failed"
+    assert time.monotonic() - begun < 120
+
+
+FAILING_REWARD = """
+import os, pathlib, time
+from rewardfl.rewards.colour import ColourReward
+
+class Failing(ColourReward):
+    calls = 0
+
+    def forward(self, *arguments, **settings):
+        Failing.calls += 1
+        if os.environ.get("RANK") == "1" and Failing.calls == 3:
+            (pathlib.Path(__file__).parent / "failed").write_text(str(time.time()))
+            raise RuntimeError("the reward of rank 1 is broken")
+        return super().forward(*arguments, **settings)
+"""
