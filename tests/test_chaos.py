@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -229,32 +228,46 @@ def test_a_lost_cache_entry_says_how_to_go_on(monkeypatch, capsys, tmp_path):
     assert code == 0 and "at step 1" in out and len(metrics(tmp_path)) == 2
 
 
-def test_a_rank_that_raises_brings_the_job_down(tmp_path):
-    """With its message, long before torchrun would kill the others (30 s)."""
+# -- two processes, of which one is hit
+
+
+def hit(tmp_path, how, *settings):
+    """(the finished job, time.time() of the hit): rank 1 does `how` in its third call of the reward."""
     reward = tmp_path / "reward.py"
-    reward.write_text(FAILING_REWARD)
-    begun = time.monotonic()
+    reward.write_text(REWARD.replace("HIT", how))
     run = launch(
-        f"run.output_dir={tmp_path / 'run'}", f"reward.name={reward}:Failing", "reward.reward_model_path=null",
-        "reward.held_out_model_path=null", "train.max_steps=100", processes=2, check=False,
+        f"run.output_dir={tmp_path / 'run'}", f"reward.name={reward}:Hit", "reward.reward_model_path=null",
+        "reward.held_out_model_path=null", "train.max_steps=100", *settings, processes=2, check=False,
     )  # fmt: skip
-    failed = float(Path(tmp_path / "failed").read_text())
-    assert run.returncode != 0 and "the reward of rank 1 is broken" in run.stderr
-    assert time.time() - failed < 25, f"{time.time() - failed:.1f} s after rank 1 failed"
-    assert time.monotonic() - begun < 120
+    return run, float((tmp_path / "hit").read_text())
 
 
-FAILING_REWARD = """
-import os, pathlib, time
+REWARD = """
+import os, pathlib, signal, time
 from rewardfl.rewards.colour import ColourReward
 
-class Failing(ColourReward):
+class Hit(ColourReward):
     calls = 0
 
     def forward(self, *arguments, **settings):
-        Failing.calls += 1
-        if os.environ.get("RANK") == "1" and Failing.calls == 3:
-            (pathlib.Path(__file__).parent / "failed").write_text(str(time.time()))
-            raise RuntimeError("the reward of rank 1 is broken")
+        Hit.calls += 1
+        if os.environ.get("RANK") == "1" and Hit.calls == 3:
+            (pathlib.Path(__file__).parent / "hit").write_text(str(time.time()))
+            HIT
         return super().forward(*arguments, **settings)
 """
+
+
+def test_a_rank_that_raises_brings_the_job_down(tmp_path):
+    """With its message, before torchrun would kill the others (30 s)."""
+    run, when = hit(tmp_path, "raise RuntimeError('the reward of rank 1 is broken')")
+    assert run.returncode != 0 and "the reward of rank 1 is broken" in run.stderr
+    assert time.time() - when < 25
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
+    run, _ = hit(tmp_path, "os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.3)")
+    assert "SIGTERM: stopped after step" in run.stdout and run.returncode != 0
+    last = metrics(tmp_path / "run")[-1]["step"]
+    assert last < 10 and checkpoint.find_checkpoint(tmp_path / "run", "auto").name == f"step-{last:06d}"
+    assert run.stderr.count("exitcode  : 143") + run.stderr.count("exitcode: 143") >= 1
