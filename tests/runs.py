@@ -33,7 +33,8 @@ FAST = [
 GRPO_FAST = [
     *QUICK, "sample.num_inference_steps=5", "grpo.groups=2", "grpo.group_size=2", "grpo.window_size=2",
     "train.per_device_train_batch_size=2", "reward.name=colour", "reward.reward_model_path=null",
-    "reward.held_out_model_path=null", "evaluation.eval_clips=null",
+    "reward.held_out_model_path=null", "reward.motion_weight=0", "evaluation.eval_clips=null",
+    "grpo.window_bounds=null", "grpo.same_noise_in_group=false",
 ]  # fmt: skip
 
 

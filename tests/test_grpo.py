@@ -154,6 +154,35 @@ def test_contiguous_keeps_groups_on_one_process_and_spread_completes_them_early(
         assert {m.group_id for rank in range(2) for m in forwards[rank][i]} == {i}
 
 
+@pytest.mark.parametrize("same, spread", [(True, "contiguous"), (True, "spread"), (False, "contiguous")])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_process_has_every_start_that_it_needs(same, spread, world):
+    """Where new_starts says no, nobody's pass has a start that the pass before lacked; where yes, somebody's has."""
+    plans = [
+        grpo.plan(
+            4, world=world, rank=rank, batch=2, group_size=4, groups=6, sample_ids=list("abcde"), seed=1,
+            spread=spread, same_noise_in_group=same,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    new = grpo.new_starts(plans)
+    assert new[0] and len(new) == len(plans[0])
+    for i in range(1, len(new)):
+        lacking = [{m.start for m in plan[i]} - {m.start for m in plan[i - 1]} for plan in plans]
+        assert new[i] == any(lacking)
+    if same and spread == "contiguous":
+        assert sum(new) < len(new)  # the second half of a group needs nothing
+    if not same:
+        assert all(new)
+
+
+def test_the_noise_of_a_step_is_the_members_own_whatever_its_batch():
+    members = [grpo.Member(0, 0, m, noise_seed=7, step_seed=100 + m) for m in range(3)]
+    both = grpo.step_noise(members, (1, 2, 3), "cpu", 5)
+    assert both.shape == (3, 2, 3) and torch.equal(both[1:2], grpo.step_noise(members[1:2], (1, 2, 3), "cpu", 5))
+    assert not torch.equal(both[0], both[1]) and not torch.equal(both, grpo.step_noise(members, (1, 2, 3), "cpu", 6))
+
+
 def test_plan_refuses_what_cannot_be():
     with pytest.raises(
         ValueError, match="groups 5 x group_size 3 = 15 .* world 2 x batch 2 = 4; .* groups 4 or 8, or gro"

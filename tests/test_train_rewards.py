@@ -40,13 +40,13 @@ def test_a_reward_other_than_the_face_is_learned(tmp_path):
 
 
 def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
-    """The face and a colour are trained; a class of the user's and a server in another process are looked at."""
+    """The face, a colour and a class of the user's are trained; a server in another process is looked at."""
     with served("colour") as url:
         launch(
             f"run.output_dir={tmp_path / 'run'}", "train.max_steps=2",
             others(
                 red={"name": "colour", "weight": 0.5, "mean": 0.1, "std": 0.2},
-                contrast={"name": "examples/my_reward.py:Contrast", "settings": {"target": 0.25}},
+                contrast={"name": "examples/my_reward.py:Contrast", "weight": 0.3, "settings": {"target": 0.25}},
                 far={"name": "remote", "settings": {"url": url}},
             ),
         )  # fmt: skip
@@ -55,8 +55,8 @@ def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
     assert first["reward/contrast"] > 0 and math.isfinite(first["reward/held_out"])
     cfg = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["reward"]
     face = cfg["reward_weight"] * (first["reward/mean"] - cfg["reward_mean"]) / cfg["reward_std"]
-    red = 0.5 * (first["reward/red"] - 0.1) / 0.2
-    assert first["actor/kl_loss"] == 0 and first["actor/loss"] == pytest.approx(-face - red, rel=1e-4)
+    red, own = 0.5 * (first["reward/red"] - 0.1) / 0.2, 0.3 * first["reward/contrast"]
+    assert first["actor/kl_loss"] == 0 and first["actor/loss"] == pytest.approx(-face - red - own, rel=1e-4)
 
     launch(f"run.output_dir={tmp_path / 'face'}", "train.max_steps=2")
     alone, both = adapter(tmp_path / "face", 2), adapter(tmp_path / "run", 2)
