@@ -428,6 +428,7 @@ def test_best_has_the_highest_score_and_is_found_again(tmp_path):
         save(tmp_path, step, score)
         assert (tmp_path / "checkpoints" / "best").exists() == (step > 2)
     assert links(tmp_path) == {"latest": "step-000006", "best": "step-000004"}
+    assert '"score": null' in (tmp_path / "checkpoints" / "step-000002" / "manifest.json").read_text()
     for name in ("latest", "best"):  # as if killed before they were pointed at the last checkpoint
         checkpoint._point(tmp_path / "checkpoints" / name, "step-000003")
     start(tmp_path)

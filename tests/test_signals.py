@@ -75,6 +75,7 @@ def test_a_second_signal_ends_a_blocked_process_at_once(deaf):
     start = time.monotonic()
     process.send_signal(signal.SIGTERM)
     if deaf:
+        time.sleep(0.2)
         process.send_signal(signal.SIGTERM)  # the launcher's copy of the first one
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1.5 * ECHO)
