@@ -3,6 +3,7 @@
 CHAOS_KILLS=10 kills each script ten times (`make chaos`).
 """
 
+import contextlib
 import errno
 import os
 import random
@@ -48,10 +49,17 @@ def lines(run):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def start(arguments):
-    return subprocess.Popen(
+@contextlib.contextmanager
+def started(arguments):
+    """A process that does not outlive the block."""
+    process = subprocess.Popen(
         [sys.executable, *arguments], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def wait_for_lines(process, run, count):
@@ -61,14 +69,15 @@ def wait_for_lines(process, run, count):
 
 def killed(arguments, run, dice):
     """Start, and kill at a random moment: while it starts, or within a second of one of its next two lines."""
-    process, count = start(arguments), lines(run)
-    if dice.random() < 0.2:
-        time.sleep(dice.uniform(0, 6))
-    else:
-        wait_for_lines(process, run, count + dice.choice([1, 1, 2]))
-        time.sleep(dice.uniform(0, 1))
-    process.kill()
-    output = process.communicate()[0].decode()
+    count = lines(run)
+    with started(arguments) as process:
+        if dice.random() < 0.2:
+            time.sleep(dice.uniform(0, 6))
+        else:
+            wait_for_lines(process, run, count + dice.choice([1, 1, 2]))
+            time.sleep(dice.uniform(0, 1))
+        process.kill()
+        output = process.communicate()[0].decode()
     assert process.returncode in (-9, 0), output[-3000:]
 
 
@@ -100,10 +109,10 @@ def test_killed_and_told_to_stop(straight, tmp_path):
     run, dice = tmp_path / "run", random.Random(7)
     arguments = command("train_reward_fl.py", f"run.output_dir={run}", *STEPS)
     # with a save at no step: where it stops is the signal's doing
-    process = start([*arguments, "run.save_steps=100"])
-    wait_for_lines(process, run, 1)
-    process.terminate()
-    output = process.communicate()[0].decode()
+    with started([*arguments, "run.save_steps=100"]) as process:
+        wait_for_lines(process, run, 1)
+        process.terminate()
+        output = process.communicate()[0].decode()
     assert process.returncode == 143 and "SIGTERM: stopped after step" in output, output[-3000:]
     stopped = metrics(run)[-1]["step"]
     assert stopped < 6 and os.readlink(run / "checkpoints" / "latest") == f"step-{stopped:06d}" and not strays(run)
