@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUN := outputs/tiny_face
 
-.PHONY: demo test check format clean
+.PHONY: demo test check chaos format clean
 
 demo: $(READY)
 	$(BIN)/accelerate launch train_reward_fl.py --config configs/tiny_face.yaml run.output_dir=$(RUN)
@@ -17,6 +17,10 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) test
+
+# Both scripts, killed ten times each at random moments and resumed.
+chaos: $(READY)
+	CHAOS_KILLS=10 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load tests/test_chaos.py -k killed
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

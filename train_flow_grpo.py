@@ -48,19 +48,22 @@ from rewardfl.monitor import Timer, alarms, peak_memory_gb, total_memory
 from rewardfl.optim import averaged, learning_rate_factor
 from rewardfl.rewards import blackbox
 from rewardfl.rewards.terms import RewardError, build_terms
+from rewardfl.signals import Interruption
+from rewardfl.trackers import open_tracker
 
 
 def main() -> int:
     args = setup.command_line(__doc__)
     try:
-        return train(configuration.load(args.config, args.overrides, GrpoConfig), args.dry_run)
+        with Interruption() as interruption:
+            return train(configuration.load(args.config, args.overrides, GrpoConfig), args.dry_run, interruption)
     except (*setup.REFUSALS, grpo.RatioError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def train(cfg: GrpoConfig, dry_run: bool) -> int:
-    """Train; the process's exit code, 2 for a dry run that does not fit the GPU that is there."""
+def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
+    """Train; the process's exit code: 2 for a dry run that does not fit the GPU that is there, 128 + a signal's."""
     # ---------------------------------------------------------------------------------- what will be done, checked
     layout, boundary = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
     sigmas = flow.linear_sigmas(cfg.sample.num_inference_steps, cfg.sample.shift)
@@ -90,8 +93,11 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
         say(plan_grpo.report(costs, run, planning.TFLOPS, gpu_memory))
         return 0 if gpu_memory is None or plan_grpo.fits(costs, run, gpu_memory) else 2
     say("\n".join(plan_grpo.sigma_table(run)))
+    weights = setup.base_model(cfg, layout)
     if accelerator.is_main_process:
-        checkpoint.prepare_output_dir(cfg.run.output_dir, configuration.to_dict(cfg), cfg.run.resume_from_checkpoint)
+        checkpoint.prepare_output_dir(
+            cfg.run.output_dir, configuration.to_dict(cfg), cfg.run.resume_from_checkpoint, weights
+        )
     accelerator.wait_for_everyone()
     resume = checkpoint.find_checkpoint(cfg.run.output_dir, cfg.run.resume_from_checkpoint)
 
@@ -119,7 +125,7 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
 
     # ---------------------------------------------------------------------------------- what the cache lacks
     load = setup.loader(cfg, layout)
-    conditions = setup.conditions_of(cfg, layout, store)
+    conditions = setup.conditions_of(cfg, weights, store)
     guidance, negative = cfg.sample.guidance_scale, None
     away = [cfg.sample.negative_prompt] if guidance != 1 else []
     conditions.fill([*samples, *held_out], lambda parts: load(parts).to(device), share, away)
@@ -168,11 +174,15 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
         history = metrics_file.read()
         checkpoint.write_run_json(
             cfg.run.output_dir, configuration.to_dict(cfg), sys.argv, checkpoint.library_versions(setup.VERSIONED),
-            checkpoint.git_commit(Path(__file__).parent), hashes,
+            checkpoint.git_commit(Path(__file__).parent), hashes, weights,
         )  # fmt: skip
-    accelerator.init_trackers("rewardfl", config=configuration.flat(cfg))
+    shown_by = cfg.run.log_with if accelerator.is_main_process else "none"
+    tracker = open_tracker(shown_by, cfg.run.output_dir, configuration.flat(cfg), first_step)
 
     # ---------------------------------------------------------------------------------- the pieces of an epoch
+    def largest(number: int) -> int:
+        return int(accelerator.gather(torch.tensor([number], device=device)).max())
+
     def velocity_of(network: torch.nn.Module, conditioning: wan.Conditioning) -> wan.Velocity:
         return wan.Velocity(network, conditioning, negative, guidance)
 
@@ -182,6 +192,8 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
         new = grpo.new_starts([plan_of(epoch, rank=other) for other in range(world)])
         rollouts, judging, starts = [], [], {}
         for (members, conditioning), is_new in zip(batches, new, strict=True):
+            if interruption.agreed(largest):  # nothing was updated since the last epoch: nothing is lost
+                break
             conditioning = conditioning.to(device)
             shape = conditioning.latent_shape(vae.config.z_dim)
             with timer("rollout"):
@@ -294,7 +306,7 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
         spread = {f"eval/{term.label}_std": deviation(measured, term.label) for term in terms}
         return means("eval", measured) | spread
 
-    def save(step: int, moments: dict) -> None:
+    def save(step: int, judged: float | None, moments: dict) -> None:
         """A checkpoint of the averaged weights, with all that going on takes, and sample videos."""
         state = {
             "step": step, "skipped_in_a_row": skipped_in_a_row, "samples": len(samples),
@@ -302,33 +314,44 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
             "average": average.state_dict(), "optimizer": moments, "scheduler": scheduler.state_dict(),
         }  # fmt: skip
         with averaged(average, parameters), torch.no_grad():
-            checkpoint.save_checkpoint(
-                cfg.run.output_dir, step, lambda folder: setup.save_adapters(trained, folder), state
-            )
-            for i, sample in enumerate((held_out or samples)[: cfg.run.sample_videos]):
-                video = sample_clean(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id))
-                path = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}" / f"{i:02d}.mp4"
-                setup.write_video(cfg, sample, video[0], path)
+            with checkpoint.tolerant(say, step, last=step == steps or interruption.number != 0):
+                checkpoint.save_checkpoint(
+                    cfg.run.output_dir, step, lambda folder: setup.save_adapters(trained, folder), state, judged,
+                    cfg.run.keep_last,
+                )  # fmt: skip
+            if interruption.number:  # who sent a signal may not wait for videos
+                return
+            with checkpoint.tolerant(say, step, last=False):
+                for i, sample in enumerate((held_out or samples)[: cfg.run.sample_videos]):
+                    video = sample_clean(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id))
+                    path = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}" / f"{i:02d}.mp4"
+                    setup.write_video(cfg, sample, video[0], path)
+                    tracker.video(step, f"samples/{path.stem}", path)
 
     def log(step: int, metrics: dict[str, float]) -> None:
         if not accelerator.is_main_process:
             return
-        metrics_file.append(step, metrics)
         history.append(metrics)
+        with checkpoint.tolerant(say, step, last=step == steps):
+            metrics_file.append(step, metrics)
         if step % cfg.run.logging_steps == 0:
-            accelerator.log(metrics, step=step)
+            tracker.log(step, metrics)
             for warning in alarms(history, cfg.reward.motion_alarm):
                 tqdm.write(f"step {step}: {warning}")
 
     # ---------------------------------------------------------------------------------- Go!
+    interruption.listen()
     quiet = not accelerator.is_local_main_process
     progress = tqdm(range(first_step, steps), initial=first_step, total=steps, disable=quiet)
+    score = None
     if held_out and resume is None:
         log(0, evaluate())
     for epoch in range(first_step // per_epoch, steps // per_epoch):
         window, timer, done = window_of(epoch), Timer(), epoch * per_epoch
         with timer("step"):  # of an epoch's first update: with all that it takes to get there
             rollouts, judging = roll_out(epoch, window, timer)
+            if interruption.number:
+                break
             advantages, judged = advantages_of(rollouts, judging, timer)
         for n in range(per_epoch):
             with timer("step"):
@@ -351,12 +374,25 @@ def train(cfg: GrpoConfig, dry_run: bool) -> int:
             if skipped_in_a_row > cfg.train.max_nonfinite:
                 raise SystemExit(f"stopped at step {done}: {skipped_in_a_row} updates in a row were not finite")
         progress.set_postfix(reward=f"{judged['reward/mean']:.3f}", spread=f"{judged['reward/std_in_group']:.3f}")
+        # `best` is the checkpoint with the highest score among those whose own weights were evaluated
+        score = metrics.get("eval/score")
+        if interruption.agreed(largest):
+            break
         if reached(done, per_epoch, cfg.run.save_steps, steps):
             moments = distributed.optimizer_state(accelerator, optimizer, parameters)
             if accelerator.is_main_process:
-                save(done, moments)
+                save(done, score, moments)
             accelerator.wait_for_everyone()
+    if interruption.number:  # after an epoch, or in the rollouts of one, which have changed nothing
+        moments = distributed.optimizer_state(accelerator, optimizer, parameters)
+        if accelerator.is_main_process and done > 0 and not checkpoint.folder_of(cfg.run.output_dir, done).exists():
+            save(done, score, moments)
+        accelerator.wait_for_everyone()
+    tracker.close()
     accelerator.end_training()
+    if interruption.number:
+        say(f"{interruption.name}: stopped after step {done}; the same command goes on from there")
+        return interruption.exit_code
     say(f"done: {cfg.run.output_dir}/checkpoints/latest")
     return 0
 

@@ -13,6 +13,7 @@ One update, for every sample of the batch:
 import math
 import os
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -26,22 +27,25 @@ from rewardfl import config as configuration
 from rewardfl import plan as planning
 from rewardfl.cache import Cache
 from rewardfl.config import RunConfig
-from rewardfl.monitor import Timer, alarms, peak_memory_gb, total_memory
+from rewardfl.monitor import Timer, alarms, peak_memory_gb, recent_mean, total_memory
 from rewardfl.optim import learning_rate_factor
 from rewardfl.rewards.terms import build_terms, check_trainable, score, total
+from rewardfl.signals import Interruption
+from rewardfl.trackers import open_tracker
 
 
 def main() -> int:
     args = setup.command_line(__doc__)
     try:
-        return train(configuration.load(args.config, args.overrides, RunConfig), args.dry_run)
+        with Interruption() as interruption:
+            return train(configuration.load(args.config, args.overrides, RunConfig), args.dry_run, interruption)
     except setup.REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def train(cfg: RunConfig, dry_run: bool) -> int:
-    """Train; the process's exit code, 2 for a dry run that does not fit the GPU that is there."""
+def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
+    """Train; the process's exit code: 2 for a dry run that does not fit the GPU that is there, 128 + a signal's."""
     # ---------------------------------------------------------------------------------- what will be done, checked
     layout, boundary = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
     schedule = flow.linear_sigmas(cfg.sample.num_inference_steps, cfg.sample.shift)
@@ -68,8 +72,11 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
         say(planning.report(costs, run, planning.TFLOPS, gpu_memory))
         return 0 if gpu_memory is None or planning.fits(costs, run, gpu_memory) else 2
     say("\n".join(planning.sigma_table(run)))
+    weights = setup.base_model(cfg, layout)
     if accelerator.is_main_process:
-        checkpoint.prepare_output_dir(cfg.run.output_dir, configuration.to_dict(cfg), cfg.run.resume_from_checkpoint)
+        checkpoint.prepare_output_dir(
+            cfg.run.output_dir, configuration.to_dict(cfg), cfg.run.resume_from_checkpoint, weights
+        )
     accelerator.wait_for_everyone()
     resume = checkpoint.find_checkpoint(cfg.run.output_dir, cfg.run.resume_from_checkpoint)
 
@@ -89,7 +96,7 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
 
     # ---------------------------------------------------------------------------------- what the cache lacks
     load = setup.loader(cfg, layout)
-    conditions = setup.conditions_of(cfg, layout, store)
+    conditions = setup.conditions_of(cfg, weights, store)
     conditions.fill(samples, lambda parts: load(parts).to(device), share)
     cached = cfg.experts.untrained == "boundary_cache"
     start = sum(wan.expert_at(sigma, boundary) == "high_noise" for sigma in sigmas[:-1]) if cached else 0
@@ -124,9 +131,10 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
         history = metrics_file.read() if first_step else []
         checkpoint.write_run_json(
             cfg.run.output_dir, configuration.to_dict(cfg), sys.argv, checkpoint.library_versions(setup.VERSIONED),
-            checkpoint.git_commit(Path(__file__).parent), hashes,
+            checkpoint.git_commit(Path(__file__).parent), hashes, weights,
         )  # fmt: skip
-    accelerator.init_trackers("rewardfl", config=configuration.flat(cfg))
+    shown_by = cfg.run.log_with if accelerator.is_main_process else "none"
+    tracker = open_tracker(shown_by, cfg.run.output_dir, configuration.flat(cfg), first_step)
 
     # ---------------------------------------------------------------------------------- the pieces of a step
     def start_latents(sample: prepare.Sample, seed: int, conditioning: wan.Conditioning) -> Tensor:
@@ -178,7 +186,31 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
             logged[term.label] = other.score.where(other.valid, math.nan)
         return {name: values.detach() for name, values in logged.items()}
 
+    def largest(number: int) -> int:
+        return int(accelerator.gather(torch.tensor([number], device=device)).max())
+
+    def save(done: int, moments: dict) -> None:
+        """A checkpoint and sample videos."""
+        state = {
+            "step": done, "skipped_in_a_row": skipped_in_a_row, "samples": len(samples),
+            "global_batch": global_batch, "optimizer": moments, "scheduler": scheduler.state_dict(),
+        }  # fmt: skip
+        # judged by the steps since the last save that the configuration asks for, so that a resumed run finds the same
+        since = (done - 1) // cfg.run.save_steps * cfg.run.save_steps
+        judged = recent_mean(history, since, ["reward/held_out", "reward/mean"])
+        with checkpoint.tolerant(say, done, last=done == steps or interruption.number != 0):
+            checkpoint.save_checkpoint(
+                cfg.run.output_dir, done, lambda folder: setup.save_adapters(trained, folder), state, judged,
+                cfg.run.keep_last,
+            )  # fmt: skip
+        if interruption.number:  # who sent a signal may not wait for videos
+            return
+        with checkpoint.tolerant(say, done, last=False):
+            for path in save_videos(cfg, samples, vae, model, conditions, start_latents, sigmas, start, done):
+                tracker.video(done, f"samples/{path.stem}", path)
+
     # ---------------------------------------------------------------------------------- Go!
+    interruption.listen()
     quiet = not accelerator.is_local_main_process
     progress = tqdm(range(first_step, steps), initial=first_step, total=steps, disable=quiet)
     for step in progress:
@@ -202,29 +234,30 @@ def train(cfg: RunConfig, dry_run: bool) -> int:
         skipped_in_a_row = 0 if math.isfinite(norm) else skipped_in_a_row + 1
         done = step + 1
         if accelerator.is_main_process:
-            metrics_file.append(done, metrics)
-            history.append(metrics)
+            history.append({"step": done} | metrics)
+            with checkpoint.tolerant(say, done, last=done == steps):
+                metrics_file.append(done, metrics)
             if skipped_in_a_row:
                 say(f"step {done}: gradient norm {norm}, update skipped ({skipped_in_a_row} in a row)")
             if done % cfg.run.logging_steps == 0:
-                accelerator.log(metrics, step=done)
+                tracker.log(done, metrics)
                 for warning in alarms(history, cfg.reward.motion_alarm):
                     tqdm.write(f"step {done}: {warning}")
         if skipped_in_a_row > cfg.train.max_nonfinite:
             raise SystemExit(f"stopped at step {done}: {skipped_in_a_row} updates in a row had a non-finite gradient")
-        if done % cfg.run.save_steps == 0 or done == steps:
+        due = done % cfg.run.save_steps == 0 or done == steps
+        if interruption.agreed(largest) or due:
             moments = distributed.optimizer_state(accelerator, optimizer, parameters)
             if accelerator.is_main_process:
-                state = {
-                    "step": done, "skipped_in_a_row": skipped_in_a_row, "samples": len(samples),
-                    "global_batch": global_batch, "optimizer": moments, "scheduler": scheduler.state_dict(),
-                }  # fmt: skip
-                checkpoint.save_checkpoint(
-                    cfg.run.output_dir, done, lambda folder: setup.save_adapters(trained, folder), state
-                )
-                save_videos(cfg, samples, vae, model, conditions, start_latents, sigmas, start, done)
+                save(done, moments)
             accelerator.wait_for_everyone()
+        if interruption.number:
+            break
+    tracker.close()
     accelerator.end_training()
+    if interruption.number:
+        say(f"{interruption.name}: stopped after step {done}; the same command goes on from there")
+        return interruption.exit_code
     say(f"done: {cfg.run.output_dir}/checkpoints/latest")
     return 0
 
@@ -259,7 +292,7 @@ def summary(cfg: RunConfig, logged: dict[str, Tensor]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def save_videos(cfg, samples, vae, model, conditions, start_latents, sigmas, start, step: int) -> None:
+def save_videos(cfg, samples, vae, model, conditions, start_latents, sigmas, start, step: int) -> Iterator[Path]:
     """samples/step-*/<row>.mp4: the real clip, its face marked, beside the generated one (noise of epoch -1)."""
     folder = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
     for i, sample in enumerate(samples[: cfg.run.sample_videos]):
@@ -267,6 +300,7 @@ def save_videos(cfg, samples, vae, model, conditions, start_latents, sigmas, sta
         x = start_latents(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id), conditioning)
         x0 = reward_flow.rollout(wan.Velocity(model, conditioning), x, sigmas, keep=(), start=start).x0
         setup.write_video(cfg, sample, decode.decode(vae, x0)[0], folder / f"{i:02d}.mp4")
+        yield folder / f"{i:02d}.mp4"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Only one process writes. A run killed at any moment goes on from its last complete checkpoint.
 """
 
+import io
 import json
 import math
 import os
@@ -11,18 +12,47 @@ import re
 import shutil
 import subprocess
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rewardfl.files import atomic_directory, atomic_write, temporary_path
+from rewardfl.files import atomic_directory, atomic_write, sha256, temporary_path
 
 
 class CheckpointError(ValueError):
     """A run folder or checkpoint that cannot be used. The message names the path and the way out."""
+
+
+class WriteError(CheckpointError):
+    """The disk is full, or may not be written. What was there before is as it was."""
+
+
+@contextmanager
+def writing(path: Path, kept: str) -> Iterator[None]:
+    """OSErrors of the block as WriteErrors. kept: in words, what is not lost."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.strerror}: {error.filename}" if error.strerror and error.filename else error.strerror or error
+        raise WriteError(
+            f"{path} could not be written ({why}); {kept}; free space there (run.keep_last: n keeps n checkpoints) or "
+            "make it writable, then the same command goes on"
+        ) from error
+
+
+@contextmanager
+def tolerant(say: Callable[[str], None], step: int, last: bool) -> Iterator[None]:
+    """A WriteError of the block is said and training goes on; `last`: nothing later could make up for it, it stops."""
+    try:
+        yield
+    except WriteError as error:
+        if last:
+            raise
+        say(f"warning: step {step}: {error}")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -33,6 +63,7 @@ FREE_KEYS = {
     "run.output_dir",
     "run.resume_from_checkpoint",
     "run.save_steps",
+    "run.keep_last",
     "run.logging_steps",
     "run.log_with",
     "run.sample_videos",
@@ -45,20 +76,27 @@ FREE_KEYS = {
 }
 
 
-def prepare_output_dir(output_dir: str | Path, config: dict[str, dict], resume: str | bool) -> None:
+STRAYS = ("run.json.tmp-*", "metrics.jsonl.tmp-*", "checkpoints/*.tmp-*", "samples/*/*.tmp-*", "cache/*/*/*.tmp-*")
+
+
+def prepare_output_dir(
+    output_dir: str | Path, config: dict[str, dict], resume: str | bool, base_model: Mapping[str, str]
+) -> None:
     """Create the run's folder, or make sure that what it holds is this run; remove what a kill left behind.
 
     config: as config.to_dict gives it; resume: run.resume_from_checkpoint ("auto", a checkpoint's path or
-    False). A run that never finished a step holds nothing and may be replaced. Raises CheckpointError for
-    another run's folder, for this run's without resuming, and for a checkpoint of a run with other settings.
+    False); base_model: {part: digest of its weights}. A run that never finished a step holds nothing and may be
+    replaced. Raises CheckpointError for another run's folder, for this run's without resuming, for a checkpoint of a
+    run with other settings or another base model, and for a folder that cannot be written.
     """
     output_dir = Path(output_dir)
-    (output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-    for pattern in ("run.json.tmp-*", "metrics.jsonl.tmp-*", "checkpoints/*.tmp-*"):
-        for stray in output_dir.glob(pattern):
+    with writing(output_dir, "nothing was changed"):
+        (output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (output_dir / "run.json.tmp-probe").write_bytes(b"x" * 4096)  # refused now, not after the weights are loaded
+        for stray in [path for pattern in STRAYS for path in output_dir.glob(pattern)]:
             _remove(stray)
     if resume not in (False, "auto"):
-        _check_same_run(find_checkpoint(output_dir, resume).parent.parent, config)
+        _check_same_run(find_checkpoint(output_dir, resume).parent.parent, config, base_model)
     if not _holds_steps(output_dir):
         return
     if resume is False:
@@ -66,7 +104,10 @@ def prepare_output_dir(output_dir: str | Path, config: dict[str, dict], resume: 
             f"run.output_dir {output_dir} already holds a run; take another folder, delete it, or go on with "
             "it: run.resume_from_checkpoint=auto"
         )
-    _check_same_run(output_dir, config)
+    _check_same_run(output_dir, config, base_model)
+    if resume == "auto":  # a kill may have come between a checkpoint and its links, and the last one may be damaged
+        with writing(output_dir / "checkpoints" / "latest", "the checkpoints are as they were"):
+            _point_links(output_dir, find_checkpoint(output_dir, resume))
 
 
 def _remove(path: Path) -> None:
@@ -81,23 +122,25 @@ def _holds_steps(output_dir: Path) -> bool:
     return bool(_steps(output_dir)) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
-def _check_same_run(run_dir: Path, config: dict[str, dict]) -> None:
+def _check_same_run(run_dir: Path, config: dict[str, dict], base_model: Mapping[str, str]) -> None:
     path = run_dir / "run.json"
     if not path.is_file():
         raise CheckpointError(
             f"{path} is missing, so nothing says whether this is the same run; put it back or use another folder"
         )
-    old = _flat(json.loads(path.read_text(encoding="utf-8"))["config"])
-    new = _flat(config)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    old = _flat(record["config"] | {"base_model": record.get("base_model", {})})
+    new = _flat(config | {"base_model": base_model})
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     listing = ", ".join(f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in changed if key not in FREE_KEYS)
     if listing:
         raise CheckpointError(
             f"{run_dir} holds a run with other settings: {listing}; set them back or use another folder"
+            + (" (base_model: the weights that model.model_paths leads to)" if "base_model." in listing else "")
         )
 
 
-def _flat(config: dict[str, dict]) -> dict[str, Any]:
+def _flat(config: Mapping[str, Mapping]) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
 
 
@@ -108,10 +151,11 @@ def write_run_json(
     versions: Mapping[str, str],
     git_commit: str | None,
     face_packs: Mapping[str, Mapping[str, str]],
+    base_model: Mapping[str, str],
 ) -> None:
     """Write run.json: what it takes to repeat the run.
 
-    face_packs: {setting: {file name: sha256}} of the networks that gave the reward.
+    face_packs: {setting: {file name: sha256}} of the networks that gave the reward. base_model: {part: digest}.
     """
     record = {
         "config": config,
@@ -119,8 +163,11 @@ def write_run_json(
         "versions": dict(versions),
         "git_commit": git_commit,
         "face_packs": {setting: dict(files) for setting, files in face_packs.items()},
+        "base_model": dict(base_model),
     }
-    atomic_write(Path(output_dir) / "run.json", json.dumps(record, indent=2) + "\n")
+    path = Path(output_dir) / "run.json"
+    with writing(path, "checkpoints and metrics are as they were"):
+        atomic_write(path, json.dumps(record, indent=2) + "\n")
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:
@@ -153,17 +200,31 @@ class MetricsFile:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.waiting = ""  # lines that could not be written yet
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a line {"step": step, **values}; nan and inf, which JSON cannot say, are written as null."""
+        """Add a line {"step": step, **values}; nan and inf, which JSON cannot say, are written as null.
+
+        WriteError when that fails; the line then waits, and is written with the next one that can be.
+        """
         line = {"step": step} | {key: value if math.isfinite(value) else None for key, value in values.items()}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self.waiting += json.dumps(line) + "\n"
+        with writing(self.path, "the lines since then are kept in memory and written when they can be"):
+            length = self.path.stat().st_size if self.path.exists() else 0
+            try:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(self.waiting)
+            except OSError:
+                if self.path.exists():  # half a line would spoil the next one
+                    os.truncate(self.path, length)
+                raise
+        self.waiting = ""
 
     def cut_back(self, step: int) -> None:
         """Drop the lines after `step` and a last line that a kill cut off."""
         kept = [json.dumps(line) + "\n" for line in self.read() if line["step"] <= step]
-        atomic_write(self.path, "".join(kept))
+        with writing(self.path, "it is as it was"):
+            atomic_write(self.path, "".join(kept))
 
     def read(self) -> list[dict[str, Any]]:
         """All lines, without a last one that is cut off; none when there is no file yet."""
@@ -180,30 +241,51 @@ MANIFEST = "manifest.json"
 STATE = Path("state") / "state.pt"
 
 
-def save_checkpoint(
-    output_dir: str | Path, step: int, write_adapter: Callable[[Path], None], state: dict[str, Any]
-) -> Path:
-    """Write checkpoints/step-<step> atomically, point checkpoints/latest at it, and return its path.
+def folder_of(output_dir: str | Path, step: int) -> Path:
+    return Path(output_dir) / "checkpoints" / f"step-{step:06d}"
 
-    write_adapter: puts the adapter's files into the folder it is given. state: optimizer, scheduler,
-    position and so on, as tensors, numbers, strings, and dicts and lists of them: `load_state` reads no more.
+
+def save_checkpoint(
+    output_dir: str | Path,
+    step: int,
+    write_adapter: Callable[[Path], None],
+    state: dict[str, Any],
+    score: float | None = None,
+    keep_last: int | None = None,
+) -> Path:
+    """Write checkpoints/step-<step> atomically, point `latest` and `best` at what they mean, and return its path.
+
+    write_adapter: puts the adapter's files into the folder it is given; OSError when it cannot. state: optimizer,
+    scheduler, position and so on, as tensors, numbers, strings, and dicts and lists of them: `load_state` reads no
+    more. score: larger is better; None or nan never becomes `best`. keep_last: older checkpoints than the last that
+    many are deleted, `latest` and `best` excepted; None keeps all. WriteError when the disk does not take it:
+    the checkpoints before are as they were, and nothing of this one is left.
     """
-    path = Path(output_dir) / "checkpoints" / f"step-{step:06d}"
-    with atomic_directory(path) as folder:
-        write_adapter(folder)
-        (folder / STATE).parent.mkdir()
-        torch.save(state, folder / STATE)
-        _check_loadable(folder / STATE)
-        sizes = {str(file.relative_to(folder)): file.stat().st_size for file in _files(folder)}
-        (folder / MANIFEST).write_text(json.dumps({"step": step, "files": sizes}, indent=2) + "\n")
-    _point_latest_at(path)
+    path = folder_of(output_dir, step)
+    content = io.BytesIO()
+    torch.save(state, content)  # to memory first: into a file, torch says of a full disk "unexpected pos"
+    _check_loadable(content)
+    record = {"step": step, "score": score if score is not None and math.isfinite(score) else None}
+    with writing(path, "the checkpoints before it are as they were"):
+        with atomic_directory(path) as folder:
+            write_adapter(folder)
+            (folder / STATE).parent.mkdir()
+            (folder / STATE).write_bytes(content.getbuffer())
+            listing = {
+                str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+                for file in _files(folder)
+            }
+            (folder / MANIFEST).write_text(json.dumps(record | {"files": listing}, indent=2) + "\n")
+        _point_links(Path(output_dir), path)
+        _rotate(Path(output_dir), keep_last)
     return path
 
 
-def _check_loadable(path: Path) -> None:
+def _check_loadable(content: io.BytesIO) -> None:
     """CheckpointError now, at the first save, rather than on the day the state is needed."""
+    content.seek(0)
     try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mmap: tensors are not read
+        torch.load(content, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"state holds something that load_state refuses to read: {error}") from error
 
@@ -256,25 +338,66 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _damage(path: Path) -> str:
-    """What is missing from a checkpoint; empty if it is complete."""
+    """What is wrong with a checkpoint; empty if every file is there as it was written."""
     if not (path / MANIFEST).is_file():
         return f"{MANIFEST} is missing"
     try:
-        sizes = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except json.JSONDecodeError:
-        return f"{MANIFEST} is cut off"
-    for name, size in sizes.items():
+        listing = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"].items()
+        stated = [(name, int(file["bytes"]), str(file["sha256"])) for name, file in listing]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is cut off or altered"
+    for name, size, digest in stated:
         if not (path / name).is_file():
             return f"{name} is missing"
         found = (path / name).stat().st_size
         if found != size:
             return f"{name} has {found} bytes of {size}"
+        if sha256(path / name) != digest:
+            return f"{name} was altered: its sha256 is not that of {MANIFEST}"
     return ""
 
 
-def _point_latest_at(path: Path) -> None:
-    latest = path.with_name("latest")
-    temporary = temporary_path(latest)
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(path.name)  # relative, so that the run's folder can be moved
-    os.replace(temporary, latest)
+def _score(path: Path) -> float:
+    """That the checkpoint was saved with; -inf for none."""
+    try:
+        score = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["score"]
+    except (OSError, ValueError, KeyError):  # a damaged checkpoint
+        return -math.inf
+    return score if isinstance(score, int | float) else -math.inf
+
+
+def _point_links(output_dir: Path, last: Path | None) -> None:
+    """`latest` at `last`, `best` at the checkpoint with the highest score, the earlier of equals.
+
+    Of what is there, not of what was remembered: a resumed run finds the same one.
+    """
+    best = max((path for path in _steps(output_dir) if _score(path) > -math.inf), key=_score, default=None)
+    for name, path in (("latest", last), ("best", best)):
+        if path is not None:
+            _point(output_dir / "checkpoints" / name, path.name)
+
+
+def _point(link: Path, name: str) -> None:
+    temporary = temporary_path(link)
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(name)  # relative, so that the run's folder can be moved
+        os.replace(temporary, link)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _rotate(output_dir: Path, keep_last: int | None) -> None:
+    """Delete all but the last `keep_last` checkpoints, and those that a link points at."""
+    if keep_last is None:
+        return
+    linked = {
+        os.readlink(output_dir / "checkpoints" / name)
+        for name in ("latest", "best")
+        if (output_dir / "checkpoints" / name).is_symlink()
+    }
+    for path in _steps(output_dir)[:-keep_last]:
+        if path.name not in linked:
+            gone = temporary_path(path)
+            os.replace(path, gone)  # a kill in the middle leaves no half of a checkpoint
+            shutil.rmtree(gone)

@@ -53,13 +53,15 @@ class Run:
     # A checkpoint and the sample videos are written every this many steps (and after the last one); Flow-GRPO writes
     # them at the end of the epoch that these steps fall into.
     save_steps: Count = 25
+    # Only the last this many checkpoints are kept, and the one that checkpoints/best points at; null keeps all.
+    keep_last: Count | None = None
     # Metrics reach the console and the tracker every this many steps; metrics.jsonl has every step.
     logging_steps: Count = 1
     # "auto" goes on from the latest complete checkpoint in output_dir and starts anew when there is none;
     # a path names a checkpoint (.../checkpoints/step-000025); false starts anew.
     resume_from_checkpoint: Text | Literal[False] = "auto"
-    # Tracker beside metrics.jsonl.
-    log_with: Literal["tensorboard", "none"] = "tensorboard"
+    # Tracker beside metrics.jsonl, of the first process. wandb has to be installed (pip install wandb).
+    log_with: Literal["tensorboard", "wandb", "none"] = "tensorboard"
     # How many clips of sample videos are written at each save.
     sample_videos: Whole = 2
     # Threads per process when there is no GPU; null divides the cores among the processes (accelerate launch

@@ -35,7 +35,6 @@ from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
-    ProjectConfiguration,
 )
 from torch import Tensor, nn
 
@@ -72,8 +71,6 @@ def make_accelerator(cfg: AnyConfig, accumulation: int) -> Accelerator:
     accelerator = Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
         kwargs_handlers=handlers,
-        log_with=None if cfg.run.log_with == "none" else cfg.run.log_with,
-        project_config=ProjectConfiguration(logging_dir=f"{cfg.run.output_dir}/logs"),
     )
     check_processes(accelerator, os.environ)
     if deepspeed:

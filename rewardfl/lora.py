@@ -11,7 +11,7 @@ from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rewardfl.lora_files import Lora, load, read_lora
@@ -121,15 +121,21 @@ def adapter_state(model: WanTransformer3DModel) -> dict[str, Tensor]:
 
 
 def save_adapter(model: WanTransformer3DModel, folder: Path) -> None:
-    """Write folder/pytorch_lora_weights.safetensors as `pipe.load_lora_weights` reads it, alpha in the metadata."""
+    """Write folder/pytorch_lora_weights.safetensors as `pipe.load_lora_weights` reads it, alpha in the metadata.
+
+    OSError when the disk does not take it.
+    """
     config = model.peft_config[POLICY]
     folder.mkdir(parents=True, exist_ok=True)
-    WanImageToVideoPipeline.save_lora_weights(
-        folder,
-        transformer_lora_layers=adapter_state(model),
-        transformer_lora_adapter_metadata=config.to_dict(),
-        weight_name=WEIGHTS_NAME,
-    )
+    try:
+        WanImageToVideoPipeline.save_lora_weights(
+            folder,
+            transformer_lora_layers=adapter_state(model),
+            transformer_lora_adapter_metadata=config.to_dict(),
+            weight_name=WEIGHTS_NAME,
+        )
+    except SafetensorError as error:  # no OSError, whatever the disk says
+        raise OSError(f"{folder / WEIGHTS_NAME}: {error}") from error
 
 
 def load_adapter(model: WanTransformer3DModel, folder: Path) -> None:

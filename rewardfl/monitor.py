@@ -36,6 +36,16 @@ def total_memory(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
+def recent_mean(history: Sequence[dict[str, float]], since: int, keys: Sequence[str]) -> float | None:
+    """Mean of the first of `keys` that is there at all, over the lines after step `since`; None without any."""
+    for key in keys:
+        values = [line[key] for line in history if line["step"] > since and line.get(key) is not None]
+        values = [value for value in values if math.isfinite(value)]
+        if values:
+            return sum(values) / len(values)
+    return None
+
+
 def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int = 10) -> Iterator[str]:
     """Warnings about the last `window` steps: the faces freeze, or the reward's gain is not seen by the judge."""
     if len(history) < 2 * window or len(history) % window:

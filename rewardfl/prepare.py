@@ -68,8 +68,9 @@ def read(store: Cache, key: Key) -> dict[str, Tensor]:
     entry = store.get(key)
     if entry is None:
         raise CacheError(
-            f"{store.path(key)} is missing or damaged although it was just prepared; data.cache_dir must be on a disk "
-            "that all processes share, and is not to be emptied during a run"
+            f"{store.path(key)} is missing or damaged although it was prepared; data.cache_dir must be on a disk that "
+            "all processes share, and is not to be emptied during a run; the same command computes it anew and goes on "
+            "from the last checkpoint"
         )
     return entry
 

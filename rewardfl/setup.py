@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rewardfl import checkpoint, data, distributed, face_parity, lora, offload, prepare, wan, wan_load
+from rewardfl import checkpoint, data, distributed, face_parity, lora, offload, prepare, trackers, wan, wan_load
 from rewardfl import config as configuration
 from rewardfl.cache import Cache, model_digest
 from rewardfl.config import AnyConfig
@@ -38,7 +38,7 @@ VERSIONED = (
 # what is wrong with the input: one line for the user instead of a traceback
 REFUSALS = (
     configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused, RewardError, RewardServerError,
-    face_parity.FaceParityError, distributed.LaunchError,
+    face_parity.FaceParityError, distributed.LaunchError, prepare.CacheError, trackers.TrackerError,
 )  # fmt: skip
 
 
@@ -55,6 +55,7 @@ def command_line(description: str) -> argparse.Namespace:
 
 def open_model(cfg: AnyConfig) -> tuple[wan_load.Layout, float]:
     """(the model's files, sigma of the boundary between its experts), all checked by their headers alone."""
+    trackers.check_installed(cfg.run.log_with)
     configuration.check_paths(cfg)
     layout = wan_load.find(
         cfg.model.model_paths, cfg.model.tokenizer_path, cfg.model.model_id_with_origin_paths, cfg.model.allow_download
@@ -114,11 +115,19 @@ def check_face_packs(terms: Sequence[Term], clip: Tensor) -> tuple[dict[str, dic
 # Model and adapter
 
 
-def conditions_of(cfg: AnyConfig, layout: wan_load.Layout, store: Cache) -> prepare.Conditions:
+def base_model(cfg: AnyConfig, layout: wan_load.Layout) -> dict[str, str]:
+    """{part of the base model: digest of its files}, the distillation included."""
     weights = {part: model_digest(files) for part, files in wan_load.files(layout).items()}
+    distilled = {"distill_high": cfg.model.distill_lora_high, "distill_low": cfg.model.distill_lora_low}
+    return weights | {name: model_digest([Path(path)]) for name, path in distilled.items() if path}
+
+
+def conditions_of(cfg: AnyConfig, weights: dict[str, str], store: Cache) -> prepare.Conditions:
+    """weights: as base_model gives them."""
     # what the untrained expert's answers depend on: its weights and the distillation that goes with them
-    path, base = cfg.model.distill_lora_high, weights["high_noise"]
-    base = f"{base} {model_digest([Path(path)])} {cfg.model.distill_lora_mode}" if path else base
+    base = weights["high_noise"]
+    if "distill_high" in weights:
+        base = f"{base} {weights['distill_high']} {cfg.model.distill_lora_mode}"
     return prepare.Conditions(
         store, weights["text_encoder"], weights["vae"], base, cfg.model.dtype, cfg.data.num_frames
     )
@@ -181,10 +190,11 @@ def load_state(folder: Path, num_samples: int, global_batch: int | None = None) 
 
 
 def write_video(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Path) -> None:
-    """The real clip, its face marked, beside the generated `video` (3, F, H, W)."""
+    """The real clip, its face marked, beside the generated `video` (3, F, H, W). WriteError as a checkpoint's."""
     real = load_example(cfg, sample.row).video
     if "boxes" in (sample.references[0] or {}) and sample.row.reference_video is None:
         real = data.draw_boxes(real, sample.references[0]["boxes"])  # whom the reward follows
-    path.parent.mkdir(parents=True, exist_ok=True)
     fps = cfg.data.fps or data.frame_rate(sample.row.video)
-    data.write_video(path, torch.cat([real, video.float().cpu()], -1), fps=fps)
+    with checkpoint.writing(path, "training goes on without this sample video"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data.write_video(path, torch.cat([real, video.float().cpu()], -1), fps=fps)

@@ -52,6 +52,12 @@ def launch_grpo(*overrides, processes=1, check=True):
     return _run("train_flow_grpo.py", GRPO_CONFIG, [*GRPO_FAST, *overrides], processes, check)
 
 
+def command(script, *overrides):
+    """Arguments of Python: a script with its fast settings."""
+    config, fast = {"train_reward_fl.py": (CONFIG, FAST), "train_flow_grpo.py": (GRPO_CONFIG, GRPO_FAST)}[script]
+    return [script, "--config", config, *fast, *overrides]
+
+
 def _run(script, config, overrides, processes, check):
     start = [sys.executable] + (
         ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"] if processes > 1 else []

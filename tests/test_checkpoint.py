@@ -1,5 +1,7 @@
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 import warnings
@@ -8,15 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rewardfl import checkpoint
-from rewardfl.checkpoint import CheckpointError, MetricsFile
+from rewardfl.checkpoint import CheckpointError, MetricsFile, WriteError
 
 CONFIG = {
     "run": {"output_dir": "out", "save_steps": 25, "resume_from_checkpoint": "auto"},
     "train": {"learning_rate": 1e-5, "max_steps": None},
 }
+BASE = {"high_noise": "aa", "low_noise": "bb"}
 
 
 def changed(**keys):
@@ -28,22 +32,28 @@ def changed(**keys):
     return config
 
 
-def start(output_dir, config=CONFIG, resume="auto"):
+def start(output_dir, config=CONFIG, resume="auto", base_model=BASE):
     """What the script does before its first step."""
-    checkpoint.prepare_output_dir(output_dir, config, resume)
+    checkpoint.prepare_output_dir(output_dir, config, resume, base_model)
     path = checkpoint.find_checkpoint(output_dir, resume)
     checkpoint.write_run_json(
-        output_dir, config, ["train.py"], {"torch": "2"}, "abc", {"reward.pack": {"det.onnx": "0f"}}
+        output_dir,
+        config,
+        ["train.py"],
+        {"torch": "2"},
+        "abc",
+        {"reward.pack": {"det.onnx": "0f"}},
+        base_model,
     )
     return path
 
 
-def save(output_dir, step):
+def save(output_dir, step, score=None, keep_last=None):
     def write_adapter(folder):
         (folder / "transformer").mkdir()
         save_file({"w": torch.full((3,), float(step))}, folder / "transformer" / "lora.safetensors")
 
-    return checkpoint.save_checkpoint(output_dir, step, write_adapter, {"step": step})
+    return checkpoint.save_checkpoint(output_dir, step, write_adapter, {"step": step}, score, keep_last)
 
 
 def names(folder):
@@ -144,6 +154,7 @@ def test_a_new_run_and_going_on_with_it(tmp_path):
         "versions": {"torch": "2"},
         "git_commit": "abc",
         "face_packs": {"reward.pack": {"det.onnx": "0f"}},
+        "base_model": BASE,
     }
     path = save(tmp_path / "out", 25)
     assert start(tmp_path / "out") == path
@@ -272,7 +283,7 @@ def test_a_killed_cut_back_leaves_the_old_lines(tmp_path, monkeypatch):
     metrics.append(1, {})
     metrics.append(2, {})
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(WriteError, match="metrics.jsonl could not be written .disk full.; it is as it was"):
         metrics.cut_back(1)
     assert [line["step"] for line in metrics.read()] == [1, 2]
 
@@ -320,12 +331,13 @@ def start_from_latest(output_dir):
 def test_a_state_that_could_not_be_read_back_is_refused_when_saving(tmp_path):
     with pytest.raises(CheckpointError, match="state holds something that load_state refuses to read"):
         checkpoint.save_checkpoint(tmp_path, 1, lambda _: None, {"rng": np.random.RandomState(0)})
-    assert names(tmp_path / "checkpoints") == []
+    assert names(tmp_path) == []
 
 
 def test_a_failing_adapter_leaves_the_last_checkpoint(tmp_path):
     first = save(tmp_path, 1)
-    with pytest.raises(OSError, match="disk full"):
+    message = "step-000002 could not be written .disk full.; the checkpoints before it are as they were; free space"
+    with pytest.raises(WriteError, match=message):
         checkpoint.save_checkpoint(tmp_path, 2, fail, {})
     assert names(tmp_path / "checkpoints") == ["latest", "step-000001"]
     assert checkpoint.find_checkpoint(tmp_path, "auto") == first
@@ -357,9 +369,17 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-10])
 
 
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 DAMAGE = {
     "manifest.json is missing": lambda path: (path / "manifest.json").unlink(),
-    "manifest.json is cut off": lambda path: cut(path / "manifest.json"),
+    "manifest.json is cut off or altered": lambda path: cut(path / "manifest.json"),
+    "manifest.json is cut off or altered ": lambda path: (path / "manifest.json").write_text('{"files": {"a": 1}}'),
+    "state.pt was altered: its sha256 is not that of manifest.json": lambda path: flip(path / "state" / "state.pt"),
     "state/state.pt is missing": lambda path: (path / "state" / "state.pt").unlink(),
     "lora.safetensors has [0-9]+ bytes of [0-9]+": lambda path: cut(path / "transformer" / "lora.safetensors"),
 }
@@ -369,10 +389,10 @@ DAMAGE = {
 def test_damaged_checkpoints(tmp_path, message, damage):
     first, last = save(tmp_path, 1), save(tmp_path, 2)
     damage(last)
-    with pytest.warns(UserWarning, match=f"skipping checkpoint .*step-000002: .*{message}"):
+    with pytest.warns(UserWarning, match=f"skipping checkpoint .*step-000002: .*{message.strip()}"):
         assert checkpoint.find_checkpoint(tmp_path, "auto") == first
     with pytest.raises(
-        CheckpointError, match=f"run.resume_from_checkpoint: .*step-000002 is not complete: .*{message}"
+        CheckpointError, match=f"run.resume_from_checkpoint: .*step-000002 is not complete: .*{message.strip()}"
     ):
         checkpoint.find_checkpoint(tmp_path, str(last))
     assert checkpoint.find_checkpoint(tmp_path, str(first)) == first
@@ -384,3 +404,125 @@ def test_damaged_checkpoints(tmp_path, message, damage):
 def test_explicit_paths_are_checked_before_the_folder_is_used(tmp_path):
     with pytest.raises(CheckpointError, match="run.resume_from_checkpoint: no such folder: nowhere"):
         start(tmp_path, resume="nowhere")
+
+
+def test_another_base_model_is_refused(tmp_path):
+    start(tmp_path)
+    path = save(tmp_path, 1)
+    message = "base_model.low_noise 'bb' -> 'cc'; set them back .* the weights that model.model_paths leads to"
+    for resume in ("auto", str(path)):
+        with pytest.raises(CheckpointError, match=message):
+            start(tmp_path, resume=resume, base_model=BASE | {"low_noise": "cc"})
+
+
+# ---- latest, best, rotation
+
+
+def links(output_dir):
+    return {name: os.readlink(output_dir / "checkpoints" / name) for name in ("latest", "best")}
+
+
+def test_best_has_the_highest_score_and_is_found_again(tmp_path):
+    start(tmp_path)
+    for step, score in enumerate([None, float("nan"), 0.5, 0.75, 0.75, 0.25], 1):
+        save(tmp_path, step, score)
+        assert (tmp_path / "checkpoints" / "best").exists() == (step > 2)
+    assert links(tmp_path) == {"latest": "step-000006", "best": "step-000004"}
+    assert '"score": null' in (tmp_path / "checkpoints" / "step-000002" / "manifest.json").read_text()
+    for name in ("latest", "best"):  # as if killed before they were pointed at the last checkpoint
+        checkpoint._point(tmp_path / "checkpoints" / name, "step-000003")
+    start(tmp_path)
+    assert links(tmp_path) == {"latest": "step-000006", "best": "step-000004"}
+    save(tmp_path, 7, 0.8)
+    assert links(tmp_path) == {"latest": "step-000007", "best": "step-000007"}
+
+
+def test_rotation_keeps_the_last_ones_and_the_best(tmp_path):
+    start(tmp_path)
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, 1 / step, keep_last=2)
+    assert names(tmp_path / "checkpoints") == ["best", "latest", "step-000001", "step-000003", "step-000004"]
+    save(tmp_path, 5, 2, keep_last=1)
+    assert names(tmp_path / "checkpoints") == ["best", "latest", "step-000005"]
+    assert start(tmp_path) == tmp_path / "checkpoints" / "step-000005"
+
+
+def test_latest_leaves_a_damaged_checkpoint(tmp_path):
+    start(tmp_path)
+    save(tmp_path, 1)
+    flip(save(tmp_path, 2) / "transformer" / "lora.safetensors")
+    with pytest.warns(UserWarning, match="skipping checkpoint .*step-000002"):
+        start(tmp_path)
+    assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-000001"
+
+
+# ---- a disk that does not take it
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Beyond 20 kB a file's writes fail as on a full disk (with EFBIG for ENOSPC)."""
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, before)
+
+
+def tensors(folder):
+    """As lora.save_adapter does."""
+    try:
+        save_file({"w": torch.zeros(10_000)}, folder / "lora.safetensors")
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+@pytest.mark.parametrize("part", ["adapter", "state"])
+def test_a_full_disk_costs_the_checkpoint_and_nothing_else(tmp_path, part, full):
+    start(tmp_path)
+    first = save(tmp_path, 1)
+    arguments = (tensors, {}) if part == "adapter" else (lambda _: None, {"w": torch.zeros(10_000)})
+    with pytest.raises(WriteError, match="step-000002 could not be written .*File too large.*run.keep_last: n keeps"):
+        checkpoint.save_checkpoint(tmp_path, 2, *arguments)
+    assert names(tmp_path / "checkpoints") == ["latest", "step-000001"]
+    assert start(tmp_path) == first
+    save(tmp_path, 2)
+    assert names(tmp_path / "checkpoints") == ["latest", "step-000001", "step-000002"]
+
+
+def test_metrics_that_could_not_be_written_are_written_later(tmp_path, full):
+    """A file that may grow by ten bytes takes the beginning of a line, which must go again."""
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append(1, {"loss": 1.0})
+    whole = metrics.path.read_text()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, limits[1]))
+    for step in (2, 3):
+        with pytest.raises(WriteError, match="metrics.jsonl could not be written .*too large.* are kept in memory"):
+            metrics.append(step, {"loss": 1.0})
+        assert metrics.path.read_text() == whole
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    metrics.append(4, {"loss": 1.0})
+    assert [line["step"] for line in metrics.read()] == [1, 2, 3, 4]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    message = "out could not be written .Not a directory.*nothing was changed; free space there"
+    with pytest.raises(CheckpointError, match=message):
+        start(tmp_path / "file" / "out")
+    monkeypatch.setattr(Path, "write_bytes", lambda *_: fail())
+    with pytest.raises(CheckpointError, match="could not be written .disk full"):
+        start(tmp_path / "out")
+
+
+def test_tolerant():
+    said = []
+    with checkpoint.tolerant(said.append, 3, last=False):
+        raise WriteError("no room")
+    assert said == ["warning: step 3: no room"]
+    with pytest.raises(WriteError, match="no room"), checkpoint.tolerant(said.append, 3, last=True):
+        raise WriteError("no room")
+    with pytest.raises(CheckpointError, match="other"), checkpoint.tolerant(said.append, 3, last=False):
+        raise CheckpointError("other")

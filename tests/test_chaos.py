@@ -1,0 +1,285 @@
+"""Runs that are killed at random moments, told to stop, or meet a full disk: nothing is lost or left behind.
+
+CHAOS_KILLS=10 kills each script ten times (`make chaos`).
+"""
+
+import contextlib
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT
+from runs import FAST, GRPO_FAST, WORLD, adapter, call, call_grpo, command, environment, launch, launch_grpo, metrics
+
+from rewardfl import checkpoint, data
+from rewardfl.rewards import blackbox
+
+KILLS = int(os.environ.get("CHAOS_KILLS", "0"))
+pytestmark = pytest.mark.timeout(1800 if KILLS else 600)
+STEPS = ["train.max_steps=6", "run.save_steps=2", "run.keep_last=2"]
+EPOCHS = [
+    "train.max_steps=8", "run.save_steps=4", "grpo.updates_per_epoch=2", "grpo.inner_epochs=2", "run.sample_videos=0",
+    "evaluation.eval_steps=4", "evaluation.eval_inference_steps=1",
+]  # fmt: skip
+
+
+def strays(run):
+    return [path for path in run.rglob("*") if ".tmp-" in path.name]
+
+
+def assert_same(run, straight, step):
+    """Metrics, adapter and links of a run to the last bit, and no more files than it should have."""
+    assert metrics(run) == metrics(straight)
+    mine, theirs = adapter(run, step), adapter(straight, step)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    for name in ("latest", "best"):
+        assert (run / "checkpoints" / name).resolve().name == (straight / "checkpoints" / name).resolve().name
+    assert sorted(path.name for path in run.iterdir()) == sorted(path.name for path in straight.iterdir())
+    assert not strays(run)
+
+
+def lines(run):
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@contextlib.contextmanager
+def started(arguments):
+    """A process that does not outlive the block."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for_lines(process, run, count):
+    while process.poll() is None and lines(run) < count:
+        time.sleep(0.005)
+
+
+def killed(arguments, run, dice):
+    """Start, and kill at a random moment: while it starts, or within a second of one of its next two lines."""
+    count = lines(run)
+    with started(arguments) as process:
+        if dice.random() < 0.2:
+            time.sleep(dice.uniform(0, 6))
+        else:
+            wait_for_lines(process, run, count + dice.choice([1, 1, 2]))
+            time.sleep(dice.uniform(0, 1))
+        process.kill()
+        output = process.communicate()[0].decode()
+    assert process.returncode in (-9, 0), output[-3000:]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    run = tmp_path_factory.mktemp("straight") / "run"
+    launch(f"run.output_dir={run}", *STEPS)
+    return run
+
+
+@pytest.fixture(scope="module")
+def epochs(tmp_path_factory):
+    """Settings of two epochs of four updates, with an evaluation on two people after each."""
+    path = tmp_path_factory.mktemp("held_out") / "metadata.csv"
+    rows = (WORLD / "eval" / "metadata.csv").read_text().splitlines()[:3]
+    path.write_text("\n".join(rows).replace("videos/", f"{WORLD}/eval/videos/") + "\n")
+    return [*EPOCHS, f"evaluation.eval_clips={path}"]
+
+
+@pytest.fixture(scope="module")
+def straight_grpo(tmp_path_factory, epochs):
+    run = tmp_path_factory.mktemp("straight_grpo") / "run"
+    launch_grpo(f"run.output_dir={run}", *epochs)
+    return run
+
+
+def test_killed_and_told_to_stop(straight, tmp_path):
+    """train_reward_fl.py: SIGTERM, then SIGKILL at random moments, resumed each time."""
+    run, dice = tmp_path / "run", random.Random(7)
+    arguments = command("train_reward_fl.py", f"run.output_dir={run}", *STEPS)
+    # with a save at no step: where it stops is the signal's doing
+    with started([*arguments, "run.save_steps=100"]) as process:
+        wait_for_lines(process, run, 1)
+        process.terminate()
+        output = process.communicate()[0].decode()
+    assert process.returncode == 143 and "SIGTERM: stopped after step" in output, output[-3000:]
+    stopped = metrics(run)[-1]["step"]
+    assert stopped < 6 and os.readlink(run / "checkpoints" / "latest") == f"step-{stopped:06d}" and not strays(run)
+    for _ in range(KILLS or 2):
+        killed(arguments, run, dice)
+    launch(f"run.output_dir={run}", *STEPS)
+    assert_same(run, straight, 6)
+
+
+def test_killed_between_epochs(straight_grpo, epochs, tmp_path):
+    """train_flow_grpo.py, the same."""
+    run, dice = tmp_path / "run", random.Random(8)
+    arguments = command("train_flow_grpo.py", f"run.output_dir={run}", *epochs)
+    for _ in range(KILLS or 1):
+        killed(arguments, run, dice)
+    launch_grpo(f"run.output_dir={run}", *epochs)
+    assert_same(run, straight_grpo, 8)
+
+
+# -- in this process, where the moment can be chosen
+
+
+def send_sigterm(monkeypatch, owner, name, when):
+    """This process is sent SIGTERM in the call of owner.name that `when` is true of."""
+    function = getattr(owner, name)
+
+    def telling(*arguments, **settings):
+        if when(*arguments):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)  # until the thread has seen it
+        return function(*arguments, **settings)
+
+    monkeypatch.setattr(owner, name, telling)
+
+
+def test_sigterm_in_the_updates_finishes_the_epoch(straight_grpo, epochs, monkeypatch, capsys, tmp_path):
+    """And the same command goes on to what an uninterrupted run would have been."""
+    settings = [*GRPO_FAST, f"run.output_dir={tmp_path}", *epochs, "run.save_steps=100"]
+    send_sigterm(monkeypatch, checkpoint.MetricsFile, "append", lambda _self, step, _values: step == 2)
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 143 and "SIGTERM: stopped after step 4; the same command goes on from there" in out
+    assert metrics(tmp_path) == metrics(straight_grpo)[:5]
+    assert checkpoint.find_checkpoint(tmp_path, "auto").name == "step-000004"
+    monkeypatch.undo()
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 0 and "step-000004 at step 4" in out
+    assert metrics(tmp_path) == metrics(straight_grpo) and not strays(tmp_path)
+
+
+def test_sigterm_in_the_rollouts_saves_the_epoch_before(monkeypatch, capsys, tmp_path):
+    settings = [*GRPO_FAST, f"run.output_dir={tmp_path}", "train.max_steps=2", "run.save_steps=100"]
+    calls = []
+    # two passes an epoch: the third call is the first of the second epoch
+    send_sigterm(monkeypatch, blackbox, "begin", lambda *_: calls.append(1) or len(calls) == 3)
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 143 and "stopped after step 1" in out and len(calls) == 3
+    assert checkpoint.find_checkpoint(tmp_path, "auto").name == "step-000001" and len(metrics(tmp_path)) == 1
+
+
+# -- faults
+
+
+def out_of_space(monkeypatch, owner, name, fails):
+    """owner.name meets a full disk in the calls (from 0) that `fails` is true of."""
+    function, calls = getattr(owner, name), []
+
+    def failing(*arguments, **settings):
+        calls.append(1)
+        if fails(len(calls) - 1):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return function(*arguments, **settings)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+def test_a_full_disk_costs_one_checkpoint(monkeypatch, capsys, tmp_path):
+    settings = [*FAST, f"run.output_dir={tmp_path}", "train.max_steps=2", "run.save_steps=1"]
+    out_of_space(monkeypatch, checkpoint, "sha256", lambda call: call == 0)
+    out_of_space(monkeypatch, data, "write_video", lambda call: call == 1)
+    code, out, _ = call(monkeypatch, capsys, *settings)
+    assert code == 0 and len(metrics(tmp_path)) == 2
+    assert "warning: step 1: " in out and "step-000001 could not be written (No space left on device)" in out
+    assert "warning: step 2: " in out and "00.mp4 could not be written (No space left on device); training" in out
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best", "latest", "step-000002"]
+    assert not strays(tmp_path)
+
+
+def test_a_full_disk_at_the_end_stops_the_run(monkeypatch, capsys, tmp_path):
+    settings = [*FAST, f"run.output_dir={tmp_path}", "run.save_steps=1", "run.sample_videos=0"]
+    assert call(monkeypatch, capsys, *settings, "train.max_steps=1")[0] == 0
+    out_of_space(monkeypatch, checkpoint, "atomic_directory", lambda call: True)
+    code, _, error = call(monkeypatch, capsys, *settings, "train.max_steps=2")
+    assert code == 2 and "error: " in error and "step-000002 could not be written (No space left on device)" in error
+    assert "the checkpoints before it are as they were; free space there (run.keep_last: n" in error
+    assert os.readlink(tmp_path / "checkpoints" / "latest") == "step-000001" and not strays(tmp_path)
+    monkeypatch.undo()
+    # and a checkpoint that was cut off meanwhile is not taken: the run begins anew, and says so
+    state = tmp_path / "checkpoints" / "step-000001" / "state" / "state.pt"
+    os.truncate(state, 1000)
+    with pytest.warns(UserWarning, match="skipping checkpoint .*step-000001: state/state.pt has 1000 bytes of"):
+        code, out, _ = call(monkeypatch, capsys, *settings, "train.max_steps=2")
+    assert code == 0 and "resuming" not in out and len(metrics(tmp_path)) == 2
+
+
+def test_a_lost_cache_entry_says_how_to_go_on(monkeypatch, capsys, tmp_path):
+    table = (WORLD / "train" / "metadata.csv").read_text().splitlines()[:3]
+    (tmp_path / "metadata.csv").write_text("\n".join(table).replace("videos/", f"{WORLD}/train/videos/") + "\n")
+    settings = [
+        *FAST, f"run.output_dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "run.sample_videos=0",
+        f"data.file_name={tmp_path / 'metadata.csv'}",
+    ]  # fmt: skip
+    append = checkpoint.MetricsFile.append
+
+    def empties_the_cache(self, step, values):
+        append(self, step, values)
+        for path in (tmp_path / "cache" / "image").rglob("*.safetensors"):
+            path.write_bytes(b"\0" * 100)
+
+    monkeypatch.setattr(checkpoint.MetricsFile, "append", empties_the_cache)
+    code, _, error = call(monkeypatch, capsys, *settings, "train.max_steps=2", "run.save_steps=1")
+    assert code == 2 and "is missing or damaged although it was prepared" in error
+    assert "the same command computes it anew and goes on from the last checkpoint" in error
+    monkeypatch.undo()
+    code, out, _ = call(monkeypatch, capsys, *settings, "train.max_steps=2", "run.save_steps=1")
+    assert code == 0 and "at step 1" in out and len(metrics(tmp_path)) == 2
+
+
+# -- two processes, of which one is hit
+
+
+def hit(tmp_path, how, *settings):
+    """(the finished job, time.time() of the hit): rank 1 does `how` in its third call of the reward."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD.replace("HIT", how))
+    run = launch(
+        f"run.output_dir={tmp_path / 'run'}", f"reward.name={reward}:Hit", "reward.reward_model_path=null",
+        "reward.held_out_model_path=null", "train.max_steps=100", *settings, processes=2, check=False,
+    )  # fmt: skip
+    return run, float((tmp_path / "hit").read_text())
+
+
+REWARD = """
+import os, pathlib, signal, time
+from rewardfl.rewards.colour import ColourReward
+
+class Hit(ColourReward):
+    calls = 0
+
+    def forward(self, *arguments, **settings):
+        Hit.calls += 1
+        if os.environ.get("RANK") == "1" and Hit.calls == 3:
+            (pathlib.Path(__file__).parent / "hit").write_text(str(time.time()))
+            HIT
+        return super().forward(*arguments, **settings)
+"""
+
+
+def test_a_rank_that_raises_brings_the_job_down(tmp_path):
+    """With its message, before torchrun would kill the others (30 s)."""
+    run, when = hit(tmp_path, "raise RuntimeError('the reward of rank 1 is broken')")
+    assert run.returncode != 0 and "the reward of rank 1 is broken" in run.stderr
+    assert time.time() - when < 25
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
+    run, _ = hit(tmp_path, "os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.3)")
+    assert "SIGTERM: stopped after step" in run.stdout and run.returncode != 0
+    last = metrics(tmp_path / "run")[-1]["step"]
+    assert last < 10 and checkpoint.find_checkpoint(tmp_path / "run", "auto").name == f"step-{last:06d}"
+    assert run.stderr.count("exitcode  : 143") + run.stderr.count("exitcode: 143") >= 1

@@ -1,0 +1,102 @@
+"""What comes from outside (checkpoints, weights, the network, metadata.csv, the config) is data: it is not run."""
+
+import ast
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from runs import FAST, QUICK, WORLD, call
+
+from rewardfl import wan_load
+
+SOURCES = sorted(
+    path
+    for path in ROOT.rglob("*.py")
+    if not {".venv", "tests", "outputs", "build"} & set(path.relative_to(ROOT).parts)
+)
+LOADERS = {"pickle": {"load", "loads", "Unpickler"}, "dill": {"load", "loads"}, "joblib": {"load"}}
+UNSAFE_YAML = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
+
+
+def findings(source):
+    """Calls in a source text that could run what they read."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in (*LOADERS, "yaml"):
+            yield f"line {node.lineno}: from {node.module} import"  # would hide the calls below
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        owner, _, attribute = name.rpartition(".")
+        settings = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        unsafe = (
+            (name == "torch.load" and settings.get("weights_only") != "True")
+            or attribute in LOADERS.get(owner, ())
+            or (owner == "yaml" and attribute in UNSAFE_YAML and not _own_loader(settings, node))
+            or (name in ("np.load", "numpy.load") and settings.get("allow_pickle", "False") != "False")
+            or name in ("eval", "exec", "os.system")
+            or settings.get("shell") == "True"
+        )
+        if unsafe:
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def _own_loader(settings, node):
+    chosen = settings.get("Loader") or (ast.unparse(node.args[1]) if len(node.args) > 1 else "")
+    return chosen in ("yaml.SafeLoader", "_Loader")  # config._Loader is a SafeLoader
+
+
+def test_nothing_pickled_is_loaded():
+    assert len(SOURCES) > 60
+    found = {str(path.relative_to(ROOT)): list(findings(path.read_text())) for path in SOURCES}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.load(p)", "torch.load(p, weights_only=False)", "pickle.loads(b)", "yaml.load(t)", "yaml.unsafe_load(t)",
+        "yaml.load(t, Loader=yaml.Loader)", "np.load(p, allow_pickle=True)", "from pickle import loads", "eval(t)",
+        "subprocess.run(c, shell=True)",
+    ],
+)  # fmt: skip
+def test_the_check_itself(line):
+    assert list(findings(line)) and not list(findings("torch.load(p, weights_only=True); yaml.safe_load(t)"))
+
+
+def test_rows_cannot_write_outside(monkeypatch, capsys, tmp_path):
+    """Clips in a folder beside that of metadata.csv, and prompts like paths: what is written is named by numbers."""
+    table, run = tmp_path / "data" / "metadata.csv", tmp_path / "run"
+    table.parent.mkdir()
+    (tmp_path / "clips").mkdir()
+    with (WORLD / "train" / "metadata.csv").open() as file:
+        rows = list(csv.DictReader(file))[:2]
+    for i, row in enumerate(rows):
+        (tmp_path / "clips" / f"{i}.mp4").write_bytes((WORLD / "train" / row["video"]).read_bytes())
+    with table.open("w", newline="") as file:
+        lines = [(f"../clips/{i}.mp4", f"../../../escaped{i}/\\0 a person, talking") for i in range(2)]
+        csv.writer(file).writerows([("video", "prompt"), *lines])
+    before = {path for path in tmp_path.rglob("*")}
+    code, _, error = call(
+        monkeypatch, capsys, *FAST, f"run.output_dir={run}", f"data.file_name={table}", f"data.cache_dir={run}/cache",
+        "train.max_steps=1", "run.sample_videos=2", "sample.gradient_mode=last", "reward.kl_weight=0",
+    )  # fmt: skip
+    assert code == 0, error
+    assert [path for path in {*tmp_path.rglob("*")} - before if run not in (path, *path.parents)] == []
+    assert sorted(path.name for path in (run / "samples" / "step-000001").iterdir()) == ["00.mp4", "01.mp4"]
+
+
+def test_a_reward_of_ones_own_is_imported_only_when_it_is_named(monkeypatch, capsys, tmp_path):
+    reward = tmp_path / "my_reward.py"
+    reward.write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\nclass Mine: pass\n")
+    monkeypatch.setattr(wan_load, "load_pipeline", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    call(monkeypatch, capsys, *QUICK, f"run.output_dir={tmp_path / 'run'}", "--dry-run")
+    assert not (tmp_path / "imported").exists()
+    code, _, error = call(
+        monkeypatch, capsys, *QUICK, f"run.output_dir={tmp_path / 'run'}", f"reward.name={reward}:Mine",
+        "reward.reward_model_path=null", "reward.held_out_model_path=null",
+    )  # fmt: skip
+    assert code == 2 and "must be a subclass of rewardfl.rewards.Reward" in error
+    assert (tmp_path / "imported").exists() and Path.cwd() != tmp_path

@@ -1,0 +1,83 @@
+"""What a signal does between two step boundaries: in this process, and in one that is blocked."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+from rewardfl.signals import ECHO, Interruption
+
+
+def wait_for(interruption, number):
+    deadline = time.monotonic() + 20
+    while interruption.noted != number and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return interruption.noted
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_noted_and_agreed_on(number):
+    before = signal.getsignal(number)
+    with Interruption() as interruption:
+        interruption.listen()
+        assert not interruption.agreed(lambda own: own)
+        os.kill(os.getpid(), number)
+        assert wait_for(interruption, number) == number
+        assert interruption.agreed(lambda own: own)
+        assert interruption.exit_code == 128 + number and interruption.name == signal.Signals(number).name
+    assert signal.getsignal(number) == before
+
+
+def test_another_process_was_sent_one():
+    interruption, asked = Interruption(), []
+
+    def largest(own):
+        asked.append(own)
+        return 15
+
+    assert interruption.agreed(largest) and interruption.noted == 0 and interruption.exit_code == 143
+    assert interruption.agreed(largest) and asked == [0]  # no collective after all have agreed
+
+
+def test_before_listening_a_signal_does_what_it_always_does():
+    before = signal.getsignal(signal.SIGTERM)
+    with Interruption():
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+BLOCKED = """
+import os, signal, sys, time
+from rewardfl.signals import Interruption
+with Interruption() as interruption:
+    interruption.listen()
+    print("ready", flush=True)
+    read, _ = os.pipe()
+    if {deaf}:  # as in a collective: no instruction of the main thread runs, the lock is not held
+        import ctypes
+        for _ in range(9):
+            ctypes.CDLL(None).sleep(60)  # a signal ends one
+    while not interruption.agreed(lambda own: own):
+        time.sleep(0.01)
+sys.exit(interruption.exit_code)
+"""
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_second_signal_ends_a_blocked_process_at_once(deaf):
+    process = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED.format(deaf=deaf)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    if deaf:
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)  # the launcher's copy of the first one
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.5 * ECHO)
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143 and time.monotonic() - start < 10
