@@ -49,6 +49,7 @@ GRPO = [
     "train_flow_grpo.py", "--config", "configs/tiny_flow_grpo.yaml", *COMMON, "sample.num_inference_steps=5",
     "grpo.groups=4", "grpo.group_size=2", "grpo.window_size=2",
     "grpo.updates_per_epoch=2", "train.per_device_train_batch_size=2", "reward.name=colour",
+    "reward.motion_weight=0", "grpo.window_bounds=null", "grpo.same_noise_in_group=false",
     "reward.reward_model_path=null", "reward.held_out_model_path=null", "reward.coverage_weight=0",
     "reward.motion_weight=0", "evaluation.eval_clips=null",
     "evaluation.eval_inference_steps=2",

@@ -79,7 +79,7 @@ def test_settings_change_the_work(published):
     assert difference(inner_epochs=2) == pytest.approx(replays)
     assert difference(inner_epochs=3, guided=True, kl=True)["reference"] == pytest.approx(12 * expert.forward_frozen)
     assert difference(checkpointing=False) == pytest.approx({"replay recompute": -2 * expert.forward})
-    assert difference(updates_per_epoch=2, batch=4, samples_on="cpu", processes=2) == {}
+    assert difference(updates_per_epoch=3, batch=4, samples_on="cpu", processes=2) == {}
     # by epoch: a window of two steps and twice one of one
     mixed = plan_grpo.work(published, changed(windows=((3, 4), (5,), (5,))))
     assert mixed["replay backward"] == pytest.approx(4 / 3 * expert.backward)
