@@ -32,6 +32,7 @@ from rewardfl import (
     distributed,
     flow,
     grpo,
+    lora,
     plan_grpo,
     prepare,
     reward_flow,
@@ -44,7 +45,7 @@ from rewardfl import config as configuration
 from rewardfl import plan as planning
 from rewardfl.cache import Cache
 from rewardfl.config import GrpoConfig
-from rewardfl.monitor import Timer, alarms, peak_memory_gb, total_memory
+from rewardfl.monitor import Timer, alarms, deviation, means, peak_memory_gb, suspects, total_memory
 from rewardfl.optim import averaged, learning_rate_factor
 from rewardfl.rewards import blackbox
 from rewardfl.rewards.terms import RewardError, build_terms
@@ -135,15 +136,19 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     vae = load(("vae_decoder",)).vae.to(device)
-    model, trained = setup.load_experts(cfg, load, boundary, device)
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    model, trained = setup.load_experts(cfg, load, boundary, device, distributed.home(accelerator))
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if resume is not None:
+        state = setup.load_state(resume, len(samples))
+        for parameter, value in zip(parameters, state["parameters"], strict=True):
+            parameter.data.copy_(value)
     optimizer = torch.optim.AdamW(parameters, lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay)
     # a plain scheduler: accelerate's steps once per process
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, learning_rate_factor(cfg.train.lr_scheduler_type, cfg.train.warmup_steps, steps)
     )
+    policy, optimizer, parameters = distributed.prepare(accelerator, model, optimizer)
     average = EMAModel(parameters, decay=cfg.grpo.ema_decay)
-    policy, optimizer = distributed.prepare(accelerator, model, optimizer)
 
     # ---------------------------------------------------------------------------------- who rolls out what
     plan_of = partial(
@@ -153,20 +158,17 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
         updates=cfg.grpo.updates_per_epoch,
     )  # fmt: skip
     sampler = grpo.DistributedGroupSampler(partial(plan_of, rank=rank))
-    batches = DataLoader(Rows(samples, conditions), batch_sampler=sampler, collate_fn=together)
+    batches = DataLoader(Rows(samples, conditions, cfg.data.skip_bad_rows), batch_sampler=sampler, collate_fn=together)
     grpo.check_loader(batches, sampler)  # never prepared: the plan is this process's own
 
     # ---------------------------------------------------------------------------------- where an earlier run stopped
     metrics_file = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
     first_step, skipped_in_a_row, history = 0, 0, []
     if resume is not None:
-        state = setup.load_state(resume, len(samples))
-        for parameter, value in zip(parameters, state["parameters"], strict=True):
-            parameter.data.copy_(value)
         distributed.load_optimizer_state(accelerator, optimizer, parameters, state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         average.load_state_dict(state["average"])
-        average.to(device)
+        average.shadow_params = list(map(distributed.placed, average.shadow_params, parameters))
         first_step, skipped_in_a_row = state["step"], state["skipped_in_a_row"]
         say(f"resuming from {resume} at step {first_step}")
     if accelerator.is_main_process:
@@ -191,7 +193,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
         sampler.set_epoch(epoch)
         new = grpo.new_starts([plan_of(epoch, rank=other) for other in range(world)])
         rollouts, judging, starts = [], [], {}
-        for (members, conditioning), is_new in zip(batches, new, strict=True):
+        for (members, conditioning, found), is_new in zip(batches, new, strict=True):
             if interruption.agreed(largest):  # nothing was updated since the last epoch: nothing is lost
                 break
             conditioning = conditioning.to(device)
@@ -213,7 +215,8 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
             with timer("reward"):
                 judging.append(blackbox.begin(terms, video, [samples[member.row].references for member in members]))
             place = device if cfg.grpo.samples_on == "gpu" else torch.device("cpu")
-            rollouts.append(Rollout(members, conditioning.to(place), {i: step.to(place) for i, step in kept.items()}))
+            steps_kept = {i: step.to(place) for i, step in kept.items()}
+            rollouts.append(Rollout(members, conditioning.to(place), found, steps_kept))
         return rollouts, judging
 
     def advantages_of(
@@ -224,8 +227,10 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
             judged = [blackbox.finish(pending, cfg.reward.reward_timeout) for pending in judging]
         columns, valid, weights = zip(*(blackbox.weighed(terms, each, part_weights) for each in judged), strict=True)
         groups = torch.tensor([member.group_id for rollout in rollouts for member in rollout.members])
-        everyones = accelerator.gather([part.to(device) for part in (torch.cat(columns), groups, torch.cat(valid))])
-        rewards, group_ids, is_valid = (part.cpu() for part in everyones)
+        found = torch.cat([rollout.found for rollout in rollouts])  # one that stands in for another is in no group
+        parts = (torch.cat(columns), groups, torch.cat(valid) & found, ~found)
+        everyones = accelerator.gather([part.to(device) for part in parts])
+        rewards, group_ids, is_valid, replaced = (part.cpu() for part in everyones)
         values, logged = grpo.advantages(
             rewards, group_ids, group_size=cfg.grpo.group_size, std=cfg.grpo.advantage_std,
             combine=cfg.grpo.advantage_of, weights=weights[0], clip=cfg.grpo.advantage_clip, valid=is_valid,
@@ -236,8 +241,9 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
             say(f"reward: {problem} ({problems.count(problem)} samples)")
         if problems and not is_valid.any():
             raise RewardError(f"not one sample of the epoch could be judged; the first problem: {problems[0]}")
+        logged |= means("reward", measured) | {"data/replaced": float(replaced.sum())}
         own = values[rank * len(groups) : (rank + 1) * len(groups)].to(device)
-        return list(own.split(cfg.train.per_device_train_batch_size)), logged | means("reward", measured)
+        return list(own.split(cfg.train.per_device_train_batch_size)), logged
 
     def score_again(rollout: Rollout, i: int, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of step i of a rollout, and (B,) tensors to log."""
@@ -253,7 +259,8 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
             dt=kernel.dt(i), normalised=cfg.grpo.sde != "cps", reference_mean=reference_mean,
             kl_weight=cfg.grpo.kl_weight,
         )  # fmt: skip
-        return loss, logged | {"log_prob": log_prob.detach(), "old_log_prob": step.log_prob}
+        rows = torch.tensor([member.row for member in rollout.members], device=device)
+        return loss, logged | {"log_prob": log_prob.detach(), "old_log_prob": step.log_prob, "row": rows}
 
     def update(
         rollouts: list[Rollout], advantages: list[Tensor], window: tuple[int, ...], check: bool, timer: Timer
@@ -263,7 +270,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
         with timer("replay"), distributed.one_update(accelerator):
             for rollout, advantage in zip(rollouts, advantages, strict=True):
                 for i in window:
-                    with accelerator.accumulate(policy):
+                    with distributed.micro_batch(accelerator, policy):
                         loss, seen = score_again(rollout, i, advantage)
                         distributed.backward(accelerator, loss / accelerator.gradient_accumulation_steps)
                     losses.append(loss.detach())
@@ -276,57 +283,67 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
                 everyones[name].view(-1, len(window), cfg.train.per_device_train_batch_size).transpose(0, 1).flatten(1)
                 for name in ("log_prob", "old_log_prob")
             )
-            grpo.check_ratio(now, then, ratio_tolerance(cfg), window)
+            grpo.check_ratio(now, then, configuration.resolved_ratio_tolerance(cfg), window)
         with timer("optimizer"):
             rate = scheduler.get_last_lr()[0]
             norm = distributed.step(accelerator, optimizer, parameters, cfg.train.max_grad_norm)
             if math.isfinite(norm):
                 average.step(parameters)
             scheduler.step()
+        ids = [samples[row].row.id for row in everyones.pop("row").tolist()]
+        if not math.isfinite(norm):
+            say(f"gradient norm {norm}; it became so {suspects(ids, everyones['log_prob'].isfinite().tolist())}")
         loss = float(accelerator.gather(torch.stack(losses).mean()[None]).mean())
         return {"actor/loss": loss, "grad_norm": norm, "lr": rate} | grpo.policy_statistics(everyones)
 
-    def sample_clean(sample: prepare.Sample, seed: int) -> Tensor:
-        """(1, 3, F, H, W): a video by the ODE, of the weights as they are now."""
-        conditioning = conditions.conditioning(sample).to(device)
+    def sample_clean(clips: list[prepare.Sample], row: int, n: int = 0) -> tuple[int, Tensor]:
+        """(row, its video (3, F, H, W) by the ODE) of the weights as they are now; n: which of its noises."""
+        row, conditioning = conditions.readable(clips, row, cfg.data.skip_bad_rows)
+        seed = data.noise_seed(cfg.run.seed, -1, clips[row].row.id, n)
         x = data.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
-        x0 = reward_flow.rollout(velocity_of(model, conditioning), x, eval_sigmas, keep=()).x0
-        return decode.decode(vae, x0).float()
+        x0 = reward_flow.rollout(velocity_of(model, conditioning.to(device)), x, eval_sigmas, keep=()).x0
+        return row, decode.decode(vae, x0)[0].float()
 
     def evaluate() -> dict[str, float]:
         """eval/*: the held-out clips under every reward, each process judging its share."""
-        wanted = itertools.product(held_out, range(cfg.evaluation.eval_noises))
+        wanted = itertools.product(range(len(held_out)), range(cfg.evaluation.eval_noises))
         with averaged(average, parameters), torch.no_grad():
             measured = []
-            for sample, n in share.of(wanted):
-                video = sample_clean(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id, n))
-                pending = blackbox.begin(terms, video, [sample.references])
-                measured.append(blackbox.measured(terms, blackbox.finish(pending, cfg.reward.reward_timeout)))
+            for (row, n), mine in share.rounds(wanted):
+                row, video = sample_clean(held_out, row, n)
+                if mine:
+                    pending = blackbox.begin(terms, video[None], [held_out[row].references])
+                    measured.append(blackbox.measured(terms, blackbox.finish(pending, cfg.reward.reward_timeout)))
         measured = gather_lists(measured)
         spread = {f"eval/{term.label}_std": deviation(measured, term.label) for term in terms}
         return means("eval", measured) | spread
 
-    def save(step: int, judged: float | None, moments: dict) -> None:
-        """A checkpoint of the averaged weights, with all that going on takes, and sample videos."""
+    def save(step: int, judged: float | None) -> None:
+        """A checkpoint of the averaged weights, with all that going on takes, and sample videos.
+
+        On all processes, which may hold parts of the weights and of their moments.
+        """
         state = {
             "step": step, "skipped_in_a_row": skipped_in_a_row, "samples": len(samples),
-            "parameters": [parameter.detach().cpu().clone() for parameter in parameters],  # not the averaged ones
-            "average": average.state_dict(), "optimizer": moments, "scheduler": scheduler.state_dict(),
+            "scheduler": scheduler.state_dict(),
+            "parameters": distributed.gathered(parameters),  # not the averaged ones
+            "average": average.state_dict() | {"shadow_params": distributed.gathered(average.shadow_params)},
+            "optimizer": distributed.optimizer_state(accelerator, optimizer, parameters),
         }  # fmt: skip
-        with averaged(average, parameters), torch.no_grad():
-            with checkpoint.tolerant(say, step, last=step == steps or interruption.number != 0):
-                checkpoint.save_checkpoint(
-                    cfg.run.output_dir, step, lambda folder: setup.save_adapters(trained, folder), state, judged,
-                    cfg.run.keep_last,
-                )  # fmt: skip
+        with averaged(average, parameters):
+            adapters = {name: lora.adapter_state(expert) for name, expert in trained.items()}
+            if accelerator.is_main_process:
+                with checkpoint.tolerant(say, step, last=step == steps or interruption.number != 0):
+                    checkpoint.save_checkpoint(
+                        cfg.run.output_dir, step, partial(setup.save_adapters, trained, adapters), state, judged,
+                        cfg.run.keep_last,
+                    )  # fmt: skip
             if interruption.number:  # who sent a signal may not wait for videos
                 return
-            with checkpoint.tolerant(say, step, last=False):
-                for i, sample in enumerate((held_out or samples)[: cfg.run.sample_videos]):
-                    video = sample_clean(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id))
-                    path = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}" / f"{i:02d}.mp4"
-                    setup.write_video(cfg, sample, video[0], path)
-                    tracker.video(step, f"samples/{path.stem}", path)
+            shown = held_out or samples
+            folder = setup.sample_videos(cfg, shown, partial(sample_clean, shown), share, step)
+        accelerator.wait_for_everyone()
+        tracker.videos(step, folder)
 
     def log(step: int, metrics: dict[str, float]) -> None:
         if not accelerator.is_main_process:
@@ -379,14 +396,11 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
         if interruption.agreed(largest):
             break
         if reached(done, per_epoch, cfg.run.save_steps, steps):
-            moments = distributed.optimizer_state(accelerator, optimizer, parameters)
-            if accelerator.is_main_process:
-                save(done, score, moments)
+            save(done, score)
             accelerator.wait_for_everyone()
     if interruption.number:  # after an epoch, or in the rollouts of one, which have changed nothing
-        moments = distributed.optimizer_state(accelerator, optimizer, parameters)
-        if accelerator.is_main_process and done > 0 and not checkpoint.folder_of(cfg.run.output_dir, done).exists():
-            save(done, score, moments)
+        if largest(int(done > 0 and not checkpoint.folder_of(cfg.run.output_dir, done).exists())):
+            save(done, score)
         accelerator.wait_for_everyone()
     tracker.close()
     accelerator.end_training()
@@ -406,6 +420,7 @@ class Rollout:
 
     members: list[grpo.Member]
     conditioning: wan.Conditioning
+    found: Tensor  # (B,) bool: the conditioning is the member's; another clip's stands in for one that is lost
     steps: dict[int, sde.Step]
 
 
@@ -415,39 +430,21 @@ class Rows(Dataset):
 
     samples: list[prepare.Sample]
     conditions: prepare.Conditions
+    skip: bool  # data.skip_bad_rows
 
-    def __getitem__(self, member: grpo.Member) -> tuple[grpo.Member, wan.Conditioning]:
-        return member, self.conditions.conditioning(self.samples[member.row])
-
-
-def together(items: list[tuple[grpo.Member, wan.Conditioning]]) -> tuple[list[grpo.Member], wan.Conditioning]:
-    members, conditionings = zip(*items, strict=True)
-    return list(members), wan.Conditioning.stack(conditionings)
+    def __getitem__(self, member: grpo.Member) -> tuple[grpo.Member, wan.Conditioning, bool]:
+        row, conditioning = self.conditions.readable(self.samples, member.row, self.skip)
+        return member, conditioning, row == member.row
 
 
-def ratio_tolerance(cfg: GrpoConfig) -> float:
-    if cfg.grpo.ratio_tolerance is not None:
-        return cfg.grpo.ratio_tolerance
-    return 0.0 if cfg.model.dtype == "float32" else 0.1 * cfg.grpo.clip_range
+def together(items: list) -> tuple[list[grpo.Member], wan.Conditioning, Tensor]:
+    members, conditionings, found = zip(*items, strict=True)
+    return list(members), wan.Conditioning.stack(conditionings), torch.tensor(found)
 
 
 def reached(done: int, per_epoch: int, every: int, steps: int) -> bool:
     """Whether the epoch that ends with step `done` has a multiple of `every` in it, or is the last."""
     return done // every > (done - per_epoch) // every or done == steps
-
-
-def deviation(measured: list[dict[str, Tensor]], name: str) -> float:
-    """Of the samples that have a value."""
-    values = torch.cat([each[name] for each in measured])
-    return float(values[~values.isnan()].std(correction=0))
-
-
-def means(where: str, measured: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Metrics from what was measured of samples, (B,) each; a sample without a value counts nowhere."""
-    names = {name: None for each in measured for name in each}
-    values = {name: torch.cat([each[name] for each in measured if name in each]) for name in names}
-    known = {"face_score": "actor/face_score"} if where == "reward" else {}
-    return {known.get(name, f"{where}/{name}"): float(each.nanmean()) for name, each in values.items()}
 
 
 if __name__ == "__main__":

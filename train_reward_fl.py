@@ -13,7 +13,6 @@ One update, for every sample of the batch:
 import math
 import os
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -22,12 +21,12 @@ from accelerate.utils import gather_object as gather_lists
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import checkpoint, data, decode, distributed, flow, prepare, reward_flow, setup, wan, wan_load
+from rewardfl import checkpoint, data, decode, distributed, flow, lora, prepare, reward_flow, setup, wan, wan_load
 from rewardfl import config as configuration
 from rewardfl import plan as planning
 from rewardfl.cache import Cache
 from rewardfl.config import RunConfig
-from rewardfl.monitor import Timer, alarms, peak_memory_gb, recent_mean, total_memory
+from rewardfl.monitor import Timer, alarms, peak_memory_gb, recent_mean, suspects, total_memory
 from rewardfl.optim import learning_rate_factor
 from rewardfl.rewards.terms import build_terms, check_trainable, score, total
 from rewardfl.signals import Interruption
@@ -107,21 +106,25 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     vae = load(("vae_decoder",)).vae.to(device)
-    model, trained = setup.load_experts(cfg, load, boundary, device, skip=["high_noise"] if cached else ())
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay)
+    away = ["high_noise"] if cached else []
+    model, trained = setup.load_experts(cfg, load, boundary, device, distributed.home(accelerator), skip=away)
+    if resume is not None:
+        state = setup.load_state(resume, len(samples), global_batch)
+        setup.load_adapters(trained, resume)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay,
+    )  # fmt: skip
     # a plain scheduler: accelerate's steps once per process
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, learning_rate_factor(cfg.train.lr_scheduler_type, cfg.train.warmup_steps, steps)
     )
-    policy, optimizer = distributed.prepare(accelerator, model, optimizer)
+    policy, optimizer, parameters = distributed.prepare(accelerator, model, optimizer)
 
     # ---------------------------------------------------------------------------------- where an earlier run stopped
     metrics_file = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
     first_step, skipped_in_a_row, history = 0, 0, []
     if resume is not None:
-        setup.load_adapters(trained, resume)
-        state = setup.load_state(resume, len(samples), global_batch)
         distributed.load_optimizer_state(accelerator, optimizer, parameters, state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         first_step, skipped_in_a_row = state["step"], state["skipped_in_a_row"]
@@ -137,13 +140,23 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
     tracker = open_tracker(shown_by, cfg.run.output_dir, configuration.flat(cfg), first_step)
 
     # ---------------------------------------------------------------------------------- the pieces of a step
-    def start_latents(sample: prepare.Sample, seed: int, conditioning: wan.Conditioning) -> Tensor:
-        """(1, C, T, h, w) that the rollout starts from: noise, or what the high-noise expert makes of it."""
-        if start:
-            return conditions.boundary_latents(sample, seed, sigmas[: start + 1]).to(device)
-        return data.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
-
     per_process = accumulation * cfg.train.per_device_train_batch_size  # DDP averages over the processes
+
+    def inputs(epoch: int, row: int) -> tuple[wan.Conditioning, Tensor]:
+        """All that is read of a sample: its conditioning and the latents that the rollout starts from.
+
+        It starts from noise, or from what the high-noise expert makes of it. Epoch -1 is that of the sample videos.
+        """
+        sample, name = samples[row], samples[row].row.id
+        conditioning = conditions.conditioning(sample).to(device)
+        seed = noise_seed(cfg, name, epoch)
+        if start:
+            return conditioning, conditions.boundary_latents(sample, seed, sigmas[: start + 1]).to(device)
+        return conditioning, data.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
+
+    def read(epoch: int, row: int) -> tuple[int, tuple[wan.Conditioning, Tensor]]:
+        """(row, inputs), of another row where the cache lost this one's and data.skip_bad_rows."""
+        return prepare.readable(samples, row, partial(inputs, epoch), cfg.data.skip_bad_rows, tqdm.write)
 
     def micro_step(step: int, micro: int, timer: Timer) -> dict[str, Tensor]:
         """Add the gradients of one micro-batch; what is logged of each of its samples, (B,) tensors."""
@@ -152,22 +165,18 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
             accumulation=accumulation, processes=accelerator.num_processes, num_rows=len(samples), seed=cfg.run.seed,
             shapes=[sample.size for sample in samples],  # one forward pass takes clips of one size
         )  # fmt: skip
-        chosen = [samples[row] for _, row in batch]
         with timer("encode"):
-            conditioning = wan.Conditioning.stack([conditions.conditioning(sample) for sample in chosen]).to(device)
-            velocity = wan.Velocity(policy, conditioning)
-            seeds = [
-                data.training_noise_seed(cfg.run.seed, epoch, samples[row].row.id, cfg.sample.noises_per_sample)
-                for epoch, row in batch
-            ]
-            x = torch.cat([start_latents(*pair, conditioning) for pair in zip(chosen, seeds, strict=True)])
+            rows, found = zip(*(read(epoch, row) for epoch, row in batch), strict=True)
+            conditionings, latents = zip(*found, strict=True)
+            velocity = wan.Velocity(policy, wan.Conditioning.stack(conditionings))
+            x = torch.cat(latents)
         with timer("rollout"):
             trajectory = reward_flow.rollout(velocity, x, sigmas, active, start)
         with timer("decode"):
             decoded = decode.decode_with_caches(vae, trajectory.x0, cfg.train.decode_caches)
         with timer("reward"):
             video = decoded.video.float().requires_grad_()  # (B, 3, F, H, W) in [-1, 1]
-            outputs = score(terms, video, [sample.references for sample in chosen])
+            outputs = score(terms, video, [samples[row].references for row in rows])
             gained = total(terms, outputs)  # (B,)
             (grad_video,) = torch.autograd.grad(-gained.sum() / per_process, video)
         with timer("decode"):
@@ -178,10 +187,14 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
                 velocity, trajectory, sigmas, active, grad_x0, coupling,
                 reference=velocity.reference, kl_weight=cfg.reward.kl_weight / per_process,
                 kl_gradient=cfg.reward.kl_gradient, backward=partial(distributed.backward, accelerator),
-                micro_batch=lambda: accelerator.accumulate(policy),
+                micro_batch=partial(distributed.micro_batch, accelerator, policy),
             )  # fmt: skip
         out, *others = outputs
+        finite = (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & kl.isfinite()
         logged = {"score": out.score, "valid": out.valid.float(), "total": gained, "kl": kl} | out.parts
+        replaced = [row != wanted for row, (_, wanted) in zip(rows, batch, strict=True)]
+        logged |= {"finite": finite, "replaced": torch.tensor(replaced, device=device)}
+        logged |= {"row": torch.tensor(rows, device=device)}
         for term, other in zip(terms[1:], others, strict=True):
             logged[term.label] = other.score.where(other.valid, math.nan)
         return {name: values.detach() for name, values in logged.items()}
@@ -189,25 +202,34 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
     def largest(number: int) -> int:
         return int(accelerator.gather(torch.tensor([number], device=device)).max())
 
-    def save(done: int, moments: dict) -> None:
-        """A checkpoint and sample videos."""
+    def generate(row: int) -> tuple[int, Tensor]:
+        """(row, its video (3, F, H, W)) as the weights are now, always from the same noise."""
+        row, (conditioning, x) = read(-1, row)
+        x0 = reward_flow.rollout(wan.Velocity(model, conditioning), x, sigmas, keep=(), start=start).x0
+        return row, decode.decode(vae, x0)[0]
+
+    def save(done: int) -> None:
+        """A checkpoint and sample videos. On all processes, which may hold parts of the weights and moments."""
         state = {
             "step": done, "skipped_in_a_row": skipped_in_a_row, "samples": len(samples),
-            "global_batch": global_batch, "optimizer": moments, "scheduler": scheduler.state_dict(),
+            "global_batch": global_batch, "scheduler": scheduler.state_dict(),
+            "optimizer": distributed.optimizer_state(accelerator, optimizer, parameters),
         }  # fmt: skip
+        adapters = {name: lora.adapter_state(expert) for name, expert in trained.items()}
         # judged by the steps since the last save that the configuration asks for, so that a resumed run finds the same
         since = (done - 1) // cfg.run.save_steps * cfg.run.save_steps
         judged = recent_mean(history, since, ["reward/held_out", "reward/mean"])
-        with checkpoint.tolerant(say, done, last=done == steps or interruption.number != 0):
-            checkpoint.save_checkpoint(
-                cfg.run.output_dir, done, lambda folder: setup.save_adapters(trained, folder), state, judged,
-                cfg.run.keep_last,
-            )  # fmt: skip
+        if accelerator.is_main_process:
+            with checkpoint.tolerant(say, done, last=done == steps or interruption.number != 0):
+                checkpoint.save_checkpoint(
+                    cfg.run.output_dir, done, partial(setup.save_adapters, trained, adapters), state, judged,
+                    cfg.run.keep_last,
+                )  # fmt: skip
         if interruption.number:  # who sent a signal may not wait for videos
             return
-        with checkpoint.tolerant(say, done, last=False):
-            for path in save_videos(cfg, samples, vae, model, conditions, start_latents, sigmas, start, done):
-                tracker.video(done, f"samples/{path.stem}", path)
+        folder = setup.sample_videos(cfg, samples, generate, share, done)
+        accelerator.wait_for_everyone()
+        tracker.videos(done, folder)
 
     # ---------------------------------------------------------------------------------- Go!
     interruption.listen()
@@ -223,6 +245,8 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
                 rate = scheduler.get_last_lr()[0]
                 norm = distributed.step(accelerator, optimizer, parameters, cfg.train.max_grad_norm)
                 scheduler.step()
+        seen = [samples[row].row.id for row in logged.pop("row").tolist()]
+        finite = logged.pop("finite").tolist()
         metrics = summary(cfg, logged) | {
             "grad_norm": norm,
             "lr": rate,
@@ -238,7 +262,8 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
             with checkpoint.tolerant(say, done, last=done == steps):
                 metrics_file.append(done, metrics)
             if skipped_in_a_row:
-                say(f"step {done}: gradient norm {norm}, update skipped ({skipped_in_a_row} in a row)")
+                say(f"step {done}: gradient norm {norm}, update skipped ({skipped_in_a_row} in a row); it became so "
+                    f"{suspects(seen, finite)}")  # fmt: skip
             if done % cfg.run.logging_steps == 0:
                 tracker.log(done, metrics)
                 for warning in alarms(history, cfg.reward.motion_alarm):
@@ -247,9 +272,7 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
             raise SystemExit(f"stopped at step {done}: {skipped_in_a_row} updates in a row had a non-finite gradient")
         due = done % cfg.run.save_steps == 0 or done == steps
         if interruption.agreed(largest) or due:
-            moments = distributed.optimizer_state(accelerator, optimizer, parameters)
-            if accelerator.is_main_process:
-                save(done, moments)
+            save(done)
             accelerator.wait_for_everyone()
         if interruption.number:
             break
@@ -265,42 +288,33 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
 # --------------------------------------------------------------------------------------------------------------------
 
 
+def noise_seed(cfg: RunConfig, sample_id: str, epoch: int) -> int:
+    """Of what a sample is trained on in an epoch; of its sample videos for epoch -1."""
+    if epoch < 0:
+        return data.noise_seed(cfg.run.seed, epoch, sample_id)
+    return data.training_noise_seed(cfg.run.seed, epoch, sample_id, cfg.sample.noises_per_sample)
+
+
 def noise_seeds(cfg: RunConfig, samples: list[prepare.Sample]) -> list[tuple[prepare.Sample, int]]:
     """Every sample with each of the noises it is trained on, and the first ones with that of their sample videos."""
-    count = cfg.sample.noises_per_sample
-    trained = [
-        (sample, data.training_noise_seed(cfg.run.seed, epoch, sample.row.id, count))
-        for sample in samples
-        for epoch in range(count)
-    ]
-    shown = samples[: cfg.run.sample_videos]
-    return trained + [(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id)) for sample in shown]
+    epochs = range(cfg.sample.noises_per_sample)
+    trained = [(sample, noise_seed(cfg, sample.row.id, epoch)) for sample in samples for epoch in epochs]
+    return trained + [(sample, noise_seed(cfg, sample.row.id, -1)) for sample in samples[: cfg.run.sample_videos]]
 
 
 def summary(cfg: RunConfig, logged: dict[str, Tensor]) -> dict[str, float]:
     """Metrics of a step from what was logged of each sample; means are over valid samples."""
     valid = logged.pop("valid").bool()
-    kl, gained = logged.pop("kl"), logged.pop("total")
+    kl, gained, replaced = logged.pop("kl"), logged.pop("total"), logged.pop("replaced")
     metrics = {
         "actor/loss": float(cfg.reward.kl_weight * kl.mean() - gained.mean()),
         "actor/kl_loss": float(kl.mean()),
         "reward/valid_fraction": float(valid.float().mean()),
+        "data/replaced": float(replaced.sum()),
     }
     names = {"score": "reward/mean", "face_score": "actor/face_score"}
     # nan where no sample is valid
     return metrics | {names.get(name, f"reward/{name}"): float(each[valid].nanmean()) for name, each in logged.items()}
-
-
-@torch.no_grad()
-def save_videos(cfg, samples, vae, model, conditions, start_latents, sigmas, start, step: int) -> Iterator[Path]:
-    """samples/step-*/<row>.mp4: the real clip, its face marked, beside the generated one (noise of epoch -1)."""
-    folder = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
-    for i, sample in enumerate(samples[: cfg.run.sample_videos]):
-        conditioning = conditions.conditioning(sample).to(vae.device)
-        x = start_latents(sample, data.noise_seed(cfg.run.seed, -1, sample.row.id), conditioning)
-        x0 = reward_flow.rollout(wan.Velocity(model, conditioning), x, sigmas, keep=(), start=start).x0
-        setup.write_video(cfg, sample, decode.decode(vae, x0)[0], folder / f"{i:02d}.mp4")
-        yield folder / f"{i:02d}.mp4"
 
 
 if __name__ == "__main__":

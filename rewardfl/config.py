@@ -150,7 +150,8 @@ class Data:
     # Folder for what is computed once per clip: text embeddings, image latents, face pools, boundary latents. null:
     # <run.output_dir>/cache. Runs may share one; all processes must see the same.
     cache_dir: Text | None = None
-    # Leave out rows that cannot be used (and say how many) instead of stopping with a list of them.
+    # Leave out rows that cannot be used (and say which) instead of stopping with a list of them; of a clip whose cache
+    # entries are lost during the run, train on the next one instead, and count it (data/replaced).
     skip_bad_rows: bool = False
 
 
@@ -818,6 +819,13 @@ def resolved_coupling(cfg: RunConfig) -> float:
     if cfg.sample.coupling is not None:
         return cfg.sample.coupling
     return COUPLING[cfg.sample.gradient_mode]
+
+
+def resolved_ratio_tolerance(cfg: GrpoConfig) -> float:
+    """How far the replayed log-probabilities may be from the rollout's: not at all in float32."""
+    if cfg.grpo.ratio_tolerance is not None:
+        return cfg.grpo.ratio_tolerance
+    return 0.0 if cfg.model.dtype == "float32" else 0.1 * cfg.grpo.clip_range
 
 
 @dataclass(frozen=True, kw_only=True)

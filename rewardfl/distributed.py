@@ -1,13 +1,17 @@
-"""What the training scripts do through accelerate: one process, DistributedDataParallel or DeepSpeed ZeRO-2 alike.
+"""What the training scripts do through accelerate: one process, DDP, FSDP2 or DeepSpeed ZeRO-2 alike.
 
 An update is
 
     with one_update(accelerator):
-        ... forward passes and `backward`s ...
+        for ...:
+            with micro_batch(accelerator, policy):
+                ... forward passes and one `backward` ...
     norm = step(accelerator, optimizer, parameters, max_norm)
 
-and the gradients are reduced over the processes once, whatever the number of backwards. Under DDP the last backward
-does it (accelerate counts them, see `accelerator.accumulate`), under ZeRO-2 the end of `one_update`.
+Under DDP the last backward reduces the gradients over the processes (accelerate counts them), under ZeRO-2 the end of
+`one_update`, whatever the number of backwards. Under FSDP2 every backward does: a module whose last backward is not
+the update's last, as one of two experts has, would otherwise keep its gradients to itself. What is reduced is a LoRA's
+gradients, beside the base model's weights, which each forward and backward gather anyway.
 
 DeepSpeed is driven through its engine, not through accelerate's wrapper of it, which calls `engine.step()` inside the
 last backward: before anything could be checked, and before a reduction that spans all backwards. DeepSpeed's own
@@ -33,10 +37,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rewardfl.config import AnyConfig, trainable_experts
 
@@ -125,17 +131,30 @@ def check_processes(accelerator: Accelerator, environment: os._Environ | dict[st
             f"the launcher started {world} processes, accelerate sees {accelerator.num_processes} "
             f"({accelerator.distributed_type.value}): each would train alone"
         )
-    if accelerator.distributed_type == DistributedType.FSDP:
-        raise LaunchError(
-            "FSDP: the parameters would be in parts, and clipping, averaging and checkpoints here want them whole; use "
-            "configs/accelerate/ddp.yaml, with docs/guide.md section 5 where memory is short"
-        )
     if accelerator.mixed_precision != "no":
         raise LaunchError(f"accelerate's mixed_precision is {accelerator.mixed_precision}; set mixed_precision: no")
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None and plugin.zero_stage != 2:
         raise LaunchError(
             f"DeepSpeed's zero_stage is {plugin.zero_stage}; take 2 (configs/accelerate/zero2_offload.yaml), or DDP"
+        )
+    if accelerator.distributed_type == DistributedType.FSDP:
+        check_fsdp(accelerator.state.fsdp_plugin)
+
+
+def check_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
+    """LaunchError for what would train something else than configs/accelerate/fsdp2.yaml does."""
+    if plugin.fsdp_version != 2:
+        raise LaunchError(f"fsdp_version is {plugin.fsdp_version}; set fsdp_version: 2 (configs/accelerate/fsdp2.yaml)")
+    if plugin.reshard_after_forward is not True:
+        raise LaunchError(
+            f"fsdp_reshard_after_forward is {plugin.reshard_after_forward}: the next rollout would be by the weights "
+            "gathered for the last one; set it to true"
+        )
+    if plugin.activation_checkpointing or plugin.cpu_ram_efficient_loading:
+        raise LaunchError(
+            "fsdp_activation_checkpointing and fsdp_cpu_ram_efficient_loading must be false: "
+            "train.use_gradient_checkpointing does the one, and every process loads the weights here"
         )
 
 
@@ -159,16 +178,25 @@ def _launcher() -> list[str]:
         return []
 
 
+def home(accelerator: Accelerator) -> torch.device:
+    """Where trained experts belong before `prepare`: FSDP moves them block by block, and no GPU holds a whole one."""
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    return torch.device("cpu") if sharded else accelerator.device
+
+
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """(what is called to train, the optimizer). `model`'s parameters stay the objects they are, and whole."""
+) -> tuple[nn.Module, AcceleratedOptimizer, list[nn.Parameter]]:
+    """(what is called to train, the optimizer, the trained parameters: others than before under FSDP).
+
+    With their final values in the model: ZeRO-2 takes its copy of them here.
+    """
     accumulation = accelerator.gradient_accumulation_steps
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.gradient_accumulation_steps = 1  # as its configuration says, or accelerate warns and takes that
-    prepared = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.gradient_accumulation_steps = accumulation
-    return prepared
+    return model, optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -185,6 +213,12 @@ def one_update(accelerator: Accelerator) -> contextlib.AbstractContextManager:
     """Around all backwards of an update, on every process as many."""
     engine = _engine(accelerator)
     return contextlib.nullcontext() if engine is None else engine.coalesce_grad_reduction()
+
+
+def micro_batch(accelerator: Accelerator, policy: nn.Module) -> contextlib.AbstractContextManager:
+    """Around the forward passes and the backward of each of an update's micro-batches."""
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    return contextlib.nullcontext() if sharded else accelerator.accumulate(policy)
 
 
 def backward(accelerator: Accelerator, loss: Tensor) -> None:
@@ -208,7 +242,7 @@ def step(
     if engine is not None:
         engine.step()
         return float(engine.get_global_grad_norm())
-    norm = float(accelerator.clip_grad_norm_(parameters, max_norm))
+    norm = float(whole(accelerator.clip_grad_norm_(parameters, max_norm)))
     if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad()
@@ -216,27 +250,49 @@ def step(
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Tensors of which each process may hold a part
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of it. On all processes: under FSDP each has a part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of all of them, whole and on the CPU. On all processes."""
+    return [whole(tensor.detach()).cpu().clone() for tensor in tensors]
+
+
+def placed(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A whole tensor as `parameter` lies: on its device, and under FSDP in the same parts."""
+    tensor = tensor.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+
+
 # The optimizer's state, the same whatever runs: torch's AdamW's, by the position of the parameter
 
 
 def optimizer_state(
     accelerator: Accelerator, optimizer: AcceleratedOptimizer, parameters: Sequence[nn.Parameter]
 ) -> dict[str, Any]:
-    """What `optimizer.state_dict()` of one process gives. On all processes: under ZeRO-2 each has a part of it."""
+    """What `optimizer.state_dict()` of one process gives. On all processes, which may hold parts of it."""
     if _engine(accelerator) is None:
-        return optimizer.state_dict()
+        state = optimizer.state_dict()
+        return state | {"state": {i: {name: whole(v) for name, v in of.items()} for i, of in state["state"].items()}}
     adam, flat = _adam(accelerator)
     state = adam.state[flat]  # of the part that is here: step, exp_avg, exp_avg_sq; nothing before the first update
     # a process may hold padding alone, but all step together
     parts = {name: value for name, value in state.items() if value.ndim}
-    whole = {
+    gathered = {
         i: {"step": state["step"].cpu().clone()}
         | {name: _gather_part(accelerator, parameter, value) for name, value in parts.items()}
         for i, parameter in enumerate(parameters)
         if parts
     }
     group = {name: value for name, value in adam.param_groups[0].items() if name != "params"}
-    return {"state": whole, "param_groups": [group | {"params": list(range(len(parameters)))}]}
+    return {"state": gathered, "param_groups": [group | {"params": list(range(len(parameters)))}]}
 
 
 def load_optimizer_state(
@@ -245,13 +301,15 @@ def load_optimizer_state(
     parameters: Sequence[nn.Parameter],
     state: dict[str, Any],
 ) -> None:
-    """Go on from an `optimizer_state`. After the parameters got their values: ZeRO-2 takes its copy of them here."""
+    """Go on from an `optimizer_state`."""
     if _engine(accelerator) is None:
-        optimizer.load_state_dict(state)
+        lying = {
+            i: {name: placed(value, parameters[i]) if value.ndim else value for name, value in of.items()}
+            for i, of in state["state"].items()
+        }
+        optimizer.load_state_dict(state | {"state": lying})
         return
     adam, flat = _adam(accelerator)
-    for parameter in parameters:
-        _copy_part(parameter, parameter.data, flat.data)
     adam.param_groups[0].update({name: value for name, value in state["param_groups"][0].items() if name != "params"})
     if not state["state"]:
         return
@@ -284,11 +342,11 @@ def _places(parameter: nn.Parameter) -> tuple[slice, slice] | None:
 
 def _gather_part(accelerator: Accelerator, parameter: nn.Parameter, vector: Tensor) -> Tensor:
     """What the vectors of all processes hold for `parameter`, of its shape, on the CPU."""
-    whole, places = torch.zeros(parameter.numel(), dtype=vector.dtype, device=accelerator.device), _places(parameter)
+    values, places = torch.zeros(parameter.numel(), dtype=vector.dtype, device=accelerator.device), _places(parameter)
     if places is not None:
         inside, outside = places
-        whole[inside] = vector[outside].to(whole.device)
-    return accelerator.reduce(whole, "sum").view_as(parameter).cpu()
+        values[inside] = vector[outside].to(values.device)
+    return accelerator.reduce(values, "sum").view_as(parameter).cpu()
 
 
 def _copy_part(parameter: nn.Parameter, value: Tensor, vector: Tensor) -> None:

@@ -14,6 +14,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from rewardfl.distributed import whole
 from rewardfl.lora_files import Lora, load, read_lora
 from rewardfl.shards import Refused
 
@@ -115,22 +116,26 @@ def reference(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_state(model: WanTransformer3DModel) -> dict[str, Tensor]:
-    """The policy adapter's weights by diffusers name (blocks.0.attn1.to_q.lora_A.weight, ...), on the CPU."""
+    """The policy adapter's weights by diffusers name (blocks.0.attn1.to_q.lora_A.weight, ...), whole, on the CPU.
+
+    On all processes: under FSDP each has a part of them.
+    """
     state = get_peft_model_state_dict(model, adapter_name=POLICY)
-    return {name: value.detach().cpu().contiguous() for name, value in state.items()}
+    return {name: whole(value.detach()).cpu().contiguous() for name, value in state.items()}
 
 
-def save_adapter(model: WanTransformer3DModel, folder: Path) -> None:
+def save_adapter(model: WanTransformer3DModel, folder: Path, state: dict[str, Tensor] | None = None) -> None:
     """Write folder/pytorch_lora_weights.safetensors as `pipe.load_lora_weights` reads it, alpha in the metadata.
 
-    OSError when the disk does not take it.
+    state: the model's adapter_state, where one process writes what all have gathered. OSError when the disk does not
+    take it.
     """
     config = model.peft_config[POLICY]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         WanImageToVideoPipeline.save_lora_weights(
             folder,
-            transformer_lora_layers=adapter_state(model),
+            transformer_lora_layers=adapter_state(model) if state is None else state,
             transformer_lora_adapter_metadata=config.to_dict(),
             weight_name=WEIGHTS_NAME,
         )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 
 class Timer:
@@ -44,6 +45,31 @@ def recent_mean(history: Sequence[dict[str, float]], since: int, keys: Sequence[
         if values:
             return sum(values) / len(values)
     return None
+
+
+def means(where: str, measured: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """Metrics <where>/<name> from what was measured of samples, (B,) each; one without a value counts nowhere."""
+    names = {name: None for each in measured for name in each}
+    values = {name: torch.cat([each[name] for each in measured if name in each]) for name in names}
+    known = {"face_score": "actor/face_score"} if where == "reward" else {}
+    return {known.get(name, f"{where}/{name}"): float(each.nanmean()) for name, each in values.items()}
+
+
+def deviation(measured: Sequence[dict[str, Tensor]], name: str) -> float:
+    """Of the samples that have a value."""
+    values = torch.cat([each[name] for each in measured])
+    return float(values[~values.isnan()].std(correction=0))
+
+
+def suspects(ids: Sequence[str], finite: Sequence[bool]) -> str:
+    """Which of an update's samples a gradient that is not finite may come from.
+
+    finite: of each sample, whether its own values were, before the backward pass.
+    """
+    broken = dict.fromkeys(one for one, fine in zip(ids, finite, strict=True) if not fine)
+    if broken:
+        return f"not finite already before the backward pass: {', '.join(broken)}"
+    return f"in the backward pass of {', '.join(dict.fromkeys(ids))}"
 
 
 def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int = 10) -> Iterator[str]:

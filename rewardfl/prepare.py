@@ -4,8 +4,10 @@ Each kind of entry is keyed by all that it depends on, so a changed clip, prompt
 and a run whose entries are all there loads neither text encoder, VAE encoder, nor what made the boundary latents.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from diffusers import WanImageToVideoPipeline
@@ -17,6 +19,7 @@ from rewardfl.cache import Cache, Key
 from rewardfl.rewards import Reward
 
 Number = int | float | None
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,15 @@ class Share:
     def of(self, items: Iterable) -> list:
         # by position among all items, not among those that are missing: others write while we look
         return list(items)[self.rank :: self.processes]
+
+    def rounds(self, items: Iterable) -> list[tuple[Any, bool]]:
+        """`of(items)`, each with True, and on a process with fewer another one's, with False.
+
+        So every process has as many: a forward pass under FSDP needs them all.
+        """
+        items = list(items)
+        own = [(item, True) for item in self.of(items)]
+        return own + [(item, False) for item in items[:1]] * (math.ceil(len(items) / self.processes) - len(own))
 
 
 def fill(
@@ -70,13 +82,29 @@ def read(store: Cache, key: Key) -> dict[str, Tensor]:
         raise CacheError(
             f"{store.path(key)} is missing or damaged although it was prepared; data.cache_dir must be on a disk that "
             "all processes share, and is not to be emptied during a run; the same command computes it anew and goes on "
-            "from the last checkpoint"
+            "from the last checkpoint (data.skip_bad_rows: true would go on without the clip)"
         )
     return entry
 
 
 class CacheError(RuntimeError):
     """The cache lost an entry."""
+
+
+def readable(
+    samples: Sequence["Sample"], row: int, read_of: Callable[[int], T], skip: bool, say: Callable[[str], None]
+) -> tuple[int, T]:
+    """(row, read_of(row)); where that is a CacheError and `skip`, the next row of the same size that can be read."""
+    after = [other % len(samples) for other in range(row + 1, row + len(samples))]
+    candidates = [row, *(other for other in after if samples[other].size == samples[row].size)]
+    for other in candidates:
+        try:
+            return other, read_of(other)
+        except CacheError as error:
+            if not skip:
+                raise
+            say(f"skipped: {samples[other].row.id}: {error}")
+    raise CacheError(f"no clip of the size of {samples[row].row.id} can be read from the cache any more")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -238,6 +266,10 @@ class Conditions:
     def conditioning(self, sample: Sample) -> wan.Conditioning:
         """Of one sample, on the CPU."""
         return wan.Conditioning(self.text_of(sample.row.prompt), read(self.store, self._image_key(sample))["image"])
+
+    def readable(self, samples: Sequence[Sample], row: int, skip: bool) -> tuple[int, wan.Conditioning]:
+        """(row, its conditioning), of another row where the cache lost it and `skip`: see `readable`."""
+        return readable(samples, row, lambda other: self.conditioning(samples[other]), skip, tqdm.write)
 
     def text_of(self, prompt: str) -> Tensor:
         """(1, 512, d), on the CPU."""

@@ -134,9 +134,17 @@ def conditions_of(cfg: AnyConfig, weights: dict[str, str], store: Cache) -> prep
 
 
 def load_experts(
-    cfg: AnyConfig, load: prepare.Load, boundary: float, device: torch.device, skip: Sequence[str] = ()
+    cfg: AnyConfig,
+    load: prepare.Load,
+    boundary: float,
+    device: torch.device,
+    home: torch.device,
+    skip: Sequence[str] = (),
 ) -> tuple[wan.Experts, dict[str, nn.Module]]:
-    """(both experts in their places, the trained ones by name with their LoRA). skip: experts that nothing will ask."""
+    """(both experts in their places, the trained ones by name with their LoRA, at `home`).
+
+    skip: experts that nothing will ask.
+    """
     names = configuration.trainable_experts(cfg)
     outside = [name for name in wan.PARTS if name not in names]
     model_of = dict.fromkeys(wan.PARTS)  # one at a time: the host holds one expert
@@ -144,7 +152,7 @@ def load_experts(
         if name not in skip:
             model_of[name] = offload.place(load((name,)).components[wan.PARTS[name]], cfg.experts.untrained, device)
     for name in names:
-        expert = load((name,)).components[wan.PARTS[name]].to(device)
+        expert = load((name,)).components[wan.PARTS[name]].to(home)
         lora.inject(
             expert, cfg.lora.lora_rank, cfg.lora.lora_alpha or cfg.lora.lora_rank,
             lora.target_modules(cfg.lora.lora_target_modules), cfg.run.seed,
@@ -162,9 +170,10 @@ def load_experts(
 # What a run leaves
 
 
-def save_adapters(trained: dict[str, nn.Module], folder: Path) -> None:
+def save_adapters(trained: dict[str, nn.Module], states: dict[str, dict[str, Tensor]], folder: Path) -> None:
+    """states: lora.adapter_state of each, gathered by all processes."""
     for name, expert in trained.items():
-        lora.save_adapter(expert, folder / wan.PARTS[name])
+        lora.save_adapter(expert, folder / wan.PARTS[name], states[name])
 
 
 def load_adapters(trained: dict[str, nn.Module], folder: Path) -> None:
@@ -187,6 +196,28 @@ def load_state(folder: Path, num_samples: int, global_batch: int | None = None) 
             f"{global_batch}; they may change, their product may not"
         )
     return state
+
+
+@torch.no_grad()
+def sample_videos(
+    cfg: AnyConfig,
+    samples: Sequence[prepare.Sample],
+    generate: Callable[[int], tuple[int, Tensor]],
+    share: prepare.Share,
+    step: int,
+) -> Path:
+    """Write samples/step-*/<n>.mp4 of the first samples, each process its share; the folder.
+
+    generate: row -> (row, its video (3, F, H, W)), asked as often on every process; another row where this one's inputs
+    are lost. A video that the disk does not take is said and left out.
+    """
+    folder = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
+    for wanted, mine in share.rounds(range(min(cfg.run.sample_videos, len(samples)))):
+        row, video = generate(wanted)
+        if mine:
+            with checkpoint.tolerant(print, step, last=False):
+                write_video(cfg, samples[row], video, folder / f"{wanted:02d}.mp4")
+    return folder
 
 
 def write_video(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Path) -> None:

@@ -42,8 +42,10 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._try(lambda: self._log(step, metrics))
 
-    def video(self, step: int, name: str, path: Path) -> None:
-        self._try(lambda: self._video(step, name, path))
+    def videos(self, step: int, folder: Path) -> None:
+        """The folder's, as samples/<n>."""
+        for path in sorted(folder.glob("*.mp4")):
+            self._try(lambda path=path: self._video(step, f"samples/{path.stem}", path))
 
     def close(self) -> None:
         self._try(self._close)

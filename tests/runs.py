@@ -1,12 +1,15 @@
-"""Runs of the training scripts on the tiny world, in a process of their own or in this one."""
+"""Runs of the training scripts on the tiny world, in this process or in others."""
 
 import atexit
+import contextlib
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 from conftest import ROOT
 
@@ -18,11 +21,22 @@ WORLD = ROOT / "assets" / "tiny_world"
 CONFIG = str(ROOT / "configs" / "tiny_face.yaml")
 GRPO_CONFIG = str(ROOT / "configs" / "tiny_flow_grpo.yaml")
 PACKS = {"reward_model_path": "reward", "held_out_model_path": "judge"}
+CLIPS = 6
 # what is computed of the clips, once for all tests of this process
 CACHE = tempfile.mkdtemp(prefix="rewardfl-test-cache-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+
+
+def table(path, part, clips):
+    """A metadata.csv of the first `clips` of the world's train or eval."""
+    head, *rows = (WORLD / part / "metadata.csv").read_text().splitlines()[: clips + 1]
+    Path(path).write_text("\n".join([head, *(str(WORLD / part / row) for row in rows)]) + "\n")
+    return path
+
+
 QUICK = [
     "lora.lora_rank=4", "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none", f"data.cache_dir={CACHE}",
+    f"data.file_name={table(f'{CACHE}/metadata.csv', 'train', CLIPS)}",
 ]  # fmt: skip
 # four sampling steps, two of them replayed, one clip at a time
 FAST = [
@@ -43,13 +57,19 @@ def environment():
 
 
 def launch(*overrides, processes=1, check=True):
-    """Run train_reward_fl.py with FAST settings as its own process(es)."""
-    return _run("train_reward_fl.py", CONFIG, [*FAST, *overrides], processes, check)
+    """Run train_reward_fl.py with FAST settings: one process is this one."""
+    return _launch(train_reward_fl, CONFIG, [*FAST, *overrides], processes, check)
 
 
 def launch_grpo(*overrides, processes=1, check=True):
-    """Run train_flow_grpo.py with GRPO_FAST settings as its own process(es)."""
-    return _run("train_flow_grpo.py", GRPO_CONFIG, [*GRPO_FAST, *overrides], processes, check)
+    """Run train_flow_grpo.py with GRPO_FAST settings: one process is this one."""
+    return _launch(train_flow_grpo, GRPO_CONFIG, [*GRPO_FAST, *overrides], processes, check)
+
+
+def launch_as(arguments, *overrides, check=True):
+    """A script and its arguments, in this process."""
+    script = {"train_reward_fl.py": train_reward_fl, "train_flow_grpo.py": train_flow_grpo}[arguments[0]]
+    return _here(script, [*arguments, *overrides], check)
 
 
 def command(script, *overrides):
@@ -58,15 +78,28 @@ def command(script, *overrides):
     return [script, "--config", config, *fast, *overrides]
 
 
-def _run(script, config, overrides, processes, check):
-    start = [sys.executable] + (
-        ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"] if processes > 1 else []
-    )
-    command = [*start, script, "--config", config, *overrides]
-    run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
-    if check and processes == 1:  # gloo may abort at exit after all is done; the files tell
-        assert run.returncode == 0, run.stderr[-3000:]
-    return run
+def _launch(script, config, overrides, processes, check):
+    arguments = [f"{script.__name__}.py", "--config", config, *overrides]
+    if processes > 1:  # gloo may abort at exit after all is done; the files tell
+        start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+        return subprocess.run(
+            [*start, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280
+        )
+    return _here(script, arguments, check)
+
+
+def _here(script, arguments, check):
+    out, err, before = io.StringIO(), io.StringIO(), (sys.argv, os.getcwd())
+    sys.argv = arguments
+    os.chdir(ROOT)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = script.main()
+    finally:
+        sys.argv, folder = before
+        os.chdir(folder)
+    assert code == 0 or not check, err.getvalue()[-3000:]
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def metrics(run):

@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT
-from runs import FAST, GRPO_FAST, WORLD, adapter, call, call_grpo, command, environment, launch, launch_grpo, metrics
+from runs import FAST, GRPO_FAST, adapter, call, call_grpo, command, environment, launch, launch_grpo, metrics, table
 
 from rewardfl import checkpoint, data
 from rewardfl.rewards import blackbox
@@ -90,10 +90,8 @@ def straight(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def epochs(tmp_path_factory):
-    """Settings of two epochs of four updates, with an evaluation on two people after each."""
-    path = tmp_path_factory.mktemp("held_out") / "metadata.csv"
-    rows = (WORLD / "eval" / "metadata.csv").read_text().splitlines()[:3]
-    path.write_text("\n".join(rows).replace("videos/", f"{WORLD}/eval/videos/") + "\n")
+    """Settings of two epochs of four updates, with an evaluation on one person after each."""
+    path = table(tmp_path_factory.mktemp("held_out") / "metadata.csv", "eval", 1)
     return [*EPOCHS, f"evaluation.eval_clips={path}"]
 
 
@@ -218,11 +216,9 @@ def test_a_full_disk_at_the_end_stops_the_run(monkeypatch, capsys, tmp_path):
 
 
 def test_a_lost_cache_entry_says_how_to_go_on(monkeypatch, capsys, tmp_path):
-    table = (WORLD / "train" / "metadata.csv").read_text().splitlines()[:3]
-    (tmp_path / "metadata.csv").write_text("\n".join(table).replace("videos/", f"{WORLD}/train/videos/") + "\n")
     settings = [
         *FAST, f"run.output_dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "run.sample_videos=0",
-        f"data.file_name={tmp_path / 'metadata.csv'}",
+        f"data.file_name={table(tmp_path / 'metadata.csv', 'train', 2)}",
     ]  # fmt: skip
     append = checkpoint.MetricsFile.append
 
