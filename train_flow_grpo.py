@@ -270,7 +270,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
         with timer("replay"), distributed.one_update(accelerator):
             for rollout, advantage in zip(rollouts, advantages, strict=True):
                 for i in window:
-                    with distributed.micro_batch(accelerator, policy):
+                    with accelerator.accumulate(policy):
                         loss, seen = score_again(rollout, i, advantage)
                         distributed.backward(accelerator, loss / accelerator.gradient_accumulation_steps)
                     losses.append(loss.detach())

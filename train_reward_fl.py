@@ -187,7 +187,7 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
                 velocity, trajectory, sigmas, active, grad_x0, coupling,
                 reference=velocity.reference, kl_weight=cfg.reward.kl_weight / per_process,
                 kl_gradient=cfg.reward.kl_gradient, backward=partial(distributed.backward, accelerator),
-                micro_batch=partial(distributed.micro_batch, accelerator, policy),
+                micro_batch=partial(accelerator.accumulate, policy),
             )  # fmt: skip
         out, *others = outputs
         finite = (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & kl.isfinite()

@@ -4,14 +4,12 @@ An update is
 
     with one_update(accelerator):
         for ...:
-            with micro_batch(accelerator, policy):
+            with accelerator.accumulate(policy):
                 ... forward passes and one `backward` ...
     norm = step(accelerator, optimizer, parameters, max_norm)
 
-Under DDP the last backward reduces the gradients over the processes (accelerate counts them), under ZeRO-2 the end of
-`one_update`, whatever the number of backwards. Under FSDP2 every backward does: a module whose last backward is not
-the update's last, as one of two experts has, would otherwise keep its gradients to itself. What is reduced is a LoRA's
-gradients, beside the base model's weights, which each forward and backward gather anyway.
+and the gradients are reduced over the processes once, whatever the number of backwards. Under DDP and FSDP2 the last
+backward does it (accelerate counts them), under ZeRO-2 the end of `one_update`.
 
 DeepSpeed is driven through its engine, not through accelerate's wrapper of it, which calls `engine.step()` inside the
 last backward: before anything could be checked, and before a reduction that spans all backwards. DeepSpeed's own
@@ -213,12 +211,6 @@ def one_update(accelerator: Accelerator) -> contextlib.AbstractContextManager:
     """Around all backwards of an update, on every process as many."""
     engine = _engine(accelerator)
     return contextlib.nullcontext() if engine is None else engine.coalesce_grad_reduction()
-
-
-def micro_batch(accelerator: Accelerator, policy: nn.Module) -> contextlib.AbstractContextManager:
-    """Around the forward passes and the backward of each of an update's micro-batches."""
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    return contextlib.nullcontext() if sharded else accelerator.accumulate(policy)
 
 
 def backward(accelerator: Accelerator, loss: Tensor) -> None:

@@ -16,7 +16,7 @@ CONFIG = {"run.seed": "42", "train.max_steps": "None"}
 
 @pytest.fixture
 def clip(tmp_path):
-    path = tmp_path / "clip.mp4"
+    path = tmp_path / "00.mp4"
     data.write_video(path, torch.arange(9, dtype=torch.uint8)[:, None, None, None].expand(9, 16, 32, 3) * 25, 8)
     return path
 
@@ -31,7 +31,7 @@ def test_tensorboard_and_a_resumed_run(tmp_path, clip):
     tracker = trackers.open_tracker("tensorboard", tmp_path, CONFIG, 0)
     for step in (1, 2, 3):
         tracker.log(step, {"actor/loss": step / 2, "grad_norm": float("nan")})
-    tracker.video(2, "samples/00", clip)
+    tracker.videos(2, clip.parent)
     tracker.close()
     events = shown(tmp_path / "logs")
     assert [(e.step, e.value) for e in events.Scalars("actor/loss")] == [(1, 0.5), (2, 1.0), (3, 1.5)]
@@ -46,7 +46,7 @@ def test_tensorboard_and_a_resumed_run(tmp_path, clip):
 def test_no_tracker(tmp_path, clip):
     tracker = trackers.open_tracker("none", tmp_path, CONFIG, 0)
     tracker.log(1, {"a": 1.0})
-    tracker.video(1, "a", clip)
+    tracker.videos(1, clip.parent)
     tracker.close()
     assert list(tmp_path.iterdir()) == [clip]
 
@@ -71,7 +71,7 @@ def test_a_tracker_that_fails_later_is_dropped_once(tmp_path, clip, monkeypatch,
     monkeypatch.setattr(tracker.writer, "add_scalar", fail)
     for step in (1, 2):
         tracker.log(step, {"a": 1.0})
-    tracker.video(2, "a", clip)
+    tracker.videos(2, clip.parent)
     tracker.close()
     assert len(calls) == 1 and [str(w.message) for w in recwarn if "is dropped" in str(w.message)] == [
         "run.log_with: tensorboard failed and is dropped, training goes on (OSError: [Errno 28] No space left on "
@@ -112,7 +112,7 @@ def test_wandb_goes_on_with_its_run(tmp_path, clip, stand_in):
     for first_step in (0, 0, 5):  # two runs that start anew, and one that goes on
         tracker = trackers.open_tracker("wandb", tmp_path, CONFIG, first_step)
         tracker.log(first_step + 1, {"a": 1.0})
-    tracker.video(6, "samples/00", clip)
+    tracker.videos(6, clip.parent)
     assert [(each["id"], each["resume"]) for each in stand_in.inits] == [(None, None), (None, None), ("id2", "allow")]
     assert stand_in.logged[-2:] == [{"step": 6, "a": 1.0}, {"step": 6, "samples/00": (str(clip), "mp4")}]
     assert (tmp_path / "wandb_run_id").read_text() == "id2\n"
@@ -134,7 +134,7 @@ def test_wandb_offline(tmp_path, clip, monkeypatch):
     for first_step in (0, 2):
         tracker = trackers.open_tracker("wandb", tmp_path, CONFIG, first_step)
         tracker.log(first_step + 1, {"actor/loss": 0.5, "grad_norm": float("nan")})
-        tracker.video(first_step + 1, "samples/00", clip)
+        tracker.videos(first_step + 1, clip.parent)
         ids.append(tracker.run.id)
         tracker.close()
         assert not tracker.dropped
