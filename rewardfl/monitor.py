@@ -68,7 +68,7 @@ def suspects(ids: Sequence[str], finite: Sequence[bool]) -> str:
     """
     broken = dict.fromkeys(one for one, fine in zip(ids, finite, strict=True) if not fine)
     if broken:
-        return f"not finite already before the backward pass: {', '.join(broken)}"
+        return f"before the backward pass, of {', '.join(broken)}"
     return f"in the backward pass of {', '.join(dict.fromkeys(ids))}"
 
 

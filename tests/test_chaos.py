@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,22 @@ import time
 import pytest
 import torch
 from conftest import ROOT
-from runs import FAST, GRPO_FAST, adapter, call, call_grpo, command, environment, launch, launch_grpo, metrics, table
+from runs import (
+    FAST,
+    GRPO_FAST,
+    WORLD,
+    adapter,
+    call,
+    call_grpo,
+    command,
+    environment,
+    launch,
+    launch_grpo,
+    metrics,
+    table,
+)
 
-from rewardfl import checkpoint, data
+from rewardfl import checkpoint, data, decode, distributed
 from rewardfl.rewards import blackbox
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "0"))
@@ -215,25 +229,87 @@ def test_a_full_disk_at_the_end_stops_the_run(monkeypatch, capsys, tmp_path):
     assert code == 0 and "resuming" not in out and len(metrics(tmp_path)) == 2
 
 
-def test_a_lost_cache_entry_says_how_to_go_on(monkeypatch, capsys, tmp_path):
-    settings = [
-        *FAST, f"run.output_dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "run.sample_videos=0",
-        f"data.file_name={table(tmp_path / 'metadata.csv', 'train', 2)}",
-    ]  # fmt: skip
+def loses_images(monkeypatch, tmp_path, count):
+    """Settings for a run in tmp_path on two clips; `count` of them cannot be read from the cache after a step."""
     append = checkpoint.MetricsFile.append
 
-    def empties_the_cache(self, step, values):
+    def losing(self, step, values):
         append(self, step, values)
-        for path in (tmp_path / "cache" / "image").rglob("*.safetensors"):
+        for path in sorted((tmp_path / "cache" / "image").rglob("*.safetensors"))[:count]:
             path.write_bytes(b"\0" * 100)
 
-    monkeypatch.setattr(checkpoint.MetricsFile, "append", empties_the_cache)
-    code, _, error = call(monkeypatch, capsys, *settings, "train.max_steps=2", "run.save_steps=1")
+    monkeypatch.setattr(checkpoint.MetricsFile, "append", losing)
+    return [
+        f"run.output_dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "run.sample_videos=2", "run.save_steps=1",
+        f"data.file_name={table(tmp_path / 'metadata.csv', 'train', 2)}",
+    ]  # fmt: skip
+
+
+def test_a_lost_cache_entry_says_how_to_go_on(monkeypatch, capsys, tmp_path):
+    settings = [*FAST, *loses_images(monkeypatch, tmp_path, 2), "train.max_steps=2"]
+    code, _, error = call(monkeypatch, capsys, *settings)
     assert code == 2 and "is missing or damaged although it was prepared" in error
     assert "the same command computes it anew and goes on from the last checkpoint" in error
     monkeypatch.undo()
-    code, out, _ = call(monkeypatch, capsys, *settings, "train.max_steps=2", "run.save_steps=1")
+    code, out, _ = call(monkeypatch, capsys, *settings)
     assert code == 0 and "at step 1" in out and len(metrics(tmp_path)) == 2
+
+
+def test_another_clip_stands_in_for_a_lost_one(monkeypatch, capsys, tmp_path):
+    settings = [*FAST, *loses_images(monkeypatch, tmp_path, 1), "train.max_steps=3", "data.skip_bad_rows=true"]
+    code, out, error = call(monkeypatch, capsys, *settings, "train.per_device_train_batch_size=2")
+    assert code == 0 and len(re.findall("skipped: .*[01].mp4#.*: .* is missing or damaged", out + error)) >= 2
+    assert [line["data/replaced"] for line in metrics(tmp_path)] == [0, 1, 1]
+    assert all(line["reward/valid_fraction"] == 1 and line["grad_norm"] > 0 for line in metrics(tmp_path))
+    clips = [data.read_video(tmp_path / "samples" / "step-000003" / name) for name in ("00.mp4", "01.mp4")]
+    assert torch.equal(*clips)  # of the one that is left
+
+
+def test_no_clip_is_left(monkeypatch, capsys, tmp_path):
+    settings = [*FAST, *loses_images(monkeypatch, tmp_path, 2), "train.max_steps=2", "data.skip_bad_rows=true"]
+    code, _, error = call(monkeypatch, capsys, *settings)
+    assert code == 2 and re.search("no clip of the size of .*.mp4#.* can be read from the cache any more", error)
+
+
+def test_members_of_a_lost_clip_leave_their_group(monkeypatch, capsys, tmp_path):
+    """Both groups are of other clips: the one that is left is trained on."""
+    settings = [*GRPO_FAST, *loses_images(monkeypatch, tmp_path, 1), "train.max_steps=2", "data.skip_bad_rows=true"]
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings)
+    lines = metrics(tmp_path)
+    assert code == 0 and [line["data/replaced"] for line in lines] == [0, 2]
+    assert [line["reward/valid_fraction"] for line in lines] == [1, 0.5] and lines[1]["grad_norm"] > 0
+
+
+def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, capsys, tmp_path):
+    """The second step's second clip comes back from the decoder with one; the third's appear in the backward pass."""
+    pull_back, backward, calls = decode.decode_vjp, distributed.backward, []
+
+    def broken(vae, x0, grad_video, decoded):
+        calls.append(1)
+        gradient = pull_back(vae, x0, grad_video, decoded)
+        if len(calls) == 2:
+            gradient[1, 0, 0, 0, 0] = torch.inf
+        return gradient
+
+    def breaking(accelerator, loss):
+        backward(accelerator, loss * torch.nan if len(calls) == 3 else loss)
+
+    monkeypatch.setattr(decode, "decode_vjp", broken)
+    monkeypatch.setattr(distributed, "backward", breaking)
+    batches = []
+    batch_of = data.micro_batch
+    monkeypatch.setattr(data, "micro_batch", lambda *a, **k: batches.append(batch_of(*a, **k)) or batches[-1])
+    code, out, _ = call(
+        monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path}", "train.max_steps=4", "run.sample_videos=0",
+        "train.per_device_train_batch_size=2",
+    )  # fmt: skip
+    assert code == 0 and [line["grad_norm"] is None for line in metrics(tmp_path)] == [False, True, True, False]
+    ids = [line.split(",")[0] for line in (WORLD / "train" / "metadata.csv").read_text().splitlines()[1:]]
+    (_, bad), (third, fourth) = ([ids[row].split("/")[-1] for _, row in batch] for batch in batches[1:3])
+    said = re.findall("step (.): gradient norm (?:nan|inf), update skipped [(](.) in a row[)]; it became so (.*)", out)
+    assert [(step, count) for step, count, _ in said] == [("2", "1"), ("3", "2")]
+    assert re.fullmatch(f"before the backward pass, of [^,]*{bad}#[^,]*", said[0][2])
+    assert re.fullmatch(f"in the backward pass of [^,]*{third}#[^,]*, [^,]*{fourth}#[^,]*", said[1][2])
 
 
 # -- two processes, of which one is hit

@@ -154,6 +154,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(monkeypatch, capsy
     with pytest.raises(SystemExit, match="stopped at step 2: 2 updates in a row were not finite"):
         trained(monkeypatch, capsys, tmp_path, "train.max_nonfinite=1", max_steps=4)
     assert [line["grad_norm"] for line in metrics(tmp_path)] == [None, None]
+    assert capsys.readouterr().out.count("gradient norm nan; it became so in the backward pass of ") == 2
 
 
 def test_members_of_one_noise_share_the_steps_before_the_window(monkeypatch, capsys, tmp_path):
