@@ -87,7 +87,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
     say = accelerator.print
     for note in [*wan_load.differences(layout, boundary, cfg.sample.shift), *data.notes([*rows, *eval_rows])]:
         say(f"note: {note}")
-    run = plan_grpo.run_of(cfg, layout.configs, len(rows), steps, world)
+    run = plan_grpo.run_of(cfg, layout.configs, len(rows), steps, world, distributed.sharding(accelerator))
     say(plan_grpo.overview(cfg, run))
     if dry_run:
         costs, gpu_memory = planning.costs_of(cfg, layout.configs), total_memory(device)

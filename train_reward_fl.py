@@ -64,7 +64,8 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
     say = accelerator.print
     for note in [*wan_load.differences(layout, boundary, cfg.sample.shift), *data.notes(rows)]:
         say(f"note: {note}")
-    run = planning.run_of(cfg, layout.configs, len(rows), steps)
+    sharding = distributed.sharding(accelerator)
+    run = planning.run_of(cfg, layout.configs, len(rows), steps, accelerator.num_processes, sharding)
     say(planning.overview(cfg, run, global_batch, accelerator.num_processes))
     if dry_run:
         costs, gpu_memory = planning.costs_of(cfg, layout.configs), total_memory(device)

@@ -46,6 +46,7 @@ from rewardfl.config import AnyConfig, trainable_experts
 
 # of a collective: the others wait while one process writes sample videos, or fills what is left of the cache
 TIMEOUT = timedelta(hours=2)
+REDUCE_BUCKET = 50_000_000  # float32 numbers that ZeRO-2 reduces at a time
 DEEPSPEED = (0, 19, 8)  # the first version that this was measured with
 
 
@@ -66,7 +67,9 @@ def make_accelerator(cfg: AnyConfig, accumulation: int) -> Accelerator:
     check_environment(os.environ, _launcher())
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     handlers = [
-        DistributedDataParallelKwargs(find_unused_parameters=len(trainable_experts(cfg)) > 1),
+        DistributedDataParallelKwargs(
+            find_unused_parameters=len(trainable_experts(cfg)) > 1, gradient_as_bucket_view=True
+        ),
         # accelerate takes DeepSpeed on a CPU for one process unless it is told the backend; plain DDP must not be told
         InitProcessGroupKwargs(backend="gloo", timeout=TIMEOUT)
         if deepspeed and not torch.cuda.is_available()
@@ -85,8 +88,8 @@ def make_accelerator(cfg: AnyConfig, accumulation: int) -> Accelerator:
             "zero_force_ds_cpu_optimizer": False,  # torch's AdamW: the same arithmetic everywhere, nothing to compile
             "steps_per_print": None,
         }
-        # of float32 elements, a buffer on the GPU: by default 2 GB, more than all that ZeRO-2 saves of a LoRA
-        accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = 50_000_000
+        # a buffer on the GPU: by default 2 GB, more than all that ZeRO-2 saves of a LoRA
+        accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = REDUCE_BUCKET
     return accelerator
 
 
@@ -174,6 +177,12 @@ def _launcher() -> list[str]:
         return psutil.Process().parent().cmdline()
     except (psutil.Error, AttributeError):  # gone, not ours, or there is none
         return []
+
+
+def sharding(accelerator: Accelerator) -> str:
+    """As plan.SHARDINGS names it."""
+    kinds = {DistributedType.DEEPSPEED: "zero2", DistributedType.FSDP: "fsdp2"}
+    return kinds.get(accelerator.distributed_type, "none")
 
 
 def home(accelerator: Accelerator) -> torch.device:

@@ -20,12 +20,15 @@ from rewardfl import config as configuration
 from rewardfl import data, flow, grpo, lora, reward_flow, wan
 from rewardfl.config import AnyConfig, ConfigError, GrpoConfig, RunConfig
 from rewardfl.costs import Adapter, ChunkCost, Costs, ExpertCost, measure
+from rewardfl.distributed import REDUCE_BUCKET
 
 HOST_BANDWIDTH = 50e9  # bytes/s between host and GPU, PCIe 5 x16 as it is reached
 GPU_BANDWIDTH = 3e12  # bytes/s of the GPU's own memory, H100
 TFLOPS = 400.0  # TFLOP/s that an H100 reaches in bfloat16, when nothing else is said
 RESERVE = 2e9  # bytes of a GPU that no tensor gets: CUDA context, workspaces, fragmentation
 ADAM_BYTES = 16  # per LoRA parameter: float32 weight, gradient and two moments
+FLOAT32 = 4
+SHARDINGS = ("none", "zero2", "fsdp2")  # of the optimizer into host memory, of all that is trained; see docs/guide.md 9
 
 # ------------------------------------------------------------------------------------------------------------
 # What a run does with them
@@ -77,6 +80,8 @@ class AnyRun:
     steps: int | None = None  # updates in all, where known
     clips: int | None = None  # in the data, where known
     pack_bytes: int = 0  # of the face networks, where they are on disk
+    processes: int = 1  # one for each GPU
+    sharding: str = "none"  # of SHARDINGS, over the processes
 
     @property
     def untrained(self) -> str | None:
@@ -234,7 +239,7 @@ def memory(costs: Costs, run: Run) -> Memory:
         "replay": {name: batch * amount for name, amount in activations.items()},
     }
     host = {
-        "expert that is swapped": host_weights,
+        **host_weights,
         "block inputs": batch * host_inputs,
         "decoder caches": batch * host_caches,
     }
@@ -250,12 +255,26 @@ def encode_memory(costs: Costs) -> dict[str, int]:
     }
 
 
-def resident_weights(costs: Costs, run: AnyRun) -> tuple[dict[str, int], int]:
-    """Bytes of all that is on the GPU all through training, by what it is; and of weights in the host."""
+def resident_weights(costs: Costs, run: AnyRun) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of all that is on the GPU all through training, and of what waits in the host, by what it is."""
     experts, host = expert_weights(costs, run)
-    adapter = ADAM_BYTES * trained_parameters(costs, run)
+    adapter, host_adapter = adapter_bytes(run, trained_parameters(costs, run))
     packs = {"face networks' weights": run.pack_bytes} if run.pack_bytes else {}
-    return {**experts, "LoRA, gradient, Adam": adapter, "VAE": costs.vae_weights, **packs}, host
+    away = {"expert that is swapped": host, "optimizer": host_adapter}
+    return {**experts, "LoRA, gradient, Adam": adapter, "VAE": costs.vae_weights, **packs}, away
+
+
+def adapter_bytes(run: AnyRun, parameters: int) -> tuple[int, int]:
+    """Bytes that training so many parameters takes on each GPU, the forward and backward passes apart, and in the host.
+
+    zero2: weight and gradient whole, and a buffer to reduce it; the part of a process, in float32 with its gradient and
+    moments, in the host. fsdp2: all four in parts, and the gradient whole until an update's last backward.
+    """
+    if run.sharding == "zero2":
+        return 2 * FLOAT32 * parameters + FLOAT32 * REDUCE_BUCKET, ADAM_BYTES * parameters // run.processes
+    if run.sharding == "fsdp2":
+        return ADAM_BYTES * parameters // run.processes + FLOAT32 * parameters, 0
+    return ADAM_BYTES * parameters, 0
 
 
 def trained_parameters(costs: Costs, run: AnyRun) -> int:
@@ -264,7 +283,7 @@ def trained_parameters(costs: Costs, run: AnyRun) -> int:
 
 def expert_weights(costs: Costs, run: AnyRun) -> tuple[dict[str, int], int]:
     """Bytes of weights on the GPU by expert, and in the host."""
-    on_gpu = {f"{expert} expert": costs.experts[expert].weights for expert in run.trained}
+    on_gpu = {f"{expert} expert": trained_weights(run, costs.experts[expert]) for expert in run.trained}
     if run.untrained is None:
         return on_gpu, 0
     cost = costs.experts[run.untrained]
@@ -276,6 +295,14 @@ def expert_weights(costs: Costs, run: AnyRun) -> tuple[dict[str, int], int]:
     }
     on_gpu[f"{run.untrained} expert ({run.levers.untrained})"] = placed[run.levers.untrained]
     return on_gpu, cost.weights if run.levers.untrained == "cpu_swap" else 0
+
+
+def trained_weights(run: AnyRun, cost: ExpertCost) -> int:
+    """Bytes of a trained expert's frozen weights on each GPU."""
+    if run.sharding != "fsdp2":
+        return cost.weights
+    # the block at work and the next are whole, and what is outside of the blocks stays so
+    return cost.layers * cost.block_weights // run.processes + 2 * cost.block_weights + cost.other_weights
 
 
 def decode_caches(chunks: Sequence[ChunkCost], place: str) -> tuple[int, int, int]:
@@ -447,7 +474,14 @@ def costs_of(cfg: AnyConfig, configs: Path) -> Costs:
     return measure(configs, wan.DTYPES[cfg.model.dtype], height, width, cfg.data.num_frames, adapter)
 
 
-def run_of(cfg: RunConfig, configs: Path, clips: int | None = None, steps: int | None = None) -> Run:
+def run_of(
+    cfg: RunConfig,
+    configs: Path,
+    clips: int | None = None,
+    steps: int | None = None,
+    processes: int = 1,
+    sharding: str = "none",
+) -> Run:
     """What the configuration does with it. clips, steps: where they are known."""
     sample, train = cfg.sample, cfg.train
     schedule = flow.linear_sigmas(sample.num_inference_steps, sample.shift)
@@ -472,6 +506,8 @@ def run_of(cfg: RunConfig, configs: Path, clips: int | None = None, steps: int |
         steps=steps,
         clips=clips,
         pack_bytes=pack_bytes(cfg),
+        processes=processes,
+        sharding=sharding,
     )
 
 

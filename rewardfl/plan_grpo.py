@@ -24,9 +24,8 @@ from rewardfl import data, flow, grpo, wan
 from rewardfl import plan as planning
 from rewardfl.config import Evaluation, GrpoConfig
 from rewardfl.costs import Costs
-from rewardfl.plan import AnyLevers, AnyRun, Memory, Option, beyond
+from rewardfl.plan import FLOAT32, AnyLevers, AnyRun, Memory, Option, beyond
 
-FLOAT32 = 4  # bytes; of latents, means and averaged weights
 EPOCHS = 100  # whose windows stand for the run's, where its length is not known
 KINDS = ("flow", "dance", "cps")
 
@@ -48,7 +47,6 @@ class GrpoRun(AnyRun):
     levers: GrpoLevers
     group_size: int
     groups: int  # per epoch, over all processes
-    processes: int = 1
     spread: str = "contiguous"
     same_noise: bool = False
     updates_per_epoch: int = 1
@@ -102,7 +100,9 @@ class GrpoRun(AnyRun):
         return options(self)
 
 
-def run_of(cfg: GrpoConfig, configs: Path, clips: int | None, steps: int | None, processes: int) -> GrpoRun:
+def run_of(
+    cfg: GrpoConfig, configs: Path, clips: int | None, steps: int | None, processes: int, sharding: str = "none"
+) -> GrpoRun:
     """What the configuration does on `processes` processes. configs: see `plan.source_of`; clips, steps: where known.
 
     ConfigError for samples that do not divide among processes, batches and updates, and for an impossible window.
@@ -135,6 +135,7 @@ def run_of(cfg: GrpoConfig, configs: Path, clips: int | None, steps: int | None,
         group_size=section.group_size,
         groups=section.groups,
         processes=processes,
+        sharding=sharding,
         spread=section.spread,
         same_noise=section.same_noise_in_group,
         updates_per_epoch=section.updates_per_epoch,
@@ -289,7 +290,8 @@ def memory(costs: Costs, run: GrpoRun) -> Memory:
     batch = run.levers.batch
     resident, host_weights = planning.resident_weights(costs, run)
     kept = run.samples_of_process * kept_bytes(costs, run)
-    resident["averaged LoRA"] = FLOAT32 * planning.trained_parameters(costs, run)
+    parts = run.processes if run.sharding == "fsdp2" else 1
+    resident["averaged LoRA"] = FLOAT32 * planning.trained_parameters(costs, run) // parts
     if run.levers.samples_on == "gpu":
         resident["the epoch's samples"] = kept
     frozen = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
@@ -305,7 +307,7 @@ def memory(costs: Costs, run: GrpoRun) -> Memory:
         "replay": {name: batch * amount for name, amount in activations.items()},
     }
     host = {
-        "expert that is swapped": host_weights,
+        **host_weights,
         "block inputs": batch * inputs,
         "the epoch's samples": kept if run.levers.samples_on == "cpu" else 0,
     }

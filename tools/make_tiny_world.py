@@ -44,7 +44,7 @@ class Plan:
 
 
 QUICK = Plan(
-    vae_frame_steps=4, vae_clip_steps=2, detector_steps=2, reward_steps=2, judge_steps=2, people_per_step=4, clips=50,
+    vae_frame_steps=4, vae_clip_steps=2, detector_steps=2, reward_steps=2, judge_steps=2, people_per_step=4, clips=16,
     high_steps=2, low_steps=2, layers=(1, 1), train_people=4, eval_people=2,
 )  # fmt: skip
 

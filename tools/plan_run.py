@@ -1,6 +1,7 @@
 """What a run takes, before there is a GPU or a model: compute, memory, disk, and what to set when it is too much.
 
-    python tools/plan_run.py --config configs/wan22_face.yaml [--gpu-memory 80] [--tflops 400] [section.key=value ...]
+    python tools/plan_run.py --config configs/wan22_face.yaml [--gpu-memory 80] [--tflops 400] [--processes 8]
+        [--sharding zero2|fsdp2] [section.key=value ...]
 
 Of train_reward_fl.py or train_flow_grpo.py, as the file's sections say. The model's shape is read from the configured
 model's folder when it is there, else from configs/wan22_i2v_a14b.
@@ -26,6 +27,9 @@ def main() -> int:
     parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="of one GPU, in 1e9 bytes")
     parser.add_argument("--tflops", type=float, default=plan.TFLOPS, help="TFLOP/s that the GPU reaches in practice")
     parser.add_argument("--processes", type=int, default=1, help="GPUs of the run, one process each")
+    parser.add_argument(
+        "--sharding", choices=plan.SHARDINGS, default="none", help="as zero2_offload.yaml or fsdp2.yaml spread the run"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
     if args.processes < 1:
@@ -38,7 +42,7 @@ def main() -> int:
         configuration.check_geometry(
             cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
         )
-        run = run_of(cfg, configs, clips, args.processes)
+        run = run_of(cfg, configs, clips, args.processes, args.sharding)
     except (configuration.ConfigError, data.DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return DOES_NOT
@@ -53,11 +57,11 @@ def main() -> int:
     return FITS if plan.fits(costs, run, gpu_memory) else DOES_NOT
 
 
-def run_of(cfg: AnyConfig, configs: Path, clips: int | None, processes: int) -> plan.AnyRun:
+def run_of(cfg: AnyConfig, configs: Path, clips: int | None, processes: int, sharding: str) -> plan.AnyRun:
     """What the configuration does with it; ConfigError for what cannot work."""
     if isinstance(cfg, GrpoConfig):
-        return plan_grpo.run_of(cfg, configs, clips, plan_grpo.total_steps(cfg, clips), processes)
-    run = plan.run_of(cfg, configs, clips, updates(cfg, clips, processes))
+        return plan_grpo.run_of(cfg, configs, clips, plan_grpo.total_steps(cfg, clips), processes, sharding)
+    run = plan.run_of(cfg, configs, clips, updates(cfg, clips, processes), processes, sharding)
     configuration.check_active_experts(run.active, run.sigmas, run.boundary, run.trained)
     return run
 
