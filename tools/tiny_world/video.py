@@ -89,13 +89,14 @@ def training_set(pipe: WanImageToVideoPipeline, count: int, seed: int, log) -> C
     latents, conditions, texts = [], [], []
     grey = torch.zeros(1, 3, NUM_FRAMES - 1, SIZE, SIZE)
     for start in range(0, count, 50):
-        people = draw_people(50, generator)
-        motion, actions = draw_motion(50, generator)
+        part = min(50, count - start)
+        people = draw_people(part, generator)
+        motion, actions = draw_motion(part, generator)
         video = render(drifting(people, generator), motion, generator)[0]
         latents.append(encode_latents(pipe.vae, video).half())
-        image = torch.cat([video[:, :, :1], grey.expand(50, -1, -1, -1, -1)], 2)
+        image = torch.cat([video[:, :, :1], grey.expand(part, -1, -1, -1, -1)], 2)
         condition = encode_latents(pipe.vae, image)
-        mask = torch.zeros(50, TEMPORAL, *condition.shape[2:])
+        mask = torch.zeros(part, TEMPORAL, *condition.shape[2:])
         mask[:, :, 0] = 1
         conditions.append(torch.cat([mask, condition], 1).half())
         prompts = [f"{person}, {action}" for person, action in zip(describe(people), actions, strict=True)]
