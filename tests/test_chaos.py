@@ -36,7 +36,8 @@ from rewardfl.rewards import blackbox
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "0"))
 pytestmark = pytest.mark.timeout(1800 if KILLS else 600)
-STEPS = ["train.max_steps=6", "run.save_steps=2", "run.keep_last=2"]
+LAST = 10 + 2 * KILLS  # a life lasts for two steps or so
+STEPS = [f"train.max_steps={LAST}", "run.save_steps=2", "run.keep_last=2"]
 EPOCHS = [
     "train.max_steps=8", "run.save_steps=4", "grpo.updates_per_epoch=2", "grpo.inner_epochs=2", "run.sample_videos=0",
     "evaluation.eval_steps=4", "evaluation.eval_inference_steps=1",
@@ -82,7 +83,10 @@ def wait_for_lines(process, run, count):
 
 
 def killed(arguments, run, dice):
-    """Start, and kill at a random moment: while it starts, or within a second of one of its next two lines."""
+    """Start, and kill at a random moment: while it starts, or within a second of one of its next two lines.
+
+    Whether it was killed: it may have been done before.
+    """
     count = lines(run)
     with started(arguments) as process:
         if dice.random() < 0.2:
@@ -93,6 +97,7 @@ def killed(arguments, run, dice):
         process.kill()
         output = process.communicate()[0].decode()
     assert process.returncode in (-9, 0), output[-3000:]
+    return process.returncode == -9
 
 
 @pytest.fixture(scope="module")
@@ -127,19 +132,19 @@ def test_killed_and_told_to_stop(straight, tmp_path):
         output = process.communicate()[0].decode()
     assert process.returncode == 143 and "SIGTERM: stopped after step" in output, output[-3000:]
     stopped = metrics(run)[-1]["step"]
-    assert stopped < 6 and os.readlink(run / "checkpoints" / "latest") == f"step-{stopped:06d}" and not strays(run)
-    for _ in range(KILLS or 2):
-        killed(arguments, run, dice)
+    assert stopped < LAST and os.readlink(run / "checkpoints" / "latest") == f"step-{stopped:06d}" and not strays(run)
+    wanted = KILLS or 2
+    assert sum(killed(arguments, run, dice) for _ in range(wanted)) >= 0.5 * wanted
     launch(f"run.output_dir={run}", *STEPS)
-    assert_same(run, straight, 6)
+    assert_same(run, straight, LAST)
 
 
 def test_killed_between_epochs(straight_grpo, epochs, tmp_path):
     """train_flow_grpo.py, the same."""
     run, dice = tmp_path / "run", random.Random(8)
     arguments = command("train_flow_grpo.py", f"run.output_dir={run}", *epochs)
-    for _ in range(KILLS or 1):
-        killed(arguments, run, dice)
+    wanted = KILLS or 1
+    assert sum(killed(arguments, run, dice) for _ in range(wanted)) >= 0.5 * wanted
     launch_grpo(f"run.output_dir={run}", *epochs)
     assert_same(run, straight_grpo, 8)
 
