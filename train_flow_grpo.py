@@ -263,7 +263,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
         return loss, logged | {"log_prob": log_prob.detach(), "old_log_prob": step.log_prob, "row": rows}
 
     def update(
-        rollouts: list[Rollout], advantages: list[Tensor], window: tuple[int, ...], check: bool, timer: Timer
+        rollouts: list[Rollout], advantages: list[Tensor], window: tuple[int, ...], step: int, check: bool, timer: Timer
     ) -> dict[str, float]:
         """One optimizer update from a part of the epoch. check: nothing was updated since it was rolled out."""
         logged, losses = [], []
@@ -292,7 +292,8 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
             scheduler.step()
         ids = [samples[row].row.id for row in everyones.pop("row").tolist()]
         if not math.isfinite(norm):
-            say(f"gradient norm {norm}; it became so {suspects(ids, everyones['log_prob'].isfinite().tolist())}")
+            found = suspects(ids, everyones["log_prob"].isfinite().tolist())
+            say(f"step {step}: gradient norm {norm}, update skipped; it became so {found}")
         loss = float(accelerator.gather(torch.stack(losses).mean()[None]).mean())
         return {"actor/loss": loss, "grad_norm": norm, "lr": rate} | grpo.policy_statistics(everyones)
 
@@ -365,6 +366,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
         log(0, evaluate())
     for epoch in range(first_step // per_epoch, steps // per_epoch):
         window, timer, done = window_of(epoch), Timer(), epoch * per_epoch
+        setup.seed_generators(cfg.run.seed, done, rank)
         with timer("step"):  # of an epoch's first update: with all that it takes to get there
             rollouts, judging = roll_out(epoch, window, timer)
             if interruption.number:
@@ -374,13 +376,10 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
             with timer("step"):
                 part = n % cfg.grpo.updates_per_epoch
                 chosen = slice(part * per_update, (part + 1) * per_update)
-                metrics = update(rollouts[chosen], advantages[chosen], window, check=n == 0, timer=timer)
-            done += 1
+                done += 1
+                metrics = update(rollouts[chosen], advantages[chosen], window, done, check=n == 0, timer=timer)
             progress.update()
-            finite = math.isfinite(metrics["grad_norm"])
-            skipped_in_a_row = 0 if finite else skipped_in_a_row + 1
-            if not finite:
-                say(f"step {done}: gradient norm {metrics['grad_norm']}, skipped ({skipped_in_a_row} in a row)")
+            skipped_in_a_row = 0 if math.isfinite(metrics["grad_norm"]) else skipped_in_a_row + 1
             metrics |= judged | {"epoch": epoch, "memory/peak_gb": peak_memory_gb(device)}
             last = n == per_epoch - 1
             if last and held_out and reached(done, per_epoch, cfg.evaluation.eval_steps, steps):

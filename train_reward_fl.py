@@ -237,6 +237,7 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
     quiet = not accelerator.is_local_main_process
     progress = tqdm(range(first_step, steps), initial=first_step, total=steps, disable=quiet)
     for step in progress:
+        setup.seed_generators(cfg.run.seed, step, accelerator.process_index)
         timer = Timer()
         with timer("step"):
             with distributed.one_update(accelerator):

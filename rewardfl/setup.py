@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from rewardfl import checkpoint, data, distributed, face_parity, lora, offload, prepare, trackers, wan, wan_load
@@ -164,6 +165,14 @@ def load_experts(
         model_of[name] = expert
     model = wan.Experts(model_of["high_noise"], model_of["low_noise"], boundary, outside)
     return model, {name: model_of[name] for name in names}
+
+
+def seed_generators(seed: int, step: int, rank: int) -> None:
+    """Python's, numpy's and torch's own generators, which nothing here draws from but a reward of the user's may.
+
+    A function of the step, so that a resumed run draws what it would have drawn.
+    """
+    set_seed(data.noise_seed(seed, step, f"process {rank}") % 2**32)
 
 
 # ------------------------------------------------------------------------------------------------------------

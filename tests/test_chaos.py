@@ -8,6 +8,7 @@ import errno
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,9 +175,10 @@ def test_sigterm_in_the_updates_finishes_the_epoch(straight_grpo, epochs, monkey
     assert metrics(tmp_path) == metrics(straight_grpo)[:5]
     assert checkpoint.find_checkpoint(tmp_path, "auto").name == "step-000004"
     monkeypatch.undo()
+    checkpoint.MetricsFile(tmp_path / "metrics.jsonl").append(5, {"actor/loss": 123.0})  # begun, and killed
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
     assert code == 0 and "step-000004 at step 4" in out
-    assert metrics(tmp_path) == metrics(straight_grpo) and not strays(tmp_path)
+    assert_same(tmp_path, straight_grpo, 8)
 
 
 def test_sigterm_in_the_rollouts_saves_the_epoch_before(monkeypatch, capsys, tmp_path):
@@ -187,6 +189,32 @@ def test_sigterm_in_the_rollouts_saves_the_epoch_before(monkeypatch, capsys, tmp
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
     assert code == 143 and "stopped after step 1" in out and len(calls) == 3
     assert checkpoint.find_checkpoint(tmp_path, "auto").name == "step-000001" and len(metrics(tmp_path)) == 1
+
+
+NOISY = """
+import random, numpy, torch
+from rewardfl.rewards.colour import ColourReward
+
+class Noisy(ColourReward):
+    def forward(self, video, references):
+        video = video + 0.1 * torch.randn_like(video) + random.random() * numpy.random.rand()
+        return super().forward(video, references)
+"""
+
+
+@pytest.mark.parametrize("start", [call, call_grpo])
+def test_a_reward_that_draws_numbers_goes_on_with_the_same(start, monkeypatch, capsys, tmp_path):
+    (tmp_path / "noisy.py").write_text(NOISY)
+    settings = [
+        *(FAST if start is call else GRPO_FAST), "run.sample_videos=0", "run.save_steps=1",
+        f"reward.name={tmp_path / 'noisy.py'}:Noisy", "reward.reward_model_path=null",
+        "reward.held_out_model_path=null", "train.max_steps=2", f"run.output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    assert start(monkeypatch, capsys, *settings)[0] == 0
+    straight = metrics(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")
+    assert "at step 1" in start(monkeypatch, capsys, *settings)[1]
+    assert metrics(tmp_path / "run") == straight
 
 
 # -- faults

@@ -64,18 +64,6 @@ def test_the_averaged_weights_are_saved_and_the_last_ones_go_on(straight):
     assert any(not torch.equal(last, averaged) for last, averaged in pairs)
 
 
-def test_resuming_is_the_uninterrupted_run(straight, held_out, tmp_path):
-    """An epoch, stop, another one; an update more was begun and its line in metrics.jsonl is cut back."""
-    run = tmp_path / "run"
-    launch_grpo(f"run.output_dir={run}", *EPOCHS, held_out, "train.max_steps=4")
-    checkpoint.MetricsFile(run / "metrics.jsonl").append(5, {"actor/loss": 123.0})
-    resumed = launch_grpo(f"run.output_dir={run}", *EPOCHS, held_out, "train.max_steps=8")
-    assert "resuming from" in resumed.stdout
-    assert metrics(run) == metrics(straight)
-    mine, theirs = adapter(run, 8), adapter(straight, 8)
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
 # -- rewards that fail
 
 
@@ -154,7 +142,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(monkeypatch, capsy
     with pytest.raises(SystemExit, match="stopped at step 2: 2 updates in a row were not finite"):
         trained(monkeypatch, capsys, tmp_path, "train.max_nonfinite=1", max_steps=4)
     assert [line["grad_norm"] for line in metrics(tmp_path)] == [None, None]
-    assert capsys.readouterr().out.count("gradient norm nan; it became so in the backward pass of ") == 2
+    said = "gradient norm nan, update skipped; it became so in the backward pass of "
+    assert capsys.readouterr().out.count(said) == 2
 
 
 def test_members_of_one_noise_share_the_steps_before_the_window(monkeypatch, capsys, tmp_path):
