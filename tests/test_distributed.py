@@ -17,6 +17,7 @@ import sys
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from conftest import ROOT
 from runs import CACHE, launch_as, metrics, table
@@ -285,7 +286,18 @@ def test_one_process_where_two_were_asked_for_is_refused():
     assert done.returncode != 0 and "asked for 2 processes and started one" in done.stderr
 
 
-# -- what is refused, without a launch
+# -- without a launch
+
+
+def test_a_step_clips_or_skips_and_forgets_the_gradient():
+    accelerator = Accelerator(cpu=True)
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = accelerator.prepare(torch.optim.SGD([parameter], lr=1.0))
+    for gradient, norm, expected in [(3.0, 6.0, -0.25), (0.1, 0.2, -0.35), (torch.inf, torch.inf, -0.35)]:
+        parameter.grad = torch.full((4,), gradient)
+        assert distributed.step(accelerator, optimizer, [parameter], 0.5) == pytest.approx(norm)
+        torch.testing.assert_close(parameter.detach(), torch.full((4,), expected), rtol=1e-5, atol=0)
+        assert parameter.grad is None
 
 
 def test_processes_that_a_command_line_asks_for(tmp_path):
