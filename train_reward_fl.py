@@ -88,6 +88,8 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
     samples, problems = setup.find_samples(cfg, rows, terms, store, device, share, gather_lists)
     for problem in problems:
         say(f"skipped: {problem}")
+    several_sizes = len({sample.size for sample in samples}) > 1
+    one_shape_batch = cfg.train.per_device_train_batch_size if several_sizes else None
     clip = setup.load_example(cfg, samples[0].row).reference.to(device)
     hashes, described = setup.check_face_packs(terms, clip)
     for line in described:
@@ -110,7 +112,7 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
     away = ["high_noise"] if cached else []
     model, trained = setup.load_experts(cfg, load, boundary, device, distributed.home(accelerator), skip=away)
     if resume is not None:
-        state = setup.load_state(resume, len(samples), global_batch)
+        state = setup.load_state(resume, len(samples), global_batch, one_shape_batch)
         setup.load_adapters(trained, resume)
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -213,7 +215,7 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
         """A checkpoint and sample videos. On all processes, which may hold parts of the weights and moments."""
         state = {
             "step": done, "skipped_in_a_row": skipped_in_a_row, "samples": len(samples),
-            "global_batch": global_batch, "scheduler": scheduler.state_dict(),
+            "global_batch": global_batch, "one_shape_batch": one_shape_batch, "scheduler": scheduler.state_dict(),
             "optimizer": distributed.optimizer_state(accelerator, optimizer, parameters),
         }  # fmt: skip
         adapters = {name: lora.adapter_state(expert) for name, expert in trained.items()}

@@ -190,8 +190,13 @@ def load_adapters(trained: dict[str, nn.Module], folder: Path) -> None:
         lora.load_adapter(expert, folder / wan.PARTS[name])
 
 
-def load_state(folder: Path, num_samples: int, global_batch: int | None = None) -> dict:
-    """A checkpoint's state; CheckpointError when the data have changed since, or the clips per update."""
+def load_state(
+    folder: Path, num_samples: int, global_batch: int | None = None, one_shape_batch: int | None = None
+) -> dict:
+    """A checkpoint's state; CheckpointError when the data have changed since, or how they are batched.
+
+    one_shape_batch: clips per forward pass where they differ in size, because their order depends on it then.
+    """
     state = checkpoint.load_state(folder)
     if state["samples"] != num_samples:
         raise checkpoint.CheckpointError(
@@ -203,6 +208,11 @@ def load_state(folder: Path, num_samples: int, global_batch: int | None = None) 
             f"{folder} was trained on {state.get('global_batch')} clips per update, "
             f"train.per_device_train_batch_size x train.gradient_accumulation_steps x the processes now give "
             f"{global_batch}; they may change, their product may not"
+        )
+    if state.get("one_shape_batch") != one_shape_batch:
+        raise checkpoint.CheckpointError(
+            f"{folder} was trained on clips of several sizes with train.per_device_train_batch_size "
+            f"{state.get('one_shape_batch')}, now {one_shape_batch}: their order would change; set it back"
         )
     return state
 

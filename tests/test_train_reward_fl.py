@@ -92,11 +92,12 @@ def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
         [*rows[0], "image", "reference_video", "negative_prompt"], [*rows[1], "", "", "ugly"],
         [*rows[2], "face.png", "", ""], [*rows[3], "", rows[1][0], ""],
     ])  # fmt: skip
-    run = launch(
+    settings = [
         f"run.output_dir={tmp_path / 'run'}", f"data.file_name={path}", "data.max_pixels=5120", "data.fps=8",
-        "data.num_frames=5", "train.max_steps=2", "train.per_device_train_batch_size=2", "run.sample_videos=2",
-        "sample.gradient_mode=last", "reward.kl_weight=0",
-    )  # fmt: skip
+        "data.num_frames=5", "train.max_steps=2", "run.sample_videos=2", "sample.gradient_mode=last",
+        "reward.kl_weight=0",
+    ]  # fmt: skip
+    run = launch(*settings, "train.per_device_train_batch_size=2")
     assert run.stdout.count("note: 1 of 3 rows have a negative_prompt, which has no effect") == 1
     lines = metrics(tmp_path / "run")
     assert len(lines) == 2 and all(line["grad_norm"] > 0 and line["reward/valid_fraction"] == 1 for line in lines)
@@ -104,6 +105,9 @@ def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
     assert data.read_video(made / "00.mp4").shape == (5, 64, 128, 3)  # real | generated
     assert data.read_video(made / "01.mp4").shape == (5, 64, 160, 3)
     assert data.frame_rate(made / "00.mp4") == 8
+    other = ["train.per_device_train_batch_size=1", "train.gradient_accumulation_steps=2", "train.max_steps=3"]
+    refused = launch(*settings, *other, check=False)
+    assert refused.returncode == 2 and "several sizes with train.per_device_train_batch_size 2, now 1" in refused.stderr
 
 
 # -- the tools on the run's adapter
