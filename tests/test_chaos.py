@@ -345,6 +345,15 @@ def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, cap
     assert re.fullmatch(f"in the backward pass of [^,]*{third}#[^,]*, [^,]*{fourth}#[^,]*", said[1][2])
 
 
+def test_skips_in_a_row_are_counted_over_a_restart(monkeypatch, capsys, tmp_path):
+    backward = distributed.backward
+    monkeypatch.setattr(distributed, "backward", lambda accelerator, loss: backward(accelerator, loss * torch.nan))
+    settings = [*FAST, f"run.output_dir={tmp_path}", "run.save_steps=1", "run.sample_videos=0", "train.max_nonfinite=1"]
+    assert call(monkeypatch, capsys, *settings, "train.max_steps=1")[0] == 0
+    with pytest.raises(SystemExit, match="stopped at step 2: 2 updates in a row had a non-finite gradient"):
+        call(monkeypatch, capsys, *settings, "train.max_steps=3")
+
+
 # -- two processes, of which one is hit
 
 
