@@ -72,6 +72,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
         cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps, cfg.sample.shift
     )
     window_of = planning.windows(cfg, sigmas.tolist(), boundary)
+    tolerance = grpo.ratio_tolerance(cfg.grpo.ratio_tolerance, cfg.model.dtype, cfg.grpo.clip_range)
     kernel = sde.Kernel(cfg.grpo.sde, cfg.grpo.noise_level, sigmas)
     accelerator = distributed.make_accelerator(cfg, 1)
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
@@ -275,15 +276,13 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
                         distributed.backward(accelerator, loss / accelerator.gradient_accumulation_steps)
                     losses.append(loss.detach())
                     logged.append(seen)
-        everyones = accelerator.gather(
-            {name: torch.stack([seen[name] for seen in logged]).flatten() for name in logged[0]}
-        )
+        everyones = accelerator.gather({name: torch.cat([seen[name] for seen in logged]) for name in logged[0]})
         if check:
             now, then = (
                 everyones[name].view(-1, len(window), cfg.train.per_device_train_batch_size).transpose(0, 1).flatten(1)
                 for name in ("log_prob", "old_log_prob")
             )
-            grpo.check_ratio(now, then, configuration.resolved_ratio_tolerance(cfg), window)
+            grpo.check_ratio(now, then, tolerance, window)
         with timer("optimizer"):
             rate = scheduler.get_last_lr()[0]
             norm = distributed.step(accelerator, optimizer, parameters, cfg.train.max_grad_norm)

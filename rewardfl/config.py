@@ -821,13 +821,6 @@ def resolved_coupling(cfg: RunConfig) -> float:
     return COUPLING[cfg.sample.gradient_mode]
 
 
-def resolved_ratio_tolerance(cfg: GrpoConfig) -> float:
-    """How far the replayed log-probabilities may be from the rollout's: not at all in float32."""
-    if cfg.grpo.ratio_tolerance is not None:
-        return cfg.grpo.ratio_tolerance
-    return 0.0 if cfg.model.dtype == "float32" else 0.1 * cfg.grpo.clip_range
-
-
 @dataclass(frozen=True, kw_only=True)
 class WantedReward:
     """One reward as rewards.build takes it; key: where it stands in the configuration; label: in the metrics."""

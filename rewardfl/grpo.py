@@ -433,6 +433,13 @@ class RatioError(RuntimeError):
     """The policy that is about to be trained is not the one that rolled out."""
 
 
+def ratio_tolerance(given: float | None, dtype: str, clip_range: float) -> float:
+    """Of check_ratio: as given, else nothing in float32, where replay is the rollout bit for bit."""
+    if given is not None:
+        return given
+    return 0.0 if dtype == "float32" else 0.1 * clip_range
+
+
 def check_ratio(
     log_prob: Tensor, old_log_prob: Tensor, tolerance: float, steps: Sequence[int] | None = None
 ) -> list[float]:

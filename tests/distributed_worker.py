@@ -1,14 +1,17 @@
-"""One process of tests/test_distributed.py: a training script, watched.
+"""One process of tests/test_distributed.py: training scripts, watched.
 
-argv: OUT SCRIPT and the script's own arguments. Writes OUT/rank-<n>.json: the distributed type, the process count, the
-wrapper, every update's gradient norm, and a digest of the trained parameters after it. BREAK_GRADIENT=<rank>:<update>
-makes that rank's gradients of that update infinite; NOBODY_ON=<row> takes the face from a clip, after all checks.
-FSDP_ON_CPU=true tells accelerate that these processes without a GPU are some with: it knows FSDP only there.
+argv: OUT and then, for each run, -- SCRIPT and the script's own arguments. Writes OUT/rank-<n>.json, of each run: the
+distributed type, the process count, the wrapper, every update's gradient norm, and a digest of the trained parameters
+after it. In train_reward_fl.py BREAK_GRADIENT=<rank>:<update> makes that rank's gradients of that update infinite, and
+NOBODY_ON=<row> takes the face from a clip, after all checks. FSDP_ON_CPU=true tells accelerate that these processes
+without a GPU are some with: it knows FSDP only there.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -18,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 
 from rewardfl import distributed, setup
@@ -28,9 +31,16 @@ def digest(parameters):
     return hashlib.sha256(b"".join(p.numpy().tobytes() for p in distributed.gathered(parameters))).hexdigest()
 
 
-def watch(seen):
-    prepare, step, backward = distributed.prepare, distributed.step, distributed.backward
-    rank, update = (int(n) for n in os.environ.get("BREAK_GRADIENT", "-1:-1").split(":"))
+@contextlib.contextmanager
+def watched(seen, faulty):
+    """Within, what a script does is written to `seen`; faulty: with the faults that the environment names."""
+    prepare, step, backward, find_samples = (
+        distributed.prepare,
+        distributed.step,
+        distributed.backward,
+        setup.find_samples,
+    )
+    rank, update = (int(n) for n in os.environ["BREAK_GRADIENT"].split(":")) if faulty else (-1, -1)
 
     def watched_prepare(accelerator, model, optimizer):
         policy, optimizer, parameters = prepare(accelerator, model, optimizer)
@@ -50,16 +60,19 @@ def watch(seen):
         broken = accelerator.process_index == rank and len(seen["updates"]) == update
         backward(accelerator, loss * torch.inf if broken else loss)
 
-    find_samples, faceless = setup.find_samples, int(os.environ.get("NOBODY_ON", "-1"))
-
-    def watched_find(cfg, rows, terms, store, device, share, gather):
-        samples, problems = find_samples(cfg, rows, terms, store, device, share, gather)
-        if faceless >= 0:
-            samples[faceless] = dataclasses.replace(samples[faceless], references=(None,) * len(terms))
+    def faulty_find(cfg, rows, terms, *arguments):
+        samples, problems = find_samples(cfg, rows, terms, *arguments)
+        row = int(os.environ["NOBODY_ON"])
+        samples[row] = dataclasses.replace(samples[row], references=(None,) * len(terms))
         return samples, problems
 
-    setup.find_samples = watched_find
     distributed.prepare, distributed.step, distributed.backward = watched_prepare, watched_step, watched_backward
+    setup.find_samples = faulty_find if faulty else find_samples
+    try:
+        yield
+    finally:
+        distributed.prepare, distributed.step, distributed.backward = prepare, step, backward
+        setup.find_samples = find_samples
 
 
 def fsdp_on_cpu():
@@ -71,20 +84,27 @@ def fsdp_on_cpu():
 def main():
     if os.environ.get("FSDP_ON_CPU") == "true":
         fsdp_on_cpu()
-    out, script, *arguments = sys.argv[1:]
-    seen = {}
-    watch(seen)
-    sys.argv = [script, *arguments]
-    try:
-        seen["code"] = importlib.import_module(script.removesuffix(".py")).main()
-    except BaseException:  # shown; the process ends here
-        traceback.print_exc()
-        seen["code"] = 1
+    Accelerator.end_training = lambda self: None  # it would disconnect the processes, and the next run needs them
+    out, *words = sys.argv[1:]
+    accounts = []
+    for _, run in itertools.groupby(words, lambda word: word == "--"):
+        script, *arguments = run
+        if script == "--":
+            continue
+        accounts.append({})
+        sys.argv = [script, *arguments]
+        try:
+            with watched(accounts[-1], script == "train_reward_fl.py"):
+                accounts[-1]["code"] = importlib.import_module(script.removesuffix(".py")).main()
+        except BaseException:  # shown; the process ends here
+            traceback.print_exc()
+            accounts[-1]["code"] = 1
+            break
     Path(out).mkdir(parents=True, exist_ok=True)
-    (Path(out) / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(seen))
+    (Path(out) / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(accounts))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(seen["code"])  # gloo may abort at interpreter exit
+    os._exit(accounts[-1]["code"])  # gloo may abort at interpreter exit
 
 
 if __name__ == "__main__":

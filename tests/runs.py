@@ -36,6 +36,7 @@ def table(path, part, clips):
 
 QUICK = [
     "lora.lora_rank=4", "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none", f"data.cache_dir={CACHE}",
+    "data.num_frames=5",
     f"data.file_name={table(f'{CACHE}/metadata.csv', 'train', CLIPS)}",
 ]  # fmt: skip
 # four sampling steps, two of them replayed, one clip at a time

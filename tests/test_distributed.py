@@ -37,8 +37,8 @@ REALLY = {  # by yaml: what must have run
     "zero2_offload": {"type": "DEEPSPEED", "processes": 2, "wrapper": "DeepSpeedEngine"},
 }
 COMMON = [
-    "lora.lora_rank=4", "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none", "train.learning_rate=1e-4",
-    "train.warmup_steps=0", f"data.cache_dir={CACHE}", "train.max_grad_norm=0.01",
+    "lora.lora_rank=4", "data.num_frames=5", "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none",
+    "train.learning_rate=1e-4", "train.warmup_steps=0", "train.max_grad_norm=0.01", f"data.cache_dir={CACHE}",
     f"data.file_name={table(f'{CACHE}/four.csv', 'train', 4)}",
 ]  # fmt: skip
 # two replayed steps, one of each expert, so that neither adapter takes part in every backward; and the KL whose chain
@@ -83,43 +83,53 @@ def environment(kind, **more):
     return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | cpu | more
 
 
-def run(kind, out, script, *overrides, **more):
-    """A run into out/run, each process's account of it; it must have been what REALLY says."""
-    watcher = [str(ROOT / "tests" / "distributed_worker.py"), str(out / "ranks"), *script]
+def run(kind, out, *runs, **more):
+    """Runs, one after the other in the same processes, into out/<script>; of each, every process's account of it.
+
+    They must have been what REALLY says.
+    """
+    watcher = [str(ROOT / "tests" / "distributed_worker.py"), str(out / "ranks")]
+    for script, *arguments in runs:
+        watcher += ["--", script, *arguments, f"run.output_dir={out / script}"]
     done = subprocess.run(
-        command(kind, *watcher, *overrides, f"run.output_dir={out / 'run'}"),
-        cwd=ROOT, env=environment(kind, **more), capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+        command(kind, *watcher), cwd=ROOT, env=environment(kind, **more), capture_output=True, text=True, timeout=280
+    )
     files = sorted((out / "ranks").glob("rank-*.json"))
     assert len(files) == REALLY[kind]["processes"], done.stdout[-2000:] + done.stderr[-4000:]
-    ranks = [json.loads(file.read_text()) for file in files]
-    for rank in ranks:
-        assert rank["code"] == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        assert {name: rank[name] for name in REALLY[kind]} == REALLY[kind]
-    # all processes hold the same weights after every update, and no gradient is left over
-    first, *others = [[(u["digest"], u["gradients_left"]) for u in rank["updates"]] for rank in ranks]
-    assert all(other == first for other in others) and all(left == 0 for _, left in first)
-    return ranks
+    accounts = list(zip(*(json.loads(file.read_text()) for file in files), strict=True))
+    for ranks in accounts:
+        for rank in ranks:
+            assert rank["code"] == 0, done.stdout[-2000:] + done.stderr[-4000:]
+            assert {name: rank[name] for name in REALLY[kind]} == REALLY[kind]
+        # all processes hold the same weights after every update, and no gradient is left over
+        first, *others = [[(u["digest"], u["gradients_left"]) for u in rank["updates"]] for rank in ranks]
+        assert all(other == first for other in others) and all(left == 0 for _, left in first)
+    assert len(accounts) == len(runs)
+    return accounts
+
+
+FL, PG = "train_reward_fl.py", "train_flow_grpo.py"  # of a folder with runs
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """(each process's account, the folder) of four updates of four clips each by one process."""
+    """(the account, the folder) of one process: four updates of four clips each, and two by policy gradient."""
     out = tmp_path_factory.mktemp("one")
-    settings = ["train.gradient_accumulation_steps=4", "train.max_steps=4"]
-    return run("cpu", out, REWARD_FL, *settings, NOBODY_ON="3", BREAK_GRADIENT="0:1"), out / "run"
+    rewards = [*REWARD_FL, "train.gradient_accumulation_steps=4", "train.max_steps=4"]
+    accounts = run("cpu", out, rewards, GRPO, NOBODY_ON="3", BREAK_GRADIENT="0:1")
+    return accounts[0][0], out
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def two(request, one, tmp_path_factory):
-    """(how, the accounts, the folder) of the second and third of them by two processes of two micro-batches each."""
+    """(the accounts, the folder) of two processes of two micro-batches each: the second and third of these updates, on
+    from one process's checkpoint, and all by policy gradient."""
     out = tmp_path_factory.mktemp(request.param)
-    shutil.copytree(one[1], out / "run", symlinks=True)
+    shutil.copytree(one[1] / FL, out / FL, symlinks=True)
     for step in (2, 3, 4):
-        shutil.rmtree(out / "run" / "checkpoints" / f"step-{step:06d}")
-    settings = ["train.gradient_accumulation_steps=2", "train.max_steps=3"]
-    ranks = run(request.param, out, REWARD_FL, *settings, NOBODY_ON="3", BREAK_GRADIENT="1:0")
-    return request.param, ranks, out / "run"
+        shutil.rmtree(out / FL / "checkpoints" / f"step-{step:06d}")
+    rewards = [*REWARD_FL, "train.gradient_accumulation_steps=2", "train.max_steps=3"]
+    return run(request.param, out, rewards, GRPO, NOBODY_ON="3", BREAK_GRADIENT="1:0")[0], out
 
 
 def assert_same_lines(mine, theirs, keys, rel=1e-4):
@@ -160,25 +170,24 @@ FL_KEYS = ("grad_norm", "actor/loss", "actor/face_score", "reward/valid_fraction
 
 def test_two_processes_are_one_with_more_accumulation(one, two):
     """They take up its checkpoint, skip what it skips, and leave what it leaves."""
-    kind, ranks, folder = two
-    mine, theirs = metrics(folder), metrics(one[1])
+    (account, right), (ranks, folder) = (one[0], one[1] / FL), (two[0], two[1] / FL)
+    mine, theirs = metrics(folder), metrics(right)
     assert [line["step"] for line in mine] == [1, 2, 3] and mine[0] == theirs[0]
     assert [line["reward/valid_fraction"] for line in theirs] == [0.75] * 4  # so on one of two processes
     assert mine[1]["grad_norm"] is None and theirs[1]["grad_norm"] is None
     assert_same_lines(mine[1:2], theirs[1:2], FL_KEYS[1:], rel=1e-5)
     assert_same_lines(mine[2:], theirs[2:3], FL_KEYS)
-    assert [update["moved"] for update in one[0][0]["updates"]] == [True, False, True, True]
+    assert [update["moved"] for update in account["updates"]] == [True, False, True, True]
     for rank in ranks:
         assert [update["moved"] for update in rank["updates"]] == [False, True]
-    assert_same_adapter(folder, one[1], 3)
-    states = [checkpoint.load_state(path / "checkpoints" / "step-000003") for path in (folder, one[1])]
+    assert_same_adapter(folder, right, 3)
+    states = [checkpoint.load_state(path / "checkpoints" / "step-000003") for path in (folder, right)]
     assert_same_moments(*(state["optimizer"] for state in states))
     assert len(list((folder / "samples" / "step-000003").iterdir())) == 1
 
 
 def test_one_process_goes_on_from_two(one, two, tmp_path, monkeypatch):
-    _, _, folder = two
-    shutil.copytree(folder, tmp_path / "run", symlinks=True)
+    shutil.copytree(two[1] / FL, tmp_path / "run", symlinks=True)
     find = setup.find_samples
 
     def faceless(*arguments, **settings):
@@ -189,30 +198,29 @@ def test_one_process_goes_on_from_two(one, two, tmp_path, monkeypatch):
     monkeypatch.setattr(setup, "find_samples", faceless)
     again = ["train.gradient_accumulation_steps=4", "train.max_steps=4", f"run.output_dir={tmp_path / 'run'}"]
     launch_as(REWARD_FL, *again)
-    assert_same_lines(metrics(tmp_path / "run")[3:], metrics(one[1])[3:], FL_KEYS, rel=1e-3)
-    assert_same_adapter(tmp_path / "run", one[1], 4)
+    assert_same_lines(metrics(tmp_path / "run")[3:], metrics(one[1] / FL)[3:], FL_KEYS, rel=1e-3)
+    assert_same_adapter(tmp_path / "run", one[1] / FL, 4)
 
 
 def test_another_global_batch_is_refused(one, tmp_path):
-    shutil.copytree(one[1], tmp_path / "run", symlinks=True)
+    shutil.copytree(one[1] / FL, tmp_path / "run", symlinks=True)
     settings = ["train.gradient_accumulation_steps=3", "train.max_steps=5", f"run.output_dir={tmp_path / 'run'}"]
     refused = launch_as(REWARD_FL, *settings, check=False)
     assert refused.returncode == 2
     assert "trained on 4 clips per update" in refused.stderr and "now give 3;" in refused.stderr
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_policy_updates_do_not_depend_on_the_processes(kind, grpo_one, tmp_path):
-    run(kind, tmp_path, GRPO)
-    mine, theirs = metrics(tmp_path / "run"), metrics(grpo_one)
+def test_policy_updates_do_not_depend_on_the_processes(one, two):
+    folders = [two[1] / PG, one[1] / PG]
+    mine, theirs = map(metrics, folders)
     assert [line["step"] for line in mine] == [0, 1, 2]
     assert all(line["policy/ratio"] == pytest.approx(1, abs=1e-4) for line in mine[1:])
     keys = ("grad_norm", "reward/mean", "reward/std_in_group", "policy/kl")
     assert_same_lines(mine[1:2], theirs[1:2], keys[:3], rel=1e-5)
     assert_same_lines(mine[2:], theirs[2:], keys, rel=1e-3)
     assert_same_lines([mine[0], mine[2]], [theirs[0], theirs[2]], ["eval/score"])  # the second: of averaged weights
-    assert_same_adapter(tmp_path / "run", grpo_one, 2)  # the averaged weights
-    states = [checkpoint.load_state(path / "checkpoints" / "step-000002") for path in (tmp_path / "run", grpo_one)]
+    assert_same_adapter(*folders, 2)  # the averaged weights
+    states = [checkpoint.load_state(path / "checkpoints" / "step-000002") for path in folders]
     for name in ("parameters", "average"):
         lists = [state[name] if name == "parameters" else state[name]["shadow_params"] for state in states]
         for a, b in zip(*lists, strict=True):
@@ -220,13 +228,6 @@ def test_policy_updates_do_not_depend_on_the_processes(kind, grpo_one, tmp_path)
             torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 1e-4 + 1e-6)
     assert_same_moments(*(state["optimizer"] for state in states))
     assert states[0]["average"]["optimization_step"] == states[1]["average"]["optimization_step"] == 2
-
-
-@pytest.fixture(scope="module")
-def grpo_one(tmp_path_factory):
-    out = tmp_path_factory.mktemp("grpo")
-    launch_as(GRPO, f"run.output_dir={out / 'run'}")
-    return out / "run"
 
 
 # -- the yaml files
