@@ -41,11 +41,13 @@ class Plan:
     layers: tuple[int, int] = (4, 6)  # of the high-noise and the low-noise expert
     train_people: int = 48
     eval_people: int = 24
+    statistics_clips: int = 64
+    measured_people: int = 200  # by the recognisers; a fifth of them by the detector
 
 
 QUICK = Plan(
     vae_frame_steps=4, vae_clip_steps=2, detector_steps=2, reward_steps=2, judge_steps=2, people_per_step=4, clips=16,
-    high_steps=2, low_steps=2, layers=(1, 1), train_people=4, eval_people=2,
+    high_steps=2, low_steps=2, layers=(1, 1), train_people=4, eval_people=2, statistics_clips=8, measured_people=20,
 )  # fmt: skip
 
 
@@ -60,7 +62,7 @@ def main() -> None:
     work = args.work or (args.out / "work" if args.quick else Path("build/tiny_world"))
     work.mkdir(parents=True, exist_ok=True)
     build(plan, args.out, work, args.seed)
-    figures = measure.measure(args.out, seed=args.seed + 900)
+    figures = measure.measure(args.out, seed=args.seed + 900, count=plan.measured_people)
     (args.out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
     print(json.dumps(figures, indent=2))
 
@@ -92,7 +94,7 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
         lambda m: vae.train_vae(m, True, plan.vae_frame_steps, 16, 4e-3, seed + 1, log),
     )
     stage("vae", tiny_vae, lambda m: vae.train_vae(m, False, plan.vae_clip_steps, 2, 8e-4, seed + 2, log))
-    vae.set_latent_statistics(tiny_vae, seed + 3)
+    vae.set_latent_statistics(tiny_vae, seed + 3, plan.statistics_clips)
 
     # -- faces: one detector, two recognisers that know different people
     detector = stage(

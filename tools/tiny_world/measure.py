@@ -14,12 +14,12 @@ from .people import NUM_FRAMES, SIZE, draw_motion, draw_people, render
 SIGMAS = flow.linear_sigmas(8, 5.0)
 
 
-def measure(world: Path, seed: int) -> dict[str, object]:
-    """All figures of the world; also writes world/contact_sheet.png."""
+def measure(world: Path, seed: int, count: int) -> dict[str, object]:
+    """All figures of the world, of `count` people; also writes world/contact_sheet.png."""
     judges = {name: face.FaceIdentity(world / "faces" / name, det_size=faces.DET_SIZE) for name in ("reward", "judge")}
     figures: dict[str, object] = {"bytes": sum(f.stat().st_size for f in world.rglob("*") if f.is_file())}
-    figures["detector"] = detection(judges["reward"].detector, seed)
-    people = draw_people(200, torch.Generator().manual_seed(seed + 1))
+    figures["detector"] = detection(judges["reward"].detector, seed, count // 5)
+    people = draw_people(count, torch.Generator().manual_seed(seed + 1))
     for name, judge in judges.items():
         figures[f"recogniser_{name}"] = faces.verification(
             judge.recogniser.net, people, torch.Generator().manual_seed(seed)
@@ -28,11 +28,11 @@ def measure(world: Path, seed: int) -> dict[str, object]:
     return figures
 
 
-def detection(detector: face.FaceDetector, seed: int) -> dict[str, float]:
+def detection(detector: face.FaceDetector, seed: int, count: int) -> dict[str, float]:
     """Share of frames whose face is found, and landmark error over face width (mean, and mean of each landmark)."""
     generator = torch.Generator().manual_seed(seed)
-    motion, _ = draw_motion(40, generator)
-    video, landmarks, boxes = render(draw_people(40, generator), motion, generator)
+    motion, _ = draw_motion(count, generator)
+    video, landmarks, boxes = render(draw_people(count, generator), motion, generator)
     frames, truth = video.transpose(1, 2).flatten(0, 1), landmarks.flatten(0, 1)
     width = (boxes[..., 2] - boxes[..., 0]).flatten()
     found = detector.detect(frames)

@@ -121,9 +121,9 @@ def train_vae(vae: AutoencoderKLWan, frames: bool, steps: int, batch: int, lr: f
 
 
 @torch.no_grad()
-def set_latent_statistics(vae: AutoencoderKLWan, seed: int) -> None:
-    """Write mean and standard deviation of each latent channel over some clips into the VAE's config."""
-    clips = training_clips(64, torch.Generator().manual_seed(seed))
+def set_latent_statistics(vae: AutoencoderKLWan, seed: int, count: int) -> None:
+    """Write mean and standard deviation of each latent channel over `count` clips into the VAE's config."""
+    clips = training_clips(count, torch.Generator().manual_seed(seed))
     latents = torch.cat([vae.encode(part).latent_dist.mode() for part in clips.split(8)])
     latents = latents.transpose(0, 1).flatten(1)
     vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
