@@ -30,8 +30,8 @@ from rewardfl import (
     data,
     decode,
     distributed,
-    flow,
     grpo,
+    invariants,
     lora,
     plan_grpo,
     prepare,
@@ -61,17 +61,20 @@ def main() -> int:
     except (*setup.REFUSALS, grpo.RatioError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except invariants.InvariantError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
     """Train; the process's exit code: 2 for a dry run that does not fit the GPU that is there, 128 + a signal's."""
     # ---------------------------------------------------------------------------------- what will be done, checked
     layout, boundary = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
-    sigmas = flow.linear_sigmas(cfg.sample.num_inference_steps, cfg.sample.shift)
-    eval_sigmas = flow.linear_sigmas(
-        cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps, cfg.sample.shift
-    )
-    window_of = planning.windows(cfg, sigmas.tolist(), boundary)
+    schedule = planning.schedule_of(cfg, layout.configs)
+    sigmas = schedule.sigmas
+    eval_steps = cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps
+    eval_schedule = wan.schedule(eval_steps, cfg.sample.shift, boundary)
+    window_of = planning.windows(cfg, schedule.experts)
     tolerance = grpo.ratio_tolerance(cfg.grpo.ratio_tolerance, cfg.model.dtype, cfg.grpo.clip_range)
     kernel = sde.Kernel(cfg.grpo.sde, cfg.grpo.noise_level, sigmas)
     accelerator = distributed.make_accelerator(cfg, 1)
@@ -137,7 +140,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     vae = load(("vae_decoder",)).vae.to(device)
-    model, trained = setup.load_experts(cfg, load, boundary, device, distributed.home(accelerator))
+    model, trained = setup.load_experts(cfg, load, device, distributed.home(accelerator))
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if resume is not None:
         state = setup.load_state(resume, len(samples))
@@ -149,6 +152,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
         optimizer, learning_rate_factor(cfg.train.lr_scheduler_type, cfg.train.warmup_steps, steps)
     )
     policy, optimizer, parameters = distributed.prepare(accelerator, model, optimizer)
+    weights_watched = invariants.Weights(accelerator, model)
     average = EMAModel(parameters, decay=cfg.grpo.ema_decay)
 
     # ---------------------------------------------------------------------------------- who rolls out what
@@ -186,8 +190,8 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
     def largest(number: int) -> int:
         return int(accelerator.gather(torch.tensor([number], device=device)).max())
 
-    def velocity_of(network: torch.nn.Module, conditioning: wan.Conditioning) -> wan.Velocity:
-        return wan.Velocity(network, conditioning, negative, guidance)
+    def velocity_of(conditioning: wan.Conditioning) -> wan.Velocity:
+        return wan.Velocity(policy, conditioning, schedule, negative, guidance)
 
     def roll_out(epoch: int, window: tuple[int, ...], timer: Timer) -> tuple[list[Rollout], list[blackbox.Pending]]:
         """This process's videos of the epoch: what the replay needs of them, and the rewards, maybe still at work."""
@@ -203,11 +207,11 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
                 if is_new:  # up to the window, members that start from the same noise are one
                     first = list({member.start: i for i, member in enumerate(members)}.values())
                     x = torch.cat([data.noise(shape, members[i].noise_seed, device) for i in first])
-                    velocity = velocity_of(policy, conditioning.rows(first))
+                    velocity = velocity_of(conditioning.rows(first))
                     x = reward_flow.rollout(velocity, x, sigmas[: window[0] + 1], keep=()).x0
                     starts = {members[i].start: x[n : n + 1] for n, i in enumerate(first)}
                 x0, kept = sde.rollout(
-                    velocity_of(policy, conditioning), torch.cat([starts[member.start] for member in members]),
+                    velocity_of(conditioning), torch.cat([starts[member.start] for member in members]),
                     kernel, window, partial(grpo.step_noise, members, shape, device), start=window[0],
                     keep_means=cfg.grpo.objective == "guard",
                 )  # fmt: skip
@@ -248,7 +252,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
 
     def score_again(rollout: Rollout, i: int, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of step i of a rollout, and (B,) tensors to log."""
-        step, velocity = rollout.steps[i].to(device), velocity_of(policy, rollout.conditioning.to(device))
+        step, velocity = rollout.steps[i].to(device), velocity_of(rollout.conditioning.to(device))
         reference_mean = None
         if cfg.grpo.kl_weight != 0:  # before the policy's forward: no graph is alive yet
             with torch.no_grad():
@@ -289,19 +293,23 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
             if math.isfinite(norm):
                 average.step(parameters)
             scheduler.step()
+        taught = (everyones["advantage"] != 0) & ~everyones["clipped"] | (everyones["kl"] > 0)
+        without = invariants.no_signal(step, norm, taught)
         ids = [samples[row].row.id for row in everyones.pop("row").tolist()]
         if not math.isfinite(norm):
             found = suspects(ids, everyones["log_prob"].isfinite().tolist())
             say(f"step {step}: gradient norm {norm}, update skipped; it became so {found}")
         loss = float(accelerator.gather(torch.stack(losses).mean()[None]).mean())
-        return {"actor/loss": loss, "grad_norm": norm, "lr": rate} | grpo.policy_statistics(everyones)
+        logged = {"actor/loss": loss, "grad_norm": norm, "lr": rate, "train/no_signal": without}
+        return logged | grpo.policy_statistics(everyones)
 
     def sample_clean(clips: list[prepare.Sample], row: int, n: int = 0) -> tuple[int, Tensor]:
         """(row, its video (3, F, H, W) by the ODE) of the weights as they are now; n: which of its noises."""
         row, conditioning = conditions.readable(clips, row, cfg.data.skip_bad_rows)
         seed = data.noise_seed(cfg.run.seed, -1, clips[row].row.id, n)
         x = data.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
-        x0 = reward_flow.rollout(velocity_of(model, conditioning.to(device)), x, eval_sigmas, keep=()).x0
+        velocity = wan.Velocity(model, conditioning.to(device), eval_schedule, negative, guidance)
+        x0 = reward_flow.rollout(velocity, x, eval_schedule.sigmas, keep=()).x0
         return row, decode.decode(vae, x0)[0].float()
 
     def evaluate() -> dict[str, float]:
@@ -348,13 +356,13 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
     def log(step: int, metrics: dict[str, float]) -> None:
         if not accelerator.is_main_process:
             return
-        history.append(metrics)
+        history.append({"step": step} | metrics)
         with checkpoint.tolerant(say, step, last=step == steps):
             metrics_file.append(step, metrics)
         if step % cfg.run.logging_steps == 0:
             tracker.log(step, metrics)
-            for warning in alarms(history, cfg.reward.motion_alarm):
-                tqdm.write(f"step {step}: {warning}")
+        for warning in alarms(history, cfg.reward.motion_alarm):
+            tqdm.write(f"step {step}: {warning}")
 
     # ---------------------------------------------------------------------------------- Go!
     interruption.listen()
@@ -381,6 +389,10 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
             skipped_in_a_row = 0 if math.isfinite(metrics["grad_norm"]) else skipped_in_a_row + 1
             metrics |= judged | {"epoch": epoch, "memory/peak_gb": peak_memory_gb(device)}
             last = n == per_epoch - 1
+            due = last and (interruption.agreed(largest) or reached(done, per_epoch, cfg.run.save_steps, steps))
+            if due or done == first_step + 1:
+                with timer("invariants"):
+                    weights_watched.check(done)
             if last and held_out and reached(done, per_epoch, cfg.evaluation.eval_steps, steps):
                 metrics |= evaluate()
             metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
@@ -391,13 +403,14 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
         progress.set_postfix(reward=f"{judged['reward/mean']:.3f}", spread=f"{judged['reward/std_in_group']:.3f}")
         # `best` is the checkpoint with the highest score among those whose own weights were evaluated
         score = metrics.get("eval/score")
-        if interruption.agreed(largest):
+        if interruption.number:
             break
-        if reached(done, per_epoch, cfg.run.save_steps, steps):
+        if due:
             save(done, score)
             accelerator.wait_for_everyone()
     if interruption.number:  # after an epoch, or in the rollouts of one, which have changed nothing
         if largest(int(done > 0 and not checkpoint.folder_of(cfg.run.output_dir, done).exists())):
+            weights_watched.check(done)
             save(done, score)
         accelerator.wait_for_everyone()
     tracker.close()

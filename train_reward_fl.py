@@ -21,7 +21,7 @@ from accelerate.utils import gather_object as gather_lists
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import checkpoint, data, decode, distributed, flow, lora, prepare, reward_flow, setup, wan, wan_load
+from rewardfl import checkpoint, data, decode, distributed, invariants, lora, prepare, reward_flow, setup, wan, wan_load
 from rewardfl import config as configuration
 from rewardfl import plan as planning
 from rewardfl.cache import Cache
@@ -41,17 +41,19 @@ def main() -> int:
     except setup.REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except invariants.InvariantError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
     """Train; the process's exit code: 2 for a dry run that does not fit the GPU that is there, 128 + a signal's."""
     # ---------------------------------------------------------------------------------- what will be done, checked
     layout, boundary = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
-    schedule = flow.linear_sigmas(cfg.sample.num_inference_steps, cfg.sample.shift)
-    sigmas = reward_flow.until_final_step(schedule, cfg.sample.final_timestep)
-    experts = configuration.trainable_experts(cfg)
+    schedule = planning.schedule_of(cfg, layout.configs)
+    sigmas = schedule.sigmas
     active, coupling = configuration.active_steps(cfg), configuration.resolved_coupling(cfg)
-    configuration.check_active_experts(active, sigmas.tolist(), boundary, experts)
+    configuration.check_active_experts(active, schedule.experts, configuration.trainable_experts(cfg), coupling)
     accumulation = cfg.train.gradient_accumulation_steps
     # each replayed step is a micro-batch, and the last one of an update synchronises
     accelerator = distributed.make_accelerator(cfg, accumulation * len(active))
@@ -101,16 +103,16 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
     conditions = setup.conditions_of(cfg, weights, store)
     conditions.fill(samples, lambda parts: load(parts).to(device), share)
     cached = cfg.experts.untrained == "boundary_cache"
-    start = sum(wan.expert_at(sigma, boundary) == "high_noise" for sigma in sigmas[:-1]) if cached else 0
+    start = schedule.experts.count("high_noise") if cached else 0
     if cached:
         noises = noise_seeds(cfg, samples)
-        conditions.fill_boundary(noises, sigmas[: start + 1], boundary, lambda parts: load(parts).to(device), share)
+        conditions.fill_boundary(noises, schedule, lambda parts: load(parts).to(device), share)
     accelerator.wait_for_everyone()
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     vae = load(("vae_decoder",)).vae.to(device)
     away = ["high_noise"] if cached else []
-    model, trained = setup.load_experts(cfg, load, boundary, device, distributed.home(accelerator), skip=away)
+    model, trained = setup.load_experts(cfg, load, device, distributed.home(accelerator), skip=away)
     if resume is not None:
         state = setup.load_state(resume, len(samples), global_batch, one_shape_batch)
         setup.load_adapters(trained, resume)
@@ -123,6 +125,7 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
         optimizer, learning_rate_factor(cfg.train.lr_scheduler_type, cfg.train.warmup_steps, steps)
     )
     policy, optimizer, parameters = distributed.prepare(accelerator, model, optimizer)
+    weights_watched = invariants.Weights(accelerator, model)
 
     # ---------------------------------------------------------------------------------- where an earlier run stopped
     metrics_file = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
@@ -154,7 +157,7 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
         conditioning = conditions.conditioning(sample).to(device)
         seed = noise_seed(cfg, name, epoch)
         if start:
-            return conditioning, conditions.boundary_latents(sample, seed, sigmas[: start + 1]).to(device)
+            return conditioning, conditions.boundary_latents(sample, seed, schedule).to(device)
         return conditioning, data.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
 
     def read(epoch: int, row: int) -> tuple[int, tuple[wan.Conditioning, Tensor]]:
@@ -171,7 +174,7 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
         with timer("encode"):
             rows, found = zip(*(read(epoch, row) for epoch, row in batch), strict=True)
             conditionings, latents = zip(*found, strict=True)
-            velocity = wan.Velocity(policy, wan.Conditioning.stack(conditionings))
+            velocity = wan.Velocity(policy, wan.Conditioning.stack(conditionings), schedule)
             x = torch.cat(latents)
         with timer("rollout"):
             trajectory = reward_flow.rollout(velocity, x, sigmas, active, start)
@@ -194,9 +197,10 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
             )  # fmt: skip
         out, *others = outputs
         finite = (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & kl.isfinite()
+        signal = grad_x0.flatten(1).any(1) | (kl > 0)  # what the sample has to teach
         logged = {"score": out.score, "valid": out.valid.float(), "total": gained, "kl": kl} | out.parts
         replaced = [row != wanted for row, (_, wanted) in zip(rows, batch, strict=True)]
-        logged |= {"finite": finite, "replaced": torch.tensor(replaced, device=device)}
+        logged |= {"finite": finite, "signal": signal, "replaced": torch.tensor(replaced, device=device)}
         logged |= {"row": torch.tensor(rows, device=device)}
         for term, other in zip(terms[1:], others, strict=True):
             logged[term.label] = other.score.where(other.valid, math.nan)
@@ -208,7 +212,7 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
     def generate(row: int) -> tuple[int, Tensor]:
         """(row, its video (3, F, H, W)) as the weights are now, always from the same noise."""
         row, (conditioning, x) = read(-1, row)
-        x0 = reward_flow.rollout(wan.Velocity(model, conditioning), x, sigmas, keep=(), start=start).x0
+        x0 = reward_flow.rollout(wan.Velocity(model, conditioning, schedule), x, sigmas, keep=(), start=start).x0
         return row, decode.decode(vae, x0)[0]
 
     def save(done: int) -> None:
@@ -251,7 +255,13 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
                 scheduler.step()
         seen = [samples[row].row.id for row in logged.pop("row").tolist()]
         finite = logged.pop("finite").tolist()
-        metrics = summary(cfg, logged) | {
+        done = step + 1
+        metrics = {"train/no_signal": invariants.no_signal(done, norm, logged.pop("signal"))}
+        due = interruption.agreed(largest) or done % cfg.run.save_steps == 0 or done == steps
+        if step == first_step or due:
+            with timer("invariants"):
+                weights_watched.check(done)
+        metrics |= summary(cfg, logged) | {
             "grad_norm": norm,
             "lr": rate,
             "memory/peak_gb": peak_memory_gb(device),
@@ -260,7 +270,6 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
         progress.set_postfix(loss=f"{metrics['actor/loss']:.3f}", score=f"{metrics['reward/mean']:.3f}")
 
         skipped_in_a_row = 0 if math.isfinite(norm) else skipped_in_a_row + 1
-        done = step + 1
         if accelerator.is_main_process:
             history.append({"step": done} | metrics)
             with checkpoint.tolerant(say, done, last=done == steps):
@@ -270,12 +279,11 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
                     f"{suspects(seen, finite)}")  # fmt: skip
             if done % cfg.run.logging_steps == 0:
                 tracker.log(done, metrics)
-                for warning in alarms(history, cfg.reward.motion_alarm):
-                    tqdm.write(f"step {done}: {warning}")
+            for warning in alarms(history, cfg.reward.motion_alarm):
+                tqdm.write(f"step {done}: {warning}")
         if skipped_in_a_row > cfg.train.max_nonfinite:
             raise SystemExit(f"stopped at step {done}: {skipped_in_a_row} updates in a row had a non-finite gradient")
-        due = done % cfg.run.save_steps == 0 or done == steps
-        if interruption.agreed(largest) or due:
+        if due:
             save(done)
             accelerator.wait_for_everyone()
         if interruption.number:

@@ -101,9 +101,9 @@ def update(
     optimizer: torch.optim.Optimizer, x: Tensor, generator: torch.Generator,
 ) -> tuple[Measured, float]:  # fmt: skip
     """What train_reward_fl.py does from the latents x on, and the norm of the gradient."""
-    found, sigmas, device = {}, torch.tensor(run.sigmas), x.device
+    found, sigmas, device = {}, velocity.schedule.sigmas, x.device
     cached = run.levers.untrained == "boundary_cache"
-    start = sum(wan.expert_at(sigma, run.boundary) == "high_noise" for sigma in run.sigmas[:-1]) if cached else 0
+    start = run.experts.count("high_noise") if cached else 0
     with phase(found, "rollout", device):
         trajectory = reward_flow.rollout(velocity, x, sigmas, run.active, start)
     with phase(found, "decode", device):
@@ -134,14 +134,15 @@ def measure(name: str, cfg: config.RunConfig, steps: int, device: torch.device) 
     cached = cfg.experts.untrained == "boundary_cache"  # there is no such expert then
     experts = {expert: None if cached else new_expert(cfg, configs, expert, device, False) for expert in untrained}
     experts |= {expert: new_expert(cfg, configs, expert, device, True) for expert in run.trained}
-    model = wan.Experts(experts["high_noise"], experts["low_noise"], run.boundary, untrained)
+    model = wan.Experts(experts["high_noise"], experts["low_noise"], untrained)
     vae, parameters = new_decoder(cfg, configs, device), [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay)
     generator, batch = torch.Generator(device).manual_seed(cfg.run.seed), run.levers.batch
     made = experts[run.trained[0]].config
     shapes = cost.shape, (wan.TEXT_LENGTH, made.text_dim), (made.in_channels - made.out_channels, *cost.shape[1:])
     x, text, image = (torch.randn(batch, *shape, generator=generator, device=device) for shape in shapes)
-    velocity = wan.Velocity(model, wan.Conditioning(text.to(wan.DTYPES[cfg.model.dtype]), image))
+    conditioning = wan.Conditioning(text.to(wan.DTYPES[cfg.model.dtype]), image)
+    velocity = wan.Velocity(model, conditioning, plan.schedule_of(cfg, configs))
     torch.cuda.empty_cache()  # what building left is not to count as reserved
     found = [update(cfg, run, velocity, vae, optimizer, x, generator) for _ in range(1 + steps)]
     clips = f"{batch} x latents {'x'.join(map(str, cost.shape))}, {cost.experts['low_noise'].tokens} tokens; {configs}"

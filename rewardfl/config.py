@@ -929,6 +929,12 @@ def boundary_ratio(model_folder: str | Path) -> float:
     return config["boundary_ratio"]
 
 
+def boundary_of(cfg: AnyConfig, model_folder: str | Path) -> float:
+    """The sigma at or above which the high-noise expert answers: the configuration's, else the pipeline folder's."""
+    given = cfg.model.min_timestep_boundary
+    return boundary_ratio(model_folder) if given is None else given
+
+
 def check_geometry(
     height: int, width: int, num_frames: int, spatial: int, temporal: int, patch: int = 2, max_pixels: int | None = None
 ) -> None:
@@ -963,19 +969,28 @@ def _neighbours(value: int, multiple: int, offset: int) -> str:
 
 
 def check_active_experts(
-    active: Sequence[int], sigmas: Sequence[float], boundary: float, experts: Sequence[str]
+    active: Sequence[int], answering: Sequence[str], trained: Sequence[str], coupling: float
 ) -> None:
-    """ConfigError when one of the trained `experts` answers at no active step: it would never get a gradient.
+    """ConfigError when a trained expert answers at no active step, or an active step gives nothing a gradient.
 
-    sigmas: by step; at or above `boundary` the high_noise expert answers, below it low_noise.
+    answering: the expert of each step; coupling: of the gradient that an active step hands to the one before it. A
+    frozen expert's step has no gradient of its own: it is of use only in handing one on to a trained expert's.
     """
-    answering = {"high_noise" if float(sigmas[i]) >= boundary else "low_noise" for i in active}
-    idle = [name for name, expert in EXPERTS.items() if expert in experts and expert not in answering]
+    table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(answering))
+    asked = {answering[i] for i in active}
+    idle = [name for name, expert in EXPERTS.items() if expert in trained and expert not in asked]
     if idle:
-        table = ", ".join(f"{i}: {float(sigmas[i]):.3f}" for i in active)
-        useful = ",".join(name for name, expert in EXPERTS.items() if expert in answering)
+        useful = ",".join(name for name, expert in EXPERTS.items() if expert in asked)
         raise ConfigError(
-            f"model.trainable_models: {','.join(idle)} answers at no active step (sigma by step: {table}; "
-            f"boundary {boundary:g}) and would not learn; train {useful}, or change sample.mid_timestep or "
-            "sample.active_steps"
+            f"model.trainable_models: {', '.join(idle)} answers at no active step of {list(active)} and would not "
+            f"learn (expert by step: {table}); train {useful}, or change sample.mid_timestep or sample.active_steps"
+        )
+    own = [i for i in active if answering[i] in trained]
+    useless = [i for i in active if i not in own and (coupling == 0 or i < own[0])]
+    if useless:
+        raise ConfigError(
+            f"sample.mid_timestep, sample.active_steps: the active steps {useless} of {list(active)} would give no "
+            f"gradient, since model.trainable_models does not train their expert (expert by step: {table}) and they "
+            f"hand none on to an earlier step that is trained; take {[i for i in active if i not in useless]}, or "
+            "train both experts: model.trainable_models=dit,dit2"
         )

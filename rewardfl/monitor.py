@@ -5,9 +5,12 @@ import math
 import resource
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+PROCESS = Path("/proc/self")
 
 
 class Timer:
@@ -26,10 +29,20 @@ class Timer:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Peak of the device's allocator, or of the process's memory on the CPU, in 1e9 bytes."""
+    """Peak since it was last asked, in 1e9 bytes: of the device's allocator, or on a CPU of the process's memory.
+
+    Where the system does not let a process reset its own peak, it is that since the start.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak / 1e9
+    if not PROCESS.is_dir():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    (line,) = (line for line in (PROCESS / "status").read_text().splitlines() if line.startswith("VmHWM"))
+    with contextlib.suppress(OSError):  # a container may forbid it
+        (PROCESS / "clear_refs").write_text("5")  # proc(5): resets the peak resident set size
+    return int(line.split()[1]) * 1024 / 1e9
 
 
 def total_memory(device: torch.device) -> int | None:
@@ -73,7 +86,12 @@ def suspects(ids: Sequence[str], finite: Sequence[bool]) -> str:
 
 
 def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int = 10) -> Iterator[str]:
-    """Warnings about the last `window` steps: the faces freeze, or the reward's gain is not seen by the judge."""
+    """Warnings about the last `window` updates: the faces freeze, or the reward's gain is not seen by the judge.
+
+    history: the lines of metrics.jsonl; an evaluation before the first update is none of them. To be asked after every
+    update, whatever of them is logged elsewhere: it speaks after each `window` of them, from the second on.
+    """
+    history = [line for line in history if line["step"] > 0]
     if len(history) < 2 * window or len(history) % window:
         return
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rewardfl import config as configuration
-from rewardfl import data, flow, grpo, lora, reward_flow, wan
+from rewardfl import data, flow, grpo, lora, wan
 from rewardfl.config import AnyConfig, ConfigError, GrpoConfig, RunConfig
 from rewardfl.costs import Adapter, ChunkCost, Costs, ExpertCost, measure
 from rewardfl.distributed import REDUCE_BUCKET
@@ -71,7 +71,7 @@ class AnyRun:
     """What the runs of both scripts have. sigmas: by step and the last one, 0; active: the steps with gradient."""
 
     sigmas: tuple[float, ...]
-    boundary: float
+    experts: tuple[str, ...]  # by step, as wan.Schedule has them
     active: tuple[int, ...]
     trained: tuple[str, ...]  # high_noise, low_noise
     kl: bool
@@ -88,9 +88,6 @@ class AnyRun:
         """The one expert that is not trained."""
         rest = [expert for expert in wan.PARTS if expert not in self.trained]
         return rest[0] if rest else None
-
-    def expert_at(self, step: int) -> str:
-        return wan.expert_at(self.sigmas[step], self.boundary)
 
     # what `recommend` compares
 
@@ -126,8 +123,7 @@ class Run(AnyRun):
 
 def forwards(run: Run) -> dict[str, int]:
     """How many forward passes of each expert one rollout takes."""
-    answering = [run.expert_at(i) for i in range(len(run.sigmas) - 1)]
-    counts = {expert: answering.count(expert) for expert in wan.PARTS}
+    counts = {expert: run.experts.count(expert) for expert in wan.PARTS}
     if run.levers.untrained == "boundary_cache" and run.untrained:
         counts[run.untrained] = 0
     return counts
@@ -135,7 +131,7 @@ def forwards(run: Run) -> dict[str, int]:
 
 def work(costs: Costs, run: Run) -> dict[str, int]:
     """FLOPs of one clip's part in an update, by part. A frozen expert's active steps are counted as trained ones."""
-    active = [costs.experts[run.expert_at(i)] for i in run.active]
+    active = [costs.experts[run.experts[i]] for i in run.active]
     rolled = {
         expert: count * (cost.forward if expert in run.trained else cost.forward_frozen)
         for (expert, count), cost in zip(forwards(run).items(), costs.experts.values(), strict=True)
@@ -165,7 +161,7 @@ def exposed_seconds(costs: Costs, run: Run, tflops: float) -> Iterator[float]:
     parts = {name: amount / (tflops * 1e12) for name, amount in work(costs, run).items()}
     levers = run.levers
     if levers.checkpointing and levers.offload_inputs:
-        inputs = sum(costs.experts[run.expert_at(i)].stored for i in run.active)
+        inputs = sum(costs.experts[run.experts[i]].stored for i in run.active)
         yield beyond(inputs, parts["replay forward"])
         yield beyond(inputs, parts["replay recompute"] + parts["replay backward"])
     if levers.decode_caches == "offload":
@@ -321,9 +317,7 @@ def replay_activations(costs: Costs, run: AnyRun, graphs: int = 1) -> tuple[dict
 
     graphs: forward passes whose graphs live together (guidance takes two); back they go block by block.
     """
-    largest = max(
-        (costs.experts[run.expert_at(i)] for i in run.active), key=lambda cost: cost.layers * cost.block_saved
-    )
+    largest = max((costs.experts[run.experts[i]] for i in run.active), key=lambda cost: cost.layers * cost.block_saved)
     if not run.levers.checkpointing:
         backward = largest.block_peak - largest.block_saved
         return {"all blocks, saved": graphs * largest.layers * largest.block_saved, "backward of one": backward}, 0
@@ -350,7 +344,7 @@ def full_graph(costs: Costs, run: Run) -> FullGraph:
     caches, _, _ = decode_caches(costs.chunks, "keep")
     return FullGraph(
         flops=sum(parts.values()) - parts["replay forward"],  # the rollout's own forward passes have the graph
-        block_inputs=sum(costs.experts[run.expert_at(i)].stored for i in run.active),
+        block_inputs=sum(costs.experts[run.experts[i]].stored for i in run.active),
         decode=sum(chunk.saved for chunk in costs.chunks),
         decode_chunks=caches + max(chunk.saved for chunk in costs.chunks),
     )
@@ -391,7 +385,7 @@ def options(run: Run) -> list[Option]:
         found.append(Option({"untrained": "cpu_swap"}))
         found.append(Option({"untrained": "fp8"}, False, "; its weights are rounded by 3 %"))
         # what comes before the boundary can be cached when nothing there is trained or handed a gradient
-        if all(run.expert_at(i) == "low_noise" for i in run.active):
+        if all(run.experts[i] == "low_noise" for i in run.active):
             noises = {"noises": CACHED_NOISES} if levers.noises == "fresh" else {}
             note = "; each clip then has a few noises, used in turn"
             found.append(Option({"untrained": "boundary_cache"} | noises, False, note))
@@ -474,6 +468,12 @@ def costs_of(cfg: AnyConfig, configs: Path) -> Costs:
     return measure(configs, wan.DTYPES[cfg.model.dtype], height, width, cfg.data.num_frames, adapter)
 
 
+def schedule_of(cfg: AnyConfig, configs: Path) -> wan.Schedule:
+    """The denoising steps that a run of the configuration takes."""
+    boundary = configuration.boundary_of(cfg, configs)
+    return wan.schedule(cfg.sample.num_inference_steps, cfg.sample.shift, boundary).until(cfg.sample.final_timestep)
+
+
 def run_of(
     cfg: RunConfig,
     configs: Path,
@@ -484,10 +484,10 @@ def run_of(
 ) -> Run:
     """What the configuration does with it. clips, steps: where they are known."""
     sample, train = cfg.sample, cfg.train
-    schedule = flow.linear_sigmas(sample.num_inference_steps, sample.shift)
+    schedule = schedule_of(cfg, configs)
     return Run(
-        sigmas=tuple(reward_flow.until_final_step(schedule, sample.final_timestep).tolist()),
-        boundary=boundary_of(cfg, configs),
+        sigmas=tuple(schedule.sigmas.tolist()),
+        experts=schedule.experts,
         active=configuration.active_steps(cfg),
         trained=configuration.trainable_experts(cfg),
         coupled=configuration.resolved_coupling(cfg) != 0,
@@ -530,27 +530,20 @@ def epoch_geometry(cfg: GrpoConfig, processes: int) -> tuple[int, int]:
     return forwards, forwards // updates
 
 
-def boundary_of(cfg: AnyConfig, configs: Path) -> float:
-    """Sigma at or above which the high-noise expert answers: the configuration's, else the model's."""
-    given = cfg.model.min_timestep_boundary
-    return configuration.boundary_ratio(configs) if given is None else given
-
-
 def pack_bytes(cfg: AnyConfig) -> int:
     """Of the face networks' weights, as far as they are on disk."""
     folders = [Path(folder) for folder in (cfg.reward.reward_model_path, cfg.reward.held_out_model_path) if folder]
     return sum(file.stat().st_size for folder in folders for file in folder.rglob("*.onnx"))
 
 
-def windows(cfg: GrpoConfig, sigmas: Sequence[float], boundary: float) -> Callable[[int], tuple[int, ...]]:
+def windows(cfg: GrpoConfig, answering: Sequence[str]) -> Callable[[int], tuple[int, ...]]:
     """epoch -> its SDE steps. ConfigError when there can be none, or a trained expert would answer at none.
 
-    sigmas: by step and the last one, 0. Usable are the steps of trained experts but the last step.
+    answering: the expert of each step. Usable are the steps of trained experts but the last step.
     """
     trained = configuration.trainable_experts(cfg)
-    answering = [wan.expert_at(sigma, boundary) for sigma in sigmas[:-1]]
-    usable = _usable(cfg, sigmas, boundary)
-    table = ", ".join(f"{i}: {float(sigmas[i]):.3f} {expert}" for i, expert in enumerate(answering))
+    usable = _usable(cfg, answering)
+    table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(answering))
 
     def window(epoch: int) -> tuple[int, ...]:
         return grpo.window(
@@ -566,7 +559,7 @@ def windows(cfg: GrpoConfig, sigmas: Sequence[float], boundary: float) -> Callab
             f"grpo.window: {error}. Usable are the steps of {cfg.model.trainable_models} (model.trainable_models) but "
             f"the last step: {table}"
         ) from error
-    drawn = drawable(cfg, sigmas, boundary)
+    drawn = drawable(cfg, answering)
     idle = [name for name in trained if name not in {answering[i] for i in drawn}]
     if idle:
         raise ConfigError(
@@ -576,16 +569,16 @@ def windows(cfg: GrpoConfig, sigmas: Sequence[float], boundary: float) -> Callab
     return window
 
 
-def drawable(cfg: GrpoConfig, sigmas: Sequence[float], boundary: float) -> tuple[int, ...]:
+def drawable(cfg: GrpoConfig, answering: Sequence[str]) -> tuple[int, ...]:
     """The steps that some epoch's window may have; arguments: `windows`, which refuses what cannot be."""
-    low, high = cfg.grpo.window_bounds or (0, len(sigmas) - 1)
-    return cfg.grpo.window_steps or tuple(i for i in _usable(cfg, sigmas, boundary) if low <= i < high)
+    low, high = cfg.grpo.window_bounds or (0, len(answering))
+    return cfg.grpo.window_steps or tuple(i for i in _usable(cfg, answering) if low <= i < high)
 
 
-def _usable(cfg: GrpoConfig, sigmas: Sequence[float], boundary: float) -> list[int]:
+def _usable(cfg: GrpoConfig, answering: Sequence[str]) -> list[int]:
     """The trained experts' steps but the last, whose noise nothing would remove."""
     trained = configuration.trainable_experts(cfg)
-    return [i for i, sigma in enumerate(sigmas[:-2]) if wan.expert_at(sigma, boundary) in trained]
+    return [i for i, expert in enumerate(answering[:-1]) if expert in trained]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -628,7 +621,7 @@ def sigma_table(run: Run) -> list[str]:
     for i, (flow_std, dance_std) in enumerate(sde_stds(run.sigmas)):
         sigma, gradient = run.sigmas[i], "replayed" if i in run.active else "-"
         lines.append(
-            f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {run.expert_at(i):10s}  {gradient:8s}"
+            f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {run.experts[i]:10s}  {gradient:8s}"
             f"  {flow_std:17.4f}{dance_std:10.4f}"
         )
     return lines

@@ -57,7 +57,7 @@ class GrpoRun(AnyRun):
     guarded: bool = True  # the objective needs the rollout's means
     drawn: bool = False  # each epoch draws its window from the active steps; else it is all of them
     windows: tuple[tuple[int, ...], ...]  # by epoch
-    eval_sigmas: tuple[float, ...] = ()  # empty: no evaluation
+    eval_experts: tuple[str, ...] = ()  # by step of the evaluation's schedule; empty: no evaluation
     eval_videos: int | None = None  # of each evaluation, where its clips are there
     eval_steps: int = 50
 
@@ -109,16 +109,17 @@ def run_of(
     """
     sample, section, train = cfg.sample, cfg.grpo, cfg.train
     planning.epoch_geometry(cfg, processes)
-    sigmas = tuple(flow.linear_sigmas(sample.num_inference_steps, sample.shift).tolist())
-    boundary = planning.boundary_of(cfg, configs)
-    window = planning.windows(cfg, sigmas, boundary)
+    schedule = planning.schedule_of(cfg, configs)
+    window = planning.windows(cfg, schedule.experts)
     epochs = EPOCHS if steps is None else steps // (section.updates_per_epoch * section.inner_epochs)
     evaluation = cfg.evaluation
-    eval_schedule = flow.linear_sigmas(evaluation.eval_inference_steps or sample.num_inference_steps, sample.shift)
+    eval_steps = evaluation.eval_inference_steps or sample.num_inference_steps
+    boundary = configuration.boundary_of(cfg, configs)
+    eval_experts = wan.schedule(eval_steps, sample.shift, boundary).experts if evaluation.eval_clips else ()
     return GrpoRun(
-        sigmas=sigmas,
-        boundary=boundary,
-        active=planning.drawable(cfg, sigmas, boundary),
+        sigmas=tuple(schedule.sigmas.tolist()),
+        experts=schedule.experts,
+        active=planning.drawable(cfg, schedule.experts),
         trained=configuration.trainable_experts(cfg),
         kl=section.kl_weight != 0,
         levers=GrpoLevers(
@@ -146,7 +147,7 @@ def run_of(
         guarded=section.objective == "guard",
         drawn=section.window != "list",
         windows=tuple(window(epoch) for epoch in range(epochs)),
-        eval_sigmas=tuple(eval_schedule.tolist()) if evaluation.eval_clips else (),
+        eval_experts=eval_experts,
         eval_videos=_eval_videos(evaluation),
         eval_steps=evaluation.eval_steps,
     )
@@ -216,22 +217,21 @@ def work(costs: Costs, run: GrpoRun) -> dict[str, float]:
     return dict(parts)
 
 
-def _forwards(costs: Costs, run: GrpoRun, sigmas: Sequence[float]) -> list[int]:
-    """FLOPs of a forward pass without a graph at each step of these sigmas, guidance not in it."""
-    experts = [wan.expert_at(sigma, run.boundary) for sigma in sigmas[:-1]]
+def _forwards(costs: Costs, run: GrpoRun, experts: Sequence[str]) -> list[int]:
+    """FLOPs of a forward pass of each of these experts without a graph, guidance not in it."""
     return [costs.experts[e].forward if e in run.trained else costs.experts[e].forward_frozen for e in experts]
 
 
 def evaluation_flops(costs: Costs, run: GrpoRun) -> int:
     """FLOPs of one video of the evaluation."""
-    sampled = run.answers * sum(_forwards(costs, run, run.eval_sigmas))
+    sampled = run.answers * sum(_forwards(costs, run, run.eval_experts))
     return sampled + sum(chunk.forward for chunk in costs.chunks)
 
 
 def _work_under(costs: Costs, run: GrpoRun, window: Sequence[int]) -> dict[str, float]:
     clips = [clips for clips, _ in rollout_counts(run, window)]
-    rolled = sum(n * flops for n, flops in zip(clips, _forwards(costs, run, run.sigmas), strict=True))
-    trained, replays = [costs.experts[run.expert_at(i)] for i in window], run.inner_epochs * run.answers
+    rolled = sum(n * flops for n, flops in zip(clips, _forwards(costs, run, run.experts), strict=True))
+    trained, replays = [costs.experts[run.experts[i]] for i in window], run.inner_epochs * run.answers
     forward = replays * sum(cost.forward for cost in trained)
     return {
         "rollout": run.answers * rolled / run.samples_of_process,
@@ -254,7 +254,7 @@ def exposed_seconds(costs: Costs, run: GrpoRun, tflops: float) -> Iterator[float
     levers, epochs = run.levers, len(run.windows)
     replay = parts["replay recompute"] + parts["replay backward"]
     if levers.checkpointing and levers.offload_inputs:
-        stored = sum(costs.experts[run.expert_at(i)].stored for window in run.windows for i in window) / epochs
+        stored = sum(costs.experts[run.experts[i]].stored for window in run.windows for i in window) / epochs
         inputs = run.inner_epochs * run.answers * stored
         yield beyond(inputs, parts["replay forward"])
         yield beyond(inputs, replay)
@@ -269,7 +269,7 @@ def exposed_seconds(costs: Costs, run: GrpoRun, tflops: float) -> Iterator[float
 def _swap_wait(costs: Costs, run: GrpoRun, window: Sequence[int], tflops: float) -> float:
     """Seconds that one process waits for the untrained expert's weights in an epoch, without guidance."""
     cost, place = costs.experts[run.untrained], run.levers.untrained
-    counts = [count for i, count in enumerate(rollout_counts(run, window)) if run.expert_at(i) == run.untrained]
+    counts = [count for i, count in enumerate(rollout_counts(run, window)) if run.experts[i] == run.untrained]
     return sum(passes * planning.pass_wait(cost, place, clips / passes, tflops) for clips, passes in counts)
 
 
@@ -411,7 +411,7 @@ def sigma_table(run: GrpoRun) -> list[str]:
     for i, (sigma, sigma_next) in enumerate(zip(run.sigmas[:-1], run.sigmas[1:], strict=True)):
         place = "-" if i not in run.active else "drawn" if run.drawn else "trained"
         cells = "".join(_cells(kind, sigma, sigma_next, run) for kind in KINDS)
-        lines.append(f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {run.expert_at(i):10s}  {place:7s}{cells}")
+        lines.append(f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {run.experts[i]:10s}  {place:7s}{cells}")
     return lines + [
         f"at noise level {run.noise_level:g}, trained with {run.sde}. weight: of the step's gradient, |dmean/dv| / std "
         "(cps: 2 |dmean/dv| std). noise: what one step leaves / sigma of the next, 1 is exact"
@@ -447,14 +447,14 @@ def work_table(costs: Costs, run: GrpoRun, tflops: float) -> list[str]:
     if run.epochs is not None:
         spent = _cost(run, run.epochs * epoch[0], run.epochs * epoch[1])
         lines.append(f"the run of {run.epochs} epochs, without its evaluations: {spent}")
-    if run.eval_sigmas:
+    if run.eval_experts:
         lines.append(_evaluation_line(costs, run, tflops))
     encode = costs.encode.text_flops + costs.encode.image_flops
     return [*lines, f"VAE encode and text: {encode / 1e12:.4g} TFLOP once per clip, then from the cache"]
 
 
 def _evaluation_line(costs: Costs, run: GrpoRun, tflops: float) -> str:
-    flops, steps = evaluation_flops(costs, run), len(run.eval_sigmas) - 1
+    flops, steps = evaluation_flops(costs, run), len(run.eval_experts)
     if run.eval_videos is None:
         return f"a video of the evaluation ({steps} steps): {_cost(run, flops, flops / tflops / 1e12)}"
     time = math.ceil(run.eval_videos / run.processes) * flops / tflops / 1e12

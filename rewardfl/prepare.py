@@ -199,6 +199,11 @@ def samples(
 Load = Callable[[tuple[str, ...]], WanImageToVideoPipeline]  # parts -> a pipeline that has them, where they compute
 
 
+def before_boundary(schedule: wan.Schedule) -> Tensor:
+    """The sigmas of the high-noise expert's steps, and the one that they arrive at."""
+    return schedule.sigmas[: schedule.experts.count("high_noise") + 1]
+
+
 @dataclass(frozen=True)
 class Conditions:
     """The conditioning of samples, and the latents at the boundary between the experts, in the cache.
@@ -237,26 +242,26 @@ class Conditions:
     def fill_boundary(
         self,
         noises: Sequence[tuple[Sample, int]],
-        sigmas: Tensor,
-        boundary: float,
+        schedule: wan.Schedule,
         load: Load,
         share: Share,
     ) -> None:
         """Compute the boundary latents that are missing for samples with noise seeds.
 
-        sigmas: of the steps before the boundary, and the one that they arrive at. The high-noise expert is loaded
-        only for that, and gone afterwards.
+        The high-noise expert is loaded only for that, and gone afterwards.
         """
+        sigmas = before_boundary(schedule)
 
         def high_noise_expert() -> Callable[[tuple[Sample, int]], Mapping[str, Tensor]]:
             expert = load(("high_noise",)).transformer
-            experts = wan.Experts(expert, None, boundary)
+            experts = wan.Experts(expert, None)
 
             def run(item: tuple[Sample, int]) -> Mapping[str, Tensor]:
                 sample, seed = item
                 conditioning = self.conditioning(sample).to(expert.device)
                 x = data.noise(conditioning.latent_shape(expert.config.out_channels), seed, expert.device)
-                return {"x": reward_flow.rollout(wan.Velocity(experts, conditioning), x, sigmas, keep=()).x0}
+                velocity = wan.Velocity(experts, conditioning, schedule)
+                return {"x": reward_flow.rollout(velocity, x, sigmas, keep=()).x0}
 
             return run
 
@@ -275,9 +280,9 @@ class Conditions:
         """(1, 512, d), on the CPU."""
         return read(self.store, self._text_key(prompt))["text"]
 
-    def boundary_latents(self, sample: Sample, noise_seed: int, sigmas: Tensor) -> Tensor:
-        """(1, C, T, h, w) float32, on the CPU; sigmas as in fill_boundary."""
-        return read(self.store, self._boundary_key(sample, noise_seed, sigmas))["x"]
+    def boundary_latents(self, sample: Sample, noise_seed: int, schedule: wan.Schedule) -> Tensor:
+        """(1, C, T, h, w) float32, on the CPU, that the schedule's first low-noise step starts from."""
+        return read(self.store, self._boundary_key(sample, noise_seed, before_boundary(schedule)))["x"]
 
     def _text_key(self, prompt: str) -> Key:
         return {"kind": "text", "model": self.text, "dtype": self.dtype, "prompt": prompt}

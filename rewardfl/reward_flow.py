@@ -1,6 +1,6 @@
 """The differentiable reward-flow sampler: roll out without a graph, then replay the active steps one graph at a time.
 
-    x_{i+1} = x_i + h_i v_i,   v_i = velocity(x_i, sigma_i),   h_i = sigma_{i+1} - sigma_i < 0
+    x_{i+1} = x_i + h_i v_i,   v_i = velocity(x_i, i),   h_i = sigma_{i+1} - sigma_i < 0
 
 With g the cotangent of x_{i+1}, one replayed step adds  h_i (dv_i/dtheta)^T g  to the parameters' gradients
 and hands g + coupling * h_i (dv_i/dx_i)^T g  to the step before. coupling 1 is the exact chain rule (DRaFT-K,
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rewardfl.flow import euler_step, velocity_kl
 
-Velocity = Callable[[Tensor, Tensor], Tensor]  # (x (B, ...), sigma scalar) -> velocity (B, ...)
+Velocity = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> velocity (B, ...)
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,15 @@ class Trajectory:
 def rollout(velocity: Velocity, x: Tensor, sigmas: Tensor, keep: Sequence[int], start: int = 0) -> Trajectory:
     """Euler-sample x (B, ...) float32 at sigmas[start] through the rest of `sigmas`, keeping x_i of steps in `keep`.
 
-    The last sigma is 0 where x0 is wanted; `until_final_step` shortens a schedule so that its last step
-    predicts x0. start: a step later than 0 where x is what the steps before it give.
+    The last sigma is 0 where x0 is wanted; a shorter head of a schedule gives the latents that its next step starts
+    from. start: a step later than 0 where x is what the steps before it give.
     """
     kept = {}
     for i in range(start, len(sigmas) - 1):
         if i in keep:
             kept[i] = x
-        x = euler_step(x, velocity(x, sigmas[i]), sigmas[i], sigmas[i + 1])
+        x = euler_step(x, velocity(x, i), sigmas[i], sigmas[i + 1])
     return Trajectory(x, kept)
-
-
-def until_final_step(sigmas: Tensor, final_step: int) -> Tensor:
-    """The schedule that stops after `final_step`, whose own step goes straight to sigma 0: its x0 prediction."""
-    return torch.cat([sigmas[: final_step + 1], sigmas.new_zeros(1)])
 
 
 def replay(
@@ -73,6 +68,10 @@ def replay(
     earlier active steps, with the same coupling) or fixed_trajectory (x_i is a constant for the KL; one more
     backward per coupled step).
 
+    Every active step must have something to differentiate: parameters of its own, or with a coupling an active step
+    before it that has (ValueError). A backward that were left out would be one that the other processes wait for, or,
+    at the first active step, the one that reduces an update's gradients over them.
+
     backward: accumulates the gradients of a scalar, exactly unscaled: `accelerator.backward` divides by its
     accumulation count, and then the cotangent read from x_i shrinks with it, so a caller's `backward` must undo
     that. micro_batch: the context of one forward and backward; called once per active step, in every case.
@@ -89,8 +88,8 @@ def replay(
         with micro_batch():
             if kl_weight != 0:  # before the policy's forward: no graph is alive yet
                 with torch.no_grad():
-                    v_reference = reference(x, sigmas[i])
-            v = velocity(x, sigmas[i])
+                    v_reference = reference(x, i)
+            v = velocity(x, i)
             loss = (v * (h * g).detach()).sum()
             chain = None
             if kl_weight != 0:
@@ -99,8 +98,12 @@ def replay(
                 if couples and kl_gradient == "fixed_trajectory":
                     (chain,) = torch.autograd.grad(loss, x, retain_graph=True)
                 loss = loss + kl_weight * step_kl.sum()
-            if loss.requires_grad:  # a frozen expert's step with nobody to hand on to has nothing to differentiate
-                backward(loss)
+            if not loss.requires_grad:
+                raise ValueError(
+                    f"step {i} gives nothing a gradient: its expert is frozen and no active step before it takes one; "
+                    "it must not be among the active steps"
+                )
+            backward(loss)
         if couples:
             g = g + coupling * (x.grad if chain is None else chain)
     return kl

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rewardfl import flow
 
-Velocity = Callable[[Tensor, Tensor], Tensor]  # (x (B, ...), sigma scalar) -> velocity (B, ...)
+Velocity = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> velocity (B, ...)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Kernel:
         """(mean (B, ...), std) of x_{step + 1} given x (B, ...)."""
         sigma, sigma_next = self.sigmas[step], self.sigmas[step + 1]
         return flow.transition(
-            self.kind, x, velocity(x, sigma), sigma, sigma_next, self.noise_level, sigma_cap=self.sigmas[1]
+            self.kind, x, velocity(x, step), sigma, sigma_next, self.noise_level, sigma_cap=self.sigmas[1]
         )
 
     def dt(self, step: int) -> float:
@@ -68,7 +68,7 @@ def rollout(
     sigmas, kept = kernel.sigmas, {}
     for i in range(start, len(sigmas) - 1):
         if i not in window:
-            x = flow.euler_step(x, velocity(x, sigmas[i]), sigmas[i], sigmas[i + 1])
+            x = flow.euler_step(x, velocity(x, i), sigmas[i], sigmas[i + 1])
             continue
         mean, std = kernel.transition(velocity, x, i)
         x_next = flow.sample(mean, std, noise(i))

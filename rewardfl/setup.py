@@ -66,8 +66,7 @@ def open_model(cfg: AnyConfig) -> tuple[wan_load.Layout, float]:
     configuration.check_geometry(
         cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
     )
-    boundary = cfg.model.min_timestep_boundary
-    return layout, configuration.boundary_ratio(layout.configs) if boundary is None else boundary
+    return layout, configuration.boundary_of(cfg, layout.configs)
 
 
 def loader(cfg: AnyConfig, layout: wan_load.Layout) -> prepare.Load:
@@ -137,7 +136,6 @@ def conditions_of(cfg: AnyConfig, weights: dict[str, str], store: Cache) -> prep
 def load_experts(
     cfg: AnyConfig,
     load: prepare.Load,
-    boundary: float,
     device: torch.device,
     home: torch.device,
     skip: Sequence[str] = (),
@@ -163,7 +161,7 @@ def load_experts(
         elif cfg.train.use_gradient_checkpointing:
             expert.enable_gradient_checkpointing()
         model_of[name] = expert
-    model = wan.Experts(model_of["high_noise"], model_of["low_noise"], boundary, outside)
+    model = wan.Experts(model_of["high_noise"], model_of["low_noise"], outside)
     return model, {name: model_of[name] for name in names}
 
 

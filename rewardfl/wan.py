@@ -45,6 +45,42 @@ class Conditioning:
         return Conditioning(self.text.to(device), self.image.to(device))
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """The denoising steps of one schedule: step i goes from sigmas[i] to sigmas[i + 1].
+
+    `experts` is the only answer to the question which expert a step belongs to; nothing else compares a sigma, or a
+    timestep, with the boundary between them.
+    """
+
+    sigmas: Tensor  # (N + 1,) float32, descending; the last is 0
+    timesteps: Tensor  # (N,) float32, what the experts are told: 1000 * sigma
+    experts: tuple[str, ...]  # (N,) high_noise or low_noise
+
+    def __len__(self) -> int:
+        """The number of steps."""
+        return len(self.experts)
+
+    def until(self, final_step: int) -> "Schedule":
+        """The schedule that stops after `final_step`, whose own step goes straight to sigma 0: its x0 prediction."""
+        kept = final_step + 1
+        sigmas = torch.cat([self.sigmas[:kept], self.sigmas.new_zeros(1)])
+        return Schedule(sigmas, self.timesteps[:kept], self.experts[:kept])
+
+
+def schedule(num_steps: int, shift: float, boundary: float) -> Schedule:
+    """flow.linear_sigmas with the expert of each step; boundary: the pipeline's boundary_ratio, in sigma.
+
+    As diffusers' pipeline decides it (pipeline_wan_i2v.py, __call__): the high-noise expert answers where the float32
+    timestep is at or above 1000 * boundary. At a tie that is not what comparing sigmas gives: 0.9 in float32 is below
+    0.9, and 1000 times it is 900.
+    """
+    sigmas = linear_sigmas(num_steps, shift)
+    timesteps = 1000 * sigmas[:-1]
+    is_high = (timesteps >= 1000 * boundary).tolist()
+    return Schedule(sigmas, timesteps, tuple("high_noise" if high else "low_noise" for high in is_high))
+
+
 class Experts(nn.Module):
     """Both experts behind one velocity, and one module, so that a wrapper sees every trained parameter.
 
@@ -56,28 +92,22 @@ class Experts(nn.Module):
         self,
         high_noise: WanTransformer3DModel | None,
         low_noise: WanTransformer3DModel | None,
-        boundary: float,
         outside: Sequence[str] = (),
     ):
         super().__init__()
         experts = {"high_noise": high_noise, "low_noise": low_noise}
         self.inside = nn.ModuleDict({name: expert for name, expert in experts.items() if name not in outside})
         self.outside = {name: experts[name] for name in outside}  # a plain dict: no submodules
-        self.boundary = boundary
 
-    def forward(self, x: Tensor, sigma: Tensor, text: Tensor, image: Tensor) -> Tensor:
-        """Velocity (B, 16, T, h, w), float32 or finer, at latents x of the same shape and one sigma for the batch."""
-        name = expert_at(sigma, self.boundary)
+    def forward(self, name: str, x: Tensor, timestep: Tensor, text: Tensor, image: Tensor) -> Tensor:
+        """Velocity (B, 16, T, h, w), float32 or finer, of the expert called `name` at latents x of the same shape.
+
+        timestep: a scalar for the batch. It stays float32: 892.857 would be 892 in bfloat16.
+        """
         expert = self.outside[name] if name in self.outside else self.inside[name]
-        # the timestep stays float32: 892.857 would be 892 in bfloat16
-        timestep = (1000 * sigma).to(x.device).expand(len(x))
+        timestep = timestep.to(x.device).expand(len(x))
         inputs = torch.cat([x, image.to(x.dtype)], 1).to(expert.dtype)
         return expert(inputs, timestep, text.to(expert.dtype), return_dict=False)[0].to(x.dtype)
-
-
-def expert_at(sigma: Tensor | float, boundary: float) -> str:
-    """high_noise at and above the boundary, low_noise below; compared in timesteps, as diffusers does."""
-    return "high_noise" if 1000 * sigma >= 1000 * boundary else "low_noise"
 
 
 def attach_adapters(pipe: WanImageToVideoPipeline, checkpoint: Path) -> None:
@@ -127,31 +157,39 @@ def latent_shape(pipe: WanImageToVideoPipeline, height: int, width: int, num_fra
 
 
 class Velocity:
-    """`velocity(x, sigma)` for one batch's conditioning: what the samplers call. `model` is the prepared module.
+    """`velocity(x, step)` for one batch's conditioning: what the samplers call. `model` is the prepared module.
 
     guidance: scale of classifier-free guidance away from the text `negative` (1 or B, 512, d), as the undistilled model
     is sampled (3.5); 1 is none, takes half the time, and is what training and distilled models use.
     """
 
     def __init__(
-        self, model: nn.Module, conditioning: Conditioning, negative: Tensor | None = None, guidance: float = 1.0
+        self,
+        model: nn.Module,
+        conditioning: Conditioning,
+        schedule: Schedule,
+        negative: Tensor | None = None,
+        guidance: float = 1.0,
     ):
         if guidance != 1 and negative is None:
             raise ValueError(f"guidance {guidance:g} needs the embedding of a negative prompt")
-        self.model, self.conditioning = model, conditioning
+        self.model, self.conditioning, self.schedule = model, conditioning, schedule
         self.negative, self.guidance = negative, guidance
 
-    def __call__(self, x: Tensor, sigma: Tensor) -> Tensor:
-        velocity = self.model(x, sigma, self.conditioning.text, self.conditioning.image)
+    def __call__(self, x: Tensor, step: int) -> Tensor:
+        """(B, 16, T, h, w) of latents x at the schedule's denoising step."""
+        expert, timestep = self.schedule.experts[step], self.schedule.timesteps[step]
+        velocity = self.model(expert, x, timestep, self.conditioning.text, self.conditioning.image)
         if self.guidance == 1:
             return velocity
-        away = self.model(x, sigma, self.negative.expand(len(x), -1, -1), self.conditioning.image)
+        negative = self.negative.expand(len(x), -1, -1)
+        away = self.model(expert, x, timestep, negative, self.conditioning.image)
         return away + self.guidance * (velocity - away)
 
-    def reference(self, x: Tensor, sigma: Tensor) -> Tensor:
+    def reference(self, x: Tensor, step: int) -> Tensor:
         """The velocity of the model as it was before training: the policy adapter is off."""
         with lora.reference(self.model):
-            return self(x, sigma)
+            return self(x, step)
 
 
 class LinearFlowEuler(FlowMatchEulerDiscreteScheduler):

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from conftest import FRAMES, HEIGHT, WIDTH
-from test_reward_flow import SIGMAS, gradients, lora_model, quadratic_reward
+from test_reward_flow import SCHEDULE, gradients, lora_model, quadratic_reward
 
 from rewardfl import decode, reward_flow, wan
 
@@ -62,14 +62,14 @@ def update(accumulation: int, batch: int, coupling: float, naive: bool) -> tuple
     for micro in range(accumulation):
         first = (micro * accelerator.num_processes + accelerator.process_index) * batch
         conditioning, x = batch_of(list(range(first, first + batch)), pipe)
-        velocity = wan.Velocity(policy, conditioning)
-        trajectory = reward_flow.rollout(velocity, x, SIGMAS, active)
+        velocity = wan.Velocity(policy, conditioning, SCHEDULE)
+        trajectory = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, active)
         decoded = decode.decode_with_caches(pipe.vae, trajectory.x0)
         video = decoded.video.requires_grad_()
         (grad_video,) = torch.autograd.grad(-quadratic_reward(video).sum() / per_process, video)
         grad_x0 = decode.decode_vjp(pipe.vae, trajectory.x0, grad_video, decoded)
         reward_flow.replay(
-            velocity, trajectory, SIGMAS, active, grad_x0, coupling,
+            velocity, trajectory, SCHEDULE.sigmas, active, grad_x0, coupling,
             reference=velocity.reference, kl_weight=KL_WEIGHT / per_process, backward=backward,
             micro_batch=lambda: accelerator.accumulate(policy),
         )  # fmt: skip

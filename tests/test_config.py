@@ -410,19 +410,39 @@ def test_check_geometry():
         config.check_geometry(704, 1280, 81, spatial=16, temporal=4, max_pixels=256)
 
 
-SIGMAS = [1, 0.972, 0.938, 0.893, 0.833, 0.75, 0.625, 0.417, 0]  # 8 steps, shift 5: high noise at 0, 1, 2
+ANSWERING = ("high_noise",) * 3 + ("low_noise",) * 5
+HIGH, LOW, BOTH = ("high_noise",), ("low_noise",), ("high_noise", "low_noise")
 
 
-def test_check_active_experts():
-    config.check_active_experts((4, 5, 6, 7), SIGMAS, 0.9, ("low_noise",))
-    config.check_active_experts((2, 3), SIGMAS, 0.9, ("high_noise", "low_noise"))
-    config.check_active_experts((2, 3), SIGMAS, 0.938, ("high_noise",))  # at the boundary: high noise
-    with pytest.raises(ConfigError, match="dit answers at no active step .sigma by step: 4: 0.833, 7: 0.417; "):
-        config.check_active_experts((4, 7), SIGMAS, 0.9, ("high_noise",))
-    with pytest.raises(ConfigError, match="dit answers at no active step .* would not learn; train dit2, or change"):
-        config.check_active_experts((4, 7), SIGMAS, 0.9, ("high_noise", "low_noise"))
-    with pytest.raises(ConfigError, match="dit2 answers at no active step"):
-        config.check_active_experts((0, 1), SIGMAS, 0.9, ("low_noise",))
+@pytest.mark.parametrize(
+    "active,trained,coupling",
+    [
+        ((4, 5, 6, 7), LOW, 1.0), ((2, 3), BOTH, 1.0), ((0, 3), BOTH, 0.0), ((2, 3), HIGH, 1.0), ((2, 5, 7), HIGH, 0.2),
+        ((0, 1), HIGH, 0.0), ((3,), LOW, 1.0),
+    ],
+)  # fmt: skip
+def test_active_steps_that_train(active, trained, coupling):
+    config.check_active_experts(active, ANSWERING, trained, coupling)
+
+
+@pytest.mark.parametrize(
+    "active,trained,coupling,words",
+    [
+        ((4, 7), HIGH, 1.0, ["model.trainable_models: dit answers at no active step", "train dit2"]),
+        ((4, 7), BOTH, 1.0, ["model.trainable_models: dit answers at no active step", "train dit2"]),
+        ((0, 1), LOW, 1.0, ["model.trainable_models: dit2 answers at no active step", "train dit"]),
+        # frozen steps before the first trained one: nobody takes the gradient that they hand on
+        ((2, 3, 4), LOW, 1.0, ["sample.mid_timestep", "[2] of [2, 3, 4]", "take [3, 4]"]),
+        ((0, 2, 7), LOW, 0.2, ["sample.active_steps", "[0, 2] of [0, 2, 7]", "take [7]"]),
+        # frozen steps that hand nothing on
+        ((2, 3, 4), HIGH, 0.0, ["[3, 4] of [2, 3, 4]", "take [2]"]),
+        ((1, 3), LOW, 0.0, ["[1] of [1, 3]", "take [3]"]),
+    ],
+)
+def test_active_steps_that_do_not(active, trained, coupling, words):
+    with pytest.raises(ConfigError) as refused:
+        config.check_active_experts(active, ANSWERING, trained, coupling)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
 PLACES = {

@@ -279,7 +279,7 @@ def test_a_pipeline_merged_equals_the_pipeline_with_adapters(world, tmp_path):
 
 def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
     """The base is stored in float16, so is most of the output by default; in float32 the video is the adapter's."""
-    from rewardfl import data, decode, flow, lora, reward_flow, wan, wan_load
+    from rewardfl import data, decode, lora, reward_flow, wan, wan_load
 
     world = ROOT / "assets" / "tiny_world"
     pipe = wan_load.load_pipeline(wan_load.find(str(world / "pipeline")), torch.float32)
@@ -288,9 +288,10 @@ def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
     noise = data.noise(wan.latent_shape(pipe, 64, 64, 9), seed=1)
 
     def video(pipe):
-        experts = wan.Experts(pipe.transformer, pipe.transformer_2, 0.9)
-        sigmas = flow.linear_sigmas(8, 5.0)
-        return decode.decode(pipe.vae, reward_flow.rollout(wan.Velocity(experts, conditioning), noise, sigmas, ()).x0)
+        experts = wan.Experts(pipe.transformer, pipe.transformer_2)
+        schedule = wan.schedule(8, 5.0, 0.9)
+        velocity = wan.Velocity(experts, conditioning, schedule)
+        return decode.decode(pipe.vae, reward_flow.rollout(velocity, noise, schedule.sigmas, ()).x0)
 
     with torch.no_grad():
         before = video(pipe)

@@ -3,8 +3,9 @@
 import math
 
 import pytest
+import torch
 
-from rewardfl.monitor import recent_mean, suspects
+from rewardfl.monitor import alarms, peak_memory_gb, recent_mean, suspects
 from rewardfl.prepare import Share
 
 
@@ -33,3 +34,45 @@ def test_every_process_has_as_many_rounds(count):
     assert [[item for item, mine in share if mine] for share in shares] == [
         Share(r, 4).of(range(count)) for r in range(4)
     ]
+
+
+def told(motion, score, judge, count):
+    """Metrics of `count` updates, in which motion, face score and judge go from the first value to the second."""
+
+    def at(ends, i):
+        return ends[0] + (ends[1] - ends[0]) * i / (count - 1)
+
+    ends = {"reward/motion": motion, "actor/face_score": score, "reward/held_out": judge}
+    return [{"step": i + 1} | {key: at(values, i) for key, values in ends.items()} for i in range(count)]
+
+
+FREEZES = told((1.0, 0.2), (0.5, 0.5), (0.5, 0.5), 30)
+HACKED = told((1.0, 1.0), (0.5, 0.8), (0.5, 0.55), 30)
+HEALTHY = told((1.0, 0.9), (0.5, 0.8), (0.5, 0.75), 30)
+BEFORE = [{"step": 0, "eval/score": 0.5}]  # the evaluation before the first update
+
+
+@pytest.mark.parametrize("first", [[], BEFORE], ids=["alone", "evaluated"])
+def test_alarms_sound_after_each_window_from_the_second_on(first):
+    sounded = {}
+    for name, history in (("freezes", FREEZES), ("hacked", HACKED), ("healthy", HEALTHY)):
+        heard = [(n, list(alarms(first + history[:n], 0.8))) for n in range(1, 31)]
+        sounded[name] = [(n, warnings) for n, warnings in heard if warnings]
+    assert [n for n, _ in sounded["freezes"]] == [20, 30] and not sounded["healthy"]
+    assert "reward.motion_alarm 0.8" in sounded["freezes"][0][1][0]
+    assert [n for n, _ in sounded["hacked"]] == [20, 30] and "held-out judge" in sounded["hacked"][0][1][0]
+
+
+def test_alarms_of_what_is_not_measured_keep_silent():
+    missing = [line | {"reward/motion": math.nan, "reward/held_out": None} for line in FREEZES]
+    assert not list(alarms(missing, 0.8)) and not list(alarms([], 0.8))
+
+
+def test_the_peak_of_memory_falls_again():
+    device = torch.device("cpu")
+    peak_memory_gb(device)
+    content = torch.ones(100_000_000)
+    while_there = peak_memory_gb(device)
+    del content
+    peak_memory_gb(device)
+    assert while_there - peak_memory_gb(device) > 0.3

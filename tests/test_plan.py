@@ -25,8 +25,9 @@ BFLOAT16 = Adapter(32, TARGETS, torch.bfloat16)  # what the tables' plans assume
 SIZES = {"480x832": (480, 832), "480x480": (480, 480)}
 TINY = (ROOT / "assets" / "tiny_world" / "pipeline", torch.float32, 64, 64, 9, Adapter(16, TARGETS))
 SIGMAS = tuple(flow.linear_sigmas(8, 5.0).tolist())
+EXPERTS = ("high_noise",) * 3 + ("low_noise",) * 5  # at boundary 0.9
 RUN = plan.Run(
-    sigmas=SIGMAS, boundary=0.9, active=(4, 5, 6, 7), trained=("low_noise",), coupled=True, kl=True,
+    sigmas=SIGMAS, experts=EXPERTS, active=(4, 5, 6, 7), trained=("low_noise",), coupled=True, kl=True,
     fixed_trajectory=False, levers=plan.Levers(),
 )  # fmt: skip
 BF16 = torch.bfloat16
@@ -498,8 +499,8 @@ def test_run_of_a_configuration(monkeypatch):
     pack = sum(file.stat().st_size for file in (ROOT / "assets/tiny_world/faces/reward").glob("*.onnx"))
     run = plan.run_of(config.load(ROOT / "configs" / "wan22_face.yaml", settings), wan_load.PUBLISHED, 30, 12)
     assert run == plan.Run(
-        sigmas=pytest.approx((1.0, 0.9, 0.75, 0.0)), boundary=0.8, active=(0, 1, 2),
-        trained=("high_noise", "low_noise"),
+        sigmas=pytest.approx((1.0, 0.9, 0.75, 0.0)), experts=("high_noise", "high_noise", "low_noise"),
+        active=(0, 1, 2), trained=("high_noise", "low_noise"),
         coupled=False, kl=False, fixed_trajectory=True, levers=plan.Levers(accumulation=8), save_steps=7, steps=12,
         clips=30, pack_bytes=pack,
     )  # fmt: skip

@@ -13,9 +13,10 @@ from rewardfl import config, costs, flow, lora, plan, plan_grpo, sde, wan_load
 from rewardfl.costs import Adapter
 
 ADAPTER = Adapter(32, tuple(lora.target_modules("q,k,v,o,ffn.0,ffn.2")))
-SIGMAS = tuple(flow.linear_sigmas(8, 5.0).tolist())  # the first three steps are the high-noise expert's
+SIGMAS = tuple(flow.linear_sigmas(8, 5.0).tolist())
+EXPERTS = ("high_noise",) * 3 + ("low_noise",) * 5  # at boundary 0.9
 RUN = plan_grpo.GrpoRun(
-    sigmas=SIGMAS, boundary=0.9, active=(3, 4, 5), trained=("low_noise",), kl=False, levers=plan_grpo.GrpoLevers(),
+    sigmas=SIGMAS, experts=EXPERTS, active=(3, 4, 5), trained=("low_noise",), kl=False, levers=plan_grpo.GrpoLevers(),
     group_size=4, groups=6, drawn=True, windows=((3, 4), (4, 5)), steps=2,
 )  # fmt: skip
 TINY, FULL = "configs/tiny_flow_grpo.yaml", "configs/wan22_flow_grpo.yaml"
@@ -54,7 +55,7 @@ def test_work_of_a_sample(published):
     )
     # the same parts cost what they cost in reward feedback learning
     other = plan.Run(
-        sigmas=SIGMAS, boundary=0.9, active=(3, 4), trained=("low_noise",), coupled=True, kl=True,
+        sigmas=SIGMAS, experts=EXPERTS, active=(3, 4), trained=("low_noise",), coupled=True, kl=True,
         fixed_trajectory=False, levers=plan.Levers(),
     )  # fmt: skip
     same = plan.work(published, other)
@@ -188,7 +189,7 @@ def test_what_is_kept_is_what_a_rollout_leaves(published, window):
     """The bytes of its tensors, each storage once: where they were made, and after they have moved."""
     kernel = sde.Kernel("flow", 0.7, torch.tensor(SIGMAS))
     x = torch.zeros(1, *published.shape)
-    _, steps = sde.rollout(lambda x, sigma: x, x, kernel, window, lambda step: torch.ones_like(x))
+    _, steps = sde.rollout(lambda x, step: x, x, kernel, window, lambda step: torch.ones_like(x))
 
     def nbytes(steps):
         tensors = [tensor for step in steps for tensor in (step.x, step.x_next, step.mean)]
@@ -305,21 +306,21 @@ def test_run_of_a_configuration(monkeypatch):
     pipeline = ROOT / "assets/tiny_world/pipeline"
     run = plan_grpo.run_of(config.load(TINY, [*SIX, *settings]), pipeline, 48, 12, 4)
     assert run == plan_grpo.GrpoRun(
-        sigmas=SIGMAS, boundary=0.9, active=(4, 6), trained=("low_noise",), kl=True,
+        sigmas=SIGMAS, experts=EXPERTS, active=(4, 6), trained=("low_noise",), kl=True,
         levers=plan_grpo.GrpoLevers("fp8", True, True, 2, "cpu"), save_steps=9, steps=12, clips=48,
         pack_bytes=sum(file.stat().st_size for pack in packs for file in pack.glob("*.onnx")),
         group_size=8, groups=6, processes=4, spread="spread", same_noise=True, updates_per_epoch=3, inner_epochs=2,
         sde="dance", noise_level=0.3, guided=True, drawn=False, windows=((4, 6), (4, 6)),
-        eval_sigmas=tuple(flow.linear_sigmas(4, 5.0).tolist()), eval_videos=48, eval_steps=5,
+        eval_experts=("high_noise",) * 2 + ("low_noise",) * 2, eval_videos=48, eval_steps=5,
     )  # fmt: skip
     drawn = plan_grpo.run_of(config.load(TINY, SIX), pipeline, None, None, 1)  # nothing known of its length
     assert drawn.drawn and drawn.active == (3, 4, 5, 6) and drawn.epochs is None
     assert set(drawn.windows) == {(3, 4), (4, 5), (5, 6)} and len(drawn.windows) == 100
-    window = plan.windows(config.load(TINY, SIX), SIGMAS, 0.9)
+    window = plan.windows(config.load(TINY, SIX), EXPERTS)
     assert drawn.windows == tuple(window(epoch) for epoch in range(100))
     without = ["evaluation.eval_clips=null", "grpo.window_bounds=[4,6]"]
     without = plan_grpo.run_of(config.load(TINY, without), pipeline, None, 1, 1)
-    assert without.eval_sigmas == () and without.eval_videos is None and without.active == (4, 5)
+    assert without.eval_experts == () and without.eval_videos is None and without.active == (4, 5)
 
 
 def test_total_steps():
@@ -377,7 +378,7 @@ def test_sigma_table():
 
 def test_costs_in_words(published):
     run = changed(
-        groups=60, processes=2, updates_per_epoch=2, inner_epochs=2, steps=8, eval_sigmas=SIGMAS, eval_videos=5
+        groups=60, processes=2, updates_per_epoch=2, inner_epochs=2, steps=8, eval_experts=EXPERTS, eval_videos=5
     )
     run = changed(run, eval_steps=4)
     per_sample, seconds = sum(plan_grpo.work(published, run).values()), plan_grpo.seconds(published, run, 400)

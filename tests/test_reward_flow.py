@@ -6,7 +6,7 @@ from conftest import FRAMES, HEIGHT, WIDTH, random_pipeline
 
 from rewardfl import decode, flow, lora, reward_flow, wan
 
-SIGMAS = flow.linear_sigmas(6, 5.0)  # 1, .961, .909 high noise; .833, .714, .5 low noise
+SCHEDULE = wan.schedule(6, 5.0, 0.9)  # 1, .961, .909 high noise; .833, .714, .5 low noise
 
 
 def lora_model(dtype):
@@ -17,7 +17,7 @@ def lora_model(dtype):
             p.data = p.data.to(dtype) + 0.1 * torch.randn(
                 p.shape, generator=torch.Generator().manual_seed(i), dtype=dtype
             )
-    return pipe, wan.Experts(pipe.transformer, pipe.transformer_2, 0.9)
+    return pipe, wan.Experts(pipe.transformer, pipe.transformer_2)
 
 
 def conditioning(batch, dtype, pipe):
@@ -35,21 +35,21 @@ def quadratic_reward(video):
     return ((video - 0.3 * weights) ** 2 * weights).flatten(1).mean(1) * 100
 
 
-def autograd_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, sigmas):
+def autograd_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, schedule):
     """The same loss through one big graph. Coupling c: a network input is c * x + (1 - c) * its constant copy."""
-    velocity = wan.Velocity(model, cond)
+    velocity, sigmas = wan.Velocity(model, cond, schedule), schedule.sigmas
     kl = 0.0
     for i in range(len(sigmas) - 1):
         if i in active:
             scaled = coupling * x + (1 - coupling) * x.detach()
-            v = velocity(scaled, sigmas[i])
+            v = velocity(scaled, i)
             with torch.no_grad():
-                v_ref = velocity.reference(x.detach(), sigmas[i])
-            anchor = v if kl_gradient == "through_trajectory" else velocity(x.detach(), sigmas[i])
+                v_ref = velocity.reference(x.detach(), i)
+            anchor = v if kl_gradient == "through_trajectory" else velocity(x.detach(), i)
             if kl_weight:
                 kl = kl + flow.velocity_kl(anchor, v_ref, sigmas[i]) / len(active)
         else:
-            v = velocity(x, sigmas[i]).detach()
+            v = velocity(x, i).detach()
         x = x + (sigmas[i + 1] - sigmas[i]) * v
     inverse_std = 1.0 / torch.tensor(pipe.vae.config.latents_std, dtype=x.dtype).view(1, -1, 1, 1, 1)
     mean = torch.tensor(pipe.vae.config.latents_mean, dtype=x.dtype).view(1, -1, 1, 1, 1)
@@ -63,8 +63,8 @@ def gradients(model):
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def replay_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, sigmas):
-    velocity = wan.Velocity(model, cond)
+def replay_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, schedule):
+    velocity, sigmas = wan.Velocity(model, cond, schedule), schedule.sigmas
     trajectory = reward_flow.rollout(velocity, x, sigmas, active)
     decoded = decode.decode_with_caches(pipe.vae, trajectory.x0)
     video = decoded.video.requires_grad_()
@@ -104,7 +104,7 @@ def test_replay_equals_autograd(active, coupling, kl_weight, kl_gradient, dtype,
     for run in (autograd_gradients, replay_gradients):
         pipe, model = lora_model(dtype)
         cond, x = conditioning(2, dtype, pipe)
-        results.append(run(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, SIGMAS))
+        results.append(run(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, SCHEDULE))
     (expected, x0, kl), (actual, x0_replay, kl_replay) = results
     torch.testing.assert_close(x0, x0_replay, rtol=1e-5, atol=1e-5)
     if kl_weight:
@@ -120,13 +120,14 @@ def test_replay_equals_autograd(active, coupling, kl_weight, kl_gradient, dtype,
 def test_stopping_early_decodes_the_x0_prediction():
     pipe, model = lora_model(torch.float64)
     cond, x = conditioning(1, torch.float64, pipe)
-    velocity = wan.Velocity(model, cond)
-    shortened = reward_flow.until_final_step(SIGMAS, 4)
-    assert shortened.tolist() == SIGMAS[:5].tolist() + [0.0]
-    full = reward_flow.rollout(velocity, x, SIGMAS, [4])
+    velocity = wan.Velocity(model, cond, SCHEDULE)
+    shortened = SCHEDULE.until(4)
+    assert shortened.sigmas.tolist() == SCHEDULE.sigmas[:5].tolist() + [0.0]
+    assert shortened.experts == SCHEDULE.experts[:5] and torch.equal(shortened.timesteps, SCHEDULE.timesteps[:5])
+    full = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, [4])
     with torch.no_grad():
-        expected = flow.predict_x0(full.kept[4], velocity(full.kept[4], SIGMAS[4]), SIGMAS[4])
-    early = reward_flow.rollout(velocity, x, shortened, [4])
+        expected = flow.predict_x0(full.kept[4], velocity(full.kept[4], 4), SCHEDULE.sigmas[4])
+    early = reward_flow.rollout(velocity, x, shortened.sigmas, [4])
     torch.testing.assert_close(early.x0, expected)
     results = []
     for run in (autograd_gradients, replay_gradients):
@@ -140,7 +141,7 @@ def test_chain_against_finite_differences():
     pipe, model = lora_model(torch.float64)
     cond, x = conditioning(1, torch.float64, pipe)
     active = list(range(6))
-    grads, _, _ = replay_gradients(pipe, model, cond, x, active, 1.0, 0.0, "through_trajectory", SIGMAS)
+    grads, _, _ = replay_gradients(pipe, model, cond, x, active, 1.0, 0.0, "through_trajectory", SCHEDULE)
     generator = torch.Generator().manual_seed(9)
     direction = {n: torch.randn(g.shape, generator=generator, dtype=g.dtype) for n, g in grads.items()}
     analytic = sum(float((grads[n] * d).sum()) for n, d in direction.items())
@@ -149,7 +150,7 @@ def test_chain_against_finite_differences():
     def loss_at(offset):
         for n, d in direction.items():
             parameters[n].data += offset * d
-        x0 = reward_flow.rollout(wan.Velocity(model, cond), x, SIGMAS, []).x0
+        x0 = reward_flow.rollout(wan.Velocity(model, cond, SCHEDULE), x, SCHEDULE.sigmas, []).x0
         for n, d in direction.items():
             parameters[n].data -= offset * d
         return float(-quadratic_reward(decode.decode(pipe.vae, x0)).sum())
@@ -166,18 +167,20 @@ def test_checkpointing_changes_nothing():
             model.inside.low_noise.enable_gradient_checkpointing()
             model.train()
         cond, x = conditioning(2, torch.float64, pipe)
-        results.append(replay_gradients(pipe, model, cond, x, [3, 4, 5], 0.2, 0.7, "fixed_trajectory", SIGMAS)[0])
+        results.append(replay_gradients(pipe, model, cond, x, [3, 4, 5], 0.2, 0.7, "fixed_trajectory", SCHEDULE)[0])
     assert_same(results[1], results[0], 1e-12)
 
 
 def test_a_batch_is_its_samples():
     pipe, model = lora_model(torch.float64)
     cond, x = conditioning(2, torch.float64, pipe)
-    both = replay_gradients(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, "through_trajectory", SIGMAS)[0]
+    both = replay_gradients(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, "through_trajectory", SCHEDULE)[0]
     pipe, model = lora_model(torch.float64)
     for i in range(2):  # gradients accumulate
         one = wan.Conditioning(cond.text[i : i + 1], cond.image[i : i + 1])
-        single = replay_gradients(pipe, model, one, x[i : i + 1], [3, 4, 5], 1.0, 0.7, "through_trajectory", SIGMAS)[0]
+        single = replay_gradients(pipe, model, one, x[i : i + 1], [3, 4, 5], 1.0, 0.7, "through_trajectory", SCHEDULE)[
+            0
+        ]
     assert_same(single, both, 1e-10)
 
 
@@ -185,7 +188,7 @@ def test_only_one_step_is_alive_and_the_base_is_untouched():
     pipe, model = lora_model(torch.float32)
     before = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     cond, x = conditioning(1, torch.float32, pipe)
-    replay_gradients(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, "through_trajectory", SIGMAS)
+    replay_gradients(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, "through_trajectory", SCHEDULE)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             assert parameter.grad is None
@@ -196,14 +199,18 @@ def test_zero_cotangent_still_calls_every_micro_batch():
     """An invalid sample: every rank takes the same collective calls, and only the KL moves the weights."""
     pipe, model = lora_model(torch.float32)
     cond, x = conditioning(1, torch.float32, pipe)
-    velocity = wan.Velocity(model, cond)
-    trajectory = reward_flow.rollout(velocity, x, SIGMAS, [3, 4, 5])
+    velocity, sigmas = wan.Velocity(model, cond, SCHEDULE), SCHEDULE.sigmas
+    trajectory = reward_flow.rollout(velocity, x, sigmas, [3, 4, 5])
     calls = []
     reward_flow.replay(
-        velocity, trajectory, SIGMAS, [3, 4, 5], torch.zeros_like(x), 1.0,
+        velocity, trajectory, sigmas, [3, 4, 5], torch.zeros_like(x), 1.0,
         backward=lambda loss: (calls.append(float(loss.detach())), loss.backward()),
     )  # fmt: skip
     assert calls == [0.0, 0.0, 0.0]
     assert all(float(g.abs().max()) == 0 for g in gradients(model).values())
+    model.inside.high_noise.requires_grad_(False)
+    with pytest.raises(ValueError, match="step 2 gives nothing a gradient"):  # nor does anybody before it
+        kept = reward_flow.rollout(velocity, x, sigmas, [2, 3])
+        reward_flow.replay(velocity, kept, sigmas, [2, 3], torch.ones_like(x), 1.0)
     with pytest.raises(ValueError, match="kl_gradient must be"):
-        reward_flow.replay(velocity, trajectory, SIGMAS, [5], x, 1.0, kl_gradient="through")
+        reward_flow.replay(velocity, trajectory, sigmas, [5], x, 1.0, kl_gradient="through")

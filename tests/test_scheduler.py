@@ -68,9 +68,10 @@ def test_the_pipelines_latents_replay_to_the_recorded_log_prob_exactly(pipe, kin
     scheduler.records = []
     torch.manual_seed(1)
     final = sampled(pipe, scheduler)
-    experts = wan.Experts(pipe.transformer, pipe.transformer_2, pipe.config.boundary_ratio)
-    velocity = wan.Velocity(experts, wan.encode(pipe, PROMPT, picture()[1], FRAMES))
-    assert {wan.expert_at(scheduler.sigmas[i], experts.boundary) for i in (1, 2)} == {"high_noise", "low_noise"}
+    experts = wan.Experts(pipe.transformer, pipe.transformer_2)
+    schedule = wan.schedule(4, 5.0, pipe.config.boundary_ratio)
+    velocity = wan.Velocity(experts, wan.encode(pipe, PROMPT, picture()[1], FRAMES), schedule)
+    assert {schedule.experts[i] for i in (1, 2)} == {"high_noise", "low_noise"}
     latents = [sample for sample, _ in scheduler.records] + [final]
     for i, (sample, recorded) in enumerate(scheduler.records):
         if i not in (1, 2):
@@ -78,7 +79,7 @@ def test_the_pipelines_latents_replay_to_the_recorded_log_prob_exactly(pipe, kin
             assert torch.equal(recorded.mean, latents[i + 1])
             continue
         with torch.no_grad():
-            v = velocity(sample, scheduler.sigmas[i])
+            v = velocity(sample, i)
             replayed = FlowMatchSDEScheduler.step(
                 scheduler, v, scheduler.timesteps[i], sample, step_index=i, next_sample=latents[i + 1]
             )

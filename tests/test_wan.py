@@ -20,9 +20,9 @@ def picture(seed=4):
     return Image.fromarray(pixels.numpy()), data.to_float(pixels[None])[:, 0]
 
 
-def stock(pipe, steps, image=None, prompt=PROMPT, guidance_scale=1.0, **arguments):
+def stock(pipe, steps, image=None, prompt=PROMPT, guidance_scale=1.0, shift=5.0, **arguments):
     """A stock pipeline call on our schedule."""
-    pipe.scheduler = wan.LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=5.0).config)
+    pipe.scheduler = wan.LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=shift).config)
     return pipe(
         image=image or picture()[0], prompt=prompt, height=HEIGHT, width=WIDTH, num_frames=FRAMES,
         num_inference_steps=steps, guidance_scale=guidance_scale, **arguments,
@@ -30,9 +30,10 @@ def stock(pipe, steps, image=None, prompt=PROMPT, guidance_scale=1.0, **argument
 
 
 def ours(pipe, steps, noise, negative=None, guidance=1.0):
-    experts = wan.Experts(pipe.transformer, pipe.transformer_2, pipe.config.boundary_ratio)
-    velocity = wan.Velocity(experts, wan.encode(pipe, PROMPT, picture()[1], FRAMES), negative, guidance)
-    return reward_flow.rollout(velocity, noise, flow.linear_sigmas(steps, 5.0), keep=()).x0
+    experts = wan.Experts(pipe.transformer, pipe.transformer_2)
+    schedule = wan.schedule(steps, 5.0, pipe.config.boundary_ratio)
+    velocity = wan.Velocity(experts, wan.encode(pipe, PROMPT, picture()[1], FRAMES), schedule, negative, guidance)
+    return reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0
 
 
 @pytest.mark.parametrize("steps", [4, 8])
@@ -59,7 +60,7 @@ def test_guided_sampler_equals_the_pipeline_bit_for_bit(pipe, steps):
 
 def test_guidance_needs_a_negative_prompt(pipe):
     with pytest.raises(ValueError, match="guidance 3.5 needs the embedding of a negative prompt"):
-        wan.Velocity(pipe.transformer, None, None, 3.5)
+        wan.Velocity(pipe.transformer, None, wan.schedule(4, 5.0, 0.9), None, 3.5)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
@@ -89,17 +90,17 @@ def test_sampler_is_the_pipeline_in_bfloat16_within_its_rounding(tmp_path, pipe,
 def test_both_experts_and_every_input_matter(pipe):
     """The parity above would hold for a model that ignores its inputs; this one does not."""
     noise = data.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
-    experts = wan.Experts(pipe.transformer, pipe.transformer_2, 0.9)
+    experts, schedule = wan.Experts(pipe.transformer, pipe.transformer_2), wan.schedule(4, 5.0, 0.9)
     one = wan.encode(pipe, PROMPT, picture()[1], FRAMES)
     other_text = wan.encode(pipe, "glasses", picture()[1], FRAMES)
     other_image = wan.encode(pipe, PROMPT, -picture()[1], FRAMES)
     with torch.no_grad():
-        for sigma in (torch.tensor(0.95), torch.tensor(0.5)):
-            base = wan.Velocity(experts, one)(noise, sigma)
-            assert not torch.allclose(wan.Velocity(experts, other_text)(noise, sigma), base, atol=1e-4)
-            assert not torch.allclose(wan.Velocity(experts, other_image)(noise, sigma), base, atol=1e-4)
-        swapped = wan.Experts(pipe.transformer_2, pipe.transformer, 0.9)
-        assert not torch.allclose(wan.Velocity(swapped, one)(noise, sigma), base, atol=1e-4)
+        for step in (0, 3):
+            base = wan.Velocity(experts, one, schedule)(noise, step)
+            assert not torch.allclose(wan.Velocity(experts, other_text, schedule)(noise, step), base, atol=1e-4)
+            assert not torch.allclose(wan.Velocity(experts, other_image, schedule)(noise, step), base, atol=1e-4)
+        swapped = wan.Experts(pipe.transformer_2, pipe.transformer)
+        assert not torch.allclose(wan.Velocity(swapped, one, schedule)(noise, step), base, atol=1e-4)
 
 
 @pytest.mark.parametrize("steps", [1, 4, 8, 20, 40])
@@ -111,22 +112,55 @@ def test_schedule_equals_diffusers_given_the_sigmas(steps):
     assert torch.equal(scheduler.timesteps, 1000 * sigmas[:-1])
 
 
-def test_expert_by_sigma():
-    experts = [wan.expert_at(sigma, 0.9) for sigma in flow.linear_sigmas(8, 5.0)[:-1]]
-    assert experts == ["high_noise"] * 3 + ["low_noise"] * 5
-    assert wan.expert_at(torch.tensor(0.9), 0.9) == "high_noise"  # at the boundary; float32 0.9 is below 0.9
+def asked(pipe, steps, shift, boundary):
+    """By step, the expert that the stock pipeline asks."""
+    seen = []
+    hooks = [
+        pipe.components[part].register_forward_pre_hook(lambda *_, name=name: seen.append(name))
+        for name, part in wan.PARTS.items()
+    ]
+    pipe.register_to_config(boundary_ratio=boundary)
+    stock(pipe, steps, shift=shift, output_type="latent")
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+# a timestep of exactly 900 is in each but the last; 14 and 28 steps at shift 5 are 9/14 of the way
+@pytest.mark.parametrize(
+    "shift,steps", [(3.0, 4), (3.0, 8), (3.0, 20), (3.0, 40), (5.0, 14), (5.0, 28), (5.0, 42), (5.0, 8)]
+)
+def test_the_expert_of_each_step_is_the_pipelines(pipe, shift, steps):
+    schedule = wan.schedule(steps, shift, 0.9)
+    assert list(schedule.experts) == asked(pipe, steps, shift, 0.9)
+    tie = schedule.sigmas.eq(torch.tensor(0.9)).nonzero().flatten().tolist()
+    assert (steps, shift) == (8, 5.0) or [schedule.experts[i] for i in tie] == ["high_noise"]
+    assert len(schedule) == steps == len(schedule.timesteps) == len(schedule.sigmas) - 1
+
+
+def test_the_network_takes_the_expert_that_the_schedule_names(pipe):
+    """At a tie, by what answers: each expert gives a velocity of its own."""
+    experts, schedule = wan.Experts(pipe.transformer, pipe.transformer_2), wan.schedule(4, 3.0, 0.9)
+    conditioning = wan.encode(pipe, PROMPT, picture()[1], FRAMES)
+    noise = data.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    inputs = torch.cat([noise, conditioning.image], 1)
+    with torch.no_grad():
+        for step in range(4):
+            expert = pipe.components[wan.PARTS[schedule.experts[step]]]
+            expected = expert(inputs, schedule.timesteps[step, None], conditioning.text, return_dict=False)[0]
+            assert torch.equal(wan.Velocity(experts, conditioning, schedule)(noise, step), expected)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
 def test_a_batch_is_the_pipelines_samples(pipe, guidance):
     """Two images and two prompts at once; the pipeline cannot, so it is asked for each."""
-    experts = wan.Experts(pipe.transformer, pipe.transformer_2, 0.9)
+    experts, schedule = wan.Experts(pipe.transformer, pipe.transformer_2), wan.schedule(4, 5.0, 0.9)
     jobs = [(PROMPT, 4, 1), ("blinking", 5, 2)]  # prompt, seed of the picture, seed of the noise
     shape = wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES)
     noise = torch.cat([data.noise(shape, seed) for _, _, seed in jobs])
     both = wan.Conditioning.stack([wan.encode(pipe, prompt, picture(seed)[1], FRAMES) for prompt, seed, _ in jobs])
-    velocity = wan.Velocity(experts, both, wan.encode_text(pipe, "glasses"), guidance)
-    actual = reward_flow.rollout(velocity, noise, flow.linear_sigmas(4, 5.0), ()).x0
+    velocity = wan.Velocity(experts, both, schedule, wan.encode_text(pipe, "glasses"), guidance)
+    actual = reward_flow.rollout(velocity, noise, schedule.sigmas, ()).x0
     for i, (prompt, seed, _) in enumerate(jobs):
         expected = stock(
             pipe, 4, picture(seed)[0], prompt, guidance, negative_prompt="glasses", latents=noise[i : i + 1].clone(),

@@ -24,7 +24,7 @@ from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import config, data, decode, face, flow, offload, reward_flow, setup, wan
+from rewardfl import config, data, decode, face, offload, reward_flow, setup, wan
 
 ARMS = ("before", "after")
 RESAMPLES = 10_000
@@ -129,9 +129,9 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
     wan.attach_adapters(pipe, adapter)
     for part in wan.PARTS.values():
         offload.place(pipe.components[part], args.experts, torch.device(args.device))
-    experts = wan.Experts(pipe.transformer, pipe.transformer_2, boundary)
-    schedule = flow.linear_sigmas(cfg.sample.num_inference_steps, cfg.sample.shift)
-    sigmas = reward_flow.until_final_step(schedule, cfg.sample.final_timestep)
+    experts = wan.Experts(pipe.transformer, pipe.transformer_2)
+    sample = cfg.sample
+    schedule = wan.schedule(sample.num_inference_steps, sample.shift, boundary).until(sample.final_timestep)
     sizes = {row.id: tuple(examples[row.id].image.shape[1:]) for row in usable}
     (out / "videos").mkdir(parents=True, exist_ok=True)
 
@@ -139,12 +139,12 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
     jobs = [(row, seed) for seed in range(args.seeds) for row in usable]
     for batch in tqdm(batches(jobs, sizes, args.batch), desc="evaluating"):
         conditioning = wan.Conditioning.stack([conditions[row.id] for row, _ in batch])
-        velocity = wan.Velocity(experts, conditioning, negative, guidance)
+        velocity = wan.Velocity(experts, conditioning, schedule, negative, guidance)
         shape = conditioning.latent_shape(vae.config.z_dim)
         noise = torch.cat([data.noise(shape, data.noise_seed(seed, 0, row.id), args.device) for row, seed in batch])
         samplers = {"before": velocity.reference, "after": velocity}
         videos = {
-            arm: decode.decode(vae, reward_flow.rollout(samplers[arm], noise, sigmas, keep=()).x0).float()
+            arm: decode.decode(vae, reward_flow.rollout(samplers[arm], noise, schedule.sigmas, keep=()).x0).float()
             for arm in ARMS
         }
         for i, (row, seed) in enumerate(batch):

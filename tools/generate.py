@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from rewardfl import config, data, decode, flow, offload, reward_flow, wan, wan_load
+from rewardfl import config, data, decode, offload, reward_flow, wan, wan_load
 
 
 def main() -> int:
@@ -72,11 +72,11 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
         wan.attach_adapters(pipe, args.adapter)
     for part in wan.PARTS.values():
         offload.place(pipe.components[part], args.experts, torch.device(args.device))
-    experts = wan.Experts(pipe.transformer, pipe.transformer_2, pipe.config.boundary_ratio)
+    experts = wan.Experts(pipe.transformer, pipe.transformer_2)
     noise = data.noise(conditioning.latent_shape(vae.config.z_dim), args.seed, args.device)
-    sigmas = flow.linear_sigmas(args.steps, args.shift)
-    velocity = wan.Velocity(experts, conditioning, negative, args.guidance)
-    x0 = reward_flow.rollout(velocity, noise, sigmas, keep=()).x0
+    schedule = wan.schedule(args.steps, args.shift, pipe.config.boundary_ratio)
+    velocity = wan.Velocity(experts, conditioning, schedule, negative, args.guidance)
+    x0 = reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0
     return decode.decode(vae, x0)[0].float().cpu()
 
 

@@ -62,7 +62,7 @@ def run_of(cfg: AnyConfig, configs: Path, clips: int | None, processes: int, sha
     if isinstance(cfg, GrpoConfig):
         return plan_grpo.run_of(cfg, configs, clips, plan_grpo.total_steps(cfg, clips), processes, sharding)
     run = plan.run_of(cfg, configs, clips, updates(cfg, clips, processes), processes, sharding)
-    configuration.check_active_experts(run.active, run.sigmas, run.boundary, run.trained)
+    configuration.check_active_experts(run.active, run.experts, run.trained, configuration.resolved_coupling(cfg))
     return run
 
 

@@ -6,12 +6,12 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
 
-from rewardfl import data, decode, face, flow, reward_flow, wan, wan_load
+from rewardfl import data, decode, face, reward_flow, wan, wan_load
 
 from . import faces
 from .people import NUM_FRAMES, SIZE, draw_motion, draw_people, render
 
-SIGMAS = flow.linear_sigmas(8, 5.0)
+STEPS, SHIFT = 8, 5.0  # of the schedule that is measured
 
 
 def measure(world: Path, seed: int, count: int) -> dict[str, object]:
@@ -50,7 +50,8 @@ def detection(detector: face.FaceDetector, seed: int, count: int) -> dict[str, f
 def video_figures(world: Path, judges: dict[str, face.FaceIdentity]) -> dict[str, object]:
     """Reconstruction and generation of the evaluation people; FaceSim per frame by both recognisers."""
     pipe = wan_load.load_pipeline(wan_load.find(str(world / "pipeline")), torch.float32)
-    experts = wan.Experts(pipe.transformer, pipe.transformer_2, pipe.config.boundary_ratio)
+    experts = wan.Experts(pipe.transformer, pipe.transformer_2)
+    schedule = wan.schedule(STEPS, SHIFT, pipe.config.boundary_ratio)
     rows = data.load_metadata(world / "eval" / "metadata.csv")
     shape = wan.latent_shape(pipe, SIZE, SIZE, NUM_FRAMES)
     real, again, made = [], [], []
@@ -58,7 +59,7 @@ def video_figures(world: Path, judges: dict[str, face.FaceIdentity]) -> dict[str
         clip = data.load_example(row, SIZE, SIZE, NUM_FRAMES).video
         conditioning = wan.encode(pipe, row.prompt, clip[:, 0], NUM_FRAMES)
         noise = data.noise(shape, data.noise_seed(0, 0, row.id))
-        x0 = reward_flow.rollout(wan.Velocity(experts, conditioning), noise, SIGMAS, keep=()).x0
+        x0 = reward_flow.rollout(wan.Velocity(experts, conditioning, schedule), noise, schedule.sigmas, keep=()).x0
         real.append(clip)
         again.append(pipe.vae.decode(pipe.vae.encode(clip[None]).latent_dist.mode()).sample[0])
         made.append(decode.decode(pipe.vae, x0)[0])
