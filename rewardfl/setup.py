@@ -36,6 +36,8 @@ VERSIONED = (
     "deepspeed",
 )
 
+SEED_STRIDE = 1_000_003  # between the adapters of two experts, which must not start from equal matrices
+
 # what is wrong with the input: one line for the user instead of a traceback
 REFUSALS = (
     configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused, RewardError, RewardServerError,
@@ -150,11 +152,11 @@ def load_experts(
     for name in outside:
         if name not in skip:
             model_of[name] = offload.place(load((name,)).components[wan.PARTS[name]], cfg.experts.untrained, device)
-    for name in names:
+    for i, name in enumerate(names):
         expert = load((name,)).components[wan.PARTS[name]].to(home)
         lora.inject(
             expert, cfg.lora.lora_rank, cfg.lora.lora_alpha or cfg.lora.lora_rank,
-            lora.target_modules(cfg.lora.lora_target_modules), cfg.run.seed,
+            lora.target_modules(cfg.lora.lora_target_modules), cfg.run.seed + i * SEED_STRIDE,
         )  # fmt: skip
         if cfg.train.use_gradient_checkpointing_offload:
             expert.enable_gradient_checkpointing(offload.checkpoint_on_host)

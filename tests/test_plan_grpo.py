@@ -316,6 +316,11 @@ def test_run_of_a_configuration(monkeypatch):
     drawn = plan_grpo.run_of(config.load(TINY, SIX), pipeline, None, None, 1)  # nothing known of its length
     assert drawn.drawn and drawn.active == (3, 4, 5, 6) and drawn.epochs is None
     assert set(drawn.windows) == {(3, 4), (4, 5), (5, 6)} and len(drawn.windows) == 100
+    with pytest.raises(config.ConfigError, match="grpo.window: .*model.trainable_models"):  # the tie is not low noise's
+        plan_grpo.run_of(
+            config.load(TINY, [*SIX, "sample.shift=3", "sample.num_inference_steps=4", "grpo.window=list",
+            "grpo.window_steps=[1]", "grpo.window_bounds=null"]), ROOT / "assets/tiny_world/pipeline", 4, 2, 1,
+        )  # fmt: skip
     window = plan.windows(config.load(TINY, SIX), EXPERTS)
     assert drawn.windows == tuple(window(epoch) for epoch in range(100))
     without = ["evaluation.eval_clips=null", "grpo.window_bounds=[4,6]"]

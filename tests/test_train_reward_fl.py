@@ -110,6 +110,43 @@ def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
     assert refused.returncode == 2 and "several sizes with train.per_device_train_batch_size 2, now 1" in refused.stderr
 
 
+# steps of high noise, then of low noise: shift 5 has 0, 1 | 2, 3 of four; shift 3 has a tie, sigma 0.9, at step 1
+@pytest.mark.parametrize(
+    "settings,words",
+    [
+        (["sample.mid_timestep=1"], ["sample.mid_timestep", "[1] of [1, 2, 3]", "take [2, 3]"]),
+        (["sample.active_steps=[0, 3]", "sample.gradient_mode=bridge"], ["sample.active_steps", "[0] of [0, 3]"]),
+        (
+            ["model.trainable_models=dit", "sample.mid_timestep=1", "sample.gradient_mode=drtune"],
+            ["sample.mid_timestep", "[2, 3] of [1, 2, 3]", "take [1]"],
+        ),
+        (
+            ["sample.mid_timestep=1", "experts.untrained=boundary_cache", "sample.noises_per_sample=1"],
+            ["sample.mid_timestep", "[1] of [1, 2, 3]"],
+        ),
+        (["sample.shift=3", "sample.mid_timestep=1", "sample.final_timestep=1"], ["model.trainable_models", "dit2"]),
+        (["sample.shift=3", "sample.mid_timestep=1"], ["sample.mid_timestep", "[1] of [1, 2, 3]"]),
+    ],
+)
+def test_what_cannot_train_is_refused_before_anything_is_written(settings, words, tmp_path, monkeypatch, capsys):
+    for dry in ([], ["--dry-run"]):
+        code, _, err = call(monkeypatch, capsys, *dry, *FAST, *settings, f"run.output_dir={tmp_path / 'run'}")
+        assert code == 2 and all(word in err for word in words), err
+    assert not (tmp_path / "run").exists()
+
+
+def test_at_a_tie_the_table_names_the_expert_that_learns(tmp_path, monkeypatch, capsys):
+    """Sigma 0.9 in float32 is below 0.9, and its timestep is 900: the high-noise expert's, as in diffusers."""
+    settings = ["model.trainable_models=dit", "sample.shift=3", "sample.mid_timestep=1", "sample.final_timestep=1"]
+    code, out, err = call(
+        monkeypatch, capsys, *FAST, *settings, "train.max_steps=1", "run.sample_videos=0",
+        f"run.output_dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert code == 0, err
+    assert [line.split()[3] for line in out.splitlines() if line.startswith("   1  0.9000")] == ["high_noise"]
+    assert metrics(tmp_path / "run")[0]["grad_norm"] > 0
+
+
 # -- the tools on the run's adapter
 
 
