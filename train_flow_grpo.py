@@ -151,6 +151,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, learning_rate_factor(cfg.train.lr_scheduler_type, cfg.train.warmup_steps, steps)
     )
+    invariants.check_loaded(accelerator, model)
     policy, optimizer, parameters = distributed.prepare(accelerator, model, optimizer)
     weights_watched = invariants.Weights(accelerator, model)
     average = EMAModel(parameters, decay=cfg.grpo.ema_decay)

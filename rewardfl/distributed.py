@@ -41,6 +41,7 @@ from accelerate.utils import (
 )
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from rewardfl.config import AnyConfig, trainable_experts
 
@@ -201,6 +202,11 @@ def prepare(
     accumulation = accelerator.gradient_accumulation_steps
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.gradient_accumulation_steps = 1  # as its configuration says, or accelerate warns and takes that
+    # DDP would send the frozen 28.6 GB from the first process to the others at its start, and every buffer in each
+    # synchronised forward pass; all have loaded the same (invariants.check_loaded)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    buffers = [name for name, _ in model.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen + buffers)
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.gradient_accumulation_steps = accumulation
     return model, optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -76,19 +76,39 @@ def _bit_sum(tensor: Tensor) -> int:
     return int(words + rest)
 
 
+def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """By name. model: wan.Experts, whose frozen experts may stand outside of its modules."""
+    named = {name: value for name, value in model.named_parameters() if not value.requires_grad}
+    for name, expert in model.outside.items():
+        named |= {f"{name}.{key}": value for key, value in expert.named_parameters()} if expert is not None else {}
+    return named
+
+
+def check_loaded(accelerator: Accelerator, model: nn.Module) -> None:
+    """WeightsDiffer unless all processes have loaded the same base model. Before `prepare`, while each has all of it.
+
+    DDP does not send the base around (see distributed.prepare), and would not tell: two nodes may hold other files.
+    """
+    base = frozen_parameters(model)
+    differ = _differ(accelerator, bit_sums(list(base.values())))
+    if differ.any():
+        raise WeightsDiffer(
+            f"the base model is not the same on all {accelerator.num_processes} processes: {int(differ.sum())} of "
+            f"{len(base)} frozen parameters differ, the first is {_first(base, differ)}; model.model_paths (or a "
+            "distillation LoRA) leads to other files on some node"
+        )
+
+
 class Weights:
     """The weights of a run under watch, from when training begins.
 
-    model: wan.Experts after accelerator.prepare has seen it. Its frozen experts may stand outside of its modules.
+    model: wan.Experts after accelerator.prepare has seen it.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module):
         self.accelerator = accelerator
-        named = dict(model.named_parameters())
-        for name, expert in model.outside.items():
-            named |= {f"{name}.{key}": value for key, value in expert.named_parameters()} if expert is not None else {}
-        self.trained = {name: value for name, value in named.items() if value.requires_grad}
-        self.base = {name: value for name, value in named.items() if not value.requires_grad}
+        self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self.base = frozen_parameters(model)
         self.base_sums = bit_sums(list(self.base.values()))
 
     def check(self, step: int) -> None:
@@ -97,7 +117,7 @@ class Weights:
         Under FSDP no process has all of a trained parameter, and there is nothing to compare.
         """
         changed = bit_sums(list(self.base.values())) != self.base_sums
-        everywhere = self._of_all(changed.long()).any(0)
+        everywhere = _of_all(self.accelerator, changed.long()).any(0)
         if everywhere.any():
             raise BaseChanged(
                 f"step {step}: {int(everywhere.sum())} of {len(self.base)} frozen parameters of the base model are not "
@@ -106,8 +126,7 @@ class Weights:
             )
         if self.accelerator.distributed_type == DistributedType.FSDP:
             return
-        everyones = self._of_all(bit_sums(list(self.trained.values())))
-        differ = (everyones != everyones[0]).any(0)
+        differ = _differ(self.accelerator, bit_sums(list(self.trained.values())))
         if differ.any():
             raise WeightsDiffer(
                 f"step {step}: {int(differ.sum())} of {len(self.trained)} trained parameters are not the same on all "
@@ -115,10 +134,16 @@ class Weights:
                 "go on to train a model of its own. Their gradients were not reduced"
             )
 
-    def _of_all(self, values: Tensor) -> Tensor:
-        """(processes, P) what each has."""
-        gathered = self.accelerator.gather(values.to(self.accelerator.device))
-        return gathered.view(self.accelerator.num_processes, -1).cpu()
+
+def _of_all(accelerator: Accelerator, values: Tensor) -> Tensor:
+    """(processes, P) what each has of (P,) values."""
+    return accelerator.gather(values.to(accelerator.device)).view(accelerator.num_processes, -1).cpu()
+
+
+def _differ(accelerator: Accelerator, sums: Tensor) -> Tensor:
+    """(P,) bool: which of them are not the same on all processes."""
+    everyones = _of_all(accelerator, sums)
+    return (everyones != everyones[0]).any(0)
 
 
 def _first(named: dict[str, Tensor], chosen: Tensor) -> str:

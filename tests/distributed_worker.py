@@ -1,8 +1,8 @@
 """One process of tests/test_distributed.py: training scripts, watched.
 
 argv: OUT and then, for each run, -- SCRIPT and the script's own arguments. Writes OUT/rank-<n>.json, of each run: the
-distributed type, the process count, the wrapper, every update's gradient norm, and a digest of the trained parameters
-after it. In train_reward_fl.py BREAK_GRADIENT=<rank>:<update> makes that rank's gradients of that update infinite, and
+distributed type, the process count, the wrapper, the bytes that DDP broadcasts and those that are trained, every
+update's gradient norm, and a digest of the trained parameters after it. In train_reward_fl.py BREAK_GRADIENT=<rank>:<update> makes that rank's gradients of that update infinite, and
 NOBODY_ON=<row> takes the face from a clip, after all checks. FSDP_ON_CPU=true tells accelerate that these processes
 without a GPU are some with: it knows FSDP only there.
 """
@@ -42,8 +42,13 @@ def watched(seen, faulty):
     )
     rank, update = (int(n) for n in os.environ["BREAK_GRADIENT"].split(":")) if faulty else (-1, -1)
 
+    def watched_broadcast(group, tensors, *arguments):
+        seen["broadcast"] = seen.get("broadcast", 0) + sum(tensor.nbytes for tensor in tensors)
+        return broadcast(group, tensors, *arguments)
+
     def watched_prepare(accelerator, model, optimizer):
         policy, optimizer, parameters = prepare(accelerator, model, optimizer)
+        seen["trained"] = sum(distributed.whole(parameter.detach()).nbytes for parameter in parameters)
         seen.update(type=accelerator.distributed_type.value, processes=accelerator.num_processes)
         seen.update(wrapper=type(policy).__name__, updates=[])
         return policy, optimizer, parameters
@@ -66,12 +71,15 @@ def watched(seen, faulty):
         samples[row] = dataclasses.replace(samples[row], references=(None,) * len(terms))
         return samples, problems
 
+    broadcast = torch.distributed._broadcast_coalesced
+    torch.distributed._broadcast_coalesced = watched_broadcast
     distributed.prepare, distributed.step, distributed.backward = watched_prepare, watched_step, watched_backward
     setup.find_samples = faulty_find if faulty else find_samples
     try:
         yield
     finally:
         distributed.prepare, distributed.step, distributed.backward = prepare, step, backward
+        torch.distributed._broadcast_coalesced = broadcast
         setup.find_samples = find_samples
 
 

@@ -84,13 +84,15 @@ def environment(kind, **more):
 
 
 def run(kind, out, *runs, **more):
-    """Runs, one after the other in the same processes, into out/<script>; of each, every process's account of it.
+    """Runs, one after the other in the same processes, into out/<script>, or the output_dir that a run names; of each,
+    every process's account of it.
 
     They must have been what REALLY says.
     """
     watcher = [str(ROOT / "tests" / "distributed_worker.py"), str(out / "ranks")]
     for script, *arguments in runs:
-        watcher += ["--", script, *arguments, f"run.output_dir={out / script}"]
+        named = any(argument.startswith("run.output_dir=") for argument in arguments)
+        watcher += ["--", script, *arguments, *([] if named else [f"run.output_dir={out / script}"])]
     done = subprocess.run(
         command(kind, *watcher), cwd=ROOT, env=environment(kind, **more), capture_output=True, text=True, timeout=280
     )
@@ -228,6 +230,69 @@ def test_policy_updates_do_not_depend_on_the_processes(one, two):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 1e-4 + 1e-6)
     assert_same_moments(*(state["optimizer"] for state in states))
     assert states[0]["average"]["optimization_step"] == states[1]["average"]["optimization_step"] == 2
+
+
+# -- every place of the boundary among the active steps, on a bfloat16 base
+
+
+ONE_UPDATE = [
+    "sample.num_inference_steps=4", "train.max_steps=1", "model.dtype=bfloat16", "run.sample_videos=0",
+    "train.max_grad_norm=1.0", "train.use_gradient_checkpointing=true",
+]  # fmt: skip
+BOTH = "model.trainable_models=dit,dit2"
+# steps 0 and 1 are the high-noise expert's. A frozen expert's step before the first trained one is refused
+REWARD_PLACES = {
+    "low alone": ["model.trainable_models=dit2", "sample.mid_timestep=2", "sample.final_timestep=3"],
+    "high alone": ["model.trainable_models=dit", "sample.mid_timestep=0", "sample.final_timestep=1"],
+    "frozen last": ["model.trainable_models=dit", "sample.mid_timestep=1", "sample.final_timestep=3"],
+    "both": [BOTH, "sample.mid_timestep=1", "sample.final_timestep=2"],
+    "both, apart": [BOTH, "sample.active_steps=[0,3]", "sample.final_timestep=3", "sample.gradient_mode=drtune"],
+    "one step": ["model.trainable_models=dit2", "sample.gradient_mode=last", "sample.final_timestep=3"],
+}
+POLICY_PLACES = {"high": ["model.trainable_models=dit", "grpo.window_bounds=[0, 2]"], "both": [BOTH]}
+
+
+def placed_runs(folder, accumulation):
+    """The runs of all places, and their folders by name."""
+    runs, folders = [], {}
+    for name, settings in REWARD_PLACES.items():
+        folders[f"reward, {name}"] = out = folder / f"reward, {name}"
+        each = [*ONE_UPDATE, f"train.gradient_accumulation_steps={accumulation}", *settings]
+        runs.append([*REWARD_FL, *each, f"run.output_dir={out}"])
+    for name, settings in POLICY_PLACES.items():
+        folders[f"policy, {name}"] = out = folder / f"policy, {name}"
+        each = [*ONE_UPDATE, "grpo.updates_per_epoch=1", "grpo.ratio_tolerance=1e-3", *settings]
+        runs.append([*GRPO, *each, "evaluation.eval_clips=null", f"run.output_dir={out}"])
+    return runs, folders
+
+
+@pytest.fixture(scope="module")
+def places_of_one(tmp_path_factory):
+    """Each place trained by one process, two clips an update: the folders."""
+    out = tmp_path_factory.mktemp("places")
+    runs, folders = placed_runs(out, accumulation=2)
+    run("cpu", out, *runs, NOBODY_ON="3", BREAK_GRADIENT="9:0")
+    return folders
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_place_of_the_boundary_does_not_matter(kind, places_of_one, tmp_path):
+    """Two processes of one clip each against one of two: the same forward passes, so only the sum's order differs."""
+    runs, folders = placed_runs(tmp_path, accumulation=1)
+    for ranks in run(kind, tmp_path, *runs, NOBODY_ON="3", BREAK_GRADIENT="9:0"):
+        for rank in ranks:  # DDP sends the adapter around, and neither the frozen base nor its buffers
+            assert rank.get("broadcast", 0) == (rank["trained"] if kind == "ddp" else 0)
+    for name, folder in folders.items():
+        for part in ("transformer", "transformer_2"):
+            files = [run / "checkpoints/latest" / part / lora.WEIGHTS_NAME for run in (folder, places_of_one[name])]
+            assert files[0].is_file() == files[1].is_file()
+            if files[0].is_file():
+                a, b = (lora.read_adapter(file)[0] for file in files)
+                moved = torch.cat([b[key].flatten() for key in b if "lora_B" in key])
+                apart = torch.cat([(a[key] - b[key]).flatten() for key in b])
+                whole = torch.cat([b[key].flatten() for key in b])
+                assert moved.norm() > 0, (name, part)
+                assert apart.norm() <= 1e-6 * whole.norm(), (name, part, float(apart.norm() / whole.norm()))
 
 
 # -- the yaml files

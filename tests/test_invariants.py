@@ -90,6 +90,17 @@ def test_processes_that_differ_are_named():
     watched.check(5)
 
 
+def test_processes_that_loaded_other_files_are_named():
+    model, theirs = Two(), torch.zeros(4, dtype=torch.long)
+    pair = types.SimpleNamespace(
+        device=torch.device("cpu"), num_processes=2, gather=lambda values: torch.cat([values, theirs])
+    )
+    with pytest.raises(invariants.WeightsDiffer, match="4 of 4 frozen .* frozen.weight; model.model_paths"):
+        invariants.check_loaded(pair, model)
+    theirs = invariants.bit_sums(list(invariants.frozen_parameters(model).values()))
+    invariants.check_loaded(pair, model)
+
+
 SCRIPTS = [(launch, call, FAST), (launch_grpo, call_grpo, GRPO_FAST)]
 
 
