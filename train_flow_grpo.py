@@ -365,6 +365,14 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
         for warning in alarms(history, cfg.reward.motion_alarm):
             tqdm.write(f"step {step}: {warning}")
 
+    floor = {}
+    if cfg.grpo.kl_weight != 0 and cfg.model.dtype == "bfloat16":
+        row, conditioning = conditions.readable(samples, 0, cfg.data.skip_bad_rows)
+        x = data.noise(conditioning.latent_shape(vae.config.z_dim), data.noise_seed(cfg.run.seed, 0, "floor"), device)
+        reference = velocity_of(conditioning.to(device)).reference
+        floor = {"policy/kl_floor": sde.kl_floor(reference, x, kernel, window_of(0))}
+        say(f"note: in bfloat16 this model's KL reads about {floor['policy/kl_floor']:.1e} from rounding alone")
+
     # ---------------------------------------------------------------------------------- Go!
     interruption.listen()
     quiet = not accelerator.is_local_main_process
@@ -388,7 +396,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
                 metrics = update(rollouts[chosen], advantages[chosen], window, done, check=n == 0, timer=timer)
             progress.update()
             skipped_in_a_row = 0 if math.isfinite(metrics["grad_norm"]) else skipped_in_a_row + 1
-            metrics |= judged | {"epoch": epoch, "memory/peak_gb": peak_memory_gb(device)}
+            metrics |= judged | floor | {"epoch": epoch, "memory/peak_gb": peak_memory_gb(device)}
             last = n == per_epoch - 1
             due = last and (interruption.agreed(largest) or reached(done, per_epoch, cfg.run.save_steps, steps))
             if due or done == first_step + 1:

@@ -239,6 +239,13 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
         accelerator.wait_for_everyone()
         tracker.videos(done, folder)
 
+    floor = {}
+    if cfg.reward.kl_weight != 0 and cfg.model.dtype == "bfloat16":
+        _, (conditioning, x) = read(0, 0)
+        reference = wan.Velocity(policy, conditioning, schedule).reference
+        floor = {"actor/kl_floor": reward_flow.kl_floor(reference, x, sigmas, active, start)}
+        say(f"note: in bfloat16 this model's KL reads about {floor['actor/kl_floor']:.1e} from rounding alone")
+
     # ---------------------------------------------------------------------------------- Go!
     interruption.listen()
     quiet = not accelerator.is_local_main_process
@@ -262,11 +269,15 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
         if step == first_step or due:
             with timer("invariants"):
                 weights_watched.check(done)
-        metrics |= summary(cfg, logged) | {
-            "grad_norm": norm,
-            "lr": rate,
-            "memory/peak_gb": peak_memory_gb(device),
-        }
+        metrics |= (
+            summary(cfg, logged)
+            | {
+                "grad_norm": norm,
+                "lr": rate,
+                "memory/peak_gb": peak_memory_gb(device),
+            }
+            | floor
+        )
         metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
         progress.set_postfix(loss=f"{metrics['actor/loss']:.3f}", score=f"{metrics['reward/mean']:.3f}")
 

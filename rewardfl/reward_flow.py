@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rewardfl import flow
 from rewardfl.flow import euler_step, velocity_kl
 
 Velocity = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> velocity (B, ...)
@@ -41,6 +42,18 @@ def rollout(velocity: Velocity, x: Tensor, sigmas: Tensor, keep: Sequence[int], 
             kept[i] = x
         x = euler_step(x, velocity(x, i), sigmas[i], sigmas[i + 1])
     return Trajectory(x, kept)
+
+
+@torch.no_grad()
+def kl_floor(reference: Velocity, x: Tensor, sigmas: Tensor, active: Sequence[int], start: int = 0) -> float:
+    """What the KL of `replay` reads when the two velocities differ by rounding alone: see flow.jittered.
+
+    The mean over the active steps of the reference's own rollout from x (B, ...) at sigmas[start].
+    """
+    kept = rollout(reference, x, sigmas, active, start).kept
+    jittered = flow.jittered(reference)
+    read = [velocity_kl(jittered(kept[i], i), reference(kept[i], i), sigmas[i]).mean() for i in active]
+    return float(torch.stack(read).mean())
 
 
 def replay(

@@ -77,6 +77,21 @@ def rollout(
     return x, kept
 
 
+@torch.no_grad()
+def kl_floor(reference: Velocity, x: Tensor, kernel: Kernel, window: Sequence[int]) -> float:
+    """What the KL of two transitions reads when their velocities differ by rounding alone: see flow.jittered.
+
+    The mean over the window's steps of the reference's own rollout, without noise, from x (B, ...) at sigma 1.
+    """
+    jittered, read = flow.jittered(reference), []
+    for i in range(max(window) + 1):
+        if i in window:
+            (mean, std), (other, _) = (kernel.transition(velocity, x, i) for velocity in (reference, jittered))
+            read.append(flow.transition_kl(other, mean, std).mean())
+        x = flow.euler_step(x, reference(x, i), kernel.sigmas[i], kernel.sigmas[i + 1])
+    return float(torch.stack(read).mean())
+
+
 def score(velocity: Velocity, step: Step, index: int, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """(mean (B, ...), log_prob (B,) float64) of a stored step under today's velocity, with its graph."""
     mean, std = kernel.transition(velocity, step.x, index)

@@ -2,9 +2,10 @@
 
 argv: OUT and then, for each run, -- SCRIPT and the script's own arguments. Writes OUT/rank-<n>.json, of each run: the
 distributed type, the process count, the wrapper, the bytes that DDP broadcasts and those that are trained, every
-update's gradient norm, and a digest of the trained parameters after it. In train_reward_fl.py BREAK_GRADIENT=<rank>:<update> makes that rank's gradients of that update infinite, and
-NOBODY_ON=<row> takes the face from a clip, after all checks. FSDP_ON_CPU=true tells accelerate that these processes
-without a GPU are some with: it knows FSDP only there.
+update's gradient norm, and a digest of the trained parameters after it. In train_reward_fl.py
+BREAK_GRADIENT=<rank>:<update> makes that rank's gradients of that update infinite, and NOBODY_ON=<row> takes the face
+from a clip, after all checks. FSDP_ON_CPU=true tells accelerate that these processes without a GPU are some with: it
+knows FSDP only there.
 """
 
 import contextlib

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import FRAMES, HEIGHT, WIDTH, random_pipeline
+from conftest import FRAMES, HEIGHT, ROOT, WIDTH, random_pipeline
 
-from rewardfl import decode, flow, lora, reward_flow, wan
+from rewardfl import decode, flow, lora, reward_flow, sde, wan, wan_load
 
 SCHEDULE = wan.schedule(6, 5.0, 0.9)  # 1, .961, .909 high noise; .833, .714, .5 low noise
 
@@ -134,6 +134,44 @@ def test_stopping_early_decodes_the_x0_prediction():
         pipe, model = lora_model(torch.float64)
         results.append(run(pipe, model, cond, x, [3, 4], 1.0, 0.3, "through_trajectory", shortened))
     assert_same(results[1][0], results[0][0], 1e-9)
+
+
+@pytest.mark.parametrize("dtype,low,high", [(torch.bfloat16, 2e-5, 1e-3), (torch.float32, 0.0, 1e-8)])
+def test_the_floor_of_the_kl_is_what_a_tiny_update_reads(dtype, low, high):
+    """Against the thing itself: an adapter whose true divergence is far below what bfloat16 reads of it."""
+    loaded = wan_load.find(str(ROOT / "assets" / "tiny_world" / "pipeline"))
+    pipe = wan_load.load_pipeline(loaded, dtype, parts=("low_noise",))
+    lora.inject(pipe.transformer_2, 4, 4.0, lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed=0)
+    generator = torch.Generator().manual_seed(0)
+    text, image, x = (torch.randn(s, generator=generator) for s in ((1, 8, 32), (1, 18, 2, 8, 8), (1, 16, 2, 8, 8)))
+    schedule = wan.schedule(8, 5.0, 0.9)
+    velocity = wan.Velocity(wan.Experts(None, pipe.transformer_2), wan.Conditioning(text.to(dtype), image), schedule)
+    active = [5, 6]
+    floor = reward_flow.kl_floor(velocity.reference, x, schedule.sigmas, active, start=4)
+    assert low < floor < high or floor == low
+    kernel = sde.Kernel("flow", 0.7, schedule.sigmas)
+    low_noise = wan.Velocity(
+        wan.Experts(pipe.transformer_2, pipe.transformer_2), wan.Conditioning(text.to(dtype), image), schedule
+    )
+    policy_floor = sde.kl_floor(low_noise.reference, x, kernel, active)
+    if dtype == torch.float32:
+        assert policy_floor < 1e-8
+        return
+    for name, parameter in pipe.transformer_2.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 1e-5 * torch.randn(parameter.shape, generator=generator)
+    with torch.no_grad():
+        kept = reward_flow.rollout(velocity.reference, x, schedule.sigmas, active, start=4).kept
+        pairs = [(velocity(kept[i], i), velocity.reference(kept[i], i), schedule.sigmas[i]) for i in active]
+        read = float(torch.stack([flow.velocity_kl(*pair).mean() for pair in pairs]).mean())
+        of_policy = [
+            flow.transition_kl(
+                kernel.transition(low_noise, kept[i], i)[0], *kernel.transition(low_noise.reference, kept[i], i)
+            )
+            for i in active
+        ]
+    assert floor / 3 < read < 3 * floor
+    assert policy_floor / 3 < float(torch.stack(of_policy).mean()) < 3 * policy_floor
 
 
 def test_chain_against_finite_differences():
