@@ -205,6 +205,7 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
     config = path.with_name(CONFIG_NAME)
     adapter_config = _json_object(config.read_bytes(), f"{config}") if config.is_file() else {}
     sorted_keys: dict[str | None, dict[str, dict[str, Source]]] = {}
+    called: dict[str, str] = {}  # a module's name in this file
     both = any(key.startswith(("transformer_2.", "pipe.dit2.")) for key in sources)
     for key, source in sources.items():
         if re.search(_FOREIGN, key) or key.startswith("lycoris_"):
@@ -230,12 +231,13 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
         if role in found:
             raise Refused(f"{path}: two keys give the {role} of {module}, the second is {key}")
         found[role] = source
+        called[module] = parts[0]
     if not sorted_keys:
         raise Refused(f"{path} holds no tensors")
     loras = []
     for expert, modules in sorted_keys.items():
         component = "transformer_2" if both and expert == "low_noise" else "transformer"
-        alphas = _Alphas(path, metadata, adapter_config, component, alpha)
+        alphas = _Alphas(path, metadata, adapter_config, component, called, alpha)
         updates = {module: _update(path, module, roles, alphas) for module, roles in modules.items()}
         loras.append(
             Lora(
@@ -372,9 +374,15 @@ class _Alphas:
     """Where each module's scale alpha / rank (rslora: alpha / sqrt(rank)) comes from, and what was used."""
 
     def __init__(
-        self, path: Path, metadata: dict[str, str], adapter_config: dict, component: str, fallback: float | None
+        self,
+        path: Path,
+        metadata: dict[str, str],
+        adapter_config: dict,
+        component: str,
+        called: dict[str, str],
+        fallback: float | None,
     ):
-        self.path, self.fallback = path, fallback
+        self.path, self.called, self.fallback = path, called, fallback
         self.used: dict[str, int] = {}
         self.config, self.config_name = adapter_config, CONFIG_NAME
         if "lora_adapter_metadata" in metadata:
@@ -461,21 +469,27 @@ class _Alphas:
 
     def _stored(self, module: str) -> float | None:
         """lora_alpha of peft's configuration, with its per-module pattern: the first that fits, as in peft."""
-        # trainers on the original code wrote original names
-        ends = {end for name in (module, wan_names.to_original(module)) for end in _ends(name)}
-        if fitting := ends & self.patterns.keys():
-            first = min(fitting, key=lambda pattern: self.patterns[pattern])
-            self.matched.add(first)
-            return self.patterns[first][1]
+        if fitting := set(_ends(self.called[module])) & self.patterns.keys():
+            self.matched |= fitting
+            return min(self.patterns[pattern] for pattern in fitting)[1]
         alpha = self.config.get("lora_alpha")
         return None if alpha is None else _number(alpha, f"{self.path}: lora_alpha of {self.config_name}")
 
     def notes(self) -> tuple[str, ...]:
-        """A line for the user about entries of alpha_pattern that no module of the file answers to."""
+        """A line for the user when alpha_pattern names what the file has no module for, as peft allows.
+
+        Refused when the module is there by its other name: the file was renamed and the pattern was not.
+        """
         unused = [pattern for pattern in self.patterns if pattern not in self.matched]
-        if not unused:
-            return ()
-        return (f"{self.path}: alpha_pattern names {shown(unused[0])}, which the file has no module for",)
+        others = {name: module for module in self.called for name in (module, wan_names.to_original(module))}
+        ends = {end: module for name, module in others.items() for end in _ends(name)} if unused else {}
+        for pattern in unused:
+            if pattern in ends:
+                raise Refused(
+                    f"{self.path}: alpha_pattern of {self.config_name} names {shown(pattern)}, which the file calls "
+                    f"{self.called[ends[pattern]]}; write the names of the file's keys into it"
+                )
+        return (f"{self.path}: alpha_pattern names {shown(unused[0])}, which the file lacks",) if unused else ()
 
     def summary(self) -> str:
         return ", ".join(f"{source} ({count})" for source, count in self.used.items()) or "no low-rank updates"

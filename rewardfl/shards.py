@@ -271,8 +271,7 @@ def _read_index(path: Path) -> dict:
         if not whole or len(name.encode()) > 255:
             raise Refused(f"{path}: weight_map puts {shown(tensor)} into {shown(name)}, which is no shard beside it")
     metadata = index.get("metadata") or {}
-    total = metadata.get("total_size", 0) if isinstance(metadata, dict) else None
-    if type(total) not in (int, float):
+    if not isinstance(metadata, dict) or type(metadata.get("total_size")) not in (int, float, type(None)):
         raise Refused(f"{path}: metadata is {shown(metadata)}; its total_size must be a number of bytes")
     return index | {"metadata": metadata}
 
