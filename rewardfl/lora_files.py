@@ -63,7 +63,7 @@ FLOAT32 = torch.finfo(torch.float32)  # what a scale must fit into
 # what torch.load raises for a damaged file: its readers of zip and pickle check little
 _DAMAGED = (
     pickle.UnpicklingError, zipfile.BadZipFile, struct.error, EOFError, RuntimeError, ValueError, LookupError,
-    TypeError, AttributeError, AssertionError, ArithmeticError,
+    TypeError, AttributeError, AssertionError, ArithmeticError, OSError,
 )  # fmt: skip
 
 Source = Entry | Tensor

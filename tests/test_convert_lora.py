@@ -109,7 +109,8 @@ def test_a_magnitude_keeps_its_axis(values, tmp_path, shape):
     state = {f"{stem}.lora_down.weight": down, f"{stem}.lora_up.weight": up, f"{stem}.dora_scale": magnitude}
     save_file(state, tmp_path / "low.safetensors")
     given = ["--lora", tmp_path / "low.safetensors", "--verify"]
-    run(*given, "--to", "comfy", "--out", tmp_path / "comfy.safetensors")
+    text = run(*given, "--to", "comfy", "--out", tmp_path / "comfy.safetensors")
+    assert ("note: blocks.0.attn1.to_q" in text) == (shape == (-1, 1))  # of the outputs: ComfyUI computes another thing
     assert torch.equal(load_file(tmp_path / "comfy.safetensors")[f"{stem}.dora_scale"], magnitude)
     out = tmp_path / "diffusers.safetensors"
     text = run(*given, "--to", "diffusers", "--out", out, expect=2 if shape == (1, -1) else 0)

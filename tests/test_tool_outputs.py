@@ -18,7 +18,7 @@ from conftest import ROOT, random_pipeline, run_tool
 from lora_dialects import DIALECTS, factors
 from safetensors.torch import load_file
 
-from rewardfl.files import temporary_path
+from rewardfl.files import atomic_directory, temporary_path
 
 TOOLS = {"merge_lora": merge_lora, "merge_shards": merge_shards, "convert_lora": convert_lora}
 
@@ -465,3 +465,13 @@ def test_names_from_the_command_line_and_from_files_stay_on_one_line(world, plac
     out.mkdir()
     line = refused("merge_shards", world, place, "--out", out, "--force")
     assert "a\\nb\\x1b[31m" in line
+
+
+@pytest.mark.parametrize("kind", ("file", "FIFO", "link to a folder", "link to nothing"))
+def test_a_folder_is_written_over_no_link_and_no_file(place, kind):
+    """files.atomic_directory, which checkpoints use too: a link to a folder left a stray behind."""
+    MAKE[kind](place / "out")
+    before = snapshot(place)
+    with pytest.raises(FileExistsError), atomic_directory(place / "out"):
+        pytest.fail("the block ran")
+    assert snapshot(place) == before

@@ -61,7 +61,7 @@ def main() -> None:
         merge.check_finite(lora)
         name = args.out if output.is_file else args.out / file_name(args, lora)
         line = f"{lora.path} -> {name}: {len(lora.updates)} modules, alpha from {lora.alpha_source}"
-        for text in (line, *(f"note: {note}" for note in lora.notes)):
+        for text in (line, *(f"note: {note}" for note in notes(lora, args.to))):
             print(_common.printable(text))
         report["files"][str(name)] = line
     states = [(lora, *converted(lora, args.to, DTYPES[args.dtype])) for lora in loras]
@@ -85,6 +85,18 @@ def main() -> None:
         print("verified: read back, every update equals the input's")
     print(_common.printable(f"written: {args.out}"))
     _output.write_report(output, report)
+
+
+def notes(lora: Lora, to: str) -> list[str]:
+    """What the user should know of the LoRA before another tool loads it."""
+    dora = [update for update in lora.updates.values() if update.magnitude is not None and update.wd_on_output]
+    if to != "comfy" or not dora:
+        return list(lora.notes)
+    return [
+        *lora.notes,
+        f"{dora[0].module} is a DoRA of the outputs: ComfyUI divides it by the length of the base's rows, peft and "
+        "LyCORIS by that of the moved rows; merge it with tools/merge_lora.py to have what was trained",
+    ]
 
 
 def file_name(args: argparse.Namespace, lora: Lora) -> str:
