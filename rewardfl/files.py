@@ -33,9 +33,12 @@ def atomic_write(path: str | Path, content: bytes | str, durable: bool = True) -
 def atomic_directory(path: str | Path) -> Iterator[Path]:
     """A folder to fill, which becomes `path` when the block ends without an exception and vanishes otherwise.
 
-    Replaces a folder that is already at `path`. Files get the mode that the umask gives.
+    Replaces a folder that is already at `path`; FileExistsError for a link or a file. Files get the mode that the umask
+    gives.
     """
     path = Path(path)
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise FileExistsError(f"{path} is a link or a file, which no folder can replace")
     temporary = temporary_path(path)
     shutil.rmtree(temporary, ignore_errors=True)  # of a killed process with our pid: containers count from 1
     temporary.mkdir(parents=True)

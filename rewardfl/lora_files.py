@@ -7,17 +7,23 @@ small; tensors are read when they are needed.
 """
 
 import json
+import pickle
 import re
-from dataclasses import dataclass, field, replace
+import struct
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rewardfl import shards, wan_names
-from rewardfl.shards import Entry, Refused
+from rewardfl.shards import Entry, Refused, shown
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"  # diffusers' name of a LoRA file
+CONFIG_NAME = "adapter_config.json"  # peft's, beside its adapter
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32,
@@ -44,9 +50,21 @@ _ROLES = [
     (r"\.diff", "diff"),
     (r"\.diff_b", "diff_b"),
     (r"\.diff_m", "diff_m"),
-    (r"\.(?:dora_scale|lora_magnitude_vector(?:\.[\w-]+)?(?:\.weight)?)", "magnitude"),
+    (r"\.dora_scale", "dora_scale"),
+    (r"\.lora_magnitude_vector(?:\.[\w-]+)?(?:\.weight)?", "magnitude"),
 ]
 _FOREIGN = r"\.(?:lokr_|hada_|oft_|boft|lora_mid|set_weight|w_norm|b_norm|reshape_weight|on_input|vera_|lora_E)"
+
+# A key of peft's alpha_pattern that is a module's name, or the end of one. peft takes it as a regular expression and so
+# tells users of `^` for a name from its start on; all that it writes itself are names.
+_PATTERN = r"\^?(?:[\w-]|\\?\.)+\$?"
+_LONGEST_KEY = 500  # characters; the longest key of a Wan module has about 90
+FLOAT32 = torch.finfo(torch.float32)  # what a scale must fit into
+# what torch.load raises for a damaged file: its readers of zip and pickle check little
+_DAMAGED = (
+    pickle.UnpicklingError, zipfile.BadZipFile, struct.error, EOFError, RuntimeError, ValueError, LookupError,
+    TypeError, AttributeError, AssertionError, ArithmeticError, OSError,
+)  # fmt: skip
 
 Source = Entry | Tensor
 
@@ -70,8 +88,9 @@ def as_bytes(values: Tensor) -> memoryview:
 class Update:
     """What a LoRA does to one module, named as in diffusers: weight += scale * up @ down, and so on.
 
-    A `magnitude` makes it a DoRA. `diff` and `diff_b` are added to weight and bias, `diff` of a module
-    `...scale_shift_table` to the table itself. up: (out, r, ...), down: (r, in, ...).
+    A `magnitude` makes it a DoRA: of the outputs (the weight's rows) or, where wd_on_output is False, of the inputs
+    (its columns). `diff` and `diff_b` are added to weight and bias, `diff` of a module `...scale_shift_table` to the
+    table itself. up: (out, r, ...), down: (r, in, ...).
     """
 
     module: str
@@ -80,6 +99,7 @@ class Update:
     scale: float = 1.0
     up_bias: Source | None = None
     magnitude: Source | None = None
+    wd_on_output: bool = True
     diff: Source | None = None
     diff_b: Source | None = None
 
@@ -101,7 +121,13 @@ class Lora:
     updates: dict[str, Update]
     alpha_source: str  # where the scale comes from, for the user to see
     dialect: str  # a sample key
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """What was read: the LoRA's file, and peft's configuration where it lies beside it."""
+        config = self.path.with_name(CONFIG_NAME)
+        return (self.path, config) if config.is_file() else (self.path,)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -137,6 +163,8 @@ _FLAT_BLOCK, _FLAT_TOP = _flat_tables()
 
 def _split(key: str) -> tuple[str, str, str | None] | None:
     """(bare module name, role, expert) of a LoRA key; None when its ending is not known."""
+    if len(key) > _LONGEST_KEY:
+        return None
     for pattern, role in _ROLES:
         if found := re.fullmatch(r"(.+?)" + pattern, key):
             name, expert = found[1], None
@@ -174,9 +202,10 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
     if not path.is_file():
         raise Refused(f"no LoRA at {path}")
     sources, metadata = _open(path)
-    config = path.parent / "adapter_config.json"
-    adapter_config = json.loads(config.read_text()) if config.is_file() else {}
+    config = path.with_name(CONFIG_NAME)
+    adapter_config = _json_object(config.read_bytes(), f"{config}") if config.is_file() else {}
     sorted_keys: dict[str | None, dict[str, dict[str, Source]]] = {}
+    called: dict[str, str] = {}  # a module's name in this file
     both = any(key.startswith(("transformer_2.", "pipe.dit2.")) for key in sources)
     for key, source in sources.items():
         if re.search(_FOREIGN, key) or key.startswith("lycoris_"):
@@ -191,8 +220,9 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
             module = module if wan_names.to_original(module) else None
         if not parts or module is None:
             raise Refused(
-                f"{path}: {key} names no module of a Wan transformer (as {parts[0] if parts else key!r}); nothing was "
-                "merged, because a key that is skipped is lost silently"
+                f"{path}: {key[:_LONGEST_KEY]} names no module of a Wan transformer (as "
+                f"{shown(parts[0] if parts else key)}); nothing was merged, because a key that is skipped is lost "
+                "silently"
             )
         role, expert = ("diff" if parts[1] == "diff_m" else parts[1]), parts[2]
         if both and expert is None:
@@ -201,16 +231,20 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
         if role in found:
             raise Refused(f"{path}: two keys give the {role} of {module}, the second is {key}")
         found[role] = source
+        called[module] = parts[0]
     if not sorted_keys:
         raise Refused(f"{path} holds no tensors")
     loras = []
     for expert, modules in sorted_keys.items():
         component = "transformer_2" if both and expert == "low_noise" else "transformer"
-        alphas = _Alphas(path, metadata, adapter_config, component, alpha)
+        alphas = _Alphas(path, metadata, adapter_config, component, called, alpha)
         updates = {module: _update(path, module, roles, alphas) for module, roles in modules.items()}
         loras.append(
-            Lora(path, expert or expert_in_path(path.absolute()), updates, alphas.summary(), next(iter(sources)))
-        )
+            Lora(
+                path, expert or expert_in_path(path.absolute()), updates, alphas.summary(), next(iter(sources)),
+                alphas.notes(),
+            )
+        )  # fmt: skip
     return loras
 
 
@@ -235,48 +269,174 @@ def _files_in(folder: Path) -> list[Path]:
 def _open(path: Path) -> tuple[dict[str, Source], dict[str, str]]:
     if path.suffix == ".safetensors":
         return shards.read_header(path)
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    try:  # files from before torch 1.6 are no zip, and cannot be mapped
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except _DAMAGED as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise Refused(f"{path} is damaged, or holds code beside tensors, which is not run: {why}") from None
+    if not isinstance(state, dict) or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()
+    ):
         raise Refused(f"{path} is not a flat dictionary of tensors; give the LoRA's state dict")
+    for key, value in state.items():
+        if value.layout != torch.strided or value.is_meta or value.dtype not in TORCH_DTYPES.values():
+            raise Refused(f"{path}: tensor {key} is {value.dtype}, {value.layout}; give the LoRA unquantised and dense")
     return state, {}
+
+
+def _json_object(text: str | bytes, what: str) -> dict:
+    """The JSON object in `text`. what: its name in the message. Refused when it is anything else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{what} is not JSON: {shown(str(error))}") from None
+    if not isinstance(value, dict):
+        raise Refused(f"{what} is {shown(value)}, not a JSON object")
+    return value
+
+
+def _number(value: object, what: str) -> float:
+    """`value`, an int or float of JSON. what: its name in the message. Refused when it is anything else."""
+    if type(value) not in (int, float):
+        raise Refused(f"{what} is {shown(value)}, not a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise Refused(f"{what} has {len(str(value))} digits") from None
 
 
 def _update(path: Path, module: str, roles: dict[str, Source], alphas: "_Alphas") -> Update:
     shape = {role: tuple(source.shape) for role, source in roles.items()}
-    for one, other in (("down", "up"), ("up", "down"), ("up_bias", "up"), ("alpha", "up"), ("magnitude", "up")):
+    for one, other in (
+        ("down", "up"), ("up", "down"), ("up_bias", "up"), ("alpha", "up"), ("magnitude", "up"), ("dora_scale", "up"),
+    ):  # fmt: skip
         if one in roles and other not in roles:
             raise Refused(f"{path}: {module} has {one} {shape[one]} but no {other}; the file is incomplete")
-    scale = 1.0
+    values = {role: source for role, source in roles.items() if role not in ("alpha", "dora_scale")}
+    scale, wd_on_output = 1.0, True
     if "down" in roles:
-        if len(shape["up"]) < 2 or shape["up"][1] != shape["down"][0]:
+        up, down = shape["up"], shape["down"]
+        if min(len(up), len(down)) < 2 or up[1] != down[0] or not down[0]:
             raise Refused(
-                f"{path}: {module} has down {shape['down']} and up {shape['up']}; their ranks (rows of down, columns "
-                "of up) must agree"
+                f"{path}: {module} has down {down} and up {up}; their ranks (rows of down, columns of up) must agree "
+                "and be at least 1"
             )
-        scale = alphas.scale(module, shape["down"][0], roles.get("alpha"))
-    values = {role: source for role, source in roles.items() if role != "alpha"}
-    return Update(module, scale=scale, **values)
+        if any(size != 1 for size in up[2:]):
+            raise Refused(f"{path}: up of {module} is {up}, not a 1x1 kernel")
+        scale = alphas.scale(module, down[0], roles.get("alpha"))
+        alphas.check_dora(module, not shape.keys().isdisjoint(("magnitude", "dora_scale")))
+        if "dora_scale" in roles:
+            if "magnitude" in roles:
+                raise Refused(f"{path}: {module} has a dora_scale and a lora_magnitude_vector; remove one")
+            values["magnitude"] = roles["dora_scale"]
+            wd_on_output = _on_output(path, module, shape)
+        elif "magnitude" in roles:
+            _check_peft_magnitude(path, module, shape)
+    return Update(module, scale=scale, wd_on_output=wd_on_output, **values)
+
+
+def _on_output(path: Path, module: str, shape: dict[str, tuple[int, ...]]) -> bool:
+    """Whether a dora_scale is of the outputs, rather than of the inputs. Refused when its shape does not say.
+
+    LyCORIS and OneTrainer keep the weight's number of dimensions, so that a square layer is no riddle: (out, 1, ...)
+    by wd_on_output=True, the norm over all inputs; (1, in, 1, ...) by wd_on_output=False (and before the option came,
+    and by OneTrainer's default), the norm over all outputs. Nobody defines one of a single dimension, and broadcasting
+    would read it as one of the inputs: refused.
+    """
+    given, ones = shape["dora_scale"], (1,) * (len(shape["down"]) - 2)
+    rows, columns = (shape["up"][0], 1, *ones), (1, shape["down"][1], *ones)
+    if given not in (rows, columns):
+        raise Refused(
+            f"{path}: the dora_scale of {module} is {given}; it must be {rows} (of the outputs) or {columns} (of the "
+            "inputs)"
+        )
+    return given == rows
+
+
+def _check_peft_magnitude(path: Path, module: str, shape: dict[str, tuple[int, ...]]) -> None:
+    """Refused unless a lora_magnitude_vector has one value per output: peft knows no other (DoraLinearLayer).
+
+    (out,) for a linear layer; (1, out, 1, ...) for a convolution, by the same definition. A tool that renamed a
+    LyCORIS dora_scale may leave (out, 1, ...). Two dimensions that begin with 1 may be a dora_scale of the inputs under
+    peft's name, and peft never writes them for a linear layer: refused.
+    """
+    given, out, ones = shape["magnitude"], shape["up"][0], (1,) * (len(shape["down"]) - 2)
+    allowed = [(out,), (out, 1, *ones)] + ([(1, out, *ones)] if ones else [])
+    if given not in allowed:
+        raise Refused(
+            f"{path}: the lora_magnitude_vector of {module} is {given}; peft's has one value for each of the {out} "
+            f"outputs, {(1, out, *ones) if ones else (out,)}. Values of the inputs belong into a dora_scale of shape "
+            f"{(1, shape['down'][1], *ones)}"
+        )
 
 
 class _Alphas:
     """Where each module's scale alpha / rank (rslora: alpha / sqrt(rank)) comes from, and what was used."""
 
     def __init__(
-        self, path: Path, metadata: dict[str, str], adapter_config: dict, component: str, fallback: float | None
+        self,
+        path: Path,
+        metadata: dict[str, str],
+        adapter_config: dict,
+        component: str,
+        called: dict[str, str],
+        fallback: float | None,
     ):
-        self.path, self.fallback = path, fallback
+        self.path, self.called, self.fallback = path, called, fallback
         self.used: dict[str, int] = {}
-        self.config, self.config_name = adapter_config, "adapter_config.json"
+        self.config, self.config_name = adapter_config, CONFIG_NAME
         if "lora_adapter_metadata" in metadata:
-            stored = json.loads(metadata["lora_adapter_metadata"])
+            stored = _json_object(metadata["lora_adapter_metadata"], f"{path}: lora_adapter_metadata")
             found = {k.removeprefix(f"{component}."): v for k, v in stored.items() if k.startswith(f"{component}.")}
             self.config, self.config_name = found or stored, "the file's metadata"
-        self.kohya = metadata.get("ss_network_alpha"), metadata.get("ss_network_dim")
+        for flag in ("use_rslora", "use_dora"):
+            if self.config.get(flag) not in (None, True, False):
+                raise Refused(f"{path}: {flag} of {self.config_name} is {shown(self.config[flag])}, not true or false")
+        self.patterns = self._read_patterns()
+        self.matched: set[str] = set()
+        self.kohya = self._read_kohya(metadata)
+
+    def _read_patterns(self) -> dict[str, tuple[int, float]]:
+        """{module name or the end of one, behind ^ if it must be the whole: (place in the file, alpha)}.
+
+        Refused for regular expressions: those of a stranger's file may take hours to match.
+        """
+        given = self.config.get("alpha_pattern") or {}
+        what = f"{self.path}: alpha_pattern of {self.config_name}"
+        if not isinstance(given, dict):
+            raise Refused(f"{what} is {shown(given)}, not a JSON object")
+        found: dict[str, tuple[int, float]] = {}
+        for place, (key, value) in enumerate(given.items()):
+            if not re.fullmatch(_PATTERN, key):
+                raise Refused(
+                    f"{what} has the key {shown(key)}, which is no module's name, nor the end of one; regular "
+                    "expressions of a file are not run. Write an entry for each module that it means"
+                )
+            name = key.replace("\\", "").removesuffix("$")
+            found.setdefault(name, (place, _number(value, f"{what}: {shown(key)}")))
+        return found
+
+    def _read_kohya(self, metadata: dict[str, str]) -> tuple[float, float] | None:
+        """(ss_network_alpha, ss_network_dim), None where one of them is not given."""
+        texts = {key: metadata.get(key, "None") for key in ("ss_network_alpha", "ss_network_dim")}
+        if not {"None", "Dynamic"}.isdisjoint(texts.values()):
+            return None
+        values = []
+        for key, text in texts.items():
+            try:
+                values.append(float(text))
+            except ValueError:
+                raise Refused(f"{self.path}: {key} is {shown(text)}, not a number") from None
+        if not values[1] > 0:
+            raise Refused(f"{self.path}: ss_network_dim is {shown(texts['ss_network_dim'])}; a rank is at least 1")
+        return values[0], values[1]
 
     def scale(self, module: str, rank: int, key: Source | None) -> float:
         stored = self._stored(module)
         alpha, source = float(rank), "nowhere: alpha = rank"
         if key is not None:
+            if prod(key.shape) != 1:
+                raise Refused(f"{self.path}: .alpha of {module} has shape {tuple(key.shape)}; it must be one number")
             alpha, source = float(load(key).reshape(())), "the .alpha keys"
             if stored is not None and stored != alpha:
                 raise Refused(
@@ -285,31 +445,62 @@ class _Alphas:
                 )
         elif stored is not None:
             alpha, source = stored, self.config_name
-        elif self.kohya[0] not in (None, "None") and self.kohya[1] not in (None, "None", "Dynamic"):
-            alpha, source = float(self.kohya[0]) * rank / float(self.kohya[1]), "ss_network_alpha / ss_network_dim"
+        elif self.kohya is not None:
+            alpha, source = self.kohya[0] * rank / self.kohya[1], "ss_network_alpha / ss_network_dim"
         elif self.fallback is not None:
             alpha, source = self.fallback, "--alpha"
         if not source.startswith(("nowhere", "--alpha")) and self.fallback not in (None, alpha):
             raise Refused(f"{self.path}: {source} say alpha {alpha:g} for {module}, --alpha says {self.fallback:g}")
-        if not alpha > 0:
+        scale = alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank
+        if not FLOAT32.tiny <= scale <= FLOAT32.max:
             raise Refused(
-                f"{self.path}: alpha of {module} is {alpha:g} (from {source}); tools read 0 as rank or as nothing, so "
-                "write the alpha that was trained with"
+                f"{self.path}: alpha of {module} is {alpha:g} (from {source}); it must be above 0 (which tools read as "
+                "rank or as nothing) and within float32: write the alpha that was trained with"
             )
         self.used[source] = self.used.get(source, 0) + 1
-        return alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank
+        return scale
+
+    def check_dora(self, module: str, has_magnitude: bool) -> None:
+        """Refused where the configuration speaks of DoRA and the module has lost its magnitude."""
+        if self.config.get("use_dora") and not has_magnitude:
+            raise Refused(
+                f"{self.path}: {self.config_name} says use_dora, but {module} has no magnitude; the file is incomplete"
+            )
 
     def _stored(self, module: str) -> float | None:
-        """lora_alpha of peft's configuration, with its per-module pattern."""
-        for pattern, value in (self.config.get("alpha_pattern") or {}).items():
-            # as peft.utils.get_pattern_key does; trainers on the original code wrote original names
-            if any(re.match(rf"(.*\.)?({pattern})$", name) for name in (module, wan_names.to_original(module))):
-                return float(value)
+        """lora_alpha of peft's configuration, with its per-module pattern: the first that fits, as in peft."""
+        if fitting := set(_ends(self.called[module])) & self.patterns.keys():
+            self.matched |= fitting
+            return min(self.patterns[pattern] for pattern in fitting)[1]
         alpha = self.config.get("lora_alpha")
-        return None if alpha is None else float(alpha)
+        return None if alpha is None else _number(alpha, f"{self.path}: lora_alpha of {self.config_name}")
+
+    def notes(self) -> tuple[str, ...]:
+        """A line for the user when alpha_pattern names what the file has no module for, as peft allows.
+
+        Refused when the module is there by its other name: the file was renamed and the pattern was not.
+        """
+        unused = [pattern for pattern in self.patterns if pattern not in self.matched]
+        others = {name: module for module in self.called for name in (module, wan_names.to_original(module))}
+        ends = {end: module for name, module in others.items() for end in _ends(name)} if unused else {}
+        for pattern in unused:
+            if pattern in ends:
+                raise Refused(
+                    f"{self.path}: alpha_pattern of {self.config_name} names {shown(pattern)}, which the file calls "
+                    f"{self.called[ends[pattern]]}; write the names of the file's keys into it"
+                )
+        return (f"{self.path}: alpha_pattern names {shown(unused[0])}, which the file lacks",) if unused else ()
 
     def summary(self) -> str:
         return ", ".join(f"{source} ({count})" for source, count in self.used.items()) or "no low-rank updates"
+
+
+def _ends(name: str) -> Iterator[str]:
+    """^a.b.c, a.b.c, b.c, c of a.b.c: the keys of a pattern by which peft finds a module of this name."""
+    yield f"^{name}"
+    while name:
+        yield name
+        name = name.partition(".")[2]
 
 
 def assign(loras: list[Lora], expert: str | None) -> list[Lora]:

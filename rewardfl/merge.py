@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import prod
 from typing import TypeVar
 
 import torch
@@ -103,18 +104,11 @@ def check_fits(lora: Lora, update: Update, names: dict[str, Entry]) -> None:
                 "model (Wan2.1-I2V has image projections that Wan2.2 lacks)"
             )
         shape = names[target].shape
+        if 0 in shape:
+            raise Refused(f"{names[target].file}: {names[target].name} is {shape}; there is nothing to merge into")
         wanted = {}
         if kind == "weight" and update.down is not None:
             wanted["up @ down"] = (update.up.shape[0], *update.down.shape[1:])
-            if any(size != 1 for size in update.up.shape[2:]):
-                raise Refused(f"{lora.path}: up of {update.module} is {tuple(update.up.shape)}, not a 1x1 kernel")
-            if update.magnitude is not None and update.magnitude.shape.count(1) < len(update.magnitude.shape) - 1:
-                raise Refused(f"{lora.path}: magnitude of {update.module} is {tuple(update.magnitude.shape)}")
-            if update.magnitude is not None and max(update.magnitude.shape) != shape[0]:
-                raise Refused(
-                    f"{lora.path}: the DoRA magnitude of {update.module} has {max(update.magnitude.shape)} values for "
-                    f"{shape[0]} outputs; magnitudes of the inputs (LyCORIS' wd_on_output=False) are not supported"
-                )
         if kind == "weight" and update.diff is not None:
             wanted["diff"] = tuple(update.diff.shape)
         if kind == "bias":
@@ -174,7 +168,7 @@ def stored_dtype(entry: Entry, common: str, dtype: str) -> str:
 
 def row_blocks(entry: Entry) -> Iterator[tuple[int, int]]:
     """(first row, number of rows) of pieces of about BLOCK_BYTES in float32."""
-    total = entry.shape[0] if entry.shape else 1
+    total = entry.rows
     rows = max(1, BLOCK_BYTES // max(1, 4 * entry.row_bytes // _item(entry)))
     for first in range(0, total, rows):
         yield first, min(rows, total - first)
@@ -216,27 +210,41 @@ class Terms:
                 up, down = load(update.up).flatten(1), load(update.down).flatten(1)
                 if update.magnitude is None:
                     self.terms.append(("low_rank", (up, down, update.scale * strength)))
-                else:
+                elif update.wd_on_output:
                     magnitude = load(update.magnitude).reshape(-1, 1)
                     self.terms.append(("dora", (up, down, update.scale, magnitude, strength)))
+                else:
+                    factors = load(update.magnitude).flatten() / column_lengths(entry, up, down, update.scale)
+                    factors = factors.repeat_interleave(prod(entry.shape[2:]))  # a convolution's kernel
+                    self.terms.append(("dora_columns", (up, down, update.scale, factors, strength)))
             if update.diff is not None:
-                self.terms.append(("full", (load(update.diff).reshape(entry.shape[0], -1), strength)))
+                self.terms.append(("full", (load(update.diff).reshape(entry.rows, -1), strength)))
 
     def add_to(self, rows: Tensor, first: int) -> Tensor:
         """`rows` of the base from row `first` -> the merged rows; a new tensor only where a DoRA needs the old."""
         chosen = slice(first, first + len(rows))
-        base = rows.clone() if any(kind == "dora" for kind, _ in self.terms) else rows
+        base = rows.clone() if any(kind.startswith("dora") for kind, _ in self.terms) else rows
         for kind, values in self.terms:
             if kind == "full":
                 rows.add_(values[0][chosen], alpha=values[1])
             elif kind == "low_rank":
                 rows.addmm_(values[0][chosen], values[1], alpha=values[2])
-            else:  # W' = m (W + s BA) / |W + s BA| by rows (DoRA, arXiv 2402.09353, eq. 5)
+            else:  # W' = m (W + s BA) / |W + s BA| (DoRA, arXiv 2402.09353, eq. 5) by rows or by columns
                 up, down, scale, magnitude, strength = values
                 direction = torch.addmm(base, up[chosen], down, alpha=scale)
-                direction *= magnitude[chosen] / direction.norm(dim=1, keepdim=True)
+                by_rows = kind == "dora"
+                direction *= magnitude[chosen] / direction.norm(dim=1, keepdim=True) if by_rows else magnitude
                 rows.add_(direction - base, alpha=strength)
         return rows
+
+
+def column_lengths(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Tensor:
+    """(in,) float32: |W + scale * up @ down| of each input, over all outputs and the kernel; reads the whole tensor."""
+    squares = torch.zeros(entry.shape[1], dtype=torch.float64)
+    for first, count in row_blocks(entry):
+        direction = torch.addmm(read_rows(entry, first, count), up[first : first + count], down, alpha=scale)
+        squares += direction.double().square().sum(0).reshape(entry.shape[1], -1).sum(1)
+    return squares.sqrt().float()
 
 
 def _terms(entry: Entry, updates: Sequence[tuple[Update, float]]) -> Terms:
@@ -297,20 +305,23 @@ def merged_tensor(entry: Entry, updates: Sequence[tuple[Update, float]], dtype: 
     """
     terms = _terms(entry, updates)
     result = torch.empty(entry.shape, dtype=dtype)
-    rows = result.view(entry.shape[0] if entry.shape else 1, -1)
+    rows = result.view(entry.rows, -1)
     for first, count in row_blocks(entry):
         rows[first : first + count] = terms.add_to(read_rows(entry, first, count), first)
     return result
 
 
 def estimate_kept(plan: Plan) -> Kept:
-    """What the plan would keep, from a few rows of every merged tensor; reads little and writes nothing."""
+    """What the plan would keep, from a few rows of every merged tensor; writes nothing.
+
+    Reads little, but all of a tensor whose DoRA is of the inputs.
+    """
     kept = Kept()
     dtypes = {part.name: part.dtype for part in plan.parts}
     by_base = dict(zip(plan.base.tensors, plan.parts, strict=True))
     for name, updates in plan.merged.items():
         entry, stored = plan.base.tensors[name], dtypes[by_base[name].name]
-        total = entry.shape[0]
+        total = entry.rows
         count = min(SAMPLE_ROWS, total)
         first = (total - count) // 2
         before = read_rows(entry, first, count)
@@ -350,14 +361,15 @@ def verify(plan: Plan, written: Checkpoint, progress: Callable[[int], None]) -> 
 
 def _verify_merged(entry: Entry, updates: Sequence[tuple[Update, float]], output: Entry) -> None:
     """Some rows from both ends and the middle, by the formula and in float64, not by the code that merged them."""
-    total = entry.shape[0]
+    total = entry.rows
     count = min(8, total)
     bias = entry.name.endswith(".bias")
+    lengths = [None if update.wd_on_output else _column_lengths(entry, update) for update, _ in updates]
     for first in sorted({0, (total - count) // 2, total - count}):
         rows = slice(first, first + count)
         base = read_rows(entry, first, count).double()
         wanted = base.clone()
-        for update, strength in updates:
+        for (update, strength), columns in zip(updates, lengths, strict=True):
             if bias:
                 for source, factor in ((update.up_bias, update.scale), (update.diff_b, 1.0)):
                     if source is not None:
@@ -366,9 +378,13 @@ def _verify_merged(entry: Entry, updates: Sequence[tuple[Update, float]], output
             if update.down is not None:
                 product = load(update.up).double().flatten(1)[rows] @ load(update.down).double().flatten(1)
                 new = base + update.scale * product
-                if update.magnitude is not None:
+                if update.magnitude is not None and columns is None:
                     length = new.square().sum(1, keepdim=True).sqrt()
                     new = load(update.magnitude).double().reshape(-1, 1)[rows] * new / length
+                elif update.magnitude is not None:
+                    kernel = (-1, entry.shape[1], prod(entry.shape[2:]))
+                    magnitude = load(update.magnitude).double().reshape(-1, 1)
+                    new = (magnitude * new.reshape(kernel) / columns).reshape(new.shape)
                 wanted += strength * (new - base)
             if update.diff is not None:
                 wanted += strength * load(update.diff).double().reshape(total, -1)[rows]
@@ -377,3 +393,13 @@ def _verify_merged(entry: Entry, updates: Sequence[tuple[Update, float]], output
         largest = float(((found - wanted).abs() - spacing).max())
         if largest > 1e-6:
             raise Refused(f"{output.file}: {output.name} is not base + LoRA (off by {largest:.3g} beyond rounding)")
+
+
+def _column_lengths(entry: Entry, update: Update) -> Tensor:
+    """(in, 1): what `column_lengths` computes, all in float64."""
+    up, down = load(update.up).double().flatten(1), load(update.down).double().flatten(1)
+    squares = torch.zeros(entry.shape[1], 1, dtype=torch.float64)
+    for first, count in row_blocks(entry):
+        new = read_rows(entry, first, count).double() + update.scale * (up[first : first + count] @ down)
+        squares += new.reshape(count, entry.shape[1], -1).square().sum((0, 2)).reshape(-1, 1)
+    return squares.sqrt()

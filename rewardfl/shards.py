@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from reprlib import Repr
 
-from rewardfl.files import atomic_directory, fsync, temporary_path
+from rewardfl.files import fsync, temporary_path
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -23,10 +24,18 @@ BLOCK_BYTES = 4 << 20  # what is read, changed and written at a time
 STEM = "diffusion_pytorch_model"  # of the files in a diffusers or Wan-AI expert folder
 QUANTISED_LEAVES = ("scale_weight", "scale_input", "weight_scale", "comfy_quant", "scaled_fp8")  # beside the weights
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
+MAX_DIMENSIONS = 64  # as torch
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
 
 
 class Refused(ValueError):
     """An input that a tool will not work on. The message says which, why, and what to do."""
+
+
+def shown(value: object) -> str:
+    """A value from a file, for a message: never longer than a line."""
+    return _SHORT.repr(value)
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,11 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return ITEM_BYTES[self.dtype] * prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """Slices along the first dimension; a scalar is one row."""
+        return self.shape[0] if self.shape else 1
 
     @property
     def row_bytes(self) -> int:
@@ -120,31 +134,24 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     Refused when the file is cut off, has bytes that no tensor owns, names a tensor twice, or is no safetensors
     file.
     """
+    if not path.is_file():  # opening a FIFO would wait for a writer
+        raise Refused(f"{path} is not a file")
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
             raise Refused(f"{path} is not a safetensors file, or its header is cut off ({size} bytes)")
-        text = file.read(length)
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        names = [name for name, _ in pairs]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise Refused(f"{path} names tensor {twice} twice; it was written by a broken tool")
-        return dict(pairs)
-
-    try:
-        header = json.loads(text, object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise Refused(f"{path} is not a safetensors file: {error}") from None
+        header = _parsed(path, file.read(length))
     metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise Refused(f"{path}: __metadata__ is {shown(metadata)}; it must map names to texts. The file is damaged")
+    for text in (*header, *metadata, *metadata.values()):
+        if re.search("[\ud800-\udfff]", text):  # JSON can spell what no encoding can write
+            raise Refused(f"{path}: {shown(text)} is no text that can be written; the file is damaged")
+    places = [(name, *_described(path, name, tensor)) for name, tensor in header.items()]
     entries, start = {}, 8 + length
-    for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        if tensor["dtype"] not in ITEM_BYTES:
-            raise Refused(f"{path}: tensor {name} has dtype {tensor['dtype']}, which is not known here")
-        first, end = tensor["data_offsets"]
-        entry = Entry(name, tensor["dtype"], tuple(tensor["shape"]), path, 8 + length + first)
+    for name, dtype, shape, first, end in sorted(places, key=lambda place: place[3:]):
+        entry = Entry(name, dtype, shape, path, 8 + length + first)
         if entry.offset != start or end - first != entry.nbytes:
             raise Refused(f"{path}: tensor {name} does not lie where the header's shapes put it; the file is damaged")
         start += entry.nbytes
@@ -156,16 +163,68 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     return entries, metadata
 
 
+def _parsed(path: Path, text: bytes) -> dict[str, object]:
+    """The JSON object of a safetensors header. Refused when it is anything else, or has a name twice."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+            raise Refused(f"{path} names tensor {shown(twice)} twice; it was written by a broken tool")
+        return found
+
+    try:
+        header = json.loads(text, object_pairs_hook=unique)
+    except Refused:
+        raise
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5000 digits, brackets without end
+        raise Refused(f"{path} is not a safetensors file: {shown(str(error))}") from None
+    if not isinstance(header, dict):
+        raise Refused(f"{path} is not a safetensors file: its header is {shown(header)}, not a JSON object")
+    return header
+
+
+def _described(path: Path, name: str, tensor: object) -> tuple[str, tuple[int, ...], int, int]:
+    """(dtype, shape, first byte, end) of a header's entry. Refused when it does not give them."""
+    fields = tensor if isinstance(tensor, dict) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
+        raise Refused(
+            f"{path}: tensor {shown(name)} is described by {shown(tensor)}, not by a dtype, a shape and its two "
+            "data_offsets; the file is damaged"
+        )
+    if dtype not in ITEM_BYTES:
+        raise Refused(f"{path}: tensor {shown(name)} has dtype {shown(dtype)}, which is not known here")
+    return dtype, tuple(shape), *offsets
+
+
+def _sizes(value: object) -> bool:
+    """Whether `value` is a list of whole numbers from 0 that can count bytes; true is none."""
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
+    )
+
+
 def open_checkpoint(source: Path | list[Path]) -> Checkpoint:
     """The model in a file, an index.json, a folder that holds either, or a list of shards; checked, from headers.
 
     Refused for missing, cut-off or surplus shards, a tensor in two shards or in none, an index that does not fit
-    its shards, and a folder that holds more than one model.
+    its shards, a folder that holds more than one model, and a model without tensors.
     """
+    checkpoint = _open(source)
+    if not checkpoint.tensors:
+        raise Refused(f"{checkpoint.path} holds no tensors")
+    return checkpoint
+
+
+def _open(source: Path | list[Path]) -> Checkpoint:
     if isinstance(source, list):
         return _join(source[0].parent, source, {})
     if source.is_dir():
-        return open_checkpoint(_model_in(source))
+        return _open(_model_in(source))
     if not source.is_file():
         raise Refused(f"{source} does not exist")
     if source.name.endswith(".index.json"):
@@ -200,13 +259,21 @@ def _model_in(folder: Path) -> Path | list[Path]:
 
 
 def _read_index(path: Path) -> dict:
+    """{"weight_map": {tensor: file beside the index}, ...}. Refused when it does not say that."""
     try:
-        index = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise Refused(f"{path} is not JSON: {error}; download it again") from None
-    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
-        raise Refused(f"{path} has no weight_map; it is not an index of shards")
-    return index
+        index = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{path} is not JSON: {shown(str(error))}; download it again") from None
+    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict) or not index["weight_map"]:
+        raise Refused(f"{path} has no weight_map, or an empty one; it is not an index of shards")
+    for tensor, name in index["weight_map"].items():
+        whole = isinstance(name, str) and re.fullmatch(r"[^/\\\0\ud800-\udfff]+\.safetensors", name)
+        if not whole or len(name.encode()) > 255:
+            raise Refused(f"{path}: weight_map puts {shown(tensor)} into {shown(name)}, which is no shard beside it")
+    metadata = index.get("metadata") or {}
+    if not isinstance(metadata, dict) or type(metadata.get("total_size")) not in (int, float, type(None)):
+        raise Refused(f"{path}: metadata is {shown(metadata)}; its total_size must be a number of bytes")
+    return index | {"metadata": metadata}
 
 
 def _open_index(path: Path) -> Checkpoint:
@@ -216,12 +283,12 @@ def _open_index(path: Path) -> Checkpoint:
     if missing:
         raise Refused(f"{path} names {missing[0]}, which is not there ({len(missing)} of {len(names)} shards missing)")
     joined = _join(path, [path.parent / name for name in names], index["weight_map"])
-    notes, total = [], index.get("metadata", {}).get("total_size")
+    notes, total = [], index["metadata"].get("total_size")
     if total is not None and total != joined.nbytes:
         if total != sum(file.stat().st_size for file in joined.files):
             raise Refused(
-                f"{path} says total_size {total}, its shards hold {joined.nbytes} bytes of tensors; they do not belong "
-                "together"
+                f"{path} says total_size {shown(total)}, its shards hold {joined.nbytes} bytes of tensors; they do not "
+                "belong together"
             )
         notes.append(f"{path.name}: total_size counts whole files, not tensors; read as meant")
     return Checkpoint(path, joined.tensors, joined.files, joined.metadata, (*joined.notes, *notes))
@@ -278,10 +345,17 @@ def check_unquantised(base: Checkpoint, why: str = MERGING_QUANTISED) -> None:
 # Writing
 
 
-def write_file(path: Path, parts: list[Part], metadata: Mapping[str, str], progress: Callable[[int], None]) -> None:
+def write_file(
+    path: Path,
+    parts: list[Part],
+    metadata: Mapping[str, str],
+    progress: Callable[[int], None],
+    before_replacing: Callable[[], None] = lambda: None,
+) -> None:
     """Write a safetensors file that appears at `path` only when it is complete; progress(bytes) as it goes.
 
-    Tensors are laid out by falling item size, then by name, which aligns each of them.
+    Tensors are laid out by falling item size, then by name, which aligns each of them. before_replacing: called when
+    the content is on the disk; what it raises leaves `path` as it is.
     """
     ordered = sorted(parts, key=lambda part: (-ITEM_BYTES[part.dtype], part.name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -308,6 +382,7 @@ def write_file(path: Path, parts: list[Part], metadata: Mapping[str, str], progr
                 if written != part.nbytes:
                     raise RuntimeError(f"tensor {part.name} came as {written} bytes of {part.nbytes}")
             os.fsync(file.fileno())
+        before_replacing()
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -353,23 +428,3 @@ def write_folder(
             "weight_map": dict(sorted(weight_map.items())),
         }
         (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def write_model(
-    out: Path,
-    parts: list[Part],
-    metadata: Mapping[str, str],
-    max_bytes: int,
-    progress: Callable[[int], None],
-    config: Path | None = None,
-) -> None:
-    """Write `out`, a .safetensors file or a folder (with a copy of `config`), whole or not at all."""
-    if out.suffix == ".safetensors":
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_file(out, parts, metadata, progress)
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_directory(out) as folder:
-        write_folder(folder, parts, metadata, max_bytes, progress)
-        if config:
-            (folder / "config.json").write_bytes(config.read_bytes())

@@ -100,6 +100,47 @@ def test_differences_and_dora_travel_in_comfy_and_are_refused_for_diffusers(valu
     assert not out.exists()
 
 
+@pytest.mark.parametrize("shape", ((-1, 1), (1, -1)))
+def test_a_magnitude_keeps_its_axis(values, tmp_path, shape):
+    """On a square layer only the shape says which; peft has none of the inputs."""
+    down, up = values["blocks.0.attn1.to_q"]
+    stem = "diffusion_model.blocks.0.self_attn.q"
+    magnitude = torch.rand(24).reshape(shape)
+    state = {f"{stem}.lora_down.weight": down, f"{stem}.lora_up.weight": up, f"{stem}.dora_scale": magnitude}
+    save_file(state, tmp_path / "low.safetensors")
+    given = ["--lora", tmp_path / "low.safetensors", "--verify"]
+    text = run(*given, "--to", "comfy", "--out", tmp_path / "comfy.safetensors")
+    assert ("note: blocks.0.attn1.to_q" in text) == (shape == (-1, 1))  # of the outputs: ComfyUI computes another thing
+    assert torch.equal(load_file(tmp_path / "comfy.safetensors")[f"{stem}.dora_scale"], magnitude)
+    out = tmp_path / "diffusers.safetensors"
+    text = run(*given, "--to", "diffusers", "--out", out, expect=2 if shape == (1, -1) else 0)
+    if shape == (1, -1):
+        assert "blocks.0.attn1.to_q" in text and not out.exists()
+    else:
+        (found,) = (value for key, value in load_file(out).items() if "magnitude" in key)
+        assert torch.equal(found, magnitude.flatten())
+
+
+def test_a_convolution_with_a_magnitude_loads_in_diffusers(tmp_path):
+    """peft's own merge of what we write is the DoRA of the convolution."""
+    model = random_pipeline().transformer_2
+    base = model.patch_embedding.weight.data.clone()
+    down, up = 0.1 * torch.randn(2, *base.shape[1:]), torch.randn(len(base), 2, 1, 1, 1)
+    magnitude = (1 + torch.rand(len(base), 1, 1, 1, 1)) * base.square().sum((1, 2, 3, 4), keepdim=True).sqrt()
+    state = {"lora_A.weight": down, "lora_B.weight": up, "dora_scale": magnitude}
+    save_file({f"patch_embedding.{key}": value for key, value in state.items()}, tmp_path / "low.safetensors")
+    for to, shape in (("comfy", (24, 1, 1, 1, 1)), ("diffusers", (1, 24, 1, 1, 1))):
+        out = tmp_path / f"{to}.safetensors"
+        run("--lora", tmp_path / "low.safetensors", "--to", to, "--out", out, "--verify")
+        (found,) = (value for key, value in load_file(out).items() if "magnitude" in key or "dora_scale" in key)
+        assert found.shape == shape
+    model.load_lora_adapter(load_file(out), prefix="transformer")
+    model.fuse_lora()
+    moved = base + torch.einsum("or,rcthw->octhw", up.flatten(1), down)
+    wanted = magnitude * moved / moved.square().sum((1, 2, 3, 4), keepdim=True).sqrt()
+    torch.testing.assert_close(model.patch_embedding.base_layer.weight, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_dtype_and_overflow(values, tmp_path):
     source = DIALECTS["d5"](tmp_path, values)
     run("--lora", source, "--to", "comfy", "--out", tmp_path / "half.safetensors", "--dtype", "bf16", "--verify")

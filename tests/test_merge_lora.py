@@ -18,6 +18,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from lora_dialects import ALPHA, DIALECTS, MODULES, RANK, SCALE, factors, peft_metadata
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rewardfl import lora_files, merge, shards, wan_names
@@ -212,6 +213,118 @@ def test_full_differences_bias_modulation_norm_and_convolution(world, expert, tm
     product = torch.einsum("or,rcthw->octhw", up.flatten(1), down)
     wanted["patch_embedding.weight"] = conv + 0.5 * 0.5 * product
     assert_same(load_file(tmp_path / "out.safetensors"), wanted)
+
+
+def lengths(values, axis):
+    """|values| per output (axis 0) or per input (axis 1), in the number of dimensions that `values` has."""
+    return values.square().sum([i for i in range(values.ndim) if i != axis], keepdim=True).sqrt()
+
+
+def dora(base, product, magnitude, axis, strength=1.0):
+    """base + strength (m V / |V| - base), V = base + product, in float64."""
+    moved = base.double() + product.double()
+    return base.double() + strength * (magnitude.double() * moved / lengths(moved, axis) - base.double())
+
+
+@pytest.mark.parametrize("axis", (0, 1))
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_dora_of_both_axes_in_every_dialect(world, expert, values, dialect, axis, tmp_path, monkeypatch):
+    """LyCORIS' dora_scale (wd_on_output=True: axis 0), on square layers (q, o) and others, over blocks of few rows."""
+    monkeypatch.setattr(merge, "BLOCK_BYTES", 1000)
+    path = DIALECTS[dialect](tmp_path, values)
+    path = path / "adapter_model.safetensors" if path.is_dir() else path
+    state = torch.load(path) if path.suffix == ".pth" else load_file(path)
+    generator, wanted = torch.Generator().manual_seed(0), dict(expert.state_dict())
+    for original, name in MODULES:
+        aliases = [alias + ".lora" for key in (original, name) for alias in (key, key.replace(".", "_"))]
+        stem = next(key.partition(".lora_")[0] for key in state if any(alias in key for alias in aliases))
+        down, up = values[name]
+        base = wanted[f"{name}.weight"]
+        length = lengths(base, axis)
+        magnitude = length * (1 + 0.5 * torch.rand(length.shape, generator=generator))
+        state[f"{stem}.dora_scale"] = magnitude
+        wanted[f"{name}.weight"] = dora(base, SCALE * (up @ down), magnitude, axis).float()
+    if path.suffix == ".pth":
+        torch.save(state, path)
+    else:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        save_file(state, path, metadata)
+    out = tmp_path / "out.safetensors"
+    run("--base", world / "transformer_2", "--lora", f"{path}@low", "--out", out, "--verify")
+    assert_same(load_file(out), wanted)
+
+
+@pytest.mark.parametrize(
+    "ending, axis, shape",
+    [
+        ("lora_magnitude_vector", 0, (-1,)), ("lora_magnitude_vector.default.weight", 0, (-1,)),
+        ("lora_magnitude_vector", 0, (-1, 1)), ("dora_scale", 0, (-1, 1)), ("dora_scale", 1, (1, -1)),
+    ],
+)  # fmt: skip
+def test_dora_of_a_square_layer_with_strength_beside_another_lora(world, expert, values, tmp_path, ending, axis, shape):
+    """peft's magnitude has one value per output by definition, LyCORIS' says by its shape which axis it is of."""
+    name = "blocks.0.attn1.to_q"
+    base, (down, up) = expert.state_dict()[f"{name}.weight"], values[name]
+    magnitude = lengths(base, axis) * torch.linspace(0.5, 1.5, 24).reshape((-1, 1) if axis == 0 else (1, -1))
+    state = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up, f"{name}.{ending}": magnitude.reshape(shape)}
+    save_file(state, tmp_path / "dora.safetensors")
+    save_file({f"{name}.diff": torch.ones(24, 24)}, tmp_path / "other.safetensors")
+    out = tmp_path / "out.safetensors"
+    given = ["--lora", f"{tmp_path / 'dora.safetensors'}:0.7", "--lora", f"{tmp_path / 'other.safetensors'}:-0.1"]
+    run("--base", world / "transformer_2", *given, "--out", out, "--verify")
+    wanted = dora(base, up @ down, magnitude, axis, 0.7) - 0.1
+    torch.testing.assert_close(load_file(out)[f"{name}.weight"].double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "ending, axis, shape",
+    [
+        ("dora_scale", 0, (-1, 1, 1, 1, 1)), ("dora_scale", 1, (1, -1, 1, 1, 1)),
+        ("lora_magnitude_vector", 0, (1, -1, 1, 1, 1)),
+    ],
+)  # fmt: skip
+def test_dora_of_the_convolution(world, expert, tmp_path, ending, axis, shape):
+    base = expert.state_dict()["patch_embedding.weight"]
+    generator = torch.Generator().manual_seed(0)
+    down, up = torch.randn(2, *base.shape[1:], generator=generator), torch.randn(len(base), 2, 1, 1, 1)
+    length = lengths(base, axis)
+    magnitude = length * (1 + torch.rand(length.shape, generator=generator))
+    state = {"lora_A.weight": down, "lora_B.weight": up, ending: magnitude.reshape(shape)}
+    save_file({f"patch_embedding.{key}": value for key, value in state.items()}, tmp_path / "low.safetensors")
+    out = tmp_path / "out.safetensors"
+    run("--base", world / "transformer_2", "--lora", tmp_path / "low.safetensors", "--out", out, "--verify")
+    wanted = dora(base, torch.einsum("or,rcthw->octhw", up.flatten(1), down), magnitude, axis)
+    torch.testing.assert_close(load_file(out)["patch_embedding.weight"].double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dora_scale": (24,)}, {"dora_scale": (24, 24)}, {"dora_scale": (1, 1)}, {"dora_scale": (1, 24, 1)},
+        {"dora_scale": (1, 23)}, {"dora_scale": ()}, {"lora_magnitude_vector": (1, 24)},
+        {"lora_magnitude_vector": (23,)}, {"lora_magnitude_vector": (24, 24)},
+        {"lora_magnitude_vector": (24,), "dora_scale": (24, 1)},
+    ],
+)  # fmt: skip
+def test_magnitudes_that_do_not_say_their_axis_are_refused(world, values, tmp_path, given):
+    """A square layer takes 24 values along both axes."""
+    name = "blocks.0.attn1.to_q"
+    down, up = values[name]
+    state = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+    state |= {f"{name}.{ending}": torch.ones(shape) for ending, shape in given.items()}
+    save_file(state, tmp_path / "low.safetensors")
+    text = refuse(
+        tmp_path / "out.safetensors", "--base", world / "transformer_2", "--lora", tmp_path / "low.safetensors"
+    )
+    assert "low.safetensors" in text and name in text and all(ending in text for ending in given)
+
+
+def test_a_dora_that_lost_its_magnitudes_is_refused(world, values, tmp_path):
+    path = DIALECTS["d3"](tmp_path, values)
+    (path / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA, "use_dora": True}))
+    text = refuse(tmp_path / "out.safetensors", "--base", world / "transformer_2", "--lora", f"{path}@low")
+    assert "use_dora" in text and "blocks.0.attn1.to_q" in text
 
 
 @pytest.mark.parametrize("kind", ("plain", "dora", "rslora", "mixed_ranks", "bias"))
@@ -521,11 +634,12 @@ def test_bases_and_outputs_that_are_refused(world, values, tmp_path, kind):
 
 def test_an_existing_output_needs_force(world, values, tmp_path):
     lora, out = DIALECTS["d5"](tmp_path, values), tmp_path / "out.safetensors"
-    out.write_text("precious")
+    run("--base", world / "transformer_2", "--lora", f"{lora}:0.5", "--out", out)
+    before = out.read_bytes()
     assert "--force" in run("--base", world / "transformer_2", "--lora", lora, "--out", out, expect=2)
-    assert out.read_text() == "precious"
-    run("--base", world / "transformer_2", "--lora", lora, "--out", out, "--force")
-    assert load_file(out)
+    assert out.read_bytes() == before
+    run("--base", world / "transformer_2", "--lora", lora, "--out", out, "--force", "--verify")
+    assert out.read_bytes() != before
 
 
 def test_fp16_overflow_leaves_nothing(world, values, tmp_path):
@@ -536,9 +650,10 @@ def test_fp16_overflow_leaves_nothing(world, values, tmp_path):
 
 
 def test_kill_while_writing_leaves_the_old_file(world, values, tmp_path):
-    """SIGKILL in the middle of the write: the old output is intact and the next run succeeds."""
+    """SIGKILL in the middle of the write: the old output is intact, the next run succeeds and clears up."""
     lora, out = DIALECTS["d5"](tmp_path, values), tmp_path / "out.safetensors"
-    out.write_text("old")
+    run("--base", world / "transformer_2", "--lora", f"{lora}:0.5", "--out", out)
+    before = out.read_bytes()
     code = (
         "import sys, time; sys.argv = sys.argv[1:]; sys.path[:0] = ['tools', '.']\n"
         "import merge_lora, _common\n"
@@ -552,14 +667,14 @@ def test_kill_while_writing_leaves_the_old_file(world, values, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
-    while "writing" not in process.stdout.readline():
-        pass
+    assert any("writing" in line for line in process.stdout)
     time.sleep(0.5)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert out.read_text() == "old"
-    run(*arguments[1:])
-    assert load_file(out)
+    (stray,) = tmp_path.glob("*.tmp-*")
+    assert out.read_bytes() == before
+    assert stray.name in run(*arguments[1:], "--verify")
+    assert not stray.exists() and out.read_bytes() != before
 
 
 def test_verify_finds_what_is_wrong(world, values, tmp_path):

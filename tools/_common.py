@@ -1,19 +1,17 @@
-"""What the merging tools share: exit codes, checks of the output's place, progress. No torch here."""
+"""What the merging tools share: exit codes, options, progress. No torch here."""
 
 import argparse
-import json
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
 
-from rewardfl.files import atomic_write
 from rewardfl.shards import Part, Refused
 
 MERGED, IO_ERROR, REFUSED = 0, 1, 2  # exit codes
+LONGEST_LINE = 2000  # characters of a message: names come from files
 
 
 def run(main: Callable[[], None]) -> None:
@@ -21,10 +19,10 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except Refused as error:
-        print(f"refused: {error}", file=sys.stderr)
+        print(printable(f"refused: {error}"), file=sys.stderr)
         sys.exit(REFUSED)
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         sys.exit(IO_ERROR)
     sys.exit(MERGED)
 
@@ -34,7 +32,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="check everything, report, write nothing")
     parser.add_argument("--verify", action="store_true", help="read the output back and compare it with the input")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
-    parser.add_argument("--force", action="store_true", help="replace an output that is already there")
+    parser.add_argument("--force", action="store_true", help="replace an earlier output of this tool")
 
 
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
@@ -56,34 +54,16 @@ def size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text.strip().upper())
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB or 500MB")
-    return int(float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[found[2]])
+    nbytes = float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[found[2]]
+    if not 1 <= nbytes < 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of a file; write 5GB or 500MB")
+    return int(nbytes)
 
 
-def check_output(out: Path, inputs: list[Path], force: bool) -> None:
-    """Refused when the output would overwrite an input or, without force, anything; or when no loader would see it."""
-    place = out.resolve()
-    for source in inputs:
-        source = source.resolve()
-        if place == source or source in place.parents or place in source.parents:
-            raise Refused(f"--out {out} is, holds or lies in the input {source}; write to another place")
-    if out.exists() and not force:
-        raise Refused(f"--out {out} exists; give another name, or --force to replace it")
-    if out.suffix == ".safetensors":
-        if out.is_dir():
-            raise Refused(f"--out {out} is a folder")
-        index = out.with_name(f"{out.name}.index.json")
-        if index.exists():
-            raise Refused(f"{index} is in the way: loaders would take its shards and ignore {out.name}; delete it")
-    elif out.is_file():
-        raise Refused(f"--out {out} is a file without .safetensors; name a folder or a .safetensors file")
-
-
-def check_space(out: Path, nbytes: int) -> None:
-    """Refused when the disk has no room for the output next to what is there."""
-    folder = next(parent for parent in out.resolve().parents if parent.is_dir())
-    free = shutil.disk_usage(folder).free
-    if nbytes > free:
-        raise Refused(f"--out {out} needs {gigabytes(nbytes)}, the disk has {gigabytes(free)} free")
+def printable(text: str) -> str:
+    """One line for the terminal: names from files may hold line breaks, escape sequences, or a megabyte."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:LONGEST_LINE])
+    return line + (" ..." if len(text) > LONGEST_LINE else "")
 
 
 def gigabytes(nbytes: int) -> str:
@@ -93,8 +73,3 @@ def gigabytes(nbytes: int) -> str:
 def progress_bar(parts: list[Part], title: str) -> tqdm:
     total = sum(part.nbytes for part in parts)
     return tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
-
-
-def write_report(path: Path | None, report: dict) -> None:
-    if path:
-        atomic_write(path, json.dumps(report, indent=2) + "\n")

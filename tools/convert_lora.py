@@ -1,12 +1,13 @@
 """Rewrite a LoRA of any tool in the names that other tools load.
 
     python tools/convert_lora.py --lora outputs/face/checkpoints/latest --to comfy --out face_comfy
-    python tools/convert_lora.py --lora lightning_low.safetensors --to diffusers --out lightning/transformer_2
+    python tools/convert_lora.py --lora lightning_low.safetensors --to diffusers --out lightning
 
 `comfy` (diffusion_model.<original name>.lora_down / lora_up / alpha) loads in ComfyUI, DiffSynth, LightX2V, VideoX-Fun
 and diffusers. `diffusers` is what pipe.load_lora_weights and tools/generate.py read. The scale is folded into the
 weights and alpha set to the rank, so that a reader that ignores alpha is right too. A LoRA for one expert becomes one
-file; one for both becomes a folder with a file for each. Exit codes: 0 written, 2 refused, 1 a disk error.
+.safetensors file or a folder, one for both a folder, in which each expert has its file (diffusers: transformer/ and
+transformer_2/). Exit codes: 0 written, 2 refused with nothing written, 1 a disk error.
 """
 
 import argparse
@@ -17,11 +18,13 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import _common  # noqa: E402
+import _output  # noqa: E402
 import torch  # noqa: E402
+from _output import Output  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from rewardfl import lora_files, merge, shards, wan_names  # noqa: E402
-from rewardfl.files import atomic_directory, sha256  # noqa: E402
+from rewardfl.files import sha256  # noqa: E402
 from rewardfl.lora_files import Lora, Update, load  # noqa: E402
 from rewardfl.shards import Part, Refused  # noqa: E402
 
@@ -46,40 +49,54 @@ def main() -> None:
     _common.add_output_options(parser)
     args = parser.parse_args()
 
+    output = Output.of(args, TOOL)
     loras = lora_files.read_lora(args.lora, args.alpha)
-    _common.check_output(args.out, [args.lora], args.force)
-    if args.out.suffix == ".safetensors" and len(loras) > 1:
+    _output.check(output, [args.lora, *(path for lora in loras for path in lora.files)])
+    if output.is_file and len(loras) > 1:
         raise Refused(f"{args.lora} holds both experts; give a folder as --out, it gets a file for each")
-    if args.out.suffix != ".safetensors" and any(lora.expert is None for lora in loras):
+    if not output.is_file and any(lora.expert is None for lora in loras):
         raise Refused(f"{args.lora} does not say which expert it is for; give a file as --out")
     report: dict[str, object] = {"input": str(args.lora), "files": {}}
     for lora in loras:
         merge.check_finite(lora)
-        name = args.out if args.out.suffix == ".safetensors" else args.out / file_name(args, lora)
+        name = args.out if output.is_file else args.out / file_name(args, lora)
         line = f"{lora.path} -> {name}: {len(lora.updates)} modules, alpha from {lora.alpha_source}"
-        print(line)
+        for text in (line, *(f"note: {note}" for note in notes(lora, args.to))):
+            print(_common.printable(text))
         report["files"][str(name)] = line
     states = [(lora, *converted(lora, args.to, DTYPES[args.dtype])) for lora in loras]
-    _common.check_space(args.out, sum(value.nbytes for _, state, _ in states for value in state.values()))
-    _common.write_report(args.json, report)
+    _output.clear_strays(output, args.dry_run)
+    _output.check_space(args.out, sum(value.nbytes for _, state, _ in states for value in state.values()))
     if args.dry_run:
         print("dry run: nothing written")
+        _output.write_report(output, report)
         return
-    if args.out.suffix == ".safetensors":
-        ((lora, state, metadata),) = states
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        write(args.out, state, metadata)
+    if output.is_file:
+        ((_, state, metadata),) = states
+        _output.write_file(output, parts_of(state), metadata, lambda count: None)
     else:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_directory(args.out) as folder:
+        with _output.folder(output) as folder:
             for lora, state, metadata in states:
                 place = folder / file_name(args, lora)
                 place.parent.mkdir(exist_ok=True)
-                write(place, state, metadata)
+                shards.write_file(place, parts_of(state), metadata, lambda count: None)
     if args.verify:
         verify(loras, lora_files.read_lora(args.out), DTYPES[args.dtype])
         print("verified: read back, every update equals the input's")
-    print(f"written: {args.out}")
+    print(_common.printable(f"written: {args.out}"))
+    _output.write_report(output, report)
+
+
+def notes(lora: Lora, to: str) -> list[str]:
+    """What the user should know of the LoRA before another tool loads it."""
+    dora = [update for update in lora.updates.values() if update.magnitude is not None and update.wd_on_output]
+    if to != "comfy" or not dora:
+        return list(lora.notes)
+    return [
+        *lora.notes,
+        f"{dora[0].module} is a DoRA of the outputs: ComfyUI divides it by the length of the base's rows, peft and "
+        "LyCORIS by that of the moved rows; merge it with tools/merge_lora.py to have what was trained",
+    ]
 
 
 def file_name(args: argparse.Namespace, lora: Lora) -> str:
@@ -91,7 +108,8 @@ def converted(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor
     state: dict[str, Tensor] = {}
     for update in lora.updates.values():
         state |= comfy_tensors(update) if to == "comfy" else diffusers_tensors(lora, update)
-    metadata = {"format": "pt", "rewardfl": TOOL, "rewardfl_source": f"{lora.path.name} {sha256(lora.path)}"}
+    source = _common.printable(lora.path.name)
+    metadata = {"format": "pt", "rewardfl": TOOL, "rewardfl_source": f"{source} {sha256(lora.path)}"}
     if to == "diffusers":
         metadata["lora_adapter_metadata"] = json.dumps(diffusers_config(lora), indent=2, sort_keys=True)
     rounded = {name: value.to(dtype).contiguous() for name, value in state.items()}
@@ -109,8 +127,10 @@ def comfy_tensors(update: Update) -> dict[str, Tensor]:
         state[f"{name}.lora_down.weight"] = load(update.down)
         state[f"{name}.lora_up.weight"] = load(update.up) * update.scale
         state[f"{name}.alpha"] = torch.tensor(float(update.rank))
-    if update.magnitude is not None:
-        state[f"{name}.dora_scale"] = load(update.magnitude).reshape(-1, 1)
+    if update.magnitude is not None:  # LyCORIS keeps the weight's dimensions: (out, 1, ...), or (1, in, ...)
+        shape = [1] * len(update.down.shape)
+        shape[0 if update.wd_on_output else 1] = -1
+        state[f"{name}.dora_scale"] = load(update.magnitude).reshape(shape)
     if update.diff is not None and original.endswith("modulation"):
         state[f"{name.removesuffix('.modulation')}.diff_m"] = load(update.diff)
     elif update.diff is not None:
@@ -133,9 +153,15 @@ def diffusers_tensors(lora: Lora, update: Update) -> dict[str, Tensor]:
             f"{lora.path}: {update.module} is changed by a full difference, which diffusers' LoRA loader drops without "
             "a word; use --to comfy, or merge it with tools/merge_lora.py"
         )
+    if not update.wd_on_output:
+        raise Refused(
+            f"{lora.path}: the DoRA magnitude of {update.module} is of the inputs, which peft does not know; use "
+            "--to comfy, or merge it with tools/merge_lora.py"
+        )
     state = {f"{name}.lora_A.weight": load(update.down), f"{name}.lora_B.weight": load(update.up) * update.scale}
-    if update.magnitude is not None:
-        state[f"{name}.lora_magnitude_vector"] = load(update.magnitude).flatten()
+    if update.magnitude is not None:  # peft's for a convolution is (1, out, 1, 1, 1)
+        ones = [1] * (len(update.down.shape) - 2)
+        state[f"{name}.lora_magnitude_vector"] = load(update.magnitude).reshape([1, -1, *ones] if ones else [-1])
     if bias := [load(source) * factor for source, factor in biases(update)]:
         state[f"{name}.lora_B.bias"] = sum(bias[1:], bias[0])
     return state
@@ -158,13 +184,14 @@ def diffusers_config(lora: Lora) -> dict[str, object]:
     return {f"transformer.{key}": value for key, value in config.items()}
 
 
-def write(path: Path, state: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def parts_of(state: dict[str, Tensor]) -> list[Part]:
+    """The tensors as a file's parts."""
     names = {dtype: name for name, dtype in lora_files.TORCH_DTYPES.items()}
 
     def part(name: str, value: Tensor) -> Part:
         return Part(name, names[value.dtype], tuple(value.shape), lambda: [lora_files.as_bytes(value)])
 
-    shards.write_file(path, [part(*item) for item in state.items()], metadata, lambda count: None)
+    return [part(*item) for item in state.items()]
 
 
 def verify(before: list[Lora], after: list[Lora], dtype: torch.dtype) -> None:
@@ -174,8 +201,8 @@ def verify(before: list[Lora], after: list[Lora], dtype: torch.dtype) -> None:
         if old.updates.keys() != new.updates.keys():
             raise Refused(f"{new.path} has other modules than {old.path}")
         for module, update in old.updates.items():
-            for (what, a), (_, b) in zip(effects(update), effects(new.updates[module]), strict=True):
-                if float((a - b).norm()) > tolerance * float(a.norm()):
+            for (what, a), (other, b) in zip(effects(update), effects(new.updates[module]), strict=True):
+                if what != other or float((a - b).norm()) > tolerance * float(a.norm()):
                     raise Refused(f"{new.path}: {what} of {module} is not that of {old.path}")
 
 
@@ -185,7 +212,8 @@ def effects(update: Update) -> list[tuple[str, Tensor]]:
     if update.down is not None:
         found.append(("the product", update.scale * load(update.up).flatten(1) @ load(update.down).flatten(1)))
     if update.magnitude is not None:
-        found.append(("the magnitude", load(update.magnitude).flatten()))
+        axis = "outputs" if update.wd_on_output else "inputs"
+        found.append((f"the magnitude of the {axis}", load(update.magnitude).flatten()))
     if update.diff is not None:
         found.append(("the difference", load(update.diff)))
     if bias := [load(source) * factor for source, factor in biases(update)]:

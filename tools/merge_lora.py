@@ -14,16 +14,19 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import _common  # noqa: E402
+import _output  # noqa: E402
+from _output import Output  # noqa: E402
 
 from rewardfl import lora_files, merge, shards  # noqa: E402
-from rewardfl.files import atomic_directory, sha256  # noqa: E402
-from rewardfl.lora_files import Lora  # noqa: E402
+from rewardfl.files import sha256  # noqa: E402
+from rewardfl.lora_files import FLOAT32, Lora  # noqa: E402
 from rewardfl.shards import Refused  # noqa: E402
 
 TOOL = "rewardfl merge_lora 1"
@@ -33,6 +36,7 @@ LAYOUTS = (
     {"high_noise": "transformer", "low_noise": "transformer_2"},
     {"high_noise": "high_noise_model", "low_noise": "low_noise_model"},
 )
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # files that nobody edits: links to them save the room
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Given:
     """One --lora of the command line, read."""
 
     text: str
+    path: Path
     strength: float
     loras: list[Lora]
 
@@ -54,65 +59,35 @@ def main() -> None:
     _common.add_output_options(parser)
     args = parser.parse_args()
 
+    output = Output.of(args, TOOL)
     given = [read(text, args.alpha) for text in args.lora]
     layout = pipeline_layout(args.base)
-    if layout and (args.rename != "keep" or args.out.suffix == ".safetensors" or args.expert):
+    if layout and (args.rename != "keep" or output.is_file or args.expert):
         raise Refused(
             f"--base {args.base} is a pipeline: the output is a pipeline folder with the same names. For one expert as "
             f"a file or with other names give --base {args.base / layout['low_noise']}"
         )
-    inputs = [args.base] + [lora.path for one in given for lora in one.loras]
-    _common.check_output(args.out, inputs, args.force)
-
     if layout:
         bases = {expert: shards.open_checkpoint(args.base / folder) for expert, folder in layout.items()}
     else:
         expert = EXPERTS.get(args.expert) or lora_files.expert_in_path(args.base.absolute())
         bases = {expert: shards.open_checkpoint(args.base)}
+    config = args.base / "config.json" if args.base.is_dir() else args.base.with_name("config.json")
+    read_files = [file for base in bases.values() for file in base.files]
+    read_files += [file for one in given for file in (one.path, *(f for lora in one.loras for f in lora.files))]
+    _output.check(output, [args.base, config, *read_files])
     routed = route(given, list(bases))
-    plans = {}
-    for expert, loras in routed.items():
-        if loras:
-            plans[expert] = merge.plan(bases[expert], loras, args.dtype, args.rename)
-        elif args.dtype != "keep":
-            plans[expert] = merge.plan(bases[expert], [], args.dtype, args.rename)
+    plans = {
+        expert: merge.plan(bases[expert], loras, args.dtype, args.rename)
+        for expert, loras in routed.items()
+        if loras or args.dtype != "keep"
+    }
     largest = {one.text: max(merge.check_finite(lora) for lora in one.loras) for one in given}
-
     report = describe(args, given, routed, plans, largest)
     for line in report["lines"]:
-        print(line)
-    total = sum(part.nbytes for plan in plans.values() for part in plan.parts)
-    _common.check_space(args.out, total)
-    if args.dry_run:
-        for expert, plan in plans.items():
-            warn_of_loss(expert, merge.estimate_kept(plan), plan, report)
-        print(f"dry run: nothing written; {_common.gigabytes(total)} would be")
-        _common.write_report(args.json, report)
-        return
-
-    metadata = {"format": "pt", "rewardfl": TOOL}
-    metadata |= {f"rewardfl_{key}": value for key, value in report["record"].items()}
-    if layout:
-        write_pipeline(args, layout, plans, metadata)
-    else:
-        (plan,) = plans.values()
-        config = args.base / "config.json" if args.base.is_dir() else args.base.parent / "config.json"
-        keep_config = args.rename == "keep" and config.is_file()
-        with _common.progress_bar(plan.parts, str(args.out)) as bar:
-            shards.write_model(
-                args.out, plan.parts, metadata, args.max_shard_size, bar.update, config if keep_config else None
-            )
-    for expert, plan in plans.items():
-        if plan.merged:
-            warn_of_loss(expert, plan.kept, plan, report)
-    if args.verify:
-        for expert, plan in plans.items():
-            place = args.out / layout[expert] if layout else args.out
-            with _common.progress_bar(plan.parts, f"verifying {place}") as bar:
-                merge.verify(plan, shards.open_checkpoint(place), bar.update)
-        print("verified: copies are equal byte by byte, merged rows equal base + LoRA")
-    print(f"written: {args.out}")
-    _common.write_report(args.json, report)
+        print(_common.printable(line))
+    rest = list(other_files(args.base, {layout[expert] for expert in plans})) if layout else []
+    write(args, output, layout, plans, rest, config if args.rename == "keep" and config.is_file() else None, report)
 
 
 def read(text: str, alpha: float | None) -> Given:
@@ -123,9 +98,11 @@ def read(text: str, alpha: float | None) -> Given:
     expert = None
     if found := re.fullmatch(r"(.+)@(high|low)", path):
         path, expert = found[1], EXPERTS[found[2]]
-    if strength == 0:
-        raise Refused(f"--lora {text}: strength 0 merges nothing; leave it out")
-    return Given(text, strength, lora_files.assign(lora_files.read_lora(path, alpha), expert))
+    loras = lora_files.assign(lora_files.read_lora(path, alpha), expert)
+    for scale in {1.0} | {update.scale for lora in loras for update in lora.updates.values()}:
+        if not FLOAT32.tiny <= abs(strength * scale) <= FLOAT32.max:
+            raise Refused(f"--lora {text}: strength {strength:g} times scale {scale:g} is 0 or infinite in float32")
+    return Given(text, Path(path), strength, loras)
 
 
 def pipeline_layout(base: Path) -> dict[str, str] | None:
@@ -180,7 +157,7 @@ def describe(
     largest: dict[str, float],
 ) -> dict:
     """What is about to happen: lines for the user, a record for the file's metadata, figures for --json."""
-    lines, record = [], {"base": str(args.base), "dtype": args.dtype}
+    lines, record = [], {"base": _common.printable(str(args.base)), "dtype": args.dtype}
     for number, one in enumerate(given):
         for lora in one.loras:
             ranks = sorted({update.rank for update in lora.updates.values() if update.down is not None})
@@ -191,7 +168,10 @@ def describe(
                 f"{lora.dialect}"
             )
             lines.append(text)
-            record[f"lora_{number}_{lora.expert or 'model'}"] = f"{text}; sha256 {sha256(lora.path)}"
+            record[f"lora_{number}_{lora.expert or 'model'}"] = (
+                _common.printable(text) + f"; sha256 {sha256(lora.path)}"
+            )
+            lines += [f"note: {note}" for note in lora.notes]
         if largest[one.text] == 0:
             lines.append(f"WARNING: {one.text} is zero everywhere: an adapter before its first step?")
     for expert, plan in plans.items():
@@ -227,37 +207,110 @@ def warn_of_loss(expert: str | None, kept: merge.Kept, plan: merge.Plan, report:
         )
 
 
-def write_pipeline(
-    args: argparse.Namespace, layout: dict[str, str], plans: dict[str | None, merge.Plan], metadata: dict[str, str]
+def other_files(base: Path, merged: set[str]) -> Iterator[tuple[Path, Path]]:
+    """(file, its place in the output) of all that a pipeline holds beside the experts that are written anew.
+
+    Through symbolic links, as in a hub cache. Refused for what is neither a file nor a folder.
+    """
+
+    def walk(source: Path, place: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, Path]]:
+        if source.is_file():
+            yield source, place
+        elif source.is_dir() and source.resolve() not in above:
+            for child in sorted(source.iterdir()):
+                yield from walk(child, place / child.name, (*above, source.resolve()))
+        else:
+            raise Refused(f"{source} is neither a file nor a folder, or a link to a folder that holds it; remove it")
+
+    for child in sorted(base.iterdir()):
+        if child.name not in (*merged, _output.MANIFEST) and not child.name.startswith("."):
+            yield from walk(child, Path(child.name), (base.resolve(),))
+    for folder in sorted(merged):
+        if (base / folder / "config.json").is_file():
+            yield base / folder / "config.json", Path(folder, "config.json")
+
+
+def write(
+    args: argparse.Namespace,
+    output: Output,
+    layout: dict[str, str] | None,
+    plans: dict[str | None, merge.Plan],
+    rest: list[tuple[Path, Path]],
+    config: Path | None,
+    report: dict,
 ) -> None:
-    """The pipeline with its merged experts; everything else is hard-linked, or copied across file systems."""
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_directory(args.out) as folder:
-        written = {layout[expert] for expert in plans}
-        for child in sorted(args.base.iterdir()):
-            if child.name not in written and not child.name.startswith("."):
-                link(child, folder / child.name)
+    """Write and verify the output, or with --dry-run say what would be. rest: a pipeline's other files."""
+    tensors = sum(part.nbytes for plan in plans.values() for part in plan.parts)
+    device = _output.existing_parent(args.out).stat().st_dev
+    total = tensors + sum(file.stat().st_size for file, _ in rest if not may_link(file, device))
+    _output.clear_strays(output, args.dry_run)
+    _output.check_space(args.out, total)
+    if args.dry_run:
         for expert, plan in plans.items():
-            place = folder / layout[expert]
-            place.mkdir()
-            with _common.progress_bar(plan.parts, layout[expert]) as bar:
-                shards.write_folder(place, plan.parts, metadata, args.max_shard_size, bar.update)
-            config = args.base / layout[expert] / "config.json"
-            if config.is_file():
-                shutil.copyfile(config, place / "config.json")
-
-
-def link(source: Path, target: Path) -> None:
-    """Links to files, through symbolic links as in a hub cache; folders are made anew."""
-    if source.is_dir():
-        target.mkdir()
-        for child in sorted(source.iterdir()):
-            link(child, target / child.name)
+            warn_of_loss(expert, merge.estimate_kept(plan), plan, report)
+        print(f"dry run: nothing written; {_common.gigabytes(total)} would be")
+        _output.write_report(output, report)
         return
+    metadata = {"format": "pt", "rewardfl": TOOL}
+    metadata |= {f"rewardfl_{key}": value for key, value in report["record"].items()}
+    if layout:
+        write_pipeline(args, output, {layout[expert]: plan for expert, plan in plans.items()}, rest, metadata)
+    else:
+        (plan,) = plans.values()
+        with _common.progress_bar(plan.parts, str(args.out)) as bar:
+            _output.write_model(output, plan.parts, metadata, args.max_shard_size, bar.update, config)
+    for expert, plan in plans.items():
+        if plan.merged:
+            warn_of_loss(expert, plan.kept, plan, report)
+    if args.verify:
+        for expert, plan in plans.items():
+            place = args.out / layout[expert] if layout else args.out
+            with _common.progress_bar(plan.parts, f"verifying {place}") as bar:
+                merge.verify(plan, shards.open_checkpoint(place), bar.update)
+        print("verified: copies are equal byte by byte, merged rows equal base + LoRA")
+    print(_common.printable(f"written: {args.out}"))
+    _output.write_report(output, report)
+
+
+def write_pipeline(
+    args: argparse.Namespace,
+    output: Output,
+    plans: dict[str, merge.Plan],
+    rest: list[tuple[Path, Path]],
+    metadata: dict[str, str],
+) -> None:
+    """The pipeline with its merged experts, by folder. Other weights are hard-linked, everything small is copied.
+
+    A link shares its content with the base, so what people edit (configurations, tokenizer) must be a copy. Weights
+    become copies too where the disk has no links.
+    """
+    with _output.folder(output) as folder:
+        copies = [(source, place) for source, place in rest if not linked(source, folder / place)]
+        nbytes = sum(part.nbytes for plan in plans.values() for part in plan.parts)
+        _output.check_space(args.out, nbytes + sum(source.stat().st_size for source, _ in copies))
+        for source, place in copies:
+            shutil.copyfile(source, folder / place)
+        for name, plan in plans.items():
+            (folder / name).mkdir(exist_ok=True)
+            with _common.progress_bar(plan.parts, name) as bar:
+                shards.write_folder(folder / name, plan.parts, metadata, args.max_shard_size, bar.update)
+
+
+def may_link(source: Path, device: int) -> bool:
+    """Whether the output will hold a link to `source`: weights on the output's file system."""
+    return source.suffix in WEIGHTS and source.stat().st_dev == device
+
+
+def linked(source: Path, target: Path) -> bool:
+    """Make the folder of `target`, and it a link to `source` if that holds weights and the disk can; whether it did."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.suffix not in WEIGHTS:
+        return False
     try:
         os.link(source.resolve(), target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)
+    except OSError:  # another file system, or one without links: the copy that follows tells what else it may be
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import _common  # noqa: E402
+import _output  # noqa: E402
+from _output import Output  # noqa: E402
 
 from rewardfl import shards, wan_names  # noqa: E402
 from rewardfl.shards import Checkpoint, Part, Refused  # noqa: E402
@@ -32,10 +34,13 @@ def main() -> None:
 
     source = args.input[0] if len(args.input) == 1 else args.input
     model = shards.open_checkpoint(source)
-    _common.check_output(args.out, [*args.input, *model.files], args.force)
+    output = Output.of(args, TOOL)
+    config = model.files[0].with_name("config.json")
+    _output.check(output, [*args.input, *model.files, config])
     parts = plan(model, args.dtype, args.rename)
     total = sum(part.nbytes for part in parts)
-    _common.check_space(args.out, total)
+    _output.clear_strays(output, args.dry_run)
+    _output.check_space(args.out, total)
 
     dtypes = {dtype: sum(part.dtype == dtype for part in parts) for dtype in sorted({part.dtype for part in parts})}
     report = {
@@ -49,25 +54,25 @@ def main() -> None:
     listing = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
     print(f"{len(model.files)} files, {len(parts)} tensors ({listing}), {_common.gigabytes(total)}")
     for note in model.notes:
-        print(f"note: {note}")
-    _common.write_report(args.json, report)
+        print(_common.printable(f"note: {note}"))
     if args.dry_run:
         print("dry run: nothing written")
+        _output.write_report(output, report)
         return
 
     metadata = {"format": "pt", **model.metadata, "rewardfl": TOOL}
-    config = model.files[0].with_name("config.json")
     with _common.progress_bar(parts, str(args.out)) as bar:
-        shards.write_model(
-            args.out, parts, metadata, args.max_shard_size, bar.update,
+        _output.write_model(
+            output, parts, metadata, args.max_shard_size, bar.update,
             config if args.rename == "keep" and config.is_file() else None,
         )  # fmt: skip
     if args.verify:
         with _common.progress_bar(parts, "verifying") as bar:
             verify(model, parts, shards.open_checkpoint(args.out), bar.update)
         print("verified: every tensor equals the input's")
-    print(f"written: {args.out}")
-    if args.out.suffix == ".safetensors":
+    print(_common.printable(f"written: {args.out}"))
+    _output.write_report(output, report)
+    if output.is_file:
         print(
             "diffusers: WanTransformer3DModel.from_single_file needs config= (without it, a Wan2.2 file is taken for "
             "Wan2.1), and casts all tensors; a folder with config.json loads through from_pretrained"

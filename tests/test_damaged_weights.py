@@ -1,0 +1,337 @@
+"""Headers, indices and LoRA metadata that no tool should write: one line, exit 2, the file named, nothing written."""
+
+import json
+import os
+import shutil
+
+import convert_lora
+import merge_lora
+import merge_shards
+import pytest
+import torch
+from conftest import random_pipeline, run_tool
+from lora_dialects import DIALECTS, MODULES, factors
+from peft.utils.other import get_pattern_key
+from safetensors.torch import load_file, save_file
+
+from rewardfl import lora_files
+
+INDEX = "diffusion_pytorch_model.safetensors.index.json"
+DEEP = "[" * 100_000
+DIGITS = "9" * 5000  # more than Python turns into a number
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_pipeline().transformer_2
+
+
+@pytest.fixture(scope="module")
+def world(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    model.save_pretrained(folder / "low")
+    DIALECTS["d1"](folder, factors(model))
+    return folder
+
+
+def refused(main, damaged, out, *arguments):
+    """Exit 2 with one line that names the damaged file; neither an output nor a temporary. Returns the line."""
+    before = sorted(out.parent.rglob("*"))
+    text = run_tool(main, *arguments, "--out", out, expect=2)
+    (line,) = [line for line in text.splitlines() if "Warning" not in line and not line.startswith("  ")]
+    assert line.startswith("refused: ") and str(damaged) in line and len(line) < 2100
+    assert sorted(out.parent.rglob("*")) == before
+    return line
+
+
+def file_of(path, header, data=b""):
+    """A file with this header, which is text, bytes or a JSON value."""
+    if not isinstance(header, (str, bytes)):
+        header = json.dumps(header)
+    header = header.encode() if isinstance(header, str) else header
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    return path
+
+
+def entry(**changes):
+    """The header of one tensor of six float32, with changes; None removes a field."""
+    fields = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | changes
+    return {"transformer.proj_out.diff": {key: value for key, value in fields.items() if value is not ...}}
+
+
+HEADERS = {
+    "a list": [], "a number": 3, "null": None, "a text": '"x"', "no JSON": "{", "deep": DEEP, "digits": DIGITS,
+    "deep in it": '{"a":' + DEEP, "not UTF-8": b'{"\xff": 1}', "empty": b"",
+    "tensor: null": {"a": None}, "tensor: list": {"a": [1]}, "tensor: number": {"a": 5}, "tensor: text": {"a": "b"},
+    "no dtype": entry(dtype=...), "no shape": entry(shape=...), "no offsets": entry(data_offsets=...),
+    "dtype: number": entry(dtype=5), "dtype: list": entry(dtype=["F32"]), "dtype: unknown": entry(dtype="F33"),
+    "dtype: null": entry(dtype=None), "shape: null": entry(shape=None), "shape: number": entry(shape=6),
+    "shape: text": entry(shape="23"), "shape: negative": entry(shape=[-2, -3]), "shape: float": entry(shape=[2.0, 3]),
+    "shape: true": entry(shape=[True, 6]), "shape: huge": entry(shape=[10**40, 0]),
+    "shape: long": entry(shape=[1] * 99),
+    "shape: dict": entry(shape={"0": 2}), "shape: other": entry(shape=[2, 2]), "shape: nested": entry(shape=[[2], 3]),
+    "offsets: one": entry(data_offsets=[0]), "offsets: three": entry(data_offsets=[0, 24, 24]),
+    "offsets: text": entry(data_offsets=["0", "24"]), "offsets: negative": entry(data_offsets=[-24, 0]),
+    "offsets: backwards": entry(data_offsets=[24, 0]), "offsets: float": entry(data_offsets=[0.0, 24.0]),
+    "offsets: null": entry(data_offsets=None), "offsets: true": entry(data_offsets=[False, 24]),
+    "offsets: huge": entry(data_offsets=[0, 10**30]), "offsets: hole": entry(data_offsets=[4, 28]),
+    "metadata: list": entry() | {"__metadata__": []}, "metadata: null": entry() | {"__metadata__": None},
+    "metadata: number": entry() | {"__metadata__": {"format": 1}},
+    "metadata: nested": entry() | {"__metadata__": {"format": {"a": "pt"}}},
+    "surrogate in a name": entry() | {"\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [24, 24]}},
+    "surrogate in metadata": entry() | {"__metadata__": {"a": "\udcff"}},
+    "a name twice": '{"a": {}, "a": {}}',
+    "only metadata": {"__metadata__": {"format": "pt"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_damaged_headers(world, tmp_path, kind):
+    path = file_of(tmp_path / "low.safetensors", HEADERS[kind], bytes(24))
+    lora = world / "pytorch_lora_weights.safetensors"
+    for name in ("out", "out.safetensors"):
+        out = tmp_path / "new" / name
+        out.parent.mkdir(exist_ok=True)
+        refused(merge_shards.main, path, out, "--input", path)
+        refused(merge_lora.main, path, out, "--base", path, "--lora", f"{lora}@low")
+    refused(merge_lora.main, path, out, "--base", world / "low", "--lora", path)
+    for to in ("comfy", "diffusers"):
+        refused(convert_lora.main, path, out, "--lora", path, "--to", to)
+
+
+@pytest.mark.parametrize("length", (0, 7, 1 << 63, 100_000_001))
+def test_damaged_lengths(tmp_path, length):
+    path, out = tmp_path / "low.safetensors", tmp_path / "new.safetensors"
+    path.write_bytes(length.to_bytes(8, "little")[: 7 if length == 7 else 8] + b"{}")
+    refused(merge_shards.main, path, out, "--input", path)
+    path.unlink()
+    path.mkdir()
+    refused(merge_shards.main, path, out, "--input", tmp_path)
+
+
+def test_a_fifo_among_the_shards_is_no_endless_wait(world, tmp_path):
+    shutil.copytree(world / "low", tmp_path / "low")
+    for file in (tmp_path / "low").glob("*.safetensors"):
+        file.unlink()
+        os.mkfifo(file)
+        refused(merge_shards.main, file, tmp_path / "new", "--input", tmp_path / "low")
+
+
+INDICES = {
+    "a number": 3, "a list": [], "null": None, "no JSON": "{", "deep": DEEP, "digits": DIGITS,
+    "not UTF-8": b"\xff\xfe{",
+    "no map": {}, "map: list": {"weight_map": []}, "map: empty": {"weight_map": {}}, "map: null": {"weight_map": None},
+    "shard: number": {"weight_map": {"a": 5}}, "shard: list": {"weight_map": {"a": ["x"]}},
+    "shard: null": {"weight_map": {"a": None}}, "shard: empty": {"weight_map": {"a": ""}},
+    "shard: above": {"weight_map": {"a": "../x.safetensors"}}, "shard: absolute": {"weight_map": {"a": "/etc/passwd"}},
+    "shard: folder": {"weight_map": {"a": "."}}, "shard: NUL": {"weight_map": {"a": "x\0.safetensors"}},
+    "shard: long": {"weight_map": {"a": "x" * 300 + ".safetensors"}},
+    "shard: surrogate": {"weight_map": {"a": "\ud800.safetensors"}},
+    "metadata: list": {"metadata": [5]}, "metadata: number": {"metadata": 5}, "metadata: text": {"metadata": "x"},
+    "size: text": {"metadata": {"total_size": "5"}}, "size: true": {"metadata": {"total_size": True}},
+    "size: list": {"metadata": {"total_size": [5]}}, "size: NaN": {"metadata": {"total_size": float("nan")}},
+    "size: wrong": {"metadata": {"total_size": -1}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", INDICES)
+def test_damaged_indices(world, tmp_path, kind):
+    given = INDICES[kind]
+    shutil.copytree(world / "low", tmp_path / "low")
+    (weights,) = (tmp_path / "low").glob("*.safetensors")
+    if isinstance(given, dict) and "metadata" in given:
+        given = given | {"weight_map": {name: weights.name for name in load_file(weights)}}
+    index = tmp_path / "low" / INDEX
+    text = given if isinstance(given, (str, bytes)) else json.dumps(given)
+    index.write_bytes(text.encode() if isinstance(text, str) else text)
+    for source in (index, index.parent):
+        refused(merge_shards.main, index, tmp_path / "new", "--input", source)
+
+
+def test_an_empty_metadata_of_an_index_is_read(world, tmp_path):
+    shutil.copytree(world / "low", tmp_path / "low")
+    (weights,) = (tmp_path / "low").glob("*.safetensors")
+    for number, metadata in enumerate(({}, {"metadata": None}, {"metadata": {}}, {"metadata": {"total_size": None}})):
+        index = {"weight_map": {name: weights.name for name in load_file(weights)}} | metadata
+        (tmp_path / "low" / INDEX).write_text(json.dumps(index))
+        run_tool(merge_shards.main, "--input", tmp_path / "low", "--out", tmp_path / f"{number}.safetensors")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# A LoRA's metadata
+
+
+CONFIGS = {
+    "a list": [], "a number": 5, "null": None, "no JSON": "{", "deep": DEEP, "digits": DIGITS,
+    "alpha: text": {"lora_alpha": "abc"}, "alpha: list": {"lora_alpha": [4]}, "alpha: true": {"lora_alpha": True},
+    "alpha: dict": {"lora_alpha": {}}, "alpha: 1e300": {"lora_alpha": 1e300}, "alpha: 1e-300": {"lora_alpha": 1e-300},
+    "alpha: NaN": {"lora_alpha": float("nan")}, "alpha: infinite": {"lora_alpha": float("inf")},
+    "alpha: 0": {"lora_alpha": 0}, "alpha: negative": {"lora_alpha": -4}, "alpha: long": {"lora_alpha": 10**400},
+    "pattern: list": {"alpha_pattern": ["to_q"]}, "pattern: text": {"alpha_pattern": "to_q"},
+    "pattern: number": {"alpha_pattern": 3}, "pattern: alpha": {"alpha_pattern": {"to_q": "4"}},
+    "pattern: null": {"alpha_pattern": {"to_q": None}}, "pattern: 1e300": {"alpha_pattern": {"to_q": 1e300}},
+    "hostile": {"alpha_pattern": {"(.*)*(.*)*y": 3}}, "unclosed": {"alpha_pattern": {"(": 4}},
+    "pattern: any": {"alpha_pattern": {".*to_q": 4}}, "pattern: digits": {"alpha_pattern": {r"blocks\.\d+\.attn1": 4}},
+    "pattern: or": {"alpha_pattern": {"to_q|to_k": 4}}, "pattern: class": {"alpha_pattern": {"to_[qk]": 4}},
+    "pattern: empty": {"alpha_pattern": {"": 4}}, "pattern: long": {"alpha_pattern": {"(a+)+" * 100_000: 4}},
+    "rslora: text": {"use_rslora": "false"}, "rslora: list": {"use_rslora": []}, "dora: number": {"use_dora": 5},
+}  # fmt: skip
+WORDS = {"alpha": "alpha", "pattern": "alpha", "hostile": "(.*)*(.*)*y", "unclosed": "'('"}
+
+
+@pytest.mark.parametrize("place", ("metadata", "adapter_config.json", "component"))
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_damaged_lora_metadata(world, tmp_path, kind, place):
+    """In the file's metadata, by component or not, and in peft's adapter_config.json beside it."""
+    given, state = CONFIGS[kind], load_file(world / "pytorch_lora_weights.safetensors")
+    path = damaged = tmp_path / "low" / "lora.safetensors"
+    path.parent.mkdir()
+    if place == "component" and isinstance(given, dict):
+        given = {f"transformer.{key}": value for key, value in given.items()}
+    text = given if isinstance(given, str) else json.dumps(given)
+    if place == "adapter_config.json":
+        save_file(state, path)
+        path.with_name(place).write_text(text)
+        damaged = path.parent
+    else:
+        save_file(state, path, {"lora_adapter_metadata": text})
+    line = refused(merge_lora.main, damaged, tmp_path / "new", "--base", world / "low", "--lora", path)
+    assert WORDS.get(kind.partition(":")[0], "") in line
+    refused(convert_lora.main, damaged, tmp_path / "new.safetensors", "--lora", path, "--to", "comfy")
+
+
+@pytest.mark.parametrize(
+    "alpha",
+    (torch.tensor([]), torch.ones(2), torch.tensor(float("nan")), torch.tensor(-1.0), torch.tensor(1e300).double()),
+)  # fmt: skip
+def test_damaged_alpha_keys(world, tmp_path, model, alpha):
+    path = DIALECTS["d5"](tmp_path, factors(model))
+    state = load_file(path)
+    state["diffusion_model.blocks.0.self_attn.q.alpha"] = alpha
+    save_file(state, path)
+    line = refused(merge_lora.main, path, tmp_path / "new", "--base", world / "low", "--lora", path)
+    assert "blocks.0.attn1.to_q" in line and "alpha" in line
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"ss_network_dim": "0"}, {"ss_network_dim": "-4"}, {"ss_network_dim": "nan"}, {"ss_network_dim": "four"},
+        {"ss_network_alpha": "abc"}, {"ss_network_alpha": "1e300"}, {"ss_network_alpha": "nan"},
+        {"ss_network_alpha": "0"}, {"ss_network_alpha": ""}, {"ss_network_alpha": DIGITS},
+    ],
+)  # fmt: skip
+def test_damaged_kohya_metadata(world, tmp_path, model, metadata):
+    path = DIALECTS["d10_metadata"](tmp_path, factors(model))
+    save_file(load_file(path), path, {"ss_network_alpha": "2", "ss_network_dim": "4"} | metadata)
+    line = refused(merge_lora.main, path, tmp_path / "new", "--base", world / "low", "--lora", path)
+    assert "ss_network" in line
+
+
+@pytest.mark.parametrize("strength", ("1e39", "-1e39", "1e-46", "1e400", "0"))
+def test_strengths_beyond_float32(world, tmp_path, strength):
+    path = world / "pytorch_lora_weights.safetensors"
+    given = f"{path}@low:{strength}"
+    assert f":{strength}" in refused(merge_lora.main, path, tmp_path / "new", "--base", world / "low", "--lora", given)
+    given = ["--lora", world / "lora.pth", f"--alpha={strength}", "--to", "comfy"]
+    torch.save({"proj_out.lora_A.weight": torch.ones(1, 24), "proj_out.lora_B.weight": torch.ones(4, 1)}, given[1])
+    refused(convert_lora.main, given[1], tmp_path / "new.safetensors", *given)
+
+
+def shapes(down, up, **more):
+    stem = "transformer.blocks.0.attn1.to_q"
+    state = {f"{stem}.lora_A.weight": torch.ones(down), f"{stem}.lora_B.weight": torch.ones(up)}
+    return state | {f"{stem}.{key}": torch.ones(shape) for key, shape in more.items()}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        shapes((), (24, 1)), shapes((4,), (24, 4)), shapes((0, 24), (24, 0)), shapes((4, 24), (24,)),
+        shapes((4, 24), (24, 4, 3, 3)), shapes((4, 24), (24, 5)), shapes((4, 24), ()),
+        {"blocks.0.norm2.lora_A.weight": torch.ones(4), "blocks.0.norm2.lora_B.weight": torch.ones(24, 4)},
+        {"transformer." * 100_000 + "x.diff": torch.ones(1)}, {"x\n\x1b[31m.diff": torch.ones(1)},
+    ],
+)  # fmt: skip
+def test_lora_tensors_of_odd_shapes_and_names(world, tmp_path, state):
+    path = tmp_path / "low.safetensors"
+    save_file(state, path)
+    refused(merge_lora.main, path, tmp_path / "new", "--base", world / "low", "--lora", path)
+    refused(convert_lora.main, path, tmp_path / "new.safetensors", "--lora", path, "--to", "comfy", "--verify")
+
+
+@pytest.mark.parametrize("kind", ("legacy", "zip"))
+def test_torch_files_of_both_formats_are_read(world, model, tmp_path, kind):
+    """Before torch 1.6 a file was no zip: it cannot be mapped."""
+    values = factors(model)
+    path = DIALECTS["d9"](tmp_path, values)
+    torch.save(torch.load(path), path, _use_new_zipfile_serialization=kind == "zip")
+    (lora,) = lora_files.read_lora(path)
+    assert torch.equal(lora.updates["blocks.0.attn1.to_q"].down, values["blocks.0.attn1.to_q"][0])
+
+
+@pytest.mark.parametrize(
+    "content", (b"", b"PK\x03\x04", b"\x80\x02}q\x00.", b"garbage", b"\x80\x02cos\nsystem\n.", b"\x80")
+)
+@pytest.mark.parametrize("name", ("low.pt", "low.pth", "low.bin", "low.txt"))
+def test_damaged_torch_files(world, tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    refused(merge_lora.main, path, tmp_path / "new", "--base", world / "low", "--lora", path)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        [torch.ones(1)], {"a": 5}, {5: torch.ones(1)},
+        {"proj_out.diff": torch.ones(4, 24).to_sparse()},
+        {"proj_out.diff": torch.ones(4, 24, dtype=torch.complex64)},
+        {"proj_out.diff": torch.ones(4, 24, device="meta")},
+        {"proj_out.diff": torch.ones(4, 24).to(torch.float8_e4m3fn)},
+    ],
+)  # fmt: skip
+def test_torch_files_of_other_things(world, tmp_path, state):
+    torch.save(state, path := tmp_path / "low.pt")
+    refused(merge_lora.main, path, tmp_path / "new", "--base", world / "low", "--lora", path)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# alpha_pattern: what peft writes is read as peft reads it
+
+
+PATTERNS = (
+    {"to_q": 8.0}, {"^to_q": 8.0}, {"attn1.to_q": 8.0, "to_q": 2.0}, {"to_q": 2.0, "attn1.to_q": 8.0},
+    {"blocks.0.attn1.to_q": 3}, {"^blocks.1.ffn.net.0.proj": 3, "proj": 5}, {r"ffn\.net\.2": 7}, {"o_q": 8},
+    {"0.attn1.to_q": 8, "locks.0.attn1.to_q": 9}, {"to_out.0$": 3}, {r"^blocks\.1\.attn2\.to_out\.0$": 3, "0": 5},
+    {"net.2": 4, "^ffn.net.2": 9}, {"to_k": 3, "to_q": 5}, {"attn2": 8, "attn2.to_out": 9, "2": 4},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_alpha_pattern_as_peft_matches_it(model, tmp_path, pattern):
+    """peft's own function is the second opinion."""
+    path = DIALECTS["d1"](tmp_path, factors(model))
+    config = {"transformer.lora_alpha": 1.0, "transformer.alpha_pattern": pattern}
+    save_file(load_file(path), path, {"lora_adapter_metadata": json.dumps(config)})
+    (lora,) = lora_files.read_lora(path)
+    for _, name in MODULES:
+        alpha = pattern.get(get_pattern_key(pattern, name), 1.0)
+        assert lora.updates[name].scale == alpha / 4, name
+
+
+def test_alpha_pattern_with_original_names_and_unused_entries(model, tmp_path):
+    """Trainers on the original code; and peft keeps entries that match nothing, which is worth a line."""
+    path = DIALECTS["d6"](tmp_path, factors(model))
+    config = {"lora_alpha": 1.0, "alpha_pattern": {"self_attn.q": 8.0, "typo": 3.0}}
+    save_file(load_file(path), path, {"lora_adapter_metadata": json.dumps(config)})
+    (lora,) = lora_files.read_lora(path)
+    assert lora.updates["blocks.0.attn1.to_q"].scale == 2 and lora.updates["blocks.0.ffn.net.2"].scale == 0.25
+    (note,) = lora.notes
+    assert "typo" in note and str(path) in note
+    config["alpha_pattern"] = {"attn1.to_q": 8.0}  # the file calls it self_attn.q
+    renamed = tmp_path / "low.safetensors"
+    save_file(load_file(path), renamed, {"lora_adapter_metadata": json.dumps(config)})
+    with pytest.raises(lora_files.Refused, match="attn1.to_q.*self_attn.q"):
+        lora_files.read_lora(renamed)
+    out = tmp_path / "out.safetensors"
+    assert "note: " + note in run_tool(convert_lora.main, "--lora", path, "--to", "comfy", "--out", out)

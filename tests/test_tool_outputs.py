@@ -1,0 +1,477 @@
+"""Where the merging tools write: only an earlier output of theirs is replaced, and nothing of the user's is lost."""
+
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+
+import _output
+import convert_lora
+import merge_lora
+import merge_shards
+import pytest
+from conftest import ROOT, random_pipeline, run_tool
+from lora_dialects import DIALECTS, factors
+from safetensors.torch import load_file
+
+from rewardfl.files import atomic_directory, temporary_path
+
+TOOLS = {"merge_lora": merge_lora, "merge_shards": merge_shards, "convert_lora": convert_lora}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A pipeline in diffusers' layout, beside a LoRA for its low-noise expert."""
+    folder = tmp_path_factory.mktemp("world")
+    pipe = random_pipeline()
+    pipe.save_pretrained(folder / "pipeline")
+    (folder / "lora_low").mkdir()
+    DIALECTS["d5"](folder / "lora_low", factors(pipe.transformer_2))
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder of the test's own, with something of the user's beside the output."""
+    (tmp_path / "beside.txt").write_text("mine")
+    return tmp_path
+
+
+def call(tool, world, *arguments, expect=0):
+    """One of the tools over the world's files, of one expert; returns what it printed."""
+    expert, lora = world / "pipeline" / "transformer_2", world / "lora_low" / "comfy.safetensors"
+    given = {
+        "merge_lora": ["--base", expert, "--lora", lora],
+        "merge_shards": ["--input", expert],
+        "convert_lora": ["--lora", lora, "--to", "comfy"],
+    }[tool]
+    text = run_tool(TOOLS[tool].main, *given, *arguments, expect=expect)
+    assert "Traceback" not in text
+    return text
+
+
+def snapshot(folder):
+    """{path: what it is and holds} of all below a folder, links and devices as themselves."""
+    found = {}
+    for place, folders, names in os.walk(folder):
+        for name in [*folders, *names]:
+            path = os.path.join(place, name)
+            status = os.lstat(path)
+            content = None
+            if stat.S_ISLNK(status.st_mode):
+                content = os.readlink(path)
+            elif stat.S_ISREG(status.st_mode):
+                with open(path, "rb") as file:
+                    content = file.read()
+            found[os.path.relpath(path, folder)] = (status.st_mode, status.st_ino, status.st_mtime_ns, content)
+    return found
+
+
+def refused(tool, world, place, *arguments):
+    """Exit 2 in one line, and nothing anywhere is another than before."""
+    before = snapshot(place), snapshot(world)
+    text = call(tool, world, *arguments, expect=2)
+    assert (snapshot(place), snapshot(world)) == before
+    (line,) = [line for line in text.splitlines() if line.startswith("refused: ")]
+    return line
+
+
+def device(path):
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null, in the test's own folder
+    except PermissionError:
+        pytest.skip("this process may not make a device node")
+
+
+MAKE = {
+    "file": lambda path: path.write_text("precious"),
+    "empty folder": lambda path: path.mkdir(),
+    "folder": lambda path: (path.mkdir(), (path / "thesis.txt").write_text("x")),
+    "link to a file": lambda path: path.symlink_to("beside.txt"),
+    "link to a folder": lambda path: path.symlink_to("."),
+    "link to nothing": lambda path: path.symlink_to("nowhere"),
+    "FIFO": os.mkfifo,
+    "device": device,
+    "socket": lambda path: socket.socket(socket.AF_UNIX).bind(os.path.relpath(path)),
+}
+
+
+@pytest.mark.parametrize("name", ("out", "out.safetensors"))
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("kind", MAKE)
+def test_force_replaces_nothing_that_is_not_ours(world, place, kind, tool, name):
+    out = place / name
+    MAKE[kind](out)
+    assert str(out) in refused(tool, world, place, "--out", out, "--force")
+    refused(tool, world, place, "--out", out)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_force_replaces_no_folder_that_holds_anything_else(world, place, kind):
+    """An earlier output with something of the user's in it, or edited since, or with a link in place of a file."""
+    out = place / "out"
+    call("merge_shards", world, "--out", out)
+    MAKE[kind](out / "added")
+    assert "added" in refused("merge_shards", world, place, "--out", out, "--force")
+    shutil.rmtree(out)
+    call("merge_shards", world, "--out", out)
+    (out / "config.json").unlink()
+    MAKE[kind](out / "config.json")
+    assert "config.json" in refused("merge_shards", world, place, "--out", out, "--force")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("name", ("out", "out.safetensors"))
+def test_force_replaces_an_earlier_output(world, place, tool, name):
+    out = place / name
+    call(tool, world, "--out", out)
+    before = snapshot(place)
+    assert "--force" in refused(tool, world, place, "--out", out)
+    call(tool, world, "--out", out, "--force", "--verify", "--dtype", "fp16")
+    assert snapshot(place).keys() == before.keys() and snapshot(place) != before
+    another = next(one for one in TOOLS if one != tool)
+    assert str(out) in refused(another, world, place, "--out", out, "--force")  # of another tool
+
+
+def test_a_folder_with_parts_missing_is_replaced_and_an_edited_one_is_not(world, place):
+    out = place / "merged"
+    base = ["--base", world / "pipeline", "--lora", world / "lora_low" / "comfy.safetensors", "--out", out]
+    run_tool(merge_lora.main, *base)
+    shutil.rmtree(out / "vae")
+    (out / "model_index.json").unlink()
+    run_tool(merge_lora.main, *base, "--force")
+    edited = out / "scheduler" / "scheduler_config.json"
+    edited.write_text(edited.read_text().replace("{", "{ ", 1))
+    before = snapshot(place)
+    assert "scheduler_config.json" in run_tool(merge_lora.main, *base, "--force", expect=2)
+    assert snapshot(place) == before
+
+
+@pytest.mark.parametrize("manifest", ("[]", "{", "[" * 100000, '{"tool": "rewardfl merge_shards 1"}', "null", ""))
+def test_a_damaged_manifest_makes_the_folder_foreign(world, place, manifest):
+    out = place / "out"
+    call("merge_shards", world, "--out", out)
+    (out / _output.MANIFEST).write_text(manifest)
+    assert _output.MANIFEST in refused("merge_shards", world, place, "--out", out, "--force")
+
+
+def test_large_files_are_known_by_size_and_time(world, place, monkeypatch):
+    monkeypatch.setattr(_output, "HASHED_BYTES", 2000)
+    out = place / "out"
+    call("merge_shards", world, "--out", out)
+    (weights,) = out.glob("*.safetensors")
+    entry = json.loads((out / _output.MANIFEST).read_text())["files"][weights.name]
+    assert entry == {"bytes": weights.stat().st_size, "mtime_ns": weights.stat().st_mtime_ns}
+    os.utime(weights, ns=(0, 0))
+    assert weights.name in refused("merge_shards", world, place, "--out", out, "--force")
+
+
+def test_what_came_to_the_place_while_writing_is_kept(world, place, monkeypatch):
+    """A merge takes minutes: the check at its start is not enough."""
+    write = _output.shards.write_file
+
+    def slowly(path, parts, metadata, progress, *rest):
+        for name in ("out", "out.safetensors"):
+            (place / name).write_text("mine")
+        return write(path, parts, metadata, progress, *rest)
+
+    monkeypatch.setattr(_output.shards, "write_file", slowly)
+    for name in ("out", "out.safetensors"):
+        call("merge_shards", world, "--out", place / name, expect=2)
+        assert (place / name).read_text() == "mine" and not list(place.glob("*.tmp-*"))
+        for path in ("out", "out.safetensors"):
+            (place / path).unlink()
+
+
+def test_outputs_and_inputs_do_not_overlap(world, place):
+    """Equal, one in the other, by another spelling, through a link, and a shard that only an index names."""
+    base = place / "base"
+    shutil.copytree(world / "pipeline", base)
+    (place / "alias").symlink_to("base")
+    lora = world / "lora_low" / "comfy.safetensors"
+    index = base / "transformer_2" / "model.safetensors.index.json"
+    (weights,) = (base / "transformer_2").glob("*.safetensors")
+    index.write_text(json.dumps({"weight_map": {name: weights.name for name in load_file(weights)}}))
+    for source, out in (
+        (base, base), (base, base / "merged"), (base, place), (base, base / "vae" / ".." / "x"),
+        (base, place / "alias" / "merged"), (place / "alias", base / "merged"), (place / "alias", base),
+        (index, weights), (index, base / "transformer_2"), (weights, weights), (index, base),
+    ):  # fmt: skip
+        before = snapshot(place)
+        arguments = ["--base", source, "--lora", f"{lora}@low", "--out", out, "--force"]
+        text = run_tool(merge_lora.main, *arguments, *([] if source.is_dir() else ["--expert", "low"]), expect=2)
+        assert "another place" in text or "pipeline" in text and out == weights, (source, out, text)
+        assert snapshot(place) == before
+
+
+@pytest.mark.parametrize("out", (".", "..", "/", "beside.txt/out", "beside.txt/out.safetensors", "dangling/out"))
+def test_outputs_without_a_place(world, place, monkeypatch, out):
+    monkeypatch.chdir(place)
+    (place / "dangling").symlink_to("nowhere")
+    assert f"--out {out}" in refused("merge_shards", world, place, "--out", out, "--force")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The report
+
+
+def test_a_report_harms_neither_base_nor_output(world, place):
+    """Not even with --force; nor is anything written when its folder is missing."""
+    out = place / "out"
+    base = place / "base"
+    shutil.copytree(world / "pipeline" / "transformer_2", base)
+    lora = place / "low.safetensors"
+    shutil.copy(world / "lora_low" / "comfy.safetensors", lora)
+    (weights,) = base.glob("*.safetensors")
+    (place / "link.json").symlink_to(base / "config.json")
+    os.mkfifo(place / "fifo.json")
+    socket.socket(socket.AF_UNIX).bind(os.path.relpath(place / "socket.json"))
+    for source, report in (
+        (base, weights), (base, base / "config.json"), (base, base / "new.json"), (weights, weights),
+        (weights, base / "config.json"), (base, out), (base, out / "report.json"), (base, lora), (base, place),
+        (base, place / "link.json"), (base, place / "fifo.json"), (base, place / "missing" / "report.json"),
+        (base, place / "beside.txt" / "report.json"), (base, place / "socket.json"),
+    ):  # fmt: skip
+        before = snapshot(place)
+        arguments = ["--base", source, "--expert", "low", "--lora", lora, "--out", out, "--force", "--json", report]
+        for extra in ([], ["--dry-run"]):
+            assert f"--json {report}" in run_tool(merge_lora.main, *arguments, *extra, expect=2), report
+            assert snapshot(place) == before
+    arguments[-3:] = ["--json", place / "out.safetensors", "--force"]
+    arguments[arguments.index(out)] = place / "out.safetensors"
+    assert "--json" in run_tool(merge_lora.main, *arguments, expect=2) and snapshot(place) == before
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_report_replaces_an_earlier_report_alone(world, place, tool):
+    report = place / "report.json"
+    for content in ("notes", "{}", '{"tool": 3}', "[" * 100000):
+        report.write_text(content)
+        line = refused(tool, world, place, "--out", place / "out.safetensors", "--json", report)
+        assert str(report) in line and "--force" in line
+    call(tool, world, "--out", place / "out.safetensors", "--json", report, "--force")
+    first = report.read_bytes()
+    assert json.loads(first)["tool"] == TOOLS[tool].TOOL
+    call(tool, world, "--out", place / "second.safetensors", "--json", report)
+    call(tool, world, "--out", place / "third.safetensors", "--json", report, "--dry-run")
+    assert json.loads(report.read_bytes())
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What killed runs left
+
+
+def temporary(path, pid, host=None, old=False):
+    name = temporary_path(path).name.removesuffix(f"-{os.getpid()}")
+    if host:
+        name = f"{path.name}.tmp-{host}"
+    return path.with_name(f"{name}-{pid}" + ("-old" if old else ""))
+
+
+@pytest.fixture
+def dead():
+    """The number of a process that is dead."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.fixture
+def living():
+    """The number of a process that lives on."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("name", ("out", "out.safetensors"))
+def test_temporaries_of_dead_processes_are_removed(world, place, dead, tool, name):
+    out, report = place / name, place / "report.json"
+    call(tool, world, "--out", out)
+    file, folder, old = (temporary(path, dead) for path in (report, out, out))
+    old = temporary(out, dead, old=True)
+    ours = temporary(out, os.getpid(), old=True)  # containers count from 1: the killed one had our number
+    file.write_text("x")
+    for path in (folder, old, ours):
+        path.mkdir() if name == "out" else path.write_text("x")
+    if name == "out":
+        (folder / "transformer").mkdir()
+        (folder / "transformer" / "weights.safetensors").write_text("half")
+    arguments = ["--out", out, "--json", report, "--force"]
+    assert "would remove" in call(tool, world, *arguments, "--dry-run") and folder.exists()
+    text = call(tool, world, *arguments)
+    for path in (file, folder, old, ours):
+        assert not path.exists() and f"removed {path}" in text
+    assert sorted(path.name for path in place.iterdir()) == sorted(["beside.txt", name, "report.json"])
+
+
+def test_temporaries_that_may_be_written_are_named(world, place, living):
+    """Of another host, or of a process that lives: unless it is younger than the last write, by a reused number."""
+    out = place / "out"
+    reused = temporary(out, living)
+    named = [reused, temporary(out, 12, host="other-host-1"), temporary(out, 3, host="x-4", old=True)]
+    for path in named:
+        path.mkdir()
+        (path / "half").write_text("x")
+    others = [place / name for name in ("out2.tmp-host-1", f"my{temporary(out, 1).name}", "out.tmp-notes", "tmp-1")]
+    for path in others:
+        path.write_text("mine")
+    text = call("merge_shards", world, "--out", out)
+    for path in named:
+        assert (path / "half").read_text() == "x" and f"note: {path}" in text
+    assert all(path.read_text() == "mine" for path in others)
+    hour_ago = time.time() - 3600
+    for path in (reused / "half", reused):
+        os.utime(path, (hour_ago, hour_ago))
+    assert f"removed {reused}" in call("merge_shards", world, "--out", out, "--force") and not reused.exists()
+
+
+def test_a_temporary_inside_an_output_is_not_foreign(world, place, dead):
+    out = place / "out"
+    call("merge_shards", world, "--out", out)
+    temporary(out / "other.safetensors", dead).write_text("half")
+    temporary(out / "folder", dead).mkdir()
+    (temporary(out / "folder", dead) / "half").write_text("x")
+    call("merge_shards", world, "--out", out, "--force")
+    assert not list(out.glob("*.tmp-*"))
+    temporary(out / "other.safetensors", 1, host="elsewhere").write_text("half")
+    assert "elsewhere" in refused("merge_shards", world, place, "--out", out, "--force")
+
+
+def test_an_earlier_output_that_a_kill_left_aside_is_not_lost(world, place, dead):
+    """A folder is replaced in two steps: killed between them, the earlier output has the temporary's name."""
+    out = place / "out"
+    call("merge_shards", world, "--out", out)
+    aside = temporary(out, dead, old=True)
+    out.rename(aside)
+    for extra in ([], ["--force"], ["--dry-run"]):
+        assert str(aside) in refused("merge_shards", world, place, "--out", out, *extra)
+
+
+def test_a_kill_while_a_folder_is_written_is_cleared_up(world, place):
+    """SIGKILL in the middle of a folder: the earlier output is whole, and the next run clears up."""
+    out = place / "out"
+    call("merge_shards", world, "--out", out)
+    before = snapshot(out)
+    code = (
+        "import sys, time; sys.path[:0] = ['tools', '.']; import merge_shards\n"
+        "from rewardfl import shards\n"
+        "def hang(file, piece): file.write(b'half'); print('writing', flush=True); time.sleep(600)\n"
+        "shards._write = hang; merge_shards.main()"
+    )
+    arguments = ["--input", world / "pipeline" / "transformer_2", "--out", out, "--force"]
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert any("writing" in line for line in process.stdout)
+        process.kill()
+    (stray,) = place.glob("*.tmp-*")
+    assert any(stray.rglob("*.safetensors.tmp-*")) and snapshot(out) == before
+    assert f"removed {stray}" in call("merge_shards", world, "--out", out, "--force", "--verify")
+    assert sorted(path.name for path in place.iterdir()) == ["beside.txt", "out"]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What a pipeline's other files become, and the room they need
+
+
+def merged_pipeline(world, out, *arguments, expect=0):
+    given = ["--base", world / "pipeline", "--lora", world / "lora_low" / "comfy.safetensors", "--out", out]
+    return run_tool(merge_lora.main, *given, *arguments, expect=expect)
+
+
+def test_weights_are_links_and_what_people_edit_are_copies(world, place):
+    out = place / "merged"
+    merged_pipeline(world, out)
+    base = world / "pipeline"
+    for path in (path for path in base.rglob("*") if path.is_file()):
+        there = out / path.relative_to(base)
+        if "transformer_2" in path.parts and path.suffix == ".safetensors":
+            continue
+        assert there.read_bytes() == path.read_bytes()
+        assert there.samefile(path) == (path.suffix == ".safetensors"), path
+    config = base / "scheduler" / "scheduler_config.json"
+    before = config.read_bytes()
+    with (out / "scheduler" / "scheduler_config.json").open("r+") as file:
+        file.write("edited in place")
+    assert config.read_bytes() == before
+
+
+@pytest.mark.parametrize("where", ("across file systems", "without links"))
+def test_all_that_is_copied_is_counted(world, place, monkeypatch, where):
+    """The room is that of the merged expert and of every file that cannot be a link."""
+    out, base = place / "merged", world / "pipeline"
+    small = [path for path in base.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
+    linked = [path for path in base.rglob("*.safetensors") if path.parent.name != "transformer_2"]
+    expert = _output.shards.open_checkpoint(base / "transformer_2").nbytes
+    size = {"small": sum(path.stat().st_size for path in small), "linked": sum(p.stat().st_size for p in linked)}
+    if where == "across file systems":
+        monkeypatch.setattr(_output.Path, "stat", other_device(base, _output.Path.stat))
+
+    def no_links(*_):
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", no_links)
+    needed = expert + size["small"] + size["linked"]
+    for free, expect in ((needed - 1, 2), (needed, 0)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: shutil._ntuple_diskusage(0, 0, free))
+        text = merged_pipeline(world, out, expect=expect)
+        assert out.exists() == (expect == 0) and not list(place.glob("*.tmp-*")), text
+        if where == "across file systems":
+            merged_pipeline(world, place / "dry", "--dry-run", expect=expect)
+
+
+def other_device(base, real):
+    """Path.stat with another device number for what lies in `base`."""
+
+    def changed(path, **options):
+        status = real(path, **options)
+        if base not in path.parents:
+            return status
+        return os.stat_result([*status[:2], status.st_dev + 1, *status[3:]])
+
+    return changed
+
+
+@pytest.mark.parametrize("kind", ("FIFO", "link to nothing", "link upwards"))
+def test_a_base_with_what_cannot_be_copied_is_refused(world, place, kind):
+    base, out = place / "base", place / "out"
+    shutil.copytree(world / "pipeline", base)
+    odd = base / "vae" / "odd"
+    odd.symlink_to("..") if kind == "link upwards" else MAKE[kind](odd)
+    lora = world / "lora_low" / "comfy.safetensors"
+    assert str(odd) in run_tool(merge_lora.main, "--base", base, "--lora", lora, "--out", out, expect=2)
+    assert not out.exists() and not list(place.glob("*.tmp-*"))
+
+
+def test_a_merged_pipeline_is_a_base_again(world, place):
+    first, second = place / "first", place / "second"
+    merged_pipeline(world, first)
+    lora = world / "lora_low" / "comfy.safetensors"
+    run_tool(merge_lora.main, "--base", first, "--lora", lora, "--out", second, "--verify")
+    listed = json.loads((second / _output.MANIFEST).read_text())
+    assert {path.relative_to(second).as_posix() for path in second.rglob("*") if path.is_file()} == {
+        *listed["files"], _output.MANIFEST,
+    }  # fmt: skip
+
+
+def test_names_from_the_command_line_and_from_files_stay_on_one_line(world, place):
+    out = place / "a\nb\x1b[31m"
+    out.mkdir()
+    line = refused("merge_shards", world, place, "--out", out, "--force")
+    assert "a\\nb\\x1b[31m" in line
+
+
+@pytest.mark.parametrize("kind", ("file", "FIFO", "link to a folder", "link to nothing"))
+def test_a_folder_is_written_over_no_link_and_no_file(place, kind):
+    """files.atomic_directory, which checkpoints use too: a link to a folder left a stray behind."""
+    MAKE[kind](place / "out")
+    before = snapshot(place)
+    with pytest.raises(FileExistsError), atomic_directory(place / "out"):
+        pytest.fail("the block ran")
+    assert snapshot(place) == before
