@@ -41,7 +41,7 @@ COLUMNS = (
 PATHS = ("video", "image", "reference_video")  # the columns that name files
 STEP = 16  # diffusers' Wan pipeline takes heights and widths in multiples of it
 REFERENCE_FRAMES = 2  # at least, of a reference video: a face pool leaves out the first
-PICTURE_PIXELS = 2**26  # at most, of a picture (8192 x 8192): fitting one takes 20 bytes of memory per pixel
+PICTURE_PIXELS = 2**26  # at most, of a picture (8192 x 8192): reading and fitting it takes 1.1 GB
 NAME_BYTES = 255  # of a file's name, on the file systems there are
 # The bits depend on the number of threads, and, where macroblocks are an odd number, libx264's macroblock tree reads
 # memory that nobody has written (core 165).
