@@ -85,12 +85,17 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
     accelerator.gradient_accumulation_steps = per_update * len(window_of(0))
     if device.type == "cpu":
         torch.set_num_threads(cfg.run.cpu_threads or max(1, os.cpu_count() // world))
-    rows = data.load_metadata(cfg.data.file_name)
-    eval_rows = data.load_metadata(cfg.evaluation.eval_clips) if cfg.evaluation.eval_clips else []
+    share = prepare.Share(rank, world, not accelerator.is_main_process)
+    rows, said = setup.look_at_rows(cfg, data.load_metadata(cfg.data.file_name), share, gather_lists)
+    eval_rows, key = [], "evaluation.eval_clips"
+    if cfg.evaluation.eval_clips:
+        found = data.load_metadata(cfg.evaluation.eval_clips, key)
+        eval_rows, more_said = setup.look_at_rows(cfg, found, share, gather_lists, key)
+        said += more_said
     steps = plan_grpo.total_steps(cfg, len(rows))
     say = accelerator.print
-    for note in [*wan_load.differences(layout, boundary, cfg.sample.shift), *data.notes([*rows, *eval_rows])]:
-        say(f"note: {note}")
+    for line in [*(f"note: {note}" for note in wan_load.differences(layout, boundary, cfg.sample.shift)), *said]:
+        say(line)
     run = plan_grpo.run_of(cfg, layout.configs, len(rows), steps, world, distributed.sharding(accelerator))
     say(plan_grpo.overview(cfg, run))
     if dry_run:
@@ -108,13 +113,12 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
 
     # ---------------------------------------------------------------------------------- clips and rewards
     store = Cache(cfg.data.cache_dir or f"{cfg.run.output_dir}/cache")
-    share = prepare.Share(rank, world, not accelerator.is_main_process)
     terms = build_terms(configuration.wanted_rewards(cfg), device)
     part_weights = {"coverage": cfg.reward.coverage_weight, "motion": cfg.reward.motion_weight}
     part_weights = {name: weight for name, weight in part_weights.items() if weight > 0}
     find = partial(setup.find_samples, cfg, terms=terms, store=store, device=device, share=share, gather=gather_lists)
     samples, problems = find(rows)
-    held_out, more_problems = find(eval_rows) if eval_rows else ([], [])
+    held_out, more_problems = find(eval_rows, key=key) if eval_rows else ([], [])
     for problem in problems + more_problems:
         say(f"skipped: {problem}")
     if len({sample.size for sample in samples}) > 1 and cfg.grpo.group_size % cfg.train.per_device_train_batch_size:
@@ -122,8 +126,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
             "train.per_device_train_batch_size must divide grpo.group_size where clips differ in size: one forward "
             "pass takes videos of one size"
         )
-    clip = setup.load_example(cfg, samples[0].row).reference.to(device)
-    hashes, described = setup.check_face_packs(terms, clip)
+    hashes, described = setup.check_face_packs(cfg, terms, samples, device, share, gather_lists)
     for line in described:
         say(line)
     steps = plan_grpo.total_steps(cfg, len(samples))

@@ -61,11 +61,12 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
     if device.type == "cpu":
         torch.set_num_threads(cfg.run.cpu_threads or max(1, os.cpu_count() // accelerator.num_processes))
     global_batch = configuration.check_batch(cfg, accelerator.num_processes)
-    rows = data.load_metadata(cfg.data.file_name)
+    share = prepare.Share(accelerator.process_index, accelerator.num_processes, not accelerator.is_main_process)
+    rows, said = setup.look_at_rows(cfg, data.load_metadata(cfg.data.file_name), share, gather_lists)
     steps = data.total_steps(len(rows), global_batch, cfg.train.num_train_epochs, cfg.train.max_steps)
     say = accelerator.print
-    for note in [*wan_load.differences(layout, boundary, cfg.sample.shift), *data.notes(rows)]:
-        say(f"note: {note}")
+    for line in [*(f"note: {note}" for note in wan_load.differences(layout, boundary, cfg.sample.shift)), *said]:
+        say(line)
     sharding = distributed.sharding(accelerator)
     run = planning.run_of(cfg, layout.configs, len(rows), steps, accelerator.num_processes, sharding)
     say(planning.overview(cfg, run, global_batch, accelerator.num_processes))
@@ -84,7 +85,6 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
 
     # ---------------------------------------------------------------------------------- clips and rewards
     store = Cache(cfg.data.cache_dir or f"{cfg.run.output_dir}/cache")
-    share = prepare.Share(accelerator.process_index, accelerator.num_processes, not accelerator.is_main_process)
     terms = build_terms(configuration.wanted_rewards(cfg), device)
     check_trainable(terms)
     samples, problems = setup.find_samples(cfg, rows, terms, store, device, share, gather_lists)
@@ -92,8 +92,7 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
         say(f"skipped: {problem}")
     several_sizes = len({sample.size for sample in samples}) > 1
     one_shape_batch = cfg.train.per_device_train_batch_size if several_sizes else None
-    clip = setup.load_example(cfg, samples[0].row).reference.to(device)
-    hashes, described = setup.check_face_packs(terms, clip)
+    hashes, described = setup.check_face_packs(cfg, terms, samples, device, share, gather_lists)
     for line in described:
         say(line)
     steps = data.total_steps(len(samples), global_batch, cfg.train.num_train_epochs, cfg.train.max_steps)

@@ -7,16 +7,20 @@ of several shapes the batch size does change which clips make up a step: see mic
 
 import csv
 import hashlib
+import io
 import itertools
 import math
 import os
+import statistics
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
@@ -25,6 +29,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional
 
+from rewardfl.files import atomic_directory, atomic_write
+
 COLUMNS = (
     "video",
     "prompt",
@@ -32,8 +38,15 @@ COLUMNS = (
     "negative_prompt",
     "reference_video",
 )  # of metadata.csv; the first two are a must
+PATHS = ("video", "image", "reference_video")  # the columns that name files
 STEP = 16  # diffusers' Wan pipeline takes heights and widths in multiples of it
 REFERENCE_FRAMES = 2  # at least, of a reference video: a face pool leaves out the first
+PICTURE_PIXELS = 2**26  # at most, of a picture (8192 x 8192): reading and fitting it takes 1.1 GB
+NAME_BYTES = 255  # of a file's name, on the file systems there are
+# The bits depend on the number of threads, and, where macroblocks are an odd number, libx264's macroblock tree reads
+# memory that nobody has written (core 165).
+X264 = {"crf": "18", "threads": "1", "x264-params": "mbtree=0"}
+SAME_RATE = 0.99  # 23.976 frames per second pass for 24
 
 
 class DataError(ValueError):
@@ -42,6 +55,15 @@ class DataError(ValueError):
 
 # ------------------------------------------------------------------------------------------------------------
 # Video files
+
+
+class Instant(NamedTuple):
+    """When a frame is shown, in seconds: what is known of it before it is decoded."""
+
+    time: float
+
+
+Timed = av.VideoFrame | Instant
 
 
 def read_video(path: str | Path, num_frames: int | None = None, fps: float | None = None) -> Tensor:
@@ -59,9 +81,15 @@ def iter_frames(
     be decoded, where it ends before `at_least` frames (None: num_frames), and for frames that follow each other
     more slowly than fps: frames that were never filmed would have to be made up.
     """
-    decoded = _decoded(Path(path))
+    return _chosen(path, _decoded(path), num_frames, fps, at_least)
+
+
+def _chosen(
+    path: str | Path, frames: Iterable[Timed], num_frames: int | None, fps: float | None, at_least: int | None
+) -> Iterator[Timed]:
+    """Those of a file's frames, or of their times, that iter_frames takes."""
     found, needed = 0, (num_frames or 1) if at_least is None else at_least
-    for frame in itertools.islice(decoded, num_frames) if fps is None else _at_rate(path, decoded, fps, num_frames):
+    for frame in itertools.islice(frames, num_frames) if fps is None else _at_rate(path, frames, fps, num_frames):
         found += 1
         yield frame
     if found < needed:
@@ -69,9 +97,10 @@ def iter_frames(
         raise DataError(f"{path}: holds {found} frames{rate}, {needed} are needed")
 
 
-def _decoded(path: Path) -> Iterator[av.VideoFrame]:
-    """All frames in the order in which they are shown. DataError for what training could not use as it is."""
-    if not path.is_file():
+@contextmanager
+def _opened(path: str | Path) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
+    """A file and its video. DataError for what its header, or reading on, shows to be of no use to training."""
+    if not os.path.isfile(path):  # Path.is_file raises for names that no file system takes
         raise DataError(f"{path}: no such file")
     try:
         with av.open(str(path)) as container:
@@ -84,22 +113,54 @@ def _decoded(path: Path) -> Iterator[av.VideoFrame]:
                     f"{path}: pixels are {stream.sample_aspect_ratio} as wide as high; make them square with "
                     "ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT"
                 )
-            size = None
-            for i, frame in enumerate(container.decode(stream)):
-                size = size or (frame.height, frame.width)
-                if (frame.height, frame.width) != size:
-                    change = f"{size[0]} x {size[1]} to {frame.height} x {frame.width}"
-                    raise DataError(f"{path}: goes from {change} pixels at frame {i}; re-encode it at one size")
-                if frame.rotation % 90:
-                    raise DataError(f"{path}: is turned by {frame.rotation} degrees; re-encode it upright")
-                yield frame
+            yield container, stream
     except av.FFmpegError as error:
         raise DataError(f"{path}: cannot be decoded ({error.strerror})") from error
 
 
-def _at_rate(
-    path: str | Path, frames: Iterable[av.VideoFrame], fps: float, num_frames: int | None
-) -> Iterator[av.VideoFrame]:
+def _decoded(path: str | Path) -> Iterator[av.VideoFrame]:
+    """All frames in the order in which they are shown. DataError for what training could not use as it is."""
+    size = None
+    with _opened(path) as (container, stream):
+        for i, frame in enumerate(container.decode(stream)):
+            size = size or (frame.height, frame.width)
+            if (frame.height, frame.width) != size:
+                change = f"{size[0]} x {size[1]} to {frame.height} x {frame.width}"
+                raise DataError(f"{path}: goes from {change} pixels at frame {i}; re-encode it at one size")
+            if frame.rotation % 90:
+                raise DataError(f"{path}: is turned by {frame.rotation} degrees; re-encode it upright")
+            yield frame
+
+
+def read_header(
+    path: str | Path, num_frames: int, fps: float | None = None, at_least: int | None = None
+) -> tuple[tuple[int, int], float | None]:
+    """((height, width) as stored, frames per second where it says so) of a clip, without decoding a frame.
+
+    Raises iter_frames' DataError as far as that can be told. A header may lie: where it promises too few frames, or too
+    slow ones, the times of the file's packets decide, which are never fewer than its frames; where it promises
+    enough, reading the frames may still find less.
+    """
+    with _opened(path) as (container, stream):
+        rate = float(stream.average_rate) if stream.average_rate else None
+        needed = num_frames if at_least is None else at_least
+        if _promises_too_little(stream.frames, rate, needed, fps):
+            packets = [packet for packet in container.demux(stream) if packet.size and not packet.is_discard]
+            if all(packet.pts is not None for packet in packets):
+                times = sorted({packet.pts * packet.time_base for packet in packets})
+                for _ in _chosen(path, (Instant(float(time)) for time in times), num_frames, fps, at_least):
+                    pass
+        return (stream.height, stream.width), rate
+
+
+def _promises_too_little(count: int, rate: float | None, needed: int, fps: float | None) -> bool:
+    """count: 0 where the header does not say."""
+    if fps is None or rate is None:
+        return 0 < count < needed
+    return rate < SAME_RATE * fps or 0 < count < (needed - 1) * rate / fps + 1
+
+
+def _at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_frames: int | None) -> Iterator[Timed]:
     """The frames nearest to every 1 / fps seconds, in one pass; the last frame stands as long as the one before it."""
     slack = 1e-3  # seconds: containers round times to milliseconds, and halfway between two frames is the earlier
     start, before, shown, gap, seen, k = 0.0, -math.inf, None, 0.0, 0, 0
@@ -120,7 +181,7 @@ def _at_rate(
         yield shown
         k += 1
     rate = (seen - 1) / (before - start) if seen > 1 else math.inf  # one frame has none: too few frames says enough
-    if rate < 0.99 * fps:  # 23.976 passes for 24
+    if rate < SAME_RATE * fps:
         raise DataError(
             f"{path}: has {rate:.4g} frames per second, data.fps is {fps:g}; lower it or leave the clip out"
         )
@@ -132,17 +193,20 @@ def _pixels(frame: av.VideoFrame) -> np.ndarray:
 
 
 def frame_rate(path: str | Path) -> float:
-    """Average frames per second of a video file."""
-    with av.open(str(path)) as container:
-        return float(container.streams.video[0].average_rate)
+    """Average frames per second of a video file. DataError where it cannot be read, or does not say."""
+    with _opened(path) as (_, stream):
+        if not stream.average_rate:
+            raise DataError(f"{path}: does not say how many frames it has per second; re-encode it, or set data.fps")
+        return float(stream.average_rate)
 
 
 def write_video(path: str | Path, video: Tensor, fps: float) -> None:
     """Write `video`, uint8 (F, H, W, 3) or float (3, F, H, W) in [-1, 1], as H.264 mp4, atomically.
 
-    The file is for looking at: 4:2:0 colour and compression change pixels, so no reward is computed from it.
+    The same video gives the same bytes. The file is for looking at: 4:2:0 colour and compression change pixels, so no
+    reward is computed from it.
     """
-    frames = video if video.dtype == torch.uint8 else to_uint8(video)
+    frames = _frames(video)
     _, height, width, _ = frames.shape
     if height % 2 or width % 2:
         raise ValueError(f"{path}: H.264 needs an even height and width, got {height} x {width}")
@@ -152,13 +216,37 @@ def write_video(path: str | Path, video: Tensor, fps: float) -> None:
         with av.open(str(temporary), "w", format="mp4") as container:
             stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
             stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
-            stream.options = {"crf": "18"}
-            for frame in frames.cpu().numpy():
+            stream.options = X264
+            for frame in frames:
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
             container.mux(stream.encode())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_npy(path: str | Path, video: Tensor) -> None:
+    """Write a video, as write_video takes it, as numpy's uint8 array (F, H, W, 3) in RGB, atomically and losslessly."""
+    content = io.BytesIO()
+    np.save(content, _frames(video))
+    atomic_write(path, content.getvalue())
+
+
+def write_pngs(folder: str | Path, video: Tensor) -> None:
+    """Write a video, as write_video takes it, as `folder`/0000.png, 0001.png, ...: all of them or none, losslessly.
+
+    Raises FileExistsError where there is something at `folder`, which is never replaced.
+    """
+    if Path(folder).exists():
+        raise FileExistsError(f"{folder} is there already")
+    with atomic_directory(folder) as new:
+        for i, frame in enumerate(_frames(video)):
+            Image.fromarray(frame).save(new / f"{i:04d}.png")
+
+
+def _frames(video: Tensor) -> np.ndarray:
+    """(F, H, W, 3) uint8 of a video as write_video takes it."""
+    return (video if video.dtype == torch.uint8 else to_uint8(video)).cpu().numpy()
 
 
 def draw_boxes(video: Tensor, boxes: Tensor) -> Tensor:
@@ -241,21 +329,42 @@ def read_clip(
 def read_picture(path: str | Path) -> Tensor:
     """(H, W, 3) uint8 RGB of a picture file, upright as its EXIF orientation says.
 
-    Raises DataError for a file that is missing or cannot be decoded, for transparent pixels, whose colour would
-    have to be made up, and for pixels of more than 8 bits, which Pillow would clip.
+    Raises DataError for a file that is missing or cannot be decoded, for more than PICTURE_PIXELS, for transparent
+    pixels, whose colour would have to be made up, and for pixels of more than 8 bits, which Pillow would clip.
     """
-    if not Path(path).is_file():
-        raise DataError(f"{path}: no such file")
-    try:
-        with Image.open(path) as file:
-            picture = ImageOps.exif_transpose(file)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
-        raise DataError(f"{path}: cannot be decoded as a picture; save it as JPEG or PNG") from error
-    if picture.mode.startswith(("I", "F")):
-        raise DataError(f"{path}: has pixels of Pillow's mode {picture.mode}; save it with 8 bits per channel")
+    with _opened_picture(path) as picture:
+        picture.load()
+        ImageOps.exif_transpose(picture, in_place=True)
     if picture.has_transparency_data and picture.convert("RGBA").getextrema()[3][0] < 255:
         raise DataError(f"{path}: has transparent pixels; save it without an alpha channel")
-    return torch.from_numpy(np.array(picture.convert("RGB")))
+    return torch.from_numpy(np.array(picture if picture.mode == "RGB" else picture.convert("RGB")))
+
+
+def _check_picture(path: Path) -> None:
+    """DataError as read_picture, as far as the picture's header tells."""
+    with _opened_picture(path):
+        pass
+
+
+@contextmanager
+def _opened_picture(path: str | Path) -> Iterator[Image.Image]:
+    """A picture, of which only the header is read yet. DataError as read_picture's, also for what is read within."""
+    if not os.path.isfile(path):
+        raise DataError(f"{path}: no such file")
+    too_large = f"{path}: has more than {PICTURE_PIXELS} pixels; scale it down"
+    try:
+        with Image.open(path) as picture:
+            if math.prod(picture.size) > PICTURE_PIXELS:
+                raise DataError(too_large)
+            if picture.mode.startswith(("I", "F")):
+                raise DataError(f"{path}: has pixels of Pillow's mode {picture.mode}; save it with 8 bits per channel")
+            yield picture
+    except Image.DecompressionBombError as error:  # Pillow's own limit, which lies above
+        raise DataError(too_large) from error
+    except DataError:  # is a ValueError
+        raise
+    except (OSError, SyntaxError, ValueError) as error:  # SyntaxError: a broken PNG
+        raise DataError(f"{path}: cannot be decoded as a picture; save it as JPEG or PNG") from error
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -281,6 +390,20 @@ class Row:
         """The clip that the face to be kept is taken from."""
         return self.reference_video or self.video
 
+    @property
+    def files(self) -> dict[str, Path | None]:
+        """What the row names, by the column; None where it names nothing."""
+        return {"video": self.video, "image": self.image, "reference_video": self.reference_video}
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen of a row without decoding a frame: look_at."""
+
+    problems: tuple[str, ...] = ()
+    size: tuple[int, int] | None = None  # (height, width) of its clip as stored; None where it cannot be opened
+    rate: float | None = None  # of its clip, in frames per second; None where the file does not say
+
 
 @dataclass(frozen=True)
 class Example:
@@ -291,8 +414,8 @@ class Example:
     reference: Tensor  # (3, F', H', W') in [-1, 1], the clip whose face is to be kept: `video` unless the row says
 
 
-def load_metadata(file_name: str | Path) -> list[Row]:
-    """All rows of metadata.csv, usable or not (see check_rows), in the order of the file.
+def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Row]:
+    """All rows of metadata.csv, usable or not (see check_rows), in the order of the file. key: what names it.
 
     Columns `video` and `prompt`, optional `image`, `negative_prompt` and `reference_video`, where an empty cell
     means none; paths are absolute or relative to the file's folder. Any other column is the user's own (split,
@@ -300,7 +423,8 @@ def load_metadata(file_name: str | Path) -> list[Row]:
     """
     path = Path(file_name)
     if not path.is_file():
-        raise DataError(f"data.file_name: no such file: {path}")
+        what = "is a folder, not a file of rows" if path.is_dir() else "no such file"
+        raise DataError(f"{key}: {what}: {path}")
     with path.open(newline="", encoding="utf-8-sig") as file:  # -sig: spreadsheets write a byte order mark
         reader = csv.reader(file, strict=True)  # else a quote that is never closed swallows the rows after it
         try:
@@ -327,16 +451,26 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
         problem = "more cells than columns; put a prompt that holds commas in double quotes"
     elif not cell["video"]:
         problem = "no video"
+    else:
+        problem = next((_unlike_a_name(name, cell[name]) for name in PATHS if _is_too_long(cell[name])), "")
     # only the cells that are given: an id stays what it was when a column comes to the file
     given = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:] if cell[name])]
     row_id = f"{cell['video']}#{hashlib.blake2b(chr(10).join(given).encode(), digest_size=4).hexdigest()}"
     seen[row_id] += 1  # a line repeated to weigh more is a sample of its own, with noise of its own
     suffix = f"-{seen[row_id]}" if seen[row_id] > 1 else ""
-    image, reference = (folder / cell[name] if cell[name] else None for name in ("image", "reference_video"))
+    image, reference = (folder / cell[name] if cell[name] else None for name in PATHS[1:])
     return Row(
         index, line, row_id + suffix, folder / cell["video"], cell["prompt"], problem,
         image, cell["negative_prompt"], reference,
     )  # fmt: skip
+
+
+def _is_too_long(cell: str) -> bool:
+    return any(len(os.fsencode(part)) > NAME_BYTES for part in Path(cell).parts)
+
+
+def _unlike_a_name(column: str, cell: str) -> str:
+    return f"{column}: {cell[:40]!r}... ({len(cell)} characters) is too long for a file's name; are columns swapped?"
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -344,6 +478,72 @@ def notes(rows: Sequence[Row]) -> list[str]:
     count = sum(row.negative_prompt != "" for row in rows)
     words = "have a negative_prompt, which has no effect: clips are sampled without guidance"
     return [f"{count} of {len(rows)} rows {words}"] if count else []
+
+
+def look_at(row: Row, num_frames: int, fps: float | None = None) -> Look:
+    """What keeps a row from being trained on, as far as its line and its files' headers tell, in milliseconds."""
+    if row.problem:
+        return Look((row.problem,))
+
+    def read(path: Path, at_least: int) -> tuple[tuple[int, int], float | None]:
+        return read_header(path, num_frames, fps, at_least)
+
+    found, problems = _read_files(row, num_frames, read, _check_picture)
+    size, rate = found.get("video", (None, None))
+    return Look((*_said_of(row), *problems), size, rate)
+
+
+def _said_of(row: Row) -> list[str]:
+    """What is wrong with what the row says, whatever its files hold."""
+    return [] if row.prompt else [f"empty prompt for {row.video.name}"]
+
+
+def _read_files(
+    row: Row, num_frames: int, read: Callable[[Path, int], Any], read_image: Callable[[Path], Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """({column: what was read of the row's file}, what is wrong with the files that could not be); each is read once.
+
+    read: video, frames that are needed of it -> anything; read_image: the same of a picture. DataError where they fail.
+    """
+    readers = {"video": partial(read, row.video, num_frames)}
+    if row.reference_video not in (None, row.video):
+        readers["reference_video"] = partial(read, row.reference_video, REFERENCE_FRAMES)
+    if row.image is not None:
+        readers["image"] = partial(read_image, row.image)
+    found, problems = {}, []
+    for column, reader in readers.items():
+        try:
+            found[column] = reader()
+        except DataError as error:
+            problems.append(str(error))
+    return found, problems
+
+
+def clip_notes(
+    rows: Sequence[Row], looks: Sequence[Look], height: int, width: int, max_pixels: int | None, fps: float | None
+) -> list[str]:
+    """What is odd about clips that can be trained on, in words: much smaller ones, and several rates that are mixed."""
+    seen = [(row, look) for row, look in zip(rows, looks, strict=True) if look.size is not None]
+    wanted, what = height * width, f"of {height} x {width}, and are enlarged"
+    if max_pixels is not None and seen:
+        wanted = min(max_pixels, statistics.median(math.prod(look.size) for _, look in seen))
+        what = "that is usual here, and are generated as small as they are"
+    small = [(row, look) for row, look in seen if math.prod(look.size) < wanted / 2]
+    found = []
+    if small:
+        row, look = min(small, key=lambda one: math.prod(one[1].size))
+        found.append(
+            f"{len(small)} of {len(rows)} clips have less than half of the pixels {what}; the smallest is line "
+            f"{row.line}, {row.video.name}: {look.size[0]} x {look.size[1]} (height x width)"
+        )
+    rates = sorted((look.rate, row.line) for row, look in seen if look.rate is not None)
+    if fps is None and rates and rates[0][0] < SAME_RATE * rates[-1][0]:
+        (slow, slow_line), (fast, fast_line) = rates[0], rates[-1]
+        found.append(
+            f"data.fps is null, and clips have from {slow:.4g} (line {slow_line}) to {fast:.4g} (line {fast_line}) "
+            "frames per second, which are trained on as if they had one rate; set data.fps to take frames at one"
+        )
+    return found
 
 
 def check_rows(
@@ -361,9 +561,9 @@ def check_rows(
 
 
 def usable_rows(
-    rows: Sequence[Row], problems: Sequence[tuple[int, str]], skip_bad_rows: bool
+    rows: Sequence[Row], problems: Sequence[tuple[int, str]], skip_bad_rows: bool, key: str = "data.file_name"
 ) -> tuple[list[Row], list[str]]:
-    """As check_rows, of (line, problem) pairs that were found before."""
+    """As check_rows, of (line, problem) pairs that were found before. key: what names the rows' file."""
     by_line: dict[int, list[str]] = {}
     for line, problem in problems:
         by_line.setdefault(line, []).append(problem)
@@ -372,11 +572,11 @@ def usable_rows(
     if bad and not skip_bad_rows:
         listing = "\n".join(bad)
         raise DataError(
-            f"data.file_name: {len(bad)} of {len(rows)} rows cannot be used; mend them or set "
+            f"{key}: {len(bad)} of {len(rows)} rows cannot be used; mend them or set "
             f"data.skip_bad_rows: true\n{listing}"
         )
     if not good:
-        raise DataError("\n".join(["data.file_name: no usable row", *bad]))
+        raise DataError("\n".join([f"{key}: no usable row", *bad]))
     return good, bad
 
 
@@ -384,41 +584,47 @@ def row_problems(row: Row, num_frames: int, fps: float | None = None) -> list[st
     """Everything that keeps a row from being trained on. Decodes its files, a frame at a time."""
     if row.problem:
         return [row.problem]
-    problems = [] if row.prompt else [f"empty prompt for {row.video.name}"]
-    needed = {row.video: num_frames}
-    if row.reference_video is not None:
-        needed.setdefault(row.reference_video, REFERENCE_FRAMES)
-    for path, at_least in needed.items():
-        try:
-            for _ in iter_frames(path, num_frames, fps, at_least):
-                pass
-        except DataError as error:
-            problems.append(str(error))
-    try:
-        if row.image is not None:
-            read_picture(row.image)
-    except DataError as error:
-        problems.append(str(error))
-    return problems
+
+    def decode(path: Path, at_least: int) -> None:
+        for _ in iter_frames(path, num_frames, fps, at_least):
+            pass
+
+    return _said_of(row) + _read_files(row, num_frames, decode, read_picture)[1]
+
+
+def read_example(
+    row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
+) -> tuple[Example | None, list[str]]:
+    """(the row's clip and what else it names, []), or (None, what keeps these files from being used).
+
+    Each file is decoded once, as read_clip and read_picture do. The image is fitted to the clip's size. A reference
+    video has its own size under max_pixels, and may be shorter than the clip: up to num_frames of its frames are
+    taken, at least REFERENCE_FRAMES.
+    """
+
+    def read(path: Path, at_least: int) -> Tensor:
+        return read_clip(path, height, width, num_frames, max_pixels, fps, at_least)
+
+    found, problems = _read_files(row, num_frames, read, read_picture)
+    if problems:
+        return None, problems
+    video = reference = to_float(found["video"])
+    image = video[:, 0]
+    if "image" in found:
+        image = to_float(fit(found["image"][None], *video.shape[2:]))[:, 0]
+    if "reference_video" in found:
+        reference = to_float(found["reference_video"])
+    return Example(row.id, row.prompt, video, image, reference), []
 
 
 def load_example(
     row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
 ) -> Example:
-    """The row's clip and what else it names, as read_clip reads them. DataError as iter_frames and read_picture.
-
-    The image is fitted to the clip's size. A reference video has its own size under max_pixels, and may be
-    shorter than the clip: up to num_frames of its frames are taken, at least REFERENCE_FRAMES.
-    """
-    video = reference = to_float(read_clip(row.video, height, width, num_frames, max_pixels, fps))
-    image = video[:, 0]
-    if row.image is not None:
-        image = to_float(fit(read_picture(row.image)[None], *video.shape[2:]))[:, 0]
-    if row.reference_video is not None:
-        reference = to_float(
-            read_clip(row.reference_video, height, width, num_frames, max_pixels, fps, REFERENCE_FRAMES)
-        )
-    return Example(row.id, row.prompt, video, image, reference)
+    """As read_example; DataError for files that cannot be used."""
+    example, problems = read_example(row, height, width, num_frames, max_pixels, fps)
+    if example is None:
+        raise DataError("; ".join(problems))
+    return example
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,10 @@ and a run whose entries are all there loads neither text encoder, VAE encoder, n
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +23,8 @@ from rewardfl.rewards import Reward
 
 Number = int | float | None
 T = TypeVar("T")
+READERS = 4  # files that a process hashes, or whose headers it reads, at a time
+Gather = Callable[[list], list]  # collects a list over all processes, as accelerate.utils.gather_object does
 
 
 @dataclass(frozen=True)
@@ -111,11 +116,40 @@ def readable(
 # Clips and what the rewards keep of them
 
 
-def clip_key(row: data.Row, size: Mapping[str, Number]) -> Key:
-    """Of the row's clip as load_example reads it. size: height, width, num_frames, max_pixels, fps."""
-    paths = {"video": row.video, "image": row.image, "reference_video": row.reference_video}
-    found = {name: files.sha256(path) if path else None for name, path in paths.items()}
-    return {"kind": "clip", **found, **size}
+def look_at(
+    rows: Sequence[data.Row], num_frames: int, fps: float | None, share: Share, gather: Gather
+) -> list[data.Look]:
+    """data.look_at of each row, on every process; each looks at its share."""
+    look = partial(data.look_at, num_frames=num_frames, fps=fps)
+    with ThreadPoolExecutor(READERS) as pool:
+        found = gather(list(zip(share.of(range(len(rows))), pool.map(look, share.of(rows)), strict=True)))
+    return [look for _, look in sorted(found, key=lambda one: one[0])]
+
+
+def hash_files(rows: Sequence[data.Row], share: Share, gather: Gather) -> tuple[dict[Path, str], dict[Path, str]]:
+    """({file that the rows name: sha256}, {file that cannot be read: why}) on every process, each file read by one."""
+    paths = list(dict.fromkeys(path for row in rows for path in row.files.values() if path is not None))
+    mine = share.of(paths)
+    with ThreadPoolExecutor(READERS) as pool:
+        progress = tqdm(pool.map(_hash_file, mine), total=len(mine), desc="files", disable=share.quiet)
+        found = gather(list(zip(mine, progress, strict=True)))
+    return {path: hashed for path, (hashed, _) in found if hashed}, {path: why for path, (_, why) in found if why}
+
+
+def _hash_file(path: Path) -> tuple[str, str]:
+    """(sha256, "") or ("", why there is none)."""
+    try:
+        return files.sha256(path), ""
+    except OSError as error:
+        return "", f"{path}: cannot be read ({error.strerror})"
+
+
+def clip_key(row: data.Row, hashes: Mapping[Path, str], size: Mapping[str, Number]) -> Key:
+    """Of the row's clip as load_example reads it.
+
+    hashes: of the row's files. size: height, width, num_frames, max_pixels, fps.
+    """
+    return {"kind": "clip", **{name: hashes[path] if path else None for name, path in row.files.items()}, **size}
 
 
 def reference_key(clip: Key, reward: Reward, prompt: str) -> Key:
@@ -123,52 +157,69 @@ def reference_key(clip: Key, reward: Reward, prompt: str) -> Key:
     return key | {"prompt": prompt} if reward.uses_prompt else key
 
 
+@dataclass(frozen=True)
+class Found:
+    """What reading a row's files has shown; every process is told of every row's."""
+
+    line: int  # the row's
+    problems: tuple[str, ...] = ()  # that keep it from being trained on
+    size: tuple[int, int] | None = None  # height and width that it is generated at; None with problems
+
+
 def references(
     store: Cache,
     rows: Sequence[data.Row],
+    hashes: Mapping[Path, str],
     size: Mapping[str, Number],
-    load: Callable[[data.Row], data.Example],
+    load: Callable[[data.Row], tuple[data.Example | None, list[str]]],
     rewards: Sequence[Reward],
     device: torch.device,
     share: Share,
-) -> list[tuple[int, str]]:
+) -> list[Found]:
     """Read this process's share of the clips, keep what the rewards need of them.
 
-    (line, problem) for each row that cannot be trained on: a file that cannot be used, or a clip in which the
-    first of the rewards finds nothing to compare with.
+    hashes: of all the rows' files. load: data.read_example. A row with a problem cannot be trained on: a file cannot be
+    used, or the first of the rewards finds nothing to compare with in its clip.
     """
+    clips: dict[tuple, list[data.Row]] = {}
+    for row in rows:  # several may be of the same clip, under other prompts
+        clips.setdefault(tuple(row.files.values()), []).append(row)
     return [
-        (row.line, problem)
-        for row in tqdm(share.of(rows), desc="clips", disable=share.quiet)
-        for problem in _read_clip(store, row, size, load, rewards, device)
+        found
+        for alike in tqdm(share.of(clips.values()), desc="clips", disable=share.quiet)
+        for found in _read_clip(store, alike, clip_key(alike[0], hashes, size), load, rewards, device)
     ]
 
 
 def _read_clip(
     store: Cache,
-    row: data.Row,
-    size: Mapping[str, Number],
-    load: Callable[[data.Row], data.Example],
+    rows: Sequence[data.Row],
+    clip: Key,
+    load: Callable[[data.Row], tuple[data.Example | None, list[str]]],
     rewards: Sequence[Reward],
     device: torch.device,
-) -> list[str]:
-    paths = [path for path in (row.video, row.image, row.reference_video) if path]
-    if row.problem or not row.prompt or not all(path.is_file() for path in paths):
-        return data.row_problems(row, size["num_frames"], size["fps"])
-    clip = clip_key(row, size)
-    keys = [reference_key(clip, reward, row.prompt) for reward in rewards]
-    entries = [store.get(key) for key in keys]
-    if None in entries or store.get(clip) is None:
-        problems = data.row_problems(row, size["num_frames"], size["fps"])
-        if problems:
-            return problems
-        example = load(row)
+) -> list[Found]:
+    """Of rows that are all of one clip, which is decoded once, and only where the cache lacks something."""
+    keys = {row.line: [reference_key(clip, reward, row.prompt) for reward in rewards] for row in rows}
+    kept = store.get(clip)
+    if kept is None or any(store.get(key) is None for row in rows for key in keys[row.line]):
+        example, problems = load(rows[0])
+        if example is None:
+            return [Found(row.line, tuple(problems)) for row in rows]
         video = example.reference.to(device)
-        entries = [_entry(reward.reference(video, row.prompt)) for reward in rewards]
-        for key, entry in zip(keys, entries, strict=True):
-            store.put(key, entry)
-        store.put(clip, {"image": example.image})
-    return [] if entries[0]["usable"] else [f"{rewards[0].nothing_found} {row.face_video}"]
+        for row in rows:
+            for key, reward in zip(keys[row.line], rewards, strict=True):
+                if store.get(key) is None:
+                    store.put(key, _entry(reward.reference(video, row.prompt)))
+        kept = {"image": example.image}
+        store.put(clip, kept)
+    size = tuple(kept["image"].shape[1:])
+    return [
+        Found(row.line, (), size)
+        if read(store, keys[row.line][0])["usable"]
+        else Found(row.line, (f"{rewards[0].nothing_found} {row.face_video}",))
+        for row in rows
+    ]
 
 
 def _entry(reference: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -178,19 +229,25 @@ def _entry(reference: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
 
 
 def samples(
-    store: Cache, rows: Sequence[data.Row], size: Mapping[str, Number], rewards: Sequence[Reward]
+    store: Cache,
+    rows: Sequence[data.Row],
+    hashes: Mapping[Path, str],
+    size: Mapping[str, Number],
+    found: Sequence[Found],
+    rewards: Sequence[Reward],
 ) -> list[Sample]:
-    """The rows, which `references` found usable, as samples."""
-    found = []
+    """The rows, which `references` found usable, as samples. found: of all processes."""
+    sizes = {one.line: one.size for one in found}
+    samples = []
     for row in rows:
-        clip = clip_key(row, size)
+        clip = clip_key(row, hashes, size)
         kept = []
         for reward in rewards:
             entry = read(store, reference_key(clip, reward, row.prompt))
             usable = bool(entry.pop("usable"))
             kept.append({name.removeprefix("reference."): value for name, value in entry.items()} if usable else None)
-        found.append(Sample(row, clip, tuple(read(store, clip)["image"].shape[1:]), tuple(kept)))
-    return found
+        samples.append(Sample(row, clip, sizes[row.line], tuple(kept)))
+    return samples
 
 
 # ------------------------------------------------------------------------------------------------------------

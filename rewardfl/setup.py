@@ -1,7 +1,6 @@
 """What both training scripts do before their first step, of the whole configuration: data, rewards, model, adapter.
 
-Nothing here decides what happens in training. `gather` collects a list over all processes, as
-accelerate.utils.gather_object does.
+Nothing here decides what happens in training.
 """
 
 import argparse
@@ -63,7 +62,7 @@ def open_model(cfg: AnyConfig) -> tuple[wan_load.Layout, float]:
     layout = wan_load.find(
         cfg.model.model_paths, cfg.model.tokenizer_path, cfg.model.model_id_with_origin_paths, cfg.model.allow_download
     )
-    wan_load.open_files(layout)
+    layout = wan_load.open_files(layout)
     spatial, temporal = configuration.vae_factors(layout.configs)
     configuration.check_geometry(
         cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
@@ -86,6 +85,26 @@ def load_example(cfg: AnyConfig, row: data.Row) -> data.Example:
     return data.load_example(row, *size, max_pixels=cfg.data.max_pixels, fps=cfg.data.fps)
 
 
+def look_at_rows(
+    cfg: AnyConfig, rows: Sequence[data.Row], share: prepare.Share, gather: prepare.Gather, key: str = "data.file_name"
+) -> tuple[list[data.Row], list[str]]:
+    """(rows that can be trained on as far as their files' headers tell, what is said of the others and of these).
+
+    Takes milliseconds per clip. key: what names the rows' file. DataError lists every row that cannot be trained on,
+    unless data.skip_bad_rows, and is raised where none is left.
+    """
+    looks = prepare.look_at(rows, cfg.data.num_frames, cfg.data.fps, share, gather)
+    problems = [(row.line, problem) for row, look in zip(rows, looks, strict=True) for problem in look.problems]
+    good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows, key)
+    said = [f"skipped: {line}" for line in bad]
+    if bad:
+        said.append(f"note: {key}: {len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows)")
+    seen = [look for look in looks if not look.problems]
+    sizes = (cfg.data.height, cfg.data.width, cfg.data.max_pixels, cfg.data.fps)
+    notes = [*data.notes(good), *data.clip_notes(good, seen, *sizes)]
+    return good, [*said, *(f"note: {key}: {note}" for note in notes)]
+
+
 def find_samples(
     cfg: AnyConfig,
     rows: Sequence[data.Row],
@@ -93,24 +112,56 @@ def find_samples(
     store: Cache,
     device: torch.device,
     share: prepare.Share,
-    gather: Callable[[list], list],
+    gather: prepare.Gather,
+    key: str = "data.file_name",
 ) -> tuple[list[prepare.Sample], list[str]]:
-    """(samples, what is said of rows that are left out): the clips, read once, and what the rewards keep of them."""
+    """(samples, what is said of rows that are left out): the clips, read once, and what the rewards keep of them.
+
+    rows: those that look_at_rows left; key as there.
+    """
     rewards = [term.reward for term in terms]
-    size = {key: getattr(cfg.data, key) for key in ("height", "width", "num_frames", "max_pixels", "fps")}
-    found = gather(prepare.references(store, rows, size, partial(load_example, cfg), rewards, device, share))
-    rows, problems = data.usable_rows(rows, found, cfg.data.skip_bad_rows)
-    return prepare.samples(store, rows, size, rewards), problems
+    size = {name: getattr(cfg.data, name) for name in ("height", "width", "num_frames", "max_pixels", "fps")}
+    hashes, unreadable = prepare.hash_files(rows, share, gather)
+    problems = [
+        (row.line, unreadable[path]) for row in rows for path in dict.fromkeys(row.files.values()) if path in unreadable
+    ]
+    lost = {line for line, _ in problems}
+    whole = [row for row in rows if row.line not in lost]
+    load = partial(data.read_example, **size)
+    found = gather(prepare.references(store, whole, hashes, size, load, rewards, device, share))
+    problems += [(one.line, problem) for one in found for problem in one.problems]
+    rows, said = data.usable_rows(rows, problems, cfg.data.skip_bad_rows, key)
+    return prepare.samples(store, rows, hashes, size, found, rewards), said
 
 
-def check_face_packs(terms: Sequence[Term], clip: Tensor) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """({configuration key: {file: sha256}}, what is said of them) of the face rewards; clip: (3, F, H, W), a real one.
+def check_face_packs(
+    cfg: AnyConfig,
+    terms: Sequence[Term],
+    samples: Sequence[prepare.Sample],
+    device: torch.device,
+    share: prepare.Share,
+    gather: prepare.Gather,
+) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """({configuration key: {file: sha256}}, what is said of them) of the face rewards, on every process.
 
-    FaceParityError when a pack does not answer on the device as onnxruntime does.
+    The first process asks, on the first sample's real clip. Raised on all of them: FaceParityError when a pack does not
+    answer on the device as onnxruntime does, DataError when that clip cannot be read any more.
     """
     packs = {term.key: term.reward.identity for term in terms if isinstance(term.reward, FaceIdentityReward)}
-    hashes = {key: file_hashes(identity.files) for key, identity in packs.items()}
-    return hashes, describe(hashes) + face_parity.check_packs(packs, clip)
+    if not packs:
+        return {}, []
+    answers = []
+    if share.rank == 0:
+        hashes = {key: file_hashes(identity.files) for key, identity in packs.items()}
+        try:
+            clip = load_example(cfg, samples[0].row).reference.to(device)
+            answers.append((hashes, describe(hashes) + face_parity.check_packs(packs, clip), None))
+        except (face_parity.FaceParityError, data.DataError) as error:  # the others wait for an answer
+            answers.append(({}, [], error))
+    ((hashes, said, refused),) = gather(answers)
+    if refused:
+        raise refused
+    return hashes, said
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -228,20 +279,30 @@ def sample_videos(
     """Write samples/step-*/<n>.mp4 of the first samples, each process its share; the folder.
 
     generate: row -> (row, its video (3, F, H, W)), asked as often on every process; another row where this one's inputs
-    are lost. A video that the disk does not take is said and left out.
+    are lost. A video that the disk does not take, or whose real clip cannot be read any more, is said and left out.
     """
     folder = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
     for wanted, mine in share.rounds(range(min(cfg.run.sample_videos, len(samples)))):
         row, video = generate(wanted)
+        path = folder / f"{wanted:02d}.mp4"
         if mine:
-            with checkpoint.tolerant(print, step, last=False):
-                write_video(cfg, samples[row], video, folder / f"{wanted:02d}.mp4")
+            try:
+                with checkpoint.tolerant(print, step, last=False):
+                    write_video(cfg, samples[row], video, path)
+            except data.DataError as error:
+                print(f"warning: step {step}: {path} is left out, since its real clip cannot be shown: {error}")
     return folder
 
 
 def write_video(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Path) -> None:
-    """The real clip, its face marked, beside the generated `video` (3, F, H, W). WriteError as a checkpoint's."""
+    """The real clip, its face marked, beside the generated `video` (3, F, H, W).
+
+    WriteError as a checkpoint's; DataError where the real clip is not what it was when training began.
+    """
     real = load_example(cfg, sample.row).video
+    if real.shape != video.shape:
+        sizes = " x ".join(map(str, real.shape[1:])), " x ".join(map(str, video.shape[1:]))
+        raise data.DataError(f"{sample.row.video}: is {sizes[0]} (frames x height x width) now, it was {sizes[1]}")
     if "boxes" in (sample.references[0] or {}) and sample.row.reference_video is None:
         real = data.draw_boxes(real, sample.references[0]["boxes"])  # whom the reward follows
     fps = cfg.data.fps or data.frame_rate(sample.row.video)

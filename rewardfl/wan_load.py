@@ -11,7 +11,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import safetensors.torch
@@ -39,7 +39,8 @@ KEYS = ("high_noise_model", "low_noise_model", "text_encoder", "vae")  # of a wa
 class Layout:
     """Where the parts of a model are. `configs`: a folder with model_index.json, transformer/config.json, and so on.
 
-    In a diffusers folder everything is in `configs`; the other paths name original files then absent.
+    In a diffusers folder everything is in `configs`; the other paths name original files then absent. `opened`: the
+    experts' tensors, as open_files finds them in the files' headers.
     """
 
     configs: Path
@@ -47,6 +48,7 @@ class Layout:
     text_encoder: Path | None = None
     vae: Path | None = None
     tokenizer: Path | None = None
+    opened: Mapping[str, Checkpoint] | None = None
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -196,12 +198,16 @@ def _snapshot(repository: str, patterns: list[str], allow_download: bool) -> Pat
 # Checks that need headers only
 
 
-def open_files(layout: Layout) -> dict[str, Checkpoint]:
-    """Both experts' files, checked as far as headers tell; those of a diffusers folder's other parts are checked too.
+def open_files(layout: Layout) -> Layout:
+    """The layout with both experts' files `opened`, checked as far as headers tell; one that is opened, as it is.
+
+    A diffusers folder's other parts are checked too.
 
     Refused: damaged or incomplete shards, quantised files, other models of the family, tensors that are missing, of
     another shape or too many, one file for both experts, and an expert whose name says that it is the other one.
     """
+    if layout.opened is not None:
+        return layout
     _check_configs(layout)
     opened = {}
     for expert, paths in layout.experts.items():
@@ -227,7 +233,7 @@ def open_files(layout: Layout) -> dict[str, Checkpoint]:
     for folder in (_text_encoder(layout), _vae(layout)):
         if folder.is_dir():
             shards.open_checkpoint(folder)
-    return opened
+    return replace(layout, opened=opened)
 
 
 def _text_encoder(layout: Layout) -> Path:
@@ -363,7 +369,7 @@ def load_pipeline(
     to `dtype`, or attached as adapters that stay on. parts: those to load (the tokenizer comes with the text encoder;
     vae_decoder is the VAE without what only encoding needs); the others' components are None.
     """
-    opened = open_files(layout)
+    opened = open_files(layout).opened
     loaded = dict.fromkeys(("tokenizer", "text_encoder", "vae", *PARTS.values()))
     for name in PARTS.keys() & parts:
         mine = [one for one in distilled if one.expert == name]
@@ -395,7 +401,7 @@ def load_pipeline(
 
 def files(layout: Layout) -> dict[str, list[Path]]:
     """Files and folders by part (text_encoder, vae, high_noise, low_noise): what identifies the weights."""
-    opened = open_files(layout)
+    opened = open_files(layout).opened
     return {name: list(checkpoint.files) for name, checkpoint in opened.items()} | {
         "text_encoder": [_text_encoder(layout), layout.tokenizer], "vae": [_vae(layout)]
     }  # fmt: skip

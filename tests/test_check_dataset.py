@@ -117,6 +117,8 @@ def test_every_problem_and_every_warning(call, tmp_path):
         "line 16: warning: no face in the first, middle, last frame of turns.mp4",
         f"line 17: problem: no face was found in {tmp_path}/leaves.mp4",
         "note: 1 of 16 rows have a negative_prompt, which has no effect: clips are sampled without guidance",
+        "note: 1 of 9 clips have less than half of the pixels of 64 x 64, and are enlarged; the smallest is line 7, "
+        "tiny.mp4: 32 x 32 (height x width)",
         "16 rows: 9 can be used, 7 cannot",
         "64 x 64: 9 rows",
         f"sheet: {tmp_path}/sheet.png",
@@ -149,6 +151,13 @@ def test_sizes_under_max_pixels(call, tmp_path):
     code, out, _ = call("--data", path, "--num-frames", 5, "--max-pixels", 64 * 112)
     assert code == 0
     assert out == ["3 rows: 3 can be used, 0 cannot", "64 x 112: 2 rows", "112 x 64: 1 rows"]
+    data.write_video(tmp_path / "tiny.mp4", nobody(5, 16, 16), 24)
+    with path.open("a") as file:
+        file.write("tiny.mp4,x\n")
+    code, out, _ = call("--data", path, "--num-frames", 5, "--max-pixels", 64 * 112)
+    small, rates, *_ = out
+    assert code == 0 and "1 of 4 clips" in small and "line 5, tiny.mp4: 16 x 16" in small
+    assert "16 (line 2)" in rates and "24 (line 5)" in rates and "data.fps" in rates
 
 
 @pytest.mark.parametrize(
@@ -157,7 +166,8 @@ def test_sizes_under_max_pixels(call, tmp_path):
         ([], "give --config or --data, got neither"),
         (["--config", "a.yaml", "--data", "{csv}"], "give --config or --data, got both"),
         (["--data", "{csv}"], "metadata.csv: holds no rows"),
-        (["--data", "nowhere.csv"], "data.file_name: no such file: nowhere.csv"),
+        (["--data", "nowhere.csv"], "--data: no such file: nowhere.csv"),
+        (["--data", "."], "--data: is a folder, not a file of rows: ."),
         (["--config", "nowhere.yaml"], "config file not found: nowhere.yaml"),
         (["--data", "{csv}", "--height", "60"], "data.height must be a multiple of 16, got 60; try 48 or 64"),
         (["--data", "{csv}", "--max-pixels", "255"], "data.max_pixels must be at least 256 (16 x 16), got 255"),

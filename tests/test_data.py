@@ -1,11 +1,14 @@
+import ctypes
 import math
 import os
 import random
 import subprocess
 import sys
 import tracemalloc
+import zlib
 from collections import Counter, defaultdict
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import av
@@ -86,10 +89,45 @@ def test_written_format(tmp_path):
 
 
 def test_float_video_is_written_as_its_uint8_frames(tmp_path):
-    frames = clip(height=64)  # at 48 x 64, an odd number of macroblocks, libx264 is not deterministic
+    frames = clip()
     data.write_video(tmp_path / "a.mp4", frames, fps=16)
     data.write_video(tmp_path / "b.mp4", data.to_float(frames), fps=16)
     assert torch.equal(data.read_video(tmp_path / "a.mp4"), data.read_video(tmp_path / "b.mp4"))
+
+
+def test_the_same_frames_are_the_same_bytes(tmp_path):
+    """Whatever memory held before: 48 x 64 is an odd number of macroblocks, of which libx264 reads one too many."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        pytest.skip("glibc alone can be told what fresh memory holds")
+    M_PERTURB, found = -6, set()
+    try:
+        for value in (1, 77, 200, 254):
+            libc.mallopt(M_PERTURB, value)
+            data.write_video(tmp_path / "a.mp4", clip(), fps=16)
+            found.add((tmp_path / "a.mp4").read_bytes())
+    finally:
+        libc.mallopt(M_PERTURB, 0)
+    assert len(found) == 1 and b" threads=1 " in found.pop()  # bits that depend on the number of cores are not the same
+
+
+@pytest.mark.parametrize("frames", [clip(), data.to_float(clip())], ids=["uint8", "float"])
+def test_lossless_files_hold_the_pixels(tmp_path, frames):
+    data.write_npy(tmp_path / "a.npy", frames)
+    data.write_pngs(tmp_path / "a", frames)
+    array = np.load(tmp_path / "a.npy")
+    assert array.dtype == np.uint8 and np.array_equal(array, clip().numpy())
+    assert sorted(os.listdir(tmp_path)) == ["a", "a.npy"]
+    assert sorted(os.listdir(tmp_path / "a")) == [f"{i:04d}.png" for i in range(9)]
+    for i, frame in enumerate(clip().numpy()):
+        assert np.array_equal(np.asarray(Image.open(tmp_path / "a" / f"{i:04d}.png")), frame)
+
+
+def test_pngs_replace_nothing(tmp_path):
+    (tmp_path / "thesis.txt").write_text("x")
+    with pytest.raises(FileExistsError, match=str(tmp_path)):
+        data.write_pngs(tmp_path, clip())
+    assert os.listdir(tmp_path) == ["thesis.txt"]
 
 
 def test_read_takes_the_first_frames(tmp_path):
@@ -386,6 +424,29 @@ def test_pictures_that_cannot_be_used(tmp_path):
         assert str(error.value) == f"{tmp_path / name}: {message}"
 
 
+def of_size(path, side):
+    """A PNG whose header alone is there, which is all that may be read of one that is too large."""
+    kind, content = b"IHDR", side.to_bytes(4, "big") * 2 + bytes([8, 2, 0, 0, 0])
+    check = zlib.crc32(kind + content).to_bytes(4, "big")
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n" + len(content).to_bytes(4, "big") + kind + content + check + b"\0\0\0\x64IDAT"
+    )
+    return path
+
+
+@pytest.mark.parametrize("side", [8193, 13000, 20000])  # Pillow would warn of the second, and refuse the third
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_pictures_that_are_too_large_are_not_decoded(tmp_path, side):
+    path = of_size(tmp_path / "a.png", side)
+    row = data.Row(0, 2, "a", path, "x", image=path)
+    with pytest.raises(DataError) as error:
+        data.read_picture(path)
+    assert str(error.value).startswith(f"{path}: has more than {8192**2} pixels")
+    assert str(error.value) in data.look_at(row, 5).problems
+    with pytest.raises(DataError, match="cannot be decoded as a picture"):  # allowed, and cut off
+        data.read_picture(of_size(tmp_path / "b.png", 8192))
+
+
 # ---- metadata.csv
 
 
@@ -495,6 +556,114 @@ def test_every_bad_row_is_named(folder):
     assert lines == expected
     good, problems = data.check_rows(rows, 5, skip_bad_rows=True)
     assert [row.prompt for row in good] == ["good", "good too"] and problems == expected
+
+
+def cut_off(path, keep):
+    """The index of an mp4 before its frames, of which only the first part is kept."""
+    with (
+        av.open(str(path)) as whole,
+        av.open(f"{path}.new", "w", format="mp4", options={"movflags": "faststart"}) as new,
+    ):
+        stream = new.add_stream_from_template(whole.streams.video[0])
+        for packet in whole.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                new.mux(packet)
+    os.replace(f"{path}.new", path)
+    os.truncate(path, int(keep * path.stat().st_size))
+
+
+def test_a_look_finds_every_bad_row_without_decoding(folder, monkeypatch):
+    bad_pictures(folder)
+    lines = {
+        **BAD, "a.mp4,x,glass.png": None, "a.mp4,x,deep.png": "mode I;16", "a.mp4,x,gone.png": "gone.png: no such file",
+        "a.mp4,x,whole.png,text.mp4": "text.mp4: cannot be decoded", "a.mp4,x,,a.mp4": None, "a.mp4,x,,short.mp4": None,
+    }  # fmt: skip
+    del lines["a.mp4,smiles, then laughs"]  # is no problem with two columns more
+    rows = data.load_metadata(write_csv(folder, *lines, header="video,prompt,image,reference_video"))
+    monkeypatch.setattr(data, "_decoded", lambda path: pytest.fail("decoded"))
+    for row, said in zip(rows, lines.values(), strict=True):
+        problems = data.look_at(row, 5).problems
+        assert len(problems) == (said is not None), (row, problems)
+        assert said is None or said.format(folder=folder) in problems[0]
+    (row, *_) = data.load_metadata(
+        write_csv(folder, "short.mp4,,text.png,gone.mp4", header="video,prompt,image,reference_video")
+    )
+    assert len(data.look_at(row, 5).problems) == 4  # all of a row's
+
+
+@pytest.mark.parametrize("num_frames, fps", [(9, 16), (10, 16), (9, 30), (5, 8), (6, 8), (10, None), (9, None)])
+def test_a_look_says_what_reading_says(folder, monkeypatch, num_frames, fps):
+    (row,) = data.load_metadata(write_csv(folder, "a.mp4,x"))
+    read = data.row_problems(row, num_frames, fps)
+    assert list(data.look_at(row, num_frames, fps).problems) == read
+    # a header that promises less than there is: the packets' times decide
+    monkeypatch.setattr(data, "_promises_too_little", lambda *_: True)
+    assert list(data.look_at(row, num_frames, fps).problems) == read
+    assert data.look_at(row, 1).size == (48, 64) and data.look_at(row, 1).rate == 16
+
+
+def test_a_header_that_promises_too_much(folder):
+    """The index says 9 frames, and most of them are not there: reading finds out."""
+    data.write_video(folder / "a.mp4", torch.randint(0, 255, (9, 48, 64, 3), dtype=torch.uint8), fps=16)
+    cut_off(folder / "a.mp4", 0.5)
+    (row,) = data.load_metadata(write_csv(folder, "a.mp4,x"))
+    assert data.look_at(row, 9) == data.Look((), (48, 64), 16)
+    assert data.row_problems(row, 9)
+
+
+def test_a_cell_that_is_no_file_name(folder):
+    """Columns swapped: a prompt of 380 characters where the video is named."""
+    prompt = "A person speaks. " * 22 + "really"
+    rows = data.load_metadata(
+        write_csv(folder, f"{prompt},a.mp4,,", f"a.mp4,x,{prompt},", f"a.mp4,x,,{prompt}", "a.mp4,x,,",
+                  header="video,prompt,image,reference_video")
+    )  # fmt: skip
+    for row, column in zip(rows, ("video", "image", "reference_video"), strict=False):
+        (problem,) = data.look_at(row, 5).problems
+        assert [problem] == data.row_problems(row, 5)
+        assert problem.startswith(f"{column}: 'A person speaks.") and "380 characters" in problem and len(problem) < 150
+    assert not data.look_at(rows[3], 5).problems
+    with pytest.raises(DataError, match="no such file"):
+        data.read_video(folder / prompt)
+    with pytest.raises(DataError, match="no such file"):
+        data.read_picture(folder / prompt)
+
+
+def test_each_file_of_an_example_is_decoded_once(folder, monkeypatch):
+    Image.fromarray(clip(1)[0].numpy()).save(folder / "b.png")
+    header = "video,prompt,image,reference_video"
+    rows = data.load_metadata(write_csv(folder, "a.mp4,x,b.png,short.mp4", "a.mp4,x,,a.mp4", header=header))
+    decoded, decode = [], data._decoded
+    monkeypatch.setattr(data, "_decoded", lambda path: decoded.append(path.name) or decode(path))
+    assert data.read_example(rows[0], 32, 32, 5)[1] == [] and decoded == ["a.mp4", "short.mp4"]
+    decoded.clear()
+    example, _ = data.read_example(rows[1], 32, 32, 5)
+    assert decoded == ["a.mp4"] and example.reference is example.video
+    (folder / "b.png").unlink()
+    assert data.read_example(rows[0], 32, 32, 12) == (None, data.row_problems(rows[0], 12))
+    assert len(data.row_problems(rows[0], 12)) == 2
+
+
+def looks(*sizes_and_rates):
+    rows = [data.Row(i, i + 2, str(i), Path(f"{i}.mp4"), "x") for i in range(len(sizes_and_rates))]
+    return rows, [data.Look((), size, rate) for size, rate in sizes_and_rates]
+
+
+def test_notes_of_clips():
+    """Much smaller ones, and several rates where none is asked for."""
+    alike = [((480, 832), 24.0)] * 3
+    assert data.clip_notes(*looks(*alike), 480, 832, None, None) == []
+    assert data.clip_notes(*looks(*alike, ((480, 832), 23.976)), 480, 832, None, None) == []
+    for max_pixels in (None, 480 * 832):
+        (note,) = data.clip_notes(*looks(*alike, ((16, 16), 24.0), ((400, 400), 24.0)), 480, 832, max_pixels, None)
+        assert "2 of 5 clips" in note and "line 5, 3.mp4: 16 x 16" in note
+    assert data.clip_notes(*looks(*[((64, 64), 8.0)] * 3), 480, 832, 480 * 832, None) == []  # all are small
+    mixed = looks(((480, 832), 30.0), ((480, 832), None), ((480, 832), 16.0), (None, None))
+    (note,) = data.clip_notes(*mixed, 480, 832, None, None)
+    assert "16 (line 4)" in note and "30 (line 2)" in note and "data.fps" in note
+    assert data.clip_notes(*mixed, 480, 832, None, 16) == []
+    assert data.clip_notes([], [], 480, 832, 480 * 832, None) == []
 
 
 def test_good_rows_pass_and_none_is_an_error(folder):

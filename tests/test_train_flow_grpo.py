@@ -206,6 +206,16 @@ def test_what_cannot_work_is_refused_before_anything_loads(monkeypatch, capsys, 
     assert code == 2 and message in error and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_held_out_clips_are_looked_at_before_anything_loads(monkeypatch, capsys, tmp_path):
+    path, settings = tmp_path / "held_out.csv", ["--dry-run", *GRPO_FAST, f"run.output_dir={tmp_path / 'run'}"]
+    settings.append(f"evaluation.eval_clips={path}")
+    code, _, error = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 2 and f"evaluation.eval_clips: no such file: {path}" in error
+    path.write_text("video,prompt\nlost.mp4,a person\n")
+    code, _, error = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 2 and "evaluation.eval_clips: 1 of 1 rows" in error and "line 2: " in error and "lost.mp4" in error
+
+
 def test_each_script_wants_its_own_file(monkeypatch, capsys):
     code, _, error = call(monkeypatch, capsys, "--config", "configs/tiny_flow_grpo.yaml")
     assert code == 2 and "has a section grpo, so it is for train_flow_grpo.py, not train_reward_fl.py" in error

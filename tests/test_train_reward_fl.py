@@ -8,6 +8,7 @@ import sys
 
 import evaluate
 import generate
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
         "reward.kl_weight=0",
     ]  # fmt: skip
     run = launch(*settings, "train.per_device_train_batch_size=2")
-    assert run.stdout.count("note: 1 of 3 rows have a negative_prompt, which has no effect") == 1
+    assert run.stdout.count("note: data.file_name: 1 of 3 rows have a negative_prompt, which has no effect") == 1
     lines = metrics(tmp_path / "run")
     assert len(lines) == 2 and all(line["grad_norm"] > 0 and line["reward/valid_fraction"] == 1 for line in lines)
     made = tmp_path / "run" / "samples" / "step-000002"
@@ -195,6 +196,31 @@ def test_generate_refuses(tmp_path, monkeypatch, capsys, change, message):
     assert message in capsys.readouterr().err
 
 
+def test_generate_writes_what_the_name_says(tmp_path, monkeypatch, capsys):
+    """An mp4 to look at; an array or PNG files that hold the pixels; nothing is replaced, nothing is guessed."""
+    video = torch.rand(3, 5, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    pixels, made = data.to_uint8(video).numpy(), []
+
+    def call(out):
+        command = f"generate.py --model m --image i --prompt p --fps 8 --out {out}"
+        monkeypatch.setattr(sys, "argv", command.split())
+        monkeypatch.setattr(generate, "generate", lambda args: made.append(args) or video)
+        return generate.main(), capsys.readouterr()
+
+    for name in ("new/a.mp4", "new/a.npy", "new/frames"):
+        code, said = call(tmp_path / name)
+        assert code == 0 and said.out.strip() == str(tmp_path / name)
+    assert data.read_video(tmp_path / "new" / "a.mp4").shape == (5, 32, 48, 3)
+    assert data.frame_rate(tmp_path / "new" / "a.mp4") == 8
+    assert np.array_equal(np.load(tmp_path / "new" / "a.npy"), pixels)
+    frames = [np.asarray(Image.open(path)) for path in sorted((tmp_path / "new" / "frames").iterdir())]
+    assert np.array_equal(np.stack(frames), pixels)
+    for name in ("a.mov", "new/frames", "new"):
+        made.clear()
+        code, said = call(tmp_path / name)
+        assert code == 2 and f"--out: {tmp_path / name}" in said.err and not made
+
+
 def test_evaluate_reports_both_arms(straight, tmp_path, monkeypatch, capsys):
     table(tmp_path / "metadata.csv", "eval", 2)
     arguments = ["--run", straight, "--data", tmp_path / "metadata.csv", "--seeds", "1", "--out", tmp_path / "out"]
@@ -289,6 +315,29 @@ def test_bad_rows_are_named_or_skipped(monkeypatch, capsys, no_weights, clips, t
     code, out, error = call(monkeypatch, capsys, *arguments, "data.skip_bad_rows=true")
     assert "reached the weights" in error
     assert out.count("skipped: line") == 3
+
+
+def test_a_dry_run_looks_at_the_clips(monkeypatch, capsys, no_weights, clips, tmp_path):
+    """What headers tell, without decoding; rows that are left out are not counted."""
+    path, rows = clips
+    with (WORLD / "train" / "metadata.csv").open() as file:
+        good = list(csv.reader(file))[5:7]
+    for row in good:
+        shutil.copy(WORLD / "train" / row[0], tmp_path / row[0])
+    (tmp_path / rows[1][0]).write_bytes(b"not a video")
+    rows[2][1] = ""
+    data.write_video(tmp_path / rows[3][0], torch.zeros(3, 64, 64, 3, dtype=torch.uint8), 8)
+    write(path, [*rows, *good])
+    monkeypatch.setattr(data, "_decoded", lambda path: pytest.fail("decoded"))
+    arguments = ["--dry-run", f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}", "train.max_steps=null"]
+    arguments += ["train.num_train_epochs=6"]
+    code, _, error = call(monkeypatch, capsys, *arguments)
+    assert code == 2 and "3 of 5 rows" in error and all(f"line {line}: " in error for line in (2, 3, 4))
+    code, out, error = call(monkeypatch, capsys, *arguments, "data.skip_bad_rows=true")
+    assert code == 0, error
+    assert out.count("skipped: line") == 3 and "3 of 5 rows are left out" in out
+    assert "2 clips" in out and "3 steps" in out  # 6 epochs of 2 clips by 4 a step
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_clip_without_a_face(monkeypatch, capsys, no_weights, clips, tmp_path):

@@ -5,6 +5,7 @@ import json
 import shutil
 import socket
 import sys
+from collections import Counter
 from pathlib import Path
 
 import generate
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from test_wan import picture, stock
 
 from benchmarks import load as load_benchmark
-from rewardfl import data, lora, lora_files, wan, wan_load
+from rewardfl import config, data, lora, lora_files, setup, shards, wan, wan_load
 from rewardfl.shards import Refused
 
 MODULES = ("transformer", "transformer_2", "vae", "text_encoder")
@@ -711,6 +712,25 @@ def test_generate_from_original_files_with_guidance_and_distillation(files, give
     arguments = {"negative_prompt": "glasses", "latents": noise, "output_type": "pt"}
     expected = stock(pipe, 4, prompt="a person, talking", guidance_scale=3.5, **arguments)[0].transpose(0, 1) * 2 - 1
     torch.testing.assert_close(videos[0], expected, rtol=0, atol=2e-3)
+
+
+# -- headers
+
+
+def test_every_header_is_read_once_at_a_start(files, given, monkeypatch):
+    """As a training script opens, identifies and loads the parts of its model one after another."""
+    read, read_header = Counter(), shards.read_header
+    monkeypatch.setattr(shards, "read_header", lambda path: read.update([path]) or read_header(path))
+    for model in (files.fp32, given()):
+        read.clear()
+        cfg = config.load(ROOT / "configs" / "tiny_face.yaml", [f"model.model_paths={model}", "data.num_frames=5"])
+        layout, _ = setup.open_model(cfg)
+        experts = {file for checkpoint in layout.opened.values() for file in checkpoint.files}
+        setup.base_model(cfg, layout)
+        load = setup.loader(cfg, layout)
+        for part in ("text_encoder", "vae", "vae_decoder", "high_noise", "low_noise"):
+            load((part,))
+        assert experts <= read.keys() and set(read.values()) == {1}
 
 
 # -- memory

@@ -44,6 +44,7 @@ class Report:
     """What was found of a row; no size where its clip cannot be read."""
 
     row: data.Row
+    look: data.Look
     problems: list[str]
     warnings: list[str] = field(default_factory=list)
     source: tuple[int, int] | None = None  # (height, width) as stored
@@ -67,7 +68,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         cfg = resolve(args)
-        rows = data.load_metadata(cfg.data.file_name)
+        rows = data.load_metadata(cfg.data.file_name, "--data" if args.data else "data.file_name")
         if not rows:
             raise data.DataError(f"{cfg.data.file_name}: holds no rows")
         detector = None
@@ -80,7 +81,7 @@ def main() -> int:
     with ThreadPoolExecutor(4) as pool:
         reports = list(tqdm(pool.map(check, rows), total=len(rows), desc="checking", disable=None))
     warn_of_repeats(reports)
-    print("\n".join([*listing(reports), *(f"note: {note}" for note in data.notes(rows)), *summary(reports)]))
+    print("\n".join([*listing(reports), *notes(rows, reports, cfg.data), *summary(reports)]))
     if args.sheet:
         args.sheet.parent.mkdir(parents=True, exist_ok=True)
         contact_sheet(reports).save(args.sheet)
@@ -120,7 +121,8 @@ def resolve(args: argparse.Namespace) -> config.RunConfig:
 
 def inspect(row: data.Row, settings: config.Data, detector: face.FaceDetector | None, device: str) -> Report:
     """The row's report, without regard to other rows."""
-    report = Report(row, data.row_problems(row, settings.num_frames, settings.fps))
+    look = data.look_at(row, settings.num_frames, settings.fps)
+    report = Report(row, look, data.row_problems(row, settings.num_frames, settings.fps))
     if row.problem:
         return report
     # what is there of a clip that is too short or too slow can still be shown
@@ -221,6 +223,14 @@ def listing(reports: Sequence[Report]) -> list[str]:
         for kind, texts in (("problem", report.problems), ("warning", report.warnings))
         for text in texts
     ]
+
+
+def notes(rows: Sequence[data.Row], reports: Sequence[Report], settings: config.Data) -> list[str]:
+    """What training says of the rows, and of the clips that it takes."""
+    usable = [report for report in reports if not report.problems]
+    sizes = (settings.height, settings.width, settings.max_pixels, settings.fps)
+    of_clips = data.clip_notes([report.row for report in usable], [report.look for report in usable], *sizes)
+    return [f"note: {note}" for note in [*data.notes(rows), *of_clips]]
 
 
 def summary(reports: Sequence[Report]) -> list[str]:

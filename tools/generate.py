@@ -2,10 +2,15 @@
 
     python tools/generate.py --model assets/tiny_world/pipeline --image face.png --prompt "a person, talking" \\
         --adapter outputs/tiny_face/checkpoints/latest --height 64 --width 64 --num-frames 9 --out talking.mp4
+
+--out NAME.mp4 is for looking at. Pixels are kept as they are by --out NAME.npy, an array of uint8 (frames, height,
+width, 3) in RGB, and by --out FOLDER, which gets a PNG for each frame: 0000.png, 0001.png, and so on.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -26,7 +31,7 @@ def main() -> int:
         help="classifier-free guidance: 3.5 (with --steps 40) for the official model, 1 (none) for distilled ones",
     )  # fmt: skip
     parser.add_argument("--negative-prompt", default="", help="what --guidance above 1 leads away from")
-    parser.add_argument("--out", type=Path, required=True, help="the mp4 to write")
+    parser.add_argument("--out", type=Path, required=True, help="what to write: NAME.mp4, NAME.npy, or a new folder")
     parser.add_argument("--distill-lora-high", default="", help="distillation LoRA fused into the high-noise expert")
     parser.add_argument("--distill-lora-low", default="", help="the same for the low-noise expert")
     parser.add_argument("--adapter", type=Path, help="checkpoint folder of a run, e.g. outputs/x/checkpoints/latest")
@@ -44,20 +49,34 @@ def main() -> int:
     )
     args = parser.parse_args()
     try:
+        write = writer(args.out, args.fps)
         video = generate(args)
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    data.write_video(args.out, video, args.fps)
+    write(args.out, video)
     print(args.out)
     return 0
+
+
+def writer(out: Path, fps: float) -> Callable[[Path, torch.Tensor], None]:
+    """What writes a video to `out`, by its name. ValueError for another suffix, and for a folder that is not new."""
+    if out.suffix == ".mp4":
+        return partial(data.write_video, fps=fps)
+    if out.suffix == ".npy":
+        return data.write_npy
+    if out.suffix:
+        raise ValueError(f"--out: {out}: give NAME.mp4, NAME.npy, or for PNG files a folder without a dot in its name")
+    if out.exists():
+        raise ValueError(f"--out: {out} is there already; name a new folder")
+    return data.write_pngs
 
 
 @torch.no_grad()
 def generate(args: argparse.Namespace) -> torch.Tensor:
     """The video (3, F, H, W) in [-1, 1]; ValueError or FileNotFoundError for what cannot work, before weights load."""
-    layout = wan_load.find(args.model, args.tokenizer)
+    layout = wan_load.open_files(wan_load.find(args.model, args.tokenizer))
     spatial, temporal = config.vae_factors(layout.configs)
     config.check_geometry(args.height, args.width, args.num_frames, spatial, temporal)
     image = read_image(args.image, args.height, args.width)

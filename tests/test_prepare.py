@@ -1,0 +1,259 @@
+"""What the processes of a run share of reading the data: one process here is a thread that gathers with the others."""
+
+import threading
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rewardfl import config, data, face_parity, files, prepare, setup
+from rewardfl.cache import Cache
+from rewardfl.rewards import FaceIdentityReward, Reward
+
+
+class Brightness(Reward):
+    """Keeps the mean of the clip; of nothing but black it keeps nothing."""
+
+    name, differentiable, nothing_found = "brightness", True, "all is black in"
+
+    def __init__(self, uses_prompt=False):
+        super().__init__()
+        self.uses_prompt, self.asked = uses_prompt, []
+
+    def reference(self, video, prompt=""):
+        self.asked.append(prompt)
+        return {"mean": video.mean()} if video.mean() > -0.9 else None
+
+
+def together(count, work):
+    """[what work(share, gather) returned or raised] of `count` processes that gather from each other."""
+    barrier, offered, results = threading.Barrier(count, timeout=60), [None] * count, [None] * count
+
+    def process(rank):
+        def gather(mine):
+            offered[rank] = mine
+            barrier.wait()
+            everyones = [one for part in offered for one in part]
+            barrier.wait()
+            return everyones
+
+        try:
+            results[rank] = work(prepare.Share(rank, count, quiet=True), gather)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def grey(path, level, num_frames=5):
+    data.write_video(path, torch.full((num_frames, 32, 48, 3), level, dtype=torch.uint8), fps=8)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often each file is hashed, decoded, and opened as a picture."""
+    counts = {"sha256": Counter(), "_decoded": Counter(), "read_picture": Counter()}
+
+    def count(module, name):
+        function = getattr(module, name)
+
+        def counting(path):
+            counts[name][path.name] += 1
+            return function(path)
+
+        monkeypatch.setattr(module, name, counting)
+
+    for module, name in ((files, "sha256"), (data, "_decoded"), (data, "read_picture")):
+        count(module, name)
+    return counts
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    """Five clips in eight rows: two of one clip, another with a picture, and the same files in another order."""
+    for i in range(5):
+        grey(tmp_path / f"{i}.mp4", 40 * i + 40)
+    Image.fromarray(np.full((32, 48, 3), 99, dtype=np.uint8)).save(tmp_path / "a.png")
+    lines = [
+        "0.mp4,x,,", "1.mp4,x,,", "0.mp4,another,,", "2.mp4,x,a.png,", "3.mp4,x,,4.mp4", "2.mp4,y,a.png,", "4.mp4,x,,",
+        "0.mp4,x,,",
+    ]  # fmt: skip
+    (tmp_path / "metadata.csv").write_text("\n".join(["video,prompt,image,reference_video", *lines]) + "\n")
+    return of(tmp_path)
+
+
+def of(folder, **settings):
+    sizes = {"file_name": str(folder / "metadata.csv"), "height": 32, "width": 48, "num_frames": 5}
+    return SimpleNamespace(
+        data=config.Data(**sizes | settings),
+        run=SimpleNamespace(output_dir=str(folder / "run"), sample_videos=3),
+    )
+
+
+def find(cfg, processes, store, rewards):
+    """Every process's (samples, problems)."""
+    terms = [SimpleNamespace(reward=reward, key="reward") for reward in rewards]
+
+    def work(share, gather):
+        rows, said = setup.look_at_rows(cfg, data.load_metadata(cfg.data.file_name), share, gather)
+        samples, problems = setup.find_samples(cfg, rows, terms, store, torch.device("cpu"), share, gather)
+        return samples, said + problems
+
+    return together(processes, work)
+
+
+def plain(samples):
+    """Samples in words, to compare."""
+    references = [[ref and {k: v.tolist() for k, v in ref.items()} for ref in one.references] for one in samples]
+    return [(one.row, one.clip, one.size, refs) for one, refs in zip(samples, references, strict=True)]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_each_file_is_hashed_once_and_each_clip_decoded_once(cfg, counted, tmp_path, processes):
+    rewards = [Brightness(), Brightness(uses_prompt=True)]
+    rewards[1].name = "reader"
+    results = find(cfg, processes, Cache(tmp_path / "cache"), rewards)
+    once = dict.fromkeys([*(f"{i}.mp4" for i in range(5)), "a.png"], 1)
+    assert counted["sha256"] == once
+    # 4.mp4 is a clip, and another's reference
+    assert counted["_decoded"] == {"0.mp4": 1, "1.mp4": 1, "2.mp4": 1, "3.mp4": 1, "4.mp4": 2}
+    assert counted["read_picture"] == {"a.png": 1}
+    assert len(rewards[0].asked) == 5 and len(rewards[1].asked) == 7  # of a clip; of a clip and a prompt
+    for samples, said in results:
+        assert plain(samples) == plain(results[0][0]) and said == []
+        assert [sample.row.line for sample in samples] == [2, 3, 4, 5, 6, 7, 8, 9]
+    # and with all of it in the cache nothing is decoded, whatever the number of processes
+    for counter in counted.values():
+        counter.clear()
+    for samples, _ in find(cfg, 2, Cache(tmp_path / "cache"), rewards):
+        assert plain(samples) == plain(results[0][0])
+    assert counted["sha256"] == once and not counted["_decoded"] and not counted["read_picture"]
+
+
+def test_samples_are_what_was_read(cfg, tmp_path):
+    ((samples, _),) = find(cfg, 1, Cache(tmp_path / "cache"), [Brightness()])
+    store = Cache(tmp_path / "cache")
+    for sample in samples:
+        example = data.load_example(sample.row, 32, 48, 5)
+        assert torch.equal(prepare.read(store, sample.clip)["image"], example.image) and sample.size == (32, 48)
+        assert sample.references[0]["mean"] == example.reference.mean()
+        assert sample.clip["video"] == files.sha256(sample.row.video)
+
+
+def test_every_problem_is_found_and_every_process_knows(cfg, tmp_path, monkeypatch):
+    """What the headers show, what reading shows, what the reward shows, and a file that vanishes in between."""
+    grey(tmp_path / "short.mp4", 99, num_frames=3)
+    grey(tmp_path / "black.mp4", 0)
+    grey(tmp_path / "gone.mp4", 99)
+    (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])  # its header is left
+    with (tmp_path / "metadata.csv").open("a") as file:
+        file.write("short.mp4,x\nblack.mp4,x\n4.mp4,\ngone.mp4,x\n")
+    look = prepare.look_at
+
+    def then_remove(*arguments):
+        looks = look(*arguments)
+        (tmp_path / "gone.mp4").unlink(missing_ok=True)
+        return looks
+
+    monkeypatch.setattr(prepare, "look_at", then_remove)
+    for error in find(cfg, 2, Cache(tmp_path / "cache"), [Brightness()]):
+        assert isinstance(error, data.DataError) and "data.file_name: 2 of 12 rows" in str(error)
+        assert (
+            "line 10: " in str(error) and "line 12: empty prompt" in str(error) and "data.skip_bad_rows" in str(error)
+        )
+    grey(tmp_path / "gone.mp4", 99)
+    skipping = of(tmp_path, skip_bad_rows=True)
+    for samples, said in find(skipping, 2, Cache(tmp_path / "cache"), [Brightness()]):
+        assert [sample.row.line for sample in samples] == [2, 3, 4, 6, 8, 9]
+        lines = [line.removeprefix("skipped: ").split(":")[0] for line in said]
+        assert lines == ["line 10", "line 12", "note", "line 5", "line 7", "line 11", "line 13"]
+        assert "2 of 12 rows" in said[2]
+        assert "all is black in" in said[5] and "gone.mp4: cannot be read" in said[6]
+
+
+def test_the_file_that_is_named_is_the_one_that_was_read(cfg):
+    cfg.data = config.Data(**vars(cfg.data) | {"num_frames": 6})
+    with pytest.raises(data.DataError, match="evaluation.eval_clips: 8 of 8 rows"):
+        rows = data.load_metadata(cfg.data.file_name)
+        setup.look_at_rows(cfg, rows, prepare.Share(0, 1, quiet=True), list, "evaluation.eval_clips")
+    with pytest.raises(data.DataError, match="evaluation.eval_clips: no such file: nowhere.csv"):
+        data.load_metadata("nowhere.csv", "evaluation.eval_clips")
+    with pytest.raises(data.DataError, match="--data: is a folder"):
+        data.load_metadata(".", "--data")
+
+
+# ---- the start-up check of face packs
+
+
+class Face(FaceIdentityReward):
+    """A face reward without networks."""
+
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+        self.identity = SimpleNamespace(files=())
+
+
+def check_packs(cfg, processes, reward):
+    sample = SimpleNamespace(row=data.load_metadata(cfg.data.file_name)[0])
+    terms = [SimpleNamespace(reward=reward, key="reward.reward_model_path")]
+
+    def work(share, gather):
+        return setup.check_face_packs(cfg, terms, [sample], torch.device("cpu"), share, gather)
+
+    return together(processes, work)
+
+
+def test_one_process_asks_insightface_and_all_hear(cfg, monkeypatch, counted):
+    asked = []
+    monkeypatch.setattr(face_parity, "check_packs", lambda packs, clip: asked.append(clip.shape) or ["the same"])
+    results = check_packs(cfg, 3, Face())
+    assert results == [({"reward.reward_model_path": {}}, ["the same"])] * 3
+    assert asked == [(3, 5, 32, 48)] and sum(counted["_decoded"].values()) == 1
+
+
+@pytest.mark.parametrize("error", [face_parity.FaceParityError("another face"), data.DataError("cannot be decoded")])
+def test_a_pack_that_is_refused_stops_all_processes(cfg, monkeypatch, error):
+    def refuse(packs, clip):
+        raise error
+
+    monkeypatch.setattr(face_parity, "check_packs", refuse)
+    assert [(type(one), str(one)) for one in check_packs(cfg, 2, Face())] == [(type(error), str(error))] * 2
+
+
+def test_without_a_face_reward_nothing_is_read(cfg, counted):
+    assert check_packs(cfg, 2, Brightness()) == [({}, [])] * 2
+    assert not counted["_decoded"]
+
+
+# ---- sample videos
+
+
+def test_a_sample_video_whose_clip_is_lost_is_left_out(cfg, tmp_path, capsys):
+    """All processes generate as often as before, and the other videos are written."""
+    ((samples, _),) = find(cfg, 1, Cache(tmp_path / "cache"), [Brightness()])
+    samples = [samples[0], samples[1], samples[3]]
+    (tmp_path / "0.mp4").write_text("not a video any more")
+    data.write_video(tmp_path / "1.mp4", torch.zeros(5, 96, 48, 3, dtype=torch.uint8), fps=8)  # another shape
+    cfg.data = config.Data(**vars(cfg.data) | {"max_pixels": 32 * 48})
+    asked = []
+
+    def generate(row):
+        asked.append(row)
+        return row, torch.zeros(3, 5, 32, 48)
+
+    folders = together(2, lambda share, gather: setup.sample_videos(cfg, samples, generate, share, 7))
+    assert folders == [tmp_path / "run" / "samples" / "step-000007"] * 2
+    assert sorted(asked) == [0, 0, 1, 2] and [path.name for path in folders[0].iterdir()] == ["02.mp4"]
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and all(line.startswith("warning: step 7: ") for line in said)
+    for name in ("00.mp4", "01.mp4"):
+        assert sum(name in line for line in said) == 1
+    assert data.read_video(folders[0] / "02.mp4").shape == (5, 32, 96, 3)
