@@ -268,7 +268,7 @@ class Rewards:
     det_size: Count = 640
     # Likeness above the cap is not paid for. self_similarity: the real clip's own mean pairwise likeness.
     cap: IfNamed[Literal["self_similarity", "none"] | float] = "self_similarity"
-    # Faces embedded at a time; a smaller number takes less memory.
+    # Faces embedded at a time; a smaller number takes less memory, and rounds otherwise.
     recogniser_chunk: IfNamed[Count] = 8
     # A warning is logged when the mean motion, as a ratio to the real clip's, falls below this.
     motion_alarm: Free[NonNegative] = 0.8
