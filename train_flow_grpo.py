@@ -56,8 +56,9 @@ from rewardfl.trackers import open_tracker
 def main() -> int:
     args = setup.command_line(__doc__)
     try:
-        with Interruption() as interruption:
-            return train(configuration.load(args.config, args.overrides, GrpoConfig), args.dry_run, interruption)
+        with Interruption() as interruption, checkpoint.RunFolder() as run_folder:
+            cfg = configuration.load(args.config, args.overrides, GrpoConfig)
+            return train(cfg, args.dry_run, interruption, run_folder)
     except (*setup.REFUSALS, grpo.RatioError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -66,7 +67,7 @@ def main() -> int:
         return error.exit_code
 
 
-def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
+def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder: checkpoint.RunFolder) -> int:
     """Train; the process's exit code: 2 for a dry run that does not fit the GPU that is there, 128 + a signal's."""
     # ---------------------------------------------------------------------------------- what will be done, checked
     layout, boundary = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
@@ -104,12 +105,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
         return 0 if gpu_memory is None or plan_grpo.fits(costs, run, gpu_memory) else 2
     say("\n".join(plan_grpo.sigma_table(run)))
     weights = setup.base_model(cfg, layout)
-    if accelerator.is_main_process:
-        checkpoint.prepare_output_dir(
-            cfg.run.output_dir, configuration.to_dict(cfg), cfg.run.resume_from_checkpoint, weights
-        )
-    accelerator.wait_for_everyone()
-    resume = checkpoint.find_checkpoint(cfg.run.output_dir, cfg.run.resume_from_checkpoint)
+    opened = setup.open_run(cfg, run_folder, accelerator, weights)
 
     # ---------------------------------------------------------------------------------- clips and rewards
     store = Cache(cfg.data.cache_dir or f"{cfg.run.output_dir}/cache")
@@ -130,6 +126,9 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
     for line in described:
         say(line)
     steps = plan_grpo.total_steps(cfg, len(samples))
+    init = setup.init_adapters(cfg, layout)
+    content = setup.content_of(samples, held_out, hashes, init)
+    state, changes = setup.load_state(cfg, opened, content)
 
     # ---------------------------------------------------------------------------------- what the cache lacks
     load = setup.loader(cfg, layout)
@@ -145,8 +144,9 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
     vae = load(("vae_decoder",)).vae.to(device)
     model, trained = setup.load_experts(cfg, load, device, distributed.home(accelerator))
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if resume is not None:
-        state = setup.load_state(resume, len(samples))
+    if opened.path is None:
+        setup.start_adapters(trained, init)
+    else:
         for parameter, value in zip(parameters, state["parameters"], strict=True):
             parameter.data.copy_(value)
     optimizer = torch.optim.AdamW(parameters, lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay)
@@ -173,20 +173,21 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
     # ---------------------------------------------------------------------------------- where an earlier run stopped
     metrics_file = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
     first_step, skipped_in_a_row, history = 0, 0, []
-    if resume is not None:
+    if opened.path is not None:
         distributed.load_optimizer_state(accelerator, optimizer, parameters, state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
+        setup.load_schedule(scheduler, state["scheduler"], cfg.train)
         average.load_state_dict(state["average"])
         average.shadow_params = list(map(distributed.placed, average.shadow_params, parameters))
         first_step, skipped_in_a_row = state["step"], state["skipped_in_a_row"]
-        say(f"resuming from {resume} at step {first_step}")
+        say(f"resuming from {opened.path} at step {first_step}")
+    del state  # what it holds of weights and moments is theirs now
+    for note in setup.notes_on_changes(cfg.run.resume_with_changes, changes):
+        say(note)
+    last_line = -1 if opened.path is None else first_step
+    begin = partial(setup.begin_run, cfg, run_folder, metrics_file, last_line, weights, content, changes)
+    distributed.by_main(accelerator, begin, checkpoint.CheckpointError)
     if accelerator.is_main_process:
-        metrics_file.cut_back(first_step if resume else -1)
         history = metrics_file.read()
-        checkpoint.write_run_json(
-            cfg.run.output_dir, configuration.to_dict(cfg), sys.argv, checkpoint.library_versions(setup.VERSIONED),
-            checkpoint.git_commit(Path(__file__).parent), hashes, weights,
-        )  # fmt: skip
     shown_by = cfg.run.log_with if accelerator.is_main_process else "none"
     tracker = open_tracker(shown_by, cfg.run.output_dir, configuration.flat(cfg), first_step)
 
@@ -336,7 +337,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
         On all processes, which may hold parts of the weights and of their moments.
         """
         state = {
-            "step": step, "skipped_in_a_row": skipped_in_a_row, "samples": len(samples),
+            "step": step, "skipped_in_a_row": skipped_in_a_row, "content": content,
             "scheduler": scheduler.state_dict(),
             "parameters": distributed.gathered(parameters),  # not the averaged ones
             "average": average.state_dict() | {"shadow_params": distributed.gathered(average.shadow_params)},
@@ -346,6 +347,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
             adapters = {name: lora.adapter_state(expert) for name, expert in trained.items()}
             if accelerator.is_main_process:
                 with checkpoint.tolerant(say, step, last=step == steps or interruption.number != 0):
+                    run_folder.keep()
                     checkpoint.save_checkpoint(
                         cfg.run.output_dir, step, partial(setup.save_adapters, trained, adapters), state, judged,
                         cfg.run.keep_last,
@@ -362,6 +364,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
             return
         history.append({"step": step} | metrics)
         with checkpoint.tolerant(say, step, last=step == steps):
+            run_folder.keep()
             metrics_file.append(step, metrics)
         if step % cfg.run.logging_steps == 0:
             tracker.log(step, metrics)
@@ -381,7 +384,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
     quiet = not accelerator.is_local_main_process
     progress = tqdm(range(first_step, steps), initial=first_step, total=steps, disable=quiet)
     score = None
-    if held_out and resume is None:
+    if held_out and opened.path is None:
         log(0, evaluate())
     for epoch in range(first_step // per_epoch, steps // per_epoch):
         window, timer, done = window_of(epoch), Timer(), epoch * per_epoch

@@ -36,8 +36,9 @@ from rewardfl.trackers import open_tracker
 def main() -> int:
     args = setup.command_line(__doc__)
     try:
-        with Interruption() as interruption:
-            return train(configuration.load(args.config, args.overrides, RunConfig), args.dry_run, interruption)
+        with Interruption() as interruption, checkpoint.RunFolder() as run_folder:
+            cfg = configuration.load(args.config, args.overrides, RunConfig)
+            return train(cfg, args.dry_run, interruption, run_folder)
     except setup.REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -46,7 +47,7 @@ def main() -> int:
         return error.exit_code
 
 
-def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
+def train(cfg: RunConfig, dry_run: bool, interruption: Interruption, run_folder: checkpoint.RunFolder) -> int:
     """Train; the process's exit code: 2 for a dry run that does not fit the GPU that is there, 128 + a signal's."""
     # ---------------------------------------------------------------------------------- what will be done, checked
     layout, boundary = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
@@ -76,12 +77,7 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
         return 0 if gpu_memory is None or planning.fits(costs, run, gpu_memory) else 2
     say("\n".join(planning.sigma_table(run)))
     weights = setup.base_model(cfg, layout)
-    if accelerator.is_main_process:
-        checkpoint.prepare_output_dir(
-            cfg.run.output_dir, configuration.to_dict(cfg), cfg.run.resume_from_checkpoint, weights
-        )
-    accelerator.wait_for_everyone()
-    resume = checkpoint.find_checkpoint(cfg.run.output_dir, cfg.run.resume_from_checkpoint)
+    opened = setup.open_run(cfg, run_folder, accelerator, weights)
 
     # ---------------------------------------------------------------------------------- clips and rewards
     store = Cache(cfg.data.cache_dir or f"{cfg.run.output_dir}/cache")
@@ -96,6 +92,9 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
     for line in described:
         say(line)
     steps = data.total_steps(len(samples), global_batch, cfg.train.num_train_epochs, cfg.train.max_steps)
+    init = setup.init_adapters(cfg, layout)
+    content = setup.content_of(samples, (), hashes, init)
+    state, changes = setup.load_state(cfg, opened, content, global_batch, one_shape_batch)
 
     # ---------------------------------------------------------------------------------- what the cache lacks
     load = setup.loader(cfg, layout)
@@ -112,9 +111,10 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
     vae = load(("vae_decoder",)).vae.to(device)
     away = ["high_noise"] if cached else []
     model, trained = setup.load_experts(cfg, load, device, distributed.home(accelerator), skip=away)
-    if resume is not None:
-        state = setup.load_state(resume, len(samples), global_batch, one_shape_batch)
-        setup.load_adapters(trained, resume)
+    if opened.path is None:
+        setup.start_adapters(trained, init)
+    else:
+        setup.load_adapters(trained, opened.path)
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay,
@@ -130,18 +130,18 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
     # ---------------------------------------------------------------------------------- where an earlier run stopped
     metrics_file = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
     first_step, skipped_in_a_row, history = 0, 0, []
-    if resume is not None:
+    if opened.path is not None:
         distributed.load_optimizer_state(accelerator, optimizer, parameters, state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
+        setup.load_schedule(scheduler, state["scheduler"], cfg.train)
         first_step, skipped_in_a_row = state["step"], state["skipped_in_a_row"]
-        say(f"resuming from {resume} at step {first_step}")
+        say(f"resuming from {opened.path} at step {first_step}")
+    del state  # what it holds of weights and moments is theirs now
+    for note in setup.notes_on_changes(cfg.run.resume_with_changes, changes):
+        say(note)
+    begin = partial(setup.begin_run, cfg, run_folder, metrics_file, first_step, weights, content, changes)
+    distributed.by_main(accelerator, begin, checkpoint.CheckpointError)
     if accelerator.is_main_process:
-        metrics_file.cut_back(first_step)
-        history = metrics_file.read() if first_step else []
-        checkpoint.write_run_json(
-            cfg.run.output_dir, configuration.to_dict(cfg), sys.argv, checkpoint.library_versions(setup.VERSIONED),
-            checkpoint.git_commit(Path(__file__).parent), hashes, weights,
-        )  # fmt: skip
+        history = metrics_file.read()
     shown_by = cfg.run.log_with if accelerator.is_main_process else "none"
     tracker = open_tracker(shown_by, cfg.run.output_dir, configuration.flat(cfg), first_step)
 
@@ -218,7 +218,7 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
     def save(done: int) -> None:
         """A checkpoint and sample videos. On all processes, which may hold parts of the weights and moments."""
         state = {
-            "step": done, "skipped_in_a_row": skipped_in_a_row, "samples": len(samples),
+            "step": done, "skipped_in_a_row": skipped_in_a_row, "content": content,
             "global_batch": global_batch, "one_shape_batch": one_shape_batch, "scheduler": scheduler.state_dict(),
             "optimizer": distributed.optimizer_state(accelerator, optimizer, parameters),
         }  # fmt: skip
@@ -228,6 +228,7 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
         judged = recent_mean(history, since, ["reward/held_out", "reward/mean"])
         if accelerator.is_main_process:
             with checkpoint.tolerant(say, done, last=done == steps or interruption.number != 0):
+                run_folder.keep()
                 checkpoint.save_checkpoint(
                     cfg.run.output_dir, done, partial(setup.save_adapters, trained, adapters), state, judged,
                     cfg.run.keep_last,
@@ -284,6 +285,7 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption) -> int:
         if accelerator.is_main_process:
             history.append({"step": done} | metrics)
             with checkpoint.tolerant(say, done, last=done == steps):
+                run_folder.keep()
                 metrics_file.append(done, metrics)
             if skipped_in_a_row:
                 say(f"step {done}: gradient norm {norm}, update skipped ({skipped_in_a_row} in a row); it became so "

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -18,6 +19,10 @@ FORMAT = 1  # to be raised when what is cached is computed in another way: old e
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # read of a model's file to identify it
 
 Key = Mapping[str, object]  # plain JSON values; "kind" says what the entry is
+
+
+class CacheError(RuntimeError):
+    """An entry that cannot be written, or was lost."""
 
 
 class Cache:
@@ -40,21 +45,26 @@ class Cache:
         data = memoryview(content)[8 + length :]
         try:
             stated = json.loads(content[8 : 8 + length])["__metadata__"]
-        except (ValueError, KeyError):
+            whole = stated.get("key") == _text(key) and stated.get("data") == _hash(data)
+            return load(content) if whole else None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError):
             return None
-        if stated.get("key") != _text(key) or stated.get("data") != _hash(data):
-            return None
-        return load(content)
 
     def put(self, key: Key, tensors: Mapping[str, Tensor]) -> None:
-        """Write the entry, or replace it."""
+        """Write the entry, or replace it. CacheError when the disk does not take it."""
         plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
         content = save(plain)
         length = int.from_bytes(content[:8], "little")
         path = self.path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
         content = save(plain, {"key": _text(key), "data": _hash(memoryview(content)[8 + length :])})
-        atomic_write(path, content, durable=False)  # `get` sees a damaged entry for what it is
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, content, durable=False)  # `get` sees a damaged entry for what it is
+        except OSError as error:
+            raise CacheError(
+                f"{path} could not be written ({error.strerror or error}); free space there or take another "
+                "data.cache_dir, then the same command goes on with the entries that are there"
+            ) from error
 
 
 def digest(key: Key) -> str:

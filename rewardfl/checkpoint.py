@@ -1,26 +1,33 @@
 """What a run leaves in its folder: run.json, metrics.jsonl and checkpoints, none of them ever half written.
 
-Only one process writes. A run killed at any moment goes on from its last complete checkpoint.
+Only one process writes, and it holds a lock on the folder. A run killed at any moment goes on from its last complete
+checkpoint.
 """
 
-import io
+import errno
+import fcntl
 import json
 import math
 import os
 import pickle
+import platform
 import re
 import shutil
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import psutil
 import torch
 
-from rewardfl.files import atomic_directory, atomic_write, sha256, temporary_path
+from rewardfl.config import BY_CONTENT, FREE, IF_NAMED, MARKS, Alike
+from rewardfl.files import atomic_directory, atomic_write, is_left_behind, sha256, temporary_path
 
 
 class CheckpointError(ValueError):
@@ -58,63 +65,158 @@ def tolerant(say: Callable[[str], None], step: int, last: bool) -> Iterator[None
 # ------------------------------------------------------------------------------------------------------------
 # The run folder
 
-# Keys that may change when a run goes on: they say where, how long and how loudly, not what is learned.
-FREE_KEYS = {
-    "run.output_dir",
-    "run.resume_from_checkpoint",
-    "run.save_steps",
-    "run.keep_last",
-    "run.logging_steps",
-    "run.log_with",
-    "run.sample_videos",
-    "run.cpu_threads",
-    # how an update is divided among processes and passes; its size is in the state, see setup.load_state
-    "train.gradient_accumulation_steps",
-    "train.per_device_train_batch_size",
-    "train.max_steps",
-    "train.num_train_epochs",
-}
+LOCK = "run.lock"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a network file system that is mounted without
 
 
-STRAYS = ("run.json.tmp-*", "metrics.jsonl.tmp-*", "checkpoints/*.tmp-*", "samples/*/*.tmp-*", "cache/*/*/*.tmp-*")
+class RunFolder:
+    """A run's folder, this process's alone from `take` to the end of the `with`, or until the process dies.
 
-
-def prepare_output_dir(
-    output_dir: str | Path, config: dict[str, dict], resume: str | bool, base_model: Mapping[str, str]
-) -> None:
-    """Create the run's folder, or make sure that what it holds is this run; remove what a kill left behind.
-
-    config: as config.to_dict gives it; resume: run.resume_from_checkpoint ("auto", a checkpoint's path or
-    False); base_model: {part: digest of its weights}. A run that never finished a step holds nothing and may be
-    replaced. Raises CheckpointError for another run's folder, for this run's without resuming, for a checkpoint of a
-    run with other settings or another base model, and for a folder that cannot be written.
+    The kernel's lock on the file LOCK says so; the file's text says whose it is, and stays behind without meaning.
     """
-    output_dir = Path(output_dir)
+
+    def __init__(self):
+        self.path: Path | None = None
+        self._lock: TextIO | None = None
+        self._run_json: str | None = None  # as write_run_json wrote it
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def take(self, path: str | Path) -> None:
+        """Create the folder and lock it. CheckpointError, and nothing is changed, while another process has it."""
+        self.path = Path(path)
+        with writing(self.path, "nothing was changed"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+
+    def _take_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = (self.path / LOCK).open("a+", encoding="utf-8", errors="replace")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            owner = self._lock.read(200).strip() or "a process that is just starting"
+            raise CheckpointError(
+                f"run.output_dir {self.path} is in use by {owner}; wait for its end, stop it, or take another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            warnings.warn(
+                f"run.output_dir {self.path} is on a file system without locks ({error.strerror}): nothing keeps a "
+                "second start of the same command out of it",
+                stacklevel=4,
+            )
+        self._lock.truncate(0)
+        started = datetime.fromtimestamp(psutil.Process().create_time()).isoformat(" ", "seconds")
+        self._lock.write(f"process {os.getpid()} on {platform.node()}, started {started}\n")
+        self._lock.flush()
+
+    def write_run_json(self, record: Mapping[str, Any]) -> None:
+        self._run_json = json.dumps(record, indent=2) + "\n"
+        path = self.path / RUN_JSON
+        with writing(path, "checkpoints and metrics are as they were"):
+            atomic_write(path, self._run_json)
+
+    def keep(self) -> None:
+        """To be called before the run writes: the folder is still the one that was taken, or becomes it again.
+
+        One that was deleted or moved away is made anew with its run.json (metrics.jsonl: see MetricsFile), and is said;
+        what was trained is in memory. CheckpointError where another run has come in its place.
+        """
+        run_json = self.path / RUN_JSON
+        try:
+            if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):
+                return
+            foreign = True
+        except OSError:  # it is gone, maybe with the folder
+            foreign = run_json.is_file() and run_json.read_text(encoding="utf-8", errors="replace") != self._run_json
+        if foreign:
+            raise CheckpointError(
+                f"run.output_dir {self.path} was deleted or moved away during the run, and another run is there now; "
+                "this one stops, so that they do not mix: start it again with another run.output_dir"
+            )
+        self.take(self.path)
+        if self._run_json is None or run_json.is_file():
+            return
+        with writing(run_json, "it is tried again at the next step"):
+            atomic_write(run_json, self._run_json)
+        warnings.warn(
+            f"run.output_dir {self.path} was deleted or moved away during the run: run.json and metrics.jsonl are "
+            "written anew, checkpoints from the next one on",
+            stacklevel=2,
+        )
+
+
+# Keys whose values are not compared when a run goes on, and those that run.resume_with_changes may name
+FREE_KEYS = frozenset(key for key, marks in MARKS.items() if FREE in marks or BY_CONTENT in marks)
+NAMED_KEYS = frozenset(key for key, marks in MARKS.items() if IF_NAMED in marks)
+ALIKE = {key: mark.values for key, marks in MARKS.items() for mark in marks if isinstance(mark, Alike)}
+
+RUN_JSON = "run.json"
+# what only the holder of the lock writes, or did; and what other runs may be writing at this moment
+STRAYS = (f"{RUN_JSON}.tmp-*", "metrics.jsonl.tmp-*", "checkpoints/*.tmp-*")
+SHARED_STRAYS = ("samples/*/*.tmp-*", "cache/*/*/*.tmp-*")
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What a run goes on from."""
+
+    path: Path | None = None  # the checkpoint, None to start anew
+    step: int = 0  # that it was saved after
+    changes: tuple[dict[str, Any], ...] = ()  # key, old, new, step: of this resumption and of those before it
+
+
+def prepare_output_dir(run_folder: RunFolder, config: dict[str, dict], base_model: Mapping[str, str]) -> Resumption:
+    """Take and create the run's folder, or make sure that what it holds is this run; remove what a kill left behind.
+
+    config: as config.to_dict gives it; base_model: {part: digest of its weights}. A run that never finished a step
+    holds nothing and may be replaced. Raises CheckpointError for a folder that another process is using, for another
+    run's folder, for this run's without resuming, for a checkpoint of a run with other settings or another base model,
+    for damaged files, and for a folder that cannot be written.
+    """
+    output_dir, resume = Path(config["run"]["output_dir"]), config["run"]["resume_from_checkpoint"]
+    run_folder.take(output_dir)
     with writing(output_dir, "nothing was changed"):
-        (output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        (output_dir / "run.json.tmp-probe").write_bytes(b"x" * 4096)  # refused now, not after the weights are loaded
-        for stray in [path for pattern in STRAYS for path in output_dir.glob(pattern)]:
+        (output_dir / "checkpoints").mkdir(exist_ok=True)
+        (output_dir / f"{RUN_JSON}.tmp-probe").write_bytes(b"x" * 4096)  # refused now, not after the weights are loaded
+        ours = [path for pattern in STRAYS for path in output_dir.glob(pattern)]
+        shared = [path for pattern in SHARED_STRAYS for path in output_dir.glob(pattern) if is_left_behind(path)]
+        for stray in ours + shared:
             _remove(stray)
-    if resume not in (False, "auto"):
-        _check_same_run(find_checkpoint(output_dir, resume).parent.parent, config, base_model)
+    named = resume not in (False, "auto")
+    found = _resumption(find_checkpoint(output_dir, resume), config, base_model) if named else Resumption()
     if not _holds_steps(output_dir):
-        return
+        return found
     if resume is False:
         raise CheckpointError(
             f"run.output_dir {output_dir} already holds a run; take another folder, delete it, or go on with "
             "it: run.resume_from_checkpoint=auto"
         )
-    _check_same_run(output_dir, config, base_model)
-    if resume == "auto":  # a kill may have come between a checkpoint and its links, and the last one may be damaged
+    _changes(output_dir, config, base_model)
+    MetricsFile(output_dir / "metrics.jsonl").read()
+    if not named:
+        path = find_checkpoint(output_dir, resume)
+        found = _resumption(path, config, base_model) if path else Resumption()
+        # a kill may have come between a checkpoint and its links, and the last one may be damaged
         with writing(output_dir / "checkpoints" / "latest", "the checkpoints are as they were"):
-            _point_links(output_dir, find_checkpoint(output_dir, resume))
+            _point_links(output_dir, path)
+    return found
 
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def _holds_steps(output_dir: Path) -> bool:
@@ -122,22 +224,89 @@ def _holds_steps(output_dir: Path) -> bool:
     return bool(_steps(output_dir)) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
-def _check_same_run(run_dir: Path, config: dict[str, dict], base_model: Mapping[str, str]) -> None:
-    path = run_dir / "run.json"
+def _resumption(path: Path, config: dict[str, dict], base_model: Mapping[str, str]) -> Resumption:
+    """Of a complete checkpoint, whose run.json is beside the folder that it lies in."""
+    earlier, changed = _changes(path.parent.parent, config, base_model)
+    step = _manifest(path)["step"]
+    # what was changed after a checkpoint that is gone is in force from this one on
+    earlier = [change | {"step": min(change["step"], step)} for change in earlier]
+    return Resumption(path, step, (*earlier, *({**change, "step": step} for change in changed)))
+
+
+def _changes(
+    run_dir: Path, config: dict[str, dict], base_model: Mapping[str, str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(the changes that run.json lists, those that it does not: key, old, new). CheckpointError for any other."""
+    record = _read_run_json(run_dir / RUN_JSON)
+    old = _flat(record["config"] | {"base_model": record["base_model"]})
+    new = _flat(config | {"base_model": base_model})
+    free = _free_keys(old, new)
+    differing = [
+        {"key": key, "old": old.get(key), "new": new.get(key)}
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and key not in free
+        and not {str(old.get(key)), str(new.get(key))} <= set(ALIKE.get(key, ()))
+    ]  # fmt: skip
+    named = new.get("run.resume_with_changes", ())
+    refused = [change for change in differing if change["key"] not in named]
+    if refused:
+        raise CheckpointError(_refusal(run_dir, refused))
+    return record["changes"], differing
+
+
+def _free_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> frozenset[str]:
+    """FREE_KEYS, without those that say how long a run is where its learning rate depends on that."""
+    if "cosine" not in (old.get("train.lr_scheduler_type"), new.get("train.lr_scheduler_type")):
+        return FREE_KEYS
+    by_epochs = None in (old.get("train.max_steps"), new.get("train.max_steps"))
+    return FREE_KEYS - {"train.max_steps", *(["train.num_train_epochs"] if by_epochs else [])}
+
+
+def _refusal(run_dir: Path, refused: Sequence[Mapping[str, Any]]) -> str:
+    keys = [change["key"] for change in refused]
+    ways = [f"set {'it' if len(keys) == 1 else 'them'} back"]
+    if set(keys) <= NAMED_KEYS:
+        ways.append(f"accept this with run.resume_with_changes=[{','.join(keys)}]")
+    ways.append(f"use another folder (lora.init_from={run_dir}/checkpoints/latest starts a new run from the adapter)")
+    base = (
+        " (base_model: what model.model_paths leads to)" if any(key.startswith("base_model.") for key in keys) else ""
+    )
+    return f"{run_dir} holds a run with other settings: {listing(refused)}{base}; {', or '.join(ways)}"
+
+
+def listing(changes: Sequence[Mapping[str, Any]]) -> str:
+    """Changes (key, old, new) in words."""
+    return ", ".join(f"{one['key']} {_short(one['old'])} -> {_short(one['new'])}" for one in changes)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _read_run_json(path: Path) -> dict[str, Any]:
+    """config, base_model and changes of a run.json. CheckpointError when it is missing or damaged."""
     if not path.is_file():
         raise CheckpointError(
             f"{path} is missing, so nothing says whether this is the same run; put it back or use another folder"
         )
-    record = json.loads(path.read_text(encoding="utf-8"))
-    old = _flat(record["config"] | {"base_model": record.get("base_model", {})})
-    new = _flat(config | {"base_model": base_model})
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    listing = ", ".join(f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in changed if key not in FREE_KEYS)
-    if listing:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        config, base_model, changes = record["config"], record.get("base_model", {}), record.get("changes", [])
+        whole = all(isinstance(section, dict) for section in (*config.values(), base_model))
+        whole = whole and all({"key", "old", "new"} <= one.keys() and _is_step(one["step"]) for one in changes)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        whole = False
+    if not whole:
         raise CheckpointError(
-            f"{run_dir} holds a run with other settings: {listing}; set them back or use another folder"
-            + (" (base_model: the weights that model.model_paths leads to)" if "base_model." in listing else "")
+            f"{path} is damaged, so nothing says whether this is the same run; put it back as the run wrote it, or use "
+            f"another folder (lora.init_from={path.parent}/checkpoints/latest starts a new run from the adapter)"
         )
+    return {"config": config, "base_model": base_model, "changes": changes}
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _flat(config: Mapping[str, Mapping]) -> dict[str, Any]:
@@ -145,29 +314,33 @@ def _flat(config: Mapping[str, Mapping]) -> dict[str, Any]:
 
 
 def write_run_json(
-    output_dir: str | Path,
+    run_folder: RunFolder,
     config: dict[str, dict],
     command: Sequence[str],
     versions: Mapping[str, str],
     git_commit: str | None,
     face_packs: Mapping[str, Mapping[str, str]],
     base_model: Mapping[str, str],
+    init_from: Mapping[str, str],
+    changes: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write run.json: what it takes to repeat the run.
 
     face_packs: {setting: {file name: sha256}} of the networks that gave the reward. base_model: {part: digest}.
+    init_from: {expert: digest} of the adapters that it started from. changes: as in Resumption.
     """
-    record = {
-        "config": config,
-        "command": list(command),
-        "versions": dict(versions),
-        "git_commit": git_commit,
-        "face_packs": {setting: dict(files) for setting, files in face_packs.items()},
-        "base_model": dict(base_model),
-    }
-    path = Path(output_dir) / "run.json"
-    with writing(path, "checkpoints and metrics are as they were"):
-        atomic_write(path, json.dumps(record, indent=2) + "\n")
+    run_folder.write_run_json(
+        {
+            "config": config,
+            "command": list(command),
+            "versions": dict(versions),
+            "git_commit": git_commit,
+            "face_packs": {setting: dict(files) for setting, files in face_packs.items()},
+            "base_model": dict(base_model),
+            "init_from": dict(init_from),
+            "changes": [dict(change) for change in changes],
+        }
+    )
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:
@@ -200,38 +373,60 @@ class MetricsFile:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.waiting = ""  # lines that could not be written yet
+        self.lines: list[str] = []  # of the whole file, should somebody delete it
+        self.written = 0  # of them, those that the file holds
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line {"step": step, **values}; nan and inf, which JSON cannot say, are written as null.
 
-        WriteError when that fails; the line then waits, and is written with the next one that can be.
+        WriteError when that fails; the line then waits, and is written with the next one that can be. A file that is
+        gone is written anew, with all lines.
         """
         line = {"step": step} | {key: value if math.isfinite(value) else None for key, value in values.items()}
-        self.waiting += json.dumps(line) + "\n"
+        self.lines.append(json.dumps(line) + "\n")
         with writing(self.path, "the lines since then are kept in memory and written when they can be"):
-            length = self.path.stat().st_size if self.path.exists() else 0
+            length = self.path.stat().st_size if self.path.exists() else None
+            self.written = 0 if length is None else self.written
             try:
                 with self.path.open("a", encoding="utf-8") as file:
-                    file.write(self.waiting)
+                    file.write("".join(self.lines[self.written :]))
             except OSError:
                 if self.path.exists():  # half a line would spoil the next one
-                    os.truncate(self.path, length)
+                    os.truncate(self.path, length or 0)
                 raise
-        self.waiting = ""
+        self.written = len(self.lines)
 
     def cut_back(self, step: int) -> None:
         """Drop the lines after `step` and a last line that a kill cut off."""
-        kept = [json.dumps(line) + "\n" for line in self.read() if line["step"] <= step]
+        self.lines = [json.dumps(line) + "\n" for line in self.read() if line["step"] <= step]
         with writing(self.path, "it is as it was"):
-            atomic_write(self.path, "".join(kept))
+            atomic_write(self.path, "".join(self.lines))
+        self.written = len(self.lines)
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines, without a last one that is cut off; none when there is no file yet."""
+        """All lines, without a last one that is cut off; none when there is no file yet.
+
+        CheckpointError for one that `append` did not write.
+        """
         if not self.path.is_file():
             return []
-        *lines, _cut_off = self.path.read_text(encoding="utf-8").split("\n")
-        return [json.loads(line) for line in lines]
+        *lines, _cut_off = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
+        return [self._parsed(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+    def _parsed(self, number: int, line: str) -> dict[str, Any]:
+        try:
+            values = json.loads(line)
+            whole = _is_step(values["step"]) and all(
+                type(value) in (int, float, type(None)) for value in values.values()
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            whole = False
+        if not whole:
+            raise CheckpointError(
+                f"{self.path}, line {number} is no line of metrics ({_short(line)}); mend or delete it, then the same "
+                "command goes on"
+            )
+        return values
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -262,15 +457,11 @@ def save_checkpoint(
     the checkpoints before are as they were, and nothing of this one is left.
     """
     path = folder_of(output_dir, step)
-    content = io.BytesIO()
-    torch.save(state, content)  # to memory first: into a file, torch says of a full disk "unexpected pos"
-    _check_loadable(content)
     record = {"step": step, "score": score if score is not None and math.isfinite(score) else None}
     with writing(path, "the checkpoints before it are as they were"):
         with atomic_directory(path) as folder:
             write_adapter(folder)
-            (folder / STATE).parent.mkdir()
-            (folder / STATE).write_bytes(content.getbuffer())
+            _save_state(state, folder / STATE)
             listing = {
                 str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
                 for file in _files(folder)
@@ -281,11 +472,21 @@ def save_checkpoint(
     return path
 
 
-def _check_loadable(content: io.BytesIO) -> None:
-    """CheckpointError now, at the first save, rather than on the day the state is needed."""
-    content.seek(0)
+def _save_state(state: dict[str, Any], path: Path) -> None:
+    """Without a second copy in memory. OSError when the disk does not take it.
+
+    CheckpointError now, at the first save, rather than on the day the state is needed, for what cannot be read back.
+    """
+    path.parent.mkdir()
     try:
-        torch.load(content, map_location="meta", weights_only=True)
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:  # torch says "unexpected pos" of whatever ended its writing
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+    try:
+        torch.load(path, map_location="meta", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"state holds something that load_state refuses to read: {error}") from error
 
@@ -341,29 +542,39 @@ def _damage(path: Path) -> str:
     """What is wrong with a checkpoint; empty if every file is there as it was written."""
     if not (path / MANIFEST).is_file():
         return f"{MANIFEST} is missing"
-    try:
-        listing = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"].items()
-        stated = [(name, int(file["bytes"]), str(file["sha256"])) for name, file in listing]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    manifest = _manifest(path)
+    named = re.fullmatch(r"step-(\d+)", path.name)
+    if not manifest or str(STATE) not in manifest["files"] or (named and int(named[1]) != manifest["step"]):
         return f"{MANIFEST} is cut off or altered"
-    for name, size, digest in stated:
+    for name, stated in manifest["files"].items():
         if not (path / name).is_file():
             return f"{name} is missing"
         found = (path / name).stat().st_size
-        if found != size:
-            return f"{name} has {found} bytes of {size}"
-        if sha256(path / name) != digest:
+        if found != stated["bytes"]:
+            return f"{name} has {found} bytes of {stated['bytes']}"
+        if sha256(path / name) != stated["sha256"]:
             return f"{name} was altered: its sha256 is not that of {MANIFEST}"
     return ""
 
 
-def _score(path: Path) -> float:
-    """That the checkpoint was saved with; -inf for none."""
+def _manifest(path: Path) -> dict[str, Any]:
+    """A checkpoint's {"step", "score", "files": {name: {"bytes", "sha256"}}}; empty when it is damaged."""
     try:
-        score = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["score"]
-    except (OSError, ValueError, KeyError):  # a damaged checkpoint
-        return -math.inf
-    return score if isinstance(score, int | float) else -math.inf
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        whole = _is_step(manifest["step"]) and all(
+            type(file["bytes"]) is int and type(file["sha256"]) is str for file in manifest["files"].values()
+        )
+        score = manifest["score"]
+        whole = whole and (score is None or (type(score) in (int, float) and math.isfinite(score)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+    return manifest if whole else {}
+
+
+def _score(path: Path) -> float:
+    """That the checkpoint was saved with; -inf for none, and for a damaged one."""
+    score = _manifest(path).get("score")
+    return -math.inf if score is None else score
 
 
 def _point_links(output_dir: Path, last: Path | None) -> None:

@@ -3,6 +3,9 @@
 The dataclasses below are the schema and the reference: a field's comment says what it means, its type says
 what it may be. Relative paths are relative to the directory the command is started in. There are two schemas,
 RunConfig of train_reward_fl.py and GrpoConfig of train_flow_grpo.py; the section `grpo` tells a file of the second.
+
+When a run goes on, its keys must be what they were, but for those that are marked: Free, ByContent (a path: what it
+leads to must be what it was), IfNamed (in run.resume_with_changes), Alike (from one of the values to another).
 """
 
 import dataclasses
@@ -13,7 +16,7 @@ import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -32,6 +35,28 @@ class Range:
     holds: Callable[[Any], bool]
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """What a key may do when a run goes on. Without such a mark it must be as it was."""
+
+    words: str
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Values that compute the same numbers: a run may go on with one for the other."""
+
+    values: tuple[str, ...]
+
+
+T = TypeVar("T")
+FREE = Resumed("may change: it is no part of what is computed")
+BY_CONTENT = Resumed("a path, which may change: what it leads to is compared")
+IF_NAMED = Resumed("may change, or its content, when run.resume_with_changes names it, which run.json then lists")
+Free = Annotated[T, FREE]
+ByContent = Annotated[T, BY_CONTENT]
+IfNamed = Annotated[T, IF_NAMED]
+
 Count = Annotated[int, Range("at least 1", lambda value: value >= 1)]
 Whole = Annotated[int, Range("0 or more", lambda value: value >= 0)]
 Positive = Annotated[float, Range("greater than 0", lambda value: value > 0)]
@@ -47,26 +72,29 @@ class Run:
     """Of both scripts. A step is one optimizer update."""
 
     # Folder for run.json, metrics.jsonl, checkpoints/ and samples/. Holds one run.
-    output_dir: Text
+    output_dir: Free[Text]
     # Seed of the data order, of every sample's noise and of the adapter's initial values.
     seed: Whole = 42
     # A checkpoint and the sample videos are written every this many steps (and after the last one); Flow-GRPO writes
     # them at the end of the epoch that these steps fall into.
-    save_steps: Count = 25
+    save_steps: Free[Count] = 25
     # Only the last this many checkpoints are kept, and the one that checkpoints/best points at; null keeps all.
-    keep_last: Count | None = None
+    keep_last: Free[Count | None] = None
     # Metrics reach the console and the tracker every this many steps; metrics.jsonl has every step.
-    logging_steps: Count = 1
+    logging_steps: Free[Count] = 1
     # "auto" goes on from the latest complete checkpoint in output_dir and starts anew when there is none;
     # a path names a checkpoint (.../checkpoints/step-000025); false starts anew.
-    resume_from_checkpoint: Text | Literal[False] = "auto"
+    resume_from_checkpoint: Free[Text | Literal[False]] = "auto"
+    # Keys marked IfNamed that may differ from what run.json says when a run goes on, such as [train.learning_rate].
+    # Each change is printed and listed in run.json (key, old, new, step). May stay when nothing differs any more.
+    resume_with_changes: Free[tuple[str, ...]] = ()
     # Tracker beside metrics.jsonl, of the first process. wandb has to be installed (pip install wandb).
-    log_with: Literal["tensorboard", "wandb", "none"] = "tensorboard"
+    log_with: Free[Literal["tensorboard", "wandb", "none"]] = "tensorboard"
     # How many clips of sample videos are written at each save.
-    sample_videos: Whole = 2
+    sample_videos: Free[Whole] = 2
     # Threads per process when there is no GPU; null divides the cores among the processes (accelerate launch
-    # would leave each with one).
-    cpu_threads: Count | None = None
+    # would leave each with one). As on another machine, their number changes the rounding.
+    cpu_threads: Free[Count | None] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,17 +103,17 @@ class Model:
     model_name: Literal["wan2_2"] = "wan2_2"
     # Pipeline folder in diffusers layout (model_index.json, transformer/, transformer_2/, vae/, ...), or a
     # wan22_paths.json that names the original files (examples/wan22_paths.json). Empty: the next key says.
-    model_paths: str = ""
+    model_paths: ByContent[str] = ""
     # Instead of model_paths: original files in hub repositories, "repository:pattern, ..." with high_noise,
     # low_noise, t5 and VAE in the patterns. Taken from the local hub cache; fetched only with allow_download.
-    model_id_with_origin_paths: str = ""
+    model_id_with_origin_paths: ByContent[str] = ""
     # Whether what the hub cache lacks may be downloaded.
-    allow_download: bool = False
+    allow_download: Free[bool] = False
     # Tokenizer folder; empty takes the model's own (original files have none but on the hub).
-    tokenizer_path: str = ""
+    tokenizer_path: ByContent[str] = ""
     # Distillation LoRAs (Wan2.2-Lightning, one file per expert, any tool's names), part of the base model.
-    distill_lora_high: str = ""
-    distill_lora_low: str = ""
+    distill_lora_high: ByContent[str] = ""
+    distill_lora_low: ByContent[str] = ""
     # fuse: added to the weights in the file's precision, before the one rounding to `dtype`. adapter: kept
     # beside them and answering in policy and reference alike; slower, and exact whatever `dtype` is.
     distill_lora_mode: Literal["fuse", "adapter"] = "fuse"
@@ -107,7 +135,7 @@ class Placement:
     # blocks are copied to the GPU one ahead of their turn. fp8: on the GPU in 8 bits, half the size, its weights
     # rounded by about 3 %. boundary_cache: nowhere while training; the latents that it hands over at the boundary
     # are computed once per clip and noise, and read from the cache (needs sample.noises_per_sample: n).
-    untrained: Literal["gpu", "cpu_swap", "fp8", "boundary_cache"] = "gpu"
+    untrained: Annotated[Literal["gpu", "cpu_swap", "fp8", "boundary_cache"], Alike(("gpu", "cpu_swap"))] = "gpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,19 +143,24 @@ class GrpoPlacement:
     """Of train_flow_grpo.py, whose every rollout starts from new noise: nothing at the boundary could be cached."""
 
     # As in Placement.
-    untrained: Literal["gpu", "cpu_swap", "fp8"] = "gpu"
+    untrained: Annotated[Literal["gpu", "cpu_swap", "fp8"], Alike(("gpu", "cpu_swap"))] = "gpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
     # Which models carry the adapter; null means trainable_models, and nothing else is offered.
-    lora_base_model: str | None = None
+    lora_base_model: Free[str | None] = None
     # Rank of the update.
     lora_rank: Count = 32
     # The update is scaled by lora_alpha / lora_rank; null means lora_rank, a scale of 1.
     lora_alpha: Positive | None = None
     # Adapted layers, comma separated: Wan's short names or diffusers' (to_q, to_out.0, ffn.net.2, ...).
     lora_target_modules: Text = "q,k,v,o,ffn.0,ffn.2"
+    # A checkpoint folder (.../checkpoints/latest) or an adapter's file or folder, of another run or tool, of the same
+    # rank, alpha and layers: the adapter starts from its weights, the optimizer and the steps start anew. The KL's
+    # reference stays the base model without an adapter. A run that goes on from a checkpoint of its own does not read
+    # it, but its content must be what it was. null: the adapter starts from zero.
+    init_from: ByContent[IfNamed[Text | None]] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +168,7 @@ class Data:
     # metadata.csv with the columns video and prompt, and if you like image (the model's input instead of the clip's
     # first frame) and reference_video (the clip that the face is taken from; motion is compared with it, too).
     # Paths are relative to the file. examples/metadata.csv shows one, tools/check_dataset.py checks one.
-    file_name: Text
+    file_name: ByContent[Text]
     # Pixels; clips are resized to cover height x width and cropped at the centre. Multiples of 16.
     height: Count = 480
     width: Count = 832
@@ -149,10 +182,10 @@ class Data:
     fps: Positive | None = None
     # Folder for what is computed once per clip: text embeddings, image latents, face pools, boundary latents. null:
     # <run.output_dir>/cache. Runs may share one; all processes must see the same.
-    cache_dir: Text | None = None
+    cache_dir: Free[Text | None] = None
     # Leave out rows that cannot be used (and say which) instead of stopping with a list of them; of a clip whose cache
     # entries are lost during the run, train on the next one instead, and count it (data/replaced).
-    skip_bad_rows: bool = False
+    skip_bad_rows: Free[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,20 +258,20 @@ class Rewards:
     # `python -m rewardfl.rewards` lists, or a class of your own, package.module:Class or path/to/file.py:Class.
     name: Text = "face_identity"
     # Arguments of a reward other than face_identity, whose are the keys below.
-    settings: dict[str, Setting] = dataclasses.field(default_factory=dict)
+    settings: IfNamed[dict[str, Setting]] = dataclasses.field(default_factory=dict)
     # Folder with one face detector and one recogniser (.onnx): antelopev2, buffalo_l, AuraFace; the folder around
     # it that the zip unpacks to and an insightface root (models/antelopev2) will do.
-    reward_model_path: Text | None = None
+    reward_model_path: ByContent[Text | None] = None
     # A second such folder that only judges (metric reward/held_out) and is never trained on; null: no judge.
-    held_out_model_path: Text | None = None
+    held_out_model_path: ByContent[IfNamed[Text | None]] = None
     # Side in pixels of the square that frames are fitted into for face detection.
     det_size: Count = 640
     # Likeness above the cap is not paid for. self_similarity: the real clip's own mean pairwise likeness.
-    cap: Literal["self_similarity", "none"] | float = "self_similarity"
-    # Faces embedded at a time; a smaller number takes less memory.
-    recogniser_chunk: Count = 8
+    cap: IfNamed[Literal["self_similarity", "none"] | float] = "self_similarity"
+    # Faces embedded at a time; a smaller number takes less memory, and rounds otherwise.
+    recogniser_chunk: IfNamed[Count] = 8
     # A warning is logged when the mean motion, as a ratio to the real clip's, falls below this.
-    motion_alarm: NonNegative = 0.8
+    motion_alarm: Free[NonNegative] = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,16 +279,16 @@ class Reward(Rewards):
     """Of train_reward_fl.py."""
 
     # More rewards by any label, which the metrics carry (reward/<label>): trained with their weight, or only measured.
-    others: dict[str, Term] = dataclasses.field(default_factory=dict)
+    others: IfNamed[dict[str, Term]] = dataclasses.field(default_factory=dict)
     # loss = -reward_weight * (reward - reward_mean) / reward_std + kl_weight * KL. The mean and std are those
     # of the untrained model's reward, so that reward_weight means the same for every recogniser.
-    reward_weight: NonNegative = 0.1
-    reward_mean: float = 0.54
-    reward_std: Positive = 0.16
+    reward_weight: IfNamed[NonNegative] = 0.1
+    reward_mean: IfNamed[float] = 0.54
+    reward_std: IfNamed[Positive] = 0.16
     # 0 skips the reference model's forward passes.
-    kl_weight: NonNegative = 1.0
+    kl_weight: IfNamed[NonNegative] = 1.0
     # Whether the KL's gradient also travels back along the trajectory, or only into the step it is taken at.
-    kl_gradient: Literal["through_trajectory", "fixed_trajectory"] = "through_trajectory"
+    kl_gradient: IfNamed[Literal["through_trajectory", "fixed_trajectory"]] = "through_trajectory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,15 +296,15 @@ class GrpoReward(Rewards):
     """Of train_flow_grpo.py, where a reward needs no gradient."""
 
     # More rewards by any label, which the metrics carry (reward/<label>): trained with their weight, or only measured.
-    others: dict[str, GrpoTerm] = dataclasses.field(default_factory=dict)
+    others: IfNamed[dict[str, GrpoTerm]] = dataclasses.field(default_factory=dict)
     # Part of reward.name in the weighted sum.
-    reward_weight: NonNegative = 1.0
+    reward_weight: IfNamed[NonNegative] = 1.0
     # Of face_identity: added to what is trained are coverage_weight * (share of frames in which a face is found) and
     # motion_weight * (motion as a ratio to the real clip's, at most 1). Neither has a gradient; here both can be paid.
-    coverage_weight: NonNegative = 0.0
-    motion_weight: NonNegative = 0.0
+    coverage_weight: IfNamed[NonNegative] = 0.0
+    motion_weight: IfNamed[NonNegative] = 0.0
     # Seconds after which a reward that runs beside the rollouts (such as `remote`) has failed for its samples.
-    reward_timeout: Positive = 600.0
+    reward_timeout: Free[Positive] = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,27 +312,30 @@ class GrpoTrain:
     """Of both scripts; the defaults are train_flow_grpo.py's."""
 
     # Peak learning rate of AdamW.
-    learning_rate: Positive = 1e-4
+    learning_rate: IfNamed[Positive] = 1e-4
     # After warmup: constant (both spellings), or cosine down to 0 at the last step.
-    lr_scheduler_type: Literal["constant", "constant_with_warmup", "cosine"] = "constant"
+    lr_scheduler_type: Annotated[
+        IfNamed[Literal["constant", "constant_with_warmup", "cosine"]], Alike(("constant", "constant_with_warmup"))
+    ] = "constant"
     # Steps of linear warmup from 0; 0 is none.
-    warmup_steps: Whole = 10
+    warmup_steps: IfNamed[Whole] = 10
     # AdamW's decoupled weight decay.
-    weight_decay: NonNegative = 0.0
-    # Steps (optimizer updates) in all; null takes num_train_epochs passes over the data.
-    max_steps: Count | None = None
+    weight_decay: IfNamed[NonNegative] = 0.0
+    # Steps (optimizer updates) in all; null takes num_train_epochs passes over the data. A run may go on to another
+    # number of them; under a cosine, which they stretch, only if run.resume_with_changes says so.
+    max_steps: Free[IfNamed[Count | None]] = None
     # Passes over the data when max_steps is null.
-    num_train_epochs: Count = 1
+    num_train_epochs: Free[IfNamed[Count]] = 1
     # Clips per process and forward pass.
-    per_device_train_batch_size: Count = 1
+    per_device_train_batch_size: Free[Count] = 1
     # Gradients are scaled down to this norm when they exceed it.
-    max_grad_norm: Positive = 1.0
+    max_grad_norm: IfNamed[Positive] = 1.0
     # Recompute activations in the backward pass instead of keeping them.
-    use_gradient_checkpointing: bool = True
+    use_gradient_checkpointing: Free[bool] = True
     # Keep what checkpointing stores (the blocks' inputs) in host memory until the backward pass.
-    use_gradient_checkpointing_offload: bool = False
+    use_gradient_checkpointing_offload: Free[bool] = False
     # Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
-    max_nonfinite: Whole = 3
+    max_nonfinite: Free[Whole] = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,14 +343,14 @@ class Train(GrpoTrain):
     """Of train_reward_fl.py."""
 
     # As in GrpoTrain; the reward's own gradient is far less noisy than a policy gradient, and drifts sooner.
-    learning_rate: Positive = 2.5e-6
+    learning_rate: IfNamed[Positive] = 2.5e-6
     # Forward passes per process and step.
-    gradient_accumulation_steps: Count = 1
+    gradient_accumulation_steps: Free[Count] = 1
     # Clips per step over all processes, as a check: must equal per device x accumulation x processes.
-    train_batch_size: Count | None = None
+    train_batch_size: Free[Count | None] = None
     # The VAE decoder's caches between decode and its backward pass. keep: on the GPU; offload: in host memory;
     # segment: every few chunks' only, the others are recomputed (one decode more).
-    decode_caches: Literal["keep", "offload", "segment"] = "keep"
+    decode_caches: Free[Literal["keep", "offload", "segment"]] = "keep"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +362,7 @@ class Grpo:
     # Groups per epoch, over all processes.
     groups: Count = 48
     # Where the members of a group are rolled out: contiguous, in a row on as few processes as possible; spread, on all.
-    spread: Literal["contiguous", "spread"] = "contiguous"
+    spread: Free[Literal["contiguous", "spread"]] = "contiguous"
     # All members of a group start from the same noise, and differ by the noise of the SDE steps alone. The steps before
     # the window are then computed once per group.
     same_noise_in_group: bool = False
@@ -337,7 +373,7 @@ class Grpo:
 
     # How the stochastic steps draw: flow (Flow-GRPO), dance (DanceGRPO) or cps (Flow-CPS), with this much noise.
     sde: Literal["flow", "dance", "cps"] = "flow"
-    noise_level: Positive = 0.7
+    noise_level: IfNamed[Positive] = 0.7
     # Which steps are stochastic, and trained; the others are steps of the ODE. list: window_steps. random: window_size
     # steps in a row, drawn anew in each epoch. fraction: window_fraction of them, drawn anew in each epoch.
     window: Literal["list", "random", "fraction"] = "random"
@@ -351,26 +387,26 @@ class Grpo:
     # trained and the last step, whose noise nothing would remove, are never drawn.
     window_bounds: tuple[int, ...] | None = None
     # What a rollout leaves for the replay (latents and conditioning of the window) is kept here until the update.
-    samples_on: Literal["gpu", "cpu"] = "gpu"
+    samples_on: Free[Literal["gpu", "cpu"]] = "gpu"
 
     # guard: GRPO-Guard's ratio without its bias, every step weighted by 1/dt. clip: PPO's, for images (at the size of
     # a video its bias silences every sample of negative advantage).
     objective: Literal["guard", "clip"] = "guard"
     # The ratio is clipped to 1 - clip_range .. 1 + clip_range_high (null: clip_range). Not transferable between
     # objectives, resolutions and kinds of sde.
-    clip_range: Annotated[float, Range("between 0 and 1", lambda value: 0 < value < 1)] = 2e-6
-    clip_range_high: Positive | None = None
+    clip_range: IfNamed[Annotated[float, Range("between 0 and 1", lambda value: 0 < value < 1)]] = 2e-6
+    clip_range_high: IfNamed[Positive | None] = None
     # Weight of the KL divergence of the steps from those of the untrained model; 0 skips its forward passes.
-    kl_weight: NonNegative = 0.0
+    kl_weight: IfNamed[NonNegative] = 0.0
     # What (reward - mean of the group) is divided by: the group's own standard deviation, that of all the epoch's
     # rewards, or nothing.
-    advantage_std: Literal["group", "global", "none"] = "group"
+    advantage_std: IfNamed[Literal["group", "global", "none"]] = "group"
     # Several rewards: normalise their weighted sum, or each one before summing (a reward of small spread is heard too).
-    advantage_of: Literal["sum", "per_reward"] = "sum"
-    advantage_clip: Positive = 5.0
+    advantage_of: IfNamed[Literal["sum", "per_reward"]] = "sum"
+    advantage_clip: IfNamed[Positive] = 5.0
     # Largest |log-probability of the replay - of the rollout| before an epoch's first update; more stops the run.
     # null: 0 in float32, 0.1 * clip_range in bfloat16.
-    ratio_tolerance: NonNegative | None = None
+    ratio_tolerance: Free[NonNegative | None] = None
     # The averaged weights, which are evaluated, shown and saved: weight of the old average at each update (rising from
     # 0.1 to this). 0: the last weights themselves.
     ema_decay: Annotated[float, Range("in 0..1, 1 excluded", lambda value: 0 <= value < 1)] = 0.9
@@ -382,13 +418,13 @@ class Evaluation:
 
     # metadata.csv of clips that are not trained on; null: no evaluation, and sample videos of training clips. Measure
     # by a reward that is not trained on, too: reward.held_out_model_path, or one of reward.others with weight 0.
-    eval_clips: Text | None = None
+    eval_clips: ByContent[IfNamed[Text | None]] = None
     # Every this many steps (at the end of the epoch that these fall into), before the first and after the last.
-    eval_steps: Count = 50
+    eval_steps: Free[Count] = 50
     # Sampling steps; null takes sample.num_inference_steps.
-    eval_inference_steps: Count | None = None
+    eval_inference_steps: IfNamed[Count | None] = None
     # Videos per clip, each from a noise of its own, the same ones every time.
-    eval_noises: Count = 1
+    eval_noises: IfNamed[Count] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,6 +462,13 @@ SCRIPTS = {RunConfig: "train_reward_fl.py", GrpoConfig: "train_flow_grpo.py"}
 EXPERTS = {"dit": "high_noise", "dit2": "low_noise"}
 COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0}
 SECTIONS = {schema: get_type_hints(schema) for schema in SCRIPTS}
+# section.key -> its marks: Range, Resumed, Alike
+MARKS = {
+    f"{section}.{key}": get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    for sections in SECTIONS.values()
+    for section, kind in sections.items()
+    for key, hint in get_type_hints(kind, include_extras=True).items()
+}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -594,8 +637,9 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
     origin, members = get_origin(kind), get_args(kind)
     if origin is Annotated:
         converted = _convert(value, members[0], key)
-        if not members[1].holds(converted):
-            raise ConfigError(f"{key} must be {members[1].words}, got {converted!r}")
+        for allowed in (mark for mark in members[1:] if isinstance(mark, Range)):
+            if not allowed.holds(converted):
+                raise ConfigError(f"{key} must be {allowed.words}, got {converted!r}")
         return converted
     if origin in (types.UnionType, Union):
         return _convert_union(value, kind, key)
@@ -659,6 +703,7 @@ def _words(kind: Any) -> str:
 
 def _conflicts(cfg: AnyConfig) -> list[str]:
     shared = [
+        *_resume_conflicts(cfg),
         *_model_conflicts(cfg),
         *_placement_conflicts(cfg),
         *_reward_conflicts(cfg.reward),
@@ -667,6 +712,22 @@ def _conflicts(cfg: AnyConfig) -> list[str]:
     if isinstance(cfg, GrpoConfig):
         return [*shared, *_grpo_conflicts(cfg)]
     return [*_step_conflicts(cfg.sample), *_coupling_conflicts(cfg.sample), *shared, *_cache_conflicts(cfg)]
+
+
+def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:
+    known = flat(cfg)
+    for key in cfg.run.resume_with_changes:
+        if key not in known:
+            yield f"run.resume_with_changes: there is no key {key!r}{_did_you_mean(key, list(known))}"
+        elif FREE in MARKS[key] and IF_NAMED not in MARKS[key]:
+            yield f"run.resume_with_changes: {key} may change without being named; remove it"
+        elif IF_NAMED not in MARKS[key]:
+            yield (
+                f"run.resume_with_changes: {key} cannot change in a run; a new run in another run.output_dir can start "
+                "from this one's adapter: lora.init_from"
+            )
+    if cfg.run.resume_with_changes and cfg.run.resume_from_checkpoint is False:
+        yield "run.resume_with_changes does nothing with run.resume_from_checkpoint: false; remove one of them"
 
 
 def _step_conflicts(sample: Sample) -> Iterator[str]:
@@ -897,6 +958,8 @@ def check_paths(cfg: AnyConfig) -> None:
         path = getattr(cfg.model, key)
         if path and not Path(path).exists():
             problems.append(f"model.{key}: no such file or folder: {path}")
+    if cfg.lora.init_from and not Path(cfg.lora.init_from).exists():
+        problems.append(f"lora.init_from: no such file or folder: {cfg.lora.init_from}")
     if cfg.model.tokenizer_path and not Path(cfg.model.tokenizer_path).is_dir():
         problems.append(f"model.tokenizer_path: no such folder: {cfg.model.tokenizer_path}")
     for key in ("reward_model_path", "held_out_model_path"):

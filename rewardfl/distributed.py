@@ -21,11 +21,11 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -38,6 +38,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    broadcast_object_list,
 )
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -49,6 +50,7 @@ from rewardfl.config import AnyConfig, trainable_experts
 TIMEOUT = timedelta(hours=2)
 REDUCE_BUCKET = 50_000_000  # float32 numbers that ZeRO-2 reduces at a time
 DEEPSPEED = (0, 19, 8)  # the first version that this was measured with
+T = TypeVar("T")
 
 
 class LaunchError(ValueError):
@@ -184,6 +186,23 @@ def sharding(accelerator: Accelerator) -> str:
     """As plan.SHARDINGS names it."""
     kinds = {DistributedType.DEEPSPEED: "zero2", DistributedType.FSDP: "fsdp2"}
     return kinds.get(accelerator.distributed_type, "none")
+
+
+def by_main(accelerator: Accelerator, decide: Callable[[], T], refusal: type[Exception]) -> T:
+    """What `decide` gives on the main process, or the `refusal` that it raises there, on all processes.
+
+    So that none waits in a collective for one that was refused.
+    """
+    found: list = [None, None]
+    if accelerator.is_main_process:
+        try:
+            found[0] = decide()
+        except refusal as error:
+            found[1] = error
+    broadcast_object_list(found)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
 
 
 def home(accelerator: Accelerator) -> torch.device:

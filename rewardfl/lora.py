@@ -20,7 +20,7 @@ from rewardfl.shards import Refused
 
 __all__ = [
     "POLICY", "adapter_state", "attach_adapter", "attach_frozen", "inject", "load_adapter", "read_adapter",
-    "read_lora", "reference", "save_adapter", "target_modules",
+    "read_lora", "reference", "save_adapter", "start_from", "target_modules",
 ]  # fmt: skip
 POLICY = "default"  # the name of the adapter that is trained
 DISTILLED = "distilled"  # of one that belongs to the base model
@@ -158,6 +158,14 @@ def load_adapter(model: WanTransformer3DModel, folder: Path) -> None:
             f"{folder / WEIGHTS_NAME} covers other layers than lora.lora_target_modules, for instance "
             f"{sorted(state.keys() ^ expected.keys())[0]!r}"
         )
+    set_peft_model_state_dict(model, state, adapter_name=POLICY)
+
+
+def start_from(model: WanTransformer3DModel, given: Lora) -> None:
+    """Fill an injected adapter with a LoRA of its rank, scale and layers (setup.init_adapters has compared them)."""
+    state = {}
+    for name, update in given.updates.items():
+        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = load(update.down), load(update.up)
     set_peft_model_state_dict(model, state, adapter_name=POLICY)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import cache, data, files, reward_flow, wan
-from rewardfl.cache import Cache, Key
+from rewardfl.cache import Cache, CacheError, Key
 from rewardfl.rewards import Reward
 
 Number = int | float | None
@@ -90,10 +90,6 @@ def read(store: Cache, key: Key) -> dict[str, Tensor]:
             "from the last checkpoint (data.skip_bad_rows: true would go on without the clip)"
         )
     return entry
-
-
-class CacheError(RuntimeError):
-    """The cache lost an entry."""
 
 
 def readable(

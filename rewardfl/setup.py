@@ -4,17 +4,35 @@ Nothing here decides what happens in training.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from rewardfl import checkpoint, data, distributed, face_parity, lora, offload, prepare, trackers, wan, wan_load
+from rewardfl import (
+    checkpoint,
+    costs,
+    data,
+    distributed,
+    face_parity,
+    lora,
+    lora_files,
+    merge,
+    offload,
+    prepare,
+    trackers,
+    wan,
+    wan_load,
+)
 from rewardfl import config as configuration
-from rewardfl.cache import Cache, model_digest
+from rewardfl.cache import Cache, digest, model_digest
 from rewardfl.config import AnyConfig
 from rewardfl.face_pack import describe, file_hashes
 from rewardfl.rewards import FaceIdentityReward
@@ -67,6 +85,7 @@ def open_model(cfg: AnyConfig) -> tuple[wan_load.Layout, float]:
     configuration.check_geometry(
         cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
     )
+    init_adapters(cfg, layout)
     return layout, configuration.boundary_of(cfg, layout.configs)
 
 
@@ -169,10 +188,17 @@ def check_face_packs(
 
 
 def base_model(cfg: AnyConfig, layout: wan_load.Layout) -> dict[str, str]:
-    """{part of the base model: digest of its files}, the distillation included."""
+    """{part of the base model: digest of its files}, the distillation included; settings: of its configurations."""
+    settings = {part: wan_load.config_of(layout, part) for part in (*wan.PARTS.values(), "vae")}
+    settings = {
+        part: {key: value for key, value in config.items() if not key.startswith("_")}  # the version that wrote it
+        for part, config in settings.items()
+    }
+    settings["boundary_ratio"] = configuration.boundary_ratio(layout.configs)
     weights = {part: model_digest(files) for part, files in wan_load.files(layout).items()}
     distilled = {"distill_high": cfg.model.distill_lora_high, "distill_low": cfg.model.distill_lora_low}
-    return weights | {name: model_digest([Path(path)]) for name, path in distilled.items() if path}
+    weights |= {name: model_digest([Path(path)]) for name, path in distilled.items() if path}
+    return weights | {"settings": digest(settings)}
 
 
 def conditions_of(cfg: AnyConfig, weights: dict[str, str], store: Cache) -> prepare.Conditions:
@@ -184,6 +210,55 @@ def conditions_of(cfg: AnyConfig, weights: dict[str, str], store: Cache) -> prep
     return prepare.Conditions(
         store, weights["text_encoder"], weights["vae"], base, cfg.model.dtype, cfg.data.num_frames
     )
+
+
+def init_adapters(cfg: AnyConfig, layout: wan_load.Layout) -> dict[str, lora_files.Lora]:
+    """{expert: the LoRA that its adapter starts from} of lora.init_from, by their headers; empty without one.
+
+    Refused where they are not of the trained experts, or not of the adapter's rank, alpha, layers and shapes.
+    """
+    if cfg.lora.init_from is None:
+        return {}
+    names, where = configuration.trainable_experts(cfg), f"lora.init_from: {cfg.lora.init_from}"
+    found = lora_files.read_lora(cfg.lora.init_from)
+    if len(found) == len(names) == 1 and found[0].expert is None:
+        found = lora_files.assign(found, names[0])
+    if {one.expert for one in found} != set(names):
+        has = ", ".join(sorted(one.expert or "unknown" for one in found))
+        raise Refused(
+            f"{where} is for {has}, model.trainable_models {cfg.model.trainable_models} for {', '.join(names)}; give "
+            "an adapter of these experts"
+        )
+    rank, alpha = cfg.lora.lora_rank, cfg.lora.lora_alpha or cfg.lora.lora_rank
+    targets = tuple(lora.target_modules(cfg.lora.lora_target_modules))
+    for one in found:
+        config = wan_load.config_of(layout, wan.PARTS[one.expert])
+        model = costs.new_expert(config, torch.float32, config["num_layers"], costs.Adapter(rank, targets))
+        wanted = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        _check_init(where, one, rank, alpha, wanted)
+    return {one.expert: one for one in found}
+
+
+def _check_init(where: str, given: lora_files.Lora, rank: int, alpha: float, wanted: dict[str, tuple]) -> None:
+    """Refused unless the LoRA is one of this rank and alpha, with exactly the `wanted` tensors, {name: shape}."""
+    shapes = {}
+    for name, update in given.updates.items():
+        if update.sources().keys() != {"down", "up"}:
+            raise Refused(f"{where}: {name} has more than a low-rank update; an adapter has no bias and no magnitude")
+        if update.rank != rank or update.scale != alpha / rank:
+            raise Refused(
+                f"{where} has rank {update.rank} and alpha {update.scale * update.rank:g} in {name}, this run "
+                f"lora.lora_rank {rank} and lora.lora_alpha {alpha:g}; set them to the same"
+            )
+        shapes[f"{name}.lora_A.{lora.POLICY}.weight"] = tuple(update.down.shape)
+        shapes[f"{name}.lora_B.{lora.POLICY}.weight"] = tuple(update.up.shape)
+    if differing := sorted(shapes.items() ^ wanted.items()):
+        name, shape = differing[0]
+        raise Refused(
+            f"{where} has other layers, or other shapes, than lora.lora_target_modules gives in this model, for "
+            f"instance {name} of shape {shape} in one of the two"
+        )
+    merge.check_finite(given)
 
 
 def load_experts(
@@ -230,6 +305,51 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 # What a run leaves
 
 
+def open_run(
+    cfg: AnyConfig, run_folder: checkpoint.RunFolder, accelerator: Accelerator, weights: Mapping[str, str]
+) -> checkpoint.Resumption:
+    """What to go on from: the main process locks and looks at the folder, the others do as it says.
+
+    weights: as base_model gives them.
+    """
+    open_folder = partial(checkpoint.prepare_output_dir, run_folder, configuration.to_dict(cfg), weights)
+    return distributed.by_main(accelerator, open_folder, checkpoint.CheckpointError)
+
+
+def begin_run(
+    cfg: AnyConfig,
+    run_folder: checkpoint.RunFolder,
+    metrics_file: checkpoint.MetricsFile,
+    last_line: int,
+    weights: Mapping[str, str],
+    content: Mapping[str, Mapping[str, str]],
+    changes: Sequence[Mapping[str, Any]],
+) -> None:
+    """For the main process: write run.json, and cut the metrics back to step `last_line`."""
+    run_folder.keep()
+    metrics_file.cut_back(last_line)
+    packs = {key: files for key, files in content.items() if key.startswith("reward.")}
+    checkpoint.write_run_json(
+        run_folder, configuration.to_dict(cfg), sys.argv, checkpoint.library_versions(VERSIONED),
+        checkpoint.git_commit(Path(__file__).parent), packs, weights, content["lora.init_from"], changes,
+    )  # fmt: skip
+
+
+def content_of(
+    samples: Sequence[prepare.Sample],
+    held_out: Sequence[prepare.Sample],
+    face_packs: Mapping[str, Mapping[str, str]],
+    init: Mapping[str, lora_files.Lora],
+) -> dict[str, dict[str, str]]:
+    """{key of the configuration: {what it leads to, in order: its digest}}, which must not change in a run."""
+    return {
+        "data.file_name": {sample.row.id: digest(sample.clip) for sample in samples},
+        "evaluation.eval_clips": {sample.row.id: digest(sample.clip) for sample in held_out},
+        "lora.init_from": {expert: model_digest([one.path]) for expert, one in init.items()},
+        **face_packs,
+    }
+
+
 def save_adapters(trained: dict[str, nn.Module], states: dict[str, dict[str, Tensor]], folder: Path) -> None:
     """states: lora.adapter_state of each, gathered by all processes."""
     for name, expert in trained.items():
@@ -237,23 +357,49 @@ def save_adapters(trained: dict[str, nn.Module], states: dict[str, dict[str, Ten
 
 
 def load_adapters(trained: dict[str, nn.Module], folder: Path) -> None:
+    """CheckpointError for a checkpoint without the adapters that are trained."""
     for name, expert in trained.items():
-        lora.load_adapter(expert, folder / wan.PARTS[name])
+        try:
+            lora.load_adapter(expert, folder / wan.PARTS[name])
+        except (ValueError, FileNotFoundError) as error:
+            raise checkpoint.CheckpointError(f"{folder} cannot be gone on from: {error}") from error
+
+
+def start_adapters(trained: dict[str, nn.Module], init: Mapping[str, lora_files.Lora]) -> None:
+    """init: as init_adapters gives them; without them the adapters stay as they are, and change nothing."""
+    for name, one in init.items():
+        lora.start_from(trained[name], one)
 
 
 def load_state(
-    folder: Path, num_samples: int, global_batch: int | None = None, one_shape_batch: int | None = None
-) -> dict:
-    """A checkpoint's state; CheckpointError when the data have changed since, or how they are batched.
+    cfg: AnyConfig,
+    opened: checkpoint.Resumption,
+    content: Mapping[str, Mapping[str, str]],
+    global_batch: int | None = None,
+    one_shape_batch: int | None = None,
+) -> tuple[dict | None, list[dict[str, Any]]]:
+    """(a checkpoint's state, all changes that run.resume_with_changes has allowed); (None, []) to start anew.
 
-    one_shape_batch: clips per forward pass where they differ in size, because their order depends on it then.
+    CheckpointError when what the configuration leads to (`content`, as content_of gives it) has changed since, or how
+    the data are batched. one_shape_batch: clips per forward pass where they differ in size, because their order
+    depends on it then.
     """
+    folder, changes = opened.path, list(opened.changes)
+    if folder is None:
+        return None, []
     state = checkpoint.load_state(folder)
-    if state["samples"] != num_samples:
+    if "content" not in state or state["step"] != opened.step:
         raise checkpoint.CheckpointError(
-            f"{folder} was trained on {state['samples']} clips, data.file_name now gives {num_samples}: their "
-            "order would change; restore the data or set run.output_dir to a new folder"
+            f"{folder} was not written by this version of rewardfl; go on with the version that wrote it, or start a "
+            f"new run in another run.output_dir from its adapter: lora.init_from={folder}"
         )
+    for key in sorted(state["content"].keys() | content.keys()):
+        old, new = state["content"].get(key, {}), content.get(key, {})
+        words = _difference(old, new)
+        if words and key not in cfg.run.resume_with_changes:
+            raise checkpoint.CheckpointError(_changed_content(folder, key, words))
+        if words:
+            changes.append({"key": key, "old": digest(old), "new": digest(new), "step": opened.step})
     if state.get("global_batch") != global_batch:
         raise checkpoint.CheckpointError(
             f"{folder} was trained on {state.get('global_batch')} clips per update, "
@@ -265,7 +411,50 @@ def load_state(
             f"{folder} was trained on clips of several sizes with train.per_device_train_batch_size "
             f"{state.get('one_shape_batch')}, now {one_shape_batch}: their order would change; set it back"
         )
-    return state
+    return state, changes
+
+
+def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    """What is different in content, in words; empty when nothing is."""
+    found = {
+        "gone": [name for name in old if name not in new],
+        "new": [name for name in new if name not in old],
+        "of other content": [name for name in old if name in new and old[name] != new[name]],
+    }
+    words = [
+        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for what, names in found.items()
+        if names
+    ]
+    return ", ".join(words) or ("in another order" if list(old) != list(new) else "")
+
+
+def _changed_content(folder: Path, key: str, words: str) -> str:
+    named = f", or accept this with run.resume_with_changes=[{key}]" if key in checkpoint.NAMED_KEYS else ""
+    return (
+        f"{folder} was trained with something else in {key}: {words}; put it back{named}, or start a new run in "
+        f"another run.output_dir from its adapter: lora.init_from={folder}"
+    )
+
+
+def load_schedule(scheduler: LambdaLR, state: dict[str, Any], train: configuration.GrpoTrain) -> None:
+    """Go on with a scheduler's state_dict, at the configuration's rate and weight decay, which may be others than then.
+
+    Where they are not, this changes nothing, to the last bit.
+    """
+    step = state["last_epoch"]
+    rates = [train.learning_rate * factor(step) for factor in scheduler.lr_lambdas]
+    scheduler.load_state_dict(state | {"base_lrs": [train.learning_rate] * len(rates), "_last_lr": rates})
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group |= {"initial_lr": train.learning_rate, "lr": rate, "weight_decay": train.weight_decay}
+
+
+def notes_on_changes(named: Sequence[str], changes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is said of run.resume_with_changes when a run starts."""
+    known = {change["key"] for change in changes}
+    return [f"changed at step {change['step']}: {checkpoint.listing([change])}" for change in changes] + [
+        f"note: run.resume_with_changes names {key}, which has not changed" for key in named if key not in known
+    ]
 
 
 @torch.no_grad()

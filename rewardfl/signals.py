@@ -1,13 +1,14 @@
-"""SIGTERM and SIGINT, noted until a place at which nothing is lost by stopping. No torch here."""
+"""SIGTERM, SIGINT and SIGHUP, noted until a place at which nothing is lost by stopping. No torch here."""
 
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ECHO = 1.0  # seconds: a launcher passes on what a batch system or a terminal has sent to its children, too
 
 
@@ -27,10 +28,14 @@ class Interruption:
         return self
 
     def listen(self) -> None:
-        """Until here a signal does what it always does: there is nothing to save yet. Main thread only."""
+        """Until here a signal ends the process at once: there is nothing to save yet. Main thread only.
+
+        A SIGHUP that is ignored stays so: nohup has asked for that.
+        """
+        taken = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
-        self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self._before = {number: signal.signal(number, lambda *_: None) for number in taken}
         self._wakeup_before = signal.set_wakeup_fd(self._write.fileno())  # the C handler writes the number there
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -45,8 +50,11 @@ class Interruption:
             elif time.monotonic() - first > ECHO:
                 os._exit(128 + received[0])
 
-    def __exit__(self, *_exception) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_exception) -> None:
         if self._thread is None:
+            if kind is KeyboardInterrupt:  # one line, as of any other end
+                print("SIGINT: stopped before the first step; the same command starts again", file=sys.stderr)
+                raise SystemExit(128 + signal.SIGINT)
             return
         signal.set_wakeup_fd(self._wakeup_before)
         for number, before in self._before.items():

@@ -1,5 +1,6 @@
 """The cache on disk: content-addressed, whole or absent, checked when read."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from rewardfl import cache, prepare
-from rewardfl.cache import Cache
+from rewardfl.cache import Cache, CacheError
 
 KEY = {"kind": "text", "model": "m", "prompt": "a person"}
 
@@ -32,6 +33,52 @@ def test_another_key_is_a_miss(tmp_path, changed):
     assert Cache(tmp_path).get(KEY | changed) is None
     reordered = dict(reversed(KEY.items()))
     assert Cache(tmp_path).get(reordered) is not None
+
+
+def header(path, change):
+    """Rewrite a safetensors header by change(its JSON text)."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    text = change(content[8 : 8 + length])
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+HEADERS = {
+    "a list": lambda text: b"[]",
+    "a number": lambda text: b"3",
+    "nested": lambda text: b"[" * 100_000,
+    "no text": lambda text: b"\xff" + text,
+    "metadata null": lambda text: b'{"__metadata__": null}',
+    "metadata a list": lambda text: b'{"__metadata__": [1]}',
+    "another dtype": lambda text: text.replace(b"F32", b"F64"),
+    "another shape": lambda text: text.replace(b'"shape":[100]', b'"shape":[101]'),
+    "offsets outside": lambda text: text.replace(b"[0,400]", b"[0,900]"),
+    "a negative offset": lambda text: text.replace(b"[0,400]", b"[-4,396]"),
+}
+
+
+@pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS.keys())
+def test_an_entry_with_a_damaged_header_is_a_miss(tmp_path, change):
+    store = Cache(tmp_path)
+    store.put(KEY, {"a": torch.arange(100.0)})
+    before = store.path(KEY).read_bytes()
+    header(store.path(KEY), change)
+    assert store.path(KEY).read_bytes() != before and store.get(KEY) is None
+    store.put(KEY, {"a": torch.arange(100.0)})
+    assert store.get(KEY) is not None
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache, "atomic_write", fail)
+    with pytest.raises(CacheError, match="No space left on device.*data.cache_dir") as error:
+        Cache(tmp_path).put(KEY, {"a": torch.ones(2)})
+    assert str(tmp_path) in str(error.value)
+    (tmp_path / "file").touch()
+    with pytest.raises(CacheError, match="Not a directory"):
+        Cache(tmp_path / "file").put(KEY, {"a": torch.ones(2)})
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "header", "swapped"])

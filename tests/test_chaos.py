@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ from rewardfl import checkpoint, data, decode, distributed
 from rewardfl.rewards import blackbox
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "0"))
+RIVALS = 0.5 if KILLS else 0.0  # share of the lives in which a second process is started on the same folder
 pytestmark = pytest.mark.timeout(1800 if KILLS else 600)
 LAST = 10 + 2 * KILLS  # a life lasts for two steps or so
 STEPS = [f"train.max_steps={LAST}", "run.save_steps=2", "run.keep_last=2"]
@@ -83,13 +85,42 @@ def wait_for_lines(process, run, count):
         time.sleep(0.005)
 
 
-def killed(arguments, run, dice):
+def refused(process, holder):
+    """Wait for a process that found the folder in use, unless the holder came to the run's end before it looked."""
+    output = process.communicate()[0].decode()
+    if process.returncode == 0 and holder.poll() == 0:
+        return
+    assert process.returncode == 2 and "run.output_dir" in output and "is in use by process" in output, output[-3000:]
+
+
+@contextlib.contextmanager
+def only_one(arguments, run, dice, late_rivals):
+    """A started process; sometimes two at once, or a second one later: the second one is refused, whichever it is."""
+    count = lines(run)
+    with started(arguments) as process:
+        if late_rivals and dice.random() < RIVALS / 2:
+            wait_for_lines(process, run, count + 1)
+            with started(arguments) as late:
+                refused(late, process)
+            yield process
+        elif dice.random() < RIVALS / (2 if late_rivals else 1):
+            with started(arguments) as other:
+                while process.poll() is None and other.poll() is None:
+                    time.sleep(0.005)
+                first, last = (process, other) if other.poll() is None else (other, process)
+                refused(first, last)
+                yield last
+        else:
+            yield process
+
+
+def killed(arguments, run, dice, late_rivals=False):
     """Start, and kill at a random moment: while it starts, or within a second of one of its next two lines.
 
     Whether it was killed: it may have been done before.
     """
     count = lines(run)
-    with started(arguments) as process:
+    with only_one(arguments, run, dice, late_rivals) as process:
         if dice.random() < 0.2:
             time.sleep(dice.uniform(0, 6))
         else:
@@ -135,13 +166,13 @@ def test_killed_and_told_to_stop(straight, tmp_path):
     stopped = metrics(run)[-1]["step"]
     assert stopped < LAST and os.readlink(run / "checkpoints" / "latest") == f"step-{stopped:06d}" and not strays(run)
     wanted = KILLS or 2
-    assert sum(killed(arguments, run, dice) for _ in range(wanted)) >= 0.5 * wanted
+    assert sum(killed(arguments, run, dice, late_rivals=True) for _ in range(wanted)) >= 0.5 * wanted
     launch(f"run.output_dir={run}", *STEPS)
     assert_same(run, straight, LAST)
 
 
 def test_killed_between_epochs(straight_grpo, epochs, tmp_path):
-    """train_flow_grpo.py, the same."""
+    """train_flow_grpo.py, the same; its two epochs are over before a late rival has started."""
     run, dice = tmp_path / "run", random.Random(8)
     arguments = command("train_flow_grpo.py", f"run.output_dir={run}", *epochs)
     wanted = KILLS or 1
@@ -352,6 +383,35 @@ def test_skips_in_a_row_are_counted_over_a_restart(monkeypatch, capsys, tmp_path
     assert call(monkeypatch, capsys, *settings, "train.max_steps=1")[0] == 0
     with pytest.raises(SystemExit, match="stopped at step 2: 2 updates in a row had a non-finite gradient"):
         call(monkeypatch, capsys, *settings, "train.max_steps=3")
+
+
+# -- two starts on one folder
+
+
+def test_a_folder_in_use_is_refused_by_both_processes(tmp_path):
+    """The first process alone looks at the folder; the other ends with it, and does not wait in a collective.
+
+    Started without a launcher, which would end the other one itself.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    both = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    arguments = [sys.executable, *command("train_reward_fl.py", f"run.output_dir={tmp_path}")]
+    with checkpoint.RunFolder() as run_folder:
+        run_folder.take(tmp_path)
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        ranks = [
+            subprocess.Popen(
+                arguments, cwd=ROOT, env=both | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
+            )
+            for rank in ("0", "1")
+        ]  # fmt: skip
+        for process in ranks:
+            _, error = process.communicate(timeout=240)
+            assert process.returncode == 2 and "Traceback" not in error, error[-3000:]
+            assert f"run.output_dir {tmp_path} is in use by process {os.getpid()} on " in error
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 # -- two processes, of which one is hit

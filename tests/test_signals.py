@@ -19,7 +19,7 @@ def wait_for(interruption, number):
     return interruption.noted
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_noted_and_agreed_on(number):
     before = signal.getsignal(number)
     with Interruption() as interruption:
@@ -47,6 +47,37 @@ def test_before_listening_a_signal_does_what_it_always_does():
     before = signal.getsignal(signal.SIGTERM)
     with Interruption():
         assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption() as interruption:
+            interruption.listen()
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)  # comes later, and is seen
+            assert wait_for(interruption, signal.SIGTERM) == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+STARTING = """
+import os, signal
+from rewardfl.signals import Interruption
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started this may ignore it
+with Interruption():
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_ctrl_c_before_the_first_step_is_one_line():
+    done = subprocess.run([sys.executable, "-c", STARTING], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130 and done.stderr.count("\n") == 1 and "SIGINT" in done.stderr
+
+
+def test_other_exceptions_before_the_first_step_pass():
+    with pytest.raises(ZeroDivisionError), Interruption():
+        raise ZeroDivisionError
 
 
 BLOCKED = """

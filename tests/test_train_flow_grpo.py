@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -62,6 +63,31 @@ def test_the_averaged_weights_are_saved_and_the_last_ones_go_on(straight):
     assert average == pytest.approx(sorted(float(p.double().sum()) for p in saved.values()), abs=1e-12)
     pairs = zip(state["parameters"], state["average"]["shadow_params"], strict=True)
     assert any(not torch.equal(last, averaged) for last, averaged in pairs)
+
+
+def test_a_run_starts_from_another_ones_adapter(straight, tmp_path):
+    """At a rate that moves nothing the averaged adapter is bit for bit the given one; the reference is not."""
+    launch_grpo(
+        f"run.output_dir={tmp_path}", f"lora.init_from={straight}/checkpoints/latest", "train.learning_rate=1e-30",
+        "train.warmup_steps=0", "train.max_steps=1", "grpo.kl_weight=0.01", "run.sample_videos=0",
+    )  # fmt: skip
+    (line,) = metrics(tmp_path)
+    assert line["policy/kl"] > 0 and line["policy/ratio"] == 1
+    mine, theirs = adapter(tmp_path, 1), adapter(straight, 8)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine | theirs)
+
+
+def test_other_clips_are_evaluated_only_when_that_is_said(straight, monkeypatch, capsys, tmp_path):
+    run = shutil.copytree(straight, tmp_path / "run", symlinks=True)
+    one = f"evaluation.eval_clips={table(tmp_path / 'one.csv', 'eval', 1)}"
+    settings = [*GRPO_FAST, f"run.output_dir={run}", *EPOCHS, one, "train.max_steps=8"]
+    code, _, error = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 2 and "something else in evaluation.eval_clips: 1 gone (" in error
+    assert "run.resume_with_changes=[evaluation.eval_clips]" in error
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings, "run.resume_with_changes=[evaluation.eval_clips]")
+    assert code == 0 and "changed at step 8: evaluation.eval_clips" in out and metrics(run) == metrics(straight)
+    (change,) = json.loads((run / "run.json").read_text())["changes"]
+    assert change["key"] == "evaluation.eval_clips" and change["old"] != change["new"] and change["step"] == 8
 
 
 # -- rewards that fail

@@ -15,10 +15,10 @@ import torch
 from conftest import ROOT
 from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from PIL import Image
-from runs import FAST, PACKS, WORLD, call, launch, metrics, table
+from runs import CACHE, FAST, PACKS, WORLD, adapter, call, launch, metrics, table
 
 import train_reward_fl
-from rewardfl import config, data, face_parity, wan, wan_load
+from rewardfl import checkpoint, config, data, distributed, face_parity, lora, wan, wan_load
 
 # -- runs
 
@@ -148,6 +148,163 @@ def test_at_a_tie_the_table_names_the_expert_that_learns(tmp_path, monkeypatch, 
     assert metrics(tmp_path / "run")[0]["grad_norm"] > 0
 
 
+# -- going on
+
+
+def cut(straight, run, step):
+    """A copy of a run as if it had been killed after the checkpoint of `step`."""
+    shutil.copytree(straight, run, symlinks=True)
+    for path in (run / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    return run
+
+
+def test_what_computes_the_same_may_change(straight, tmp_path):
+    """Memory for time, other places, other paths to the same content: the rest of the run is the same, bit for bit."""
+    run = cut(straight, tmp_path / "run", 3)
+    for name, target in {"model": WORLD / "pipeline", "cache": CACHE, "packs": WORLD / "faces"}.items():
+        (tmp_path / name).symlink_to(target)
+    shutil.copy(f"{CACHE}/metadata.csv", tmp_path / "other.csv")
+    launch(
+        f"run.output_dir={run}", "train.max_steps=6", "run.save_steps=2", "train.decode_caches=segment",
+        "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true",
+        "experts.untrained=cpu_swap", "train.max_nonfinite=7", "reward.motion_alarm=0.1", "lora.lora_base_model=dit2",
+        "data.skip_bad_rows=true", f"data.cache_dir={tmp_path / 'cache'}", f"data.file_name={tmp_path / 'other.csv'}",
+        f"model.model_paths={tmp_path / 'model'}", f"model.tokenizer_path={WORLD}/pipeline/tokenizer",
+        f"reward.reward_model_path={tmp_path}/packs/reward", f"reward.held_out_model_path={tmp_path}/packs/judge",
+    )  # fmt: skip
+    assert metrics(run) == metrics(straight)
+    mine, theirs = adapter(run, 6), adapter(straight, 6)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine | theirs)
+    assert json.loads((run / "run.json").read_text())["changes"] == []
+
+
+def test_other_content_is_refused(monkeypatch, capsys, clips, tmp_path):
+    """Of the clips, by name and in order, and of the face packs; before weights load, and nothing is changed."""
+    path, rows = clips
+    write(path, rows)
+    settings = [*FAST, f"run.output_dir={tmp_path / 'run'}", f"data.file_name={path}", "run.sample_videos=0"]
+    assert call(monkeypatch, capsys, *settings, "train.max_steps=1")[0] == 0
+    refuse_weights(monkeypatch)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+
+    def refusal(*overrides):
+        code, _, error = call(monkeypatch, capsys, *settings, "train.max_steps=2", *overrides)
+        assert code == 2 and (tmp_path / "run" / "metrics.jsonl").read_text() == before
+        return error
+
+    write(path, [rows[0], rows[2], rows[1], rows[3]])
+    assert "something else in data.file_name: in another order" in refusal()
+    write(path, rows[:3])
+    assert f"something else in data.file_name: 1 gone ({rows[3][0]}#" in refusal()
+    write(path, rows)
+    shutil.copy(WORLD / "train" / rows[2][0], tmp_path / rows[1][0])
+    assert f"something else in data.file_name: 1 of other content ({rows[1][0]}#" in refusal()
+    shutil.copy(WORLD / "train" / rows[1][0], tmp_path / rows[1][0])
+    packs = [f"reward.reward_model_path={WORLD}/faces/judge", "reward.held_out_model_path=null"]
+    error = refusal(*packs)
+    assert "something else in reward.held_out_model_path: 2 gone (" in error
+    assert "run.resume_with_changes=[reward.held_out_model_path]" in error
+    error = refusal(*packs, "run.resume_with_changes=[reward.held_out_model_path]")
+    assert "something else in reward.reward_model_path: " in error and "resume_with_changes" not in error
+
+
+def test_another_learning_rate_and_weight(straight, monkeypatch, capsys, tmp_path):
+    run, groups = cut(straight, tmp_path / "run", 3), []
+    changes = ["train.learning_rate=5e-4", "train.weight_decay=0.5", "reward.kl_weight=3", "train.max_steps=4"]
+    settings = [*FAST, f"run.output_dir={run}", "run.sample_videos=0", *changes]
+    keys = ["reward.kl_weight", "train.learning_rate", "train.weight_decay"]
+    code, _, error = call(monkeypatch, capsys, *settings)
+    assert code == 2 and "train.learning_rate 0.001 -> 0.0005" in error
+    assert f"run.resume_with_changes=[{','.join(keys)}]" in error and metrics(run) == metrics(straight)
+    step = distributed.step
+
+    def watched(accelerator, optimizer, *arguments):
+        groups.append({key: optimizer.param_groups[0][key] for key in ("lr", "weight_decay")})
+        return step(accelerator, optimizer, *arguments)
+
+    monkeypatch.setattr(distributed, "step", watched)
+    code, out, _ = call(
+        monkeypatch, capsys, *settings, f"run.resume_with_changes=[{','.join([*keys, 'train.warmup_steps'])}]"
+    )
+    assert code == 0 and "changed at step 3: train.learning_rate 0.001 -> 0.0005" in out
+    assert "names train.warmup_steps, which has not changed" in out
+    assert [line["lr"] for line in metrics(run)[2:]] == [1e-3, 5e-4]
+    assert groups == [{"lr": 5e-4, "weight_decay": 0.5}]
+    listed = json.loads((run / "run.json").read_text())["changes"]
+    assert [(change["key"], change["old"], change["new"], change["step"]) for change in listed] == [
+        ("reward.kl_weight", 9.0, 3.0, 3), ("train.learning_rate", 1e-3, 5e-4, 3), ("train.weight_decay", 0.0, 0.5, 3)
+    ]  # fmt: skip
+
+
+def test_a_run_starts_from_another_ones_adapter(straight, monkeypatch, capsys, tmp_path):
+    """Two processes, at a rate that moves nothing: the adapter is bit for bit the given one, the reference is not."""
+    given = straight / "checkpoints" / "latest"
+    settings = [
+        f"run.output_dir={tmp_path / 'run'}", f"lora.init_from={given}", "train.learning_rate=1e-30",
+        "train.warmup_steps=0", "run.sample_videos=0", "train.max_steps=1",
+    ]  # fmt: skip
+    done = launch(*settings, processes=2)
+    (line,) = metrics(tmp_path / "run")
+    assert line["actor/kl_loss"] > 0 and line["lr"] == 1e-30, done.stderr[-2000:]
+    mine, theirs = adapter(tmp_path / "run", 1), adapter(straight, 6)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine | theirs)
+    digests = json.loads((tmp_path / "run" / "run.json").read_text())["init_from"]
+    assert digests.keys() == {"low_noise"}
+    # going on, it is not read but must be what it was, wherever it lies
+    refuse_weights(monkeypatch)
+    other = ["train.max_steps=2", f"lora.init_from={straight / 'checkpoints' / 'step-000003'}"]
+    more = ["train.gradient_accumulation_steps=2"]  # of one process for two
+    code, _, error = call(monkeypatch, capsys, *FAST, *settings, *more, *other)
+    assert code == 2 and "something else in lora.init_from: 1 of other content (low_noise)" in error
+    assert "run.resume_with_changes=[lora.init_from]" in error
+    file = shutil.copy(given / "transformer_2" / lora.WEIGHTS_NAME, tmp_path / "low_noise.safetensors")
+    reach_the_weights(monkeypatch)
+    _, _, error = call(monkeypatch, capsys, *FAST, *settings, *more, "train.max_steps=2", f"lora.init_from={file}")
+    assert "reached the weights" in error
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (["lora.lora_rank=8"], "has rank 4 and alpha 4 in blocks.0."),
+        (["lora.lora_alpha=8"], "this run lora.lora_rank 4 and lora.lora_alpha 8"),
+        (["lora.lora_target_modules=q,k,v"], "lora.lora_target_modules"),
+        (["model.trainable_models=dit,dit2", "sample.mid_timestep=0"], "is for low_noise, model.trainable_models dit,"),
+        (["lora.init_from=nowhere"], "lora.init_from: no such file or folder: nowhere"),
+        (["lora.init_from=RUN"], "RUN is a run; give one of its checkpoints"),
+    ],
+)  # fmt: skip
+def test_adapters_that_do_not_fit(straight, monkeypatch, capsys, no_weights, tmp_path, settings, message):
+    settings = [
+        f"lora.init_from={straight}/checkpoints/latest",
+        *(word.replace("RUN", str(straight)) for word in settings),
+    ]
+    code, _, error = call(monkeypatch, capsys, "--dry-run", *FAST, f"run.output_dir={tmp_path / 'run'}", *settings)
+    assert code == 2 and message.replace("RUN", str(straight)) in error and error.count("\n") == 1
+
+
+def test_a_folder_that_is_deleted_during_the_run(monkeypatch, capsys, tmp_path):
+    """Nothing but its older checkpoints is lost, and the same command goes on."""
+    settings = [*FAST, f"run.output_dir={tmp_path / 'run'}", "run.save_steps=2", "run.sample_videos=0"]
+    append = checkpoint.MetricsFile.append
+
+    def deleting(self, step, values):
+        append(self, step, values)
+        if step == 1:
+            shutil.rmtree(tmp_path / "run")
+
+    monkeypatch.setattr(checkpoint.MetricsFile, "append", deleting)
+    with pytest.warns(UserWarning, match="run.output_dir .* was deleted"):
+        assert call(monkeypatch, capsys, *settings, "train.max_steps=2")[0] == 0
+    monkeypatch.undo()
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
+    assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == "step-000002"
+    code, out, _ = call(monkeypatch, capsys, *settings, "train.max_steps=3")
+    assert code == 0 and "at step 2" in out and len(metrics(tmp_path / "run")) == 3
+
+
 # -- the tools on the run's adapter
 
 
@@ -244,6 +401,10 @@ def test_evaluate_reports_both_arms(straight, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def no_weights(monkeypatch):
+    refuse_weights(monkeypatch)
+
+
+def refuse_weights(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("weights were loaded")
 
