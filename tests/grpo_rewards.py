@@ -64,6 +64,27 @@ class Names(Reward):
         return RewardOutput(video[:, 0].flatten(1).mean(1), valid, dict.fromkeys(self.parts, hundred))
 
 
+class Unnamed(Names):
+    """The same without parts."""
+
+    parts = ()
+
+
+class Dies(Names):
+    """Has a score for the first two batches alone."""
+
+    differentiable = False
+
+    def __init__(self):
+        super().__init__()
+        self.batches = 0
+
+    def forward(self, video, batch):
+        self.batches += 1
+        output = super().forward(video, batch)
+        return RewardOutput(output.score * (1.0 if self.batches <= 2 else torch.nan), output.valid, output.parts)
+
+
 class Never(Reward):
     """Has no finite score for any sample."""
 
