@@ -8,8 +8,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 from runs import FAST, GRPO_FAST, adapter, call, call_grpo, environment, launch, launch_grpo, metrics
+
+from rewardfl import config, rewards
+from rewardfl.rewards.terms import build_terms
 
 OWN = ROOT / "tests" / "grpo_rewards.py"
 COLOUR = ["reward.name=colour", "reward.held_out_model_path=null", "reward.reward_mean=0", "reward.reward_std=0.1"]
@@ -113,6 +117,27 @@ def test_labels_and_parts_leave_the_scripts_own_values_alone(tmp_path):
     assert (
         lines["labels"]["reward/kl"] == lines["labels"]["reward/row"] == pytest.approx(lines["labels"]["reward/total"])
     )
+
+
+def test_the_documented_yaml_is_what_the_config_takes(tmp_path):
+    """The block of docs/rewards_remote.md, through config.load and the registry, in both scripts."""
+    page = (ROOT / "docs" / "rewards_remote.md").read_text()
+    (block,) = re.findall(r"```yaml\n(reward:\n.*?)```", page, re.DOTALL)
+    shared = (
+        "run: {output_dir: out}\nmodel: {model_paths: m}\nlora: {}\ndata: {file_name: d.csv}\nsample: {}\ntrain: {}\n"
+    )
+    for section in ("", "grpo: {}\n"):
+        (tmp_path / "run.yaml").write_text(shared + section + block)
+        cfg = config.load(tmp_path / "run.yaml")
+        first, judge = build_terms(config.wanted_rewards(cfg), torch.device("cpu"))
+        assert first.reward.client.url == "http://127.0.0.1:8400" and not first.reward.send_reference
+        assert judge.reward.client.url == "http://127.0.0.1:8401" and judge.reward.send_reference
+        assert (first.reward.place, judge.reward.place) == ("reward.settings", "reward.others.judge.settings")
+    # every setting of the page's table is one of the reward's, and the other way round
+    settings = re.findall(
+        r"^\| `(\w+)` \|", page[: page.index("## What goes wrong")].split("The settings:")[1], re.MULTILINE
+    )
+    assert sorted(settings) == sorted(rewards.settings_of(rewards.find("remote"))[0])
 
 
 def test_what_is_only_measured_may_fail(monkeypatch, capsys, tmp_path):

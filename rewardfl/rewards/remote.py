@@ -57,8 +57,8 @@ class RemoteReward(Reward):
     A sample is invalid when its reference is None, its pixels are not finite (it is not sent), or the server says so
     or scores it with a number that is not finite. Anything else that goes wrong is a RewardServerError.
 
-    Host memory of a process, with `parallel` batches under way: each is held as frames, as the request's tensor and as
-    its body, three times its bytes, and `parallel` more wait as frames: 4 * parallel * B * (bytes of the frames sent).
+    Host memory of a process, at most: `parallel` batches under way in four copies of their frames while a request is
+    packed, as many waiting in one, and one on its way there: (5 * parallel + 2) * B * (bytes of a clip's frames).
     """
 
     name = "remote"
