@@ -129,21 +129,34 @@ def test_no_more_calls_at_a_time_than_places_and_no_more_wait():
 
 
 def test_a_call_is_not_late_while_it_waits_for_its_turn(monkeypatch):
-    """Of two calls of one place, each of which takes most of the timeout: time stands still but for them."""
-    now = [0.0]
+    """The second of one place is brought at 0 s, has its turn at 50 s, and is at work at 100 s; the timeout is 60 s."""
+    now, go = [0.0], threading.Semaphore(0)
     monkeypatch.setattr(blackbox.time, "monotonic", lambda: now[0])
 
-    class Takes(Number):
-        concurrent, parallel = True, 1
+    class OneAtATime(Waits):
+        parallel = 1
 
         def forward(self, video, batch):
-            now[0] += 40.0
-            return super().forward(video, batch)
+            self.begun.release()
+            assert go.acquire(timeout=30)
+            return Number.forward(self, video, batch)
 
-    terms = [term(Takes())]
-    where = blackbox.places(terms, 60.0)
-    pending = [begun(terms, where) for _ in range(3)]
-    assert all(blackbox.finish(one)[0].output.valid.all() for one in pending) and now[0] == 120
+    terms = [term(OneAtATime(None))]
+    (places,) = where = blackbox.places(terms, 60.0)
+    first, second = begun(terms, where), begun(terms, where)
+    for turn, pending in ((0.0, first), (50.0, second)):
+        assert terms[0].reward.begun.acquire(timeout=30)
+        now[0] = turn + 50.0
+        left, wait = [], places._wait
+
+        def watched(seconds, left=left, wait=wait):
+            left.append(seconds)
+            go.release()
+            return wait(seconds)
+
+        monkeypatch.setattr(places, "_wait", watched)
+        assert blackbox.finish(pending)[0].output.valid.all() and left[0] == 10
+        monkeypatch.setattr(places, "_wait", wait)
 
 
 def test_calls_that_never_answer_hold_their_places_and_nothing_else(monkeypatch):

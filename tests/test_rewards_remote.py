@@ -748,8 +748,9 @@ def test_a_busy_server_is_asked_again_without_the_body(monkeypatch):
     """However often it is asked meanwhile, each body is sent once, and a busy server costs none of the tries."""
     monkeypatch.setattr(reward_wire, "PLACES", 1)
     monkeypatch.setattr(reward_server, "WAIT_SECONDS", 0.01)
-    bodies, goes_on, takes_body = [], threading.Event(), threading.Event()
-    read = reward_server.Handler._body
+    bodies, sent, goes_on, takes_body = [], [], threading.Event(), threading.Event()
+    read, send = reward_server.Handler._body, http.client.HTTPConnection.send
+    monkeypatch.setattr(http.client.HTTPConnection, "send", lambda *args: sent.append(len(args[1])) or send(*args))
 
     def body(handler, length):
         bodies.append(length)
@@ -771,7 +772,8 @@ def test_a_busy_server_is_asked_again_without_the_body(monkeypatch):
 
         second.client.sleep = sleep
         assert score(second, VIDEO[:1], PROMPTS[:1]).valid.all()
-    assert len(second.waits) == 4 and all(0.5 <= wait <= 1.5 for wait in second.waits) and len(bodies) == 2
+    assert len(second.waits) == 4 and all(0.5 <= wait <= 1.5 for wait in second.waits)
+    assert len(bodies) == 2 and sum(size > 500 for size in sent) == 2
 
 
 def test_the_timeout_begins_when_the_server_has_a_place(monkeypatch):
