@@ -30,6 +30,7 @@ from rewardfl.reward_server import Refused, RewardServer, Service
 from rewardfl.reward_wire import Clip, WireError
 from rewardfl.rewards import remote as remote_module
 from rewardfl.rewards.remote import Client, RemoteReward, RewardServerError, delay, split
+from rewardfl.rewards.terms import judge
 
 PROMPTS = ["a person, talking", "", "eine Frau in München", "他在说话", 'quotes " and \\ and \x01']
 MB = 1_000_000
@@ -262,6 +263,18 @@ def test_down():
     assert reward.client.url in str(error.value)
     assert [0.25 * 2**i <= wait <= 0.5 * 2**i for i, wait in enumerate(reward.waits)] == [True] * 3
     assert random.getstate() == state, "the training's random numbers"
+
+
+def test_samples_are_tried_one_by_one_only_where_that_may_help():
+    """A server that is down is so for each of them; a reward that raised may have done so for one."""
+    reward = remote(f"http://127.0.0.1:{free_port()}", retries=3)
+    one = judge(reward, VIDEO, [reward.reference(real, "") for real in REAL])
+    assert one.failed.all() and len(reward.waits) == 3 and "ServerAwayError: settings.url http" in one.problems[0]
+    with serving(Likeness()) as url:
+        reward = remote(url, retries=0)
+        prompts = ["a", "b", "fails", "c", "d"]
+        one = judge(reward, VIDEO, [reward.reference(*each) for each in zip(REAL, prompts, strict=True)])
+    assert one.failed.tolist() == [False, False, True, False, False] and "no memory for that" in one.problems[0]
 
 
 def test_delays_double_up_to_half_a_minute():

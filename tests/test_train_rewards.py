@@ -106,6 +106,7 @@ def test_labels_and_parts_leave_the_scripts_own_values_alone(tmp_path):
         (lines[name],) = metrics(tmp_path / name)
     plain = lines["plain"]
     assert {"actor/loss", "actor/kl_loss", "reward/mean", "reward/valid_fraction", "data/replaced"} <= plain.keys()
+    assert {key.removeprefix("reward/") for key in plain if "reward/" in key} <= {*config.OWN_METRICS, "nonfinite"}
     for name, line in lines.items():
         assert {key: line[key] for key in plain} == plain, name
         assert all(
@@ -190,6 +191,8 @@ def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, cap
     assert first["reward/score/failed"] == first["reward/score/mean"] == first["reward/kl"] == 100
     assert first["reward/failed"] == 0 and first["reward/mean"] == pytest.approx(first["reward/score"])
     assert abs(first["reward/mean"]) < 2
+    own = {key.removeprefix("reward/") for key in first if key.startswith("reward/") and first[key] != 100}
+    assert own <= {*config.OWN_METRICS, "nonfinite"}  # no label can be one of these
     assert out.count("epoch 1: not one sample could be judged; ") == 1
 
 

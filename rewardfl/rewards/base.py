@@ -10,6 +10,10 @@ class RewardError(ValueError):
     """A reward that cannot be had, or does not keep its contract. The message names its place or its class."""
 
 
+class Unavailable(RuntimeError):
+    """A reward that answers nobody now, whatever the sample: a batch's samples are not tried one by one."""
+
+
 @dataclass
 class RewardOutput:
     """Scores of B samples. Where `valid` is False the score is 0, with a zero gradient, and means nothing."""

@@ -31,7 +31,7 @@ from ..reward_wire import (
     pack_request,
     unpack_answer,
 )
-from .base import Reward, RewardOutput
+from .base import Reward, RewardOutput, Unavailable
 
 MAX_ANSWER_BYTES = 1 << 24  # a few numbers per clip; a server that sends more is not ours
 MAX_HEAD_BYTES = 1 << 16
@@ -42,6 +42,10 @@ BLOCK_BYTES = 1 << 20  # of a body, sent at a time
 
 class RewardServerError(RuntimeError):
     """The reward server cannot be used; the message has the url, what happened and what to do."""
+
+
+class ServerAwayError(RewardServerError, Unavailable):
+    """It is down, busy or does not answer in time."""
 
 
 class RemoteReward(Reward):
@@ -227,6 +231,7 @@ class Client:
         """The body of the first answer that is no error."""
         failures, began = 0, time.monotonic()
         while True:
+            status = None
             try:
                 status, answer, retry_after = self._once(method, path, body)
             except (OSError, http.client.HTTPException) as error:
@@ -241,10 +246,11 @@ class Client:
                     if time.monotonic() - began < self.wait:
                         self.sleep(_seconds(retry_after) * (0.5 + self.random.random()))
                         continue
-                    raise self._error(f"{method} {path}: busy for {self.wait:g} s ({self.place}.wait): {trouble}")
+                    raise self._away(f"{method} {path}: busy for {self.wait:g} s ({self.place}.wait): {trouble}")
             failures += 1
             if failures > self.retries:
-                raise self._error(
+                failed = self._error if status == 500 else self._away  # 500: the reward raised, maybe for one clip
+                raise failed(
                     f"{method} {path} failed {failures} times ({self.place}.retries); the last time: {trouble}"
                 )
             self.sleep(delay(failures, self.random.random()))
@@ -294,6 +300,9 @@ class Client:
 
     def _error(self, message: str) -> RewardServerError:
         return RewardServerError(f"{self.place}.url {self.url}: {message}")
+
+    def _away(self, message: str) -> ServerAwayError:
+        return ServerAwayError(f"{self.place}.url {self.url}: {message}")
 
     def _connection(self) -> http.client.HTTPConnection:
         secure = self.address.scheme == "https"

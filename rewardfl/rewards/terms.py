@@ -9,7 +9,7 @@ from torch import Tensor
 from rewardfl.config import WantedReward
 
 from . import construct, find
-from .base import Reward, RewardError, RewardOutput
+from .base import Reward, RewardError, RewardOutput, Unavailable
 
 Reference = Mapping[str, Tensor] | None
 
@@ -106,10 +106,12 @@ def total(terms: Sequence[Term], judged: Sequence[Judged]) -> Tensor:
 
 @torch.no_grad()
 def judge(reward: Reward, video: Tensor, references: Sequence[Reference]) -> Judged:
-    """The reward's output, at rest. If it raises for a batch, its samples are tried one by one."""
+    """The reward's output, at rest. If it raises for a batch, its samples are tried one by one where that may help."""
     count = len(video)
     try:
         output = reward(video, references)
+    except Unavailable as error:
+        return failure(count, f"{type(error).__name__}: {error}")
     except Exception as error:  # whatever the user's code raises; what stops the process is no Exception
         if count == 1:
             return failure(1, f"{type(error).__name__}: {error}")
