@@ -45,9 +45,10 @@ from rewardfl import config as configuration
 from rewardfl import plan as planning
 from rewardfl.cache import Cache
 from rewardfl.config import GrpoConfig
-from rewardfl.monitor import Timer, alarms, deviation, means, peak_memory_gb, suspects, total_memory
+from rewardfl.monitor import Timer, alarms, peak_memory_gb, suspects, total_memory
 from rewardfl.optim import averaged, learning_rate_factor
 from rewardfl.rewards import blackbox
+from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.terms import RewardError, build_terms
 from rewardfl.signals import Interruption
 from rewardfl.trackers import open_tracker
@@ -110,6 +111,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder
     # ---------------------------------------------------------------------------------- clips and rewards
     store = Cache(cfg.data.cache_dir or f"{cfg.run.output_dir}/cache")
     terms = build_terms(configuration.wanted_rewards(cfg), device)
+    places = blackbox.places(terms, cfg.reward.reward_timeout)
     part_weights = {"coverage": cfg.reward.coverage_weight, "motion": cfg.reward.motion_weight}
     part_weights = {name: weight for name, weight in part_weights.items() if weight > 0}
     find = partial(setup.find_samples, cfg, terms=terms, store=store, device=device, share=share, gather=gather_lists)
@@ -223,7 +225,8 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder
             with timer("decode"):
                 video = decode.decode(vae, x0).float()  # (B, 3, F, H, W) in [-1, 1]
             with timer("reward"):
-                judging.append(blackbox.begin(terms, video, [samples[member.row].references for member in members]))
+                references = [samples[member.row].references for member in members]
+                judging.append(blackbox.begin(terms, video, references, places))
             place = device if cfg.grpo.samples_on == "gpu" else torch.device("cpu")
             steps_kept = {i: step.to(place) for i, step in kept.items()}
             rollouts.append(Rollout(members, conditioning.to(place), found, steps_kept))
@@ -231,10 +234,11 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder
 
     def advantages_of(
         rollouts: list[Rollout], judging: list[blackbox.Pending], timer: Timer
-    ) -> tuple[list[Tensor], dict[str, float]]:
-        """The advantages of each rollout's members, (B,), and what is logged of all processes' rewards."""
+    ) -> tuple[list[Tensor], dict[str, float], str]:
+        """The advantages of each rollout's members, (B,), what is logged of all processes' rewards, and why not one
+        sample of the epoch could be judged, "" where one was."""
         with timer("reward"):
-            judged = [blackbox.finish(pending, cfg.reward.reward_timeout) for pending in judging]
+            judged = [blackbox.finish(pending) for pending in judging]
         columns, valid, weights = zip(*(blackbox.weighed(terms, each, part_weights) for each in judged), strict=True)
         groups = torch.tensor([member.group_id for rollout in rollouts for member in rollout.members])
         found = torch.cat([rollout.found for rollout in rollouts])  # one that stands in for another is in no group
@@ -245,15 +249,14 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder
             rewards, group_ids, group_size=cfg.grpo.group_size, std=cfg.grpo.advantage_std,
             combine=cfg.grpo.advantage_of, weights=weights[0], clip=cfg.grpo.advantage_clip, valid=is_valid,
         )  # fmt: skip
-        measured = gather_lists([blackbox.measured(terms, each) for each in judged])
-        problems = gather_lists([problem for each in judged for one in each for problem in one.problems])
-        for problem in dict.fromkeys(problems):
-            say(f"reward: {problem} ({problems.count(problem)} samples)")
-        if problems and not is_valid.any():
-            raise RewardError(f"not one sample of the epoch could be judged; the first problem: {problems[0]}")
-        logged |= means("reward", measured) | {"data/replaced": float(replaced.sum())}
+        judged = gather_lists(judged)
+        for problem, count in reward_metrics.problems(terms, judged).items():
+            say(f"{problem} ({count} samples)")
+        logged |= {"reward/failed": reward_metrics.failed_fraction(judged), "data/replaced": float(replaced.sum())}
+        logged |= reward_metrics.means(terms, judged, "reward", logged)
+        why = "" if is_valid.any() else reward_metrics.why_nothing_was_judged(terms, judged)
         own = values[rank * len(groups) : (rank + 1) * len(groups)].to(device)
-        return list(own.split(cfg.train.per_device_train_batch_size)), logged
+        return list(own.split(cfg.train.per_device_train_batch_size)), logged, why
 
     def score_again(rollout: Rollout, i: int, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of step i of a rollout, and (B,) tensors to log."""
@@ -321,15 +324,16 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder
         """eval/*: the held-out clips under every reward, each process judging its share."""
         wanted = itertools.product(range(len(held_out)), range(cfg.evaluation.eval_noises))
         with averaged(average, parameters), torch.no_grad():
-            measured = []
+            judged = []
             for (row, n), mine in share.rounds(wanted):
                 row, video = sample_clean(held_out, row, n)
                 if mine:
-                    pending = blackbox.begin(terms, video[None], [held_out[row].references])
-                    measured.append(blackbox.measured(terms, blackbox.finish(pending, cfg.reward.reward_timeout)))
-        measured = gather_lists(measured)
-        spread = {f"eval/{term.label}_std": deviation(measured, term.label) for term in terms}
-        return means("eval", measured) | spread
+                    pending = blackbox.begin(terms, video[None], [held_out[row].references], places)
+                    judged.append(blackbox.finish(pending))
+        judged = gather_lists(judged)
+        own = {"eval/failed": reward_metrics.failed_fraction(judged)}
+        own |= reward_metrics.deviations(terms, judged, "eval")
+        return own | reward_metrics.means(terms, judged, "eval", own)
 
     def save(step: int, judged: float | None) -> None:
         """A checkpoint of the averaged weights, with all that going on takes, and sample videos.
@@ -393,7 +397,11 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder
             rollouts, judging = roll_out(epoch, window, timer)
             if interruption.number:
                 break
-            advantages, judged = advantages_of(rollouts, judging, timer)
+            advantages, judged, why = advantages_of(rollouts, judging, timer)
+            if why:
+                if epoch == first_step // per_epoch:  # a reward that has not worked since the start is not waited for
+                    raise RewardError(f"not one sample of the epoch could be judged; {why}")
+                say(f"epoch {epoch}: not one sample could be judged; {why}")
         for n in range(per_epoch):
             with timer("step"):
                 part = n % cfg.grpo.updates_per_epoch
@@ -401,7 +409,10 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder
                 done += 1
                 metrics = update(rollouts[chosen], advantages[chosen], window, done, check=n == 0, timer=timer)
             progress.update()
-            skipped_in_a_row = 0 if math.isfinite(metrics["grad_norm"]) else skipped_in_a_row + 1
+            if not math.isfinite(metrics["grad_norm"]) or (why and n == 0):
+                skipped_in_a_row += 1
+            elif not why:
+                skipped_in_a_row = 0
             metrics |= judged | floor | {"epoch": epoch, "memory/peak_gb": peak_memory_gb(device)}
             last = n == per_epoch - 1
             due = last and (interruption.agreed(largest) or reached(done, per_epoch, cfg.run.save_steps, steps))
@@ -413,6 +424,8 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder
             metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
             log(done, metrics)
             timer = Timer()
+            if why and skipped_in_a_row > cfg.train.max_nonfinite:
+                raise RewardError(f"stopped at step {done}: {skipped_in_a_row} epochs in a row taught nothing; {why}")
             if skipped_in_a_row > cfg.train.max_nonfinite:
                 raise SystemExit(f"stopped at step {done}: {skipped_in_a_row} updates in a row were not finite")
         progress.set_postfix(reward=f"{judged['reward/mean']:.3f}", spread=f"{judged['reward/std_in_group']:.3f}")

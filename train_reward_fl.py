@@ -28,7 +28,8 @@ from rewardfl.cache import Cache
 from rewardfl.config import RunConfig
 from rewardfl.monitor import Timer, alarms, peak_memory_gb, recent_mean, suspects, total_memory
 from rewardfl.optim import learning_rate_factor
-from rewardfl.rewards.terms import build_terms, check_trainable, score, total
+from rewardfl.rewards import metrics as reward_metrics
+from rewardfl.rewards.terms import Judged, RewardError, Term, build_terms, check_trainable, score, total
 from rewardfl.signals import Interruption
 from rewardfl.trackers import open_tracker
 
@@ -164,8 +165,8 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption, run_folder:
         """(row, inputs), of another row where the cache lost this one's and data.skip_bad_rows."""
         return prepare.readable(samples, row, partial(inputs, epoch), cfg.data.skip_bad_rows, tqdm.write)
 
-    def micro_step(step: int, micro: int, timer: Timer) -> dict[str, Tensor]:
-        """Add the gradients of one micro-batch; what is logged of each of its samples, (B,) tensors."""
+    def micro_step(step: int, micro: int, timer: Timer) -> tuple[dict[str, Tensor], list[Judged]]:
+        """Add the gradients of one micro-batch; what is logged of its samples, (B,) tensors, and of their rewards."""
         batch = data.micro_batch(
             step, micro, accelerator.process_index, batch_size=cfg.train.per_device_train_batch_size,
             accumulation=accumulation, processes=accelerator.num_processes, num_rows=len(samples), seed=cfg.run.seed,
@@ -182,8 +183,8 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption, run_folder:
             decoded = decode.decode_with_caches(vae, trajectory.x0, cfg.train.decode_caches)
         with timer("reward"):
             video = decoded.video.float().requires_grad_()  # (B, 3, F, H, W) in [-1, 1]
-            outputs = score(terms, video, [samples[row].references for row in rows])
-            gained = total(terms, outputs)  # (B,)
+            judged = score(terms, video, [samples[row].references for row in rows])
+            gained = total(terms, judged)  # (B,)
             (grad_video,) = torch.autograd.grad(-gained.sum() / per_process, video)
         with timer("decode"):
             grad_x0 = decode.decode_vjp(vae, trajectory.x0, grad_video, decoded)
@@ -195,16 +196,13 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption, run_folder:
                 kl_gradient=cfg.reward.kl_gradient, backward=partial(distributed.backward, accelerator),
                 micro_batch=partial(accelerator.accumulate, policy),
             )  # fmt: skip
-        out, *others = outputs
         finite = (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & kl.isfinite()
         signal = grad_x0.flatten(1).any(1) | (kl > 0)  # what the sample has to teach
-        logged = {"score": out.score, "valid": out.valid.float(), "total": gained, "kl": kl} | out.parts
         replaced = [row != wanted for row, (_, wanted) in zip(rows, batch, strict=True)]
+        logged = {"valid": judged[0].output.valid.float(), "total": gained.detach(), "kl": kl.detach()}
         logged |= {"finite": finite, "signal": signal, "replaced": torch.tensor(replaced, device=device)}
         logged |= {"row": torch.tensor(rows, device=device)}
-        for term, other in zip(terms[1:], others, strict=True):
-            logged[term.label] = other.score.where(other.valid, math.nan)
-        return {name: values.detach() for name, values in logged.items()}
+        return logged, [one.at_rest() for one in judged]
 
     def largest(number: int) -> int:
         return int(accelerator.gather(torch.tensor([number], device=device)).max())
@@ -249,14 +247,17 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption, run_folder:
     # ---------------------------------------------------------------------------------- Go!
     interruption.listen()
     quiet = not accelerator.is_local_main_process
+    said: set[str] = set()  # of rewards that failed: once per cause
     progress = tqdm(range(first_step, steps), initial=first_step, total=steps, disable=quiet)
     for step in progress:
         setup.seed_generators(cfg.run.seed, step, accelerator.process_index)
         timer = Timer()
         with timer("step"):
             with distributed.one_update(accelerator):
-                logged = [micro_step(step, micro, timer) for micro in range(accumulation)]
+                logged, judged = zip(*(micro_step(step, micro, timer) for micro in range(accumulation)), strict=True)
             logged = accelerator.gather({name: torch.cat([part[name] for part in logged]) for name in logged[0]})
+            judged = gather_lists(list(judged))  # objects: rewards name their parts as they like
+            metrics = summary(cfg, terms, logged, judged)
             with timer("optimizer"):
                 rate = scheduler.get_last_lr()[0]
                 norm = distributed.step(accelerator, optimizer, parameters, cfg.train.max_grad_norm)
@@ -264,36 +265,37 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption, run_folder:
         seen = [samples[row].row.id for row in logged.pop("row").tolist()]
         finite = logged.pop("finite").tolist()
         done = step + 1
-        metrics = {"train/no_signal": invariants.no_signal(done, norm, logged.pop("signal"))}
+        metrics |= {"train/no_signal": invariants.no_signal(done, norm, logged["signal"])}
         due = interruption.agreed(largest) or done % cfg.run.save_steps == 0 or done == steps
         if step == first_step or due:
             with timer("invariants"):
                 weights_watched.check(done)
-        metrics |= (
-            summary(cfg, logged)
-            | {
-                "grad_norm": norm,
-                "lr": rate,
-                "memory/peak_gb": peak_memory_gb(device),
-            }
-            | floor
-        )
+        metrics |= {"grad_norm": norm, "lr": rate, "memory/peak_gb": peak_memory_gb(device)} | floor
         metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
         progress.set_postfix(loss=f"{metrics['actor/loss']:.3f}", score=f"{metrics['reward/mean']:.3f}")
 
-        skipped_in_a_row = 0 if math.isfinite(norm) else skipped_in_a_row + 1
+        why = "" if reward_metrics.any_judged(terms, judged) else reward_metrics.why_nothing_was_judged(terms, judged)
+        skipped_in_a_row = 0 if math.isfinite(norm) and not why else skipped_in_a_row + 1
         if accelerator.is_main_process:
             history.append({"step": done} | metrics)
             with checkpoint.tolerant(say, done, last=done == steps):
                 run_folder.keep()
                 metrics_file.append(done, metrics)
-            if skipped_in_a_row:
+            if not math.isfinite(norm):
                 say(f"step {done}: gradient norm {norm}, update skipped ({skipped_in_a_row} in a row); it became so "
                     f"{suspects(seen, finite)}")  # fmt: skip
+            if why:
+                say(f"step {done}: not one sample could be judged ({skipped_in_a_row} in a row); {why}")
+            new = [problem for problem in reward_metrics.problems(terms, judged) if problem not in said]
+            for problem in new:
+                say(f"step {done}: {problem}; it is only measured, so the run goes on (reward/failed counts)")
+            said.update(new)
             if done % cfg.run.logging_steps == 0:
                 tracker.log(done, metrics)
             for warning in alarms(history, cfg.reward.motion_alarm):
                 tqdm.write(f"step {done}: {warning}")
+        if why and skipped_in_a_row > cfg.train.max_nonfinite:
+            raise RewardError(f"stopped at step {done}: {skipped_in_a_row} updates in a row taught nothing; {why}")
         if skipped_in_a_row > cfg.train.max_nonfinite:
             raise SystemExit(f"stopped at step {done}: {skipped_in_a_row} updates in a row had a non-finite gradient")
         if due:
@@ -327,19 +329,18 @@ def noise_seeds(cfg: RunConfig, samples: list[prepare.Sample]) -> list[tuple[pre
     return trained + [(sample, noise_seed(cfg, sample.row.id, -1)) for sample in samples[: cfg.run.sample_videos]]
 
 
-def summary(cfg: RunConfig, logged: dict[str, Tensor]) -> dict[str, float]:
-    """Metrics of a step from what was logged of each sample; means are over valid samples."""
-    valid = logged.pop("valid").bool()
-    kl, gained, replaced = logged.pop("kl"), logged.pop("total"), logged.pop("replaced")
-    metrics = {
-        "actor/loss": float(cfg.reward.kl_weight * kl.mean() - gained.mean()),
-        "actor/kl_loss": float(kl.mean()),
-        "reward/valid_fraction": float(valid.float().mean()),
-        "data/replaced": float(replaced.sum()),
+def summary(
+    cfg: RunConfig, terms: list[Term], logged: dict[str, Tensor], judged: list[list[Judged]]
+) -> dict[str, float]:
+    """Metrics of a step from what was logged of each sample, and what its rewards said, by micro-batch and term."""
+    own = {
+        "actor/loss": float(cfg.reward.kl_weight * logged["kl"].mean() - logged["total"].mean()),
+        "actor/kl_loss": float(logged["kl"].mean()),
+        "reward/valid_fraction": float(logged["valid"].mean()),
+        "reward/failed": reward_metrics.failed_fraction(judged),
+        "data/replaced": float(logged["replaced"].sum()),
     }
-    names = {"score": "reward/mean", "face_score": "actor/face_score"}
-    # nan where no sample is valid
-    return metrics | {names.get(name, f"reward/{name}"): float(each[valid].nanmean()) for name, each in logged.items()}
+    return own | reward_metrics.means(terms, judged, "reward", own, score="mean")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -793,14 +794,21 @@ def _model_conflicts(cfg: AnyConfig) -> Iterator[str]:
         )
 
 
+# reward/<name> of the scripts themselves, and of face_identity's parts where alarms and documents mean those
+OWN_METRICS = ("mean", "std_in_group", "valid_fraction", "failed", "score", "held_out", "coverage", "motion")
+
+
 def _reward_conflicts(reward: Rewards) -> Iterator[str]:
     if reward.name == "face_identity" and reward.reward_model_path is None:
         yield "reward.reward_model_path is required for face_identity; name the folder of a face pack"
     if reward.name == "face_identity" and reward.settings:
         yield f"reward.settings: face_identity takes none, its keys stand in reward itself; got {list(reward.settings)}"
     for label in reward.others:
-        if label in ("mean", "held_out", "total", "valid_fraction"):
-            yield f"reward.others.{label}: the metrics have a reward/{label} already; choose another label"
+        if not re.fullmatch(r"[\w-]+", label):
+            yield f"reward.others: label {label!r} names the metric reward/<label>; use letters, digits, _ and - alone"
+        spread_of = label.removesuffix("_std")  # eval/<label>_std is what eval/<label> varies by
+        if label in OWN_METRICS or (spread_of != label and spread_of in ("score", "held_out", *reward.others)):
+            yield f"reward.others.{label}: the metrics have a key of that name already; choose another label"
 
 
 def _placement_conflicts(cfg: AnyConfig) -> Iterator[str]:

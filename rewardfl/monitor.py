@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 PROCESS = Path("/proc/self")
 
@@ -58,20 +57,6 @@ def recent_mean(history: Sequence[dict[str, float]], since: int, keys: Sequence[
         if values:
             return sum(values) / len(values)
     return None
-
-
-def means(where: str, measured: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """Metrics <where>/<name> from what was measured of samples, (B,) each; one without a value counts nowhere."""
-    names = {name: None for each in measured for name in each}
-    values = {name: torch.cat([each[name] for each in measured if name in each]) for name in names}
-    known = {"face_score": "actor/face_score"} if where == "reward" else {}
-    return {known.get(name, f"{where}/{name}"): float(each.nanmean()) for name, each in values.items()}
-
-
-def deviation(measured: Sequence[dict[str, Tensor]], name: str) -> float:
-    """Of the samples that have a value."""
-    values = torch.cat([each[name] for each in measured])
-    return float(values[~values.isnan()].std(correction=0))
 
 
 def suspects(ids: Sequence[str], finite: Sequence[bool]) -> str:

@@ -26,8 +26,8 @@ from .rewards import Reward, RewardOutput
 
 log = logging.getLogger(__name__)
 
-BODIES = 4  # held in memory at a time: one is scored, the next ones arrive meanwhile
-WAIT_SECONDS = 600  # for a place among them
+WAIT_SECONDS = 10  # for a place among the bodies in memory; less than a client waits to be told to go on
+RETRY_AFTER_SECONDS = 1  # is asked of clients that got none; they have waited here already
 BODY_SECONDS = 120  # for a body to arrive
 IDLE_SECONDS = 30  # for a line of the request, or for the client to take the answer
 LINGER_SECONDS = 1.0
@@ -40,11 +40,11 @@ REWARD_ERRORS = (
 
 
 class Refused(Exception):
-    """A request that is answered with an error: status and message."""
+    """A request that is answered with an error: status, message, and seconds after which to ask again, if any."""
 
-    def __init__(self, status: int, message: str):
+    def __init__(self, status: int, message: str, retry_after: int | None = None):
         super().__init__(message)
-        self.status = status
+        self.status, self.retry_after = status, retry_after
 
 
 class Service:
@@ -91,7 +91,11 @@ class Service:
             return reward_wire.pack_answer(*_joined(outputs)), len(clips)
         except REWARD_ERRORS as error:
             log.exception("reward %s failed", self.reward.name)
-            hint = "" if clips[0].reference is not None else "; the request held no real clips (reward.send_reference)"
+            hint = (
+                ""
+                if clips[0].reference is not None
+                else "; the request held no real clips (the client's send_reference)"
+            )
             raise Refused(500, f"reward {self.reward.name} failed: {type(error).__name__}: {error}{hint}") from None
 
     @torch.no_grad()
@@ -162,7 +166,7 @@ class RewardServer(ThreadingMixIn, TCPServer):
         check_host(address[0], service.token)
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.service = service
-        self._places = threading.Semaphore(BODIES)
+        self._places = threading.Semaphore(reward_wire.PLACES)
         self._stopping = threading.Event()
         super().__init__(address, Handler)
 
@@ -170,7 +174,7 @@ class RewardServer(ThreadingMixIn, TCPServer):
     def place(self) -> Iterator[None]:
         """A place among the requests whose bodies are in memory; Refused when none comes free."""
         if not self._places.acquire(timeout=WAIT_SECONDS):
-            raise Refused(503, f"busy: no place came free in {WAIT_SECONDS} s; ask again")
+            raise Refused(503, f"busy: no place came free in {WAIT_SECONDS} s; ask again", RETRY_AFTER_SECONDS)
         try:
             if self._stopping.is_set():
                 raise Refused(503, "shutting down")
@@ -183,7 +187,7 @@ class RewardServer(ThreadingMixIn, TCPServer):
         self.shutdown()
         self._stopping.set()
         deadline = time.monotonic() + DRAIN_SECONDS
-        for _ in range(BODIES):
+        for _ in range(reward_wire.PLACES):
             self._places.acquire(timeout=max(0.0, deadline - time.monotonic()))
         self.server_close()
 
@@ -247,15 +251,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, refused: Refused) -> None:
         self.note = str(refused)
-        self.send_error(refused.status, str(refused))
+        self._error(refused.status, str(refused), refused.retry_after)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """As JSON; also what the base class finds wrong with a request."""
-        self._answer(code, "application/json", json.dumps({"error": message or self.responses[code][0]}).encode())
+        """What the base class finds wrong with a request."""
+        self._error(code, message or self.responses[code][0])
+
+    def _error(self, status: int, message: str, retry_after: int | None = None) -> None:
+        self._answer(status, "application/json", json.dumps({"error": message}).encode(), retry_after)
         self._discard()
 
-    def _answer(self, status: int, content_type: str, body: bytes) -> None:
+    def _answer(self, status: int, content_type: str, body: bytes, retry_after: int | None = None) -> None:
         self.send_response(status)
+        if retry_after is not None:
+            self.send_header("Retry-After", str(retry_after))
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Connection", "close")  # on which the base class acts

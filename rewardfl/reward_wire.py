@@ -12,7 +12,11 @@
              200   JSON {"status": "ok", "reward": <name>, "version": 1, "max_bytes": <of a request's body>}
     errors   JSON {"error": <what is wrong and what to do>} with status
              400 malformed, 401 no or a wrong token, 404 no such path, 411 no Content-Length, 413 beyond max_bytes,
-             415 another content type, 500 the reward failed, 503 busy or shutting down: ask again
+             415 another content type, 500 the reward failed, 503 busy (with Retry-After) or shutting down: ask again
+
+A server holds a few bodies in memory, PLACES here, and lets the other requests wait. A client says
+`Expect: 100-continue` and sends its body when 100 Continue comes: then it has a place. Until then it has sent headers
+alone; 503 with `Retry-After: <seconds>` tells it that there was none in time.
 
 A server with a token wants `Authorization: Bearer <token>` on /score; /health is open. Imports torch and safetensors
 alone, so that a server in an environment of its own can be built on this file.
@@ -29,6 +33,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 VERSION = 1
+PLACES = 4  # bodies that a server holds at a time: one is scored, the next ones arrive meanwhile
 CONTENT_TYPE = "application/x-safetensors"
 # The library takes headers of 100 MB, which cost gigabytes once parsed; ours hold a few names and the prompts.
 MAX_HEADER_BYTES = 1 << 22

@@ -47,3 +47,48 @@ class Broken(Reward):
 
     def forward(self, video, batch):
         raise KeyError("nobody")
+
+
+class Names(Reward):
+    """The mean of the red channel, with parts whose names the scripts use themselves: each is 100."""
+
+    name, differentiable = "names", True
+    parts = (
+        "kl", "valid", "score", "row", "finite", "replaced", "total", "mean", "valid_fraction", "std_in_group",
+        "failed", "held_out", "loss", "red", "score_std",
+    )  # fmt: skip
+
+    def forward(self, video, batch):
+        valid = torch.tensor([reference is not None for reference in batch], device=video.device)
+        hundred = torch.full((len(video),), 100.0, device=video.device)
+        return RewardOutput(video[:, 0].flatten(1).mean(1), valid, dict.fromkeys(self.parts, hundred))
+
+
+class Unnamed(Names):
+    """The same without parts."""
+
+    parts = ()
+
+
+class Dies(Names):
+    """Has a score for the first two batches alone."""
+
+    differentiable = False
+
+    def __init__(self):
+        super().__init__()
+        self.batches = 0
+
+    def forward(self, video, batch):
+        self.batches += 1
+        output = super().forward(video, batch)
+        return RewardOutput(output.score * (1.0 if self.batches <= 2 else torch.nan), output.valid, output.parts)
+
+
+class Never(Reward):
+    """Has no finite score for any sample."""
+
+    name, differentiable = "never", True
+
+    def forward(self, video, batch):
+        return RewardOutput(video.flatten(1).mean(1) * torch.nan, torch.ones(len(video), dtype=torch.bool), {})

@@ -1,7 +1,6 @@
 """Rewards that fail: what one of them does to a sample costs that sample alone."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -34,7 +33,8 @@ def term(reward, label="score", weight=1.0):
 
 
 def judged(*terms, timeout=5.0):
-    return blackbox.finish(blackbox.begin(terms, VIDEO, [[{} for _ in terms]] * 4), timeout)
+    where = blackbox.places(terms, timeout)
+    return blackbox.finish(blackbox.begin(terms, VIDEO, [[{} for _ in terms]] * 4, where))
 
 
 def test_samples_that_raise_and_samples_that_are_nan():
@@ -45,6 +45,8 @@ def test_samples_that_raise_and_samples_that_are_nan():
     assert one.output.parts["nonfinite"].nan_to_num(-1).tolist() == [0, -1, 1, -1]
     assert one.problems == ("OSError: no 1.0", "OSError: no 3.0")
     assert reward.batches == [4, 1, 1, 1, 1]  # tried one by one only when the batch fails
+    (again,) = judged(term(Number(nan=(0.0,))))  # and has the same names as a batch that does not
+    assert set(one.output.parts) == set(again.output.parts) == {"half", "nonfinite"}
 
 
 def test_what_is_weighed_and_what_is_only_measured():
@@ -57,10 +59,6 @@ def test_what_is_weighed_and_what_is_only_measured():
     rewards, valid, weights = blackbox.weighed(terms, found, {"half": 0.5})
     assert weights == [1.0, 2.0, 0.5] and valid.tolist() == [True, False, False, True]
     assert rewards[valid].tolist() == [[0, 0, 0], [3, 3, 1]]  # a part counts up to 1
-    measured = blackbox.measured(terms, found)
-    assert measured["score"].nan_to_num(-1).tolist() == [0, -1, 2, 3]
-    assert measured["other"].nan_to_num(-1).tolist() == [0, 1, 2, -1]
-    assert measured["failed"].tolist() == [0, 0, 0, 1] and measured["half"].nan_to_num(-1).tolist() == [0, -1, 1, 1.5]
 
 
 def test_a_part_that_is_not_there_counts_as_nothing():
@@ -70,30 +68,133 @@ def test_a_part_that_is_not_there_counts_as_nothing():
 
 
 class Waits(Number):
-    concurrent = True
+    """Answers once its event is set; until then its calls are counted in `at_work`."""
+
+    concurrent, parallel = True, 2
 
     def __init__(self, event):
         super().__init__()
-        self.event = event
+        self.event, self.at_work, self.most, self.lock = event, 0, 0, threading.Lock()
+        self.begun = threading.Semaphore(0)
 
     def forward(self, video, batch):
         assert not torch.is_grad_enabled()  # a thread starts with gradients on
-        self.event.wait()
+        with self.lock:
+            self.at_work += 1
+            self.most = max(self.most, self.at_work)
+        self.begun.release()
+        assert self.event.wait(60)
+        with self.lock:
+            self.at_work -= 1
         return super().forward(video, batch)
+
+
+def begun(terms, where):
+    return blackbox.begin(terms, VIDEO, [[{} for _ in terms]] * 4, where)
 
 
 def test_concurrent_rewards_go_on_meanwhile_and_late_ones_have_failed():
     event = threading.Event()
     terms = [term(Waits(event)), term(Number(), "quick")]
-    pending = blackbox.begin(terms, VIDEO, [[{}, {}]] * 4)  # returns, although nobody has set the event
-    began = time.monotonic()
-    late, quick = blackbox.finish(pending, 0.2)
-    assert 0.1 < time.monotonic() - began < 4
-    assert late.failed.all() and not late.output.valid.any() and late.problems == ("no answer within 0.2 s",)
+    pending = begun(terms, blackbox.places(terms, 0.2))  # returns, although nobody has set the event
+    late, quick = blackbox.finish(pending)
+    assert late.failed.all() and not late.output.valid.any()
+    assert late.problems == ("no answer within 0.2 s (reward.reward_timeout)",) * 4
     assert quick.output.valid.all()
     event.set()
-    in_time, _ = judged(*terms)
+    in_time, _ = judged(*terms, timeout=60)
     assert in_time.output.score.tolist() == [0, 1, 2, 3] and not in_time.failed.any()
+
+
+def test_no_more_calls_at_a_time_than_places_and_no_more_wait():
+    """Two are at work and two wait; who brings a fifth batch waits until one of them is done."""
+    event, brought = threading.Event(), []
+    terms = [term(Waits(event))]
+    where = blackbox.places(terms, 60)
+
+    def bring():
+        for _ in range(5):
+            brought.append(begun(terms, where))
+
+    bringer = threading.Thread(target=bring, daemon=True)
+    bringer.start()
+    for _ in range(2):
+        assert terms[0].reward.begun.acquire(timeout=30)
+    bringer.join(0.2)
+    assert len(brought) == 4 and terms[0].reward.at_work == 2 and bringer.is_alive()
+    event.set()
+    bringer.join(30)
+    assert [blackbox.finish(pending)[0].output.valid.all() for pending in brought] == [True] * 5
+    assert terms[0].reward.most == 2
+
+
+def test_a_call_is_not_late_while_it_waits_for_its_turn(monkeypatch):
+    """The second of one place is brought at 0 s, has its turn at 50 s, and is at work at 100 s; the timeout is 60 s."""
+    now, go = [0.0], threading.Semaphore(0)
+    monkeypatch.setattr(blackbox.time, "monotonic", lambda: now[0])
+
+    class OneAtATime(Waits):
+        parallel = 1
+
+        def forward(self, video, batch):
+            self.begun.release()
+            assert go.acquire(timeout=30)
+            return Number.forward(self, video, batch)
+
+    terms = [term(OneAtATime(None))]
+    (places,) = where = blackbox.places(terms, 60.0)
+    first, second = begun(terms, where), begun(terms, where)
+    for turn, pending in ((0.0, first), (50.0, second)):
+        assert terms[0].reward.begun.acquire(timeout=30)
+        now[0] = turn + 50.0
+        left, wait = [], places._wait
+
+        def watched(seconds, left=left, wait=wait):
+            left.append(seconds)
+            go.release()
+            return wait(seconds)
+
+        monkeypatch.setattr(places, "_wait", watched)
+        assert blackbox.finish(pending)[0].output.valid.all() and left[0] == 10
+        monkeypatch.setattr(places, "_wait", wait)
+
+
+def test_calls_that_never_answer_hold_their_places_and_nothing_else(monkeypatch):
+    """Two that hang are late, the two behind them never had a turn, and no more are taken in; one that ends is."""
+    event = threading.Event()
+    terms = [term(Waits(event))]
+    (places,) = where = blackbox.places(terms, 0.05)
+    pending = [begun(terms, where) for _ in range(6)]  # the last two wait until the first two are late
+    assert [one.judging[0] is None for one in pending] == [False] * 4 + [True] * 2
+    assert all(blackbox.finish(one)[0].failed.all() for one in pending)
+    assert not places._waiting and len(places._running) == 2  # what waited in vain is not held any more
+    event.set()
+    places.timeout = 60
+    assert blackbox.finish(begun(terms, where))[0].output.valid.all()
+
+
+def test_what_waits_is_on_the_cpu_and_as_small_as_the_reward_says():
+    seen = []
+
+    class Small(Waits):
+        def held(self, video, batch):
+            return video[:, :, :1].half(), batch
+
+        def forward(self, video, batch):
+            seen.append((video.dtype, video.shape))
+            return super().forward(video.float(), batch)
+
+    event = threading.Event()
+    event.set()
+    (one,) = judged(term(Small(event)))
+    assert seen == [(torch.float16, (4, 3, 1, 2, 2))] and one.output.score.tolist() == [0, 1, 2, 3]
+
+    class Refuses(Waits):
+        def held(self, video, batch):
+            raise OSError("no room")
+
+    (one,) = judged(term(Refuses(event)))
+    assert one.failed.all() and one.problems == ("OSError: no room",) * 4
 
 
 def test_what_ends_the_process_is_not_swallowed():

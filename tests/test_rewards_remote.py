@@ -28,7 +28,9 @@ from safetensors.torch import save
 from rewardfl import cache, data, reward_server, reward_wire, rewards
 from rewardfl.reward_server import Refused, RewardServer, Service
 from rewardfl.reward_wire import Clip, WireError
+from rewardfl.rewards import remote as remote_module
 from rewardfl.rewards.remote import Client, RemoteReward, RewardServerError, delay, split
+from rewardfl.rewards.terms import judge
 
 PROMPTS = ["a person, talking", "", "eine Frau in München", "他在说话", 'quotes " and \\ and \x01']
 MB = 1_000_000
@@ -62,16 +64,26 @@ def serving(reward, batch=2, max_bytes=10 * MB, token=""):
 
 
 @contextmanager
-def scripted(*answers, max_bytes=10 * MB):
-    """The url of a server whose answers to POST /score are the (status, body) or functions of the handler given."""
+def scripted(*answers, max_bytes=10 * MB, protocol="HTTP/1.1", early=False):
+    """The url of a server whose answers to POST /score are the (status, body) or functions of the handler given.
+
+    protocol: HTTP/1.0 knows nothing of Expect: 100-continue. early: it answers before the body has come.
+    """
     left = list(answers)
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = protocol
+
+        def handle_expect_100(self):
+            return early or super().handle_expect_100()
+
         def do_GET(self):
             self.reply(200, json.dumps({"status": "ok", "reward": "x", "version": 1, "max_bytes": max_bytes}).encode())
 
         def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
+            if not early:
+                self.rfile.read(int(self.headers["Content-Length"]))
+            self.close_connection = True
             answer = left.pop(0)
             answer(self) if callable(answer) else self.reply(*answer)
 
@@ -189,6 +201,22 @@ def test_concurrent_clients():
     assert len(likeness.batches) == 16 * 3
 
 
+def test_what_a_waiting_call_holds_scores_the_same():
+    """The frames that are sent, one byte a channel; a sample that is not finite is no sample any more."""
+    video = VIDEO.clone()
+    video[3, 0, 1, 1, 1] = float("nan")
+    with serving(Likeness()) as url:
+        reward = remote(url, frames=2)
+        references = [reward.reference(real, prompt) for real, prompt in zip(REAL, PROMPTS, strict=True)]
+        frames, kept = reward.held(video, references)
+        assert frames.dtype == torch.uint8 and frames.shape == (5, 2, 6, 8, 3) and frames.device.type == "cpu"
+        assert frames.nbytes * 4 * 2 == video.nbytes  # every second frame, one byte instead of four
+        assert [one is None for one in kept] == [False, False, False, True, False]
+        direct, later = reward(video, references), reward(frames, kept)
+    assert direct.score.tolist() == later.score.tolist() and direct.valid.tolist() == later.valid.tolist()
+    assert later.valid.tolist() == [True, True, True, False, True]
+
+
 # ---- invalid samples ----
 
 
@@ -237,6 +265,18 @@ def test_down():
     assert random.getstate() == state, "the training's random numbers"
 
 
+def test_samples_are_tried_one_by_one_only_where_that_may_help():
+    """A server that is down is so for each of them; a reward that raised may have done so for one."""
+    reward = remote(f"http://127.0.0.1:{free_port()}", retries=3)
+    one = judge(reward, VIDEO, [reward.reference(real, "") for real in REAL])
+    assert one.failed.all() and len(reward.waits) == 3 and "ServerAwayError: settings.url http" in one.problems[0]
+    with serving(Likeness()) as url:
+        reward = remote(url, retries=0)
+        prompts = ["a", "b", "fails", "c", "d"]
+        one = judge(reward, VIDEO, [reward.reference(*each) for each in zip(REAL, prompts, strict=True)])
+    assert one.failed.tolist() == [False, False, True, False, False] and "no memory for that" in one.problems[0]
+
+
 def test_delays_double_up_to_half_a_minute():
     assert [delay(attempt, 0.0) for attempt in (1, 2, 3, 20)] == [0.25, 0.5, 1, 15]
     assert delay(1, 0.999) == pytest.approx(0.5, rel=1e-3)
@@ -245,7 +285,7 @@ def test_delays_double_up_to_half_a_minute():
 def test_slow():
     with serving(Likeness(seconds=0.4)) as url:
         reward = remote(url, timeout=0.1, retries=1)
-        with pytest.raises(RewardServerError, match=r"failed 2 times.*no answer in 0.1 s: raise reward.timeout"):
+        with pytest.raises(RewardServerError, match=r"failed 2 times.*no answer in 0.1 s: raise settings.timeout"):
             score(reward, VIDEO[:1], PROMPTS[:1])
 
 
@@ -293,7 +333,7 @@ def test_a_reward_that_fails_says_so():
         )
         with pytest.raises(RewardServerError, match=said):
             score(reward, VIDEO[:1], ["fails"])
-        with pytest.raises(RewardServerError, match="it compares with the real clip; .*reward.send_reference"):
+        with pytest.raises(RewardServerError, match="it compares with the real clip; .*the client's send_reference"):
             score(reward, VIDEO[:1], ["needs the real clip"])
         with pytest.raises(RewardServerError, match="no memory for that$|no memory for that; see"):
             score(remote(url, retries=0, send_reference=True), VIDEO[:1], ["fails"])
@@ -306,7 +346,7 @@ def test_a_refusal_is_not_tried_again(status):
     elsewhere = {"Location": "http://127.0.0.1:1/"}
     with scripted(lambda handler: handler.reply(status, refusal, **elsewhere)) as url:
         reward = remote(url)
-        with pytest.raises(RewardServerError, match=f"reward.url {url}: POST /score: status {status}: because; "):
+        with pytest.raises(RewardServerError, match=f"settings.url {url}: POST /score: status {status}: because; "):
             score(reward, VIDEO[:1], PROMPTS[:1])
         assert not reward.waits
 
@@ -316,7 +356,7 @@ def test_unauthorised(monkeypatch):
     with serving(Likeness(), token="right-token") as url:
         for settings, now in (({}, "not set"), ({"token_env": "MINE"}, "now MINE")):
             reward = remote(url, **settings)
-            with pytest.raises(RewardServerError, match=rf"status 401: .*set reward.token_env \({now}\)") as error:
+            with pytest.raises(RewardServerError, match=rf"status 401: .*set settings.token_env \({now}\)") as error:
                 score(reward)
             assert not reward.waits and "wrong-token" not in str(error.value)
         monkeypatch.setenv("MINE", "right-token")
@@ -334,14 +374,16 @@ def test_unauthorised(monkeypatch):
 )
 def test_tokens_that_no_header_can_hold(monkeypatch, token, message):
     monkeypatch.setenv("MINE", token)
-    with pytest.raises(ValueError, match=f"reward.token_env: .*{message}"):
+    with pytest.raises(ValueError, match=f"reward 'remote': token_env: .*{message}"):
         remote("http://127.0.0.1:1", token_env="MINE")
 
 
 def test_too_big_for_the_client_and_for_the_server_it_asked():
     with serving(Likeness(), max_bytes=1000) as url:
         for settings in ({}, {"max_bytes": 700}):
-            with pytest.raises(ValueError, match=r"reward.max_bytes .*one clip has \d+ bytes: raise it, or send fewer"):
+            with pytest.raises(
+                ValueError, match=r"settings.max_bytes .*one clip has \d+ bytes: raise it, or send fewer"
+            ):
                 score(remote(url, **settings))
         assert score(remote(url, frames=4), VIDEO[:, :, :, :3]).valid.all()
 
@@ -355,7 +397,7 @@ def test_too_big_for_the_server_is_read_off_its_answer_though_it_reads_no_body(m
         reward = remote(url)
         reward.client._max_bytes = 400 * MB  # as if a proxy between them had the limit
         big = torch.zeros(1, 3, 5, 1000, 1000)
-        with pytest.raises(RewardServerError, match=r"status 413: .*takes at most 1000000 .*lower reward.max_bytes"):
+        with pytest.raises(RewardServerError, match=r"status 413: .*takes at most 1000000 .*lower settings.max_bytes"):
             score(reward, big, PROMPTS[:1])
         assert not reward.waits and not likeness.batches
 
@@ -389,7 +431,7 @@ LIES = [
 def test_lies(body, message):
     with scripted((200, body)) as url:
         reward = remote(url)
-        with pytest.raises(RewardServerError, match=f"reward.url {url}: the answer to 2 clips is wrong: .*{message}"):
+        with pytest.raises(RewardServerError, match=f"settings.url {url}: the answer to 2 clips is wrong: .*{message}"):
             score(reward, VIDEO[:2], PROMPTS[:2])
         assert not reward.waits
 
@@ -416,7 +458,7 @@ def test_scores_that_are_not_finite_are_invalid():
 def test_something_else_than_a_reward_server(body):
     with scripted() as url:
         reward = remote(url)
-        reward.client._once = lambda *request: (200, body)
+        reward.client._once = lambda *request: (200, body, None)
         with pytest.raises(RewardServerError, match=f"{url}: GET /health should answer JSON .*is that a reward server"):
             score(reward)
 
@@ -427,27 +469,30 @@ def test_something_else_than_a_reward_server(body):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"url": "127.0.0.1:8400"}, "reward.url must be like http://127.0.0.1:8400, got '127.0.0.1:8400'"),
-        ({"url": "http://"}, "reward.url"),
-        ({"url": "ftp://host"}, "reward.url"),
-        ({"url": "http://host:port"}, "reward.url"),
-        ({"url": "http://user:secret@host"}, "reward.url"),
-        ({"url": "http://host/?x=1"}, "reward.url"),
-        ({"url": "http://host/a b"}, "reward.url"),
-        ({"timeout": 0}, "reward.timeout must be seconds above 0, got 0"),
-        ({"timeout": "1m"}, "reward.timeout"),
-        ({"retries": -1}, "reward.retries must be a whole number, 0 or more, got -1"),
-        ({"retries": 1.5}, "reward.retries"),
-        ({"retries": True}, "reward.retries"),
-        ({"frames": 0}, "reward.frames must be all, or n >= 1 for every n-th frame, got 0"),
-        ({"frames": "some"}, "reward.frames"),
-        ({"frames": 1.5}, "reward.frames"),
-        ({"max_bytes": 0}, "reward.max_bytes"),
-        ({"max_bytes": "1GB"}, "reward.max_bytes"),
+        ({"url": "127.0.0.1:8400"}, "url must be like http://127.0.0.1:8400, got '127.0.0.1:8400'"),
+        ({"url": "http://"}, "url"),
+        ({"url": "ftp://host"}, "url"),
+        ({"url": "http://host:port"}, "url"),
+        ({"url": "http://user:secret@host"}, "url"),
+        ({"url": "http://host/?x=1"}, "url"),
+        ({"url": "http://host/a b"}, "url"),
+        ({"timeout": 0}, "timeout must be seconds above 0, got 0"),
+        ({"timeout": "1m"}, "timeout"),
+        ({"retries": -1}, "retries must be a whole number, 0 or more, got -1"),
+        ({"retries": 1.5}, "retries"),
+        ({"retries": True}, "retries"),
+        ({"frames": 0}, "frames must be all, or n >= 1 for every n-th frame, got 0"),
+        ({"frames": "some"}, "frames"),
+        ({"frames": 1.5}, "frames"),
+        ({"parallel": 0}, "parallel must be a whole number, 1 or more, got 0"),
+        ({"parallel": 1.5}, "parallel"),
+        ({"wait": -1}, "wait must be seconds, 0 or more, got -1"),
+        ({"max_bytes": 0}, "max_bytes"),
+        ({"max_bytes": "1GB"}, "max_bytes"),
     ],
 )
 def test_settings_that_cannot_work(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"reward 'remote': {message}"):
         RemoteReward(**{"url": "http://127.0.0.1:8400"} | settings)
 
 
@@ -470,7 +515,7 @@ def test_a_url_may_have_a_path():
 
 
 def test_https_is_spoken():
-    connection = Client("https://host", 1, 0, "")._connection()
+    connection = Client("https://host", 1, 0, "", 0)._connection()
     assert isinstance(connection, http.client.HTTPSConnection) and connection.port == 443
 
 
@@ -499,10 +544,10 @@ def test_no_request_is_bigger_than_its_clips_say(prompt):
 
 def test_split():
     room = reward_wire.ENVELOPE_BYTES + 100
-    assert list(split({0: 40, 2: 60, 3: 1, 5: 100, 6: 99}, room)) == [[0, 2], [3], [5], [6]]
-    assert list(split({}, room)) == []
-    with pytest.raises(ValueError, match=f"is {room}, one clip has 101 bytes"):
-        list(split({0: 40, 1: 101}, room))
+    assert list(split({0: 40, 2: 60, 3: 1, 5: 100, 6: 99}, room, "p")) == [[0, 2], [3], [5], [6]]
+    assert list(split({}, room, "p")) == []
+    with pytest.raises(ValueError, match=f"p.max_bytes .* is {room}, one clip has 101 bytes"):
+        list(split({0: 40, 1: 101}, room, "p"))
 
 
 def header(content, payload=b""):
@@ -689,7 +734,7 @@ def test_continue_is_said_only_to_bodies_that_are_wanted():
 
 def test_clients_that_leave_or_stall_do_not_hold_a_place(monkeypatch):
     monkeypatch.setattr(reward_server, "BODY_SECONDS", 0.1)
-    monkeypatch.setattr(reward_server, "BODIES", 1)
+    monkeypatch.setattr(reward_wire, "PLACES", 1)
     partial = f"{POST}Content-Length: 100\r\n\r\n".encode() + b"half"
     with serving(Likeness()) as url:
         raw(url, partial, wait=False)
@@ -702,13 +747,93 @@ def test_clients_that_leave_or_stall_do_not_hold_a_place(monkeypatch):
 
 def test_a_busy_server_says_so(monkeypatch):
     monkeypatch.setattr(reward_server, "WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(reward_server, "BODIES", 1)
+    monkeypatch.setattr(reward_wire, "PLACES", 1)
     with serving(Likeness(seconds=0.5)) as url, ThreadPoolExecutor(1) as pool:
         first = pool.submit(score, remote(url), VIDEO[:1], PROMPTS[:1])
         time.sleep(0.2)
-        with pytest.raises(RewardServerError, match=r"status 503: busy: no place came free in 0.05 s"):
-            score(remote(url, retries=0), VIDEO[:1], PROMPTS[:1])
+        said = r"busy for 0 s \(settings.wait\): status 503: busy: no place came free in 0.05 s"
+        with pytest.raises(RewardServerError, match=said):
+            score(remote(url, wait=0), VIDEO[:1], PROMPTS[:1])
         assert first.result().valid.all()
+
+
+def test_a_busy_server_is_asked_again_without_the_body(monkeypatch):
+    """However often it is asked meanwhile, each body is sent once, and a busy server costs none of the tries."""
+    monkeypatch.setattr(reward_wire, "PLACES", 1)
+    monkeypatch.setattr(reward_server, "WAIT_SECONDS", 0.01)
+    bodies, sent, goes_on, takes_body = [], [], threading.Event(), threading.Event()
+    read, send = reward_server.Handler._body, http.client.HTTPConnection.send
+    monkeypatch.setattr(http.client.HTTPConnection, "send", lambda *args: sent.append(len(args[1])) or send(*args))
+
+    def body(handler, length):
+        bodies.append(length)
+        takes_body.set()
+        assert goes_on.wait(30)
+        return read(handler, length)
+
+    monkeypatch.setattr(reward_server.Handler, "_body", body)
+    with serving(Likeness()) as url, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(score, remote(url), VIDEO[:1], PROMPTS[:1])
+        assert takes_body.wait(30)
+        second = remote(url, retries=0)
+
+        def sleep(seconds):
+            second.waits.append(seconds)
+            if len(second.waits) == 4:
+                goes_on.set()
+                first.result()
+
+        second.client.sleep = sleep
+        assert score(second, VIDEO[:1], PROMPTS[:1]).valid.all()
+    assert len(second.waits) == 4 and all(0.5 <= wait <= 1.5 for wait in second.waits)
+    assert len(bodies) == 2 and sum(size > 500 for size in sent) == 2
+
+
+def test_the_timeout_begins_when_the_server_has_a_place(monkeypatch):
+    """The reward answers at once, but only after longer than the timeout there is a place for the body."""
+    monkeypatch.setattr(reward_wire, "PLACES", 1)
+    server = RewardServer(("127.0.0.1", 0), Service(Likeness(), "cpu", 2, 10 * MB))
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    place = server.place()
+    place.__enter__()
+    leaves = threading.Timer(1.5, place.__exit__, (None, None, None))
+    leaves.start()
+    try:
+        reward = remote(f"http://127.0.0.1:{server.server_address[1]}", timeout=1.0, retries=0)
+        assert score(reward, VIDEO[:1], PROMPTS[:1]).valid.all()
+    finally:
+        leaves.join()
+        server.stop()
+        thread.join()
+
+
+def test_a_server_that_says_nothing_to_expect_is_sent_the_body_all_the_same(monkeypatch):
+    """As one of Python's own that speaks HTTP/1.0 does; it is not asked a second time."""
+    monkeypatch.setattr(remote_module, "GO_ON_SECONDS", 0.05)
+    asked = []
+
+    def answer(handler):
+        asked.append(handler.headers.get("Expect"))
+        handler.reply(200, answer_of())
+
+    with scripted(answer, answer, protocol="HTTP/1.0") as url:
+        reward = remote(url)
+        for _ in range(2):
+            assert score(reward, VIDEO[:2], PROMPTS[:2]).score.tolist() == [0.5, 0.25]
+    assert asked == ["100-continue", None]
+
+
+@pytest.mark.parametrize(
+    "head, said",
+    [(b"SSH-2.0-x\r\n\r\n", "BadStatusLine"), (b"HTTP/1.1 4", "BadStatusLine"), (b"x" * 70_000, "BadStatusLine")],
+)
+def test_something_else_than_http_before_the_body(head, said):
+    def talk(handler):
+        handler.wfile.write(head)
+
+    with scripted(talk, early=True) as url, pytest.raises(RewardServerError, match=f"failed 1 times.*{said}"):
+        score(remote(url, retries=0), VIDEO[:1], PROMPTS[:1])
 
 
 def test_stopping_answers_what_is_being_scored():
@@ -726,7 +851,7 @@ def test_no_body_is_taken_while_stopping(monkeypatch):
     monkeypatch.setattr(reward_server, "WAIT_SECONDS", 0)
     server = RewardServer(("127.0.0.1", 0), Service(Likeness(), "cpu", 1, MB))
     server._stopping.set()
-    for _ in range(reward_server.BODIES + 1):  # the refused give their places back
+    for _ in range(reward_wire.PLACES + 1):  # the refused give their places back
         with pytest.raises(Refused, match="shutting down"), server.place():
             pass
     server.server_close()

@@ -35,15 +35,33 @@ def terms():
 
 def test_the_sum_and_its_gradient():
     video = VIDEO.clone().requires_grad_()
-    outputs = score(terms(), video, [({}, {}, {})] * 3)
+    judged = score(terms(), video, [({}, {}, {})] * 3)
     means = [(VIDEO**power).flatten(1).mean(1) for power in (1, 2, 3)]
-    for output, mean in zip(outputs, means, strict=True):
-        torch.testing.assert_close(output.score.detach(), mean)
-    gained = total(terms(), outputs)
+    for one, mean in zip(judged, means, strict=True):
+        torch.testing.assert_close(one.output.score.detach(), mean)
+    gained = total(terms(), judged)
     torch.testing.assert_close(gained.detach(), 0.5 * (means[0] - 0.1) / 2 + 3 * means[1])
     (gradient,) = torch.autograd.grad(gained.sum(), video)
     torch.testing.assert_close(gradient, (0.25 + 6 * VIDEO) / VIDEO[0].numel())
-    assert not outputs[2].score.requires_grad  # measured without a graph
+    assert not judged[2].output.score.requires_grad  # measured without a graph
+
+
+class Raises(Brightness):
+    def forward(self, video, batch):
+        raise OSError("nobody is there")
+
+
+def test_a_reward_that_only_measures_costs_nothing_but_its_own_numbers():
+    def of(weight):
+        return [terms()[0], Term("reward.others.far", "far", Raises(), weight, 0.0, 1.0)]
+
+    video = VIDEO.clone().requires_grad_()
+    first, far = score(of(0.0), video, [({}, {})] * 3)
+    assert first.output.score.requires_grad and not first.failed.any()
+    assert far.failed.all() and not far.output.valid.any() and far.problems == ("OSError: nobody is there",) * 3
+    torch.testing.assert_close(total(of(0.0), [first, far]), total(of(0.0)[:1], [first]))
+    with pytest.raises(OSError, match="nobody is there"):  # one that is trained on is never missed silently
+        score(of(0.1), video, [({}, {})] * 3)
 
 
 def test_a_sample_that_one_reward_cannot_score_is_scored_by_the_others():
@@ -82,15 +100,41 @@ def test_terms_of_a_configuration():
     assert own.settings == {"pack_dir": "a", "cap": 0.5, "det_size": 640, "chunk": 8} and own.weight == 0.1
     assert judge.settings["pack_dir"] == "b" and judge.settings["cap"] == "none" and judge.weight == 0
     others["square"]["settings"] = {"powr": 2}
-    with pytest.raises(RewardError, match=r"reward.others.square: .*powr"):
+    with pytest.raises(RewardError, match=r"reward.others.square.settings: .*powr"):
         build_terms(config.wanted_rewards(config.parse(base | {"reward": reward})), torch.device("cpu"))
     for change, message in [
         ({"name": "face_identity"}, "reward.reward_model_path is required for face_identity"),
         ({"name": "face_identity", "reward_model_path": "a", "settings": {"x": 1}}, "face_identity takes none"),
-        ({"others": {"mean": {"name": "brightness"}}}, "the metrics have a reward/mean already"),
         ({"others": {"x": {"weight": 1}}}, "reward.others.x.name is required"),
         ({"others": {"x": {"name": "b", "wight": 1}}}, "unknown key 'reward.others.x.wight', did you mean 'weight'"),
         ({"others": ["x"]}, "reward.others: expected keys and values"),
     ]:
         with pytest.raises(config.ConfigError, match=message):
             config.parse(base | {"reward": reward | change})
+
+
+@pytest.mark.parametrize("label", ["mean", "score", "held_out", "motion", "failed", "score_std", "red_std"])
+def test_labels_that_would_name_another_metric(label):
+    with pytest.raises(config.ConfigError, match=f"^reward.others.{label}: "):
+        config.parse(with_others("red", label))
+
+
+@pytest.mark.parametrize("label", ["", " ", "a b", "a/b", "../x", "a.b", "line\n", "a\x1b[31m"])
+def test_labels_that_make_no_clean_key(label):
+    with pytest.raises(config.ConfigError, match="^reward.others: label ") as error:
+        config.parse(with_others(label))
+    assert repr(label) in str(error.value) and str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("label", ["kl", "valid", "row", "finite", "replaced", "total", "cap", "std", "rot-grün_2"])
+def test_labels_that_are_nobody_elses(label):
+    (_, term) = config.wanted_rewards(config.parse(with_others(label)))
+    assert (term.label, term.key) == (label, f"reward.others.{label}")
+
+
+def with_others(*labels):
+    others = {label: {"name": "colour"} for label in labels}
+    return {
+        "run": {"output_dir": "out"}, "model": {"model_paths": "m"}, "lora": {}, "data": {"file_name": "d.csv"},
+        "sample": {}, "train": {}, "reward": {"name": "colour", "others": others},
+    }  # fmt: skip

@@ -104,7 +104,7 @@ def test_a_sample_that_cannot_be_judged_leaves_its_group(tmp_path, reward, faile
     )  # fmt: skip
     (line,) = metrics(tmp_path)
     assert line["reward/valid_fraction"] == 0.5 and line["reward/failed"] == failed and line["grad_norm"] > 0
-    assert said in run.stdout and ("reward: " in run.stdout) == bool(said)
+    assert said in run.stdout and ("reward.name: " in run.stdout) == bool(said)
 
 
 def test_a_reward_that_does_not_answer_in_time(tmp_path):
@@ -115,13 +115,14 @@ def test_a_reward_that_does_not_answer_in_time(tmp_path):
     )  # fmt: skip
     (line,) = metrics(tmp_path)
     assert line["reward/valid_fraction"] == 1 and line["reward/failed"] == 1 and line["grad_norm"] > 0
-    assert "reward: no answer within 0.5 s (2 samples)" in run.stdout or "(4 samples)" in run.stdout
+    assert "reward.others.slow: no answer within 0.5 s (reward.reward_timeout) (4 samples)" in run.stdout
 
 
 def test_a_reward_that_never_works_stops_the_run(monkeypatch, capsys, tmp_path):
     settings = [f"run.output_dir={tmp_path}", f"reward.name={REWARDS}:Broken"]
     code, _, error = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
-    assert code == 2 and "not one sample of the epoch could be judged; the first problem: KeyError: 'nobody'" in error
+    assert code == 2 and "not one sample of the epoch could be judged; reward.name (Broken): 0 of 4" in error
+    assert "; the first problem: KeyError: 'nobody'" in error
 
 
 # -- in this process, where the pieces can be watched

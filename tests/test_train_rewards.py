@@ -8,9 +8,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 from runs import FAST, GRPO_FAST, adapter, call, call_grpo, environment, launch, launch_grpo, metrics
 
+from rewardfl import config, rewards
+from rewardfl.rewards.terms import build_terms
+
+OWN = ROOT / "tests" / "grpo_rewards.py"
 COLOUR = ["reward.name=colour", "reward.held_out_model_path=null", "reward.reward_mean=0", "reward.reward_std=0.1"]
 
 
@@ -71,14 +76,124 @@ def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
         (["reward.name=jpeg_size"], "jpeg_size has no gradient; measure it (weight 0), or train on it by policy"),
         ([others(x={"name": "jpeg_size", "weight": 1})], "reward.others.x: jpeg_size has no gradient"),
         (["reward.name=examples/my_reward.py:Mine"], "examples/my_reward.py defines no 'Mine'"),
-        ([others(x={"name": "aesthetic", "settings": {}})], "reward.others.x: reward 'aesthetic' needs the setting"),
-        ([others(x={"name": "remote", "settings": {"url": "http://127.0.0.1:9", "retries": 0}})], "serve_reward.py"),
+        ([others(x={"name": "aesthetic", "settings": {}})], "reward.others.x.settings: reward 'aesthetic' needs"),
+        ([others(x={"name": "remote", "settings": {"url": "h:9"}})], "reward.others.x.settings: reward 'remote': url"),
+        ([others(motion={"name": "motion"})], "reward.others.motion: "),
         (["reward.reward_weight=0"], "nothing is trained"),
     ],
 )  # fmt: skip
 def test_rewards_that_cannot_be_had(monkeypatch, capsys, tmp_path, overrides, message):
     code, _, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}", *overrides)
     assert code == 2 and message in error
+
+
+ONE_STEP = [*COLOUR, "train.max_steps=1", "run.sample_videos=0"]
+
+
+def test_labels_and_parts_leave_the_scripts_own_values_alone(tmp_path):
+    """A reward whose parts, and others whose labels, are called as the script calls its own trains as one without."""
+    runs = {
+        "plain": [f"reward.name={OWN}:Unnamed"],
+        "parts": [f"reward.name={OWN}:Names"],
+        "labels": [
+            f"reward.name={OWN}:Unnamed",
+            others(**{name: {"name": "colour"} for name in ("kl", "valid", "row", "finite", "replaced", "total")}),
+        ],
+    }
+    lines = {}
+    for name, settings in runs.items():
+        launch(f"run.output_dir={tmp_path / name}", *ONE_STEP, *settings)
+        (lines[name],) = metrics(tmp_path / name)
+    plain = lines["plain"]
+    assert {"actor/loss", "actor/kl_loss", "reward/mean", "reward/valid_fraction", "data/replaced"} <= plain.keys()
+    assert {key.removeprefix("reward/") for key in plain if "reward/" in key} <= {*config.OWN_METRICS, "nonfinite"}
+    for name, line in lines.items():
+        assert {key: line[key] for key in plain} == plain, name
+        assert all(
+            (adapter(tmp_path / name, 1)[key] == value).all() for key, value in adapter(tmp_path / "plain", 1).items()
+        )
+    for name in ("mean", "valid_fraction", "failed", "held_out"):
+        assert lines["parts"][f"reward/score/{name}"] == 100
+    assert lines["parts"]["reward/kl"] == 100 and "reward/held_out" not in lines["parts"]
+    assert (
+        lines["labels"]["reward/kl"] == lines["labels"]["reward/row"] == pytest.approx(lines["labels"]["reward/total"])
+    )
+
+
+def test_the_documented_yaml_is_what_the_config_takes(tmp_path):
+    """The block of docs/rewards_remote.md, through config.load and the registry, in both scripts."""
+    page = (ROOT / "docs" / "rewards_remote.md").read_text()
+    (block,) = re.findall(r"```yaml\n(reward:\n.*?)```", page, re.DOTALL)
+    shared = (
+        "run: {output_dir: out}\nmodel: {model_paths: m}\nlora: {}\ndata: {file_name: d.csv}\nsample: {}\ntrain: {}\n"
+    )
+    for section in ("", "grpo: {}\n"):
+        (tmp_path / "run.yaml").write_text(shared + section + block)
+        cfg = config.load(tmp_path / "run.yaml")
+        first, judge = build_terms(config.wanted_rewards(cfg), torch.device("cpu"))
+        assert first.reward.client.url == "http://127.0.0.1:8400" and not first.reward.send_reference
+        assert judge.reward.client.url == "http://127.0.0.1:8401" and judge.reward.send_reference
+        assert (first.reward.place, judge.reward.place) == ("reward.settings", "reward.others.judge.settings")
+    # every setting of the page's table is one of the reward's, and the other way round
+    settings = re.findall(
+        r"^\| `(\w+)` \|", page[: page.index("## What goes wrong")].split("The settings:")[1], re.MULTILINE
+    )
+    assert sorted(settings) == sorted(rewards.settings_of(rewards.find("remote"))[0])
+
+
+def test_what_is_only_measured_may_fail(monkeypatch, capsys, tmp_path):
+    """A server that is down, from the first step on: said once with the key that names it, counted, and gone past."""
+    far = {"name": "remote", "settings": {"url": "http://127.0.0.1:9", "retries": 0}}
+    settings = [*FAST, f"run.output_dir={tmp_path}", *ONE_STEP, "train.max_steps=2", others(far=far)]
+    code, out, error = call(monkeypatch, capsys, *settings)
+    assert code == 0, error
+    lines = metrics(tmp_path)
+    assert [line["reward/failed"] for line in lines] == [1, 1] and [line["reward/far"] for line in lines] == [
+        None,
+        None,
+    ]
+    assert all(line["grad_norm"] > 0 and line["reward/valid_fraction"] == 1 for line in lines)
+    assert out.count("reward.others.far.settings.url http://127.0.0.1:9: ") == 1
+
+
+def test_updates_without_a_valid_sample_are_counted_and_stop_the_run(monkeypatch, capsys, tmp_path):
+    settings = [*FAST, f"run.output_dir={tmp_path}", *ONE_STEP, f"reward.name={OWN}:Never", "train.max_steps=4"]
+    code, out, error = call(monkeypatch, capsys, *settings, "train.max_nonfinite=1", "run.save_steps=1")
+    assert code == 2
+    assert error.splitlines()[-1].startswith(
+        "error: stopped at step 2: 2 updates in a row taught nothing; reward.name (Never)"
+    )
+    assert "0 of 1 samples valid, 0 failed, 1 scores not finite" in error
+    assert [line["reward/valid_fraction"] for line in metrics(tmp_path)] == [0, 0]
+    assert out.count("not one sample could be judged (1 in a row)") == 1
+    # the count is of the run: what goes on from the checkpoint of the first has one left
+    code, _, error = call(monkeypatch, capsys, *settings, "train.max_nonfinite=1", "run.save_steps=1")
+    assert code == 2 and "stopped at step 2: 2 updates in a row" in error
+
+
+def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, capsys, tmp_path):
+    """In the first epoch of a start at once; later it goes on for as many as train.max_nonfinite."""
+    settings = [*GRPO_FAST, "run.sample_videos=0", "train.max_steps=4"]
+    code, _, error = call_grpo(
+        monkeypatch, capsys, *settings, f"run.output_dir={tmp_path / 'never'}", f"reward.name={OWN}:Never"
+    )
+    assert (
+        code == 2 and "not one sample of the epoch could be judged; reward.name (Never): 0 of 4 samples valid" in error
+    )
+    run = tmp_path / "dies"
+    code, out, error = call_grpo(
+        monkeypatch, capsys, *settings, f"run.output_dir={run}", f"reward.name={OWN}:Dies", "train.max_nonfinite=1"
+    )
+    assert code == 2 and "stopped at step 3: 2 epochs in a row taught nothing; reward.name (Dies)" in error
+    assert [line["reward/valid_fraction"] for line in metrics(run)] == [1, 0, 0]
+    assert [line["grad_norm"] > 0 for line in metrics(run)] == [True, False, False]
+    first = metrics(run)[0]  # nor do its parts touch what the script itself says
+    assert first["reward/score/failed"] == first["reward/score/mean"] == first["reward/kl"] == 100
+    assert first["reward/failed"] == 0 and first["reward/mean"] == pytest.approx(first["reward/score"])
+    assert abs(first["reward/mean"]) < 2
+    own = {key.removeprefix("reward/") for key in first if key.startswith("reward/") and first[key] != 100}
+    assert own <= {*config.OWN_METRICS, "nonfinite"}  # no label can be one of these
+    assert out.count("epoch 1: not one sample could be judged; ") == 1
 
 
 def test_flow_grpo_trains_on_a_server_a_class_and_a_reward_without_gradient(tmp_path):
@@ -105,5 +220,6 @@ def test_flow_grpo_without_its_server_stops_with_the_way_out(monkeypatch, capsys
     url = json.dumps({"url": "http://127.0.0.1:9", "retries": 0})
     settings = [f"run.output_dir={tmp_path}", "train.max_steps=1", "reward.name=remote", f"reward.settings={url}"]
     code, out, error = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
-    assert code == 2 and "not one sample of the epoch could be judged" in error and "serve_reward.py" in error
+    assert code == 2 and "not one sample of the epoch could be judged; reward.name (RemoteReward)" in error
+    assert "reward.settings.url http://127.0.0.1:9: " in error and "serve_reward.py" in error
     assert "(4 samples)" in out

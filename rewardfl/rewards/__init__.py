@@ -8,11 +8,21 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from .base import Reward, RewardOutput
+from .base import Reward, RewardError, RewardOutput
 from .checked import checked
 from .face_identity import FaceIdentityReward
 
-__all__ = ["REWARDS", "FaceIdentityReward", "Reward", "RewardOutput", "build", "find", "settings_of"]
+__all__ = [
+    "REWARDS",
+    "FaceIdentityReward",
+    "Reward",
+    "RewardError",
+    "RewardOutput",
+    "build",
+    "construct",
+    "find",
+    "settings_of",
+]
 
 # name -> module and class within this package, imported when asked for: some take transformers, which loads slowly
 REWARDS: dict[str, str] = {
@@ -34,7 +44,11 @@ def build(name: str, settings: dict[str, object]) -> Reward:
     name: as for find. Raises ValueError for an unknown name, a class that is no reward, and unknown or missing
     settings.
     """
-    cls = find(name)
+    return construct(find(name), name, settings)
+
+
+def construct(cls: type[Reward], name: str, settings: dict[str, object]) -> Reward:
+    """`build` of a class that `find` has found under this name."""
     known, required = settings_of(cls)
     for key in settings:
         if key not in known:

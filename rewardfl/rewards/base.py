@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 
+class RewardError(ValueError):
+    """A reward that cannot be had, or does not keep its contract. The message names its place or its class."""
+
+
+class Unavailable(RuntimeError):
+    """A reward that answers nobody now, whatever the sample: a batch's samples are not tried one by one."""
+
+
 @dataclass
 class RewardOutput:
     """Scores of B samples. Where `valid` is False the score is 0, with a zero gradient, and means nothing."""
@@ -25,6 +33,8 @@ class Reward(nn.Module):
     differentiable: bool = False  # has the score a gradient to the video?
     uses_prompt: bool = False  # does `reference` depend on the prompt?
     concurrent: bool = False  # may calls run in threads, several at a time? For rewards that wait, as for a server
+    parallel: int = 4  # how many at a time, of a concurrent reward
+    place: str = "settings"  # where its settings stand, for messages: build_terms puts the configuration's key here
     weights: str = ""  # the files that it needs; empty for none
     licence: str = ""  # of the weights, or of the code where there are none
     range: str = ""  # of the score
@@ -42,6 +52,15 @@ class Reward(nn.Module):
     def fingerprint(self) -> dict[str, object]:
         """All that `reference` depends on beside clip and prompt, as plain JSON values: weights, settings."""
         return {"name": self.name}
+
+    def held(
+        self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]
+    ) -> tuple[Tensor, Sequence[Mapping[str, Tensor] | None]]:
+        """What a concurrent reward's call holds on to until its turn comes; `forward` is then given this.
+
+        In CPU memory, since several wait. A subclass whose forward needs less than the float32 pixels keeps less.
+        """
+        return video.cpu(), batch
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         """Score (B, 3, F, H, W) videos in [-1, 1] against one reference each; None makes a sample invalid."""

@@ -2,79 +2,156 @@
 
 A reward is often the user's code or somebody's server. Whatever it raises, and whatever it does not answer in time,
 makes samples invalid and is counted; nothing waits for ever, and no other sample is lost.
+
+Rewards that are `concurrent` are called beside the rollouts, `parallel` batches at a time, and as many batches more
+wait for their turn; the rollouts wait when there are more. So a process holds at most 2 * parallel + 1 batches of what
+`Reward.held` keeps of their videos, in CPU memory, whatever the reward does.
 """
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .base import Reward, RewardOutput
-from .terms import Term
-
-Reference = Mapping[str, Tensor] | None
+from .base import Reward
+from .terms import Judged, Reference, Term, failure, judge
 
 
-@dataclass(frozen=True)
-class Judged:
-    """One reward of B samples. failed: (B,) bool, invalid because it raised or was too late; problems: in words."""
+class Call:
+    """A call of a concurrent reward. work: None once it is done, so that the videos go; began: when its turn came."""
 
-    output: RewardOutput
-    failed: Tensor
-    problems: tuple[str, ...] = ()
+    def __init__(self, work: Callable[[], Judged]):
+        self.work: Callable[[], Judged] | None = work
+        self.began: float | None = None
+        self.found: Judged | BaseException | None = None
+
+
+class Places:
+    """Where the calls of a concurrent reward are made: `count` at a time, in the order in which they came.
+
+    timeout: seconds from the moment when a call's turn comes, after which it has failed. It keeps its place until it
+    ends, in a daemon thread, which does not keep the process from ending; when all places are held for so long, the
+    calls that wait for one have failed, too.
+    """
+
+    def __init__(self, count: int, timeout: float):
+        self.count, self.timeout = count, timeout
+        self._changed = threading.Condition()
+        self._waiting: deque[Call] = deque()
+        self._running: set[Call] = set()
+        self._threads = 0
+
+    def submit(self, work: Callable[[], Judged]) -> Call | None:
+        """The call, which waits for its turn; None where no place comes free. Waits while `count` others do."""
+        call = Call(work)
+        with self._changed:
+            while len(self._waiting) >= self.count:
+                if not self._wait(self._until_all_are_overdue()):
+                    return None
+            self._waiting.append(call)
+            if self._threads < self.count:
+                self._threads += 1
+                threading.Thread(target=self._work, daemon=True).start()
+        return call
+
+    def result(self, call: Call) -> Judged | None:
+        """What the call found; None when it is too late. Raises what is no Exception and ended it."""
+        with self._changed:
+            while call.found is None:
+                if not self._wait(self._until_all_are_overdue() if call.began is None else self._left(call)):
+                    if call.began is None:
+                        self._waiting.remove(call)
+                    return None
+        if isinstance(call.found, BaseException):
+            raise call.found
+        return call.found
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._threads -= 1
+                    return
+                call = self._waiting.popleft()
+                call.began = time.monotonic()
+                self._running.add(call)
+                self._changed.notify_all()
+            try:
+                found = call.work()
+            except BaseException as error:  # handed on to whoever waits
+                found = error
+            with self._changed:
+                call.found, call.work = found, None
+                self._running.remove(call)
+                self._changed.notify_all()
+
+    def _wait(self, seconds: float | None) -> bool:
+        """Until something has changed, or the seconds are over; False where there are none left."""
+        if seconds is not None and seconds <= 0:
+            return False
+        self._changed.wait(seconds)
+        return True
+
+    def _left(self, call: Call) -> float:
+        return call.began + self.timeout - time.monotonic()
+
+    def _until_all_are_overdue(self) -> float | None:
+        """Seconds until every place is held by a call that is too late; None while one is free."""
+        return max(map(self._left, self._running)) if len(self._running) == self.count else None
 
 
 @dataclass(frozen=True)
 class Pending:
     """Rewards of B samples, some of which may still be at work."""
 
-    judging: Sequence[Future]  # of Judged, by term
+    judging: Sequence[Judged | Call | None]  # by term; None where no place came free
+    where: Sequence[Places | None]
     count: int
-    began: float
 
 
-def begin(terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]]) -> Pending:
+def places(terms: Sequence[Term], timeout: float) -> list[Places | None]:
+    """Of each term that is concurrent, where its calls are made. timeout: see Places."""
+    return [Places(term.reward.parallel, timeout) if term.reward.concurrent else None for term in terms]
+
+
+def begin(
+    terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]], where: Sequence[Places | None]
+) -> Pending:
     """Judge videos (B, 3, F, H, W); references: what the rewards keep of the real clips, by sample and then by term.
 
-    Rewards that are `concurrent` go on in threads of their own; the others have answered when this returns.
+    The concurrent ones are called in `where`, their places, beside all that follows; this waits while too many others
+    wait for their turn. The others have answered when it returns.
     """
-    began = time.monotonic()
     calls = [(term.reward, video, [each[i] for each in references]) for i, term in enumerate(terms)]
-    judging = [_in_thread(judge, *call) if call[0].concurrent else None for call in calls]
-    for i, call in enumerate(calls):
-        if judging[i] is None:
-            judging[i] = Future()
-            judging[i].set_result(judge(*call))
-    return Pending(judging, len(video), began)
+    judging = [_submit(own, *call) if own else None for own, call in zip(where, calls, strict=True)]
+    for i, own in enumerate(where):
+        if own is None:
+            judging[i] = judge(*calls[i])
+    return Pending(judging, where, len(video))
 
 
-def finish(pending: Pending, timeout: float) -> list[Judged]:
-    """Every term's verdict. timeout: seconds from `begin` after which a reward has failed for these samples."""
+def finish(pending: Pending) -> list[Judged]:
+    """Every term's verdict."""
     found = []
-    for judging in pending.judging:
-        try:
-            found.append(judging.result(max(0.0, pending.began + timeout - time.monotonic())))
-        except TimeoutError:
-            found.append(_failed(pending.count, f"no answer within {timeout:g} s"))
+    for judging, own in zip(pending.judging, pending.where, strict=True):
+        if isinstance(judging, Call):
+            judging = own.result(judging)
+        found.append(judging or failure(pending.count, f"no answer within {own.timeout:g} s (reward.reward_timeout)"))
     return found
 
 
 @torch.no_grad()
-def judge(reward: Reward, video: Tensor, references: Sequence[Reference]) -> Judged:
-    """The reward's output on the CPU. If it raises for a batch, its samples are tried one by one."""
-    count = len(video)
+def _submit(own: Places, reward: Reward, video: Tensor, references: Sequence[Reference]) -> Judged | Call | None:
     try:
-        output = reward(video, references)
-    except Exception as error:  # whatever the user's code raises; what stops the process is no Exception
-        if count == 1:
-            return _failed(1, f"{type(error).__name__}: {error}")
-        return _joined([judge(reward, video[i : i + 1], references[i : i + 1]) for i in range(count)])
-    parts = {name: part.float().cpu() for name, part in output.parts.items()}
-    return Judged(RewardOutput(output.score.float().cpu(), output.valid.cpu(), parts), torch.zeros(count).bool())
+        kept = reward.held(video, references)
+    except Exception as error:  # the user's code, as in `judge`
+        return failure(len(video), f"{type(error).__name__}: {error}")
+    return own.submit(partial(judge, reward, *kept))
 
 
 def weighed(
@@ -93,46 +170,3 @@ def weighed(
         columns.append(part.nan_to_num(0.0).clamp(max=1))
     weights = [term.weight / term.std for term, _ in trained] + list(part_weights.values())
     return torch.stack(columns, 1), valid, weights
-
-
-def measured(terms: Sequence[Term], judged: Sequence[Judged]) -> dict[str, Tensor]:
-    """For the log, (B,) each, NaN where there is none: every term's score by its label, the first term's parts, and
-    `failed`, 1 where a reward raised or was too late."""
-    first = judged[0].output
-    scores = {
-        term.label: one.output.score.where(one.output.valid, torch.nan) for term, one in zip(terms, judged, strict=True)
-    }
-    failed = torch.stack([one.failed for one in judged]).any(0)
-    return scores | first.parts | {"failed": failed.float()}
-
-
-def _failed(count: int, problem: str) -> Judged:
-    return Judged(RewardOutput(torch.zeros(count), torch.zeros(count).bool(), {}), torch.ones(count).bool(), (problem,))
-
-
-def _joined(singles: Sequence[Judged]) -> Judged:
-    names = {name: None for single in singles for name in single.output.parts}
-    nothing = torch.tensor([torch.nan])
-    return Judged(
-        RewardOutput(
-            torch.cat([single.output.score for single in singles]),
-            torch.cat([single.output.valid for single in singles]),
-            {name: torch.cat([single.output.parts.get(name, nothing) for single in singles]) for name in names},
-        ),
-        torch.cat([single.failed for single in singles]),
-        tuple(problem for single in singles for problem in single.problems),
-    )
-
-
-def _in_thread(function: Callable, *arguments: object) -> Future:
-    """The function's result, from a daemon thread: one that never answers does not keep the process from ending."""
-    future = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:  # handed on to whoever waits
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future

@@ -4,13 +4,17 @@ The wire format is at the top of rewardfl/reward_wire.py, how to set it up in do
 """
 
 import http.client
+import io
 import json
 import math
 import os
 import random
+import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from email.message import Message
 from urllib.parse import SplitResult, urlsplit
 
 import torch
@@ -20,33 +24,45 @@ from .. import data
 from ..reward_wire import (
     CONTENT_TYPE,
     ENVELOPE_BYTES,
+    PLACES,
     VERSION,
     Clip,
     WireError,
     pack_request,
     unpack_answer,
 )
-from .base import Reward, RewardOutput
+from .base import Reward, RewardOutput, Unavailable
 
 MAX_ANSWER_BYTES = 1 << 24  # a few numbers per clip; a server that sends more is not ours
+MAX_HEAD_BYTES = 1 << 16
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds before a retry
+GO_ON_SECONDS = 30  # to be told to send the body, or not to; ours says one of them within 10
+BLOCK_BYTES = 1 << 20  # of a body, sent at a time
 
 
 class RewardServerError(RuntimeError):
     """The reward server cannot be used; the message has the url, what happened and what to do."""
 
 
+class ServerAwayError(RewardServerError, Unavailable):
+    """It is down, busy or does not answer in time."""
+
+
 class RemoteReward(Reward):
     """Sends clips and prompts as uint8 frames to the server at `url`, takes its scores. No gradient.
 
-    timeout: seconds for one request, waiting for its turn at the server included. retries: after the first try, for
-    connections that fail, timeouts and 5xx. token_env: the environment variable with the server's token; no secret
-    stands in a config. frames: "all", or n for every n-th frame from the first. send_reference: the real clip goes
-    along, for a reward that compares with it. max_bytes: of one request; a batch is split into requests below it and
-    below what the server takes.
+    timeout: seconds for one request, from when the server has a place for its body. wait: seconds for which a request
+    is put to a busy server again and again, without its body. retries: after the first try, for connections that fail,
+    timeouts and 5xx. token_env: the environment variable with the server's token; no secret stands in a config.
+    frames: "all", or n for every n-th frame from the first. send_reference: the real clip goes along, for a reward that
+    compares with it. max_bytes: of one request; a batch is split into requests below it and below what the server
+    takes. parallel: batches that one process sends at a time, as many more wait as uint8 frames (see blackbox).
 
     A sample is invalid when its reference is None, its pixels are not finite (it is not sent), or the server says so
     or scores it with a number that is not finite. Anything else that goes wrong is a RewardServerError.
+
+    Host memory of a process, at most: `parallel` batches under way in four copies of their frames while a request is
+    packed, as many waiting in one, and one on its way there: (5 * parallel + 2) * B * (bytes of a clip's frames).
     """
 
     name = "remote"
@@ -65,16 +81,29 @@ class RemoteReward(Reward):
         frames: str | int = "all",
         send_reference: bool = False,
         max_bytes: int = 400_000_000,
+        parallel: int = PLACES,
+        wait: float = 600.0,
     ):
         super().__init__()
         if frames != "all" and (not _is_number(frames) or frames != int(frames) or frames < 1):
-            raise ValueError(f"reward.frames must be all, or n >= 1 for every n-th frame, got {frames!r}")
+            raise ValueError(f"reward 'remote': frames must be all, or n >= 1 for every n-th frame, got {frames!r}")
         if not _is_number(max_bytes) or max_bytes < 1:
-            raise ValueError(f"reward.max_bytes must be a number of bytes, got {max_bytes!r}")
+            raise ValueError(f"reward 'remote': max_bytes must be a number of bytes, got {max_bytes!r}")
+        if not _is_number(parallel) or parallel != int(parallel) or parallel < 1:
+            raise ValueError(f"reward 'remote': parallel must be a whole number, 1 or more, got {parallel!r}")
         self.stride = 1 if frames == "all" else int(frames)
         self.send_reference = send_reference
-        self.max_bytes = int(max_bytes)
-        self.client = Client(url, timeout, retries, token_env)
+        self.max_bytes, self.parallel = int(max_bytes), int(parallel)
+        self.client = Client(url, timeout, retries, token_env, wait)
+
+    @property
+    def place(self) -> str:
+        """Where the configuration has these settings; the client's messages name them there."""
+        return self.client.place
+
+    @place.setter
+    def place(self, place: str) -> None:
+        self.client.place = place
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
         """prompt: (n,) uint8, its UTF-8; with send_reference also frames: (F', H, W, 3) uint8 of the real clip."""
@@ -85,20 +114,26 @@ class RemoteReward(Reward):
         """Which frames of the real clip are kept; the server takes no part in it."""
         return {"name": self.name, "frames": self.stride if self.send_reference else None}
 
+    def held(
+        self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]
+    ) -> tuple[Tensor, Sequence[Mapping[str, Tensor] | None]]:
+        """The frames that are sent, (B, F', H, W, 3) uint8: a quarter of the pixels' bytes, or less."""
+        # pixels that are not finite would become some colour or other
+        finite = video.flatten(1).isfinite().all(1).tolist()
+        frames = torch.stack([self._frames(clip) for clip in video])
+        return frames, [reference if fine else None for reference, fine in zip(batch, finite, strict=True)]
+
     @torch.no_grad()
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
+        """video: (B, 3, F, H, W) in [-1, 1], or what `held` made of it."""
         if len(batch) != len(video):
             raise ValueError(f"{len(video)} videos need as many references, got {len(batch)}")
-        limit = min(self.max_bytes, self.client.max_bytes)
-        # pixels that are not finite would become some colour or other
-        clips = {
-            i: self._clip(clip, reference)
-            for i, (clip, reference) in enumerate(zip(video, batch, strict=True))
-            if reference is not None and clip.isfinite().all()
-        }
+        frames, references = (video, batch) if video.dtype == torch.uint8 else self.held(video, batch)
+        clips = {i: self._clip(frames[i], found) for i, found in enumerate(references) if found is not None}
         score, valid = torch.zeros(len(video)), torch.zeros(len(video), dtype=torch.bool)
         parts: dict[str, Tensor] = {}
-        for group in split({i: clip.nbytes for i, clip in clips.items()}, limit):
+        limit = min(self.max_bytes, self.client.max_bytes)
+        for group in split({i: clip.nbytes for i, clip in clips.items()}, limit, self.place):
             score[group], valid[group], measured = self.client.score([clips[i] for i in group])
             for name, values in measured.items():
                 parts.setdefault(name, torch.full((len(video),), math.nan))[group] = values
@@ -108,26 +143,26 @@ class RemoteReward(Reward):
             {name: values.to(video.device) for name, values in parts.items()},
         )
 
-    def _clip(self, video: Tensor, reference: Mapping[str, Tensor]) -> Clip:
+    def _clip(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Clip:
         prompt = bytes(reference["prompt"].tolist()).decode()
-        return Clip(self._frames(video), prompt, reference["frames"].cpu() if self.send_reference else None)
+        return Clip(frames, prompt, reference["frames"].cpu() if self.send_reference else None)
 
     def _frames(self, video: Tensor) -> Tensor:
         return data.to_uint8(video[:, :: self.stride]).cpu().contiguous()
 
 
-def split(sizes: Mapping[int, int], limit: int) -> Iterator[list[int]]:
+def split(sizes: Mapping[int, int], limit: int, place: str) -> Iterator[list[int]]:
     """Samples, by their clips' bytes, in groups whose requests stay below `limit` bytes.
 
-    ValueError for a clip that alone does not.
+    ValueError for a clip that alone does not. place: where the settings stand.
     """
     group: list[int] = []
     used = ENVELOPE_BYTES
     for sample, nbytes in sizes.items():
         if ENVELOPE_BYTES + nbytes > limit:
             raise ValueError(
-                f"reward.max_bytes (or what the server takes, --max-mb) is {limit}, one clip has {nbytes} bytes: raise "
-                "it, or send fewer frames (reward.frames: 4)"
+                f"{place}.max_bytes (or what the server takes, --max-mb) is {limit}, one clip has {nbytes} bytes: "
+                f"raise it, or send fewer frames ({place}.frames: 4)"
             )
         if used + nbytes > limit:
             yield group
@@ -144,17 +179,21 @@ class Client:
     Redirects are not followed and proxies of the environment not used: token and clips go to `url` and nowhere else.
     """
 
-    def __init__(self, url: str, timeout: float, retries: int, token_env: str):
+    def __init__(self, url: str, timeout: float, retries: int, token_env: str, wait: float):
         self.url, self.address = url.rstrip("/"), _address(url)
         if not _is_number(timeout) or timeout <= 0:
-            raise ValueError(f"reward.timeout must be seconds above 0, got {timeout!r}")
+            raise ValueError(f"reward 'remote': timeout must be seconds above 0, got {timeout!r}")
         if not _is_number(retries) or retries != int(retries) or retries < 0:
-            raise ValueError(f"reward.retries must be a whole number, 0 or more, got {retries!r}")
-        self.timeout, self.retries, self.token_env = timeout, int(retries), token_env
-        self.token = token_of(token_env, "reward.token_env") if token_env else ""
+            raise ValueError(f"reward 'remote': retries must be a whole number, 0 or more, got {retries!r}")
+        if not _is_number(wait) or wait < 0:
+            raise ValueError(f"reward 'remote': wait must be seconds, 0 or more, got {wait!r}")
+        self.timeout, self.retries, self.token_env, self.wait = timeout, int(retries), token_env, wait
+        self.token = token_of(token_env, "reward 'remote': token_env") if token_env else ""
+        self.place = "settings"  # in the configuration, for messages
         self.sleep: Callable[[float], None] = time.sleep
         self.random = random.Random()  # the global one belongs to the training, which resumes exactly
         self._max_bytes = 0
+        self._asks_first = True  # sends headers and waits to be told to send the body
 
     @property
     def max_bytes(self) -> int:
@@ -171,9 +210,9 @@ class Client:
         except (ValueError, RecursionError):
             health = None
         if not isinstance(health, dict) or health.get("version") != VERSION or not _is_number(health.get("max_bytes")):
-            raise RewardServerError(
-                f"reward.url {self.url}: GET /health should answer JSON with version {VERSION} and max_bytes, got "
-                f"{answer[:80]!r}; is that a reward server (tools/serve_reward.py) of the same release?"
+            raise self._error(
+                f"GET /health should answer JSON with version {VERSION} and max_bytes, got {answer[:80]!r}; is that a "
+                "reward server (tools/serve_reward.py) of the same release?"
             )
         return health
 
@@ -183,61 +222,87 @@ class Client:
         try:
             return unpack_answer(answer, len(clips))
         except WireError as error:
-            raise RewardServerError(
-                f"reward.url {self.url}: the answer to {len(clips)} clips is wrong: {error}; the server breaks the "
-                "format of rewardfl/reward_wire.py"
+            raise self._error(
+                f"the answer to {len(clips)} clips is wrong: {error}; the server breaks the format of "
+                "rewardfl/reward_wire.py"
             ) from None
 
     def _ask(self, method: str, path: str, body: bytes) -> bytes:
         """The body of the first answer that is no error."""
-        trouble = ""
-        for attempt in range(self.retries + 1):
-            if attempt:
-                self.sleep(delay(attempt, self.random.random()))
+        failures, began = 0, time.monotonic()
+        while True:
+            status = None
             try:
-                status, answer = self._once(method, path, body)
+                status, answer, retry_after = self._once(method, path, body)
             except (OSError, http.client.HTTPException) as error:
                 trouble = self._trouble(error)
-                continue
-            if status == 200:
-                return answer
-            if status < 500:
-                raise RewardServerError(f"reward.url {self.url}: {method} {path}: {self._refusal(status, answer)}")
-            trouble = f"status {status}: {_message(answer)}; see the server's log"
-        raise RewardServerError(
-            f"reward.url {self.url}: {method} {path} failed {self.retries + 1} times (reward.retries); the last time: "
-            f"{trouble}"
-        )
+            else:
+                if status == 200:
+                    return answer
+                if status < 500:
+                    raise self._error(f"{method} {path}: {self._refusal(status, answer)}")
+                trouble = f"status {status}: {_message(answer)}; see the server's log"
+                if status == 503 and retry_after is not None:  # busy with others; no failure, and cheap to ask again
+                    if time.monotonic() - began < self.wait:
+                        self.sleep(_seconds(retry_after) * (0.5 + self.random.random()))
+                        continue
+                    raise self._away(f"{method} {path}: busy for {self.wait:g} s ({self.place}.wait): {trouble}")
+            failures += 1
+            if failures > self.retries:
+                failed = self._error if status == 500 else self._away  # 500: the reward raised, maybe for one clip
+                raise failed(
+                    f"{method} {path} failed {failures} times ({self.place}.retries); the last time: {trouble}"
+                )
+            self.sleep(delay(failures, self.random.random()))
 
-    def _once(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        """Status and body of one answer; OSError or HTTPException where there is none in time."""
-        deadline = time.monotonic() + self.timeout
-        connection = self._connection()
+    def _once(self, method: str, path: str, body: bytes) -> tuple[int, bytes, str | None]:
+        """Status, body and Retry-After of one answer; OSError or HTTPException where there is none in time."""
+        connection, told = self._connection(), True
         try:
-            connection.connect()
+            connection.putrequest(method, self.address.path.rstrip("/") + path)
+            for name, value in self._headers(body).items():
+                connection.putheader(name, value)
+            connection.endheaders()
+            sock = connection.sock
+            if body and self._asks_first:
+                told, refusal = _told_to_go_on(sock)
+                if refusal is not None:
+                    return refusal
+            deadline = time.monotonic() + self.timeout
             # A server that refuses the request closes while we still send: its answer says why.
             with suppress(BrokenPipeError, ConnectionResetError):
-                connection.request(method, self.address.path.rstrip("/") + path, body, self._headers(body))
-            sock = connection.sock
+                for start in range(0, len(body), BLOCK_BYTES):
+                    sock.settimeout(_left(deadline))
+                    connection.send(memoryview(body)[start : start + BLOCK_BYTES])
             sock.settimeout(_left(deadline))
             response = connection.getresponse()
-            answer = b""
-            while not response.isclosed():
-                sock.settimeout(_left(deadline))  # or a server that sends a byte now and then holds us for ever
-                block = response.read1(1 << 16)
-                if not block:
-                    break
-                answer += block
-                if len(answer) > MAX_ANSWER_BYTES:
-                    raise RewardServerError(
-                        f"reward.url {self.url}: {method} {path}: an answer of more than {MAX_ANSWER_BYTES} bytes; "
-                        "is that a reward server?"
-                    )
-            if response.length:
-                raise http.client.IncompleteRead(answer, response.length)
-            return response.status, answer
+            answer = self._read(response, sock, deadline)
+            if response.status == 200 and not told:
+                self._asks_first = False  # it does not know how to say so
+            return response.status, answer, response.getheader("Retry-After")
         finally:
             connection.close()
+
+    def _read(self, response: http.client.HTTPResponse, sock: socket.socket, deadline: float) -> bytes:
+        """The response's whole body."""
+        answer = b""
+        while not response.isclosed():
+            sock.settimeout(_left(deadline))  # or a server that sends a byte now and then holds us for ever
+            block = response.read1(1 << 16)
+            if not block:
+                break
+            answer += block
+            if len(answer) > MAX_ANSWER_BYTES:
+                raise self._error(f"an answer of more than {MAX_ANSWER_BYTES} bytes; is that a reward server?")
+        if response.length:
+            raise http.client.IncompleteRead(answer, response.length)
+        return answer
+
+    def _error(self, message: str) -> RewardServerError:
+        return RewardServerError(f"{self.place}.url {self.url}: {message}")
+
+    def _away(self, message: str) -> ServerAwayError:
+        return ServerAwayError(f"{self.place}.url {self.url}: {message}")
 
     def _connection(self) -> http.client.HTTPConnection:
         secure = self.address.scheme == "https"
@@ -245,27 +310,76 @@ class Client:
         return kind(self.address.hostname, self.address.port, timeout=self.timeout)
 
     def _headers(self, body: bytes) -> dict[str, str]:
-        headers = {"Content-Type": CONTENT_TYPE} if body else {}
+        headers = {"Content-Type": CONTENT_TYPE, "Content-Length": str(len(body))} if body else {}
+        if body and self._asks_first:
+            headers["Expect"] = "100-continue"
         return headers | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
 
     def _trouble(self, error: OSError | http.client.HTTPException) -> str:
         if isinstance(error, TimeoutError):
             return (
-                f"no answer in {self.timeout:g} s: raise reward.timeout, or send less at a time (reward.max_bytes, "
-                "reward.frames)"
+                f"no answer in {self.timeout:g} s: raise {self.place}.timeout, or send less at a time "
+                f"({self.place}.max_bytes, {self.place}.frames)"
             )
         if isinstance(error, ConnectionRefusedError):
-            return "connection refused: nothing listens there; start tools/serve_reward.py, or mend reward.url"
+            return f"connection refused: nothing listens there; start tools/serve_reward.py, or mend {self.place}.url"
         return f"{type(error).__name__}: {error}; does tools/serve_reward.py run there? see its log"
 
     def _refusal(self, status: int, answer: bytes) -> str:
         said = f"status {status}: {_message(answer)}"
         if status == 401:
             now = f"now {self.token_env}" if self.token_env else "not set"
-            return f"{said}; set reward.token_env ({now}) to the environment variable that holds the server's token"
+            variable = "the environment variable that holds the server's token"
+            return f"{said}; set {self.place}.token_env ({now}) to {variable}"
         if status == 413:
-            return f"{said}; lower reward.max_bytes, or raise --max-mb of the server"
+            return f"{said}; lower {self.place}.max_bytes, or raise --max-mb of the server"
         return f"{said}; is that a reward server (tools/serve_reward.py) of the same release?"
+
+
+def _told_to_go_on(sock: socket.socket) -> tuple[bool, tuple[int, bytes, str | None] | None]:
+    """Whether the server said so to a request's headers, and its status, body and Retry-After where it refused.
+
+    (False, None) for one that says nothing: the body is sent all the same.
+    """
+    deadline = time.monotonic() + GO_ON_SECONDS
+    try:
+        status, headers = _head(sock, deadline)
+        while 100 < status < 200:  # word of something else
+            status, headers = _head(sock, deadline)
+    except TimeoutError:
+        return False, None
+    if status == 100:
+        return True, None
+    answer, length = b"", headers.get("Content-Length", "")
+    wanted = min(int(length), MAX_HEAD_BYTES) if length.isdecimal() else MAX_HEAD_BYTES
+    while len(answer) < wanted:
+        sock.settimeout(_left(deadline))
+        block = sock.recv(wanted - len(answer))
+        if not block:
+            break
+        answer += block
+    return True, (status, answer, headers.get("Retry-After"))
+
+
+def _head(sock: socket.socket, deadline: float) -> tuple[int, Message]:
+    """Status and headers of the next answer, byte by byte: what comes behind them is not ours to read."""
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        sock.settimeout(_left(deadline))
+        byte = sock.recv(1)
+        if not byte or len(head) > MAX_HEAD_BYTES:
+            raise http.client.BadStatusLine(repr(head[:80]))
+        head += byte
+    line, _, headers = head.partition(b"\r\n")
+    found = re.match(rb"HTTP/1\.\d (\d{3})\b", line)
+    if not found:
+        raise http.client.BadStatusLine(repr(line[:80]))
+    return int(found[1]), http.client.parse_headers(io.BytesIO(headers))
+
+
+def _seconds(retry_after: str) -> float:
+    """What a server asks for; it may also name a date."""
+    return min(float(retry_after), LONGEST_DELAY) if re.fullmatch(r"\d{1,9}", retry_after) else FIRST_DELAY
 
 
 def delay(attempt: int, jitter: float) -> float:
@@ -292,7 +406,7 @@ def _address(url: str) -> SplitResult:
     except ValueError:  # a port that is no number
         usable = False
     if not usable or address.username is not None:
-        raise ValueError(f"reward.url must be like http://127.0.0.1:8400, got {url!r}")
+        raise ValueError(f"reward 'remote': url must be like http://127.0.0.1:8400, got {url!r}")
     return address
 
 

@@ -8,12 +8,10 @@ from torch import Tensor
 
 from rewardfl.config import WantedReward
 
-from . import build
-from .base import Reward, RewardOutput
+from . import construct, find
+from .base import Reward, RewardError, RewardOutput, Unavailable
 
-
-class RewardError(ValueError):
-    """A reward that cannot be had. The message names its place in the configuration."""
+Reference = Mapping[str, Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -28,16 +26,44 @@ class Term:
     std: float
 
 
+@dataclass(frozen=True)
+class Judged:
+    """One reward of B samples. failed: (B,) bool, invalid because it raised or was too late; problems: of each, why."""
+
+    output: RewardOutput
+    failed: Tensor
+    problems: tuple[str, ...] = ()
+
+    def at_rest(self) -> "Judged":
+        """In float32 on the CPU and without a graph, as what is logged."""
+        parts = {name: part.detach().float().cpu() for name, part in self.output.parts.items()}
+        output = RewardOutput(self.output.score.detach().float().cpu(), self.output.valid.cpu(), parts)
+        return Judged(output, self.failed, self.problems)
+
+
 def build_terms(wanted: Sequence[WantedReward], device: torch.device) -> list[Term]:
     """The rewards, on the device. RewardError for an unknown one, or settings or weights that do not fit it."""
     terms = []
     for one in wanted:
         try:
-            reward = build(one.name, one.settings).to(device)
+            cls = find(one.name)
         except ValueError as error:
             raise RewardError(f"{one.key}: {error}") from error
+        place = _place_of_settings(one.key)
+        try:
+            reward = construct(cls, one.name, one.settings).to(device)
+        except ValueError as error:
+            raise RewardError(f"{place}: {error}") from error
+        reward.place = place
         terms.append(Term(one.key, one.label, reward, one.weight, one.mean, one.std))
     return terms
+
+
+def _place_of_settings(key: str) -> str:
+    """Where the configuration has the settings of the reward that it names at `key`."""
+    if key.startswith("reward.others."):
+        return f"{key}.settings"
+    return "reward.settings" if key == "reward.name" else key
 
 
 def check_trainable(terms: Sequence[Term]) -> None:
@@ -52,25 +78,63 @@ def check_trainable(terms: Sequence[Term]) -> None:
         raise RewardError("reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained")
 
 
-def score(
-    terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Mapping[str, Tensor] | None]]
-) -> list[RewardOutput]:
-    """Every term's output for videos (B, 3, F, H, W), without gradient where the weight is 0.
+def score(terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]]) -> list[Judged]:
+    """Every term of videos (B, 3, F, H, W): with its gradient where it has a weight, else as `judge` has it.
 
+    So one that only measures costs nothing but its own numbers when it raises; one that is trained on raises here.
     references: what the rewards keep of the real clips, by sample and then by term.
     """
-    outputs = []
+    judged = []
     for i, term in enumerate(terms):
-        with torch.set_grad_enabled(term.weight > 0 and torch.is_grad_enabled()):
-            outputs.append(term.reward(video, [reference[i] for reference in references]))
-    return outputs
+        batch = [reference[i] for reference in references]
+        if term.weight > 0:
+            judged.append(Judged(term.reward(video, batch), torch.zeros(len(video)).bool()))
+        else:
+            judged.append(judge(term.reward, video, batch))
+    return judged
 
 
-def total(terms: Sequence[Term], outputs: Sequence[RewardOutput]) -> Tensor:
+def total(terms: Sequence[Term], judged: Sequence[Judged]) -> Tensor:
     """(B,) what is trained, with gradient; a term whose score is not valid for a sample adds nothing to it."""
     parts = [
-        term.weight * (output.score - term.mean) / term.std * output.valid
-        for term, output in zip(terms, outputs, strict=True)
+        term.weight * (one.output.score - term.mean) / term.std * one.output.valid
+        for term, one in zip(terms, judged, strict=True)
         if term.weight > 0
     ]
     return torch.stack(parts).sum(0)
+
+
+@torch.no_grad()
+def judge(reward: Reward, video: Tensor, references: Sequence[Reference]) -> Judged:
+    """The reward's output, at rest. If it raises for a batch, its samples are tried one by one where that may help."""
+    count = len(video)
+    try:
+        output = reward(video, references)
+    except Unavailable as error:
+        return failure(count, f"{type(error).__name__}: {error}")
+    except Exception as error:  # whatever the user's code raises; what stops the process is no Exception
+        if count == 1:
+            return failure(1, f"{type(error).__name__}: {error}")
+        return joined([judge(reward, video[i : i + 1], references[i : i + 1]) for i in range(count)])
+    return Judged(output, torch.zeros(count).bool()).at_rest()
+
+
+def failure(count: int, problem: str) -> Judged:
+    """What is known of `count` samples for which a reward has failed."""
+    output = RewardOutput(torch.zeros(count), torch.zeros(count).bool(), {})
+    return Judged(output, torch.ones(count).bool(), (problem,) * count)
+
+
+def joined(judged: Sequence[Judged]) -> Judged:
+    """One reward of several batches, at rest, as one of all their samples; parts are NaN where a batch has none."""
+    names = dict.fromkeys(name for one in judged for name in one.output.parts)
+    nothing = [torch.full_like(one.output.score, torch.nan) for one in judged]
+    parts = {
+        name: torch.cat([one.output.parts.get(name, nan) for one, nan in zip(judged, nothing, strict=True)])
+        for name in names
+    }
+    output = RewardOutput(
+        torch.cat([one.output.score for one in judged]), torch.cat([one.output.valid for one in judged]), parts
+    )
+    failed = torch.cat([one.failed for one in judged])
+    return Judged(output, failed, tuple(problem for one in judged for problem in one.problems))

@@ -1,0 +1,101 @@
+"""What is logged of rewards, and under which keys.
+
+A script keeps its own metrics in a record of its own; what a reward or a label is called cannot reach them.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from .base import RewardError
+from .checked import NONFINITE
+from .terms import Judged, Term, joined
+
+
+def means(
+    terms: Sequence[Term], judged: Sequence[Sequence[Judged]], where: str, taken: Collection[str], score: str = "score"
+) -> dict[str, float]:
+    """Metrics of what all processes' rewards said, each the mean over the samples that have a value.
+
+    judged: of each batch, by term. where: `reward` or `eval`. The first term's score is <where>/<score>, another's
+    <where>/<label>. Parts are <where>/<label>/<part>, except the first term's: those are <where>/<part>, and
+    actor/face_score, unless that is the judge's key, one of the terms' or one of `taken`, the script's own.
+
+    RewardError when two processes' parts of one reward have other names.
+    """
+    of_all = [joined([each[i] for each in judged]) for i in range(len(terms))]
+    names = [score, *(term.label for term in terms[1:])]
+    found = {f"{where}/{name}": _mean(_scores(one)) for name, one in zip(names, of_all, strict=True)}
+    taken = {*taken, *found, f"{where}/held_out"}
+    for i, (term, one) in enumerate(zip(terms, of_all, strict=True)):
+        _check_names(term, [each[i] for each in judged])
+        for name, part in one.output.parts.items():
+            key = f"{where}/{name}" if i == 0 else f"{where}/{term.label}/{name}"
+            if key == "reward/face_score":
+                key = "actor/face_score"
+            found[f"{where}/{term.label}/{name}" if key in taken else key] = _mean(part)
+    return found
+
+
+def deviations(terms: Sequence[Term], judged: Sequence[Sequence[Judged]], where: str) -> dict[str, float]:
+    """<where>/<label>_std of each term's score, over the samples that have one."""
+    found = {}
+    for i, term in enumerate(terms):
+        scores = _scores(joined([each[i] for each in judged]))
+        found[f"{where}/{term.label}_std"] = float(scores[~scores.isnan()].std(correction=0))
+    return found
+
+
+def failed_fraction(judged: Sequence[Sequence[Judged]]) -> float:
+    """Of all samples, those for which some reward raised or was too late."""
+    return float(torch.cat([torch.stack([one.failed for one in each]).any(0) for each in judged]).float().mean())
+
+
+def problems(terms: Sequence[Term], judged: Sequence[Sequence[Judged]]) -> dict[str, int]:
+    """What was said of samples for which a reward failed, each with their number and the reward's key before it."""
+    verdicts = [pair for each in judged for pair in _pairs(terms, each)]
+    return dict(Counter(f"{term.key}: {problem}" for term, one in verdicts for problem in one.problems))
+
+
+def any_judged(terms: Sequence[Term], judged: Sequence[Sequence[Judged]]) -> bool:
+    """Whether some reward that is trained on has a score for some sample."""
+    return any(bool(one.output.valid.any()) for each in judged for term, one in _pairs(terms, each) if term.weight > 0)
+
+
+def why_nothing_was_judged(terms: Sequence[Term], judged: Sequence[Sequence[Judged]]) -> str:
+    """In one line: what the rewards that are trained on made of the samples."""
+    accounts = []
+    for i, term in enumerate(terms):
+        if term.weight > 0:
+            one = joined([each[i] for each in judged])
+            nonfinite = int(one.output.parts.get(NONFINITE, torch.zeros(1)).nan_to_num().sum())
+            first = f"; the first problem: {one.problems[0]}" if one.problems else ""
+            accounts.append(
+                f"{term.key} ({type(term.reward).__qualname__}): {int(one.output.valid.sum())} of {len(one.failed)} "
+                f"samples valid, {int(one.failed.sum())} failed, {nonfinite} scores not finite{first}"
+            )
+    return "; ".join(accounts)
+
+
+def _pairs(terms: Sequence[Term], judged: Sequence[Judged]) -> Sequence[tuple[Term, Judged]]:
+    return list(zip(terms, judged, strict=True))
+
+
+def _scores(one: Judged) -> Tensor:
+    return one.output.score.where(one.output.valid, torch.nan)
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.nanmean())
+
+
+def _check_names(term: Term, judged: Sequence[Judged]) -> None:
+    found = {frozenset(one.output.parts) - {NONFINITE}: None for one in judged}
+    names = [", ".join(sorted(each)) for each in found if each]  # none at all: nothing could be scored there
+    if len(names) > 1:
+        raise RewardError(
+            f"{term.key}: reward {type(term.reward).__qualname__} must name its parts alike in all processes, they are "
+            f"{' in one and '.join(names[:2])} in another"
+        )
