@@ -53,6 +53,7 @@ Count = Annotated[int, Range("at least 1", lambda value: value >= 1), _at_most(1
 Whole = Annotated[int, Range("0 or more", lambda value: value >= 0), _at_most(1_000_000_000)]
 Seed = Annotated[int, Range("in 0..2**63 - 1", lambda value: 0 <= value < 2**63)]
 Batch = Annotated[Count, _at_most(10_000)]
+Steps = Annotated[Count, _at_most(1_000_000)]
 Denoising = Annotated[Count, _at_most(1_000)]  # sampling steps: the model knows 1000 timesteps
 Positive = Annotated[float, Range("greater than 0", lambda value: value > 0), _SIZE]
 NonNegative = Annotated[float, Range("0 or more", lambda value: value >= 0), _SIZE]
@@ -311,9 +312,9 @@ class GrpoTrain:
     # AdamW's decoupled weight decay.
     weight_decay: Annotated[NonNegative, _at_most(1)] = 0.0
     # Steps (optimizer updates) in all; null takes num_train_epochs passes over the data.
-    max_steps: Count | None = None
+    max_steps: Steps | None = None
     # Passes over the data when max_steps is null.
-    num_train_epochs: Count = 1
+    num_train_epochs: Annotated[Count, _at_most(100_000)] = 1
     # Clips per process and forward pass.
     per_device_train_batch_size: Batch = 1
     # Gradients are scaled down to this norm when they exceed it.
@@ -937,7 +938,8 @@ def _grpo_conflicts(cfg: GrpoConfig) -> Iterator[str]:
         near = " or ".join(str(n) for n in (wanted - wanted % per_epoch, wanted - wanted % per_epoch + per_epoch) if n)
         yield f"train.max_steps must be whole epochs of {per_epoch} updates, got {wanted}; try {near}"
     if cfg.reward.name != "face_identity" and (cfg.reward.coverage_weight or cfg.reward.motion_weight):
-        yield f"reward.coverage_weight and motion_weight are for face_identity, not {_shown(cfg.reward.name)}; remove them"
+        name = _shown(cfg.reward.name)
+        yield f"reward.coverage_weight and motion_weight are for face_identity, not {name}; remove them"
     trained = [cfg.reward.reward_weight, *(term.weight for term in cfg.reward.others.values())]
     if not any(weight > 0 for weight in trained):
         yield "reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained"

@@ -388,6 +388,8 @@ def test_many_problems_are_not_listed_to_the_last(tmp_path):
         "train.per_device_train_batch_size=1000000",
         "train.gradient_accumulation_steps=1000000",
         "sample.noises_per_sample=1000000",
+        "train.max_steps=100000000",
+        "train.num_train_epochs=100000000",
     ],
 )
 def test_numbers_that_would_fail_later(write, override):
