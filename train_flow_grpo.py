@@ -83,7 +83,8 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption) -> int:
     if device.type == "cpu":
         torch.set_num_threads(cfg.run.cpu_threads or max(1, os.cpu_count() // world))
     rows = data.load_metadata(cfg.data.file_name)
-    eval_rows = data.load_metadata(cfg.evaluation.eval_clips) if cfg.evaluation.eval_clips else []
+    eval_clips = cfg.evaluation.eval_clips
+    eval_rows = data.load_metadata(eval_clips, "evaluation.eval_clips") if eval_clips else []
     steps = plan_grpo.total_steps(cfg, len(rows))
     say = accelerator.print
     for note in [*wan_load.differences(layout, boundary, cfg.sample.shift), *data.notes([*rows, *eval_rows])]:

@@ -1034,6 +1034,15 @@ def check_batch(cfg: RunConfig, num_processes: int) -> int:
     )
 
 
+def check_threads(cpu_threads: int | None, cores: int) -> None:
+    """ConfigError for more threads than four for each of the machine's cores: 100,000 crash torch."""
+    if cpu_threads is not None and cpu_threads > 4 * cores:
+        raise ConfigError(
+            f"run.cpu_threads must be at most {4 * cores} on this machine of {cores} cores, got {cpu_threads}; set it "
+            f"to {cores}, or to null"
+        )
+
+
 def check_paths(cfg: AnyConfig) -> None:
     """ConfigError naming every file or folder of the configuration that is not there."""
     problems = []

@@ -5,6 +5,7 @@ accelerate.utils.gather_object does.
 """
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -57,11 +58,13 @@ def command_line(description: str) -> argparse.Namespace:
 def open_model(cfg: AnyConfig) -> tuple[wan_load.Layout, float]:
     """(the model's files, sigma of the boundary between its experts), all checked by their headers alone."""
     trackers.check_installed(cfg.run.log_with)
+    configuration.check_threads(cfg.run.cpu_threads, os.cpu_count())
     configuration.check_paths(cfg)
     layout = wan_load.find(
         cfg.model.model_paths, cfg.model.tokenizer_path, cfg.model.model_id_with_origin_paths, cfg.model.allow_download
     )
-    wan_load.open_files(layout)
+    opened = wan_load.open_files(layout)
+    lora.check_targets(lora.target_modules(cfg.lora.lora_target_modules), wan_load.linear_layers(opened["low_noise"]))
     spatial, temporal = configuration.vae_factors(layout.configs)
     configuration.check_geometry(
         cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels

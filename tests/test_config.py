@@ -578,6 +578,13 @@ def test_check_paths(write, tmp_path):
         config.check_paths(cfg)
 
 
+def test_check_threads():
+    config.check_threads(None, 2)
+    config.check_threads(8, 2)
+    with pytest.raises(ConfigError, match="run.cpu_threads must be at most 8 .* got 100000"):
+        config.check_threads(100_000, 2)
+
+
 def test_the_config_is_read_without_torch():
     code = "import sys, rewardfl.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
