@@ -53,7 +53,7 @@ Count = Annotated[int, Range("at least 1", lambda value: value >= 1), _at_most(1
 Whole = Annotated[int, Range("0 or more", lambda value: value >= 0), _at_most(1_000_000_000)]
 Seed = Annotated[int, Range("in 0..2**63 - 1", lambda value: 0 <= value < 2**63)]
 Batch = Annotated[Count, _at_most(10_000)]
-Steps = Annotated[Count, _at_most(1_000_000)]
+Steps = Annotated[Count, _at_most(100_000)]
 Denoising = Annotated[Count, _at_most(1_000)]  # sampling steps: the model knows 1000 timesteps
 Positive = Annotated[float, Range("greater than 0", lambda value: value > 0), _SIZE]
 NonNegative = Annotated[float, Range("0 or more", lambda value: value >= 0), _SIZE]
@@ -314,7 +314,7 @@ class GrpoTrain:
     # Steps (optimizer updates) in all; null takes num_train_epochs passes over the data.
     max_steps: Steps | None = None
     # Passes over the data when max_steps is null.
-    num_train_epochs: Annotated[Count, _at_most(100_000)] = 1
+    num_train_epochs: Annotated[Count, _at_most(10_000)] = 1
     # Clips per process and forward pass.
     per_device_train_batch_size: Batch = 1
     # Gradients are scaled down to this norm when they exceed it.
