@@ -90,7 +90,7 @@ class Run:
     # How many clips of sample videos are written at each save.
     sample_videos: Whole = 2
     # Threads per process when there is no GPU; null divides the cores among the processes (accelerate launch
-    # would leave each with one).
+    # would leave each with one). At most four for each core of the machine.
     cpu_threads: Count | None = None
 
 
