@@ -1,10 +1,15 @@
 # Every target sets up .venv by itself and works again when it is there.
+# `make PYTHON=python3.12 test` chooses the interpreter that it is made with.
+PYTHON = python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUN := outputs/tiny_face
 
-.PHONY: demo test check chaos format clean
+# What decides: the interpreter of .venv, and PYTHON as long as there is no .venv
+INTERPRETER = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+.PHONY: demo test check chaos format clean interpreter
 
 demo: $(READY)
 	$(BIN)/accelerate launch train_reward_fl.py --config configs/tiny_face.yaml run.output_dir=$(RUN)
@@ -29,7 +34,17 @@ format: $(READY)
 clean:
 	rm -rf outputs build .pytest_cache .ruff_cache
 
-$(READY): requirements.txt requirements-dev.txt
-	python3 -m venv $(VENV)
+# An older Python would fail in the middle of pip. Another one than .venv's, if asked for, needs a .venv of its own.
+interpreter:
+	@$(INTERPRETER) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else \
+	    "rewardfl needs Python 3.11, 3.12 or 3.13; $(INTERPRETER) is %d.%d: make PYTHON=python3.12 ..." % v[:2])'
+ifneq ($(origin PYTHON),file)
+	@$(PYTHON) -c 'import sys; mine, its = "%d.%d" % sys.version_info[:2], sys.argv[1]; sys.exit(None if mine == its \
+	    else "$(VENV) was made by Python %s, $(PYTHON) is %s: rm -r $(VENV), or leave PYTHON out" % (its, mine))' \
+	    $$($(INTERPRETER) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+endif
+
+$(READY): requirements.txt requirements-dev.txt | interpreter
+	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@

@@ -89,10 +89,10 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder
         torch.set_num_threads(cfg.run.cpu_threads or max(1, os.cpu_count() // world))
     share = prepare.Share(rank, world, not accelerator.is_main_process)
     rows, said = setup.look_at_rows(cfg, data.load_metadata(cfg.data.file_name), share, gather_lists)
-    eval_rows, key = [], "evaluation.eval_clips"
+    eval_rows = []
     if cfg.evaluation.eval_clips:
-        found = data.load_metadata(cfg.evaluation.eval_clips, key)
-        eval_rows, more_said = setup.look_at_rows(cfg, found, share, gather_lists, key)
+        found = data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips")
+        eval_rows, more_said = setup.look_at_rows(cfg, found, share, gather_lists)
         said += more_said
     steps = plan_grpo.total_steps(cfg, len(rows))
     say = accelerator.print
@@ -116,7 +116,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder
     part_weights = {name: weight for name, weight in part_weights.items() if weight > 0}
     find = partial(setup.find_samples, cfg, terms=terms, store=store, device=device, share=share, gather=gather_lists)
     samples, problems = find(rows)
-    held_out, more_problems = find(eval_rows, key=key) if eval_rows else ([], [])
+    held_out, more_problems = find(eval_rows) if eval_rows else ([], [])
     for problem in problems + more_problems:
         say(f"skipped: {problem}")
     if len({sample.size for sample in samples}) > 1 and cfg.grpo.group_size % cfg.train.per_device_train_batch_size:

@@ -344,11 +344,11 @@ def write_run_json(
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:
-    """{distribution name: installed version}, leaving out what is not installed."""
+    """{distribution name: installed version}, leaving out what is not installed; of torch the build (2.13.0+cu130)."""
     versions = {}
     for name in names:
         try:
-            versions[name] = metadata.version(name)
+            versions[name] = str(torch.__version__) if name == "torch" else metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     return versions

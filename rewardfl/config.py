@@ -12,8 +12,10 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import re
 import types
+import unicodedata
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -58,14 +60,38 @@ Free = Annotated[T, FREE]
 ByContent = Annotated[T, BY_CONTENT]
 IfNamed = Annotated[T, IF_NAMED]
 
-Count = Annotated[int, Range("at least 1", lambda value: value >= 1)]
-Whole = Annotated[int, Range("0 or more", lambda value: value >= 0)]
-Positive = Annotated[float, Range("greater than 0", lambda value: value > 0)]
-NonNegative = Annotated[float, Range("0 or more", lambda value: value >= 0)]
+
+def _between(low: float, high: float) -> Range:
+    return Range(f"in {low:,}..{high:,}", lambda value: low <= value <= high)
+
+
+def _at_most(high: float) -> Range:
+    return Range(f"at most {high:,}", lambda value: value <= high)
+
+
+def _one_line(text: str) -> bool:
+    return "\n" not in text and "\t" not in text  # _convert refuses the other control characters everywhere
+
+
+# The upper ends are far above what anybody trains with. They keep a slip of the finger (1e30) from being found when
+# memory or float32 runs out, hours later.
+_SIZE = Range("0 or of a size in 1e-12..1e12", lambda value: value == 0 or 1e-12 <= abs(value) <= 1e12)
+Count = Annotated[int, Range("at least 1", lambda value: value >= 1), _at_most(1_000_000_000)]
+Whole = Annotated[int, Range("0 or more", lambda value: value >= 0), _at_most(1_000_000_000)]
+Seed = Annotated[int, Range("in 0..2**63 - 1", lambda value: 0 <= value < 2**63)]
+Batch = Annotated[Count, _at_most(10_000)]
+Steps = Annotated[Count, _at_most(100_000)]
+Denoising = Annotated[Count, _at_most(1_000)]  # sampling steps: the model knows 1000 timesteps
+Positive = Annotated[float, Range("greater than 0", lambda value: value > 0), _SIZE]
+NonNegative = Annotated[float, Range("0 or more", lambda value: value >= 0), _SIZE]
 Share = Annotated[float, Range("in 0..1", lambda value: 0 <= value <= 1)]
-Pixels = Annotated[int, Range("at least 256 (16 x 16)", lambda value: value >= 256)]
+Side = Annotated[Count, _at_most(16_384)]
+Pixels = Annotated[int, Range("at least 256 (16 x 16)", lambda value: value >= 256), _at_most(16_384**2)]
 Setting = str | bool | int | float | None
-Text = Annotated[str, Range("a text that is not empty", lambda value: value.strip() != "")]
+Text = Annotated[
+    str, Range("a text that is not empty", lambda value: value.strip() != ""), Range("a text of one line", _one_line)
+]
+Line = Annotated[str, Range("a text of one line", _one_line)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +101,7 @@ class Run:
     # Folder for run.json, metrics.jsonl, checkpoints/ and samples/. Holds one run.
     output_dir: Free[Text]
     # Seed of the data order, of every sample's noise and of the adapter's initial values.
-    seed: Whole = 42
+    seed: Seed = 42
     # A checkpoint and the sample videos are written every this many steps (and after the last one); Flow-GRPO writes
     # them at the end of the epoch that these steps fall into.
     save_steps: Free[Count] = 25
@@ -94,7 +120,8 @@ class Run:
     # How many clips of sample videos are written at each save.
     sample_videos: Free[Whole] = 2
     # Threads per process when there is no GPU; null divides the cores among the processes (accelerate launch
-    # would leave each with one). As on another machine, their number changes the rounding.
+    # would leave each with one), at most four for each core of the machine. As on another machine, their number changes
+    # the rounding.
     cpu_threads: Free[Count | None] = None
 
 
@@ -104,17 +131,17 @@ class Model:
     model_name: Literal["wan2_2"] = "wan2_2"
     # Pipeline folder in diffusers layout (model_index.json, transformer/, transformer_2/, vae/, ...), or a
     # wan22_paths.json that names the original files (examples/wan22_paths.json). Empty: the next key says.
-    model_paths: ByContent[str] = ""
+    model_paths: ByContent[Line] = ""
     # Instead of model_paths: original files in hub repositories, "repository:pattern, ..." with high_noise,
     # low_noise, t5 and VAE in the patterns. Taken from the local hub cache; fetched only with allow_download.
     model_id_with_origin_paths: ByContent[str] = ""
     # Whether what the hub cache lacks may be downloaded.
     allow_download: Free[bool] = False
     # Tokenizer folder; empty takes the model's own (original files have none but on the hub).
-    tokenizer_path: ByContent[str] = ""
+    tokenizer_path: ByContent[Line] = ""
     # Distillation LoRAs (Wan2.2-Lightning, one file per expert, any tool's names), part of the base model.
-    distill_lora_high: ByContent[str] = ""
-    distill_lora_low: ByContent[str] = ""
+    distill_lora_high: ByContent[Line] = ""
+    distill_lora_low: ByContent[Line] = ""
     # fuse: added to the weights in the file's precision, before the one rounding to `dtype`. adapter: kept
     # beside them and answering in policy and reference alike; slower, and exact whatever `dtype` is.
     distill_lora_mode: Literal["fuse", "adapter"] = "fuse"
@@ -151,10 +178,10 @@ class GrpoPlacement:
 class Lora:
     # Which models carry the adapter; null means trainable_models, and nothing else is offered.
     lora_base_model: Free[str | None] = None
-    # Rank of the update.
-    lora_rank: Count = 32
+    # Rank of the update; the A14B's layers, of 5120 inputs, have no use for a higher one than that.
+    lora_rank: Annotated[Count, _at_most(5_120)] = 32
     # The update is scaled by lora_alpha / lora_rank; null means lora_rank, a scale of 1.
-    lora_alpha: Positive | None = None
+    lora_alpha: Annotated[Positive, _at_most(100_000)] | None = None
     # Adapted layers, comma separated: Wan's short names or diffusers' (to_q, to_out.0, ffn.net.2, ...).
     lora_target_modules: Text = "q,k,v,o,ffn.0,ffn.2"
     # A checkpoint folder (.../checkpoints/latest) or an adapter's file or folder, of another run or tool, of the same
@@ -171,16 +198,16 @@ class Data:
     # Paths are relative to the file. examples/metadata.csv shows one, tools/check_dataset.py checks one.
     file_name: ByContent[Text]
     # Pixels; clips are resized to cover height x width and cropped at the centre. Multiples of 16.
-    height: Count = 480
-    width: Count = 832
+    height: Side = 480
+    width: Side = 832
     # Instead of height and width, which are then not used: every clip keeps its own shape and is scaled down to at
     # most this many pixels, both sides multiples of 16. A forward pass takes clips of one size.
     max_pixels: Pixels | None = None
     # Frames used of each clip, from its start: 4k + 1 for the Wan VAE.
-    num_frames: Count = 81
+    num_frames: Annotated[Count, _at_most(10_000)] = 81
     # Frames taken per second of a clip, by their times (Wan was trained at 16); clips that have fewer are refused.
     # null: the frames as they are stored, whatever their rate.
-    fps: Positive | None = None
+    fps: Annotated[Positive, _between(0.1, 1_000)] | None = None
     # Folder for what is computed once per clip: text embeddings, image latents, face pools, boundary latents. null:
     # <run.output_dir>/cache. Runs may share one; all processes must see the same.
     cache_dir: Free[Text | None] = None
@@ -192,9 +219,9 @@ class Data:
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     # Sampling steps from pure noise to the clean video.
-    num_inference_steps: Count = 8
+    num_inference_steps: Denoising = 8
     # Shift of the sigma schedule: shift*s / (1 + (shift - 1)*s) over linspace(1, 0, steps + 1).
-    shift: Positive = 5.0
+    shift: Annotated[Positive, _between(0.01, 100)] = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +242,7 @@ class Sample(Schedule):
     coupling: Share | None = None
     # "fresh": new noise each time a clip comes up; n: each clip has n noises, used in turn, so that what the
     # steps before the first active one compute can be cached.
-    noises_per_sample: Literal["fresh"] | Count = "fresh"
+    noises_per_sample: Literal["fresh"] | Batch = "fresh"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +251,7 @@ class GrpoSample(Schedule):
 
     # Scale of classifier-free guidance in rollout, replay and reference alike; 1 is none, takes half the time, and is
     # what distilled models and reinforcement learning do best with.
-    guidance_scale: Positive = 1.0
+    guidance_scale: Annotated[Positive, _at_most(100)] = 1.0
     # What guidance leads away from.
     negative_prompt: str = ""
 
@@ -266,7 +293,7 @@ class Rewards:
     # A second such folder that only judges (metric reward/held_out) and is never trained on; null: no judge.
     held_out_model_path: ByContent[IfNamed[Text | None]] = None
     # Side in pixels of the square that frames are fitted into for face detection.
-    det_size: Count = 640
+    det_size: Annotated[Count, _at_most(4_096)] = 640
     # Likeness above the cap is not paid for. self_similarity: the real clip's own mean pairwise likeness.
     cap: IfNamed[Literal["self_similarity", "none"] | float] = "self_similarity"
     # Faces embedded at a time; a smaller number takes less memory, and rounds otherwise.
@@ -305,7 +332,7 @@ class GrpoReward(Rewards):
     coverage_weight: IfNamed[NonNegative] = 0.0
     motion_weight: IfNamed[NonNegative] = 0.0
     # Seconds after which a reward that runs beside the rollouts (such as `remote`) has failed for its samples.
-    reward_timeout: Free[Positive] = 600.0
+    reward_timeout: Free[Annotated[Positive, _at_most(1_000_000)]] = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +340,7 @@ class GrpoTrain:
     """Of both scripts; the defaults are train_flow_grpo.py's."""
 
     # Peak learning rate of AdamW.
-    learning_rate: IfNamed[Positive] = 1e-4
+    learning_rate: IfNamed[Annotated[Positive, _at_most(1)]] = 1e-4
     # After warmup: constant (both spellings), or cosine down to 0 at the last step.
     lr_scheduler_type: Annotated[
         IfNamed[Literal["constant", "constant_with_warmup", "cosine"]], Alike(("constant", "constant_with_warmup"))
@@ -321,14 +348,14 @@ class GrpoTrain:
     # Steps of linear warmup from 0; 0 is none.
     warmup_steps: IfNamed[Whole] = 10
     # AdamW's decoupled weight decay.
-    weight_decay: IfNamed[NonNegative] = 0.0
+    weight_decay: IfNamed[Annotated[NonNegative, _at_most(1)]] = 0.0
     # Steps (optimizer updates) in all; null takes num_train_epochs passes over the data. A run may go on to another
     # number of them; under a cosine, which they stretch, only if run.resume_with_changes says so.
-    max_steps: Free[IfNamed[Count | None]] = None
+    max_steps: Free[IfNamed[Steps | None]] = None
     # Passes over the data when max_steps is null.
-    num_train_epochs: Free[IfNamed[Count]] = 1
+    num_train_epochs: Free[IfNamed[Annotated[Count, _at_most(10_000)]]] = 1
     # Clips per process and forward pass.
-    per_device_train_batch_size: Free[Count] = 1
+    per_device_train_batch_size: Free[Batch] = 1
     # Gradients are scaled down to this norm when they exceed it.
     max_grad_norm: IfNamed[Positive] = 1.0
     # Recompute activations in the backward pass instead of keeping them.
@@ -344,9 +371,9 @@ class Train(GrpoTrain):
     """Of train_reward_fl.py."""
 
     # As in GrpoTrain; the reward's own gradient is far less noisy than a policy gradient, and drifts sooner.
-    learning_rate: IfNamed[Positive] = 2.5e-6
+    learning_rate: IfNamed[Annotated[Positive, _at_most(1)]] = 2.5e-6
     # Forward passes per process and step.
-    gradient_accumulation_steps: Free[Count] = 1
+    gradient_accumulation_steps: Free[Batch] = 1
     # Clips per step over all processes, as a check: must equal per device x accumulation x processes.
     train_batch_size: Free[Count | None] = None
     # The VAE decoder's caches between decode and its backward pass. keep: on the GPU; offload: in host memory;
@@ -359,29 +386,29 @@ class Grpo:
     """Of train_flow_grpo.py. An epoch rolls out groups * group_size samples and trains on them."""
 
     # Rollouts of one clip (prompt and image), which are compared with each other.
-    group_size: Annotated[int, Range("at least 2", lambda value: value >= 2)] = 16
+    group_size: Annotated[int, Range("at least 2", lambda value: value >= 2), _at_most(1_000)] = 16
     # Groups per epoch, over all processes.
-    groups: Count = 48
+    groups: Batch = 48
     # Where the members of a group are rolled out: contiguous, in a row on as few processes as possible; spread, on all.
     spread: Free[Literal["contiguous", "spread"]] = "contiguous"
     # All members of a group start from the same noise, and differ by the noise of the SDE steps alone. The steps before
     # the window are then computed once per group.
     same_noise_in_group: bool = False
     # Updates that share an epoch's samples, each taking a part of them. The ratio is 1 in the first alone.
-    updates_per_epoch: Count = 1
+    updates_per_epoch: Batch = 1
     # Times that an epoch's samples are gone through.
-    inner_epochs: Count = 1
+    inner_epochs: Batch = 1
 
     # How the stochastic steps draw: flow (Flow-GRPO), dance (DanceGRPO) or cps (Flow-CPS), with this much noise.
     sde: Literal["flow", "dance", "cps"] = "flow"
-    noise_level: IfNamed[Positive] = 0.7
+    noise_level: IfNamed[Annotated[Positive, _between(0.001, 10)]] = 0.7
     # Which steps are stochastic, and trained; the others are steps of the ODE. list: window_steps. random: window_size
     # steps in a row, drawn anew in each epoch. fraction: window_fraction of them, drawn anew in each epoch.
     window: Literal["list", "random", "fraction"] = "random"
     # For list.
     window_steps: tuple[int, ...] | None = None
     # For random.
-    window_size: Count = 2
+    window_size: Denoising = 2
     # For fraction.
     window_fraction: Share = 0.6
     # First and last + 1 of the steps that random and fraction draw from; null is all. Steps of an expert that is not
@@ -423,9 +450,9 @@ class Evaluation:
     # Every this many steps (at the end of the epoch that these fall into), before the first and after the last.
     eval_steps: Free[Count] = 50
     # Sampling steps; null takes sample.num_inference_steps.
-    eval_inference_steps: IfNamed[Count | None] = None
+    eval_inference_steps: IfNamed[Denoising | None] = None
     # Videos per clip, each from a noise of its own, the same ones every time.
-    eval_noises: IfNamed[Count] = 1
+    eval_noises: IfNamed[Batch] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -528,38 +555,131 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _stop_at(problems: list[str]) -> None:
+def _stop_at(problems: Sequence[str], most: int = 30) -> None:
+    """ConfigError with the problems, a line each, of which the first `most` are written out."""
     if problems:
-        raise ConfigError("\n".join(problems))
+        more = [f"... and {len(problems) - most} more problems"] if len(problems) > most else []
+        raise ConfigError("\n".join([*problems[:most], *more]))
+
+
+def _shown(value: Any) -> str:
+    """`value` as messages show it: on one line, without control characters, cut to 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# What is read is bounded before it is built: in bytes, in values (an alias counts as all that it stands for) and in
+# levels. The longest configuration of ours has 150 values on 5 levels.
+MOST_BYTES, MOST_VALUES, MOST_LEVELS = 1_000_000, 5_000, 20
+
+_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")}
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
-    """yaml.SafeLoader silently keeps the last of two equal keys; this one refuses the second."""
+    """yaml.SafeLoader for null, bool, int, float, str, lists and mappings alone: a date stays a text.
+
+    Of two equal keys, SafeLoader silently keeps the last; this one refuses the second, also where `<<` brings it.
+    """
+
+    yaml_constructors = {
+        tag: build for tag, build in yaml.SafeLoader.yaml_constructors.items() if tag in {*_TAGS, None}
+    }
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in patterns if tag in {*_TAGS, _MERGE}]
+        for first, patterns in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [key.value for key, _ in node.value]
-        for i, key in enumerate(keys):
-            if key in keys[:i]:
-                line = node.value[i][0].start_mark.line + 1
-                raise ConfigError(f"{self.name}, line {line}: {key!r} is given twice; remove one")
+        if isinstance(node, yaml.MappingNode):  # `!!map text` is none
+            self.flatten_mapping(node)
+            keys = [key.value for key, _ in node.value]
+            for i, key in enumerate(keys):
+                if key in keys[:i]:
+                    raise _refusal(f"{_shown(key)} is given twice; remove one", node.value[i][0])
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+        except (ArithmeticError, LookupError, ValueError) as error:  # what yaml's constructors raise for `!!int abc`
+            kind = node.tag.rpartition(":")[2]
+            raise _refusal(f"{_shown(node.value)} cannot be read as {kind}", node) from error
+        if type(value) is int and value.bit_length() > 64:
+            raise _refusal(f"{_shown(node.value)} is a number of more than 64 bits", node)
+        return value
+
+
+def _refusal(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
+
+
+def _check_extent(text: str) -> None:
+    """YAMLError unless what `text` stands for stays within MOST_VALUES and MOST_LEVELS. Nothing is built for it."""
+    still_open: list[list] = []  # [anchor, values, levels] of the lists and mappings around this event
+    named: dict[str, tuple[int, int]] = {}  # anchor -> (values, levels)
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            still_open.append([event.anchor, 1, 1])
+            if len(still_open) > MOST_LEVELS:
+                raise _refusal(f"lists and mappings in more than {MOST_LEVELS} levels", event)
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, values, levels = still_open.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            if any(event.anchor == outer for outer, _, _ in still_open):
+                raise _refusal(f"{_shown(event.anchor)} stands within itself", event)
+            anchor, (values, levels) = None, named.get(event.anchor, (1, 1))  # what is not named, the loader refuses
+        elif isinstance(event, yaml.ScalarEvent):
+            anchor, values, levels = event.anchor, 1, 1
+        else:
+            continue
+        if anchor is not None:
+            named[anchor] = values, levels
+        if still_open:
+            outer = still_open[-1]
+            outer[1], outer[2] = outer[1] + values, max(outer[2], levels + 1)
+            if outer[1] > MOST_VALUES or len(still_open) + levels > MOST_LEVELS:
+                raise _refusal(f"more than {MOST_VALUES} values or {MOST_LEVELS} levels, aliases written out", event)
 
 
 def _parse(text: str, where: str) -> Any:
-    loader = _Loader(text)
-    loader.name = where
+    """What YAML `text` stands for. ConfigError with the line, in one line, for what is not valid."""
     try:
-        return loader.get_single_data()
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
-    finally:
-        loader.dispose()
+        _check_extent(text)
+        loader = _Loader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            f"{where} is not valid YAML: line {line}: no text holds the character {error.character:#04x}"
+        ) from error
+    except yaml.MarkedYAMLError as error:
+        problem = " ".join(" ".join(filter(None, (error.context, error.problem))).split())[:150]
+        problem = problem if problem.isprintable() else repr(problem)
+        raise ConfigError(f"{where} is not valid YAML: line {error.problem_mark.line + 1}: {problem}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"config file not found: {path}")
-    raw = _parse(path.read_text(encoding="utf-8"), str(path))
+    try:
+        if not path.is_file():
+            raise ConfigError(f"config file not found: {path}")
+        if path.stat().st_size > MOST_BYTES:
+            raise ConfigError(f"{path} has {path.stat().st_size} bytes, a configuration at most {MOST_BYTES}")
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}, line {line}: is not UTF-8 (byte {content[error.start]:#04x}); save it as UTF-8"
+        ) from error
+    raw = _parse(text, str(path))
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold sections ({', '.join(SECTIONS[RunConfig])}) with keys beneath them")
     return raw
@@ -570,14 +690,14 @@ def _override(raw: dict[str, Any], text: str, sections: Mapping[str, type]) -> l
     name, equals, value = text.partition("=")
     section, dot, key = name.partition(".")
     if not equals:
-        return [f"override {text!r} must have the form section.key=value"]
+        return [f"override {_shown(text)} must have the form section.key=value"]
     if section not in sections:
         return [_unknown_section(section, sections)]
     if not dot or not key:
-        return [f"override {text!r} must name a key: {section}.<key>=value"]
+        return [f"override {_shown(text)} must name a key: {section}.<key>=value"]
     if not isinstance(raw.setdefault(section, {}), dict):
         return []  # _build says what is wrong with the section
-    raw[section][key] = _parse(value, f"override {text!r}")
+    raw[section][key] = _parse(value, f"override {_shown(text)}")
     return []
 
 
@@ -587,7 +707,7 @@ def _unknown_section(name: str, sections: Mapping[str, type]) -> str:
         return f"{name} -> {place}.{name}: settings live in sections, move it there"
     if name in SECTIONS[GrpoConfig]:
         return f"section {name} is for {SCRIPTS[GrpoConfig]}, whose files have a section grpo; remove it"
-    return f"unknown section {name!r}{_did_you_mean(name, sections)}; sections are {', '.join(sections)}"
+    return f"unknown section {_shown(name)}{_did_you_mean(name, sections)}; sections are {', '.join(sections)}"
 
 
 def _unknown_key(section: str, key: str, known: Sequence[str], sections: Mapping[str, type]) -> str:
@@ -597,7 +717,7 @@ def _unknown_key(section: str, key: str, known: Sequence[str], sections: Mapping
     for schema, others in SECTIONS.items():
         if _place(key, others) is not None and others is not sections:
             return f"{section}.{key} is a setting of {SCRIPTS[schema]} alone; remove it"
-    return f"unknown key '{section}.{key}'{_did_you_mean(key, known)}"
+    return f"unknown key {_shown(f'{section}.{key}')}{_did_you_mean(key, known)}"
 
 
 def _place(key: str, sections: Mapping[str, type]) -> str | None:
@@ -606,14 +726,14 @@ def _place(key: str, sections: Mapping[str, type]) -> str | None:
 
 
 def _did_you_mean(word: Any, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(word), list(known), n=1)
+    close = difflib.get_close_matches(str(word)[:80], list(known), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
 
 
 def _build(section: type, raw: Any, name: str, sections: Mapping[str, type]) -> tuple[Any, list[str]]:
     """(section object or None, problems) from the section's raw mapping; sections: all of the schema."""
     if not isinstance(raw, dict):
-        return None, [f"section {name!r} must hold keys, got {raw!r}; write them beneath it or remove the line"]
+        return None, [f"section {name!r} must hold keys, got {_shown(raw)}; write them beneath it or remove the line"]
     hints = get_type_hints(section, include_extras=True)
     problems = [_unknown_key(name, key, list(hints), sections) for key in raw if key not in hints]
     values = {}
@@ -629,6 +749,9 @@ def _build(section: type, raw: Any, name: str, sections: Mapping[str, type]) -> 
     return (None if problems else section(**values)), problems
 
 
+_NO_TEXT = ("Cc", "Cs", "Zl", "Zp")  # Unicode's control characters, halves of pairs, ends of lines and paragraphs
+
+
 class _Mismatch(ConfigError):
     """The value is of another type: the next member of a union may still take it."""
 
@@ -640,7 +763,7 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
         converted = _convert(value, members[0], key)
         for allowed in (mark for mark in members[1:] if isinstance(mark, Range)):
             if not allowed.holds(converted):
-                raise ConfigError(f"{key} must be {allowed.words}, got {converted!r}")
+                raise ConfigError(f"{key} must be {allowed.words}, got {_shown(converted)}")
         return converted
     if origin in (types.UnionType, Union):
         return _convert_union(value, kind, key)
@@ -648,8 +771,11 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
         if any(value == member and type(value) is type(member) for member in members):
             return value
         hint = _did_you_mean(value, [str(member) for member in members])
-        raise _Mismatch(f"{key} must be one of {', '.join(map(str, members))}; got {value!r}{hint}")
+        raise _Mismatch(f"{key} must be one of {', '.join(map(str, members))}; got {_shown(value)}{hint}")
     if origin is dict and isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        for name in value:
+            if not name.isprintable() or not 1 <= len(name) <= 80:
+                raise ConfigError(f"{key} takes names of 1 to 80 printable characters, got {_shown(name)}")
         return {name: _convert(item, members[1], f"{key}.{name}") for name, item in value.items()}
     if dataclasses.is_dataclass(kind):
         built, problems = _build(kind, value, key, {})
@@ -660,8 +786,10 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
     if kind is float and type(value) in (int, float, str):
         return _to_float(value, key)
     if type(value) is kind:  # type() and not isinstance: True is an int to isinstance
+        if kind is str and any(unicodedata.category(c) in _NO_TEXT and c not in "\n\t" for c in value):
+            raise ConfigError(f"{key} must be free of control characters, got {_shown(value)}")
         return value
-    raise _Mismatch(f"{key}: expected {_words(kind)}, got {value!r}")
+    raise _Mismatch(f"{key}: expected {_words(kind)}, got {_shown(value)}")
 
 
 def _convert_union(value: Any, kind: Any, key: str) -> Any:
@@ -670,16 +798,18 @@ def _convert_union(value: Any, kind: Any, key: str) -> Any:
             return _convert(value, member, key)
         except _Mismatch:
             continue
-    raise _Mismatch(f"{key}: expected {_words(kind)}, got {value!r}")
+    raise _Mismatch(f"{key}: expected {_words(kind)}, got {_shown(value)}")
 
 
 def _to_float(value: int | float | str, key: str) -> float:
     try:
         number = float(value)
-    except ValueError as error:
-        raise _Mismatch(f"{key}: expected float, got {value!r}") from error
+    except (OverflowError, ValueError) as error:
+        raise _Mismatch(f"{key}: expected float, got {_shown(value)}") from error
     if not math.isfinite(number):
-        raise ConfigError(f"{key} must be a finite number, got {value!r}")
+        raise ConfigError(f"{key} must be a finite number, got {_shown(value)}")
+    if number != 0 and not 1e-30 <= abs(number) <= 1e30:  # float32 would make it 0 or infinite, here or in a product
+        raise ConfigError(f"{key} must be 0 or of a size in 1e-30..1e30, got {_shown(value)}")
     return number
 
 
@@ -705,6 +835,7 @@ def _words(kind: Any) -> str:
 def _conflicts(cfg: AnyConfig) -> list[str]:
     shared = [
         *_resume_conflicts(cfg),
+        *_path_conflicts(cfg),
         *_model_conflicts(cfg),
         *_placement_conflicts(cfg),
         *_reward_conflicts(cfg.reward),
@@ -731,6 +862,25 @@ def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:
         yield "run.resume_with_changes does nothing with run.resume_from_checkpoint: false; remove one of them"
 
 
+_PATHS = {
+    "run": ("output_dir", "resume_from_checkpoint"),
+    "model": ("model_paths", "tokenizer_path", "distill_lora_high", "distill_lora_low"),
+    "data": ("file_name", "cache_dir"),
+    "reward": ("name", "reward_model_path", "held_out_model_path"),
+    "evaluation": ("eval_clips",),
+}
+
+
+def _path_conflicts(cfg: AnyConfig) -> Iterator[str]:
+    """What no file system takes: it would be a traceback at the first look at the file."""
+    sections = to_dict(cfg)
+    for section, keys in _PATHS.items():
+        for key in keys:
+            value = sections.get(section, {}).get(key) or ""
+            if len(os.fsencode(value)) > 4000 or any(len(os.fsencode(part)) > 255 for part in value.split("/")):
+                yield f"{section}.{key} is too long for the name of a file: {_shown(value)}"
+
+
 def _step_conflicts(sample: Sample) -> Iterator[str]:
     last, steps, active = sample.final_timestep, sample.num_inference_steps, sample.active_steps
     if last >= steps:
@@ -741,13 +891,13 @@ def _step_conflicts(sample: Sample) -> Iterator[str]:
         return
     listed = list(active)
     if not listed or listed != sorted(set(listed)):
-        yield f"sample.active_steps must be an increasing list of steps, got {listed}"
+        yield f"sample.active_steps must be an increasing list of steps, got {_shown(listed)}"
     elif listed[0] < 0 or listed[-1] > last:
-        yield f"sample.active_steps must lie in 0..{last} (final_timestep), got {listed}"
+        yield f"sample.active_steps must lie in 0..{last} (final_timestep), got {_shown(listed)}"
     elif sample.gradient_mode == "last" and listed != [last]:
         yield (
             f"sample.gradient_mode last differentiates final_timestep {last} alone, got active_steps "
-            f"{listed}; remove active_steps, or take gradient_mode chain"
+            f"{_shown(listed)}; remove active_steps, or take gradient_mode chain"
         )
 
 
@@ -779,13 +929,13 @@ def _model_conflicts(cfg: AnyConfig) -> Iterator[str]:
     for name in chosen:
         if name not in EXPERTS:
             hint = _did_you_mean(name, EXPERTS)
-            yield f"model.trainable_models takes {', '.join(EXPERTS)} (comma separated); got {name!r}{hint}"
+            yield f"model.trainable_models takes {', '.join(EXPERTS)} (comma separated); got {_shown(name)}{hint}"
     if len(set(chosen)) < len(chosen):
-        yield f"model.trainable_models names a model twice: {cfg.model.trainable_models!r}"
+        yield f"model.trainable_models names a model twice: {_shown(cfg.model.trainable_models)}"
     if cfg.lora.lora_base_model is not None and set(_names(cfg.lora.lora_base_model)) != set(chosen):
         yield (
-            f"lora.lora_base_model must be model.trainable_models {cfg.model.trainable_models!r} (training "
-            f"without an adapter is not offered), got {cfg.lora.lora_base_model!r}; remove it"
+            f"lora.lora_base_model must be model.trainable_models {_shown(cfg.model.trainable_models)} (training "
+            f"without an adapter is not offered), got {_shown(cfg.lora.lora_base_model)}; remove it"
         )
     if cfg.model.max_timestep_boundary != 1:
         yield (
@@ -802,7 +952,8 @@ def _reward_conflicts(reward: Rewards) -> Iterator[str]:
     if reward.name == "face_identity" and reward.reward_model_path is None:
         yield "reward.reward_model_path is required for face_identity; name the folder of a face pack"
     if reward.name == "face_identity" and reward.settings:
-        yield f"reward.settings: face_identity takes none, its keys stand in reward itself; got {list(reward.settings)}"
+        names = _shown(list(reward.settings))
+        yield f"reward.settings: face_identity takes none, its keys stand in reward itself; got {names}"
     for label in reward.others:
         if not re.fullmatch(r"[\w-]+", label):
             yield f"reward.others: label {label!r} names the metric reward/<label>; use letters, digits, _ and - alone"
@@ -851,13 +1002,14 @@ def _grpo_conflicts(cfg: GrpoConfig) -> Iterator[str]:
     if bounds is not None and grpo.window == "list":
         yield "grpo.window_bounds are for grpo.window random and fraction; remove them, or window: list"
     if bounds is not None and not (len(bounds) == 2 and 0 <= bounds[0] < bounds[1] <= steps):
-        yield f"grpo.window_bounds must be two numbers [first, last + 1] within 0..{steps}, got {list(bounds)}"
+        yield f"grpo.window_bounds must be two numbers [first, last + 1] within 0..{steps}, got {_shown(list(bounds))}"
     per_epoch, wanted = grpo.updates_per_epoch * grpo.inner_epochs, cfg.train.max_steps or 0
     if wanted % per_epoch:
         near = " or ".join(str(n) for n in (wanted - wanted % per_epoch, wanted - wanted % per_epoch + per_epoch) if n)
         yield f"train.max_steps must be whole epochs of {per_epoch} updates, got {wanted}; try {near}"
     if cfg.reward.name != "face_identity" and (cfg.reward.coverage_weight or cfg.reward.motion_weight):
-        yield f"reward.coverage_weight and motion_weight are for face_identity, not {cfg.reward.name}; remove them"
+        name = _shown(cfg.reward.name)
+        yield f"reward.coverage_weight and motion_weight are for face_identity, not {name}; remove them"
     trained = [cfg.reward.reward_weight, *(term.weight for term in cfg.reward.others.values())]
     if not any(weight > 0 for weight in trained):
         yield "reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained"
@@ -950,6 +1102,15 @@ def check_batch(cfg: RunConfig, num_processes: int) -> int:
         f"train.train_batch_size is {wanted}, but per_device_train_batch_size {per_device} x "
         f"gradient_accumulation_steps {accumulation} x {num_processes} processes = {global_batch}; {ways}"
     )
+
+
+def check_threads(cpu_threads: int | None, cores: int) -> None:
+    """ConfigError for more threads than four for each of the machine's cores: 100,000 crash torch."""
+    if cpu_threads is not None and cpu_threads > 4 * cores:
+        raise ConfigError(
+            f"run.cpu_threads must be at most {4 * cores} on this machine of {cores} cores, got {cpu_threads}; set it "
+            f"to {cores}, or to null"
+        )
 
 
 def check_paths(cfg: AnyConfig) -> None:

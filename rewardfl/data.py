@@ -384,6 +384,7 @@ class Row:
     image: Path | None = None  # the model's input; None: the clip's first frame
     negative_prompt: str = ""  # see notes
     reference_video: Path | None = None  # whose face is to be kept; None: the clip's
+    table: str = "data.file_name"  # what lists the row, as messages call it: the setting and its file
 
     @property
     def face_video(self) -> Path:
@@ -415,11 +416,12 @@ class Example:
 
 
 def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Row]:
-    """All rows of metadata.csv, usable or not (see check_rows), in the order of the file. key: what names it.
+    """All rows of metadata.csv, usable or not (see check_rows), at least one, in the order of the file.
 
     Columns `video` and `prompt`, optional `image`, `negative_prompt` and `reference_video`, where an empty cell
     means none; paths are absolute or relative to the file's folder. Any other column is the user's own (split,
-    person, ...) and ignored. Raises DataError for a file that is missing, no UTF-8 or no CSV, or lacks a column.
+    person, ...) and ignored. key: the setting that names the file, for messages. Raises DataError for a file that is
+    missing, no UTF-8 or no CSV, lacks a column, or has no row.
     """
     path = Path(file_name)
     if not path.is_file():
@@ -441,10 +443,13 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
         if header.count(name) > 1:
             raise DataError(f"{path}: the first line names the column {name!r} twice; remove one")
     seen = Counter()
-    return [_row(i, line, header, cells, path.parent, seen) for i, (line, cells) in enumerate(records[1:])]
+    table = f"{key} ({path})"
+    if len(records) == 1:
+        raise DataError(f"{table}: no usable row: there is none after the first line, which names the columns")
+    return [_row(i, line, header, cells, path.parent, seen, table) for i, (line, cells) in enumerate(records[1:])]
 
 
-def _row(index: int, line: int, header: list[str], cells: list[str], folder: Path, seen: Counter) -> Row:
+def _row(index: int, line: int, header: list[str], cells: list[str], folder: Path, seen: Counter, table: str) -> Row:
     cell = dict.fromkeys(COLUMNS, "") | dict(zip(header, cells, strict=False))
     problem = ""
     if len(cells) > len(header):
@@ -461,7 +466,7 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     image, reference = (folder / cell[name] if cell[name] else None for name in PATHS[1:])
     return Row(
         index, line, row_id + suffix, folder / cell["video"], cell["prompt"], problem,
-        image, cell["negative_prompt"], reference,
+        image, cell["negative_prompt"], reference, table,
     )  # fmt: skip
 
 
@@ -561,22 +566,23 @@ def check_rows(
 
 
 def usable_rows(
-    rows: Sequence[Row], problems: Sequence[tuple[int, str]], skip_bad_rows: bool, key: str = "data.file_name"
+    rows: Sequence[Row], problems: Sequence[tuple[int, str]], skip_bad_rows: bool
 ) -> tuple[list[Row], list[str]]:
-    """As check_rows, of (line, problem) pairs that were found before. key: what names the rows' file."""
+    """As check_rows, of (line, problem) pairs that were found before."""
     by_line: dict[int, list[str]] = {}
     for line, problem in problems:
         by_line.setdefault(line, []).append(problem)
     good = [row for row in rows if row.line not in by_line]
     bad = [f"line {line}: {'; '.join(found)}" for line, found in sorted(by_line.items())]
+    table = rows[0].table
     if bad and not skip_bad_rows:
         listing = "\n".join(bad)
         raise DataError(
-            f"{key}: {len(bad)} of {len(rows)} rows cannot be used; mend them or set "
+            f"{table}: {len(bad)} of {len(rows)} rows cannot be used; mend them or set "
             f"data.skip_bad_rows: true\n{listing}"
         )
     if not good:
-        raise DataError("\n".join([f"{key}: no usable row", *bad]))
+        raise DataError("\n".join([f"{table}: no usable row", *bad]))
     return good, bad
 
 

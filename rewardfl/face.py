@@ -57,6 +57,7 @@ class FaceDetector(nn.Module):
         fixed = [size for size in self.net.input_shape[2:] if size is not None]
         if any(size != det_size for size in fixed):
             raise ValueError(f"{path} only takes {fixed} pixels, det_size is {det_size}; set det_size={fixed[0]}")
+        self.net.check_size(torch.Size([1, 3, det_size, det_size]))
         self.det_size, self.threshold, self.nms_iou = det_size, threshold, nms_iou
 
     @torch.no_grad()
@@ -273,6 +274,7 @@ class FaceRecogniser(nn.Module):
         self.net = OnnxModule(path)
         if self.net.input_shape[2:] != [CROP_SIZE, CROP_SIZE]:
             raise ValueError(f"{path} takes {self.net.input_shape[2:]} pixels; a recogniser here takes 112 x 112")
+        self.net.check_size(torch.Size([1, 3, CROP_SIZE, CROP_SIZE]))
         self.chunk = chunk
         # insightface's rule (model_zoo/arcface_onnx.py): mxnet exports normalise inside, known by these names
         first = self.net.first_nodes

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,8 +19,8 @@ from rewardfl.lora_files import Lora, load, read_lora
 from rewardfl.shards import Refused
 
 __all__ = [
-    "POLICY", "adapter_state", "attach_adapter", "attach_frozen", "inject", "load_adapter", "read_adapter",
-    "read_lora", "reference", "save_adapter", "start_from", "target_modules",
+    "POLICY", "adapter_state", "attach_adapter", "attach_frozen", "check_targets", "inject", "load_adapter",
+    "read_adapter", "read_lora", "reference", "save_adapter", "start_from", "target_modules",
 ]  # fmt: skip
 POLICY = "default"  # the name of the adapter that is trained
 DISTILLED = "distilled"  # of one that belongs to the base model
@@ -37,19 +37,23 @@ def target_modules(names: str) -> list[str]:
     return [SHORT_NAMES.get(name.strip(), name.strip()) for name in names.split(",")]
 
 
+def check_targets(targets: Sequence[str], linear_layers: Sequence[str]) -> None:
+    """Refused when one of the targets (diffusers' names, as from target_modules) is the end of no layer's name."""
+    for target in targets:
+        if not any(name.endswith("." + target) for name in linear_layers):
+            raise Refused(
+                f"lora.lora_target_modules: {target[:80]!r} matches no linear layer of the transformer; "
+                f"use {', '.join(SHORT_NAMES)} or diffusers names such as {', '.join(SHORT_NAMES.values())}"
+            )
+
+
 def inject(model: WanTransformer3DModel, rank: int, alpha: float, targets: list[str], seed: int) -> None:
     """Freeze `model` and add a trainable LoRA, in float32 whatever the base's dtype; it changes nothing yet (B = 0).
 
     A bfloat16 LoRA would lose most updates: an Adam step of 2.5e-6 on a weight of 0.01 is below its rounding.
-    ValueError when a target matches no module of the blocks.
+    Refused when a target matches no module of the blocks.
     """
-    for target in targets:
-        layers = (name for name, m in model.named_modules() if isinstance(m, (nn.Linear, BaseTunerLayer)))
-        if not any(name.endswith("." + target) for name in layers):
-            raise ValueError(
-                f"lora.lora_target_modules: {target!r} matches no linear layer of the transformer; "
-                f"use {', '.join(SHORT_NAMES)} or diffusers names such as {', '.join(SHORT_NAMES.values())}"
-            )
+    check_targets(targets, [name for name, m in model.named_modules() if isinstance(m, (nn.Linear, BaseTunerLayer))])
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -21,6 +21,8 @@ def read_graph(path: str | Path) -> tuple[onnx.GraphProto, int]:
             f"{path} ({path.stat().st_size} bytes) is not a whole ONNX file: a download cut short, or a "
             f"git-lfs pointer? Fetch it again ({error})"
         ) from error
+    except onnx.checker.ValidationError as error:  # tensors in files outside the folder, or in links
+        raise ValueError(f"{path} keeps tensors in other files that cannot be read: {error}") from error
     if not model.graph.output:
         raise ValueError(f"{path} ({path.stat().st_size} bytes) holds no ONNX graph; fetch or export it again")
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)

@@ -6,7 +6,7 @@ Semantics: https://onnx.ai/onnx/operators/, checked against onnxruntime in tests
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -118,13 +118,16 @@ def _slice(a: Attributes, x: Tensor, *operands: Tensor | None) -> Tensor:
     axes = axes or range(len(starts))
     for start, end, axis, step in zip(starts, ends, axes, steps or [1] * len(starts), strict=True):
         # Python clamps the bounds as ONNX does, and torch has no negative steps
-        picked = list(range(x.shape[axis])[start:end:step])
-        x = x.index_select(axis, torch.tensor(picked, dtype=torch.long, device=x.device))
+        picked = range(x.shape[axis])[start:end:step]
+        bounds = (picked.start, picked.stop, picked.step) if picked else (0, 0, 1)
+        x = x.index_select(axis, torch.arange(*bounds, device=x.device))
     return x
 
 
 def _gather(a: Attributes, x: Tensor, indices: Tensor) -> Tensor:
-    return x[(slice(None),) * (a.get("axis", 0) % x.ndim) + (indices,)]
+    axis = a.get("axis", 0) % x.ndim
+    picked = x[(slice(None),) * axis + (indices.flatten(),)]
+    return picked.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
 
 
 def _cast(a: Attributes, x: Tensor) -> Tensor:
@@ -200,7 +203,8 @@ def _resize(
         else:
             scale = float(scales[axis])
             out = int(size * scale)
-        position = positions(torch.arange(out, dtype=torch.float64), size, out, scale).clamp(0, size - 1)
+        steps = torch.arange(out, dtype=torch.float64, device=x.device if x.is_meta else "cpu")
+        position = positions(steps, size, out, scale).clamp(0, size - 1)
         if a.get("mode", "nearest") == "nearest":
             x = x.index_select(axis, rounding(position).long().to(x.device))
         else:
@@ -272,6 +276,16 @@ OPS: dict[str, Callable[..., Tensor]] = {
 # Ops whose operands after the first are settings (shapes, axes, bounds), read on the CPU.
 _SETTINGS = {"Clip", "Dropout", "Expand", "Pad", "ReduceL2", "ReduceMean", "ReduceSum"}
 _SETTINGS |= {"Reshape", "Resize", "Slice", "Squeeze", "Unsqueeze", "Upsample"}
+
+# From which operand on they are settings; ConstantOfShape's only one is a shape.
+_FIRST_SETTING = {**dict.fromkeys(_SETTINGS, 1), "ConstantOfShape": 0}
+
+# No tensor of a graph may take more bytes than this for each image of the batch, nor may all that are held at a time
+# take more than four times as much. A detector at 4096 pixels takes 0.9e9, a recogniser 3e6; a few bytes of a file
+# (Expand, Pad, a Concat that doubles forty times) could ask for any number.
+LARGEST = 2**31
+# The same for what is computed without the image, of shapes and constants; a recogniser's largest weight takes 5e7.
+LARGEST_CONSTANT = 2**28
 
 _FLOAT_TYPES = {
     onnx.TensorProto.FLOAT,
@@ -394,12 +408,35 @@ def _check_supported(graph: onnx.GraphProto, opset: int, path: str | Path) -> No
 class _Step:
     """One node, ready to run."""
 
+    op: str
     function: Callable[..., Tensor]
     attributes: Attributes
     operands: tuple[tuple[str, str], ...]  # (kind, name); kind: buffer, cpu (left there), device, absent
     output: str
     dead: tuple[str, ...]  # values that no later step reads
     frozen_batch: bool  # a Reshape to a constant (1, ...) in a graph exported with batch 1
+
+
+def _bytes(value: Tensor) -> int:
+    """Of a tensor that has them all: an expanded one is written out by the next operator."""
+    return value.numel() * value.element_size()
+
+
+def _shape_of(op: str, attributes: Attributes, operands: Sequence[Tensor | None], most: int) -> Tensor:
+    """What the operator would make, without data (on the meta device). Nothing of its size is allocated.
+
+    ValueError when that would take more than `most` bytes, or when the operator cannot be run on such operands.
+    """
+    first_setting = _FIRST_SETTING.get(op, len(operands))
+    shadows = [x if x is None or i >= first_setting else x.to("meta") for i, x in enumerate(operands)]
+    try:
+        result = OPS[op](attributes, *shadows)
+        size = _bytes(result)
+    except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
+        raise ValueError(str(error).splitlines()[0][:200] if str(error) else type(error).__name__) from error
+    if size > most:
+        raise ValueError(f"it would make a tensor of {size / 1e9:.3g} GB, of which {most / 1e9:.3g} are allowed")
+    return result
 
 
 class OnnxModule(nn.Module):
@@ -412,8 +449,9 @@ class OnnxModule(nn.Module):
     Attributes: input_shape (None for dynamic axes), output_names, and first_nodes, the names of the first eight
     nodes, by which insightface tells how a recogniser wants its input.
 
-    Raises FileNotFoundError without a file; ValueError for a damaged file, several inputs, or operators and
-    attributes that it does not run: all of them, with the number of their nodes.
+    Raises FileNotFoundError without a file; ValueError for a damaged file, several inputs, operators and
+    attributes that it does not run (all of them, with the number of their nodes), and for a graph that would take
+    memory without bound (see LARGEST): at once where the file says the size of its input, else with the first input.
     """
 
     def __init__(self, path: str | Path):
@@ -427,28 +465,63 @@ class OnnxModule(nn.Module):
         self.input_shape = value_shape(inputs[0])
         self.output_names = [value.name for value in graph.output]
         self.first_nodes = [node.name for node in graph.node[:8]]
-        try:
-            self._steps, constants = _compile(graph, opset, frozen_batch=self.input_shape[:1] == [1])
-        except ValueError as error:  # a weight whose bytes do not fill its shape
-            raise ValueError(f"{path} holds a damaged tensor ({error}); fetch or export it again") from error
+        self._path = path
+        self._steps, constants = _compile(graph, opset, path, frozen_batch=self.input_shape[:1] == [1])
         operands = {operand for step in self._steps for operand in step.operands}
         self._cpu = {name: constants[name] for kind, name in operands if kind != "buffer" and name in constants}
         names = sorted(name for kind, name in operands if kind == "buffer")
         self._buffer_of = {name: f"weight_{i}" for i, name in enumerate(names)}
         for name, buffer in self._buffer_of.items():
             self.register_buffer(buffer, constants[name])
+        self._checked: set[tuple[torch.Size, torch.dtype]] = set()
+        if None not in self.input_shape:
+            self.check_size(torch.Size(self.input_shape))
+
+    @torch.no_grad()
+    def check_size(self, shape: torch.Size, dtype: torch.dtype = torch.float32) -> None:
+        """ValueError when the graph cannot be run on an input of this shape, or would take too much memory for it."""
+        if (shape, dtype) in self._checked:
+            return
+        x = torch.empty(shape, dtype=dtype, device="meta")
+        values = {**self._cpu, self.input_name: x}
+        held, images = sum(map(_bytes, values.values())), max(1, *shape[:1])
+        for step in self._steps:
+            try:
+                operands = self._operands(step, values, x)
+                # shapes, and what is computed of them, are needed to know what follows
+                on_cpu = all(value is None or not value.is_meta for value in operands)
+                most = LARGEST_CONSTANT if on_cpu else LARGEST * images
+                made = _shape_of(step.op, step.attributes, operands, most)
+                values[step.output] = step.function(step.attributes, *operands) if on_cpu else made
+            except (KeyError, ValueError) as error:
+                why = f"nothing makes its operand {error}" if isinstance(error, KeyError) else error
+                raise ValueError(
+                    f"{self._path}: {step.op} of {step.output!r} cannot be run on an input of {tuple(shape)}: {why}"
+                ) from error
+            held += _bytes(made)
+            if held > 4 * LARGEST * images:
+                raise ValueError(
+                    f"{self._path}: would hold {held / 1e9:.3g} GB at {step.op} of {step.output!r} for an input of "
+                    f"{tuple(shape)}, at most {4 * LARGEST / 1e9:.3g} are allowed an image"
+                )
+            held -= sum(_bytes(values.pop(name)) for name in step.dead)
+        self._checked.add((shape, dtype))
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        self.check_size(x.shape, x.dtype)
         values = {**self._cpu, self.input_name: x}
         for step in self._steps:
-            operands = [self._operand(kind, name, values, x) for kind, name in step.operands]
-            if step.frozen_batch and operands[0].shape[0] == x.shape[0]:
-                operands[1] = torch.cat([torch.tensor(x.shape[:1]), operands[1][1:]])
-            values[step.output] = step.function(step.attributes, *operands)
+            values[step.output] = step.function(step.attributes, *self._operands(step, values, x))
             for name in step.dead:
                 del values[name]
         outputs = tuple(values[name] for name in self.output_names)
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def _operands(self, step: _Step, values: dict[str, Tensor], x: Tensor) -> list[Tensor | None]:
+        operands = [self._operand(kind, name, values, x) for kind, name in step.operands]
+        if step.frozen_batch and operands[0].shape[0] == x.shape[0]:
+            operands[1] = torch.cat([torch.tensor(x.shape[:1]), operands[1][1:]])
+        return operands
 
     def _operand(self, kind: str, name: str, values: dict[str, Tensor], x: Tensor) -> Tensor | None:
         if kind == "absent":
@@ -461,16 +534,37 @@ class OnnxModule(nn.Module):
         return value.to(x.device, x.dtype if value.is_floating_point() else value.dtype)
 
 
-def _compile(graph: onnx.GraphProto, opset: int, frozen_batch: bool) -> tuple[list[_Step], dict[str, Tensor]]:
-    """The steps that depend on the input, and all constants by name; arithmetic on constants is done here."""
-    constants = {tensor.name: _tensor(tensor) for tensor in graph.initializer}
+def _fold(node: onnx.NodeProto, op: str, attributes: Attributes, constants: Mapping[str, Tensor]) -> Tensor:
+    """What a node makes of constants alone. ValueError as _shape_of."""
+    operands = [constants[name] if name else None for name in node.input]
+    _shape_of(op, attributes, operands, LARGEST_CONSTANT)
+    return OPS[op](attributes, *operands)
+
+
+def _compile(
+    graph: onnx.GraphProto, opset: int, path: str | Path, frozen_batch: bool
+) -> tuple[list[_Step], dict[str, Tensor]]:
+    """The steps that depend on the input, and all constants by name; arithmetic on constants is done here.
+
+    ValueError for a weight whose bytes do not fill its shape, and for arithmetic that fails or grows without bound.
+    """
+    try:
+        constants = {tensor.name: _tensor(tensor) for tensor in graph.initializer}
+    except ValueError as error:
+        raise ValueError(f"{path} holds a damaged tensor ({error}); fetch or export it again") from error
     on_cpu: set[str] = set()  # results that are shapes, or computed from nothing but shapes and constants
-    steps = []
+    steps, folded = [], 0
     for node in graph.node:
         op, attributes = _op_name(node, opset), _attributes(node)
         named = [name for name in node.input if name]
         if all(name in constants for name in named):
-            constants[node.output[0]] = OPS[op](attributes, *(constants[n] if n else None for n in node.input))
+            try:
+                made = constants[node.output[0]] = _fold(node, op, attributes, constants)
+            except ValueError as error:
+                raise ValueError(f"{path}: {op} of {node.output[0]!r} cannot be computed: {error}") from error
+            folded += _bytes(made)
+            if folded > 4 * LARGEST:
+                raise ValueError(f"{path}: its arithmetic on constants takes more than {4 * LARGEST / 1e9:.3g} GB")
             continue
         cpu_node = op == "Shape" or all(name in on_cpu or name in constants for name in named)
         if cpu_node:
@@ -488,7 +582,7 @@ def _compile(graph: onnx.GraphProto, opset: int, frozen_batch: bool) -> tuple[li
             operands.append((kind, name))
         target = constants.get(node.input[1]) if op == "Reshape" and not cpu_node else None
         frozen = frozen_batch and target is not None and target[0].item() == 1
-        steps.append(_Step(OPS[op], attributes, tuple(operands), node.output[0], (), frozen))
+        steps.append(_Step(op, OPS[op], attributes, tuple(operands), node.output[0], (), frozen))
 
     # a value dies after the last step that names it, as operand or as its own unread output
     last_use = {name: i for i, step in enumerate(steps) for name in (*(n for _, n in step.operands), step.output)}

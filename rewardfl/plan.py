@@ -453,7 +453,7 @@ def source_of(model_paths: str, published: Path) -> Path:
     folder = Path(model_paths)
     if folder.suffix == ".json" and folder.is_file():
         given = json.loads(folder.read_text(encoding="utf-8"))
-        if not isinstance(given, dict) or "configs" not in given:
+        if not isinstance(given, dict) or not given.get("configs"):
             return published
         folder = folder.parent / given["configs"]
     parts = [*wan.PARTS.values(), "vae", "text_encoder"]

@@ -156,7 +156,7 @@ def run_of(
 def _eval_videos(evaluation: Evaluation) -> int | None:
     if evaluation.eval_clips is None or not Path(evaluation.eval_clips).is_file():
         return None
-    return len(data.load_metadata(evaluation.eval_clips)) * evaluation.eval_noises
+    return len(data.load_metadata(evaluation.eval_clips, "evaluation.eval_clips")) * evaluation.eval_noises
 
 
 def total_steps(cfg: GrpoConfig, clips: int | None) -> int | None:

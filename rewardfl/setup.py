@@ -4,6 +4,7 @@ Nothing here decides what happens in training.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -76,11 +77,14 @@ def command_line(description: str) -> argparse.Namespace:
 def open_model(cfg: AnyConfig) -> tuple[wan_load.Layout, float]:
     """(the model's files, sigma of the boundary between its experts), all checked by their headers alone."""
     trackers.check_installed(cfg.run.log_with)
+    configuration.check_threads(cfg.run.cpu_threads, os.cpu_count())
     configuration.check_paths(cfg)
     layout = wan_load.find(
         cfg.model.model_paths, cfg.model.tokenizer_path, cfg.model.model_id_with_origin_paths, cfg.model.allow_download
     )
     layout = wan_load.open_files(layout)
+    targets = lora.target_modules(cfg.lora.lora_target_modules)
+    lora.check_targets(targets, wan_load.linear_layers(layout.opened["low_noise"]))
     spatial, temporal = configuration.vae_factors(layout.configs)
     configuration.check_geometry(
         cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
@@ -105,23 +109,23 @@ def load_example(cfg: AnyConfig, row: data.Row) -> data.Example:
 
 
 def look_at_rows(
-    cfg: AnyConfig, rows: Sequence[data.Row], share: prepare.Share, gather: prepare.Gather, key: str = "data.file_name"
+    cfg: AnyConfig, rows: Sequence[data.Row], share: prepare.Share, gather: prepare.Gather
 ) -> tuple[list[data.Row], list[str]]:
     """(rows that can be trained on as far as their files' headers tell, what is said of the others and of these).
 
-    Takes milliseconds per clip. key: what names the rows' file. DataError lists every row that cannot be trained on,
+    Takes milliseconds per clip. DataError lists every row that cannot be trained on,
     unless data.skip_bad_rows, and is raised where none is left.
     """
     looks = prepare.look_at(rows, cfg.data.num_frames, cfg.data.fps, share, gather)
     problems = [(row.line, problem) for row, look in zip(rows, looks, strict=True) for problem in look.problems]
-    good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows, key)
-    said = [f"skipped: {line}" for line in bad]
+    good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
+    said, table = [f"skipped: {line}" for line in bad], rows[0].table
     if bad:
-        said.append(f"note: {key}: {len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows)")
+        said.append(f"note: {table}: {len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows)")
     seen = [look for look in looks if not look.problems]
     sizes = (cfg.data.height, cfg.data.width, cfg.data.max_pixels, cfg.data.fps)
     notes = [*data.notes(good), *data.clip_notes(good, seen, *sizes)]
-    return good, [*said, *(f"note: {key}: {note}" for note in notes)]
+    return good, [*said, *(f"note: {table}: {note}" for note in notes)]
 
 
 def find_samples(
@@ -132,11 +136,10 @@ def find_samples(
     device: torch.device,
     share: prepare.Share,
     gather: prepare.Gather,
-    key: str = "data.file_name",
 ) -> tuple[list[prepare.Sample], list[str]]:
     """(samples, what is said of rows that are left out): the clips, read once, and what the rewards keep of them.
 
-    rows: those that look_at_rows left; key as there.
+    rows: those that look_at_rows left.
     """
     rewards = [term.reward for term in terms]
     size = {name: getattr(cfg.data, name) for name in ("height", "width", "num_frames", "max_pixels", "fps")}
@@ -149,7 +152,7 @@ def find_samples(
     load = partial(data.read_example, **size)
     found = gather(prepare.references(store, whole, hashes, size, load, rewards, device, share))
     problems += [(one.line, problem) for one in found for problem in one.problems]
-    rows, said = data.usable_rows(rows, problems, cfg.data.skip_bad_rows, key)
+    rows, said = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     return prepare.samples(store, rows, hashes, size, found, rewards), said
 
 

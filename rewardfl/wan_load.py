@@ -295,6 +295,13 @@ def sources(checkpoint: Checkpoint, config: Mapping[str, object]) -> dict[str, s
     return names
 
 
+def linear_layers(checkpoint: Checkpoint) -> list[str]:
+    """diffusers' names of an expert's linear layers, by the file's headers: those whose weight has two axes."""
+    weights = {name: checkpoint.tensors[stored] for name, stored in _common_names(checkpoint).items()}
+    suffix = ".weight"
+    return [name.removesuffix(suffix) for name, w in weights.items() if name.endswith(suffix) and len(w.shape) == 2]
+
+
 def _same_weights(one: Checkpoint, other: Checkpoint) -> bool:
     """Whether the experts' first block modulations are the same bytes: two trainings never agree in one."""
     tables = [

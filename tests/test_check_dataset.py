@@ -165,7 +165,7 @@ def test_sizes_under_max_pixels(call, tmp_path):
     [
         ([], "give --config or --data, got neither"),
         (["--config", "a.yaml", "--data", "{csv}"], "give --config or --data, got both"),
-        (["--data", "{csv}"], "metadata.csv: holds no rows"),
+        (["--data", "{csv}"], "metadata.csv): no usable row"),
         (["--data", "nowhere.csv"], "--data: no such file: nowhere.csv"),
         (["--data", "."], "--data: is a folder, not a file of rows: ."),
         (["--config", "nowhere.yaml"], "config file not found: nowhere.yaml"),
@@ -189,7 +189,7 @@ def test_a_pack_that_is_none(call, tmp_path):
 
 def test_the_examples_are_what_is_read():
     paths = json.loads((ROOT / "examples" / "wan22_paths.json").read_text())
-    assert set(paths) == {*wan_load.KEYS, "tokenizer"}
+    assert set(paths) == {*wan_load.KEYS, "tokenizer", "configs"}
     rows = data.load_metadata(ROOT / "examples" / "metadata.csv")
     assert all(not row.problem and row.prompt for row in rows)
     assert any(row.image for row in rows) and any(row.reference_video for row in rows)

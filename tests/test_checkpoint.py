@@ -248,6 +248,12 @@ def test_library_versions():
     assert list(versions) == ["torch", "pyyaml"] and versions["torch"] == torch.__version__
 
 
+def test_the_build_of_torch_is_recorded(monkeypatch):
+    """The distribution of a CUDA build calls itself 2.13.0, too."""
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    assert checkpoint.library_versions(["torch"]) == {"torch": "2.13.0+cu130"}
+
+
 def test_git_commit(tmp_path, monkeypatch):
     def git(*arguments):
         identity = ["-c", "user.name=t", "-c", "user.email=t@t"]

@@ -205,6 +205,223 @@ def test_override_into_a_null_section(tmp_path):
         config.load(path, ["lora.lora_rank=4"])
 
 
+# ------------------------------------------------------------------------------------------------------------
+# What a file may hold
+
+
+def levels(count, width=9):
+    """Aliases of aliases: count levels that would expand to width ** count values."""
+    lines = ["run: {output_dir: out}", "level0: &level0 [x]"]
+    lines += [f"level{i}: &level{i} [{', '.join([f'*level{i - 1}'] * width)}]" for i in range(1, count)]
+    return "\n".join([*lines, f"train: {{learning_rate: *level{count - 1}}}\n"])
+
+
+def refused(path, *overrides, longest=300):
+    """The lines of the ConfigError, none of them longer than `longest` characters or holding control characters."""
+    with pytest.raises(ConfigError) as error:
+        config.load(path, overrides)
+    lines = str(error.value).split("\n")
+    assert all(len(line) <= longest and line.isprintable() for line in lines), lines
+    return lines
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        levels(8),
+        levels(200),  # what it would expand to has more digits than fit into this line
+        "run: {output_dir: out}\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" if i else "a0: &a0 []\n" for i in range(99)),
+        "run: &run {output_dir: *run}\n",
+        "train: " + "[" * 30 + "]" * 30,
+        "[" * 100_000,
+        "run: [" + "x, " * 10_000 + "]\n",
+        "run: {output_dir: " + "x" * 2_000_000 + "}\n",
+    ],
+    ids=["bomb", "bomb of 200 levels", "deep by aliases", "of itself", "deep", "very deep", "long", "big"],
+)
+def test_files_that_would_grow_without_bound(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    (line,) = refused(path)
+    assert str(path) in line
+
+
+def test_aliases_that_a_person_writes(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        yaml.safe_dump(REQUIRED | {"reward": None}).replace("reward: null", "")
+        + "reward:\n  reward_model_path: &pack weights/antelopev2\n  held_out_model_path: *pack\n  others:\n"
+        + "    one: &one {name: aesthetic, weight: 1}\n    same: *one\n    other: {<<: {weight: 2}, name: motion}\n"
+    )
+    reward = config.load(path).reward
+    assert reward.held_out_model_path == reward.reward_model_path == "weights/antelopev2"
+    assert reward.others["one"] == reward.others["same"] and reward.others["other"].weight == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "train: {<<: {learning_rate: 1, learning_rate: 2}}",
+        "train: {<<: {learning_rate: 1}, learning_rate: 2}",
+        "train:\n  <<: [{learning_rate: 1}, {learning_rate: 2}]",
+        "train:\n  <<: {learning_rate: 1}\n  <<: {learning_rate: 2}",
+    ],
+)
+def test_a_merge_may_not_give_a_key_twice(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text + "\n")
+    (line,) = refused(path)
+    assert str(path) in line and "'learning_rate' is given twice" in line
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!int abc", "!!int ''", "!!bool 3", "!!float x", "!!timestamp x", "!!binary x", "!!set {a}", "!!map x",
+        "!!omap [a: 1]", "!!python/name:os.system", "!mine 3", "9" * 400, "9" * 5000, "0x" + "f" * 5000,
+        "1" + ":59" * 300, "1" + ":59" * 300 + ".5", "{[a]: 1}", "{{a: 1}: 1}", "*nobody", "a: b: c", "\x01", "\x9f",
+        "\ud800", "[", "@a", "%", "!" + "a" * 500, "*" + "a" * 500, "&a &b c", "!%1b[31m",
+    ],
+)  # fmt: skip
+def test_values_that_are_no_yaml_of_ours(write, tmp_path, value):
+    """One line each that names the file and the line, or the override."""
+    path = tmp_path / "run.yaml"
+    path.write_bytes(f"run:\n  output_dir: out\n  seed: {value}\n".encode("utf-8", "surrogatepass"))
+    (line,) = refused(path)
+    assert str(path) in line and ("line 3" in line or value == "[")
+    (line,) = refused(write(), f"run.seed={value}")
+    assert "run.seed=" in line
+
+
+def test_dates_are_texts(write):
+    cfg = load(write, "run.output_dir=2024-99-99", "data.cache_dir=2024-01-31", "model.tokenizer_path==")
+    assert (cfg.run.output_dir, cfg.data.cache_dir, cfg.model.tokenizer_path) == ("2024-99-99", "2024-01-31", "=")
+    assert expect(None, write, "train.learning_rate=2024-01-31") == [
+        "train.learning_rate: expected float, got '2024-01-31'"
+    ]
+
+
+def test_files_that_are_no_text(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"run:\n  output_dir: caf\xe9\n")
+    (line,) = refused(path)
+    assert str(path) in line and "line 2" in line and "UTF-8" in line
+    path.write_bytes(b"\xef\xbb\xbf" + yaml.safe_dump(REQUIRED).encode())  # a byte order mark is none of the text
+    assert config.load(path).run.output_dir == "out"
+    (line,) = refused(tmp_path / ("x" * 300), longest=600)
+    assert "x" * 300 in line
+
+
+@pytest.mark.parametrize("value", ["\\0", "\\e[31m", "a\\nb", "\\x7f", "\\u2028", "\\ud800", "x" * 70 + "\\n" * 5000])
+def test_texts_with_control_characters(write, value):
+    override = f'run.output_dir="{value}"'
+    (line,) = refused(write(), override)
+    assert "run.output_dir" in line
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.seed=" + "x" * 10_000,
+        "train.learning_rate=[" + "1, " * 2_000 + "]",
+        "train." + "x" * 10_000 + "=1",
+        "x" * 10_000 + ".y=1",
+        "x" * 10_000,
+        "lora=" + "x" * 10_000,
+        "sample.gradient_mode=" + "x" * 10_000,
+        "sample.active_steps=[" + "1, " * 2_000 + "]",
+        "lora.lora_base_model=" + "x" * 10_000,
+        "model.trainable_models=" + "x" * 10_000,
+        "model.trainable_models=" + "dit," * 1_000 + "dit",
+        "reward.settings={" + "x" * 10_000 + ": 1}",
+        "reward.others={" + "x" * 10_000 + ": 1}",
+        "reward.others={y: {" + "x" * 10_000 + ": 1}}",
+        "reward.others={y: {name: y, weight: " + "x" * 10_000 + "}}",
+        'reward.others={"\\e[31m": {name: y}}',
+        '"\\e": 1',
+    ],
+)
+def test_long_values_are_cut_in_messages(write, override):
+    for line in refused(write(), override):
+        assert line.count("x") <= 100
+
+
+def test_many_problems_are_not_listed_to_the_last(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("train:\n" + "".join(f"  key{i}: 1\n" for i in range(200)))
+    lines = refused(path)
+    assert len(lines) < 40 and any("key0" in line for line in lines) and re.search(r"\d{3} more", lines[-1])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.seed=9223372036854775808",
+        "run.seed=1e30",
+        "run.output_dir=" + "x" * 256,
+        "run.output_dir=" + "x/" * 3000,
+        "data.file_name=" + "x" * 256,
+        "reward.name=" + "x" * 256,
+        "run.save_steps=10000000000",
+        "lora.lora_rank=1000000000",
+        "lora.lora_alpha=1e9",
+        "data.height=1000000",
+        "data.max_pixels=1e10",
+        "data.fps=1e-320",
+        "data.fps=1e5",
+        "data.num_frames=1000000",
+        "sample.num_inference_steps=1001",
+        "sample.shift=1e300",
+        "sample.shift=1e-3",
+        "reward.reward_std=1e-320",
+        "reward.reward_std=1e-13",
+        "reward.reward_mean=1e300",
+        "reward.reward_weight=1e300",
+        "reward.reward_weight=1e-320",
+        "reward.others={a: {name: motion, weight: 1e300}}",
+        "reward.others={a: {name: motion, std: 1e-320}}",
+        "reward.settings={a: 1e300}",
+        "reward.det_size=1000000",
+        "train.learning_rate=1.5",
+        "train.learning_rate=1e-320",
+        "train.weight_decay=1e300",
+        "train.per_device_train_batch_size=1000000",
+        "train.gradient_accumulation_steps=1000000",
+        "sample.noises_per_sample=1000000",
+        "train.max_steps=100000000",
+        "train.num_train_epochs=100000000",
+    ],
+)
+def test_numbers_that_would_fail_later(write, override):
+    (line,) = refused(write(), override)
+    assert line.startswith(override.split("=")[0])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "grpo.noise_level=1e300",
+        "grpo.noise_level=1e-320",
+        "grpo.group_size=1000000",
+        "grpo.groups=1000000",
+        "sample.guidance_scale=1e300",
+        "reward.reward_timeout=1e11",
+        "evaluation.eval_noises=1000000",
+        "evaluation.eval_inference_steps=1001",
+        "evaluation.eval_clips=" + "x" * 256,
+    ],
+)
+def test_numbers_of_flow_grpo_that_would_fail_later(write, override):
+    path = write(grpo={"sde": "flow"})
+    (line,) = refused(path, override)
+    assert line.startswith(override.split("=")[0])
+
+
+def test_the_largest_values(write):
+    cfg = load(write, "run.seed=9223372036854775807", "train.learning_rate=1", "run.output_dir=" + "x" * 255)
+    assert cfg.run.seed == 2**63 - 1
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -359,6 +576,13 @@ def test_check_paths(write, tmp_path):
     (pack / "antelopev2" / "rec.onnx").unlink()
     with pytest.raises(ConfigError, match=r"^reward.reward_model_path: .*pack has no recogniser among its .onnx files"):
         config.check_paths(cfg)
+
+
+def test_check_threads():
+    config.check_threads(None, 2)
+    config.check_threads(8, 2)
+    with pytest.raises(ConfigError, match="run.cpu_threads must be at most 8 .* got 100000"):
+        config.check_threads(100_000, 2)
 
 
 def test_the_config_is_read_without_torch():

@@ -552,7 +552,8 @@ def test_every_bad_row_is_named(folder):
     with pytest.raises(DataError) as error:
         data.check_rows(rows, 5, skip_bad_rows=False)
     first, *lines = str(error.value).splitlines()
-    assert first == ("data.file_name: 8 of 10 rows cannot be used; mend them or set data.skip_bad_rows: true")
+    file = folder / "metadata.csv"
+    assert first == (f"data.file_name ({file}): 8 of 10 rows cannot be used; mend them or set data.skip_bad_rows: true")
     assert lines == expected
     good, problems = data.check_rows(rows, 5, skip_bad_rows=True)
     assert [row.prompt for row in good] == ["good", "good too"] and problems == expected
@@ -666,13 +667,22 @@ def test_notes_of_clips():
     assert data.clip_notes([], [], 480, 832, 480 * 832, None) == []
 
 
+def test_the_setting_that_names_the_file_is_named(folder):
+    key = "evaluation.eval_clips"
+    with pytest.raises(DataError, match=rf"{key}: .*none\.csv"):
+        data.load_metadata(folder / "none.csv", key)
+    rows = data.load_metadata(write_csv(folder, "gone.mp4,x"), key)
+    with pytest.raises(DataError, match=rf"{key} \(.*metadata\.csv\).*\nline 2: "):
+        data.usable_rows(rows, [(2, "gone")], False)
+
+
 def test_good_rows_pass_and_none_is_an_error(folder):
     rows = data.load_metadata(write_csv(folder, "a.mp4,x"))
     assert data.check_rows(rows, 9, skip_bad_rows=False) == (rows, [])
-    with pytest.raises(DataError, match="data.file_name: no usable row\nline 2: .*a.mp4: holds 9 frames, 13"):
+    with pytest.raises(DataError, match=r"data.file_name \(.*metadata.csv\): no usable row\nline 2: .*a.mp4: holds 9"):
         data.check_rows(rows, 13, skip_bad_rows=True)
-    with pytest.raises(DataError, match="data.file_name: no usable row"):
-        data.check_rows([], 9, skip_bad_rows=False)
+    with pytest.raises(DataError, match=r"data.file_name \(.*metadata.csv\): no usable row"):
+        data.load_metadata(write_csv(folder))
 
 
 def test_every_problem_of_a_row_is_named(folder):

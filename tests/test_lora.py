@@ -7,6 +7,7 @@ from peft import LoraConfig
 from test_wan import ours, stock
 
 from rewardfl import data, lora, wan
+from rewardfl.shards import Refused
 
 TARGETS = lora.target_modules("q,k,v,o,ffn.0,ffn.2")
 
@@ -129,3 +130,11 @@ def test_load_adapter_is_exact_and_refuses_what_does_not_fit(tmp_path, pipe):
 def test_unknown_target_is_named(pipe):
     with pytest.raises(ValueError, match="lora_target_modules: 'to_qq' matches no linear layer"):
         lora.inject(pipe.transformer, 4, 4.0, ["to_q", "to_qq"], seed=0)
+
+
+def test_targets_are_checked_by_the_layers_names():
+    layers = ["blocks.0.attn1.to_q", "blocks.0.attn1.to_out.0", "blocks.0.ffn.net.2"]
+    lora.check_targets(lora.target_modules("q,o,ffn.2,attn1.to_q"), layers)
+    for names in ("q,to_qq", "q,", "0.attn1", "attn1.to_out", "blocks.0.attn1.to_q_"):
+        with pytest.raises(Refused, match=f"lora.lora_target_modules: '{names.split(',')[-1]}'"):
+            lora.check_targets(lora.target_modules(names), layers)

@@ -393,3 +393,86 @@ def test_two_inputs_are_refused(tmp_path):
     onnx.save(model, tmp_path / "two.onnx")
     with pytest.raises(ValueError, match=r"two.onnx has 2 inputs \(\['x', 'z'\]\)"):
         OnnxModule(tmp_path / "two.onnx")
+
+
+HUGE = 2**19
+DOUBLED = [node("Concat", f"c{i} c{i}", f"c{i + 1}", axis=0) for i in range(40)]
+SUM = [node("ReduceMean", "big", "m"), node("Add", "x m")]  # of something big that the output depends on
+MANY = [f"e{i}" for i in range(40)]
+# name: (nodes, constants, outputs); what they would make takes terabytes, what makes them holds a few megabytes
+GROWING = {
+    "Concat doubling": ([node("Identity", "x", "c0"), *DOUBLED], {}, ["c40"]),
+    "shapes": ([node("Shape", "x", "c0"), *DOUBLED], {}, ["c40"]),
+    "constants": ([*DOUBLED, node("ReduceMean", "c40", "m"), node("Add", "x m")], {"c0": f(1, 2)}, ["y"]),
+    "Expand": ([node("ReduceMean", "x", "m"), node("Expand", "m s")], {"s": ints(2, HUGE, HUGE, 1)}, ["y"]),
+    "Expand overflow": ([node("ReduceMean", "x", "m"), node("Expand", "m s")], {"s": ints(2**40, 2**40, 1, 1)}, ["y"]),
+    "Add": (
+        [node("Add", "x a", "p"), node("Mul", "p b")],
+        {"a": np.zeros((HUGE, 1, 1, 1, 1), "f"), "b": np.zeros((HUGE, 1, 1, 1, 1, 1), "f")}, ["y"]),
+    "MatMul": (
+        [node("MatMul", "a b", "big"), *SUM], {"a": np.zeros((HUGE, 1), "f"), "b": np.zeros((1, HUGE), "f")}, ["y"]),
+    "ConstantOfShape": (
+        [node("ConstantOfShape", "s", "c"), node("Add", "c one", "big"), *SUM],
+        {"s": ints(HUGE, HUGE), "one": f(1)}, ["y"]),
+    "Slice": (
+        [node("ConstantOfShape", "s", "c"), node("Slice", "c a b", "big"), *SUM],
+        {"s": ints(2**38), "a": ints(0), "b": ints(2**38)}, ["y"]),
+    "Pad": ([node("Pad", "x p")], {"p": ints(0, 0, HUGE, HUGE, 0, 0, 0, 0)}, ["y"]),
+    "Conv pads": ([node("Conv", "x w", pads=[HUGE] * 4)], {"w": WEIGHT}, ["y"]),
+    "Gather": (
+        [node("Reshape", "x r", "v"), node("Gather", "v i", "g", axis=0), node("Gather", "g i", axis=1)],
+        {"r": ints(-1, 1), "i": np.zeros(HUGE, "int64")}, ["y"]),
+    "Resize": ([node("Resize", "x r s")], {"r": f(), "s": f(1, 1, HUGE, HUGE)}, ["y"]),
+    "Resize sizes": ([helper.make_node("Resize", ["x", "", "", "t"], ["y"])], {"t": ints(1, 3, 2**40, 1)}, ["y"]),
+    "Upsample": ([node("Upsample", "x s")], {"s": f(1, 1, HUGE, HUGE)}, ["y"]),
+    "many at a time": ([node("Expand", "x s", name) for name in MANY], {"s": ints(2**20, 1, 3, 6, 5)}, MANY),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GROWING)
+def test_what_would_grow_without_bound_is_refused(case, tmp_path):
+    """Before anything of that size is made: this machine would not survive it."""
+    nodes, constants, outputs = GROWING[case]
+    opset = 9 if case == "Upsample" else 13
+    path = write(tmp_path / "huge.onnx", nodes, constants, opset, shape=(1, 3, 6, 5), outputs=outputs)
+    with pytest.raises(ValueError, match=r"huge\.onnx"):
+        OnnxModule(path)
+
+
+def test_what_grows_with_the_input_is_refused_when_it_comes(tmp_path):
+    path = write(tmp_path / "huge.onnx", [node("MatMul", "x x")], shape=("n", "c", "h", "w"))
+    module = OnnxModule(path)
+    assert module(torch.ones(1, 1, 3, 3)).shape == (1, 1, 3, 3)
+    far = torch.ones(1, 1, 1, 1).expand(1, 1, 2**15, 2**15)
+    with pytest.raises(ValueError, match=r"huge\.onnx.*MatMul"):
+        module(far)
+
+
+def test_the_bound_is_for_each_image_of_the_batch(tmp_path):
+    path = write(
+        tmp_path / "wide.onnx",
+        [
+            node("Expand", "x s"),
+        ],
+        {"s": ints(1, 3, 2**12, 2**12)},
+        shape=("n", 3, 1, 1),
+    )
+    module = OnnxModule(path)
+    assert module(torch.ones(64, 3, 1, 1)).shape[0] == 64  # a view: 13 GB if it were written out
+
+
+def test_a_graph_that_reads_what_nothing_makes_is_refused(tmp_path):
+    for nodes in ([node("Add", "x z")], [node("Add", "x z", "y"), node("Neg", "y", "z")]):
+        with pytest.raises(ValueError, match=r"loop\.onnx.*'z'"):
+            OnnxModule(write(tmp_path / "loop.onnx", nodes, shape=(1, 3, 6, 5)))
+
+
+def test_weights_outside_the_folder_are_refused(tmp_path):
+    model = onnx.load(write(tmp_path / "odd.onnx", [node("MatMul", "x w")], {"w": FLAT[:5]}))
+    weight = model.graph.initializer[0]
+    weight.ClearField("raw_data")
+    weight.data_location = TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value="../outside.bin")
+    (tmp_path / "odd.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ValueError, match=r"odd\.onnx"):
+        OnnxModule(tmp_path / "odd.onnx")

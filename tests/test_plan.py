@@ -536,6 +536,9 @@ def test_source_of_original_files(monkeypatch, tmp_path):
     paths.write_text("[]")
     assert plan.source_of(str(paths), wan_load.PUBLISHED) == wan_load.PUBLISHED
     own = ROOT / "assets" / "tiny_world" / "pipeline"
+    for nothing in ("", None):  # as examples/wan22_paths.json has it: the published model's
+        (own_paths := tmp_path / "empty.json").write_text(json.dumps({"configs": nothing}))
+        assert plan.source_of(str(own_paths), wan_load.PUBLISHED) == wan_load.PUBLISHED
     paths.write_text(json.dumps({"configs": str(own)}))
     assert plan.source_of(str(paths), wan_load.PUBLISHED) == own
     monkeypatch.chdir(own)  # no path is not the folder that the command is started in

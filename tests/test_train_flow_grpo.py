@@ -226,6 +226,9 @@ def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_
         (["model.trainable_models=dit,dit2", "grpo.window_bounds=[0, 2]"], "low_noise answers at no step that"),
         (["reward.name=color"], "reward.name 'color' is not a reward, did you mean 'colour'"),
         (["model.model_paths=nowhere"], "no diffusers pipeline"),
+        (["lora.lora_target_modules=q,kk"], "lora.lora_target_modules: 'kk' matches no linear layer"),
+        (["evaluation.eval_clips=gone.csv"], "evaluation.eval_clips: no such file: gone.csv"),
+        (["run.cpu_threads=100000"], "run.cpu_threads must be at most"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_loads(monkeypatch, capsys, tmp_path, overrides, message):
@@ -240,7 +243,7 @@ def test_held_out_clips_are_looked_at_before_anything_loads(monkeypatch, capsys,
     assert code == 2 and f"evaluation.eval_clips: no such file: {path}" in error
     path.write_text("video,prompt\nlost.mp4,a person\n")
     code, _, error = call_grpo(monkeypatch, capsys, *settings)
-    assert code == 2 and "evaluation.eval_clips: 1 of 1 rows" in error and "line 2: " in error and "lost.mp4" in error
+    assert code == 2 and "evaluation.eval_clips (" in error and "1 of 1 rows" in error and "line 2: " in error and "lost.mp4" in error
 
 
 def test_each_script_wants_its_own_file(monkeypatch, capsys):

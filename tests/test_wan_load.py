@@ -102,6 +102,15 @@ def assert_same_modules(actual, expected, modules=MODULES):
         assert not actual.components[name].training
 
 
+@pytest.mark.parametrize("layout", ["diffusers", "original"])
+def test_linear_layers_by_the_headers(files, given, layout):
+    opened = wan_load.open_files(wan_load.find(given() if layout == "original" else str(files.fp32)))
+    for expert, part in wan.PARTS.items():
+        modules = files.pipe.components[part].named_modules()
+        expected = {name for name, module in modules if isinstance(module, torch.nn.Linear)}
+        assert set(wan_load.linear_layers(opened[expert])) == expected and len(expected) > 20
+
+
 def from_pretrained(folder, dtype):
     return WanImageToVideoPipeline.from_pretrained(folder, torch_dtype=dtype)
 

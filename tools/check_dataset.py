@@ -69,8 +69,6 @@ def main() -> int:
     try:
         cfg = resolve(args)
         rows = data.load_metadata(cfg.data.file_name, "--data" if args.data else "data.file_name")
-        if not rows:
-            raise data.DataError(f"{cfg.data.file_name}: holds no rows")
         detector = None
         if args.faces:
             detector = face.FaceDetector(face_pack.pack_files(args.faces)[0], cfg.reward.det_size).to(args.device)

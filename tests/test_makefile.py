@@ -1,0 +1,66 @@
+"""Which interpreter make takes, and what it refuses before it makes anything."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make in a folder of its own; gives (exit code, what it says)."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        (tmp_path / name).touch()
+
+    def make(*arguments, path=None):
+        environment = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "MAKEFLAGS")}
+        environment |= {"PATH": f"{path}:{environment['PATH']}"} if path else {}
+        done = subprocess.run(["make", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    return make
+
+
+def python(path, version):
+    """A Python at `path` that says it is another version and runs nothing but -c."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    code = f"import sys; sys.version_info = {(*version, 0, 'final', 0)}; del sys.argv[1]; exec(sys.argv.pop(1))"
+    path.write_text(f'#!/bin/sh\n[ "$1" = -c ] || exit 9\nexec {sys.executable} -c "{code}" "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "check", "chaos", "format"])
+def test_an_older_interpreter_is_refused(make, tmp_path, target):
+    old = python(tmp_path / "bin" / "python3", (3, 10))
+    for code, said in (make(target, f"PYTHON={old}"), make(target, path=old.parent)):
+        assert code == 2 and "3.10" in said and "3.11" in said and "Traceback" not in said
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_another_interpreter_than_that_of_venv_is_refused(make, tmp_path):
+    python(tmp_path / ".venv" / "bin" / "python", (3, 12))
+    other = python(tmp_path / "bin" / "python3", (3, 13))
+    code, said = make("test", f"PYTHON={other}")
+    assert code == 2 and "3.12" in said and "3.13" in said and str(other) in said
+    same = python(tmp_path / "same" / "python3", (3, 12))
+    assert make("interpreter", f"PYTHON={same}") == (0, "")
+    assert make("interpreter", path=other.parent) == (0, "")  # .venv is there, PYTHON was not asked for
+
+
+def test_a_venv_of_an_older_interpreter_is_refused(make, tmp_path):
+    python(tmp_path / ".venv" / "bin" / "python", (3, 10))
+    code, said = make("test")
+    assert code == 2 and "3.10" in said and ".venv" in said
+
+
+def test_the_interpreter_that_is_asked_for_makes_it(make, tmp_path):
+    chosen = python(tmp_path / "bin" / "python3.12", (3, 12))
+    code, said = make("test", f"PYTHON={chosen}")
+    assert code == 2 and "Error 9" in said  # it was asked for `-m venv`
