@@ -243,7 +243,8 @@ def test_held_out_clips_are_looked_at_before_anything_loads(monkeypatch, capsys,
     assert code == 2 and f"evaluation.eval_clips: no such file: {path}" in error
     path.write_text("video,prompt\nlost.mp4,a person\n")
     code, _, error = call_grpo(monkeypatch, capsys, *settings)
-    assert code == 2 and "evaluation.eval_clips (" in error and "1 of 1 rows" in error and "line 2: " in error and "lost.mp4" in error
+    assert code == 2
+    assert all(word in error for word in ("evaluation.eval_clips (", "1 of 1 rows", "line 2: ", "lost.mp4"))
 
 
 def test_each_script_wants_its_own_file(monkeypatch, capsys):
