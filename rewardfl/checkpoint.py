@@ -270,7 +270,9 @@ def save_checkpoint(
         with atomic_directory(path) as folder:
             write_adapter(folder)
             (folder / STATE).parent.mkdir()
-            (folder / STATE).write_bytes(content.getbuffer())
+            with (folder / STATE).open("wb") as file:
+                # no frame may keep the view: Python 3.12.1 crashes when it collects one that an OSError holds on to
+                file.write(content.getbuffer())
             listing = {
                 str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
                 for file in _files(folder)
