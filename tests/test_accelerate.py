@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from replay_worker import ACTIVE, CASES, KL_WEIGHT, batch_of
-from test_reward_flow import SIGMAS, assert_same, autograd_gradients, lora_model
+from test_reward_flow import SCHEDULE, assert_same, autograd_gradients, lora_model
 
 HERE = Path(__file__).parent
 
@@ -43,7 +43,7 @@ def expected(count, coupling):
     pipe, model = lora_model(torch.float64)
     conditioning, x = batch_of(list(range(count)), pipe)
     summed = autograd_gradients(
-        pipe, model, conditioning, x, ACTIVE[coupling], coupling, KL_WEIGHT, "through_trajectory", SIGMAS
+        pipe, model, conditioning, x, ACTIVE[coupling], coupling, KL_WEIGHT, "through_trajectory", SCHEDULE
     )[0]
     return {name: gradient / count for name, gradient in summed.items()}
 

@@ -167,8 +167,8 @@ def test_a_gradient_of_zero_with_a_reason_is_counted_and_training_goes_on(tmp_pa
 
 def test_groups_of_equal_rewards_are_counted_and_training_goes_on(monkeypatch, tmp_path):
     launch_grpo(
-        f"run.output_dir={tmp_path}", "train.max_steps=1", "run.sample_videos=0", "grpo.noise_level=1e-7",
-        "grpo.same_noise_in_group=true", "reward.settings={red: 0.0, green: 0.0, blue: 0.0}",
+        f"run.output_dir={tmp_path}", "train.max_steps=1", "run.sample_videos=0",
+        "reward.settings={red: 0.0, green: 0.0, blue: 0.0}",
     )  # fmt: skip
     (line,) = metrics(tmp_path)
     assert line["group/zero_variance"] == 1 and line["train/no_signal"] == 1 and line["grad_norm"] == 0

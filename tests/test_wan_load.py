@@ -108,7 +108,7 @@ def test_linear_layers_by_the_headers(files, given, layout):
     for expert, part in wan.PARTS.items():
         modules = files.pipe.components[part].named_modules()
         expected = {name for name, module in modules if isinstance(module, torch.nn.Linear)}
-        assert set(wan_load.linear_layers(opened[expert])) == expected and len(expected) > 20
+        assert set(wan_load.linear_layers(opened.opened[expert])) == expected and len(expected) > 20
 
 
 def from_pretrained(folder, dtype):
