@@ -23,9 +23,10 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(MAKE) test
 
-# Both scripts, killed ten times each at random moments and resumed.
+# Both scripts, killed ten times each at random moments and resumed; two processes with the boundary at every place.
 chaos: $(READY)
 	CHAOS_KILLS=10 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load tests/test_chaos.py -k killed
+	PLACES=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_distributed.py -k place_of_the_boundary
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
