@@ -25,33 +25,24 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from rewardfl import (
-    checkpoint,
-    data,
-    decode,
-    distributed,
-    grpo,
-    invariants,
-    lora,
-    plan_grpo,
-    prepare,
-    reward_flow,
-    sde,
-    setup,
-    wan,
-    wan_load,
-)
 from rewardfl import config as configuration
+from rewardfl import data, grpo, lora, plan_grpo, reward_flow, sde, sharding
 from rewardfl import plan as planning
-from rewardfl.cache import Cache
+from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import model as wan
 from rewardfl.config import GrpoConfig
-from rewardfl.monitor import Timer, alarms, peak_memory_gb, suspects, total_memory
+from rewardfl.data.cache import Cache
 from rewardfl.optim import averaged, learning_rate_factor
 from rewardfl.rewards import blackbox
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.terms import RewardError, build_terms
-from rewardfl.signals import Interruption
-from rewardfl.trackers import open_tracker
+from rewardfl.run import checkpoint, invariants, prepare
+from rewardfl.run import job as distributed
+from rewardfl.run import start as setup
+from rewardfl.run.monitor import Timer, alarms, peak_memory_gb, suspects, total_memory
+from rewardfl.run.signals import Interruption
+from rewardfl.run.trackers import open_tracker
 
 
 def main() -> int:
@@ -179,7 +170,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder
         distributed.load_optimizer_state(accelerator, optimizer, parameters, state["optimizer"])
         setup.load_schedule(scheduler, state["scheduler"], cfg.train)
         average.load_state_dict(state["average"])
-        average.shadow_params = list(map(distributed.placed, average.shadow_params, parameters))
+        average.shadow_params = list(map(sharding.placed, average.shadow_params, parameters))
         first_step, skipped_in_a_row = state["step"], state["skipped_in_a_row"]
         say(f"resuming from {opened.path} at step {first_step}")
     del state  # what it holds of weights and moments is theirs now
@@ -223,7 +214,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder
                     keep_means=cfg.grpo.objective == "guard",
                 )  # fmt: skip
             with timer("decode"):
-                video = decode.decode(vae, x0).float()  # (B, 3, F, H, W) in [-1, 1]
+                video = decoder.decode(vae, x0).float()  # (B, 3, F, H, W) in [-1, 1]
             with timer("reward"):
                 references = [samples[member.row].references for member in members]
                 judging.append(blackbox.begin(terms, video, references, places))
@@ -318,7 +309,7 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder
         x = data.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
         velocity = wan.Velocity(model, conditioning.to(device), eval_schedule, negative, guidance)
         x0 = reward_flow.rollout(velocity, x, eval_schedule.sigmas, keep=()).x0
-        return row, decode.decode(vae, x0)[0].float()
+        return row, decoder.decode(vae, x0)[0].float()
 
     def evaluate() -> dict[str, float]:
         """eval/*: the held-out clips under every reward, each process judging its share."""
@@ -343,8 +334,8 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder
         state = {
             "step": step, "skipped_in_a_row": skipped_in_a_row, "content": content,
             "scheduler": scheduler.state_dict(),
-            "parameters": distributed.gathered(parameters),  # not the averaged ones
-            "average": average.state_dict() | {"shadow_params": distributed.gathered(average.shadow_params)},
+            "parameters": sharding.gathered(parameters),  # not the averaged ones
+            "average": average.state_dict() | {"shadow_params": sharding.gathered(average.shadow_params)},
             "optimizer": distributed.optimizer_state(accelerator, optimizer, parameters),
         }  # fmt: skip
         with averaged(average, parameters):

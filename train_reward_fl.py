@@ -21,17 +21,23 @@ from accelerate.utils import gather_object as gather_lists
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import checkpoint, data, decode, distributed, invariants, lora, prepare, reward_flow, setup, wan, wan_load
 from rewardfl import config as configuration
+from rewardfl import data, lora, reward_flow
 from rewardfl import plan as planning
-from rewardfl.cache import Cache
+from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import model as wan
 from rewardfl.config import RunConfig
-from rewardfl.monitor import Timer, alarms, peak_memory_gb, recent_mean, suspects, total_memory
+from rewardfl.data.cache import Cache
 from rewardfl.optim import learning_rate_factor
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.terms import Judged, RewardError, Term, build_terms, check_trainable, score, total
-from rewardfl.signals import Interruption
-from rewardfl.trackers import open_tracker
+from rewardfl.run import checkpoint, invariants, prepare
+from rewardfl.run import job as distributed
+from rewardfl.run import start as setup
+from rewardfl.run.monitor import Timer, alarms, peak_memory_gb, recent_mean, suspects, total_memory
+from rewardfl.run.signals import Interruption
+from rewardfl.run.trackers import open_tracker
 
 
 def main() -> int:
@@ -180,14 +186,14 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption, run_folder:
         with timer("rollout"):
             trajectory = reward_flow.rollout(velocity, x, sigmas, active, start)
         with timer("decode"):
-            decoded = decode.decode_with_caches(vae, trajectory.x0, cfg.train.decode_caches)
+            decoded = decoder.decode_with_caches(vae, trajectory.x0, cfg.train.decode_caches)
         with timer("reward"):
             video = decoded.video.float().requires_grad_()  # (B, 3, F, H, W) in [-1, 1]
             judged = score(terms, video, [samples[row].references for row in rows])
             gained = total(terms, judged)  # (B,)
             (grad_video,) = torch.autograd.grad(-gained.sum() / per_process, video)
         with timer("decode"):
-            grad_x0 = decode.decode_vjp(vae, trajectory.x0, grad_video, decoded)
+            grad_x0 = decoder.decode_vjp(vae, trajectory.x0, grad_video, decoded)
         del decoded, video, grad_video  # up to 38 GB that replay has no use for
         with timer("replay"):
             kl = reward_flow.replay(
@@ -211,7 +217,7 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption, run_folder:
         """(row, its video (3, F, H, W)) as the weights are now, always from the same noise."""
         row, (conditioning, x) = read(-1, row)
         x0 = reward_flow.rollout(wan.Velocity(model, conditioning, schedule), x, sigmas, keep=(), start=start).x0
-        return row, decode.decode(vae, x0)[0]
+        return row, decoder.decode(vae, x0)[0]
 
     def save(done: int) -> None:
         """A checkpoint and sample videos. On all processes, which may hold parts of the weights and moments."""

@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from rewardfl import checkpoint, invariants
+from rewardfl.run import checkpoint, invariants
 
 SHAPES = [(5120, 5120)] * 8 + [(13824, 5120), (5120, 13824)] + [(5120,)] * 12 + [(13824,)]
 

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from safetensors.torch import save_file
 
-from rewardfl import lora_files, shards, wan_load, wan_names
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.weights import lora_files, shards, wan_names
 
 SHARDS, RANK = 3, 64
 

@@ -29,7 +29,11 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
 
-from rewardfl import checkpoint, config, costs, decode, lora, offload, plan, reward_flow, wan, wan_load
+from rewardfl import config, costs, lora, offload, plan, reward_flow
+from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import model as wan
+from rewardfl.run import checkpoint
 
 PHASES = {
     "rollout": ["rollout"], "decode": ["decode"], "decode VJP": ["decode VJP"],
@@ -107,11 +111,11 @@ def update(
     with phase(found, "rollout", device):
         trajectory = reward_flow.rollout(velocity, x, sigmas, run.active, start)
     with phase(found, "decode", device):
-        decoded = decode.decode_with_caches(vae, trajectory.x0, run.levers.decode_caches)
+        decoded = decoder.decode_with_caches(vae, trajectory.x0, run.levers.decode_caches)
     video = decoded.video.float()  # alive during the VJP, as in training
     grad_video = torch.randn(video.shape, generator=generator, device=device) / video.numel()
     with phase(found, "decode VJP", device):
-        grad_x0 = decode.decode_vjp(vae, trajectory.x0, grad_video, decoded)
+        grad_x0 = decoder.decode_vjp(vae, trajectory.x0, grad_video, decoded)
     del decoded, video, grad_video
     with phase(found, "replay", device):
         reward_flow.replay(

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
-from . import face_pack
+from rewardfl.rewards.face import pack as face_pack
 
 
 class ConfigError(ValueError):

@@ -25,8 +25,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import UMT5Config, UMT5EncoderModel
 
-from rewardfl import lora, wan, wan_names
-from rewardfl.decode import Caches
+from rewardfl import lora
+from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.decoder import Caches
+from rewardfl.weights import wan_names
 
 # ------------------------------------------------------------------------------------------------------------
 # Measuring, on the meta device

@@ -14,9 +14,9 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from rewardfl.distributed import whole
-from rewardfl.lora_files import Lora, load, read_lora
-from rewardfl.shards import Refused
+from rewardfl.sharding import whole
+from rewardfl.weights.lora_files import Lora, load, read_lora
+from rewardfl.weights.shards import Refused
 
 __all__ = [
     "POLICY", "adapter_state", "attach_adapter", "attach_frozen", "check_targets", "inject", "load_adapter",

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from rewardfl import config as configuration
-from rewardfl import data, flow, grpo, lora, wan
+from rewardfl import data, flow, grpo, lora
+from rewardfl.backbones.wan import model as wan
 from rewardfl.config import AnyConfig, ConfigError, GrpoConfig, RunConfig
 from rewardfl.costs import Adapter, ChunkCost, Costs, ExpertCost, measure
-from rewardfl.distributed import REDUCE_BUCKET
+from rewardfl.run.job import REDUCE_BUCKET
 
 HOST_BANDWIDTH = 50e9  # bytes/s between host and GPU, PCIe 5 x16 as it is reached
 GPU_BANDWIDTH = 3e12  # bytes/s of the GPU's own memory, H100

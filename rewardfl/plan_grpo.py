@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rewardfl import config as configuration
-from rewardfl import data, flow, grpo, wan
+from rewardfl import data, flow, grpo
 from rewardfl import plan as planning
+from rewardfl.backbones.wan import model as wan
 from rewardfl.config import Evaluation, GrpoConfig
 from rewardfl.costs import Costs
 from rewardfl.plan import FLOAT32, AnyLevers, AnyRun, Memory, Option, beyond

@@ -20,9 +20,9 @@ from socketserver import TCPServer, ThreadingMixIn
 import torch
 from torch import Tensor
 
-from . import data, reward_wire
-from .reward_wire import Clip
-from .rewards import Reward, RewardOutput
+from rewardfl import data, reward_wire
+from rewardfl.reward_wire import Clip
+from rewardfl.rewards import Reward, RewardOutput
 
 log = logging.getLogger(__name__)
 

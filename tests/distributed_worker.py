@@ -25,11 +25,13 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 
-from rewardfl import distributed, setup
+from rewardfl import sharding
+from rewardfl.run import job as distributed
+from rewardfl.run import start as setup
 
 
 def digest(parameters):
-    return hashlib.sha256(b"".join(p.numpy().tobytes() for p in distributed.gathered(parameters))).hexdigest()
+    return hashlib.sha256(b"".join(p.numpy().tobytes() for p in sharding.gathered(parameters))).hexdigest()
 
 
 @contextlib.contextmanager
@@ -49,7 +51,7 @@ def watched(seen, faulty):
 
     def watched_prepare(accelerator, model, optimizer):
         policy, optimizer, parameters = prepare(accelerator, model, optimizer)
-        seen["trained"] = sum(distributed.whole(parameter.detach()).nbytes for parameter in parameters)
+        seen["trained"] = sum(sharding.whole(parameter.detach()).nbytes for parameter in parameters)
         seen.update(type=accelerator.distributed_type.value, processes=accelerator.num_processes)
         seen.update(wrapper=type(policy).__name__, updates=[])
         return policy, optimizer, parameters
@@ -58,7 +60,7 @@ def watched(seen, faulty):
         before = digest(parameters)
         norm = step(accelerator, optimizer, parameters, max_norm)
         after = digest(parameters)
-        left = sum(p.grad is not None and bool(distributed.whole(p.grad).any()) for p in parameters)
+        left = sum(p.grad is not None and bool(sharding.whole(p.grad).any()) for p in parameters)
         seen["updates"].append({"norm": norm, "digest": after, "moved": before != after, "gradients_left": left})
         return norm
 

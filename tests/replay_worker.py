@@ -18,7 +18,9 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from conftest import FRAMES, HEIGHT, WIDTH
 from test_reward_flow import SCHEDULE, gradients, lora_model, quadratic_reward
 
-from rewardfl import decode, reward_flow, wan
+from rewardfl import reward_flow
+from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.wan import model as wan
 
 ACTIVE = {0.0: [3, 4, 5], 0.2: [3, 4, 5], 1.0: [1, 3, 5]}  # by coupling; step 1 belongs to the other expert
 KL_WEIGHT = 0.7
@@ -64,10 +66,10 @@ def update(accumulation: int, batch: int, coupling: float, naive: bool) -> tuple
         conditioning, x = batch_of(list(range(first, first + batch)), pipe)
         velocity = wan.Velocity(policy, conditioning, SCHEDULE)
         trajectory = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, active)
-        decoded = decode.decode_with_caches(pipe.vae, trajectory.x0)
+        decoded = decoder.decode_with_caches(pipe.vae, trajectory.x0)
         video = decoded.video.requires_grad_()
         (grad_video,) = torch.autograd.grad(-quadratic_reward(video).sum() / per_process, video)
-        grad_x0 = decode.decode_vjp(pipe.vae, trajectory.x0, grad_video, decoded)
+        grad_x0 = decoder.decode_vjp(pipe.vae, trajectory.x0, grad_video, decoded)
         reward_flow.replay(
             velocity, trajectory, SCHEDULE.sigmas, active, grad_x0, coupling,
             reference=velocity.reference, kl_weight=KL_WEIGHT / per_process, backward=backward,

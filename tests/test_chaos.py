@@ -33,8 +33,11 @@ from runs import (
     table,
 )
 
-from rewardfl import checkpoint, data, decode, distributed
+from rewardfl import data
+from rewardfl.backbones.wan import decoder
 from rewardfl.rewards import blackbox
+from rewardfl.run import checkpoint
+from rewardfl.run import job as distributed
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "0"))
 RIVALS = 0.5 if KILLS else 0.0  # share of the lives in which a second process is started on the same folder
@@ -348,7 +351,7 @@ def test_members_of_a_lost_clip_leave_their_group(monkeypatch, capsys, tmp_path)
 
 def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, capsys, tmp_path):
     """The second step's second clip comes back from the decoder with one; the third's appear in the backward pass."""
-    pull_back, backward, calls = decode.decode_vjp, distributed.backward, []
+    pull_back, backward, calls = decoder.decode_vjp, distributed.backward, []
 
     def broken(vae, x0, grad_video, decoded):
         calls.append(1)
@@ -360,7 +363,7 @@ def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, cap
     def breaking(accelerator, loss):
         backward(accelerator, loss * torch.nan if len(calls) == 3 else loss)
 
-    monkeypatch.setattr(decode, "decode_vjp", broken)
+    monkeypatch.setattr(decoder, "decode_vjp", broken)
     monkeypatch.setattr(distributed, "backward", breaking)
     batches = []
     batch_of = data.micro_batch

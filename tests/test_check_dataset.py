@@ -11,7 +11,8 @@ import torch
 from conftest import ROOT
 from PIL import Image
 
-from rewardfl import config, data, wan_load
+from rewardfl import config, data
+from rewardfl.backbones.wan import load as wan_load
 
 WORLD = ROOT / "assets" / "tiny_world"
 FACES = ("--faces", WORLD / "faces" / "reward", "--det-size", 128, "--device", "cpu")

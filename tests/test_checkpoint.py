@@ -19,8 +19,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rewardfl import checkpoint
-from rewardfl.checkpoint import (
+from rewardfl.config import MARKS, SECTIONS, Alike, GrpoConfig, Resumed, RunConfig
+from rewardfl.run import checkpoint
+from rewardfl.run.checkpoint import (
     FREE_KEYS,
     NAMED_KEYS,
     CheckpointError,
@@ -29,7 +30,6 @@ from rewardfl.checkpoint import (
     RunFolder,
     WriteError,
 )
-from rewardfl.config import MARKS, SECTIONS, Alike, GrpoConfig, Resumed, RunConfig
 
 CONFIG = {
     "run": {"output_dir": "out", "save_steps": 25, "resume_from_checkpoint": "auto"},
@@ -83,7 +83,7 @@ def fail(*_args, **_kwargs):
 
 def run_and_kill(code, folder):
     """Run `code` (with Path `folder` at hand) in a process that ends by SIGKILL."""
-    prelude = "import os, signal; from pathlib import Path; from rewardfl import checkpoint\n"
+    prelude = "import os, signal; from pathlib import Path; from rewardfl.run import checkpoint\n"
     kill = "kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
     script = f"{prelude}{kill}folder = Path({str(folder)!r})\n{code}"
     assert subprocess.run([sys.executable, "-c", script]).returncode == -9

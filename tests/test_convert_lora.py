@@ -8,7 +8,8 @@ from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
 from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors
 from safetensors.torch import load_file, save_file
 
-from rewardfl import lora, lora_files, shards
+from rewardfl import lora
+from rewardfl.weights import lora_files, shards
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from lora_dialects import DIALECTS, MODULES, factors
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
-from rewardfl import lora_files
+from rewardfl.weights import lora_files
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 DEEP = "[" * 100_000

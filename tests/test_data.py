@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from rewardfl import data
-from rewardfl.data import DataError
+from rewardfl.data import DataError, clips, order
 
 
 def clip(num_frames=9, height=48, width=64):
@@ -222,7 +222,7 @@ def test_the_nearest_frame_whatever_the_times():
         while len(times) < 60:
             times.append(times[-1] + generator.uniform(0.1, 1.4) / fps)
         frames = [SimpleNamespace(time=time) for time in times]
-        chosen = [frame.time for frame in data._at_rate("x", frames, fps, 20)]
+        chosen = [frame.time for frame in clips._at_rate("x", frames, fps, 20)]
         assert len(chosen) == 20 and chosen == sorted(chosen)
         for k, time in enumerate(chosen):
             off = [abs(t - times[0] - k / fps) for t in times]
@@ -323,7 +323,7 @@ def test_fit_is_what_pillow_does(source, size):
     ],
 )
 def test_fit_size(source, max_pixels, size):
-    assert data.fit_size(*source, max_pixels) == size
+    assert clips.fit_size(*source, max_pixels) == size
 
 
 def test_fit_size_is_the_best_of_all():
@@ -339,7 +339,7 @@ def test_fit_size_is_the_best_of_all():
             scales = [new / old for new, old in zip(size, source, strict=True)]
             return -min(scales), max(scales)
 
-        assert data.fit_size(height, width, max_pixels) == min(sizes, key=loss)
+        assert clips.fit_size(height, width, max_pixels) == min(sizes, key=loss)
 
 
 def test_read_clip_is_fit_of_read_video(tmp_path):
@@ -582,7 +582,7 @@ def test_a_look_finds_every_bad_row_without_decoding(folder, monkeypatch):
     }  # fmt: skip
     del lines["a.mp4,smiles, then laughs"]  # is no problem with two columns more
     rows = data.load_metadata(write_csv(folder, *lines, header="video,prompt,image,reference_video"))
-    monkeypatch.setattr(data, "_decoded", lambda path: pytest.fail("decoded"))
+    monkeypatch.setattr(clips, "_decoded", lambda path: pytest.fail("decoded"))
     for row, said in zip(rows, lines.values(), strict=True):
         problems = data.look_at(row, 5).problems
         assert len(problems) == (said is not None), (row, problems)
@@ -599,7 +599,7 @@ def test_a_look_says_what_reading_says(folder, monkeypatch, num_frames, fps):
     read = data.row_problems(row, num_frames, fps)
     assert list(data.look_at(row, num_frames, fps).problems) == read
     # a header that promises less than there is: the packets' times decide
-    monkeypatch.setattr(data, "_promises_too_little", lambda *_: True)
+    monkeypatch.setattr(clips, "_promises_too_little", lambda *_: True)
     assert list(data.look_at(row, num_frames, fps).problems) == read
     assert data.look_at(row, 1).size == (48, 64) and data.look_at(row, 1).rate == 16
 
@@ -635,8 +635,8 @@ def test_each_file_of_an_example_is_decoded_once(folder, monkeypatch):
     Image.fromarray(clip(1)[0].numpy()).save(folder / "b.png")
     header = "video,prompt,image,reference_video"
     rows = data.load_metadata(write_csv(folder, "a.mp4,x,b.png,short.mp4", "a.mp4,x,,a.mp4", header=header))
-    decoded, decode = [], data._decoded
-    monkeypatch.setattr(data, "_decoded", lambda path: decoded.append(path.name) or decode(path))
+    decoded, decode = [], clips._decoded
+    monkeypatch.setattr(clips, "_decoded", lambda path: decoded.append(path.name) or decode(path))
     assert data.read_example(rows[0], 32, 32, 5)[1] == [] and decoded == ["a.mp4", "short.mp4"]
     decoded.clear()
     example, _ = data.read_example(rows[1], 32, 32, 5)
@@ -790,7 +790,7 @@ def test_batches_of_one_shape_are_those_of_a_queue(shapes, batch_size):
         queues[shapes[row]].append((epoch, row))
         if len(queues[shapes[row]]) == batch_size:
             expected.append(queues.pop(shapes[row]))
-    assert [data.one_shape_batch(i, batch_size, shapes, seed=3) for i in range(len(expected))] == expected
+    assert [order.one_shape_batch(i, batch_size, shapes, seed=3) for i in range(len(expected))] == expected
     used = Counter(sample for batch in expected for sample in batch)
     assert set(used.values()) == {1}  # none comes twice
     visits = Counter(row for _, row in used)
@@ -820,10 +820,10 @@ def test_with_shapes_a_step_depends_on_accumulation_times_processes():
 
 
 def test_the_order_is_shuffled_and_depends_on_seed_and_epoch():
-    orders = {data.epoch_order(50, seed, epoch) for seed in range(3) for epoch in range(3)}
+    orders = {order.epoch_order(50, seed, epoch) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9 and tuple(range(50)) not in orders
     assert all(sorted(order) == list(range(50)) for order in orders)
-    assert data.epoch_order(6, 42, 0) == (0, 2, 3, 5, 4, 1)  # the same in every process and version
+    assert order.epoch_order(6, 42, 0) == (0, 2, 3, 5, 4, 1)  # the same in every process and version
 
 
 def test_total_steps():
@@ -840,11 +840,11 @@ def test_seeds_are_distinct():
     cells = [(s, e, i, m) for s in range(4) for e in range(12) for i in ("a", "b", "1/a") for m in range(4)]
     seeds = {data.noise_seed(*cell) for cell in cells}
     assert len(seeds) == len(cells) and all(0 <= seed < 2**63 for seed in seeds)
-    assert not any(data._stable_hash(f"order/{s}/{e}") in seeds for s in range(4) for e in range(12))
+    assert not any(order._stable_hash(f"order/{s}/{e}") in seeds for s in range(4) for e in range(12))
 
 
 def test_noise_is_the_same_in_every_process():
-    code = "from rewardfl.data import *; print(noise_seed(42, 1, 'clip#1', 2), noise((3,), 5).tolist())"
+    code = "from rewardfl.data.order import *; print(noise_seed(42, 1, 'clip#1', 2), noise((3,), 5).tolist())"
     here = f"{data.noise_seed(42, 1, 'clip#1', 2)} {data.noise((3,), 5).tolist()}"
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

@@ -22,7 +22,10 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from conftest import ROOT
 from runs import CACHE, launch_as, metrics, table
 
-from rewardfl import checkpoint, distributed, lora, setup
+from rewardfl import lora
+from rewardfl.run import checkpoint
+from rewardfl.run import job as distributed
+from rewardfl.run import start as setup
 
 YAMLS = ROOT / "configs" / "accelerate"
 needs_deepspeed = pytest.mark.skipif(

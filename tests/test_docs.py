@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from rewardfl import config, wan_load
+from rewardfl import config
+from rewardfl.backbones.wan import load as wan_load
 
 # The files that the guide's commands fetch, as the repositories have them.
 SHARDS = [f"diffusion_pytorch_model-0000{i}-of-00006.safetensors" for i in range(1, 7)]

@@ -16,8 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 from skimage.transform import SimilarityTransform
 from torch import nn
 
-from rewardfl import face
-from rewardfl.face import (
+from rewardfl.rewards.face import identity as face
+from rewardfl.rewards.face.identity import (
     ARCFACE_TEMPLATE,
     FaceDetector,
     FaceIdentity,

@@ -7,8 +7,8 @@ import torch
 from face_nets import MiniArcFace, export, magenta_pack
 from insightface.model_zoo import get_model
 
-from rewardfl import face_pack
-from rewardfl.face_pack import describe, file_hashes, pack_files
+from rewardfl.rewards.face import pack as face_pack
+from rewardfl.rewards.face.pack import describe, file_hashes, pack_files
 
 
 @pytest.fixture(scope="module")

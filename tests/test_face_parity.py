@@ -15,10 +15,10 @@ from insightface.data import get_image
 from insightface.model_zoo import get_model
 from insightface.utils.face_align import norm_crop
 
-from rewardfl import face_parity
-from rewardfl.face import ARCFACE_TEMPLATE, FaceIdentity, FaceRecogniser, align, similarity_transform
-from rewardfl.face_pack import pack_files
-from rewardfl.face_parity import FaceParityError, check, check_packs
+from rewardfl.rewards.face import parity as face_parity
+from rewardfl.rewards.face.identity import ARCFACE_TEMPLATE, FaceIdentity, FaceRecogniser, align, similarity_transform
+from rewardfl.rewards.face.pack import pack_files
+from rewardfl.rewards.face.parity import FaceParityError, check, check_packs
 
 BGR = get_image("t1")  # 886 x 1280, six people
 PICTURE = torch.from_numpy(BGR[..., ::-1].copy()).permute(2, 0, 1) / 127.5 - 1

@@ -9,7 +9,8 @@ from accelerate import Accelerator
 from runs import FAST, GRPO_FAST, call, call_grpo, launch, launch_grpo, metrics
 from torch import nn
 
-from rewardfl import distributed, invariants
+from rewardfl.run import invariants
+from rewardfl.run import job as distributed
 
 SHORT = ["train.max_steps=2", "run.sample_videos=0", "reward.held_out_model_path=null"]
 

@@ -6,8 +6,9 @@ from conftest import FRAMES, HEIGHT, WIDTH, random_pipeline
 from peft import LoraConfig
 from test_wan import ours, stock
 
-from rewardfl import data, lora, wan
-from rewardfl.shards import Refused
+from rewardfl import data, lora
+from rewardfl.backbones.wan import model as wan
+from rewardfl.weights.shards import Refused
 
 TARGETS = lora.target_modules("q,k,v,o,ffn.0,ffn.2")
 

@@ -21,8 +21,8 @@ from peft.utils import get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from rewardfl import lora_files, merge, shards, wan_names
 from rewardfl.files import sha256
+from rewardfl.weights import lora_files, merge, shards, wan_names
 
 
 @pytest.fixture(scope="module")
@@ -392,7 +392,10 @@ def test_a_pipeline_merged_equals_the_pipeline_with_adapters(world, tmp_path):
 
 def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
     """The base is stored in float16, so is most of the output by default; in float32 the video is the adapter's."""
-    from rewardfl import data, decode, lora, reward_flow, wan, wan_load
+    from rewardfl import data, lora, reward_flow
+    from rewardfl.backbones.wan import decoder
+    from rewardfl.backbones.wan import load as wan_load
+    from rewardfl.backbones.wan import model as wan
 
     world = ROOT / "assets" / "tiny_world"
     pipe = wan_load.load_pipeline(wan_load.find(str(world / "pipeline")), torch.float32)
@@ -404,7 +407,7 @@ def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
         experts = wan.Experts(pipe.transformer, pipe.transformer_2)
         schedule = wan.schedule(8, 5.0, 0.9)
         velocity = wan.Velocity(experts, conditioning, schedule)
-        return decode.decode(pipe.vae, reward_flow.rollout(velocity, noise, schedule.sigmas, ()).x0)
+        return decoder.decode(pipe.vae, reward_flow.rollout(velocity, noise, schedule.sigmas, ()).x0)
 
     with torch.no_grad():
         before = video(pipe)
@@ -657,7 +660,7 @@ def test_kill_while_writing_leaves_the_old_file(world, values, tmp_path):
     code = (
         "import sys, time; sys.argv = sys.argv[1:]; sys.path[:0] = ['tools', '.']\n"
         "import merge_lora, _common\n"
-        "from rewardfl import shards\n"
+        "from rewardfl.weights import shards\n"
         "write = shards._write\n"
         "def slowly(file, piece): write(file, piece); print('writing', flush=True); time.sleep(0.2)\n"
         "shards._write = slowly\n"

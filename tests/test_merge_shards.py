@@ -14,7 +14,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from rewardfl import shards
+from rewardfl.weights import shards
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from rewardfl.monitor import alarms, peak_memory_gb, recent_mean, suspects
-from rewardfl.prepare import Share
+from rewardfl.run.monitor import alarms, peak_memory_gb, recent_mean, suspects
+from rewardfl.run.prepare import Share
 
 
 def test_recent_mean():

@@ -5,7 +5,8 @@ import torch
 from conftest import random_pipeline
 from torch import nn
 
-from rewardfl import lora, offload, wan
+from rewardfl import lora, offload
+from rewardfl.backbones.wan import model as wan
 
 DEVICE = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from face_nets import MiniArcFace, MiniSCRFD, export
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from rewardfl.onnx_module import OPS, OnnxModule
+from rewardfl.rewards.face.onnx_module import OPS, OnnxModule
 
 # Different summation orders in float32, on outputs of order 1.
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}

@@ -7,9 +7,12 @@ import pytest
 import torch
 from runs import FAST, adapter, call, launch, metrics
 
-from rewardfl import cache, data, lora, prepare, wan_load
-from rewardfl.cache import Cache
+from rewardfl import data, lora
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.data import cache
+from rewardfl.data.cache import Cache
 from rewardfl.rewards import Reward
+from rewardfl.run import prepare
 
 
 @pytest.fixture(scope="module")

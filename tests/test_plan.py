@@ -16,7 +16,10 @@ import yaml
 from conftest import FRAMES, HEIGHT, ROOT, WIDTH
 from torch.utils.flop_counter import FlopCounterMode
 
-from rewardfl import config, costs, decode, flow, lora, plan, wan, wan_load
+from rewardfl import config, costs, flow, lora, plan
+from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import model as wan
 from rewardfl.costs import Adapter
 
 TARGETS = tuple(lora.target_modules("q,k,v,o,ffn.0,ffn.2"))
@@ -260,7 +263,7 @@ def test_real_folder(pipe, tmp_path):
     predicted = costs.measure(tmp_path, torch.float32, HEIGHT, WIDTH, 4 * FRAMES + 1, None)
     torch.manual_seed(0)
     latents = torch.randn(1, *predicted.shape)
-    forward, decoded = counted(lambda: decode.decode_with_caches(pipe.vae, latents))
+    forward, decoded = counted(lambda: decoder.decode_with_caches(pipe.vae, latents))
     assert decoded.video.numel() == predicted.num_pixels
     assert forward == sum(chunk.forward for chunk in predicted.chunks)
     held = [[c for c in caches if isinstance(c, torch.Tensor)] for caches in decoded.caches.values()]

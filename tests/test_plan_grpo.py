@@ -9,7 +9,8 @@ import torch
 import yaml
 from conftest import ROOT
 
-from rewardfl import config, costs, flow, lora, plan, plan_grpo, sde, wan_load
+from rewardfl import config, costs, flow, lora, plan, plan_grpo, sde
+from rewardfl.backbones.wan import load as wan_load
 from rewardfl.costs import Adapter
 
 ADAPTER = Adapter(32, tuple(lora.target_modules("q,k,v,o,ffn.0,ffn.2")))

@@ -6,7 +6,7 @@ import plot_metrics
 from matplotlib import pyplot as plt
 from PIL import Image
 
-from rewardfl.checkpoint import MetricsFile
+from rewardfl.run.checkpoint import MetricsFile
 
 
 def call(monkeypatch, capsys, *arguments):

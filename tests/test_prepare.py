@@ -9,9 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from rewardfl import config, data, face_parity, files, prepare, setup
-from rewardfl.cache import Cache
+from rewardfl import config, data, files
+from rewardfl.data import clips, metadata
+from rewardfl.data.cache import Cache
 from rewardfl.rewards import FaceIdentityReward, Reward
+from rewardfl.rewards.face import parity as face_parity
+from rewardfl.run import prepare
+from rewardfl.run import start as setup
 
 
 class Brightness(Reward):
@@ -71,7 +75,7 @@ def counted(monkeypatch):
 
         monkeypatch.setattr(module, name, counting)
 
-    for module, name in ((files, "sha256"), (data, "_decoded"), (data, "read_picture")):
+    for module, name in ((files, "sha256"), (clips, "_decoded"), (metadata, "read_picture")):
         count(module, name)
     return counts
 

@@ -4,7 +4,10 @@ import pytest
 import torch
 from conftest import FRAMES, HEIGHT, ROOT, WIDTH, random_pipeline
 
-from rewardfl import decode, flow, lora, reward_flow, sde, wan, wan_load
+from rewardfl import flow, lora, reward_flow, sde
+from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import model as wan
 
 SCHEDULE = wan.schedule(6, 5.0, 0.9)  # 1, .961, .909 high noise; .833, .714, .5 low noise
 
@@ -66,10 +69,10 @@ def gradients(model):
 def replay_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, schedule):
     velocity, sigmas = wan.Velocity(model, cond, schedule), schedule.sigmas
     trajectory = reward_flow.rollout(velocity, x, sigmas, active)
-    decoded = decode.decode_with_caches(pipe.vae, trajectory.x0)
+    decoded = decoder.decode_with_caches(pipe.vae, trajectory.x0)
     video = decoded.video.requires_grad_()
     (grad_video,) = torch.autograd.grad(-quadratic_reward(video).sum(), video)
-    grad_x0 = decode.decode_vjp(pipe.vae, trajectory.x0, grad_video, decoded)
+    grad_x0 = decoder.decode_vjp(pipe.vae, trajectory.x0, grad_video, decoded)
     kl = reward_flow.replay(
         velocity, trajectory, sigmas, active, grad_x0, coupling,
         reference=velocity.reference, kl_weight=kl_weight, kl_gradient=kl_gradient,
@@ -191,7 +194,7 @@ def test_chain_against_finite_differences():
         x0 = reward_flow.rollout(wan.Velocity(model, cond, SCHEDULE), x, SCHEDULE.sigmas, []).x0
         for n, d in direction.items():
             parameters[n].data -= offset * d
-        return float(-quadratic_reward(decode.decode(pipe.vae, x0)).sum())
+        return float(-quadratic_reward(decoder.decode(pipe.vae, x0)).sum())
 
     eps = 1e-4
     assert analytic == pytest.approx((loss_at(eps) - loss_at(-eps)) / (2 * eps), rel=1e-3)

@@ -9,7 +9,7 @@ from face_nets import SIZE, clip, magenta_pack
 
 from rewardfl import rewards
 from rewardfl.rewards import FaceIdentityReward, Reward, RewardOutput
-from rewardfl.rewards.face_identity import MIN_MOTION, PARTS, _smaller
+from rewardfl.rewards.face.reward import MIN_MOTION, PARTS, _smaller
 
 MOUTH = [0.0, 0.1, 0.3, 0.2]
 REAL = clip([(2, 2), (2, 2), (3, 2), (3, 3)], seed=1, mouth=MOUTH)

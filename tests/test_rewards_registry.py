@@ -10,9 +10,10 @@ import pytest
 import torch
 from conftest import ROOT
 
-from rewardfl import data, prepare, rewards
+from rewardfl import data, rewards
 from rewardfl.rewards import REWARDS, Reward, RewardError, RewardOutput, __main__, find
 from rewardfl.rewards.checked import checked
+from rewardfl.run import prepare
 
 VIDEO = 1.8 * torch.rand(2, 3, 4, 16, 16, generator=torch.Generator().manual_seed(0)) - 0.9
 EXAMPLE = ROOT / "examples" / "my_reward.py"

@@ -25,7 +25,8 @@ import torch
 from remote_rewards import Likeness
 from safetensors.torch import save
 
-from rewardfl import cache, data, reward_server, reward_wire, rewards
+from rewardfl import data, reward_server, reward_wire, rewards
+from rewardfl.data import cache
 from rewardfl.reward_server import Refused, RewardServer, Service
 from rewardfl.reward_wire import Clip, WireError
 from rewardfl.rewards import remote as remote_module

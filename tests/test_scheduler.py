@@ -9,7 +9,8 @@ from conftest import FRAMES, HEIGHT, ROOT, WIDTH
 from diffusers import FlowMatchEulerDiscreteScheduler
 from test_wan import PROMPT, picture
 
-from rewardfl import data, flow, wan
+from rewardfl import data, flow
+from rewardfl.backbones.wan import model as wan
 from rewardfl.scheduler import FlowMatchSDEScheduler
 
 STOCHASTIC = ["flow", "dance", "cps"]

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from runs import FAST, QUICK, WORLD, call
 
-from rewardfl import wan_load
+from rewardfl.backbones.wan import load as wan_load
 
 SOURCES = sorted(
     path

@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import ROOT
 
-from rewardfl.signals import ECHO, Interruption
+from rewardfl.run.signals import ECHO, Interruption
 
 
 def wait_for(interruption, number):

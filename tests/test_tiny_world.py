@@ -12,8 +12,10 @@ from conftest import ROOT
 from insightface.app import FaceAnalysis
 from insightface.utils import face_align
 
-from rewardfl import data, face, wan_load
-from rewardfl.onnx_module import OnnxModule
+from rewardfl import data
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.rewards.face import identity as face
+from rewardfl.rewards.face.onnx_module import OnnxModule
 from tiny_world import faces, measure, people, vae
 
 WORLD = ROOT / "assets" / "tiny_world"

@@ -361,7 +361,7 @@ def test_a_kill_while_a_folder_is_written_is_cleared_up(world, place):
     before = snapshot(out)
     code = (
         "import sys, time; sys.path[:0] = ['tools', '.']; import merge_shards\n"
-        "from rewardfl import shards\n"
+        "from rewardfl.weights import shards\n"
         "def hang(file, piece): file.write(b'half'); print('writing', flush=True); time.sleep(600)\n"
         "shards._write = hang; merge_shards.main()"
     )

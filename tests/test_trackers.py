@@ -9,7 +9,8 @@ import torch
 from runs import call
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rewardfl import data, trackers
+from rewardfl import data
+from rewardfl.run import trackers
 
 CONFIG = {"run.seed": "42", "train.max_steps": "None"}
 

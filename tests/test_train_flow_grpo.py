@@ -10,7 +10,8 @@ from conftest import ROOT
 from diffusers.training_utils import EMAModel
 from runs import GRPO_FAST, adapter, call, call_grpo, launch_grpo, metrics, table
 
-from rewardfl import checkpoint, data, grpo, reward_flow, sde
+from rewardfl import data, grpo, reward_flow, sde
+from rewardfl.run import checkpoint
 
 REWARDS = ROOT / "tests" / "grpo_rewards.py"
 

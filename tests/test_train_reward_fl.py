@@ -19,7 +19,13 @@ from PIL import Image
 from runs import CACHE, FAST, PACKS, WORLD, adapter, call, launch, metrics, table
 
 import train_reward_fl
-from rewardfl import checkpoint, config, data, distributed, face_parity, lora, wan, wan_load
+from rewardfl import config, data, lora
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import model as wan
+from rewardfl.data import clips as clip_files
+from rewardfl.rewards.face import parity as face_parity
+from rewardfl.run import checkpoint
+from rewardfl.run import job as distributed
 
 # -- runs
 
@@ -490,7 +496,7 @@ def test_a_dry_run_looks_at_the_clips(monkeypatch, capsys, no_weights, clips, tm
     rows[2][1] = ""
     data.write_video(tmp_path / rows[3][0], torch.zeros(3, 64, 64, 3, dtype=torch.uint8), 8)
     write(path, [*rows, *good])
-    monkeypatch.setattr(data, "_decoded", lambda path: pytest.fail("decoded"))
+    monkeypatch.setattr(clip_files, "_decoded", lambda path: pytest.fail("decoded"))
     arguments = ["--dry-run", f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}", "train.max_steps=null"]
     arguments += ["train.num_train_epochs=6"]
     code, _, error = call(monkeypatch, capsys, *arguments)

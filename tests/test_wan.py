@@ -8,8 +8,11 @@ from conftest import FRAMES, HEIGHT, WIDTH, random_pipeline
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
-from rewardfl import data, decode, flow, reward_flow, wan, wan_load
-from rewardfl.shards import Refused
+from rewardfl import data, flow, reward_flow
+from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import model as wan
+from rewardfl.weights.shards import Refused
 
 PROMPT = "a person with short dark hair, talking"
 
@@ -43,7 +46,7 @@ def test_sampler_equals_the_pipeline_bit_for_bit(pipe, steps):
     actual = ours(pipe, steps, noise)
     assert torch.equal(actual, expected)
     video = stock(pipe, steps, latents=noise.clone(), output_type="pt")  # (1, F, 3, H, W) in [0, 1]
-    torch.testing.assert_close(decode.decode(pipe.vae, actual).transpose(1, 2) / 2 + 0.5, video, rtol=0, atol=1e-6)
+    torch.testing.assert_close(decoder.decode(pipe.vae, actual).transpose(1, 2) / 2 + 0.5, video, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("steps", [4, 8])

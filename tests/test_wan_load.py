@@ -21,8 +21,12 @@ from safetensors.torch import load_file, save_file
 from test_wan import picture, stock
 
 from benchmarks import load as load_benchmark
-from rewardfl import config, data, lora, lora_files, setup, shards, wan, wan_load
-from rewardfl.shards import Refused
+from rewardfl import config, data, lora
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import model as wan
+from rewardfl.run import start as setup
+from rewardfl.weights import lora_files, shards
+from rewardfl.weights.shards import Refused
 
 MODULES = ("transformer", "transformer_2", "vae", "text_encoder")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from rewardfl.shards import Part, Refused
+from rewardfl.weights.shards import Part, Refused
 
 MERGED, IO_ERROR, REFUSED = 0, 1, 2  # exit codes
 LONGEST_LINE = 2000  # characters of a message: names come from files

@@ -30,7 +30,9 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import config, data, face, face_pack
+from rewardfl import config, data
+from rewardfl.rewards.face import identity as face
+from rewardfl.rewards.face import pack as face_pack
 
 USABLE, UNUSABLE = 0, 2  # exit codes
 ENLARGED, CROPPED = 1.05, 0.75  # warnings: enlarged more than this many times; less than this share of a picture left

@@ -23,10 +23,10 @@ import torch  # noqa: E402
 from _output import Output  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from rewardfl import lora_files, merge, shards, wan_names  # noqa: E402
 from rewardfl.files import sha256  # noqa: E402
-from rewardfl.lora_files import Lora, Update, load  # noqa: E402
-from rewardfl.shards import Part, Refused  # noqa: E402
+from rewardfl.weights import lora_files, merge, shards, wan_names  # noqa: E402
+from rewardfl.weights.lora_files import Lora, Update, load  # noqa: E402
+from rewardfl.weights.shards import Part, Refused  # noqa: E402
 
 TOOL = "rewardfl convert_lora 1"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

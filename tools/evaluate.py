@@ -24,7 +24,11 @@ from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import config, data, decode, face, offload, reward_flow, setup, wan
+from rewardfl import config, data, offload, reward_flow
+from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.wan import model as wan
+from rewardfl.rewards.face import identity as face
+from rewardfl.run import start as setup
 
 ARMS = ("before", "after")
 RESAMPLES = 10_000
@@ -144,7 +148,7 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
         noise = torch.cat([data.noise(shape, data.noise_seed(seed, 0, row.id), args.device) for row, seed in batch])
         samplers = {"before": velocity.reference, "after": velocity}
         videos = {
-            arm: decode.decode(vae, reward_flow.rollout(samplers[arm], noise, schedule.sigmas, keep=()).x0).float()
+            arm: decoder.decode(vae, reward_flow.rollout(samplers[arm], noise, schedule.sigmas, keep=()).x0).float()
             for arm in ARMS
         }
         for i, (row, seed) in enumerate(batch):

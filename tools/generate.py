@@ -17,7 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from rewardfl import config, data, decode, offload, reward_flow, wan, wan_load
+from rewardfl import config, data, offload, reward_flow
+from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import model as wan
 
 
 def main() -> int:
@@ -96,7 +99,7 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     schedule = wan.schedule(args.steps, args.shift, pipe.config.boundary_ratio)
     velocity = wan.Velocity(experts, conditioning, schedule, negative, args.guidance)
     x0 = reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0
-    return decode.decode(vae, x0)[0].float().cpu()
+    return decoder.decode(vae, x0)[0].float().cpu()
 
 
 def read_image(path: Path, height: int, width: int) -> torch.Tensor:

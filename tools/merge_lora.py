@@ -24,10 +24,10 @@ import _common  # noqa: E402
 import _output  # noqa: E402
 from _output import Output  # noqa: E402
 
-from rewardfl import lora_files, merge, shards  # noqa: E402
 from rewardfl.files import sha256  # noqa: E402
-from rewardfl.lora_files import FLOAT32, Lora  # noqa: E402
-from rewardfl.shards import Refused  # noqa: E402
+from rewardfl.weights import lora_files, merge, shards  # noqa: E402
+from rewardfl.weights.lora_files import FLOAT32, Lora  # noqa: E402
+from rewardfl.weights.shards import Refused  # noqa: E402
 
 TOOL = "rewardfl merge_lora 1"
 EXPERTS = {"high": "high_noise", "low": "low_noise"}

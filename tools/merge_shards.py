@@ -19,8 +19,8 @@ import _common  # noqa: E402
 import _output  # noqa: E402
 from _output import Output  # noqa: E402
 
-from rewardfl import shards, wan_names  # noqa: E402
-from rewardfl.shards import Checkpoint, Part, Refused  # noqa: E402
+from rewardfl.weights import shards, wan_names  # noqa: E402
+from rewardfl.weights.shards import Checkpoint, Part, Refused  # noqa: E402
 
 TOOL = "rewardfl merge_shards 1"
 
@@ -92,7 +92,7 @@ def plan(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
             shards.copy_of(entry, wan_names.output_name(wan_names.common_name(name, naming, prefix), name, rename))
             for name, entry in model.tensors.items()
         ]
-    from rewardfl import merge  # torch, only where numbers change
+    from rewardfl.weights import merge
 
     return merge.plan(model, [], dtype, rename).parts
 

@@ -15,7 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from rewardfl import config as configuration
-from rewardfl import data, plan, plan_grpo, wan_load
+from rewardfl import data, plan, plan_grpo
+from rewardfl.backbones.wan import load as wan_load
 from rewardfl.config import AnyConfig, GrpoConfig, RunConfig
 
 FITS, DOES_NOT = 0, 2  # exit codes

@@ -14,7 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from rewardfl.checkpoint import MetricsFile
+from rewardfl.run.checkpoint import MetricsFile
 
 
 def main() -> int:

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from .base import Reward, RewardError, RewardOutput
-from .checked import checked
-from .face_identity import FaceIdentityReward
+from rewardfl.rewards.base import Reward, RewardError, RewardOutput
+from rewardfl.rewards.checked import checked
+from rewardfl.rewards.face.reward import FaceIdentityReward
 
 __all__ = [
     "REWARDS",
@@ -29,7 +29,7 @@ REWARDS: dict[str, str] = {
     "aesthetic": "aesthetic:AestheticReward",
     "clip_score": "clip_score:ClipScoreReward",
     "colour": "colour:ColourReward",
-    "face_identity": "face_identity:FaceIdentityReward",
+    "face_identity": "face.reward:FaceIdentityReward",
     "hpsv2": "hpsv2:Hpsv2Reward",
     "jpeg_size": "jpeg_size:JpegSizeReward",
     "motion": "motion:MotionReward",

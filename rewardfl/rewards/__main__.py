@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import yaml
 
-from .. import data
-from . import REWARDS, Reward, build, find
+from rewardfl import data
+from rewardfl.rewards import REWARDS, Reward, build, find
 
 COLUMNS = ("name", "differentiable", "range", "weights", "licence")
 

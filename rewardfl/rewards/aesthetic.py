@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .clip import UNREADABLE, ImageTower, load_clip, some
-from .frames import FrameReward
+from rewardfl.rewards.clip import UNREADABLE, ImageTower, load_clip, some
+from rewardfl.rewards.frames import FrameReward
 
 # github.com/christophschuhmann/improved-aesthetic-predictor: linear layers without activations between them; the
 # numbers are their places in its nn.Sequential, whose others are dropouts, which do nothing outside of training.

@@ -18,8 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .base import Reward
-from .terms import Judged, Reference, Term, failure, judge
+from rewardfl.rewards.base import Reward
+from rewardfl.rewards.terms import Judged, Reference, Term, failure, judge
 
 
 class Call:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .base import Reward, RewardError, RewardOutput
+from rewardfl.rewards.base import Reward, RewardError, RewardOutput
 
 NONFINITE = "nonfinite"  # the part that counts scores that were not finite
 PART_NAME = re.compile(r"[\w.-]+")  # it becomes a piece of a metric's key

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import CLIPModel, CLIPTokenizer
 
-from ..cache import model_digest
-from .frames import FrameReward
+from rewardfl.files import model_digest
+from rewardfl.rewards.frames import FrameReward
 
 # Of OpenAI's training images (github.com/openai/CLIP, clip.py); the LAION models and their fine-tunes keep them.
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .clip import PromptReward, load_clip
+from rewardfl.rewards.clip import PromptReward, load_clip
 
 
 class ClipScoreReward(PromptReward):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from .frames import FrameReward
+from rewardfl.rewards.frames import FrameReward
 
 
 class ColourReward(FrameReward):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .base import Reward, RewardOutput, no_score
+from rewardfl.rewards.base import Reward, RewardOutput, no_score
 
 
 class FrameReward(Reward):

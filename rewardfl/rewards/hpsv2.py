@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
-from .clip import UNREADABLE, PromptReward, normalise, some, unit_range
+from rewardfl.rewards.clip import UNREADABLE, PromptReward, normalise, some, unit_range
 
 # open_clip's ViT-H-14: 1280 / head_width 80 in the image tower, 1024 / 64 in the text tower
 HEADS = 16

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from .frames import FrameReward
+from rewardfl.rewards.frames import FrameReward
 
 
 class JpegSizeReward(FrameReward):

@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from .base import RewardError
-from .checked import NONFINITE
-from .terms import Judged, Term, joined
+from rewardfl.rewards.base import RewardError
+from rewardfl.rewards.checked import NONFINITE
+from rewardfl.rewards.terms import Judged, Term, joined
 
 
 def means(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .base import Reward, RewardOutput, no_score
+from rewardfl.rewards.base import Reward, RewardOutput, no_score
 
 # A real clip whose pixels change by less than half a level of 255 from frame to frame stands still: no ratio.
 MIN_MOTION = 0.5 / 255

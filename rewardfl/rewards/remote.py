@@ -20,8 +20,8 @@ from urllib.parse import SplitResult, urlsplit
 import torch
 from torch import Tensor
 
-from .. import data
-from ..reward_wire import (
+from rewardfl import data
+from rewardfl.reward_wire import (
     CONTENT_TYPE,
     ENVELOPE_BYTES,
     PLACES,
@@ -31,7 +31,7 @@ from ..reward_wire import (
     pack_request,
     unpack_answer,
 )
-from .base import Reward, RewardOutput, Unavailable
+from rewardfl.rewards.base import Reward, RewardOutput, Unavailable
 
 MAX_ANSWER_BYTES = 1 << 24  # a few numbers per clip; a server that sends more is not ours
 MAX_HEAD_BYTES = 1 << 16

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from rewardfl.config import WantedReward
-
-from . import construct, find
-from .base import Reward, RewardError, RewardOutput, Unavailable
+from rewardfl.rewards import construct, find
+from rewardfl.rewards.base import Reward, RewardError, RewardOutput, Unavailable
 
 Reference = Mapping[str, Tensor] | None
 

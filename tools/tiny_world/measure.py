@@ -6,7 +6,11 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
 
-from rewardfl import data, decode, face, reward_flow, wan, wan_load
+from rewardfl import data, reward_flow
+from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import model as wan
+from rewardfl.rewards.face import identity as face
 
 from . import faces
 from .people import NUM_FRAMES, SIZE, draw_motion, draw_people, render
@@ -62,7 +66,7 @@ def video_figures(world: Path, judges: dict[str, face.FaceIdentity]) -> dict[str
         x0 = reward_flow.rollout(wan.Velocity(experts, conditioning, schedule), noise, schedule.sigmas, keep=()).x0
         real.append(clip)
         again.append(pipe.vae.decode(pipe.vae.encode(clip[None]).latent_dist.mode()).sample[0])
-        made.append(decode.decode(pipe.vae, x0)[0])
+        made.append(decoder.decode(pipe.vae, x0)[0])
     mse = torch.stack([(a - b).square().mean() for a, b in zip(real, again, strict=True)])
     figures: dict[str, object] = {"vae_psnr": float((10 * torch.log10(4 / mse)).mean())}
     for name, judge in judges.items():

@@ -1,6 +1,6 @@
 """Wan2.2 I2V as the samplers see it: its conditioning, which expert answers when, its velocity.
 
-wan_load.py loads it; nothing else knows Wan.
+load.py loads it.
 """
 
 from collections.abc import Sequence

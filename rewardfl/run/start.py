@@ -17,29 +17,22 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rewardfl import (
-    checkpoint,
-    costs,
-    data,
-    distributed,
-    face_parity,
-    lora,
-    lora_files,
-    merge,
-    offload,
-    prepare,
-    trackers,
-    wan,
-    wan_load,
-)
 from rewardfl import config as configuration
-from rewardfl.cache import Cache, digest, model_digest
+from rewardfl import costs, data, lora, offload
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import model as wan
 from rewardfl.config import AnyConfig
-from rewardfl.face_pack import describe, file_hashes
+from rewardfl.data.cache import Cache, digest
+from rewardfl.files import model_digest
 from rewardfl.rewards import FaceIdentityReward
+from rewardfl.rewards.face import parity as face_parity
+from rewardfl.rewards.face.pack import describe, file_hashes
 from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.terms import RewardError, Term
-from rewardfl.shards import Refused
+from rewardfl.run import checkpoint, prepare, trackers
+from rewardfl.run import job as distributed
+from rewardfl.weights import lora_files, merge
+from rewardfl.weights.shards import Refused
 
 VERSIONED = (
     "torch",

@@ -41,10 +41,10 @@ from accelerate.utils import (
     broadcast_object_list,
 )
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rewardfl.config import AnyConfig, trainable_experts
+from rewardfl.sharding import placed, whole
 
 # of a collective: the others wait while one process writes sample videos, or fills what is left of the cache
 TIMEOUT = timedelta(hours=2)
@@ -276,27 +276,6 @@ def step(
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Tensors of which each process may hold a part
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of it. On all processes: under FSDP each has a part."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def gathered(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of all of them, whole and on the CPU. On all processes."""
-    return [whole(tensor.detach()).cpu().clone() for tensor in tensors]
-
-
-def placed(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A whole tensor as `parameter` lies: on its device, and under FSDP in the same parts."""
-    tensor = tensor.to(parameter.device)
-    if not isinstance(parameter, DTensor):
-        return tensor
-    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
-
-
 # The optimizer's state, the same whatever runs: torch's AdamW's, by the position of the parameter
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..face import FaceIdentity, FacePool, FaceScore
-from ..files import sha256
-from .base import Reward, RewardOutput, no_score
+from rewardfl.files import sha256
+from rewardfl.rewards.base import Reward, RewardOutput, no_score
+from rewardfl.rewards.face.identity import FaceIdentity, FacePool, FaceScore
 
 # A real clip that moves less than this many face widths per frame gives no ratio: it would divide by noise.
 MIN_MOTION = 1e-4

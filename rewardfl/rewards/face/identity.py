@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .face_pack import pack_files
-from .onnx_module import OnnxModule
+from rewardfl.rewards.face.onnx_module import OnnxModule
+from rewardfl.rewards.face.pack import pack_files
 
 # Left eye, right eye, nose, left and right mouth corner in a 112 x 112 crop: insightface/utils/face_align.py.
 ARCFACE_TEMPLATE = torch.tensor(

@@ -24,13 +24,14 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
-from rewardfl import lora, lora_files, merge, shards, wan_names
-from rewardfl.lora_files import Lora
-from rewardfl.shards import Checkpoint, Refused
-from rewardfl.wan import PARTS
+from rewardfl import lora
+from rewardfl.backbones.wan.model import PARTS
+from rewardfl.weights import lora_files, merge, shards, wan_names
+from rewardfl.weights.lora_files import Lora
+from rewardfl.weights.shards import Checkpoint, Refused
 
 # configurations of the published model, for files that come without any; a pipeline folder without weights
-PUBLISHED = Path(__file__).parent.parent / "configs" / "wan22_i2v_a14b"
+PUBLISHED = Path(__file__).parents[3] / "configs" / "wan22_i2v_a14b"
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model")  # either is a tokenizer
 KEYS = ("high_noise_model", "low_noise_model", "text_encoder", "vae")  # of a wan22_paths.json, in its list form's order
 

@@ -17,8 +17,10 @@ from diffusers import WanImageToVideoPipeline
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import cache, data, files, reward_flow, wan
-from rewardfl.cache import Cache, CacheError, Key
+from rewardfl import data, files, reward_flow
+from rewardfl.backbones.wan import model as wan
+from rewardfl.data import cache
+from rewardfl.data.cache import Cache, CacheError, Key
 from rewardfl.rewards import Reward
 
 Number = int | float | None
@@ -261,7 +263,7 @@ def before_boundary(schedule: wan.Schedule) -> Tensor:
 class Conditions:
     """The conditioning of samples, and the latents at the boundary between the experts, in the cache.
 
-    text, vae, untrained: cache.model_digest of what the entries are computed with; untrained is the expert that
+    text, vae, untrained: files.model_digest of what the entries are computed with; untrained is the expert that
     answers before the boundary. dtype: what these compute in.
     """
 

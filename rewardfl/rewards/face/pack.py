@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from .onnx_file import graph_inputs, read_graph, value_shape
+from rewardfl.rewards.face.onnx_file import graph_inputs, read_graph, value_shape
 
 TASKS = ("detector", "recogniser")
 

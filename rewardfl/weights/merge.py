@@ -15,9 +15,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rewardfl import shards, wan_names
-from rewardfl.lora_files import TORCH_DTYPES, Lora, Update, as_bytes, load
-from rewardfl.shards import BLOCK_BYTES, Checkpoint, Entry, Part, Refused, copy_of
+from rewardfl.weights import shards, wan_names
+from rewardfl.weights.lora_files import TORCH_DTYPES, Lora, Update, as_bytes, load
+from rewardfl.weights.shards import BLOCK_BYTES, Checkpoint, Entry, Part, Refused, copy_of
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --dtype
 Item, Result = TypeVar("Item"), TypeVar("Result")

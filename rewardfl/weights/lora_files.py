@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rewardfl import shards, wan_names
-from rewardfl.shards import Entry, Refused, shown
+from rewardfl.weights import shards, wan_names
+from rewardfl.weights.shards import Entry, Refused, shown
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"  # diffusers' name of a LoRA file
 CONFIG_NAME = "adapter_config.json"  # peft's, beside its adapter

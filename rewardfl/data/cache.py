@@ -6,7 +6,7 @@ of processes may write the same folder, and it is checked when it is read: a dam
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -16,7 +16,6 @@ from torch import Tensor
 from rewardfl.files import atomic_write
 
 FORMAT = 1  # to be raised when what is cached is computed in another way: old entries are then not found
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # read of a model's file to identify it
 
 Key = Mapping[str, object]  # plain JSON values; "kind" says what the entry is
 
@@ -78,22 +77,3 @@ def _text(key: Key) -> str:
 
 def _hash(content: bytes | memoryview) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def model_digest(files: Sequence[Path]) -> str:
-    """Identifies weights by the files' sizes and 4 MiB spread over each: reading 57 GB at every start takes minutes.
-
-    Two trainings differ in all of their weights, so no sample of them agrees. A folder stands for the files in it.
-    """
-    found = hashlib.blake2b(digest_size=16)
-    for path in files:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if not file.is_file():
-                continue
-            size = file.stat().st_size
-            found.update(size.to_bytes(8, "little"))
-            with file.open("rb") as content:
-                for i in range(SAMPLES):
-                    content.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
-                    found.update(content.read(SAMPLE_BYTES))
-    return found.hexdigest()

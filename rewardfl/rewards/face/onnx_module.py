@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .onnx_file import graph_inputs, read_graph, value_shape
+from rewardfl.rewards.face.onnx_file import graph_inputs, read_graph, value_shape
 
 Attributes = dict[str, object]
 

@@ -1,0 +1,341 @@
+"""Clips and pictures: read as training takes them, brought to a size, and written to look at."""
+
+import io
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+import av
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.nn import functional
+
+from rewardfl.files import atomic_directory, atomic_write
+
+STEP = 16  # diffusers' Wan pipeline takes heights and widths in multiples of it
+PICTURE_PIXELS = 2**26  # at most, of a picture (8192 x 8192): reading and fitting it takes 1.1 GB
+# The bits depend on the number of threads, and, where macroblocks are an odd number, libx264's macroblock tree reads
+# memory that nobody has written (core 165).
+X264 = {"crf": "18", "threads": "1", "x264-params": "mbtree=0"}
+SAME_RATE = 0.99  # 23.976 frames per second pass for 24
+
+
+class DataError(ValueError):
+    """Training data that cannot be used. The message names the file, the line and the way out."""
+
+
+class Instant(NamedTuple):
+    """When a frame is shown, in seconds: what is known of it before it is decoded."""
+
+    time: float
+
+
+Timed = av.VideoFrame | Instant
+
+
+def read_video(path: str | Path, num_frames: int | None = None, fps: float | None = None) -> Tensor:
+    """The frames of iter_frames as (F, H, W, 3) uint8 RGB, upright as the file's rotation says."""
+    return torch.from_numpy(np.stack([_pixels(frame) for frame in iter_frames(path, num_frames, fps)]))
+
+
+def iter_frames(
+    path: str | Path, num_frames: int | None = None, fps: float | None = None, at_least: int | None = None
+) -> Iterator[av.VideoFrame]:
+    """The first `num_frames` frames of a clip (None: all), one at a time, not yet turned upright.
+
+    fps None: as they are stored. A number: for k = 0, 1, ... the frame whose time is nearest to start + k / fps,
+    whatever times the frames have (variable frame rates). Raises DataError for a file that is missing or cannot
+    be decoded, where it ends before `at_least` frames (None: num_frames), and for frames that follow each other
+    more slowly than fps: frames that were never filmed would have to be made up.
+    """
+    return _chosen(path, _decoded(path), num_frames, fps, at_least)
+
+
+def _chosen(
+    path: str | Path, frames: Iterable[Timed], num_frames: int | None, fps: float | None, at_least: int | None
+) -> Iterator[Timed]:
+    """Those of a file's frames, or of their times, that iter_frames takes."""
+    found, needed = 0, (num_frames or 1) if at_least is None else at_least
+    for frame in itertools.islice(frames, num_frames) if fps is None else _at_rate(path, frames, fps, num_frames):
+        found += 1
+        yield frame
+    if found < needed:
+        rate = "" if fps is None else f" at {fps:g} fps"
+        raise DataError(f"{path}: holds {found} frames{rate}, {needed} are needed")
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
+    """A file and its video. DataError for what its header, or reading on, shows to be of no use to training."""
+    if not os.path.isfile(path):  # Path.is_file raises for names that no file system takes
+        raise DataError(f"{path}: no such file")
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise DataError(f"{path}: holds no video")
+            stream = container.streams.video[0]
+            stream.thread_type = "AUTO"
+            if abs((stream.sample_aspect_ratio or 1) - 1) > 0.02:  # players stretch it; a face would be squeezed
+                raise DataError(
+                    f"{path}: pixels are {stream.sample_aspect_ratio} as wide as high; make them square with "
+                    "ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT"
+                )
+            yield container, stream
+    except av.FFmpegError as error:
+        raise DataError(f"{path}: cannot be decoded ({error.strerror})") from error
+
+
+def _decoded(path: str | Path) -> Iterator[av.VideoFrame]:
+    """All frames in the order in which they are shown. DataError for what training could not use as it is."""
+    size = None
+    with _opened(path) as (container, stream):
+        for i, frame in enumerate(container.decode(stream)):
+            size = size or (frame.height, frame.width)
+            if (frame.height, frame.width) != size:
+                change = f"{size[0]} x {size[1]} to {frame.height} x {frame.width}"
+                raise DataError(f"{path}: goes from {change} pixels at frame {i}; re-encode it at one size")
+            if frame.rotation % 90:
+                raise DataError(f"{path}: is turned by {frame.rotation} degrees; re-encode it upright")
+            yield frame
+
+
+def read_header(
+    path: str | Path, num_frames: int, fps: float | None = None, at_least: int | None = None
+) -> tuple[tuple[int, int], float | None]:
+    """((height, width) as stored, frames per second where it says so) of a clip, without decoding a frame.
+
+    Raises iter_frames' DataError as far as that can be told. A header may lie: where it promises too few frames, or too
+    slow ones, the times of the file's packets decide, which are never fewer than its frames; where it promises
+    enough, reading the frames may still find less.
+    """
+    with _opened(path) as (container, stream):
+        rate = float(stream.average_rate) if stream.average_rate else None
+        needed = num_frames if at_least is None else at_least
+        if _promises_too_little(stream.frames, rate, needed, fps):
+            packets = [packet for packet in container.demux(stream) if packet.size and not packet.is_discard]
+            if all(packet.pts is not None for packet in packets):
+                times = sorted({packet.pts * packet.time_base for packet in packets})
+                for _ in _chosen(path, (Instant(float(time)) for time in times), num_frames, fps, at_least):
+                    pass
+        return (stream.height, stream.width), rate
+
+
+def _promises_too_little(count: int, rate: float | None, needed: int, fps: float | None) -> bool:
+    """count: 0 where the header does not say."""
+    if fps is None or rate is None:
+        return 0 < count < needed
+    return rate < SAME_RATE * fps or 0 < count < (needed - 1) * rate / fps + 1
+
+
+def _at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_frames: int | None) -> Iterator[Timed]:
+    """The frames nearest to every 1 / fps seconds, in one pass; the last frame stands as long as the one before it."""
+    slack = 1e-3  # seconds: containers round times to milliseconds, and halfway between two frames is the earlier
+    start, before, shown, gap, seen, k = 0.0, -math.inf, None, 0.0, 0, 0
+    for frame in frames:
+        if frame.time is None or frame.time <= before:
+            raise DataError(f"{path}: frame {seen} has no time of its own; re-encode it, or set data.fps: null")
+        if shown is None:
+            start = frame.time
+        else:
+            gap = frame.time - before
+        while shown is not None and k != num_frames and start + k / fps <= before + gap / 2 + slack:
+            yield shown
+            k += 1
+        before, shown, seen = frame.time, frame, seen + 1
+        if k == num_frames:
+            break
+    while shown is not None and k != num_frames and start + k / fps <= before + max(0.0, gap - slack):
+        yield shown
+        k += 1
+    rate = (seen - 1) / (before - start) if seen > 1 else math.inf  # one frame has none: too few frames says enough
+    if rate < SAME_RATE * fps:
+        raise DataError(
+            f"{path}: has {rate:.4g} frames per second, data.fps is {fps:g}; lower it or leave the clip out"
+        )
+
+
+def _pixels(frame: av.VideoFrame) -> np.ndarray:
+    """(H, W, 3) uint8 RGB, upright."""
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), k=frame.rotation // 90))
+
+
+def frame_rate(path: str | Path) -> float:
+    """Average frames per second of a video file. DataError where it cannot be read, or does not say."""
+    with _opened(path) as (_, stream):
+        if not stream.average_rate:
+            raise DataError(f"{path}: does not say how many frames it has per second; re-encode it, or set data.fps")
+        return float(stream.average_rate)
+
+
+def write_video(path: str | Path, video: Tensor, fps: float) -> None:
+    """Write `video`, uint8 (F, H, W, 3) or float (3, F, H, W) in [-1, 1], as H.264 mp4, atomically.
+
+    The same video gives the same bytes. The file is for looking at: 4:2:0 colour and compression change pixels, so no
+    reward is computed from it.
+    """
+    frames = _frames(video)
+    _, height, width, _ = frames.shape
+    if height % 2 or width % 2:
+        raise ValueError(f"{path}: H.264 needs an even height and width, got {height} x {width}")
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with av.open(str(temporary), "w", format="mp4") as container:
+            stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+            stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+            stream.options = X264
+            for frame in frames:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            container.mux(stream.encode())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_npy(path: str | Path, video: Tensor) -> None:
+    """Write a video, as write_video takes it, as numpy's uint8 array (F, H, W, 3) in RGB, atomically and losslessly."""
+    content = io.BytesIO()
+    np.save(content, _frames(video))
+    atomic_write(path, content.getvalue())
+
+
+def write_pngs(folder: str | Path, video: Tensor) -> None:
+    """Write a video, as write_video takes it, as `folder`/0000.png, 0001.png, ...: all of them or none, losslessly.
+
+    Raises FileExistsError where there is something at `folder`, which is never replaced.
+    """
+    if Path(folder).exists():
+        raise FileExistsError(f"{folder} is there already")
+    with atomic_directory(folder) as new:
+        for i, frame in enumerate(_frames(video)):
+            Image.fromarray(frame).save(new / f"{i:04d}.png")
+
+
+def _frames(video: Tensor) -> np.ndarray:
+    """(F, H, W, 3) uint8 of a video as write_video takes it."""
+    return (video if video.dtype == torch.uint8 else to_uint8(video)).cpu().numpy()
+
+
+def draw_boxes(video: Tensor, boxes: Tensor) -> Tensor:
+    """A copy of a video (3, F, H, W) in [-1, 1] with a green frame around boxes (F, 4): left, top, right, bottom."""
+    marked, (height, width) = video.clone(), video.shape[2:]
+    green = torch.tensor([-1.0, 1.0, -1.0], dtype=video.dtype, device=video.device)[:, None]
+    limits = torch.tensor([width - 1, height - 1] * 2)
+    for frame, box in zip(marked.unbind(1), boxes.cpu().round().long(), strict=True):
+        left, top, right, bottom = box.clamp(min=0).minimum(limits).tolist()
+        for line in (frame[:, top, left : right + 1], frame[:, bottom, left : right + 1]):
+            line[:] = green
+        for line in (frame[:, top : bottom + 1, left], frame[:, top : bottom + 1, right]):
+            line[:] = green
+    return marked
+
+
+def to_float(frames: Tensor) -> Tensor:
+    """(F, H, W, 3) uint8 frames as (3, F, H, W) float32 video in [-1, 1]."""
+    return frames.permute(3, 0, 1, 2).float() / 127.5 - 1
+
+
+def to_uint8(video: Tensor) -> Tensor:
+    """(3, F, H, W) video in [-1, 1] as (F, H, W, 3) uint8 frames, rounded; values outside are clipped."""
+    return ((video.detach().float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 3, 0)
+
+
+def fit(frames: Tensor, height: int, width: int) -> Tensor:
+    """(F, H, W, 3) uint8 frames resized, antialiased, to cover height x width and cropped at the centre."""
+    old_height, old_width = frames.shape[1:3]
+    if (old_height, old_width) == (height, width):
+        return frames
+    scale = max(height / old_height, width / old_width)
+    size = (max(height, round(old_height * scale)), max(width, round(old_width * scale)))
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    fitted = []
+    for chunk in frames.split(8):  # 81 frames of 1080p would take 2 GB as float32
+        resized = functional.interpolate(
+            chunk.permute(0, 3, 1, 2).float(), size, mode="bicubic", antialias=True, align_corners=False
+        )
+        cropped = resized[:, :, top : top + height, left : left + width]
+        fitted.append(cropped.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1))
+    return torch.cat(fitted)
+
+
+def fit_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
+    """(height, width) for a clip of that size: multiples of STEP with at most max_pixels, and the clip's own shape.
+
+    Of all such sizes with no more pixels than the clip has, those at which it is scaled down least (by the side
+    that is scaled down more), and of these the one that crops least. max_pixels: at least STEP * STEP.
+    """
+    pixels = max(STEP**2, min(max_pixels, height * width))
+    heights = range(STEP, pixels // STEP + 1, STEP)
+    # the width that shows all of the clip at that height, or what the pixels allow
+    sizes = [(h, STEP * min(-(-h * width // (height * STEP)), pixels // (h * STEP))) for h in heights]
+    # of equals the first: where the width decides, more height would only be cropped
+    return max(sizes, key=lambda size: min(size[0] / height, size[1] / width))
+
+
+def clip_size(source: tuple[int, int], height: int, width: int, max_pixels: int | None) -> tuple[int, int]:
+    """(height, width) that a clip of `source` (height, width) pixels is brought to."""
+    return (height, width) if max_pixels is None else fit_size(*source, max_pixels)
+
+
+def read_clip(
+    path: str | Path, height: int, width: int, num_frames: int, max_pixels: int | None = None,
+    fps: float | None = None, at_least: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The frames of iter_frames fitted to clip_size, (F, H, W, 3) uint8.
+
+    They are fitted one at a time: what is held is the result and a frame, however large the file's frames are.
+    """
+    fitted, size = [], None
+    for frame in iter_frames(path, num_frames, fps, at_least):
+        pixels = torch.from_numpy(_pixels(frame))
+        size = size or clip_size(tuple(pixels.shape[:2]), height, width, max_pixels)
+        fitted.append(fit(pixels[None], *size))
+    return torch.cat(fitted)
+
+
+def read_picture(path: str | Path) -> Tensor:
+    """(H, W, 3) uint8 RGB of a picture file, upright as its EXIF orientation says.
+
+    Raises DataError for a file that is missing or cannot be decoded, for more than PICTURE_PIXELS, for transparent
+    pixels, whose colour would have to be made up, and for pixels of more than 8 bits, which Pillow would clip.
+    """
+    with _opened_picture(path) as picture:
+        picture.load()
+        ImageOps.exif_transpose(picture, in_place=True)
+    if picture.has_transparency_data and picture.convert("RGBA").getextrema()[3][0] < 255:
+        raise DataError(f"{path}: has transparent pixels; save it without an alpha channel")
+    return torch.from_numpy(np.array(picture if picture.mode == "RGB" else picture.convert("RGB")))
+
+
+def check_picture(path: Path) -> None:
+    """DataError as read_picture, as far as the picture's header tells."""
+    with _opened_picture(path):
+        pass
+
+
+@contextmanager
+def _opened_picture(path: str | Path) -> Iterator[Image.Image]:
+    """A picture, of which only the header is read yet. DataError as read_picture's, also for what is read within."""
+    if not os.path.isfile(path):
+        raise DataError(f"{path}: no such file")
+    too_large = f"{path}: has more than {PICTURE_PIXELS} pixels; scale it down"
+    try:
+        with Image.open(path) as picture:
+            if math.prod(picture.size) > PICTURE_PIXELS:
+                raise DataError(too_large)
+            if picture.mode.startswith(("I", "F")):
+                raise DataError(f"{path}: has pixels of Pillow's mode {picture.mode}; save it with 8 bits per channel")
+            yield picture
+    except Image.DecompressionBombError as error:  # Pillow's own limit, which lies above
+        raise DataError(too_large) from error
+    except DataError:  # is a ValueError
+        raise
+    except (OSError, SyntaxError, ValueError) as error:  # SyntaxError: a broken PNG
+        raise DataError(f"{path}: cannot be decoded as a picture; save it as JPEG or PNG") from error

@@ -1,0 +1,301 @@
+"""The rows of metadata.csv: what they name, what keeps them from being trained on, and what they hold."""
+
+import csv
+import hashlib
+import math
+import os
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rewardfl.data.clips import (
+    SAME_RATE,
+    DataError,
+    check_picture,
+    fit,
+    iter_frames,
+    read_clip,
+    read_header,
+    read_picture,
+    to_float,
+)
+
+COLUMNS = (
+    "video",
+    "prompt",
+    "image",
+    "negative_prompt",
+    "reference_video",
+)  # of metadata.csv; the first two are a must
+PATHS = ("video", "image", "reference_video")  # the columns that name files
+REFERENCE_FRAMES = 2  # at least, of a reference video: a face pool leaves out the first
+NAME_BYTES = 255  # of a file's name, on the file systems there are
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of metadata.csv. `id` is the same wherever the line stands and whatever else the file holds."""
+
+    index: int  # from 0, among the rows of the file
+    line: int  # in the file, from 1
+    id: str
+    video: Path
+    prompt: str
+    problem: str = ""  # what is wrong with the line itself
+    image: Path | None = None  # the model's input; None: the clip's first frame
+    negative_prompt: str = ""  # see notes
+    reference_video: Path | None = None  # whose face is to be kept; None: the clip's
+    table: str = "data.file_name"  # what lists the row, as messages call it: the setting and its file
+
+    @property
+    def face_video(self) -> Path:
+        """The clip that the face to be kept is taken from."""
+        return self.reference_video or self.video
+
+    @property
+    def files(self) -> dict[str, Path | None]:
+        """What the row names, by the column; None where it names nothing."""
+        return {"video": self.video, "image": self.image, "reference_video": self.reference_video}
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen of a row without decoding a frame: look_at."""
+
+    problems: tuple[str, ...] = ()
+    size: tuple[int, int] | None = None  # (height, width) of its clip as stored; None where it cannot be opened
+    rate: float | None = None  # of its clip, in frames per second; None where the file does not say
+
+
+@dataclass(frozen=True)
+class Example:
+    id: str
+    prompt: str
+    video: Tensor  # (3, F, H, W) in [-1, 1], the real clip
+    image: Tensor  # (3, H, W) in [-1, 1], the model's input
+    reference: Tensor  # (3, F', H', W') in [-1, 1], the clip whose face is to be kept: `video` unless the row says
+
+
+def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Row]:
+    """All rows of metadata.csv, usable or not (see check_rows), at least one, in the order of the file.
+
+    Columns `video` and `prompt`, optional `image`, `negative_prompt` and `reference_video`, where an empty cell
+    means none; paths are absolute or relative to the file's folder. Any other column is the user's own (split,
+    person, ...) and ignored. key: the setting that names the file, for messages. Raises DataError for a file that is
+    missing, no UTF-8 or no CSV, lacks a column, or has no row.
+    """
+    path = Path(file_name)
+    if not path.is_file():
+        what = "is a folder, not a file of rows" if path.is_dir() else "no such file"
+        raise DataError(f"{key}: {what}: {path}")
+    with path.open(newline="", encoding="utf-8-sig") as file:  # -sig: spreadsheets write a byte order mark
+        reader = csv.reader(file, strict=True)  # else a quote that is never closed swallows the rows after it
+        try:
+            records = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if cells]
+        except csv.Error as error:
+            raise DataError(f"{path}: line {reader.line_num}: {error}; check the double quotes up to it") from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: is not UTF-8 ({error.reason}); save it as 'CSV UTF-8'") from error
+    header = records[0][1] if records else []
+    for name in COLUMNS:
+        if name not in header and name in COLUMNS[:2]:
+            found = ", ".join(header) or "nothing"
+            raise DataError(f"{path}: the first line must name the column {name!r}, it names {found}")
+        if header.count(name) > 1:
+            raise DataError(f"{path}: the first line names the column {name!r} twice; remove one")
+    seen = Counter()
+    table = f"{key} ({path})"
+    if len(records) == 1:
+        raise DataError(f"{table}: no usable row: there is none after the first line, which names the columns")
+    return [_row(i, line, header, cells, path.parent, seen, table) for i, (line, cells) in enumerate(records[1:])]
+
+
+def _row(index: int, line: int, header: list[str], cells: list[str], folder: Path, seen: Counter, table: str) -> Row:
+    cell = dict.fromkeys(COLUMNS, "") | dict(zip(header, cells, strict=False))
+    problem = ""
+    if len(cells) > len(header):
+        problem = "more cells than columns; put a prompt that holds commas in double quotes"
+    elif not cell["video"]:
+        problem = "no video"
+    else:
+        problem = next((_unlike_a_name(name, cell[name]) for name in PATHS if _is_too_long(cell[name])), "")
+    # only the cells that are given: an id stays what it was when a column comes to the file
+    given = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:] if cell[name])]
+    row_id = f"{cell['video']}#{hashlib.blake2b(chr(10).join(given).encode(), digest_size=4).hexdigest()}"
+    seen[row_id] += 1  # a line repeated to weigh more is a sample of its own, with noise of its own
+    suffix = f"-{seen[row_id]}" if seen[row_id] > 1 else ""
+    image, reference = (folder / cell[name] if cell[name] else None for name in PATHS[1:])
+    return Row(
+        index, line, row_id + suffix, folder / cell["video"], cell["prompt"], problem,
+        image, cell["negative_prompt"], reference, table,
+    )  # fmt: skip
+
+
+def _is_too_long(cell: str) -> bool:
+    return any(len(os.fsencode(part)) > NAME_BYTES for part in Path(cell).parts)
+
+
+def _unlike_a_name(column: str, cell: str) -> str:
+    return f"{column}: {cell[:40]!r}... ({len(cell)} characters) is too long for a file's name; are columns swapped?"
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What is read from the rows and has no effect, in words."""
+    count = sum(row.negative_prompt != "" for row in rows)
+    words = "have a negative_prompt, which has no effect: clips are sampled without guidance"
+    return [f"{count} of {len(rows)} rows {words}"] if count else []
+
+
+def look_at(row: Row, num_frames: int, fps: float | None = None) -> Look:
+    """What keeps a row from being trained on, as far as its line and its files' headers tell, in milliseconds."""
+    if row.problem:
+        return Look((row.problem,))
+
+    def read(path: Path, at_least: int) -> tuple[tuple[int, int], float | None]:
+        return read_header(path, num_frames, fps, at_least)
+
+    found, problems = _read_files(row, num_frames, read, check_picture)
+    size, rate = found.get("video", (None, None))
+    return Look((*_said_of(row), *problems), size, rate)
+
+
+def _said_of(row: Row) -> list[str]:
+    """What is wrong with what the row says, whatever its files hold."""
+    return [] if row.prompt else [f"empty prompt for {row.video.name}"]
+
+
+def _read_files(
+    row: Row, num_frames: int, read: Callable[[Path, int], Any], read_image: Callable[[Path], Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """({column: what was read of the row's file}, what is wrong with the files that could not be); each is read once.
+
+    read: video, frames that are needed of it -> anything; read_image: the same of a picture. DataError where they fail.
+    """
+    readers = {"video": partial(read, row.video, num_frames)}
+    if row.reference_video not in (None, row.video):
+        readers["reference_video"] = partial(read, row.reference_video, REFERENCE_FRAMES)
+    if row.image is not None:
+        readers["image"] = partial(read_image, row.image)
+    found, problems = {}, []
+    for column, reader in readers.items():
+        try:
+            found[column] = reader()
+        except DataError as error:
+            problems.append(str(error))
+    return found, problems
+
+
+def clip_notes(
+    rows: Sequence[Row], looks: Sequence[Look], height: int, width: int, max_pixels: int | None, fps: float | None
+) -> list[str]:
+    """What is odd about clips that can be trained on, in words: much smaller ones, and several rates that are mixed."""
+    seen = [(row, look) for row, look in zip(rows, looks, strict=True) if look.size is not None]
+    wanted, what = height * width, f"of {height} x {width}, and are enlarged"
+    if max_pixels is not None and seen:
+        wanted = min(max_pixels, statistics.median(math.prod(look.size) for _, look in seen))
+        what = "that is usual here, and are generated as small as they are"
+    small = [(row, look) for row, look in seen if math.prod(look.size) < wanted / 2]
+    found = []
+    if small:
+        row, look = min(small, key=lambda one: math.prod(one[1].size))
+        found.append(
+            f"{len(small)} of {len(rows)} clips have less than half of the pixels {what}; the smallest is line "
+            f"{row.line}, {row.video.name}: {look.size[0]} x {look.size[1]} (height x width)"
+        )
+    rates = sorted((look.rate, row.line) for row, look in seen if look.rate is not None)
+    if fps is None and rates and rates[0][0] < SAME_RATE * rates[-1][0]:
+        (slow, slow_line), (fast, fast_line) = rates[0], rates[-1]
+        found.append(
+            f"data.fps is null, and clips have from {slow:.4g} (line {slow_line}) to {fast:.4g} (line {fast_line}) "
+            "frames per second, which are trained on as if they had one rate; set data.fps to take frames at one"
+        )
+    return found
+
+
+def check_rows(
+    rows: Sequence[Row], num_frames: int, skip_bad_rows: bool, fps: float | None = None
+) -> tuple[list[Row], list[str]]:
+    """(rows that can be trained on, one line about each that cannot).
+
+    Decodes the frames that would be trained on. Raises DataError with all the lines unless `skip_bad_rows`,
+    and when no row is left.
+    """
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda row: row_problems(row, num_frames, fps), rows))
+    listed = [(row.line, problem) for row, problems in zip(rows, found, strict=True) for problem in problems]
+    return usable_rows(rows, listed, skip_bad_rows)
+
+
+def usable_rows(
+    rows: Sequence[Row], problems: Sequence[tuple[int, str]], skip_bad_rows: bool
+) -> tuple[list[Row], list[str]]:
+    """As check_rows, of (line, problem) pairs that were found before."""
+    by_line: dict[int, list[str]] = {}
+    for line, problem in problems:
+        by_line.setdefault(line, []).append(problem)
+    good = [row for row in rows if row.line not in by_line]
+    bad = [f"line {line}: {'; '.join(found)}" for line, found in sorted(by_line.items())]
+    table = rows[0].table
+    if bad and not skip_bad_rows:
+        listing = "\n".join(bad)
+        raise DataError(
+            f"{table}: {len(bad)} of {len(rows)} rows cannot be used; mend them or set "
+            f"data.skip_bad_rows: true\n{listing}"
+        )
+    if not good:
+        raise DataError("\n".join([f"{table}: no usable row", *bad]))
+    return good, bad
+
+
+def row_problems(row: Row, num_frames: int, fps: float | None = None) -> list[str]:
+    """Everything that keeps a row from being trained on. Decodes its files, a frame at a time."""
+    if row.problem:
+        return [row.problem]
+
+    def decode(path: Path, at_least: int) -> None:
+        for _ in iter_frames(path, num_frames, fps, at_least):
+            pass
+
+    return _said_of(row) + _read_files(row, num_frames, decode, read_picture)[1]
+
+
+def read_example(
+    row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
+) -> tuple[Example | None, list[str]]:
+    """(the row's clip and what else it names, []), or (None, what keeps these files from being used).
+
+    Each file is decoded once, as read_clip and read_picture do. The image is fitted to the clip's size. A reference
+    video has its own size under max_pixels, and may be shorter than the clip: up to num_frames of its frames are
+    taken, at least REFERENCE_FRAMES.
+    """
+
+    def read(path: Path, at_least: int) -> Tensor:
+        return read_clip(path, height, width, num_frames, max_pixels, fps, at_least)
+
+    found, problems = _read_files(row, num_frames, read, read_picture)
+    if problems:
+        return None, problems
+    video = reference = to_float(found["video"])
+    image = video[:, 0]
+    if "image" in found:
+        image = to_float(fit(found["image"][None], *video.shape[2:]))[:, 0]
+    if "reference_video" in found:
+        reference = to_float(found["reference_video"])
+    return Example(row.id, row.prompt, video, image, reference), []
+
+
+def load_example(
+    row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
+) -> Example:
+    """As read_example; DataError for files that cannot be used."""
+    example, problems = read_example(row, height, width, num_frames, max_pixels, fps)
+    if example is None:
+        raise DataError("; ".join(problems))
+    return example

@@ -1,0 +1,1 @@
+"""The likeness of a face: detect, track, align, embed."""

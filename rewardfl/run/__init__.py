@@ -1,0 +1,1 @@
+"""What happens around training: set-up, processes, checkpoints, signals, logs."""
