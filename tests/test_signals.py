@@ -12,6 +12,14 @@ from conftest import ROOT
 from rewardfl.run.signals import ECHO, Interruption
 
 
+@pytest.fixture(autouse=True)
+def without_nohup():
+    """The suite may itself have been started by nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def wait_for(interruption, number):
     deadline = time.monotonic() + 20
     while interruption.noted != number and time.monotonic() < deadline:
