@@ -71,7 +71,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored():
 
 STARTING = """
 import os, signal
-from rewardfl.signals import Interruption
+from rewardfl.run.signals import Interruption
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started this may ignore it
 with Interruption():
     os.kill(os.getpid(), signal.SIGINT)
@@ -90,7 +90,7 @@ def test_other_exceptions_before_the_first_step_pass():
 
 BLOCKED = """
 import os, signal, sys, time
-from rewardfl.signals import Interruption
+from rewardfl.run.signals import Interruption
 with Interruption() as interruption:
     interruption.listen()
     print("ready", flush=True)
