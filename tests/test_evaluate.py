@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rewardfl import data
-from rewardfl.rewards.face import identity as face
+from rewardfl.rewards import face
 
 
 def score(value, frames=9, coverage=1.0, speed=0.02, nonrigid=0.01):

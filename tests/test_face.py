@@ -16,20 +16,20 @@ from onnx import TensorProto, helper, numpy_helper
 from skimage.transform import SimilarityTransform
 from torch import nn
 
-from rewardfl.rewards.face import identity as face
-from rewardfl.rewards.face.identity import (
+from rewardfl.rewards.face import (
     ARCFACE_TEMPLATE,
     FaceDetector,
     FaceIdentity,
     FaceRecogniser,
     Faces,
-    Track,
     align,
+    detect,
     landmark_motion,
-    self_similarity,
     similarity_transform,
     track_largest,
 )
+from rewardfl.rewards.face.identity import self_similarity
+from rewardfl.rewards.face.track import Track
 
 CPU = ["CPUExecutionProvider"]
 
@@ -179,7 +179,7 @@ def test_suppression_equals_insightface(scrfd):
     detector = get_model(str(scrfd), providers=CPU)
     for iou in (0.1, 0.4, 0.7):
         detector.nms_thresh = iou
-        assert face._suppress(torch.from_numpy(boxes[:, :4].copy()), iou) == detector.nms(boxes)
+        assert detect._suppress(torch.from_numpy(boxes[:, :4].copy()), iou) == detector.nms(boxes)
 
 
 @pytest.mark.parametrize("det_size", [0, 100, -32])

@@ -15,8 +15,8 @@ from insightface.data import get_image
 from insightface.model_zoo import get_model
 from insightface.utils.face_align import norm_crop
 
+from rewardfl.rewards.face import ARCFACE_TEMPLATE, FaceIdentity, FaceRecogniser, align, similarity_transform
 from rewardfl.rewards.face import parity as face_parity
-from rewardfl.rewards.face.identity import ARCFACE_TEMPLATE, FaceIdentity, FaceRecogniser, align, similarity_transform
 from rewardfl.rewards.face.pack import pack_files
 from rewardfl.rewards.face.parity import FaceParityError, check, check_packs
 

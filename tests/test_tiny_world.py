@@ -14,7 +14,7 @@ from insightface.utils import face_align
 
 from rewardfl import data
 from rewardfl.backbones.wan import load as wan_load
-from rewardfl.rewards.face import identity as face
+from rewardfl.rewards import face
 from rewardfl.rewards.face.onnx_module import OnnxModule
 from tiny_world import faces, measure, people, vae
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import config, data
-from rewardfl.rewards.face import identity as face
+from rewardfl.rewards import face
 from rewardfl.rewards.face import pack as face_pack
 
 USABLE, UNUSABLE = 0, 2  # exit codes

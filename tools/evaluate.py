@@ -27,7 +27,7 @@ from tqdm import tqdm
 from rewardfl import config, data, offload, reward_flow
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import model as wan
-from rewardfl.rewards.face import identity as face
+from rewardfl.rewards import face
 from rewardfl.run import start as setup
 
 ARMS = ("before", "after")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rewardfl.rewards.face.identity import ARCFACE_TEMPLATE, align, similarity_transform
+from rewardfl.rewards.face import ARCFACE_TEMPLATE, align, similarity_transform
 
 from .people import SIZE, draw_motion, draw_people, render
 

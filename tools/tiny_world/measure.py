@@ -10,7 +10,7 @@ from rewardfl import data, reward_flow
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
-from rewardfl.rewards.face import identity as face
+from rewardfl.rewards import face
 
 from . import faces
 from .people import NUM_FRAMES, SIZE, draw_motion, draw_people, render

@@ -1,1 +1,23 @@
-"""The likeness of a face: detect, track, align, embed."""
+"""The likeness of a face: detect, track, align, embed, and compare with the pool of a real clip."""
+
+from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, align, similarity_transform
+from rewardfl.rewards.face.detect import FaceDetector, Faces
+from rewardfl.rewards.face.embed import FaceRecogniser
+from rewardfl.rewards.face.identity import FaceIdentity, FacePool, FaceScore
+from rewardfl.rewards.face.onnx_module import OnnxModule
+from rewardfl.rewards.face.track import landmark_motion, track_largest
+
+__all__ = [
+    "ARCFACE_TEMPLATE",
+    "FaceDetector",
+    "FaceIdentity",
+    "FacePool",
+    "FaceRecogniser",
+    "FaceScore",
+    "Faces",
+    "OnnxModule",
+    "align",
+    "landmark_motion",
+    "similarity_transform",
+    "track_largest",
+]
