@@ -1,0 +1,133 @@
+"""Faces in frames, by a SCRFD detector with landmarks; without gradient.
+
+Frames are (N, 3, H, W), RGB in [-1, 1]. Pixel coordinates are OpenCV's: (x, y) from the top left, pixel centres at
+integers. Decoding and suppression are insightface's; tests/test_face.py holds them against insightface itself.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rewardfl.rewards.face.onnx_module import OnnxModule
+
+
+@dataclass
+class Faces:
+    """The faces of one frame on the CPU, largest first; n may be 0."""
+
+    boxes: Tensor  # (n, 4) left, top, right, bottom in frame pixels
+    scores: Tensor  # (n,) in [0, 1]
+    landmarks: Tensor  # (n, 5, 2) in frame pixels, in the template's order
+
+
+class FaceDetector(nn.Module):
+    """SCRFD with landmarks: scores, boxes and landmarks at strides 8, 16, 32, two anchors a cell.
+
+    A frame is scaled to fit `det_size` x `det_size`, top left, and padded with black. Detections below
+    `threshold` and those overlapping a better one by more than `nms_iou` are dropped.
+    """
+
+    STRIDES = (8, 16, 32)
+    ANCHORS = 2
+    CHUNK = 8  # frames at a time
+
+    def __init__(self, path: str | Path, det_size: int = 640, threshold: float = 0.5, nms_iou: float = 0.4):
+        super().__init__()
+        if det_size <= 0 or det_size % 32:
+            raise ValueError(f"det_size must be a multiple of 32, the coarsest stride, got {det_size}; try 640")
+        self.net = OnnxModule(path)
+        if len(self.net.output_names) != 9:
+            raise ValueError(f"{path} has {len(self.net.output_names)} outputs; SCRFD with landmarks (bnkps) has 9")
+        fixed = [size for size in self.net.input_shape[2:] if size is not None]
+        if any(size != det_size for size in fixed):
+            raise ValueError(f"{path} only takes {fixed} pixels, det_size is {det_size}; set det_size={fixed[0]}")
+        self.net.check_size(torch.Size([1, 3, det_size, det_size]))
+        self.det_size, self.threshold, self.nms_iou = det_size, threshold, nms_iou
+
+    @torch.no_grad()
+    def detect(self, frames: Tensor) -> list[Faces]:
+        """The faces of each of the (N, 3, H, W) frames: N `Faces`, in frame pixels."""
+        return [faces for chunk in frames.split(self.CHUNK) for faces in self._detect_chunk(chunk)]
+
+    def _detect_chunk(self, frames: Tensor) -> list[Faces]:
+        x, scale = self._fit(frames)
+        # The published graphs were exported for one frame and end in rows that do not say which frame they are of:
+        # under vmap each frame is a batch of one to the graph, and yet all frames are one batch to the operators.
+        outputs = [output.flatten(1, -2) for output in torch.vmap(self.net)(x[:, None])]
+        rows = torch.cat([self._decode(outputs[i::3], stride) for i, stride in enumerate(self.STRIDES)], 1)
+        return [self._select(frame[frame[:, 0] >= self.threshold].cpu(), scale) for frame in rows]
+
+    def _fit(self, frames: Tensor) -> tuple[Tensor, float]:
+        """The detector's input (N, 3, det_size, det_size), and its pixels per frame pixel."""
+        height, width = frames.shape[-2:]
+        ratio = height / width
+        # insightface rounds the fitted size down and takes the scale from the height
+        limit = self.det_size
+        fitted = (limit, int(limit / ratio)) if ratio > 1 else (int(limit * ratio), limit)
+        scale = fitted[0] / height
+        levels = ((frames.float().clamp(-1, 1) + 1) * 127.5).round().int()
+        levels = F.pad(_resize_levels(levels, *fitted), (0, limit - fitted[1], 0, limit - fitted[0]))
+        return (levels - 127.5) / 128, scale
+
+    def _decode(self, outputs: list[Tensor], stride: int) -> Tensor:
+        """Scores (B, n, 1), box distances (B, n, 4) and landmark offsets (B, n, 10) in strides from the
+        anchors' cell -> (B, n, 15) rows of score, box, landmarks in detector pixels.
+        """
+        scores, distances, offsets = outputs
+        cells = torch.arange(self.det_size // stride, device=scores.device) * stride
+        y, x = torch.meshgrid(cells, cells, indexing="ij")
+        centre = torch.stack([x, y], -1).reshape(-1, 2).repeat_interleave(self.ANCHORS, 0)  # (n, 2)
+        boxes = torch.cat([centre - distances[..., :2] * stride, centre + distances[..., 2:] * stride], -1)
+        return torch.cat([scores, boxes, centre.repeat(1, 5) + offsets * stride], -1)
+
+    def _select(self, rows: Tensor, scale: float) -> Faces:
+        """One frame's (n, 15) rows -> what non-maximum suppression leaves, in frame pixels."""
+        rows = rows[rows[:, 0].argsort(descending=True, stable=True)]
+        scores, boxes, landmarks = rows[:, 0], rows[:, 1:5] / scale, rows[:, 5:].view(-1, 5, 2) / scale
+        kept = torch.tensor(_suppress(boxes, self.nms_iou), dtype=torch.long)
+        area = (boxes[kept, 2:] - boxes[kept, :2]).prod(-1)
+        order = kept[area.argsort(descending=True, stable=True)]
+        return Faces(boxes[order], scores[order], landmarks[order])
+
+
+def _resize_levels(levels: Tensor, height: int, width: int) -> Tensor:
+    """(..., H, W) int32 levels of 0..255 -> (..., height, width), to the bit as cv2.resize does it for bytes.
+
+    Bilinear in fixed point, not quite rounded to nearest: a detector's score and landmarks hang on such noise more
+    than one likes, and this way they are insightface's. No gradient passes, nor need it.
+    """
+    low, high, near, far = _resize_taps(levels.shape[-1], width, levels.device)
+    rows = levels[..., low] * near + levels[..., high] * far
+    low, high, near, far = _resize_taps(levels.shape[-2], height, levels.device)
+    upper, lower = rows[..., low, :] >> 4, rows[..., high, :] >> 4
+    return ((near[:, None] * upper >> 16) + (far[:, None] * lower >> 16) + 2) >> 2
+
+
+def _resize_taps(size: int, out: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The two neighbours of each of `out` samples on an axis of `size`, and their weights, of 2048 together."""
+    position = ((torch.arange(out, dtype=torch.float64) + 0.5) * (size / out) - 0.5).float()
+    low = position.floor()
+    weight = position - low
+    near, far = ((share * 2048).round().int().to(device) for share in (1 - weight, weight))
+    low, high = (index.long().clamp(0, size - 1).to(device) for index in (low, low + 1))
+    return low, high, near, far
+
+
+def _suppress(boxes: Tensor, iou: float) -> list[int]:
+    """Rows of (n, 4) boxes, best first, that overlap no kept better one by more than `iou`.
+
+    Sizes count both end pixels (+1), as insightface's do.
+    """
+    kept: list[int] = []
+    for i in range(len(boxes)):
+        others = boxes[kept]
+        size = torch.minimum(others[:, 2:], boxes[i, 2:]) - torch.maximum(others[:, :2], boxes[i, :2]) + 1
+        overlap = size.clamp(min=0).prod(-1)
+        areas = (others[:, 2:] - others[:, :2] + 1).prod(-1)
+        own = (boxes[i, 2:] - boxes[i, :2] + 1).prod()
+        if (overlap / (areas + own - overlap) <= iou).all():
+            kept.append(i)
+    return kept
