@@ -1,7 +1,7 @@
 """The likeness of a face: detect, track, align, embed, and compare with the pool of a real clip."""
 
-from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, align, similarity_transform
-from rewardfl.rewards.face.detect import FaceDetector, Faces
+from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, similarity_transform
+from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.embed import FaceRecogniser
 from rewardfl.rewards.face.identity import FaceIdentity, FacePool, FaceScore
 from rewardfl.rewards.face.onnx_module import OnnxModule

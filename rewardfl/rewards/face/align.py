@@ -1,4 +1,6 @@
-"""Crops of faces at the recogniser's template, with gradient to the frames."""
+"""Where faces are in a frame, and crops of them at the recogniser's template, with gradient to the frames."""
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,15 @@ ARCFACE_TEMPLATE = torch.tensor(
     [[38.2946, 51.6963], [73.5318, 51.5014], [56.0252, 71.7366], [41.5493, 92.3655], [70.7299, 92.2041]]
 )
 CROP_SIZE = 112
+
+
+@dataclass
+class Faces:
+    """The faces of one frame on the CPU, largest first; n may be 0."""
+
+    boxes: Tensor  # (n, 4) left, top, right, bottom in frame pixels
+    scores: Tensor  # (n,) in [0, 1]
+    landmarks: Tensor  # (n, 5, 2) in frame pixels, in the template's order
 
 
 def similarity_transform(landmarks: Tensor, template: Tensor) -> Tensor:

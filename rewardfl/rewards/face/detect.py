@@ -4,23 +4,14 @@ Frames are (N, 3, H, W), RGB in [-1, 1]. Pixel coordinates are OpenCV's: (x, y) 
 integers. Decoding and suppression are insightface's; tests/test_face.py holds them against insightface itself.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rewardfl.rewards.face.align import Faces
 from rewardfl.rewards.face.onnx_module import OnnxModule
-
-
-@dataclass
-class Faces:
-    """The faces of one frame on the CPU, largest first; n may be 0."""
-
-    boxes: Tensor  # (n, 4) left, top, right, bottom in frame pixels
-    scores: Tensor  # (n,) in [0, 1]
-    landmarks: Tensor  # (n, 5, 2) in frame pixels, in the template's order
 
 
 class FaceDetector(nn.Module):

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, align, similarity_transform
-from rewardfl.rewards.face.detect import Faces
+from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, similarity_transform
 from rewardfl.rewards.face.identity import FaceIdentity
 
 MAX_COSINE_DISTANCE = 1e-3  # insightface rounds its crop to bytes: about 1e-5 on trained networks, 3e-4 on random ones

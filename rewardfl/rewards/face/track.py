@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rewardfl.rewards.face.align import similarity_transform
-from rewardfl.rewards.face.detect import Faces
+from rewardfl.rewards.face.align import Faces, similarity_transform
 
 
 @dataclass
