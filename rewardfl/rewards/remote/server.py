@@ -227,7 +227,10 @@ class RewardServer:
         length = self.service.admit(request.headers)
         async with self._place():
             body = await _body(request, length)
-            answer, count = await run_in_threadpool(self.service.score, body)
+            try:
+                answer, count = await run_in_threadpool(self.service.score, body)
+            except asyncio.CancelledError:  # by uvicorn, when it is told to stop and DRAIN_SECONDS are over
+                raise HTTPException(503, "shutting down") from None
         request.state.note = f"{count} clips, {length / 1e6:.1f} MB, {time.monotonic() - start:.2f} s"
         return Response(answer, media_type=wire.CONTENT_TYPE)
 
@@ -264,7 +267,7 @@ async def _body(request: Request, length: int) -> bytes:
     return b"".join(blocks)
 
 
-def _refused(request: Request, error: HTTPException) -> Response:
+async def _refused(request: Request, error: HTTPException) -> Response:
     request.state.note = error.detail
     return JSONResponse({"error": error.detail}, error.status_code, error.headers)
 
