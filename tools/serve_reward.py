@@ -9,6 +9,7 @@ Stops on Ctrl-C or SIGTERM, after answering what is being scored. Exits with 0 t
 
 import argparse
 import logging
+import math
 import signal
 import sys
 import threading
@@ -20,8 +21,15 @@ import torch
 import yaml
 
 from rewardfl import rewards
-from rewardfl.reward_server import RewardServer, Service, check_host
-from rewardfl.rewards.remote import token_of
+from rewardfl.rewards.remote.client import token_of
+
+try:
+    from rewardfl.rewards.remote.server import DRAIN_SECONDS, RewardServer, Service, check_host
+except ModuleNotFoundError as error:
+    if error.name.partition(".")[0] not in ("h11", "starlette", "uvicorn"):
+        raise
+    print(f"error: {error}; a reward server needs: pip install h11 starlette uvicorn", file=sys.stderr)
+    sys.exit(2)
 
 STOPPED, NO_ADDRESS, REFUSED = 0, 1, 2  # exit codes
 
@@ -63,8 +71,12 @@ def setting(text: str) -> tuple[str, object]:
 
 def listen(args: argparse.Namespace) -> RewardServer:
     """The server, bound to its address; ValueError, TypeError or RuntimeError for settings that cannot work."""
-    if args.batch < 1 or args.max_mb <= 0:
-        raise ValueError(f"--batch must be 1 or more and --max-mb above 0, got {args.batch} and {args.max_mb}")
+    if args.batch < 1:
+        raise ValueError(f"--batch must be 1 or more, got {args.batch}")
+    if not 1e-6 <= args.max_mb < math.inf:
+        raise ValueError(f"--max-mb must be a number of 1e6 bytes, above 0 and finite, got {args.max_mb}")
+    if not 0 <= args.port <= 65535:
+        raise ValueError(f"--port must be 0 (a free one) to 65535, got {args.port}")
     token = token_of(args.token_env, "--token-env") if args.token_env else ""
     check_host(args.host, token)  # before weights load
     reward = rewards.build(args.reward, dict(args.settings))
@@ -76,11 +88,14 @@ def serve(server: RewardServer) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    threading.Thread(target=server.serve_forever, name="serve").start()
-    host, port = server.server_address[:2]
+    # a daemon: a reward that hangs does not keep the process alive
+    running = threading.Thread(target=server.run, name="serve", daemon=True)
+    running.start()
+    host, port = server.address
     print(f"serving {server.service.reward.name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     stop.wait()
     server.stop()
+    running.join(DRAIN_SECONDS + 5)
 
 
 if __name__ == "__main__":

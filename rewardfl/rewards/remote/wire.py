@@ -11,15 +11,16 @@
     GET /health
              200   JSON {"status": "ok", "reward": <name>, "version": 1, "max_bytes": <of a request's body>}
     errors   JSON {"error": <what is wrong and what to do>} with status
-             400 malformed, 401 no or a wrong token, 404 no such path, 411 no Content-Length, 413 beyond max_bytes,
-             415 another content type, 500 the reward failed, 503 busy (with Retry-After) or shutting down: ask again
+             400 malformed, 401 no or a wrong token, 404 no such path, 405 another method, 411 no Content-Length,
+             413 beyond max_bytes, 415 another content type, 500 the reward failed, 503 busy (with Retry-After),
+             shutting down or a body too slow: ask again
 
 A server holds a few bodies in memory, PLACES here, and lets the other requests wait. A client says
 `Expect: 100-continue` and sends its body when 100 Continue comes: then it has a place. Until then it has sent headers
 alone; 503 with `Retry-After: <seconds>` tells it that there was none in time.
 
-A server with a token wants `Authorization: Bearer <token>` on /score; /health is open. Imports torch and safetensors
-alone, so that a server in an environment of its own can be built on this file.
+A server with a token wants `Authorization: Bearer <token>` on /score; /health is open. This file imports torch and
+safetensors alone: a server in an environment of its own can be built on a copy of it.
 """
 
 import json

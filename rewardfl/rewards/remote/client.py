@@ -1,27 +1,27 @@
 """A reward that another process computes, on this machine or another: the client of tools/serve_reward.py.
 
-The wire format is at the top of rewardfl/reward_wire.py, how to set it up in docs/rewards_remote.md.
+The wire format is at the top of wire.py in this folder, how to set it up in docs/rewards_remote.md. HTTP is spoken by
+httpcore2, the engine of httpx2, through its network backend: httpx has no total deadline and no Expect: 100-continue.
 """
 
-import http.client
-import io
 import json
 import math
 import os
 import random
 import re
 import socket
+import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from email.message import Message
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from urllib.parse import SplitResult, urlsplit
 
+import httpcore2
 import torch
 from torch import Tensor
 
 from rewardfl import data
-from rewardfl.reward_wire import (
+from rewardfl.rewards.base import Reward, RewardOutput, Unavailable
+from rewardfl.rewards.remote.wire import (
     CONTENT_TYPE,
     ENVELOPE_BYTES,
     PLACES,
@@ -31,10 +31,8 @@ from rewardfl.reward_wire import (
     pack_request,
     unpack_answer,
 )
-from rewardfl.rewards.base import Reward, RewardOutput, Unavailable
 
 MAX_ANSWER_BYTES = 1 << 24  # a few numbers per clip; a server that sends more is not ours
-MAX_HEAD_BYTES = 1 << 16
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds before a retry
 GO_ON_SECONDS = 30  # to be told to send the body, or not to; ours says one of them within 10
 BLOCK_BYTES = 1 << 20  # of a body, sent at a time
@@ -85,12 +83,9 @@ class RemoteReward(Reward):
         wait: float = 600.0,
     ):
         super().__init__()
-        if frames != "all" and (not _is_number(frames) or frames != int(frames) or frames < 1):
-            raise ValueError(f"reward 'remote': frames must be all, or n >= 1 for every n-th frame, got {frames!r}")
-        if not _is_number(max_bytes) or max_bytes < 1:
-            raise ValueError(f"reward 'remote': max_bytes must be a number of bytes, got {max_bytes!r}")
-        if not _is_number(parallel) or parallel != int(parallel) or parallel < 1:
-            raise ValueError(f"reward 'remote': parallel must be a whole number, 1 or more, got {parallel!r}")
+        _check("frames", frames, "all, or n >= 1 for every n-th frame", frames == "all" or _is_whole(frames, 1))
+        _check("max_bytes", max_bytes, "a number of bytes", _is_number(max_bytes) and max_bytes >= 1)
+        _check("parallel", parallel, "a whole number, 1 or more", _is_whole(parallel, 1))
         self.stride = 1 if frames == "all" else int(frames)
         self.send_reference = send_reference
         self.max_bytes, self.parallel = int(max_bytes), int(parallel)
@@ -181,18 +176,16 @@ class Client:
 
     def __init__(self, url: str, timeout: float, retries: int, token_env: str, wait: float):
         self.url, self.address = url.rstrip("/"), _address(url)
-        if not _is_number(timeout) or timeout <= 0:
-            raise ValueError(f"reward 'remote': timeout must be seconds above 0, got {timeout!r}")
-        if not _is_number(retries) or retries != int(retries) or retries < 0:
-            raise ValueError(f"reward 'remote': retries must be a whole number, 0 or more, got {retries!r}")
-        if not _is_number(wait) or wait < 0:
-            raise ValueError(f"reward 'remote': wait must be seconds, 0 or more, got {wait!r}")
+        _check("timeout", timeout, "seconds above 0", _is_number(timeout) and timeout > 0)
+        _check("retries", retries, "a whole number, 0 or more", _is_whole(retries, 0))
+        _check("wait", wait, "seconds, 0 or more", _is_number(wait) and wait >= 0)
         self.timeout, self.retries, self.token_env, self.wait = timeout, int(retries), token_env, wait
         self.token = token_of(token_env, "reward 'remote': token_env") if token_env else ""
         self.place = "settings"  # in the configuration, for messages
         self.sleep: Callable[[float], None] = time.sleep
         self.random = random.Random()  # the global one belongs to the training, which resumes exactly
         self._max_bytes = 0
+        self._tls = ssl.create_default_context() if self.address.scheme == "https" else None
         self._asks_first = True  # sends headers and waits to be told to send the body
 
     @property
@@ -224,7 +217,7 @@ class Client:
         except WireError as error:
             raise self._error(
                 f"the answer to {len(clips)} clips is wrong: {error}; the server breaks the format of "
-                "rewardfl/reward_wire.py"
+                "rewardfl/rewards/remote/wire.py"
             ) from None
 
     def _ask(self, method: str, path: str, body: bytes) -> bytes:
@@ -234,7 +227,7 @@ class Client:
             status = None
             try:
                 status, answer, retry_after = self._once(method, path, body)
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, httpcore2.ProtocolError) as error:
                 trouble = self._trouble(error)
             else:
                 if status == 200:
@@ -246,76 +239,50 @@ class Client:
                     if time.monotonic() - began < self.wait:
                         self.sleep(_seconds(retry_after) * (0.5 + self.random.random()))
                         continue
-                    raise self._away(f"{method} {path}: busy for {self.wait:g} s ({self.place}.wait): {trouble}")
+                    busy = f"{method} {path}: busy for {self.wait:g} s ({self.place}.wait): {trouble}"
+                    raise self._error(busy, ServerAwayError)
             failures += 1
             if failures > self.retries:
-                failed = self._error if status == 500 else self._away  # 500: the reward raised, maybe for one clip
-                raise failed(
-                    f"{method} {path} failed {failures} times ({self.place}.retries); the last time: {trouble}"
-                )
+                often = f"{method} {path} failed {failures} times ({self.place}.retries); the last time: {trouble}"
+                # 500: the reward raised, maybe for one clip
+                raise self._error(often, RewardServerError if status == 500 else ServerAwayError)
             self.sleep(delay(failures, self.random.random()))
 
     def _once(self, method: str, path: str, body: bytes) -> tuple[int, bytes, str | None]:
-        """Status, body and Retry-After of one answer; OSError or HTTPException where there is none in time."""
-        connection, told = self._connection(), True
-        try:
-            connection.putrequest(method, self.address.path.rstrip("/") + path)
-            for name, value in self._headers(body).items():
-                connection.putheader(name, value)
-            connection.endheaders()
-            sock = connection.sock
-            if body and self._asks_first:
-                told, refusal = _told_to_go_on(sock)
-                if refusal is not None:
-                    return refusal
-            deadline = time.monotonic() + self.timeout
-            # A server that refuses the request closes while we still send: its answer says why.
-            with suppress(BrokenPipeError, ConnectionResetError):
-                for start in range(0, len(body), BLOCK_BYTES):
-                    sock.settimeout(_left(deadline))
-                    connection.send(memoryview(body)[start : start + BLOCK_BYTES])
-            sock.settimeout(_left(deadline))
-            response = connection.getresponse()
-            answer = self._read(response, sock, deadline)
-            if response.status == 200 and not told:
+        """Status, body and Retry-After of one answer; OSError or ProtocolError where there is none in time."""
+        connection = _Connection(self.timeout, asks=bool(body) and self._asks_first)
+        with (
+            httpcore2.ConnectionPool(self._tls, max_connections=1, network_backend=connection) as pool,
+            pool.stream(
+                method, self.url + path, headers=self._headers(body), content=connection.blocks(body) if body else None
+            ) as response,
+        ):
+            answer = self._bounded(response.iter_stream())
+            if response.status == 200 and connection.silent:
                 self._asks_first = False  # it does not know how to say so
-            return response.status, answer, response.getheader("Retry-After")
-        finally:
-            connection.close()
+            retry_after = {name.lower(): value for name, value in response.headers}.get(b"retry-after")
+            return response.status, answer, None if retry_after is None else retry_after.decode("latin-1")
 
-    def _read(self, response: http.client.HTTPResponse, sock: socket.socket, deadline: float) -> bytes:
-        """The response's whole body."""
+    def _bounded(self, blocks: Iterable[bytes]) -> bytes:
         answer = b""
-        while not response.isclosed():
-            sock.settimeout(_left(deadline))  # or a server that sends a byte now and then holds us for ever
-            block = response.read1(1 << 16)
-            if not block:
-                break
+        for block in blocks:
             answer += block
             if len(answer) > MAX_ANSWER_BYTES:
                 raise self._error(f"an answer of more than {MAX_ANSWER_BYTES} bytes; is that a reward server?")
-        if response.length:
-            raise http.client.IncompleteRead(answer, response.length)
         return answer
 
-    def _error(self, message: str) -> RewardServerError:
-        return RewardServerError(f"{self.place}.url {self.url}: {message}")
-
-    def _away(self, message: str) -> ServerAwayError:
-        return ServerAwayError(f"{self.place}.url {self.url}: {message}")
-
-    def _connection(self) -> http.client.HTTPConnection:
-        secure = self.address.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        return kind(self.address.hostname, self.address.port, timeout=self.timeout)
+    def _error(self, message: str, kind: type[RewardServerError] = RewardServerError) -> RewardServerError:
+        return kind(f"{self.place}.url {self.url}: {message}")
 
     def _headers(self, body: bytes) -> dict[str, str]:
-        headers = {"Content-Type": CONTENT_TYPE, "Content-Length": str(len(body))} if body else {}
+        headers = {"Host": self.address.netloc, "Accept-Encoding": "identity"}
+        if body:
+            headers |= {"Content-Type": CONTENT_TYPE, "Content-Length": str(len(body))}
         if body and self._asks_first:
             headers["Expect"] = "100-continue"
         return headers | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
 
-    def _trouble(self, error: OSError | http.client.HTTPException) -> str:
+    def _trouble(self, error: OSError | httpcore2.ProtocolError) -> str:
         if isinstance(error, TimeoutError):
             return (
                 f"no answer in {self.timeout:g} s: raise {self.place}.timeout, or send less at a time "
@@ -336,45 +303,80 @@ class Client:
         return f"{said}; is that a reward server (tools/serve_reward.py) of the same release?"
 
 
-def _told_to_go_on(sock: socket.socket) -> tuple[bool, tuple[int, bytes, str | None] | None]:
-    """Whether the server said so to a request's headers, and its status, body and Retry-After where it refused.
+class _Connection(httpcore2.NetworkBackend, httpcore2.NetworkStream):
+    """The connection of one request: httpcore2 speaks HTTP on it, and every wait on it ends at one deadline.
 
-    (False, None) for one that says nothing: the body is sent all the same.
+    timeout: seconds up to where the server has been told what is asked, and again from where it takes the body to the
+    answer's end; httpcore2's own timeouts, each for one read or write, are not used. asks: `blocks` waits to be told to
+    send the body. silent: it waited in vain, and sent the body all the same.
     """
-    deadline = time.monotonic() + GO_ON_SECONDS
-    try:
-        status, headers = _head(sock, deadline)
-        while 100 < status < 200:  # word of something else
-            status, headers = _head(sock, deadline)
-    except TimeoutError:
-        return False, None
-    if status == 100:
-        return True, None
-    answer, length = b"", headers.get("Content-Length", "")
-    wanted = min(int(length), MAX_HEAD_BYTES) if length.isdecimal() else MAX_HEAD_BYTES
-    while len(answer) < wanted:
-        sock.settimeout(_left(deadline))
-        block = sock.recv(wanted - len(answer))
-        if not block:
-            break
-        answer += block
-    return True, (status, answer, headers.get("Retry-After"))
 
+    def __init__(self, timeout: float, asks: bool):
+        self.timeout, self.asks, self.silent = timeout, asks, False
+        self.deadline = time.monotonic() + timeout
+        self.early = b""  # what the server said while we waited; httpcore2 is to read it
 
-def _head(sock: socket.socket, deadline: float) -> tuple[int, Message]:
-    """Status and headers of the next answer, byte by byte: what comes behind them is not ours to read."""
-    head = b""
-    while not head.endswith(b"\r\n\r\n"):
-        sock.settimeout(_left(deadline))
-        byte = sock.recv(1)
-        if not byte or len(head) > MAX_HEAD_BYTES:
-            raise http.client.BadStatusLine(repr(head[:80]))
-        head += byte
-    line, _, headers = head.partition(b"\r\n")
-    found = re.match(rb"HTTP/1\.\d (\d{3})\b", line)
-    if not found:
-        raise http.client.BadStatusLine(repr(line[:80]))
-    return int(found[1]), http.client.parse_headers(io.BytesIO(headers))
+    def connect_tcp(self, host: str, port: int, timeout=None, local_address=None, socket_options=None):
+        self.sock = socket.create_connection((host, port), self._left())
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return self
+
+    def start_tls(self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout=None):
+        self.sock = ssl_context.wrap_socket(self._in_time(), server_hostname=server_hostname)
+        return self
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        if self.early:
+            early, self.early = self.early, b""
+            return early
+        return self._in_time().recv(max_bytes)
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        unsent = memoryview(buffer)
+        try:
+            while unsent:
+                unsent = unsent[self._in_time().send(unsent) :]
+        except (BrokenPipeError, ConnectionResetError) as error:
+            # A server that refuses the request closes while we still send: httpcore2 then reads what it answered.
+            raise httpcore2.WriteError from error
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def blocks(self, body: bytes) -> Iterator[memoryview]:
+        """The body to send, once the server has a place for it or says nothing; the timeout begins there."""
+        if self.asks:
+            self.deadline = time.monotonic() + GO_ON_SECONDS
+            try:
+                self._wait_for_continue()
+            except TimeoutError:
+                self.silent = True
+            finally:
+                self.deadline = time.monotonic() + self.timeout
+        for start in range(0, len(body), BLOCK_BYTES):
+            yield memoryview(body)[start : start + BLOCK_BYTES]
+
+    def _wait_for_continue(self) -> None:
+        """WriteError, as for a body that the server does not take, when it says anything but HTTP/1.1 1xx."""
+        while len(self.early) < len(b"HTTP/1.1 1"):
+            block = self._in_time().recv(1 << 16)
+            if not block:
+                break
+            self.early += block
+        if not re.match(rb"HTTP/1\.\d 1", self.early):
+            raise httpcore2.WriteError
+
+    def _in_time(self) -> socket.socket:
+        """The socket, whose next call ends at the deadline."""
+        self.sock.settimeout(self._left())
+        return self.sock
+
+    def _left(self) -> float:
+        """Seconds up to the deadline; TimeoutError after it."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
 
 
 def _seconds(retry_after: str) -> float:
@@ -410,22 +412,25 @@ def _address(url: str) -> SplitResult:
     return address
 
 
-def _left(deadline: float) -> float:
-    """Seconds up to the deadline; TimeoutError after it."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
+def _check(setting: str, value: object, wanted: str, fits: bool) -> None:
+    if not fits:
+        raise ValueError(f"reward 'remote': {setting} must be {wanted}, got {value!r}")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _is_whole(value: object, least: int) -> bool:
+    return _is_number(value) and value == int(value) and value >= least
+
+
 def _message(answer: bytes) -> str:
-    """The server's own words: the error of its JSON, else the start of what it sent."""
+    """The server's own words, as one line: the error of its JSON, else the start of what it sent."""
     try:
         said = json.loads(answer)
     except (ValueError, RecursionError):
         said = None
-    return str(said["error"]) if isinstance(said, dict) and "error" in said else repr(answer[:80])
+    if not isinstance(said, dict) or "error" not in said:
+        return repr(answer[:80])
+    return "".join(character if character.isprintable() else "?" for character in str(said["error"])[:1000])
