@@ -31,7 +31,7 @@ from rewardfl import plan as planning
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
-from rewardfl.config import GrpoConfig
+from rewardfl.config import FlowGrpoConfig
 from rewardfl.data.cache import Cache
 from rewardfl.optim import averaged, learning_rate_factor
 from rewardfl.rewards import blackbox
@@ -49,7 +49,7 @@ def main() -> int:
     args = setup.command_line(__doc__)
     try:
         with Interruption() as interruption, checkpoint.RunFolder() as run_folder:
-            cfg = configuration.load(args.config, args.overrides, GrpoConfig)
+            cfg = configuration.load(args.config, args.overrides, FlowGrpoConfig)
             return train(cfg, args.dry_run, interruption, run_folder)
     except (*setup.REFUSALS, grpo.RatioError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -59,7 +59,7 @@ def main() -> int:
         return error.exit_code
 
 
-def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder: checkpoint.RunFolder) -> int:
+def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_folder: checkpoint.RunFolder) -> int:
     """Train; the process's exit code: 2 for a dry run that does not fit the GPU that is there, 128 + a signal's."""
     # ---------------------------------------------------------------------------------- what will be done, checked
     layout, boundary = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads

@@ -27,12 +27,12 @@ from rewardfl import plan as planning
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
-from rewardfl.config import RunConfig
+from rewardfl.config import RewardFlConfig
 from rewardfl.data.cache import Cache
 from rewardfl.optim import learning_rate_factor
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.terms import Judged, RewardError, Term, build_terms, check_trainable, score, total
-from rewardfl.run import checkpoint, invariants, prepare
+from rewardfl.run import checkpoint, checks, invariants, prepare
 from rewardfl.run import job as distributed
 from rewardfl.run import start as setup
 from rewardfl.run.monitor import Timer, alarms, peak_memory_gb, recent_mean, suspects, total_memory
@@ -44,7 +44,7 @@ def main() -> int:
     args = setup.command_line(__doc__)
     try:
         with Interruption() as interruption, checkpoint.RunFolder() as run_folder:
-            cfg = configuration.load(args.config, args.overrides, RunConfig)
+            cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
             return train(cfg, args.dry_run, interruption, run_folder)
     except setup.REFUSALS as error:
         print(f"error: {error}", file=sys.stderr)
@@ -54,21 +54,21 @@ def main() -> int:
         return error.exit_code
 
 
-def train(cfg: RunConfig, dry_run: bool, interruption: Interruption, run_folder: checkpoint.RunFolder) -> int:
+def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_folder: checkpoint.RunFolder) -> int:
     """Train; the process's exit code: 2 for a dry run that does not fit the GPU that is there, 128 + a signal's."""
     # ---------------------------------------------------------------------------------- what will be done, checked
     layout, boundary = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
     schedule = planning.schedule_of(cfg, layout.configs)
     sigmas = schedule.sigmas
     active, coupling = configuration.active_steps(cfg), configuration.resolved_coupling(cfg)
-    configuration.check_active_experts(active, schedule.experts, configuration.trainable_experts(cfg), coupling)
+    checks.check_active_experts(active, schedule.experts, configuration.trainable_experts(cfg), coupling)
     accumulation = cfg.train.gradient_accumulation_steps
     # each replayed step is a micro-batch, and the last one of an update synchronises
     accelerator = distributed.make_accelerator(cfg, accumulation * len(active))
     device = accelerator.device
     if device.type == "cpu":
         torch.set_num_threads(cfg.run.cpu_threads or max(1, os.cpu_count() // accelerator.num_processes))
-    global_batch = configuration.check_batch(cfg, accelerator.num_processes)
+    global_batch = checks.check_batch(cfg, accelerator.num_processes)
     share = prepare.Share(accelerator.process_index, accelerator.num_processes, not accelerator.is_main_process)
     rows, said = setup.look_at_rows(cfg, data.load_metadata(cfg.data.file_name), share, gather_lists)
     steps = data.total_steps(len(rows), global_batch, cfg.train.num_train_epochs, cfg.train.max_steps)
@@ -321,14 +321,14 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption, run_folder:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def noise_seed(cfg: RunConfig, sample_id: str, epoch: int) -> int:
+def noise_seed(cfg: RewardFlConfig, sample_id: str, epoch: int) -> int:
     """Of what a sample is trained on in an epoch; of its sample videos for epoch -1."""
     if epoch < 0:
         return data.noise_seed(cfg.run.seed, epoch, sample_id)
     return data.training_noise_seed(cfg.run.seed, epoch, sample_id, cfg.sample.noises_per_sample)
 
 
-def noise_seeds(cfg: RunConfig, samples: list[prepare.Sample]) -> list[tuple[prepare.Sample, int]]:
+def noise_seeds(cfg: RewardFlConfig, samples: list[prepare.Sample]) -> list[tuple[prepare.Sample, int]]:
     """Every sample with each of the noises it is trained on, and the first ones with that of their sample videos."""
     epochs = range(cfg.sample.noises_per_sample)
     trained = [(sample, noise_seed(cfg, sample.row.id, epoch)) for sample in samples for epoch in epochs]
@@ -336,7 +336,7 @@ def noise_seeds(cfg: RunConfig, samples: list[prepare.Sample]) -> list[tuple[pre
 
 
 def summary(
-    cfg: RunConfig, terms: list[Term], logged: dict[str, Tensor], judged: list[list[Judged]]
+    cfg: RewardFlConfig, terms: list[Term], logged: dict[str, Tensor], judged: list[list[Judged]]
 ) -> dict[str, float]:
     """Metrics of a step from what was logged of each sample, and what its rewards said, by micro-batch and term."""
     own = {

@@ -59,7 +59,7 @@ def fill(model: nn.Module, device: torch.device, home: torch.device, seed: int) 
     model.requires_grad_(False).eval()
 
 
-def new_expert(cfg: config.RunConfig, configs: Path, name: str, device: torch.device, trained: bool) -> nn.Module:
+def new_expert(cfg: config.RewardFlConfig, configs: Path, name: str, device: torch.device, trained: bool) -> nn.Module:
     """An expert as training has it: with adapter and checkpointing, or where experts.untrained says."""
     made = WanTransformer3DModel.load_config(configs, subfolder=wan.PARTS[name])
     expert = costs.new_expert(made, wan.DTYPES[cfg.model.dtype], made["num_layers"], None)
@@ -77,7 +77,7 @@ def new_expert(cfg: config.RunConfig, configs: Path, name: str, device: torch.de
     return expert
 
 
-def new_decoder(cfg: config.RunConfig, configs: Path, device: torch.device) -> AutoencoderKLWan:
+def new_decoder(cfg: config.RewardFlConfig, configs: Path, device: torch.device) -> AutoencoderKLWan:
     with torch.device("meta"):
         vae = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(configs, subfolder="vae"))
     vae.encoder = vae.quant_conv = None
@@ -101,7 +101,7 @@ def phase(found: Measured, name: str, device: torch.device) -> Iterator[None]:
 
 
 def update(
-    cfg: config.RunConfig, run: plan.Run, velocity: wan.Velocity, vae: AutoencoderKLWan,
+    cfg: config.RewardFlConfig, run: plan.Run, velocity: wan.Velocity, vae: AutoencoderKLWan,
     optimizer: torch.optim.Optimizer, x: Tensor, generator: torch.Generator,
 ) -> tuple[Measured, float]:  # fmt: skip
     """What train_reward_fl.py does from the latents x on, and the norm of the gradient."""
@@ -129,7 +129,7 @@ def update(
     return found, norm
 
 
-def measure(name: str, cfg: config.RunConfig, steps: int, device: torch.device) -> dict[str, Any]:
+def measure(name: str, cfg: config.RewardFlConfig, steps: int, device: torch.device) -> dict[str, Any]:
     gc.collect()  # of the variant before: hooks refer to their modules in circles
     torch.cuda.empty_cache()
     held, configs = torch.cuda.memory_allocated(), plan.source_of(cfg.model.model_paths, wan_load.PUBLISHED)

@@ -19,8 +19,9 @@ from typing import Any
 from rewardfl import config as configuration
 from rewardfl import data, flow, grpo, lora
 from rewardfl.backbones.wan import model as wan
-from rewardfl.config import AnyConfig, ConfigError, GrpoConfig, RunConfig
+from rewardfl.config import AnyConfig, ConfigError, FlowGrpoConfig, RewardFlConfig
 from rewardfl.costs import Adapter, ChunkCost, Costs, ExpertCost, measure
+from rewardfl.run import checks
 from rewardfl.run.job import REDUCE_BUCKET
 
 HOST_BANDWIDTH = 50e9  # bytes/s between host and GPU, PCIe 5 x16 as it is reached
@@ -471,12 +472,12 @@ def costs_of(cfg: AnyConfig, configs: Path) -> Costs:
 
 def schedule_of(cfg: AnyConfig, configs: Path) -> wan.Schedule:
     """The denoising steps that a run of the configuration takes."""
-    boundary = configuration.boundary_of(cfg, configs)
+    boundary = checks.boundary_of(cfg, configs)
     return wan.schedule(cfg.sample.num_inference_steps, cfg.sample.shift, boundary).until(cfg.sample.final_timestep)
 
 
 def run_of(
-    cfg: RunConfig,
+    cfg: RewardFlConfig,
     configs: Path,
     clips: int | None = None,
     steps: int | None = None,
@@ -512,7 +513,7 @@ def run_of(
     )
 
 
-def epoch_geometry(cfg: GrpoConfig, processes: int) -> tuple[int, int]:
+def epoch_geometry(cfg: FlowGrpoConfig, processes: int) -> tuple[int, int]:
     """(forward passes of each process per epoch, per update); ConfigError when the groups do not divide into them."""
     batch, updates = cfg.train.per_device_train_batch_size, cfg.grpo.updates_per_epoch
     try:
@@ -537,7 +538,7 @@ def pack_bytes(cfg: AnyConfig) -> int:
     return sum(file.stat().st_size for folder in folders for file in folder.rglob("*.onnx"))
 
 
-def windows(cfg: GrpoConfig, answering: Sequence[str]) -> Callable[[int], tuple[int, ...]]:
+def windows(cfg: FlowGrpoConfig, answering: Sequence[str]) -> Callable[[int], tuple[int, ...]]:
     """epoch -> its SDE steps. ConfigError when there can be none, or a trained expert would answer at none.
 
     answering: the expert of each step. Usable are the steps of trained experts but the last step.
@@ -570,13 +571,13 @@ def windows(cfg: GrpoConfig, answering: Sequence[str]) -> Callable[[int], tuple[
     return window
 
 
-def drawable(cfg: GrpoConfig, answering: Sequence[str]) -> tuple[int, ...]:
+def drawable(cfg: FlowGrpoConfig, answering: Sequence[str]) -> tuple[int, ...]:
     """The steps that some epoch's window may have; arguments: `windows`, which refuses what cannot be."""
     low, high = cfg.grpo.window_bounds or (0, len(answering))
     return cfg.grpo.window_steps or tuple(i for i in _usable(cfg, answering) if low <= i < high)
 
 
-def _usable(cfg: GrpoConfig, answering: Sequence[str]) -> list[int]:
+def _usable(cfg: FlowGrpoConfig, answering: Sequence[str]) -> list[int]:
     """The trained experts' steps but the last, whose noise nothing would remove."""
     trained = configuration.trainable_experts(cfg)
     return [i for i, expert in enumerate(answering[:-1]) if expert in trained]
@@ -586,7 +587,7 @@ def _usable(cfg: GrpoConfig, answering: Sequence[str]) -> list[int]:
 # For people
 
 
-def overview(cfg: RunConfig, run: Run, global_batch: int, processes: int) -> str:
+def overview(cfg: RewardFlConfig, run: Run, global_batch: int, processes: int) -> str:
     """The resolved configuration and the batch arithmetic. run: with its clips and steps."""
     train, samples = cfg.train, run.steps * global_batch
     return "\n".join(

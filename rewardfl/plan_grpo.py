@@ -23,9 +23,10 @@ from rewardfl import config as configuration
 from rewardfl import data, flow, grpo
 from rewardfl import plan as planning
 from rewardfl.backbones.wan import model as wan
-from rewardfl.config import Evaluation, GrpoConfig
+from rewardfl.config import EvaluationConfig, FlowGrpoConfig
 from rewardfl.costs import Costs
 from rewardfl.plan import FLOAT32, AnyLevers, AnyRun, Memory, Option, beyond
+from rewardfl.run import checks
 
 EPOCHS = 100  # whose windows stand for the run's, where its length is not known
 KINDS = ("flow", "dance", "cps")
@@ -102,7 +103,7 @@ class GrpoRun(AnyRun):
 
 
 def run_of(
-    cfg: GrpoConfig, configs: Path, clips: int | None, steps: int | None, processes: int, sharding: str = "none"
+    cfg: FlowGrpoConfig, configs: Path, clips: int | None, steps: int | None, processes: int, sharding: str = "none"
 ) -> GrpoRun:
     """What the configuration does on `processes` processes. configs: see `plan.source_of`; clips, steps: where known.
 
@@ -115,7 +116,7 @@ def run_of(
     epochs = EPOCHS if steps is None else steps // (section.updates_per_epoch * section.inner_epochs)
     evaluation = cfg.evaluation
     eval_steps = evaluation.eval_inference_steps or sample.num_inference_steps
-    boundary = configuration.boundary_of(cfg, configs)
+    boundary = checks.boundary_of(cfg, configs)
     eval_experts = wan.schedule(eval_steps, sample.shift, boundary).experts if evaluation.eval_clips else ()
     return GrpoRun(
         sigmas=tuple(schedule.sigmas.tolist()),
@@ -154,13 +155,13 @@ def run_of(
     )
 
 
-def _eval_videos(evaluation: Evaluation) -> int | None:
+def _eval_videos(evaluation: EvaluationConfig) -> int | None:
     if evaluation.eval_clips is None or not Path(evaluation.eval_clips).is_file():
         return None
     return len(data.load_metadata(evaluation.eval_clips, "evaluation.eval_clips")) * evaluation.eval_noises
 
 
-def total_steps(cfg: GrpoConfig, clips: int | None) -> int | None:
+def total_steps(cfg: FlowGrpoConfig, clips: int | None) -> int | None:
     """Optimizer updates of the run, whole epochs: max_steps, or what visits every clip num_train_epochs times.
 
     None where the clips that must say are not there.
@@ -357,7 +358,7 @@ def epochs_due(run: GrpoRun, every: int) -> set[int] | None:
 # For people
 
 
-def overview(cfg: GrpoConfig, run: GrpoRun) -> str:
+def overview(cfg: FlowGrpoConfig, run: GrpoRun) -> str:
     """The resolved configuration and the arithmetic of its groups."""
     return "\n".join([configuration.dump(cfg), *arithmetic(run), ""])
 

@@ -132,7 +132,7 @@ def test_clips_with_problems_are_shown_as_far_as_they_go(tmp_path):
     data.write_video(tmp_path / "slow.mp4", person()[:, ::2, ::2], 8)
     data.write_video(tmp_path / "short.mp4", person()[:2, ::2, ::2], 16)
     path = write_csv(tmp_path, *([f"{name}.mp4", name, "", "", ""] for name in ("slow", "short", "lost")))
-    settings = config.Data(file_name=str(path), height=64, width=64, num_frames=9, fps=16)
+    settings = config.DataConfig(file_name=str(path), height=64, width=64, num_frames=9, fps=16)
     reports = [check_dataset.inspect(row, settings, None, "cpu") for row in data.load_metadata(path)]
     assert [len(report.problems) for report in reports] == [1, 1, 1]
     assert [len(report.pictures) for report in reports] == [3, 3, 0]

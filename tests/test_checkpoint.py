@@ -11,7 +11,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rewardfl.config import MARKS, SECTIONS, Alike, GrpoConfig, Resumed, RunConfig
+from rewardfl.config import MARKS, SECTIONS, Alike, FlowGrpoConfig, Resumed, RewardFlConfig
 from rewardfl.run import checkpoint
 from rewardfl.run.checkpoint import (
     FREE_KEYS,
@@ -465,10 +464,10 @@ def test_what_must_never_change():
 
 
 def test_both_scripts_say_the_same_of_a_key():
-    for name in SECTIONS[RunConfig].keys() & SECTIONS[GrpoConfig].keys():
-        hints = [get_type_hints(sections[name], include_extras=True) for sections in SECTIONS.values()]
-        for key in hints[0].keys() & hints[1].keys():
-            marks = [[mark for mark in get_args(hint[key])[1:] if isinstance(mark, Resumed | Alike)] for hint in hints]
+    for name in SECTIONS[RewardFlConfig].keys() & SECTIONS[FlowGrpoConfig].keys():
+        fields = [sections[name].model_fields for sections in SECTIONS.values()]
+        for key in fields[0].keys() & fields[1].keys():
+            marks = [[mark for mark in of[key].metadata if isinstance(mark, Resumed | Alike)] for of in fields]
             assert marks[0] == marks[1], (name, key)
 
 

@@ -505,7 +505,7 @@ def idle_keys(written, cfg):
 def test_no_key_does_nothing(file):
     written = yaml.safe_load((ROOT / file).read_text())
     cfg = config.load(ROOT / file)
-    assert isinstance(cfg, config.GrpoConfig) and idle_keys(written, cfg) == []
+    assert isinstance(cfg, config.FlowGrpoConfig) and idle_keys(written, cfg) == []
     assert all(keys for keys in written.values())
 
 

@@ -97,7 +97,7 @@ def cfg(tmp_path):
 def of(folder, **settings):
     sizes = {"file_name": str(folder / "metadata.csv"), "height": 32, "width": 48, "num_frames": 5}
     return SimpleNamespace(
-        data=config.Data(**sizes | settings),
+        data=config.DataConfig(**sizes | settings),
         run=SimpleNamespace(output_dir=str(folder / "run"), sample_videos=3),
     )
 
@@ -184,7 +184,7 @@ def test_every_problem_is_found_and_every_process_knows(cfg, tmp_path, monkeypat
 
 
 def test_the_file_that_is_named_is_the_one_that_was_read(cfg):
-    cfg.data = config.Data(**vars(cfg.data) | {"num_frames": 6})
+    cfg.data = config.DataConfig(**vars(cfg.data) | {"num_frames": 6})
     with pytest.raises(data.DataError, match=r"evaluation.eval_clips \(.*\): 8 of 8 rows"):
         rows = data.load_metadata(cfg.data.file_name, "evaluation.eval_clips")
         setup.look_at_rows(cfg, rows, prepare.Share(0, 1, quiet=True), list)
@@ -246,7 +246,7 @@ def test_a_sample_video_whose_clip_is_lost_is_left_out(cfg, tmp_path, capsys):
     samples = [samples[0], samples[1], samples[3]]
     (tmp_path / "0.mp4").write_text("not a video any more")
     data.write_video(tmp_path / "1.mp4", torch.zeros(5, 96, 48, 3, dtype=torch.uint8), fps=8)  # another shape
-    cfg.data = config.Data(**vars(cfg.data) | {"max_pixels": 32 * 48})
+    cfg.data = config.DataConfig(**vars(cfg.data) | {"max_pixels": 32 * 48})
     asked = []
 
     def generate(row):

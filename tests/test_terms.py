@@ -107,7 +107,7 @@ def test_terms_of_a_configuration():
         ({"name": "face_identity", "reward_model_path": "a", "settings": {"x": 1}}, "face_identity takes none"),
         ({"others": {"x": {"weight": 1}}}, "reward.others.x.name is required"),
         ({"others": {"x": {"name": "b", "wight": 1}}}, "unknown key 'reward.others.x.wight', did you mean 'weight'"),
-        ({"others": ["x"]}, "reward.others: expected keys and values"),
+        ({"others": ["x"]}, "reward.others must be keys and values"),
     ]:
         with pytest.raises(config.ConfigError, match=message):
             config.parse(base | {"reward": reward | change})
@@ -121,7 +121,7 @@ def test_labels_that_would_name_another_metric(label):
 
 @pytest.mark.parametrize("label", ["", " ", "a b", "a/b", "../x", "a.b", "line\n", "a\x1b[31m"])
 def test_labels_that_make_no_clean_key(label):
-    with pytest.raises(config.ConfigError, match="^reward.others(: label | takes names )") as error:
+    with pytest.raises(config.ConfigError, match="^reward.others takes names ") as error:
         config.parse(with_others(label))
     assert repr(label) in str(error.value) and str(error.value).isprintable()
 

@@ -33,6 +33,7 @@ from tqdm import tqdm
 from rewardfl import config, data
 from rewardfl.rewards import face
 from rewardfl.rewards.face import pack as face_pack
+from rewardfl.run import checks
 
 USABLE, UNUSABLE = 0, 2  # exit codes
 ENLARGED, CROPPED = 1.05, 0.75  # warnings: enlarged more than this many times; less than this share of a picture left
@@ -89,7 +90,7 @@ def main() -> int:
     return UNUSABLE if any(report.problems for report in reports) else USABLE
 
 
-def resolve(args: argparse.Namespace) -> config.RunConfig:
+def resolve(args: argparse.Namespace) -> config.RewardFlConfig:
     """The configuration, or its defaults for --data, with the flags as overrides. ConfigError names what is wrong."""
     if bool(args.config) == bool(args.data):
         raise config.ConfigError(f"give --config or --data, got {'both' if args.config else 'neither'}")
@@ -111,7 +112,7 @@ def resolve(args: argparse.Namespace) -> config.RunConfig:
     if cfg.data.num_frames < 2:
         raise config.ConfigError(f"data.num_frames must be at least 2, got {cfg.data.num_frames}; Wan takes 81")
     # the model is not known here: sides in multiples of 16 are what all need, and so is the Wan VAE's factor 8
-    config.check_geometry(cfg.data.height, cfg.data.width, 2, spatial=8, temporal=1, max_pixels=cfg.data.max_pixels)
+    checks.check_geometry(cfg.data.height, cfg.data.width, 2, spatial=8, temporal=1, max_pixels=cfg.data.max_pixels)
     return cfg
 
 
@@ -119,7 +120,7 @@ def resolve(args: argparse.Namespace) -> config.RunConfig:
 # Looking at a row
 
 
-def inspect(row: data.Row, settings: config.Data, detector: face.FaceDetector | None, device: str) -> Report:
+def inspect(row: data.Row, settings: config.DataConfig, detector: face.FaceDetector | None, device: str) -> Report:
     """The row's report, without regard to other rows."""
     look = data.look_at(row, settings.num_frames, settings.fps)
     report = Report(row, look, data.row_problems(row, settings.num_frames, settings.fps))
@@ -225,7 +226,7 @@ def listing(reports: Sequence[Report]) -> list[str]:
     ]
 
 
-def notes(rows: Sequence[data.Row], reports: Sequence[Report], settings: config.Data) -> list[str]:
+def notes(rows: Sequence[data.Row], reports: Sequence[Report], settings: config.DataConfig) -> list[str]:
     """What training says of the rows, and of the clips that it takes."""
     usable = [report for report in reports if not report.problems]
     sizes = (settings.height, settings.width, settings.max_pixels, settings.fps)

@@ -125,7 +125,7 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
         row.id: wan.encode(encoders, row.prompt, examples[row.id].image, cfg.data.num_frames) for row in usable
     }
     guidance, negative = 1.0, None
-    if isinstance(cfg, config.GrpoConfig) and cfg.sample.guidance_scale != 1:  # as it was trained
+    if isinstance(cfg, config.FlowGrpoConfig) and cfg.sample.guidance_scale != 1:  # as it was trained
         guidance, negative = cfg.sample.guidance_scale, wan.encode_text(encoders, cfg.sample.negative_prompt)
     vae = encoders.vae
     del encoders  # the text encoder alone is 11 GB

@@ -17,10 +17,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from rewardfl import config, data, offload, reward_flow
+from rewardfl import data, offload, reward_flow
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
+from rewardfl.run import checks
 
 
 def main() -> int:
@@ -80,8 +81,8 @@ def writer(out: Path, fps: float) -> Callable[[Path, torch.Tensor], None]:
 def generate(args: argparse.Namespace) -> torch.Tensor:
     """The video (3, F, H, W) in [-1, 1]; ValueError or FileNotFoundError for what cannot work, before weights load."""
     layout = wan_load.open_files(wan_load.find(args.model, args.tokenizer))
-    spatial, temporal = config.vae_factors(layout.configs)
-    config.check_geometry(args.height, args.width, args.num_frames, spatial, temporal)
+    spatial, temporal = checks.vae_factors(layout.configs)
+    checks.check_geometry(args.height, args.width, args.num_frames, spatial, temporal)
     image = read_image(args.image, args.height, args.width)
     distilled = wan_load.read_distilled(args.distill_lora_high, args.distill_lora_low)
     encoders = wan_load.load_pipeline(layout, wan.DTYPES[args.dtype], parts=("text_encoder", "vae")).to(args.device)

@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from rewardfl import config as configuration
 from rewardfl import data, plan, plan_grpo
 from rewardfl.backbones.wan import load as wan_load
-from rewardfl.config import AnyConfig, GrpoConfig, RunConfig
+from rewardfl.config import AnyConfig, FlowGrpoConfig, RewardFlConfig
+from rewardfl.run import checks
 
 FITS, DOES_NOT = 0, 2  # exit codes
 
@@ -39,8 +40,8 @@ def main() -> int:
         cfg = configuration.load(args.config, args.overrides)
         clips = len(data.load_metadata(cfg.data.file_name)) if Path(cfg.data.file_name).is_file() else None
         configs = plan.source_of(cfg.model.model_paths, wan_load.PUBLISHED)
-        spatial, temporal = configuration.vae_factors(configs)
-        configuration.check_geometry(
+        spatial, temporal = checks.vae_factors(configs)
+        checks.check_geometry(
             cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
         )
         run = run_of(cfg, configs, clips, args.processes, args.sharding)
@@ -60,14 +61,14 @@ def main() -> int:
 
 def run_of(cfg: AnyConfig, configs: Path, clips: int | None, processes: int, sharding: str) -> plan.AnyRun:
     """What the configuration does with it; ConfigError for what cannot work."""
-    if isinstance(cfg, GrpoConfig):
+    if isinstance(cfg, FlowGrpoConfig):
         return plan_grpo.run_of(cfg, configs, clips, plan_grpo.total_steps(cfg, clips), processes, sharding)
     run = plan.run_of(cfg, configs, clips, updates(cfg, clips, processes), processes, sharding)
-    configuration.check_active_experts(run.active, run.experts, run.trained, configuration.resolved_coupling(cfg))
+    checks.check_active_experts(run.active, run.experts, run.trained, configuration.resolved_coupling(cfg))
     return run
 
 
-def updates(cfg: RunConfig, clips: int | None, processes: int) -> int | None:
+def updates(cfg: RewardFlConfig, clips: int | None, processes: int) -> int | None:
     """Optimizer updates of the run, of train_batch_size clips where it is given; None where the data must say."""
     train = cfg.train
     if train.max_steps is not None or clips is None:

@@ -29,7 +29,7 @@ from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe, file_hashes
 from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.terms import RewardError, Term
-from rewardfl.run import checkpoint, prepare, trackers
+from rewardfl.run import checkpoint, checks, prepare, trackers
 from rewardfl.run import job as distributed
 from rewardfl.weights import lora_files, merge
 from rewardfl.weights.shards import Refused
@@ -70,20 +70,20 @@ def command_line(description: str) -> argparse.Namespace:
 def open_model(cfg: AnyConfig) -> tuple[wan_load.Layout, float]:
     """(the model's files, sigma of the boundary between its experts), all checked by their headers alone."""
     trackers.check_installed(cfg.run.log_with)
-    configuration.check_threads(cfg.run.cpu_threads, os.cpu_count())
-    configuration.check_paths(cfg)
+    checks.check_threads(cfg.run.cpu_threads, os.cpu_count())
+    checks.check_paths(cfg)
     layout = wan_load.find(
         cfg.model.model_paths, cfg.model.tokenizer_path, cfg.model.model_id_with_origin_paths, cfg.model.allow_download
     )
     layout = wan_load.open_files(layout)
     targets = lora.target_modules(cfg.lora.lora_target_modules)
     lora.check_targets(targets, wan_load.linear_layers(layout.opened["low_noise"]))
-    spatial, temporal = configuration.vae_factors(layout.configs)
-    configuration.check_geometry(
+    spatial, temporal = checks.vae_factors(layout.configs)
+    checks.check_geometry(
         cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
     )
     init_adapters(cfg, layout)
-    return layout, configuration.boundary_of(cfg, layout.configs)
+    return layout, checks.boundary_of(cfg, layout.configs)
 
 
 def loader(cfg: AnyConfig, layout: wan_load.Layout) -> prepare.Load:
@@ -190,7 +190,7 @@ def base_model(cfg: AnyConfig, layout: wan_load.Layout) -> dict[str, str]:
         part: {key: value for key, value in config.items() if not key.startswith("_")}  # the version that wrote it
         for part, config in settings.items()
     }
-    settings["boundary_ratio"] = configuration.boundary_ratio(layout.configs)
+    settings["boundary_ratio"] = checks.boundary_ratio(layout.configs)
     weights = {part: model_digest(files) for part, files in wan_load.files(layout).items()}
     distilled = {"distill_high": cfg.model.distill_lora_high, "distill_low": cfg.model.distill_lora_low}
     weights |= {name: model_digest([Path(path)]) for name, path in distilled.items() if path}
@@ -433,7 +433,7 @@ def _changed_content(folder: Path, key: str, words: str) -> str:
     )
 
 
-def load_schedule(scheduler: LambdaLR, state: dict[str, Any], train: configuration.GrpoTrain) -> None:
+def load_schedule(scheduler: LambdaLR, state: dict[str, Any], train: configuration.GrpoTrainConfig) -> None:
     """Go on with a scheduler's state_dict, at the configuration's rate and weight decay, which may be others than then.
 
     Where they are not, this changes nothing, to the last bit.

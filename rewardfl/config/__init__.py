@@ -1,0 +1,27 @@
+"""The configuration: rewardfl/config/schema.py says what each key means, rewardfl/config/load.py reads the files."""
+
+# ruff: noqa: F401  (this file only re-exports)
+
+from rewardfl.config.load import ConfigError, dump, flat, load, parse, to_dict
+from rewardfl.config.schema import (
+    BY_CONTENT,
+    EXPERTS,
+    FREE,
+    IF_NAMED,
+    MARKS,
+    OWN_METRICS,
+    SECTIONS,
+    Alike,
+    AnyConfig,
+    DataConfig,
+    EvaluationConfig,
+    FlowGrpoConfig,
+    GrpoTrainConfig,
+    Resumed,
+    RewardFlConfig,
+    WantedReward,
+    active_steps,
+    resolved_coupling,
+    trainable_experts,
+    wanted_rewards,
+)

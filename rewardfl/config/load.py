@@ -1,0 +1,315 @@
+"""Reading a configuration: one YAML file plus `section.key=value` overrides, checked before anything loads.
+
+The section `grpo` tells a file of train_flow_grpo.py. pydantic checks the values (rewardfl/config/schema.py); what is
+here reads YAML within bounds, places the overrides and says what is wrong in one line per key.
+"""
+
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from rewardfl.config.schema import SECTIONS, AnyConfig, FlowGrpoConfig, RewardFlConfig, Section, did_you_mean, shown
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message has one line per problem: the key, the value, the way out."""
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), schema: type[AnyConfig] | None = None) -> AnyConfig:
+    """The checked configuration of YAML file `path` with `section.key=value` overrides (YAML values) applied.
+
+    schema: RewardFlConfig or FlowGrpoConfig, of the script that asks; None takes the file's.
+
+    Raises ConfigError for a file that cannot be read or is another script's, unknown or missing keys, wrong types,
+    values out of range and combinations that cannot work.
+    """
+    raw = _read(Path(path))
+    of_file = FlowGrpoConfig if "grpo" in raw else RewardFlConfig
+    if schema not in (None, of_file):
+        has = "has a" if of_file is FlowGrpoConfig else "has no"
+        raise ConfigError(f"{path} {has} section grpo, so it is for {of_file.script}, not {schema.script}")
+    return parse(raw, overrides)
+
+
+def parse(raw: Mapping[str, Any], overrides: Sequence[str] = ()) -> AnyConfig:
+    """`load` of what a file would hold: {section: {key: value}}, as in run.json's "config"."""
+    schema = FlowGrpoConfig if "grpo" in raw else RewardFlConfig
+    sections = dict.fromkeys(SECTIONS[schema], {}) | raw
+    problems = [problem for text in overrides for problem in _override(sections, text, schema)]
+    try:
+        cfg = schema.model_validate(sections)
+    except ValidationError as error:
+        raise _refused([*problems, *_lines(error, sections, schema)]) from None
+    problems += [line for part in (*dict(cfg).values(), cfg) for line in part.conflicts()]
+    if problems:
+        raise _refused(problems)
+    return cfg
+
+
+def to_dict(cfg: AnyConfig) -> dict[str, dict[str, Any]]:
+    """{section: {key: value}} of plain JSON and YAML values."""
+    return cfg.model_dump(mode="json")
+
+
+def flat(cfg: AnyConfig) -> dict[str, str]:
+    """{section.key: value} as text, which every tracker takes."""
+    return {f"{section}.{key}": str(value) for section, keys in to_dict(cfg).items() for key, value in keys.items()}
+
+
+def dump(cfg: AnyConfig) -> str:
+    """YAML text with every key written out; `load` reads it back to the same configuration."""
+    return yaml.safe_dump(to_dict(cfg), sort_keys=False)
+
+
+def _refused(problems: Sequence[str], most: int = 30) -> ConfigError:
+    """The problems, a line each, of which the first `most` are written out."""
+    more = [f"... and {len(problems) - most} more problems"] if len(problems) > most else []
+    return ConfigError("\n".join([*problems[:most], *more]))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# YAML within bounds
+
+
+# What is read is bounded before it is built: in bytes, in values (an alias counts as all that it stands for) and in
+# levels. The longest configuration of ours has 150 values on 5 levels.
+MOST_BYTES, MOST_VALUES, MOST_LEVELS = 1_000_000, 5_000, 20
+
+_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")}
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+class _Loader(yaml.SafeLoader):
+    """yaml.SafeLoader for null, bool, int, float, str, lists and mappings alone: a date stays a text.
+
+    Of two equal keys, SafeLoader silently keeps the last; this one refuses the second, also where `<<` brings it.
+    """
+
+    yaml_constructors = {
+        tag: build for tag, build in yaml.SafeLoader.yaml_constructors.items() if tag in {*_TAGS, None}
+    }
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in patterns if tag in {*_TAGS, _MERGE}]
+        for first, patterns in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.still_open = 0  # lists and mappings around the next node
+        self.extents: dict[yaml.Node, tuple[int, int]] = {}  # the values and levels that a node stands for
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
+        """The next node, unless what it stands for, aliases written out, exceeds MOST_VALUES or MOST_LEVELS."""
+        event = self.peek_event()
+        if self.still_open >= MOST_LEVELS:
+            raise _refusal(f"lists and mappings in more than {MOST_LEVELS} levels", event)
+        self.still_open += 1
+        node = super().compose_node(parent, index)
+        self.still_open -= 1
+        if not isinstance(event, yaml.AliasEvent):
+            inner = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+            parts = [] if isinstance(node, yaml.ScalarNode) else [self.extents[part] for part in inner]
+            self.extents[node] = (
+                1 + sum(values for values, _ in parts),
+                1 + max((levels for _, levels in parts), default=0),
+            )
+        elif node not in self.extents:
+            raise _refusal(f"{shown(event.anchor)} stands within itself", event)
+        values, levels = self.extents[node]
+        if values > MOST_VALUES or self.still_open + levels > MOST_LEVELS:
+            raise _refusal(f"more than {MOST_VALUES} values or {MOST_LEVELS} levels, aliases written out", event)
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        if isinstance(node, yaml.MappingNode):  # `!!map text` is none
+            self.flatten_mapping(node)
+            keys = [key.value for key, _ in node.value]
+            for i, key in enumerate(keys):
+                if key in keys[:i]:
+                    raise _refusal(f"{shown(key)} is given twice; remove one", node.value[i][0])
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+        except (ArithmeticError, LookupError, ValueError) as error:  # what yaml's constructors raise for `!!int abc`
+            kind = node.tag.rpartition(":")[2]
+            raise _refusal(f"{shown(node.value)} cannot be read as {kind}", node) from error
+        if type(value) is int and value.bit_length() > 64:
+            raise _refusal(f"{shown(node.value)} is a number of more than 64 bits", node)
+        return value
+
+
+def _refusal(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
+
+
+def _parse(text: str, where: str) -> Any:
+    """What YAML `text` stands for. ConfigError with the line, in one line, for what is not valid."""
+    try:
+        loader = _Loader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            f"{where} is not valid YAML: line {line}: no text holds the character {error.character:#04x}"
+        ) from error
+    except yaml.MarkedYAMLError as error:
+        problem = " ".join(" ".join(filter(None, (error.context, error.problem))).split())[:150]
+        problem = problem if problem.isprintable() else repr(problem)
+        raise ConfigError(f"{where} is not valid YAML: line {error.problem_mark.line + 1}: {problem}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if not path.is_file():
+            raise ConfigError(f"config file not found: {path}")
+        if path.stat().st_size > MOST_BYTES:
+            raise ConfigError(f"{path} has {path.stat().st_size} bytes, a configuration at most {MOST_BYTES}")
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}, line {line}: is not UTF-8 (byte {content[error.start]:#04x}); save it as UTF-8"
+        ) from error
+    raw = _parse(text, str(path))
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"{path} must hold sections ({', '.join(RewardFlConfig.model_fields)}) with keys beneath them"
+        )
+    return raw
+
+
+def _override(raw: dict[str, Any], text: str, schema: type[AnyConfig]) -> list[str]:
+    """Put "section.key=value" into `raw`, whose sections are replaced; the problems that kept it from going there."""
+    name, equals, value = text.partition("=")
+    section, dot, key = name.partition(".")
+    if not equals:
+        return [f"override {shown(text)} must have the form section.key=value"]
+    if section not in SECTIONS[schema]:
+        return [_unknown_section(section, schema)]
+    if not dot or not key:
+        return [f"override {shown(text)} must name a key: {section}.<key>=value"]
+    if isinstance(raw[section], dict):  # else the schema refuses the section
+        raw[section] = raw[section] | {key: _parse(value, f"override {shown(text)}")}
+    return []
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What pydantic found, in our lines
+
+
+_TYPES = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "keys and values",
+}
+
+
+def _lines(error: ValidationError, raw: Mapping[str, Any], schema: type[AnyConfig]) -> Iterator[str]:
+    """A line per key, which unites what pydantic says of it for each member of a union."""
+    errors = error.errors(include_url=False)
+    refused_names = [found["loc"][:-1] for found in errors if found["loc"][-1:] == ("[key]",)]
+    by_key: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+    for found in errors:
+        loc = found["loc"]
+        if loc[-1:] == ("[key]",):
+            yield f"{_dotted(loc[:-2])} takes {_words(found)}, got {shown(found['input'])}"
+        elif not any(loc[: len(name)] == name for name in refused_names):
+            by_key.setdefault(_key(found, raw), []).append(found)
+    for key, of_key in by_key.items():
+        yield _line(key, of_key, schema)
+
+
+def _key(found: ErrorDetails, raw: Any) -> tuple[int | str, ...]:
+    """The error's place without the members of unions, which pydantic adds to what the file holds."""
+    if found["type"] in ("missing", "extra_forbidden", "invalid_key"):
+        return found["loc"]
+    for depth, part in enumerate(found["loc"]):
+        if not (part in raw if isinstance(raw, dict) else isinstance(raw, list) and isinstance(part, int)):
+            return found["loc"][:depth]
+        raw = raw[part]
+    return found["loc"]
+
+
+def _line(key: tuple[int | str, ...], errors: Sequence[ErrorDetails], schema: type[AnyConfig]) -> str:
+    kind, value, name = errors[0]["type"], errors[0]["input"], _dotted(key)
+    if kind in ("extra_forbidden", "invalid_key"):
+        return _unknown_section(key[0], schema) if len(key) == 1 else _unknown_key(key, schema)
+    if kind == "missing":
+        return f"{name} is required; write it in the file" + (f" or pass {name}=..." if len(key) == 2 else "")
+    if kind == "model_type":
+        return f"section {name!r} must hold keys, got {shown(value)}; write them beneath it or remove the line"
+    # Of a union, only the member that takes values of this type has more to say than its type.
+    telling = [found for found in errors if found["type"] not in (*_TYPES, "literal_error")]
+    words = [_words(found) for found in telling or errors]
+    if not telling and NoneType in get_args(_annotation(schema, key)):
+        words.append("null")
+    expected = " ".join(found.get("ctx", {}).get("expected", "") for found in errors)
+    hint = did_you_mean(value, re.findall("'([^']+)'", expected))
+    return f"{name} must be {' or '.join(words)}, got {shown(value)}{hint}"
+
+
+def _words(found: ErrorDetails) -> str:
+    """What the value must be."""
+    if found["type"] == "value_error":
+        return str(found["ctx"]["error"])
+    return _TYPES.get(found["type"]) or found["msg"].removeprefix("Input should be ").replace("False", "false")
+
+
+def _dotted(key: Sequence[int | str]) -> str:
+    return ".".join(map(str, key)) or "the file"
+
+
+def _annotation(schema: type[AnyConfig], key: Sequence[int | str]) -> Any:
+    """The type of what stands at `key`."""
+    kind: Any = schema
+    for part in key:
+        if isinstance(part, int):
+            return int  # all lists of ours hold one type of item, and none may be null
+        kind = get_args(kind)[1] if get_origin(kind) is dict else kind.model_fields[part].annotation
+    return kind
+
+
+def _unknown_section(name: int | str, schema: type[AnyConfig]) -> str:
+    sections = SECTIONS[schema]
+    place = _place(name, sections)
+    if place is not None:
+        return f"{name} -> {place}.{name}: settings live in sections, move it there"
+    if name in SECTIONS[FlowGrpoConfig]:
+        return f"section {name} is for {FlowGrpoConfig.script}, whose files have a section grpo; remove it"
+    return f"unknown section {shown(name)}{did_you_mean(name, sections)}; sections are {', '.join(sections)}"
+
+
+def _unknown_key(key: Sequence[int | str], schema: type[AnyConfig]) -> str:
+    name, last = _dotted(key), key[-1]
+    if len(key) == 2:  # further down are the keys of one reward, which no section has
+        place = _place(last, SECTIONS[schema])
+        if place is not None:
+            return f"{name} -> {place}.{last}: the key belongs to another section, move it there"
+        for other, sections in SECTIONS.items():
+            if _place(last, sections) is not None:
+                return f"{name} is a setting of {other.script} alone; remove it"
+    return f"unknown key {shown(name)}{did_you_mean(last, _annotation(schema, key[:-1]).model_fields)}"
+
+
+def _place(key: int | str, sections: Mapping[str, type[Section]]) -> str | None:
+    """The section that has a key of this name."""
+    return next((name for name, kind in sections.items() if key in kind.model_fields), None)

@@ -1,0 +1,752 @@
+"""What a configuration may say: the sections, each with its own checks beside it.
+
+The models below are the schema and the reference: a field's comment says what it means, its type says what it may be.
+Relative paths are relative to the directory the command is started in. There are two whole configurations,
+RewardFlConfig of train_reward_fl.py and FlowGrpoConfig of train_flow_grpo.py.
+
+When a run goes on, its keys must be what they were, but for those that are marked: Free, ByContent (a path: what it
+leads to must be what it was), IfNamed (in run.resume_with_changes), Alike (from one of the values to another).
+"""
+
+import difflib
+import os
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Settings, read strictly: true is no 1, 1.0 no number of steps, and a key that is unknown is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def conflicts(self) -> Iterator[str]:
+        """A line for each combination of settings that cannot work: the keys, the values, the way out."""
+        yield from ()
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a key may do when a run goes on. Without such a mark it must be as it was."""
+
+    words: str
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Values that compute the same numbers: a run may go on with one for the other."""
+
+    values: tuple[str, ...]
+
+
+T = TypeVar("T")
+FREE = Resumed("may change: it is no part of what is computed")
+BY_CONTENT = Resumed("a path, which may change: what it leads to is compared")
+IF_NAMED = Resumed("may change, or its content, when run.resume_with_changes names it, which run.json then lists")
+Free = Annotated[T, FREE]
+ByContent = Annotated[T, BY_CONTENT]
+IfNamed = Annotated[T, IF_NAMED]
+
+
+def _must_be(words: str, holds: Callable[[Any], bool]) -> AfterValidator:
+    def check(value: T) -> T:
+        if not holds(value):
+            raise ValueError(words)
+        return value
+
+    return AfterValidator(check)
+
+
+def _from_text(value: object) -> object:
+    """Text such as 1e-5, which YAML takes for a text because it has no dot, as the number that it is."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _is_plain(text: str) -> bool:
+    """Without Unicode's control characters, halves of pairs, ends of lines and of paragraphs, but for \\n and \\t."""
+    return not any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") and c not in "\n\t" for c in text)
+
+
+def _is_path(text: str) -> bool:
+    """Whether a file system could take it: what is longer would be a traceback at the first look at the file."""
+    return len(os.fsencode(text)) <= 4000 and all(len(os.fsencode(part)) <= 255 for part in text.split("/"))
+
+
+# The upper ends are far above what anybody trains with. They keep a slip of the finger (1e30) from being found when
+# memory or float32 runs out, hours later.
+Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Whole = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Batch = Annotated[int, Field(ge=1, le=10_000)]
+Steps = Annotated[int, Field(ge=1, le=100_000)]
+Denoising = Annotated[int, Field(ge=1, le=1_000)]  # sampling steps: the model knows 1000 timesteps
+Side = Annotated[int, Field(ge=1, le=16_384)]
+Pixels = Annotated[int, Field(ge=16 * 16, le=16_384**2)]
+# float32 would make a smaller or larger number 0 or infinite, here or in a product
+Number = Annotated[
+    float,
+    BeforeValidator(_from_text),
+    Field(allow_inf_nan=False),
+    _must_be("0 or of a size in 1e-30..1e30", lambda value: value == 0 or 1e-30 <= abs(value) <= 1e30),
+]
+_not_tiny = _must_be("0 or at least 1e-12", lambda value: not 0 < value < 1e-12)
+Positive = Annotated[Number, Field(gt=0, le=1e12), _not_tiny]
+NonNegative = Annotated[Number, Field(ge=0, le=1e12), _not_tiny]
+Share = Annotated[Number, Field(ge=0, le=1)]
+PlainText = Annotated[str, _must_be("free of control characters", _is_plain)]
+Line = Annotated[PlainText, _must_be("a text of one line", lambda text: "\n" not in text and "\t" not in text)]
+Text = Annotated[Line, _must_be("a text that is not empty", lambda text: text.strip() != "")]
+_fits = _must_be("short enough for the name of a file", _is_path)
+PathLine = Annotated[Line, _fits]
+PathText = Annotated[Text, _fits]
+Off = Annotated[Literal[False], BeforeValidator(lambda value: None if value == 0 and value is not False else value)]
+Listed = Annotated[tuple[T, ...], Field(strict=False)]  # strictly, a tuple is no list of YAML's
+Name = Annotated[
+    str, _must_be("names of 1 to 80 printable characters", lambda name: name.isprintable() and 1 <= len(name) <= 80)
+]
+_is_label = re.compile(r"[\w-]{1,80}").fullmatch  # it names the metric reward/<label>
+Label = Annotated[str, _must_be("names of 1 to 80 letters, digits, _ and -", lambda text: _is_label(text) is not None)]
+Setting = PlainText | bool | int | Number | None
+
+
+def shown(value: object) -> str:
+    """`value` as messages show it: on one line, without control characters, cut to 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """The end of a message: the known name that `word` may stand for, or nothing."""
+    close = difflib.get_close_matches(str(word)[:80], list(known), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+EXPERTS = {"dit": "high_noise", "dit2": "low_noise"}
+COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0}
+# reward/<name> of the scripts themselves, and of face_identity's parts where alarms and documents mean those
+OWN_METRICS = ("mean", "std_in_group", "valid_fraction", "failed", "score", "held_out", "coverage", "motion")
+
+
+class RunConfig(Section):
+    """Section `run` of both scripts. A step is one optimizer update."""
+
+    # Folder for run.json, metrics.jsonl, checkpoints/ and samples/. Holds one run.
+    output_dir: Free[PathText]
+    # Seed of the data order, of every sample's noise and of the adapter's initial values.
+    seed: Seed = 42
+    # A checkpoint and the sample videos are written every this many steps (and after the last one); Flow-GRPO writes
+    # them at the end of the epoch that these steps fall into.
+    save_steps: Free[Count] = 25
+    # Only the last this many checkpoints are kept, and the one that checkpoints/best points at; null keeps all.
+    keep_last: Free[Count | None] = None
+    # Metrics reach the console and the tracker every this many steps; metrics.jsonl has every step.
+    logging_steps: Free[Count] = 1
+    # "auto" goes on from the latest complete checkpoint in output_dir and starts anew when there is none;
+    # a path names a checkpoint (.../checkpoints/step-000025); false starts anew.
+    resume_from_checkpoint: Free[PathText | Off] = "auto"
+    # Keys marked IfNamed that may differ from what run.json says when a run goes on, such as [train.learning_rate].
+    # Each change is printed and listed in run.json (key, old, new, step). May stay when nothing differs any more.
+    resume_with_changes: Free[Listed[str]] = ()
+    # Tracker beside metrics.jsonl, of the first process. wandb has to be installed (pip install wandb).
+    log_with: Free[Literal["tensorboard", "wandb", "none"]] = "tensorboard"
+    # How many clips of sample videos are written at each save.
+    sample_videos: Free[Whole] = 2
+    # Threads per process when there is no GPU; null divides the cores among the processes (accelerate launch
+    # would leave each with one), at most four for each core of the machine. As on another machine, their number changes
+    # the rounding.
+    cpu_threads: Free[Count | None] = None
+
+    def conflicts(self) -> Iterator[str]:
+        if self.resume_with_changes and self.resume_from_checkpoint is False:
+            yield "run.resume_with_changes does nothing with run.resume_from_checkpoint: false; remove one of them"
+
+
+class ModelConfig(Section):
+    """Section `model` of both scripts."""
+
+    # The only family so far: Wan2.2 image-to-video A14B and models of its shape.
+    model_name: Literal["wan2_2"] = "wan2_2"
+    # Pipeline folder in diffusers layout (model_index.json, transformer/, transformer_2/, vae/, ...), or a
+    # wan22_paths.json that names the original files (examples/wan22_paths.json). Empty: the next key says.
+    model_paths: ByContent[PathLine] = ""
+    # Instead of model_paths: original files in hub repositories, "repository:pattern, ..." with high_noise,
+    # low_noise, t5 and VAE in the patterns. Taken from the local hub cache; fetched only with allow_download.
+    model_id_with_origin_paths: ByContent[PlainText] = ""
+    # Whether what the hub cache lacks may be downloaded.
+    allow_download: Free[bool] = False
+    # Tokenizer folder; empty takes the model's own (original files have none but on the hub).
+    tokenizer_path: ByContent[PathLine] = ""
+    # Distillation LoRAs (Wan2.2-Lightning, one file per expert, any tool's names), part of the base model.
+    distill_lora_high: ByContent[PathLine] = ""
+    distill_lora_low: ByContent[PathLine] = ""
+    # fuse: added to the weights in the file's precision, before the one rounding to `dtype`. adapter: kept
+    # beside them and answering in policy and reference alike; slower, and exact whatever `dtype` is.
+    distill_lora_mode: Literal["fuse", "adapter"] = "fuse"
+    # Experts whose adapter is trained, comma separated: dit (high noise), dit2 (low noise).
+    trainable_models: Text = "dit2"
+    # Sigma at or above which the high-noise expert answers; null takes the pipeline's boundary_ratio.
+    min_timestep_boundary: Share | None = None
+    # Upper end of the high-noise expert's sigmas; anything but 1 is refused, nothing else could answer there.
+    max_timestep_boundary: Number = 1.0
+    # What the frozen weights are loaded as. The adapter is always float32.
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+    def conflicts(self) -> Iterator[str]:
+        if bool(self.model_paths) == bool(self.model_id_with_origin_paths):
+            given = "both are" if self.model_paths else "neither is"
+            yield f"model.model_paths or model.model_id_with_origin_paths must be given, {given}"
+        if self.allow_download and not self.model_id_with_origin_paths:
+            yield "model.allow_download is for model.model_id_with_origin_paths, which is empty; remove it"
+        if self.distill_lora_mode == "adapter" and not (self.distill_lora_high or self.distill_lora_low):
+            yield "model.distill_lora_mode adapter needs model.distill_lora_high or model.distill_lora_low"
+        chosen = _names(self.trainable_models)
+        for name in chosen:
+            if name not in EXPERTS:
+                hint = did_you_mean(name, EXPERTS)
+                yield f"model.trainable_models takes {', '.join(EXPERTS)} (comma separated); got {shown(name)}{hint}"
+        if len(set(chosen)) < len(chosen):
+            yield f"model.trainable_models names a model twice: {shown(self.trainable_models)}"
+        if self.max_timestep_boundary != 1:
+            yield (
+                f"model.max_timestep_boundary must be 1, got {self.max_timestep_boundary:g}: no expert would answer "
+                "above it; remove it. The experts' border is model.min_timestep_boundary"
+            )
+
+
+class ExpertsConfig(Section):
+    """Section `experts` of train_reward_fl.py."""
+
+    # Where the expert that is not trained lives. gpu: beside the trained one. cpu_swap: in host memory, its
+    # blocks are copied to the GPU one ahead of their turn. fp8: on the GPU in 8 bits, half the size, its weights
+    # rounded by about 3 %. boundary_cache: nowhere while training; the latents that it hands over at the boundary
+    # are computed once per clip and noise, and read from the cache (needs sample.noises_per_sample: n).
+    untrained: Annotated[Literal["gpu", "cpu_swap", "fp8", "boundary_cache"], Alike(("gpu", "cpu_swap"))] = "gpu"
+
+
+class GrpoExpertsConfig(Section):
+    """Section `experts` of train_flow_grpo.py: every rollout starts from new noise, so no boundary could be cached."""
+
+    # As in ExpertsConfig.
+    untrained: Annotated[Literal["gpu", "cpu_swap", "fp8"], Alike(("gpu", "cpu_swap"))] = "gpu"
+
+
+class LoraConfig(Section):
+    """Section `lora` of both scripts."""
+
+    # Which models carry the adapter; null means trainable_models, and nothing else is offered.
+    lora_base_model: Free[PlainText | None] = None
+    # Rank of the update; the A14B's layers, of 5120 inputs, have no use for a higher one than that.
+    lora_rank: Annotated[int, Field(ge=1, le=5_120)] = 32
+    # The update is scaled by lora_alpha / lora_rank; null means lora_rank, a scale of 1.
+    lora_alpha: Annotated[Positive, Field(le=100_000)] | None = None
+    # Adapted layers, comma separated: Wan's short names or diffusers' (to_q, to_out.0, ffn.net.2, ...).
+    lora_target_modules: Text = "q,k,v,o,ffn.0,ffn.2"
+    # A checkpoint folder (.../checkpoints/latest) or an adapter's file or folder, of another run or tool, of the same
+    # rank, alpha and layers: the adapter starts from its weights, the optimizer and the steps start anew. The KL's
+    # reference stays the base model without an adapter. A run that goes on from a checkpoint of its own does not read
+    # it, but its content must be what it was. null: the adapter starts from zero.
+    init_from: ByContent[IfNamed[PathText | None]] = None
+
+
+class DataConfig(Section):
+    """Section `data` of both scripts."""
+
+    # metadata.csv with the columns video and prompt, and if you like image (the model's input instead of the clip's
+    # first frame) and reference_video (the clip that the face is taken from; motion is compared with it, too).
+    # Paths are relative to the file. examples/metadata.csv shows one, tools/check_dataset.py checks one.
+    file_name: ByContent[PathText]
+    # Pixels; clips are resized to cover height x width and cropped at the centre. Multiples of 16.
+    height: Side = 480
+    width: Side = 832
+    # Instead of height and width, which are then not used: every clip keeps its own shape and is scaled down to at
+    # most this many pixels, both sides multiples of 16. A forward pass takes clips of one size.
+    max_pixels: Pixels | None = None
+    # Frames used of each clip, from its start: 4k + 1 for the Wan VAE.
+    num_frames: Annotated[int, Field(ge=1, le=10_000)] = 81
+    # Frames taken per second of a clip, by their times (Wan was trained at 16); clips that have fewer are refused.
+    # null: the frames as they are stored, whatever their rate.
+    fps: Annotated[Number, Field(ge=0.1, le=1_000)] | None = None
+    # Folder for what is computed once per clip: text embeddings, image latents, face pools, boundary latents. null:
+    # <run.output_dir>/cache. Runs may share one; all processes must see the same.
+    cache_dir: Free[PathText | None] = None
+    # Leave out rows that cannot be used (and say which) instead of stopping with a list of them; of a clip whose cache
+    # entries are lost during the run, train on the next one instead, and count it (data/replaced).
+    skip_bad_rows: Free[bool] = False
+
+
+class SharedSampleConfig(Section):
+    """What both scripts know of section `sample`."""
+
+    # Sampling steps from pure noise to the clean video.
+    num_inference_steps: Denoising = 8
+    # Shift of the sigma schedule: shift*s / (1 + (shift - 1)*s) over linspace(1, 0, steps + 1).
+    shift: Annotated[Number, Field(ge=0.01, le=100)] = 5.0
+
+
+class SampleConfig(SharedSampleConfig):
+    """Section `sample` of train_reward_fl.py."""
+
+    # First and last step (from 0) that carry gradient. If final_timestep is not the last step, sampling ends
+    # there with the x0 prediction.
+    mid_timestep: Whole = 4
+    final_timestep: Whole = 7
+    # The steps that carry gradient as an increasing list within 0..final_timestep, instead of mid..final.
+    active_steps: Listed[int] | None = None
+    # How the reward's gradient travels back from one active step to the one before: chain (exactly), bridge
+    # (damped), drtune (not at all); last differentiates final_timestep alone, whatever mid_timestep says.
+    gradient_mode: Literal["chain", "bridge", "drtune", "last"] = "chain"
+    # Weight of that path; null takes the mode's: chain 1, bridge 0.2, drtune 0, last 1. Only bridge takes
+    # another, between 0 and 1.
+    coupling: Share | None = None
+    # "fresh": new noise each time a clip comes up; n: each clip has n noises, used in turn, so that what the
+    # steps before the first active one compute can be cached.
+    noises_per_sample: Literal["fresh"] | Batch = "fresh"
+
+    def conflicts(self) -> Iterator[str]:
+        last, steps = self.final_timestep, self.num_inference_steps
+        mode, coupling = self.gradient_mode, self.coupling
+        if last >= steps:
+            yield f"sample.final_timestep must be at most {steps - 1} for {steps} sampling steps, got {last}"
+        if self.active_steps is not None:
+            yield from self._conflicts_of_active_steps(list(self.active_steps))
+        elif self.mid_timestep > last and mode != "last":
+            yield f"sample.mid_timestep must be at most final_timestep {last}, got {self.mid_timestep}"
+        if mode == "bridge" and coupling is not None and not 0 < coupling < 1:
+            yield (
+                f"sample.coupling of gradient_mode bridge must lie between 0 and 1, got {coupling:g}; "
+                "1 is gradient_mode chain, 0 is drtune"
+            )
+        if mode != "bridge" and coupling not in (None, COUPLING[mode]):
+            yield (
+                f"sample.coupling of gradient_mode {mode} is {COUPLING[mode]:g}, got {coupling:g}; "
+                "remove it, or take gradient_mode bridge for values between 0 and 1"
+            )
+
+    def _conflicts_of_active_steps(self, active: list[int]) -> Iterator[str]:
+        last = self.final_timestep
+        if not active or active != sorted(set(active)):
+            yield f"sample.active_steps must be an increasing list of steps, got {shown(active)}"
+        elif active[0] < 0 or active[-1] > last:
+            yield f"sample.active_steps must lie in 0..{last} (final_timestep), got {shown(active)}"
+        elif self.gradient_mode == "last" and active != [last]:
+            yield (
+                f"sample.gradient_mode last differentiates final_timestep {last} alone, got active_steps "
+                f"{shown(active)}; remove active_steps, or take gradient_mode chain"
+            )
+
+
+class GrpoSampleConfig(SharedSampleConfig):
+    """Section `sample` of train_flow_grpo.py."""
+
+    # Scale of classifier-free guidance in rollout, replay and reference alike; 1 is none, takes half the time, and is
+    # what distilled models and reinforcement learning do best with.
+    guidance_scale: Annotated[Positive, Field(le=100)] = 1.0
+    # What guidance leads away from.
+    negative_prompt: PlainText = ""
+
+    @property
+    def final_timestep(self) -> int:
+        """A rollout always takes every step."""
+        return self.num_inference_steps - 1
+
+    def conflicts(self) -> Iterator[str]:
+        if self.num_inference_steps < 2:
+            yield "sample.num_inference_steps must be at least 2, got 1: the last step is never stochastic"
+        if self.guidance_scale == 1 and self.negative_prompt:
+            yield "sample.negative_prompt does nothing without guidance; set sample.guidance_scale, or remove it"
+
+
+class GrpoTermConfig(Section):
+    """One of `reward.others` of train_flow_grpo.py."""
+
+    # A reward as in reward.name.
+    name: Text
+    # Its part in what is trained, weight * score. 0: it is only measured.
+    weight: NonNegative = 0.0
+    # Arguments of the reward.
+    settings: dict[Name, Setting] = Field(default_factory=dict)
+
+
+class TermConfig(GrpoTermConfig):
+    """One of `reward.others` of train_reward_fl.py."""
+
+    # What is trained is weight * (score - mean) / std.
+    mean: Number = 0.0
+    std: Positive = 1.0
+
+
+class SharedRewardConfig(Section):
+    """What both scripts know of section `reward`."""
+
+    # What is trained: likeness of the generated face to the face of the real clip (face_identity), another reward that
+    # `python -m rewardfl.rewards` lists, or a class of your own, package.module:Class or path/to/file.py:Class.
+    name: PathText = "face_identity"
+    # Arguments of a reward other than face_identity, whose are the keys below.
+    settings: IfNamed[dict[Name, Setting]] = Field(default_factory=dict)
+    # Folder with one face detector and one recogniser (.onnx): antelopev2, buffalo_l, AuraFace; the folder around
+    # it that the zip unpacks to and an insightface root (models/antelopev2) will do.
+    reward_model_path: ByContent[PathText | None] = None
+    # A second such folder that only judges (metric reward/held_out) and is never trained on; null: no judge.
+    held_out_model_path: ByContent[IfNamed[PathText | None]] = None
+    # Side in pixels of the square that frames are fitted into for face detection.
+    det_size: Annotated[int, Field(ge=1, le=4_096)] = 640
+    # Likeness above the cap is not paid for. self_similarity: the real clip's own mean pairwise likeness.
+    cap: IfNamed[Literal["self_similarity", "none"] | Number] = "self_similarity"
+    # Faces embedded at a time; a smaller number takes less memory, and rounds otherwise.
+    recogniser_chunk: IfNamed[Count] = 8
+    # A warning is logged when the mean motion, as a ratio to the real clip's, falls below this.
+    motion_alarm: Free[NonNegative] = 0.8
+    # More rewards by any label, which the metrics carry (reward/<label>): trained with their weight, or only measured.
+    others: IfNamed[dict[Label, GrpoTermConfig]] = Field(default_factory=dict)
+
+    def conflicts(self) -> Iterator[str]:
+        if self.name == "face_identity" and self.reward_model_path is None:
+            yield "reward.reward_model_path is required for face_identity; name the folder of a face pack"
+        if self.name == "face_identity" and self.settings:
+            names = shown(list(self.settings))
+            yield f"reward.settings: face_identity takes none, its keys stand in reward itself; got {names}"
+        for label in self.others:
+            spread_of = label.removesuffix("_std")  # eval/<label>_std is what eval/<label> varies by
+            if label in OWN_METRICS or (spread_of != label and spread_of in ("score", "held_out", *self.others)):
+                yield f"reward.others.{label}: the metrics have a key of that name already; choose another label"
+
+
+class RewardConfig(SharedRewardConfig):
+    """Section `reward` of train_reward_fl.py."""
+
+    # As in SharedRewardConfig.
+    others: IfNamed[dict[Label, TermConfig]] = Field(default_factory=dict)
+    # loss = -reward_weight * (reward - reward_mean) / reward_std + kl_weight * KL. The mean and std are those
+    # of the untrained model's reward, so that reward_weight means the same for every recogniser.
+    reward_weight: IfNamed[NonNegative] = 0.1
+    reward_mean: IfNamed[Number] = 0.54
+    reward_std: IfNamed[Positive] = 0.16
+    # 0 skips the reference model's forward passes.
+    kl_weight: IfNamed[NonNegative] = 1.0
+    # Whether the KL's gradient also travels back along the trajectory, or only into the step it is taken at.
+    kl_gradient: IfNamed[Literal["through_trajectory", "fixed_trajectory"]] = "through_trajectory"
+
+
+class GrpoRewardConfig(SharedRewardConfig):
+    """Section `reward` of train_flow_grpo.py, where a reward needs no gradient."""
+
+    # Part of reward.name in the weighted sum.
+    reward_weight: IfNamed[NonNegative] = 1.0
+    # Of face_identity: added to what is trained are coverage_weight * (share of frames in which a face is found) and
+    # motion_weight * (motion as a ratio to the real clip's, at most 1). Neither has a gradient; here both can be paid.
+    coverage_weight: IfNamed[NonNegative] = 0.0
+    motion_weight: IfNamed[NonNegative] = 0.0
+    # Seconds after which a reward that runs beside the rollouts (such as `remote`) has failed for its samples.
+    reward_timeout: Free[Annotated[Positive, Field(le=1_000_000)]] = 600.0
+
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        if self.name != "face_identity" and (self.coverage_weight or self.motion_weight):
+            yield f"reward.coverage_weight and motion_weight are for face_identity, not {shown(self.name)}; remove them"
+        if self.reward_weight == 0 and all(term.weight == 0 for term in self.others.values()):
+            yield "reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained"
+
+
+class GrpoTrainConfig(Section):
+    """Section `train` of train_flow_grpo.py, and what train_reward_fl.py shares of it."""
+
+    # Peak learning rate of AdamW.
+    learning_rate: IfNamed[Annotated[Positive, Field(le=1)]] = 1e-4
+    # After warmup: constant (both spellings), or cosine down to 0 at the last step.
+    lr_scheduler_type: Annotated[
+        IfNamed[Literal["constant", "constant_with_warmup", "cosine"]], Alike(("constant", "constant_with_warmup"))
+    ] = "constant"
+    # Steps of linear warmup from 0; 0 is none.
+    warmup_steps: IfNamed[Whole] = 10
+    # AdamW's decoupled weight decay.
+    weight_decay: IfNamed[Annotated[NonNegative, Field(le=1)]] = 0.0
+    # Steps (optimizer updates) in all; null takes num_train_epochs passes over the data. A run may go on to another
+    # number of them; under a cosine, which they stretch, only if run.resume_with_changes says so.
+    max_steps: Free[IfNamed[Steps | None]] = None
+    # Passes over the data when max_steps is null.
+    num_train_epochs: Free[IfNamed[Annotated[int, Field(ge=1, le=10_000)]]] = 1
+    # Clips per process and forward pass.
+    per_device_train_batch_size: Free[Batch] = 1
+    # Gradients are scaled down to this norm when they exceed it.
+    max_grad_norm: IfNamed[Positive] = 1.0
+    # Recompute activations in the backward pass instead of keeping them.
+    use_gradient_checkpointing: Free[bool] = True
+    # Keep what checkpointing stores (the blocks' inputs) in host memory until the backward pass.
+    use_gradient_checkpointing_offload: Free[bool] = False
+    # Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
+    max_nonfinite: Free[Whole] = 3
+
+    def conflicts(self) -> Iterator[str]:
+        if self.use_gradient_checkpointing_offload and not self.use_gradient_checkpointing:
+            yield (
+                "train.use_gradient_checkpointing_offload keeps what gradient checkpointing stores; set "
+                "train.use_gradient_checkpointing: true, or remove it"
+            )
+
+
+class TrainConfig(GrpoTrainConfig):
+    """Section `train` of train_reward_fl.py."""
+
+    # As in GrpoTrainConfig; the reward's own gradient is far less noisy than a policy gradient, and drifts sooner.
+    learning_rate: IfNamed[Annotated[Positive, Field(le=1)]] = 2.5e-6
+    # Forward passes per process and step.
+    gradient_accumulation_steps: Free[Batch] = 1
+    # Clips per step over all processes, as a check: must equal per device x accumulation x processes.
+    train_batch_size: Free[Count | None] = None
+    # The VAE decoder's caches between decode and its backward pass. keep: on the GPU; offload: in host memory;
+    # segment: every few chunks' only, the others are recomputed (one decode more).
+    decode_caches: Free[Literal["keep", "offload", "segment"]] = "keep"
+
+
+class GrpoConfig(Section):
+    """Section `grpo` of train_flow_grpo.py. An epoch rolls out groups * group_size samples and trains on them."""
+
+    # Rollouts of one clip (prompt and image), which are compared with each other.
+    group_size: Annotated[int, Field(ge=2, le=1_000)] = 16
+    # Groups per epoch, over all processes.
+    groups: Batch = 48
+    # Where the members of a group are rolled out: contiguous, in a row on as few processes as possible; spread, on all.
+    spread: Free[Literal["contiguous", "spread"]] = "contiguous"
+    # All members of a group start from the same noise, and differ by the noise of the SDE steps alone. The steps before
+    # the window are then computed once per group.
+    same_noise_in_group: bool = False
+    # Updates that share an epoch's samples, each taking a part of them. The ratio is 1 in the first alone.
+    updates_per_epoch: Batch = 1
+    # Times that an epoch's samples are gone through.
+    inner_epochs: Batch = 1
+
+    # How the stochastic steps draw: flow (Flow-GRPO), dance (DanceGRPO) or cps (Flow-CPS), with this much noise.
+    sde: Literal["flow", "dance", "cps"] = "flow"
+    noise_level: IfNamed[Annotated[Number, Field(ge=0.001, le=10)]] = 0.7
+    # Which steps are stochastic, and trained; the others are steps of the ODE. list: window_steps. random: window_size
+    # steps in a row, drawn anew in each epoch. fraction: window_fraction of them, drawn anew in each epoch.
+    window: Literal["list", "random", "fraction"] = "random"
+    # For list.
+    window_steps: Listed[int] | None = None
+    # For random.
+    window_size: Denoising = 2
+    # For fraction.
+    window_fraction: Share = 0.6
+    # First and last + 1 of the steps that random and fraction draw from; null is all. Steps of an expert that is not
+    # trained and the last step, whose noise nothing would remove, are never drawn.
+    window_bounds: Listed[int] | None = None
+    # What a rollout leaves for the replay (latents and conditioning of the window) is kept here until the update.
+    samples_on: Free[Literal["gpu", "cpu"]] = "gpu"
+
+    # guard: GRPO-Guard's ratio without its bias, every step weighted by 1/dt. clip: PPO's, for images (at the size of
+    # a video its bias silences every sample of negative advantage).
+    objective: Literal["guard", "clip"] = "guard"
+    # The ratio is clipped to 1 - clip_range .. 1 + clip_range_high (null: clip_range). Not transferable between
+    # objectives, resolutions and kinds of sde.
+    clip_range: IfNamed[Annotated[Number, Field(gt=0, lt=1)]] = 2e-6
+    clip_range_high: IfNamed[Positive | None] = None
+    # Weight of the KL divergence of the steps from those of the untrained model; 0 skips its forward passes.
+    kl_weight: IfNamed[NonNegative] = 0.0
+    # What (reward - mean of the group) is divided by: the group's own standard deviation, that of all the epoch's
+    # rewards, or nothing.
+    advantage_std: IfNamed[Literal["group", "global", "none"]] = "group"
+    # Several rewards: normalise their weighted sum, or each one before summing (a reward of small spread is heard too).
+    advantage_of: IfNamed[Literal["sum", "per_reward"]] = "sum"
+    advantage_clip: IfNamed[Positive] = 5.0
+    # Largest |log-probability of the replay - of the rollout| before an epoch's first update; more stops the run.
+    # null: 0 in float32, 0.1 * clip_range in bfloat16.
+    ratio_tolerance: Free[NonNegative | None] = None
+    # The averaged weights, which are evaluated, shown and saved: weight of the old average at each update (rising from
+    # 0.1 to this). 0: the last weights themselves.
+    ema_decay: Annotated[Number, Field(ge=0, lt=1)] = 0.9
+
+    def conflicts(self) -> Iterator[str]:
+        if self.sde == "cps" and self.noise_level > 1:
+            yield f"grpo.noise_level of sde cps must be at most 1, got {self.noise_level:g}"
+        if (self.window == "list") != (self.window_steps is not None):
+            yield "grpo.window_steps and grpo.window: list go together; set both, or neither"
+        if self.window == "list" and self.window_bounds is not None:
+            yield "grpo.window_bounds are for grpo.window random and fraction; remove them, or window: list"
+
+
+class EvaluationConfig(Section):
+    """Section `evaluation` of train_flow_grpo.py: held-out clips sampled without noise by the averaged weights."""
+
+    # metadata.csv of clips that are not trained on; null: no evaluation, and sample videos of training clips. Measure
+    # by a reward that is not trained on, too: reward.held_out_model_path, or one of reward.others with weight 0.
+    eval_clips: ByContent[IfNamed[PathText | None]] = None
+    # Every this many steps (at the end of the epoch that these fall into), before the first and after the last.
+    eval_steps: Free[Count] = 50
+    # Sampling steps; null takes sample.num_inference_steps.
+    eval_inference_steps: IfNamed[Denoising | None] = None
+    # Videos per clip, each from a noise of its own, the same ones every time.
+    eval_noises: IfNamed[Batch] = 1
+
+
+class RewardFlConfig(Section):
+    """The whole configuration of train_reward_fl.py."""
+
+    script: ClassVar[str] = "train_reward_fl.py"
+
+    run: RunConfig
+    model: ModelConfig
+    experts: ExpertsConfig
+    lora: LoraConfig
+    data: DataConfig
+    sample: SampleConfig
+    reward: RewardConfig
+    train: TrainConfig
+
+    def conflicts(self) -> Iterator[str]:
+        yield from _shared_conflicts(self)
+        if self.experts.untrained != "boundary_cache":
+            return
+        if trainable_experts(self) != ("low_noise",):
+            yield "experts.untrained boundary_cache is for training dit2 alone; set model.trainable_models: dit2"
+        if self.sample.noises_per_sample == "fresh":
+            yield (
+                "experts.untrained boundary_cache needs a number of noises per clip, sample.noises_per_sample is "
+                "fresh; set it to, for example, 4"
+            )
+
+
+class FlowGrpoConfig(Section):
+    """The whole configuration of train_flow_grpo.py."""
+
+    script: ClassVar[str] = "train_flow_grpo.py"
+
+    run: RunConfig
+    model: ModelConfig
+    experts: GrpoExpertsConfig
+    lora: LoraConfig
+    data: DataConfig
+    sample: GrpoSampleConfig
+    reward: GrpoRewardConfig
+    train: GrpoTrainConfig
+    grpo: GrpoConfig
+    evaluation: EvaluationConfig
+
+    def conflicts(self) -> Iterator[str]:
+        yield from _shared_conflicts(self)
+        bounds, steps = self.grpo.window_bounds, self.sample.num_inference_steps
+        if bounds is not None and not (len(bounds) == 2 and 0 <= bounds[0] < bounds[1] <= steps):
+            given = shown(list(bounds))
+            yield f"grpo.window_bounds must be two numbers [first, last + 1] within 0..{steps}, got {given}"
+        per_epoch, wanted = self.grpo.updates_per_epoch * self.grpo.inner_epochs, self.train.max_steps or 0
+        if wanted % per_epoch:
+            below = wanted - wanted % per_epoch
+            near = " or ".join(str(n) for n in (below, below + per_epoch) if n)
+            yield f"train.max_steps must be whole epochs of {per_epoch} updates, got {wanted}; try {near}"
+
+
+AnyConfig = RewardFlConfig | FlowGrpoConfig
+# {whole configuration: {section: its model}}
+SECTIONS: dict[type[AnyConfig], dict[str, type[Section]]] = {
+    schema: {section: field.annotation for section, field in schema.model_fields.items()}
+    for schema in (RewardFlConfig, FlowGrpoConfig)
+}
+# {section.key: what its field is marked with}
+MARKS: dict[str, list[object]] = {
+    f"{section}.{key}": field.metadata
+    for sections in SECTIONS.values()
+    for section, kind in sections.items()
+    for key, field in kind.model_fields.items()
+}
+
+
+def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
+    yield from _resume_conflicts(cfg)
+    trained, base_model = cfg.model.trainable_models, cfg.lora.lora_base_model
+    if base_model is not None and set(_names(base_model)) != set(_names(trained)):
+        yield (
+            f"lora.lora_base_model must be model.trainable_models {shown(trained)} (training without an adapter is "
+            f"not offered), got {shown(base_model)}; remove it"
+        )
+    untrained = cfg.experts.untrained
+    if untrained != "gpu" and len(trainable_experts(cfg)) != 1:
+        yield f"experts.untrained {untrained} needs one expert that is not trained; set model.trainable_models to one"
+    if untrained == "fp8" and cfg.model.distill_lora_mode == "adapter":
+        yield "experts.untrained fp8 takes no adapter; set model.distill_lora_mode: fuse"
+
+
+def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:
+    known = [f"{section}.{key}" for section, kind in SECTIONS[type(cfg)].items() for key in kind.model_fields]
+    for key in cfg.run.resume_with_changes:
+        if key not in known:
+            yield f"run.resume_with_changes: there is no key {shown(key)}{did_you_mean(key, known)}"
+        elif FREE in MARKS[key] and IF_NAMED not in MARKS[key]:
+            yield f"run.resume_with_changes: {key} may change without being named; remove it"
+        elif IF_NAMED not in MARKS[key]:
+            yield (
+                f"run.resume_with_changes: {key} cannot change in a run; a new run in another run.output_dir can start "
+                "from this one's adapter: lora.init_from"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What settings mean together
+
+
+def active_steps(cfg: RewardFlConfig) -> tuple[int, ...]:
+    """The sampling steps that carry gradient, increasing; gradient_mode last: final_timestep alone."""
+    sample = cfg.sample
+    if sample.gradient_mode == "last":
+        return (sample.final_timestep,)
+    if sample.active_steps is not None:
+        return sample.active_steps
+    return tuple(range(sample.mid_timestep, sample.final_timestep + 1))
+
+
+def resolved_coupling(cfg: RewardFlConfig) -> float:
+    """Weight in 0..1 of the gradient that one active step hands to the one before it."""
+    if cfg.sample.coupling is not None:
+        return cfg.sample.coupling
+    return COUPLING[cfg.sample.gradient_mode]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedReward:
+    """One reward as rewards.build takes it; key: where it stands in the configuration; label: in the metrics."""
+
+    key: str
+    label: str
+    name: str
+    settings: dict[str, Any]
+    weight: float
+    mean: float = 0.0
+    std: float = 1.0
+
+
+def wanted_rewards(cfg: AnyConfig) -> list[WantedReward]:
+    """What is trained first, then the held-out judge if there is one, then the others."""
+    reward = cfg.reward
+    is_face = reward.name == "face_identity"
+    face = {"det_size": reward.det_size, "chunk": reward.recogniser_chunk}
+    own = {"pack_dir": reward.reward_model_path, "cap": reward.cap} | face if is_face else reward.settings
+    key = "reward.reward_model_path" if is_face else "reward.name"
+    normal = {"mean": reward.reward_mean, "std": reward.reward_std} if isinstance(cfg, RewardFlConfig) else {}
+    wanted = [
+        WantedReward(key=key, label="score", name=reward.name, settings=own, weight=reward.reward_weight, **normal)
+    ]
+    if reward.held_out_model_path is not None:
+        judge = {"pack_dir": reward.held_out_model_path, "cap": "none"} | face
+        wanted.append(
+            WantedReward(
+                key="reward.held_out_model_path", label="held_out", name="face_identity", settings=judge, weight=0.0
+            )
+        )
+    for label, term in reward.others.items():
+        wanted.append(WantedReward(key=f"reward.others.{label}", label=label, **vars(term)))
+    return wanted
+
+
+def trainable_experts(cfg: AnyConfig) -> tuple[str, ...]:
+    """("high_noise",), ("low_noise",) or both in this order."""
+    chosen = _names(cfg.model.trainable_models)
+    return tuple(expert for name, expert in EXPERTS.items() if name in chosen)
