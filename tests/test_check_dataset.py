@@ -171,8 +171,8 @@ def test_sizes_under_max_pixels(call, tmp_path):
         (["--data", "."], "--data: is a folder, not a file of rows: ."),
         (["--config", "nowhere.yaml"], "config file not found: nowhere.yaml"),
         (["--data", "{csv}", "--height", "60"], "data.height must be a multiple of 16, got 60; try 48 or 64"),
-        (["--data", "{csv}", "--max-pixels", "255"], "data.max_pixels must be at least 256 (16 x 16), got 255"),
-        (["--data", "{csv}", "--fps", "0"], "data.fps must be greater than 0, got 0.0"),
+        (["--data", "{csv}", "--max-pixels", "255"], "data.max_pixels must be at least 256, got 255"),
+        (["--data", "{csv}", "--fps", "0"], "data.fps must be at least 0.1, got 0"),
         (["--data", "{csv}", "--num-frames", "1"], "data.num_frames must be at least 2, got 1; Wan takes 81"),
     ],
 )

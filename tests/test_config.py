@@ -95,13 +95,13 @@ def test_casts(write, override, expected):
         ("train.warmup_steps='3'", "'3'", "whole number"),
         ("train.warmup_steps=1.0", "1.0", "whole number"),
         ("train.warmup_steps=1.5", "1.5", "whole number"),
-        ("train.warmup_steps=-1", "-1", "equal to 0"),
-        ("train.max_steps=0", "0", "equal to 1"),
+        ("train.warmup_steps=-1", "-1", "at least 0"),
+        ("train.max_steps=0", "0", "at least 1"),
         ("data.max_pixels=255", "255", "256"),
         ("data.fps=0", "0", "0.1"),
         ("train.max_steps=all", "'all'", "whole number or null"),
         ("train.use_gradient_checkpointing=1", "1", "true or false"),
-        ("model.min_timestep_boundary=900", "900", "equal to 1"),
+        ("model.min_timestep_boundary=900", "900", "at most 1"),
         ("run.output_dir=2024", "2024", "text"),
         ("run.output_dir=''", "''", "not empty"),
         ("run.resume_from_checkpoint=true", "True", "text or false"),
@@ -109,7 +109,7 @@ def test_casts(write, override, expected):
         ("reward.reward_std=0", "0", "greater than 0"),
         ("reward.cap=high", "'high'", "'self_similarity' or 'none' or a number"),
         ("reward.settings={a: [1]}", "[1]", "text or true or false or a whole number or a number or null"),
-        ("sample.noises_per_sample=0", "0", "equal to 1"),
+        ("sample.noises_per_sample=0", "0", "at least 1"),
         ("sample.noises_per_sample=frsh", "'frsh', did you mean 'fresh'?", "'fresh' or a whole number"),
         ("sample.active_steps=5", "5", "list or null"),
         ("sample.active_steps=[1, true]", "True", "whole number"),
@@ -137,13 +137,13 @@ def test_settings_keep_their_types(write):
         ("train.zzz=1", "unknown key 'train.zzz'"),
         (
             "train.lora_rank=1",
-            "train.lora_rank -> lora.lora_rank: the key belongs to another section, move it there",
+            "train.lora_rank -> lora.lora_rank: ",
         ),
         (
             "trian.learning_rate=1",
             "unknown section 'trian', did you mean 'train'?; sections are run, model, experts,",
         ),
-        ("model_paths=x", "model_paths -> model.model_paths: settings live in sections, move it there"),
+        ("model_paths=x", "model_paths -> model.model_paths: "),
         ("lora.lora_rank", "override 'lora.lora_rank' must have the form section.key=value"),
         ("lora=4", "override 'lora=4' must name a key: lora.<key>=value"),
         ("data.file_name=[a", "override 'data.file_name=[a' is not valid YAML: "),
@@ -159,8 +159,8 @@ def test_keys_of_the_old_flat_files_are_answered_with_their_place(write):
     with pytest.raises(ConfigError) as error:
         config.load(path)
     lines = str(error.value).splitlines()
-    assert "model_paths -> model.model_paths: settings live in sections, move it there" in lines
-    assert "learning_rate -> train.learning_rate: settings live in sections, move it there" in lines
+    for place in ("model_paths -> model.model_paths: ", "learning_rate -> train.learning_rate: "):
+        assert any(line.startswith(place) for line in lines)
 
 
 def test_all_problems_at_once(write):

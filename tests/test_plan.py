@@ -526,7 +526,7 @@ def test_what_is_measured_is_what_the_configuration_says(monkeypatch):
         ("data.height=500", "multiple of 16"),
         ("sample.final_timestep=9", "at most 7"),
         ("model.trainable_models=dit", "answers at no active step"),
-        ("train.decode_caches=nowhere", "must be one of keep, offload, segment"),
+        ("train.decode_caches=nowhere", "must be 'keep', 'offload' or 'segment'"),
     ],
 )
 def test_what_cannot_work(monkeypatch, capsys, override, message):

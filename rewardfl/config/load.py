@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rewardfl.config.schema import SECTIONS, AnyConfig, FlowGrpoConfig, RewardFlConfig, Section, did_you_mean, shown
+from rewardfl.config.schema import SECTIONS, AnyConfig, FlowGrpoConfig, RewardFlConfig, did_you_mean, shown
 
 
 class ConfigError(ValueError):
@@ -201,7 +201,7 @@ def _override(raw: dict[str, Any], text: str, schema: type[AnyConfig]) -> list[s
     if not equals:
         return [f"override {shown(text)} must have the form section.key=value"]
     if section not in SECTIONS[schema]:
-        return [_unknown_section(section, schema)]
+        return [_unknown([section], schema)]
     if not dot or not key:
         return [f"override {shown(text)} must name a key: {section}.<key>=value"]
     if isinstance(raw[section], dict):  # else the schema refuses the section
@@ -252,7 +252,7 @@ def _key(found: ErrorDetails, raw: Any) -> tuple[int | str, ...]:
 def _line(key: tuple[int | str, ...], errors: Sequence[ErrorDetails], schema: type[AnyConfig]) -> str:
     kind, value, name = errors[0]["type"], errors[0]["input"], _dotted(key)
     if kind in ("extra_forbidden", "invalid_key"):
-        return _unknown_section(key[0], schema) if len(key) == 1 else _unknown_key(key, schema)
+        return _unknown(key, schema)
     if kind == "missing":
         return f"{name} is required; write it in the file" + (f" or pass {name}=..." if len(key) == 2 else "")
     if kind == "model_type":
@@ -271,7 +271,8 @@ def _words(found: ErrorDetails) -> str:
     """What the value must be."""
     if found["type"] == "value_error":
         return str(found["ctx"]["error"])
-    return _TYPES.get(found["type"]) or found["msg"].removeprefix("Input should be ").replace("False", "false")
+    words = _TYPES.get(found["type"]) or found["msg"].removeprefix("Input should be ").replace("False", "false")
+    return words.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
 
 
 def _dotted(key: Sequence[int | str]) -> str:
@@ -288,28 +289,15 @@ def _annotation(schema: type[AnyConfig], key: Sequence[int | str]) -> Any:
     return kind
 
 
-def _unknown_section(name: int | str, schema: type[AnyConfig]) -> str:
-    sections = SECTIONS[schema]
-    place = _place(name, sections)
-    if place is not None:
-        return f"{name} -> {place}.{name}: settings live in sections, move it there"
-    if name in SECTIONS[FlowGrpoConfig]:
-        return f"section {name} is for {FlowGrpoConfig.script}, whose files have a section grpo; remove it"
-    return f"unknown section {shown(name)}{did_you_mean(name, sections)}; sections are {', '.join(sections)}"
-
-
-def _unknown_key(key: Sequence[int | str], schema: type[AnyConfig]) -> str:
-    name, last = _dotted(key), key[-1]
-    if len(key) == 2:  # further down are the keys of one reward, which no section has
-        place = _place(last, SECTIONS[schema])
-        if place is not None:
-            return f"{name} -> {place}.{last}: the key belongs to another section, move it there"
-        for other, sections in SECTIONS.items():
-            if _place(last, sections) is not None:
-                return f"{name} is a setting of {other.script} alone; remove it"
-    return f"unknown key {shown(name)}{did_you_mean(last, _annotation(schema, key[:-1]).model_fields)}"
-
-
-def _place(key: int | str, sections: Mapping[str, type[Section]]) -> str | None:
-    """The section that has a key of this name."""
-    return next((name for name, kind in sections.items() if key in kind.model_fields), None)
+def _unknown(key: Sequence[int | str], schema: type[AnyConfig]) -> str:
+    """What to say of a key or section that `schema` does not have: its place, its script or its nearest name."""
+    name, last, known = _dotted(key), key[-1], _annotation(schema, key[:-1]).model_fields
+    for script, sections in ({schema: SECTIONS[schema]} | SECTIONS).items() if len(key) <= 2 else ():
+        place = next((section for section, kind in sections.items() if last in kind.model_fields), None)
+        if place is not None and script is schema:
+            return f"{name} -> {place}.{last}: keys live in their sections, move it there"
+        if place is not None or name in sections:
+            return f"{name} is for {script.script} alone; remove it"
+    if len(key) == 1:
+        return f"unknown section {shown(last)}{did_you_mean(last, known)}; sections are {', '.join(known)}"
+    return f"unknown key {shown(name)}{did_you_mean(last, known)}"

@@ -710,7 +710,7 @@ def resolved_coupling(cfg: RewardFlConfig) -> float:
     return COUPLING[cfg.sample.gradient_mode]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WantedReward:
     """One reward as rewards.build takes it; key: where it stands in the configuration; label: in the metrics."""
 
@@ -726,24 +726,19 @@ class WantedReward:
 def wanted_rewards(cfg: AnyConfig) -> list[WantedReward]:
     """What is trained first, then the held-out judge if there is one, then the others."""
     reward = cfg.reward
-    is_face = reward.name == "face_identity"
     face = {"det_size": reward.det_size, "chunk": reward.recogniser_chunk}
-    own = {"pack_dir": reward.reward_model_path, "cap": reward.cap} | face if is_face else reward.settings
-    key = "reward.reward_model_path" if is_face else "reward.name"
-    normal = {"mean": reward.reward_mean, "std": reward.reward_std} if isinstance(cfg, RewardFlConfig) else {}
-    wanted = [
-        WantedReward(key=key, label="score", name=reward.name, settings=own, weight=reward.reward_weight, **normal)
-    ]
+    if reward.name == "face_identity":
+        key, settings = "reward.reward_model_path", {"pack_dir": reward.reward_model_path, "cap": reward.cap} | face
+    else:
+        key, settings = "reward.name", reward.settings
+    mean, std = (reward.reward_mean, reward.reward_std) if isinstance(cfg, RewardFlConfig) else (0.0, 1.0)
+    wanted = [WantedReward(key, "score", reward.name, settings, reward.reward_weight, mean, std)]
     if reward.held_out_model_path is not None:
         judge = {"pack_dir": reward.held_out_model_path, "cap": "none"} | face
-        wanted.append(
-            WantedReward(
-                key="reward.held_out_model_path", label="held_out", name="face_identity", settings=judge, weight=0.0
-            )
-        )
-    for label, term in reward.others.items():
-        wanted.append(WantedReward(key=f"reward.others.{label}", label=label, **vars(term)))
-    return wanted
+        wanted.append(WantedReward("reward.held_out_model_path", "held_out", "face_identity", judge, weight=0.0))
+    return wanted + [
+        WantedReward(f"reward.others.{label}", label, **vars(term)) for label, term in reward.others.items()
+    ]
 
 
 def trainable_experts(cfg: AnyConfig) -> tuple[str, ...]:
