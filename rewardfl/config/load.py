@@ -292,12 +292,13 @@ def _annotation(schema: type[AnyConfig], key: Sequence[int | str]) -> Any:
 def _unknown(key: Sequence[int | str], schema: type[AnyConfig]) -> str:
     """What to say of a key or section that `schema` does not have: its place, its script or its nearest name."""
     name, last, known = _dotted(key), key[-1], _annotation(schema, key[:-1]).model_fields
-    for script, sections in ({schema: SECTIONS[schema]} | SECTIONS).items() if len(key) <= 2 else ():
+    for owner, sections in ({schema: SECTIONS[schema]} | SECTIONS).items() if len(key) <= 2 else ():
         place = next((section for section, kind in sections.items() if last in kind.model_fields), None)
-        if place is not None and script is schema:
+        if place is not None and owner is schema:
             return f"{name} -> {place}.{last}: keys live in their sections, move it there"
         if place is not None or name in sections:
-            return f"{name} is for {script.script} alone; remove it"
+            has = "a" if owner is FlowGrpoConfig else "no"
+            return f"{name} is for {owner.script}, whose files have {has} section grpo; remove it"
     if len(key) == 1:
         return f"unknown section {shown(last)}{did_you_mean(last, known)}; sections are {', '.join(known)}"
     return f"unknown key {shown(name)}{did_you_mean(last, known)}"
