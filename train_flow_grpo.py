@@ -34,9 +34,8 @@ from rewardfl.backbones.wan import model as wan
 from rewardfl.config import FlowGrpoConfig
 from rewardfl.data.cache import Cache
 from rewardfl.optim import averaged, learning_rate_factor
-from rewardfl.rewards import blackbox
+from rewardfl.rewards import RewardError, blackbox, build_terms
 from rewardfl.rewards import metrics as reward_metrics
-from rewardfl.rewards.terms import RewardError, build_terms
 from rewardfl.run import checkpoint, invariants, prepare
 from rewardfl.run import job as distributed
 from rewardfl.run import start as setup

@@ -30,8 +30,9 @@ from rewardfl.backbones.wan import model as wan
 from rewardfl.config import RewardFlConfig
 from rewardfl.data.cache import Cache
 from rewardfl.optim import learning_rate_factor
+from rewardfl.rewards import RewardError, build_terms
 from rewardfl.rewards import metrics as reward_metrics
-from rewardfl.rewards.terms import Judged, RewardError, Term, build_terms, check_trainable, score, total
+from rewardfl.rewards.terms import Judged, Term, check_trainable, score, total
 from rewardfl.run import checkpoint, checks, invariants, prepare
 from rewardfl.run import job as distributed
 from rewardfl.run import start as setup

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rewardfl import config
-from rewardfl.rewards import Reward, RewardOutput
-from rewardfl.rewards.terms import RewardError, Term, build_terms, check_trainable, score, total
+from rewardfl.rewards import Reward, RewardError, RewardOutput, build_terms
+from rewardfl.rewards.terms import Term, check_trainable, score, total
 
 OWN = f"{__file__}:Brightness"  # a user's own class in a file
 VIDEO = torch.rand(3, 3, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1

@@ -13,7 +13,7 @@ from conftest import ROOT
 from runs import FAST, GRPO_FAST, adapter, call, call_grpo, environment, launch, launch_grpo, metrics
 
 from rewardfl import config, rewards
-from rewardfl.rewards.terms import build_terms
+from rewardfl.rewards import build_terms
 
 OWN = ROOT / "tests" / "grpo_rewards.py"
 COLOUR = ["reward.name=colour", "reward.held_out_model_path=null", "reward.reward_mean=0", "reward.reward_std=0.1"]

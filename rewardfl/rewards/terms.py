@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rewardfl.config import WantedReward
-from rewardfl.rewards import construct, find
 from rewardfl.rewards.base import Reward, RewardError, RewardOutput, Unavailable
 
 Reference = Mapping[str, Tensor] | None
@@ -38,31 +36,6 @@ class Judged:
         parts = {name: part.detach().float().cpu() for name, part in self.output.parts.items()}
         output = RewardOutput(self.output.score.detach().float().cpu(), self.output.valid.cpu(), parts)
         return Judged(output, self.failed, self.problems)
-
-
-def build_terms(wanted: Sequence[WantedReward], device: torch.device) -> list[Term]:
-    """The rewards, on the device. RewardError for an unknown one, or settings or weights that do not fit it."""
-    terms = []
-    for one in wanted:
-        try:
-            cls = find(one.name)
-        except ValueError as error:
-            raise RewardError(f"{one.key}: {error}") from error
-        place = _place_of_settings(one.key)
-        try:
-            reward = construct(cls, one.name, one.settings).to(device)
-        except ValueError as error:
-            raise RewardError(f"{place}: {error}") from error
-        reward.place = place
-        terms.append(Term(one.key, one.label, reward, one.weight, one.mean, one.std))
-    return terms
-
-
-def _place_of_settings(key: str) -> str:
-    """Where the configuration has the settings of the reward that it names at `key`."""
-    if key.startswith("reward.others."):
-        return f"{key}.settings"
-    return "reward.settings" if key == "reward.name" else key
 
 
 def check_trainable(terms: Sequence[Term]) -> None:

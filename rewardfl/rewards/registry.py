@@ -1,0 +1,135 @@
+"""Rewards by their name in the config."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from rewardfl.config import WantedReward
+from rewardfl.rewards.base import Reward, RewardError
+from rewardfl.rewards.checked import checked
+from rewardfl.rewards.terms import Term
+
+# name -> module and class within this package, imported when asked for: some take transformers, which loads slowly
+REWARDS: dict[str, str] = {
+    "aesthetic": "aesthetic:AestheticReward",
+    "clip_score": "clip_score:ClipScoreReward",
+    "colour": "colour:ColourReward",
+    "face_identity": "face.reward:FaceIdentityReward",
+    "hpsv2": "hpsv2:Hpsv2Reward",
+    "jpeg_size": "jpeg_size:JpegSizeReward",
+    "motion": "motion:MotionReward",
+    "pickscore": "pickscore:PickScoreReward",
+    "remote": "remote:RemoteReward",
+}
+
+
+def build(name: str, settings: dict[str, object]) -> Reward:
+    """The reward called `name`, `settings` its constructor's arguments, every call of it checked (see checked).
+
+    name: as for find. Raises ValueError for an unknown name, a class that is no reward, and unknown or missing
+    settings.
+    """
+    return construct(find(name), name, settings)
+
+
+def construct(cls: type[Reward], name: str, settings: dict[str, object]) -> Reward:
+    """`build` of a class that `find` has found under this name."""
+    known, required = settings_of(cls)
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"reward {name!r} has no setting {key!r}{_did_you_mean(key, known)}; {_takes(known)}")
+    missing = [key for key in required if key not in settings]
+    if missing:
+        raise ValueError(f"reward {name!r} needs the setting {missing[0]!r}; {_takes(known)}")
+    return checked(cls(**settings))
+
+
+def build_terms(wanted: Sequence[WantedReward], device: torch.device) -> list[Term]:
+    """The rewards, on the device. RewardError for an unknown one, or settings or weights that do not fit it."""
+    terms = []
+    for one in wanted:
+        try:
+            cls = find(one.name)
+        except ValueError as error:
+            raise RewardError(f"{one.key}: {error}") from error
+        place = _place_of_settings(one.key)
+        try:
+            reward = construct(cls, one.name, one.settings).to(device)
+        except ValueError as error:
+            raise RewardError(f"{place}: {error}") from error
+        reward.place = place
+        terms.append(Term(one.key, one.label, reward, one.weight, one.mean, one.std))
+    return terms
+
+
+def _place_of_settings(key: str) -> str:
+    """Where the configuration has the settings of the reward that it names at `key`."""
+    if key.startswith("reward.others."):
+        return f"{key}.settings"
+    return "reward.settings" if key == "reward.name" else key
+
+
+def find(name: str) -> type[Reward]:
+    """The class of a reward in REWARDS, or a user's own: "module:Class", "path/to/file.py:Class"."""
+    if name in REWARDS:
+        module, _, attribute = REWARDS[name].partition(":")
+        return vars(importlib.import_module(f"rewardfl.rewards.{module}"))[attribute]
+    place, colon, attribute = name.rpartition(":")
+    if not colon:
+        choices = ", ".join(sorted(REWARDS))
+        raise ValueError(
+            f"reward.name {name!r} is not a reward{_did_you_mean(name, REWARDS)}; choose from {choices}, or name a "
+            "class of your own as module:Class or path/to/file.py:Class"
+        )
+    module = _module_of_file(Path(place)) if place.endswith(".py") else _module(place)
+    cls = vars(module).get(attribute)
+    if cls is None:
+        raise ValueError(f"{place} defines no {attribute!r}{_did_you_mean(attribute, vars(module))}")
+    if not isinstance(cls, type) or not issubclass(cls, Reward):
+        raise ValueError(f"{name} must be a subclass of rewardfl.rewards.Reward, and it is none")
+    if not cls.name:
+        raise ValueError(f"{name} must have a class attribute `name`, under which its references are cached")
+    return cls
+
+
+def settings_of(cls: type[Reward]) -> tuple[list[str], list[str]]:
+    """The names of all settings of a reward, and of those without a default."""
+    # nn.Module's own constructor takes *args and **kwargs, which are no settings
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = [value for value in inspect.signature(cls).parameters.values() if value.kind in named]
+    return [value.name for value in parameters], [value.name for value in parameters if value.default is value.empty]
+
+
+def _module(name: str):
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and one that it imports is not
+        raise ValueError(f"there is no module {name!r} to take a reward from; is its folder in PYTHONPATH?") from error
+
+
+def _module_of_file(path: Path):
+    if not path.is_file():
+        raise ValueError(f"there is no file {path} to take a reward from")
+    name = f"rewardfl_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _takes(known: list[str]) -> str:
+    return f"it takes {', '.join(known)}" if known else "it takes none"
