@@ -32,7 +32,6 @@ from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.config import GrpoConfig
 from rewardfl.data.cache import Cache
-from rewardfl.estimate.report import estimate
 from rewardfl.optim import averaged, learning_rate_factor
 from rewardfl.rewards import blackbox
 from rewardfl.rewards import metrics as reward_metrics
@@ -93,6 +92,8 @@ def train(cfg: GrpoConfig, dry_run: bool, interruption: Interruption, run_folder
     say(configuration.dump(cfg))
     say(work.overview(cfg, schedule, len(rows), steps, world))
     if dry_run:
+        from rewardfl.estimate.report import estimate  # training must not need what it measures with
+
         asked = work.work_of(cfg, layout.configs, len(rows), steps, world, distributed.sharding(accelerator))
         text, fits = estimate(asked, total_memory(device))
         say(text)

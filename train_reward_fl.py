@@ -28,7 +28,6 @@ from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.config import RunConfig
 from rewardfl.data.cache import Cache
-from rewardfl.estimate.report import estimate
 from rewardfl.optim import learning_rate_factor
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.terms import Judged, RewardError, Term, build_terms, check_trainable, score, total
@@ -78,6 +77,8 @@ def train(cfg: RunConfig, dry_run: bool, interruption: Interruption, run_folder:
     say(configuration.dump(cfg))
     say(work.overview(cfg, schedule, len(rows), steps, accelerator.num_processes))
     if dry_run:
+        from rewardfl.estimate.report import estimate  # training must not need what it measures with
+
         sharding = distributed.sharding(accelerator)
         asked = work.work_of(cfg, layout.configs, len(rows), steps, accelerator.num_processes, sharding)
         text, fits = estimate(asked, total_memory(device))

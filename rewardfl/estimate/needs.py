@@ -9,7 +9,7 @@ and the allocator's fragmentation.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost
@@ -28,34 +28,34 @@ SHARDINGS = ("none", "zero2", "fsdp2")  # of the optimizer into host memory, of 
 def flops(costs: Costs, work: Work) -> dict[str, float]:
     """FLOPs of one video, by part. A frozen expert's replayed steps are counted as trained ones."""
     decode = sum(chunk.forward for chunk in costs.chunks)
-    parts = {"rollout": _rolled(costs, work, work.rollout, work.placement == "boundary_cache"), "decode": decode}
+    made_before = work.untrained if work.placement == "boundary_cache" else None
+    rolled = {expert: passes for expert, passes in work.rollout.items() if expert != made_before}
+    parts = {"rollout": _sampled(costs, work, rolled), "decode": decode}
     if work.reward_gradient:
         again = 2 if work.decode_caches == "segment" else 1
         parts["decode VJP"] = again * decode + sum(chunk.backward for chunk in costs.chunks)
 
-    def passes(counts: Mapping[str, float], attribute: str) -> float:
-        return sum(count * getattr(costs.experts[expert], attribute) for expert, count in counts.items())
+    def total(passes: Mapping[str, float], of_one: Callable[[ExpertCost], int]) -> float:
+        return sum(count * of_one(costs.experts[expert]) for expert, count in passes.items())
 
     return parts | {
-        "replay forward": passes(work.replay, "forward"),
-        "replay recompute": passes(work.pulled, "forward") if work.checkpointing else 0,
-        "replay backward": passes(work.pulled, "backward"),
-        "reference": passes(work.reference, "forward_frozen"),
+        "replay forward": total(work.replay, lambda expert: expert.forward),
+        "replay recompute": total(work.pulled, lambda expert: expert.forward) if work.checkpointing else 0,
+        "replay backward": total(work.pulled, lambda expert: expert.backward),
+        "reference": total(work.reference, lambda expert: expert.forward_frozen),
     }
 
 
 def evaluation_flops(costs: Costs, work: Work, evaluation: Sampling) -> float:
     """FLOPs of one video of the evaluation."""
-    return _rolled(costs, work, evaluation.passes) + sum(chunk.forward for chunk in costs.chunks)
+    return _sampled(costs, work, evaluation.passes) + sum(chunk.forward for chunk in costs.chunks)
 
 
-def _rolled(costs: Costs, work: Work, passes: Mapping[str, float], cached: bool = False) -> float:
-    """FLOPs of forward passes without a graph, by expert. cached: those of the untrained one were made before."""
-    made = {expert: count for expert, count in passes.items() if not (cached and expert == work.untrained)}
-    costs_of = costs.experts
+def _sampled(costs: Costs, work: Work, passes: Mapping[str, float]) -> float:
+    """FLOPs of forward passes without a graph, by expert; a trained one has its adapter."""
     return sum(
-        count * (costs_of[expert].forward if expert in work.trained else costs_of[expert].forward_frozen)
-        for expert, count in made.items()
+        count * (costs.experts[name].forward if name in work.trained else costs.experts[name].forward_frozen)
+        for name, count in passes.items()
     )
 
 
