@@ -204,6 +204,25 @@ def start_counts(geometry: Geometry) -> tuple[int, int]:
     return max(starts), sum(new)
 
 
+def rollout_counts(geometry: Geometry, num_steps: int, window: Sequence[int]) -> list[tuple[int, int]]:
+    """By step, (videos, forward passes) of one process in an epoch; guidance is not in it.
+
+    With the same noise in a group the steps before the window are computed once for all members that a pass has of it.
+    """
+    before, after = start_counts(geometry), (geometry.forwards * geometry.batch, geometry.forwards)
+    return [before if i < window[0] else after for i in range(num_steps)]
+
+
+def epochs_due(every: int, per_epoch: int, steps: int | None) -> int | None:
+    """How many epochs of `per_epoch` updates end with something that is done `every` so many updates.
+
+    These are the epochs in which a multiple falls, and the last one. None where the number of steps is not known.
+    """
+    if steps is None:
+        return None
+    return len({math.ceil(step / per_epoch) for step in range(every, steps + 1, every)} | {steps // per_epoch})
+
+
 def step_noise(members: Sequence[Member], shape: Sequence[int], device: str | torch.device, step: int) -> Tensor:
     """(B, ...) standard normal noise of one stochastic step, each member's its own; shape: (1, ...) of one latent."""
     seeds = [noise_seed(member.step_seed, step, "step") for member in members]

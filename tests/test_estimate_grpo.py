@@ -113,9 +113,9 @@ def test_members_of_one_start_share_the_steps_before_the_window(published, proce
     geometry = groups.Geometry(4, 6, processes, batch, spread=spread, same_noise=True)
     samples = 24 // processes
     after, apart = (samples, samples // batch), dataclasses.replace(geometry, same_noise=False)
-    assert work.rollout_counts(geometry, 8, (3, 4)) == [(clips, passes)] * 3 + [after] * 5
-    assert work.rollout_counts(geometry, 8, (0, 4)) == [after] * 8
-    assert work.rollout_counts(apart, 8, (3, 4)) == [after] * 8
+    assert groups.rollout_counts(geometry, 8, (3, 4)) == [(clips, passes)] * 3 + [after] * 5
+    assert groups.rollout_counts(geometry, 8, (0, 4)) == [after] * 8
+    assert groups.rollout_counts(apart, 8, (3, 4)) == [after] * 8
     expert, settings = published.experts["low_noise"], ["grpo.same_noise_in_group=true", f"grpo.spread={spread}"]
     run = asked(*settings, f"train.per_device_train_batch_size={batch}", processes=processes)
     share = clips / samples
@@ -197,9 +197,9 @@ def test_disk(published):
     adapter = 4 * published.experts["low_noise"].adapter_parameters
     # the averaged adapter; Adam's moments, the last weights, the average
     assert needs.checkpoint_bytes(published, RUN) == (adapter, 4 * adapter)
-    assert work.epochs_due(6, 4, 20) == 3  # of five epochs of four updates: updates 6, 12, 18 are in 2, 3 and 5
-    assert work.epochs_due(40, 4, 20) == 1
-    assert work.epochs_due(6, 4, None) is None
+    assert groups.epochs_due(6, 4, 20) == 3  # of five epochs of four updates: updates 6, 12, 18 are in 2, 3 and 5
+    assert groups.epochs_due(40, 4, 20) == 1
+    assert groups.epochs_due(6, 4, None) is None
     settings = ["grpo.updates_per_epoch=2", "grpo.inner_epochs=2", "run.save_steps=6"]
     text = "\n".join(report.disk_table(published, asked(*settings, steps=20, clips=10)))
     assert f"3 in 20 steps: {report.size(15 * adapter)}" in text

@@ -138,7 +138,9 @@ def _group_arithmetic(
     grpo, geometry, windows = cfg.grpo, geometry_of(cfg, processes), windows_of(cfg, schedule.experts)
     drawn = drawn_windows(cfg, windows, steps)
     batches, widest = geometry.forwards_per_update, max(map(len, drawn))
-    rolled = _mean(sum(passes for _, passes in rollout_counts(geometry, len(schedule), window)) for window in drawn)
+    rolled = _mean(
+        sum(passes for _, passes in groups.rollout_counts(geometry, len(schedule), window)) for window in drawn
+    )
     guidance = f" x {answers_of(cfg)} (guidance)" if answers_of(cfg) > 1 else ""
     first = ", ".join(str(list(window)) for window in drawn[:3])
     steps_drawn = list(windows.drawable)
@@ -340,10 +342,10 @@ def _flow_grpo(common: Work, cfg: GrpoConfig, boundary: float) -> Work:
     geometry, windows, per_epoch = geometry_of(cfg, common.processes), windows_of(cfg, experts), updates_of_epoch(cfg)
     drawn, answers = drawn_windows(cfg, windows, common.steps), answers_of(cfg)
     own, epochs = geometry.samples // common.processes, None if common.steps is None else common.steps // per_epoch
-    counts = [[starts for starts, _ in rollout_counts(geometry, len(experts), window)] for window in drawn]
+    counts = [groups.rollout_counts(geometry, len(experts), window) for window in drawn]
     rollout, replay = Counter(), Counter()
     for i, expert in enumerate(experts):
-        rollout[expert] += answers * _mean(each[i] for each in counts) / own
+        rollout[expert] += answers * _mean(one[i][0] for one in counts) / own
     for i in windows.drawable:
         replay[experts[i]] += answers * grpo.inner_epochs * _mean(i in window for window in drawn)
     means = max(map(len, drawn)) if grpo.objective == "guard" else 0
@@ -376,7 +378,7 @@ def _flow_grpo(common: Work, cfg: GrpoConfig, boundary: float) -> Work:
         },
         spans=tuple(spans),
         evaluation=_evaluation(cfg, boundary, common.steps) if cfg.evaluation.eval_clips else None,
-        saves=epochs_due(cfg.run.save_steps, per_epoch, common.steps),
+        saves=groups.epochs_due(cfg.run.save_steps, per_epoch, common.steps),
         samples_on=grpo.samples_on,
     )
 
@@ -388,7 +390,7 @@ def _evaluation(cfg: GrpoConfig, boundary: float, steps: int | None) -> Sampling
     if Path(wanted.eval_clips).is_file():
         videos = len(data.load_metadata(wanted.eval_clips, "evaluation.eval_clips")) * wanted.eval_noises
     passes = {expert: answers_of(cfg) * count for expert, count in Counter(experts).items()}
-    due = epochs_due(wanted.eval_steps, per_epoch, steps)
+    due = groups.epochs_due(wanted.eval_steps, per_epoch, steps)
     return Sampling(passes, num_steps, videos, None if due is None else 1 + due)  # one before the first epoch
 
 
@@ -399,7 +401,7 @@ def _pack_bytes(cfg: AnyConfig) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Counts of Flow-GRPO
+# Small questions about Flow-GRPO
 
 
 def answers_of(cfg: GrpoConfig) -> int:
@@ -411,24 +413,6 @@ def drawn_windows(cfg: GrpoConfig, windows: groups.Windows, steps: int | None) -
     """By epoch of the run, its window; of the first EPOCHS where its length is not known."""
     epochs = EPOCHS if steps is None else steps // updates_of_epoch(cfg)
     return [groups.window(windows, epoch, cfg.run.seed) for epoch in range(epochs)]
-
-
-def rollout_counts(geometry: Geometry, num_steps: int, window: Sequence[int]) -> list[tuple[int, int]]:
-    """By step, (videos, forward passes) of one process in an epoch; guidance is not in it.
-
-    Under same_noise_in_group the steps before the window are computed once for all members that a pass has of a group.
-    """
-    before, after = groups.start_counts(geometry), (geometry.forwards * geometry.batch, geometry.forwards)
-    return [before if i < window[0] else after for i in range(num_steps)]
-
-
-def epochs_due(every: int, per_epoch: int, steps: int | None) -> int | None:
-    """How many epochs end with something that is done `every` so many steps: those in which a multiple falls, and the
-    last one. None where the run's length is not known.
-    """
-    if steps is None:
-        return None
-    return len({math.ceil(step / per_epoch) for step in range(every, steps + 1, every)} | {steps // per_epoch})
 
 
 def _mean(values: Iterable[float]) -> float:
