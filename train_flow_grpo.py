@@ -26,8 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from rewardfl import config as configuration
-from rewardfl import data, grpo, lora, plan_grpo, reward_flow, sde, sharding
-from rewardfl import plan as planning
+from rewardfl import data, groups, grpo, lora, reward_flow, sde, sharding
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
@@ -36,7 +35,7 @@ from rewardfl.data.cache import Cache
 from rewardfl.optim import averaged, learning_rate_factor
 from rewardfl.rewards import RewardError, blackbox, build_terms
 from rewardfl.rewards import metrics as reward_metrics
-from rewardfl.run import checkpoint, invariants, prepare
+from rewardfl.run import checkpoint, invariants, prepare, work
 from rewardfl.run import job as distributed
 from rewardfl.run import start as setup
 from rewardfl.run.monitor import Timer, alarms, peak_memory_gb, suspects, total_memory
@@ -62,19 +61,20 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     """Train; the process's exit code: 2 for a dry run that does not fit the GPU that is there, 128 + a signal's."""
     # ---------------------------------------------------------------------------------- what will be done, checked
     layout, boundary = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
-    schedule = planning.schedule_of(cfg, layout.configs)
+    schedule = work.schedule_of(cfg, boundary)
     sigmas = schedule.sigmas
     eval_steps = cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps
     eval_schedule = wan.schedule(eval_steps, cfg.sample.shift, boundary)
-    window_of = planning.windows(cfg, schedule.experts)
+    windows = work.windows_of(cfg, schedule.experts)
+    window_size = len(groups.window(windows, 0, cfg.run.seed))  # of every epoch
     tolerance = grpo.ratio_tolerance(cfg.grpo.ratio_tolerance, cfg.model.dtype, cfg.grpo.clip_range)
     kernel = sde.Kernel(cfg.grpo.sde, cfg.grpo.noise_level, sigmas)
     accelerator = distributed.make_accelerator(cfg, 1)
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    _, per_update = planning.epoch_geometry(cfg, world)
-    per_epoch = cfg.grpo.updates_per_epoch * cfg.grpo.inner_epochs
+    geometry = work.geometry_of(cfg, world)
+    per_update, per_epoch = geometry.forwards_per_update, work.updates_of_epoch(cfg)
     # accelerate counts backwards: every scored step is a micro-batch, and the last one of an update synchronises
-    accelerator.gradient_accumulation_steps = per_update * len(window_of(0))
+    accelerator.gradient_accumulation_steps = per_update * window_size
     if device.type == "cpu":
         torch.set_num_threads(cfg.run.cpu_threads or max(1, os.cpu_count() // world))
     share = prepare.Share(rank, world, not accelerator.is_main_process)
@@ -84,17 +84,19 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         found = data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips")
         eval_rows, more_said = setup.look_at_rows(cfg, found, share, gather_lists)
         said += more_said
-    steps = plan_grpo.total_steps(cfg, len(rows))
+    steps = work.total_steps(cfg, len(rows), world)
     say = accelerator.print
     for line in [*(f"note: {note}" for note in wan_load.differences(layout, boundary, cfg.sample.shift)), *said]:
         say(line)
-    run = plan_grpo.run_of(cfg, layout.configs, len(rows), steps, world, distributed.sharding(accelerator))
-    say(plan_grpo.overview(cfg, run))
+    say(configuration.dump(cfg))
+    say(work.overview(cfg, schedule, len(rows), steps, world))
     if dry_run:
-        costs, gpu_memory = planning.costs_of(cfg, layout.configs), total_memory(device)
-        say(plan_grpo.report(costs, run, planning.TFLOPS, gpu_memory))
-        return 0 if gpu_memory is None or plan_grpo.fits(costs, run, gpu_memory) else 2
-    say("\n".join(plan_grpo.sigma_table(run)))
+        from rewardfl.estimate.report import estimate  # training must not need what it measures with
+
+        asked = work.work_of(cfg, layout.configs, len(rows), steps, world, distributed.sharding(accelerator))
+        text, fits = estimate(asked, total_memory(device))
+        say(text)
+        return 0 if fits else 2
     weights = setup.base_model(cfg, layout)
     opened = setup.open_run(cfg, run_folder, accelerator, weights)
 
@@ -117,7 +119,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     hashes, described = setup.check_face_packs(cfg, terms, samples, device, share, gather_lists)
     for line in described:
         say(line)
-    steps = plan_grpo.total_steps(cfg, len(samples))
+    steps = work.total_steps(cfg, len(samples), world)
     init = setup.init_adapters(cfg, layout)
     content = setup.content_of(samples, held_out, hashes, init)
     state, changes = setup.load_state(cfg, opened, content)
@@ -153,14 +155,11 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- who rolls out what
     plan_of = partial(
-        grpo.plan, world=world, batch=cfg.train.per_device_train_batch_size, group_size=cfg.grpo.group_size,
-        groups=cfg.grpo.groups, sample_ids=[sample.row.id for sample in samples], seed=cfg.run.seed,
-        spread=cfg.grpo.spread, same_noise_in_group=cfg.grpo.same_noise_in_group,
-        updates=cfg.grpo.updates_per_epoch,
-    )  # fmt: skip
-    sampler = grpo.DistributedGroupSampler(partial(plan_of, rank=rank))
+        groups.plan, geometry=geometry, sample_ids=[sample.row.id for sample in samples], seed=cfg.run.seed
+    )
+    sampler = groups.DistributedGroupSampler(partial(plan_of, rank=rank))
     batches = DataLoader(Rows(samples, conditions, cfg.data.skip_bad_rows), batch_sampler=sampler, collate_fn=together)
-    grpo.check_loader(batches, sampler)  # never prepared: the plan is this process's own
+    groups.check_loader(batches, sampler)  # never prepared: the plan is this process's own
 
     # ---------------------------------------------------------------------------------- where an earlier run stopped
     metrics_file = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
@@ -193,7 +192,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     def roll_out(epoch: int, window: tuple[int, ...], timer: Timer) -> tuple[list[Rollout], list[blackbox.Pending]]:
         """This process's videos of the epoch: what the replay needs of them, and the rewards, maybe still at work."""
         sampler.set_epoch(epoch)
-        new = grpo.new_starts([plan_of(epoch, rank=other) for other in range(world)])
+        new = groups.new_starts([plan_of(epoch, rank=other) for other in range(world)])
         rollouts, judging, starts = [], [], {}
         for (members, conditioning, found), is_new in zip(batches, new, strict=True):
             if interruption.agreed(largest):  # nothing was updated since the last epoch: nothing is lost
@@ -203,13 +202,13 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             with timer("rollout"):
                 if is_new:  # up to the window, members that start from the same noise are one
                     first = list({member.start: i for i, member in enumerate(members)}.values())
-                    x = torch.cat([data.noise(shape, members[i].noise_seed, device) for i in first])
+                    x = torch.cat([groups.noise(shape, members[i].noise_seed, device) for i in first])
                     velocity = velocity_of(conditioning.rows(first))
                     x = reward_flow.rollout(velocity, x, sigmas[: window[0] + 1], keep=()).x0
                     starts = {members[i].start: x[n : n + 1] for n, i in enumerate(first)}
                 x0, kept = sde.rollout(
                     velocity_of(conditioning), torch.cat([starts[member.start] for member in members]),
-                    kernel, window, partial(grpo.step_noise, members, shape, device), start=window[0],
+                    kernel, window, partial(groups.step_noise, members, shape, device), start=window[0],
                     keep_means=cfg.grpo.objective == "guard",
                 )  # fmt: skip
             with timer("decode"):
@@ -230,9 +229,9 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         with timer("reward"):
             judged = [blackbox.finish(pending) for pending in judging]
         columns, valid, weights = zip(*(blackbox.weighed(terms, each, part_weights) for each in judged), strict=True)
-        groups = torch.tensor([member.group_id for rollout in rollouts for member in rollout.members])
+        group_ids = torch.tensor([member.group_id for rollout in rollouts for member in rollout.members])
         found = torch.cat([rollout.found for rollout in rollouts])  # one that stands in for another is in no group
-        parts = (torch.cat(columns), groups, torch.cat(valid) & found, ~found)
+        parts = (torch.cat(columns), group_ids, torch.cat(valid) & found, ~found)
         everyones = accelerator.gather([part.to(device) for part in parts])
         rewards, group_ids, is_valid, replaced = (part.cpu() for part in everyones)
         values, logged = grpo.advantages(
@@ -245,7 +244,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         logged |= {"reward/failed": reward_metrics.failed_fraction(judged), "data/replaced": float(replaced.sum())}
         logged |= reward_metrics.means(terms, judged, "reward", logged)
         why = "" if is_valid.any() else reward_metrics.why_nothing_was_judged(terms, judged)
-        own = values[rank * len(groups) : (rank + 1) * len(groups)].to(device)
+        own = values[rank * len(found) : (rank + 1) * len(found)].to(device)
         return list(own.split(cfg.train.per_device_train_batch_size)), logged, why
 
     def score_again(rollout: Rollout, i: int, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -304,8 +303,8 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     def sample_clean(clips: list[prepare.Sample], row: int, n: int = 0) -> tuple[int, Tensor]:
         """(row, its video (3, F, H, W) by the ODE) of the weights as they are now; n: which of its noises."""
         row, conditioning = conditions.readable(clips, row, cfg.data.skip_bad_rows)
-        seed = data.noise_seed(cfg.run.seed, -1, clips[row].row.id, n)
-        x = data.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
+        seed = groups.noise_seed(cfg.run.seed, -1, clips[row].row.id, n)
+        x = groups.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
         velocity = wan.Velocity(model, conditioning.to(device), eval_schedule, negative, guidance)
         x0 = reward_flow.rollout(velocity, x, eval_schedule.sigmas, keep=()).x0
         return row, decoder.decode(vae, x0)[0].float()
@@ -368,9 +367,11 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     floor = {}
     if cfg.grpo.kl_weight != 0 and cfg.model.dtype == "bfloat16":
         row, conditioning = conditions.readable(samples, 0, cfg.data.skip_bad_rows)
-        x = data.noise(conditioning.latent_shape(vae.config.z_dim), data.noise_seed(cfg.run.seed, 0, "floor"), device)
+        x = groups.noise(
+            conditioning.latent_shape(vae.config.z_dim), groups.noise_seed(cfg.run.seed, 0, "floor"), device
+        )
         reference = velocity_of(conditioning.to(device)).reference
-        floor = {"policy/kl_floor": sde.kl_floor(reference, x, kernel, window_of(0))}
+        floor = {"policy/kl_floor": sde.kl_floor(reference, x, kernel, groups.window(windows, 0, cfg.run.seed))}
         say(f"note: in bfloat16 this model's KL reads about {floor['policy/kl_floor']:.1e} from rounding alone")
 
     # ---------------------------------------------------------------------------------- Go!
@@ -381,7 +382,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     if held_out and opened.path is None:
         log(0, evaluate())
     for epoch in range(first_step // per_epoch, steps // per_epoch):
-        window, timer, done = window_of(epoch), Timer(), epoch * per_epoch
+        window, timer, done = groups.window(windows, epoch, cfg.run.seed), Timer(), epoch * per_epoch
         setup.seed_generators(cfg.run.seed, done, rank)
         with timer("step"):  # of an epoch's first update: with all that it takes to get there
             rollouts, judging = roll_out(epoch, window, timer)
@@ -447,7 +448,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 class Rollout:
     """One forward pass's members, and what scoring them again takes."""
 
-    members: list[grpo.Member]
+    members: list[groups.Member]
     conditioning: wan.Conditioning
     found: Tensor  # (B,) bool: the conditioning is the member's; another clip's stands in for one that is lost
     steps: dict[int, sde.Step]
@@ -461,12 +462,12 @@ class Rows(Dataset):
     conditions: prepare.Conditions
     skip: bool  # data.skip_bad_rows
 
-    def __getitem__(self, member: grpo.Member) -> tuple[grpo.Member, wan.Conditioning, bool]:
+    def __getitem__(self, member: groups.Member) -> tuple[groups.Member, wan.Conditioning, bool]:
         row, conditioning = self.conditions.readable(self.samples, member.row, self.skip)
         return member, conditioning, row == member.row
 
 
-def together(items: list) -> tuple[list[grpo.Member], wan.Conditioning, Tensor]:
+def together(items: list) -> tuple[list[groups.Member], wan.Conditioning, Tensor]:
     members, conditionings, found = zip(*items, strict=True)
     return list(members), wan.Conditioning.stack(conditionings), torch.tensor(found)
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import config as configuration
-from rewardfl import data, lora, reward_flow
-from rewardfl import plan as planning
+from rewardfl import data, groups, lora, reward_flow
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
@@ -33,7 +32,7 @@ from rewardfl.optim import learning_rate_factor
 from rewardfl.rewards import RewardError, build_terms
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.terms import Judged, Term, check_trainable, score, total
-from rewardfl.run import checkpoint, checks, invariants, prepare
+from rewardfl.run import checkpoint, checks, invariants, prepare, work
 from rewardfl.run import job as distributed
 from rewardfl.run import start as setup
 from rewardfl.run.monitor import Timer, alarms, peak_memory_gb, recent_mean, suspects, total_memory
@@ -59,7 +58,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     """Train; the process's exit code: 2 for a dry run that does not fit the GPU that is there, 128 + a signal's."""
     # ---------------------------------------------------------------------------------- what will be done, checked
     layout, boundary = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
-    schedule = planning.schedule_of(cfg, layout.configs)
+    schedule = work.schedule_of(cfg, boundary)
     sigmas = schedule.sigmas
     active, coupling = configuration.active_steps(cfg), configuration.resolved_coupling(cfg)
     checks.check_active_experts(active, schedule.experts, configuration.trainable_experts(cfg), coupling)
@@ -72,18 +71,20 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     global_batch = checks.check_batch(cfg, accelerator.num_processes)
     share = prepare.Share(accelerator.process_index, accelerator.num_processes, not accelerator.is_main_process)
     rows, said = setup.look_at_rows(cfg, data.load_metadata(cfg.data.file_name), share, gather_lists)
-    steps = data.total_steps(len(rows), global_batch, cfg.train.num_train_epochs, cfg.train.max_steps)
+    steps = work.total_steps(cfg, len(rows), accelerator.num_processes)
     say = accelerator.print
     for line in [*(f"note: {note}" for note in wan_load.differences(layout, boundary, cfg.sample.shift)), *said]:
         say(line)
-    sharding = distributed.sharding(accelerator)
-    run = planning.run_of(cfg, layout.configs, len(rows), steps, accelerator.num_processes, sharding)
-    say(planning.overview(cfg, run, global_batch, accelerator.num_processes))
+    say(configuration.dump(cfg))
+    say(work.overview(cfg, schedule, len(rows), steps, accelerator.num_processes))
     if dry_run:
-        costs, gpu_memory = planning.costs_of(cfg, layout.configs), total_memory(device)
-        say(planning.report(costs, run, planning.TFLOPS, gpu_memory))
-        return 0 if gpu_memory is None or planning.fits(costs, run, gpu_memory) else 2
-    say("\n".join(planning.sigma_table(run)))
+        from rewardfl.estimate.report import estimate  # training must not need what it measures with
+
+        sharding = distributed.sharding(accelerator)
+        asked = work.work_of(cfg, layout.configs, len(rows), steps, accelerator.num_processes, sharding)
+        text, fits = estimate(asked, total_memory(device))
+        say(text)
+        return 0 if fits else 2
     weights = setup.base_model(cfg, layout)
     opened = setup.open_run(cfg, run_folder, accelerator, weights)
 
@@ -99,7 +100,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     hashes, described = setup.check_face_packs(cfg, terms, samples, device, share, gather_lists)
     for line in described:
         say(line)
-    steps = data.total_steps(len(samples), global_batch, cfg.train.num_train_epochs, cfg.train.max_steps)
+    steps = work.total_steps(cfg, len(samples), accelerator.num_processes)
     init = setup.init_adapters(cfg, layout)
     content = setup.content_of(samples, (), hashes, init)
     state, changes = setup.load_state(cfg, opened, content, global_batch, one_shape_batch)
@@ -166,7 +167,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         seed = noise_seed(cfg, name, epoch)
         if start:
             return conditioning, conditions.boundary_latents(sample, seed, schedule).to(device)
-        return conditioning, data.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
+        return conditioning, groups.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
 
     def read(epoch: int, row: int) -> tuple[int, tuple[wan.Conditioning, Tensor]]:
         """(row, inputs), of another row where the cache lost this one's and data.skip_bad_rows."""
@@ -325,8 +326,8 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 def noise_seed(cfg: RewardFlConfig, sample_id: str, epoch: int) -> int:
     """Of what a sample is trained on in an epoch; of its sample videos for epoch -1."""
     if epoch < 0:
-        return data.noise_seed(cfg.run.seed, epoch, sample_id)
-    return data.training_noise_seed(cfg.run.seed, epoch, sample_id, cfg.sample.noises_per_sample)
+        return groups.noise_seed(cfg.run.seed, epoch, sample_id)
+    return groups.training_noise_seed(cfg.run.seed, epoch, sample_id, cfg.sample.noises_per_sample)
 
 
 def noise_seeds(cfg: RewardFlConfig, samples: list[prepare.Sample]) -> list[tuple[prepare.Sample, int]]:

@@ -1,4 +1,4 @@
-"""Time and memory of one update on one GPU, by phase, beside what plan.py predicts. Needs no weights, clips or faces.
+"""Time and memory of one update on one GPU, by phase, beside the estimate. Needs no weights, clips or faces.
 
     python benchmarks/step.py --config configs/wan22_face_80gb.yaml [--steps 2] [section.key=value ...] [--json FILE]
         [--compare section.key=value[,section.key=value ...]] [--compare ...]
@@ -29,19 +29,23 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
 
-from rewardfl import config, costs, lora, offload, plan, reward_flow
+from rewardfl import config, lora, offload, reward_flow
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
-from rewardfl.run import checkpoint
+from rewardfl.estimate import needs
+from rewardfl.estimate.measure import Costs
+from rewardfl.estimate.measure import measure as measure_costs
+from rewardfl.estimate.report import TFLOPS
+from rewardfl.run import checkpoint, checks, work
 
 PHASES = {
     "rollout": ["rollout"], "decode": ["decode"], "decode VJP": ["decode VJP"],
     "replay": ["replay forward", "replay recompute", "replay backward", "reference"], "optimizer": [],
-}  # fmt: skip  # with what plan.work calls their parts
+}  # fmt: skip  # with what estimate.needs.flops calls their parts
 NOTE = """Random weights and conditioning. The reward is analytic: a random cotangent of the frames; face networks, text
 encoder, VAE encoder and distillation take no part. A first update is left out; seconds are the others' medians, bytes
-their maxima. Peak is of torch's allocator, GB is 1e9 bytes; the optimizer's plan is what plan.py calls resident."""
+their maxima. Peak is of torch's allocator, GB is 1e9 bytes; the optimizer's estimate is what is resident."""
 Measured = dict[str, tuple[float, int]]  # by phase: seconds, peak bytes (0 where there is no GPU)
 
 
@@ -62,7 +66,7 @@ def fill(model: nn.Module, device: torch.device, home: torch.device, seed: int) 
 def new_expert(cfg: config.RewardFlConfig, configs: Path, name: str, device: torch.device, trained: bool) -> nn.Module:
     """An expert as training has it: with adapter and checkpointing, or where experts.untrained says."""
     made = WanTransformer3DModel.load_config(configs, subfolder=wan.PARTS[name])
-    expert = costs.new_expert(made, wan.DTYPES[cfg.model.dtype], made["num_layers"], None)
+    expert = wan_load.new_expert(made, wan.DTYPES[cfg.model.dtype], made["num_layers"], None)
     home = torch.device("cpu") if cfg.experts.untrained == "cpu_swap" and not trained else device
     fill(expert, device, home, cfg.run.seed)
     expert.rope = WanRotaryPosEmbed(made["attention_head_dim"], made["patch_size"], made["rope_max_seq_len"]).to(home)
@@ -101,17 +105,17 @@ def phase(found: Measured, name: str, device: torch.device) -> Iterator[None]:
 
 
 def update(
-    cfg: config.RewardFlConfig, run: plan.Run, velocity: wan.Velocity, vae: AutoencoderKLWan,
+    cfg: config.RewardFlConfig, asked: work.Work, velocity: wan.Velocity, vae: AutoencoderKLWan,
     optimizer: torch.optim.Optimizer, x: Tensor, generator: torch.Generator,
 ) -> tuple[Measured, float]:  # fmt: skip
     """What train_reward_fl.py does from the latents x on, and the norm of the gradient."""
     found, sigmas, device = {}, velocity.schedule.sigmas, x.device
-    cached = run.levers.untrained == "boundary_cache"
-    start = run.experts.count("high_noise") if cached else 0
+    active, experts = config.active_steps(cfg), velocity.schedule.experts
+    start = experts.count("high_noise") if asked.placement == "boundary_cache" else 0
     with phase(found, "rollout", device):
-        trajectory = reward_flow.rollout(velocity, x, sigmas, run.active, start)
+        trajectory = reward_flow.rollout(velocity, x, sigmas, active, start)
     with phase(found, "decode", device):
-        decoded = decoder.decode_with_caches(vae, trajectory.x0, run.levers.decode_caches)
+        decoded = decoder.decode_with_caches(vae, trajectory.x0, asked.decode_caches)
     video = decoded.video.float()  # alive during the VJP, as in training
     grad_video = torch.randn(video.shape, generator=generator, device=device) / video.numel()
     with phase(found, "decode VJP", device):
@@ -119,7 +123,7 @@ def update(
     del decoded, video, grad_video
     with phase(found, "replay", device):
         reward_flow.replay(
-            velocity, trajectory, sigmas, run.active, grad_x0, config.resolved_coupling(cfg),
+            velocity, trajectory, sigmas, active, grad_x0, config.resolved_coupling(cfg),
             reference=velocity.reference, kl_weight=cfg.reward.kl_weight / len(x), kl_gradient=cfg.reward.kl_gradient,
         )  # fmt: skip
     with phase(found, "optimizer", device):
@@ -132,37 +136,38 @@ def update(
 def measure(name: str, cfg: config.RewardFlConfig, steps: int, device: torch.device) -> dict[str, Any]:
     gc.collect()  # of the variant before: hooks refer to their modules in circles
     torch.cuda.empty_cache()
-    held, configs = torch.cuda.memory_allocated(), plan.source_of(cfg.model.model_paths, wan_load.PUBLISHED)
-    cost, run = plan.costs_of(cfg, configs), replace(plan.run_of(cfg, configs), pack_bytes=0)
-    untrained = [run.untrained] if run.untrained else []
+    held, configs = torch.cuda.memory_allocated(), wan_load.source_of(cfg.model.model_paths)
+    asked = replace(work.work_of(cfg, configs, None, None, 1), pack_bytes=0)
+    cost, untrained = measure_costs(asked.video), [asked.untrained] if asked.untrained else []
     cached = cfg.experts.untrained == "boundary_cache"  # there is no such expert then
     experts = {expert: None if cached else new_expert(cfg, configs, expert, device, False) for expert in untrained}
-    experts |= {expert: new_expert(cfg, configs, expert, device, True) for expert in run.trained}
+    experts |= {expert: new_expert(cfg, configs, expert, device, True) for expert in asked.trained}
     model = wan.Experts(experts["high_noise"], experts["low_noise"], untrained)
     vae, parameters = new_decoder(cfg, configs, device), [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay)
-    generator, batch = torch.Generator(device).manual_seed(cfg.run.seed), run.levers.batch
-    made = experts[run.trained[0]].config
+    generator, batch = torch.Generator(device).manual_seed(cfg.run.seed), asked.batch
+    made = experts[asked.trained[0]].config
     shapes = cost.shape, (wan.TEXT_LENGTH, made.text_dim), (made.in_channels - made.out_channels, *cost.shape[1:])
     x, text, image = (torch.randn(batch, *shape, generator=generator, device=device) for shape in shapes)
     conditioning = wan.Conditioning(text.to(wan.DTYPES[cfg.model.dtype]), image)
-    velocity = wan.Velocity(model, conditioning, plan.schedule_of(cfg, configs))
+    velocity = wan.Velocity(model, conditioning, work.schedule_of(cfg, checks.boundary_of(cfg, configs)))
     torch.cuda.empty_cache()  # what building left is not to count as reserved
-    found = [update(cfg, run, velocity, vae, optimizer, x, generator) for _ in range(1 + steps)]
+    found = [update(cfg, asked, velocity, vae, optimizer, x, generator) for _ in range(1 + steps)]
     clips = f"{batch} x latents {'x'.join(map(str, cost.shape))}, {cost.experts['low_noise'].tokens} tokens; {configs}"
     return {
-        "name": name, "clips": clips, "rows": beside_plan([phases for phases, _ in found[1:]], cost, run),
-        "plan_seconds": batch * plan.seconds(cost, run, plan.TFLOPS), "norm": found[0][1],  # of the first gradient
+        "name": name, "clips": clips, "rows": beside_plan([phases for phases, _ in found[1:]], cost, asked),
+        "plan_seconds": batch * sum(needs.flops(cost, asked).values()) / TFLOPS / 1e12,
+        "norm": found[0][1],  # of the first gradient
         "held": held, "reserved": torch.cuda.memory_reserved(),  # bytes of the allocator, before and in the end
     }  # fmt: skip
 
 
-def beside_plan(updates: Sequence[Measured], cost: costs.Costs, run: plan.Run) -> list[dict[str, Any]]:
+def beside_plan(updates: Sequence[Measured], cost: Costs, asked: work.Work) -> list[dict[str, Any]]:
     """A row for each phase, and one for the whole update."""
-    work, memory, rows = plan.work(cost, run), plan.memory(cost, run), []
+    planned_flops, memory, rows = needs.flops(cost, asked), needs.memory(cost, asked), []
     for name, parts in PHASES.items():
         seconds, peaks = zip(*(phases[name] for phases in updates), strict=True)
-        flops = run.levers.batch * sum(work[part] for part in parts)
+        flops = asked.batch * sum(planned_flops[part] for part in parts)
         planned = memory.of(name) if name in memory.phases else sum(memory.resident.values())
         row = {"seconds": statistics.median(seconds), "peak": max(peaks), "plan_flops": flops, "plan_bytes": planned}
         rows.append({"phase": name} | row)
@@ -182,7 +187,7 @@ def table(variant: dict[str, Any], first: dict[str, Any]) -> Iterator[str]:
         memory = f"{gb(peak)} | {ratios[0]} | {gb(planned)} | {ratios[1]}"
         yield f"| {row['phase']} | {seconds:.3g} | {seconds / other['seconds']:.2f} | {work} | {memory} |"
     seconds, norm, held, reserved = (variant[key] for key in ("plan_seconds", "norm", "held", "reserved"))
-    yield f"\nplan.py: {seconds:.3g} s at {plan.TFLOPS:g} TFLOP/s. Allocator: {gb(held)} GB before, reserved "
+    yield f"\nPlanned: {seconds:.3g} s at {TFLOPS:g} TFLOP/s. Allocator: {gb(held)} GB before, reserved "
     yield f"{gb(reserved)} in the end. Gradient norm of the first update: {norm:.6g}.\n"
 
 

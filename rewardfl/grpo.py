@@ -1,9 +1,8 @@
-"""Group-relative policy optimisation of flow models: who rolls out what, advantages, clipped objectives.
+"""Group-relative policy optimisation of flow models: advantages, clipped objectives, the check of the ratio.
 
 Flow-GRPO (arXiv 2505.05470) and DanceGRPO (arXiv 2505.07818) treat every SDE step of a rollout as an action of
 a Gaussian policy N(mean, std^2). `group_size` rollouts of one row, which is a prompt AND its image, are a group;
-a rollout is as good as its reward is above its group's mean. Nothing here depends on the number of processes or
-on the batch size but the order in which samples are visited.
+a rollout is as good as its reward is above its group's mean. `groups` says who rolls out what.
 
 Log-probabilities are means over the latent's D dimensions, as in every published code base (a sum, the true
 density, is unstable: flow_grpo issue 143), and that shapes the ratio. With rel = rms(mean - old_mean) / std,
@@ -21,188 +20,14 @@ same; call `step` once per optimizer update, not once per micro-batch; evaluate 
 `restore`; save and load its `state_dict`, then `to(device)`. The reference and the ratio use the live weights.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
 
-from rewardfl import data, flow
+from rewardfl import flow
 
 STD_EPSILON = 1e-4  # added to a standard deviation of rewards (as Flow-GRPO): noise below it is not blown up to |A| = 1
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The group plan
-
-
-class Member(NamedTuple):
-    """One rollout of an epoch. Carry group_id through rewards and gathers: no text or picture identifies a group."""
-
-    row: int  # of the training data: prompt and image
-    group_id: int  # 0 .. groups - 1 within the epoch
-    member: int  # 0 .. group_size - 1 within the group
-    noise_seed: int  # of the latents at sigma 1; the group's own under same_noise_in_group
-    step_seed: int  # of the noise of the SDE steps: never shared, or the group's rollouts would all be one
-
-    @property
-    def start(self) -> tuple[int, int]:
-        """Members of one start are the same video until the first stochastic step."""
-        return self.row, self.noise_seed
-
-
-def plan(
-    epoch: int,
-    *,
-    world: int,
-    rank: int,
-    batch: int,
-    group_size: int,
-    groups: int,
-    sample_ids: Sequence[str],
-    seed: int,
-    spread: str = "contiguous",
-    same_noise_in_group: bool = False,
-    updates: int = 1,
-) -> list[list[Member]]:
-    """The forward passes of process `rank` in `epoch`: lists of `batch` members each, as many on every process.
-
-    An epoch is the next `groups` rows of the stream `data.sample_at`, `group_size` members of each. Together the
-    processes roll out the same members whatever world, batch and spread are, and (seed, epoch) is all the state.
-    groups may exceed the number of rows: a row that comes twice in an epoch is two groups, with noises of their
-    own. sample_ids: one per row (`data.Row.id`), the key of its noise.
-
-    updates: an epoch's optimizer updates, each of which takes the next of its forward passes, and so, whatever world
-    and batch are, the same members as on one process.
-
-    spread: `contiguous`, each process takes one run of an update's groups, so a group is on one process if its size
-    divides the samples that a process has of an update; or `spread`, each forward pass of all processes takes the
-    next groups, so that a group is complete as early as possible. A batch that divides group_size never mixes rows,
-    in both.
-
-    Raises ValueError for a geometry that does not divide, with the nearest that do, and for updates that do not.
-    """
-    if spread not in ("contiguous", "spread"):
-        raise ValueError(f"spread must be contiguous or spread, got {spread!r}")
-    if not 0 <= rank < world or epoch < 0 or not sample_ids:
-        raise ValueError(
-            f"plan needs 0 <= rank < world, epoch >= 0 and a row of data, got rank {rank}, world {world}, "
-            f"epoch {epoch} and {len(sample_ids)} rows"
-        )
-    check_geometry(world, batch, group_size, groups)
-    forwards = groups * group_size // (world * batch)
-    if updates < 1 or forwards % updates:
-        raise ValueError(f"updates must divide the {forwards} forward passes of a process, got {updates}")
-    per_update = forwards // updates
-
-    def member_at(position: int) -> Member:
-        group_id, member = divmod(position, group_size)
-        visit, row = data.sample_at(epoch * groups + group_id, len(sample_ids), seed)
-        name = sample_ids[row]
-        return Member(
-            row=row,
-            group_id=group_id,
-            member=member,
-            noise_seed=data.noise_seed(seed, visit, name, 0 if same_noise_in_group else member),
-            step_seed=data.noise_seed(seed, visit, f"steps/{name}", member),
-        )
-
-    def start(forward: int) -> int:
-        if spread == "spread":
-            return (forward * world + rank) * batch
-        update, at = divmod(forward, per_update)
-        return ((update * world + rank) * per_update + at) * batch
-
-    return [[member_at(start(forward) + i) for i in range(batch)] for forward in range(forwards)]
-
-
-def new_starts(plans: Sequence[Sequence[Sequence[Member]]]) -> list[bool]:
-    """By forward pass: whether some process comes to a start that its pass before had not.
-
-    plans: of all processes. Where it is False, the latents before the window can be taken from the pass before. The
-    same on every process, since each has to take as many forward passes of the model as the others.
-    """
-    seen = [[{member.start for member in members} for members in process] for process in plans]
-    found = [[i == 0 or not starts <= process[i - 1] for i, starts in enumerate(process)] for process in seen]
-    return [any(at_once) for at_once in zip(*found, strict=True)]
-
-
-def step_noise(members: Sequence[Member], shape: Sequence[int], device: str | torch.device, step: int) -> Tensor:
-    """(B, ...) standard normal noise of one stochastic step, each member's its own; shape: (1, ...) of one latent."""
-    seeds = [data.noise_seed(member.step_seed, step, "step") for member in members]
-    return torch.cat([data.noise(shape, seed, device) for seed in seeds])
-
-
-def check_geometry(world: int, batch: int, group_size: int, groups: int) -> None:
-    """Raise ValueError unless groups * group_size samples divide into forward passes of world * batch."""
-    if min(world, batch, groups) < 1 or group_size < 2:
-        raise ValueError(
-            f"a group plan needs world, batch and groups >= 1 and group_size >= 2 (one sample has nobody to be "
-            f"compared with), got world {world}, batch {batch}, groups {groups}, group_size {group_size}"
-        )
-    samples, at_once = groups * group_size, world * batch
-    if samples % at_once == 0:
-        return
-    options = [
-        ("groups", _nearest_multiples(groups, at_once // math.gcd(at_once, group_size))),
-        ("group_size", _nearest_multiples(group_size, at_once // math.gcd(at_once, groups))),
-        ("batch", _nearest_divisors(batch, samples // world) if samples % world == 0 else []),
-    ]
-    advice = ", or ".join(f"{name} {' or '.join(map(str, values))}" for name, values in options if values)
-    raise ValueError(
-        f"groups {groups} x group_size {group_size} = {samples} samples per epoch do not divide into forward passes "
-        f"of world {world} x batch {batch} = {at_once}; the nearest that do: {advice}"
-    )
-
-
-def _nearest_multiples(value: int, step: int) -> list[int]:
-    below = value // step * step
-    return [candidate for candidate in (below, below + step) if candidate > 0]
-
-
-def _nearest_divisors(value: int, of: int) -> list[int]:
-    divisors = [d for d in range(1, of + 1) if of % d == 0]
-    below, above = [d for d in divisors if d < value], [d for d in divisors if d > value]
-    return below[-1:] + above[:1]
-
-
-class DistributedGroupSampler(Sampler[list[Member]]):
-    """A DataLoader's batch_sampler over the plan of one process; `dataset[member]` then gets a `Member`.
-
-    plan_of: epoch -> `plan(...)` of this process, e.g. `functools.partial(plan, world=..., rank=..., ...)`.
-    Call `set_epoch` before each `iter(loader)`: an iteration's plan is fixed when it starts, so prefetching workers
-    cannot fall behind it.
-
-    The plan is already this process's own. `accelerator.prepare` does not know that: it would wrap this sampler in
-    its BatchSamplerShard, every process would take each world-th batch of its share, and groups would arrive with
-    1 to 3 of 4 members. Never prepare the loader; `check_loader` says whether somebody did.
-    """
-
-    def __init__(self, plan_of: Callable[[int], list[list[Member]]]):
-        self.plan_of = plan_of
-        self.epoch = 0
-        self.forwards = len(plan_of(0))
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.forwards
-
-    def __iter__(self) -> Iterator[list[Member]]:
-        return iter(self.plan_of(self.epoch))
-
-
-def check_loader(loader: DataLoader, sampler: DistributedGroupSampler) -> None:
-    """Raise ValueError if `loader` is not a plain DataLoader over `sampler`, as it is not once it was prepared."""
-    if type(loader) is not DataLoader or loader.batch_sampler is not sampler:
-        raise ValueError(
-            f"the loader of the group plan is a {type(loader).__name__} over a "
-            f"{type(loader.batch_sampler).__name__}, not a DataLoader over the plan: it was sharded a second time and "
-            f"would give incomplete groups; do not pass it to accelerator.prepare"
-        )
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -286,7 +111,7 @@ def _check_groups(ids: Tensor, sizes: Tensor, group_size: int) -> None:
         found = ", ".join(f"group {int(ids[i])} has {int(sizes[i])}" for i in wrong)
         raise ValueError(
             f"groups must have {group_size} members, but {found}: gather rewards and group ids from all processes "
-            f"first, and see grpo.check_loader"
+            f"first, and see groups.check_loader"
         )
 
 
@@ -464,63 +289,3 @@ def check_ratio(
         f"size or order, another dtype or autocast, latents stored in a narrower dtype than was scored, guidance "
         f"(CFG) on in one of them, or another adapter state (reference or EMA weights, a merged adapter)"
     )
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Which steps are stochastic, and trained
-
-
-def window(
-    kind: str,
-    num_steps: int,
-    *,
-    epoch: int,
-    seed: int,
-    usable: Sequence[int] | None = None,
-    steps: Sequence[int] = (),
-    size: int = 1,
-    bounds: tuple[int, int] | None = None,
-    fraction: float = 0.6,
-) -> tuple[int, ...]:
-    """The SDE steps of an epoch, ascending: the same on every process and for every group; ODE elsewhere.
-
-    kind: `list`, the given `steps`; `random`, `size` steps in a row (Flow-GRPO-Fast); `fraction`, that share of
-    the steps, rounded and at least one, not necessarily in a row (DanceGRPO draws 0.6). Both draw from
-    bounds[0] <= step < bounds[1], all steps by default, anew in each epoch.
-
-    usable: the steps that have std > 0 and matter, all by default. The caller leaves out deterministic ones: CPS
-    has std = 0 at the last. Flow-SDE and Dance-SDE have a density there, yet it only leaves noise in the sample;
-    every published recipe leaves it out as well.
-
-    Raises ValueError for steps that do not exist or are not usable, and for a window that fits nowhere.
-    """
-    if kind not in ("list", "random", "fraction"):
-        raise ValueError(f"kind must be list, random or fraction, got {kind!r}")
-    allowed = set(range(num_steps)) if usable is None else set(usable)
-    if not allowed <= set(range(num_steps)):
-        raise ValueError(f"usable holds {sorted(allowed - set(range(num_steps)))}, but steps are 0 .. {num_steps - 1}")
-    if kind == "list":
-        refused = [step for step in steps if step not in allowed]
-        if refused or not steps or len(set(steps)) != len(steps):
-            raise ValueError(
-                f"steps must be some of the usable {sorted(allowed)}, each once, got {list(steps)}"
-                + (f": {refused} are not usable" if refused else "")
-            )
-        return tuple(sorted(steps))
-    low, high = (0, num_steps) if bounds is None else bounds
-    candidates = [step for step in sorted(allowed) if low <= step < high]
-    generator = torch.Generator().manual_seed(data.noise_seed(seed, epoch, "window"))
-    if kind == "random":
-        starts = [s for s in candidates if set(range(s, s + size)) <= set(candidates)]
-        if size < 1 or not starts:
-            raise ValueError(
-                f"no {size} steps in a row among the usable {candidates} of {low} .. {high - 1}; take a smaller "
-                f"window or wider bounds"
-            )
-        start = starts[int(torch.randint(len(starts), (), generator=generator))]
-        return tuple(range(start, start + size))
-    if not 0 < fraction <= 1 or not candidates:
-        raise ValueError(f"needs 0 < fraction <= 1 and a usable step in {low} .. {high - 1}, got {fraction}")
-    count = max(1, round(fraction * len(candidates)))
-    drawn = torch.randperm(len(candidates), generator=generator)[:count].tolist()
-    return tuple(sorted(candidates[i] for i in drawn))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rewardfl import data
+from rewardfl import data, groups
 from rewardfl.data import DataError, clips, order
 
 
@@ -767,7 +767,7 @@ def global_batch(step, batch_size, accumulation, processes, num_rows, seed=3):
 def test_a_step_is_the_same_whatever_the_geometry(num_rows):
     assert len(GEOMETRIES) == 18
     for step in range(6):
-        stream = [data.sample_at(step * 12 + i, num_rows, seed=3) for i in range(12)]
+        stream = [groups.sample_at(step * 12 + i, num_rows, seed=3) for i in range(12)]
         for geometry in GEOMETRIES:
             assert global_batch(step, *geometry, num_rows) == sorted(stream)
 
@@ -786,7 +786,7 @@ def test_batches_of_one_shape_are_those_of_a_queue(shapes, batch_size):
     """Against samples that really queue up, and leave when batch_size of a shape are there."""
     queues, expected = defaultdict(list), []
     for position in range(40 * len(shapes)):
-        epoch, row = data.sample_at(position, len(shapes), seed=3)
+        epoch, row = groups.sample_at(position, len(shapes), seed=3)
         queues[shapes[row]].append((epoch, row))
         if len(queues[shapes[row]]) == batch_size:
             expected.append(queues.pop(shapes[row]))
@@ -820,17 +820,17 @@ def test_with_shapes_a_step_depends_on_accumulation_times_processes():
 
 
 def test_the_order_is_shuffled_and_depends_on_seed_and_epoch():
-    orders = {order.epoch_order(50, seed, epoch) for seed in range(3) for epoch in range(3)}
+    orders = {groups.epoch_order(50, seed, epoch) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9 and tuple(range(50)) not in orders
     assert all(sorted(order) == list(range(50)) for order in orders)
-    assert order.epoch_order(6, 42, 0) == (0, 2, 3, 5, 4, 1)  # the same in every process and version
+    assert groups.epoch_order(6, 42, 0) == (0, 2, 3, 5, 4, 1)  # the same in every process and version
 
 
 def test_total_steps():
-    assert data.total_steps(10, 4, 1, None) == 3  # 2.5 steps hold one epoch; the third takes 2 of the next
-    assert data.total_steps(10, 5, 2, None) == 4
-    assert data.total_steps(3, 8, 1, None) == 1
-    assert data.total_steps(10, 4, 1, 100) == 100
+    assert groups.total_steps(10, 4, 1, None) == 3  # 2.5 steps hold one epoch; the third takes 2 of the next
+    assert groups.total_steps(10, 5, 2, None) == 4
+    assert groups.total_steps(3, 8, 1, None) == 1
+    assert groups.total_steps(10, 4, 1, 100) == 100
 
 
 # ---- noise
@@ -838,34 +838,34 @@ def test_total_steps():
 
 def test_seeds_are_distinct():
     cells = [(s, e, i, m) for s in range(4) for e in range(12) for i in ("a", "b", "1/a") for m in range(4)]
-    seeds = {data.noise_seed(*cell) for cell in cells}
+    seeds = {groups.noise_seed(*cell) for cell in cells}
     assert len(seeds) == len(cells) and all(0 <= seed < 2**63 for seed in seeds)
-    assert not any(order._stable_hash(f"order/{s}/{e}") in seeds for s in range(4) for e in range(12))
+    assert not any(groups._stable_hash(f"order/{s}/{e}") in seeds for s in range(4) for e in range(12))
 
 
 def test_noise_is_the_same_in_every_process():
-    code = "from rewardfl.data.order import *; print(noise_seed(42, 1, 'clip#1', 2), noise((3,), 5).tolist())"
-    here = f"{data.noise_seed(42, 1, 'clip#1', 2)} {data.noise((3,), 5).tolist()}"
+    code = "from rewardfl.groups import *; print(noise_seed(42, 1, 'clip#1', 2), noise((3,), 5).tolist())"
+    here = f"{groups.noise_seed(42, 1, 'clip#1', 2)} {groups.noise((3,), 5).tolist()}"
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == here
-    assert data.noise_seed(42, 1, "clip#1", 2) == 8305654411088914815
+    assert groups.noise_seed(42, 1, "clip#1", 2) == 8305654411088914815
 
 
 def test_noise_does_not_depend_on_the_global_generator_or_the_batch():
     torch.manual_seed(0)
-    first = data.noise((16, 3, 4, 4), 11)
+    first = groups.noise((16, 3, 4, 4), 11)
     torch.manual_seed(1)
-    assert torch.equal(data.noise((16, 3, 4, 4), 11), first)
+    assert torch.equal(groups.noise((16, 3, 4, 4), 11), first)
     assert first.dtype == torch.float32 and first.shape == (16, 3, 4, 4)
-    assert not torch.equal(data.noise((16, 3, 4, 4), 12), first)
+    assert not torch.equal(groups.noise((16, 3, 4, 4), 12), first)
     assert abs(first.mean()) < 0.1 and abs(first.std() - 1) < 0.1
 
 
 def test_noise_is_independent_of_the_geometry():
     def seeds(*geometry):
         visits = [sample for step in range(3) for sample in global_batch(step, *geometry, num_rows=7)]
-        return sorted(data.training_noise_seed(42, epoch, f"row{row}", "fresh") for epoch, row in visits)
+        return sorted(groups.training_noise_seed(42, epoch, f"row{row}", "fresh") for epoch, row in visits)
 
     reference = seeds(1, 1, 12)
     assert len(set(reference)) == 36
@@ -874,7 +874,7 @@ def test_noise_is_independent_of_the_geometry():
 
 def test_noises_per_sample():
     def seeds(n):
-        return [data.training_noise_seed(42, epoch, "a", n) for epoch in range(6)]
+        return [groups.training_noise_seed(42, epoch, "a", n) for epoch in range(6)]
 
     assert len(set(seeds("fresh"))) == 6
     assert len(set(seeds(2))) == 2 and seeds(2)[:2] * 3 == seeds(2)

@@ -1,259 +1,25 @@
-"""Group plans over many geometries, advantages and objectives against independent arithmetic, and learning."""
+"""Advantages and objectives against independent arithmetic, the ratio, and learning."""
 
-import functools
 import itertools
 import math
 import statistics
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from accelerate.data_loader import prepare_data_loader
 from diffusers.training_utils import EMAModel
-from torch.utils.data import DataLoader, Dataset
 
-from rewardfl import flow, grpo
-
-IDS = [f"clip-{i}" for i in range(7)]
+from rewardfl import flow, groups, grpo
+from rewardfl.groups import Geometry
 
 
-def plan(epoch=0, world=1, rank=0, batch=1, group_size=4, groups=6, sample_ids=IDS, seed=0, **options):
-    return grpo.plan(
-        epoch, world=world, rank=rank, batch=batch, group_size=group_size, groups=groups, sample_ids=sample_ids,
-        seed=seed, **options,
-    )  # fmt: skip
-
-
-def epoch_of(world, **geometry):
+def epoch_of(
+    world, epoch=0, group_size=4, count=6, sample_ids=("a", "b", "c", "d", "e", "f", "g"), spread="contiguous"
+):
     """All members of an epoch, rank by rank."""
-    return [
-        member for rank in range(world) for forward in plan(world=world, rank=rank, **geometry) for member in forward
-    ]
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The plan
-
-
-# worlds 1-8, batches 1-4, groups of 2-24, 1-32 of them: 23552 geometries, of which 8050 divide
-GRID = list(itertools.product(range(1, 9), range(1, 5), range(2, 25), range(1, 33)))
-
-
-def divides(world, batch, group_size, groups):
-    return groups * group_size % (world * batch) == 0
-
-
-@pytest.mark.parametrize("spread", ["contiguous", "spread"])
-def test_every_geometry_that_divides_gives_every_member_once(spread, monkeypatch):
-    """The same members, in the documented order, as one process gives one by one: so whole groups, and each once."""
-    monkeypatch.setattr(grpo.data, "sample_at", lambda position, rows, seed: divmod(position, rows))
-    monkeypatch.setattr(grpo.data, "noise_seed", lambda *key: key)  # millions of hashes would take a minute
-
-    @functools.cache
-    def one_by_one(group_size, groups):
-        forwards = plan(epoch=3, group_size=group_size, groups=groups)
-        members = [m for (m,) in forwards]
-        assert [(m.group_id, m.member) for m in members] == [*itertools.product(range(groups), range(group_size))]
-        return members
-
-    accepted = [geometry for geometry in GRID if divides(*geometry)]
-    assert len(GRID) == 23552 and len(accepted) == 8050
-    for world, batch, group_size, groups in accepted:
-        geometry = dict(epoch=3, world=world, batch=batch, group_size=group_size, groups=groups, spread=spread)
-        lists = [plan(rank=rank, **geometry) for rank in range(world)]
-        assert {len(forwards) for forwards in lists} == {groups * group_size // (world * batch)}
-        assert {len(forward) for forwards in lists for forward in forwards} == {batch}
-        in_turn = lists if spread == "contiguous" else zip(*lists, strict=True)  # rank by rank, or forward by forward
-        members = itertools.chain.from_iterable(itertools.chain.from_iterable(in_turn))
-        assert list(members) == one_by_one(group_size, groups)
-        count = len(lists[0])
-        for updates in {u for u in (2, count) if u < 32 and count % u == 0}:  # of each, all ranks' passes together
-            lists_of = [plan(rank=rank, updates=updates, **geometry) for rank in range(world)]
-            share = count // updates
-            for u in range(updates):
-                own = [forwards[u * share : (u + 1) * share] for forwards in lists_of]
-                in_turn = own if spread == "contiguous" else zip(*own, strict=True)
-                members = itertools.chain.from_iterable(itertools.chain.from_iterable(in_turn))
-                first = u * share * world * batch
-                assert list(members) == one_by_one(group_size, groups)[first : first + share * world * batch]
-        if group_size % batch == 0:  # no forward pass mixes rows: the first and the last of it are one group's
-            assert all(forward[0].group_id == forward[-1].group_id for forwards in lists for forward in forwards)
-
-
-def test_geometries_that_do_not_divide_are_refused_with_the_nearest_that_do():
-    names = ("world", "batch", "group_size", "groups")
-
-    def nearest(geometry, name):
-        i = names.index(name)
-
-        def first(values):
-            return next(([v] for v in values if divides(*geometry[:i], v, *geometry[i + 1 :])), [])
-
-        lowest = 2 if name == "group_size" else 1
-        return first(range(geometry[i] - 1, lowest - 1, -1)) + first(range(geometry[i] + 1, 800))
-
-    def refusal(geometry):
-        try:
-            grpo.check_geometry(*geometry)
-        except ValueError as error:
-            return str(error)
-
-    batches = functools.cache(lambda samples, world, batch: nearest((world, batch, samples, 1), "batch"))
-    for geometry in GRID:
-        message = refusal(geometry)
-        assert (message is None) == divides(*geometry)
-        if message is not None:
-            told, advice = message.split("; the nearest that do: ")
-            assert all(f"{name} {value}" in told for name, value in zip(names, geometry, strict=True))
-            options = {name: nearest(geometry, name) for name in ("groups", "group_size")}
-            options["batch"] = batches(geometry[2] * geometry[3], *geometry[:2])
-            assert advice == ", or ".join(f"{name} {' or '.join(map(str, v))}" for name, v in options.items() if v)
-
-
-def test_equal_prompts_with_other_images_are_groups_of_their_own(tmp_path):
-    (tmp_path / "metadata.csv").write_text("video,prompt,image\na.mp4,she smiles,a.png\na.mp4,she smiles,b.png\n")
-    rows = grpo.data.load_metadata(tmp_path / "metadata.csv")
-    members = epoch_of(2, groups=2, sample_ids=[row.id for row in rows])
-    assert rows[0].prompt == rows[1].prompt and rows[0].image != rows[1].image
-    assert {(m.group_id, m.row) for m in members} in ({(0, 0), (1, 1)}, {(0, 1), (1, 0)})
-    assert Counter(m.group_id for m in members) == {0: 4, 1: 4}
-    assert len({m.noise_seed for m in members}) == len({m.step_seed for m in members}) == 8
-
-
-def test_a_group_is_one_row_and_its_noises_are_its_own():
-    seeds, steps = Counter(), Counter()
-    for epoch in range(5):
-        members = epoch_of(2, epoch=epoch, batch=2, groups=10)  # more groups than rows: some come twice
-        rows = {}
-        for m in members:
-            assert rows.setdefault(m.group_id, m.row) == m.row
-            seeds[m.noise_seed] += 1
-            steps[m.step_seed] += 1
-        assert max(Counter(rows.values()).values()) == 2
-    assert len(seeds) == len(steps) == 5 * 10 * 4 and not seeds.keys() & steps.keys()
-
-
-def test_same_noise_in_group_shares_the_first_noise_alone():
-    own, same = epoch_of(1, epoch=2), epoch_of(1, epoch=2, same_noise_in_group=True)
-    by_group = {group: [m for m in same if m.group_id == group] for group in range(6)}
-    assert all(len({m.noise_seed for m in members}) == 1 for members in by_group.values())
-    assert len({m.noise_seed for m in same}) == 6
-    assert len({m.step_seed for m in same}) == 24
-    assert [m._replace(noise_seed=0) for m in own] == [m._replace(noise_seed=0) for m in same]
-
-
-def test_epochs_walk_through_the_rows_and_depend_on_nothing_but_seed_and_epoch():
-    rows = [m.row for epoch in range(7) for m in epoch_of(1, epoch=epoch) if m.member == 0]
-    assert [Counter(rows[i : i + 7]) for i in range(0, 42, 7)] == [Counter(range(7))] * 6
-    assert rows[:7] != rows[7:14]
-    assert plan(epoch=5) == plan(epoch=5) != plan(epoch=4)
-    assert plan(seed=1) != plan(seed=0)
-    assert [forward[0].row for forward in plan(seed=1)] != [forward[0].row for forward in plan(seed=0)]
-    # a row keeps its noise when the number of groups per epoch changes
-    few = {(m.row, m.member): m.noise_seed for e in range(2) for m in epoch_of(1, epoch=e, groups=3)}
-    assert few == {(m.row, m.member): m.noise_seed for m in epoch_of(1, groups=6)}
-
-
-def test_contiguous_keeps_groups_on_one_process_and_spread_completes_them_early():
-    for rank in range(2):
-        groups = Counter(m.group_id for forward in plan(world=2, rank=rank, batch=2) for m in forward)
-        assert set(groups.values()) == {4} and len(groups) == 3
-    forwards = [plan(world=2, rank=rank, batch=2, spread="spread") for rank in range(2)]
-    for i in range(6):
-        assert {m.group_id for rank in range(2) for m in forwards[rank][i]} == {i}
-
-
-@pytest.mark.parametrize("same, spread", [(True, "contiguous"), (True, "spread"), (False, "contiguous")])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_process_has_every_start_that_it_needs(same, spread, world):
-    """Where new_starts says no, nobody's pass has a start that the pass before lacked; where yes, somebody's has."""
-    plans = [
-        grpo.plan(
-            4, world=world, rank=rank, batch=2, group_size=4, groups=6, sample_ids=list("abcde"), seed=1,
-            spread=spread, same_noise_in_group=same,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    new = grpo.new_starts(plans)
-    assert new[0] and len(new) == len(plans[0])
-    for i in range(1, len(new)):
-        lacking = [{m.start for m in plan[i]} - {m.start for m in plan[i - 1]} for plan in plans]
-        assert new[i] == any(lacking)
-    if same and spread == "contiguous":
-        assert sum(new) < len(new)  # the second half of a group needs nothing
-    if not same:
-        assert all(new)
-
-
-def test_the_noise_of_a_step_is_the_members_own_whatever_its_batch():
-    members = [grpo.Member(0, 0, m, noise_seed=7, step_seed=100 + m) for m in range(3)]
-    both = grpo.step_noise(members, (1, 2, 3), "cpu", 5)
-    assert both.shape == (3, 2, 3) and torch.equal(both[1:2], grpo.step_noise(members[1:2], (1, 2, 3), "cpu", 5))
-    assert not torch.equal(both[0], both[1]) and not torch.equal(both, grpo.step_noise(members, (1, 2, 3), "cpu", 6))
-
-
-def test_plan_refuses_what_cannot_be():
-    with pytest.raises(
-        ValueError, match="groups 5 x group_size 3 = 15 .* world 2 x batch 2 = 4; .* groups 4 or 8, or gro"
-    ):
-        plan(world=2, batch=2, groups=5, group_size=3)
-    with pytest.raises(ValueError, match="groups 4 x group_size 3 = 12 .* batch 3 or 6$"):
-        plan(world=2, batch=5, groups=4, group_size=3)
-    with pytest.raises(ValueError, match="nobody to be compared with"):
-        plan(group_size=1)
-    with pytest.raises(ValueError, match="groups 0"):
-        plan(groups=0)
-    with pytest.raises(ValueError, match="rank 2, world 2"):
-        plan(world=2, rank=2)
-    with pytest.raises(ValueError, match="epoch -1"):
-        plan(epoch=-1)
-    with pytest.raises(ValueError, match="0 rows"):
-        plan(sample_ids=[])
-    with pytest.raises(ValueError, match="updates must divide the 12 forward passes of a process, got 5"):
-        plan(world=2, updates=5)
-    with pytest.raises(ValueError, match="'even'"):
-        plan(spread="even")
-
-
-class Echo(Dataset):
-    """Gives back what it is asked for."""
-
-    def __getitem__(self, member):
-        return member
-
-
-def test_a_loader_delivers_the_plan_of_its_epoch_through_a_prefetching_worker():
-    sampler = grpo.DistributedGroupSampler(functools.partial(plan, world=2, rank=1, batch=2))
-    loader = DataLoader(Echo(), batch_sampler=sampler, collate_fn=list, num_workers=1, persistent_workers=True)
-    grpo.check_loader(loader, sampler)
-    for epoch in (0, 1, 2, 7):
-        sampler.set_epoch(epoch)
-        batches = []
-        for batch in loader:
-            sampler.set_epoch(99)  # too late for this iteration
-            batches.append(batch)
-        assert batches == plan(epoch=epoch, world=2, rank=1, batch=2)
-        assert len(loader) == len(batches) == 6
-
-
-def test_a_loader_sharded_a_second_time_is_refused():
-    ids = []
-    for rank in range(2):
-        sampler = grpo.DistributedGroupSampler(functools.partial(plan, world=2, rank=rank))
-        loader = DataLoader(Echo(), batch_sampler=sampler, collate_fn=list)
-        prepared = prepare_data_loader(loader, num_processes=2, process_index=rank)
-        ids += [m.group_id for batch in prepared for m in batch]
-        with pytest.raises(ValueError, match="over a BatchSamplerShard.*do not pass it to accelerator.prepare"):
-            grpo.check_loader(prepared, sampler)
-        with pytest.raises(ValueError, match="not a DataLoader over the plan"):
-            grpo.check_loader(DataLoader(Echo(), batch_sampler=list(sampler)), sampler)
-        with pytest.raises(ValueError, match="is a DataLoaderShard"):  # one process: nothing lost yet
-            grpo.check_loader(prepare_data_loader(loader, num_processes=1, process_index=0), sampler)
-    assert set(Counter(ids).values()) != {4}  # the accident that the check is for
-    rewards = torch.zeros(len(ids))
-    with pytest.raises(ValueError, match="groups must have 4 members, but group 0 has 2"):
-        grpo.advantages(rewards, torch.tensor(ids), group_size=4)
+    geometry = Geometry(group_size, count, world, spread=spread)
+    plans = [groups.plan(epoch, rank, geometry, sample_ids, seed=0) for rank in range(world)]
+    return [member for forwards in plans for members in forwards for member in members]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -352,7 +118,7 @@ def test_two_gathered_processes_are_one():
         assert several == pytest.approx(one, abs=1e-6)
         assert logged_several == pytest.approx(logged)
     # not gathered: half of each group is missing, and that is said
-    own = [m for forward in plan(world=8, rank=0) for m in forward]
+    own = epoch_of(8)[:3]  # of rank 0
     with pytest.raises(ValueError, match="but group 0 has 3: gather rewards and group ids"):
         grpo.advantages(torch.zeros(len(own)), torch.tensor([m.group_id for m in own]), group_size=4)
 
@@ -666,57 +432,6 @@ def test_check_ratio_names_the_steps_and_the_causes():
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Windows
-
-
-def test_windows_are_the_steps_asked_for():
-    assert grpo.window("list", 8, epoch=3, seed=0, steps=(5, 1, 2)) == (1, 2, 5)
-    usable = range(7)
-    seen = {grpo.window("random", 8, epoch=e, seed=0, usable=usable, size=3, bounds=(1, 6)) for e in range(60)}
-    assert seen == {(1, 2, 3), (2, 3, 4), (3, 4, 5)}
-    assert {grpo.window("random", 8, epoch=e, seed=0, usable=[0, 1, 3, 4, 5], size=2) for e in range(60)} == {
-        (0, 1), (3, 4), (4, 5),
-    }  # fmt: skip
-    drawn = [grpo.window("fraction", 16, epoch=e, seed=0, usable=range(15), fraction=0.6) for e in range(60)]
-    assert all(len(set(w)) == 9 and w == tuple(sorted(w)) and set(w) <= set(range(15)) for w in drawn)
-    assert len(set(drawn)) > 50 and set().union(*drawn) == set(range(15))
-    assert len(grpo.window("fraction", 4, epoch=0, seed=0, fraction=0.01)) == 1
-    assert grpo.window("fraction", 8, epoch=0, seed=0, fraction=1.0, bounds=(2, 5)) == (2, 3, 4)
-
-
-def test_windows_depend_on_seed_and_epoch_alone():
-    def draw(seed):
-        return [grpo.window("random", 20, epoch=e, seed=seed, size=2) for e in range(30)]
-
-    first = draw(0)
-    torch.manual_seed(123)
-    torch.rand(5)
-    assert draw(0) == first != draw(1)
-
-
-def test_windows_refuse_what_cannot_be():
-    draw = functools.partial(grpo.window, num_steps=8, epoch=0, seed=0)
-    with pytest.raises(ValueError, match="'progressive'"):
-        draw("progressive")
-    with pytest.raises(ValueError, match=r"usable holds \[8\], but steps are 0 .. 7"):
-        draw("list", usable=[7, 8], steps=[7])
-    with pytest.raises(ValueError, match=r"usable \[0, 1, 2\].*got \[2, 7\]: \[7\] are not usable"):
-        draw("list", usable=[0, 1, 2], steps=[2, 7])
-    with pytest.raises(ValueError, match=r"each once, got \[1, 1\]"):
-        draw("list", steps=[1, 1])
-    with pytest.raises(ValueError, match=r"each once, got \[\]"):
-        draw("list")
-    with pytest.raises(ValueError, match=r"no 3 steps in a row among the usable \[2, 4\] of 1 .. 4"):
-        draw("random", usable=[0, 2, 4, 6], size=3, bounds=(1, 5))
-    with pytest.raises(ValueError, match="no 0 steps in a row"):
-        draw("random", size=0)
-    with pytest.raises(ValueError, match="0 < fraction <= 1.*got 1.5"):
-        draw("fraction", fraction=1.5)
-    with pytest.raises(ValueError, match="a usable step in 3 .. 4"):
-        draw("fraction", usable=[0, 1], bounds=(3, 5))
-
-
-# ------------------------------------------------------------------------------------------------------------
 # Learning
 
 
@@ -729,7 +444,7 @@ def test_a_gaussian_policy_learns_a_black_box_reward(objective):
     optimizer = torch.optim.SGD([means], lr=0.1)
     rewards_of_epochs = []
     for epoch in range(200):
-        members = epoch_of(2, epoch=epoch, group_size=8, groups=2, sample_ids=["a", "b"])
+        members = epoch_of(2, epoch=epoch, group_size=8, count=2, sample_ids=["a", "b"])
         rows = torch.tensor([m.row for m in members])
         old_mean = means[rows].detach()
         noise = torch.stack([torch.randn(2, generator=torch.Generator().manual_seed(m.step_seed)) for m in members])

@@ -6,7 +6,7 @@ from conftest import FRAMES, HEIGHT, WIDTH, random_pipeline
 from peft import LoraConfig
 from test_wan import ours, stock
 
-from rewardfl import data, lora
+from rewardfl import groups, lora
 from rewardfl.backbones.wan import model as wan
 from rewardfl.weights.shards import Refused
 
@@ -85,7 +85,7 @@ def test_saved_adapter_gives_the_same_video_in_stock_diffusers(tmp_path):
         lora.inject(expert, 4, 6.0, TARGETS, seed=0)
         randomise(expert, seed)
         lora.save_adapter(expert, tmp_path / folder)
-    noise = data.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     expected = ours(pipe, 4, noise)
 
     loaded = random_pipeline()

@@ -392,7 +392,7 @@ def test_a_pipeline_merged_equals_the_pipeline_with_adapters(world, tmp_path):
 
 def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
     """The base is stored in float16, so is most of the output by default; in float32 the video is the adapter's."""
-    from rewardfl import data, lora, reward_flow
+    from rewardfl import data, groups, lora, reward_flow
     from rewardfl.backbones.wan import decoder
     from rewardfl.backbones.wan import load as wan_load
     from rewardfl.backbones.wan import model as wan
@@ -401,7 +401,7 @@ def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
     pipe = wan_load.load_pipeline(wan_load.find(str(world / "pipeline")), torch.float32)
     row = data.load_metadata(world / "eval" / "metadata.csv")[0]
     conditioning = wan.encode(pipe, row.prompt, data.load_example(row, 64, 64, 9).video[:, 0], 9)
-    noise = data.noise(wan.latent_shape(pipe, 64, 64, 9), seed=1)
+    noise = groups.noise(wan.latent_shape(pipe, 64, 64, 9), seed=1)
 
     def video(pipe):
         experts = wan.Experts(pipe.transformer, pipe.transformer_2)

@@ -9,7 +9,7 @@ from conftest import FRAMES, HEIGHT, ROOT, WIDTH
 from diffusers import FlowMatchEulerDiscreteScheduler
 from test_wan import PROMPT, picture
 
-from rewardfl import data, flow
+from rewardfl import flow, groups
 from rewardfl.backbones.wan import model as wan
 from rewardfl.scheduler import FlowMatchSDEScheduler
 
@@ -30,7 +30,7 @@ class Recording(FlowMatchSDEScheduler):
 def sampled(pipe, scheduler, steps=4):
     """Latents (1, 16, T, h, w) that the stock pipeline ends with."""
     pipe.scheduler = scheduler
-    noise = data.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     return pipe(
         image=picture()[0], prompt=PROMPT, height=HEIGHT, width=WIDTH, num_frames=FRAMES, num_inference_steps=steps,
         guidance_scale=1.0, latents=noise, output_type="latent",

@@ -7,7 +7,11 @@ import sys
 from conftest import ROOT
 
 from benchmarks import step
-from rewardfl import config, plan
+from rewardfl import config
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.estimate import needs
+from rewardfl.estimate.measure import measure
+from rewardfl.run import work
 
 CONFIG = str(ROOT / "configs" / "tiny_face.yaml")
 FAST = [
@@ -24,9 +28,9 @@ HOST = (
 def test_variants_stand_beside_the_plan_and_each_other(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(ROOT)  # the configuration's paths are relative to it
     cfg = config.load(CONFIG, FAST)
-    configs = plan.source_of(cfg.model.model_paths, None)
-    costs = plan.costs_of(cfg, configs)
-    monkeypatch.setattr(plan, "costs_of", lambda *_: costs)  # the same for all variants
+    configs = wan_load.source_of(cfg.model.model_paths)
+    costs = measure(work.work_of(cfg, configs, None, None, 1).video)
+    monkeypatch.setattr(step, "measure_costs", lambda video: costs)  # the same for all variants
     file = tmp_path / "step.json"
     arguments = ["--config", CONFIG, "--steps", "1", "--json", str(file), "--compare", CACHED, "--compare", HOST, *FAST]
     monkeypatch.setattr(sys, "argv", ["step.py", *arguments])
@@ -36,11 +40,11 @@ def test_variants_stand_beside_the_plan_and_each_other(monkeypatch, capsys, tmp_
     assert {"command", "device", "torch", "diffusers", "peft", "commit", "seed"} < report.keys()
     plain, cached, host = report["variants"]
     for variant, more in ((plain, []), (cached, CACHED.split(",")), (host, HOST.split(","))):
-        work = plan.work(costs, plan.run_of(config.load(CONFIG, FAST + more), configs))
-        parts = {name: 2 * work[name] for name in ("rollout", "decode", "decode VJP")}  # of two clips
-        parts |= {"replay": 2 * sum(work.values()) - sum(parts.values()), "optimizer": 0}
+        flops = needs.flops(costs, work.work_of(config.load(CONFIG, FAST + more), configs, None, None, 1))
+        parts = {name: 2 * flops[name] for name in ("rollout", "decode", "decode VJP")}  # of two clips
+        parts |= {"replay": 2 * sum(flops.values()) - sum(parts.values()), "optimizer": 0}
         assert {row["phase"]: row["plan_flops"] for row in variant["rows"]} == parts | {
-            "update": 2 * sum(work.values())
+            "update": 2 * sum(flops.values())
         }
     assert plain["norm"] == host["norm"] != 0  # where things live changes nothing
     assert cached["rows"][0]["plan_flops"] < plain["rows"][0]["plan_flops"]

@@ -19,7 +19,7 @@ from PIL import Image
 from runs import CACHE, FAST, PACKS, WORLD, adapter, call, launch, metrics, table
 
 import train_reward_fl
-from rewardfl import config, data, lora
+from rewardfl import config, data, groups, lora
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.data import clips as clip_files
@@ -333,7 +333,7 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
     pipe = WanImageToVideoPipeline.from_pretrained(WORLD / "pipeline", dtype=torch.float32)
     pipe.load_lora_weights(trained / "transformer_2", load_into_transformer_2=True)
     pipe.scheduler = wan.LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=5.0).config)
-    noise = data.noise(wan.latent_shape(pipe, 64, 64, 9), seed=5)
+    noise = groups.noise(wan.latent_shape(pipe, 64, 64, 9), seed=5)
     stock = pipe(
         image=Image.fromarray(frame), prompt="a person, talking", height=64, width=64, num_frames=9,
         num_inference_steps=4, guidance_scale=1.0, latents=noise, output_type="pt",

@@ -8,7 +8,7 @@ from conftest import FRAMES, HEIGHT, WIDTH, random_pipeline
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
-from rewardfl import data, flow, reward_flow
+from rewardfl import data, flow, groups, reward_flow
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
@@ -41,7 +41,7 @@ def ours(pipe, steps, noise, negative=None, guidance=1.0):
 
 @pytest.mark.parametrize("steps", [4, 8])
 def test_sampler_equals_the_pipeline_bit_for_bit(pipe, steps):
-    noise = data.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     expected = stock(pipe, steps, latents=noise.clone(), output_type="latent")
     actual = ours(pipe, steps, noise)
     assert torch.equal(actual, expected)
@@ -52,7 +52,7 @@ def test_sampler_equals_the_pipeline_bit_for_bit(pipe, steps):
 @pytest.mark.parametrize("steps", [4, 8])
 def test_guided_sampler_equals_the_pipeline_bit_for_bit(pipe, steps):
     """3.5 for both experts, as the undistilled model is sampled; the same order of u + g (c - u)."""
-    noise = data.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     arguments = {"latents": noise.clone(), "output_type": "latent", "negative_prompt": "blinking"}
     expected = stock(pipe, steps, guidance_scale=3.5, **arguments)
     actual = ours(pipe, steps, noise, wan.encode_text(pipe, "blinking"), 3.5)
@@ -72,7 +72,7 @@ def test_sampler_is_the_pipeline_in_bfloat16_within_its_rounding(tmp_path, pipe,
 
     So we are nearer to the float32 result than it is.
     """
-    noise = data.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     arguments = {"guidance_scale": guidance, "output_type": "latent"}
     exact = stock(pipe, 8, latents=noise.clone(), **arguments)
     pipe.save_pretrained(tmp_path)
@@ -92,7 +92,7 @@ def test_sampler_is_the_pipeline_in_bfloat16_within_its_rounding(tmp_path, pipe,
 
 def test_both_experts_and_every_input_matter(pipe):
     """The parity above would hold for a model that ignores its inputs; this one does not."""
-    noise = data.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     experts, schedule = wan.Experts(pipe.transformer, pipe.transformer_2), wan.schedule(4, 5.0, 0.9)
     one = wan.encode(pipe, PROMPT, picture()[1], FRAMES)
     other_text = wan.encode(pipe, "glasses", picture()[1], FRAMES)
@@ -145,7 +145,7 @@ def test_the_network_takes_the_expert_that_the_schedule_names(pipe):
     """At a tie, by what answers: each expert gives a velocity of its own."""
     experts, schedule = wan.Experts(pipe.transformer, pipe.transformer_2), wan.schedule(4, 3.0, 0.9)
     conditioning = wan.encode(pipe, PROMPT, picture()[1], FRAMES)
-    noise = data.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     inputs = torch.cat([noise, conditioning.image], 1)
     with torch.no_grad():
         for step in range(4):
@@ -160,7 +160,7 @@ def test_a_batch_is_the_pipelines_samples(pipe, guidance):
     experts, schedule = wan.Experts(pipe.transformer, pipe.transformer_2), wan.schedule(4, 5.0, 0.9)
     jobs = [(PROMPT, 4, 1), ("blinking", 5, 2)]  # prompt, seed of the picture, seed of the noise
     shape = wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES)
-    noise = torch.cat([data.noise(shape, seed) for _, _, seed in jobs])
+    noise = torch.cat([groups.noise(shape, seed) for _, _, seed in jobs])
     both = wan.Conditioning.stack([wan.encode(pipe, prompt, picture(seed)[1], FRAMES) for prompt, seed, _ in jobs])
     velocity = wan.Velocity(experts, both, schedule, wan.encode_text(pipe, "glasses"), guidance)
     actual = reward_flow.rollout(velocity, noise, schedule.sigmas, ()).x0
@@ -181,7 +181,7 @@ def test_load_pipeline(tmp_path, pipe):
         p.requires_grad for m in (loaded.transformer, loaded.vae, loaded.text_encoder) for p in m.parameters()
     )
     assert not loaded.text_encoder.training  # T5 has dropout
-    noise = data.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     torch.testing.assert_close(ours(loaded, 4, noise), ours(pipe, 4, noise), rtol=1e-4, atol=1e-4)
     half = wan_load.load_pipeline(wan_load.find(str(tmp_path / "model")), torch.bfloat16)
     assert half.transformer.dtype == torch.bfloat16

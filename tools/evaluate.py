@@ -24,7 +24,7 @@ from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import config, data, offload, reward_flow
+from rewardfl import config, data, groups, offload, reward_flow
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import model as wan
 from rewardfl.rewards import face
@@ -145,7 +145,7 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
         conditioning = wan.Conditioning.stack([conditions[row.id] for row, _ in batch])
         velocity = wan.Velocity(experts, conditioning, schedule, negative, guidance)
         shape = conditioning.latent_shape(vae.config.z_dim)
-        noise = torch.cat([data.noise(shape, data.noise_seed(seed, 0, row.id), args.device) for row, seed in batch])
+        noise = torch.cat([groups.noise(shape, groups.noise_seed(seed, 0, row.id), args.device) for row, seed in batch])
         samplers = {"before": velocity.reference, "after": velocity}
         videos = {
             arm: decoder.decode(vae, reward_flow.rollout(samplers[arm], noise, schedule.sigmas, keep=()).x0).float()

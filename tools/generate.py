@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from rewardfl import data, offload, reward_flow
+from rewardfl import data, groups, offload, reward_flow
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
@@ -96,7 +96,7 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     for part in wan.PARTS.values():
         offload.place(pipe.components[part], args.experts, torch.device(args.device))
     experts = wan.Experts(pipe.transformer, pipe.transformer_2)
-    noise = data.noise(conditioning.latent_shape(vae.config.z_dim), args.seed, args.device)
+    noise = groups.noise(conditioning.latent_shape(vae.config.z_dim), args.seed, args.device)
     schedule = wan.schedule(args.steps, args.shift, pipe.config.boundary_ratio)
     velocity = wan.Velocity(experts, conditioning, schedule, negative, args.guidance)
     x0 = reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0

@@ -31,7 +31,7 @@ from rewardfl.data.metadata import (
     row_problems,
     usable_rows,
 )
-from rewardfl.data.order import micro_batch, noise, noise_seed, sample_at, total_steps, training_noise_seed
+from rewardfl.data.order import micro_batch
 
 __all__ = [
     "COLUMNS",
@@ -50,19 +50,14 @@ __all__ = [
     "load_metadata",
     "look_at",
     "micro_batch",
-    "noise",
-    "noise_seed",
     "notes",
     "read_clip",
     "read_example",
     "read_picture",
     "read_video",
     "row_problems",
-    "sample_at",
     "to_float",
     "to_uint8",
-    "total_steps",
-    "training_noise_seed",
     "usable_rows",
     "write_npy",
     "write_pngs",

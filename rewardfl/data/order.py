@@ -1,32 +1,13 @@
-"""The order in which clips are trained on, and the noise each of them gets.
+"""Which samples of the training stream make up a step.
 
-Order and noise are pure functions of the seed, the epoch and the clip: the number of processes, the batch
-size and the accumulation change neither which clips make up a step nor the noise they start from (with clips
-of several shapes the batch size does change which clips make up a step: see micro_batch).
-A position p of the training stream is sample p % num_rows in the order of epoch p // num_rows.
+A pure function of the seed, the step and the clips: the number of processes, the batch size and the accumulation do not
+change it (with clips of several shapes the batch size does: see micro_batch). `groups.sample_at` is the stream.
 """
 
-import hashlib
-import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from functools import lru_cache
 
-import torch
-from torch import Tensor
-
-
-@lru_cache(maxsize=4)
-def epoch_order(num_rows: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """The order in which an epoch visits the rows 0..num_rows - 1, each once."""
-    generator = torch.Generator().manual_seed(_stable_hash(f"order/{seed}/{epoch}"))
-    return tuple(torch.randperm(num_rows, generator=generator).tolist())
-
-
-def sample_at(position: int, num_rows: int, seed: int) -> tuple[int, int]:
-    """(epoch, row) at `position` (from 0) of the endless stream of epochs."""
-    epoch, offset = divmod(position, num_rows)
-    return epoch, epoch_order(num_rows, seed, epoch)[offset]
+from rewardfl.groups import epoch_order, sample_at
 
 
 def micro_batch(
@@ -87,33 +68,3 @@ def one_shape_batch(index: int, batch_size: int, shapes: Sequence[Hashable], see
 def _rows_of_shape(shapes: Sequence[Hashable], shape: Hashable, seed: int, epoch: int) -> list[int]:
     """The rows of one shape in the order in which the epoch visits them."""
     return [row for row in epoch_order(len(shapes), seed, epoch) if shapes[row] == shape]
-
-
-def total_steps(num_rows: int, global_batch: int, num_train_epochs: int, max_steps: int | None) -> int:
-    """Steps of a run: max_steps, or as many as visit every row at least num_train_epochs times.
-
-    With clips of several shapes the last few may still wait for company then (one_shape_batch).
-    """
-    return max_steps or math.ceil(num_train_epochs * num_rows / global_batch)
-
-
-def noise_seed(run_seed: int, epoch: int, sample_id: str, member: int = 0) -> int:
-    """Seed (63 bits) of the noise of one sample; `member` counts the noises of a sample within an epoch."""
-    return _stable_hash(f"noise/{run_seed}/{epoch}/{member}/{sample_id}")
-
-
-def training_noise_seed(run_seed: int, epoch: int, sample_id: str, noises_per_sample: str | int) -> int:
-    """noise_seed for a sample's visit in `epoch`: new in each ("fresh"), or the same n in turn (n)."""
-    if noises_per_sample == "fresh":
-        return noise_seed(run_seed, epoch, sample_id)
-    return noise_seed(run_seed, 0, sample_id, epoch % noises_per_sample)
-
-
-def noise(shape: Sequence[int], seed: int, device: str | torch.device = "cpu") -> Tensor:
-    """Standard normal float32 noise, drawn on the CPU so that every device starts from the same."""
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def _stable_hash(text: str) -> int:
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # Python's own hash() differs from process to process

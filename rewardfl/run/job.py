@@ -183,7 +183,7 @@ def _launcher() -> list[str]:
 
 
 def sharding(accelerator: Accelerator) -> str:
-    """As plan.SHARDINGS names it."""
+    """As estimate.needs.SHARDINGS names it."""
     kinds = {DistributedType.DEEPSPEED: "zero2", DistributedType.FSDP: "fsdp2"}
     return kinds.get(accelerator.distributed_type, "none")
 

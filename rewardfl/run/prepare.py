@@ -17,7 +17,7 @@ from diffusers import WanImageToVideoPipeline
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import data, files, reward_flow
+from rewardfl import data, files, groups, reward_flow
 from rewardfl.backbones.wan import model as wan
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache, CacheError, Key
@@ -314,7 +314,7 @@ class Conditions:
             def run(item: tuple[Sample, int]) -> Mapping[str, Tensor]:
                 sample, seed = item
                 conditioning = self.conditioning(sample).to(expert.device)
-                x = data.noise(conditioning.latent_shape(expert.config.out_channels), seed, expert.device)
+                x = groups.noise(conditioning.latent_shape(expert.config.out_channels), seed, expert.device)
                 velocity = wan.Velocity(experts, conditioning, schedule)
                 return {"x": reward_flow.rollout(velocity, x, sigmas, keep=()).x0}
 

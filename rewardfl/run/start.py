@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rewardfl import config as configuration
-from rewardfl import costs, data, lora, offload
+from rewardfl import data, groups, lora, offload
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.config import AnyConfig
@@ -229,7 +229,8 @@ def init_adapters(cfg: AnyConfig, layout: wan_load.Layout) -> dict[str, lora_fil
     targets = tuple(lora.target_modules(cfg.lora.lora_target_modules))
     for one in found:
         config = wan_load.config_of(layout, wan.PARTS[one.expert])
-        model = costs.new_expert(config, torch.float32, config["num_layers"], costs.Adapter(rank, targets))
+        adapter = wan_load.Adapter(rank, targets)
+        model = wan_load.new_expert(config, torch.float32, config["num_layers"], adapter)
         wanted = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
         _check_init(where, one, rank, alpha, wanted)
     return {one.expert: one for one in found}
@@ -294,7 +295,7 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 
     A function of the step, so that a resumed run draws what it would have drawn.
     """
-    set_seed(data.noise_seed(seed, step, f"process {rank}") % 2**32)
+    set_seed(groups.noise_seed(seed, step, f"process {rank}") % 2**32)
 
 
 # ------------------------------------------------------------------------------------------------------------

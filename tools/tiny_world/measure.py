@@ -6,7 +6,7 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
 
-from rewardfl import data, reward_flow
+from rewardfl import data, groups, reward_flow
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
@@ -62,7 +62,7 @@ def video_figures(world: Path, judges: dict[str, face.FaceIdentity]) -> dict[str
     for row in rows:
         clip = data.load_example(row, SIZE, SIZE, NUM_FRAMES).video
         conditioning = wan.encode(pipe, row.prompt, clip[:, 0], NUM_FRAMES)
-        noise = data.noise(shape, data.noise_seed(0, 0, row.id))
+        noise = groups.noise(shape, groups.noise_seed(0, 0, row.id))
         x0 = reward_flow.rollout(wan.Velocity(experts, conditioning, schedule), noise, schedule.sigmas, keep=()).x0
         real.append(clip)
         again.append(pipe.vae.decode(pipe.vae.encode(clip[None]).latent_dist.mode()).sample[0])

@@ -37,6 +37,15 @@ KEYS = ("high_noise_model", "low_noise_model", "text_encoder", "vae")  # of a wa
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """The LoRA that is trained; `dtype` is float32 in training, and another only to see what that costs."""
+
+    rank: int
+    targets: tuple[str, ...]  # diffusers' module names
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
 class Layout:
     """Where the parts of a model are. `configs`: a folder with model_index.json, transformer/config.json, and so on.
 
@@ -54,6 +63,18 @@ class Layout:
 
 # ------------------------------------------------------------------------------------------------------------
 # Which files
+
+
+def source_of(model_paths: str) -> Path:
+    """The folder that says the model's shape: the model's own where its configurations are there, else PUBLISHED."""
+    folder = Path(model_paths)
+    if folder.suffix == ".json" and folder.is_file():
+        given = json.loads(folder.read_text(encoding="utf-8"))
+        if not isinstance(given, dict) or not given.get("configs"):
+            return PUBLISHED
+        folder = folder.parent / given["configs"]
+    parts = [*PARTS.values(), "vae", "text_encoder"]
+    return folder if model_paths and all((folder / part / "config.json").is_file() for part in parts) else PUBLISHED
 
 
 def find(model_paths: str, tokenizer_path: str = "", origin_paths: str = "", allow_download: bool = False) -> Layout:
@@ -439,6 +460,23 @@ def _empty_expert(config: Mapping[str, object]) -> WanTransformer3DModel:
     model.rope = WanRotaryPosEmbed(
         model.config.attention_head_dim, model.config.patch_size, model.config.rope_max_seq_len
     )
+    return model
+
+
+def new_expert(
+    config: Mapping[str, object], dtype: torch.dtype, layers: int, adapter: Adapter | None
+) -> WanTransformer3DModel:
+    """An expert of `layers` blocks on the meta device, in the dtypes that loading and `lora.inject` give it."""
+    with torch.device("meta"):
+        model = WanTransformer3DModel.from_config(dict(config) | {"num_layers": layers})
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if wan_names.stays_float32(name) else dtype)
+    model.requires_grad_(False)
+    if adapter:
+        lora.inject(model, adapter.rank, adapter.rank, list(adapter.targets), seed=0)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(adapter.dtype)
     return model
 
 

@@ -1,4 +1,4 @@
-"""The plan against figures that were measured and calculated independently, and against real tensors on the CPU.
+"""The estimate against figures that were measured and calculated independently, and against real tensors on the CPU.
 
 The expected figures of the published model are those of the project's study of Wan2.2-I2V-A14B (reference/wan.md, its
 section in brackets): its own hooks and counters on the meta device, and arithmetic by hand, written before this code.
@@ -14,30 +14,34 @@ import pytest
 import torch
 import yaml
 from conftest import FRAMES, HEIGHT, ROOT, WIDTH
-from torch.utils.flop_counter import FlopCounterMode
 
-from rewardfl import config, costs, flow, lora, plan
+from rewardfl import config, flow, lora
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
-from rewardfl.costs import Adapter
+from rewardfl.backbones.wan.load import Adapter
+from rewardfl.estimate import measure, needs, report
+from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
+from rewardfl.run.work import Span, Video, Work, work_of
 
 TARGETS = tuple(lora.target_modules("q,k,v,o,ffn.0,ffn.2"))
 FLOAT32 = Adapter(32, TARGETS)
 BFLOAT16 = Adapter(32, TARGETS, torch.bfloat16)  # what the tables' plans assume; training keeps the LoRA in float32
 SIZES = {"480x832": (480, 832), "480x480": (480, 480)}
-TINY = (ROOT / "assets" / "tiny_world" / "pipeline", torch.float32, 64, 64, 9, Adapter(16, TARGETS))
+PIPELINE = ROOT / "assets" / "tiny_world" / "pipeline"
+TINY = Video(PIPELINE, torch.float32, 64, 64, 9, Adapter(16, TARGETS))
 SIGMAS = tuple(flow.linear_sigmas(8, 5.0).tolist())
-EXPERTS = ("high_noise",) * 3 + ("low_noise",) * 5  # at boundary 0.9
-RUN = plan.Run(
-    sigmas=SIGMAS, experts=EXPERTS, active=(4, 5, 6, 7), trained=("low_noise",), coupled=True, kl=True,
-    fixed_trajectory=False, levers=plan.Levers(),
-)  # fmt: skip
 BF16 = torch.bfloat16
+LAST_FOUR = {"low_noise": 4}  # of 8 steps, of which the low-noise expert has 5 at boundary 0.9
+RUN = Work(
+    video=Video(wan_load.PUBLISHED, BF16, 480, 832, 81, FLOAT32), trained=("low_noise",), untrained="high_noise",
+    rollout={"high_noise": 3, "low_noise": 5}, replay=LAST_FOUR, pulled=LAST_FOUR, reference=LAST_FOUR,
+    reward_gradient=True, cacheable=True, accumulation=1,
+)  # fmt: skip
 
 
 def with_levers(run=RUN, **fields):
-    return dataclasses.replace(run, levers=dataclasses.replace(run.levers, **fields))
+    return dataclasses.replace(run, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +51,11 @@ def published():
 
     def get(size, adapter):
         if size not in measured:
-            measured[size] = costs.measure(wan_load.PUBLISHED, BF16, *SIZES[size], 81, FLOAT32)
+            measured[size] = measure.measure(Video(wan_load.PUBLISHED, BF16, *SIZES[size], 81, FLOAT32))
             measured[size, FLOAT32] = measured[size]
         if (size, adapter) not in measured:
             transformer = json.loads((wan_load.PUBLISHED / "transformer" / "config.json").read_text())
-            expert = costs.measure_expert(transformer, BF16, measured[size].shape, adapter)
+            expert = measure.measure_expert(transformer, BF16, measured[size].shape, adapter)
             experts = {"high_noise": expert, "low_noise": expert}
             measured[size, adapter] = dataclasses.replace(measured[size], experts=experts)
         return measured[size, adapter]
@@ -74,7 +78,7 @@ def test_flops_of_the_parts(published, size, tokens, forward, backward, decode, 
     assert expert.backward / 1e12 == pytest.approx(backward, rel=0.02)
     assert sum(chunk.forward for chunk in bare.chunks) / 1e12 == pytest.approx(decode, rel=0.02)
     assert sum(chunk.backward for chunk in bare.chunks) / 1e12 == pytest.approx(decode, rel=0.02)
-    assert bare.encode.image_flops / 1e12 == pytest.approx(encode, rel=0.02)
+    assert bare.image.forward / 1e12 == pytest.approx(encode, rel=0.02)
     adapted = published(size, FLOAT32).experts["low_noise"]
     assert 1 < adapted.forward / adapted.forward_frozen < 1.02  # "LoRA r32 adds ~1-2 %"
 
@@ -84,10 +88,11 @@ def test_flops_of_the_parts(published, size, tokens, forward, backward, decode, 
 )  # PFLOP [section 5]
 def test_flops_of_a_clip(published, size, replayed, full):
     measured = published(size, FLOAT32)
-    work = plan.work(measured, RUN)
-    encode = measured.encode.image_flops  # the table has it in the step
+    work = needs.flops(measured, RUN)
+    encode = measured.image.forward  # the table has it in the step
     assert (sum(work.values()) + encode) / 1e15 == pytest.approx(replayed, rel=0.02)
-    assert (plan.full_graph(measured, RUN).flops + encode) / 1e15 == pytest.approx(full, rel=0.02)
+    graph = sum(work.values()) - work["replay forward"]  # the rollout's own forward passes have the graph then
+    assert (graph + encode) / 1e15 == pytest.approx(full, rel=0.02)
     assert work["reference"] / work["rollout"] == pytest.approx(0.5, rel=0.01)  # 4 and 8 passes without a graph
     assert work["replay forward"] == work["replay recompute"]
 
@@ -117,14 +122,14 @@ def test_saved_bytes_of_a_block(published, adapter, per_element, expected):
 )
 def test_activations(published, size, stored, chunk, caches, kept, plain, chunked):
     measured = published(size, FLOAT32)
-    full, steady = plan.full_graph(measured, RUN), measured.chunks[-1]
+    (inputs, decoder, by_chunk), steady = needs.full_graph(measured, RUN), measured.chunks[-1]
     assert measured.experts["low_noise"].stored / 1e9 == pytest.approx(stored, rel=0.01)
-    assert full.block_inputs == 4 * measured.experts["low_noise"].stored
+    assert inputs == 4 * measured.experts["low_noise"].stored
     assert steady.saved / 1e9 == pytest.approx(chunk, rel=0.01)
     assert steady.caches_in / 1e9 == pytest.approx(caches, rel=0.01)
-    assert plan.decode_caches(measured.chunks, "keep")[0] / 1e9 == pytest.approx(kept, rel=0.01)
-    assert full.decode / 1e9 == pytest.approx(plain, rel=0.01)
-    assert full.decode_chunks / 1e9 == pytest.approx(chunked, rel=0.01)
+    assert needs.decode_caches(measured.chunks, "keep")[0] / 1e9 == pytest.approx(kept, rel=0.01)
+    assert decoder / 1e9 == pytest.approx(plain, rel=0.01)
+    assert by_chunk / 1e9 == pytest.approx(chunked, rel=0.01)
     # the saved bytes, the cotangents of the caches and their gradients, and temporaries
     assert steady.saved + 2 * steady.caches_in < steady.peak_vjp < 1.5 * steady.saved
 
@@ -135,19 +140,19 @@ def test_weights(published):
     assert expert.weights / 1e9 == pytest.approx(28.64, rel=0.001)  # [section 5]
     assert expert.weights_fp8 / 1e9 == pytest.approx(14.3, rel=0.03)  # [section 4]
     assert expert.adapter_parameters / 1e6 == pytest.approx(153.4, rel=0.001)  # [section 2]
-    assert plan.memory(measured, RUN).resident["LoRA, gradient, Adam"] / 1e9 == pytest.approx(2.5, rel=0.02)
+    assert needs.memory(measured, RUN).resident["LoRA, gradient, Adam"] / 1e9 == pytest.approx(2.5, rel=0.02)
     assert measured.vae_weights / 1e9 == pytest.approx(0.25, rel=0.02)
-    assert measured.encode.text_weights / 1e9 == pytest.approx(11.4, rel=0.01)
+    assert measured.text_weights / 1e9 == pytest.approx(11.4, rel=0.01)
 
 
 @pytest.mark.parametrize(
     "fields, expected",  # the plans of section 5, GB; "high on CPU, segment VAE": its caches are in the host here
-    [({}, (113, 90)), ({"untrained": "cpu_swap", "decode_caches": "offload"}, (58, 46))],
+    [({}, (113, 90)), ({"placement": "cpu_swap", "decode_caches": "offload"}, (58, 46))],
     ids=["both bf16, chunk VAE", "high on CPU"],
 )
 def test_peak_memory_of_the_plans(published, fields, expected):
     for size, gigabytes in zip(SIZES, expected, strict=True):
-        peak = plan.memory(published(size, BFLOAT16), with_levers(**fields)).peak
+        peak = needs.memory(published(size, BFLOAT16), with_levers(**fields)).peak
         assert peak / 1e9 == pytest.approx(gigabytes, rel=0.1)
 
 
@@ -155,18 +160,18 @@ def test_peak_memory_of_the_plans(published, fields, expected):
 def test_what_sharding_leaves_on_a_gpu(published, processes):
     """In parts: 16 bytes of 153.4 million under fsdp2, and 27.9 GB of blocks; zero2 takes the moments away."""
     measured, run = published("480x832", FLOAT32), dataclasses.replace(RUN, processes=processes)
-    needs = {name: plan.memory(measured, dataclasses.replace(run, sharding=name)) for name in plan.SHARDINGS}
+    found = {name: needs.memory(measured, dataclasses.replace(run, sharding=name)) for name in needs.SHARDINGS}
     expert, lora = "low_noise expert", "LoRA, gradient, Adam"
     trained = measured.experts["low_noise"].adapter_parameters
     block = measured.experts["low_noise"].block_weights
-    assert needs["none"].resident[lora] == 16 * trained and needs["none"].host == {}
-    assert needs["zero2"].resident[lora] == 8 * trained + 200_000_000
-    assert needs["zero2"].host == {"optimizer": 16 * trained // processes}
-    assert needs["zero2"].resident[expert] == needs["none"].resident[expert]
-    assert needs["fsdp2"].resident[lora] == 16 * trained // processes + 4 * trained
-    assert needs["fsdp2"].resident[expert] == 40 * block // processes + 2 * block + (28637218944 - 40 * block)
-    assert needs["fsdp2"].peak < needs["zero2"].peak < needs["none"].peak and needs["fsdp2"].host == {}
-    untrained = {name: need.resident["high_noise expert (gpu)"] for name, need in needs.items()}
+    assert found["none"].resident[lora] == 16 * trained and found["none"].host == {}
+    assert found["zero2"].resident[lora] == 8 * trained + 200_000_000
+    assert found["zero2"].host == {"optimizer": 16 * trained // processes}
+    assert found["zero2"].resident[expert] == found["none"].resident[expert]
+    assert found["fsdp2"].resident[lora] == 16 * trained // processes + 4 * trained
+    assert found["fsdp2"].resident[expert] == 40 * block // processes + 2 * block + (28637218944 - 40 * block)
+    assert found["fsdp2"].peak < found["zero2"].peak < found["none"].peak and found["fsdp2"].host == {}
+    untrained = {name: need.resident["high_noise expert (gpu)"] for name, need in found.items()}
     assert len(set(untrained.values())) == 1  # is not in the module that is prepared
 
 
@@ -174,14 +179,14 @@ def test_one_expert_costs_what_its_placement_says(published):
     measured = published("480x832", FLOAT32)
 
     def resident(place):
-        return sum(plan.memory(measured, with_levers(untrained=place)).resident.values()) / 1e9
+        return sum(needs.memory(measured, with_levers(placement=place)).resident.values()) / 1e9
 
     assert resident("gpu") - resident("boundary_cache") == pytest.approx(28.64, rel=0.001)
     assert resident("fp8") - resident("boundary_cache") == pytest.approx(14.3, rel=0.03)
     assert 1.4 < resident("cpu_swap") - resident("boundary_cache") < 2.0  # two blocks of 0.70 GB, and the embeddings
-    assert plan.memory(measured, with_levers(untrained="cpu_swap")).host == {"expert that is swapped": 28637218944}
-    both = dataclasses.replace(RUN, trained=("high_noise", "low_noise"))
-    assert sum(plan.memory(measured, both).resident.values()) / 1e9 == pytest.approx(
+    assert needs.memory(measured, with_levers(placement="cpu_swap")).host == {"expert that is swapped": 28637218944}
+    both = dataclasses.replace(RUN, trained=("high_noise", "low_noise"), untrained=None)
+    assert sum(needs.memory(measured, both).resident.values()) / 1e9 == pytest.approx(
         2 * (28.64 + 2.45) + 0.25, rel=0.01
     )
 
@@ -198,15 +203,15 @@ def test_peak_counts_what_lives_at_once():
         del y
         return z + x[:990]
 
-    assert costs.without_graph(run, [x]).peak == 4000 + 3960
-    assert costs.without_graph(lambda: (x * 2, x.add_(1)), [x]).peak == 4000
+    assert measure.without_graph(run, [x]).peak == 4000 + 3960
+    assert measure.without_graph(lambda: (x * 2, x.add_(1)), [x]).peak == 4000
     leaf = x.clone().requires_grad_()
-    cost = costs.with_graph(lambda: [(leaf * x).exp()], [leaf], [x])  # exp keeps its result; x and the leaf are given
+    cost = measure.with_graph(lambda: [(leaf * x).exp()], [leaf], [x])  # exp keeps its result; x and the leaf are given
     assert (cost.saved, cost.peak) == (4000, 4 * 4000)  # with it the cotangent, and a gradient made from another
 
 
 def hooked_bytes(forward, given):
-    """As `costs.saved_bytes`, of real tensors and by their addresses."""
+    """As `measure.with_graph`, of real tensors and by their addresses."""
     known, saved = {tensor.untyped_storage().data_ptr() for tensor in given}, {}
 
     def pack(tensor):
@@ -221,11 +226,8 @@ def hooked_bytes(forward, given):
 
 
 def counted(run):
-    """FLOPs as torch counts them on the CPU, with its CPU attention, which it does not know."""
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    known = {attention: costs.attention_flops, backward: costs.attention_backward_flops}
-    with FlopCounterMode(display=False, custom_mapping=known) as counter:
+    """FLOPs as torch counts them on the CPU, with its CPU attention, and what `run` gives."""
+    with measure.counter() as counter:
         result = run()
     return counter.get_total_flops(), result
 
@@ -235,14 +237,14 @@ def test_real_expert(pipe):
     model = pipe.transformer_2  # of two blocks
     shape = (model.config.in_channels, 2, 8, 10)
     lora.inject(model, 4, 4, list(TARGETS), seed=0)
-    predicted = costs.measure_expert(model.config, torch.float32, shape, Adapter(4, TARGETS))
+    predicted = measure.measure_expert(model.config, torch.float32, shape, Adapter(4, TARGETS))
     assert predicted.layers == 2 and predicted.tokens == 40
-    wanted = costs.block_inputs(model.config, torch.float32, 40, grad=True)
-    real = costs.BlockInputs(
+    wanted = measure.block_inputs(model.config, torch.float32, 40)
+    real = measure.BlockInputs(
         torch.randn(wanted.hidden.shape, requires_grad=True), torch.randn(wanted.text.shape),
         torch.randn(wanted.time.shape), tuple(torch.randn(part.shape) for part in wanted.rotary),
     )  # fmt: skip
-    saved, _ = hooked_bytes(lambda: costs.call_block(model.blocks[0], real), [*model.parameters(), *real.shared])
+    saved, _ = hooked_bytes(lambda: real.through(model.blocks[0]), [*model.parameters(), *real.shared])
     assert saved == predicted.block_saved
     x = torch.randn(1, *shape, requires_grad=True)
     text = torch.randn(1, wan.TEXT_LENGTH, model.config.text_dim)
@@ -254,20 +256,20 @@ def test_real_expert(pipe):
     parts = [*model.parameters(), *model.buffers()]
     adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert predicted.adapter_parameters == adapter
-    assert predicted.weights == costs.nbytes(parts) - 4 * adapter
+    assert predicted.weights == measure.nbytes(parts) - 4 * adapter
 
 
 def test_real_folder(pipe, tmp_path):
     """Decoder, caches and conditioning of a pipeline folder, as they come out of the real code."""
     pipe.save_pretrained(tmp_path)
-    predicted = costs.measure(tmp_path, torch.float32, HEIGHT, WIDTH, 4 * FRAMES + 1, None)
+    predicted = measure.measure(Video(tmp_path, torch.float32, HEIGHT, WIDTH, 4 * FRAMES + 1, None))
     torch.manual_seed(0)
     latents = torch.randn(1, *predicted.shape)
     forward, decoded = counted(lambda: decoder.decode_with_caches(pipe.vae, latents))
     assert decoded.video.numel() == predicted.num_pixels
     assert forward == sum(chunk.forward for chunk in predicted.chunks)
     held = [[c for c in caches if isinstance(c, torch.Tensor)] for caches in decoded.caches.values()]
-    assert [costs.nbytes(caches) for caches in held] == [chunk.caches_in for chunk in predicted.chunks]
+    assert [measure.nbytes(caches) for caches in held] == [chunk.caches_in for chunk in predicted.chunks]
     x = latents[:, :, :1].clone().requires_grad_()
 
     def first_chunk():
@@ -281,10 +283,10 @@ def test_real_folder(pipe, tmp_path):
     backward, _ = counted(lambda: torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs]))
     assert backward == predicted.chunks[0].backward
     work, one = counted(lambda: wan.encode(pipe, "a person", torch.zeros(3, HEIGHT, WIDTH), 4 * FRAMES + 1))
-    assert (costs.nbytes([one.text]), costs.nbytes([one.image])) == (predicted.text_bytes, predicted.image_bytes)
+    assert (measure.nbytes([one.text]), measure.nbytes([one.image])) == (predicted.text_bytes, predicted.image_bytes)
     # the pipeline encodes what the VAE's quantising convolution then takes, which is left out here
-    assert work == pytest.approx(predicted.encode.image_flops + predicted.encode.text_flops, rel=0.01)
-    assert plan.source_of(str(tmp_path), wan_load.PUBLISHED) == tmp_path
+    assert work == pytest.approx(predicted.image.forward + predicted.text.forward, rel=0.01)
+    assert wan_load.source_of(str(tmp_path)) == tmp_path
     assert predicted.experts["high_noise"].layers == 1 and predicted.experts["low_noise"].layers == 2
 
 
@@ -293,7 +295,7 @@ def test_real_folder(pipe, tmp_path):
 
 def change(measured, phase, **fields):
     """GB that a phase takes less with these settings."""
-    return (plan.memory(measured, RUN).of(phase) - plan.memory(measured, with_levers(**fields)).of(phase)) / 1e9
+    return (needs.memory(measured, RUN).of(phase) - needs.memory(measured, with_levers(**fields)).of(phase)) / 1e9
 
 
 def test_settings_take_from_the_phase_they_are_for(published):
@@ -306,59 +308,44 @@ def test_settings_take_from_the_phase_they_are_for(published):
     without = change(measured, "replay", checkpointing=False)  # 40 blocks' saved bytes for 40 inputs and one block's
     assert without == pytest.approx(13.4 - 39 * 13.54, rel=0.01)
     for phase in ("rollout", "decode", "reward", "decode VJP", "replay"):
-        one = plan.memory(measured, RUN)
+        one = needs.memory(measured, RUN)
         activations = one.of(phase) - sum(one.resident.values())
         assert change(measured, phase, batch=3) == pytest.approx(-2 * activations / 1e9)
-    frames = plan.memory(measured, RUN).phases["reward"]["frames, also float32, and gradient"]
+    frames = needs.memory(measured, RUN).phases["reward"]["frames, also float32, and gradient"]
     assert frames == 3 * 81 * 480 * 832 * (2 + 4 + 4)
-    host = plan.memory(measured, with_levers(offload_inputs=True, decode_caches="offload", batch=2)).host
+    host = needs.memory(measured, with_levers(offload_inputs=True, decode_caches="offload", batch=2)).host
     assert host["block inputs"] / 1e9 == pytest.approx(2 * 13.4, rel=0.01)
     assert host["decoder caches"] / 1e9 == pytest.approx(2 * 36.8, rel=0.01)
-    assert plan.memory(measured, RUN).host == {}
+    assert needs.memory(measured, RUN).host == {}
 
 
 def test_settings_change_the_work(published):
     measured = published("480x832", FLOAT32)
-    expert, base = measured.experts["low_noise"], plan.work(measured, RUN)
+    expert, base = measured.experts["low_noise"], needs.flops(measured, RUN)
 
     def difference(run):
-        after = plan.work(measured, run)
+        after = needs.flops(measured, run)
         return {name: after[name] - base[name] for name in base if after[name] != base[name]}
 
-    assert difference(dataclasses.replace(RUN, kl=False)) == {"reference": -4 * expert.forward_frozen}
-    assert difference(dataclasses.replace(RUN, fixed_trajectory=True)) == {
+    assert difference(dataclasses.replace(RUN, reference={})) == {"reference": -4 * expert.forward_frozen}
+    assert difference(dataclasses.replace(RUN, pulled={"low_noise": 7})) == {
         "replay recompute": 3 * expert.forward, "replay backward": 3 * expert.backward,
     }  # fmt: skip
-    assert difference(with_levers(untrained="boundary_cache")) == {"rollout": -3 * expert.forward_frozen}
+    assert difference(with_levers(placement="boundary_cache")) == {"rollout": -3 * expert.forward_frozen}
     assert difference(with_levers(checkpointing=False)) == {"replay recompute": -4 * expert.forward}
     assert difference(with_levers(decode_caches="segment")) == {"decode VJP": base["decode"]}
-    assert difference(with_levers(untrained="cpu_swap", decode_caches="offload", offload_inputs=True)) == {}
-
-
-def test_copies_count_where_nothing_hides_them(published):
-    """An infinitely fast GPU shows every copy; a slow one none but the rounding of 8 bits, in its own memory."""
-    measured = published("480x832", FLOAT32)
-    shown = {
-        "untrained": ("cpu_swap", 3 * 28.64 / 50), "offload_inputs": (True, 4 * 2 * 13.42 / 50),
-        "decode_caches": ("offload", 2 * 36.8 / 50),
-    }  # fmt: skip
-    for field, (value, expected) in shown.items():
-        run = with_levers(**{field: value})
-        assert sum(plan.exposed_seconds(measured, run, 1e9)) == pytest.approx(expected, rel=0.01)
-        assert sum(plan.exposed_seconds(measured, run, 100)) == 0
-    fp8 = with_levers(untrained="fp8")
-    assert sum(plan.exposed_seconds(measured, fp8, 100)) == pytest.approx(3 * 3 * 14.58 / 3000, rel=0.01)
+    assert difference(with_levers(placement="cpu_swap", decode_caches="offload", offload_inputs=True)) == {}
 
 
 def test_disk(published):
     measured = published("480x832", FLOAT32)
-    assert sum(plan.checkpoint_bytes(measured, RUN)) == 12 * 153_354_240
-    cached = with_levers(untrained="boundary_cache", noises=4)
-    assert plan.clip_cache_bytes(measured, cached) == {
+    assert sum(needs.checkpoint_bytes(measured, RUN)) == 12 * 153_354_240
+    cached = with_levers(placement="boundary_cache", noises=4)
+    assert needs.clip_cache_bytes(measured, cached) == {
         "text": 512 * 4096 * 2, "image": 20 * 21 * 60 * 104 * 4, "boundary latents": 4 * 16 * 21 * 60 * 104 * 4,
     }  # fmt: skip
-    assert "boundary latents" not in plan.clip_cache_bytes(measured, RUN)
-    text = plan.report(measured, dataclasses.replace(RUN, steps=100, clips=200), 400, None)
+    assert "boundary latents" not in needs.clip_cache_bytes(measured, RUN)
+    text = "\n".join(report.disk_table(measured, dataclasses.replace(RUN, steps=100, saves=4, clips=200)))
     assert "4 in 100 steps: 7.4 GB" in text and "of 200 clips: 2.9 GB" in text
 
 
@@ -366,69 +353,86 @@ def test_noise_of_the_stochastic_samplers():
     """The formulas as Flow-GRPO's and DanceGRPO's code write them, at noise level 1."""
     sigmas = torch.tensor(SIGMAS, dtype=torch.float64)
     dt = sigmas[1:] - sigmas[:-1]
-    for i, (flow_std, dance_std) in enumerate(plan.sde_stds(SIGMAS)):
-        sigma = sigmas[i]
-        std_dev_t = torch.sqrt(sigma / (1 - torch.where(sigma == 1, sigmas[1], sigma)))
-        assert flow_std == pytest.approx(float(std_dev_t * torch.sqrt(-1 * dt[i])))
-        assert dance_std == pytest.approx(float(torch.sqrt(-1 * dt[i])))
+    for i, (sigma, sigma_next) in enumerate(zip(SIGMAS[:-1], SIGMAS[1:], strict=True)):
+        std_dev_t = torch.sqrt(sigmas[i] / (1 - torch.where(sigmas[i] == 1, sigmas[1], sigmas[i])))
+        expected = {"flow": float(std_dev_t * torch.sqrt(-1 * dt[i])), "dance": float(torch.sqrt(-1 * dt[i]))}
+        found = {kind: flow.transition_std(kind, sigma, sigma_next, 1.0, SIGMAS[1]) for kind in expected}
+        assert found == pytest.approx(expected)
 
 
 # ---- what to switch on ----
 
+HIGH = dataclasses.replace(
+    RUN, trained=("high_noise",), untrained="low_noise", cacheable=False, replay={"high_noise": 2},
+    pulled={"high_noise": 2}, reference={"high_noise": 2},
+)  # fmt: skip
+ACROSS = {"high_noise": 1, "low_noise": 1}
+BOTH = dataclasses.replace(
+    RUN, trained=("high_noise", "low_noise"), untrained=None, cacheable=False, replay=ACROSS, pulled=ACROSS,
+    reference=ACROSS,
+)  # fmt: skip
 RUNS = [
     RUN,
     with_levers(batch=4, checkpointing=False),
-    with_levers(untrained="fp8", decode_caches="segment", noises=2),
-    dataclasses.replace(RUN, trained=("high_noise",), active=(0, 1)),
-    dataclasses.replace(RUN, trained=("high_noise", "low_noise"), active=(2, 3)),
+    with_levers(placement="fp8", decode_caches="segment", noises=2),
+    HIGH,
+    BOTH,
 ]
+CONFIGURED = {  # the configurations that the three above are of
+    1: ["train.per_device_train_batch_size=4", "train.use_gradient_checkpointing=false"],
+    3: ["model.trainable_models=dit", "sample.mid_timestep=0", "sample.final_timestep=1"],
+    4: ["model.trainable_models=dit,dit2", "sample.mid_timestep=2", "sample.final_timestep=3"],
+}
+
+
+def configured(*overrides):
+    cfg = config.load(ROOT / "configs" / "wan22_face.yaml", list(overrides))
+    return work_of(cfg, wan_load.PUBLISHED, None, None, 1)
+
+
+@pytest.mark.parametrize("i", CONFIGURED)
+def test_options_are_those_of_the_configuration(i):
+    assert options(configured(*CONFIGURED[i])) == options(RUNS[i])
 
 
 def test_every_option_is_a_setting():
-    """Each key and value is one that the configuration takes, and reading it gives the options' own run."""
+    """Each key and value is one that the configuration takes, and reading it gives the option's own run."""
     seen = set()
-    for run in RUNS:
-        for option in plan.options(run):
-            settings = {
-                plan.KEYS[field.name]: getattr(run.levers, field.name) for field in dataclasses.fields(run.levers)
-            }
-            overrides = [
-                f"{key}={yaml.safe_dump(value).split()[0]}" for key, value in (settings | option.settings).items()
-            ]
-            read = config.load(ROOT / "configs" / "wan22_face.yaml", overrides)
-            assert plan.run_of(read, wan_load.PUBLISHED).levers == option.on(run).levers
+    for run in RUNS[:3]:
+        levers = {field: getattr(run, field) for field in KEYS if field != "samples_on"}
+        for option in options(run):
+            settings = {KEYS[field]: value for field, value in (levers | option.fields).items()}
+            read = configured(*(f"{key}={yaml.safe_dump(value).split()[0]}" for key, value in settings.items()))
+            assert {field: getattr(read, field) for field in levers} == levers | option.fields
             seen |= {(key, str(value)) for key, value in option.settings.items()}
-    keys = {key for key, _ in seen}
-    assert keys == {plan.KEYS[field.name] for field in dataclasses.fields(plan.Levers)}
+    assert {key for key, _ in seen} == set(KEYS.values()) - {"grpo.samples_on"}
     assert {value for key, value in seen if key == "experts.untrained"} == {"cpu_swap", "fp8", "boundary_cache"}
 
 
 def test_options_are_possible():
-    both = plan.options(RUNS[4])
-    assert not any("experts.untrained" in option.settings for option in both)  # there is none
-    high = [option.settings.get("experts.untrained") for option in plan.options(RUNS[3])]
+    assert not any("experts.untrained" in option.settings for option in options(BOTH))  # there is none
+    high = [option.settings.get("experts.untrained") for option in options(HIGH)]
     assert "cpu_swap" in high and "boundary_cache" not in high  # the low-noise expert comes after the boundary
-    crossing = dataclasses.replace(RUN, active=(2, 3, 4))
-    assert all(option.settings.get("experts.untrained") != "boundary_cache" for option in plan.options(crossing))
+    crossing = configured("sample.mid_timestep=2")
+    assert all(option.settings.get("experts.untrained") != "boundary_cache" for option in options(crossing))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=range(len(RUNS)))
 @pytest.mark.parametrize("memory", [40, 80, 100])
 def test_recommendation(published, run, memory):
     measured = published("480x480", FLOAT32)
-    chosen = plan.recommend(measured, run, memory * 1e9, 400)
-    after = plan.with_options(run, chosen)
-    fit = plan.fits(measured, after, memory * 1e9)
+    chosen = recommend(measured, run, memory * 1e9)
+    after = with_options(run, chosen)
+    fit = fits(measured, after, memory * 1e9)
     if not fit:  # as low as the options go
-        assert all(
-            plan.memory(measured, o.on(after)).peak >= plan.memory(measured, after).peak for o in plan.options(after)
-        )
+        peak = needs.memory(measured, after).peak
+        assert all(needs.memory(measured, with_options(after, [o])).peak >= peak for o in options(after))
     elif chosen:
-        assert not plan.fits(measured, run, memory * 1e9)
+        assert not fits(measured, run, memory * 1e9)
         for option in chosen:
-            assert not plan.fits(measured, plan.with_options(run, [o for o in chosen if o is not option]), memory * 1e9)
-    text = plan.report(measured, run, 400, memory * 1e9)
-    assert ("does not fit" in text) == (not plan.fits(measured, run, memory * 1e9))
+            assert not fits(measured, with_options(run, [o for o in chosen if o is not option]), memory * 1e9)
+    text = "\n".join(report.verdict(measured, run, memory * 1e9))
+    assert ("does not fit" in text) == (not fits(measured, run, memory * 1e9))
     assert ("no setting makes it fit" in text) == (not fit)
     for option in chosen:
         for key, value in option.settings.items():
@@ -437,23 +441,20 @@ def test_recommendation(published, run, memory):
 
 def test_some_memory_is_left_to_cuda(published):
     measured = published("480x480", FLOAT32)
-    need = plan.memory(measured, RUN).peak + 2e9
-    assert plan.fits(measured, RUN, need) and not plan.fits(measured, RUN, need - 1)
+    need = needs.memory(measured, RUN).peak + 2e9
+    assert fits(measured, RUN, need) and not fits(measured, RUN, need - 1)
 
 
 def test_the_cheapest_comes_first(published):
-    """One setting is enough for 100 GB; of four that do, swapping costs nothing at 400 TFLOP/s and is exact."""
+    """One setting is enough for 100 GB; of those that do and take no FLOPs, swapping is the first."""
     measured = published("480x832", FLOAT32)
-    (first,) = plan.recommend(measured, RUN, 100e9, 400)
+    (first,) = recommend(measured, RUN, 100e9)
     assert first.settings == {"experts.untrained": "cpu_swap"}
-    # on a GPU so fast that the copies show, decoding once more is cheaper than swapping 86 GB
-    (first,) = plan.recommend(measured, RUN, 104e9, 1e6)
-    assert first.settings == {"train.decode_caches": "segment"}
     # what changes the numbers comes last, though the cache saves time
-    assert all(option.exact for option in plan.recommend(measured, RUN, 80e9, 400))
+    assert all(option.exact for option in recommend(measured, RUN, 80e9))
     # a batch of 4 that does not fit is taken one at a time, with the same clips per update
     settings = {}
-    for option in plan.recommend(measured, with_levers(batch=4, accumulation=2), 80e9, 400):
+    for option in recommend(measured, with_levers(batch=4, accumulation=2), 80e9):
         settings |= option.settings
     assert settings["train.per_device_train_batch_size"] == 1 and settings["train.gradient_accumulation_steps"] == 8
 
@@ -479,7 +480,7 @@ def test_tiny_config(monkeypatch, capsys):
 
 
 def test_face_config(monkeypatch, capsys, published):
-    monkeypatch.setattr(plan, "costs_of", lambda cfg, configs: published("480x832", FLOAT32))  # measured before
+    monkeypatch.setattr(report, "measure", lambda video: published("480x832", FLOAT32))  # measured before
     code, out, _ = tool(monkeypatch, capsys, "configs/wan22_face.yaml")
     assert code == 2 and "does not fit" in out and "set experts.untrained: cpu_swap (saves 26.7 GB, +0.0 % time)" in out
     assert "published; no configurations" in out and "data: not there yet" in out
@@ -500,24 +501,29 @@ def test_run_of_a_configuration(monkeypatch):
     ]  # fmt: skip
     monkeypatch.chdir(ROOT)
     pack = sum(file.stat().st_size for file in (ROOT / "assets/tiny_world/faces/reward").glob("*.onnx"))
-    run = plan.run_of(config.load(ROOT / "configs" / "wan22_face.yaml", settings), wan_load.PUBLISHED, 30, 12)
-    assert run == plan.Run(
-        sigmas=pytest.approx((1.0, 0.9, 0.75, 0.0)), experts=("high_noise", "high_noise", "low_noise"),
-        active=(0, 1, 2), trained=("high_noise", "low_noise"),
-        coupled=False, kl=False, fixed_trajectory=True, levers=plan.Levers(accumulation=8), save_steps=7, steps=12,
-        clips=30, pack_bytes=pack,
+    cfg = config.load(ROOT / "configs" / "wan22_face.yaml", settings)
+    run = work_of(cfg, wan_load.PUBLISHED, 30, 12, 2, "zero2")
+    assert run == Work(
+        video=dataclasses.replace(RUN.video, height=480, width=480), trained=("high_noise", "low_noise"),
+        untrained=None, rollout={"high_noise": 2, "low_noise": 1}, replay={"high_noise": 2, "low_noise": 1},
+        pulled={"high_noise": 2, "low_noise": 1}, reward_gradient=True, accumulation=8, saves=2, steps=12, clips=30,
+        pack_bytes=pack, processes=2, sharding="zero2", spans=(Span("one update of 8 clips per GPU", 8, 8),),
     )  # fmt: skip
-    assert plan.memory(costs.measure(*TINY), run).resident["face networks' weights"] == pack > 1e6
-    assert plan.run_of(config.load(ROOT / "configs" / "wan22_face.yaml"), wan_load.PUBLISHED).sigmas == SIGMAS
+    assert needs.memory(measure.measure(TINY), run).resident["face networks' weights"] == pack > 1e6
+    as_shipped = configured()
+    assert (as_shipped.rollout, as_shipped.replay) == ({"high_noise": 3, "low_noise": 5}, LAST_FOUR)
+    assert as_shipped.pulled == as_shipped.reference == LAST_FOUR and as_shipped.cacheable
+    apart = configured("reward.kl_gradient=fixed_trajectory")
+    assert (apart.replay, apart.pulled) == (LAST_FOUR, {"low_noise": 7})
+    assert configured("reward.kl_gradient=fixed_trajectory", "sample.gradient_mode=drtune").pulled == LAST_FOUR
 
 
-def test_what_is_measured_is_what_the_configuration_says(monkeypatch):
-    monkeypatch.setattr(plan, "measure", lambda *arguments: arguments)
+def test_what_is_measured_is_what_the_configuration_says():
     settings = ["lora.lora_rank=8", "lora.lora_target_modules=q,ffn.0", "data.height=480", "data.num_frames=49"]
     adapter = Adapter(8, ("to_q", "ffn.net.0.proj"))
     for max_pixels, width in (("null", 832), (480 * 480, 480)):
-        cfg = config.load(ROOT / "configs" / "wan22_face.yaml", [*settings, f"data.max_pixels={max_pixels}"])
-        assert plan.costs_of(cfg, wan_load.PUBLISHED) == (wan_load.PUBLISHED, BF16, 480, width, 49, adapter)
+        video = configured(*settings, f"data.max_pixels={max_pixels}").video
+        assert video == Video(wan_load.PUBLISHED, BF16, 480, width, 49, adapter)
 
 
 @pytest.mark.parametrize(
@@ -537,12 +543,12 @@ def test_what_cannot_work(monkeypatch, capsys, override, message):
 def test_source_of_original_files(monkeypatch, tmp_path):
     paths = tmp_path / "wan22_paths.json"
     paths.write_text("[]")
-    assert plan.source_of(str(paths), wan_load.PUBLISHED) == wan_load.PUBLISHED
+    assert wan_load.source_of(str(paths)) == wan_load.PUBLISHED
     own = ROOT / "assets" / "tiny_world" / "pipeline"
     for nothing in ("", None):  # as examples/wan22_paths.json has it: the published model's
         (own_paths := tmp_path / "empty.json").write_text(json.dumps({"configs": nothing}))
-        assert plan.source_of(str(own_paths), wan_load.PUBLISHED) == wan_load.PUBLISHED
+        assert wan_load.source_of(str(own_paths)) == wan_load.PUBLISHED
     paths.write_text(json.dumps({"configs": str(own)}))
-    assert plan.source_of(str(paths), wan_load.PUBLISHED) == own
+    assert wan_load.source_of(str(paths)) == own
     monkeypatch.chdir(own)  # no path is not the folder that the command is started in
-    assert plan.source_of("", wan_load.PUBLISHED) == wan_load.PUBLISHED
+    assert wan_load.source_of("") == wan_load.PUBLISHED

@@ -1,7 +1,7 @@
 """What a model's parts cost, measured without data: on the meta device, by torch's own accounts.
 
 One transformer block and three chunks of the VAE's decoder of the real size are run forward and backward under torch's
-FLOP counter, its saved-tensor hooks and a count of living storages; `plan` works out from them what a run takes. Bytes
+FLOP counter, its saved-tensor hooks and a count of living storages; `needs` works out from them what a run takes. Bytes
 and FLOPs are plain integers.
 
 The meta device takes torch's composite rms_norm, which keeps more for the backward pass than the GPU's fused one.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers import AutoencoderKLWan
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,13 +25,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import UMT5Config, UMT5EncoderModel
 
-from rewardfl import lora
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.decoder import Caches
-from rewardfl.weights import wan_names
+from rewardfl.backbones.wan.load import Adapter, new_expert
+from rewardfl.run.work import Video
 
 # ------------------------------------------------------------------------------------------------------------
-# Measuring, on the meta device
+# Measuring
 
 
 class _Flash(TorchFunctionMode):
@@ -77,37 +77,29 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def attention_flops(query, key, value, *_, out_shape=None, **__) -> int:
-    """For FlopCounterMode, of the shapes of _scaled_dot_product_flash_attention_for_cpu's arguments."""
-    return sdpa_flop_count(query, key, value)
-
-
-def attention_backward_flops(grad, query, key, value, *_, out_shape=None, **__) -> int:
-    """For FlopCounterMode, of that operator's backward pass."""
-    return sdpa_backward_flop_count(grad, query, key, value)
-
-
-def _counter() -> FlopCounterMode:
-    """Of matrix products, convolutions and attentions."""
+def counter() -> FlopCounterMode:
+    """A counter of the FLOPs of matrix products, convolutions and attentions, the CPU's fused one included."""
     fused = torch.ops.aten
     known = {
-        fused._scaled_dot_product_flash_attention_for_cpu: attention_flops,
-        fused._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+        fused._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        fused._scaled_dot_product_flash_attention_for_cpu_backward: (
+            lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+        ),
     }
     return FlopCounterMode(display=False, custom_mapping=known)
 
 
 @dataclass(frozen=True)
-class GraphCost:
-    """Of a forward and a backward pass. Bytes and FLOPs."""
+class Cost:
+    """What running something once takes. Bytes and FLOPs."""
 
-    saved: int  # for the backward pass, each storage once
     peak: int  # the most that lived at once
     forward: int
-    backward: int
+    saved: int = 0  # for the backward pass, each storage once
+    backward: int = 0
 
 
-def with_graph(forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor], given: Iterable[Tensor]) -> GraphCost:
+def with_graph(forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor], given: Iterable[Tensor]) -> Cost:
     """The cost of the tensors `forward()` and of their gradients, which the leaves are left with.
 
     given: bytes that are not counted. leaves: those that require a gradient, not counted in the peak and in what is
@@ -121,30 +113,20 @@ def with_graph(forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor]
             saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor  # kept alive by the graph, so that no address is used twice
 
-    living = _Living([*given, *leaves])
-    with _Flash(), _counter() as counter, living:
+    with _Flash(), counter() as flops, _Living([*given, *leaves]) as living:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = forward()
-        flops = counter.get_total_flops()
+        there = flops.get_total_flops()
         cotangents = [torch.empty_like(output) for output in outputs]
         torch.autograd.backward(outputs, cotangents)  # autograd.grad and the counter's module hooks do not go together
-    return GraphCost(sum(saved.values()), living.peak, flops, counter.get_total_flops() - flops)
+    return Cost(living.peak, there, sum(saved.values()), flops.get_total_flops() - there)
 
 
-@dataclass(frozen=True)
-class FrozenCost:
-    """Of a forward pass without a graph. Bytes and FLOPs."""
-
-    peak: int
-    forward: int
-
-
-def without_graph(run: Callable[[], Any], given: Iterable[Tensor]) -> FrozenCost:
-    """The cost of `run()`; given: bytes that are not counted."""
-    living = _Living(given)
-    with torch.no_grad(), _Flash(), _counter() as counter, living:
+def without_graph(run: Callable[[], Any], given: Iterable[Tensor]) -> Cost:
+    """The cost of `run()` without gradients; given: bytes that are not counted."""
+    with torch.no_grad(), _Flash(), counter() as flops, _Living(given) as living:
         run()
-    return FrozenCost(living.peak, counter.get_total_flops())
+    return Cost(living.peak, flops.get_total_flops())
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -160,17 +142,8 @@ def _meta(*shape: int, dtype: torch.dtype, grad: bool = False) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """The LoRA that is trained; `dtype` is float32 in training, and another only to see what that costs."""
-
-    rank: int
-    targets: tuple[str, ...]  # diffusers' module names
-    dtype: torch.dtype = torch.float32
-
-
-@dataclass(frozen=True)
 class ExpertCost:
-    """One expert and one clip. Bytes of weights; of activations of one block; FLOPs of all its blocks."""
+    """One expert and one video. Bytes of weights; of activations of one block; FLOPs of all its blocks."""
 
     layers: int
     tokens: int
@@ -209,49 +182,25 @@ class ChunkCost:
 
 
 @dataclass(frozen=True)
-class EncodeCost:
-    """What is computed once per clip and cached: text and image. Bytes and FLOPs."""
-
-    text_weights: int
-    text_peak: int
-    text_flops: int
-    image_peak: int  # with the clip's pixels
-    image_flops: int
-
-
-@dataclass(frozen=True)
 class Costs:
-    """All of a model for one clip. `shape`: (C, T, h, w) of its latents."""
+    """All of a model for one video. `shape`: (C, T, h, w) of its latents."""
 
     shape: tuple[int, int, int, int]
-    num_pixels: int  # values in the clip's video
+    num_pixels: int  # values in the video
     itemsize: int  # bytes of one number of the frozen weights' dtype
     experts: Mapping[str, ExpertCost]  # high_noise, low_noise
     vae_weights: int
     chunks: tuple[ChunkCost, ...]  # by latent frame
-    encode: EncodeCost
+    text_weights: int
+    text: Cost  # of encoding one prompt
+    image: Cost  # of encoding one image; the peak is with the clip's pixels
     text_bytes: int  # of one prompt's embedding as it is cached
     image_bytes: int  # of one image's conditioning as it is cached
 
 
-def new_expert(config: Mapping[str, Any], dtype: torch.dtype, layers: int, adapter: Adapter | None) -> nn.Module:
-    """An expert on the meta device, in the dtypes that loading and `lora.inject` give it."""
-    with torch.device("meta"):
-        model = WanTransformer3DModel.from_config(dict(config) | {"num_layers": layers})
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(torch.float32 if wan_names.stays_float32(name) else dtype)
-    model.requires_grad_(False)
-    if adapter:
-        lora.inject(model, adapter.rank, adapter.rank, list(adapter.targets), seed=0)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(adapter.dtype)
-    return model
-
-
 @dataclass(frozen=True)
 class BlockInputs:
-    """Of the first block, on the meta device: hidden (B, S, D), text (B, 512, D), time (B, 6, D), rotary."""
+    """What a block gets, on the meta device: hidden (B, S, D), text (B, 512, D), time (B, 6, D), rotary."""
 
     hidden: Tensor
     text: Tensor
@@ -263,19 +212,18 @@ class BlockInputs:
         """Those that all blocks get."""
         return (self.text, self.time, *self.rotary)
 
+    def through(self, block: nn.Module) -> Tensor:
+        return block(self.hidden, self.text, self.time, self.rotary)
 
-def block_inputs(config: Mapping[str, Any], dtype: torch.dtype, tokens: int, grad: bool) -> BlockInputs:
+
+def block_inputs(config: Mapping[str, Any], dtype: torch.dtype, tokens: int) -> BlockInputs:
     head, width = config["attention_head_dim"], config["attention_head_dim"] * config["num_attention_heads"]
     return BlockInputs(
-        _meta(1, tokens, width, dtype=dtype, grad=grad),
+        _meta(1, tokens, width, dtype=dtype, grad=True),
         _meta(1, wan.TEXT_LENGTH, width, dtype=dtype),
         _meta(1, 6, width, dtype=dtype),
         (_meta(1, tokens, 1, head, dtype=torch.float32), _meta(1, tokens, 1, head, dtype=torch.float32)),
     )
-
-
-def call_block(block: nn.Module, inputs: BlockInputs) -> Tensor:
-    return block(inputs.hidden, inputs.text, inputs.time, inputs.rotary)
 
 
 def measure_expert(
@@ -288,18 +236,16 @@ def measure_expert(
     x = _meta(1, config["in_channels"], *shape[1:], dtype=dtype, grad=True)
     text = _meta(1, wan.TEXT_LENGTH, config["text_dim"], dtype=dtype)
     timestep = _meta(1, dtype=torch.float32)
-    inputs = block_inputs(config, dtype, tokens, grad=True)
+    inputs = block_inputs(config, dtype, tokens)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     whole = with_graph(lambda: model(x, timestep, text, return_dict=False), [x, *trained], model.parameters())
     block = with_graph(
-        lambda: [call_block(model.blocks[0], inputs)], [inputs.hidden, *trained], [*model.parameters(), *inputs.shared]
+        lambda: [inputs.through(model.blocks[0])], [inputs.hidden, *trained], [*model.parameters(), *inputs.shared]
     )
     frozen_whole = without_graph(lambda: bare(x, timestep, text), bare.parameters())
-    frozen_block = without_graph(
-        lambda: call_block(bare.blocks[0], inputs), [*bare.parameters(), inputs.hidden, *inputs.shared]
-    )
-    adapted_block = without_graph(
-        lambda: call_block(model.blocks[0], inputs), [*model.parameters(), inputs.hidden, *inputs.shared]
+    frozen_block, adapted_block = (
+        without_graph(lambda one=one: inputs.through(one.blocks[0]), [*one.parameters(), inputs.hidden, *inputs.shared])
+        for one in (bare, model)
     )
     block_weights, other_weights = _weights(bare)
     bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
@@ -335,88 +281,63 @@ def measure_decoder(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Sequence[i
     for i in range(min(frames, 3)):  # the caches have two frames from the third chunk on, and nothing changes after it
         x = _meta(1, channels, 1, height, width, dtype=dtype, grad=True)
         start = [c.detach().requires_grad_() if isinstance(c, Tensor) else c for c in caches]
-        cost, caches = _measure_chunk(vae, x, start, first=i == 0)
-        costs.append(cost)
+        held = [c for c in start if isinstance(c, Tensor)]
+
+        def forward(first: bool = i == 0, x: Tensor = x, start: Caches = start) -> list[Tensor]:
+            caches[:] = start
+            frames = vae.decoder(vae.post_quant_conv(x), feat_cache=caches, feat_idx=[0], first_chunk=first)
+            return [frames.clamp(-1, 1), *(c for c in caches if isinstance(c, Tensor))]
+
+        graph = with_graph(forward, [x, *held], vae.parameters())
+        frozen = without_graph(forward, [*vae.parameters(), x, *held])
+        costs.append(ChunkCost(nbytes(held), graph.saved, frozen.peak, graph.peak, graph.forward, graph.backward))
     return tuple(costs + costs[-1:] * (frames - len(costs)))
 
 
-def _measure_chunk(vae: AutoencoderKLWan, x: Tensor, start: Caches, first: bool) -> tuple[ChunkCost, Caches]:
-    """The cost of one chunk, and the caches after it. x and start: leaves that require a gradient."""
-    tensors = [c for c in start if isinstance(c, Tensor)]
-    after: Caches = []
-
-    def forward() -> list[Tensor]:
-        after[:] = start
-        frames = vae.decoder(vae.post_quant_conv(x), feat_cache=after, feat_idx=[0], first_chunk=first)
-        return [frames.clamp(-1, 1), *(c for c in after if isinstance(c, Tensor))]
-
-    graph = with_graph(forward, [x, *tensors], vae.parameters())
-    frozen = without_graph(forward, [*vae.parameters(), x, *tensors])
-    cost = ChunkCost(
-        caches_in=nbytes(tensors),
-        saved=graph.saved,
-        peak=frozen.peak,
-        peak_vjp=graph.peak,
-        forward=graph.forward,
-        backward=graph.backward,
-    )
-    return cost, after
-
-
-def measure_encode(
-    vae: AutoencoderKLWan, text_config: Mapping[str, Any], dtype: torch.dtype, video: Sequence[int]
-) -> EncodeCost:
-    """The cost of one clip's text and image conditioning. video: (3, F, H, W)."""
-    image = _measure_encoder(vae, dtype, video)
-    with torch.device("meta"):
-        text = UMT5EncoderModel(UMT5Config(**text_config)).to(dtype).eval()
-    tokens = torch.empty(1, wan.TEXT_LENGTH, dtype=torch.long, device="meta")
-    words = without_graph(lambda: text(tokens), [*text.parameters(), *text.buffers(), tokens])
-    return EncodeCost(nbytes(text.parameters()), words.peak, words.forward, image.peak, image.forward)
-
-
-def _measure_encoder(vae: AutoencoderKLWan, dtype: torch.dtype, video: Sequence[int]) -> FrozenCost:
+def measure_encoder(vae: AutoencoderKLWan, dtype: torch.dtype, video: Sequence[int]) -> Cost:
     """The VAE's encoder on a whole clip (3, F, H, W), chunk by chunk; the peak has the clip in float32 in it."""
     channels, num_frames, height, width = video
     factor = vae.config.scale_factor_temporal
     chunks = 1 + (num_frames - 1) // factor
     caches: Caches = [None] * vae._cached_conv_counts["encoder"]
-    measured = []
+    costs = []
     for i in range(min(3, chunks)):
         x = _meta(1, channels, factor if i else 1, height, width, dtype=dtype)
         held = [c for c in caches if isinstance(c, Tensor)]
         call = functools.partial(vae.encoder, x, feat_cache=caches, feat_idx=[0])
         cost = without_graph(call, [*vae.parameters(), x, *held])
-        measured.append(FrozenCost(cost.peak + nbytes(held), cost.forward))
-    measured += measured[-1:] * (chunks - len(measured))
-    pixels = 4 * math.prod(video)
-    return FrozenCost(pixels + max(cost.peak for cost in measured), sum(cost.forward for cost in measured))
+        costs.append(Cost(cost.peak + nbytes(held), cost.forward))
+    costs += costs[-1:] * (chunks - len(costs))
+    return Cost(4 * math.prod(video) + max(cost.peak for cost in costs), sum(cost.forward for cost in costs))
 
 
-def measure(
-    configs: Path, dtype: torch.dtype, height: int, width: int, num_frames: int, adapter: Adapter | None
-) -> Costs:
-    """Everything about one clip of a model, from its folder of configurations (model_index.json's)."""
+def measure(video: Video) -> Costs:
+    """Everything about one video of a model, from its folder of configurations (model_index.json's)."""
+    dtype = video.dtype
     with torch.device("meta"):
-        vae = AutoencoderKLWan.from_config(_config(configs, "vae"))
+        vae = AutoencoderKLWan.from_config(_config(video.configs, "vae"))
+        text = UMT5EncoderModel(UMT5Config(**_config(video.configs, "text_encoder"))).to(dtype).eval()
+        tokens = torch.empty(1, wan.TEXT_LENGTH, dtype=torch.long)
     vae.requires_grad_(False)
     for parameter in vae.parameters():
         parameter.data = parameter.data.to(dtype)
     temporal, spatial = vae.config.scale_factor_temporal, vae.config.scale_factor_spatial
-    shape = (vae.config.z_dim, 1 + (num_frames - 1) // temporal, height // spatial, width // spatial)
-    expert_configs = {expert: _config(configs, part) for expert, part in wan.PARTS.items()}
-    high, low = expert_configs["high_noise"], expert_configs["low_noise"]
-    measured = {"high_noise": measure_expert(high, dtype, shape, adapter)}
-    measured["low_noise"] = measured["high_noise"] if low == high else measure_expert(low, dtype, shape, adapter)
-    video = (vae.config.in_channels, num_frames, height, width)
+    latent_frames = 1 + (video.num_frames - 1) // temporal
+    shape = (vae.config.z_dim, latent_frames, video.height // spatial, video.width // spatial)
+    high, low = (_config(video.configs, wan.PARTS[name]) for name in ("high_noise", "low_noise"))
+    measured = {"high_noise": measure_expert(high, dtype, shape, video.adapter)}
+    measured["low_noise"] = measured["high_noise"] if low == high else measure_expert(low, dtype, shape, video.adapter)
+    pixels = (vae.config.in_channels, video.num_frames, video.height, video.width)
     return Costs(
         shape=shape,
-        num_pixels=math.prod(video),
+        num_pixels=math.prod(pixels),
         itemsize=dtype.itemsize,
         experts=measured,
         vae_weights=nbytes(vae.parameters()),
         chunks=measure_decoder(vae, dtype, shape),
-        encode=measure_encode(vae, _config(configs, "text_encoder"), dtype, video),
+        text_weights=nbytes(text.parameters()),
+        text=without_graph(lambda: text(tokens), [*text.parameters(), *text.buffers(), tokens]),
+        image=measure_encoder(vae, dtype, pixels),
         text_bytes=wan.TEXT_LENGTH * low["text_dim"] * dtype.itemsize,
         image_bytes=(temporal + shape[0]) * math.prod(shape[1:]) * 4,  # wan.encode makes it float32
     )

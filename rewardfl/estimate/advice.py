@@ -1,0 +1,96 @@
+"""Whether a run fits a GPU, and what to set when it does not."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rewardfl.estimate.measure import Costs
+from rewardfl.estimate.needs import RESERVE, flops, memory
+from rewardfl.run.work import Work
+
+KEYS = {
+    "placement": "experts.untrained",
+    "checkpointing": "train.use_gradient_checkpointing",
+    "offload_inputs": "train.use_gradient_checkpointing_offload",
+    "decode_caches": "train.decode_caches",
+    "batch": "train.per_device_train_batch_size",
+    "accumulation": "train.gradient_accumulation_steps",
+    "noises": "sample.noises_per_sample",
+    "samples_on": "grpo.samples_on",
+}  # of Work's settings
+CACHED_NOISES = 4  # noises_per_sample that is proposed together with boundary_cache
+
+
+@dataclass(frozen=True)
+class Option:
+    """Other values of some of Work's settings. exact: the run computes the same numbers with them."""
+
+    fields: Mapping[str, Any]
+    exact: bool = True
+    note: str = ""  # for people, behind the figures
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """By configuration key."""
+        return {KEYS[field]: value for field, value in self.fields.items()}
+
+
+def options(work: Work) -> list[Option]:
+    """What can be switched on in this run; where two take the same time, the first is preferred.
+
+    The decoder's caches go to the host last: their copies have the least computing to hide behind.
+    """
+    found = []
+    if work.kept:
+        found.append(Option({"samples_on": "cpu"}))
+    if not work.checkpointing:
+        found.append(Option({"checkpointing": True}))
+    elif not work.offload_inputs:
+        found.append(Option({"offload_inputs": True}))
+    if work.batch > 1 and work.accumulation:
+        found.append(Option({"batch": 1, "accumulation": work.batch * work.accumulation}))
+    elif work.batch > 1:  # more forward passes: an epoch's samples stay
+        found.append(Option({"batch": max(n for n in range(1, work.batch) if work.batch % n == 0)}))
+    if work.untrained:
+        found.append(Option({"placement": "cpu_swap"}))
+    if work.reward_gradient:
+        found += [Option({"decode_caches": place}) for place in ("offload", "segment") if place != work.decode_caches]
+    if work.untrained:
+        found.append(Option({"placement": "fp8"}, False, "; its weights are rounded by 3 %"))
+    if work.cacheable:
+        noises = {"noises": CACHED_NOISES} if work.noises == "fresh" else {}
+        note = "; each clip then has a few noises, used in turn"
+        found.append(Option({"placement": "boundary_cache"} | noises, False, note))
+    return [option for option in found if replace(work, **option.fields) != work]
+
+
+def fits(costs: Costs, work: Work, gpu_memory: float) -> bool:
+    return memory(costs, work).peak + RESERVE <= gpu_memory
+
+
+def recommend(costs: Costs, work: Work, gpu_memory: float) -> list[Option]:
+    """What makes the run fit `gpu_memory` bytes, or comes closest.
+
+    Of what lowers the peak always the one that adds the fewest FLOPs, what computes the same numbers before what does
+    not. What turns out to be unnecessary is left out again.
+    """
+    chosen: list[Option] = []
+    while not fits(costs, now := with_options(work, chosen), gpu_memory):
+        peak = memory(costs, now).peak
+        after = [(option, with_options(now, [option])) for option in options(now)]
+        lower = [(option, one) for option, one in after if memory(costs, one).peak < peak]
+        if not lower:
+            return chosen
+        best, _ = min(lower, key=lambda pair: (not pair[0].exact, sum(flops(costs, pair[1]).values())))
+        chosen.append(best)
+    for option in reversed(chosen):
+        rest = [other for other in chosen if other is not option]
+        if fits(costs, with_options(work, rest), gpu_memory):
+            chosen = rest
+    return chosen
+
+
+def with_options(work: Work, chosen: Iterable[Option]) -> Work:
+    for option in chosen:
+        work = replace(work, **option.fields)
+    return work

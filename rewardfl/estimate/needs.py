@@ -1,0 +1,248 @@
+"""What a run takes: FLOPs and seconds of a video, bytes by phase, in the host and on disk.
+
+`measure` has one block and one chunk; how many of them there are is arithmetic, and here. Bytes and FLOPs are plain
+numbers, GB is 1e9 bytes, and memory is that of one GPU.
+
+Not counted: the rewards' networks at work and videos that a concurrent reward still has; a distillation LoRA kept as an
+adapter; DDP's copy of the gradients (the LoRA's size). RESERVE stands for the CUDA context, the libraries' workspaces
+and the allocator's fragmentation.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost
+from rewardfl.run.job import REDUCE_BUCKET
+from rewardfl.run.work import Sampling, Work
+
+RESERVE = 2e9  # bytes of a GPU that no tensor gets: CUDA context, workspaces, fragmentation
+ADAM_BYTES = 16  # per LoRA parameter: float32 weight, gradient and two moments
+FLOAT32 = 4
+SHARDINGS = ("none", "zero2", "fsdp2")  # of the optimizer into host memory, of all that is trained; see docs/guide.md 9
+
+# ------------------------------------------------------------------------------------------------------------
+# Compute
+
+
+def flops(costs: Costs, work: Work) -> dict[str, float]:
+    """FLOPs of one video, by part. A frozen expert's replayed steps are counted as trained ones."""
+    decode = sum(chunk.forward for chunk in costs.chunks)
+    made_before = work.untrained if work.placement == "boundary_cache" else None
+    rolled = {expert: passes for expert, passes in work.rollout.items() if expert != made_before}
+    parts = {"rollout": _sampled(costs, work, rolled), "decode": decode}
+    if work.reward_gradient:
+        again = 2 if work.decode_caches == "segment" else 1
+        parts["decode VJP"] = again * decode + sum(chunk.backward for chunk in costs.chunks)
+
+    def total(passes: Mapping[str, float], of_one: Callable[[ExpertCost], int]) -> float:
+        return sum(count * of_one(costs.experts[expert]) for expert, count in passes.items())
+
+    return parts | {
+        "replay forward": total(work.replay, lambda expert: expert.forward),
+        "replay recompute": total(work.pulled, lambda expert: expert.forward) if work.checkpointing else 0,
+        "replay backward": total(work.pulled, lambda expert: expert.backward),
+        "reference": total(work.reference, lambda expert: expert.forward_frozen),
+    }
+
+
+def evaluation_flops(costs: Costs, work: Work, evaluation: Sampling) -> float:
+    """FLOPs of one video of the evaluation."""
+    return _sampled(costs, work, evaluation.passes) + sum(chunk.forward for chunk in costs.chunks)
+
+
+def _sampled(costs: Costs, work: Work, passes: Mapping[str, float]) -> float:
+    """FLOPs of forward passes without a graph, by expert; a trained one has its adapter."""
+    return sum(
+        count * (costs.experts[name].forward if name in work.trained else costs.experts[name].forward_frozen)
+        for name, count in passes.items()
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. resident: on the GPU all through training; phases: what each adds; encode: before the experts load."""
+
+    resident: Mapping[str, int]
+    phases: Mapping[str, Mapping[str, int]]
+    encode: Mapping[str, int]
+    host: Mapping[str, int]
+
+    def of(self, phase: str) -> int:
+        """The GPU's bytes in one phase of training, with what is resident."""
+        return sum(self.resident.values()) + sum(self.phases[phase].values())
+
+    @property
+    def by_phase(self) -> dict[str, int]:
+        """The GPU's bytes in every phase."""
+        return {phase: self.of(phase) for phase in self.phases} | {"encode": sum(self.encode.values())}
+
+    @property
+    def peak(self) -> int:
+        return max(self.by_phase.values())
+
+
+def memory(costs: Costs, work: Work) -> Memory:
+    """Memory by phase. The conditioning comes from its cache, so text encoder and VAE encoder need not be resident."""
+    resident, host = _resident(costs, work)
+    replay, inputs = _replay(costs, work)
+    phases = {
+        "rollout": {
+            "one block, no graph": max(2 * one.block_input + one.block_peak_frozen for one in costs.experts.values())
+        },
+        **_decoding(costs, work),
+        "replay": replay,
+    }
+    host |= {"block inputs": work.batch * inputs}
+    if work.reward_gradient:
+        host |= {"decoder caches": work.batch * decode_caches(costs.chunks, work.decode_caches)[2]}
+    encode = {
+        "text encoder": costs.text_weights,
+        "VAE": costs.vae_weights,
+        "activations": max(costs.text.peak, costs.image.peak),
+    }
+    return Memory(
+        resident={name: amount for name, amount in resident.items() if amount},
+        phases={
+            phase: {name: work.batch * amount for name, amount in parts.items()} for phase, parts in phases.items()
+        },
+        encode=encode,
+        host={name: amount for name, amount in host.items() if amount},
+    )
+
+
+def _resident(costs: Costs, work: Work) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of all that is on the GPU all through training, and of what waits in the host, by what it is."""
+    resident = {f"{expert} expert": trained_weights(work, costs.experts[expert]) for expert in work.trained}
+    swapped = 0
+    if work.untrained:
+        cost = costs.experts[work.untrained]
+        resident[f"{work.untrained} expert ({work.placement})"] = {
+            "gpu": cost.weights,
+            "cpu_swap": cost.other_weights + 2 * cost.block_weights,  # the block at work and the next
+            "fp8": cost.weights_fp8,
+            "boundary_cache": 0,
+        }[work.placement]
+        swapped = cost.weights if work.placement == "cpu_swap" else 0
+    parameters = trained_parameters(costs, work)
+    adapter, optimizer = adapter_bytes(work, parameters)
+    waiting = work.waiting * kept_bytes(costs, work)
+    resident |= {
+        "LoRA, gradient, Adam": adapter,
+        "VAE": costs.vae_weights,
+        "face networks' weights": work.pack_bytes,
+        "averaged LoRA": FLOAT32 * parameters // (work.processes if work.sharding == "fsdp2" else 1) * work.averaged,
+        "the epoch's samples": waiting if work.samples_on == "gpu" else 0,
+    }
+    host = {
+        "expert that is swapped": swapped,
+        "optimizer": optimizer,
+        "the epoch's samples": waiting if work.samples_on == "cpu" else 0,
+    }
+    return resident, host
+
+
+def trained_parameters(costs: Costs, work: Work) -> int:
+    return sum(costs.experts[expert].adapter_parameters for expert in work.trained)
+
+
+def trained_weights(work: Work, cost: ExpertCost) -> int:
+    """Bytes of a trained expert's frozen weights on each GPU."""
+    if work.sharding != "fsdp2":
+        return cost.weights
+    # the block at work and the next are whole, and what is outside of the blocks stays so
+    return cost.layers * cost.block_weights // work.processes + 2 * cost.block_weights + cost.other_weights
+
+
+def adapter_bytes(work: Work, parameters: int) -> tuple[int, int]:
+    """Bytes that training so many parameters takes on each GPU, the forward and backward passes apart, and in the host.
+
+    zero2: weight and gradient whole, and a buffer to reduce it; the part of a process, in float32 with its gradient and
+    moments, in the host. fsdp2: all four in parts, and the gradient whole until an update's last backward.
+    """
+    if work.sharding == "zero2":
+        return 2 * FLOAT32 * parameters + FLOAT32 * REDUCE_BUCKET, ADAM_BYTES * parameters // work.processes
+    if work.sharding == "fsdp2":
+        return ADAM_BYTES * parameters // work.processes + FLOAT32 * parameters, 0
+    return ADAM_BYTES * parameters, 0
+
+
+def kept_bytes(costs: Costs, work: Work) -> int:
+    """What one video leaves until the epoch's updates: latents, and its own copy of the conditioning."""
+    latents = work.kept.get(work.samples_on, 0)
+    return latents * math.prod(costs.shape) * FLOAT32 + costs.text_bytes + costs.image_bytes
+
+
+def _decoding(costs: Costs, work: Work) -> dict[str, dict[str, int]]:
+    """Bytes for one video of the phases between rollout and replay, beside what is resident."""
+    decoded, pixels = costs.num_pixels * costs.itemsize, FLOAT32 * costs.num_pixels
+    frames = {"frames by chunk and in one": 2 * decoded}
+    if not work.reward_gradient:
+        chunk = max(chunk.caches_in + chunk.peak for chunk in costs.chunks)
+        return {
+            "decode": {"one chunk, its caches and the next's": chunk} | frames,
+            "reward": {"frames, also float32": decoded + pixels},
+        }
+    caches, segment, _ = decode_caches(costs.chunks, work.decode_caches)
+    judged = {"frames, also float32, and gradient": decoded + 2 * pixels}
+    chunk, vjp = max(chunk.peak for chunk in costs.chunks), max(chunk.peak_vjp for chunk in costs.chunks)
+    return {
+        "decode": {"decoder caches": caches, "one chunk, no graph": chunk} | frames,
+        "reward": {"decoder caches": caches} | judged,
+        "decode VJP": {"decoder caches": caches + segment, "one chunk, forward and backward": vjp} | judged,
+    }
+
+
+def decode_caches(chunks: Sequence[ChunkCost], place: str) -> tuple[int, int, int]:
+    """Bytes of one video's decoder caches: on the GPU, there during the VJP besides, and in the host."""
+    sizes = [chunk.caches_in for chunk in chunks]
+    if place == "keep":
+        return sum(sizes), 0, 0
+    if place == "offload":
+        return 2 * max(sizes), 0, sum(sizes)
+    length = math.ceil(math.sqrt(len(sizes)))
+    return sum(sizes[::length]), max(sum(sizes[i : i + length]) for i in range(0, len(sizes), length)), 0
+
+
+def _replay(costs: Costs, work: Work) -> tuple[dict[str, int], int]:
+    """Bytes of activations in the replay of one step of one video: on the GPU, and in the host."""
+    largest = max((costs.experts[expert] for expert in work.replay), key=lambda cost: cost.layers * cost.block_saved)
+    if not work.checkpointing:
+        backward = largest.block_peak - largest.block_saved
+        return {"all blocks, saved": work.graphs * largest.layers * largest.block_saved, "backward of one": backward}, 0
+    recompute = {"recompute and backward of one": largest.block_peak}
+    if work.offload_inputs:
+        return {"two block inputs": 2 * largest.block_input} | recompute, work.graphs * largest.stored
+    return {"block inputs": work.graphs * largest.stored} | recompute, 0
+
+
+def full_graph(costs: Costs, work: Work) -> tuple[int, int, int]:
+    """Bytes that plain autograd through all active steps and the decoder would keep of one video, for comparison.
+
+    (block inputs, the decoder as it is, the decoder checkpointed by chunk)
+    """
+    saved, caches = [chunk.saved for chunk in costs.chunks], decode_caches(costs.chunks, "keep")[0]
+    inputs = sum(count * costs.experts[expert].stored for expert, count in work.replay.items())
+    return inputs, sum(saved), caches + max(saved)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Disk
+
+
+def checkpoint_bytes(costs: Costs, work: Work) -> tuple[int, int]:
+    """Bytes of one checkpoint: the float32 adapter; Adam's two moments, and the average with the last weights."""
+    adapter = FLOAT32 * trained_parameters(costs, work)
+    return adapter, (4 if work.averaged else 2) * adapter
+
+
+def clip_cache_bytes(costs: Costs, work: Work) -> dict[str, int]:
+    """Bytes that the conditioning cache takes for one clip."""
+    cache = {"text": costs.text_bytes, "image": costs.image_bytes}
+    if work.placement == "boundary_cache" and work.noises != "fresh":
+        cache["boundary latents"] = work.noises * math.prod(costs.shape) * FLOAT32
+    return cache

@@ -1,0 +1,380 @@
+"""Who rolls out what: the order of the samples, groups of rollouts, their noises, the steps that are trained.
+
+Pure functions of a seed, an epoch and numbers. Which samples an epoch has, and the noise that each of them starts from,
+depend neither on the number of processes nor on the batch size; only the order in which they are visited does.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+# ------------------------------------------------------------------------------------------------------------
+# Order: position p of the training stream is sample p % num_rows in the order of epoch p // num_rows
+
+
+@lru_cache(maxsize=4)
+def epoch_order(num_rows: int, seed: int, epoch: int) -> tuple[int, ...]:
+    """The order in which an epoch visits the rows 0..num_rows - 1, each once."""
+    generator = torch.Generator().manual_seed(_stable_hash(f"order/{seed}/{epoch}"))
+    return tuple(torch.randperm(num_rows, generator=generator).tolist())
+
+
+def sample_at(position: int, num_rows: int, seed: int) -> tuple[int, int]:
+    """(epoch, row) at `position` (from 0) of the endless stream of epochs."""
+    epoch, offset = divmod(position, num_rows)
+    return epoch, epoch_order(num_rows, seed, epoch)[offset]
+
+
+def total_steps(num_rows: int, global_batch: int, num_train_epochs: int, max_steps: int | None) -> int:
+    """Steps of a run: max_steps, or as many as visit every row at least num_train_epochs times.
+
+    With clips of several shapes the last few may still wait for company then (one_shape_batch).
+    """
+    return max_steps or math.ceil(num_train_epochs * num_rows / global_batch)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Noise
+
+
+def noise_seed(run_seed: int, epoch: int, sample_id: str, member: int = 0) -> int:
+    """Seed (63 bits) of the noise of one sample; `member` counts the noises of a sample within an epoch."""
+    return _stable_hash(f"noise/{run_seed}/{epoch}/{member}/{sample_id}")
+
+
+def training_noise_seed(run_seed: int, epoch: int, sample_id: str, noises_per_sample: str | int) -> int:
+    """noise_seed for a sample's visit in `epoch`: new in each ("fresh"), or the same n in turn (n)."""
+    if noises_per_sample == "fresh":
+        return noise_seed(run_seed, epoch, sample_id)
+    return noise_seed(run_seed, 0, sample_id, epoch % noises_per_sample)
+
+
+def noise(shape: Sequence[int], seed: int, device: str | torch.device = "cpu") -> Tensor:
+    """Standard normal float32 noise, drawn on the CPU so that every device starts from the same."""
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def _stable_hash(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # Python's own hash() differs from process to process
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The group plan
+
+
+class Member(NamedTuple):
+    """One rollout of an epoch. Carry group_id through rewards and gathers: no text or picture identifies a group."""
+
+    row: int  # of the training data: prompt and image
+    group_id: int  # 0 .. groups - 1 within the epoch
+    member: int  # 0 .. group_size - 1 within the group
+    noise_seed: int  # of the latents at sigma 1; the group's own under Geometry.same_noise
+    step_seed: int  # of the noise of the SDE steps: never shared, or the group's rollouts would all be one
+
+    @property
+    def start(self) -> tuple[int, int]:
+        """Members of one start are the same video until the first stochastic step."""
+        return self.row, self.noise_seed
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the rollouts of an epoch are spread over processes, forward passes and updates.
+
+    updates: an epoch's optimizer updates, each of which takes the next of its forward passes, and so, whatever world
+    and batch are, the same members as on one process.
+
+    spread: `contiguous`, each process takes one run of an update's groups, so a group is on one process if its size
+    divides the samples that a process has of an update; or `spread`, each forward pass of all processes takes the
+    next groups, so that a group is complete as early as possible. A batch that divides group_size never mixes rows,
+    in both.
+
+    Raises ValueError for a geometry that does not divide, with the nearest that do, and for updates that do not.
+    """
+
+    group_size: int
+    groups: int  # of an epoch, over all processes
+    world: int = 1  # processes
+    batch: int = 1  # samples of one forward pass of one process
+    updates: int = 1
+    spread: str = "contiguous"
+    same_noise: bool = False  # the members of a group start from the same noise
+
+    def __post_init__(self):
+        if self.spread not in ("contiguous", "spread"):
+            raise ValueError(f"spread must be contiguous or spread, got {self.spread!r}")
+        check_geometry(self.world, self.batch, self.group_size, self.groups)
+        if self.updates < 1 or self.forwards % self.updates:
+            near = ", ".join(str(n) for n in range(1, self.forwards + 1) if self.forwards % n == 0)
+            raise ValueError(
+                f"updates must divide the {self.forwards} forward passes of a process, got {self.updates}; take one "
+                f"of {near}"
+            )
+
+    @property
+    def samples(self) -> int:
+        """Of an epoch, over all processes."""
+        return self.groups * self.group_size
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes of each process in an epoch."""
+        return self.samples // (self.world * self.batch)
+
+    @property
+    def forwards_per_update(self) -> int:
+        return self.forwards // self.updates
+
+
+def positions(geometry: Geometry, rank: int) -> list[range]:
+    """By forward pass of process `rank`, its members' positions 0 .. samples - 1 in the epoch, group after group."""
+    per_update, world, batch = geometry.forwards_per_update, geometry.world, geometry.batch
+
+    def start(forward: int) -> int:
+        if geometry.spread == "spread":
+            return (forward * world + rank) * batch
+        update, at = divmod(forward, per_update)
+        return ((update * world + rank) * per_update + at) * batch
+
+    return [range(start(forward), start(forward) + batch) for forward in range(geometry.forwards)]
+
+
+def plan(epoch: int, rank: int, geometry: Geometry, sample_ids: Sequence[str], seed: int) -> list[list[Member]]:
+    """The forward passes of process `rank` in `epoch`: lists of geometry.batch members, as many on every process.
+
+    An epoch is the next `groups` rows of the stream `sample_at`, `group_size` members of each. Together the processes
+    roll out the same members whatever world, batch and spread are, and (seed, epoch) is all the state. groups may
+    exceed the number of rows: a row that comes twice in an epoch is two groups, with noises of their own. sample_ids:
+    one per row (`data.Row.id`), the key of its noise.
+
+    Raises ValueError for a rank, an epoch or data that are not there.
+    """
+    if not 0 <= rank < geometry.world or epoch < 0 or not sample_ids:
+        raise ValueError(
+            f"plan needs 0 <= rank < world, epoch >= 0 and a row of data, got rank {rank}, world {geometry.world}, "
+            f"epoch {epoch} and {len(sample_ids)} rows"
+        )
+
+    def member_at(position: int) -> Member:
+        group_id, member = divmod(position, geometry.group_size)
+        visit, row = sample_at(epoch * geometry.groups + group_id, len(sample_ids), seed)
+        name = sample_ids[row]
+        return Member(
+            row=row,
+            group_id=group_id,
+            member=member,
+            noise_seed=noise_seed(seed, visit, name, 0 if geometry.same_noise else member),
+            step_seed=noise_seed(seed, visit, f"steps/{name}", member),
+        )
+
+    return [list(map(member_at, members)) for members in positions(geometry, rank)]
+
+
+def new_starts(plans: Sequence[Sequence[Sequence[Member]]]) -> list[bool]:
+    """By forward pass: whether some process comes to a start that its pass before had not.
+
+    plans: of all processes. Where it is False, the latents before the window can be taken from the pass before. The
+    same on every process, since each has to take as many forward passes of the model as the others.
+    """
+    seen = [[{member.start for member in members} for members in process] for process in plans]
+    found = [[i == 0 or not starts <= process[i - 1] for i, starts in enumerate(process)] for process in seen]
+    return [any(at_once) for at_once in zip(*found, strict=True)]
+
+
+@lru_cache
+def start_counts(geometry: Geometry) -> tuple[int, int]:
+    """(starts, forward passes) with which one process computes one step before the window, for all of an epoch.
+
+    starts: of the process that has the most of them. The passes are the same on all processes.
+    """
+    plans = [plan(0, rank, geometry, ("",), seed=0) for rank in range(geometry.world)]
+    new = new_starts(plans)
+    starts = [
+        sum(len({member.start for member in members}) for members, is_new in zip(one, new, strict=True) if is_new)
+        for one in plans
+    ]
+    return max(starts), sum(new)
+
+
+def rollout_counts(geometry: Geometry, num_steps: int, window: Sequence[int]) -> list[tuple[int, int]]:
+    """By step, (videos, forward passes) of one process in an epoch; guidance is not in it.
+
+    With the same noise in a group the steps before the window are computed once for all members that a pass has of it.
+    """
+    before, after = start_counts(geometry), (geometry.forwards * geometry.batch, geometry.forwards)
+    return [before if i < window[0] else after for i in range(num_steps)]
+
+
+def epochs_due(every: int, per_epoch: int, steps: int | None) -> int | None:
+    """How many epochs of `per_epoch` updates end with something that is done `every` so many updates.
+
+    These are the epochs in which a multiple falls, and the last one. None where the number of steps is not known.
+    """
+    if steps is None:
+        return None
+    return len({math.ceil(step / per_epoch) for step in range(every, steps + 1, every)} | {steps // per_epoch})
+
+
+def step_noise(members: Sequence[Member], shape: Sequence[int], device: str | torch.device, step: int) -> Tensor:
+    """(B, ...) standard normal noise of one stochastic step, each member's its own; shape: (1, ...) of one latent."""
+    seeds = [noise_seed(member.step_seed, step, "step") for member in members]
+    return torch.cat([noise(shape, seed, device) for seed in seeds])
+
+
+def check_geometry(world: int, batch: int, group_size: int, groups: int) -> None:
+    """Raise ValueError unless groups * group_size samples divide into forward passes of world * batch."""
+    if min(world, batch, groups) < 1 or group_size < 2:
+        raise ValueError(
+            f"a group plan needs world, batch and groups >= 1 and group_size >= 2 (one sample has nobody to be "
+            f"compared with), got world {world}, batch {batch}, groups {groups}, group_size {group_size}"
+        )
+    samples, at_once = groups * group_size, world * batch
+    if samples % at_once == 0:
+        return
+    options = [
+        ("groups", _nearest_multiples(groups, at_once // math.gcd(at_once, group_size))),
+        ("group_size", _nearest_multiples(group_size, at_once // math.gcd(at_once, groups))),
+        ("batch", _nearest_divisors(batch, samples // world) if samples % world == 0 else []),
+    ]
+    advice = ", or ".join(f"{name} {' or '.join(map(str, values))}" for name, values in options if values)
+    raise ValueError(
+        f"groups {groups} x group_size {group_size} = {samples} samples per epoch do not divide into forward passes "
+        f"of world {world} x batch {batch} = {at_once}; the nearest that do: {advice}"
+    )
+
+
+def _nearest_multiples(value: int, step: int) -> list[int]:
+    below = value // step * step
+    return [candidate for candidate in (below, below + step) if candidate > 0]
+
+
+def _nearest_divisors(value: int, of: int) -> list[int]:
+    divisors = [d for d in range(1, of + 1) if of % d == 0]
+    below, above = [d for d in divisors if d < value], [d for d in divisors if d > value]
+    return below[-1:] + above[:1]
+
+
+class DistributedGroupSampler(Sampler[list[Member]]):
+    """A DataLoader's batch_sampler over the plan of one process; `dataset[member]` then gets a `Member`.
+
+    plan_of: epoch -> `plan(epoch, ...)` of this process.
+    Call `set_epoch` before each `iter(loader)`: an iteration's plan is fixed when it starts, so prefetching workers
+    cannot fall behind it.
+
+    The plan is already this process's own. `accelerator.prepare` does not know that: it would wrap this sampler in
+    its BatchSamplerShard, every process would take each world-th batch of its share, and groups would arrive with
+    1 to 3 of 4 members. Never prepare the loader; `check_loader` says whether somebody did.
+    """
+
+    def __init__(self, plan_of: Callable[[int], list[list[Member]]]):
+        self.plan_of = plan_of
+        self.epoch = 0
+        self.forwards = len(plan_of(0))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.forwards
+
+    def __iter__(self) -> Iterator[list[Member]]:
+        return iter(self.plan_of(self.epoch))
+
+
+def check_loader(loader: DataLoader, sampler: DistributedGroupSampler) -> None:
+    """Raise ValueError if `loader` is not a plain DataLoader over `sampler`, as it is not once it was prepared."""
+    if type(loader) is not DataLoader or loader.batch_sampler is not sampler:
+        raise ValueError(
+            f"the loader of the group plan is a {type(loader).__name__} over a "
+            f"{type(loader.batch_sampler).__name__}, not a DataLoader over the plan: it was sharded a second time and "
+            f"would give incomplete groups; do not pass it to accelerator.prepare"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Which steps are stochastic, and trained
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Which steps of a schedule may be stochastic, and trained.
+
+    kind: `list`, the given `steps`; `random`, `size` steps in a row (Flow-GRPO-Fast); `fraction`, that share of
+    the steps, rounded and at least one, not necessarily in a row (DanceGRPO draws 0.6). Both draw from
+    bounds[0] <= step < bounds[1], all steps by default, anew in each epoch.
+
+    usable: the steps that have std > 0 and matter, all by default. The caller leaves out deterministic ones: CPS
+    has std = 0 at the last. Flow-SDE and Dance-SDE have a density there, yet it only leaves noise in the sample;
+    every published recipe leaves it out as well.
+
+    Raises ValueError for steps that do not exist or are not usable.
+    """
+
+    kind: str
+    num_steps: int
+    usable: Sequence[int] | None = None
+    steps: Sequence[int] = ()
+    size: int = 1
+    bounds: Sequence[int] | None = None
+    fraction: float = 0.6
+
+    def __post_init__(self):
+        if self.kind not in ("list", "random", "fraction"):
+            raise ValueError(f"kind must be list, random or fraction, got {self.kind!r}")
+        everything = set(range(self.num_steps))
+        allowed = everything if self.usable is None else set(self.usable)
+        if not allowed <= everything:
+            raise ValueError(f"usable holds {sorted(allowed - everything)}, but steps are 0 .. {self.num_steps - 1}")
+        refused = [step for step in self.steps if step not in allowed]
+        if self.kind == "list" and (refused or not self.steps or len(set(self.steps)) != len(self.steps)):
+            raise ValueError(
+                f"steps must be some of the usable {sorted(allowed)}, each once, got {list(self.steps)}"
+                + (f": {refused} are not usable" if refused else "")
+            )
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """First and last + 1 of the steps that are drawn from."""
+        return (0, self.num_steps) if self.bounds is None else tuple(self.bounds)
+
+    @property
+    def drawable(self) -> tuple[int, ...]:
+        """The steps that some epoch's window may have, ascending."""
+        if self.kind == "list":
+            return tuple(sorted(self.steps))
+        low, high = self.range
+        allowed = range(self.num_steps) if self.usable is None else self.usable
+        return tuple(step for step in sorted(allowed) if low <= step < high)
+
+
+def window(windows: Windows, epoch: int, seed: int) -> tuple[int, ...]:
+    """The SDE steps of an epoch, ascending: the same on every process and for every group; ODE elsewhere.
+
+    Raises ValueError for a window that fits nowhere.
+    """
+    candidates, (low, high) = windows.drawable, windows.range
+    if windows.kind == "list":
+        return candidates
+    generator = torch.Generator().manual_seed(noise_seed(seed, epoch, "window"))
+    if windows.kind == "random":
+        starts = [s for s in candidates if set(range(s, s + windows.size)) <= set(candidates)]
+        if windows.size < 1 or not starts:
+            raise ValueError(
+                f"no {windows.size} steps in a row among the usable {list(candidates)} of {low} .. {high - 1}; take a "
+                f"smaller window or wider bounds"
+            )
+        start = starts[int(torch.randint(len(starts), (), generator=generator))]
+        return tuple(range(start, start + windows.size))
+    if not 0 < windows.fraction <= 1 or not candidates:
+        raise ValueError(f"needs 0 < fraction <= 1 and a usable step in {low} .. {high - 1}, got {windows.fraction}")
+    count = max(1, round(windows.fraction * len(candidates)))
+    drawn = torch.randperm(len(candidates), generator=generator)[:count].tolist()
+    return tuple(sorted(candidates[i] for i in drawn))

@@ -1,0 +1,421 @@
+"""What a configuration asks for: denoising steps, windows and groups, the steps of the run, and how much work that is.
+
+Every start prints `overview` and `sigma_table`; `work_of` gives the record from which `rewardfl.estimate` works out
+what the run takes.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from rewardfl import config as configuration
+from rewardfl import data, flow, groups, lora
+from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.load import Adapter
+from rewardfl.backbones.wan.model import Schedule
+from rewardfl.config import AnyConfig, ConfigError, FlowGrpoConfig, RewardFlConfig
+from rewardfl.groups import Geometry
+from rewardfl.run import checks
+
+EPOCHS = 100  # whose windows stand for the run's, where its length is not known
+KINDS = ("flow", "dance", "cps")  # of stochastic steps
+
+# ------------------------------------------------------------------------------------------------------------
+# What ordinary training asks
+
+
+def schedule_of(cfg: AnyConfig, boundary: float) -> Schedule:
+    """The denoising steps that a run of the configuration takes; boundary: the sigma between its experts."""
+    return wan.schedule(cfg.sample.num_inference_steps, cfg.sample.shift, boundary).until(cfg.sample.final_timestep)
+
+
+def total_steps(cfg: AnyConfig, clips: int | None, processes: int) -> int | None:
+    """Optimizer updates of the run: max_steps, or what visits every clip num_train_epochs times.
+
+    None where the clips that must say are not there. Flow-GRPO takes whole epochs.
+    """
+    train = cfg.train
+    if train.max_steps is not None or clips is None:
+        return train.max_steps
+    if isinstance(cfg, FlowGrpoConfig):
+        epochs = groups.total_steps(clips, cfg.grpo.groups, train.num_train_epochs, None)
+        return epochs * updates_of_epoch(cfg)
+    at_once = processes * train.per_device_train_batch_size * train.gradient_accumulation_steps
+    return groups.total_steps(clips, train.train_batch_size or at_once, train.num_train_epochs, None)
+
+
+def updates_of_epoch(cfg: FlowGrpoConfig) -> int:
+    return cfg.grpo.updates_per_epoch * cfg.grpo.inner_epochs
+
+
+def geometry_of(cfg: FlowGrpoConfig, processes: int) -> Geometry:
+    """How an epoch's rollouts are spread; ConfigError when the groups do not divide into passes and updates."""
+    try:
+        return Geometry(
+            group_size=cfg.grpo.group_size,
+            groups=cfg.grpo.groups,
+            world=processes,
+            batch=cfg.train.per_device_train_batch_size,
+            updates=cfg.grpo.updates_per_epoch,
+            spread=cfg.grpo.spread,
+            same_noise=cfg.grpo.same_noise_in_group,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            "grpo.groups, grpo.group_size, grpo.updates_per_epoch (updates) and train.per_device_train_batch_size "
+            f"(batch): {error}"
+        ) from error
+
+
+def windows_of(cfg: FlowGrpoConfig, experts: Sequence[str]) -> groups.Windows:
+    """Which steps an epoch may train: those of trained experts but the last, as the configuration says.
+
+    experts: of each step. ConfigError when there can be no window, or a trained expert would answer at no step of any.
+    """
+    trained, grpo = configuration.trainable_experts(cfg), cfg.grpo
+    table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(experts))
+    try:
+        windows = groups.Windows(
+            kind=grpo.window,
+            num_steps=len(experts),
+            usable=[
+                i for i, expert in enumerate(experts[:-1]) if expert in trained
+            ],  # nothing removes the last's noise
+            steps=grpo.window_steps or (),
+            size=grpo.window_size,
+            bounds=grpo.window_bounds,
+            fraction=grpo.window_fraction,
+        )
+        groups.window(windows, 0, cfg.run.seed)
+    except ValueError as error:
+        raise ConfigError(
+            f"grpo.window: {error}. Usable are the steps of {cfg.model.trainable_models} (model.trainable_models) but "
+            f"the last step: {table}"
+        ) from error
+    idle = [name for name in trained if name not in {experts[i] for i in windows.drawable}]
+    if idle:
+        raise ConfigError(
+            f"model.trainable_models: {', '.join(idle)} answers at no step that grpo.window may draw ({table}) and "
+            "would not learn; train the other alone, or widen the window"
+        )
+    return windows
+
+
+# ------------------------------------------------------------------------------------------------------------
+# For people, at every start
+
+
+def overview(cfg: AnyConfig, schedule: Schedule, clips: int | None, steps: int | None, processes: int) -> str:
+    """The arithmetic of the run's batches, steps and gradients, and its sigmas. clips, steps: where they are known."""
+    arithmetic = _group_arithmetic if isinstance(cfg, FlowGrpoConfig) else _batch_arithmetic
+    return "\n".join([*arithmetic(cfg, schedule, clips, steps, processes), "", *sigma_table(cfg, schedule), ""])
+
+
+def _batch_arithmetic(
+    cfg: RewardFlConfig, schedule: Schedule, clips: int | None, steps: int | None, processes: int
+) -> list[str]:
+    train, sample = cfg.train, cfg.sample
+    at_once = train.per_device_train_batch_size * train.gradient_accumulation_steps * processes
+    lines = [
+        f"batch: {train.per_device_train_batch_size} per process x {train.gradient_accumulation_steps} accumulation x "
+        f"{processes} processes = {at_once} clips per step",
+        f"gradient: {sample.gradient_mode} through steps {list(configuration.active_steps(cfg))}, coupling "
+        f"{configuration.resolved_coupling(cfg):g}, KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient})",
+        f"untrained expert: {cfg.experts.untrained}; decoder caches: {train.decode_caches}; their cost: --dry-run",
+    ]
+    if steps is None or clips is None:
+        return lines
+    visited = f"steps: {steps} = {steps * at_once} samples = {steps * at_once / clips:.2f} x {clips} rows"
+    return [lines[0], visited, *lines[1:]]
+
+
+def _group_arithmetic(
+    cfg: FlowGrpoConfig, schedule: Schedule, clips: int | None, steps: int | None, processes: int
+) -> list[str]:
+    grpo, geometry, windows = cfg.grpo, geometry_of(cfg, processes), windows_of(cfg, schedule.experts)
+    drawn = drawn_windows(cfg, windows, steps)
+    batches, widest = geometry.forwards_per_update, max(map(len, drawn))
+    rolled = _mean(
+        sum(passes for _, passes in groups.rollout_counts(geometry, len(schedule), window)) for window in drawn
+    )
+    guidance = f" x {answers_of(cfg)} (guidance)" if answers_of(cfg) > 1 else ""
+    first = ", ".join(str(list(window)) for window in drawn[:3])
+    steps_drawn = list(windows.drawable)
+    window = (
+        f"{steps_drawn}" if grpo.window == "list" else f"{widest} of {steps_drawn}, drawn in each epoch: {first}, ..."
+    )
+    lines = [
+        f"an epoch: {grpo.groups} groups x {grpo.group_size} = {geometry.samples} samples = {geometry.forwards} "
+        f"forwards x {geometry.batch} batch x {processes} process{'es' if processes > 1 else ''}",
+        f"  per process {answers_of(cfg) * rolled:g} forwards without gradient: {geometry.forwards} batches x "
+        f"{len(schedule)} steps{guidance}{', its first steps once per group' if grpo.same_noise_in_group else ''}",
+        f"an update: {geometry.samples // geometry.updates} samples; per process {answers_of(cfg) * batches * widest} "
+        f"forwards with gradient: {batches} batches x {widest} window steps{guidance}",
+        f"updates: {grpo.updates_per_epoch} per epoch x {grpo.inner_epochs} inner epochs = {updates_of_epoch(cfg)}",
+        f"SDE: {grpo.sde}, noise level {grpo.noise_level:g}, window {window}",
+    ]
+    if steps is None:
+        return lines
+    rounds = steps // updates_of_epoch(cfg) * grpo.groups
+    visits = f" = {rounds / clips:.2f} x {clips} clips" if clips else ""
+    return [*lines, f"the run: {steps} updates = {steps // updates_of_epoch(cfg)} epochs = {rounds} groups{visits}"]
+
+
+def sigma_table(cfg: AnyConfig, schedule: Schedule) -> list[str]:
+    """By step: sigma, timestep, expert, whether it is trained.
+
+    Of Flow-GRPO besides, for each kind of stochastic step at the configured noise level, its std, gradient weight
+    (`flow.gradient_weight`) and noise left over sigma_next (`flow.noise_scale_error`).
+    """
+    kinds, level = (KINDS, cfg.grpo.noise_level) if isinstance(cfg, FlowGrpoConfig) else ((), 0.0)
+    if isinstance(cfg, FlowGrpoConfig):
+        trained = windows_of(cfg, schedule.experts).drawable
+        role, word = "window ", "trained" if cfg.grpo.window == "list" else "drawn"
+    else:
+        trained, role, word = configuration.active_steps(cfg), "gradient", "replayed"
+    heads = "".join(f"{kind + ' std':>11s}{'weight':>8s}{'noise':>7s}" for kind in kinds)
+    lines = [f"step   sigma   timestep  expert      {role}{heads}".rstrip()]
+    sigmas = schedule.sigmas.tolist()
+    for i, (sigma, sigma_next) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
+        cells = "".join(_cells(kind, sigma, sigma_next, level, sigmas[1]) for kind in kinds)
+        place = f"{word if i in trained else '-':{len(role)}s}"
+        lines.append(f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {schedule.experts[i]:10s}  {place}{cells}".rstrip())
+    if kinds:
+        lines.append(
+            f"at noise level {level:g}, trained with {cfg.grpo.sde}. weight: of the step's gradient, |dmean/dv| / std "
+            "(cps: 2 |dmean/dv| std). noise: what one step leaves / sigma of the next, 1 is exact"
+        )
+    return lines
+
+
+def _cells(kind: str, sigma: float, sigma_next: float, level: float, sigma_max: float) -> str:
+    """std, gradient weight and noise-scale error; - for what is not defined there."""
+    if kind == "cps" and level > 1:
+        return f"{'-':>11s}{'-':>8s}{'-':>7s}"
+    step = (kind, sigma, sigma_next, level, sigma_max)
+    std = flow.transition_std(*step)
+    weight = f"{flow.gradient_weight(*step):.4f}" if std > 0 else "-"
+    noise = f"{flow.noise_scale_error(*step):.3f}" if sigma_next > 0 else "-"
+    return f"{std:11.4f}{weight:>8s}{noise:>7s}"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# How much work it is
+
+
+@dataclass(frozen=True)
+class Video:
+    """One generated video: by which model (configs: its folder of configurations, dtype, adapter) and of what size."""
+
+    configs: Path
+    dtype: torch.dtype
+    height: int
+    width: int
+    num_frames: int
+    adapter: Adapter | None
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of the run, in words, and the videos that it trains on: all that are counted, and those of a process."""
+
+    name: str
+    videos: float
+    of_process: float
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """An evaluation: forward passes of one video by expert, and its steps; videos and times in the run, where known."""
+
+    passes: Mapping[str, float]
+    steps: int
+    videos: int | None
+    times: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a run does with each video that it trains on, from its noise to its share of an update, and with what.
+
+    Passes are forward passes through an expert, by the expert's name; means where epochs differ.
+    """
+
+    video: Video
+    trained: tuple[str, ...]  # experts
+    untrained: str | None  # the one that is not
+    rollout: Mapping[str, float] = field(default_factory=dict)  # passes without a graph
+    replay: Mapping[str, float] = field(default_factory=dict)  # passes with one
+    pulled: Mapping[str, float] = field(default_factory=dict)  # backward passes through these
+    reference: Mapping[str, float] = field(default_factory=dict)  # passes without a graph and without the adapter
+    graphs: int = 1  # passes whose graphs live together
+    reward_gradient: bool = False  # the reward's gradient goes back through the decoder
+    cacheable: bool = False  # what the untrained expert hands over can be computed before training
+    averaged: bool = False  # an average of the adapter is kept, and saved with the last weights
+    waiting: int = 0  # videos of one process whose latents and conditioning wait for an epoch's updates
+    kept: Mapping[str, int] = field(default_factory=dict)  # latents that each of them keeps, by samples_on
+    spans: tuple[Span, ...] = ()
+    evaluation: Sampling | None = None
+    steps: int | None = None  # updates of the run
+    saves: int | None = None  # its checkpoints
+    clips: int | None = None
+    pack_bytes: int = 0  # of the face networks' weights, where they are on disk
+    processes: int = 1  # one for each GPU
+    sharding: str = "none"  # none, zero2 or fsdp2, over the processes
+
+    # the settings that trade memory for time; estimate.advice.KEYS says which keys they are
+    placement: str = "gpu"  # of the untrained expert
+    checkpointing: bool = True
+    offload_inputs: bool = False
+    batch: int = 1
+    accumulation: int | None = None  # None: an epoch has a fixed number of videos
+    decode_caches: str = "keep"
+    noises: str | int = "fresh"
+    samples_on: str = "gpu"
+
+
+def work_of(
+    cfg: AnyConfig, configs: Path, clips: int | None, steps: int | None, processes: int, sharding: str = "none"
+) -> Work:
+    """How much work the configuration is. configs: the model's folder; clips, steps: where they are known.
+
+    ConfigError for samples that do not divide among processes, batches and updates, and for an impossible window.
+    """
+    trained = configuration.trainable_experts(cfg)
+    # under max_pixels a square clip, which has no fewer tokens than one of another shape
+    height, width = data.clip_size((4096, 4096), cfg.data.height, cfg.data.width, cfg.data.max_pixels)
+    targets = tuple(lora.target_modules(cfg.lora.lora_target_modules))
+    common = Work(
+        video=Video(
+            configs=configs,
+            dtype=wan.DTYPES[cfg.model.dtype],
+            height=height,
+            width=width,
+            num_frames=cfg.data.num_frames,
+            adapter=Adapter(cfg.lora.lora_rank, targets),
+        ),
+        trained=trained,
+        untrained=next((name for name in wan.PARTS if name not in trained), None),
+        steps=steps,
+        clips=clips,
+        pack_bytes=_pack_bytes(cfg),
+        processes=processes,
+        sharding=sharding,
+        placement=cfg.experts.untrained,
+        checkpointing=cfg.train.use_gradient_checkpointing,
+        offload_inputs=cfg.train.use_gradient_checkpointing_offload,
+        batch=cfg.train.per_device_train_batch_size,
+    )
+    boundary = checks.boundary_of(cfg, configs)
+    return _flow_grpo(common, cfg, boundary) if isinstance(cfg, FlowGrpoConfig) else _reward_fl(common, cfg, boundary)
+
+
+def _reward_fl(common: Work, cfg: RewardFlConfig, boundary: float) -> Work:
+    experts, active = schedule_of(cfg, boundary).experts, configuration.active_steps(cfg)
+    replay = Counter(experts[i] for i in active)
+    coupled, kl = configuration.resolved_coupling(cfg) != 0, cfg.reward.kl_weight != 0
+    # the KL's gradient kept off the trajectory is a backward pass of its own at each step that hands one on
+    twice = active[1:] if kl and coupled and cfg.reward.kl_gradient == "fixed_trajectory" else ()
+    own = cfg.train.per_device_train_batch_size * cfg.train.gradient_accumulation_steps
+    return replace(
+        common,
+        rollout=Counter(experts),
+        replay=replay,
+        pulled=replay + Counter(experts[i] for i in twice),
+        reference=replay if kl else {},
+        reward_gradient=True,
+        # what comes before the boundary, where nothing is trained or handed a gradient
+        cacheable=common.untrained == "high_noise" and "high_noise" not in replay,
+        spans=(Span(f"one update of {own} clips per GPU", own, own),),
+        saves=None if common.steps is None else math.ceil(common.steps / cfg.run.save_steps),
+        accumulation=cfg.train.gradient_accumulation_steps,
+        decode_caches=cfg.train.decode_caches,
+        noises=cfg.sample.noises_per_sample,
+    )
+
+
+def _flow_grpo(common: Work, cfg: FlowGrpoConfig, boundary: float) -> Work:
+    experts, grpo = schedule_of(cfg, boundary).experts, cfg.grpo
+    geometry, windows, per_epoch = geometry_of(cfg, common.processes), windows_of(cfg, experts), updates_of_epoch(cfg)
+    drawn, answers = drawn_windows(cfg, windows, common.steps), answers_of(cfg)
+    own, epochs = geometry.samples // common.processes, None if common.steps is None else common.steps // per_epoch
+    counts = [groups.rollout_counts(geometry, len(experts), window) for window in drawn]
+    rollout, replay = Counter(), Counter()
+    for i, expert in enumerate(experts):
+        rollout[expert] += answers * _mean(one[i][0] for one in counts) / own
+    for i in windows.drawable:
+        replay[experts[i]] += answers * grpo.inner_epochs * _mean(i in window for window in drawn)
+    means = max(map(len, drawn)) if grpo.objective == "guard" else 0
+    at_update = geometry.samples // geometry.updates
+    spans = [
+        Span(
+            f"one update of {at_update} samples, with its share of the rollouts",
+            geometry.samples / per_epoch,
+            own / per_epoch,
+        ),
+        Span(f"one epoch of {geometry.samples} samples", geometry.samples, own),
+    ]
+    if epochs is not None:
+        spans.append(
+            Span(f"the run of {epochs} epochs, without its evaluations", epochs * geometry.samples, epochs * own)
+        )
+    return replace(
+        common,
+        rollout=rollout,
+        replay=replay,
+        pulled=replay,
+        reference=replay if grpo.kl_weight != 0 else {},
+        graphs=answers,
+        averaged=True,
+        waiting=own,
+        # of K steps in a row K + 1 latents on the GPU, where one step's last are the next one's first, 2 K in the host
+        kept={
+            "gpu": means + max(len({*window, *(i + 1 for i in window)}) for window in drawn),
+            "cpu": means + 2 * max(map(len, drawn)),
+        },
+        spans=tuple(spans),
+        evaluation=_evaluation(cfg, boundary, common.steps) if cfg.evaluation.eval_clips else None,
+        saves=groups.epochs_due(cfg.run.save_steps, per_epoch, common.steps),
+        samples_on=grpo.samples_on,
+    )
+
+
+def _evaluation(cfg: FlowGrpoConfig, boundary: float, steps: int | None) -> Sampling:
+    wanted, per_epoch = cfg.evaluation, updates_of_epoch(cfg)
+    num_steps = wanted.eval_inference_steps or cfg.sample.num_inference_steps
+    experts, videos = wan.schedule(num_steps, cfg.sample.shift, boundary).experts, None
+    if Path(wanted.eval_clips).is_file():
+        videos = len(data.load_metadata(wanted.eval_clips, "evaluation.eval_clips")) * wanted.eval_noises
+    passes = {expert: answers_of(cfg) * count for expert, count in Counter(experts).items()}
+    due = groups.epochs_due(wanted.eval_steps, per_epoch, steps)
+    return Sampling(passes, num_steps, videos, None if due is None else 1 + due)  # one before the first epoch
+
+
+def _pack_bytes(cfg: AnyConfig) -> int:
+    """Bytes of the face networks' weights, as far as they are on disk."""
+    folders = [Path(folder) for folder in (cfg.reward.reward_model_path, cfg.reward.held_out_model_path) if folder]
+    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*.onnx"))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Small questions about Flow-GRPO
+
+
+def answers_of(cfg: FlowGrpoConfig) -> int:
+    """Forward passes that one velocity takes."""
+    return 2 if cfg.sample.guidance_scale != 1 else 1
+
+
+def drawn_windows(cfg: FlowGrpoConfig, windows: groups.Windows, steps: int | None) -> list[tuple[int, ...]]:
+    """By epoch of the run, its window; of the first EPOCHS where its length is not known."""
+    epochs = EPOCHS if steps is None else steps // updates_of_epoch(cfg)
+    return [groups.window(windows, epoch, cfg.run.seed) for epoch in range(epochs)]
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values)
