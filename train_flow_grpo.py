@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from rewardfl import config as configuration
 from rewardfl import data, groups, grpo, lora, reward_flow, sde, sharding
-from rewardfl.backbones.wan import decoder
+from rewardfl.backbones import seam
+from rewardfl.backbones.seam import Backbone, Conditioning, Velocity
 from rewardfl.backbones.wan import load as wan_load
-from rewardfl.backbones.wan import model as wan
 from rewardfl.config import FlowGrpoConfig
 from rewardfl.data.cache import Cache
 from rewardfl.optim import averaged, learning_rate_factor
@@ -60,11 +60,11 @@ def main() -> int:
 def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_folder: checkpoint.RunFolder) -> int:
     """Train; the process's exit code: 2 for a dry run that does not fit the GPU that is there, 128 + a signal's."""
     # ---------------------------------------------------------------------------------- what will be done, checked
-    layout, boundary = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
-    schedule = work.schedule_of(cfg, boundary)
+    backbone = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
+    schedule = work.schedule_of(cfg, backbone.boundary)
     sigmas = schedule.sigmas
     eval_steps = cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps
-    eval_schedule = wan.schedule(eval_steps, cfg.sample.shift, boundary)
+    eval_schedule = backbone.schedule(eval_steps, cfg.sample.shift)
     windows = work.windows_of(cfg, schedule.experts)
     window_size = len(groups.window(windows, 0, cfg.run.seed))  # of every epoch
     tolerance = grpo.ratio_tolerance(cfg.grpo.ratio_tolerance, cfg.model.dtype, cfg.grpo.clip_range)
@@ -86,18 +86,21 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         said += more_said
     steps = work.total_steps(cfg, len(rows), world)
     say = accelerator.print
-    for line in [*(f"note: {note}" for note in wan_load.differences(layout, boundary, cfg.sample.shift)), *said]:
+    for line in [
+        *(f"note: {note}" for note in wan_load.differences(backbone.files, backbone.boundary, cfg.sample.shift)),
+        *said,
+    ]:
         say(line)
     say(configuration.dump(cfg))
     say(work.overview(cfg, schedule, len(rows), steps, world))
     if dry_run:
         from rewardfl.estimate.report import estimate  # training must not need what it measures with
 
-        asked = work.work_of(cfg, layout.configs, len(rows), steps, world, distributed.sharding(accelerator))
+        asked = work.work_of(cfg, backbone.files.configs, len(rows), steps, world, distributed.sharding(accelerator))
         text, fits = estimate(asked, total_memory(device))
         say(text)
         return 0 if fits else 2
-    weights = setup.base_model(cfg, layout)
+    weights = setup.base_model(cfg, backbone.files)
     opened = setup.open_run(cfg, run_folder, accelerator, weights)
 
     # ---------------------------------------------------------------------------------- clips and rewards
@@ -120,23 +123,22 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     for line in described:
         say(line)
     steps = work.total_steps(cfg, len(samples), world)
-    init = setup.init_adapters(cfg, layout)
+    init = setup.init_adapters(cfg, backbone.files)
     content = setup.content_of(samples, held_out, hashes, init)
     state, changes = setup.load_state(cfg, opened, content)
 
     # ---------------------------------------------------------------------------------- what the cache lacks
-    load = setup.loader(cfg, layout)
-    conditions = setup.conditions_of(cfg, weights, store)
+    conditions = setup.conditions_of(cfg, backbone, weights, store)
     guidance, negative = cfg.sample.guidance_scale, None
     away = [cfg.sample.negative_prompt] if guidance != 1 else []
-    conditions.fill([*samples, *held_out], lambda parts: load(parts).to(device), share, away)
+    conditions.fill([*samples, *held_out], device, share, away)
     accelerator.wait_for_everyone()
     if away:
-        negative = conditions.text_of(cfg.sample.negative_prompt).to(device)
+        negative = seam.to(conditions.text_of(cfg.sample.negative_prompt), device)
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
-    vae = load(("vae_decoder",)).vae.to(device)
-    model, trained = setup.load_experts(cfg, load, device, distributed.home(accelerator))
+    decoder = backbone.load_decoder(device)
+    model, trained = setup.load_experts(cfg, backbone, device, distributed.home(accelerator))
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if opened.path is None:
         setup.start_adapters(trained, init)
@@ -158,7 +160,8 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         groups.plan, geometry=geometry, sample_ids=[sample.row.id for sample in samples], seed=cfg.run.seed
     )
     sampler = groups.DistributedGroupSampler(partial(plan_of, rank=rank))
-    batches = DataLoader(Rows(samples, conditions, cfg.data.skip_bad_rows), batch_sampler=sampler, collate_fn=together)
+    loaded = Rows(samples, conditions, cfg.data.skip_bad_rows)
+    batches = DataLoader(loaded, batch_sampler=sampler, collate_fn=partial(together, backbone))
     groups.check_loader(batches, sampler)  # never prepared: the plan is this process's own
 
     # ---------------------------------------------------------------------------------- where an earlier run stopped
@@ -186,8 +189,12 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     def largest(number: int) -> int:
         return int(accelerator.gather(torch.tensor([number], device=device)).max())
 
-    def velocity_of(conditioning: wan.Conditioning) -> wan.Velocity:
-        return wan.Velocity(policy, conditioning, schedule, negative, guidance)
+    def shape_of(sample: prepare.Sample) -> tuple[int, ...]:
+        """(1, C, T, h, w) of its latents."""
+        return (1, *backbone.latent_shape(*sample.size, cfg.data.num_frames))
+
+    def velocity_of(conditioning: Conditioning) -> Velocity:
+        return Velocity(backbone, policy, conditioning, schedule, negative, guidance)
 
     def roll_out(epoch: int, window: tuple[int, ...], timer: Timer) -> tuple[list[Rollout], list[blackbox.Pending]]:
         """This process's videos of the epoch: what the replay needs of them, and the rewards, maybe still at work."""
@@ -197,13 +204,13 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         for (members, conditioning, found), is_new in zip(batches, new, strict=True):
             if interruption.agreed(largest):  # nothing was updated since the last epoch: nothing is lost
                 break
-            conditioning = conditioning.to(device)
-            shape = conditioning.latent_shape(vae.config.z_dim)
+            conditioning = seam.to(conditioning, device)
+            shape = shape_of(samples[members[0].row])
             with timer("rollout"):
                 if is_new:  # up to the window, members that start from the same noise are one
                     first = list({member.start: i for i, member in enumerate(members)}.values())
                     x = torch.cat([groups.noise(shape, members[i].noise_seed, device) for i in first])
-                    velocity = velocity_of(conditioning.rows(first))
+                    velocity = velocity_of(seam.rows(conditioning, first))
                     x = reward_flow.rollout(velocity, x, sigmas[: window[0] + 1], keep=()).x0
                     starts = {members[i].start: x[n : n + 1] for n, i in enumerate(first)}
                 x0, kept = sde.rollout(
@@ -212,13 +219,13 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                     keep_means=cfg.grpo.objective == "guard",
                 )  # fmt: skip
             with timer("decode"):
-                video = decoder.decode(vae, x0).float()  # (B, 3, F, H, W) in [-1, 1]
+                video = decoder.decode(x0).float()  # (B, 3, F, H, W) in [-1, 1]
             with timer("reward"):
                 references = [samples[member.row].references for member in members]
                 judging.append(blackbox.begin(terms, video, references, places))
             place = device if cfg.grpo.samples_on == "gpu" else torch.device("cpu")
             steps_kept = {i: step.to(place) for i, step in kept.items()}
-            rollouts.append(Rollout(members, conditioning.to(place), found, steps_kept))
+            rollouts.append(Rollout(members, seam.to(conditioning, place), found, steps_kept))
         return rollouts, judging
 
     def advantages_of(
@@ -249,7 +256,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     def score_again(rollout: Rollout, i: int, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of step i of a rollout, and (B,) tensors to log."""
-        step, velocity = rollout.steps[i].to(device), velocity_of(rollout.conditioning.to(device))
+        step, velocity = rollout.steps[i].to(device), velocity_of(seam.to(rollout.conditioning, device))
         reference_mean = None
         if cfg.grpo.kl_weight != 0:  # before the policy's forward: no graph is alive yet
             with torch.no_grad():
@@ -304,10 +311,10 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         """(row, its video (3, F, H, W) by the ODE) of the weights as they are now; n: which of its noises."""
         row, conditioning = conditions.readable(clips, row, cfg.data.skip_bad_rows)
         seed = groups.noise_seed(cfg.run.seed, -1, clips[row].row.id, n)
-        x = groups.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
-        velocity = wan.Velocity(model, conditioning.to(device), eval_schedule, negative, guidance)
+        x = groups.noise(shape_of(clips[row]), seed, device)
+        velocity = Velocity(backbone, model, seam.to(conditioning, device), eval_schedule, negative, guidance)
         x0 = reward_flow.rollout(velocity, x, eval_schedule.sigmas, keep=()).x0
-        return row, decoder.decode(vae, x0)[0].float()
+        return row, decoder.decode(x0)[0].float()
 
     def evaluate() -> dict[str, float]:
         """eval/*: the held-out clips under every reward, each process judging its share."""
@@ -367,10 +374,8 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     floor = {}
     if cfg.grpo.kl_weight != 0 and cfg.model.dtype == "bfloat16":
         row, conditioning = conditions.readable(samples, 0, cfg.data.skip_bad_rows)
-        x = groups.noise(
-            conditioning.latent_shape(vae.config.z_dim), groups.noise_seed(cfg.run.seed, 0, "floor"), device
-        )
-        reference = velocity_of(conditioning.to(device)).reference
+        x = groups.noise(shape_of(samples[row]), groups.noise_seed(cfg.run.seed, 0, "floor"), device)
+        reference = velocity_of(seam.to(conditioning, device)).reference
         floor = {"policy/kl_floor": sde.kl_floor(reference, x, kernel, groups.window(windows, 0, cfg.run.seed))}
         say(f"note: in bfloat16 this model's KL reads about {floor['policy/kl_floor']:.1e} from rounding alone")
 
@@ -449,7 +454,7 @@ class Rollout:
     """One forward pass's members, and what scoring them again takes."""
 
     members: list[groups.Member]
-    conditioning: wan.Conditioning
+    conditioning: Conditioning
     found: Tensor  # (B,) bool: the conditioning is the member's; another clip's stands in for one that is lost
     steps: dict[int, sde.Step]
 
@@ -462,14 +467,14 @@ class Rows(Dataset):
     conditions: prepare.Conditions
     skip: bool  # data.skip_bad_rows
 
-    def __getitem__(self, member: groups.Member) -> tuple[groups.Member, wan.Conditioning, bool]:
+    def __getitem__(self, member: groups.Member) -> tuple[groups.Member, Conditioning, bool]:
         row, conditioning = self.conditions.readable(self.samples, member.row, self.skip)
         return member, conditioning, row == member.row
 
 
-def together(items: list) -> tuple[list[groups.Member], wan.Conditioning, Tensor]:
+def together(backbone: Backbone, items: list) -> tuple[list[groups.Member], Conditioning, Tensor]:
     members, conditionings, found = zip(*items, strict=True)
-    return list(members), wan.Conditioning.stack(conditionings), torch.tensor(found)
+    return list(members), backbone.collate(conditionings), torch.tensor(found)
 
 
 def reached(done: int, per_epoch: int, every: int, steps: int) -> bool:

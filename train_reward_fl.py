@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 from rewardfl import config as configuration
 from rewardfl import data, groups, lora, reward_flow
-from rewardfl.backbones.wan import decoder
+from rewardfl.backbones import seam
+from rewardfl.backbones.seam import Conditioning, Velocity
 from rewardfl.backbones.wan import load as wan_load
-from rewardfl.backbones.wan import model as wan
 from rewardfl.config import RewardFlConfig
 from rewardfl.data.cache import Cache
 from rewardfl.optim import learning_rate_factor
@@ -57,8 +57,8 @@ def main() -> int:
 def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_folder: checkpoint.RunFolder) -> int:
     """Train; the process's exit code: 2 for a dry run that does not fit the GPU that is there, 128 + a signal's."""
     # ---------------------------------------------------------------------------------- what will be done, checked
-    layout, boundary = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
-    schedule = work.schedule_of(cfg, boundary)
+    backbone = setup.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
+    schedule = work.schedule_of(cfg, backbone.boundary)
     sigmas = schedule.sigmas
     active, coupling = configuration.active_steps(cfg), configuration.resolved_coupling(cfg)
     checks.check_active_experts(active, schedule.experts, configuration.trainable_experts(cfg), coupling)
@@ -73,7 +73,10 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     rows, said = setup.look_at_rows(cfg, data.load_metadata(cfg.data.file_name), share, gather_lists)
     steps = work.total_steps(cfg, len(rows), accelerator.num_processes)
     say = accelerator.print
-    for line in [*(f"note: {note}" for note in wan_load.differences(layout, boundary, cfg.sample.shift)), *said]:
+    for line in [
+        *(f"note: {note}" for note in wan_load.differences(backbone.files, backbone.boundary, cfg.sample.shift)),
+        *said,
+    ]:
         say(line)
     say(configuration.dump(cfg))
     say(work.overview(cfg, schedule, len(rows), steps, accelerator.num_processes))
@@ -81,11 +84,11 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         from rewardfl.estimate.report import estimate  # training must not need what it measures with
 
         sharding = distributed.sharding(accelerator)
-        asked = work.work_of(cfg, layout.configs, len(rows), steps, accelerator.num_processes, sharding)
+        asked = work.work_of(cfg, backbone.files.configs, len(rows), steps, accelerator.num_processes, sharding)
         text, fits = estimate(asked, total_memory(device))
         say(text)
         return 0 if fits else 2
-    weights = setup.base_model(cfg, layout)
+    weights = setup.base_model(cfg, backbone.files)
     opened = setup.open_run(cfg, run_folder, accelerator, weights)
 
     # ---------------------------------------------------------------------------------- clips and rewards
@@ -101,25 +104,24 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     for line in described:
         say(line)
     steps = work.total_steps(cfg, len(samples), accelerator.num_processes)
-    init = setup.init_adapters(cfg, layout)
+    init = setup.init_adapters(cfg, backbone.files)
     content = setup.content_of(samples, (), hashes, init)
     state, changes = setup.load_state(cfg, opened, content, global_batch, one_shape_batch)
 
     # ---------------------------------------------------------------------------------- what the cache lacks
-    load = setup.loader(cfg, layout)
-    conditions = setup.conditions_of(cfg, weights, store)
-    conditions.fill(samples, lambda parts: load(parts).to(device), share)
+    conditions = setup.conditions_of(cfg, backbone, weights, store)
+    conditions.fill(samples, device, share)
     cached = cfg.experts.untrained == "boundary_cache"
     start = schedule.experts.count("high_noise") if cached else 0
     if cached:
         noises = noise_seeds(cfg, samples)
-        conditions.fill_boundary(noises, schedule, lambda parts: load(parts).to(device), share)
+        conditions.fill_boundary(noises, schedule, device, share)
     accelerator.wait_for_everyone()
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
-    vae = load(("vae_decoder",)).vae.to(device)
+    decoder = backbone.load_decoder(device)
     away = ["high_noise"] if cached else []
-    model, trained = setup.load_experts(cfg, load, device, distributed.home(accelerator), skip=away)
+    model, trained = setup.load_experts(cfg, backbone, device, distributed.home(accelerator), skip=away)
     if opened.path is None:
         setup.start_adapters(trained, init)
     else:
@@ -157,19 +159,19 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     # ---------------------------------------------------------------------------------- the pieces of a step
     per_process = accumulation * cfg.train.per_device_train_batch_size  # DDP averages over the processes
 
-    def inputs(epoch: int, row: int) -> tuple[wan.Conditioning, Tensor]:
+    def inputs(epoch: int, row: int) -> tuple[Conditioning, Tensor]:
         """All that is read of a sample: its conditioning and the latents that the rollout starts from.
 
         It starts from noise, or from what the high-noise expert makes of it. Epoch -1 is that of the sample videos.
         """
         sample, name = samples[row], samples[row].row.id
-        conditioning = conditions.conditioning(sample).to(device)
+        conditioning = seam.to(conditions.conditioning(sample), device)
         seed = noise_seed(cfg, name, epoch)
         if start:
             return conditioning, conditions.boundary_latents(sample, seed, schedule).to(device)
-        return conditioning, groups.noise(conditioning.latent_shape(vae.config.z_dim), seed, device)
+        return conditioning, groups.noise((1, *backbone.latent_shape(*sample.size, cfg.data.num_frames)), seed, device)
 
-    def read(epoch: int, row: int) -> tuple[int, tuple[wan.Conditioning, Tensor]]:
+    def read(epoch: int, row: int) -> tuple[int, tuple[Conditioning, Tensor]]:
         """(row, inputs), of another row where the cache lost this one's and data.skip_bad_rows."""
         return prepare.readable(samples, row, partial(inputs, epoch), cfg.data.skip_bad_rows, tqdm.write)
 
@@ -183,19 +185,19 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         with timer("encode"):
             rows, found = zip(*(read(epoch, row) for epoch, row in batch), strict=True)
             conditionings, latents = zip(*found, strict=True)
-            velocity = wan.Velocity(policy, wan.Conditioning.stack(conditionings), schedule)
+            velocity = Velocity(backbone, policy, backbone.collate(conditionings), schedule)
             x = torch.cat(latents)
         with timer("rollout"):
             trajectory = reward_flow.rollout(velocity, x, sigmas, active, start)
         with timer("decode"):
-            decoded = decoder.decode_with_caches(vae, trajectory.x0, cfg.train.decode_caches)
+            decoded = decoder.decode_with_caches(trajectory.x0, cfg.train.decode_caches)
         with timer("reward"):
             video = decoded.video.float().requires_grad_()  # (B, 3, F, H, W) in [-1, 1]
             judged = score(terms, video, [samples[row].references for row in rows])
             gained = total(terms, judged)  # (B,)
             (grad_video,) = torch.autograd.grad(-gained.sum() / per_process, video)
         with timer("decode"):
-            grad_x0 = decoder.decode_vjp(vae, trajectory.x0, grad_video, decoded)
+            grad_x0 = decoder.vjp(trajectory.x0, grad_video, decoded)
         del decoded, video, grad_video  # up to 38 GB that replay has no use for
         with timer("replay"):
             kl = reward_flow.replay(
@@ -218,8 +220,8 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     def generate(row: int) -> tuple[int, Tensor]:
         """(row, its video (3, F, H, W)) as the weights are now, always from the same noise."""
         row, (conditioning, x) = read(-1, row)
-        x0 = reward_flow.rollout(wan.Velocity(model, conditioning, schedule), x, sigmas, keep=(), start=start).x0
-        return row, decoder.decode(vae, x0)[0]
+        x0 = reward_flow.rollout(Velocity(backbone, model, conditioning, schedule), x, sigmas, keep=(), start=start).x0
+        return row, decoder.decode(x0)[0]
 
     def save(done: int) -> None:
         """A checkpoint and sample videos. On all processes, which may hold parts of the weights and moments."""
@@ -248,7 +250,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     floor = {}
     if cfg.reward.kl_weight != 0 and cfg.model.dtype == "bfloat16":
         _, (conditioning, x) = read(0, 0)
-        reference = wan.Velocity(policy, conditioning, schedule).reference
+        reference = Velocity(backbone, policy, conditioning, schedule).reference
         floor = {"actor/kl_floor": reward_flow.kl_floor(reference, x, sigmas, active, start)}
         say(f"note: in bfloat16 this model's KL reads about {floor['actor/kl_floor']:.1e} from rounding alone")
 

@@ -30,9 +30,11 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
 
 from rewardfl import config, lora, offload, reward_flow
+from rewardfl.backbones.seam import DTYPES, Experts, Velocity
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.backbone import Wan22I2V
 from rewardfl.estimate import needs
 from rewardfl.estimate.measure import Costs
 from rewardfl.estimate.measure import measure as measure_costs
@@ -66,7 +68,7 @@ def fill(model: nn.Module, device: torch.device, home: torch.device, seed: int) 
 def new_expert(cfg: config.RewardFlConfig, configs: Path, name: str, device: torch.device, trained: bool) -> nn.Module:
     """An expert as training has it: with adapter and checkpointing, or where experts.untrained says."""
     made = WanTransformer3DModel.load_config(configs, subfolder=wan.PARTS[name])
-    expert = wan_load.new_expert(made, wan.DTYPES[cfg.model.dtype], made["num_layers"], None)
+    expert = wan_load.new_expert(made, DTYPES[cfg.model.dtype], made["num_layers"], None)
     home = torch.device("cpu") if cfg.experts.untrained == "cpu_swap" and not trained else device
     fill(expert, device, home, cfg.run.seed)
     expert.rope = WanRotaryPosEmbed(made["attention_head_dim"], made["patch_size"], made["rope_max_seq_len"]).to(home)
@@ -81,12 +83,16 @@ def new_expert(cfg: config.RewardFlConfig, configs: Path, name: str, device: tor
     return expert
 
 
+def no_files(parts: tuple[str, ...]) -> None:
+    raise ValueError(f"{parts}: all weights are random here")
+
+
 def new_decoder(cfg: config.RewardFlConfig, configs: Path, device: torch.device) -> AutoencoderKLWan:
     with torch.device("meta"):
         vae = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(configs, subfolder="vae"))
     vae.encoder = vae.quant_conv = None
     for parameter in vae.parameters():
-        parameter.data = parameter.data.to(wan.DTYPES[cfg.model.dtype])
+        parameter.data = parameter.data.to(DTYPES[cfg.model.dtype])
     fill(vae, device, device, cfg.run.seed)
     return vae
 
@@ -105,7 +111,7 @@ def phase(found: Measured, name: str, device: torch.device) -> Iterator[None]:
 
 
 def update(
-    cfg: config.RewardFlConfig, asked: work.Work, velocity: wan.Velocity, vae: AutoencoderKLWan,
+    cfg: config.RewardFlConfig, asked: work.Work, velocity: Velocity, vae: AutoencoderKLWan,
     optimizer: torch.optim.Optimizer, x: Tensor, generator: torch.Generator,
 ) -> tuple[Measured, float]:  # fmt: skip
     """What train_reward_fl.py does from the latents x on, and the norm of the gradient."""
@@ -142,15 +148,23 @@ def measure(name: str, cfg: config.RewardFlConfig, steps: int, device: torch.dev
     cached = cfg.experts.untrained == "boundary_cache"  # there is no such expert then
     experts = {expert: None if cached else new_expert(cfg, configs, expert, device, False) for expert in untrained}
     experts |= {expert: new_expert(cfg, configs, expert, device, True) for expert in asked.trained}
-    model = wan.Experts(experts["high_noise"], experts["low_noise"], untrained)
+    model = Experts({name: experts[name] for name in wan.PARTS}, untrained)
     vae, parameters = new_decoder(cfg, configs, device), [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay)
     generator, batch = torch.Generator(device).manual_seed(cfg.run.seed), asked.batch
     made = experts[asked.trained[0]].config
     shapes = cost.shape, (wan.TEXT_LENGTH, made.text_dim), (made.in_channels - made.out_channels, *cost.shape[1:])
     x, text, image = (torch.randn(batch, *shape, generator=generator, device=device) for shape in shapes)
-    conditioning = wan.Conditioning(text.to(wan.DTYPES[cfg.model.dtype]), image)
-    velocity = wan.Velocity(model, conditioning, work.schedule_of(cfg, checks.boundary_of(cfg, configs)))
+    conditioning = {"text": text.to(DTYPES[cfg.model.dtype]), "image": image}
+    backbone = Wan22I2V(
+        no_files,
+        checks.boundary_of(cfg, configs),
+        DTYPES[cfg.model.dtype],
+        spatial=8,
+        temporal=4,
+        channels=cost.shape[0],
+    )
+    velocity = Velocity(backbone, model, conditioning, work.schedule_of(cfg, backbone.boundary))
     torch.cuda.empty_cache()  # what building left is not to count as reserved
     found = [update(cfg, asked, velocity, vae, optimizer, x, generator) for _ in range(1 + steps)]
     clips = f"{batch} x latents {'x'.join(map(str, cost.shape))}, {cost.experts['low_noise'].tokens} tokens; {configs}"

@@ -14,6 +14,8 @@ import _common  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from rewardfl.backbones import seam  # noqa: E402
+from rewardfl.backbones.wan.backbone import Wan22I2V, of_pipeline  # noqa: E402
 from tiny_world.vae import new_vae  # noqa: E402
 from tiny_world.video import new_expert, new_pipeline  # noqa: E402
 
@@ -37,6 +39,19 @@ def random_pipeline(dtype: torch.dtype = torch.float32):
     pipe.text_encoder.requires_grad_(False)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(dtype) if dtype != torch.float32 else pipe
+
+
+def backbone_of(pipe) -> Wan22I2V:
+    return of_pipeline(pipe, pipe.transformer_2.dtype)
+
+
+def experts_of(pipe, outside=()) -> seam.Experts:
+    return seam.Experts({"high_noise": pipe.transformer, "low_noise": pipe.transformer_2}, outside)
+
+
+def encode(pipe, prompt, image, num_frames) -> seam.Conditioning:
+    backbone, device = backbone_of(pipe), torch.device("cpu")
+    return backbone.text_encoder(device)(prompt) | backbone.image_encoder(device)(image, num_frames)
 
 
 @pytest.fixture

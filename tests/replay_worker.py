@@ -15,10 +15,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
-from conftest import FRAMES, HEIGHT, WIDTH
+from conftest import FRAMES, HEIGHT, WIDTH, backbone_of
 from test_reward_flow import SCHEDULE, gradients, lora_model, quadratic_reward
 
 from rewardfl import reward_flow
+from rewardfl.backbones.seam import Conditioning, Velocity
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import model as wan
 
@@ -28,18 +29,18 @@ KL_WEIGHT = 0.7
 CASES = [(2, 1, 1.0, True), *((ga, batch, c, False) for ga, batch in ((1, 2), (2, 1)) for c in (0.0, 0.2, 1.0))]
 
 
-def sample(number: int, pipe) -> tuple[wan.Conditioning, torch.Tensor]:
+def sample(number: int, pipe) -> tuple[Conditioning, torch.Tensor]:
     g = torch.Generator().manual_seed(number)
     shape = wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES)
     text, image, x = (
         torch.randn(*s, generator=g, dtype=torch.float64) for s in ((1, 8, 32), (1, 18, *shape[2:]), shape)
     )
-    return wan.Conditioning(text, image), x
+    return {"text": text, "image": image}, x
 
 
-def batch_of(numbers: list[int], pipe) -> tuple[wan.Conditioning, torch.Tensor]:
+def batch_of(numbers: list[int], pipe) -> tuple[Conditioning, torch.Tensor]:
     conditions, noises = zip(*(sample(n, pipe) for n in numbers), strict=True)
-    return wan.Conditioning.stack(conditions), torch.cat(noises)
+    return backbone_of(pipe).collate(conditions), torch.cat(noises)
 
 
 def update(accumulation: int, batch: int, coupling: float, naive: bool) -> tuple[dict, str, int]:
@@ -64,7 +65,7 @@ def update(accumulation: int, batch: int, coupling: float, naive: bool) -> tuple
     for micro in range(accumulation):
         first = (micro * accelerator.num_processes + accelerator.process_index) * batch
         conditioning, x = batch_of(list(range(first, first + batch)), pipe)
-        velocity = wan.Velocity(policy, conditioning, SCHEDULE)
+        velocity = Velocity(backbone_of(pipe), policy, conditioning, SCHEDULE)
         trajectory = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, active)
         decoded = decoder.decode_with_caches(pipe.vae, trajectory.x0)
         video = decoded.video.requires_grad_()

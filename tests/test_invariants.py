@@ -52,7 +52,7 @@ def test_no_signal():
 
 
 class Two(nn.Module):
-    """Shaped as wan.Experts: one frozen and one trained layer inside, a frozen expert outside, and one that is away."""
+    """Shaped as the seam's Experts: a frozen and a trained layer inside, a frozen expert outside, and one away."""
 
     def __init__(self):
         super().__init__()

@@ -12,7 +12,7 @@ import merge_lora
 import merge_shards
 import pytest
 import torch
-from conftest import ROOT, random_pipeline, run_tool
+from conftest import ROOT, backbone_of, encode, experts_of, random_pipeline, run_tool
 from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from lora_dialects import ALPHA, DIALECTS, MODULES, RANK, SCALE, factors, peft_metadata
@@ -393,6 +393,7 @@ def test_a_pipeline_merged_equals_the_pipeline_with_adapters(world, tmp_path):
 def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
     """The base is stored in float16, so is most of the output by default; in float32 the video is the adapter's."""
     from rewardfl import data, groups, lora, reward_flow
+    from rewardfl.backbones.seam import Velocity
     from rewardfl.backbones.wan import decoder
     from rewardfl.backbones.wan import load as wan_load
     from rewardfl.backbones.wan import model as wan
@@ -400,13 +401,13 @@ def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
     world = ROOT / "assets" / "tiny_world"
     pipe = wan_load.load_pipeline(wan_load.find(str(world / "pipeline")), torch.float32)
     row = data.load_metadata(world / "eval" / "metadata.csv")[0]
-    conditioning = wan.encode(pipe, row.prompt, data.load_example(row, 64, 64, 9).video[:, 0], 9)
+    conditioning = encode(pipe, row.prompt, data.load_example(row, 64, 64, 9).video[:, 0], 9)
     noise = groups.noise(wan.latent_shape(pipe, 64, 64, 9), seed=1)
 
     def video(pipe):
-        experts = wan.Experts(pipe.transformer, pipe.transformer_2)
+        experts = experts_of(pipe)
         schedule = wan.schedule(8, 5.0, 0.9)
-        velocity = wan.Velocity(experts, conditioning, schedule)
+        velocity = Velocity(backbone_of(pipe), experts, conditioning, schedule)
         return decoder.decode(pipe.vae, reward_flow.rollout(velocity, noise, schedule.sigmas, ()).x0)
 
     with torch.no_grad():

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from conftest import random_pipeline
+from conftest import experts_of, random_pipeline
 from torch import nn
 
 from rewardfl import lora, offload
-from rewardfl.backbones.wan import model as wan
 
 DEVICE = torch.device("cpu")
 
@@ -80,11 +79,14 @@ def test_unknown_places_are_refused():
 
 def test_experts_outside_the_module_answer_and_are_not_seen():
     pipe = random_pipeline()
-    inside, outside = (wan.Experts(pipe.transformer, pipe.transformer_2, outside) for outside in ((), ("high_noise",)))
+    inside, outside = (experts_of(pipe, outside) for outside in ((), ("high_noise",)))
     assert len(list(outside.parameters())) == len(list(pipe.transformer_2.parameters()))
     generator = torch.Generator().manual_seed(2)
-    x, image = torch.randn(1, 16, 3, 8, 8, generator=generator), torch.randn(1, 18, 3, 8, 8, generator=generator)
-    text = torch.randn(1, 512, pipe.transformer.config.text_dim, generator=generator)
-    for name, timestep in (("high_noise", torch.tensor(950.0)), ("low_noise", torch.tensor(500.0))):
+    inputs = {
+        "hidden_states": torch.randn(1, 34, 3, 8, 8, generator=generator),
+        "encoder_hidden_states": torch.randn(1, 512, pipe.transformer.config.text_dim, generator=generator),
+    }
+    for name, timestep in (("high_noise", torch.tensor([950.0])), ("low_noise", torch.tensor([500.0]))):
         with torch.no_grad():
-            assert torch.equal(outside(name, x, timestep, text, image), inside(name, x, timestep, text, image))
+            given = inputs | {"timestep": timestep}
+            assert torch.equal(outside(name, **given), inside(name, **given))

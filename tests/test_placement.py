@@ -110,7 +110,7 @@ def test_whatever_an_entry_depends_on_makes_it_another(tmp_path):
     ):  # fmt: skip
         clip = prepare.clip_key(row, hashes(row), size)
         sample = prepare.Sample(row, clip, (64, 64), ())
-        conditions = prepare.Conditions(Cache(tmp_path), text, vae, untrained, dtype, 9)
+        conditions = prepare.Conditions(Cache(tmp_path), None, text, vae, untrained, dtype, 9)
         return {
             "clip": cache.digest(clip),
             "face": cache.digest(prepare.reference_key(clip, by, row.prompt)),

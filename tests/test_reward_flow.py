@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from conftest import FRAMES, HEIGHT, ROOT, WIDTH, random_pipeline
+from conftest import FRAMES, HEIGHT, ROOT, WIDTH, backbone_of, experts_of, random_pipeline
 
 from rewardfl import flow, lora, reward_flow, sde
+from rewardfl.backbones import seam
+from rewardfl.backbones.seam import Experts, Velocity
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.backbone import of_files
 
 SCHEDULE = wan.schedule(6, 5.0, 0.9)  # 1, .961, .909 high noise; .833, .714, .5 low noise
 
@@ -20,7 +23,7 @@ def lora_model(dtype):
             p.data = p.data.to(dtype) + 0.1 * torch.randn(
                 p.shape, generator=torch.Generator().manual_seed(i), dtype=dtype
             )
-    return pipe, wan.Experts(pipe.transformer, pipe.transformer_2)
+    return pipe, experts_of(pipe)
 
 
 def conditioning(batch, dtype, pipe):
@@ -29,7 +32,7 @@ def conditioning(batch, dtype, pipe):
     text = torch.randn(batch, 8, 32, generator=g, dtype=dtype)
     image = torch.randn(batch, 18, *shape[2:], generator=g, dtype=dtype)
     x = torch.randn(batch, *shape[1:], generator=g, dtype=dtype)
-    return wan.Conditioning(text, image), x
+    return {"text": text, "image": image}, x
 
 
 def quadratic_reward(video):
@@ -40,7 +43,7 @@ def quadratic_reward(video):
 
 def autograd_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, schedule):
     """The same loss through one big graph. Coupling c: a network input is c * x + (1 - c) * its constant copy."""
-    velocity, sigmas = wan.Velocity(model, cond, schedule), schedule.sigmas
+    velocity, sigmas = Velocity(backbone_of(pipe), model, cond, schedule), schedule.sigmas
     kl = 0.0
     for i in range(len(sigmas) - 1):
         if i in active:
@@ -67,7 +70,7 @@ def gradients(model):
 
 
 def replay_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, schedule):
-    velocity, sigmas = wan.Velocity(model, cond, schedule), schedule.sigmas
+    velocity, sigmas = Velocity(backbone_of(pipe), model, cond, schedule), schedule.sigmas
     trajectory = reward_flow.rollout(velocity, x, sigmas, active)
     decoded = decoder.decode_with_caches(pipe.vae, trajectory.x0)
     video = decoded.video.requires_grad_()
@@ -123,7 +126,7 @@ def test_replay_equals_autograd(active, coupling, kl_weight, kl_gradient, dtype,
 def test_stopping_early_decodes_the_x0_prediction():
     pipe, model = lora_model(torch.float64)
     cond, x = conditioning(1, torch.float64, pipe)
-    velocity = wan.Velocity(model, cond, SCHEDULE)
+    velocity = Velocity(backbone_of(pipe), model, cond, SCHEDULE)
     shortened = SCHEDULE.until(4)
     assert shortened.sigmas.tolist() == SCHEDULE.sigmas[:5].tolist() + [0.0]
     assert shortened.experts == SCHEDULE.experts[:5] and torch.equal(shortened.timesteps, SCHEDULE.timesteps[:5])
@@ -143,18 +146,27 @@ def test_stopping_early_decodes_the_x0_prediction():
 def test_the_floor_of_the_kl_is_what_a_tiny_update_reads(dtype, low, high):
     """Against the thing itself: an adapter whose true divergence is far below what bfloat16 reads of it."""
     loaded = wan_load.find(str(ROOT / "assets" / "tiny_world" / "pipeline"))
-    pipe = wan_load.load_pipeline(loaded, dtype, parts=("low_noise",))
+    backbone = of_files(loaded, 0.9, dtype, ("", "", "fuse"))
+    pipe = backbone.load(("low_noise",))
     lora.inject(pipe.transformer_2, 4, 4.0, lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed=0)
     generator = torch.Generator().manual_seed(0)
     text, image, x = (torch.randn(s, generator=generator) for s in ((1, 8, 32), (1, 18, 2, 8, 8), (1, 16, 2, 8, 8)))
-    schedule = wan.schedule(8, 5.0, 0.9)
-    velocity = wan.Velocity(wan.Experts(None, pipe.transformer_2), wan.Conditioning(text.to(dtype), image), schedule)
+    schedule = backbone.schedule(8, 5.0)
+    velocity = Velocity(
+        backbone,
+        Experts({"low_noise": pipe.transformer_2}),
+        {"text": text.to(dtype), "image": image},
+        schedule,
+    )
     active = [5, 6]
     floor = reward_flow.kl_floor(velocity.reference, x, schedule.sigmas, active, start=4)
     assert low < floor < high or floor == low
     kernel = sde.Kernel("flow", 0.7, schedule.sigmas)
-    low_noise = wan.Velocity(
-        wan.Experts(pipe.transformer_2, pipe.transformer_2), wan.Conditioning(text.to(dtype), image), schedule
+    low_noise = Velocity(
+        backbone,
+        Experts({"high_noise": pipe.transformer_2, "low_noise": pipe.transformer_2}),
+        {"text": text.to(dtype), "image": image},
+        schedule,
     )
     policy_floor = sde.kl_floor(low_noise.reference, x, kernel, active)
     if dtype == torch.float32:
@@ -191,7 +203,7 @@ def test_chain_against_finite_differences():
     def loss_at(offset):
         for n, d in direction.items():
             parameters[n].data += offset * d
-        x0 = reward_flow.rollout(wan.Velocity(model, cond, SCHEDULE), x, SCHEDULE.sigmas, []).x0
+        x0 = reward_flow.rollout(Velocity(backbone_of(pipe), model, cond, SCHEDULE), x, SCHEDULE.sigmas, []).x0
         for n, d in direction.items():
             parameters[n].data -= offset * d
         return float(-quadratic_reward(decoder.decode(pipe.vae, x0)).sum())
@@ -218,7 +230,7 @@ def test_a_batch_is_its_samples():
     both = replay_gradients(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, "through_trajectory", SCHEDULE)[0]
     pipe, model = lora_model(torch.float64)
     for i in range(2):  # gradients accumulate
-        one = wan.Conditioning(cond.text[i : i + 1], cond.image[i : i + 1])
+        one = seam.rows(cond, [i])
         single = replay_gradients(pipe, model, one, x[i : i + 1], [3, 4, 5], 1.0, 0.7, "through_trajectory", SCHEDULE)[
             0
         ]
@@ -240,7 +252,7 @@ def test_zero_cotangent_still_calls_every_micro_batch():
     """An invalid sample: every rank takes the same collective calls, and only the KL moves the weights."""
     pipe, model = lora_model(torch.float32)
     cond, x = conditioning(1, torch.float32, pipe)
-    velocity, sigmas = wan.Velocity(model, cond, SCHEDULE), SCHEDULE.sigmas
+    velocity, sigmas = Velocity(backbone_of(pipe), model, cond, SCHEDULE), SCHEDULE.sigmas
     trajectory = reward_flow.rollout(velocity, x, sigmas, [3, 4, 5])
     calls = []
     reward_flow.replay(

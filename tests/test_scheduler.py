@@ -5,13 +5,14 @@ import re
 
 import pytest
 import torch
-from conftest import FRAMES, HEIGHT, ROOT, WIDTH
+from conftest import FRAMES, HEIGHT, ROOT, WIDTH, backbone_of, encode, experts_of
 from diffusers import FlowMatchEulerDiscreteScheduler
 from test_wan import PROMPT, picture
 
 from rewardfl import flow, groups
+from rewardfl.backbones.seam import Velocity
 from rewardfl.backbones.wan import model as wan
-from rewardfl.scheduler import FlowMatchSDEScheduler
+from rewardfl.scheduler import FlowMatchSDEScheduler, LinearFlowEuler
 
 STOCHASTIC = ["flow", "dance", "cps"]
 STOCK = FlowMatchEulerDiscreteScheduler(shift=5.0).config
@@ -55,7 +56,7 @@ def seeded(*seeds):
 
 @pytest.mark.parametrize("steps", [4, 8])
 def test_without_noise_the_pipeline_samples_as_linear_flow_euler_bit_for_bit(pipe, steps):
-    expected = sampled(pipe, wan.LinearFlowEuler.from_config(STOCK), steps)
+    expected = sampled(pipe, LinearFlowEuler.from_config(STOCK), steps)
     for arguments in ({"noise_level": 0.0}, {"kind": "ode"}, {"noise_window": []}):
         assert torch.equal(sampled(pipe, FlowMatchSDEScheduler.from_config(STOCK, **arguments), steps), expected)
     torch.manual_seed(0)
@@ -69,9 +70,9 @@ def test_the_pipelines_latents_replay_to_the_recorded_log_prob_exactly(pipe, kin
     scheduler.records = []
     torch.manual_seed(1)
     final = sampled(pipe, scheduler)
-    experts = wan.Experts(pipe.transformer, pipe.transformer_2)
+    experts = experts_of(pipe)
     schedule = wan.schedule(4, 5.0, pipe.config.boundary_ratio)
-    velocity = wan.Velocity(experts, wan.encode(pipe, PROMPT, picture()[1], FRAMES), schedule)
+    velocity = Velocity(backbone_of(pipe), experts, encode(pipe, PROMPT, picture()[1], FRAMES), schedule)
     assert {schedule.experts[i] for i in (1, 2)} == {"high_noise", "low_noise"}
     latents = [sample for sample, _ in scheduler.records] + [final]
     for i, (sample, recorded) in enumerate(scheduler.records):

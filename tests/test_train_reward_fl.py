@@ -26,6 +26,7 @@ from rewardfl.data import clips as clip_files
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.run import checkpoint
 from rewardfl.run import job as distributed
+from rewardfl.scheduler import LinearFlowEuler
 
 # -- runs
 
@@ -332,7 +333,7 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
 
     pipe = WanImageToVideoPipeline.from_pretrained(WORLD / "pipeline", dtype=torch.float32)
     pipe.load_lora_weights(trained / "transformer_2", load_into_transformer_2=True)
-    pipe.scheduler = wan.LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=5.0).config)
+    pipe.scheduler = LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=5.0).config)
     noise = groups.noise(wan.latent_shape(pipe, 64, 64, 9), seed=5)
     stock = pipe(
         image=Image.fromarray(frame), prompt="a person, talking", height=64, width=64, num_frames=9,

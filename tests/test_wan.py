@@ -4,14 +4,16 @@ import json
 
 import pytest
 import torch
-from conftest import FRAMES, HEIGHT, WIDTH, random_pipeline
+from conftest import FRAMES, HEIGHT, WIDTH, backbone_of, encode, experts_of, random_pipeline
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
 from rewardfl import data, flow, groups, reward_flow
+from rewardfl.backbones.seam import Experts, Velocity
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
+from rewardfl.scheduler import LinearFlowEuler
 from rewardfl.weights.shards import Refused
 
 PROMPT = "a person with short dark hair, talking"
@@ -25,7 +27,7 @@ def picture(seed=4):
 
 def stock(pipe, steps, image=None, prompt=PROMPT, guidance_scale=1.0, shift=5.0, **arguments):
     """A stock pipeline call on our schedule."""
-    pipe.scheduler = wan.LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=shift).config)
+    pipe.scheduler = LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=shift).config)
     return pipe(
         image=image or picture()[0], prompt=prompt, height=HEIGHT, width=WIDTH, num_frames=FRAMES,
         num_inference_steps=steps, guidance_scale=guidance_scale, **arguments,
@@ -33,9 +35,11 @@ def stock(pipe, steps, image=None, prompt=PROMPT, guidance_scale=1.0, shift=5.0,
 
 
 def ours(pipe, steps, noise, negative=None, guidance=1.0):
-    experts = wan.Experts(pipe.transformer, pipe.transformer_2)
+    experts = experts_of(pipe)
     schedule = wan.schedule(steps, 5.0, pipe.config.boundary_ratio)
-    velocity = wan.Velocity(experts, wan.encode(pipe, PROMPT, picture()[1], FRAMES), schedule, negative, guidance)
+    velocity = Velocity(
+        backbone_of(pipe), experts, encode(pipe, PROMPT, picture()[1], FRAMES), schedule, negative, guidance
+    )
     return reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0
 
 
@@ -55,15 +59,15 @@ def test_guided_sampler_equals_the_pipeline_bit_for_bit(pipe, steps):
     noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     arguments = {"latents": noise.clone(), "output_type": "latent", "negative_prompt": "blinking"}
     expected = stock(pipe, steps, guidance_scale=3.5, **arguments)
-    actual = ours(pipe, steps, noise, wan.encode_text(pipe, "blinking"), 3.5)
+    actual = ours(pipe, steps, noise, {"text": wan.encode_text(pipe, "blinking")}, 3.5)
     assert torch.equal(actual, expected)
     assert not torch.allclose(actual, ours(pipe, steps, noise), atol=1e-2)
-    assert not torch.allclose(actual, ours(pipe, steps, noise, wan.encode_text(pipe, ""), 3.5), atol=1e-3)
+    assert not torch.allclose(actual, ours(pipe, steps, noise, {"text": wan.encode_text(pipe, "")}, 3.5), atol=1e-3)
 
 
 def test_guidance_needs_a_negative_prompt(pipe):
     with pytest.raises(ValueError, match="guidance 3.5 needs the embedding of a negative prompt"):
-        wan.Velocity(pipe.transformer, None, wan.schedule(4, 5.0, 0.9), None, 3.5)
+        Velocity(backbone_of(pipe), pipe.transformer, None, wan.schedule(4, 5.0, 0.9), None, 3.5)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
@@ -78,7 +82,7 @@ def test_sampler_is_the_pipeline_in_bfloat16_within_its_rounding(tmp_path, pipe,
     pipe.save_pretrained(tmp_path)
     half = wan_load.load_pipeline(wan_load.find(str(tmp_path)), torch.bfloat16)
     half.set_progress_bar_config(disable=True)
-    negative = wan.encode_text(half, "")
+    negative = {"text": wan.encode_text(half, "")}
     expected = stock(half, 8, latents=noise.clone(), **arguments).float()
     actual = ours(half, 8, noise, negative, guidance)
     assert actual.dtype == torch.float32
@@ -93,22 +97,22 @@ def test_sampler_is_the_pipeline_in_bfloat16_within_its_rounding(tmp_path, pipe,
 def test_both_experts_and_every_input_matter(pipe):
     """The parity above would hold for a model that ignores its inputs; this one does not."""
     noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
-    experts, schedule = wan.Experts(pipe.transformer, pipe.transformer_2), wan.schedule(4, 5.0, 0.9)
-    one = wan.encode(pipe, PROMPT, picture()[1], FRAMES)
-    other_text = wan.encode(pipe, "glasses", picture()[1], FRAMES)
-    other_image = wan.encode(pipe, PROMPT, -picture()[1], FRAMES)
+    experts, schedule, wan22 = experts_of(pipe), wan.schedule(4, 5.0, 0.9), backbone_of(pipe)
+    one = encode(pipe, PROMPT, picture()[1], FRAMES)
+    other_text = encode(pipe, "glasses", picture()[1], FRAMES)
+    other_image = encode(pipe, PROMPT, -picture()[1], FRAMES)
     with torch.no_grad():
         for step in (0, 3):
-            base = wan.Velocity(experts, one, schedule)(noise, step)
-            assert not torch.allclose(wan.Velocity(experts, other_text, schedule)(noise, step), base, atol=1e-4)
-            assert not torch.allclose(wan.Velocity(experts, other_image, schedule)(noise, step), base, atol=1e-4)
-        swapped = wan.Experts(pipe.transformer_2, pipe.transformer)
-        assert not torch.allclose(wan.Velocity(swapped, one, schedule)(noise, step), base, atol=1e-4)
+            base = Velocity(wan22, experts, one, schedule)(noise, step)
+            assert not torch.allclose(Velocity(wan22, experts, other_text, schedule)(noise, step), base, atol=1e-4)
+            assert not torch.allclose(Velocity(wan22, experts, other_image, schedule)(noise, step), base, atol=1e-4)
+        swapped = Experts({"high_noise": pipe.transformer_2, "low_noise": pipe.transformer})
+        assert not torch.allclose(Velocity(wan22, swapped, one, schedule)(noise, step), base, atol=1e-4)
 
 
 @pytest.mark.parametrize("steps", [1, 4, 8, 20, 40])
 def test_schedule_equals_diffusers_given_the_sigmas(steps):
-    scheduler = wan.LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=5.0).config)
+    scheduler = LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=5.0).config)
     scheduler.set_timesteps(steps)
     sigmas = flow.linear_sigmas(steps, 5.0)
     assert torch.equal(scheduler.sigmas, sigmas)
@@ -143,26 +147,28 @@ def test_the_expert_of_each_step_is_the_pipelines(pipe, shift, steps):
 
 def test_the_network_takes_the_expert_that_the_schedule_names(pipe):
     """At a tie, by what answers: each expert gives a velocity of its own."""
-    experts, schedule = wan.Experts(pipe.transformer, pipe.transformer_2), wan.schedule(4, 3.0, 0.9)
-    conditioning = wan.encode(pipe, PROMPT, picture()[1], FRAMES)
+    experts, schedule = experts_of(pipe), wan.schedule(4, 3.0, 0.9)
+    conditioning = encode(pipe, PROMPT, picture()[1], FRAMES)
     noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
-    inputs = torch.cat([noise, conditioning.image], 1)
+    inputs = torch.cat([noise, conditioning["image"]], 1)
     with torch.no_grad():
         for step in range(4):
             expert = pipe.components[wan.PARTS[schedule.experts[step]]]
-            expected = expert(inputs, schedule.timesteps[step, None], conditioning.text, return_dict=False)[0]
-            assert torch.equal(wan.Velocity(experts, conditioning, schedule)(noise, step), expected)
+            expected = expert(inputs, schedule.timesteps[step, None], conditioning["text"], return_dict=False)[0]
+            assert torch.equal(Velocity(backbone_of(pipe), experts, conditioning, schedule)(noise, step), expected)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
 def test_a_batch_is_the_pipelines_samples(pipe, guidance):
     """Two images and two prompts at once; the pipeline cannot, so it is asked for each."""
-    experts, schedule = wan.Experts(pipe.transformer, pipe.transformer_2), wan.schedule(4, 5.0, 0.9)
+    experts, schedule = experts_of(pipe), wan.schedule(4, 5.0, 0.9)
     jobs = [(PROMPT, 4, 1), ("blinking", 5, 2)]  # prompt, seed of the picture, seed of the noise
     shape = wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES)
     noise = torch.cat([groups.noise(shape, seed) for _, _, seed in jobs])
-    both = wan.Conditioning.stack([wan.encode(pipe, prompt, picture(seed)[1], FRAMES) for prompt, seed, _ in jobs])
-    velocity = wan.Velocity(experts, both, schedule, wan.encode_text(pipe, "glasses"), guidance)
+    both = backbone_of(pipe).collate([encode(pipe, prompt, picture(seed)[1], FRAMES) for prompt, seed, _ in jobs])
+    velocity = Velocity(
+        backbone_of(pipe), experts, both, schedule, {"text": wan.encode_text(pipe, "glasses")}, guidance
+    )
     actual = reward_flow.rollout(velocity, noise, schedule.sigmas, ()).x0
     for i, (prompt, seed, _) in enumerate(jobs):
         expected = stock(

@@ -737,12 +737,11 @@ def test_every_header_is_read_once_at_a_start(files, given, monkeypatch):
     for model in (files.fp32, given()):
         read.clear()
         cfg = config.load(ROOT / "configs" / "tiny_face.yaml", [f"model.model_paths={model}", "data.num_frames=5"])
-        layout, _ = setup.open_model(cfg)
-        experts = {file for checkpoint in layout.opened.values() for file in checkpoint.files}
-        setup.base_model(cfg, layout)
-        load = setup.loader(cfg, layout)
+        backbone = setup.open_model(cfg)
+        experts = {file for checkpoint in backbone.files.opened.values() for file in checkpoint.files}
+        setup.base_model(cfg, backbone.files)
         for part in ("text_encoder", "vae", "vae_decoder", "high_noise", "low_noise"):
-            load((part,))
+            backbone.load((part,))
         assert experts <= read.keys() and set(read.values()) == {1}
 
 

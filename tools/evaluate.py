@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import config, data, groups, offload, reward_flow
-from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.seam import Experts, Velocity
 from rewardfl.backbones.wan import model as wan
 from rewardfl.rewards import face
 from rewardfl.run import start as setup
@@ -118,37 +118,36 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
     if not usable:
         raise ValueError(f"--data: no clip of {args.data} shows a face")
 
-    layout, boundary = setup.open_model(cfg)
-    load = setup.loader(cfg, layout)
-    encoders = load(("text_encoder", "vae")).to(args.device)
+    backbone, device = setup.open_model(cfg), torch.device(args.device)
+    encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
     conditions = {
-        row.id: wan.encode(encoders, row.prompt, examples[row.id].image, cfg.data.num_frames) for row in usable
+        row.id: encode_text(row.prompt) | encode_image(examples[row.id].image, cfg.data.num_frames) for row in usable
     }
     guidance, negative = 1.0, None
     if isinstance(cfg, config.FlowGrpoConfig) and cfg.sample.guidance_scale != 1:  # as it was trained
-        guidance, negative = cfg.sample.guidance_scale, wan.encode_text(encoders, cfg.sample.negative_prompt)
-    vae = encoders.vae
-    del encoders  # the text encoder alone is 11 GB
-    pipe = load(tuple(wan.PARTS))
+        guidance, negative = cfg.sample.guidance_scale, encode_text(cfg.sample.negative_prompt)
+    del encode_text, encode_image  # the text encoder alone is 11 GB
+    decoder = backbone.load_decoder(device)
+    pipe = backbone.load(backbone.experts)
     wan.attach_adapters(pipe, adapter)
     for part in wan.PARTS.values():
-        offload.place(pipe.components[part], args.experts, torch.device(args.device))
-    experts = wan.Experts(pipe.transformer, pipe.transformer_2)
+        offload.place(pipe.components[part], args.experts, device)
+    experts = Experts({name: pipe.components[part] for name, part in wan.PARTS.items()})
     sample = cfg.sample
-    schedule = wan.schedule(sample.num_inference_steps, sample.shift, boundary).until(sample.final_timestep)
+    schedule = backbone.schedule(sample.num_inference_steps, sample.shift).until(sample.final_timestep)
     sizes = {row.id: tuple(examples[row.id].image.shape[1:]) for row in usable}
     (out / "videos").mkdir(parents=True, exist_ok=True)
 
     clips = []
     jobs = [(row, seed) for seed in range(args.seeds) for row in usable]
     for batch in tqdm(batches(jobs, sizes, args.batch), desc="evaluating"):
-        conditioning = wan.Conditioning.stack([conditions[row.id] for row, _ in batch])
-        velocity = wan.Velocity(experts, conditioning, schedule, negative, guidance)
-        shape = conditioning.latent_shape(vae.config.z_dim)
+        conditioning = backbone.collate([conditions[row.id] for row, _ in batch])
+        velocity = Velocity(backbone, experts, conditioning, schedule, negative, guidance)
+        shape = (1, *backbone.latent_shape(*sizes[batch[0][0].id], cfg.data.num_frames))
         noise = torch.cat([groups.noise(shape, groups.noise_seed(seed, 0, row.id), args.device) for row, seed in batch])
         samplers = {"before": velocity.reference, "after": velocity}
         videos = {
-            arm: decoder.decode(vae, reward_flow.rollout(samplers[arm], noise, schedule.sigmas, keep=()).x0).float()
+            arm: decoder.decode(reward_flow.rollout(samplers[arm], noise, schedule.sigmas, keep=()).x0).float()
             for arm in ARMS
         }
         for i, (row, seed) in enumerate(batch):

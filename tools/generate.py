@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from rewardfl import data, groups, offload, reward_flow
-from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.seam import DTYPES, Experts, Velocity
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.backbone import of_files
 from rewardfl.run import checks
 
 
@@ -46,7 +47,7 @@ def main() -> int:
     parser.add_argument("--shift", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fps", type=float, default=16)
-    parser.add_argument("--dtype", choices=tuple(wan.DTYPES), default="bfloat16")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
@@ -84,23 +85,25 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     spatial, temporal = checks.vae_factors(layout.configs)
     checks.check_geometry(args.height, args.width, args.num_frames, spatial, temporal)
     image = read_image(args.image, args.height, args.width)
-    distilled = wan_load.read_distilled(args.distill_lora_high, args.distill_lora_low)
-    encoders = wan_load.load_pipeline(layout, wan.DTYPES[args.dtype], parts=("text_encoder", "vae")).to(args.device)
-    conditioning = wan.encode(encoders, args.prompt, image, args.num_frames)
-    negative = wan.encode_text(encoders, args.negative_prompt) if args.guidance != 1 else None
-    vae = encoders.vae
-    del encoders  # the text encoder alone is 11 GB
-    pipe = wan_load.load_pipeline(layout, wan.DTYPES[args.dtype], distilled, parts=tuple(wan.PARTS))
+    distilled = (args.distill_lora_high, args.distill_lora_low, "fuse")
+    boundary = checks.boundary_ratio(layout.configs)
+    backbone, device = of_files(layout, boundary, DTYPES[args.dtype], distilled), torch.device(args.device)
+    encode_text = backbone.text_encoder(device)
+    conditioning = encode_text(args.prompt) | backbone.image_encoder(device)(image, args.num_frames)
+    negative = encode_text(args.negative_prompt) if args.guidance != 1 else None
+    del encode_text  # 11 GB
+    decoder = backbone.load_decoder(device)
+    pipe = backbone.load(backbone.experts)
     if args.adapter:
         wan.attach_adapters(pipe, args.adapter)
     for part in wan.PARTS.values():
-        offload.place(pipe.components[part], args.experts, torch.device(args.device))
-    experts = wan.Experts(pipe.transformer, pipe.transformer_2)
-    noise = groups.noise(conditioning.latent_shape(vae.config.z_dim), args.seed, args.device)
-    schedule = wan.schedule(args.steps, args.shift, pipe.config.boundary_ratio)
-    velocity = wan.Velocity(experts, conditioning, schedule, negative, args.guidance)
+        offload.place(pipe.components[part], args.experts, device)
+    experts = Experts({name: pipe.components[part] for name, part in wan.PARTS.items()})
+    noise = groups.noise((1, *backbone.latent_shape(args.height, args.width, args.num_frames)), args.seed, device)
+    schedule = backbone.schedule(args.steps, args.shift)
+    velocity = Velocity(backbone, experts, conditioning, schedule, negative, args.guidance)
     x0 = reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0
-    return decoder.decode(vae, x0)[0].float().cpu()
+    return decoder.decode(x0)[0].float().cpu()
 
 
 def read_image(path: Path, height: int, width: int) -> torch.Tensor:

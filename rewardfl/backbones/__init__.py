@@ -1,1 +1,1 @@
-"""The models that can be trained."""
+"""The models that can be trained, by model.model_name."""

@@ -77,7 +77,7 @@ def _bit_sum(tensor: Tensor) -> int:
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """By name. model: wan.Experts, whose frozen experts may stand outside of its modules."""
+    """By name. model: the seam's Experts, whose frozen experts may stand outside of its modules."""
     named = {name: value for name, value in model.named_parameters() if not value.requires_grad}
     for name, expert in model.outside.items():
         named |= {f"{name}.{key}": value for key, value in expert.named_parameters()} if expert is not None else {}
@@ -102,7 +102,7 @@ def check_loaded(accelerator: Accelerator, model: nn.Module) -> None:
 class Weights:
     """The weights of a run under watch, from when training begins.
 
-    model: wan.Experts after accelerator.prepare has seen it.
+    model: the seam's Experts after accelerator.prepare has seen it.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module):

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from diffusers import WanImageToVideoPipeline
 from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import data, files, groups, reward_flow
-from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones import seam
+from rewardfl.backbones.seam import Backbone, Conditioning, Experts, Schedule, Velocity
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache, CacheError, Key
 from rewardfl.rewards import Reward
@@ -251,10 +251,8 @@ def samples(
 # ------------------------------------------------------------------------------------------------------------
 # Conditioning and boundary latents
 
-Load = Callable[[tuple[str, ...]], WanImageToVideoPipeline]  # parts -> a pipeline that has them, where they compute
 
-
-def before_boundary(schedule: wan.Schedule) -> Tensor:
+def before_boundary(schedule: Schedule) -> Tensor:
     """The sigmas of the high-noise expert's steps, and the one that they arrive at."""
     return schedule.sigmas[: schedule.experts.count("high_noise") + 1]
 
@@ -268,54 +266,49 @@ class Conditions:
     """
 
     store: Cache
+    backbone: Backbone
     text: str
     vae: str
     untrained: str
     dtype: str
     num_frames: int
 
-    def fill(self, samples: Sequence[Sample], load: Load, share: Share, prompts: Sequence[str] = ()) -> None:
-        """Compute the conditioning that is missing. The text encoder is loaded only for that, and gone afterwards.
+    def fill(self, samples: Sequence[Sample], device: torch.device, share: Share, prompts: Sequence[str] = ()) -> None:
+        """Compute on `device` the conditioning that is missing. The encoders are loaded only for that, and then go.
 
         prompts: others than the samples', such as a negative one.
         """
 
-        def text_encoder() -> Callable[[str], Mapping[str, Tensor]]:
-            pipe = load(("text_encoder",))
-            return lambda prompt: {"text": wan.encode_text(pipe, prompt)}
-
-        def image_encoder() -> Callable[[Sample], Mapping[str, Tensor]]:
-            pipe = load(("vae",))
-            return lambda sample: {
-                "image": wan.encode_image(pipe, read(self.store, sample.clip)["image"], self.num_frames)
-            }
+        def image_encoder() -> Callable[[Sample], Conditioning]:
+            encode = self.backbone.image_encoder(device)
+            return lambda sample: encode(read(self.store, sample.clip)["image"], self.num_frames)
 
         texts = [(self._text_key(prompt), prompt) for prompt in [*(sample.row.prompt for sample in samples), *prompts]]
-        fill(self.store, texts, text_encoder, share, "prompts")
+        fill(self.store, texts, partial(self.backbone.text_encoder, device), share, "prompts")
         fill(self.store, [(self._image_key(sample), sample) for sample in samples], image_encoder, share, "images")
 
     def fill_boundary(
         self,
         noises: Sequence[tuple[Sample, int]],
-        schedule: wan.Schedule,
-        load: Load,
+        schedule: Schedule,
+        device: torch.device,
         share: Share,
     ) -> None:
-        """Compute the boundary latents that are missing for samples with noise seeds.
+        """Compute, on `device`, the boundary latents that are missing for samples with noise seeds.
 
         The high-noise expert is loaded only for that, and gone afterwards.
         """
         sigmas = before_boundary(schedule)
 
         def high_noise_expert() -> Callable[[tuple[Sample, int]], Mapping[str, Tensor]]:
-            expert = load(("high_noise",)).transformer
-            experts = wan.Experts(expert, None)
+            first = schedule.experts[0]
+            experts = Experts({first: self.backbone.load_expert(first).to(device)})
 
             def run(item: tuple[Sample, int]) -> Mapping[str, Tensor]:
                 sample, seed = item
-                conditioning = self.conditioning(sample).to(expert.device)
-                x = groups.noise(conditioning.latent_shape(expert.config.out_channels), seed, expert.device)
-                velocity = wan.Velocity(experts, conditioning, schedule)
+                conditioning = seam.to(self.conditioning(sample), device)
+                velocity = Velocity(self.backbone, experts, conditioning, schedule)
+                x = groups.noise((1, *self.backbone.latent_shape(*sample.size, self.num_frames)), seed, device)
                 return {"x": reward_flow.rollout(velocity, x, sigmas, keep=()).x0}
 
             return run
@@ -323,19 +316,19 @@ class Conditions:
         wanted = [(self._boundary_key(sample, seed, sigmas), (sample, seed)) for sample, seed in noises]
         fill(self.store, wanted, high_noise_expert, share, "boundary latents")
 
-    def conditioning(self, sample: Sample) -> wan.Conditioning:
-        """Of one sample, on the CPU."""
-        return wan.Conditioning(self.text_of(sample.row.prompt), read(self.store, self._image_key(sample))["image"])
+    def conditioning(self, sample: Sample) -> Conditioning:
+        """What the networks are told of one sample, on the CPU."""
+        return self.text_of(sample.row.prompt) | read(self.store, self._image_key(sample))
 
-    def readable(self, samples: Sequence[Sample], row: int, skip: bool) -> tuple[int, wan.Conditioning]:
+    def readable(self, samples: Sequence[Sample], row: int, skip: bool) -> tuple[int, Conditioning]:
         """(row, its conditioning), of another row where the cache lost it and `skip`: see `readable`."""
         return readable(samples, row, lambda other: self.conditioning(samples[other]), skip, tqdm.write)
 
-    def text_of(self, prompt: str) -> Tensor:
-        """(1, 512, d), on the CPU."""
-        return read(self.store, self._text_key(prompt))["text"]
+    def text_of(self, prompt: str) -> Conditioning:
+        """The part of the conditioning that a prompt makes, on the CPU."""
+        return read(self.store, self._text_key(prompt))
 
-    def boundary_latents(self, sample: Sample, noise_seed: int, schedule: wan.Schedule) -> Tensor:
+    def boundary_latents(self, sample: Sample, noise_seed: int, schedule: Schedule) -> Tensor:
         """(1, C, T, h, w) float32, on the CPU, that the schedule's first low-noise step starts from."""
         return read(self.store, self._boundary_key(sample, noise_seed, before_boundary(schedule)))["x"]
 

@@ -19,8 +19,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rewardfl import config as configuration
 from rewardfl import data, groups, lora, offload
+from rewardfl.backbones.seam import DTYPES, Backbone, Experts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.backbone import Wan22I2V, of_files
 from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
 from rewardfl.files import model_digest
@@ -67,8 +69,8 @@ def command_line(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def open_model(cfg: AnyConfig) -> tuple[wan_load.Layout, float]:
-    """(the model's files, sigma of the boundary between its experts), all checked by their headers alone."""
+def open_model(cfg: AnyConfig) -> Wan22I2V:
+    """The model, with the distillation that belongs to it: all of its files are checked, by their headers alone."""
     trackers.check_installed(cfg.run.log_with)
     checks.check_threads(cfg.run.cpu_threads, os.cpu_count())
     checks.check_paths(cfg)
@@ -83,13 +85,8 @@ def open_model(cfg: AnyConfig) -> tuple[wan_load.Layout, float]:
         cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
     )
     init_adapters(cfg, layout)
-    return layout, checks.boundary_of(cfg, layout.configs)
-
-
-def loader(cfg: AnyConfig, layout: wan_load.Layout) -> prepare.Load:
-    """parts -> a pipeline that has them, on the CPU, with the distillation that belongs to the base model."""
-    distilled = wan_load.read_distilled(cfg.model.distill_lora_high, cfg.model.distill_lora_low)
-    return partial(wan_load.load_pipeline, layout, wan.DTYPES[cfg.model.dtype], distilled, cfg.model.distill_lora_mode)
+    distilled = (cfg.model.distill_lora_high, cfg.model.distill_lora_low, cfg.model.distill_lora_mode)
+    return of_files(layout, checks.boundary_of(cfg, layout.configs), DTYPES[cfg.model.dtype], distilled)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -197,14 +194,14 @@ def base_model(cfg: AnyConfig, layout: wan_load.Layout) -> dict[str, str]:
     return weights | {"settings": digest(settings)}
 
 
-def conditions_of(cfg: AnyConfig, weights: dict[str, str], store: Cache) -> prepare.Conditions:
+def conditions_of(cfg: AnyConfig, backbone: Backbone, weights: dict[str, str], store: Cache) -> prepare.Conditions:
     """weights: as base_model gives them."""
     # what the untrained expert's answers depend on: its weights and the distillation that goes with them
     base = weights["high_noise"]
     if "distill_high" in weights:
         base = f"{base} {weights['distill_high']} {cfg.model.distill_lora_mode}"
     return prepare.Conditions(
-        store, weights["text_encoder"], weights["vae"], base, cfg.model.dtype, cfg.data.num_frames
+        store, backbone, weights["text_encoder"], weights["vae"], base, cfg.model.dtype, cfg.data.num_frames
     )
 
 
@@ -259,24 +256,20 @@ def _check_init(where: str, given: lora_files.Lora, rank: int, alpha: float, wan
 
 
 def load_experts(
-    cfg: AnyConfig,
-    load: prepare.Load,
-    device: torch.device,
-    home: torch.device,
-    skip: Sequence[str] = (),
-) -> tuple[wan.Experts, dict[str, nn.Module]]:
-    """(both experts in their places, the trained ones by name with their LoRA, at `home`).
+    cfg: AnyConfig, backbone: Backbone, device: torch.device, home: torch.device, skip: Sequence[str] = ()
+) -> tuple[Experts, dict[str, nn.Module]]:
+    """(all experts in their places, the trained ones by name with their LoRA, at `home`).
 
     skip: experts that nothing will ask.
     """
     names = configuration.trainable_experts(cfg)
-    outside = [name for name in wan.PARTS if name not in names]
-    model_of = dict.fromkeys(wan.PARTS)  # one at a time: the host holds one expert
+    outside = [name for name in backbone.experts if name not in names]
+    model_of = dict.fromkeys(backbone.experts)  # one at a time: the host holds one expert
     for name in outside:
         if name not in skip:
-            model_of[name] = offload.place(load((name,)).components[wan.PARTS[name]], cfg.experts.untrained, device)
+            model_of[name] = offload.place(backbone.load_expert(name), cfg.experts.untrained, device)
     for i, name in enumerate(names):
-        expert = load((name,)).components[wan.PARTS[name]].to(home)
+        expert = backbone.load_expert(name).to(home)
         lora.inject(
             expert, cfg.lora.lora_rank, cfg.lora.lora_alpha or cfg.lora.lora_rank,
             lora.target_modules(cfg.lora.lora_target_modules), cfg.run.seed + i * SEED_STRIDE,
@@ -286,8 +279,7 @@ def load_experts(
         elif cfg.train.use_gradient_checkpointing:
             expert.enable_gradient_checkpointing()
         model_of[name] = expert
-    model = wan.Experts(model_of["high_noise"], model_of["low_noise"], outside)
-    return model, {name: model_of[name] for name in names}
+    return Experts(model_of, outside), {name: model_of[name] for name in names}
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:

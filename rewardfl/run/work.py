@@ -14,9 +14,9 @@ import torch
 
 from rewardfl import config as configuration
 from rewardfl import data, flow, groups, lora
+from rewardfl.backbones.seam import DTYPES, Schedule
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.load import Adapter
-from rewardfl.backbones.wan.model import Schedule
 from rewardfl.config import AnyConfig, ConfigError, FlowGrpoConfig, RewardFlConfig
 from rewardfl.groups import Geometry
 from rewardfl.run import checks
@@ -292,7 +292,7 @@ def work_of(
     common = Work(
         video=Video(
             configs=configs,
-            dtype=wan.DTYPES[cfg.model.dtype],
+            dtype=DTYPES[cfg.model.dtype],
             height=height,
             width=width,
             num_frames=cfg.data.num_frames,

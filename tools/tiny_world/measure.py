@@ -7,9 +7,11 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from rewardfl import data, groups, reward_flow
+from rewardfl.backbones.seam import Experts, Velocity
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.backbone import of_pipeline
 from rewardfl.rewards import face
 
 from . import faces
@@ -54,16 +56,20 @@ def detection(detector: face.FaceDetector, seed: int, count: int) -> dict[str, f
 def video_figures(world: Path, judges: dict[str, face.FaceIdentity]) -> dict[str, object]:
     """Reconstruction and generation of the evaluation people; FaceSim per frame by both recognisers."""
     pipe = wan_load.load_pipeline(wan_load.find(str(world / "pipeline")), torch.float32)
-    experts = wan.Experts(pipe.transformer, pipe.transformer_2)
+    backbone = of_pipeline(pipe, torch.float32)
+    experts = Experts({"high_noise": pipe.transformer, "low_noise": pipe.transformer_2})
+    encode_text, encode_image = backbone.text_encoder(pipe.device), backbone.image_encoder(pipe.device)
     schedule = wan.schedule(STEPS, SHIFT, pipe.config.boundary_ratio)
     rows = data.load_metadata(world / "eval" / "metadata.csv")
     shape = wan.latent_shape(pipe, SIZE, SIZE, NUM_FRAMES)
     real, again, made = [], [], []
     for row in rows:
         clip = data.load_example(row, SIZE, SIZE, NUM_FRAMES).video
-        conditioning = wan.encode(pipe, row.prompt, clip[:, 0], NUM_FRAMES)
+        conditioning = encode_text(row.prompt) | encode_image(clip[:, 0], NUM_FRAMES)
         noise = groups.noise(shape, groups.noise_seed(0, 0, row.id))
-        x0 = reward_flow.rollout(wan.Velocity(experts, conditioning, schedule), noise, schedule.sigmas, keep=()).x0
+        x0 = reward_flow.rollout(
+            Velocity(backbone, experts, conditioning, schedule), noise, schedule.sigmas, keep=()
+        ).x0
         real.append(clip)
         again.append(pipe.vae.decode(pipe.vae.encode(clip[None]).latent_dist.mode()).sample[0])
         made.append(decoder.decode(pipe.vae, x0)[0])

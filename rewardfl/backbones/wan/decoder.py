@@ -14,21 +14,24 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
+from rewardfl.backbones.seam import Caches, Decoded
 from rewardfl.offload import to_host
-
-Caches = list[Tensor | str | None]  # per causal convolution; None: nothing seen yet, "Rep": diffusers' first-chunk mark
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """A decoded batch and what `decode_vjp` needs to go back without decoding again.
+class WanDecoder:
+    """The seam's Decoder. A cache per causal convolution: None before anything, "Rep" as diffusers marks the first."""
 
-    video: (B, 3, F, H, W) in [-1, 1]. caches: by chunk, those that it started from; only those of every n-th
-    chunk where they are kept by segments, which always include chunk 0.
-    """
+    vae: AutoencoderKLWan
 
-    video: Tensor
-    caches: dict[int, Caches]
+    def decode(self, latents: Tensor) -> Tensor:
+        return decode(self.vae, latents)
+
+    def decode_with_caches(self, latents: Tensor, caches: str = "keep") -> Decoded:
+        return decode_with_caches(self.vae, latents, caches)
+
+    def vjp(self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None) -> Tensor:
+        return decode_vjp(self.vae, latents, grad_video, decoded)
 
 
 def latent_statistics(vae: AutoencoderKLWan, latents: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,71 +1,20 @@
-"""Wan2.2 I2V as the samplers see it: its conditioning, which expert answers when, its velocity.
+"""Wan2.2 I2V as the samplers see it: what its conditioning is, which expert answers when, how one is called."""
 
-load.py loads it.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers import WanImageToVideoPipeline
 from torch import Tensor, nn
 
 from rewardfl import lora
+from rewardfl.backbones.seam import Conditioning, Schedule
 from rewardfl.flow import linear_sigmas
 
 PARTS = {
     "high_noise": "transformer",
     "low_noise": "transformer_2",
 }  # where a diffusers pipeline keeps each expert
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of the frozen weights, by config word
 TEXT_LENGTH = 512  # tokens; the length that diffusers' pipeline pads prompts to
-
-
-@dataclass(frozen=True)
-class Conditioning:
-    """What the experts are told about a batch. text: (B, 512, d); image: (B, temporal factor + 16, T, h, w)."""
-
-    text: Tensor
-    image: Tensor
-
-    @staticmethod
-    def stack(items: Sequence["Conditioning"]) -> "Conditioning":
-        return Conditioning(torch.cat([item.text for item in items]), torch.cat([item.image for item in items]))
-
-    def rows(self, chosen: Sequence[int]) -> "Conditioning":
-        """Of these samples of the batch alone."""
-        return Conditioning(self.text[list(chosen)], self.image[list(chosen)])
-
-    def latent_shape(self, channels: int) -> tuple[int, ...]:
-        """(1, channels, T, h, w) of one of its samples' latents."""
-        return (1, channels, *self.image.shape[2:])
-
-    def to(self, device: torch.device) -> "Conditioning":
-        return Conditioning(self.text.to(device), self.image.to(device))
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The denoising steps of one schedule: step i goes from sigmas[i] to sigmas[i + 1].
-
-    `experts` is the only answer to the question which expert a step belongs to; nothing else compares a sigma, or a
-    timestep, with the boundary between them.
-    """
-
-    sigmas: Tensor  # (N + 1,) float32, descending; the last is 0
-    timesteps: Tensor  # (N,) float32, what the experts are told: 1000 * sigma
-    experts: tuple[str, ...]  # (N,) high_noise or low_noise
-
-    def __len__(self) -> int:
-        """The number of steps."""
-        return len(self.experts)
-
-    def until(self, final_step: int) -> "Schedule":
-        """The schedule that stops after `final_step`, whose own step goes straight to sigma 0: its x0 prediction."""
-        kept = final_step + 1
-        sigmas = torch.cat([self.sigmas[:kept], self.sigmas.new_zeros(1)])
-        return Schedule(sigmas, self.timesteps[:kept], self.experts[:kept])
 
 
 def schedule(num_steps: int, shift: float, boundary: float) -> Schedule:
@@ -81,35 +30,6 @@ def schedule(num_steps: int, shift: float, boundary: float) -> Schedule:
     return Schedule(sigmas, timesteps, tuple("high_noise" if high else "low_noise" for high in is_high))
 
 
-class Experts(nn.Module):
-    """Both experts behind one velocity, and one module, so that a wrapper sees every trained parameter.
-
-    outside: experts that are not trained and stay out of the module tree: DDP, DeepSpeed, FSDP and `.to` then leave
-    them where offload.place put them. An expert may be None when no step will ask for it.
-    """
-
-    def __init__(
-        self,
-        high_noise: WanTransformer3DModel | None,
-        low_noise: WanTransformer3DModel | None,
-        outside: Sequence[str] = (),
-    ):
-        super().__init__()
-        experts = {"high_noise": high_noise, "low_noise": low_noise}
-        self.inside = nn.ModuleDict({name: expert for name, expert in experts.items() if name not in outside})
-        self.outside = {name: experts[name] for name in outside}  # a plain dict: no submodules
-
-    def forward(self, name: str, x: Tensor, timestep: Tensor, text: Tensor, image: Tensor) -> Tensor:
-        """Velocity (B, 16, T, h, w), float32 or finer, of the expert called `name` at latents x of the same shape.
-
-        timestep: a scalar for the batch. It stays float32: 892.857 would be 892 in bfloat16.
-        """
-        expert = self.outside[name] if name in self.outside else self.inside[name]
-        timestep = timestep.to(x.device).expand(len(x))
-        inputs = torch.cat([x, image.to(x.dtype)], 1).to(expert.dtype)
-        return expert(inputs, timestep, text.to(expert.dtype), return_dict=False)[0].to(x.dtype)
-
-
 def attach_adapters(pipe: WanImageToVideoPipeline, checkpoint: Path) -> None:
     """Add a checkpoint folder's adapters (transformer/, transformer_2/) to the pipeline's experts."""
     found = [expert for expert, part in PARTS.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
@@ -120,11 +40,6 @@ def attach_adapters(pipe: WanImageToVideoPipeline, checkpoint: Path) -> None:
         )
     for expert in found:
         lora.attach_adapter(pipe.components[PARTS[expert]], checkpoint / PARTS[expert])
-
-
-def encode(pipe: WanImageToVideoPipeline, prompt: str, image: Tensor, num_frames: int) -> Conditioning:
-    """Conditioning of one sample. image: (3, H, W) in [-1, 1], the clip's first frame."""
-    return Conditioning(encode_text(pipe, prompt), encode_image(pipe, image, num_frames))
 
 
 @torch.no_grad()
@@ -156,50 +71,19 @@ def latent_shape(pipe: WanImageToVideoPipeline, height: int, width: int, num_fra
     return (1, pipe.vae.config.z_dim, frames, height // spatial, width // spatial)
 
 
-class Velocity:
-    """`velocity(x, step)` for one batch's conditioning: what the samplers call. `model` is the prepared module.
+def velocity(
+    model: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning, dtype: torch.dtype
+) -> Tensor:
+    """(B, 16, T, h, w), float32 or finer, at latents x of the same shape.
 
-    guidance: scale of classifier-free guidance away from the text `negative` (1 or B, 512, d), as the undistilled model
-    is sampled (3.5); 1 is none, takes half the time, and is what training and distilled models use.
+    given: text (B, 512, d) and image (B, temporal factor + 16, T, h, w), as encode_text and encode_image make them.
+    dtype: that the experts compute in.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        conditioning: Conditioning,
-        schedule: Schedule,
-        negative: Tensor | None = None,
-        guidance: float = 1.0,
-    ):
-        if guidance != 1 and negative is None:
-            raise ValueError(f"guidance {guidance:g} needs the embedding of a negative prompt")
-        self.model, self.conditioning, self.schedule = model, conditioning, schedule
-        self.negative, self.guidance = negative, guidance
-
-    def __call__(self, x: Tensor, step: int) -> Tensor:
-        """(B, 16, T, h, w) of latents x at the schedule's denoising step."""
-        expert, timestep = self.schedule.experts[step], self.schedule.timesteps[step]
-        velocity = self.model(expert, x, timestep, self.conditioning.text, self.conditioning.image)
-        if self.guidance == 1:
-            return velocity
-        negative = self.negative.expand(len(x), -1, -1)
-        away = self.model(expert, x, timestep, negative, self.conditioning.image)
-        return away + self.guidance * (velocity - away)
-
-    def reference(self, x: Tensor, step: int) -> Tensor:
-        """The velocity of the model as it was before training: the policy adapter is off."""
-        with lora.reference(self.model):
-            return self(x, step)
-
-
-class LinearFlowEuler(FlowMatchEulerDiscreteScheduler):
-    """diffusers' Euler scheduler on `flow.linear_sigmas`, for a stock pipeline that is to sample as we do.
-
-    The pipeline calls set_timesteps(n) without sigmas, and the parent then shifts an already shifted range:
-    with shift 5 and 8 steps its last sigma is 0.024, not 0.417.
-    """
-
-    def set_timesteps(self, num_inference_steps: int, device: torch.device | None = None) -> None:
-        super().set_timesteps(num_inference_steps, device=device)
-        self.sigmas = linear_sigmas(num_inference_steps, self.config.shift)
-        self.timesteps = (1000 * self.sigmas[:-1]).to(device)
+    output = model(
+        schedule.experts[step],
+        hidden_states=torch.cat([x, given["image"].to(x.dtype)], 1).to(dtype),
+        # it stays float32: 892.857 would be 892 in bfloat16
+        timestep=schedule.timesteps[step].to(x.device).expand(len(x)),
+        encoder_hidden_states=given["text"].to(dtype),
+    )
+    return output.to(x.dtype)
