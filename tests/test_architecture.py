@@ -1,0 +1,166 @@
+"""The rules of the house, read from the imports: which room may know which.
+
+A room is a folder of the package, or a module beside the folders. What stands on a floor needs only floors below it.
+"""
+
+import ast
+import functools
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+ALGORITHMS = ("flow", "reward_flow", "sde", "grpo", "groups", "scheduler")
+# inside a room one more than DESIGN section 2 says: a face goes through file, graph, detector, identity and reward
+ROOM_FLOORS, MODULE_FLOORS = 7, 5
+# Modules outside of backbones/ and weights/ that still name Wan in their code. The list only gets shorter.
+STILL_WAN = {"config.schema", "estimate.measure", "lora", "offload", "run.start", "run.work"}
+Sources = dict[str, str]  # by file, such as rewardfl/data/clips.py
+House = dict[str, set[str]]  # by module, such as data.clips: what it imports; of other packages the first name
+
+
+parsed = functools.cache(ast.parse)  # the same files again and again
+
+
+def house_of(sources: Sources) -> House:
+    names = {name_of(file): parsed(text) for file, text in sources.items()}
+    return {name: {found for node in ast.walk(tree) for found in imported(node, names)} for name, tree in names.items()}
+
+
+def name_of(file: str) -> str:
+    """rewardfl/data/clips.py -> data.clips; rewardfl/data/__init__.py -> data."""
+    parts = Path(file).with_suffix("").parts[1:]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(node: ast.AST, names: dict[str, ast.AST]) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {short(alias.name, names) for alias in node.names}
+    if isinstance(node, ast.ImportFrom):
+        return {short(f"{'.' * node.level}{node.module}.{alias.name}", names) for alias in node.names}
+    return set()
+
+
+def short(full: str, names: dict[str, ast.AST]) -> str:
+    """rewardfl.data.clips.fit -> data.clips; torch.nn -> torch; a relative import as it is."""
+    package, _, name = full.partition(".")
+    if package != "rewardfl":
+        return package or full
+    while name not in names:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def child(name: str, folder: str) -> str | None:
+    """What of the folder a module belongs to: rewards.face.align in rewards -> rewards.face. None: nothing of it.
+
+    A folder's own __init__ is its door: it belongs to the folder around.
+    """
+    inside = f"{folder}." if folder else ""
+    return inside + name.removeprefix(inside).partition(".")[0] if name.startswith(inside) and name else None
+
+
+def within(house: House, folder: str) -> dict[str, set[str]]:
+    """What the modules and folders of a folder import of each other; "" is the package."""
+    graph: dict[str, set[str]] = {}
+    for name, below in house.items():
+        if (one := child(name, folder)) is not None:
+            graph.setdefault(one, set()).update(filter(None, (child(n, folder) for n in below if n in house)))
+    return {one: below - {one} for one, below in graph.items()}
+
+
+def floors(graph: dict[str, set[str]]) -> int:
+    """The longest way down. ValueError for a circle."""
+    found: dict[str, int] = {}
+    while len(found) < len(graph):
+        ready = [one for one, below in graph.items() if one not in found and below <= found.keys()]
+        if not ready:
+            raise ValueError(f"a circle among {', '.join(sorted(graph.keys() - found.keys()))}")
+        found |= {one: 1 + max((found[below] for below in graph[one]), default=0) for one in ready}
+    return max(found.values())
+
+
+def names_wan(text: str) -> bool:
+    """Whether code names Wan, by an identifier, a module or a key; sentences decide nothing."""
+    for node in ast.walk(parsed(text)):
+        words = [vars(node).get(field) for field in ("id", "attr", "name", "module", "value", "arg")]
+        if any(
+            isinstance(word, str) and " " not in word and re.search("wan(?!t(?!r)|db)", word, re.I) for word in words
+        ):
+            return True
+    return False
+
+
+def violations(sources: Sources) -> list[str]:
+    """What breaks a rule, a line each."""
+    house, found = house_of(sources), []
+    for name, below in house.items():
+        room = name.partition(".")[0]
+        if room in ALGORITHMS:
+            allowed = {*ALGORITHMS, *sys.stdlib_module_names, "torch", *(["diffusers"] if room == "scheduler" else [])}
+            found += [f"{name}: an algorithm imports {other}" for other in below - allowed]
+        if room == "config":
+            found += [
+                f"{name}: the configuration imports {n}" for n in below & house.keys() if child(n, "") != "config"
+            ]
+        if "accelerate" in below and room != "run":
+            found.append(f"{name}: accelerate is for run/ and the scripts")
+        if room != "estimate" and any(child(other, "") == "estimate" for other in below & house.keys()):
+            found.append(f"{name}: the estimate is for --dry-run, tools/plan_run.py and benchmarks")
+        if any(other.startswith(".") for other in below):
+            found.append(f"{name}: a relative import")
+    for folder in ["", *{name.rpartition(".")[0] for name in house if "." in name}]:
+        where, most = folder or "rewardfl", MODULE_FLOORS if folder else ROOM_FLOORS
+        try:
+            count = floors(within(house, folder))
+            found += [f"{where}: {count} floors, at most {most}"] if count > most else []
+        except ValueError as error:
+            found.append(f"{where}: {error}")
+    wan = {name_of(file) for file, text in sources.items() if names_wan(text)}
+    wan = {name for name in wan if name.partition(".")[0] not in ("backbones", "weights")}
+    return found + [f"{name}: names Wan" for name in wan - STILL_WAN] + [f"STILL_WAN: {n}" for n in STILL_WAN - wan]
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "rewardfl").rglob("*.py")}
+
+
+def test_the_house_keeps_its_rules(sources):
+    assert violations(sources) == []
+
+
+@pytest.mark.parametrize(
+    "file, line, broken",
+    [
+        ("flow.py", "from rewardfl import data", "flow: an algorithm imports data"),
+        ("sde.py", "import diffusers", "sde: an algorithm imports diffusers"),
+        ("config/schema.py", "from rewardfl.files import sha256", "config.schema: the configuration imports files"),
+        ("lora.py", "import accelerate", "lora: accelerate is for run/"),
+        ("run/start.py", "from rewardfl.estimate import needs", "run.start: the estimate is for"),
+        ("data/clips.py", "from .order import micro_batch", "data.clips: a relative import"),
+        ("files.py", "from rewardfl.rewards import base", "rewardfl: a circle among"),
+        ("weights/shards.py", "from rewardfl.weights import merge", "weights: a circle among"),
+        ("backbones/seam.py", "from rewardfl.run import start", "rewardfl: a circle among"),
+        ("data/order.py", "wan_order = 1", "data.order: names Wan"),
+    ],
+)
+def test_a_broken_rule_is_seen(sources, file, line, broken):
+    file = f"rewardfl/{file}"
+    found = violations(sources | {file: f"{sources[file]}\n{line}\n"})
+    assert any(one.startswith(broken) for one in found), found
+
+
+def test_floors():
+    ladder = {f"rewardfl/room/m{i}.py": f"from rewardfl.room import m{i - 1}" for i in range(1, 6)}
+    assert "room: 6 floors, at most 5" in violations({"rewardfl/room/m0.py": ""} | ladder)
+    assert not any("room:" in line for line in violations({"rewardfl/room/m1.py": ""} | dict(list(ladder.items())[1:])))
+    rooms = {f"rewardfl/r{i}.py": f"from rewardfl import r{i - 1}" for i in range(1, 8)}
+    assert "rewardfl: 8 floors, at most 7" in violations({"rewardfl/r0.py": ""} | rooms)
+
+
+def test_sentences_may_name_wan():
+    assert not names_wan('"""Wan is a model."""\nwanted = "a Wan model"  # wan\n')
+    assert names_wan("import x\ny = x.wan") and names_wan('z = "WanTransformerBlock"') and names_wan("def wan(): ...")
