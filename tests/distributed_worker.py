@@ -2,9 +2,9 @@
 
 argv: OUT and then, for each run, -- SCRIPT and the script's own arguments. Writes OUT/rank-<n>.json, of each run: the
 distributed type, the process count, the wrapper, the bytes that DDP broadcasts and those that are trained, every
-update's gradient norm, and a digest of the trained parameters after it. In train_reward_fl.py
-BREAK_GRADIENT=<rank>:<update> makes that rank's gradients of that update infinite, and NOBODY_ON=<row> takes the face
-from a clip, after all checks. FSDP_ON_CPU=true tells accelerate that these processes without a GPU are some with: it
+update's gradient norm, and a digest of the trained parameters after it. In the first run BREAK_GRADIENT=<rank>:<update>
+makes that rank's gradients of that update infinite; in train_reward_fl.py NOBODY_ON=<row> takes the face from a clip,
+after all checks. FSDP_ON_CPU=true tells accelerate that these processes without a GPU are some with: it
 knows FSDP only there.
 """
 
@@ -35,15 +35,15 @@ def digest(parameters):
 
 
 @contextlib.contextmanager
-def watched(seen, faulty):
-    """Within, what a script does is written to `seen`; faulty: with the faults that the environment names."""
+def watched(seen, faceless, breaking):
+    """Within, what a script does is written to `seen`; with the faults that the environment names."""
     prepare, step, backward, find_samples = (
         distributed.prepare,
         distributed.step,
         distributed.backward,
         setup.find_samples,
     )
-    rank, update = (int(n) for n in os.environ["BREAK_GRADIENT"].split(":")) if faulty else (-1, -1)
+    rank, update = (int(n) for n in os.environ["BREAK_GRADIENT"].split(":")) if breaking else (-1, -1)
 
     def watched_broadcast(group, tensors, *arguments):
         seen["broadcast"] = seen.get("broadcast", 0) + sum(tensor.nbytes for tensor in tensors)
@@ -77,7 +77,7 @@ def watched(seen, faulty):
     broadcast = torch.distributed._broadcast_coalesced
     torch.distributed._broadcast_coalesced = watched_broadcast
     distributed.prepare, distributed.step, distributed.backward = watched_prepare, watched_step, watched_backward
-    setup.find_samples = faulty_find if faulty else find_samples
+    setup.find_samples = faulty_find if faceless else find_samples
     try:
         yield
     finally:
@@ -105,7 +105,7 @@ def main():
         accounts.append({})
         sys.argv = [script, *arguments]
         try:
-            with watched(accounts[-1], script == "train_reward_fl.py"):
+            with watched(accounts[-1], script == "train_reward_fl.py", breaking=len(accounts) == 1):
                 accounts[-1]["code"] = importlib.import_module(script.removesuffix(".py")).main()
         except BaseException:  # shown; the process ends here
             traceback.print_exc()

@@ -97,7 +97,7 @@ def run(kind, out, *runs, **more):
         named = any(argument.startswith("run.output_dir=") for argument in arguments)
         watcher += ["--", script, *arguments, *([] if named else [f"run.output_dir={out / script}"])]
     done = subprocess.run(
-        command(kind, *watcher), cwd=ROOT, env=environment(kind, **more), capture_output=True, text=True, timeout=600
+        command(kind, *watcher), cwd=ROOT, env=environment(kind, **more), capture_output=True, text=True, timeout=1200
     )
     files = sorted((out / "ranks").glob("rank-*.json"))
     assert len(files) == REALLY[kind]["processes"], done.stdout[-2000:] + done.stderr[-4000:]
@@ -113,28 +113,70 @@ def run(kind, out, *runs, **more):
     return accounts
 
 
+# -- every place of the boundary among the active steps, on a bfloat16 base
+
+
+ONE_UPDATE = [
+    "sample.num_inference_steps=4", "train.max_steps=1", "model.dtype=bfloat16", "run.sample_videos=0",
+    "train.max_grad_norm=1.0", "train.use_gradient_checkpointing=true",
+]  # fmt: skip
+BOTH = "model.trainable_models=dit,dit2"
+# steps 0 and 1 are the high-noise expert's. A frozen expert's step before the first trained one is refused
+REWARD_PLACES = {
+    "low alone": ["model.trainable_models=dit2", "sample.mid_timestep=2", "sample.final_timestep=3"],
+    "high alone": ["model.trainable_models=dit", "sample.mid_timestep=0", "sample.final_timestep=1"],
+    "frozen last": ["model.trainable_models=dit", "sample.mid_timestep=1", "sample.final_timestep=3"],
+    "both": [BOTH, "sample.mid_timestep=1", "sample.final_timestep=2"],
+    "both, apart": [BOTH, "sample.active_steps=[0,3]", "sample.final_timestep=3", "sample.gradient_mode=drtune"],
+    "one step": ["model.trainable_models=dit2", "sample.gradient_mode=last", "sample.final_timestep=3"],
+}
+POLICY_PLACES = {"high": ["model.trainable_models=dit", "grpo.window_bounds=[0, 2]"], "both": [BOTH]}
+# by default those that went wrong before; `make chaos` runs all
+ALL_PLACES = [*(f"reward, {name}" for name in REWARD_PLACES), *(f"policy, {name}" for name in POLICY_PLACES)]
+PLACES = os.environ.get("PLACES", "reward, frozen last; reward, both; policy, both").split("; ")
+PLACES = ALL_PLACES if PLACES == ["all"] else PLACES
+
+
+def placed_runs(folder, accumulation):
+    """A run for each place, into folder/<place>."""
+    runs = []
+    for place in PLACES:
+        kind, _, name = place.partition(", ")
+        if kind == "reward":
+            words = [*REWARD_FL, *ONE_UPDATE, f"train.gradient_accumulation_steps={accumulation}", *REWARD_PLACES[name]]
+        else:
+            more = ["grpo.updates_per_epoch=1", "grpo.ratio_tolerance=1e-3", "evaluation.eval_clips=null"]
+            words = [*GRPO, *ONE_UPDATE, *more, *POLICY_PLACES[name]]
+        runs.append([*words, f"run.output_dir={folder / place}"])
+    return runs
+
+
 FL, PG = "train_reward_fl.py", "train_flow_grpo.py"  # of a folder with runs
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """(the account, the folder) of one process: four updates of four clips each, and two by policy gradient."""
+    """(the account, the folder) of one process: four updates of four clips each, two by policy gradient, and one for
+    each place of the boundary, of two clips."""
     out = tmp_path_factory.mktemp("one")
     rewards = [*REWARD_FL, "train.gradient_accumulation_steps=4", "train.max_steps=4"]
-    accounts = run("cpu", out, rewards, GRPO, NOBODY_ON="3", BREAK_GRADIENT="0:1")
+    places = placed_runs(out, accumulation=2)
+    accounts = run("cpu", out, rewards, GRPO, *places, NOBODY_ON="3", BREAK_GRADIENT="0:1")
     return accounts[0][0], out
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def two(request, one, tmp_path_factory):
-    """(the accounts, the folder) of two processes of two micro-batches each: the second and third of these updates, on
-    from one process's checkpoint, and all by policy gradient."""
+    """(the kind, the accounts by run, the folder) of two processes of two micro-batches each: the second and third of
+    these updates, on from one process's checkpoint, all by policy gradient, and all of the places, of one clip each."""
     out = tmp_path_factory.mktemp(request.param)
     shutil.copytree(one[1] / FL, out / FL, symlinks=True)
     for step in (2, 3, 4):
         shutil.rmtree(out / FL / "checkpoints" / f"step-{step:06d}")
     rewards = [*REWARD_FL, "train.gradient_accumulation_steps=2", "train.max_steps=3"]
-    return run(request.param, out, rewards, GRPO, NOBODY_ON="3", BREAK_GRADIENT="1:0")[0], out
+    places = placed_runs(out, accumulation=1)
+    accounts = run(request.param, out, rewards, GRPO, *places, NOBODY_ON="3", BREAK_GRADIENT="1:0")
+    return request.param, accounts, out
 
 
 def assert_same_lines(mine, theirs, keys, rel=1e-4):
@@ -175,7 +217,7 @@ FL_KEYS = ("grad_norm", "actor/loss", "actor/face_score", "reward/valid_fraction
 
 def test_two_processes_are_one_with_more_accumulation(one, two):
     """They take up its checkpoint, skip what it skips, and leave what it leaves."""
-    (account, right), (ranks, folder) = (one[0], one[1] / FL), (two[0], two[1] / FL)
+    (account, right), ranks, folder = (one[0], one[1] / FL), two[1][0], two[2] / FL
     mine, theirs = metrics(folder), metrics(right)
     assert [line["step"] for line in mine] == [1, 2, 3] and mine[0] == theirs[0]
     assert [line["reward/valid_fraction"] for line in theirs] == [0.75] * 4  # so on one of two processes
@@ -192,7 +234,7 @@ def test_two_processes_are_one_with_more_accumulation(one, two):
 
 
 def test_one_process_goes_on_from_two(one, two, tmp_path, monkeypatch):
-    shutil.copytree(two[1] / FL, tmp_path / "run", symlinks=True)
+    shutil.copytree(two[2] / FL, tmp_path / "run", symlinks=True)
     find = setup.find_samples
 
     def faceless(*arguments, **settings):
@@ -216,7 +258,7 @@ def test_another_global_batch_is_refused(one, tmp_path):
 
 
 def test_policy_updates_do_not_depend_on_the_processes(one, two):
-    folders = [two[1] / PG, one[1] / PG]
+    folders = [two[2] / PG, one[1] / PG]
     mine, theirs = map(metrics, folders)
     assert [line["step"] for line in mine] == [0, 1, 2]
     assert all(line["policy/ratio"] == pytest.approx(1, abs=1e-4) for line in mine[1:])
@@ -235,70 +277,23 @@ def test_policy_updates_do_not_depend_on_the_processes(one, two):
     assert states[0]["average"]["optimization_step"] == states[1]["average"]["optimization_step"] == 2
 
 
-# -- every place of the boundary among the active steps, on a bfloat16 base
-
-
-ONE_UPDATE = [
-    "sample.num_inference_steps=4", "train.max_steps=1", "model.dtype=bfloat16", "run.sample_videos=0",
-    "train.max_grad_norm=1.0", "train.use_gradient_checkpointing=true",
-]  # fmt: skip
-BOTH = "model.trainable_models=dit,dit2"
-# steps 0 and 1 are the high-noise expert's. A frozen expert's step before the first trained one is refused
-REWARD_PLACES = {
-    "low alone": ["model.trainable_models=dit2", "sample.mid_timestep=2", "sample.final_timestep=3"],
-    "high alone": ["model.trainable_models=dit", "sample.mid_timestep=0", "sample.final_timestep=1"],
-    "frozen last": ["model.trainable_models=dit", "sample.mid_timestep=1", "sample.final_timestep=3"],
-    "both": [BOTH, "sample.mid_timestep=1", "sample.final_timestep=2"],
-    "both, apart": [BOTH, "sample.active_steps=[0,3]", "sample.final_timestep=3", "sample.gradient_mode=drtune"],
-    "one step": ["model.trainable_models=dit2", "sample.gradient_mode=last", "sample.final_timestep=3"],
-}
-POLICY_PLACES = {"high": ["model.trainable_models=dit", "grpo.window_bounds=[0, 2]"], "both": [BOTH]}
-# by default those that went wrong before; `make chaos` runs all
-PLACES = os.environ.get("PLACES", "reward, frozen last; reward, both; policy, both").split("; ")
-
-
-def placed_runs(folder, accumulation):
-    """The runs of all places, and their folders by name."""
-    runs = {}
-    for name, settings in REWARD_PLACES.items():
-        more = [*ONE_UPDATE, f"train.gradient_accumulation_steps={accumulation}", *settings]
-        runs[f"reward, {name}"] = [*REWARD_FL, *more]
-    for name, settings in POLICY_PLACES.items():
-        more = [*ONE_UPDATE, "grpo.updates_per_epoch=1", "grpo.ratio_tolerance=1e-3", "evaluation.eval_clips=null"]
-        runs[f"policy, {name}"] = [*GRPO, *more, *settings]
-    chosen = {name: runs[name] for name in (runs if PLACES == ["all"] else PLACES)}
-    return [[*words, f"run.output_dir={folder / name}"] for name, words in chosen.items()], {
-        name: folder / name for name in chosen
-    }
-
-
-@pytest.fixture(scope="module")
-def places_of_one(tmp_path_factory):
-    """Each place trained by one process, two clips an update: the folders."""
-    out = tmp_path_factory.mktemp("places")
-    runs, folders = placed_runs(out, accumulation=2)
-    run("cpu", out, *runs, NOBODY_ON="3", BREAK_GRADIENT="9:0")
-    return folders
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_place_of_the_boundary_does_not_matter(kind, places_of_one, tmp_path):
+def test_the_place_of_the_boundary_does_not_matter(one, two):
     """Two processes of one clip each against one of two: the same forward passes, so only the sum's order differs."""
-    runs, folders = placed_runs(tmp_path, accumulation=1)
-    for ranks in run(kind, tmp_path, *runs, NOBODY_ON="3", BREAK_GRADIENT="9:0"):
+    kind, accounts, folder = two
+    for ranks in accounts[2:]:
         for rank in ranks:  # DDP sends the adapter around, and neither the frozen base nor its buffers
             assert rank.get("broadcast", 0) == (rank["trained"] if kind == "ddp" else 0)
-    for name, folder in folders.items():
+    for place in PLACES:
         for part in ("transformer", "transformer_2"):
-            files = [run / "checkpoints/latest" / part / lora.WEIGHTS_NAME for run in (folder, places_of_one[name])]
+            files = [out / place / "checkpoints/latest" / part / lora.WEIGHTS_NAME for out in (folder, one[1])]
             assert files[0].is_file() == files[1].is_file()
             if files[0].is_file():
                 a, b = (lora.read_adapter(file)[0] for file in files)
                 moved = torch.cat([b[key].flatten() for key in b if "lora_B" in key])
                 apart = torch.cat([(a[key] - b[key]).flatten() for key in b])
                 whole = torch.cat([b[key].flatten() for key in b])
-                assert moved.norm() > 0, (name, part)
-                assert apart.norm() <= 1e-6 * whole.norm(), (name, part, float(apart.norm() / whole.norm()))
+                assert moved.norm() > 0, (place, part)
+                assert apart.norm() <= 1e-6 * whole.norm(), (place, part, float(apart.norm() / whole.norm()))
 
 
 # -- the yaml files

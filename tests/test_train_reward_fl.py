@@ -171,7 +171,7 @@ def cut(straight, run, step):
 def test_what_computes_the_same_may_change(straight, tmp_path):
     """Memory for time, other places, other paths to the same content: the rest of the run is the same, bit for bit."""
     run = cut(straight, tmp_path / "run", 3)
-    for name, target in {"model": WORLD / "pipeline", "cache": CACHE, "packs": WORLD / "faces"}.items():
+    for name, target in {"world": WORLD, "model": WORLD / "pipeline", "cache": CACHE, "packs": WORLD / "faces"}.items():
         (tmp_path / name).symlink_to(target)
     shutil.copy(f"{CACHE}/metadata.csv", tmp_path / "other.csv")
     launch(
