@@ -7,6 +7,7 @@ import ast
 import functools
 import re
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,36 @@ def test_a_broken_rule_is_seen(sources, file, line, broken):
     file = f"rewardfl/{file}"
     found = violations(sources | {file: f"{sources[file]}\n{line}\n"})
     assert any(one.startswith(broken) for one in found), found
+
+
+def declared():
+    """Distributions that the requirement files name, and wandb, which is for who wants it."""
+    lines = [
+        line for file in ("requirements.txt", "requirements-dev.txt") for line in (ROOT / file).read_text().split("\n")
+    ]
+    return {plain(found[0]) for line in lines if (found := re.match(r"[\w-]+", line))} | {"wandb"}
+
+
+def plain(distribution):
+    return distribution.lower().replace("-", "_")
+
+
+def undeclared(sources):
+    """What is imported, at any depth, of distributions that no requirement names."""
+    owners = metadata.packages_distributions()
+    used = {name for below in house_of(sources).values() for name in below - house_of(sources).keys()}
+    return {
+        name: owners.get(name, ["not installed"])
+        for name in used - sys.stdlib_module_names - {"_common", "_output", "tiny_world", "wandb"}
+        if not declared() & {plain(one) for one in owners.get(name, [])}
+    }
+
+
+def test_all_that_is_imported_is_declared(sources):
+    files = [*ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    sources = sources | {str(Path("rewardfl", path.name)): path.read_text() for path in files}
+    assert undeclared(sources) == {}
+    assert undeclared({"rewardfl/x.py": "import sympy, numpy"}) == {"sympy": ["sympy"]}  # torch brings it
 
 
 def test_floors():
