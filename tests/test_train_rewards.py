@@ -13,7 +13,7 @@ from conftest import ROOT
 from runs import FAST, GRPO_FAST, adapter, call, call_grpo, environment, launch, launch_grpo, metrics
 
 from rewardfl import config, rewards
-from rewardfl.rewards import build_terms
+from rewardfl.rewards import build_terms, registry
 
 OWN = ROOT / "tests" / "grpo_rewards.py"
 COLOUR = ["reward.name=colour", "reward.held_out_model_path=null", "reward.reward_mean=0", "reward.reward_std=0.1"]
@@ -138,7 +138,7 @@ def test_the_documented_yaml_is_what_the_config_takes(tmp_path):
     settings = re.findall(
         r"^\| `(\w+)` \|", page[: page.index("## What goes wrong")].split("The settings:")[1], re.MULTILINE
     )
-    assert sorted(settings) == sorted(rewards.settings_of(rewards.find("remote"))[0])
+    assert sorted(settings) == sorted(registry.settings_of(rewards.find("remote"))[0])
 
 
 def test_what_is_only_measured_may_fail(monkeypatch, capsys, tmp_path):
