@@ -257,7 +257,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     # ---------------------------------------------------------------------------------- Go!
     interruption.listen()
     quiet = not accelerator.is_local_main_process
-    said: set[str] = set()  # of rewards that failed: once per cause
+    told: set[str] = set()  # of rewards that failed: once per cause
     progress = tqdm(range(first_step, steps), initial=first_step, total=steps, disable=quiet)
     for step in progress:
         setup.seed_generators(cfg.run.seed, step, accelerator.process_index)
@@ -296,10 +296,10 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     f"{suspects(seen, finite)}")  # fmt: skip
             if why:
                 say(f"step {done}: not one sample could be judged ({skipped_in_a_row} in a row); {why}")
-            new = [problem for problem in reward_metrics.problems(terms, judged) if problem not in said]
+            new = [problem for problem in reward_metrics.problems(terms, judged) if problem not in told]
             for problem in new:
                 say(f"step {done}: {problem}; it is only measured, so the run goes on (reward/failed counts)")
-            said.update(new)
+            told.update(new)
             if done % cfg.run.logging_steps == 0:
                 tracker.log(done, metrics)
             for warning in alarms(history, cfg.reward.motion_alarm):

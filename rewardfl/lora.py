@@ -140,7 +140,8 @@ def save_adapter(model: WanTransformer3DModel, folder: Path, state: dict[str, Te
         WanImageToVideoPipeline.save_lora_weights(
             folder,
             transformer_lora_layers=adapter_state(model) if state is None else state,
-            transformer_lora_adapter_metadata=config.to_dict(),
+            # peft keeps the names in a set, whose order differs from process to process
+            transformer_lora_adapter_metadata=config.to_dict() | {"target_modules": sorted(config.target_modules)},
             weight_name=WEIGHTS_NAME,
         )
     except SafetensorError as error:  # no OSError, whatever the disk says

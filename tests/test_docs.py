@@ -30,6 +30,15 @@ REPOSITORIES = {
 CONFIGS = sorted(path.name for path in (ROOT / "configs").glob("wan22_*.yaml"))
 
 
+def test_tests_that_documents_name_exist():
+    known = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    documents = [ROOT / "README.md", *(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")]
+    for document in documents:
+        for name in set(re.findall(r"\btest_[a-z0-9_]+\b", document.read_text())):
+            there = (ROOT / "tests" / f"{name}.py").is_file() or re.search(rf"def {name}", known)
+            assert there, f"{document.name} names {name}"
+
+
 def guide(heading):
     """The chapter of docs/guide.md under `## heading`."""
     text = (ROOT / "docs" / "guide.md").read_text()

@@ -1,8 +1,12 @@
 """Adapters: injected without effect, switched off exactly, saved so that stock diffusers loads them."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
-from conftest import FRAMES, HEIGHT, WIDTH, random_pipeline
+from conftest import FRAMES, HEIGHT, ROOT, WIDTH, random_pipeline
 from peft import LoraConfig
 from test_wan import ours, stock
 
@@ -126,6 +130,26 @@ def test_load_adapter_is_exact_and_refuses_what_does_not_fit(tmp_path, pipe):
             lora.load_adapter(other, tmp_path)
     with pytest.raises(FileNotFoundError, match="no adapter at"):
         lora.load_adapter(again, tmp_path / "nowhere")
+
+
+SAVE = """
+import sys
+sys.path[:0] = ["tests"]
+from conftest import random_pipeline
+from rewardfl import lora
+model = random_pipeline().transformer_2
+lora.inject(model, 2, 2.0, lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed=0)
+lora.save_adapter(model, __import__("pathlib").Path(sys.argv[1]))
+"""
+
+
+def test_equal_adapters_are_equal_files(tmp_path):
+    """Whatever the seed of Python's hashes, by which sets are ordered."""
+    for seed in ("1", "2"):
+        settings = {"env": os.environ | {"PYTHONHASHSEED": seed}, "cwd": ROOT, "check": True}
+        subprocess.run([sys.executable, "-c", SAVE, str(tmp_path / seed)], **settings)
+    one, two = (tmp_path / seed / lora.WEIGHTS_NAME for seed in ("1", "2"))
+    assert one.read_bytes() == two.read_bytes()
 
 
 def test_unknown_target_is_named(pipe):
