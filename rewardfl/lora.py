@@ -146,6 +146,21 @@ def save_adapter(model: WanTransformer3DModel, folder: Path, state: dict[str, Te
         )
     except SafetensorError as error:  # no OSError, whatever the disk says
         raise OSError(f"{folder / WEIGHTS_NAME}: {error}") from error
+    _order_metadata(folder / WEIGHTS_NAME)
+
+
+def _order_metadata(path: Path) -> None:
+    """Bring a safetensors file's metadata into the order of its names, so that equal adapters are equal files.
+
+    safetensors keeps metadata in a hash map, whose order differs each time. The header is padded as it does it.
+    """
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
 
 
 def load_adapter(model: WanTransformer3DModel, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Adapters: injected without effect, switched off exactly, saved so that stock diffusers loads them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 import torch
 from conftest import FRAMES, HEIGHT, ROOT, WIDTH, random_pipeline
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from test_wan import ours, stock
 
 from rewardfl import groups, lora
@@ -144,12 +146,20 @@ lora.save_adapter(model, __import__("pathlib").Path(sys.argv[1]))
 
 
 def test_equal_adapters_are_equal_files(tmp_path):
-    """Whatever the seed of Python's hashes, by which sets are ordered."""
+    """Whatever the seed of Python's hashes, by which sets are ordered, and of safetensors' own, which nobody sets."""
     for seed in ("1", "2"):
         settings = {"env": os.environ | {"PYTHONHASHSEED": seed}, "cwd": ROOT, "check": True}
         subprocess.run([sys.executable, "-c", SAVE, str(tmp_path / seed)], **settings)
     one, two = (tmp_path / seed / lora.WEIGHTS_NAME for seed in ("1", "2"))
     assert one.read_bytes() == two.read_bytes()
+    state, metadata = lora.read_adapter(one)
+    for _ in range(8):  # each has an order of its own
+        save_file(state, two, {"lora_adapter_metadata": json.dumps(metadata), "format": "pt"})
+        lora._order_metadata(two)
+        content = two.read_bytes()
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        assert list(header["__metadata__"]) == ["format", "lora_adapter_metadata"]
+        assert all(torch.equal(tensor, state[name]) for name, tensor in load_file(two).items())
 
 
 def test_unknown_target_is_named(pipe):
