@@ -326,7 +326,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
 
 def noise_seed(cfg: RewardFlConfig, sample_id: str, epoch: int) -> int:
-    """Of what a sample is trained on in an epoch; of its sample videos for epoch -1."""
+    """The seed of the noise that a sample is trained on in an epoch; epoch -1 is that of its sample videos."""
     if epoch < 0:
         return groups.noise_seed(cfg.run.seed, epoch, sample_id)
     return groups.training_noise_seed(cfg.run.seed, epoch, sample_id, cfg.sample.noises_per_sample)

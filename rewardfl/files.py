@@ -85,7 +85,7 @@ def is_left_behind(path: Path) -> bool:
 
 
 def sha256(path: str | Path) -> str:
-    """Of a file's content, 64 hex digits."""
+    """The hash of a file's content, 64 hex digits."""
     digest = hashlib.sha256()
     with Path(path).open("rb") as file:
         while block := file.read(1 << 22):

@@ -44,11 +44,6 @@ def euler_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -
     return x + (sigma_next - sigma) * velocity
 
 
-def predict_x0(x: Tensor, velocity: Tensor, sigma: Tensor) -> Tensor:
-    """The clean sample that x and its velocity point at: the Euler step to sigma = 0."""
-    return x - sigma * velocity
-
-
 def velocity_kl(velocity: Tensor, reference: Tensor, sigma: Tensor) -> Tensor:
     """(B,) distance of two velocities at one sigma: mean over elements of (v - v_ref)^2 / (2 sigma^2).
 

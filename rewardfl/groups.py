@@ -121,7 +121,7 @@ class Geometry:
 
     @property
     def samples(self) -> int:
-        """Of an epoch, over all processes."""
+        """The samples of an epoch, over all processes."""
         return self.groups * self.group_size
 
     @property

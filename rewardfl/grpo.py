@@ -259,7 +259,7 @@ class RatioError(RuntimeError):
 
 
 def ratio_tolerance(given: float | None, dtype: str, clip_range: float) -> float:
-    """Of check_ratio: as given, else nothing in float32, where replay is the rollout bit for bit."""
+    """check_ratio's tolerance: as given, else 0 in float32, where replay is the rollout bit for bit."""
     if given is not None:
         return given
     return 0.0 if dtype == "float32" else 0.1 * clip_range

@@ -92,7 +92,6 @@ class Backbone(Protocol):
     """A model that can be trained, opened by the headers of its files. Its methods load weights where they say so."""
 
     experts: tuple[str, ...]  # in the order in which they answer
-    block_classes: tuple[str, ...]  # what FSDP wraps and what is swapped: the repeated blocks' classes
     dtype: torch.dtype  # what the networks compute in
 
     def schedule(self, steps: int, shift: float) -> Schedule:
@@ -166,5 +165,5 @@ def to(conditioning: Conditioning, device: str | torch.device) -> Conditioning:
 
 
 def rows(conditioning: Conditioning, chosen: Sequence[int]) -> Conditioning:
-    """Of these samples of the batch alone."""
+    """The conditioning of these samples of the batch alone."""
     return {name: value[list(chosen)] for name, value in conditioning.items()}

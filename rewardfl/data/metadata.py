@@ -236,7 +236,7 @@ def check_rows(
 def usable_rows(
     rows: Sequence[Row], problems: Sequence[tuple[int, str]], skip_bad_rows: bool
 ) -> tuple[list[Row], list[str]]:
-    """As check_rows, of (line, problem) pairs that were found before."""
+    """What check_rows gives, from (line, problem) pairs that were found before; DataError as there."""
     by_line: dict[int, list[str]] = {}
     for line, problem in problems:
         by_line.setdefault(line, []).append(problem)
@@ -294,7 +294,7 @@ def read_example(
 def load_example(
     row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
 ) -> Example:
-    """As read_example; DataError for files that cannot be used."""
+    """The row's clip as read_example gives it; DataError for files that cannot be used."""
     example, problems = read_example(row, height, width, num_frames, max_pixels, fps)
     if example is None:
         raise DataError("; ".join(problems))

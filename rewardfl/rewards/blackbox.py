@@ -115,7 +115,7 @@ class Pending:
 
 
 def places(terms: Sequence[Term], timeout: float) -> list[Places | None]:
-    """Of each term that is concurrent, where its calls are made. timeout: see Places."""
+    """Where the calls of each term are made; None for one that is not concurrent. timeout: see Places."""
     return [Places(term.reward.parallel, timeout) if term.reward.concurrent else None for term in terms]
 
 

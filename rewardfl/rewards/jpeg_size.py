@@ -40,7 +40,7 @@ class JpegSizeReward(FrameReward):
         return -torch.tensor(sizes, device=frames.device)
 
     def _kilobytes(self, levels: Tensor) -> float:
-        """Of one frame (3, H, W) of levels from 0 to 255."""
+        """The kilobytes of one frame (3, H, W) of levels from 0 to 255, as a JPEG file."""
         buffer = io.BytesIO()
         image = Image.fromarray(levels.permute(1, 2, 0).to("cpu", torch.uint8).numpy())
         image.save(buffer, "JPEG", quality=self.quality)

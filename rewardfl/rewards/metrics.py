@@ -49,7 +49,7 @@ def deviations(terms: Sequence[Term], judged: Sequence[Sequence[Judged]], where:
 
 
 def failed_fraction(judged: Sequence[Sequence[Judged]]) -> float:
-    """Of all samples, those for which some reward raised or was too late."""
+    """The share of samples for which some reward raised or was too late, in 0..1."""
     return float(torch.cat([torch.stack([one.failed for one in each]).any(0) for each in judged]).float().mean())
 
 

@@ -225,7 +225,7 @@ def _holds_steps(output_dir: Path) -> bool:
 
 
 def _resumption(path: Path, config: dict[str, dict], base_model: Mapping[str, str]) -> Resumption:
-    """Of a complete checkpoint, whose run.json is beside the folder that it lies in."""
+    """How to go on from a complete checkpoint, whose run.json is beside the folder that it lies in."""
     earlier, changed = _changes(path.parent.parent, config, base_model)
     step = _manifest(path)["step"]
     # what was changed after a checkpoint that is gone is in force from this one on

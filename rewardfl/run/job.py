@@ -183,7 +183,7 @@ def _launcher() -> list[str]:
 
 
 def sharding(accelerator: Accelerator) -> str:
-    """As estimate.needs.SHARDINGS names it."""
+    """What is spread over the processes: none, zero2 or fsdp2."""
     kinds = {DistributedType.DEEPSPEED: "zero2", DistributedType.FSDP: "fsdp2"}
     return kinds.get(accelerator.distributed_type, "none")
 

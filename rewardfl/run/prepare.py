@@ -143,7 +143,7 @@ def _hash_file(path: Path) -> tuple[str, str]:
 
 
 def clip_key(row: data.Row, hashes: Mapping[Path, str], size: Mapping[str, Number]) -> Key:
-    """Of the row's clip as load_example reads it.
+    """The key of the row's clip as load_example reads it.
 
     hashes: of the row's files. size: height, width, num_frames, max_pixels, fps.
     """
@@ -197,7 +197,7 @@ def _read_clip(
     rewards: Sequence[Reward],
     device: torch.device,
 ) -> list[Found]:
-    """Of rows that are all of one clip, which is decoded once, and only where the cache lacks something."""
+    """What is found of rows of one clip, which is decoded once, and only where the cache lacks something."""
     keys = {row.line: [reference_key(clip, reward, row.prompt) for reward in rewards] for row in rows}
     kept = store.get(clip)
     if kept is None or any(store.get(key) is None for row in rows for key in keys[row.line]):

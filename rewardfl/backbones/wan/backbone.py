@@ -33,7 +33,6 @@ class Wan22I2V:
     files: load.Layout | None = None
 
     experts: ClassVar = tuple(model.PARTS)
-    block_classes: ClassVar = ("WanTransformerBlock",)
 
     def schedule(self, steps: int, shift: float) -> Schedule:
         return model.schedule(steps, shift, self.boundary)

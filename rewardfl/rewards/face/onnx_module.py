@@ -418,7 +418,7 @@ class _Step:
 
 
 def _bytes(value: Tensor) -> int:
-    """Of a tensor that has them all: an expanded one is written out by the next operator."""
+    """The bytes of a tensor that has all its values: an expanded one is written out by the next operator."""
     return value.numel() * value.element_size()
 
 

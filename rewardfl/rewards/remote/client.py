@@ -190,7 +190,7 @@ class Client:
 
     @property
     def max_bytes(self) -> int:
-        """Of a request, as the server says; asked once."""
+        """The most bytes of a request, as the server says; it is asked once."""
         if not self._max_bytes:
             self._max_bytes = self.health()["max_bytes"]
         return self._max_bytes

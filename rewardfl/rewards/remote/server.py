@@ -103,7 +103,7 @@ class Service:
 
     @torch.no_grad()
     def _score(self, clips: list[Clip]) -> RewardOutput:
-        """Of one micro-batch, on the CPU. ValueError for an output that is none."""
+        """The reward's output for one micro-batch, on the CPU. ValueError for an output that is none."""
         references = [self._reference(clip) for clip in clips]
         output = self.reward(torch.stack([self._video(clip.frames) for clip in clips]), references)
         found = {"score": output.score, "valid": output.valid} | output.parts
