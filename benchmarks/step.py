@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from rewardfl import config, lora, offload, reward_flow
 from rewardfl.backbones.seam import DTYPES, Experts, Velocity
 from rewardfl.backbones.wan import decoder
-from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.backbone import Wan22I2V
 from rewardfl.estimate import needs
@@ -68,7 +68,7 @@ def fill(model: nn.Module, device: torch.device, home: torch.device, seed: int) 
 def new_expert(cfg: config.RewardFlConfig, configs: Path, name: str, device: torch.device, trained: bool) -> nn.Module:
     """An expert as training has it: with adapter and checkpointing, or where experts.untrained says."""
     made = WanTransformer3DModel.load_config(configs, subfolder=wan.PARTS[name])
-    expert = wan_load.new_expert(made, DTYPES[cfg.model.dtype], made["num_layers"], None)
+    expert = wan.new_expert(made, DTYPES[cfg.model.dtype], made["num_layers"], None)
     home = torch.device("cpu") if cfg.experts.untrained == "cpu_swap" and not trained else device
     fill(expert, device, home, cfg.run.seed)
     expert.rope = WanRotaryPosEmbed(made["attention_head_dim"], made["patch_size"], made["rope_max_seq_len"]).to(home)
@@ -142,7 +142,7 @@ def update(
 def measure(name: str, cfg: config.RewardFlConfig, steps: int, device: torch.device) -> dict[str, Any]:
     gc.collect()  # of the variant before: hooks refer to their modules in circles
     torch.cuda.empty_cache()
-    held, configs = torch.cuda.memory_allocated(), wan_load.source_of(cfg.model.model_paths)
+    held, configs = torch.cuda.memory_allocated(), layouts.source_of(cfg.model.model_paths)
     asked = replace(work.work_of(cfg, configs, None, None, 1), pack_bytes=0)
     cost, untrained = measure_costs(asked.video), [asked.untrained] if asked.untrained else []
     cached = cfg.experts.untrained == "boundary_cache"  # there is no such expert then

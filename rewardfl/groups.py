@@ -50,8 +50,11 @@ def noise_seed(run_seed: int, epoch: int, sample_id: str, member: int = 0) -> in
 
 
 def training_noise_seed(run_seed: int, epoch: int, sample_id: str, noises_per_sample: str | int) -> int:
-    """noise_seed for a sample's visit in `epoch`: new in each ("fresh"), or the same n in turn (n)."""
-    if noises_per_sample == "fresh":
+    """noise_seed for a sample's visit in `epoch`: new in each ("fresh"), or the same n in turn (n).
+
+    Epoch -1 is that of the sample videos, which have a noise of their own.
+    """
+    if noises_per_sample == "fresh" or epoch < 0:
         return noise_seed(run_seed, epoch, sample_id)
     return noise_seed(run_seed, 0, sample_id, epoch % noises_per_sample)
 
@@ -221,6 +224,11 @@ def epochs_due(every: int, per_epoch: int, steps: int | None) -> int | None:
     if steps is None:
         return None
     return len({math.ceil(step / per_epoch) for step in range(every, steps + 1, every)} | {steps // per_epoch})
+
+
+def is_due(step: int, per_epoch: int, every: int, steps: int) -> bool:
+    """Whether the epoch that ends with `step` has a multiple of `every` in it, or is the last of `steps`."""
+    return step // every > (step - per_epoch) // every or step == steps
 
 
 def step_noise(members: Sequence[Member], shape: Sequence[int], device: str | torch.device, step: int) -> Tensor:

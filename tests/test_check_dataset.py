@@ -12,7 +12,7 @@ from conftest import ROOT
 from PIL import Image
 
 from rewardfl import config, data
-from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import files as layouts
 
 WORLD = ROOT / "assets" / "tiny_world"
 FACES = ("--faces", WORLD / "faces" / "reward", "--det-size", 128, "--device", "cpu")
@@ -190,7 +190,7 @@ def test_a_pack_that_is_none(call, tmp_path):
 
 def test_the_examples_are_what_is_read():
     paths = json.loads((ROOT / "examples" / "wan22_paths.json").read_text())
-    assert set(paths) == {*wan_load.KEYS, "tokenizer", "configs"}
+    assert set(paths) == {*layouts.KEYS, "tokenizer", "configs"}
     rows = data.load_metadata(ROOT / "examples" / "metadata.csv")
     assert all(not row.problem and row.prompt for row in rows)
     assert any(row.image for row in rows) and any(row.reference_video for row in rows)

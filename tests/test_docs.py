@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 from rewardfl import config
-from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import files as layouts
 
 # The files that the guide's commands fetch, as the repositories have them.
 SHARDS = [f"diffusion_pytorch_model-0000{i}-of-00006.safetensors" for i in range(1, 7)]
@@ -72,7 +72,7 @@ def test_the_configs_find_what_the_guide_downloads(monkeypatch, tmp_path, name):
     for command in commands(guide("2. Model")):
         follow(command)
     cfg = config.load(ROOT / "configs" / name)
-    layout = wan_load.find(cfg.model.model_paths, cfg.model.tokenizer_path)
+    layout = layouts.find(cfg.model.model_paths, cfg.model.tokenizer_path)
     for expert, (folder,) in layout.experts.items():
         assert {path.name for path in folder.iterdir()} == set(EXPERT), expert
     for expert, path in {"high": cfg.model.distill_lora_high, "low": cfg.model.distill_lora_low}.items():
@@ -88,4 +88,4 @@ def test_what_the_guide_fetches_is_not_for_git():
 
 
 def test_every_key_of_the_paths_file_is_explained():
-    assert all(f"`{key}`" in guide("2. Model") for key in (*wan_load.KEYS, "tokenizer", "configs"))
+    assert all(f"`{key}`" in guide("2. Model") for key in (*layouts.KEYS, "tokenizer", "configs"))

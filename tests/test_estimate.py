@@ -16,10 +16,10 @@ import yaml
 from conftest import FRAMES, HEIGHT, ROOT, WIDTH, encode
 
 from rewardfl import config, flow, lora
+from rewardfl.backbones.seam import Adapter
 from rewardfl.backbones.wan import decoder
-from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.load import Adapter
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
 from rewardfl.run.work import Span, Video, Work, work_of
@@ -34,7 +34,7 @@ SIGMAS = tuple(flow.linear_sigmas(8, 5.0).tolist())
 BF16 = torch.bfloat16
 LAST_FOUR = {"low_noise": 4}  # of 8 steps, of which the low-noise expert has 5 at boundary 0.9
 RUN = Work(
-    video=Video(wan_load.PUBLISHED, BF16, 480, 832, 81, FLOAT32), trained=("low_noise",), untrained="high_noise",
+    video=Video(layouts.PUBLISHED, BF16, 480, 832, 81, FLOAT32), trained=("low_noise",), untrained="high_noise",
     rollout={"high_noise": 3, "low_noise": 5}, replay=LAST_FOUR, pulled=LAST_FOUR, reference=LAST_FOUR,
     reward_gradient=True, cacheable=True, accumulation=1,
 )  # fmt: skip
@@ -51,10 +51,10 @@ def published():
 
     def get(size, adapter):
         if size not in measured:
-            measured[size] = measure.measure(Video(wan_load.PUBLISHED, BF16, *SIZES[size], 81, FLOAT32))
+            measured[size] = measure.measure(Video(layouts.PUBLISHED, BF16, *SIZES[size], 81, FLOAT32))
             measured[size, FLOAT32] = measured[size]
         if (size, adapter) not in measured:
-            transformer = json.loads((wan_load.PUBLISHED / "transformer" / "config.json").read_text())
+            transformer = json.loads((layouts.PUBLISHED / "transformer" / "config.json").read_text())
             expert = measure.measure_expert(transformer, BF16, measured[size].shape, adapter)
             experts = {"high_noise": expert, "low_noise": expert}
             measured[size, adapter] = dataclasses.replace(measured[size], experts=experts)
@@ -289,7 +289,7 @@ def test_real_folder(pipe, tmp_path):
     )
     # the pipeline encodes what the VAE's quantising convolution then takes, which is left out here
     assert work == pytest.approx(predicted.image.forward + predicted.text.forward, rel=0.01)
-    assert wan_load.source_of(str(tmp_path)) == tmp_path
+    assert layouts.source_of(str(tmp_path)) == tmp_path
     assert predicted.experts["high_noise"].layers == 1 and predicted.experts["low_noise"].layers == 2
 
 
@@ -390,7 +390,7 @@ CONFIGURED = {  # the configurations that the three above are of
 
 def configured(*overrides):
     cfg = config.load(ROOT / "configs" / "wan22_face.yaml", list(overrides))
-    return work_of(cfg, wan_load.PUBLISHED, None, None, 1)
+    return work_of(cfg, layouts.PUBLISHED, None, None, 1)
 
 
 @pytest.mark.parametrize("i", CONFIGURED)
@@ -505,7 +505,7 @@ def test_run_of_a_configuration(monkeypatch):
     monkeypatch.chdir(ROOT)
     pack = sum(file.stat().st_size for file in (ROOT / "assets/tiny_world/faces/reward").glob("*.onnx"))
     cfg = config.load(ROOT / "configs" / "wan22_face.yaml", settings)
-    run = work_of(cfg, wan_load.PUBLISHED, 30, 12, 2, "zero2")
+    run = work_of(cfg, layouts.PUBLISHED, 30, 12, 2, "zero2")
     assert run == Work(
         video=dataclasses.replace(RUN.video, height=480, width=480), trained=("high_noise", "low_noise"),
         untrained=None, rollout={"high_noise": 2, "low_noise": 1}, replay={"high_noise": 2, "low_noise": 1},
@@ -526,7 +526,7 @@ def test_what_is_measured_is_what_the_configuration_says():
     adapter = Adapter(8, ("to_q", "ffn.net.0.proj"))
     for max_pixels, width in (("null", 832), (480 * 480, 480)):
         video = configured(*settings, f"data.max_pixels={max_pixels}").video
-        assert video == Video(wan_load.PUBLISHED, BF16, 480, width, 49, adapter)
+        assert video == Video(layouts.PUBLISHED, BF16, 480, width, 49, adapter)
 
 
 @pytest.mark.parametrize(
@@ -546,12 +546,12 @@ def test_what_cannot_work(monkeypatch, capsys, override, message):
 def test_source_of_original_files(monkeypatch, tmp_path):
     paths = tmp_path / "wan22_paths.json"
     paths.write_text("[]")
-    assert wan_load.source_of(str(paths)) == wan_load.PUBLISHED
+    assert layouts.source_of(str(paths)) == layouts.PUBLISHED
     own = ROOT / "assets" / "tiny_world" / "pipeline"
     for nothing in ("", None):  # as examples/wan22_paths.json has it: the published model's
         (own_paths := tmp_path / "empty.json").write_text(json.dumps({"configs": nothing}))
-        assert wan_load.source_of(str(own_paths)) == wan_load.PUBLISHED
+        assert layouts.source_of(str(own_paths)) == layouts.PUBLISHED
     paths.write_text(json.dumps({"configs": str(own)}))
-    assert wan_load.source_of(str(paths)) == own
+    assert layouts.source_of(str(paths)) == own
     monkeypatch.chdir(own)  # no path is not the folder that the command is started in
-    assert wan_load.source_of("") == wan_load.PUBLISHED
+    assert layouts.source_of("") == layouts.PUBLISHED

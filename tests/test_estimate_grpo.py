@@ -10,9 +10,9 @@ import yaml
 from conftest import ROOT
 
 from rewardfl import config, flow, groups, lora, sde
-from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.seam import Adapter
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.load import Adapter
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
 from rewardfl.run import work
@@ -24,7 +24,7 @@ TINY, FULL = "configs/tiny_flow_grpo.yaml", "configs/wan22_flow_grpo.yaml"
 PIPELINE = ROOT / "assets/tiny_world/pipeline"
 SIX = ["grpo.groups=6", "grpo.same_noise_in_group=false", "grpo.window_bounds=null"]  # overrides of TINY
 PRESETS = ("flow_grpo", "flow_grpo_fast", "dance_grpo", "guard")
-VIDEO = work.Video(wan_load.PUBLISHED, torch.bfloat16, 480, 832, 17, ADAPTER)
+VIDEO = work.Video(layouts.PUBLISHED, torch.bfloat16, 480, 832, 17, ADAPTER)
 PLAIN = [
     *SIX, "grpo.group_size=4", "train.per_device_train_batch_size=1", "train.use_gradient_checkpointing=true",
     "evaluation.eval_clips=null", "reward.held_out_model_path=null", "reward.reward_model_path=nowhere",
@@ -225,7 +225,7 @@ def test_every_option_is_a_setting():
             read = config.load(
                 ROOT / FULL, [f"{key}={yaml.safe_dump(value).split()[0]}" for key, value in settings.items()]
             )
-            found = work.work_of(read, wan_load.PUBLISHED, None, 2, 1)
+            found = work.work_of(read, layouts.PUBLISHED, None, 2, 1)
             assert {field: getattr(found, field) for field in fields} == wanted
             keys |= set(option.settings)
     assert keys == {KEYS[field] for field in fields}

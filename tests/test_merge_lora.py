@@ -395,11 +395,12 @@ def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
     from rewardfl import data, groups, lora, reward_flow
     from rewardfl.backbones.seam import Velocity
     from rewardfl.backbones.wan import decoder
+    from rewardfl.backbones.wan import files as layouts
     from rewardfl.backbones.wan import load as wan_load
     from rewardfl.backbones.wan import model as wan
 
     world = ROOT / "assets" / "tiny_world"
-    pipe = wan_load.load_pipeline(wan_load.find(str(world / "pipeline")), torch.float32)
+    pipe = wan_load.load_pipeline(layouts.find(str(world / "pipeline")), torch.float32)
     row = data.load_metadata(world / "eval" / "metadata.csv")[0]
     conditioning = encode(pipe, row.prompt, data.load_example(row, 64, 64, 9).video[:, 0], 9)
     noise = groups.noise(wan.latent_shape(pipe, 64, 64, 9), seed=1)
@@ -421,7 +422,7 @@ def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
         adapted = video(pipe)
         out = tmp_path / "merged"
         run("--base", world / "pipeline", "--lora", tmp_path / "step-000001", "--out", out, "--dtype", "fp32")
-        merged = video(wan_load.load_pipeline(wan_load.find(str(out)), torch.float32))
+        merged = video(wan_load.load_pipeline(layouts.find(str(out)), torch.float32))
     assert (adapted - before).abs().max() > 0.1
     assert (merged - adapted).abs().max() < 1e-4
 

@@ -8,7 +8,7 @@ from rewardfl import flow, lora, reward_flow, sde
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import Experts, Velocity
 from rewardfl.backbones.wan import decoder
-from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.backbone import of_files
 
@@ -145,7 +145,7 @@ def test_stopping_early_decodes_the_x0_prediction():
 @pytest.mark.parametrize("dtype,low,high", [(torch.bfloat16, 2e-5, 1e-3), (torch.float32, 0.0, 1e-8)])
 def test_the_floor_of_the_kl_is_what_a_tiny_update_reads(dtype, low, high):
     """Against the thing itself: an adapter whose true divergence is far below what bfloat16 reads of it."""
-    loaded = wan_load.find(str(ROOT / "assets" / "tiny_world" / "pipeline"))
+    loaded = layouts.find(str(ROOT / "assets" / "tiny_world" / "pipeline"))
     backbone = of_files(loaded, 0.9, dtype, ("", "", "fuse"))
     pipe = backbone.load(("low_noise",))
     lora.inject(pipe.transformer_2, 4, 4.0, lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed=0)

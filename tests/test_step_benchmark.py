@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from benchmarks import step
 from rewardfl import config
-from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.estimate import needs
 from rewardfl.estimate.measure import measure
 from rewardfl.run import work
@@ -28,7 +28,7 @@ HOST = (
 def test_variants_stand_beside_the_plan_and_each_other(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(ROOT)  # the configuration's paths are relative to it
     cfg = config.load(CONFIG, FAST)
-    configs = wan_load.source_of(cfg.model.model_paths)
+    configs = layouts.source_of(cfg.model.model_paths)
     costs = measure(work.work_of(cfg, configs, None, None, 1).video)
     monkeypatch.setattr(step, "measure_costs", lambda video: costs)  # the same for all variants
     file = tmp_path / "step.json"

@@ -13,6 +13,7 @@ from insightface.app import FaceAnalysis
 from insightface.utils import face_align
 
 from rewardfl import data
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.rewards import face
 from rewardfl.rewards.face.onnx_module import OnnxModule
@@ -106,7 +107,7 @@ def test_recognisers_tell_strangers_apart(pack):
 
 @torch.no_grad()
 def test_vae_reconstructs_held_out_clips():
-    pipe = wan_load.load_pipeline(wan_load.find(str(WORLD / "pipeline")), torch.float32)
+    pipe = wan_load.load_pipeline(layouts.find(str(WORLD / "pipeline")), torch.float32)
     assert (pipe.config.boundary_ratio, pipe.transformer.config.in_channels) == (0.9, 34)
     clips = torch.stack(eval_clips(6))
     again = pipe.vae.decode(pipe.vae.encode(clips).latent_dist.mode()).sample

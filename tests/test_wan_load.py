@@ -22,6 +22,7 @@ from test_wan import picture, stock
 
 from benchmarks import load as load_benchmark
 from rewardfl import config, data, groups, lora
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.run import start as setup
@@ -108,11 +109,11 @@ def assert_same_modules(actual, expected, modules=MODULES):
 
 @pytest.mark.parametrize("layout", ["diffusers", "original"])
 def test_linear_layers_by_the_headers(files, given, layout):
-    opened = wan_load.open_files(wan_load.find(given() if layout == "original" else str(files.fp32)))
+    opened = layouts.open_files(layouts.find(given() if layout == "original" else str(files.fp32)))
     for expert, part in wan.PARTS.items():
         modules = files.pipe.components[part].named_modules()
         expected = {name for name, module in modules if isinstance(module, torch.nn.Linear)}
-        assert set(wan_load.linear_layers(opened.opened[expert])) == expected and len(expected) > 20
+        assert set(layouts.linear_layers(opened.opened[expert])) == expected and len(expected) > 20
 
 
 def from_pretrained(folder, dtype):
@@ -120,7 +121,7 @@ def from_pretrained(folder, dtype):
 
 
 def load(model, dtype, **arguments):
-    return wan_load.load_pipeline(wan_load.find(str(model)), dtype, **arguments)
+    return wan_load.load_pipeline(layouts.find(str(model)), dtype, **arguments)
 
 
 # -- layouts
@@ -182,20 +183,20 @@ def test_list_form(files, given, tmp_path, monkeypatch):
     monkeypatch.setattr(wan_load, "PUBLISHED", files.configs)
     entries = wan_files.paths(files.original, files.configs) | FORMS["shards"](files, tmp_path)
     path = tmp_path / "list.json"
-    path.write_text(json.dumps([entries[key] for key in wan_load.KEYS]))
-    layout = wan_load.find(str(path), tokenizer_path=entries["tokenizer"])
+    path.write_text(json.dumps([entries[key] for key in layouts.KEYS]))
+    layout = layouts.find(str(path), tokenizer_path=entries["tokenizer"])
     assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
 
 
 def test_published_configurations_are_the_real_models():
     """By name and size; every figure is from the model's card and diffusers' conversion script."""
-    config = wan_load.config_of(wan_load.Layout(wan_load.PUBLISHED, {}), "transformer_2")
+    config = layouts.config_of(layouts.Layout(layouts.PUBLISHED, {}), "transformer_2")
     with torch.device("meta"):
         expert = WanTransformer3DModel.from_config(config)
-        vae = AutoencoderKLWan.from_config(wan_load.PUBLISHED / "vae")
+        vae = AutoencoderKLWan.from_config(layouts.PUBLISHED / "vae")
     assert sum(parameter.numel() for parameter in expert.parameters()) == 14_288_901_184
     assert len(expert.state_dict()) == 1095
-    assert set(wan_files.original_expert(wan_load._empty_expert(config))) == set(wan_files.original_expert_names(40))
+    assert set(wan_files.original_expert(wan.empty_expert(config))) == set(wan_files.original_expert_names(40))
     assert set(wan_files.original_vae(vae)) == set(wan_files.original_vae_names())
     assert sum(parameter.numel() for parameter in vae.parameters()) == 126_892_531
 
@@ -247,17 +248,17 @@ def test_experts_that_are_not_wanted_are_not_loaded(files, given):
 def test_hub_form(files, tmp_path, monkeypatch):
     monkeypatch.setattr(wan_load, "PUBLISHED", files.configs)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
-    layout = wan_load.find("", origin_paths=HUB)
+    layout = layouts.find("", origin_paths=HUB)
     assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
     assert layout.tokenizer.name == "umt5-xxl"
-    layout = wan_load.find("", str(files.fp32 / "tokenizer"), HUB)
+    layout = layouts.find("", str(files.fp32 / "tokenizer"), HUB)
     assert layout.tokenizer == files.fp32 / "tokenizer"
 
 
 def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(Refused, match="not in the local hub cache; set model.allow_download: true"):
-        wan_load.find("", origin_paths=HUB)
+        layouts.find("", origin_paths=HUB)
     asked = []
 
     def snapshot_download(repository, allow_patterns, local_files_only):
@@ -266,7 +267,7 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(wan_load, "snapshot_download", snapshot_download)
     with pytest.raises(Refused, match="not in the local hub cache and could not be fetched: no connection"):
-        wan_load.find("", origin_paths=HUB, allow_download=True)
+        layouts.find("", origin_paths=HUB, allow_download=True)
     assert asked == [(wan_files.REPOSITORY, ["high_noise_model/diffusion_pytorch_model*.safetensors"], False)]
 
 
@@ -284,7 +285,7 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
 def test_hub_form_refused(files, tmp_path, monkeypatch, paths, message):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
     with pytest.raises(Refused, match=message):
-        wan_load.find("", origin_paths=paths)
+        layouts.find("", origin_paths=paths)
 
 
 # -- distillation
@@ -517,7 +518,7 @@ def test_a_damaged_or_other_folder_is_refused(files, tmp_path, damage):
     folder = shutil.copytree(files.fp32, tmp_path / "model")
     change(folder)
     with pytest.raises(Refused, match=message):
-        wan_load.open_files(wan_load.find(str(folder)))
+        layouts.open_files(layouts.find(str(folder)))
 
 
 def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path):
@@ -618,7 +619,7 @@ def test_other_original_files_are_refused(files, given, tmp_path, case):
     changed = change(files, tmp_path)
     changed.pop("_", None)
     with pytest.raises(Refused, match=message):
-        wan_load.open_files(wan_load.find(given(**changed)))
+        layouts.open_files(layouts.find(given(**changed)))
 
 
 @pytest.mark.parametrize(
@@ -632,7 +633,7 @@ def test_other_original_files_are_refused(files, given, tmp_path, case):
 def test_a_broken_paths_file_is_refused(tmp_path, content, message):
     (tmp_path / "wan22_paths.json").write_text(content)
     with pytest.raises(Refused, match=message):
-        wan_load.find(str(tmp_path / "wan22_paths.json"))
+        layouts.find(str(tmp_path / "wan22_paths.json"))
 
 
 class Malicious:
@@ -686,9 +687,9 @@ def test_old_pickles_and_safetensors_load_too(files, given, tmp_path):
 
 
 def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
-    layout = wan_load.find(str(files.fp32))
-    assert wan_load.differences(layout, 0.9, 3.0) == []
-    assert wan_load.differences(layout, 0.875, 5.0) == [
+    layout = layouts.find(str(files.fp32))
+    assert layouts.differences(layout, 0.9, 3.0) == []
+    assert layouts.differences(layout, 0.875, 5.0) == [
         "model.min_timestep_boundary is 0.875, the checkpoint says 0.9",
         "sample.shift is 5, the checkpoint says 3",
     ]
@@ -697,7 +698,7 @@ def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
 def test_example_of_original_files():
     """Its keys are those that are taken; of its paths, the first is the first to be missed."""
     with pytest.raises(Refused, match="high_noise_model: .*Wan2.2-I2V-A14B/high_noise_model does not exist"):
-        wan_load.find(str(ROOT / "examples" / "wan22_paths.json"))
+        layouts.find(str(ROOT / "examples" / "wan22_paths.json"))
 
 
 # -- use

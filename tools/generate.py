@@ -19,7 +19,7 @@ import torch
 
 from rewardfl import data, groups, offload, reward_flow
 from rewardfl.backbones.seam import DTYPES, Experts, Velocity
-from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.backbone import of_files
 from rewardfl.run import checks
@@ -81,7 +81,7 @@ def writer(out: Path, fps: float) -> Callable[[Path, torch.Tensor], None]:
 @torch.no_grad()
 def generate(args: argparse.Namespace) -> torch.Tensor:
     """The video (3, F, H, W) in [-1, 1]; ValueError or FileNotFoundError for what cannot work, before weights load."""
-    layout = wan_load.open_files(wan_load.find(args.model, args.tokenizer))
+    layout = layouts.open_files(layouts.find(args.model, args.tokenizer))
     spatial, temporal = checks.vae_factors(layout.configs)
     checks.check_geometry(args.height, args.width, args.num_frames, spatial, temporal)
     image = read_image(args.image, args.height, args.width)

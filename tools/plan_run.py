@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from rewardfl import config as configuration
 from rewardfl import data
-from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.config import RewardFlConfig
 from rewardfl.estimate.needs import SHARDINGS
 from rewardfl.estimate.report import TFLOPS, estimate
@@ -41,7 +41,7 @@ def main() -> int:
     try:
         cfg = configuration.load(args.config, args.overrides)
         clips = len(data.load_metadata(cfg.data.file_name)) if Path(cfg.data.file_name).is_file() else None
-        configs = wan_load.source_of(cfg.model.model_paths)
+        configs = layouts.source_of(cfg.model.model_paths)
         spatial, temporal = checks.vae_factors(configs)
         checks.check_geometry(
             cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
@@ -56,7 +56,7 @@ def main() -> int:
     except (configuration.ConfigError, data.DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return DOES_NOT
-    published = " (published; no configurations in model.model_paths)" if configs == wan_load.PUBLISHED else ""
+    published = " (published; no configurations in model.model_paths)" if configs == layouts.PUBLISHED else ""
     print(f"model's shape from {configs}{published}")
     print(f"data: {'not there yet' if clips is None else f'{clips} clips'}: {cfg.data.file_name}\n")
     text, fits = estimate(asked, args.gpu_memory * 1e9, args.tflops)

@@ -5,12 +5,12 @@
 from rewardfl.config.load import ConfigError, dump, flat, load, parse, to_dict
 from rewardfl.config.schema import (
     BY_CONTENT,
-    EXPERTS,
     FREE,
     IF_NAMED,
     MARKS,
     OWN_METRICS,
     SECTIONS,
+    TRAINABLE,
     Alike,
     AnyConfig,
     DataConfig,
@@ -22,6 +22,6 @@ from rewardfl.config.schema import (
     WantedReward,
     active_steps,
     resolved_coupling,
-    trainable_experts,
+    trained_positions,
     wanted_rewards,
 )

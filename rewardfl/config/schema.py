@@ -132,7 +132,7 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-EXPERTS = {"dit": "high_noise", "dit2": "low_noise"}
+TRAINABLE = ("dit", "dit2")  # a model's experts in the order in which they answer; a model with one has the first
 COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0}
 # reward/<name> of the scripts themselves, and of face_identity's parts where alarms and documents mean those
 OWN_METRICS = ("mean", "std_in_group", "valid_fraction", "failed", "score", "held_out", "coverage", "motion")
@@ -175,8 +175,8 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """Section `model` of both scripts."""
 
-    # The only family so far: Wan2.2 image-to-video A14B and models of its shape.
-    model_name: Literal["wan2_2"] = "wan2_2"
+    # The family: one of rewardfl.backbones.MODULES. wan2_2 is Wan2.2 image-to-video A14B, and models of its shape.
+    model_name: Text = "wan2_2"
     # Pipeline folder in diffusers layout (model_index.json, transformer/, transformer_2/, vae/, ...), or a
     # wan22_paths.json that names the original files (examples/wan22_paths.json). Empty: the next key says.
     model_paths: ByContent[PathLine] = ""
@@ -212,9 +212,9 @@ class ModelConfig(Section):
             yield "model.distill_lora_mode adapter needs model.distill_lora_high or model.distill_lora_low"
         chosen = _names(self.trainable_models)
         for name in chosen:
-            if name not in EXPERTS:
-                hint = did_you_mean(name, EXPERTS)
-                yield f"model.trainable_models takes {', '.join(EXPERTS)} (comma separated); got {shown(name)}{hint}"
+            if name not in TRAINABLE:
+                hint = did_you_mean(name, TRAINABLE)
+                yield f"model.trainable_models takes {', '.join(TRAINABLE)} (comma separated); got {shown(name)}{hint}"
         if len(set(chosen)) < len(chosen):
             yield f"model.trainable_models names a model twice: {shown(self.trainable_models)}"
         if self.max_timestep_boundary != 1:
@@ -607,7 +607,7 @@ class RewardFlConfig(Section):
         yield from _shared_conflicts(self)
         if self.experts.untrained != "boundary_cache":
             return
-        if trainable_experts(self) != ("low_noise",):
+        if trained_positions(self) != (1,):
             yield "experts.untrained boundary_cache is for training dit2 alone; set model.trainable_models: dit2"
         if self.sample.noises_per_sample == "fresh":
             yield (
@@ -669,7 +669,7 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
             f"not offered), got {shown(base_model)}; remove it"
         )
     untrained = cfg.experts.untrained
-    if untrained != "gpu" and len(trainable_experts(cfg)) != 1:
+    if untrained != "gpu" and len(trained_positions(cfg)) != 1:
         yield f"experts.untrained {untrained} needs one expert that is not trained; set model.trainable_models to one"
     if untrained == "fp8" and cfg.model.distill_lora_mode == "adapter":
         yield "experts.untrained fp8 takes no adapter; set model.distill_lora_mode: fuse"
@@ -741,7 +741,7 @@ def wanted_rewards(cfg: AnyConfig) -> list[WantedReward]:
     ]
 
 
-def trainable_experts(cfg: AnyConfig) -> tuple[str, ...]:
-    """("high_noise",), ("low_noise",) or both in this order."""
+def trained_positions(cfg: AnyConfig) -> tuple[int, ...]:
+    """Which of the model's experts are trained, by their place in the order in which they answer."""
     chosen = _names(cfg.model.trainable_models)
-    return tuple(expert for name, expert in EXPERTS.items() if name in chosen)
+    return tuple(i for i, name in enumerate(TRAINABLE) if name in chosen)

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import UMT5Config, UMT5EncoderModel
 
-from rewardfl.backbones.seam import Caches
+from rewardfl.backbones.seam import Adapter, Caches
 from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.load import Adapter, new_expert
+from rewardfl.backbones.wan.model import new_expert
 from rewardfl.run.work import Video
 
 # ------------------------------------------------------------------------------------------------------------

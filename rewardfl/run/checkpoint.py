@@ -120,6 +120,11 @@ class RunFolder:
         self._lock.flush()
 
     def write_run_json(self, record: Mapping[str, Any]) -> None:
+        """Write run.json: what it takes to repeat the run.
+
+        config, base_model and changes are what a later start compares with; command, versions, git_commit, face_packs
+        and init_from are for people.
+        """
         self._run_json = json.dumps(record, indent=2) + "\n"
         path = self.path / RUN_JSON
         with writing(path, "checkpoints and metrics are as they were"):
@@ -311,36 +316,6 @@ def _is_step(value: Any) -> bool:
 
 def _flat(config: Mapping[str, Mapping]) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
-
-
-def write_run_json(
-    run_folder: RunFolder,
-    config: dict[str, dict],
-    command: Sequence[str],
-    versions: Mapping[str, str],
-    git_commit: str | None,
-    face_packs: Mapping[str, Mapping[str, str]],
-    base_model: Mapping[str, str],
-    init_from: Mapping[str, str],
-    changes: Sequence[Mapping[str, Any]],
-) -> None:
-    """Write run.json: what it takes to repeat the run.
-
-    face_packs: {setting: {file name: sha256}} of the networks that gave the reward. base_model: {part: digest}.
-    init_from: {expert: digest} of the adapters that it started from. changes: as in Resumption.
-    """
-    run_folder.write_run_json(
-        {
-            "config": config,
-            "command": list(command),
-            "versions": dict(versions),
-            "git_commit": git_commit,
-            "face_packs": {setting: dict(files) for setting, files in face_packs.items()},
-            "base_model": dict(base_model),
-            "init_from": dict(init_from),
-            "changes": [dict(change) for change in changes],
-        }
-    )
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from rewardfl import data, groups, reward_flow
 from rewardfl.backbones.seam import Experts, Velocity
 from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.backbone import of_pipeline
@@ -55,7 +56,7 @@ def detection(detector: face.FaceDetector, seed: int, count: int) -> dict[str, f
 @torch.no_grad()
 def video_figures(world: Path, judges: dict[str, face.FaceIdentity]) -> dict[str, object]:
     """Reconstruction and generation of the evaluation people; FaceSim per frame by both recognisers."""
-    pipe = wan_load.load_pipeline(wan_load.find(str(world / "pipeline")), torch.float32)
+    pipe = wan_load.load_pipeline(layouts.find(str(world / "pipeline")), torch.float32)
     backbone = of_pipeline(pipe, torch.float32)
     experts = Experts({"high_noise": pipe.transformer, "low_noise": pipe.transformer_2})
     encode_text, encode_image = backbone.text_encoder(pipe.device), backbone.image_encoder(pipe.device)
