@@ -36,8 +36,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     # ---------------------------------------------------------------------------------- what will be done, checked
     backbone = start.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
     active, coupling = configuration.active_steps(cfg), configuration.resolved_coupling(cfg)
-    answering, trained = work.schedule_of(cfg, backbone).experts, work.trained_experts(cfg, backbone.experts)
-    checks.check_active_experts(active, answering, backbone.experts, trained, coupling)
+    work.check_active_experts(cfg, backbone)
     job = start.open_job(cfg)
     accumulation, batch_size = cfg.train.gradient_accumulation_steps, cfg.train.per_device_train_batch_size
     job.backwards = accumulation * len(active)  # each replayed step is one; the last one of an update synchronises

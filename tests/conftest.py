@@ -22,6 +22,7 @@ from tiny_world.video import new_expert, new_pipeline  # noqa: E402
 torch.set_num_threads(1)  # the suite runs several workers
 
 HEIGHT, WIDTH, FRAMES = 32, 32, 5
+LAYERS = list(Wan22I2V.layer_names.values())  # that a LoRA may adapt
 
 
 def random_pipeline(dtype: torch.dtype = torch.float32):

@@ -27,7 +27,7 @@ from accelerate.utils import DistributedType
 
 from rewardfl import sharding
 from rewardfl.run import job as distributed
-from rewardfl.run import start as setup
+from rewardfl.run import start
 
 
 def digest(parameters):
@@ -41,7 +41,7 @@ def watched(seen, faceless, breaking):
         distributed.prepare,
         distributed.step,
         distributed.backward,
-        setup.find_samples,
+        start.find_samples,
     )
     rank, update = (int(n) for n in os.environ["BREAK_GRADIENT"].split(":")) if breaking else (-1, -1)
 
@@ -77,13 +77,13 @@ def watched(seen, faceless, breaking):
     broadcast = torch.distributed._broadcast_coalesced
     torch.distributed._broadcast_coalesced = watched_broadcast
     distributed.prepare, distributed.step, distributed.backward = watched_prepare, watched_step, watched_backward
-    setup.find_samples = faulty_find if faceless else find_samples
+    start.find_samples = faulty_find if faceless else find_samples
     try:
         yield
     finally:
         distributed.prepare, distributed.step, distributed.backward = prepare, step, backward
         torch.distributed._broadcast_coalesced = broadcast
-        setup.find_samples = find_samples
+        start.find_samples = find_samples
 
 
 def fsdp_on_cpu():

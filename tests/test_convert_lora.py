@@ -3,12 +3,13 @@
 import convert_lora
 import pytest
 import torch
-from conftest import random_pipeline, run_tool
+from conftest import LAYERS, random_pipeline, run_tool
 from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
 from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors
 from safetensors.torch import load_file, save_file
 
 from rewardfl import lora
+from rewardfl.backbones.wan import model as wan
 from rewardfl.weights import lora_files, shards
 
 
@@ -55,12 +56,12 @@ def test_our_checkpoint_loads_in_diffusers_again(tmp_path, to):
     pipe, plain = random_pipeline(), random_pipeline()
     checkpoint, out = tmp_path / "step-000001", tmp_path / "face"
     for part, seed in (("transformer", 1), ("transformer_2", 2)):
-        lora.inject(pipe.components[part], RANK, ALPHA, lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed)
+        lora.inject(pipe.components[part], RANK, ALPHA, LAYERS, seed)
         generator = torch.Generator().manual_seed(seed)
         for parameter in pipe.components[part].parameters():
             if parameter.requires_grad:
                 parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
-        lora.save_adapter(pipe.components[part], checkpoint / part)
+        wan.save_adapter(pipe.components[part], checkpoint / part)
     run("--lora", checkpoint, "--to", to, "--out", out, "--verify")
     high, low = {
         "comfy": ("face_high_noise.safetensors", "face_low_noise.safetensors"),

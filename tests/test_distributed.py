@@ -23,9 +23,8 @@ from conftest import ROOT
 from runs import CACHE, launch_as, metrics, table
 
 from rewardfl import lora
-from rewardfl.run import checkpoint
+from rewardfl.run import checkpoint, start
 from rewardfl.run import job as distributed
-from rewardfl.run import start as setup
 
 YAMLS = ROOT / "configs" / "accelerate"
 needs_deepspeed = pytest.mark.skipif(
@@ -235,14 +234,14 @@ def test_two_processes_are_one_with_more_accumulation(one, two):
 
 def test_one_process_goes_on_from_two(one, two, tmp_path, monkeypatch):
     shutil.copytree(two[2] / FL, tmp_path / "run", symlinks=True)
-    find = setup.find_samples
+    find = start.find_samples
 
     def faceless(*arguments, **settings):
         samples, problems = find(*arguments, **settings)
         samples[3] = dataclasses.replace(samples[3], references=(None,))
         return samples, problems
 
-    monkeypatch.setattr(setup, "find_samples", faceless)
+    monkeypatch.setattr(start, "find_samples", faceless)
     again = ["train.gradient_accumulation_steps=4", "train.max_steps=4", f"run.output_dir={tmp_path / 'run'}"]
     launch_as(REWARD_FL, *again)
     assert_same_lines(metrics(tmp_path / "run")[3:], metrics(one[1] / FL)[3:], FL_KEYS, rel=1e-3)

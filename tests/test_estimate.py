@@ -13,7 +13,7 @@ import plan_run
 import pytest
 import torch
 import yaml
-from conftest import FRAMES, HEIGHT, ROOT, WIDTH, encode
+from conftest import FRAMES, HEIGHT, LAYERS, ROOT, WIDTH, encode
 
 from rewardfl import config, flow, lora
 from rewardfl.backbones.seam import Adapter
@@ -24,7 +24,7 @@ from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
 from rewardfl.run.work import Span, Video, Work, work_of
 
-TARGETS = tuple(lora.target_modules("q,k,v,o,ffn.0,ffn.2"))
+TARGETS = tuple(LAYERS)
 FLOAT32 = Adapter(32, TARGETS)
 BFLOAT16 = Adapter(32, TARGETS, torch.bfloat16)  # what the tables' plans assume; training keeps the LoRA in float32
 SIZES = {"480x832": (480, 832), "480x480": (480, 480)}

@@ -7,9 +7,9 @@ import plan_run
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from conftest import LAYERS, ROOT
 
-from rewardfl import config, flow, groups, lora, sde
+from rewardfl import config, flow, groups, sde
 from rewardfl.backbones.seam import Adapter
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import model as wan
@@ -17,7 +17,7 @@ from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
 from rewardfl.run import work
 
-ADAPTER = Adapter(32, tuple(lora.target_modules("q,k,v,o,ffn.0,ffn.2")))
+ADAPTER = Adapter(32, tuple(LAYERS))
 SCHEDULE = wan.schedule(8, 5.0, 0.9)
 SIGMAS, EXPERTS = tuple(SCHEDULE.sigmas.tolist()), SCHEDULE.experts  # three steps of high noise, five of low
 TINY, FULL = "configs/tiny_flow_grpo.yaml", "configs/wan22_flow_grpo.yaml"

@@ -12,7 +12,7 @@ import merge_lora
 import merge_shards
 import pytest
 import torch
-from conftest import ROOT, backbone_of, encode, experts_of, random_pipeline, run_tool
+from conftest import LAYERS, ROOT, backbone_of, encode, experts_of, random_pipeline, run_tool
 from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from lora_dialects import ALPHA, DIALECTS, MODULES, RANK, SCALE, factors, peft_metadata
@@ -21,6 +21,7 @@ from peft.utils import get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from rewardfl.backbones.wan.model import save_adapter
 from rewardfl.files import sha256
 from rewardfl.weights import lora_files, merge, shards, wan_names
 
@@ -368,12 +369,12 @@ def test_a_pipeline_merged_equals_the_pipeline_with_adapters(world, tmp_path):
         model = pipe.components[part]
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-        lora.inject(model, 4, 8.0, lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed)
+        lora.inject(model, 4, 8.0, LAYERS, seed)
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
-        lora.save_adapter(model, checkpoint / part)
+        save_adapter(model, checkpoint / part)
     out = tmp_path / "merged"
     run("--base", world, "--lora", checkpoint, "--out", out)  # no other flag
     merged = WanImageToVideoPipeline.from_pretrained(out)
@@ -413,12 +414,12 @@ def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
 
     with torch.no_grad():
         before = video(pipe)
-        lora.inject(pipe.transformer_2, 8, 8.0, lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed=0)
+        lora.inject(pipe.transformer_2, 8, 8.0, LAYERS, seed=0)
         generator = torch.Generator().manual_seed(0)
         for name, parameter in pipe.transformer_2.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(0.03 * torch.randn(parameter.shape, generator=generator))
-        lora.save_adapter(pipe.transformer_2, tmp_path / "step-000001" / "transformer_2")
+        save_adapter(pipe.transformer_2, tmp_path / "step-000001" / "transformer_2")
         adapted = video(pipe)
         out = tmp_path / "merged"
         run("--base", world / "pipeline", "--lora", tmp_path / "step-000001", "--out", out, "--dtype", "fp32")

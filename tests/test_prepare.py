@@ -14,8 +14,7 @@ from rewardfl.data import clips, metadata
 from rewardfl.data.cache import Cache
 from rewardfl.rewards import FaceIdentityReward, Reward
 from rewardfl.rewards.face import parity as face_parity
-from rewardfl.run import prepare
-from rewardfl.run import start as setup
+from rewardfl.run import prepare, start
 
 
 class Brightness(Reward):
@@ -107,8 +106,8 @@ def find(cfg, processes, store, rewards):
     terms = [SimpleNamespace(reward=reward, key="reward") for reward in rewards]
 
     def work(share, gather):
-        rows, said = setup.look_at_rows(cfg, data.load_metadata(cfg.data.file_name), share, gather)
-        samples, problems = setup.find_samples(cfg, rows, terms, store, torch.device("cpu"), share, gather)
+        rows, said = start.look_at_rows(cfg, data.load_metadata(cfg.data.file_name), share, gather)
+        samples, problems = start.find_samples(cfg, rows, terms, store, torch.device("cpu"), share, gather)
         return samples, said + problems
 
     return together(processes, work)
@@ -187,7 +186,7 @@ def test_the_file_that_is_named_is_the_one_that_was_read(cfg):
     cfg.data = config.DataConfig(**vars(cfg.data) | {"num_frames": 6})
     with pytest.raises(data.DataError, match=r"evaluation.eval_clips \(.*\): 8 of 8 rows"):
         rows = data.load_metadata(cfg.data.file_name, "evaluation.eval_clips")
-        setup.look_at_rows(cfg, rows, prepare.Share(0, 1, quiet=True), list)
+        start.look_at_rows(cfg, rows, prepare.Share(0, 1, quiet=True), list)
     with pytest.raises(data.DataError, match="evaluation.eval_clips: no such file: nowhere.csv"):
         data.load_metadata("nowhere.csv", "evaluation.eval_clips")
     with pytest.raises(data.DataError, match="--data: is a folder"):
@@ -210,7 +209,7 @@ def check_packs(cfg, processes, reward):
     terms = [SimpleNamespace(reward=reward, key="reward.reward_model_path")]
 
     def work(share, gather):
-        return setup.check_face_packs(cfg, terms, [sample], torch.device("cpu"), share, gather)
+        return start.check_face_packs(cfg, terms, [sample], torch.device("cpu"), share, gather)
 
     return together(processes, work)
 
@@ -253,7 +252,7 @@ def test_a_sample_video_whose_clip_is_lost_is_left_out(cfg, tmp_path, capsys):
         asked.append(row)
         return row, torch.zeros(3, 5, 32, 48)
 
-    folders = together(2, lambda share, gather: setup.sample_videos(cfg, samples, generate, share, 7))
+    folders = together(2, lambda share, gather: start.sample_videos(cfg, samples, generate, share, 7))
     assert folders == [tmp_path / "run" / "samples" / "step-000007"] * 2
     assert sorted(asked) == [0, 0, 1, 2] and [path.name for path in folders[0].iterdir()] == ["02.mp4"]
     said = capsys.readouterr().out.splitlines()

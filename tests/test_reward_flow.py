@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import FRAMES, HEIGHT, ROOT, WIDTH, backbone_of, experts_of, random_pipeline
+from conftest import FRAMES, HEIGHT, LAYERS, ROOT, WIDTH, backbone_of, experts_of, random_pipeline
 
 from rewardfl import flow, lora, reward_flow, sde
 from rewardfl.backbones import seam
@@ -18,7 +18,7 @@ SCHEDULE = wan.schedule(6, 5.0, 0.9)  # 1, .961, .909 high noise; .833, .714, .5
 def lora_model(dtype):
     pipe = random_pipeline(dtype)
     for expert in (pipe.transformer, pipe.transformer_2):
-        lora.inject(expert, rank=2, alpha=3.0, targets=lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed=1)
+        lora.inject(expert, rank=2, alpha=3.0, targets=LAYERS, seed=1)
         for i, p in enumerate(p for p in expert.parameters() if p.requires_grad):
             p.data = p.data.to(dtype) + 0.1 * torch.randn(
                 p.shape, generator=torch.Generator().manual_seed(i), dtype=dtype
@@ -148,7 +148,7 @@ def test_the_floor_of_the_kl_is_what_a_tiny_update_reads(dtype, low, high):
     loaded = layouts.find(str(ROOT / "assets" / "tiny_world" / "pipeline"))
     backbone = of_files(loaded, 0.9, dtype, ("", "", "fuse"))
     pipe = backbone.load(("low_noise",))
-    lora.inject(pipe.transformer_2, 4, 4.0, lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed=0)
+    lora.inject(pipe.transformer_2, 4, 4.0, LAYERS, seed=0)
     generator = torch.Generator().manual_seed(0)
     text, image, x = (torch.randn(s, generator=generator) for s in ((1, 8, 32), (1, 18, 2, 8, 8), (1, 16, 2, 8, 8)))
     schedule = backbone.schedule(8, 5.0)

@@ -25,7 +25,8 @@ from rewardfl import config, data, groups, lora
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
-from rewardfl.run import start as setup
+from rewardfl.backbones.wan.backbone import Wan22I2V
+from rewardfl.run import start
 from rewardfl.weights import lora_files, shards
 from rewardfl.weights.shards import Refused
 
@@ -342,7 +343,7 @@ def test_adapter_is_the_fused_model_in_policy_and_reference(files, given, distil
         torch.testing.assert_close(base, velocity(fused.components[part]), rtol=1e-4, atol=1e-4)
         assert not torch.allclose(base, velocity(plain.components[part]), atol=1e-2)
 
-        lora.inject(model, 3, 6.0, lora.target_modules("q,k,ffn.0"), seed=0)
+        lora.inject(model, 3, 6.0, lora.target_modules("q,k,ffn.0", Wan22I2V.layer_names), seed=0)
         assert torch.equal(velocity(model), base)  # the policy starts at zero, the distillation stays on
         randomise_policy(model)
         policy = velocity(model).detach()
@@ -353,7 +354,7 @@ def test_adapter_is_the_fused_model_in_policy_and_reference(files, given, distil
 
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         assert trained and all(f".{lora.POLICY}." in name for name in trained)
-        lora.save_adapter(model, tmp_path / part)
+        wan.save_adapter(model, tmp_path / part)
         saved, metadata = lora.read_adapter(tmp_path / part / lora.WEIGHTS_NAME)
         assert len(saved) == len(trained) and metadata["r"] == 3
         again = load(given(), torch.float32, distilled=distilled, distill_mode="adapter").components[part]
@@ -377,7 +378,7 @@ def test_adapter_under_checkpointing_with_a_reference_in_between(files, given, d
 
     def gradients(checkpointing):
         model = load(given(), torch.float32, distilled=distilled, distill_mode="adapter").transformer_2
-        lora.inject(model, 3, 6.0, lora.target_modules("q,o,ffn.2"), seed=0)
+        lora.inject(model, 3, 6.0, lora.target_modules("q,o,ffn.2", Wan22I2V.layer_names), seed=0)
         randomise_policy(model)
         if checkpointing:
             model.enable_gradient_checkpointing()
@@ -738,9 +739,9 @@ def test_every_header_is_read_once_at_a_start(files, given, monkeypatch):
     for model in (files.fp32, given()):
         read.clear()
         cfg = config.load(ROOT / "configs" / "tiny_face.yaml", [f"model.model_paths={model}", "data.num_frames=5"])
-        backbone = setup.open_model(cfg)
+        backbone = start.open_model(cfg)
         experts = {file for checkpoint in backbone.files.opened.values() for file in checkpoint.files}
-        setup.base_model(cfg, backbone.files)
+        start.base_model(cfg, backbone.files)
         for part in ("text_encoder", "vae", "vae_decoder", "high_noise", "low_noise"):
             backbone.load((part,))
         assert experts <= read.keys() and set(read.values()) == {1}

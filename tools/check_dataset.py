@@ -30,10 +30,10 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import config, data
+from rewardfl import backbones, config, data
+from rewardfl.backbones.seam import Source
 from rewardfl.rewards import face
 from rewardfl.rewards.face import pack as face_pack
-from rewardfl.run import checks
 
 USABLE, UNUSABLE = 0, 2  # exit codes
 ENLARGED, CROPPED = 1.05, 0.75  # warnings: enlarged more than this many times; less than this share of a picture left
@@ -109,10 +109,8 @@ def resolve(args: argparse.Namespace) -> config.RewardFlConfig:
         cfg = config.parse(
             {name: dict(keys) for name, keys in UNSAID.items()} | {"data": {"file_name": args.data}}, overrides
         )
-    if cfg.data.num_frames < 2:
-        raise config.ConfigError(f"data.num_frames must be at least 2, got {cfg.data.num_frames}; Wan takes 81")
-    # the model is not known here: sides in multiples of 16 are what all need, and so is the Wan VAE's factor 8
-    checks.check_geometry(cfg.data.height, cfg.data.width, 2, spatial=8, temporal=1, max_pixels=cfg.data.max_pixels)
+    backbone = backbones.describe(cfg.model.model_name, Source(model_paths=cfg.model.model_paths))
+    backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
     return cfg
 
 

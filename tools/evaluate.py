@@ -26,9 +26,8 @@ from tqdm import tqdm
 
 from rewardfl import config, data, groups, offload, reward_flow
 from rewardfl.backbones.seam import Experts, Velocity
-from rewardfl.backbones.wan import model as wan
 from rewardfl.rewards import face
-from rewardfl.run import start as setup
+from rewardfl.run import start, work
 
 ARMS = ("before", "after")
 RESAMPLES = 10_000
@@ -106,7 +105,7 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
         raise ValueError(
             "this tool judges faces, and the run has no face pack; name one: reward.held_out_model_path=FOLDER"
         )
-    examples = {row.id: setup.load_example(cfg, row) for row in rows}
+    examples = {row.id: start.load_example(cfg, row) for row in rows}
     pools = {
         name: {row.id: judge.pool(examples[row.id].reference.to(args.device)) for row in rows}
         for name, judge in judges.items()
@@ -118,7 +117,7 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
     if not usable:
         raise ValueError(f"--data: no clip of {args.data} shows a face")
 
-    backbone, device = setup.open_model(cfg), torch.device(args.device)
+    backbone, device = start.open_model(cfg), torch.device(args.device)
     encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
     conditions = {
         row.id: encode_text(row.prompt) | encode_image(examples[row.id].image, cfg.data.num_frames) for row in usable
@@ -128,13 +127,9 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
         guidance, negative = cfg.sample.guidance_scale, encode_text(cfg.sample.negative_prompt)
     del encode_text, encode_image  # the text encoder alone is 11 GB
     decoder = backbone.load_decoder(device)
-    pipe = backbone.load(backbone.experts)
-    wan.attach_adapters(pipe, adapter)
-    for part in wan.PARTS.values():
-        offload.place(pipe.components[part], args.experts, device)
-    experts = Experts({name: pipe.components[part] for name, part in wan.PARTS.items()})
-    sample = cfg.sample
-    schedule = backbone.schedule(sample.num_inference_steps, sample.shift).until(sample.final_timestep)
+    loaded = {name: backbone.load_expert(name) for name in backbone.experts}
+    backbone.attach_adapters(loaded, adapter)
+    experts = Experts({name: offload.place(expert, args.experts, device) for name, expert in loaded.items()})
     sizes = {row.id: tuple(examples[row.id].image.shape[1:]) for row in usable}
     (out / "videos").mkdir(parents=True, exist_ok=True)
 
@@ -142,9 +137,12 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
     jobs = [(row, seed) for seed in range(args.seeds) for row in usable]
     for batch in tqdm(batches(jobs, sizes, args.batch), desc="evaluating"):
         conditioning = backbone.collate([conditions[row.id] for row, _ in batch])
+        shape = backbone.latent_shape(*sizes[batch[0][0].id], cfg.data.num_frames)
+        schedule = work.schedule_of(cfg, backbone, shape)
         velocity = Velocity(backbone, experts, conditioning, schedule, negative, guidance)
-        shape = (1, *backbone.latent_shape(*sizes[batch[0][0].id], cfg.data.num_frames))
-        noise = torch.cat([groups.noise(shape, groups.noise_seed(seed, 0, row.id), args.device) for row, seed in batch])
+        noise = torch.cat(
+            [groups.noise((1, *shape), groups.noise_seed(seed, 0, row.id), args.device) for row, seed in batch]
+        )
         samplers = {"before": velocity.reference, "after": velocity}
         videos = {
             arm: decoder.decode(reward_flow.rollout(samplers[arm], noise, schedule.sigmas, keep=()).x0).float()

@@ -17,16 +17,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from rewardfl import data, groups, offload, reward_flow
-from rewardfl.backbones.seam import DTYPES, Experts, Velocity
-from rewardfl.backbones.wan import files as layouts
-from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.backbone import of_files
-from rewardfl.run import checks
+from rewardfl import backbones, data, groups, offload, reward_flow
+from rewardfl.backbones.seam import DTYPES, Experts, Source, Velocity
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-name", choices=tuple(backbones.MODULES), default=next(iter(backbones.MODULES)))
     parser.add_argument("--model", required=True, help="diffusers folder, or a wan22_paths.json")
     parser.add_argument("--tokenizer", default="", help="tokenizer folder, for original files (default: the model's)")
     parser.add_argument("--image", type=Path, required=True, help="the first frame")
@@ -81,26 +78,27 @@ def writer(out: Path, fps: float) -> Callable[[Path, torch.Tensor], None]:
 @torch.no_grad()
 def generate(args: argparse.Namespace) -> torch.Tensor:
     """The video (3, F, H, W) in [-1, 1]; ValueError or FileNotFoundError for what cannot work, before weights load."""
-    layout = layouts.open_files(layouts.find(args.model, args.tokenizer))
-    spatial, temporal = checks.vae_factors(layout.configs)
-    checks.check_geometry(args.height, args.width, args.num_frames, spatial, temporal)
+    source = Source(
+        model_paths=args.model,
+        tokenizer_path=args.tokenizer,
+        dtype=args.dtype,
+        distilled=(args.distill_lora_high, args.distill_lora_low, "fuse"),
+    )
+    backbone, device = backbones.open(args.model_name, source), torch.device(args.device)
+    backbone.check_clips(args.height, args.width, args.num_frames)
     image = read_image(args.image, args.height, args.width)
-    distilled = (args.distill_lora_high, args.distill_lora_low, "fuse")
-    boundary = checks.boundary_ratio(layout.configs)
-    backbone, device = of_files(layout, boundary, DTYPES[args.dtype], distilled), torch.device(args.device)
     encode_text = backbone.text_encoder(device)
     conditioning = encode_text(args.prompt) | backbone.image_encoder(device)(image, args.num_frames)
     negative = encode_text(args.negative_prompt) if args.guidance != 1 else None
     del encode_text  # 11 GB
     decoder = backbone.load_decoder(device)
-    pipe = backbone.load(backbone.experts)
+    loaded = {name: backbone.load_expert(name) for name in backbone.experts}
     if args.adapter:
-        wan.attach_adapters(pipe, args.adapter)
-    for part in wan.PARTS.values():
-        offload.place(pipe.components[part], args.experts, device)
-    experts = Experts({name: pipe.components[part] for name, part in wan.PARTS.items()})
-    noise = groups.noise((1, *backbone.latent_shape(args.height, args.width, args.num_frames)), args.seed, device)
-    schedule = backbone.schedule(args.steps, args.shift)
+        backbone.attach_adapters(loaded, args.adapter)
+    experts = Experts({name: offload.place(expert, args.experts, device) for name, expert in loaded.items()})
+    shape = backbone.latent_shape(args.height, args.width, args.num_frames)
+    noise = groups.noise((1, *shape), args.seed, device)
+    schedule = backbone.schedule(args.steps, args.shift, shape)
     velocity = Velocity(backbone, experts, conditioning, schedule, negative, args.guidance)
     x0 = reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0
     return decoder.decode(x0)[0].float().cpu()

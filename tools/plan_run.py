@@ -14,13 +14,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from rewardfl import backbones, data
 from rewardfl import config as configuration
-from rewardfl import data
-from rewardfl.backbones.wan import files as layouts
 from rewardfl.config import RewardFlConfig
 from rewardfl.estimate.needs import SHARDINGS
 from rewardfl.estimate.report import TFLOPS, estimate
-from rewardfl.run import checks, work
+from rewardfl.run import start, work
+from rewardfl.weights.shards import Refused
 
 FITS, DOES_NOT = 0, 2  # exit codes
 
@@ -41,23 +41,17 @@ def main() -> int:
     try:
         cfg = configuration.load(args.config, args.overrides)
         clips = len(data.load_metadata(cfg.data.file_name)) if Path(cfg.data.file_name).is_file() else None
-        configs = layouts.source_of(cfg.model.model_paths)
-        spatial, temporal = checks.vae_factors(configs)
-        checks.check_geometry(
-            cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
-        )
-        schedule = work.schedule_of(cfg, checks.boundary_of(cfg, configs))
+        backbone = backbones.describe(cfg.model.model_name, start.source_of(cfg))
+        backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
         if isinstance(cfg, RewardFlConfig):
-            active, trained = configuration.active_steps(cfg), configuration.trainable_experts(cfg)
-            checks.check_active_experts(active, schedule.experts, trained, configuration.resolved_coupling(cfg))
+            work.check_active_experts(cfg, backbone)
         steps = work.total_steps(cfg, clips, args.processes)
-        told = work.overview(cfg, schedule, clips, steps, args.processes)
-        asked = work.work_of(cfg, configs, clips, steps, args.processes, args.sharding)
-    except (configuration.ConfigError, data.DataError) as error:
+        told = work.overview(cfg, backbone, clips, steps, args.processes)
+        asked = work.work_of(cfg, backbone, clips, steps, args.processes, args.sharding)
+    except (configuration.ConfigError, data.DataError, Refused) as error:
         print(f"error: {error}", file=sys.stderr)
         return DOES_NOT
-    published = " (published; no configurations in model.model_paths)" if configs == layouts.PUBLISHED else ""
-    print(f"model's shape from {configs}{published}")
+    print(f"model's shape from {backbone.described_by()}")
     print(f"data: {'not there yet' if clips is None else f'{clips} clips'}: {cfg.data.file_name}\n")
     text, fits = estimate(asked, args.gpu_memory * 1e9, args.tflops)
     print(told, text, sep="\n")

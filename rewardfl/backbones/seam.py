@@ -116,6 +116,48 @@ class Source:
     distilled: tuple[str, str, str] = ("", "", "fuse")  # LoRAs of the first and the second expert, and the mode
 
 
+@dataclass(frozen=True)
+class ExpertOnMeta:
+    """A network of one block on the meta device, and one sample's inputs: what its cost is measured on."""
+
+    layers: int  # the blocks of the whole network
+    tokens: int
+    build: Callable[[Adapter | None], nn.Module]  # the network of one block, frozen but for the adapter
+    x: Tensor  # the latents that go in; requires a gradient
+    run: Callable[[nn.Module], Tensor]
+    blocks: Callable[[nn.Module], nn.ModuleList]
+    block_input: Tensor  # requires a gradient; what checkpointing keeps of a block
+    block_shared: tuple[Tensor, ...]  # what all blocks get
+    run_block: Callable[[nn.Module], Tensor]
+
+
+@dataclass(frozen=True)
+class ChunksOnMeta:
+    """A module that runs chunk after chunk with caches between them, on the meta device."""
+
+    module: nn.Module
+    count: int
+    chunk: Callable[[int], Tensor]  # the input of chunk i; all but the first are alike
+    run: Callable[[Tensor, Caches, bool], tuple[Tensor, Caches]]  # input, caches, whether it is the first
+    caches: Caches  # before the first chunk
+
+
+@dataclass(frozen=True)
+class OnMeta:
+    """A model's parts on the meta device for one video: what `rewardfl.estimate` measures."""
+
+    shape: Shape  # of the latents
+    video: tuple[int, int, int, int]  # (3, F, H, W)
+    dtype: torch.dtype
+    experts: Mapping[str, ExpertOnMeta]  # two that are alike are one object
+    vae: nn.Module
+    decoder: ChunksOnMeta
+    image_encoder: ChunksOnMeta
+    text_encoder: nn.Module
+    encode_text: Callable[[], object]
+    conditioning: Mapping[str, Tensor]  # of one sample, as it is cached
+
+
 class Backbone(Protocol):
     """A model that can be trained, opened by the headers of its files. Its methods load weights where they say so.
 
@@ -128,6 +170,9 @@ class Backbone(Protocol):
     dtype: torch.dtype  # what the networks compute in
 
     # ---- what headers and configurations tell
+
+    def described_by(self) -> str:
+        """Where the model's shape is read from, in words."""
 
     def schedule(self, steps: int, shift: float, latent_shape: Shape) -> Schedule:
         """The denoising steps of latents of this shape, by the stock scheduler's own arithmetic."""
@@ -155,6 +200,9 @@ class Backbone(Protocol):
 
     def parts_of(self, expert: str) -> list[str]:
         """Which of weight_files an expert's answers depend on, and how they are put together."""
+
+    def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
+        """The model's parts without memory, for videos of this size."""
 
     # ---- what loads weights
 

@@ -174,7 +174,7 @@ def adapter_bytes(work: Work, parameters: int) -> tuple[int, int]:
 def kept_bytes(costs: Costs, work: Work) -> int:
     """What one video leaves until the epoch's updates: latents, and its own copy of the conditioning."""
     latents = work.kept.get(work.samples_on, 0)
-    return latents * math.prod(costs.shape) * FLOAT32 + costs.text_bytes + costs.image_bytes
+    return latents * math.prod(costs.shape) * FLOAT32 + sum(costs.cached.values())
 
 
 def _decoding(costs: Costs, work: Work) -> dict[str, dict[str, int]]:
@@ -242,7 +242,7 @@ def checkpoint_bytes(costs: Costs, work: Work) -> tuple[int, int]:
 
 def clip_cache_bytes(costs: Costs, work: Work) -> dict[str, int]:
     """Bytes that the conditioning cache takes for one clip."""
-    cache = {"text": costs.text_bytes, "image": costs.image_bytes}
+    cache = dict(costs.cached)
     if work.placement == "boundary_cache" and work.noises != "fresh":
         cache["boundary latents"] = work.noises * math.prod(costs.shape) * FLOAT32
     return cache

@@ -32,7 +32,7 @@ def estimate(work: Work, gpu_memory: float | None, tflops: float = TFLOPS) -> tu
 
 def work_table(costs: Costs, work: Work, tflops: float) -> list[str]:
     """FLOPs by part, and seconds at `tflops` TFLOP/s: of one video, and of parts of the run."""
-    tokens, shape = costs.experts["low_noise"].tokens, "x".join(map(str, costs.shape))
+    tokens, shape = costs.experts[work.trained[0]].tokens, "x".join(map(str, costs.shape))
     parts = flops(costs, work)
     total, second = sum(parts.values()), tflops * 1e12  # FLOPs of a second
     lines = [f"{tokens} tokens, latents {shape}", f"compute, one video         TFLOP   s at {tflops:g} TFLOP/s"]

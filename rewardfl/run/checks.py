@@ -3,10 +3,9 @@
 Each raises ConfigError, or returns what it looked up.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from rewardfl.config import TRAINABLE, AnyConfig, ConfigError, RewardFlConfig
+from rewardfl.config import AnyConfig, ConfigError, RewardFlConfig
 from rewardfl.rewards.face import pack as face_pack
 
 
@@ -62,33 +61,3 @@ def check_paths(cfg: AnyConfig) -> None:
             problems.append(f"reward.{key}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def check_active_experts(
-    active: Sequence[int], answering: Sequence[str], experts: Sequence[str], trained: Sequence[str], coupling: float
-) -> None:
-    """ConfigError when a trained expert answers at no active step, or an active step gives nothing a gradient.
-
-    answering: the expert of each step; experts: the model's, in their order; coupling: of the gradient that an active
-    step hands to the one before it. A frozen expert's step has no gradient of its own: it is of use only in handing one
-    on to a trained expert's.
-    """
-    table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(answering))
-    asked = {answering[i] for i in active}
-    words = dict(zip(experts, TRAINABLE, strict=False))
-    idle = [words[expert] for expert in trained if expert not in asked]
-    if idle:
-        useful = ",".join(words[expert] for expert in experts if expert in asked)
-        raise ConfigError(
-            f"model.trainable_models: {', '.join(idle)} answers at no active step of {list(active)} and would not "
-            f"learn (expert by step: {table}); train {useful}, or change sample.mid_timestep or sample.active_steps"
-        )
-    own = [i for i in active if answering[i] in trained]
-    useless = [i for i in active if i not in own and (coupling == 0 or i < own[0])]
-    if useless:
-        raise ConfigError(
-            f"sample.mid_timestep, sample.active_steps: the active steps {useless} of {list(active)} would give no "
-            f"gradient, since model.trainable_models does not train their expert (expert by step: {table}) and they "
-            f"hand none on to an earlier step that is trained; take {[i for i in active if i not in useless]}, or "
-            f"train all experts: model.trainable_models={','.join(words.values())}"
-        )

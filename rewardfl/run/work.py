@@ -118,6 +118,34 @@ def windows_of(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[st
     return windows
 
 
+def check_active_experts(cfg: RewardFlConfig, backbone: Backbone) -> None:
+    """ConfigError when a trained expert answers at no active step, or an active step gives nothing a gradient.
+
+    A frozen expert's step has no gradient of its own: it is of use only in handing one on to a trained expert's.
+    """
+    active, coupling = configuration.active_steps(cfg), configuration.resolved_coupling(cfg)
+    answering, trained = schedule_of(cfg, backbone).experts, trained_experts(cfg, backbone.experts)
+    table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(answering))
+    asked = {answering[i] for i in active}
+    words = dict(zip(backbone.experts, configuration.TRAINABLE, strict=False))
+    idle = [words[expert] for expert in trained if expert not in asked]
+    if idle:
+        useful = ",".join(words[expert] for expert in backbone.experts if expert in asked)
+        raise ConfigError(
+            f"model.trainable_models: {', '.join(idle)} answers at no active step of {list(active)} and would not "
+            f"learn (expert by step: {table}); train {useful}, or change sample.mid_timestep or sample.active_steps"
+        )
+    own = [i for i in active if answering[i] in trained]
+    useless = [i for i in active if i not in own and (coupling == 0 or i < own[0])]
+    if useless:
+        raise ConfigError(
+            f"sample.mid_timestep, sample.active_steps: the active steps {useless} of {list(active)} would give no "
+            f"gradient, since model.trainable_models does not train their expert (expert by step: {table}) and they "
+            f"hand none on to an earlier step that is trained; take {[i for i in active if i not in useless]}, or "
+            f"train all experts: model.trainable_models={','.join(words.values())}"
+        )
+
+
 # ------------------------------------------------------------------------------------------------------------
 # For people, at every start
 

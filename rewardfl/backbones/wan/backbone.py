@@ -12,8 +12,8 @@ from diffusers import WanImageToVideoPipeline
 from torch import Tensor, nn
 
 from rewardfl import lora
-from rewardfl.backbones.seam import DTYPES, Adapter, Conditioning, Schedule, Shape, Source
-from rewardfl.backbones.wan import files, load, model
+from rewardfl.backbones.seam import DTYPES, Adapter, Conditioning, OnMeta, Schedule, Shape, Source
+from rewardfl.backbones.wan import files, load, meta, model
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.weights.shards import Refused
 
@@ -43,6 +43,10 @@ class Wan22I2V:
     layer_names: ClassVar = {
         "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
     }  # fmt: skip
+
+    def described_by(self) -> str:
+        published = self.layout.configs == files.PUBLISHED
+        return f"{self.layout.configs}{' (published; no configurations in model.model_paths)' if published else ''}"
 
     def schedule(self, steps: int, shift: float, latent_shape: Shape) -> Schedule:
         """The same for latents of every shape."""
@@ -102,6 +106,10 @@ class Wan22I2V:
         distilled = {"high_noise": ("distill_high", high), "low_noise": ("distill_low", low)}
         name, path = distilled[expert]
         return [expert, name, mode] if path else [expert]
+
+    def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
+        shape = self.latent_shape(height, width, num_frames)
+        return meta.on_meta(self.layout, self.dtype, shape, (num_frames, height, width))
 
     def text_encoder(self, device: torch.device) -> Callable[[str], Conditioning]:
         pipe = self.load(["text_encoder"]).to(device)
