@@ -155,7 +155,8 @@ def measure(name: str, cfg: config.RewardFlConfig, steps: int, device: torch.dev
     velocity = Velocity(backbone, model, conditioning, work.schedule_of(cfg, backbone))
     torch.cuda.empty_cache()  # what building left is not to count as reserved
     found = [update(cfg, asked, velocity, vae, optimizer, x, generator) for _ in range(1 + steps)]
-    clips = f"{batch} x latents {'x'.join(map(str, cost.shape))}, {cost.experts['low_noise'].tokens} tokens; {backbone.described_by()}"
+    tokens, shape = cost.experts[asked.trained[0]].tokens, "x".join(map(str, cost.shape))
+    clips = f"{batch} x latents {shape}, {tokens} tokens; {backbone.described_by()}"
     return {
         "name": name, "clips": clips, "rows": beside_plan([phases for phases, _ in found[1:]], cost, asked),
         "plan_seconds": batch * sum(needs.flops(cost, asked).values()) / TFLOPS / 1e12,

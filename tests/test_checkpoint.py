@@ -46,16 +46,19 @@ def changed(**keys):
     return config
 
 
+def record(config, base_model=BASE, changes=(), **more):
+    """What start.open_log writes."""
+    about = {"command": ["train.py"], "versions": {"torch": "2"}, "git_commit": "abc", "init_from": {"low_noise": "cc"}}
+    return {"config": config, "base_model": dict(base_model), "changes": list(changes), "face_packs": {}} | about | more
+
+
 def opened(output_dir, config=CONFIG, resume="auto", base_model=BASE):
     """What the script does before its first step; what it goes on from. The lock is let go of."""
     run = config["run"] | {"output_dir": str(output_dir), "resume_from_checkpoint": resume}
     with RunFolder() as run_folder:
         found = checkpoint.prepare_output_dir(run_folder, config | {"run": run}, base_model)
         packs = {"reward.pack": {"det.onnx": "0f"}}
-        checkpoint.write_run_json(
-            run_folder, config, ["train.py"], {"torch": "2"}, "abc", packs, base_model, {"low_noise": "cc"},
-            found.changes,
-        )  # fmt: skip
+        run_folder.write_run_json(record(config, base_model, found.changes, face_packs=packs))
     return found
 
 
@@ -364,7 +367,7 @@ def running(tmp_path):
         checkpoint.prepare_output_dir(run_folder, config, BASE)
         metrics = MetricsFile(path / "metrics.jsonl")
         metrics.cut_back(0)
-        checkpoint.write_run_json(run_folder, config, ["train.py"], {}, None, {}, BASE, {}, [])
+        run_folder.write_run_json(record(config))
         for step in (1, 2):
             run_folder.keep()
             metrics.append(step, {"loss": 1.0})
@@ -400,7 +403,7 @@ def test_a_run_does_not_write_into_another_ones_folder(running, ended):
     shutil.rmtree(path)
     with RunFolder() as other:
         other.take(path)
-        checkpoint.write_run_json(other, CONFIG, ["other.py"], {}, None, {}, BASE, {}, [])
+        other.write_run_json(record(CONFIG, command=["other.py"]))
         if ended:
             (path / "run.lock").unlink()
         before = tree(path)

@@ -518,13 +518,10 @@ def test_resolved_coupling(write, overrides, coupling):
     assert config.resolved_coupling(load(write, *overrides)) == coupling
 
 
-def test_trainable_experts(write):
-    assert config.trainable_experts(load(write)) == ("low_noise",)
-    assert config.trainable_experts(load(write, "model.trainable_models=dit")) == ("high_noise",)
-    assert config.trainable_experts(load(write, "model.trainable_models='dit2,dit'")) == (
-        "high_noise",
-        "low_noise",
-    )
+def test_trained_positions(write):
+    assert config.trained_positions(load(write)) == (1,)
+    assert config.trained_positions(load(write, "model.trainable_models=dit")) == (0,)
+    assert config.trained_positions(load(write, "model.trainable_models='dit2,dit'")) == (0, 1)
 
 
 def test_round_trip_through_yaml_and_json(write, tmp_path):
@@ -550,7 +547,7 @@ PLACES = {
 
 # Fields that a function of the configuration or of the checks reads on the caller's behalf; it must be called.
 RESOLVED_BY = {
-    "trainable_models": "trainable_experts",
+    "trainable_models": "trained_positions",
     "mid_timestep": "active_steps",
     "active_steps": "active_steps",
     "gradient_mode": "active_steps",

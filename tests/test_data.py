@@ -754,11 +754,15 @@ GEOMETRIES = [(b, a, p) for b in (1, 2, 3, 4, 6, 12) for a in (1, 2, 3, 4, 6, 12
 GEOMETRIES = [geometry for geometry in GEOMETRIES if math.prod(geometry) == 12]
 
 
+def micro_batch(step, micro, rank, *, num_rows, shapes=None, **geometry):
+    return data.Order(shapes or [0] * num_rows, **geometry).micro_batch(step, micro, rank)
+
+
 def global_batch(step, batch_size, accumulation, processes, num_rows, seed=3):
     """All samples of a step, in any order: [(epoch, row), ...]."""
     size = {"batch_size": batch_size, "accumulation": accumulation, "processes": processes}
     cells = [(micro, rank) for micro in range(accumulation) for rank in range(processes)]
-    parts = [data.micro_batch(step, *cell, **size, num_rows=num_rows, seed=seed) for cell in cells]
+    parts = [micro_batch(step, *cell, **size, num_rows=num_rows, seed=seed) for cell in cells]
     assert all(len(part) == batch_size for part in parts)
     return sorted(sample for part in parts for sample in part)
 
@@ -801,17 +805,18 @@ def test_one_shape_or_one_sample_is_the_stream():
     size = {"accumulation": 2, "processes": 3, "num_rows": 7, "seed": 3}
     for step in range(5):
         for micro, rank in [(0, 0), (0, 2), (1, 1)]:
-            plain = data.micro_batch(step, micro, rank, batch_size=2, **size)
-            assert data.micro_batch(step, micro, rank, batch_size=2, **size, shapes=["x"] * 7) == plain
-            plain = data.micro_batch(step, micro, rank, batch_size=1, **size)
-            assert data.micro_batch(step, micro, rank, batch_size=1, **size, shapes=list("abcabca")) == plain
+            first = 2 * ((2 * step + micro) * 3 + rank)
+            stream = [groups.sample_at(position, 7, seed=3) for position in (first, first + 1)]
+            assert micro_batch(step, micro, rank, batch_size=2, **size) == stream
+            stream = [groups.sample_at(first // 2, 7, seed=3)]
+            assert micro_batch(step, micro, rank, batch_size=1, **size, shapes=list("abcabca")) == stream
 
 
 def test_with_shapes_a_step_depends_on_accumulation_times_processes():
     def samples(step, accumulation, processes):
         size = {"batch_size": 2, "accumulation": accumulation, "processes": processes, "num_rows": 11, "seed": 3}
         cells = [(micro, rank) for micro in range(accumulation) for rank in range(processes)]
-        parts = [data.micro_batch(step, *cell, **size, shapes=SHAPES["two"]) for cell in cells]
+        parts = [micro_batch(step, *cell, **size, shapes=SHAPES["two"]) for cell in cells]
         assert all(len({SHAPES["two"][row] for _, row in part}) == 1 for part in parts)
         return sorted(sample for part in parts for sample in part)
 

@@ -9,9 +9,8 @@ import torch
 import yaml
 from conftest import LAYERS, ROOT
 
-from rewardfl import config, flow, groups, sde
-from rewardfl.backbones.seam import Adapter
-from rewardfl.backbones.wan import files as layouts
+from rewardfl import backbones, config, flow, groups, sde
+from rewardfl.backbones.seam import Adapter, Source
 from rewardfl.backbones.wan import model as wan
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
@@ -24,7 +23,9 @@ TINY, FULL = "configs/tiny_flow_grpo.yaml", "configs/wan22_flow_grpo.yaml"
 PIPELINE = ROOT / "assets/tiny_world/pipeline"
 SIX = ["grpo.groups=6", "grpo.same_noise_in_group=false", "grpo.window_bounds=null"]  # overrides of TINY
 PRESETS = ("flow_grpo", "flow_grpo_fast", "dance_grpo", "guard")
-VIDEO = work.Video(layouts.PUBLISHED, torch.bfloat16, 480, 832, 17, ADAPTER)
+PUBLISHED = backbones.describe("wan2_2", Source())
+TINY_MODEL = backbones.describe("wan2_2", Source(str(PIPELINE), dtype="float32"))
+VIDEO = work.Video(PUBLISHED, 480, 832, 17, ADAPTER)
 PLAIN = [
     *SIX, "grpo.group_size=4", "train.per_device_train_batch_size=1", "train.use_gradient_checkpointing=true",
     "evaluation.eval_clips=null", "reward.held_out_model_path=null", "reward.reward_model_path=nowhere",
@@ -37,7 +38,7 @@ def asked(*overrides, steps=None, clips=None, processes=1, windows=((3, 4), (4, 
     cfg = config.load(ROOT / TINY, [*PLAIN, *overrides])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "drawn_windows", lambda *_: list(windows))
-        found = work.work_of(cfg, PIPELINE, clips, steps, processes)
+        found = work.work_of(cfg, TINY_MODEL, clips, steps, processes)
     return dataclasses.replace(found, video=VIDEO)
 
 
@@ -225,7 +226,7 @@ def test_every_option_is_a_setting():
             read = config.load(
                 ROOT / FULL, [f"{key}={yaml.safe_dump(value).split()[0]}" for key, value in settings.items()]
             )
-            found = work.work_of(read, layouts.PUBLISHED, None, 2, 1)
+            found = work.work_of(read, PUBLISHED, None, 2, 1)
             assert {field: getattr(found, field) for field in fields} == wanted
             keys |= set(option.settings)
     assert keys == {KEYS[field] for field in fields}
@@ -283,7 +284,7 @@ def test_run_of_a_configuration(monkeypatch):
     ]  # fmt: skip
     packs = (ROOT / "assets/tiny_world/faces" / name for name in ("reward", "judge"))
     cfg = config.load(TINY, [*SIX, *settings])
-    run = work.work_of(cfg, PIPELINE, 48, 12, 4, "fsdp2")
+    run = work.work_of(cfg, TINY_MODEL, 48, 12, 4, "fsdp2")
     # guided; two members of a group on each process share the four steps before the window
     passes = {"low_noise": 2 * 2 * 2}  # of two steps, two inner epochs, guided
     adapter = Adapter(cfg.lora.lora_rank, ADAPTER.targets)
@@ -301,16 +302,16 @@ def test_run_of_a_configuration(monkeypatch):
         processes=4, sharding="fsdp2", placement="fp8", offload_inputs=True, batch=2, samples_on="cpu",
     )  # fmt: skip
     cfg = config.load(TINY, [*SIX, "evaluation.eval_clips=null"])  # nothing is known of its length
-    drawn = work.work_of(cfg, PIPELINE, None, None, 1)
+    drawn = work.work_of(cfg, TINY_MODEL, None, None, 1)
     assert drawn.evaluation is None and drawn.saves is None and len(drawn.spans) == 2
     assert drawn.replay == pytest.approx({"low_noise": 2})
-    windows = work.windows_of(cfg, EXPERTS)
+    windows = work.windows_of(cfg, EXPERTS, ["low_noise"])
     assert windows.drawable == (3, 4, 5, 6)
     found = work.drawn_windows(cfg, windows, None)
     assert set(found) == {(3, 4), (4, 5), (5, 6)} and len(found) == 100
     assert found[:3] == work.drawn_windows(cfg, windows, 3) == [groups.window(windows, e, 42) for e in range(3)]
     cfg = config.load(TINY, ["grpo.window_bounds=[4,6]"])
-    assert work.windows_of(cfg, EXPERTS).drawable == (4, 5)
+    assert work.windows_of(cfg, EXPERTS, ["low_noise"]).drawable == (4, 5)
 
 
 def test_the_expert_that_answers_at_a_tie_is_the_schedules():
@@ -318,7 +319,7 @@ def test_the_expert_that_answers_at_a_tie_is_the_schedules():
     overrides = [*SIX, "sample.shift=3", "sample.num_inference_steps=4", "grpo.window=list", "grpo.window_steps=[1]"]
     cfg = config.load(ROOT / TINY, overrides)
     with pytest.raises(config.ConfigError, match="grpo.window: .*model.trainable_models"):
-        work.work_of(cfg, PIPELINE, 4, 2, 1)
+        work.work_of(cfg, TINY_MODEL, 4, 2, 1)
 
 
 def test_total_steps():

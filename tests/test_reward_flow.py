@@ -4,13 +4,11 @@ import pytest
 import torch
 from conftest import FRAMES, HEIGHT, LAYERS, ROOT, WIDTH, backbone_of, experts_of, random_pipeline
 
-from rewardfl import flow, lora, reward_flow, sde
+from rewardfl import backbones, flow, lora, reward_flow, sde
 from rewardfl.backbones import seam
-from rewardfl.backbones.seam import Experts, Velocity
+from rewardfl.backbones.seam import DTYPES, Experts, Source, Velocity
 from rewardfl.backbones.wan import decoder
-from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.backbone import of_files
 
 SCHEDULE = wan.schedule(6, 5.0, 0.9)  # 1, .961, .909 high noise; .833, .714, .5 low noise
 
@@ -145,13 +143,13 @@ def test_stopping_early_decodes_the_x0_prediction():
 @pytest.mark.parametrize("dtype,low,high", [(torch.bfloat16, 2e-5, 1e-3), (torch.float32, 0.0, 1e-8)])
 def test_the_floor_of_the_kl_is_what_a_tiny_update_reads(dtype, low, high):
     """Against the thing itself: an adapter whose true divergence is far below what bfloat16 reads of it."""
-    loaded = layouts.find(str(ROOT / "assets" / "tiny_world" / "pipeline"))
-    backbone = of_files(loaded, 0.9, dtype, ("", "", "fuse"))
-    pipe = backbone.load(("low_noise",))
+    source = Source(str(ROOT / "assets" / "tiny_world" / "pipeline"), dtype={v: k for k, v in DTYPES.items()}[dtype])
+    backbone = backbones.open("wan2_2", source)
+    pipe = backbone.load(["low_noise"])
     lora.inject(pipe.transformer_2, 4, 4.0, LAYERS, seed=0)
     generator = torch.Generator().manual_seed(0)
     text, image, x = (torch.randn(s, generator=generator) for s in ((1, 8, 32), (1, 18, 2, 8, 8), (1, 16, 2, 8, 8)))
-    schedule = backbone.schedule(8, 5.0)
+    schedule = backbone.schedule(8, 5.0, x.shape[1:])
     velocity = Velocity(
         backbone,
         Experts({"low_noise": pipe.transformer_2}),

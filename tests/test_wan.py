@@ -1,5 +1,6 @@
 """Conditioning, experts and sampler against the stock diffusers pipeline."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,8 +9,8 @@ from conftest import FRAMES, HEIGHT, WIDTH, backbone_of, encode, experts_of, ran
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
-from rewardfl import data, flow, groups, reward_flow
-from rewardfl.backbones.seam import Experts, Velocity
+from rewardfl import backbones, data, flow, groups, reward_flow
+from rewardfl.backbones.seam import Experts, Source, Velocity
 from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
@@ -210,3 +211,38 @@ def test_another_tokenizer_folder_is_used(tmp_path):
         wan_load.load_pipeline(layouts.find(str(tmp_path / "model")), torch.float32)
     loaded = wan_load.load_pipeline(layouts.find(str(tmp_path / "model"), str(tmp_path / "tokenizer")), torch.float32)
     assert loaded.tokenizer(PROMPT).input_ids == pipe.tokenizer(PROMPT).input_ids
+
+
+def test_check_clips(pipe):
+    def check(*size, spatial=8, temporal=4, max_pixels=None):
+        model = dataclasses.replace(backbone_of(pipe), spatial=spatial, temporal=temporal)
+        model.check_clips(*size, max_pixels)
+
+    check(480, 832, 81)
+    check(64, 48, 17)
+    check(64, 64, 2, spatial=4, temporal=1)
+    with pytest.raises(Refused, match=r"^data.num_frames must be 4k\+1 for this VAE, got 80; try 77 or 81$"):
+        check(480, 832, 80)
+    for frames in (1, 3):
+        with pytest.raises(Refused, match=rf"got {frames}; try 5$"):
+            check(480, 832, frames)
+    with pytest.raises(Refused, match="got 1; try 2$"):
+        check(480, 832, 1, temporal=1)
+    with pytest.raises(Refused) as error:
+        check(482, 8, 81)
+    assert str(error.value).splitlines() == [
+        "data.height must be a multiple of 16, got 482; try 480 or 496",
+        "data.width must be a multiple of 16, got 8; try 16",
+    ]
+    with pytest.raises(Refused, match="data.height must be a multiple of 32, got 720; try 704 or 736"):
+        check(720, 1280, 81, spatial=16)
+    check(482, 8, 81, max_pixels=256)  # the sides are not used
+    with pytest.raises(
+        Refused, match="^data.max_pixels gives sides in multiples of 16, this VAE takes multiples of 32"
+    ):
+        check(704, 1280, 81, spatial=16, max_pixels=256)
+
+
+def test_another_model_name_is_refused():
+    with pytest.raises(Refused, match="model.model_name: 'wan3' is none of wan2_2"):
+        backbones.describe("wan3", Source())
