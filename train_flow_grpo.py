@@ -51,7 +51,10 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     steps = work.total_steps(cfg, len(rows.train), job.world)
     start.say_plan(cfg, backbone, rows, steps, job)
     if dry_run:
-        return start.dry_run(cfg, backbone, rows, steps, job)
+        from rewardfl.estimate import report  # training must not need what it measures with
+
+        asked = work.work_of(cfg, backbone, len(rows.train), steps, job.world, job.sharding)
+        return report.dry_run(asked, job.device, job.say)
 
     # ---------------------------------------------------------------------------------- data, rewards, what was done
     opened = start.open_run(cfg, run_folder, job, backbone)

@@ -46,7 +46,10 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     steps = work.total_steps(cfg, len(rows.train), job.world)
     start.say_plan(cfg, backbone, rows, steps, job)
     if dry_run:
-        return start.dry_run(cfg, backbone, rows, steps, job)
+        from rewardfl.estimate import report  # training must not need what it measures with
+
+        asked = work.work_of(cfg, backbone, len(rows.train), steps, job.world, job.sharding)
+        return report.dry_run(asked, job.device, job.say)
 
     # ---------------------------------------------------------------------------------- data, rewards, what was done
     opened = start.open_run(cfg, run_folder, job, backbone)
@@ -210,9 +213,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         log.write(done, metrics)
         if not math.isfinite(norm):
             found = suspects([samples[row].row.id for row in seen["row"].tolist()], seen["finite"].tolist())
-            log.say(
-                done, f"gradient norm {norm}, update skipped ({log.skipped_in_a_row} in a row); it became so {found}"
-            )
+            log.say(done, f"gradient norm {norm}, skipped ({log.skipped_in_a_row} in a row); it became so {found}")
         if why:
             log.say(done, f"not one sample could be judged ({log.skipped_in_a_row} in a row); {why}")
         problems = reward_metrics.problems(terms, judgements)

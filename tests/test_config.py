@@ -114,7 +114,6 @@ def test_casts(write, override, expected):
         ("sample.active_steps=5", "5", "list or null"),
         ("sample.active_steps=[1, true]", "True", "whole number"),
         ("sample.gradient_mode=chian", "'chian', did you mean 'chain'?", "'chain', 'bridge', 'drtune' or 'last'"),
-        ("model.model_name=wan2_1", "'wan2_1', did you mean 'wan2_2'?", "'wan2_2'"),
     ],
 )
 def test_wrong_values_name_the_key_and_the_value(write, override, value, may_be):

@@ -17,7 +17,6 @@ import sys
 import pytest
 import torch
 import yaml
-from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from conftest import ROOT
 from runs import CACHE, launch_as, metrics, table
@@ -237,9 +236,9 @@ def test_one_process_goes_on_from_two(one, two, tmp_path, monkeypatch):
     find = start.find_samples
 
     def faceless(*arguments, **settings):
-        samples, problems = find(*arguments, **settings)
+        samples = find(*arguments, **settings)
         samples[3] = dataclasses.replace(samples[3], references=(None,))
-        return samples, problems
+        return samples
 
     monkeypatch.setattr(start, "find_samples", faceless)
     again = ["train.gradient_accumulation_steps=4", "train.max_steps=4", f"run.output_dir={tmp_path / 'run'}"]
@@ -356,12 +355,12 @@ def test_one_process_where_two_were_asked_for_is_refused():
 
 
 def test_a_step_clips_or_skips_and_forgets_the_gradient():
-    accelerator = Accelerator(cpu=True)
+    job = distributed.Job(max_grad_norm=0.5, cpu_threads=1)
     parameter = torch.nn.Parameter(torch.zeros(4))
-    optimizer = accelerator.prepare(torch.optim.SGD([parameter], lr=1.0))
+    optimizer = job.accelerator.prepare(torch.optim.SGD([parameter], lr=1.0))
     for gradient, norm, expected in [(3.0, 6.0, -0.25), (0.1, 0.2, -0.35), (torch.inf, torch.inf, -0.35)]:
         parameter.grad = torch.full((4,), gradient)
-        assert distributed.step(accelerator, optimizer, [parameter], 0.5) == pytest.approx(norm)
+        assert job.step(optimizer, [parameter], 0.5) == pytest.approx(norm)
         torch.testing.assert_close(parameter.detach(), torch.full((4,), expected), rtol=1e-5, atol=0)
         assert parameter.grad is None
 

@@ -138,8 +138,9 @@ def test_load_adapter_is_exact_and_refuses_what_does_not_fit(tmp_path, pipe):
 SAVE = """
 import sys
 sys.path[:0] = ["tests"]
-from conftest import random_pipeline
+from conftest import LAYERS, random_pipeline
 from rewardfl import lora
+from rewardfl.backbones.wan import model as wan
 model = random_pipeline().transformer_2
 lora.inject(model, 2, 2.0, LAYERS, seed=0)
 wan.save_adapter(model, __import__("pathlib").Path(sys.argv[1]))

@@ -25,7 +25,7 @@ from rewardfl.backbones.wan import model as wan
 from rewardfl.data import clips as clip_files
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.run import checkpoint
-from rewardfl.run import job as distributed
+from rewardfl.run.job import Job
 from rewardfl.scheduler import LinearFlowEuler
 
 # -- runs
@@ -226,13 +226,13 @@ def test_another_learning_rate_and_weight(straight, monkeypatch, capsys, tmp_pat
     code, _, error = call(monkeypatch, capsys, *settings)
     assert code == 2 and "train.learning_rate 0.001 -> 0.0005" in error
     assert f"run.resume_with_changes=[{','.join(keys)}]" in error and metrics(run) == metrics(straight)
-    step = distributed.step
+    step = Job.step
 
-    def watched(accelerator, optimizer, *arguments):
+    def watched(job, optimizer, *arguments):
         groups.append({key: optimizer.param_groups[0][key] for key in ("lr", "weight_decay")})
-        return step(accelerator, optimizer, *arguments)
+        return step(job, optimizer, *arguments)
 
-    monkeypatch.setattr(distributed, "step", watched)
+    monkeypatch.setattr(Job, "step", watched)
     code, out, _ = call(
         monkeypatch, capsys, *settings, f"run.resume_with_changes=[{','.join([*keys, 'train.warmup_steps'])}]"
     )

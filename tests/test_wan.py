@@ -237,12 +237,10 @@ def test_check_clips(pipe):
     with pytest.raises(Refused, match="data.height must be a multiple of 32, got 720; try 704 or 736"):
         check(720, 1280, 81, spatial=16)
     check(482, 8, 81, max_pixels=256)  # the sides are not used
-    with pytest.raises(
-        Refused, match="^data.max_pixels gives sides in multiples of 16, this VAE takes multiples of 32"
-    ):
+    with pytest.raises(Refused, match="^data.max_pixels gives .* of 16, this VAE takes multiples of 32"):
         check(704, 1280, 81, spatial=16, max_pixels=256)
 
 
 def test_another_model_name_is_refused():
-    with pytest.raises(Refused, match="model.model_name: 'wan3' is none of wan2_2"):
-        backbones.describe("wan3", Source())
+    with pytest.raises(Refused, match="model.model_name must be wan2_2, got 'wan2_1', did you mean 'wan2_2'"):
+        backbones.describe("wan2_1", Source())

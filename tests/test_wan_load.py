@@ -740,8 +740,8 @@ def test_every_header_is_read_once_at_a_start(files, given, monkeypatch):
         read.clear()
         cfg = config.load(ROOT / "configs" / "tiny_face.yaml", [f"model.model_paths={model}", "data.num_frames=5"])
         backbone = start.open_model(cfg)
-        experts = {file for checkpoint in backbone.files.opened.values() for file in checkpoint.files}
-        start.base_model(cfg, backbone.files)
+        experts = {file for checkpoint in backbone.layout.opened.values() for file in checkpoint.files}
+        start.identify(backbone)
         for part in ("text_encoder", "vae", "vae_decoder", "high_noise", "low_noise"):
             backbone.load((part,))
         assert experts <= read.keys() and set(read.values()) == {1}

@@ -1,5 +1,6 @@
 """The models that can be trained, by their `model.model_name`. Each is imported when it is asked for."""
 
+import difflib
 import importlib
 
 from rewardfl.backbones.seam import Backbone, Source
@@ -20,5 +21,7 @@ def describe(name: str, source: Source) -> Backbone:
 
 def _module(name: str) -> str:
     if name not in MODULES:
-        raise Refused(f"model.model_name: {name[:80]!r} is none of {', '.join(MODULES)}; set it to one of them")
+        close = difflib.get_close_matches(name[:80], MODULES, n=1)
+        hint = f", did you mean {close[0]!r}?" if close else "; set it to one of them"
+        raise Refused(f"model.model_name must be {' or '.join(MODULES)}, got {name[:80]!r}{hint}")
     return MODULES[name]

@@ -2,7 +2,9 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+import torch
 
 from rewardfl.estimate.advice import fits, recommend, with_options
 from rewardfl.estimate.measure import Costs, measure
@@ -16,6 +18,7 @@ from rewardfl.estimate.needs import (
     full_graph,
     memory,
 )
+from rewardfl.run.monitor import total_memory
 from rewardfl.run.work import Sampling, Work
 
 TFLOPS = 400.0  # TFLOP/s that an H100 reaches in bfloat16, when nothing else is said
@@ -28,6 +31,13 @@ def estimate(work: Work, gpu_memory: float | None, tflops: float = TFLOPS) -> tu
     if gpu_memory is not None:
         sections.append(verdict(costs, work, gpu_memory))
     return "\n\n".join("\n".join(lines) for lines in sections), gpu_memory is None or fits(costs, work, gpu_memory)
+
+
+def dry_run(work: Work, device: torch.device, say: Callable[[str], None]) -> int:
+    """Say what the run takes. The exit code: 2 where it does not fit the GPU that is there."""
+    text, enough = estimate(work, total_memory(device))
+    say(text)
+    return 0 if enough else 2
 
 
 def work_table(costs: Costs, work: Work, tflops: float) -> list[str]:

@@ -34,7 +34,6 @@ from rewardfl.rewards.terms import RewardError, Term
 from rewardfl.run import checkpoint, checks, invariants, prepare, trackers, work
 from rewardfl.run.job import Job, LaunchError
 from rewardfl.run.log import Log
-from rewardfl.run.monitor import total_memory
 from rewardfl.run.signals import Interruption
 from rewardfl.weights import lora_files, merge
 from rewardfl.weights.shards import Refused
@@ -179,16 +178,6 @@ def say_plan(cfg: AnyConfig, backbone: Backbone, rows: Rows, steps: int, job: Jo
         job.say(line)
 
 
-def dry_run(cfg: AnyConfig, backbone: Backbone, rows: Rows, steps: int, job: Job) -> int:
-    """Print what the run takes. The exit code: 2 where it does not fit the GPU that is there."""
-    from rewardfl.estimate.report import estimate  # training must not need what it measures with
-
-    asked = work.work_of(cfg, backbone, len(rows.train), steps, job.world, job.sharding)
-    text, fits = estimate(asked, total_memory(job.device))
-    job.say(text)
-    return 0 if fits else 2
-
-
 # ------------------------------------------------------------------------------------------------------------
 # The run's folder, and what it goes on from
 
@@ -198,7 +187,7 @@ class Opened:
     """A run's folder, which is this process group's alone, and the checkpoint that it goes on from."""
 
     folder: checkpoint.RunFolder
-    base: Mapping[str, str]  # {part of the base model: digest of its files}, the distillation included, and settings
+    base: Mapping[str, str]  # as `identify` gives them
     path: Path | None  # of the checkpoint; None to start anew
     step: int  # that it was saved after
     changes: tuple[dict[str, Any], ...]
@@ -224,10 +213,15 @@ class Resumed:
         return self.opened.step
 
 
+def identify(backbone: Backbone) -> dict[str, str]:
+    """{part of the base model: digest of its files}, the distillation included; settings: of what else it is."""
+    parts = {part: model_digest(files) for part, files in backbone.weight_files().items()}
+    return parts | {"settings": digest(backbone.settings())}
+
+
 def open_run(cfg: AnyConfig, run_folder: checkpoint.RunFolder, job: Job, backbone: Backbone) -> Opened:
     """Take the folder: the main process locks it and looks at it, the others do as it says."""
-    base = {part: model_digest(files) for part, files in backbone.weight_files().items()}
-    base["settings"] = digest(backbone.settings())
+    base = identify(backbone)
     take = partial(checkpoint.prepare_output_dir, run_folder, configuration.to_dict(cfg), base)
     found = job.by_main(take, checkpoint.CheckpointError)
     return Opened(run_folder, base, found.path, found.step, found.changes)
