@@ -7,7 +7,6 @@ section in brackets): its own hooks and counters on the meta device, and arithme
 import dataclasses
 import json
 import sys
-import time
 
 import plan_run
 import pytest
@@ -479,9 +478,7 @@ def tool(monkeypatch, capsys, *arguments):
 
 
 def test_tiny_config(monkeypatch, capsys):
-    start = time.process_time()  # others may be at work
     code, out, _ = tool(monkeypatch, capsys, "configs/tiny_face.yaml")
-    assert time.process_time() - start < 5
     assert code == 0 and "fits: 2.2 GB of 80.0 GB" in out
     assert "320 tokens" in out and "model's shape from assets/tiny_world/pipeline\n" in out
     assert "data: 48 clips" in out and "replayed" in out

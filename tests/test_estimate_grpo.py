@@ -181,7 +181,7 @@ def test_what_is_kept_is_what_a_rollout_leaves(published, window):
 
     for place, moved in (("gpu", steps.values()), ("cpu", [step.to("meta") for step in steps.values()])):
         kept = needs.kept_bytes(published, asked(f"grpo.samples_on={place}", windows=(window,)))
-        assert kept - published.text_bytes - published.image_bytes == nbytes(moved)
+        assert kept - sum(published.cached.values()) == nbytes(moved)
 
 
 def test_placement_of_the_other_expert(published):
@@ -289,7 +289,7 @@ def test_run_of_a_configuration(monkeypatch):
     passes = {"low_noise": 2 * 2 * 2}  # of two steps, two inner epochs, guided
     adapter = Adapter(cfg.lora.lora_rank, ADAPTER.targets)
     assert run == work.Work(
-        video=work.Video(PIPELINE, torch.float32, 64, 64, 9, adapter), trained=("low_noise",), untrained="high_noise",
+        video=work.Video(TINY_MODEL, 64, 64, 9, adapter), trained=("low_noise",), untrained="high_noise",
         rollout={"high_noise": 3, "low_noise": 9}, replay=passes, pulled=passes,
         reference=passes, graphs=2, averaged=True, waiting=12, kept={"gpu": 6, "cpu": 6},
         spans=(
@@ -332,7 +332,7 @@ def test_total_steps():
 
 def overview(*overrides, clips=None, steps=None, processes=1):
     cfg = config.load(ROOT / TINY, [*SIX, *overrides])
-    return work.overview(cfg, SCHEDULE, clips, steps, processes)
+    return work.overview(cfg, TINY_MODEL, clips, steps, processes)
 
 
 def test_overview():
@@ -358,7 +358,8 @@ def test_forwards_of_a_shared_start_are_a_mean_over_the_windows(monkeypatch):
 
 def cells(step, *overrides):
     cfg = config.load(ROOT / TINY, [*SIX, "grpo.window_bounds=[3, 6]", *overrides])
-    return work.sigma_table(cfg, SCHEDULE)[1 + step].split()
+    windows = work.windows_of(cfg, EXPERTS, ["low_noise"])
+    return work.sigma_table(cfg, SCHEDULE, windows.drawable)[1 + step].split()
 
 
 def test_sigma_table():
@@ -378,7 +379,7 @@ def test_sigma_table():
     assert cells(3, "grpo.window=list", "grpo.window_steps=[3]", "grpo.window_bounds=null")[4] == "trained"
     assert cells(0, "grpo.noise_level=1.2")[5] == "1.2000"
     assert cells(0, "grpo.noise_level=1.2")[11:] == ["-"] * 3  # there is no such cps
-    face = work.sigma_table(config.load(ROOT / "configs/tiny_face.yaml"), SCHEDULE)
+    face = work.sigma_table(config.load(ROOT / "configs/tiny_face.yaml"), SCHEDULE, (4, 5, 6, 7))
     assert face[3].split() == ["2", "0.9375", "937.500", "high_noise", "-"]
     assert [line.split()[4] for line in face[1:]] == ["-"] * 4 + ["replayed"] * 4
 

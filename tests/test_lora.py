@@ -157,7 +157,7 @@ def test_equal_adapters_are_equal_files(tmp_path):
     state, metadata = lora.read_adapter(one)
     for _ in range(8):  # each has an order of its own
         save_file(state, two, {"lora_adapter_metadata": json.dumps(metadata), "format": "pt"})
-        lora._order_metadata(two)
+        lora.order_metadata(two)
         content = two.read_bytes()
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         assert list(header["__metadata__"]) == ["format", "lora_adapter_metadata"]

@@ -181,7 +181,7 @@ def test_original_files_equal_from_pretrained(files, given, tmp_path, form):
 
 def test_list_form(files, given, tmp_path, monkeypatch):
     """A list in the order high, low, text encoder, VAE; the configurations are the published ones, here small."""
-    monkeypatch.setattr(wan_load, "PUBLISHED", files.configs)
+    monkeypatch.setattr(layouts, "PUBLISHED", files.configs)
     entries = wan_files.paths(files.original, files.configs) | FORMS["shards"](files, tmp_path)
     path = tmp_path / "list.json"
     path.write_text(json.dumps([entries[key] for key in layouts.KEYS]))
@@ -247,7 +247,7 @@ def test_experts_that_are_not_wanted_are_not_loaded(files, given):
 
 
 def test_hub_form(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(wan_load, "PUBLISHED", files.configs)
+    monkeypatch.setattr(layouts, "PUBLISHED", files.configs)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
     layout = layouts.find("", origin_paths=HUB)
     assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
@@ -266,7 +266,7 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
         asked.append((repository, allow_patterns, local_files_only))
         raise LocalEntryNotFoundError("no connection")
 
-    monkeypatch.setattr(wan_load, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(layouts, "snapshot_download", snapshot_download)
     with pytest.raises(Refused, match="not in the local hub cache and could not be fetched: no connection"):
         layouts.find("", origin_paths=HUB, allow_download=True)
     assert asked == [(wan_files.REPOSITORY, ["high_noise_model/diffusion_pytorch_model*.safetensors"], False)]
