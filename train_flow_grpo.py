@@ -10,16 +10,13 @@ One epoch:
     accelerate launch train_flow_grpo.py --config configs/tiny_flow_grpo.yaml [--dry-run] [section.key=value ...]
 """
 
-import itertools
 import math
 import sys
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from diffusers.training_utils import EMAModel
 from torch import Tensor
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from rewardfl import config as configuration
@@ -32,7 +29,7 @@ from rewardfl.rewards import RewardError, blackbox, build_terms
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.run import invariants, prepare, start, work
 from rewardfl.run.checkpoint import RunFolder, folder_of
-from rewardfl.run.monitor import Timer, peak_memory_gb, suspects
+from rewardfl.run.monitor import Timer, peak_memory_gb
 from rewardfl.run.signals import Interruption
 
 
@@ -60,16 +57,11 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     opened = start.open_run(cfg, run_folder, job, backbone)
     terms = build_terms(configuration.wanted_rewards(cfg), job.device)
     places = blackbox.places(terms, cfg.reward.reward_timeout)
-    parts = {"coverage": cfg.reward.coverage_weight, "motion": cfg.reward.motion_weight}
-    parts = {name: weight for name, weight in parts.items() if weight > 0}
+    parts = configuration.part_weights(cfg)
     store = start.open_cache(cfg)
     samples = start.find_samples(cfg, rows.train, terms, store, job)
     held_out = start.find_samples(cfg, rows.held_out, terms, store, job)
-    if start.several_sizes(samples) and cfg.grpo.group_size % geometry.batch:
-        raise configuration.ConfigError(
-            "train.per_device_train_batch_size must divide grpo.group_size where clips differ in size: one forward "
-            "pass takes videos of one size"
-        )
+    work.check_sizes(cfg, [sample.size for sample in samples])
     resumed = start.resume(cfg, opened, job, backbone, terms, samples, held_out)
     steps = work.total_steps(cfg, len(samples), job.world)
 
@@ -98,15 +90,14 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     def plan_of(epoch: int, rank: int = job.rank) -> list[list[groups.Member]]:
         return groups.plan(epoch, rank, geometry, [sample.row.id for sample in samples], cfg.run.seed)
 
-    sampler = groups.DistributedGroupSampler(plan_of)
-    dataset = prepare.MemberRows(samples, conditions, cfg.data.skip_bad_rows)
-    batches = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate)
-    groups.check_loader(batches, sampler)  # never prepared: the plan is this process's own
     kept_on = job.device if cfg.grpo.samples_on == "gpu" else torch.device("cpu")
     keep_means = cfg.grpo.objective == "guard"
 
     def velocity_of(conditioning: Conditioning, schedule: Schedule) -> Velocity:
-        return Velocity(backbone, policy, conditioning, schedule, negative, guidance)
+        return Velocity(backbone, policy, seam.to(conditioning, job.device), schedule, negative, guidance)
+
+    def kernel_of(schedule: Schedule) -> sde.Kernel:
+        return sde.Kernel(cfg.grpo.sde, cfg.grpo.noise_level, schedule.sigmas)
 
     def sample_clean(clips: list[prepare.Sample], row: int, n: int = 0) -> tuple[int, Tensor]:
         """(row, its video (3, F, H, W) by the ODE) of the weights as they are now; n: which of its noises."""
@@ -119,19 +110,9 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         return row, decoder.decode(reward_flow.rollout(velocity, x, schedule.sigmas, keep=()).x0)[0].float()
 
     def evaluate() -> dict[str, float]:
-        """eval/*: the held-out clips under every reward, each process judging its share."""
-        wanted = itertools.product(range(len(held_out)), range(cfg.evaluation.eval_noises))
-        judged = []
-        with averaged(average, parameters), torch.no_grad():
-            for (row, n), mine in job.share.rounds(wanted):
-                row, video = sample_clean(held_out, row, n)
-                if mine:
-                    pending = blackbox.begin(terms, video[None], [held_out[row].references], places)
-                    judged.append(blackbox.finish(pending))
-        judged = job.gather_lists(judged)
-        own = {"eval/failed": reward_metrics.failed_fraction(judged)}
-        own |= reward_metrics.deviations(terms, judged, "eval")
-        return own | reward_metrics.means(terms, judged, "eval", own)
+        """eval/*: the held-out clips under every reward, by the averaged weights."""
+        with averaged(average, parameters):
+            return start.evaluate(cfg, job, terms, places, held_out, partial(sample_clean, held_out))
 
     def save(done: int, score: float | None) -> None:
         """A checkpoint of the averaged weights, with all that going on takes, and sample videos. On all processes."""
@@ -143,21 +124,17 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             start.save_checkpoint(cfg, job, backbone, learner, log, state, score, last)
             if not interruption.number:  # who sent a signal may not wait for videos
                 shown = held_out or samples
-                folder = start.sample_videos(cfg, shown, partial(sample_clean, shown), job.share, done)
-        job.wait()
-        if not interruption.number:
-            log.videos(done, folder)
+                log.videos(done, start.sample_videos(cfg, shown, partial(sample_clean, shown), job, done))
 
     floor = {}
     if cfg.grpo.kl_weight != 0 and cfg.model.dtype == "bfloat16":
         row, conditioning = conditions.readable(samples, 0, cfg.data.skip_bad_rows)
         shape, seed = conditions.shape_of(samples[row]), groups.noise_seed(cfg.run.seed, 0, "floor")
         schedule = work.schedule_of(cfg, backbone, shape)
-        kernel = sde.Kernel(cfg.grpo.sde, cfg.grpo.noise_level, schedule.sigmas)
-        reference = velocity_of(seam.to(conditioning, job.device), schedule).reference
-        x = groups.noise((1, *shape), seed, job.device)
-        floor["policy/kl_floor"] = sde.kl_floor(reference, x, kernel, groups.window(windows, 0, cfg.run.seed))
-        job.say(f"note: in bfloat16 this model's KL reads about {floor['policy/kl_floor']:.1e} from rounding alone")
+        x, window = groups.noise((1, *shape), seed, job.device), groups.window(windows, 0, cfg.run.seed)
+        reads = sde.kl_floor(velocity_of(conditioning, schedule).reference, x, kernel_of(schedule), window)
+        floor["policy/kl_floor"] = reads
+        job.say(f"note: in bfloat16 this model's KL reads about {reads:.1e} from rounding alone")
 
     # ---------------------------------------------------------------------------------- Go!
     interruption.listen()
@@ -172,16 +149,15 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         start.seed_generators(cfg.run.seed, done, job.rank)
         with timer("step"):  # of an epoch's first update: with all that it takes to get there
             # 1. Roll out this process's videos; only the window's steps are stochastic, and kept.
-            sampler.set_epoch(epoch)
-            new = groups.new_starts([plan_of(epoch, rank) for rank in range(job.world)])
+            plans = [plan_of(epoch, rank) for rank in range(job.world)]
             rollouts, pending, starts = [], [], {}
-            for (members, conditioning, own), is_new in zip(batches, new, strict=True):
+            for members, is_new in zip(plans[job.rank], groups.new_starts(plans), strict=True):
                 if interruption.agreed(job.largest):  # nothing was updated since the last epoch: nothing is lost
                     break
+                conditioning, own = conditions.batch(samples, [m.row for m in members], cfg.data.skip_bad_rows)
                 shape = (1, *conditions.shape_of(samples[members[0].row]))
                 schedule = work.schedule_of(cfg, backbone, shape[1:])
-                kernel = sde.Kernel(cfg.grpo.sde, cfg.grpo.noise_level, schedule.sigmas)
-                conditioning = seam.to(conditioning, job.device)
+                kernel, conditioning = kernel_of(schedule), seam.to(conditioning, job.device)
                 with timer("rollout"):
                     if is_new:  # up to the window, members that start from the same noise are one
                         first = list({member.start: i for i, member in enumerate(members)}.values())
@@ -189,10 +165,8 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                         velocity = velocity_of(seam.rows(conditioning, first), schedule)
                         x = reward_flow.rollout(velocity, x, schedule.sigmas[: window[0] + 1], keep=()).x0
                         starts = {members[i].start: x[n : n + 1] for n, i in enumerate(first)}
-                    x, velocity = (
-                        torch.cat([starts[member.start] for member in members]),
-                        velocity_of(conditioning, schedule),
-                    )
+                    x = torch.cat([starts[member.start] for member in members])
+                    velocity = velocity_of(conditioning, schedule)
                     noise = partial(groups.step_noise, members, shape, job.device)
                     x0, kept = sde.rollout(velocity, x, kernel, window, noise, window[0], keep_means)
 
@@ -203,8 +177,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                     references = [samples[member.row].references for member in members]
                     pending.append(blackbox.begin(terms, video, references, places))
                 kept = {i: step.to(kept_on) for i, step in kept.items()}
-                ids, rows_of = (torch.tensor([getattr(m, key) for m in members]) for key in ("group_id", "row"))
-                rollouts.append(Rollout(ids, rows_of, own, seam.to(conditioning, kept_on), schedule, kernel, kept))
+                rollouts.append(prepare.Rollout(members, own, seam.to(conditioning, kept_on), schedule, kernel, kept))
             if interruption.number:
                 break
 
@@ -226,14 +199,13 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                 clip=cfg.grpo.advantage_clip,
                 valid=valid,
             )
-            advantages = (
-                advantages[job.rank * len(own) : (job.rank + 1) * len(own)].to(job.device).split(geometry.batch)
-            )
+            share = slice(job.rank * len(own), (job.rank + 1) * len(own))
+            advantages = advantages[share].to(job.device).split(geometry.batch)
             judged = job.gather_lists(judged)
             for problem, count in reward_metrics.problems(terms, judged).items():
                 job.say(f"{problem} ({count} samples)")
-            of_epoch |= {"reward/failed": reward_metrics.failed_fraction(judged), "epoch": epoch}
-            of_epoch |= {"data/replaced": float(replaced.sum())} | floor
+            of_epoch |= {"data/replaced": float(replaced.sum()), "epoch": epoch} | floor
+            of_epoch |= {"reward/failed": reward_metrics.failed_fraction(judged)}
             of_epoch |= reward_metrics.means(terms, judged, "reward", of_epoch)
             why = "" if valid.any() else reward_metrics.why_nothing_was_judged(terms, judged)
             if why and done == resumed.step:  # a reward that has not worked since the start is not waited for
@@ -251,7 +223,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                         kernel = rollout.kernel
                         for i in window:
                             step = rollout.steps[i].to(job.device)
-                            velocity = velocity_of(seam.to(rollout.conditioning, job.device), rollout.schedule)
+                            velocity = velocity_of(rollout.conditioning, rollout.schedule)
                             with job.micro_batch(policy):
                                 if cfg.grpo.kl_weight != 0:  # before the policy's forward: no graph is alive yet
                                     with torch.no_grad():
@@ -289,17 +261,14 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                 "lr": rate,
             }
             metrics |= {"train/no_signal": invariants.no_signal(done, norm, taught)} | grpo.policy_statistics(seen)
-            if not math.isfinite(norm):
-                ids = [samples[row].row.id for row in seen["row"].tolist()]
-                found = suspects(ids, seen["log_prob"].isfinite().tolist())
-                log.say(done, f"gradient norm {norm}, update skipped; it became so {found}")
             if n == 0 or not why:  # an epoch of which nothing could be judged counts once
                 log.count(norm, why)
+            ids = [samples[row].row.id for row in seen["row"].tolist()]
+            log.say_skipped(done, norm, ids, seen["log_prob"].isfinite())
             metrics |= of_epoch | {"memory/peak_gb": peak_memory_gb(job.device)}
             last = n == per_epoch - 1
-            due = last and (
-                interruption.agreed(job.largest) or groups.is_due(done, per_epoch, cfg.run.save_steps, steps)
-            )
+            save_due = groups.is_due(done, per_epoch, cfg.run.save_steps, steps)
+            due = last and (interruption.agreed(job.largest) or save_due)
             if due or done == resumed.step + 1:
                 with timer("invariants"):
                     learner.watched.check(done)
@@ -325,19 +294,6 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
 
 SEEN = ("advantage", "ratio", "kl", "log_prob", "old_log_prob", "row")  # of each sample and step of an update
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """One forward pass's members, and what scoring them again takes."""
-
-    group_ids: Tensor  # (B,)
-    rows: Tensor  # (B,)
-    own: Tensor  # (B,) bool: the conditioning is the member's; another clip's stands in for one that is lost
-    conditioning: Conditioning
-    schedule: Schedule
-    kernel: sde.Kernel
-    steps: dict[int, sde.Step]
 
 
 def main() -> int:

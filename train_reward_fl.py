@@ -10,7 +10,6 @@ One update, for every sample of the batch:
     accelerate launch train_reward_fl.py --config configs/tiny_face.yaml [--dry-run] [section.key=value ...]
 """
 
-import math
 import sys
 from functools import partial
 
@@ -27,7 +26,7 @@ from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.terms import check_trainable, score
 from rewardfl.run import checks, invariants, prepare, start, work
 from rewardfl.run.checkpoint import RunFolder
-from rewardfl.run.monitor import Timer, peak_memory_gb, suspects
+from rewardfl.run.monitor import Timer, peak_memory_gb
 from rewardfl.run.signals import Interruption
 
 
@@ -106,8 +105,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         last = done == steps or interruption.number != 0
         start.save_checkpoint(cfg, job, backbone, learner, log, state, judged, last)
         if not interruption.number:  # who sent a signal may not wait for videos
-            log.videos(done, start.sample_videos(cfg, samples, generate, job.share, done))
-            job.wait()
+            log.videos(done, start.sample_videos(cfg, samples, generate, job, done))
 
     floor = {}
     if cfg.reward.kl_weight != 0 and cfg.model.dtype == "bfloat16":
@@ -211,9 +209,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         why = "" if any_judged else reward_metrics.why_nothing_was_judged(terms, judgements)
         log.count(norm, why)
         log.write(done, metrics)
-        if not math.isfinite(norm):
-            found = suspects([samples[row].row.id for row in seen["row"].tolist()], seen["finite"].tolist())
-            log.say(done, f"gradient norm {norm}, skipped ({log.skipped_in_a_row} in a row); it became so {found}")
+        log.say_skipped(done, norm, [samples[row].row.id for row in seen["row"].tolist()], seen["finite"])
         if why:
             log.say(done, f"not one sample could be judged ({log.skipped_in_a_row} in a row); {why}")
         problems = reward_metrics.problems(terms, judgements)

@@ -6,14 +6,13 @@ depend neither on the number of processes nor on the batch size; only the order 
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
 
 # ------------------------------------------------------------------------------------------------------------
 # Order: position p of the training stream is sample p % num_rows in the order of epoch p // num_rows
@@ -268,43 +267,6 @@ def _nearest_divisors(value: int, of: int) -> list[int]:
     divisors = [d for d in range(1, of + 1) if of % d == 0]
     below, above = [d for d in divisors if d < value], [d for d in divisors if d > value]
     return below[-1:] + above[:1]
-
-
-class DistributedGroupSampler(Sampler[list[Member]]):
-    """A DataLoader's batch_sampler over the plan of one process; `dataset[member]` then gets a `Member`.
-
-    plan_of: epoch -> `plan(epoch, ...)` of this process.
-    Call `set_epoch` before each `iter(loader)`: an iteration's plan is fixed when it starts, so prefetching workers
-    cannot fall behind it.
-
-    The plan is already this process's own. `accelerator.prepare` does not know that: it would wrap this sampler in
-    its BatchSamplerShard, every process would take each world-th batch of its share, and groups would arrive with
-    1 to 3 of 4 members. Never prepare the loader; `check_loader` says whether somebody did.
-    """
-
-    def __init__(self, plan_of: Callable[[int], list[list[Member]]]):
-        self.plan_of = plan_of
-        self.epoch = 0
-        self.forwards = len(plan_of(0))
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.forwards
-
-    def __iter__(self) -> Iterator[list[Member]]:
-        return iter(self.plan_of(self.epoch))
-
-
-def check_loader(loader: DataLoader, sampler: DistributedGroupSampler) -> None:
-    """Raise ValueError if `loader` is not a plain DataLoader over `sampler`, as it is not once it was prepared."""
-    if type(loader) is not DataLoader or loader.batch_sampler is not sampler:
-        raise ValueError(
-            f"the loader of the group plan is a {type(loader).__name__} over a "
-            f"{type(loader.batch_sampler).__name__}, not a DataLoader over the plan: it was sharded a second time and "
-            f"would give incomplete groups; do not pass it to accelerator.prepare"
-        )
 
 
 # ------------------------------------------------------------------------------------------------------------

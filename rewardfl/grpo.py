@@ -65,7 +65,7 @@ def advantages(
     over groups with any; NaN when no sample is valid), `reward/valid_fraction`, `group/zero_variance` (fraction of
     groups of which no reward varies).
 
-    Raises ValueError for incomplete groups (rewards that were not gathered, or a loader sharded twice), a valid
+    Raises ValueError for incomplete groups (rewards that were not gathered), a valid
     reward that is not finite, and options that do not exist.
     """
     if std not in ("group", "global", "none"):
@@ -111,8 +111,7 @@ def _check_groups(ids: Tensor, sizes: Tensor, group_size: int) -> None:
     if len(wrong):
         found = ", ".join(f"group {int(ids[i])} has {int(sizes[i])}" for i in wrong)
         raise ValueError(
-            f"groups must have {group_size} members, but {found}: gather rewards and group ids from all processes "
-            f"first, and see groups.check_loader"
+            f"groups must have {group_size} members, but {found}: gather rewards and group ids from all processes first"
         )
 
 

@@ -21,6 +21,7 @@ from rewardfl.config.schema import (
     RewardFlConfig,
     WantedReward,
     active_steps,
+    part_weights,
     resolved_coupling,
     trained_positions,
     wanted_rewards,

@@ -745,3 +745,9 @@ def trained_positions(cfg: AnyConfig) -> tuple[int, ...]:
     """Which of the model's experts are trained, by their place in the order in which they answer."""
     chosen = _names(cfg.model.trainable_models)
     return tuple(i for i, name in enumerate(TRAINABLE) if name in chosen)
+
+
+def part_weights(cfg: FlowGrpoConfig) -> dict[str, float]:
+    """{part of the first reward: its weight} of the parts that are trained beside its score."""
+    weights = {"coverage": cfg.reward.coverage_weight, "motion": cfg.reward.motion_weight}
+    return {name: weight for name, weight in weights.items() if weight > 0}

@@ -7,12 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl.rewards.base import RewardError
 from rewardfl.run import checkpoint
 from rewardfl.run.job import Job
-from rewardfl.run.monitor import alarms, recent_mean
+from rewardfl.run.monitor import alarms, recent_mean, suspects
 from rewardfl.run.trackers import Tracker
 
 
@@ -53,6 +54,12 @@ class Log:
             if line not in self.told:
                 self.say(step, line)
         self.told.update(lines)
+
+    def say_skipped(self, step: int, norm: float, ids: Sequence[str], finite: Tensor) -> None:
+        """Say which samples an update was skipped for, where it was; finite: (N,) bool, see monitor.suspects."""
+        if not math.isfinite(norm):
+            found = suspects(ids, finite.tolist())
+            self.say(step, f"gradient norm {norm}, skipped ({self.skipped_in_a_row} in a row); it became so {found}")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step's line; step 0 is an evaluation before the first update."""

@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from rewardfl import data, files, groups, reward_flow
+from rewardfl import data, files, groups, reward_flow, sde
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import Backbone, Conditioning, Experts, Schedule, Shape, Velocity
 from rewardfl.data import cache
@@ -328,6 +327,12 @@ class Conditions:
         """(row, its conditioning), of another row where the cache lost it and `skip`: see `readable`."""
         return readable(samples, row, lambda other: self.conditioning(samples[other]), skip, tqdm.write)
 
+    def batch(self, samples: Sequence[Sample], rows: Sequence[int], skip: bool) -> tuple[Conditioning, Tensor]:
+        """(the conditioning of a forward pass of these rows, (B,) bool: it is their own and not another clip's)."""
+        read_all = [self.readable(samples, row, skip) for row in rows]
+        own = [found == row for (found, _), row in zip(read_all, rows, strict=True)]
+        return self.backbone.collate([conditioning for _, conditioning in read_all]), torch.tensor(own)
+
     def text_of(self, prompt: str) -> Conditioning:
         """The part of the conditioning that a prompt makes, on the CPU."""
         return read(self.store, self._text_key(prompt))
@@ -425,18 +430,22 @@ class Starts:
 
 
 @dataclass(frozen=True)
-class MemberRows(Dataset):
-    """(member, its conditioning, whether it is its own and not another clip's) of the members of a group plan."""
+class Rollout:
+    """One forward pass of Flow-GRPO's members, and what scoring them again takes."""
 
-    samples: Sequence[Sample]
-    conditions: Conditions
-    skip: bool
+    members: list[groups.Member]
+    own: Tensor  # (B,) bool: the conditioning is the member's; another clip's stands in for one that is lost
+    conditioning: Conditioning
+    schedule: Schedule
+    kernel: sde.Kernel
+    steps: dict[int, sde.Step]  # of the window
 
-    def __getitem__(self, member: groups.Member) -> tuple[groups.Member, Conditioning, bool]:
-        row, conditioning = self.conditions.readable(self.samples, member.row, self.skip)
-        return member, conditioning, row == member.row
+    @property
+    def group_ids(self) -> Tensor:
+        """(B,)."""
+        return torch.tensor([member.group_id for member in self.members])
 
-    def collate(self, items: Sequence[tuple]) -> tuple[list[groups.Member], Conditioning, Tensor]:
-        """One forward pass's members, their conditioning, and (B,) bool: whether it is their own."""
-        members, conditionings, own = zip(*items, strict=True)
-        return list(members), self.conditions.backbone.collate(conditionings), torch.tensor(own)
+    @property
+    def rows(self) -> Tensor:
+        """(B,) of the samples."""
+        return torch.tensor([member.row for member in self.members])

@@ -5,6 +5,7 @@ weight is read.
 """
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,8 @@ from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
 from rewardfl.files import model_digest
 from rewardfl.optim import learning_rate_factor
-from rewardfl.rewards import FaceIdentityReward
+from rewardfl.rewards import FaceIdentityReward, blackbox
+from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe, file_hashes
 from rewardfl.rewards.remote import RewardServerError
@@ -659,16 +661,16 @@ def sample_videos(
     cfg: AnyConfig,
     samples: Sequence[prepare.Sample],
     generate: Callable[[int], tuple[int, Tensor]],
-    share: prepare.Share,
+    job: Job,
     step: int,
 ) -> Path:
-    """Write samples/step-*/<n>.mp4 of the first samples, each process its share; the folder.
+    """Write samples/step-*/<n>.mp4 of the first samples, each process its share; the folder, when all have written.
 
     generate: row -> (row, its video (3, F, H, W)), asked as often on every process; another row where this one's inputs
     are lost. A video that the disk does not take, or whose real clip cannot be read any more, is said and left out.
     """
     folder = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
-    for wanted, mine in share.rounds(range(min(cfg.run.sample_videos, len(samples)))):
+    for wanted, mine in job.share.rounds(range(min(cfg.run.sample_videos, len(samples)))):
         row, video = generate(wanted)
         path = folder / f"{wanted:02d}.mp4"
         if mine:
@@ -677,7 +679,33 @@ def sample_videos(
                     write_video(cfg, samples[row], video, path)
             except data.DataError as error:
                 print(f"warning: step {step}: {path} is left out, since its real clip cannot be shown: {error}")
+    job.wait()
     return folder
+
+
+@torch.no_grad()
+def evaluate(
+    cfg: configuration.FlowGrpoConfig,
+    job: Job,
+    terms: Sequence[Term],
+    places: Sequence[blackbox.Places | None],
+    clips: Sequence[prepare.Sample],
+    generate: Callable[[int, int], tuple[int, Tensor]],
+) -> dict[str, float]:
+    """eval/*: what every reward says of videos of the clips, each process judging its share.
+
+    generate: (row, which of its noises) -> (row, its video (3, F, H, W)), asked as often on every process.
+    """
+    judged = []
+    for (row, n), mine in job.share.rounds(itertools.product(range(len(clips)), range(cfg.evaluation.eval_noises))):
+        row, video = generate(row, n)
+        if mine:
+            pending = blackbox.begin(terms, video[None], [clips[row].references], places)
+            judged.append(blackbox.finish(pending))
+    judged = job.gather_lists(judged)
+    own = {"eval/failed": reward_metrics.failed_fraction(judged)}
+    own |= reward_metrics.deviations(terms, judged, "eval")
+    return own | reward_metrics.means(terms, judged, "eval", own)
 
 
 def write_video(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Path) -> None:

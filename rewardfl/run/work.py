@@ -146,6 +146,15 @@ def check_active_experts(cfg: RewardFlConfig, backbone: Backbone) -> None:
         )
 
 
+def check_sizes(cfg: FlowGrpoConfig, sizes: Sequence[tuple[int, int]]) -> None:
+    """ConfigError where a forward pass would get videos of two sizes; sizes: of all clips."""
+    if len(set(sizes)) > 1 and cfg.grpo.group_size % cfg.train.per_device_train_batch_size:
+        raise ConfigError(
+            "train.per_device_train_batch_size must divide grpo.group_size where clips differ in size: one forward "
+            "pass takes videos of one size"
+        )
+
+
 # ------------------------------------------------------------------------------------------------------------
 # For people, at every start
 
