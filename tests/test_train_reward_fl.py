@@ -18,11 +18,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from PIL import Image
 from runs import CACHE, FAST, PACKS, WORLD, adapter, call, launch, metrics, table
 
-import train_reward_fl
 from rewardfl import config, data, groups, lora
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.data import clips as clip_files
+from rewardfl.estimate import report
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.run import checkpoint
 from rewardfl.run.job import Job
@@ -586,7 +586,7 @@ def test_dry_run_refuses_files_that_do_not_fit(monkeypatch, capsys, no_weights, 
 
 
 def test_dry_run_that_does_not_fit_the_gpu(monkeypatch, capsys, no_weights, tmp_path):
-    monkeypatch.setattr(train_reward_fl, "total_memory", lambda device: 2.1e9)
+    monkeypatch.setattr(report, "total_memory", lambda device: 2.1e9)
     code, out, _ = call(monkeypatch, capsys, "--dry-run", f"run.output_dir={tmp_path / 'run'}")
     assert code == 2 and "does not fit: 2.2 GB of 2.1 GB\n  set " in out
 

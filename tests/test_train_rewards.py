@@ -184,7 +184,7 @@ def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, cap
     code, out, error = call_grpo(
         monkeypatch, capsys, *settings, f"run.output_dir={run}", f"reward.name={OWN}:Dies", "train.max_nonfinite=1"
     )
-    assert code == 2 and "stopped at step 3: 2 epochs in a row taught nothing; reward.name (Dies)" in error
+    assert code == 2 and "stopped at step 3: 2 updates in a row taught nothing; reward.name (Dies)" in error
     assert [line["reward/valid_fraction"] for line in metrics(run)] == [1, 0, 0]
     assert [line["grad_norm"] > 0 for line in metrics(run)] == [True, False, False]
     first = metrics(run)[0]  # nor do its parts touch what the script itself says
