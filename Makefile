@@ -45,7 +45,7 @@ ifneq ($(origin PYTHON),file)
 	    $$($(INTERPRETER) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 endif
 
-$(READY): requirements.txt requirements-dev.txt | interpreter
+$(READY): pyproject.toml requirements-dev.txt | interpreter
 	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@

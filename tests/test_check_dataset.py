@@ -4,7 +4,6 @@ import csv
 import json
 import sys
 
-import check_dataset
 import numpy as np
 import pytest
 import torch
@@ -13,6 +12,7 @@ from PIL import Image
 
 from rewardfl import config, data
 from rewardfl.backbones.wan import load as wan_load
+from rewardfl_tools import check_dataset
 
 WORLD = ROOT / "assets" / "tiny_world"
 FACES = ("--faces", WORLD / "faces" / "reward", "--det-size", 128, "--device", "cpu")

@@ -1,6 +1,5 @@
 """tools/convert_lora.py: what it writes loads where it says, and means the same."""
 
-import convert_lora
 import pytest
 import torch
 from conftest import random_pipeline, run_tool
@@ -10,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from rewardfl import lora
 from rewardfl.weights import lora_files, shards
+from rewardfl_tools import convert_lora
 
 
 @pytest.fixture(scope="module")

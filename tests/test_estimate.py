@@ -9,7 +9,6 @@ import json
 import sys
 import time
 
-import plan_run
 import pytest
 import torch
 import yaml
@@ -23,6 +22,7 @@ from rewardfl.backbones.wan.load import Adapter
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
 from rewardfl.run.work import Span, Video, Work, work_of
+from rewardfl_tools import plan_run
 
 TARGETS = tuple(lora.target_modules("q,k,v,o,ffn.0,ffn.2"))
 FLOAT32 = Adapter(32, TARGETS)

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import evaluate
 import pytest
 import torch
 
 from rewardfl import data
 from rewardfl.rewards import face
+from rewardfl_tools import evaluate
 
 
 def score(value, frames=9, coverage=1.0, speed=0.02, nonrigid=0.01):

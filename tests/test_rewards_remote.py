@@ -22,7 +22,6 @@ from pathlib import Path
 import httpcore2
 import pytest
 import remote_rewards
-import serve_reward
 import torch
 from remote_rewards import Likeness
 from safetensors.torch import save
@@ -36,6 +35,7 @@ from rewardfl.rewards.remote.client import delay, split
 from rewardfl.rewards.remote.server import RewardServer, Service
 from rewardfl.rewards.remote.wire import Clip, WireError
 from rewardfl.rewards.terms import judge
+from rewardfl_tools import serve_reward
 
 PROMPTS = ["a person, talking", "", "eine Frau in München", "他在说话", 'quotes " and \\ and \x01']
 MB = 1_000_000

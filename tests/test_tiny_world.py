@@ -16,7 +16,7 @@ from rewardfl import data
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.rewards import face
 from rewardfl.rewards.face.onnx_module import OnnxModule
-from tiny_world import faces, measure, people, vae
+from rewardfl_tools.tiny_world import faces, measure, people, vae
 
 WORLD = ROOT / "assets" / "tiny_world"
 PACKS = ("reward", "judge")

@@ -9,16 +9,13 @@ import subprocess
 import sys
 import time
 
-import _output
-import convert_lora
-import merge_lora
-import merge_shards
 import pytest
 from conftest import ROOT, random_pipeline, run_tool
 from lora_dialects import DIALECTS, factors
 from safetensors.torch import load_file
 
 from rewardfl.files import atomic_directory, temporary_path
+from rewardfl_tools import _output, convert_lora, merge_lora, merge_shards
 
 TOOLS = {"merge_lora": merge_lora, "merge_shards": merge_shards, "convert_lora": convert_lora}
 
@@ -360,7 +357,7 @@ def test_a_kill_while_a_folder_is_written_is_cleared_up(world, place):
     call("merge_shards", world, "--out", out)
     before = snapshot(out)
     code = (
-        "import sys, time; sys.path[:0] = ['tools', '.']; import merge_shards\n"
+        "import time\nfrom rewardfl_tools import merge_shards\n"
         "from rewardfl.weights import shards\n"
         "def hang(file, piece): file.write(b'half'); print('writing', flush=True); time.sleep(600)\n"
         "shards._write = hang; merge_shards.main()"

@@ -7,8 +7,6 @@ import re
 import shutil
 import sys
 
-import evaluate
-import generate
 import numpy as np
 import onnx
 import pytest
@@ -27,6 +25,7 @@ from rewardfl.rewards.face import parity as face_parity
 from rewardfl.run import checkpoint
 from rewardfl.run import job as distributed
 from rewardfl.scheduler import LinearFlowEuler
+from rewardfl_tools import evaluate, generate
 
 # -- runs
 

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import _common
 import psutil
 
 from rewardfl.files import atomic_directory, atomic_write, fsync, sha256
 from rewardfl.weights import shards
 from rewardfl.weights.shards import Part, Refused
+from rewardfl_tools import _common
 
 MANIFEST = "rewardfl_manifest.json"  # in an output folder: the tool, its folders and its files
 HASHED_BYTES = 16 << 20  # larger files are known by their size and time: hashing them would take as long as writing

@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor

@@ -15,18 +15,15 @@ import json
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+import torch
+from torch import Tensor
 
-import _common  # noqa: E402
-import _output  # noqa: E402
-import torch  # noqa: E402
-from _output import Output  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from rewardfl.files import sha256  # noqa: E402
-from rewardfl.weights import lora_files, merge, shards, wan_names  # noqa: E402
-from rewardfl.weights.lora_files import Lora, Update, load  # noqa: E402
-from rewardfl.weights.shards import Part, Refused  # noqa: E402
+from rewardfl.files import sha256
+from rewardfl.weights import lora_files, merge, shards, wan_names
+from rewardfl.weights.lora_files import Lora, Update, load
+from rewardfl.weights.shards import Part, Refused
+from rewardfl_tools import _common, _output
+from rewardfl_tools._output import Output
 
 TOOL = "rewardfl convert_lora 1"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,6 +37,7 @@ NAMES = {
 }
 
 
+@_common.command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lora", type=Path, required=True, help="file, peft folder or checkpoint, of any tool")
@@ -222,4 +220,4 @@ def effects(update: Update) -> list[tuple[str, Tensor]]:
 
 
 if __name__ == "__main__":
-    _common.run(main)
+    sys.exit(main())

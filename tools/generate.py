@@ -13,8 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import torch
 
 from rewardfl import data, groups, offload, reward_flow

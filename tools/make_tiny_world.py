@@ -10,19 +10,16 @@ sheet.
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+import torch
+from torch import nn
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-
-from rewardfl.data import write_video  # noqa: E402
-from tiny_world import faces, measure, people, vae, video  # noqa: E402
+from rewardfl.data import write_video
+from rewardfl_tools.tiny_world import faces, measure, people, vae, video
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-
-import _common  # noqa: E402
-import _output  # noqa: E402
-from _output import Output  # noqa: E402
-
-from rewardfl.files import sha256  # noqa: E402
-from rewardfl.weights import lora_files, merge, shards  # noqa: E402
-from rewardfl.weights.lora_files import FLOAT32, Lora  # noqa: E402
-from rewardfl.weights.shards import Refused  # noqa: E402
+from rewardfl.files import sha256
+from rewardfl.weights import lora_files, merge, shards
+from rewardfl.weights.lora_files import FLOAT32, Lora
+from rewardfl.weights.shards import Refused
+from rewardfl_tools import _common, _output
+from rewardfl_tools._output import Output
 
 TOOL = "rewardfl merge_lora 1"
 EXPERTS = {"high": "high_noise", "low": "low_noise"}
@@ -49,6 +45,7 @@ class Given:
     loras: list[Lora]
 
 
+@_common.command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, required=True)
@@ -314,4 +311,4 @@ def linked(source: Path, target: Path) -> bool:
 
 
 if __name__ == "__main__":
-    _common.run(main)
+    sys.exit(main())

@@ -4,15 +4,13 @@
         [--sharding zero2|fsdp2] [section.key=value ...]
 
 Of train_reward_fl.py or train_flow_grpo.py, as the file's sections say. The model's shape is read from the configured
-model's folder when it is there, else from configs/wan22_i2v_a14b.
+model's folder when it is there, else from rewardfl/backbones/wan/published.
 Exits with 0 when the run fits the GPU's memory as it is set, 2 when it does not or when it cannot work at all.
 """
 
 import argparse
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from rewardfl import config as configuration
 from rewardfl import data

@@ -7,8 +7,6 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import matplotlib
 
 matplotlib.use("Agg")

@@ -13,9 +13,6 @@ import math
 import signal
 import sys
 import threading
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import yaml

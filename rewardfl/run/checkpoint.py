@@ -26,6 +26,7 @@ from typing import Any, TextIO
 import psutil
 import torch
 
+import rewardfl
 from rewardfl.config import BY_CONTENT, FREE, IF_NAMED, MARKS, Alike
 from rewardfl.files import atomic_directory, atomic_write, is_left_behind, sha256, temporary_path
 
@@ -344,11 +345,15 @@ def write_run_json(
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:
-    """{distribution name: installed version}, leaving out what is not installed; of torch the build (2.13.0+cu130)."""
+    """{distribution name: installed version}, leaving out what is not installed.
+
+    Of torch it is the build (2.13.0+cu130), of rewardfl that of the files that run, which need not be installed.
+    """
+    imported = {"torch": str(torch.__version__), "rewardfl": rewardfl.__version__}
     versions = {}
     for name in names:
         try:
-            versions[name] = str(torch.__version__) if name == "torch" else metadata.version(name)
+            versions[name] = imported.get(name) or metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     return versions

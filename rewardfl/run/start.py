@@ -37,6 +37,7 @@ from rewardfl.weights import lora_files, merge
 from rewardfl.weights.shards import Refused
 
 VERSIONED = (
+    "rewardfl",
     "torch",
     "accelerate",
     "diffusers",

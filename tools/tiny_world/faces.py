@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rewardfl.rewards.face import ARCFACE_TEMPLATE, align, similarity_transform
-
-from .people import SIZE, draw_motion, draw_people, render
+from rewardfl_tools.tiny_world.people import SIZE, draw_motion, draw_people, render
 
 STRIDES, ANCHORS = (8, 16, 32), 2
 DET_SIZE = 2 * SIZE

@@ -13,9 +13,8 @@ from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.backbone import of_pipeline
 from rewardfl.rewards import face
-
-from . import faces
-from .people import NUM_FRAMES, SIZE, draw_motion, draw_people, render
+from rewardfl_tools.tiny_world import faces
+from rewardfl_tools.tiny_world.people import NUM_FRAMES, SIZE, draw_motion, draw_people, render
 
 STEPS, SHIFT = 8, 5.0  # of the schedule that is measured
 
