@@ -21,6 +21,7 @@ test: $(READY)
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(MAKE) test
 
 # Both scripts, killed ten times each at random moments and resumed; two processes with the boundary at every place.
@@ -33,7 +34,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf outputs build .pytest_cache .ruff_cache
+	rm -rf outputs build .pytest_cache .ruff_cache .mypy_cache
 
 # An older Python would fail in the middle of pip. Another one than .venv's, if asked for, needs a .venv of its own.
 interpreter:
