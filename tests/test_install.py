@@ -73,9 +73,17 @@ def test_every_tool_has_a_command():
     assert {target for target in PROJECT["scripts"].values()} == {f"rewardfl_tools.{tool}:main" for tool in tools}
 
 
-@pytest.mark.parametrize("name", ["rewardfl-plan", "rewardfl-merge-lora"])
-def test_commands_run_anywhere(installed, tmp_path, name):
+@pytest.mark.parametrize("name", PROJECT["scripts"])
+def test_commands_run_anywhere_and_answer_without_torch(installed, tmp_path, name):
+    module = PROJECT["scripts"][name].partition(":")[0]
     assert f"usage: {name}" in call(installed / name, "--help", cwd=tmp_path)
+    code = (
+        f"import sys, {module}\n"
+        "sys.argv[1:] = ['--help']\n"
+        f"try: {module}.main()\n"
+        "finally: assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    )
+    call(installed / "python", "-c", code, cwd=tmp_path)
 
 
 def test_the_published_configurations_are_installed(installed, tmp_path):

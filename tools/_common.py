@@ -1,4 +1,4 @@
-"""What the merging tools share: exit codes, options, progress. No torch here."""
+"""What tools share: exit codes and options of those that merge, progress, the device. No torch at import."""
 
 import argparse
 import functools
@@ -70,6 +70,13 @@ def printable(text: str) -> str:
     """One line for the terminal: names from files may hold line breaks, escape sequences, or a megabyte."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:LONGEST_LINE])
     return line + (" ..." if len(text) > LONGEST_LINE else "")
+
+
+def device(asked: str | None) -> str:
+    """`asked`; without it cuda where there is one, else cpu."""
+    import torch  # here: a copy of shards does without
+
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def gigabytes(nbytes: int) -> str:

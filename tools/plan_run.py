@@ -12,14 +12,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from rewardfl import config as configuration
-from rewardfl import data
-from rewardfl.backbones.wan import load as wan_load
-from rewardfl.config import RewardFlConfig
-from rewardfl.estimate.needs import SHARDINGS
-from rewardfl.estimate.report import TFLOPS, estimate
-from rewardfl.run import checks, work
-
 FITS, DOES_NOT = 0, 2  # exit codes
 
 
@@ -27,15 +19,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="of one GPU, in 1e9 bytes")
-    parser.add_argument("--tflops", type=float, default=TFLOPS, help="TFLOP/s that the GPU reaches in practice")
+    parser.add_argument("--tflops", type=float, help="TFLOP/s that the GPU reaches in practice (default: 400, an H100)")
     parser.add_argument("--processes", type=int, default=1, help="GPUs of the run, one process each")
     parser.add_argument(
-        "--sharding", choices=SHARDINGS, default="none", help="as zero2_offload.yaml or fsdp2.yaml spread the run"
+        "--sharding",
+        choices=("none", "zero2", "fsdp2"),
+        default="none",
+        help="as zero2_offload.yaml or fsdp2.yaml spread the run",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
     if args.processes < 1:
         parser.error("--processes must be at least 1")
+    # not before: --help and mistakes in the arguments are answered without torch
+    from rewardfl import config as configuration
+    from rewardfl import data
+    from rewardfl.backbones.wan import load as wan_load
+    from rewardfl.config import RewardFlConfig
+    from rewardfl.estimate.report import TFLOPS, estimate
+    from rewardfl.run import checks, work
+
     try:
         cfg = configuration.load(args.config, args.overrides)
         clips = len(data.load_metadata(cfg.data.file_name)) if Path(cfg.data.file_name).is_file() else None
@@ -57,7 +60,7 @@ def main() -> int:
     published = " (published; no configurations in model.model_paths)" if configs == wan_load.PUBLISHED else ""
     print(f"model's shape from {configs}{published}")
     print(f"data: {'not there yet' if clips is None else f'{clips} clips'}: {cfg.data.file_name}\n")
-    text, fits = estimate(asked, args.gpu_memory * 1e9, args.tflops)
+    text, fits = estimate(asked, args.gpu_memory * 1e9, args.tflops or TFLOPS)
     print(told, text, sep="\n")
     return FITS if fits else DOES_NOT
 
