@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     return UNUSABLE if any(report.problems for report in reports) else USABLE
 
 
-def resolve(args: argparse.Namespace) -> config.RewardFlConfig:
+def resolve(args: argparse.Namespace) -> config.AnyConfig:
     """The configuration, or its defaults for --data, with the flags as overrides. ConfigError names what is wrong."""
     if bool(args.config) == bool(args.data):
         raise config.ConfigError(f"give --config or --data, got {'both' if args.config else 'neither'}")
@@ -110,17 +110,17 @@ def inspect(row: data.Row, settings: config.DataConfig, detector: face.FaceDetec
     try:
         report.source = source_size(row.video)
         clip = read(row.video)
-        report.size = tuple(clip.shape[1:3])
+        report.size = size_of(clip)
         report.warnings += size_warnings("clip", report.source, report.size)
         shown = list(three_of(clip))
         if row.image is not None:
             image = data.read_picture(row.image)
-            report.warnings += size_warnings("image", tuple(image.shape[:2]), report.size)
+            report.warnings += size_warnings("image", size_of(image), report.size)
             shown.insert(0, data.fit(image[None], *report.size)[0])
         pooled = clip
         if row.reference_video is not None:
             pooled = read(row.reference_video)
-            report.warnings += size_warnings("reference", source_size(row.reference_video), tuple(pooled.shape[1:3]))
+            report.warnings += size_warnings("reference", source_size(row.reference_video), size_of(pooled))
             shown += three_of(pooled)
     except data.DataError:  # is among the problems
         return report
@@ -138,6 +138,11 @@ def source_size(path: Path) -> tuple[int, int]:
     """(height, width) of the clip's upright frames."""
     frame = next(data.iter_frames(path, 1))
     return (frame.width, frame.height) if frame.rotation % 180 else (frame.height, frame.width)
+
+
+def size_of(pixels: Tensor) -> tuple[int, int]:
+    """(height, width) of (..., H, W, 3)."""
+    return pixels.shape[-3], pixels.shape[-2]
 
 
 def three_of(frames: Tensor) -> Tensor:

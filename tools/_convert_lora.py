@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
         raise Refused(f"{args.lora} holds both experts; give a folder as --out, it gets a file for each")
     if not output.is_file and any(lora.expert is None for lora in loras):
         raise Refused(f"{args.lora} does not say which expert it is for; give a file as --out")
-    report: dict[str, object] = {"input": str(args.lora), "files": {}}
+    report: dict[str, Any] = {"input": str(args.lora), "files": {}}
     for lora in loras:
         merge.check_finite(lora)
         name = args.out if output.is_file else args.out / file_name(args, lora)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
     experts = Experts({name: pipe.components[part] for name, part in wan.PARTS.items()})
     sample = cfg.sample
     schedule = backbone.schedule(sample.num_inference_steps, sample.shift).until(sample.final_timestep)
-    sizes = {row.id: tuple(examples[row.id].image.shape[1:]) for row in usable}
+    sizes = {row.id: (image.shape[1], image.shape[2]) for row in usable for image in [examples[row.id].image]}
     (out / "videos").mkdir(parents=True, exist_ok=True)
 
     clips = []
@@ -124,7 +125,7 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
         velocity = Velocity(backbone, experts, conditioning, schedule, negative, guidance)
         shape = (1, *backbone.latent_shape(*sizes[batch[0][0].id], cfg.data.num_frames))
         noise = torch.cat([groups.noise(shape, groups.noise_seed(seed, 0, row.id), args.device) for row, seed in batch])
-        samplers = {"before": velocity.reference, "after": velocity}
+        samplers: dict[str, Callable[[Tensor, int], Tensor]] = {"before": velocity.reference, "after": velocity}
         videos = {
             arm: decoder.decode(reward_flow.rollout(samplers[arm], noise, schedule.sigmas, keep=()).x0).float()
             for arm in ARMS

@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,7 +162,7 @@ def describe(
     return {"lines": lines, "record": record, "kept": {}}
 
 
-def span(values: list[float]) -> str:
+def span(values: Sequence[float]) -> str:
     if not values:
         return "none"
     return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g}..{values[-1]:g}"

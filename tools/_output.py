@@ -296,7 +296,9 @@ def _fingerprint(path: Path, known: dict | None = None) -> dict[str, object]:
     return {"bytes": status.st_size, "mtime_ns": path.lstat().st_mtime_ns}
 
 
-def write_file(output: Output, parts: list[Part], metadata: Mapping[str, str], progress: Callable[[int], None]) -> None:
+def write_file(
+    output: Output, parts: list[Part], metadata: Mapping[str, str], progress: Callable[[int], object]
+) -> None:
     """Write the output, a .safetensors file. Refused when something came to its place that may not be replaced."""
     output.path.parent.mkdir(parents=True, exist_ok=True)
     shards.write_file(output.path, parts, metadata, progress, lambda: check_replaceable(output))
@@ -307,7 +309,7 @@ def write_model(
     parts: list[Part],
     metadata: Mapping[str, str],
     max_bytes: int,
-    progress: Callable[[int], None],
+    progress: Callable[[int], object],
     config: Path | None,
 ) -> None:
     """Write a model as the output, a .safetensors file or a folder (with a copy of `config`), whole or not at all."""

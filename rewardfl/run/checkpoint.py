@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import psutil
 import torch
@@ -501,7 +501,7 @@ def load_state(path: str | Path) -> dict[str, Any]:
     return torch.load(Path(path) / STATE, map_location="cpu", weights_only=True)
 
 
-def find_checkpoint(output_dir: str | Path, resume: str | bool) -> Path | None:
+def find_checkpoint(output_dir: str | Path, resume: str | Literal[False]) -> Path | None:
     """The checkpoint to go on from, or None to start anew.
 
     resume: "auto" takes the last complete one, warning about incomplete ones after it; False takes none; a

@@ -45,7 +45,7 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
     def log(text: str) -> None:
         print(f"[{time.time() - start:6.0f} s] {text}", flush=True)
 
-    def stage(name: str, module: nn.Module, training: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
+    def stage(name: str, module: nn.Module, training: Callable[..., nn.Module | None]) -> nn.Module:
         """`module` trained, or filled with the weights that an earlier run left."""
         path = work / f"{name}.pt"
         if path.exists():
