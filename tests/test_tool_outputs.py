@@ -252,7 +252,7 @@ def test_a_report_replaces_an_earlier_report_alone(world, place, tool):
         assert str(report) in line and "--force" in line
     call(tool, world, "--out", place / "out.safetensors", "--json", report, "--force")
     first = report.read_bytes()
-    assert json.loads(first)["tool"] == TOOLS[tool].TOOL
+    assert json.loads(first)["tool"] == f"rewardfl {tool} 1"
     call(tool, world, "--out", place / "second.safetensors", "--json", report)
     call(tool, world, "--out", place / "third.safetensors", "--json", report, "--dry-run")
     assert json.loads(report.read_bytes())
