@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers import WanTransformer3DModel
+from diffusers.loaders import WanLoraLoaderMixin  # the pipeline would ask transformers for torchvision, aloud
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -137,7 +138,7 @@ def save_adapter(model: WanTransformer3DModel, folder: Path, state: dict[str, Te
     config = model.peft_config[POLICY]
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        WanImageToVideoPipeline.save_lora_weights(
+        WanLoraLoaderMixin.save_lora_weights(
             folder,
             transformer_lora_layers=adapter_state(model) if state is None else state,
             # peft keeps the names in a set, whose order differs from process to process
