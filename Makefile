@@ -21,6 +21,7 @@ test: $(READY)
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(MAKE) test
 
 # Both scripts, killed ten times each at random moments and resumed; two processes with the boundary at every place.
@@ -33,7 +34,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf outputs build .pytest_cache .ruff_cache
+	rm -rf outputs build .pytest_cache .ruff_cache .mypy_cache
 
 # An older Python would fail in the middle of pip. Another one than .venv's, if asked for, needs a .venv of its own.
 interpreter:
@@ -45,7 +46,7 @@ ifneq ($(origin PYTHON),file)
 	    $$($(INTERPRETER) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 endif
 
-$(READY): requirements.txt requirements-dev.txt | interpreter
+$(READY): pyproject.toml requirements-dev.txt | interpreter
 	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@

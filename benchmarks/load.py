@@ -14,8 +14,6 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import torch
 from safetensors.torch import save_file
 

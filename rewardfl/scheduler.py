@@ -84,8 +84,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             stochastic_sampling=stochastic_sampling,
         )
         self.num_inference_steps = None
-        self.noise_window = ()  # of the schedule that set_timesteps makes
-        self._wanted_window = noise_window
+        self.noise_window: tuple[int, ...] = ()  # of the schedule that set_timesteps makes
+        self._wanted_window: Iterable[int] | None = noise_window
 
     def set_noise_window(self, steps: Iterable[int] | None) -> None:
         """Draw these steps from the next `set_timesteps` on: for a window that changes from rollout to rollout."""

@@ -6,19 +6,18 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
+
+import pytest
+import torch
+
+from rewardfl.backbones import seam
+from rewardfl.backbones.wan.backbone import Wan22I2V, of_pipeline
+from rewardfl_tools.tiny_world.vae import new_vae
+from rewardfl_tools.tiny_world.video import new_expert, new_pipeline
+
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
-
-import _common  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
-from rewardfl.backbones import seam  # noqa: E402
-from rewardfl.backbones.wan.backbone import Wan22I2V, of_pipeline  # noqa: E402
-from tiny_world.vae import new_vae  # noqa: E402
-from tiny_world.video import new_expert, new_pipeline  # noqa: E402
-
+os.environ["PYTHONPATH"] = str(ROOT)  # what tests start is this checkout's, whichever is installed
 torch.set_num_threads(1)  # the suite runs several workers
 
 HEIGHT, WIDTH, FRAMES = 32, 32, 5
@@ -73,9 +72,11 @@ def run_tool(main, *arguments, expect=0):
     output, argv = io.StringIO(), sys.argv
     sys.argv = ["tool", *map(str, arguments)]
     try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), pytest.raises(SystemExit) as stop:
-            _common.run(main)
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            code = main()
+    except SystemExit as stop:  # the parser's
+        code = stop.code
     finally:
         sys.argv = argv
-    assert stop.value.code == expect, output.getvalue()
+    assert code == expect, output.getvalue()
     return output.getvalue()

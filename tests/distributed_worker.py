@@ -19,8 +19,6 @@ import sys
 import traceback
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType

@@ -9,8 +9,6 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState

@@ -5,8 +5,10 @@ A room is a folder of the package, or a module beside the folders. What stands o
 
 import ast
 import functools
+import itertools
 import re
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -157,11 +159,10 @@ def test_a_broken_rule_is_seen(sources, file, line, broken):
 
 
 def declared():
-    """Distributions that the requirement files name, and wandb, which is for who wants it."""
-    lines = [
-        line for file in ("requirements.txt", "requirements-dev.txt") for line in (ROOT / file).read_text().split("\n")
-    ]
-    return {plain(found[0]) for line in lines if (found := re.match(r"[\w-]+", line))} | {"wandb"}
+    """Distributions that pyproject.toml names, and rewardfl itself."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *itertools.chain.from_iterable(project["optional-dependencies"].values())]
+    return {plain(re.match(r"[\w-]+", line)[0]) for line in lines} | {"rewardfl"}
 
 
 def plain(distribution):
@@ -174,7 +175,7 @@ def undeclared(sources):
     used = {name for below in house_of(sources).values() for name in below - house_of(sources).keys()}
     return {
         name: owners.get(name, ["not installed"])
-        for name in used - sys.stdlib_module_names - {"_common", "_output", "tiny_world", "wandb"}
+        for name in used - sys.stdlib_module_names - {"rewardfl_tools", "wandb"}
         if not declared() & {plain(one) for one in owners.get(name, [])}
     }
 

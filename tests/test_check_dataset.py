@@ -4,7 +4,6 @@ import csv
 import json
 import sys
 
-import check_dataset
 import numpy as np
 import pytest
 import torch
@@ -13,6 +12,7 @@ from PIL import Image
 
 from rewardfl import config, data
 from rewardfl.backbones.wan import files as layouts
+from rewardfl_tools import _check_dataset, check_dataset
 
 WORLD = ROOT / "assets" / "tiny_world"
 FACES = ("--faces", WORLD / "faces" / "reward", "--det-size", 128, "--device", "cpu")
@@ -133,14 +133,14 @@ def test_clips_with_problems_are_shown_as_far_as_they_go(tmp_path):
     data.write_video(tmp_path / "short.mp4", person()[:2, ::2, ::2], 16)
     path = write_csv(tmp_path, *([f"{name}.mp4", name, "", "", ""] for name in ("slow", "short", "lost")))
     settings = config.DataConfig(file_name=str(path), height=64, width=64, num_frames=9, fps=16)
-    reports = [check_dataset.inspect(row, settings, None, "cpu") for row in data.load_metadata(path)]
+    reports = [_check_dataset.inspect(row, settings, None, "cpu") for row in data.load_metadata(path)]
     assert [len(report.problems) for report in reports] == [1, 1, 1]
     assert [len(report.pictures) for report in reports] == [3, 3, 0]
     assert all(report.warnings and report.size == (64, 64) for report in reports[:2])
-    sheet = np.asarray(check_dataset.contact_sheet(reports[:1])).astype(int)
+    sheet = np.asarray(_check_dataset.contact_sheet(reports[:1])).astype(int)
     reports[0].problems.clear()
     assert is_red(sheet).any()
-    assert not is_red(np.asarray(check_dataset.contact_sheet(reports[:1])).astype(int)).any()
+    assert not is_red(np.asarray(_check_dataset.contact_sheet(reports[:1])).astype(int)).any()
 
 
 def test_sizes_under_max_pixels(call, tmp_path):

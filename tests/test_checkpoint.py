@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+import rewardfl
 from rewardfl.config import MARKS, SECTIONS, Alike, FlowGrpoConfig, Resumed, RewardFlConfig
 from rewardfl.run import checkpoint
 from rewardfl.run.checkpoint import (
@@ -247,8 +248,9 @@ def test_foreign_files_stay(tmp_path):
 
 
 def test_library_versions():
-    versions = checkpoint.library_versions(["torch", "pyyaml", "no-such-package"])
-    assert list(versions) == ["torch", "pyyaml"] and versions["torch"] == torch.__version__
+    versions = checkpoint.library_versions(["rewardfl", "torch", "pyyaml", "no-such-package"])
+    assert list(versions) == ["rewardfl", "torch", "pyyaml"] and versions["torch"] == torch.__version__
+    assert versions["rewardfl"] == rewardfl.__version__
 
 
 def test_the_build_of_torch_is_recorded(monkeypatch):

@@ -1,6 +1,5 @@
 """tools/convert_lora.py: what it writes loads where it says, and means the same."""
 
-import convert_lora
 import pytest
 import torch
 from conftest import LAYERS, random_pipeline, run_tool
@@ -11,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from rewardfl import lora
 from rewardfl.backbones.wan import model as wan
 from rewardfl.weights import lora_files, shards
+from rewardfl_tools import _convert_lora, convert_lora
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_places_that_are_refused(values, tmp_path):
 
 
 def test_verify_notices_a_wrong_scale(values, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert_lora.Update, "rank", property(lambda self: 3))  # writes a wrong alpha
+    monkeypatch.setattr(_convert_lora.Update, "rank", property(lambda self: 3))  # writes a wrong alpha
     source = DIALECTS["d5"](tmp_path, values)
     text = run("--lora", source, "--to", "comfy", "--out", tmp_path / "o.safetensors", "--verify", expect=2)
     assert "is not that of" in text

@@ -4,9 +4,6 @@ import json
 import os
 import shutil
 
-import convert_lora
-import merge_lora
-import merge_shards
 import pytest
 import torch
 from conftest import random_pipeline, run_tool
@@ -15,6 +12,7 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
 from rewardfl.weights import lora_files
+from rewardfl_tools import convert_lora, merge_lora, merge_shards
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 DEEP = "[" * 100_000

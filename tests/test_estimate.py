@@ -8,7 +8,6 @@ import dataclasses
 import json
 import sys
 
-import plan_run
 import pytest
 import torch
 import yaml
@@ -22,6 +21,7 @@ from rewardfl.backbones.wan import model as wan
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
 from rewardfl.run.work import Span, Video, Work, work_of
+from rewardfl_tools import plan_run
 
 TARGETS = tuple(LAYERS)
 FLOAT32 = Adapter(32, TARGETS)

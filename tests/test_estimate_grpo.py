@@ -3,7 +3,6 @@
 import dataclasses
 import sys
 
-import plan_run
 import pytest
 import torch
 import yaml
@@ -15,6 +14,7 @@ from rewardfl.backbones.wan import model as wan
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
 from rewardfl.run import work
+from rewardfl_tools import plan_run
 
 ADAPTER = Adapter(32, tuple(LAYERS))
 SCHEDULE = wan.schedule(8, 5.0, 0.9)

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import evaluate
 import pytest
 import torch
 
 from rewardfl import data
 from rewardfl.rewards import face
+from rewardfl_tools import _evaluate
 
 
 def score(value, frames=9, coverage=1.0, speed=0.02, nonrigid=0.01):
@@ -22,7 +22,7 @@ def clip(person, seed, before, after, after_speed=0.02):
     if isinstance(after, float):
         scores["after"] = score(after, speed=after_speed)
     frames = torch.zeros(9, 16, 16, 3, dtype=torch.uint8)
-    return evaluate.Clip(row, seed, frames, {"before": frames, "after": frames}, {"held_out": scores})
+    return _evaluate.Clip(row, seed, frames, {"before": frames, "after": frames}, {"held_out": scores})
 
 
 def pools(*people):
@@ -31,7 +31,7 @@ def pools(*people):
 
 def test_gain_is_paired_and_relative():
     clips = [clip("a", 0, 0.4, 0.6), clip("b", 0, 0.6, 0.8)]
-    figures = evaluate.summarise(clips, pools("a", "b"))["recognisers"]["held_out"]
+    figures = _evaluate.summarise(clips, pools("a", "b"))["recognisers"]["held_out"]
     assert figures["gain"]["absolute"] == {
         "mean": pytest.approx(0.2), "low": pytest.approx(0.2), "high": pytest.approx(0.2),
     }  # fmt: skip
@@ -46,7 +46,7 @@ def test_more_noises_of_the_same_people_do_not_narrow_the_interval():
     once = [clip(str(i), 0, float(v), float(v)) for i, v in enumerate(values)]
     twice = once + [clip(str(i), 1, float(v), float(v)) for i, v in enumerate(values)]
     people = pools(*map(str, range(6)))
-    intervals = [evaluate.summarise(c, people)["recognisers"]["held_out"]["before"]["face_sim"] for c in (once, twice)]
+    intervals = [_evaluate.summarise(c, people)["recognisers"]["held_out"]["before"]["face_sim"] for c in (once, twice)]
     assert intervals[0] == pytest.approx(intervals[1])
     spread = float(values.std()) / 6**0.5
     assert intervals[0]["high"] - intervals[0]["low"] == pytest.approx(2 * 1.96 * spread, rel=0.25)
@@ -54,7 +54,7 @@ def test_more_noises_of_the_same_people_do_not_narrow_the_interval():
 
 def test_a_clip_without_a_face_counts_as_zero():
     clips = [clip("a", 0, 0.5, None), clip("b", 0, 0.5, 0.5)]
-    figures = evaluate.summarise(clips, pools("a", "b"))["recognisers"]["held_out"]
+    figures = _evaluate.summarise(clips, pools("a", "b"))["recognisers"]["held_out"]
     assert figures["after"]["face_sim"]["mean"] == pytest.approx(0.25)
     assert figures["after"]["coverage"]["mean"] == pytest.approx(0.5)
     assert figures["gain"]["absolute"]["mean"] < 0
@@ -62,7 +62,7 @@ def test_a_clip_without_a_face_counts_as_zero():
 
 def test_motion_ratios_see_a_frozen_face():
     clips = [clip(p, 0, 0.5, 0.9, after_speed=0.002) for p in "ab"]
-    figures = evaluate.summarise(clips, pools("a", "b"))["recognisers"]["held_out"]
+    figures = _evaluate.summarise(clips, pools("a", "b"))["recognisers"]["held_out"]
     assert figures["motion_after_to_before"]["speed"]["mean"] == pytest.approx(0.1)
     assert figures["motion_after_to_real"]["speed"]["median_per_clip"] == pytest.approx(0.1)
     assert figures["motion_after_to_real"]["nonrigid"]["mean"] == pytest.approx(1.0)
@@ -70,20 +70,20 @@ def test_motion_ratios_see_a_frozen_face():
 
 def test_table_and_pictures(tmp_path):
     clips = [clip(p, s, 0.5, 0.6) for p in "ab" for s in (0, 1)]
-    report = evaluate.summarise(clips, pools("a", "b"))
-    text = evaluate.table(report)
+    report = _evaluate.summarise(clips, pools("a", "b"))
+    text = _evaluate.table(report)
     assert "2 people, 4 clips" in text and "held-out judge" in text and "+20.0% [+20.0, +20.0] relative" in text
-    evaluate.draw_curves(report, tmp_path / "curves.png")
-    evaluate.draw_grid(clips, tmp_path / "grid.png")
+    _evaluate.draw_curves(report, tmp_path / "curves.png")
+    _evaluate.draw_grid(clips, tmp_path / "grid.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000 and (tmp_path / "grid.png").stat().st_size > 500
 
 
 def test_batches_hold_clips_of_one_size():
     rows = [data.Row(i, i + 2, str(i), Path("x.mp4"), "a person") for i in range(5)]
     jobs = [(row, seed) for seed in (0, 1) for row in rows]
-    assert evaluate.batches(jobs, dict.fromkeys("01234", (64, 64)), 4) == [jobs[:4], jobs[4:8], jobs[8:]]
+    assert _evaluate.batches(jobs, dict.fromkeys("01234", (64, 64)), 4) == [jobs[:4], jobs[4:8], jobs[8:]]
     sizes = {"0": (64, 64), "1": (64, 80), "2": (64, 64), "3": (64, 80), "4": (64, 64)}
-    mixed = evaluate.batches(jobs, sizes, 4)
+    mixed = _evaluate.batches(jobs, sizes, 4)
     assert sorted(map(jobs.index, sum(mixed, []))) == list(range(10))
     assert [len(batch) for batch in mixed] == [4, 2, 4]
     assert all(len({sizes[row.id] for row, _ in batch}) == 1 for batch in mixed)
@@ -91,4 +91,4 @@ def test_batches_hold_clips_of_one_size():
 
 def test_refuses_what_is_no_run(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"run\.json is missing; name the output_dir of a training run"):
-        evaluate.run_config(tmp_path, [])
+        _evaluate.run_config(tmp_path, [])

@@ -137,7 +137,6 @@ def test_load_adapter_is_exact_and_refuses_what_does_not_fit(tmp_path, pipe):
 
 SAVE = """
 import sys
-sys.path[:0] = ["tests"]
 from conftest import LAYERS, random_pipeline
 from rewardfl import lora
 from rewardfl.backbones.wan import model as wan
@@ -150,7 +149,7 @@ wan.save_adapter(model, __import__("pathlib").Path(sys.argv[1]))
 def test_equal_adapters_are_equal_files(tmp_path):
     """Whatever the seed of Python's hashes, by which sets are ordered, and of safetensors' own, which nobody sets."""
     for seed in ("1", "2"):
-        settings = {"env": os.environ | {"PYTHONHASHSEED": seed}, "cwd": ROOT, "check": True}
+        settings = {"env": os.environ | {"PYTHONHASHSEED": seed}, "cwd": ROOT / "tests", "check": True}
         subprocess.run([sys.executable, "-c", SAVE, str(tmp_path / seed)], **settings)
     one, two = (tmp_path / seed / lora.WEIGHTS_NAME for seed in ("1", "2"))
     assert one.read_bytes() == two.read_bytes()

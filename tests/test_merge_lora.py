@@ -8,8 +8,6 @@ import subprocess
 import sys
 import time
 
-import merge_lora
-import merge_shards
 import pytest
 import torch
 from conftest import LAYERS, ROOT, backbone_of, encode, experts_of, random_pipeline, run_tool
@@ -24,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from rewardfl.backbones.wan.model import save_adapter
 from rewardfl.files import sha256
 from rewardfl.weights import lora_files, merge, shards, wan_names
+from rewardfl_tools import merge_lora, merge_shards
 
 
 @pytest.fixture(scope="module")
@@ -661,13 +660,13 @@ def test_kill_while_writing_leaves_the_old_file(world, values, tmp_path):
     run("--base", world / "transformer_2", "--lora", f"{lora}:0.5", "--out", out)
     before = out.read_bytes()
     code = (
-        "import sys, time; sys.argv = sys.argv[1:]; sys.path[:0] = ['tools', '.']\n"
-        "import merge_lora, _common\n"
+        "import sys, time; sys.argv = sys.argv[1:]\n"
+        "from rewardfl_tools import merge_lora\n"
         "from rewardfl.weights import shards\n"
         "write = shards._write\n"
         "def slowly(file, piece): write(file, piece); print('writing', flush=True); time.sleep(0.2)\n"
         "shards._write = slowly\n"
-        "_common.run(merge_lora.main)"
+        "merge_lora.main()"
     )
     arguments = ["x", "--base", world / "transformer_2", "--lora", lora, "--out", out, "--force"]
     process = subprocess.Popen(

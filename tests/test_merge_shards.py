@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 
-import merge_shards
 import pytest
 import torch
 from conftest import ROOT, random_pipeline, run_tool
@@ -15,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rewardfl.weights import shards
+from rewardfl_tools import merge_shards
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 
@@ -112,8 +112,8 @@ def test_dtype_and_names_in_one_pass(expert, sharded, tmp_path, dtype):
 def test_a_copy_imports_no_torch(sharded, tmp_path):
     """Its memory is the interpreter's: torch alone would take 220 MiB."""
     code = (
-        "import sys; sys.path[:0] = ['tools', '.']; import _common, merge_shards\n"
-        "try: _common.run(merge_shards.main)\n"
+        "import sys\nfrom rewardfl_tools import merge_shards\n"
+        "try: sys.exit(merge_shards.main())\n"
         "finally: assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
     )
     for rename in ("keep", "original"):

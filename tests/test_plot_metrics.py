@@ -2,11 +2,11 @@
 
 import sys
 
-import plot_metrics
 from matplotlib import pyplot as plt
 from PIL import Image
 
 from rewardfl.run.checkpoint import MetricsFile
+from rewardfl_tools import plot_metrics
 
 
 def call(monkeypatch, capsys, *arguments):

@@ -17,7 +17,7 @@ from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.rewards import face
 from rewardfl.rewards.face.onnx_module import OnnxModule
-from tiny_world import faces, measure, people, vae
+from rewardfl_tools.tiny_world import faces, measure, people, vae
 
 WORLD = ROOT / "assets" / "tiny_world"
 PACKS = ("reward", "judge")

@@ -7,8 +7,6 @@ import re
 import shutil
 import sys
 
-import evaluate
-import generate
 import numpy as np
 import onnx
 import pytest
@@ -27,6 +25,7 @@ from rewardfl.rewards.face import parity as face_parity
 from rewardfl.run import checkpoint
 from rewardfl.run.job import Job
 from rewardfl.scheduler import LinearFlowEuler
+from rewardfl_tools import _generate, evaluate, generate
 
 # -- runs
 
@@ -369,7 +368,7 @@ def test_generate_writes_what_the_name_says(tmp_path, monkeypatch, capsys):
     def call(out):
         command = f"generate.py --model m --image i --prompt p --fps 8 --out {out}"
         monkeypatch.setattr(sys, "argv", command.split())
-        monkeypatch.setattr(generate, "generate", lambda args: made.append(args) or video)
+        monkeypatch.setattr(_generate, "generate", lambda args: made.append(args) or video)
         return generate.main(), capsys.readouterr()
 
     for name in ("new/a.mp4", "new/a.npy", "new/frames"):

@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import generate
 import pytest
 import torch
 import wan_files
@@ -29,6 +28,7 @@ from rewardfl.backbones.wan.backbone import Wan22I2V
 from rewardfl.run import start
 from rewardfl.weights import lora_files, shards
 from rewardfl.weights.shards import Refused
+from rewardfl_tools import generate
 
 MODULES = ("transformer", "transformer_2", "vae", "text_encoder")
 DTYPES = [torch.float32, torch.bfloat16]

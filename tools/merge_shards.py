@@ -13,18 +13,15 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-
-import _common  # noqa: E402
-import _output  # noqa: E402
-from _output import Output  # noqa: E402
-
-from rewardfl.weights import shards, wan_names  # noqa: E402
-from rewardfl.weights.shards import Checkpoint, Part, Refused  # noqa: E402
+from rewardfl.weights import shards, wan_names
+from rewardfl.weights.shards import Checkpoint, Part, Refused
+from rewardfl_tools import _common, _output
+from rewardfl_tools._output import Output
 
 TOOL = "rewardfl merge_shards 1"
 
 
+@_common.command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=Path, nargs="+", required=True, help="folder, index.json, file or all shards")
@@ -113,4 +110,4 @@ def verify(model: Checkpoint, parts: list[Part], written: Checkpoint, progress) 
 
 
 if __name__ == "__main__":
-    _common.run(main)
+    sys.exit(main())

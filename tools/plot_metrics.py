@@ -7,15 +7,6 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
-from rewardfl.run.checkpoint import MetricsFile
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -35,6 +26,8 @@ def main() -> int:
 
 
 def read(run: Path) -> list[dict[str, float | None]]:
+    from rewardfl.run.checkpoint import MetricsFile  # not before --help is answered: it imports torch
+
     return MetricsFile(run / "metrics.jsonl").read()
 
 
@@ -45,6 +38,11 @@ def points(lines: list[dict[str, float | None]], key: str) -> tuple[list[float],
 
 
 def draw(curves: dict[str, list[dict[str, float | None]]], keys: list[str], out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
     figure, axes = plt.subplots(1, len(keys), figsize=(4.5 * len(keys), 3.5), squeeze=False)
     for axis, key in zip(axes[0], keys, strict=True):
         for name, lines in curves.items():

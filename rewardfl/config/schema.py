@@ -14,7 +14,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -426,7 +426,7 @@ class RewardConfig(SharedRewardConfig):
     """Section `reward` of train_reward_fl.py."""
 
     # As in SharedRewardConfig.
-    others: IfNamed[dict[Label, TermConfig]] = Field(default_factory=dict)
+    others: IfNamed[dict[Label, TermConfig]] = Field(default_factory=dict)  # type: ignore[assignment]  # never written
     # loss = -reward_weight * (reward - reward_mean) / reward_std + kl_weight * KL. The mean and std are those
     # of the untrained model's reward, so that reward_weight means the same for every recogniser.
     reward_weight: IfNamed[NonNegative] = 0.1
@@ -648,7 +648,7 @@ class FlowGrpoConfig(Section):
 AnyConfig = RewardFlConfig | FlowGrpoConfig
 # {whole configuration: {section: its model}}
 SECTIONS: dict[type[AnyConfig], dict[str, type[Section]]] = {
-    schema: {section: field.annotation for section, field in schema.model_fields.items()}
+    schema: {section: cast(type[Section], field.annotation) for section, field in schema.model_fields.items()}
     for schema in (RewardFlConfig, FlowGrpoConfig)
 }
 # {section.key: what its field is marked with}
@@ -731,7 +731,7 @@ def wanted_rewards(cfg: AnyConfig) -> list[WantedReward]:
         key, settings = "reward.reward_model_path", {"pack_dir": reward.reward_model_path, "cap": reward.cap} | face
     else:
         key, settings = "reward.name", reward.settings
-    mean, std = (reward.reward_mean, reward.reward_std) if isinstance(cfg, RewardFlConfig) else (0.0, 1.0)
+    mean, std = (cfg.reward.reward_mean, cfg.reward.reward_std) if isinstance(cfg, RewardFlConfig) else (0.0, 1.0)
     wanted = [WantedReward(key, "score", reward.name, settings, reward.reward_weight, mean, std)]
     if reward.held_out_model_path is not None:
         judge = {"pack_dir": reward.held_out_model_path, "cap": "none"} | face

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import av
 import numpy as np
@@ -23,7 +23,7 @@ STEP = 16  # diffusers' Wan pipeline takes heights and widths in multiples of it
 PICTURE_PIXELS = 2**26  # at most, of a picture (8192 x 8192): reading and fitting it takes 1.1 GB
 # The bits depend on the number of threads, and, where macroblocks are an odd number, libx264's macroblock tree reads
 # memory that nobody has written (core 165).
-X264 = {"crf": "18", "threads": "1", "x264-params": "mbtree=0"}
+X264: dict[str, object] = {"crf": "18", "threads": "1", "x264-params": "mbtree=0"}
 SAME_RATE = 0.99  # 23.976 frames per second pass for 24
 
 
@@ -37,7 +37,7 @@ class Instant(NamedTuple):
     time: float
 
 
-Timed = av.VideoFrame | Instant
+Timed = TypeVar("Timed", av.VideoFrame, Instant)
 
 
 def read_video(path: str | Path, num_frames: int | None = None, fps: float | None = None) -> Tensor:
@@ -82,7 +82,9 @@ def _opened(path: str | Path) -> Iterator[tuple[av.container.InputContainer, av.
                 raise DataError(f"{path}: holds no video")
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
-            if abs((stream.sample_aspect_ratio or 1) - 1) > 0.02:  # players stretch it; a face would be squeezed
+            if (
+                abs(Fraction(stream.sample_aspect_ratio or 1) - 1) > 0.02
+            ):  # players stretch it; a face would be squeezed
                 raise DataError(
                     f"{path}: pixels are {stream.sample_aspect_ratio} as wide as high; make them square with "
                     "ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT"
@@ -295,7 +297,7 @@ def read_clip(
     fitted, size = [], None
     for frame in iter_frames(path, num_frames, fps, at_least):
         pixels = torch.from_numpy(_pixels(frame))
-        size = size or clip_size(tuple(pixels.shape[:2]), height, width, max_pixels)
+        size = size or clip_size((pixels.shape[0], pixels.shape[1]), height, width, max_pixels)
         fitted.append(fit(pixels[None], *size))
     return torch.cat(fitted)
 
@@ -309,7 +311,7 @@ def read_picture(path: str | Path) -> Tensor:
     with _opened_picture(path) as picture:
         picture.load()
         ImageOps.exif_transpose(picture, in_place=True)
-    if picture.has_transparency_data and picture.convert("RGBA").getextrema()[3][0] < 255:
+    if picture.has_transparency_data and np.array(picture.convert("RGBA"))[..., 3].min() < 255:
         raise DataError(f"{path}: has transparent pixels; save it without an alpha channel")
     return torch.from_numpy(np.array(picture if picture.mode == "RGB" else picture.convert("RGB")))
 

@@ -110,7 +110,7 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
             raise DataError(f"{path}: the first line must name the column {name!r}, it names {found}")
         if header.count(name) > 1:
             raise DataError(f"{path}: the first line names the column {name!r} twice; remove one")
-    seen = Counter()
+    seen: Counter[str] = Counter()
     table = f"{key} ({path})"
     if len(records) == 1:
         raise DataError(f"{table}: no usable row: there is none after the first line, which names the columns")

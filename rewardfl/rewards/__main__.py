@@ -104,7 +104,8 @@ def table(rows: Sequence[dict[str, str]]) -> str:
 
 
 def _word(value: str | bool) -> str:
-    return {True: "yes", False: "no", "": "-"}.get(value, value)
+    words: dict[object, str] = {True: "yes", False: "no", "": "-"}
+    return words.get(value, str(value))
 
 
 if __name__ == "__main__":

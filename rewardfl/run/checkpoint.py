@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import psutil
 import torch
 
+import rewardfl
 from rewardfl.config import BY_CONTENT, FREE, IF_NAMED, MARKS, Alike
 from rewardfl.files import atomic_directory, atomic_write, is_left_behind, sha256, temporary_path
 
@@ -319,11 +320,15 @@ def _flat(config: Mapping[str, Mapping]) -> dict[str, Any]:
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:
-    """{distribution name: installed version}, leaving out what is not installed; of torch the build (2.13.0+cu130)."""
+    """{distribution name: installed version}, leaving out what is not installed.
+
+    Of torch it is the build (2.13.0+cu130), of rewardfl that of the files that run, which need not be installed.
+    """
+    imported = {"torch": str(torch.__version__), "rewardfl": rewardfl.__version__}
     versions = {}
     for name in names:
         try:
-            versions[name] = str(torch.__version__) if name == "torch" else metadata.version(name)
+            versions[name] = imported.get(name) or metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     return versions
@@ -471,7 +476,7 @@ def load_state(path: str | Path) -> dict[str, Any]:
     return torch.load(Path(path) / STATE, map_location="cpu", weights_only=True)
 
 
-def find_checkpoint(output_dir: str | Path, resume: str | bool) -> Path | None:
+def find_checkpoint(output_dir: str | Path, resume: str | Literal[False]) -> Path | None:
     """The checkpoint to go on from, or None to start anew.
 
     resume: "auto" takes the last complete one, warning about incomplete ones after it; False takes none; a

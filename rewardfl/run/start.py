@@ -41,6 +41,7 @@ from rewardfl.weights import lora_files, merge
 from rewardfl.weights.shards import Refused
 
 VERSIONED = (
+    "rewardfl",
     "torch",
     "accelerate",
     "diffusers",

@@ -81,7 +81,7 @@ def load(source: Source) -> Tensor:
 
 def as_bytes(values: Tensor) -> memoryview:
     """The bytes of a tensor as a safetensors file holds them."""
-    return memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,8 @@ def _files_in(folder: Path) -> list[Path]:
 
 def _open(path: Path) -> tuple[dict[str, Source], dict[str, str]]:
     if path.suffix == ".safetensors":
-        return shards.read_header(path)
+        tensors, metadata = shards.read_header(path)
+        return {**tensors}, metadata
     try:  # files from before torch 1.6 are no zip, and cannot be mapped
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _DAMAGED as error:
@@ -297,7 +298,7 @@ def _json_object(text: str | bytes, what: str) -> dict:
 
 def _number(value: object, what: str) -> float:
     """`value`, an int or float of JSON. what: its name in the message. Refused when it is anything else."""
-    if type(value) not in (int, float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise Refused(f"{what} is {shown(value)}, not a number")
     try:
         return float(value)

@@ -7,7 +7,7 @@ arithmetic: a weight that moves by less than half its spacing does not move. So 
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from typing import TypeVar
@@ -20,7 +20,8 @@ from rewardfl.weights.lora_files import TORCH_DTYPES, Lora, Update, as_bytes, lo
 from rewardfl.weights.shards import BLOCK_BYTES, Checkpoint, Entry, Part, Refused, copy_of
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --dtype
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 SAMPLE_ROWS = 64  # of each merged tensor, for the dry run's estimate and for verification
 
 
@@ -277,7 +278,7 @@ def _merging(
 def _in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """work(item) of each item, in order; a few are worked on at a time while the caller writes the one before."""
     threads = min(4, os.cpu_count() or 1)
-    waiting = deque()
+    waiting: deque[Future[Result]] = deque()
     # one thread per block: torch's own would wait for each other at every operation
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for item in items:
@@ -334,7 +335,7 @@ def estimate_kept(plan: Plan) -> Kept:
 # A second look at what was written
 
 
-def verify(plan: Plan, written: Checkpoint, progress: Callable[[int], None]) -> None:
+def verify(plan: Plan, written: Checkpoint, progress: Callable[[int], object]) -> None:
     """Compare the output with base and LoRAs: copies byte by byte, merged tensors by rows computed in float64.
 
     Refused (the output is wrong) at the first difference beyond the rounding of the stored dtype.

@@ -8,6 +8,7 @@ complete state dicts only; the format is a length, a JSON header and the tensors
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -169,8 +170,7 @@ def _parsed(path: Path, text: bytes) -> dict[str, object]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            seen: set[str] = set()
-            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
             raise Refused(f"{path} names tensor {shown(twice)} twice; it was written by a broken tool")
         return found
 
@@ -349,7 +349,7 @@ def write_file(
     path: Path,
     parts: list[Part],
     metadata: Mapping[str, str],
-    progress: Callable[[int], None],
+    progress: Callable[[int], object],
     before_replacing: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a safetensors file that appears at `path` only when it is complete; progress(bytes) as it goes.
@@ -415,7 +415,7 @@ def write_folder(
     parts: list[Part],
     metadata: Mapping[str, str],
     max_bytes: int,
-    progress: Callable[[int], None],
+    progress: Callable[[int], object],
 ) -> None:
     """Fill an existing folder with one file or with shards and their index.json, under the names loaders expect."""
     files = shard(parts, max_bytes)

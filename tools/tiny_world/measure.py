@@ -9,9 +9,8 @@ from torch import Tensor
 from rewardfl import backbones, data, groups, reward_flow
 from rewardfl.backbones.seam import Experts, Source, Velocity
 from rewardfl.rewards import face
-
-from . import faces
-from .people import NUM_FRAMES, SIZE, draw_motion, draw_people, render
+from rewardfl_tools.tiny_world import faces
+from rewardfl_tools.tiny_world.people import NUM_FRAMES, SIZE, draw_motion, draw_people, render
 
 STEPS, SHIFT = 8, 5.0  # of the schedule that is measured
 

@@ -19,7 +19,7 @@ from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.shards import Checkpoint, Refused
 
 # configurations of the published model, for files that come without any; a pipeline folder without weights
-PUBLISHED = Path(__file__).parents[3] / "configs" / "wan22_i2v_a14b"
+PUBLISHED = Path(__file__).parent / "published"
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model")  # either is a tokenizer
 KEYS = ("high_noise_model", "low_noise_model", "text_encoder", "vae")  # of a wan22_paths.json, in its list form's order
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers.loaders import WanLoraLoaderMixin
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ def save_adapter(model: WanTransformer3DModel, folder: Path, state: dict[str, Te
     config = model.peft_config[lora.POLICY]
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        WanImageToVideoPipeline.save_lora_weights(
+        WanLoraLoaderMixin.save_lora_weights(
             folder,
             transformer_lora_layers=lora.adapter_state(model) if state is None else state,
             # peft keeps the names in a set, whose order differs from process to process

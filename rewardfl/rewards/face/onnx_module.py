@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from rewardfl.rewards.face.onnx_file import graph_inputs, read_graph, value_shape
 
-Attributes = dict[str, object]
+Attributes = dict[str, Any]
 
 
 def _pad_argument(begin: list[int], end: list[int]) -> list[int]:
@@ -296,9 +297,9 @@ _FLOAT_TYPES = {
 _INTEGER_TYPES = {onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.INT16, onnx.TensorProto.INT8}
 _INTEGER_TYPES |= {onnx.TensorProto.UINT8, onnx.TensorProto.UINT16, onnx.TensorProto.UINT32, onnx.TensorProto.UINT64}
 
-_ANY = None
-_WINDOW = {"auto_pad": ("NOTSET",), "kernel_shape": _ANY, "pads": _ANY, "strides": _ANY}
-_REDUCE = {"axes": _ANY, "keepdims": _ANY, "noop_with_empty_axes": (0,)}
+_ANY: Collection | None = None
+_WINDOW: dict[str, Collection | None] = {"auto_pad": ("NOTSET",), "kernel_shape": _ANY, "pads": _ANY, "strides": _ANY}
+_REDUCE: dict[str, Collection | None] = {"axes": _ANY, "keepdims": _ANY, "noop_with_empty_axes": (0,)}
 
 # The attributes that the functions above honour, or may ignore without changing a result, and their values where
 # ONNX allows more. Any other attribute or value is refused at load time: an ignored one would be a wrong number.
