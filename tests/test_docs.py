@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import ROOT
 
 from rewardfl import config
@@ -135,6 +136,12 @@ def test_keys_that_documents_name_exist():
         for section, key in set(re.findall(r"`(\w+)\.(?!json`|lock`)(\w+)(?:[:=][^`]*)?`", document.read_text())):
             fields = [kind.model_fields for name, kind in sections if name == section]
             assert not fields or any(key in one for one in fields), f"{document.name} names {section}.{key}"
+
+
+def test_what_is_brought_over_from_others_is_a_configuration():
+    blocks = re.findall(r"^```yaml$(.*?)^```$", (ROOT / "docs" / "compare.md").read_text(), re.M | re.S)
+    read = [config.parse(yaml.safe_load(block)) for block in blocks]
+    assert [cfg.run.output_dir for cfg in read] == ["outputs/from_roll", "outputs/from_unirl"]
 
 
 def guide(heading):
