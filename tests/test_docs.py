@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import ROOT
 
-from rewardfl import config
+from rewardfl import config, rewards
 from rewardfl.backbones.wan import load as wan_load
 
 # The files that the guide's commands fetch, as the repositories have them.
@@ -142,6 +143,23 @@ def test_what_is_brought_over_from_others_is_a_configuration():
     blocks = re.findall(r"^```yaml$(.*?)^```$", (ROOT / "docs" / "compare.md").read_text(), re.M | re.S)
     read = [config.parse(yaml.safe_load(block)) for block in blocks]
     assert [cfg.run.output_dir for cfg in read] == ["outputs/from_roll", "outputs/from_unirl"]
+
+
+def test_the_reward_that_is_written_from_nothing_works(tmp_path):
+    text = (ROOT / "docs" / "change_the_algorithm.md").read_text()
+    (code,) = [block for block in re.findall(r"^```python$(.*?)^```$", text, re.M | re.S) if "class Sharpness" in block]
+    path = tmp_path / "sharpness.py"
+    path.write_text(code)
+    reward = rewards.build(f"{path}:Sharpness", {"limit": 1.5})
+    clip = torch.rand(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)) - 0.5
+    video = torch.stack([clip, 0.5 * clip, 2 * clip]).requires_grad_()
+    found = reward(video, [reward.reference(clip)] * 3)
+    assert found.score.tolist() == pytest.approx([1, 0.5, 1.5]) and found.valid.all()
+    (gradient,) = torch.autograd.grad(found.score.sum(), video)
+    assert (
+        gradient[0, :, 1:].any() and not gradient[:, :, 0].any() and not gradient[2].any()
+    )  # the last is at its limit
+    assert reward.reference(torch.zeros(3, 4, 8, 8)) is None and not reward(video[:1], [None]).valid.any()
 
 
 def guide(heading):
