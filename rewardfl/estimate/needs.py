@@ -19,7 +19,7 @@ from rewardfl.run.work import Sampling, Work
 RESERVE = 2e9  # bytes of a GPU that no tensor gets: CUDA context, workspaces, fragmentation
 ADAM_BYTES = 16  # per LoRA parameter: float32 weight, gradient and two moments
 FLOAT32 = 4
-SHARDINGS = ("none", "zero2", "fsdp2")  # of the optimizer into host memory, of all that is trained; see docs/guide.md 9
+SHARDINGS = ("none", "zero2", "fsdp2")  # of the optimizer into host memory, of all that is trained: running_wan.md 9
 
 # ------------------------------------------------------------------------------------------------------------
 # Compute
