@@ -247,7 +247,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                 if n == 0:  # nothing was updated since the rollout
                     grpo.check_ratio(seen["log_prob"], seen["old_log_prob"], tolerance, window, geometry.batch)
                 with timer("optimizer"):
-                    rate = scheduler.get_last_lr()[0]
+                    rate = float(scheduler.get_last_lr()[0])
                     norm = job.step(optimizer, parameters, cfg.train.max_grad_norm)
                     if math.isfinite(norm):
                         average.step(parameters)

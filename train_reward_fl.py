@@ -139,11 +139,12 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                 with timer("reward"):
                     video = decoded.video.float().requires_grad_()  # (B, 3, F, H, W) in [-1, 1]
                     judged = score(terms, video, [samples[row].references for row in batch.rows])
-                    reward = sum(
+                    normalised = [
                         term.weight * (one.output.score - term.mean) / term.std * one.output.valid
                         for term, one in zip(terms, judged, strict=True)
                         if term.weight > 0
-                    )  # (B,)
+                    ]
+                    reward = torch.stack(normalised).sum(0)  # (B,)
                     (grad_video,) = torch.autograd.grad(-reward.sum() / per_process, video)
 
                 # 3. Back through the decoder.
@@ -184,7 +185,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
             seen = job.gather({name: torch.cat([one[name] for one in seen]) for name in seen[0]})  # (samples,) each
             judgements = job.gather_lists(judgements)  # objects: rewards name their parts as they like
             with timer("optimizer"):
-                rate = scheduler.get_last_lr()[0]
+                rate = float(scheduler.get_last_lr()[0])
                 norm = job.step(optimizer, learner.parameters, cfg.train.max_grad_norm)
                 scheduler.step()
         done = step + 1

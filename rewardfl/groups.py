@@ -53,7 +53,7 @@ def training_noise_seed(run_seed: int, epoch: int, sample_id: str, noises_per_sa
 
     Epoch -1 is that of the sample videos, which have a noise of their own.
     """
-    if noises_per_sample == "fresh" or epoch < 0:
+    if isinstance(noises_per_sample, str) or epoch < 0:
         return noise_seed(run_seed, epoch, sample_id)
     return noise_seed(run_seed, 0, sample_id, epoch % noises_per_sample)
 
@@ -313,7 +313,7 @@ class Windows:
     @property
     def range(self) -> tuple[int, int]:
         """First and last + 1 of the steps that are drawn from."""
-        return (0, self.num_steps) if self.bounds is None else tuple(self.bounds)
+        return (0, self.num_steps) if self.bounds is None else (self.bounds[0], self.bounds[1])
 
     @property
     def drawable(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from diffusers import ModelMixin
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -43,7 +44,7 @@ def check_targets(targets: Sequence[str], linear_layers: Sequence[str], short_na
             )
 
 
-def inject(model: nn.Module, rank: int, alpha: float, targets: list[str], seed: int) -> None:
+def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed: int) -> None:
     """Freeze `model` and add a trainable LoRA, in float32 whatever the base's dtype; it changes nothing yet (B = 0).
 
     A bfloat16 LoRA would lose most updates: an Adam step of 2.5e-6 on a weight of 0.01 is below its rounding.
@@ -60,7 +61,7 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: list[str], seed: 
     cast_training_params(model, torch.float32)
 
 
-def attach_frozen(model: nn.Module, distilled: Lora) -> None:
+def attach_frozen(model: ModelMixin, distilled: Lora) -> None:
     """Add a distillation LoRA that answers in policy and reference alike and is never trained or saved.
 
     Refused when it holds more than plain low-rank updates, or does not fit the model.
@@ -116,7 +117,7 @@ def reference(model: nn.Module) -> Iterator[None]:
             layer._active_adapter = names
 
 
-def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+def adapter_state(model: ModelMixin) -> dict[str, Tensor]:
     """The policy adapter's weights by diffusers name (blocks.0.attn1.to_q.lora_A.weight, ...), whole, on the CPU.
 
     On all processes: under FSDP each has a part of them.
@@ -139,7 +140,7 @@ def order_metadata(path: Path) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
 
 
-def load_adapter(model: nn.Module, folder: Path) -> None:
+def load_adapter(model: ModelMixin, folder: Path) -> None:
     """Fill an injected adapter from an expert's folder of a checkpoint. ValueError: other rank, alpha or layers."""
     state, metadata = read_adapter(folder / WEIGHTS_NAME)
     config = model.peft_config[POLICY]
@@ -157,7 +158,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     set_peft_model_state_dict(model, state, adapter_name=POLICY)
 
 
-def start_from(model: nn.Module, given: Lora) -> None:
+def start_from(model: ModelMixin, given: Lora) -> None:
     """Fill an injected adapter with a LoRA of its rank, scale and layers (start.init_adapters has compared them)."""
     state = {}
     for name, update in given.updates.items():
@@ -175,7 +176,7 @@ def read_adapter(path: Path) -> tuple[dict[str, Tensor], dict]:
     return state, {name.removeprefix("transformer."): value for name, value in metadata.items()}
 
 
-def attach_adapter(model: nn.Module, folder: Path) -> None:
+def attach_adapter(model: ModelMixin, folder: Path) -> None:
     """Add a saved adapter to a plain transformer, for inference."""
     _, metadata = read_adapter(folder / WEIGHTS_NAME)
     inject(model, metadata["r"], metadata["lora_alpha"], sorted(metadata["target_modules"]), seed=0)

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from diffusers import ModelMixin
+from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +26,7 @@ def checkpoint_on_host(block: Callable[..., Tensor], *inputs: object) -> Tensor:
         return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def place(expert: nn.Module, where: str, device: torch.device) -> nn.Module:
+def place(expert: ModelMixin, where: str, device: torch.device) -> ModelMixin:
     """Put a frozen expert where it is to live; it answers on `device` in every case.
 
     where: gpu (all of it on `device`), cpu_swap (in host memory; its blocks come over one by one, where there is a

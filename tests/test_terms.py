@@ -5,7 +5,7 @@ import torch
 
 from rewardfl import config
 from rewardfl.rewards import Reward, RewardError, RewardOutput, build_terms
-from rewardfl.rewards.terms import Term, check_trainable, score, total
+from rewardfl.rewards.terms import Term, check_trainable, score
 
 OWN = f"{__file__}:Brightness"  # a user's own class in a file
 VIDEO = torch.rand(3, 3, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -23,6 +23,12 @@ class Brightness(Reward):
     def forward(self, video, batch):
         valid = torch.tensor([reference is not None for reference in batch])
         return RewardOutput((video**self.power).flatten(1).mean(1) * valid, valid, {})
+
+
+def total(terms, judged):
+    """What train_reward_fl.py trains on; test_train_rewards.py compares its loss."""
+    pairs = [(term, one.output) for term, one in zip(terms, judged, strict=True) if term.weight > 0]
+    return sum(term.weight * (output.score - term.mean) / term.std * output.valid for term, output in pairs)
 
 
 def terms():

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from runs import FAST, GRPO_FAST, adapter, call, call_grpo, environment, launch, launch_grpo, metrics
+from runs import CONFIG, FAST, GRPO_FAST, adapter, call, call_grpo, environment, launch, launch_grpo, metrics
 
 from rewardfl import config, rewards
 from rewardfl.rewards import build_terms, registry
@@ -58,6 +58,11 @@ def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
     first = metrics(tmp_path / "run")[0]
     assert first["reward/far"] == pytest.approx(first["reward/red"], abs=2e-3)  # the server sees whole levels
     assert first["reward/contrast"] > 0 and math.isfinite(first["reward/held_out"])
+    assert first["reward/valid_fraction"] == 1
+    face = config.load(CONFIG, []).reward
+    gained = face.reward_weight * (first["reward/mean"] - face.reward_mean) / face.reward_std
+    gained += 0.5 * (first["reward/red"] - 0.1) / 0.2 + 0.3 * first["reward/contrast"]
+    assert first["actor/loss"] == pytest.approx(face.kl_weight * first["actor/kl_loss"] - gained, rel=1e-5)
     cfg = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["reward"]
     face = cfg["reward_weight"] * (first["reward/mean"] - cfg["reward_mean"]) / cfg["reward_std"]
     red, own = 0.5 * (first["reward/red"] - 0.1) / 0.2, 0.3 * first["reward/contrast"]

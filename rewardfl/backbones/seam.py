@@ -8,9 +8,10 @@ outside of a backbone's own folder reads its conditioning.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from rewardfl import lora
@@ -122,10 +123,10 @@ class ExpertOnMeta:
 
     layers: int  # the blocks of the whole network
     tokens: int
-    build: Callable[[Adapter | None], nn.Module]  # the network of one block, frozen but for the adapter
+    build: Callable[[Adapter | None], ModelMixin]  # the network of one block, frozen but for the adapter
     x: Tensor  # the latents that go in; requires a gradient
-    run: Callable[[nn.Module], Tensor]
-    blocks: Callable[[nn.Module], nn.ModuleList]
+    run: Callable[[ModelMixin], Tensor]
+    blocks: Callable[[ModelMixin], nn.ModuleList]
     block_input: Tensor  # requires a gradient; what checkpointing keeps of a block
     block_shared: tuple[Tensor, ...]  # what all blocks get
     run_block: Callable[[nn.Module], Tensor]
@@ -164,10 +165,21 @@ class Backbone(Protocol):
     All that is refused raises `Refused` with the key of the configuration, the value and the way out.
     """
 
-    experts: tuple[str, ...]  # in the order in which they answer; model.trainable_models names them dit, dit2
-    block_classes: tuple[str, ...]  # names of the classes of its blocks, which FSDP gathers one at a time
-    layer_names: Mapping[str, str]  # short names that lora.lora_target_modules may use: diffusers' names
-    dtype: torch.dtype  # what the networks compute in
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """The names of its networks in the order in which they answer; model.trainable_models says dit, dit2."""
+
+    @property
+    def block_classes(self) -> tuple[str, ...]:
+        """The names of the classes of its blocks, which FSDP gathers one at a time."""
+
+    @property
+    def layer_names(self) -> Mapping[str, str]:
+        """{short name that lora.lora_target_modules may use: diffusers' name}."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the networks compute in."""
 
     # ---- what headers and configurations tell
 
@@ -195,7 +207,7 @@ class Backbone(Protocol):
     def weight_files(self) -> dict[str, list[Path]]:
         """The files of each part (text_encoder, vae, the experts, distillations): what identifies the weights."""
 
-    def settings(self) -> dict[str, object]:
+    def settings(self) -> dict[str, Any]:
         """What else the model's answers depend on, as plain JSON."""
 
     def parts_of(self, expert: str) -> list[str]:
@@ -212,7 +224,7 @@ class Backbone(Protocol):
     def image_encoder(self, device: torch.device) -> Callable[[Tensor, int], Conditioning]:
         """Load what encodes an image, (3, H, W) in [-1, 1], and its clip's number of frames, for a batch of one."""
 
-    def load_expert(self, name: str) -> nn.Module:
+    def load_expert(self, name: str) -> ModelMixin:
         """A network, frozen and on the CPU."""
 
     def load_decoder(self, device: torch.device) -> Decoder:
@@ -232,16 +244,16 @@ class Backbone(Protocol):
     def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
         """The guided velocity, of those of the prompt and of the negative one, as the stock pipeline has it."""
 
-    def save_adapter(self, name: str, expert: nn.Module, folder: Path, state: dict[str, Tensor]) -> None:
+    def save_adapter(self, name: str, expert: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
         """Write an expert's adapter below a checkpoint's folder, as the stock pipeline loads it.
 
         state: lora.adapter_state of the expert, which all processes have gathered. OSError when the disk is full.
         """
 
-    def load_adapter(self, name: str, expert: nn.Module, folder: Path) -> None:
+    def load_adapter(self, name: str, expert: ModelMixin, folder: Path) -> None:
         """Fill an expert's adapter from such a folder. ValueError or FileNotFoundError where it has another."""
 
-    def attach_adapters(self, experts: Mapping[str, nn.Module], checkpoint: Path) -> None:
+    def attach_adapters(self, experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
         """Add a checkpoint's adapters to plain experts, for inference. FileNotFoundError where it has none."""
 
 

@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,9 +200,7 @@ def measure_expert(expert: ExpertOnMeta, dtype: torch.dtype, adapter: Adapter | 
     )
     frozen_whole = without_graph(lambda: expert.run(bare), bare.parameters())
     frozen_block, adapted_block = (
-        without_graph(
-            lambda one=one: expert.run_block(one), [*of.parameters(), expert.block_input, *expert.block_shared]
-        )
+        without_graph(partial(expert.run_block, one), [*of.parameters(), expert.block_input, *expert.block_shared])
         for one, of in ((bare_block, bare), (model_block, model))
     )
     block_weights, other_weights = _weights(bare, bare_block)

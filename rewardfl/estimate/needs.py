@@ -227,7 +227,7 @@ def full_graph(costs: Costs, work: Work) -> tuple[int, int, int]:
     """
     saved, caches = [chunk.saved for chunk in costs.chunks], decode_caches(costs.chunks, "keep")[0]
     inputs = sum(count * costs.experts[expert].stored for expert, count in work.replay.items())
-    return inputs, sum(saved), caches + max(saved)
+    return round(inputs), sum(saved), caches + max(saved)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -243,6 +243,6 @@ def checkpoint_bytes(costs: Costs, work: Work) -> tuple[int, int]:
 def clip_cache_bytes(costs: Costs, work: Work) -> dict[str, int]:
     """Bytes that the conditioning cache takes for one clip."""
     cache = dict(costs.cached)
-    if work.placement == "boundary_cache" and work.noises != "fresh":
+    if work.placement == "boundary_cache" and isinstance(work.noises, int):
         cache["boundary latents"] = work.noises * math.prod(costs.shape) * FLOAT32
     return cache

@@ -66,16 +66,6 @@ def score(terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Re
     return judged
 
 
-def total(terms: Sequence[Term], judged: Sequence[Judged]) -> Tensor:
-    """(B,) what is trained, with gradient; a term whose score is not valid for a sample adds nothing to it."""
-    parts = [
-        term.weight * (one.output.score - term.mean) / term.std * one.output.valid
-        for term, one in zip(terms, judged, strict=True)
-        if term.weight > 0
-    ]
-    return torch.stack(parts).sum(0)
-
-
 @torch.no_grad()
 def judge(reward: Reward, video: Tensor, references: Sequence[Reference]) -> Judged:
     """The reward's output, at rest. If it raises for a batch, its samples are tried one by one where that may help."""

@@ -262,7 +262,7 @@ class Job:
 
 def _places(parameter: nn.Parameter) -> tuple[slice, slice] | None:
     """(where in the flattened parameter, where in the vector) the part is that is on this process; None without one."""
-    mapping = parameter._hp_mapping
+    mapping = vars(parameter)["_hp_mapping"]
     if mapping is None:
         return None
     inside, outside = mapping.lp_fragment_address, mapping.get_hp_fragment_address()

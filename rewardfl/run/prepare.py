@@ -64,8 +64,8 @@ class Share:
 
 def fill(
     store: Cache,
-    wanted: Iterable[tuple[Key, object]],
-    ready: Callable[[], Callable[[object], Mapping[str, Tensor]]],
+    wanted: Iterable[tuple[Key, T]],
+    ready: Callable[[], Callable[[T], Mapping[str, Tensor]]],
     share: Share,
     what: str,
 ) -> None:
@@ -212,9 +212,9 @@ def _read_clip(
                     store.put(key, _entry(reward.reference(video, row.prompt)))
         kept = {"image": example.image}
         store.put(clip, kept)
-    size = tuple(kept["image"].shape[1:])
+    height, width = kept["image"].shape[1:]
     return [
-        Found(row.line, (), size)
+        Found(row.line, (), (height, width))
         if read(store, keys[row.line][0])["usable"]
         else Found(row.line, (f"{rewards[0].nothing_found} {row.face_video}",))
         for row in rows
@@ -411,7 +411,7 @@ class Starts:
 
     def fill(self, sample_videos: int, share: Share) -> None:
         """Compute what the cache lacks of the noises of the samples, and of the first ones' sample videos."""
-        epochs = range(0) if self.noises == "fresh" else range(self.noises)
+        epochs = range(self.noises) if isinstance(self.noises, int) else range(0)
         noises = [(sample, self._noise_seed(sample, epoch)) for sample in self.samples for epoch in epochs]
         noises += [(sample, self._noise_seed(sample, -1)) for sample in self.samples[:sample_videos]]
         self.conditions.fill_boundary(noises, self.schedules, self.device, share)

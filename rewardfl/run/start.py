@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -70,11 +70,10 @@ REFUSALS = (
     trackers.TrackerError,
     grpo.RatioError,
 )
-Config = TypeVar("Config", bound=AnyConfig)
 
 
 def main(
-    description: str, kind: type[Config], train: Callable[[Config, bool, Interruption, checkpoint.RunFolder], int]
+    description: str, kind: type[AnyConfig], train: Callable[[Any, bool, Interruption, checkpoint.RunFolder], int]
 ) -> int:
     """A script: its command line, `train`, and the exit code of what it gives or raises."""
     args = command_line(description)

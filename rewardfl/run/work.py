@@ -52,12 +52,12 @@ def total_steps(cfg: AnyConfig, clips: int | None, processes: int) -> int | None
 
     None where the clips that must say are not there. Flow-GRPO takes whole epochs.
     """
-    train = cfg.train
-    if train.max_steps is not None or clips is None:
-        return train.max_steps
+    if cfg.train.max_steps is not None or clips is None:
+        return cfg.train.max_steps
     if isinstance(cfg, FlowGrpoConfig):
-        epochs = groups.total_steps(clips, cfg.grpo.groups, train.num_train_epochs, None)
+        epochs = groups.total_steps(clips, cfg.grpo.groups, cfg.train.num_train_epochs, None)
         return epochs * updates_of_epoch(cfg)
+    train = cfg.train
     at_once = processes * train.per_device_train_batch_size * train.gradient_accumulation_steps
     return groups.total_steps(clips, train.train_batch_size or at_once, train.num_train_epochs, None)
 
@@ -222,11 +222,11 @@ def sigma_table(cfg: AnyConfig, schedule: Schedule, trained: Sequence[int]) -> l
     Of Flow-GRPO besides, for each kind of stochastic step at the configured noise level, its std, gradient weight
     (`flow.gradient_weight`) and noise left over sigma_next (`flow.noise_scale_error`).
     """
-    kinds, level = (KINDS, cfg.grpo.noise_level) if isinstance(cfg, FlowGrpoConfig) else ((), 0.0)
+    kinds: Sequence[str] = ()
+    role, word, level, trained_with = "gradient", "replayed", 0.0, ""
     if isinstance(cfg, FlowGrpoConfig):
+        kinds, level, trained_with = KINDS, cfg.grpo.noise_level, cfg.grpo.sde
         role, word = "window ", "trained" if cfg.grpo.window == "list" else "drawn"
-    else:
-        role, word = "gradient", "replayed"
     heads = "".join(f"{kind + ' std':>11s}{'weight':>8s}{'noise':>7s}" for kind in kinds)
     lines = [f"step   sigma   timestep  expert      {role}{heads}".rstrip()]
     sigmas = schedule.sigmas.tolist()
@@ -236,7 +236,7 @@ def sigma_table(cfg: AnyConfig, schedule: Schedule, trained: Sequence[int]) -> l
         lines.append(f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {schedule.experts[i]:10s}  {place}{cells}".rstrip())
     if kinds:
         lines.append(
-            f"at noise level {level:g}, trained with {cfg.grpo.sde}. weight: of the step's gradient, |dmean/dv| / std "
+            f"at noise level {level:g}, trained with {trained_with}. weight: of the step's gradient, |dmean/dv| / std "
             "(cps: 2 |dmean/dv| std). noise: what one step leaves / sigma of the next, 1 is exact"
         )
     return lines
@@ -385,7 +385,7 @@ def _flow_grpo(common: Work, cfg: FlowGrpoConfig) -> Work:
     drawn, answers = drawn_windows(cfg, windows, common.steps), answers_of(cfg)
     own, epochs = geometry.samples // common.processes, None if common.steps is None else common.steps // per_epoch
     counts = [groups.rollout_counts(geometry, len(experts), window) for window in drawn]
-    rollout, replay = Counter(), Counter()
+    rollout, replay = dict.fromkeys(experts, 0.0), dict.fromkeys(common.trained, 0.0)
     for i, expert in enumerate(experts):
         rollout[expert] += answers * _mean(one[i][0] for one in counts) / own
     for i in windows.drawable:

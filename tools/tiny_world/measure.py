@@ -6,8 +6,9 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
 
-from rewardfl import backbones, data, groups, reward_flow
+from rewardfl import data, groups, reward_flow
 from rewardfl.backbones.seam import Experts, Source, Velocity
+from rewardfl.backbones.wan import backbone as wan2_2
 from rewardfl.rewards import face
 from rewardfl_tools.tiny_world import faces
 from rewardfl_tools.tiny_world.people import NUM_FRAMES, SIZE, draw_motion, draw_people, render
@@ -51,7 +52,7 @@ def detection(detector: face.FaceDetector, seed: int, count: int) -> dict[str, f
 def video_figures(world: Path, judges: dict[str, face.FaceIdentity]) -> dict[str, object]:
     """Reconstruction and generation of the evaluation people; FaceSim per frame by both recognisers."""
     source = Source(model_paths=str(world / "pipeline"), dtype="float32")
-    backbone, device = backbones.open("wan2_2", source), torch.device("cpu")
+    backbone, device = wan2_2.open(source), torch.device("cpu")
     experts = Experts({name: backbone.load_expert(name) for name in backbone.experts})
     encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
     decoder, vae = backbone.load_decoder(device), backbone.load(["vae"]).vae

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from diffusers import WanImageToVideoPipeline
+from diffusers import ModelMixin, WanImageToVideoPipeline
 from torch import Tensor, nn
 
 from rewardfl import lora
@@ -93,7 +93,7 @@ class Wan22I2V:
         distilled = {"distill_high": high, "distill_low": low}
         return files.files(self.layout) | {name: [Path(path)] for name, path in distilled.items() if path}
 
-    def settings(self) -> dict[str, object]:
+    def settings(self) -> dict[str, Any]:
         parts = {part: files.config_of(self.layout, part) for part in (*model.PARTS.values(), "vae")}
         plain = {
             part: {key: value for key, value in config.items() if not key.startswith("_")}  # the version that wrote it
@@ -119,7 +119,7 @@ class Wan22I2V:
         pipe = self.load(["vae"]).to(device)
         return lambda image, num_frames: {"image": model.encode_image(pipe, image, num_frames)}
 
-    def load_expert(self, name: str) -> nn.Module:
+    def load_expert(self, name: str) -> ModelMixin:
         return self.load([name]).components[model.PARTS[name]]
 
     def load_decoder(self, device: torch.device) -> WanDecoder:
@@ -134,13 +134,13 @@ class Wan22I2V:
     def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
         return away + scale * (velocity - away)
 
-    def save_adapter(self, name: str, expert: nn.Module, folder: Path, state: dict[str, Tensor]) -> None:
+    def save_adapter(self, name: str, expert: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
         model.save_adapter(expert, folder / model.PARTS[name], state)
 
-    def attach_adapters(self, experts: Mapping[str, nn.Module], checkpoint: Path) -> None:
+    def attach_adapters(self, experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
         model.attach_adapters(experts, checkpoint)
 
-    def load_adapter(self, name: str, expert: nn.Module, folder: Path) -> None:
+    def load_adapter(self, name: str, expert: ModelMixin, folder: Path) -> None:
         lora.load_adapter(expert, folder / model.PARTS[name])
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -106,7 +107,7 @@ def _tokenizer(tokenizer_path: str, default: Path | None) -> Path:
     raise Refused(f"model.tokenizer_path: {why}; give the folder google/umt5-xxl that Wan-AI ships beside the model")
 
 
-def read_json(path: Path) -> object:
+def read_json(path: Path) -> Any:
     """Refused when the file is missing or no JSON."""
     if not path.is_file():
         raise Refused(f"{path} is missing; the folder must have diffusers' layout")
@@ -147,7 +148,7 @@ def _from_json(path: Path, tokenizer_path: str) -> Layout:
     )  # fmt: skip
 
 
-def _listed(value: object) -> list[str]:
+def _listed(value: Any) -> list[str]:
     listed = value if isinstance(value, list) else [value]
     if not all(isinstance(one, str) for one in listed):
         raise Refused(f"{value!r} in the list of model files must be a path, or a list of paths")
@@ -266,7 +267,7 @@ def _common_names(checkpoint: Checkpoint) -> dict[str, str]:
     return {wan_names.common_name(name, naming, prefix): name for name in checkpoint.tensors}
 
 
-def _check_i2v(checkpoint: Checkpoint, config: Mapping[str, object]) -> None:
+def _check_i2v(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Refused for files of Wan2.1, TI2V-5B and text-to-video models, by what tells them apart."""
     names = _common_names(checkpoint)
     if any(name.startswith("condition_embedder.image_embedder") for name in names):
@@ -279,7 +280,7 @@ def _check_i2v(checkpoint: Checkpoint, config: Mapping[str, object]) -> None:
             raise Refused(_not_i2v(checkpoint.path, why))
 
 
-def sources(checkpoint: Checkpoint, config: Mapping[str, object]) -> dict[str, str]:
+def sources(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, str]:
     """{name in the model: name in the files} of every tensor of an expert.
 
     Refused when the files lack one, have one too many, or one of another shape.
@@ -312,7 +313,7 @@ def _same_weights(one: Checkpoint, other: Checkpoint) -> bool:
     return torch.equal(*tables)
 
 
-def config_of(layout: Layout, part: str) -> dict[str, object]:
+def config_of(layout: Layout, part: str) -> dict[str, Any]:
     """A part's configuration from its config.json, without loading it."""
     return read_json(layout.configs / part / "config.json")
 

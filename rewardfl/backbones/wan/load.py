@@ -9,6 +9,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -77,7 +78,7 @@ def load_pipeline(
 
 
 def load_expert(
-    checkpoint: Checkpoint, config: Mapping[str, object], dtype: torch.dtype, distilled: Sequence[Lora] = ()
+    checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype, distilled: Sequence[Lora] = ()
 ) -> WanTransformer3DModel:
     """One expert from files of either naming, equal to diffusers' `from_pretrained(torch_dtype=dtype)`.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
@@ -35,7 +36,7 @@ def schedule(num_steps: int, shift: float, boundary: float) -> Schedule:
     return Schedule(sigmas, timesteps, tuple("high_noise" if high else "low_noise" for high in is_high))
 
 
-def attach_adapters(experts: Mapping[str, nn.Module], checkpoint: Path) -> None:
+def attach_adapters(experts: Mapping[str, WanTransformer3DModel], checkpoint: Path) -> None:
     """Add a checkpoint folder's adapters (transformer/, transformer_2/) to experts without any, for inference."""
     found = [expert for expert, part in PARTS.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
     if not found:
@@ -115,7 +116,7 @@ def velocity(
     return output.to(x.dtype)
 
 
-def empty_expert(config: Mapping[str, object]) -> WanTransformer3DModel:
+def empty_expert(config: Mapping[str, Any]) -> WanTransformer3DModel:
     """An expert without memory for its weights. The rotary tables are in no file, so they are computed."""
     with torch.device("meta"):
         model = WanTransformer3DModel.from_config(dict(config))
@@ -126,7 +127,7 @@ def empty_expert(config: Mapping[str, object]) -> WanTransformer3DModel:
 
 
 def new_expert(
-    config: Mapping[str, object], dtype: torch.dtype, layers: int, adapter: Adapter | None
+    config: Mapping[str, Any], dtype: torch.dtype, layers: int, adapter: Adapter | None
 ) -> WanTransformer3DModel:
     """An expert of `layers` blocks on the meta device, in the dtypes that loading and `lora.inject` give it."""
     with torch.device("meta"):
