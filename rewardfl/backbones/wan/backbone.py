@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from diffusers import ModelMixin, WanImageToVideoPipeline
+from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from rewardfl import lora
@@ -17,7 +17,10 @@ from rewardfl.backbones.wan import files, load, meta, model
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.weights.shards import Refused
 
-Load = Callable[[Sequence[str]], WanImageToVideoPipeline]  # parts -> a frozen pipeline that has them, on the CPU
+if TYPE_CHECKING:  # its module asks transformers for torchvision, aloud
+    from diffusers import WanImageToVideoPipeline
+
+Load = Callable[[Sequence[str]], "WanImageToVideoPipeline"]  # parts -> a frozen pipeline that has them, on the CPU
 
 
 @dataclass(frozen=True)
@@ -180,11 +183,11 @@ def _of_layout(layout: files.Layout, source: Source, load_parts: Load) -> Wan22I
     )
 
 
-def _has_no_weights(parts: Sequence[str]) -> WanImageToVideoPipeline:
+def _has_no_weights(parts: Sequence[str]) -> "WanImageToVideoPipeline":
     raise Refused(f"a described model has no weights to load ({', '.join(parts)})")
 
 
-def of_pipeline(pipe: WanImageToVideoPipeline, dtype: torch.dtype) -> Wan22I2V:
+def of_pipeline(pipe: "WanImageToVideoPipeline", dtype: torch.dtype) -> Wan22I2V:
     """The model of a pipeline that is loaded."""
     return Wan22I2V(
         lambda parts: pipe,

@@ -9,14 +9,15 @@ import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from torch import Tensor, nn
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
+from transformers.utils import logging
 
 from rewardfl import lora
 from rewardfl.backbones.wan.files import (
@@ -33,6 +34,20 @@ from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.lora_files import Lora
 from rewardfl.weights.shards import Checkpoint, Refused
 
+if TYPE_CHECKING:
+    from diffusers import WanImageToVideoPipeline
+
+
+def pipeline_class() -> "type[WanImageToVideoPipeline]":
+    """diffusers' pipeline, imported without the note on torchvision that its image processor, unused here, prints."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        from diffusers import WanImageToVideoPipeline
+    finally:
+        logging.set_verbosity(verbosity)
+    return WanImageToVideoPipeline
+
 
 def load_pipeline(
     layout: Layout,
@@ -40,7 +55,7 @@ def load_pipeline(
     distilled: Sequence[Lora] = (),
     distill_mode: str = "fuse",
     parts: Sequence[str] = ("text_encoder", "vae", "high_noise", "low_noise"),
-) -> WanImageToVideoPipeline:
+) -> "WanImageToVideoPipeline":
     """The pipeline, frozen and in eval mode, on the CPU.
 
     distilled: LoRAs (with their experts), by distill_mode either fused in the files' precision before the one rounding
@@ -64,7 +79,7 @@ def load_pipeline(
         loaded["vae"] = _load_vae(layout, dtype)
     if "vae_decoder" in parts:
         loaded["vae"].encoder = loaded["vae"].quant_conv = None
-    pipe = WanImageToVideoPipeline(
+    pipe = pipeline_class()(
         scheduler=UniPCMultistepScheduler.from_pretrained(layout.configs / "scheduler", local_files_only=True),
         boundary_ratio=read_json(layout.configs / "model_index.json")["boundary_ratio"],
         image_encoder=None,

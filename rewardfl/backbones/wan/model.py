@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers import WanTransformer3DModel
 from diffusers.loaders import WanLoraLoaderMixin
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from safetensors import SafetensorError
@@ -15,6 +15,9 @@ from rewardfl import lora
 from rewardfl.backbones.seam import Adapter, Conditioning, Schedule
 from rewardfl.flow import linear_sigmas
 from rewardfl.weights import wan_names
+
+if TYPE_CHECKING:  # its module asks transformers for torchvision, aloud
+    from diffusers import WanImageToVideoPipeline
 
 PARTS = {
     "high_noise": "transformer",
@@ -70,7 +73,7 @@ def save_adapter(model: WanTransformer3DModel, folder: Path, state: dict[str, Te
 
 
 @torch.no_grad()
-def encode_text(pipe: WanImageToVideoPipeline, prompt: str) -> Tensor:
+def encode_text(pipe: "WanImageToVideoPipeline", prompt: str) -> Tensor:
     """(1, 512, d), by the pipeline's own code, which needs its text encoder and tokenizer alone."""
     text, _ = pipe.encode_prompt(
         prompt, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH, device=pipe.text_encoder.device
@@ -79,7 +82,7 @@ def encode_text(pipe: WanImageToVideoPipeline, prompt: str) -> Tensor:
 
 
 @torch.no_grad()
-def encode_image(pipe: WanImageToVideoPipeline, image: Tensor, num_frames: int) -> Tensor:
+def encode_image(pipe: "WanImageToVideoPipeline", image: Tensor, num_frames: int) -> Tensor:
     """(1, temporal factor + C, T, h, w): mask and image latents, by the pipeline's own code, which needs its VAE."""
     height, width = image.shape[1:]
     device = pipe.vae.device
@@ -91,7 +94,7 @@ def encode_image(pipe: WanImageToVideoPipeline, image: Tensor, num_frames: int) 
     return condition
 
 
-def latent_shape(pipe: WanImageToVideoPipeline, height: int, width: int, num_frames: int) -> tuple[int, ...]:
+def latent_shape(pipe: "WanImageToVideoPipeline", height: int, width: int, num_frames: int) -> tuple[int, ...]:
     """(1, C, T, h, w) of one sample's latents."""
     frames = (num_frames - 1) // pipe.vae_scale_factor_temporal + 1
     spatial = pipe.vae_scale_factor_spatial
