@@ -68,15 +68,8 @@ def advantages(
     Raises ValueError for incomplete groups (rewards that were not gathered), a valid
     reward that is not finite, and options that do not exist.
     """
-    if std not in ("group", "global", "none"):
-        raise ValueError(f"std must be group, global or none, got {std!r}")
-    if combine not in ("sum", "per_reward"):
-        raise ValueError(f"combine must be sum or per_reward, got {combine!r}")
-    if clip <= 0:
-        raise ValueError(f"clip must be above 0, got {clip}")
     columns = rewards.detach().double().reshape(len(rewards), -1)
-    if columns.shape[1] != len(weights):
-        raise ValueError(f"{columns.shape[1]} rewards per sample and {len(weights)} weights")
+    _check_options(std, combine, clip, columns.shape[1], len(weights))
     valid = torch.ones_like(group_ids, dtype=torch.bool) if valid is None else valid
     if not columns[valid].isfinite().all():
         bad = int((~columns[valid].isfinite()).any(1).sum())
@@ -102,6 +95,17 @@ def advantages(
         "group/zero_variance": float(flat.all(1).double().mean()),
     }
     return (centred @ weight).clamp(-clip, clip).float(), logged
+
+
+def _check_options(std: str, combine: str, clip: float, rewards: int, weights: int) -> None:
+    if std not in ("group", "global", "none"):
+        raise ValueError(f"std must be group, global or none, got {std!r}")
+    if combine not in ("sum", "per_reward"):
+        raise ValueError(f"combine must be sum or per_reward, got {combine!r}")
+    if clip <= 0:
+        raise ValueError(f"clip must be above 0, got {clip}")
+    if rewards != weights:
+        raise ValueError(f"{rewards} rewards per sample and {weights} weights")
 
 
 def _check_groups(ids: Tensor, sizes: Tensor, group_size: int) -> None:

@@ -38,7 +38,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     """Steps in the noise window are drawn from `flow.transition`, the others are Euler steps of the ODE.
 
     kind, noise_level: as in flow.py; noise_level 0 is the ODE throughout. noise_window: indices of inference steps,
-    None for all but the last, whose noise nothing would remove. The others are FlowMatchEulerDiscreteScheduler's.
+    None for all but the last, whose noise nothing would remove. The other arguments, all fourteen, are those of
+    FlowMatchEulerDiscreteScheduler.
 
     Steps are counted from 0 or from `set_begin_index`, never looked up by the timestep's value.
     """

@@ -5,6 +5,7 @@ And how many updates in a row have taught nothing: a run that has stopped learni
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -17,31 +18,22 @@ from rewardfl.run.monitor import alarms, recent_mean, suspects
 from rewardfl.run.trackers import Tracker
 
 
+@dataclass
 class Log:
-    """One plain call per step. The main process writes; all of them count.
+    """One plain call per step. The main process writes; all of them count."""
 
-    metrics: the file, cut back to the step that the run goes on from. logging_steps: the tracker gets every so many
-    steps. motion_alarm: see monitor.alarms. max_nonfinite: updates in a row that may teach nothing. last_step: of the
-    whole run. skipped_in_a_row: such updates before this start.
-    """
+    job: Job
+    folder: checkpoint.RunFolder
+    metrics: checkpoint.MetricsFile  # cut back to the step that the run goes on from
+    tracker: Tracker
+    logging_steps: int  # the tracker gets every so many steps
+    motion_alarm: float  # see monitor.alarms
+    max_nonfinite: int  # updates in a row that may teach nothing
+    last_step: int  # of the whole run
+    skipped_in_a_row: int = 0  # such updates before this start, and then until now
 
-    def __init__(
-        self,
-        job: Job,
-        folder: checkpoint.RunFolder,
-        metrics: checkpoint.MetricsFile,
-        tracker: Tracker,
-        *,
-        logging_steps: int,
-        motion_alarm: float,
-        max_nonfinite: int,
-        last_step: int,
-        skipped_in_a_row: int,
-    ):
-        self.job, self.folder, self.metrics, self.tracker = job, folder, metrics, tracker
-        self.logging_steps, self.motion_alarm, self.max_nonfinite = logging_steps, motion_alarm, max_nonfinite
-        self.last_step, self.skipped_in_a_row = last_step, skipped_in_a_row
-        self.history: list[dict[str, float]] = metrics.read() if job.main else []
+    def __post_init__(self):
+        self.history: list[dict[str, float]] = self.metrics.read() if self.job.main else []
         self.told: set[str] = set()
 
     def say(self, step: int, line: str) -> None:
