@@ -1,4 +1,7 @@
-"""A Wan2.2-I2V-shaped pipeline with random weights, small enough to differentiate in float64."""
+"""What pytest itself needs: where things are, which tests run first, and the server that forks their processes.
+
+It imports nothing heavy: pytest's first process, which only hands out tests, reads it too.
+"""
 
 import contextlib
 import io
@@ -6,52 +9,18 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["OMP_NUM_THREADS"] = "1"  # the suite runs several workers
 
-import _common  # noqa: E402
 import pytest  # noqa: E402
-import torch  # noqa: E402
-
-from rewardfl.backbones import seam  # noqa: E402
-from rewardfl.backbones.wan.backbone import Wan22I2V, of_pipeline  # noqa: E402
-from tiny_world.vae import new_vae  # noqa: E402
-from tiny_world.video import new_expert, new_pipeline  # noqa: E402
-
-torch.set_num_threads(1)  # the suite runs several workers
-
-HEIGHT, WIDTH, FRAMES = 32, 32, 5
+import zygote  # noqa: E402
 
 
-def random_pipeline(dtype: torch.dtype = torch.float32):
-    """Both experts differ; the VAE's convolutions in time matter; latents are normalised by odd numbers."""
-    torch.manual_seed(0)
-    pipe = new_pipeline(new_vae(4, (1, 1, 2)), layers=(1, 1))
-    pipe.register_modules(transformer=new_expert(1, 2, 12), transformer_2=new_expert(2, 2, 12))
-    for module in (pipe.vae, pipe.transformer, pipe.transformer_2):
-        for parameter in module.parameters():
-            parameter.data += 0.05 * torch.randn_like(parameter)
-        module.eval().requires_grad_(False)
-    pipe.vae.register_to_config(
-        latents_mean=torch.linspace(-0.3, 0.3, 16).tolist(), latents_std=torch.linspace(0.7, 1.6, 16).tolist()
-    )
-    pipe.text_encoder.requires_grad_(False)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe.to(dtype) if dtype != torch.float32 else pipe
-
-
-def backbone_of(pipe) -> Wan22I2V:
-    return of_pipeline(pipe, pipe.transformer_2.dtype)
-
-
-def experts_of(pipe, outside=()) -> seam.Experts:
-    return seam.Experts({"high_noise": pipe.transformer, "low_noise": pipe.transformer_2}, outside)
-
-
-def encode(pipe, prompt, image, num_frames) -> seam.Conditioning:
-    backbone, device = backbone_of(pipe), torch.device("cpu")
-    return backbone.text_encoder(device)(prompt) | backbone.image_encoder(device)(image, num_frames)
+def pytest_configure(config):
+    if zygote.ADDRESS not in os.environ:  # a worker has its parent's
+        zygote.start()
 
 
 LONGEST = ("test_distributed.py", "test_chaos.py", "test_train_reward_fl.py", "test_golden.py", "test_tiny_world.py")
@@ -64,16 +33,20 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def pipe():
+    from pipelines import random_pipeline
+
     return random_pipeline()
 
 
 def run_tool(main, *arguments, expect=0):
     """Run a merging tool's main in this process as the shell would; returns what it printed."""
+    from _common import run
+
     output, argv = io.StringIO(), sys.argv
     sys.argv = ["tool", *map(str, arguments)]
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), pytest.raises(SystemExit) as stop:
-            _common.run(main)
+            run(main)
     finally:
         sys.argv = argv
     assert stop.value.code == expect, output.getvalue()

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import zygote
 from conftest import ROOT
 
 import train_flow_grpo
@@ -88,10 +89,8 @@ def command(script, *overrides):
 def _launch(script, config, overrides, processes, check):
     arguments = [f"{script.__name__}.py", "--config", config, *overrides]
     if processes > 1:  # gloo may abort at exit after all is done; the files tell
-        start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-        return subprocess.run(
-            [*start, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280
-        )
+        start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+        return zygote.run([*start, *arguments], cwd=ROOT, env=environment())
     return _here(script, arguments, check)
 
 

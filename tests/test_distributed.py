@@ -17,6 +17,7 @@ import sys
 import pytest
 import torch
 import yaml
+import zygote
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from conftest import ROOT
@@ -72,10 +73,10 @@ def free_port():
 
 
 def command(kind, *arguments, options=(), port=None):
-    """accelerate launch with a yaml of configs/accelerate."""
+    """Python's arguments: accelerate launch with a yaml of configs/accelerate."""
     processes = 1 if kind in ("cpu", "single_gpu") else 2
     return [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(YAMLS / f"{kind}.yaml"),
+        "-m", "accelerate.commands.launch", "--config_file", str(YAMLS / f"{kind}.yaml"),
         "--num_processes", str(processes), "--main_process_port", str(port or free_port()), *options, *arguments,
     ]  # fmt: skip
 
@@ -96,9 +97,7 @@ def run(kind, out, *runs, **more):
     for script, *arguments in runs:
         named = any(argument.startswith("run.output_dir=") for argument in arguments)
         watcher += ["--", script, *arguments, *([] if named else [f"run.output_dir={out / script}"])]
-    done = subprocess.run(
-        command(kind, *watcher), cwd=ROOT, env=environment(kind, **more), capture_output=True, text=True, timeout=1200
-    )
+    done = zygote.run(command(kind, *watcher), cwd=ROOT, env=environment(kind, **more), timeout=1200)
     files = sorted((out / "ranks").glob("rank-*.json"))
     assert len(files) == REALLY[kind]["processes"], done.stdout[-2000:] + done.stderr[-4000:]
     accounts = list(zip(*(json.loads(file.read_text()) for file in files), strict=True))
@@ -309,18 +308,19 @@ def test_every_yaml_keeps_the_adapter_in_float32():
 
 
 DRY = ["train_reward_fl.py", "--config", "configs/tiny_face.yaml", "--dry-run"]
+DRY_GRPO = ["train_flow_grpo.py", "--config", "configs/tiny_flow_grpo.yaml", "--dry-run"]
 
 
-def test_dry_run_of_one_gpu():
+def really(arguments, env):
+    """A command in an interpreter of its own, not a forked one."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.parametrize("dry", [DRY, DRY_GRPO], ids=["reward_fl", "flow_grpo"])
+def test_dry_run_of_one_gpu(dry):
     """It asks for no more than its process here: without a GPU accelerate takes the CPU."""
-    done = subprocess.run(
-        command("single_gpu", *DRY),
-        cwd=ROOT,
-        env=environment("single_gpu"),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = really(command("single_gpu", *dry), environment("single_gpu"))
     assert "x 1 processes = " in done.stdout, done.stderr[-3000:]
 
 
@@ -329,9 +329,9 @@ def test_dry_run_of_two_machines():
     """Two launches of a process each meet, as on two machines."""
     port = free_port()
     launches = [
-        subprocess.Popen(
+        zygote.Process(
             command("multi_node_zero2", *DRY, options=["--machine_rank", machine], port=port), cwd=ROOT,
-            env=environment("multi_node_zero2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment("multi_node_zero2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for machine in ("0", "1")
     ]  # fmt: skip
@@ -343,13 +343,13 @@ def test_dry_run_of_two_machines():
 def test_fsdp_without_gpus_is_refused():
     """accelerate would start processes that know nothing of each other, as if nothing had been asked for."""
     asked = environment("cpu", ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
-    done = subprocess.run([sys.executable, *DRY], cwd=ROOT, env=asked, capture_output=True, text=True, timeout=280)
+    done = zygote.run(DRY, cwd=ROOT, env=asked)
     assert done.returncode == 2 and "FSDP needs GPUs" in done.stderr and "processes = " not in done.stdout
 
 
 def test_one_process_where_two_were_asked_for_is_refused():
-    start = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2"]
-    done = subprocess.run([*start, *DRY], cwd=ROOT, env=environment("cpu"), capture_output=True, text=True, timeout=280)
+    start = ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2"]
+    done = really([*start, *DRY], environment("cpu"))
     assert done.returncode != 0 and "asked for 2 processes and started one" in done.stderr
 
 

@@ -13,7 +13,8 @@ import plan_run
 import pytest
 import torch
 import yaml
-from conftest import FRAMES, HEIGHT, ROOT, WIDTH, encode
+from conftest import ROOT
+from pipelines import FRAMES, HEIGHT, WIDTH, encode
 
 from rewardfl import config, flow, lora
 from rewardfl.backbones.wan import decoder

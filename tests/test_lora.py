@@ -7,8 +7,9 @@ import sys
 
 import pytest
 import torch
-from conftest import FRAMES, HEIGHT, ROOT, WIDTH, random_pipeline
+from conftest import ROOT
 from peft import LoraConfig
+from pipelines import FRAMES, HEIGHT, WIDTH, random_pipeline
 from safetensors.torch import load_file, save_file
 from test_wan import ours, stock
 
@@ -136,8 +137,8 @@ def test_load_adapter_is_exact_and_refuses_what_does_not_fit(tmp_path, pipe):
 
 SAVE = """
 import sys
-sys.path[:0] = ["tests"]
-from conftest import random_pipeline
+sys.path[:0] = [".", "tools", "tests"]
+from pipelines import random_pipeline
 from rewardfl import lora
 model = random_pipeline().transformer_2
 lora.inject(model, 2, 2.0, lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed=0)
