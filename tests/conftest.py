@@ -4,6 +4,7 @@ It imports nothing heavy: pytest's first process, which only hands out tests, re
 """
 
 import contextlib
+import functools
 import io
 import os
 import sys
@@ -23,12 +24,38 @@ def pytest_configure(config):
         zygote.start()
 
 
-LONGEST = ("test_distributed.py", "test_chaos.py", "test_train_reward_fl.py", "test_golden.py", "test_tiny_world.py")
+# The files that launch runs or measure whole models, the longest first
+SLOW = (
+    "distributed", "chaos", "train_reward_fl", "train_flow_grpo", "train_rewards", "launch", "golden", "estimate_grpo",
+    "tiny_world", "invariants", "estimate", "wan_load", "accelerate", "face_parity", "placement",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first: each worker takes whole files, and one that came last would be waited for."""
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    """Mark what `make quick` leaves out, and put the longest files first.
+
+    Each worker takes whole files, and one that came last would be waited for.
+    """
+    place = {f"test_{name}.py": place for place, name in enumerate(SLOW)}
+    for item in items:
+        if item.path.name in place:
+            item.add_marker("slow")
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+@functools.cache
+def measured_before():
+    from rewardfl.estimate import measure
+
+    return functools.cache(measure.measure)
+
+
+@pytest.fixture
+def measured_once(monkeypatch):
+    """What an estimate measures on the meta device is measured once for each video in a process."""
+    from rewardfl.estimate import report
+
+    monkeypatch.setattr(report, "measure", measured_before())
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ SIZES = {"480x832": (480, 832), "480x480": (480, 480)}
 PIPELINE = ROOT / "assets" / "tiny_world" / "pipeline"
 TINY = Video(PIPELINE, torch.float32, 64, 64, 9, Adapter(16, TARGETS))
 SIGMAS = tuple(flow.linear_sigmas(8, 5.0).tolist())
+pytestmark = pytest.mark.usefixtures("measured_once")
 BF16 = torch.bfloat16
 LAST_FOUR = {"low_noise": 4}  # of 8 steps, of which the low-noise expert has 5 at boundary 0.9
 RUN = Work(

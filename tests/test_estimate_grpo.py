@@ -7,16 +7,17 @@ import plan_run
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from conftest import ROOT, measured_before
 
 from rewardfl import config, flow, groups, lora, sde
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.load import Adapter
-from rewardfl.estimate import measure, needs, report
+from rewardfl.estimate import needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
 from rewardfl.run import work
 
+pytestmark = pytest.mark.usefixtures("measured_once")
 ADAPTER = Adapter(32, tuple(lora.target_modules("q,k,v,o,ffn.0,ffn.2")))
 SCHEDULE = wan.schedule(8, 5.0, 0.9)
 SIGMAS, EXPERTS = tuple(SCHEDULE.sigmas.tolist()), SCHEDULE.experts  # three steps of high noise, five of low
@@ -47,7 +48,7 @@ RUN = asked()
 @pytest.fixture(scope="module")
 def published():
     """The published model in bfloat16, 480x832x17."""
-    return measure.measure(VIDEO)
+    return measured_before()(VIDEO)
 
 
 # ---- compute ----

@@ -2,11 +2,11 @@
 
 A server has imported what the scripts import, and forks: `Process(arguments)` is what
 `subprocess.Popen([sys.executable, *arguments])` is, a real process with a number, signals at their default, an
-environment, output and an exit code of its own, that runs a file or `-m` a module as `__main__`. When that is a
-launcher, the Python processes that it starts are forked likewise.
+environment, output and an exit code of its own. It runs a file, `-m` a module or `-c` code as `__main__`; when that is
+a launcher, the Python processes that it starts are forked likewise.
 
 The first pytest process starts the server (`start`), and all its workers use it. The real start stays tested: by
-test_golden.py with `python`, and in test_distributed.py with `accelerate launch`.
+test_golden.py with `python`, and by test_launch.py with `accelerate launch`.
 """
 
 import gc
@@ -226,6 +226,10 @@ def execute(words):
             del sys.modules[name]
         sys.argv, sys.path[0] = [name, *rest], os.getcwd()
         runpy.run_module(name, run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        code, *rest = rest
+        sys.argv, sys.path[0] = [first, *rest], ""
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv, sys.path[0] = [first, *rest], os.path.dirname(os.path.abspath(first))
         runpy.run_path(first, run_name="__main__")
