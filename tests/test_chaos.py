@@ -125,7 +125,7 @@ def killed(arguments, run, dice, late_rivals=False):
     count = lines(run)
     with only_one(arguments, run, dice, late_rivals) as process:
         if dice.random() < 0.2:
-            time.sleep(dice.uniform(0, 6))
+            time.sleep(dice.uniform(0, 3))
         else:
             wait_for_lines(process, run, count + dice.choice([1, 1, 2]))
             time.sleep(dice.uniform(0, 1))

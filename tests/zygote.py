@@ -191,8 +191,15 @@ def read(connection):
 def import_all():
     """A process with threads could not be forked: a lock that one of them holds would be held forever."""
     sys.path.insert(0, str(ROOT))
-    for name in ("train_reward_fl", "train_flow_grpo", *LAUNCHERS, *LATER):
-        __import__(name)
+    errors, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)  # what libraries say when they are imported, a process of its own would say to itself
+    try:
+        for name in ("train_reward_fl", "train_flow_grpo", *LAUNCHERS, *LATER):
+            __import__(name)
+    finally:
+        os.dup2(errors, 2)
+        os.close(errors)
+        os.close(nowhere)
     del sys.path[0]
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"importing has started threads: {threads}"
