@@ -24,6 +24,10 @@ def pytest_configure(config):
         zygote.start()
 
 
+def pytest_unconfigure():
+    zygote.stop()
+
+
 # The files that launch runs or measure whole models, the longest first
 SLOW = (
     "distributed", "chaos", "train_reward_fl", "train_flow_grpo", "train_rewards", "launch", "golden", "estimate_grpo",

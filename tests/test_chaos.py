@@ -118,17 +118,17 @@ def only_one(arguments, run, dice, late_rivals):
 
 
 def killed(arguments, run, dice, late_rivals=False):
-    """Start, and kill at a random moment: while it starts, or within a second of one of its next two lines.
+    """Start, and kill at a random moment: while it starts, or within half a second of one of its next two lines.
 
     Whether it was killed: it may have been done before.
     """
     count = lines(run)
     with only_one(arguments, run, dice, late_rivals) as process:
         if dice.random() < 0.2:
-            time.sleep(dice.uniform(0, 3))
+            time.sleep(dice.uniform(0, 2))
         else:
             wait_for_lines(process, run, count + dice.choice([1, 1, 2]))
-            time.sleep(dice.uniform(0, 1))
+            time.sleep(dice.uniform(0, 0.5))
         process.kill()
         output = process.communicate()[0]
     assert process.returncode in (-9, 0), output[-3000:]

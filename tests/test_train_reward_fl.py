@@ -466,7 +466,7 @@ def test_bad_rows_are_named_or_skipped(monkeypatch, capsys, no_weights, clips, t
     rows[2][0] = "videos/lost.mp4"
     (tmp_path / rows[3][0]).write_bytes(b"not a video")
     write(path, rows)
-    arguments = [f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}"]
+    arguments = [*FAST, f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}"]
     code, _, error = call(monkeypatch, capsys, *arguments)
     assert code == 2
     for message in (
@@ -515,7 +515,8 @@ def test_a_clip_without_a_face(monkeypatch, capsys, no_weights, clips, tmp_path)
     path, rows = clips
     data.write_video(tmp_path / rows[2][0], torch.full((9, 64, 64, 3), 90, dtype=torch.uint8), 8)
     write(path, rows)
-    code, _, error = call(monkeypatch, capsys, f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}")
+    arguments = [*FAST, f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}"]
+    code, _, error = call(monkeypatch, capsys, *arguments)
     assert code == 2
     assert f"line 3: no face was found in {tmp_path / rows[2][0]}" in error and "data.skip_bad_rows: true" in error
 

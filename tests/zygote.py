@@ -110,7 +110,8 @@ def run(arguments, timeout=280, **settings):
 
 
 def start():
-    """Start the server, which imports at the first request; it ends with this process."""
+    """Start the server, which imports at the first request; it ends with this process, or by `stop`."""
+    global server
     folder = tempfile.mkdtemp(prefix="zygote-", dir="/tmp")  # such an address has 107 characters at most
     os.environ[ADDRESS] = f"{folder}/socket"
     with socket.socket(socket.AF_UNIX) as listening:
@@ -119,10 +120,18 @@ def start():
         environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, __file__, str(listening.fileno())]
         # its standard input is closed with the last process that holds the other end: this one
-        subprocess.Popen(
+        server = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, pass_fds=[listening.fileno()],
             start_new_session=True,
         )  # fmt: skip
+
+
+server = None
+
+
+def stop():
+    if server is not None:
+        server.communicate()
 
 
 # -- the server
