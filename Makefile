@@ -9,20 +9,28 @@ RUN := outputs/tiny_face
 # What decides: the interpreter of .venv, and PYTHON as long as there is no .venv
 INTERPRETER = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test check chaos format clean interpreter
+.PHONY: demo test quick lint check chaos format clean interpreter
 
 demo: $(READY)
 	$(BIN)/accelerate launch train_reward_fl.py --config configs/tiny_face.yaml run.output_dir=$(RUN)
 	$(BIN)/python tools/evaluate.py --run $(RUN) --data assets/tiny_world/eval/metadata.csv
 
-test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# Whole files to two workers, in the order of tests/conftest.py
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-check: $(READY)
+test: $(READY)
+	$(PYTEST)
+
+# The units alone
+quick: $(READY)
+	$(PYTEST) -m "not slow"
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(MAKE) test
+
+check: lint test
 
 # Both scripts, killed ten times each at random moments and resumed; two processes with the boundary at every place.
 chaos: $(READY)

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
-from conftest import FRAMES, HEIGHT, WIDTH, backbone_of
+from pipelines import FRAMES, HEIGHT, WIDTH, backbone_of
 from test_reward_flow import SCHEDULE, gradients, lora_model, quadratic_reward
 
 from rewardfl import reward_flow

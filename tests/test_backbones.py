@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FRAMES, HEIGHT, LAYERS, WIDTH, random_pipeline
 from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from PIL import Image
+from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, random_pipeline
 
 from rewardfl import backbones, data, flow, groups, lora, reward_flow, sde
 from rewardfl.backbones.seam import Backbone, Experts, Source, Velocity

@@ -8,13 +8,14 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import zygote
+from conftest import ROOT
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -89,7 +90,7 @@ def run_and_kill(code, folder):
     prelude = "import os, signal; from pathlib import Path; from rewardfl.run import checkpoint\n"
     kill = "kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
     script = f"{prelude}{kill}folder = Path({str(folder)!r})\n{code}"
-    assert subprocess.run([sys.executable, "-c", script]).returncode == -9
+    assert zygote.run(["-c", script], cwd=ROOT).returncode == -9
 
 
 # ---- atomic writes

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from conftest import LAYERS, random_pipeline, run_tool
+from conftest import run_tool
 from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
 from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors
+from pipelines import LAYERS, random_pipeline
 from safetensors.torch import load_file, save_file
 
 from rewardfl import lora

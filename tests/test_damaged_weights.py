@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 import torch
-from conftest import random_pipeline, run_tool
+from conftest import run_tool
 from lora_dialects import DIALECTS, MODULES, factors
 from peft.utils.other import get_pattern_key
+from pipelines import random_pipeline
 from safetensors.torch import load_file, save_file
 
 from rewardfl.weights import lora_files

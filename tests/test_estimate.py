@@ -11,7 +11,8 @@ import sys
 import pytest
 import torch
 import yaml
-from conftest import FRAMES, HEIGHT, LAYERS, ROOT, WIDTH, encode
+from conftest import ROOT
+from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, encode
 
 from rewardfl import backbones, config, flow, lora
 from rewardfl.backbones.seam import Adapter, Source
@@ -37,6 +38,7 @@ SIZES = {"480x832": (480, 832), "480x480": (480, 480)}
 PIPELINE = ROOT / "assets" / "tiny_world" / "pipeline"
 TINY = Video(described(PIPELINE, "float32"), 64, 64, 9, Adapter(16, TARGETS))
 SIGMAS = tuple(flow.linear_sigmas(8, 5.0).tolist())
+pytestmark = pytest.mark.usefixtures("measured_once")
 BF16 = torch.bfloat16
 LAST_FOUR = {"low_noise": 4}  # of 8 steps, of which the low-noise expert has 5 at boundary 0.9
 RUN = Work(

@@ -6,16 +6,18 @@ import sys
 import pytest
 import torch
 import yaml
-from conftest import LAYERS, ROOT
+from conftest import ROOT, measured_before
+from pipelines import LAYERS
 
 from rewardfl import backbones, config, flow, groups, sde
 from rewardfl.backbones.seam import Adapter, Source
 from rewardfl.backbones.wan import model as wan
-from rewardfl.estimate import measure, needs, report
+from rewardfl.estimate import needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
 from rewardfl.run import work
 from rewardfl_tools import plan_run
 
+pytestmark = pytest.mark.usefixtures("measured_once")
 ADAPTER = Adapter(32, tuple(LAYERS))
 SCHEDULE = wan.schedule(8, 5.0, 0.9)
 SIGMAS, EXPERTS = tuple(SCHEDULE.sigmas.tolist()), SCHEDULE.experts  # three steps of high noise, five of low
@@ -48,7 +50,7 @@ RUN = asked()
 @pytest.fixture(scope="module")
 def published():
     """The published model in bfloat16, 480x832x17."""
-    return measure.measure(VIDEO)
+    return measured_before()(VIDEO)
 
 
 # ---- compute ----

@@ -10,12 +10,13 @@ import time
 
 import pytest
 import torch
-from conftest import LAYERS, ROOT, backbone_of, encode, experts_of, random_pipeline, run_tool
+from conftest import ROOT, run_tool
 from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from lora_dialects import ALPHA, DIALECTS, MODULES, RANK, SCALE, factors, peft_metadata
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+from pipelines import LAYERS, backbone_of, encode, experts_of, random_pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

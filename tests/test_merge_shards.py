@@ -7,9 +7,10 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, random_pipeline, run_tool
+from conftest import ROOT, run_tool
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from pipelines import random_pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from conftest import FRAMES, HEIGHT, LAYERS, ROOT, WIDTH, backbone_of, experts_of, random_pipeline
+from conftest import ROOT
+from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, backbone_of, experts_of, random_pipeline
 
 from rewardfl import backbones, flow, lora, reward_flow, sde
 from rewardfl.backbones import seam

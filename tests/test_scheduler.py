@@ -5,8 +5,9 @@ import re
 
 import pytest
 import torch
-from conftest import FRAMES, HEIGHT, ROOT, WIDTH, backbone_of, encode, experts_of
+from conftest import ROOT
 from diffusers import FlowMatchEulerDiscreteScheduler
+from pipelines import FRAMES, HEIGHT, WIDTH, backbone_of, encode, experts_of
 from test_wan import PROMPT, picture
 
 from rewardfl import flow, groups

@@ -10,8 +10,9 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, random_pipeline, run_tool
+from conftest import ROOT, run_tool
 from lora_dialects import DIALECTS, factors
+from pipelines import random_pipeline
 from safetensors.torch import load_file
 
 from rewardfl.files import atomic_directory, temporary_path

@@ -56,7 +56,7 @@ def test_a_run_leaves_what_the_design_says(straight):
     assert lines[0]["eval/score"] != lines[4]["eval/score"] != lines[8]["eval/score"]
     assert (straight / "checkpoints" / "latest").resolve().name == "step-000008"
     clip = data.read_video(straight / "samples" / "step-000008" / "00.mp4")
-    assert clip.shape == (5, 64, 128, 3)  # real | generated
+    assert clip.shape == (5, 32, 64, 3)  # real | generated
 
 
 def test_the_averaged_weights_are_saved_and_the_last_ones_go_on(straight):

@@ -27,6 +27,8 @@ from rewardfl.run.job import Job
 from rewardfl.scheduler import LinearFlowEuler
 from rewardfl_tools import _generate, evaluate, generate
 
+pytestmark = pytest.mark.usefixtures("measured_once")
+
 # -- runs
 
 
@@ -60,7 +62,7 @@ def test_a_run_leaves_what_the_design_says(straight):
         for key, folder in packs.items()
     }
     clip = data.read_video(straight / "samples" / "step-000006" / "00.mp4")
-    assert clip.shape == (5, 64, 128, 3)  # real | generated
+    assert clip.shape == (5, 32, 64, 3)  # real | generated
 
 
 def test_it_learns(clips, tmp_path):
@@ -463,7 +465,7 @@ def test_bad_rows_are_named_or_skipped(monkeypatch, capsys, no_weights, clips, t
     rows[2][0] = "videos/lost.mp4"
     (tmp_path / rows[3][0]).write_bytes(b"not a video")
     write(path, rows)
-    arguments = [f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}"]
+    arguments = [*FAST, f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}"]
     code, _, error = call(monkeypatch, capsys, *arguments)
     assert code == 2
     for message in (
@@ -512,7 +514,8 @@ def test_a_clip_without_a_face(monkeypatch, capsys, no_weights, clips, tmp_path)
     path, rows = clips
     data.write_video(tmp_path / rows[2][0], torch.full((9, 64, 64, 3), 90, dtype=torch.uint8), 8)
     write(path, rows)
-    code, _, error = call(monkeypatch, capsys, f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}")
+    arguments = [*FAST, f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}"]
+    code, _, error = call(monkeypatch, capsys, *arguments)
     assert code == 2
     assert f"line 3: no face was found in {tmp_path / rows[2][0]}" in error and "data.skip_bad_rows: true" in error
 

@@ -5,10 +5,11 @@ import json
 import math
 import re
 import subprocess
-import sys
+import time
 
 import pytest
 import torch
+import zygote
 from conftest import ROOT
 from runs import CONFIG, FAST, GRPO_FAST, adapter, call, call_grpo, environment, launch, launch_grpo, metrics
 
@@ -24,16 +25,19 @@ def others(**terms):
 
 
 @contextlib.contextmanager
-def served(reward):
-    """The url of a reward server in a process of its own."""
-    command = [sys.executable, "tools/serve_reward.py", "--reward", reward, "--port", "0", "--device", "cpu"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=environment(), **pipes) as server:
-        try:
-            yield next(found[0] for line in server.stdout if (found := re.search(r"http://[\d.]+:\d+", line)))
-        finally:
-            server.terminate()
-            server.communicate(timeout=30)
+def served(reward, output):
+    """The url of a reward server in a process of its own, which says it in the file `output`."""
+    arguments = ["tools/serve_reward.py", "--reward", reward, "--port", "0", "--device", "cpu"]
+    with output.open("w") as file:
+        server = zygote.Process(arguments, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT)
+    try:
+        while not (found := re.search(r"(http://[\d.]+:\d+).*\n", output.read_text())):
+            assert server.poll() is None, output.read_text()
+            time.sleep(0.05)
+        yield found[1]
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
 
 
 def test_a_reward_other_than_the_face_is_learned(tmp_path):
@@ -46,7 +50,7 @@ def test_a_reward_other_than_the_face_is_learned(tmp_path):
 
 def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
     """The face, a colour and a class of the user's are trained; a server in another process is looked at."""
-    with served("colour") as url:
+    with served("colour", tmp_path / "server") as url:
         launch(
             f"run.output_dir={tmp_path / 'run'}", "train.max_steps=2",
             others(
@@ -203,7 +207,7 @@ def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, cap
 
 def test_flow_grpo_trains_on_a_server_a_class_and_a_reward_without_gradient(tmp_path):
     """The server answers beside the rollouts; the sum of four, one of them only measured."""
-    with served("colour") as url:
+    with served("colour", tmp_path / "server") as url:
         launch_grpo(
             f"run.output_dir={tmp_path / 'run'}", "train.max_steps=2", "reward.name=remote", "reward.reward_weight=2",
             f"reward.settings={json.dumps({'url': url})}",

@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
-from conftest import FRAMES, HEIGHT, WIDTH, backbone_of, encode, experts_of, random_pipeline
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
+from pipelines import FRAMES, HEIGHT, WIDTH, backbone_of, encode, experts_of, random_pipeline
 
 from rewardfl import backbones, data, flow, groups, reward_flow
 from rewardfl.backbones.seam import Experts, Source, Velocity
