@@ -552,6 +552,7 @@ RESOLVED_BY = {
     "gradient_mode": "active_steps",
     "coupling": "resolved_coupling",
     "train_batch_size": "check_batch",
+    **dict.fromkeys(("coverage_weight", "motion_weight"), "part_weights"),
     **dict.fromkeys(("name", "settings", "others", "cap", "recogniser_chunk"), "wanted_rewards"),
     **dict.fromkeys(("reward_weight", "reward_mean", "reward_std"), "wanted_rewards"),
 }

@@ -89,7 +89,7 @@ def test_commands_run_anywhere_and_answer_without_torch(installed, tmp_path, nam
 def test_the_published_configurations_are_installed(installed, tmp_path):
     code = (
         "import importlib.metadata, json, rewardfl\n"
-        "from rewardfl.backbones.wan.load import PUBLISHED\n"
+        "from rewardfl.backbones.wan.files import PUBLISHED\n"
         "layers = json.loads((PUBLISHED / 'transformer' / 'config.json').read_text())['num_layers']\n"
         "print(PUBLISHED, importlib.metadata.version('rewardfl'), rewardfl.__version__, layers, sep='\\n')"
     )

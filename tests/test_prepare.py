@@ -46,7 +46,7 @@ def together(count, work):
         try:
             said, share = [], prepare.Share(rank, count, quiet=True)
             job = SimpleNamespace(share=share, rank=rank, gather_lists=gather, device=torch.device("cpu"), said=said)
-            job.say = said.append
+            job.say, job.wait = said.append, lambda: None
             results[rank] = work(job)
         except Exception as error:
             results[rank] = error

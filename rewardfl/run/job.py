@@ -76,9 +76,8 @@ class Job:
             torch.set_num_threads(cpu_threads or max(1, os.cpu_count() // self.world))
 
     def say(self, line: str) -> None:
-        """Print a line, once for all processes."""
-        if self.main:
-            print(line)
+        """Print a line, once on each machine."""
+        self.accelerator.print(line)
 
     def wait(self) -> None:
         """Until all processes have come here."""

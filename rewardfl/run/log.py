@@ -38,7 +38,8 @@ class Log:
 
     def say(self, step: int, line: str) -> None:
         """Print a line about a step, once for all processes."""
-        self.job.say(f"step {step}: {line}")
+        if self.job.main:
+            print(f"step {step}: {line}")
 
     def say_once(self, step: int, lines: Sequence[str]) -> None:
         """Print those that were not said before."""
