@@ -45,7 +45,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     per_update, per_epoch = geometry.forwards_per_update, work.updates_of_epoch(cfg)
     job.backwards = per_update * window_size  # each scored step is one; the last one of an update synchronises
     rows = start.look_at_rows(cfg, job)
-    steps = work.total_steps(cfg, len(rows.train), job.world)
+    steps = work.steps_of_run(cfg, len(rows.train), job.world)
     start.say_plan(cfg, backbone, rows, steps, job)
     if dry_run:
         from rewardfl.estimate import report  # training must not need what it measures with
@@ -63,7 +63,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     held_out = start.find_samples(cfg, rows.held_out, terms, store, job)
     work.check_sizes(cfg, [sample.size for sample in samples])
     resumed = start.resume(cfg, opened, job, backbone, terms, samples, held_out)
-    steps = work.total_steps(cfg, len(samples), job.world)
+    steps = work.steps_of_run(cfg, len(samples), job.world)
 
     # ---------------------------------------------------------------------------------- what the cache lacks
     conditions = start.conditions_of(cfg, backbone, opened.base, store)
@@ -121,7 +121,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         state["average"] = average.state_dict() | {"shadow_params": sharding.gathered(average.shadow_params)}
         with averaged(average, parameters):
             last = done == steps or interruption.number != 0
-            start.save_checkpoint(cfg, job, backbone, learner, log, state, score, last)
+            start.save(cfg, job, backbone, learner, log, state, score, last)
             if not interruption.number:  # who sent a signal may not wait for videos
                 shown = held_out or samples
                 log.videos(done, start.sample_videos(cfg, shown, partial(sample_clean, shown), job, done))
@@ -290,7 +290,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             learner.watched.check(done)
             save(done, score)
         job.wait()
-    return start.finish(cfg, job, log, interruption, done)
+    return start.close_run(cfg, job, log, interruption, done)
 
 
 SEEN = ("advantage", "ratio", "kl", "log_prob", "old_log_prob", "row")  # of each sample and step of an update

@@ -23,7 +23,7 @@ from rewardfl.backbones.seam import Velocity
 from rewardfl.config import RewardFlConfig
 from rewardfl.rewards import build_terms
 from rewardfl.rewards import metrics as reward_metrics
-from rewardfl.rewards.terms import check_trainable, score
+from rewardfl.rewards.terms import check_trainable, score_terms
 from rewardfl.run import checks, invariants, prepare, start, work
 from rewardfl.run.checkpoint import RunFolder
 from rewardfl.run.monitor import Timer, peak_memory_gb
@@ -42,7 +42,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     per_process = accumulation * batch_size  # what a loss is divided by here; the processes are averaged over
     global_batch = checks.check_batch(cfg, job.world)
     rows = start.look_at_rows(cfg, job)
-    steps = work.total_steps(cfg, len(rows.train), job.world)
+    steps = work.steps_of_run(cfg, len(rows.train), job.world)
     start.say_plan(cfg, backbone, rows, steps, job)
     if dry_run:
         from rewardfl.estimate import report  # training must not need what it measures with
@@ -61,7 +61,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     )  # one forward pass takes clips of one size
     batches = {"global_batch": global_batch, "one_shape_batch": batch_size if start.several_sizes(samples) else None}
     resumed = start.resume(cfg, opened, job, backbone, terms, samples, batches=batches)
-    steps = work.total_steps(cfg, len(samples), job.world)
+    steps = work.steps_of_run(cfg, len(samples), job.world)
 
     # ---------------------------------------------------------------------------------- what the cache lacks
     conditions = start.conditions_of(cfg, backbone, opened.base, store)
@@ -103,7 +103,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         judged = log.recent_mean(since, ["reward/held_out", "reward/mean"])
         state = start.state_of(job, learner, resumed, log, done) | batches
         last = done == steps or interruption.number != 0
-        start.save_checkpoint(cfg, job, backbone, learner, log, state, judged, last)
+        start.save(cfg, job, backbone, learner, log, state, judged, last)
         if not interruption.number:  # who sent a signal may not wait for videos
             log.videos(done, start.sample_videos(cfg, samples, generate, job, done))
 
@@ -138,7 +138,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     decoded = decoder.decode_with_caches(trajectory.x0, cfg.train.decode_caches)
                 with timer("reward"):
                     video = decoded.video.float().requires_grad_()  # (B, 3, F, H, W) in [-1, 1]
-                    judged = score(terms, video, [samples[row].references for row in batch.rows])
+                    judged = score_terms(terms, video, [samples[row].references for row in batch.rows])
                     normalised = [
                         term.weight * (one.output.score - term.mean) / term.std * one.output.valid
                         for term, one in zip(terms, judged, strict=True)
@@ -220,7 +220,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
             save(done)
         if interruption.number:
             break
-    return start.finish(cfg, job, log, interruption, done)
+    return start.close_run(cfg, job, log, interruption, done)
 
 
 def main() -> int:

@@ -135,7 +135,7 @@ def update(
 def measure(name: str, cfg: config.RewardFlConfig, steps: int, device: torch.device) -> dict[str, Any]:
     gc.collect()  # of the variant before: hooks refer to their modules in circles
     torch.cuda.empty_cache()
-    held, backbone = torch.cuda.memory_allocated(), backbones.describe(cfg.model.model_name, start.source_of(cfg))
+    held, backbone = torch.cuda.memory_allocated(), backbones.describe(cfg.model.model_name, start.model_source(cfg))
     configs = backbone.layout.configs
     asked = replace(work.work_of(cfg, backbone, None, None, 1), pack_bytes=0)
     cost, untrained = measure_costs(asked.video), [asked.untrained] if asked.untrained else []

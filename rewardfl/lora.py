@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from rewardfl.sharding import whole
-from rewardfl.weights.lora_files import Lora, load, read_lora
+from rewardfl.weights.lora_files import Lora, load_tensor, read_lora
 from rewardfl.weights.shards import Refused
 
 __all__ = [
@@ -85,7 +85,10 @@ def attach_frozen(model: ModelMixin, distilled: Lora) -> None:
     model.add_adapter(config, adapter_name=DISTILLED)
     state = {}
     for name, update in distilled.updates.items():
-        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = load(update.down), load(update.up)
+        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = (
+            load_tensor(update.down),
+            load_tensor(update.up),
+        )
         layer = model.get_submodule(name)
         # float32 whatever the base's dtype, as the trained adapter is: peft makes them in the base's
         layer.lora_A[DISTILLED].float()
@@ -162,7 +165,10 @@ def start_from(model: ModelMixin, given: Lora) -> None:
     """Fill an injected adapter with a LoRA of its rank, scale and layers (start.init_adapters has compared them)."""
     state = {}
     for name, update in given.updates.items():
-        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = load(update.down), load(update.up)
+        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = (
+            load_tensor(update.down),
+            load_tensor(update.up),
+        )
     set_peft_model_state_dict(model, state, adapter_name=POLICY)
 
 

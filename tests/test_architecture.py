@@ -202,3 +202,41 @@ def test_sentences_may_name_a_model():
         and names_a_model('z = "WanTransformerBlock"')
         and names_a_model("def wan(): ...")
     )
+
+
+# the doors of a backbone's module; two samplers of one kind; the entry of a command
+TWICE = {"open", "describe", "rollout", "kl_floor", "main"}
+# longer than sixty lines, or of more than eight parameters: their docstrings say why
+ODD = {"reward_flow.replay", "scheduler.__init__", "rewards.remote.client.__init__"}
+
+
+def habits(sources):
+    """What breaks the habits that can be counted: names that are defined twice, functions that are long or wide."""
+    homes, found = {}, []
+    for file, text in sources.items():
+        for node in parsed(text).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name_of(file))
+        for node in ast.walk(parsed(text)):
+            if isinstance(node, ast.FunctionDef) and (name := f"{name_of(file)}.{node.name}") not in ODD:
+                lines, parameters = node.end_lineno - node.lineno + 1, [*node.args.args, *node.args.kwonlyargs]
+                width = sum(parameter.arg not in ("self", "cls") for parameter in parameters)
+                found += [f"{name}: {lines} lines"] if lines > 60 else []
+                found += [f"{name}: {width} parameters"] if width > 8 else []
+    found += [f"{name}: in {', '.join(at)}" for name, at in homes.items() if len(at) > 1 and name not in TWICE]
+    return found
+
+
+def test_names_are_defined_once_and_functions_are_short(sources):
+    assert habits(sources) == []
+    long = "def f(a, b, c, d, e, g, h, i, j):\n" + "    a = 1\n" * 60
+    assert habits({"rewardfl/x.py": long, "rewardfl/y.py": "def f(): ..."}) == [
+        "x.f: 61 lines",
+        "x.f: 9 parameters",
+        "f: in x, y",
+    ]
+
+
+@pytest.mark.parametrize("script, most", [("train_reward_fl.py", 235), ("train_flow_grpo.py", 310)])
+def test_a_script_stays_readable(script, most):
+    assert len((ROOT / script).read_text().splitlines()) <= most

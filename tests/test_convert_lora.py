@@ -26,7 +26,10 @@ def run(*arguments, expect=0):
 def products(path):
     """{module: scale * up @ down} by the reader."""
     (read,) = lora_files.read_lora(path)
-    return {name: u.scale * lora_files.load(u.up) @ lora_files.load(u.down) for name, u in read.updates.items()}
+    return {
+        name: u.scale * lora_files.load_tensor(u.up) @ lora_files.load_tensor(u.down)
+        for name, u in read.updates.items()
+    }
 
 
 @pytest.mark.parametrize("to", ("comfy", "diffusers"))

@@ -195,7 +195,7 @@ def test_the_configs_find_what_the_guide_downloads(monkeypatch, tmp_path, name):
     for command in commands(guide("2. Model")):
         follow(command)
     cfg = config.load(ROOT / "configs" / name)
-    layout = layouts.find(cfg.model.model_paths, cfg.model.tokenizer_path)
+    layout = layouts.find_files(cfg.model.model_paths, cfg.model.tokenizer_path)
     for expert, (folder,) in layout.experts.items():
         assert {path.name for path in folder.iterdir()} == set(EXPERT), expert
     for expert, path in {"high": cfg.model.distill_lora_high, "low": cfg.model.distill_lora_low}.items():

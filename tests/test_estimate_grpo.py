@@ -327,9 +327,9 @@ def test_the_expert_that_answers_at_a_tie_is_the_schedules():
 def test_total_steps():
     passes = ["train.max_steps=null", "train.num_train_epochs=2", "grpo.updates_per_epoch=3", "grpo.inner_epochs=2"]
     cfg = config.load(ROOT / TINY, [*SIX, *passes])
-    assert work.total_steps(cfg, 20, 1) == 7 * 6  # 40 visits of clips by 6 groups at a time: 7 epochs
-    assert work.total_steps(cfg, None, 1) is None
-    assert work.total_steps(config.load(ROOT / TINY), None, 1) == 40
+    assert work.steps_of_run(cfg, 20, 1) == 7 * 6  # 40 visits of clips by 6 groups at a time: 7 epochs
+    assert work.steps_of_run(cfg, None, 1) is None
+    assert work.steps_of_run(config.load(ROOT / TINY), None, 1) == 40
 
 
 def overview(*overrides, clips=None, steps=None, processes=1):

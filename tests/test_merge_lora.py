@@ -112,7 +112,7 @@ def test_every_dialect_gives_the_same_weights(world, expert, values, dialect, tm
     (lora,) = lora_files.read_lora(DIALECTS[dialect](tmp_path, values))
     assert {name: update.scale for name, update in lora.updates.items()}.keys() == values.keys()
     base = shards.open_checkpoint(world / "transformer_2")
-    plan = merge.plan(base, [(lora, 1.0)], "keep", "keep")
+    plan = merge.plan_merge(base, [(lora, 1.0)], "keep", "keep")
     shards.write_file(tmp_path / "out.safetensors", plan.parts, {}, lambda count: None)
     assert_same(load_file(tmp_path / "out.safetensors"), expected_weights(expert.state_dict(), values))
 
@@ -401,7 +401,7 @@ def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
     from rewardfl.backbones.wan import model as wan
 
     world = ROOT / "assets" / "tiny_world"
-    pipe = wan_load.load_pipeline(layouts.find(str(world / "pipeline")), torch.float32)
+    pipe = wan_load.load_pipeline(layouts.find_files(str(world / "pipeline")), torch.float32)
     row = data.load_metadata(world / "eval" / "metadata.csv")[0]
     conditioning = encode(pipe, row.prompt, data.load_example(row, 64, 64, 9).video[:, 0], 9)
     noise = groups.noise(wan.latent_shape(pipe, 64, 64, 9), seed=1)
@@ -423,7 +423,7 @@ def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
         adapted = video(pipe)
         out = tmp_path / "merged"
         run("--base", world / "pipeline", "--lora", tmp_path / "step-000001", "--out", out, "--dtype", "fp32")
-        merged = video(wan_load.load_pipeline(layouts.find(str(out)), torch.float32))
+        merged = video(wan_load.load_pipeline(layouts.find_files(str(out)), torch.float32))
     assert (adapted - before).abs().max() > 0.1
     assert (merged - adapted).abs().max() < 1e-4
 
@@ -686,7 +686,7 @@ def test_kill_while_writing_leaves_the_old_file(world, values, tmp_path):
 def test_verify_finds_what_is_wrong(world, values, tmp_path):
     """A merged tensor and a copied one, each changed after the write by one bit that matters."""
     (lora,) = lora_files.read_lora(DIALECTS["d5"](tmp_path, values))
-    plan = merge.plan(shards.open_checkpoint(world / "transformer_2"), [(lora, 1.0)], "keep", "keep")
+    plan = merge.plan_merge(shards.open_checkpoint(world / "transformer_2"), [(lora, 1.0)], "keep", "keep")
     out = tmp_path / "out.safetensors"
     for name, message in (("blocks.0.attn1.to_q.weight", "not base"), ("proj_out.bias", "not a copy")):
         shards.write_file(out, plan.parts, {}, lambda count: None)

@@ -161,14 +161,14 @@ def test_every_problem_is_found_and_every_process_knows(cfg, tmp_path, monkeypat
     (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])  # its header is left
     with (tmp_path / "metadata.csv").open("a") as file:
         file.write("short.mp4,x\nblack.mp4,x\n4.mp4,\ngone.mp4,x\n")
-    look = prepare.look_at
+    look = prepare.look_at_all
 
     def then_remove(*arguments):
         looks = look(*arguments)
         (tmp_path / "gone.mp4").unlink(missing_ok=True)
         return looks
 
-    monkeypatch.setattr(prepare, "look_at", then_remove)
+    monkeypatch.setattr(prepare, "look_at_all", then_remove)
     for error in find(cfg, 2, Cache(tmp_path / "cache"), [Brightness()]):
         assert isinstance(error, data.DataError) and "data.file_name (" in str(error) and "2 of 12 rows" in str(error)
         assert (

@@ -27,7 +27,7 @@ HOST = (
 def test_variants_stand_beside_the_plan_and_each_other(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(ROOT)  # the configuration's paths are relative to it
     cfg = config.load(CONFIG, FAST)
-    backbone = backbones.describe(cfg.model.model_name, start.source_of(cfg))
+    backbone = backbones.describe(cfg.model.model_name, start.model_source(cfg))
     costs = measure(work.work_of(cfg, backbone, None, None, 1).video)
     monkeypatch.setattr(step, "measure_costs", lambda video: costs)  # the same for all variants
     file = tmp_path / "step.json"

@@ -106,7 +106,7 @@ def test_recognisers_tell_strangers_apart(pack):
 
 @torch.no_grad()
 def test_vae_reconstructs_held_out_clips():
-    pipe = wan_load.load_pipeline(layouts.find(str(WORLD / "pipeline")), torch.float32)
+    pipe = wan_load.load_pipeline(layouts.find_files(str(WORLD / "pipeline")), torch.float32)
     assert (pipe.config.boundary_ratio, pipe.transformer.config.in_channels) == (0.9, 34)
     clips = torch.stack(eval_clips(6))
     again = pipe.vae.decode(pipe.vae.encode(clips).latent_dist.mode()).sample

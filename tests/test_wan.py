@@ -82,7 +82,7 @@ def test_sampler_is_the_pipeline_in_bfloat16_within_its_rounding(tmp_path, pipe,
     arguments = {"guidance_scale": guidance, "output_type": "latent"}
     exact = stock(pipe, 8, latents=noise.clone(), **arguments)
     pipe.save_pretrained(tmp_path)
-    half = wan_load.load_pipeline(layouts.find(str(tmp_path)), torch.bfloat16)
+    half = wan_load.load_pipeline(layouts.find_files(str(tmp_path)), torch.bfloat16)
     half.set_progress_bar_config(disable=True)
     negative = {"text": wan.encode_text(half, "")}
     expected = stock(half, 8, latents=noise.clone(), **arguments).float()
@@ -184,23 +184,23 @@ def test_a_batch_is_the_pipelines_samples(pipe, guidance):
 
 def test_load_pipeline(tmp_path, pipe):
     pipe.save_pretrained(tmp_path / "model")
-    loaded = wan_load.load_pipeline(layouts.find(str(tmp_path / "model")), torch.float32)
+    loaded = wan_load.load_pipeline(layouts.find_files(str(tmp_path / "model")), torch.float32)
     assert not any(
         p.requires_grad for m in (loaded.transformer, loaded.vae, loaded.text_encoder) for p in m.parameters()
     )
     assert not loaded.text_encoder.training  # T5 has dropout
     noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     torch.testing.assert_close(ours(loaded, 4, noise), ours(pipe, 4, noise), rtol=1e-4, atol=1e-4)
-    half = wan_load.load_pipeline(layouts.find(str(tmp_path / "model")), torch.bfloat16)
+    half = wan_load.load_pipeline(layouts.find_files(str(tmp_path / "model")), torch.bfloat16)
     assert half.transformer.dtype == torch.bfloat16
     assert half.transformer.scale_shift_table.dtype == torch.float32  # diffusers' float32 islands stay
 
     with pytest.raises(Refused, match="no model_index.json"):
-        wan_load.load_pipeline(layouts.find(str(tmp_path)), torch.float32)
+        wan_load.load_pipeline(layouts.find_files(str(tmp_path)), torch.float32)
     index = json.loads((tmp_path / "model" / "model_index.json").read_text())
     (tmp_path / "model" / "model_index.json").write_text(json.dumps(index | {"boundary_ratio": None}))
     with pytest.raises(Refused, match="no boundary_ratio"):
-        wan_load.load_pipeline(layouts.find(str(tmp_path / "model")), torch.float32)
+        wan_load.load_pipeline(layouts.find_files(str(tmp_path / "model")), torch.float32)
 
 
 def test_another_tokenizer_folder_is_used(tmp_path):
@@ -208,8 +208,10 @@ def test_another_tokenizer_folder_is_used(tmp_path):
     pipe.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer").rename(tmp_path / "tokenizer")
     with pytest.raises(Refused, match="has no tokenizer folder"):
-        wan_load.load_pipeline(layouts.find(str(tmp_path / "model")), torch.float32)
-    loaded = wan_load.load_pipeline(layouts.find(str(tmp_path / "model"), str(tmp_path / "tokenizer")), torch.float32)
+        wan_load.load_pipeline(layouts.find_files(str(tmp_path / "model")), torch.float32)
+    loaded = wan_load.load_pipeline(
+        layouts.find_files(str(tmp_path / "model"), str(tmp_path / "tokenizer")), torch.float32
+    )
     assert loaded.tokenizer(PROMPT).input_ids == pipe.tokenizer(PROMPT).input_ids
 
 

@@ -110,7 +110,7 @@ def assert_same_modules(actual, expected, modules=MODULES):
 
 @pytest.mark.parametrize("layout", ["diffusers", "original"])
 def test_linear_layers_by_the_headers(files, given, layout):
-    opened = layouts.open_files(layouts.find(given() if layout == "original" else str(files.fp32)))
+    opened = layouts.open_files(layouts.find_files(given() if layout == "original" else str(files.fp32)))
     for expert, part in wan.PARTS.items():
         modules = files.pipe.components[part].named_modules()
         expected = {name for name, module in modules if isinstance(module, torch.nn.Linear)}
@@ -122,7 +122,7 @@ def from_pretrained(folder, dtype):
 
 
 def load(model, dtype, **arguments):
-    return wan_load.load_pipeline(layouts.find(str(model)), dtype, **arguments)
+    return wan_load.load_pipeline(layouts.find_files(str(model)), dtype, **arguments)
 
 
 # -- layouts
@@ -185,7 +185,7 @@ def test_list_form(files, given, tmp_path, monkeypatch):
     entries = wan_files.paths(files.original, files.configs) | FORMS["shards"](files, tmp_path)
     path = tmp_path / "list.json"
     path.write_text(json.dumps([entries[key] for key in layouts.KEYS]))
-    layout = layouts.find(str(path), tokenizer_path=entries["tokenizer"])
+    layout = layouts.find_files(str(path), tokenizer_path=entries["tokenizer"])
     assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
 
 
@@ -249,17 +249,17 @@ def test_experts_that_are_not_wanted_are_not_loaded(files, given):
 def test_hub_form(files, tmp_path, monkeypatch):
     monkeypatch.setattr(layouts, "PUBLISHED", files.configs)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
-    layout = layouts.find("", origin_paths=HUB)
+    layout = layouts.find_files("", origin_paths=HUB)
     assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
     assert layout.tokenizer.name == "umt5-xxl"
-    layout = layouts.find("", str(files.fp32 / "tokenizer"), HUB)
+    layout = layouts.find_files("", str(files.fp32 / "tokenizer"), HUB)
     assert layout.tokenizer == files.fp32 / "tokenizer"
 
 
 def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(Refused, match="not in the local hub cache; set model.allow_download: true"):
-        layouts.find("", origin_paths=HUB)
+        layouts.find_files("", origin_paths=HUB)
     asked = []
 
     def snapshot_download(repository, allow_patterns, local_files_only):
@@ -268,7 +268,7 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(layouts, "snapshot_download", snapshot_download)
     with pytest.raises(Refused, match="not in the local hub cache and could not be fetched: no connection"):
-        layouts.find("", origin_paths=HUB, allow_download=True)
+        layouts.find_files("", origin_paths=HUB, allow_download=True)
     assert asked == [(wan_files.REPOSITORY, ["high_noise_model/diffusion_pytorch_model*.safetensors"], False)]
 
 
@@ -286,7 +286,7 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
 def test_hub_form_refused(files, tmp_path, monkeypatch, paths, message):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
     with pytest.raises(Refused, match=message):
-        layouts.find("", origin_paths=paths)
+        layouts.find_files("", origin_paths=paths)
 
 
 # -- distillation
@@ -519,7 +519,7 @@ def test_a_damaged_or_other_folder_is_refused(files, tmp_path, damage):
     folder = shutil.copytree(files.fp32, tmp_path / "model")
     change(folder)
     with pytest.raises(Refused, match=message):
-        layouts.open_files(layouts.find(str(folder)))
+        layouts.open_files(layouts.find_files(str(folder)))
 
 
 def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path):
@@ -620,7 +620,7 @@ def test_other_original_files_are_refused(files, given, tmp_path, case):
     changed = change(files, tmp_path)
     changed.pop("_", None)
     with pytest.raises(Refused, match=message):
-        layouts.open_files(layouts.find(given(**changed)))
+        layouts.open_files(layouts.find_files(given(**changed)))
 
 
 @pytest.mark.parametrize(
@@ -634,7 +634,7 @@ def test_other_original_files_are_refused(files, given, tmp_path, case):
 def test_a_broken_paths_file_is_refused(tmp_path, content, message):
     (tmp_path / "wan22_paths.json").write_text(content)
     with pytest.raises(Refused, match=message):
-        layouts.find(str(tmp_path / "wan22_paths.json"))
+        layouts.find_files(str(tmp_path / "wan22_paths.json"))
 
 
 class Malicious:
@@ -688,7 +688,7 @@ def test_old_pickles_and_safetensors_load_too(files, given, tmp_path):
 
 
 def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
-    layout = layouts.find(str(files.fp32))
+    layout = layouts.find_files(str(files.fp32))
     assert layouts.differences(layout, 0.9, 3.0) == []
     assert layouts.differences(layout, 0.875, 5.0) == [
         "model.min_timestep_boundary is 0.875, the checkpoint says 0.9",
@@ -699,7 +699,7 @@ def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
 def test_example_of_original_files():
     """Its keys are those that are taken; of its paths, the first is the first to be missed."""
     with pytest.raises(Refused, match="high_noise_model: .*Wan2.2-I2V-A14B/high_noise_model does not exist"):
-        layouts.find(str(ROOT / "examples" / "wan22_paths.json"))
+        layouts.find_files(str(ROOT / "examples" / "wan22_paths.json"))
 
 
 # -- use

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rewardfl.files import sha256
 from rewardfl.weights import lora_files, merge, shards, wan_names
-from rewardfl.weights.lora_files import Lora, Update, load
+from rewardfl.weights.lora_files import Lora, Update, load_tensor
 from rewardfl.weights.shards import Part, Refused
 from rewardfl_tools import _common, _output
 from rewardfl_tools._output import Output
@@ -103,18 +103,18 @@ def comfy_tensors(update: Update) -> dict[str, Tensor]:
     name = f"diffusion_model.{original}"
     state = {}
     if update.down is not None:
-        state[f"{name}.lora_down.weight"] = load(update.down)
-        state[f"{name}.lora_up.weight"] = load(update.up) * update.scale
+        state[f"{name}.lora_down.weight"] = load_tensor(update.down)
+        state[f"{name}.lora_up.weight"] = load_tensor(update.up) * update.scale
         state[f"{name}.alpha"] = torch.tensor(float(update.rank))
     if update.magnitude is not None:  # LyCORIS keeps the weight's dimensions: (out, 1, ...), or (1, in, ...)
         shape = [1] * len(update.down.shape)
         shape[0 if update.wd_on_output else 1] = -1
-        state[f"{name}.dora_scale"] = load(update.magnitude).reshape(shape)
+        state[f"{name}.dora_scale"] = load_tensor(update.magnitude).reshape(shape)
     if update.diff is not None and original.endswith("modulation"):
-        state[f"{name.removesuffix('.modulation')}.diff_m"] = load(update.diff)
+        state[f"{name.removesuffix('.modulation')}.diff_m"] = load_tensor(update.diff)
     elif update.diff is not None:
-        state[f"{name}.diff"] = load(update.diff)
-    if bias := [load(source) * factor for source, factor in biases(update)]:
+        state[f"{name}.diff"] = load_tensor(update.diff)
+    if bias := [load_tensor(source) * factor for source, factor in biases(update)]:
         state[f"{name}.diff_b"] = sum(bias[1:], bias[0])
     return state
 
@@ -137,11 +137,14 @@ def diffusers_tensors(lora: Lora, update: Update) -> dict[str, Tensor]:
             f"{lora.path}: the DoRA magnitude of {update.module} is of the inputs, which peft does not know; use "
             "--to comfy, or merge it with tools/merge_lora.py"
         )
-    state = {f"{name}.lora_A.weight": load(update.down), f"{name}.lora_B.weight": load(update.up) * update.scale}
+    state = {
+        f"{name}.lora_A.weight": load_tensor(update.down),
+        f"{name}.lora_B.weight": load_tensor(update.up) * update.scale,
+    }
     if update.magnitude is not None:  # peft's for a convolution is (1, out, 1, 1, 1)
         ones = [1] * (len(update.down.shape) - 2)
-        state[f"{name}.lora_magnitude_vector"] = load(update.magnitude).reshape([1, -1, *ones] if ones else [-1])
-    if bias := [load(source) * factor for source, factor in biases(update)]:
+        state[f"{name}.lora_magnitude_vector"] = load_tensor(update.magnitude).reshape([1, -1, *ones] if ones else [-1])
+    if bias := [load_tensor(source) * factor for source, factor in biases(update)]:
         state[f"{name}.lora_B.bias"] = sum(bias[1:], bias[0])
     return state
 
@@ -189,12 +192,14 @@ def effects(update: Update) -> list[tuple[str, Tensor]]:
     """The tensors that an update adds or multiplies by, with all scales applied."""
     found = []
     if update.down is not None:
-        found.append(("the product", update.scale * load(update.up).flatten(1) @ load(update.down).flatten(1)))
+        found.append(
+            ("the product", update.scale * load_tensor(update.up).flatten(1) @ load_tensor(update.down).flatten(1))
+        )
     if update.magnitude is not None:
         axis = "outputs" if update.wd_on_output else "inputs"
-        found.append((f"the magnitude of the {axis}", load(update.magnitude).flatten()))
+        found.append((f"the magnitude of the {axis}", load_tensor(update.magnitude).flatten()))
     if update.diff is not None:
-        found.append(("the difference", load(update.diff)))
-    if bias := [load(source) * factor for source, factor in biases(update)]:
+        found.append(("the difference", load_tensor(update.diff)))
+    if bias := [load_tensor(source) * factor for source, factor in biases(update)]:
         found.append(("the bias", sum(bias[1:], bias[0])))
     return found

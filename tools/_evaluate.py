@@ -85,7 +85,7 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
         raise ValueError(
             "this tool judges faces, and the run has no face pack; name one: reward.held_out_model_path=FOLDER"
         )
-    examples = {row.id: start.load_example(cfg, row) for row in rows}
+    examples = {row.id: start.example_of(cfg, row) for row in rows}
     pools = {
         name: {row.id: judge.pool(examples[row.id].reference.to(args.device)) for row in rows}
         for name, judge in judges.items()

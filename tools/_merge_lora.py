@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     _output.check(output, [args.base, config, *read_files])
     routed = route(given, list(bases))
     plans = {
-        expert: merge.plan(bases[expert], loras, args.dtype, args.rename)
+        expert: merge.plan_merge(bases[expert], loras, args.dtype, args.rename)
         for expert, loras in routed.items()
         if loras or args.dtype != "keep"
     }

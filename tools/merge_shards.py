@@ -91,7 +91,7 @@ def plan(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
         ]
     from rewardfl.weights import merge
 
-    return merge.plan(model, [], dtype, rename).parts
+    return merge.plan_merge(model, [], dtype, rename).parts
 
 
 def verify(model: Checkpoint, parts: list[Part], written: Checkpoint, progress) -> None:

@@ -42,11 +42,11 @@ def main() -> int:
     try:
         cfg = configuration.load(args.config, args.overrides)
         clips = len(data.load_metadata(cfg.data.file_name)) if Path(cfg.data.file_name).is_file() else None
-        backbone = backbones.describe(cfg.model.model_name, start.source_of(cfg))
+        backbone = backbones.describe(cfg.model.model_name, start.model_source(cfg))
         backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
         if isinstance(cfg, RewardFlConfig):
             work.check_active_experts(cfg, backbone)
-        steps = work.total_steps(cfg, clips, args.processes)
+        steps = work.steps_of_run(cfg, clips, args.processes)
         told = work.overview(cfg, backbone, clips, steps, args.processes)
         asked = work.work_of(cfg, backbone, clips, steps, args.processes, args.sharding)
     except (configuration.ConfigError, data.DataError, Refused) as error:

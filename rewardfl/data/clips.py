@@ -108,7 +108,7 @@ def _decoded(path: str | Path) -> Iterator[av.VideoFrame]:
             yield frame
 
 
-def read_header(
+def read_video_header(
     path: str | Path, num_frames: int, fps: float | None = None, at_least: int | None = None
 ) -> tuple[tuple[int, int], float | None]:
     """((height, width) as stored, frames per second where it says so) of a clip, without decoding a frame.

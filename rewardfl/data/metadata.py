@@ -22,8 +22,8 @@ from rewardfl.data.clips import (
     fit,
     iter_frames,
     read_clip,
-    read_header,
     read_picture,
+    read_video_header,
     to_float,
 )
 
@@ -159,7 +159,7 @@ def look_at(row: Row, num_frames: int, fps: float | None = None) -> Look:
         return Look((row.problem,))
 
     def read(path: Path, at_least: int) -> tuple[tuple[int, int], float | None]:
-        return read_header(path, num_frames, fps, at_least)
+        return read_video_header(path, num_frames, fps, at_least)
 
     found, problems = _read_files(row, num_frames, read, check_picture)
     size, rate = found.get("video", (None, None))

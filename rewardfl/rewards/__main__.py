@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from rewardfl import data
-from rewardfl.rewards import REWARDS, Reward, build, find
+from rewardfl.rewards import REWARDS, Reward, build, find_reward
 
 COLUMNS = ("name", "differentiable", "range", "weights", "licence")
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     score.add_argument("videos", nargs="+", metavar="VIDEO")
     args = parser.parse_args(arguments)
     if args.command is None:
-        print(listing())
+        print(list_rewards())
         return 0
     try:
         reward = build(args.reward, read_settings(args.settings)).to(args.device)
@@ -50,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def listing() -> str:
+def list_rewards() -> str:
     """All rewards of this project."""
-    classes = [find(name) for name in sorted(REWARDS)]
+    classes = [find_reward(name) for name in sorted(REWARDS)]
     return table([{column: _word(getattr(cls, column)) for column in COLUMNS} for cls in classes])
 
 

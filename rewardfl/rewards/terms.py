@@ -50,7 +50,7 @@ def check_trainable(terms: Sequence[Term]) -> None:
         raise RewardError("reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained")
 
 
-def score(terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]]) -> list[Judged]:
+def score_terms(terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]]) -> list[Judged]:
     """Every term of videos (B, 3, F, H, W): with its gradient where it has a weight, else as `judge` has it.
 
     So one that only measures costs nothing but its own numbers when it raises; one that is trained on raises here.

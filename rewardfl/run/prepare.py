@@ -115,7 +115,7 @@ def readable(
 # Clips and what the rewards keep of them
 
 
-def look_at(
+def look_at_all(
     rows: Sequence[data.Row], num_frames: int, fps: float | None, share: Share, gather: Gather
 ) -> list[data.Look]:
     """data.look_at of each row, on every process; each looks at its share."""

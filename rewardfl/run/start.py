@@ -30,7 +30,7 @@ from rewardfl.optim import learning_rate_factor
 from rewardfl.rewards import FaceIdentityReward, blackbox
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.face import parity as face_parity
-from rewardfl.rewards.face.pack import describe, file_hashes
+from rewardfl.rewards.face.pack import describe_packs, file_hashes
 from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.terms import RewardError, Term
 from rewardfl.run import checkpoint, checks, invariants, prepare, trackers, work
@@ -104,7 +104,7 @@ def command_line(description: str) -> argparse.Namespace:
 # What will be done, as far as the configuration and headers tell
 
 
-def source_of(cfg: AnyConfig) -> Source:
+def model_source(cfg: AnyConfig) -> Source:
     """What the configuration says of the model's files."""
     model = cfg.model
     return Source(
@@ -123,7 +123,7 @@ def open_model(cfg: AnyConfig) -> Backbone:
     trackers.check_installed(cfg.run.log_with)
     checks.check_threads(cfg.run.cpu_threads, os.cpu_count())
     checks.check_paths(cfg)
-    backbone = backbones.open(cfg.model.model_name, source_of(cfg))
+    backbone = backbones.open(cfg.model.model_name, model_source(cfg))
     targets = lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names)
     lora.check_targets(targets, backbone.linear_layers(), backbone.layer_names)
     backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
@@ -160,7 +160,7 @@ def look_at_rows(cfg: AnyConfig, job: Job) -> Rows:
 
 
 def _look_at(cfg: AnyConfig, rows: Sequence[data.Row], job: Job) -> tuple[list[data.Row], list[str]]:
-    looks = prepare.look_at(rows, cfg.data.num_frames, cfg.data.fps, job.share, job.gather_lists)
+    looks = prepare.look_at_all(rows, cfg.data.num_frames, cfg.data.fps, job.share, job.gather_lists)
     problems = [(row.line, problem) for row, look in zip(rows, looks, strict=True) for problem in look.problems]
     good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     said, table = [f"skipped: {line}" for line in bad], rows[0].table
@@ -196,7 +196,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedRun:
     """What the run is made of, and the state of the checkpoint that it goes on from.
 
     content: see content_of. changes: all that run.resume_with_changes has allowed. state: {} to start anew; what is
@@ -238,7 +238,7 @@ def resume(
     samples: Sequence[prepare.Sample],
     held_out: Sequence[prepare.Sample] = (),
     batches: Mapping[str, int | None] | None = None,
-) -> Resumed:
+) -> ResumedRun:
     """The checkpoint's state, if there is one; the face packs are asked first whether they answer as onnxruntime does.
 
     CheckpointError when what the configuration leads to has changed since, or how the data are batched. batches:
@@ -251,7 +251,7 @@ def resume(
     init = init_adapters(cfg, backbone)
     content = content_of(samples, held_out, packs, init)
     state, changes = _load_state(cfg, opened, content, batches or {})
-    return Resumed(opened, content, init, changes, state)
+    return ResumedRun(opened, content, init, changes, state)
 
 
 def content_of(
@@ -334,7 +334,7 @@ def _changed_content(folder: Path, key: str, words: str) -> str:
 # Clips and rewards
 
 
-def load_example(cfg: AnyConfig, row: data.Row) -> data.Example:
+def example_of(cfg: AnyConfig, row: data.Row) -> data.Example:
     """The row's clips, at the configured size."""
     size = (cfg.data.height, cfg.data.width, cfg.data.num_frames)
     return data.load_example(row, *size, max_pixels=cfg.data.max_pixels, fps=cfg.data.fps)
@@ -391,8 +391,8 @@ def _check_face_packs(
     if job.rank == 0:
         hashes = {key: file_hashes(identity.files) for key, identity in packs.items()}
         try:
-            clip = load_example(cfg, samples[0].row).reference.to(job.device)
-            answers.append((hashes, describe(hashes) + face_parity.check_packs(packs, clip), None))
+            clip = example_of(cfg, samples[0].row).reference.to(job.device)
+            answers.append((hashes, describe_packs(hashes) + face_parity.check_packs(packs, clip), None))
         except (face_parity.FaceParityError, data.DataError) as error:  # the others wait for an answer
             answers.append(({}, [], error))
     ((hashes, said, refused),) = job.gather_lists(answers)
@@ -485,7 +485,7 @@ def load_experts(
     return Experts(model_of, outside), trained
 
 
-def fill_adapters(model: Experts, trained: Mapping[str, nn.Module], backbone: Backbone, resumed: Resumed) -> None:
+def fill_adapters(model: Experts, trained: Mapping[str, nn.Module], backbone: Backbone, resumed: ResumedRun) -> None:
     """Give the adapters their first weights: of the checkpoint, of lora.init_from, or as they are: they change nothing.
 
     CheckpointError for a checkpoint without the adapters that are trained.
@@ -525,7 +525,7 @@ def make_learner(
     model: Experts,
     trained: Mapping[str, nn.Module],
     steps: int,
-    resumed: Resumed,
+    resumed: ResumedRun,
 ) -> Learner:
     """AdamW and its schedule over the adapters, whose first weights are in place; where the checkpoint left them.
 
@@ -570,7 +570,7 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 # What a run leaves
 
 
-def open_log(cfg: AnyConfig, job: Job, resumed: Resumed, steps: int, last_line: int) -> Log:
+def open_log(cfg: AnyConfig, job: Job, resumed: ResumedRun, steps: int, last_line: int) -> Log:
     """Begin to write: run.json, and metrics.jsonl after step `last_line`. steps: of the whole run."""
     opened, metrics = resumed.opened, checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
     if opened.path is not None:
@@ -618,7 +618,7 @@ def notes_on_changes(named: Sequence[str], changes: Sequence[Mapping[str, Any]])
     ]
 
 
-def state_of(job: Job, learner: Learner, resumed: Resumed, log: Log, step: int) -> dict[str, Any]:
+def state_of(job: Job, learner: Learner, resumed: ResumedRun, log: Log, step: int) -> dict[str, Any]:
     """What going on after `step` takes in both scripts. On all processes, which may hold parts of it."""
     return {
         "step": step,
@@ -629,7 +629,7 @@ def state_of(job: Job, learner: Learner, resumed: Resumed, log: Log, step: int) 
     }
 
 
-def save_checkpoint(
+def save(
     cfg: AnyConfig,
     job: Job,
     backbone: Backbone,
@@ -676,7 +676,7 @@ def sample_videos(
         if mine:
             try:
                 with checkpoint.tolerant(print, step, last=False):
-                    write_video(cfg, samples[row], video, path)
+                    write_beside(cfg, samples[row], video, path)
             except data.DataError as error:
                 print(f"warning: step {step}: {path} is left out, since its real clip cannot be shown: {error}")
     job.wait()
@@ -708,12 +708,12 @@ def evaluate(
     return own | reward_metrics.means(terms, judged, "eval", own)
 
 
-def write_video(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Path) -> None:
+def write_beside(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Path) -> None:
     """The real clip, its face marked, beside the generated `video` (3, F, H, W).
 
     WriteError as a checkpoint's; DataError where the real clip is not what it was when training began.
     """
-    real = load_example(cfg, sample.row).video
+    real = example_of(cfg, sample.row).video
     if real.shape != video.shape:
         sizes = " x ".join(map(str, real.shape[1:])), " x ".join(map(str, video.shape[1:]))
         raise data.DataError(f"{sample.row.video}: is {sizes[0]} (frames x height x width) now, it was {sizes[1]}")
@@ -725,7 +725,7 @@ def write_video(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Pat
         data.write_video(path, torch.cat([real, video.float().cpu()], -1), fps=fps)
 
 
-def finish(cfg: AnyConfig, job: Job, log: Log, interruption: Interruption, step: int) -> int:
+def close_run(cfg: AnyConfig, job: Job, log: Log, interruption: Interruption, step: int) -> int:
     """Close everything after the last step of this process group; the exit code."""
     log.close()
     job.accelerator.end_training()

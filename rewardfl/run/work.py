@@ -23,14 +23,14 @@ KINDS = ("flow", "dance", "cps")  # of stochastic steps
 # What ordinary training asks
 
 
-def clip_size(cfg: AnyConfig) -> tuple[int, int]:
+def largest_clip(cfg: AnyConfig) -> tuple[int, int]:
     """(height, width) of the largest clips: under max_pixels of a square one, which no other has more tokens than."""
     return data.clip_size((4096, 4096), cfg.data.height, cfg.data.width, cfg.data.max_pixels)
 
 
 def schedule_of(cfg: AnyConfig, backbone: Backbone, shape: Shape | None = None) -> Schedule:
     """The denoising steps that a run of the configuration takes with latents of `shape`; None: of the largest clips."""
-    shape = backbone.latent_shape(*clip_size(cfg), cfg.data.num_frames) if shape is None else shape
+    shape = backbone.latent_shape(*largest_clip(cfg), cfg.data.num_frames) if shape is None else shape
     schedule = backbone.schedule(cfg.sample.num_inference_steps, cfg.sample.shift, shape)
     return schedule.until(cfg.sample.final_timestep)
 
@@ -47,7 +47,7 @@ def trained_experts(cfg: AnyConfig, experts: Sequence[str]) -> tuple[str, ...]:
     return tuple(experts[i] for i in chosen)
 
 
-def total_steps(cfg: AnyConfig, clips: int | None, processes: int) -> int | None:
+def steps_of_run(cfg: AnyConfig, clips: int | None, processes: int) -> int | None:
     """Optimizer updates of the run: max_steps, or what visits every clip num_train_epochs times.
 
     None where the clips that must say are not there. Flow-GRPO takes whole epochs.
@@ -337,7 +337,7 @@ def work_of(
     trained = trained_experts(cfg, backbone.experts)
     targets = tuple(lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names))
     common = Work(
-        video=Video(backbone, *clip_size(cfg), cfg.data.num_frames, Adapter(cfg.lora.lora_rank, targets)),
+        video=Video(backbone, *largest_clip(cfg), cfg.data.num_frames, Adapter(cfg.lora.lora_rank, targets)),
         trained=trained,
         untrained=next((name for name in backbone.experts if name not in trained), None),
         steps=steps,
@@ -428,7 +428,7 @@ def _flow_grpo(common: Work, cfg: FlowGrpoConfig) -> Work:
 def _evaluation(cfg: FlowGrpoConfig, backbone: Backbone, steps: int | None) -> Sampling:
     wanted, per_epoch = cfg.evaluation, updates_of_epoch(cfg)
     num_steps = wanted.eval_inference_steps or cfg.sample.num_inference_steps
-    shape, videos = backbone.latent_shape(*clip_size(cfg), cfg.data.num_frames), None
+    shape, videos = backbone.latent_shape(*largest_clip(cfg), cfg.data.num_frames), None
     experts = backbone.schedule(num_steps, cfg.sample.shift, shape).experts
     if Path(wanted.eval_clips).is_file():
         videos = len(data.load_metadata(wanted.eval_clips, "evaluation.eval_clips")) * wanted.eval_noises

@@ -155,7 +155,7 @@ def _neighbours(value: int, multiple: int, offset: int) -> str:
 
 def open(source: Source) -> Wan22I2V:
     """The model of files whose headers are checked, with the distillation that belongs to it. Refused: see files."""
-    layout = files.find(source.model_paths, source.tokenizer_path, source.origin_paths, source.allow_download)
+    layout = files.find_files(source.model_paths, source.tokenizer_path, source.origin_paths, source.allow_download)
     layout = files.open_files(layout)
     high, low, mode = source.distilled
     return _of_layout(

@@ -57,7 +57,9 @@ def source_of(model_paths: str) -> Path:
     return folder if model_paths and all((folder / part / "config.json").is_file() for part in parts) else PUBLISHED
 
 
-def find(model_paths: str, tokenizer_path: str = "", origin_paths: str = "", allow_download: bool = False) -> Layout:
+def find_files(
+    model_paths: str, tokenizer_path: str = "", origin_paths: str = "", allow_download: bool = False
+) -> Layout:
     """The files of the model that the configuration names. Refused, with the key and the way out, for what is missing.
 
     model_paths: a diffusers folder, or a wan22_paths.json (an object with KEYS, or a list in their order; each entry a

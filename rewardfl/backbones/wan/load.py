@@ -99,7 +99,7 @@ def load_expert(
 
     distilled: LoRAs added in float32 before the one rounding. Refused as by `sources`, and for LoRAs that do not fit.
     """
-    merged = merge.plan(checkpoint, [(one, 1.0) for one in distilled], "keep", "diffusers").merged
+    merged = merge.plan_merge(checkpoint, [(one, 1.0) for one in distilled], "keep", "diffusers").merged
     state = {}
     for target, name in sources(checkpoint, config).items():
         stored = torch.float32 if wan_names.stays_float32(target) else dtype
@@ -225,5 +225,5 @@ def _same_lora(one: Lora, other: Lora) -> bool:
     name = next(iter(one.updates))
     mine, theirs = (file.updates[name].sources() for file in (one, other))
     return mine.keys() == theirs.keys() and all(
-        torch.equal(lora_files.load(mine[role]), lora_files.load(theirs[role])) for role in mine
+        torch.equal(lora_files.load_tensor(mine[role]), lora_files.load_tensor(theirs[role])) for role in mine
     )
