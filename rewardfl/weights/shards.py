@@ -287,8 +287,8 @@ def _open_index(path: Path) -> Checkpoint:
     if total is not None and total != joined.nbytes:
         if total != sum(file.stat().st_size for file in joined.files):
             raise Refused(
-                f"{path} says total_size {quoted(total)}, its shards hold {joined.nbytes} bytes of tensors; they do not "
-                "belong together"
+                f"{path} says total_size {quoted(total)}, its shards hold {joined.nbytes} bytes of tensors; they do "
+                "not belong together"
             )
         notes.append(f"{path.name}: total_size counts whole files, not tensors; read as meant")
     return Checkpoint(path, joined.tensors, joined.files, joined.metadata, (*joined.notes, *notes))
