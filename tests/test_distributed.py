@@ -85,6 +85,9 @@ ONE_UPDATE = [
     "sample.num_inference_steps=4", "train.max_steps=1", "model.dtype=bfloat16", "run.sample_videos=0",
     "train.max_grad_norm=1.0", "train.use_gradient_checkpointing=true",
 ]  # fmt: skip
+ONE_GROUP = [
+    "grpo.groups=1", "grpo.updates_per_epoch=1", "grpo.ratio_tolerance=1e-3", "evaluation.eval_clips=null",
+]  # fmt: skip
 BOTH = "model.trainable_models=dit,dit2"
 # steps 0 and 1 are the high-noise expert's. A frozen expert's step before the first trained one is refused
 REWARD_PLACES = {
@@ -110,8 +113,7 @@ def placed_runs(folder, accumulation):
         if kind == "reward":
             words = [*REWARD_FL, *ONE_UPDATE, f"train.gradient_accumulation_steps={accumulation}", *REWARD_PLACES[name]]
         else:
-            more = ["grpo.updates_per_epoch=1", "grpo.ratio_tolerance=1e-3", "evaluation.eval_clips=null"]
-            words = [*GRPO, *ONE_UPDATE, *more, *POLICY_PLACES[name]]
+            words = [*GRPO, *ONE_UPDATE, *ONE_GROUP, *POLICY_PLACES[name]]
         runs.append([*words, f"run.output_dir={folder / place}"])
     return runs
 
