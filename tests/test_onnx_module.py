@@ -195,6 +195,32 @@ def test_op_equals_onnxruntime(case, tmp_path):
     assert_same(by_module(OnnxModule(path), x), by_onnxruntime(path, x))
 
 
+RULES = ("asymmetric", "align_corners", "half_pixel", "pytorch_half_pixel", "tf_half_pixel_for_nn")
+ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_fractional_scales_round_as_in_onnxruntime(mode, tmp_path):
+    """Sizes and positions are float32 there: in float64, 7 of 10 by the scale 0.7 would be 6."""
+    rng = np.random.default_rng(7)
+    for i in range(250):
+        rule = RULES[i % (4 if mode == "linear" else 5)]
+        scales = [round(float(scale), 1 + i % 3) for scale in rng.uniform(0.2, 3.2, 2)]
+        shape = (1, 2, int(rng.integers(3, 24)), int(rng.integers(3, 24)))
+        if i % 2:
+            given = {"r": f(), "s": f(1, 1, *scales)}
+            names = "x r s"
+        else:
+            sizes = [max(1, int(scale * size)) for scale, size in zip(scales, shape[2:], strict=True)]
+            given, names = {"r": f(), "e": f(), "t": ints(*shape[:2], *sizes)}, "x r e t"
+        resize = node(
+            "Resize", names, mode=mode, coordinate_transformation_mode=rule, nearest_mode=ROUNDINGS[i // 5 % 4]
+        )
+        path = write(tmp_path / "r.onnx", [resize], given, 11 if rule == RULES[-1] else 13, shape)
+        x = torch.from_numpy(rng.normal(size=shape).astype(np.float32))
+        assert_same(by_module(OnnxModule(path), x), by_onnxruntime(path, x))
+
+
 def test_every_op_has_a_case():
     tested = {n.op_type for nodes, _, _ in CASES.values() for n in nodes} | {"Softmax before opset 13"}
     assert set(OPS) == tested
