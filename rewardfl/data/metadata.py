@@ -18,6 +18,7 @@ from torch import Tensor
 from rewardfl.data.clips import (
     SAME_RATE,
     DataError,
+    Header,
     check_picture,
     fit,
     iter_frames,
@@ -72,6 +73,7 @@ class Look:
     problems: tuple[str, ...] = ()
     size: tuple[int, int] | None = None  # (height, width) of its clip as stored; None where it cannot be opened
     rate: float | None = None  # of its clip, in frames per second; None where the file does not say
+    colour: str = ""  # of its clip, in words, where it is more than the 8 bits of SDR that are read
 
 
 @dataclass(frozen=True)
@@ -158,12 +160,12 @@ def look_at(row: Row, num_frames: int, fps: float | None = None) -> Look:
     if row.problem:
         return Look((row.problem,))
 
-    def read(path: Path, at_least: int) -> tuple[tuple[int, int], float | None]:
+    def read(path: Path, at_least: int) -> Header:
         return read_header(path, num_frames, fps, at_least)
 
     found, problems = _read_files(row, num_frames, read, check_picture)
-    size, rate = found.get("video", (None, None))
-    return Look((*_said_of(row), *problems), size, rate)
+    said = (*_said_of(row), *problems)
+    return Look(said, *found["video"]) if "video" in found else Look(said)
 
 
 def _said_of(row: Row) -> list[str]:
@@ -195,7 +197,7 @@ def _read_files(
 def clip_notes(
     rows: Sequence[Row], looks: Sequence[Look], height: int, width: int, max_pixels: int | None, fps: float | None
 ) -> list[str]:
-    """What is odd about clips that can be trained on, in words: much smaller ones, and several rates that are mixed."""
+    """What is odd about clips that can be trained on, in words: much smaller ones, mixed rates, and HDR."""
     seen = [(row, look) for row, look in zip(rows, looks, strict=True) if look.size is not None]
     wanted, what = height * width, f"of {height} x {width}, and are enlarged"
     if max_pixels is not None and seen:
@@ -215,6 +217,14 @@ def clip_notes(
         found.append(
             f"data.fps is null, and clips have from {slow:.4g} (line {slow_line}) to {fast:.4g} (line {fast_line}) "
             "frames per second, which are trained on as if they had one rate; set data.fps to take frames at one"
+        )
+    deep = [(row, look) for row, look in seen if look.colour]
+    if deep:
+        row, look = deep[0]
+        found.append(
+            f"{len(deep)} of {len(rows)} clips have more colour than the 8 bits of SDR that are read of them, the "
+            f"first is line {row.line}, {row.video.name}: {look.colour}; HDR looks grey then: turn it into SDR before "
+            "(ffmpeg's filters zscale and tonemap)"
         )
     return found
 
