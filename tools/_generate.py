@@ -10,6 +10,7 @@ import torch
 
 from rewardfl import backbones, data, groups, offload, reward_flow
 from rewardfl.backbones.seam import Experts, Source, Velocity
+from rewardfl.files import printable
 from rewardfl_tools import _common
 
 
@@ -20,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
         write = writer(args.out, args.fps)
         video = generate(args)
     except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write(args.out, video)

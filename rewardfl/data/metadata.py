@@ -27,6 +27,7 @@ from rewardfl.data.clips import (
     read_picture,
     to_float,
 )
+from rewardfl.files import is_control
 
 COLUMNS = (
     "video",
@@ -127,7 +128,7 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     elif not cell["video"]:
         problem = "no video"
     else:
-        problem = next((_unlike_a_name(name, cell[name]) for name in PATHS if _is_too_long(cell[name])), "")
+        problem = next(filter(None, (_unlike_a_name(name, cell[name]) for name in PATHS)), "")
     # only the cells that are given: an id stays what it was when a column comes to the file
     given = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:] if cell[name])]
     row_id = f"{cell['video']}#{hashlib.blake2b(chr(10).join(given).encode(), digest_size=4).hexdigest()}"
@@ -140,12 +141,15 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     )  # fmt: skip
 
 
-def _is_too_long(cell: str) -> bool:
-    return any(len(os.fsencode(part)) > NAME_BYTES for part in Path(cell).parts)
-
-
 def _unlike_a_name(column: str, cell: str) -> str:
-    return f"{column}: {cell[:40]!r}... ({len(cell)} characters) is too long for a file's name; are columns swapped?"
+    """What keeps a cell from naming a file, in words; empty where nothing does."""
+    if any(len(os.fsencode(part)) > NAME_BYTES for part in Path(cell).parts):
+        return (
+            f"{column}: {cell[:40]!r}... ({len(cell)} characters) is too long for a file's name; are columns swapped?"
+        )
+    if any(map(is_control, cell)):  # it would be printed, logged, and drawn
+        return f"{column}: {cell!r} holds a control character or a line break; rename the file"
+    return ""
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
