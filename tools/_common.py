@@ -66,6 +66,12 @@ def size(text: str) -> int:
     return int(nbytes)
 
 
+def path_and_strength(text: str) -> tuple[str, float]:
+    """PATH[:strength], as LoRAs are named on the command line; 1 where it names no strength."""
+    found = re.fullmatch(r"(.+):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)", text)
+    return (found[1], float(found[2])) if found else (text, 1.0)
+
+
 def one_line(text: str) -> str:
     """The text as one line for a terminal, cut where it is longer than a page: names in files may be anything."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:LONGEST_LINE])

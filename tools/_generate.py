@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rewardfl import backbones, data, groups, offload, reward_flow
+from rewardfl import backbones, data, groups, lora, offload, reward_flow
 from rewardfl.backbones.seam import Experts, Source, Velocity
 from rewardfl.files import printable
 from rewardfl_tools import _common
@@ -61,7 +61,10 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     decoder = backbone.load_decoder(device)
     loaded = {name: backbone.load_expert(name) for name in backbone.experts}
     if args.adapter:
-        backbone.attach_adapters(loaded, args.adapter)
+        path, strength = args.adapter
+        backbone.attach_adapters(loaded, Path(path))
+        for expert in loaded.values():
+            lora.set_strength(expert, strength)
     experts = Experts({name: offload.place(expert, args.experts, device) for name, expert in loaded.items()})
     shape = backbone.latent_shape(args.height, args.width, args.num_frames)
     noise = groups.noise((1, *shape), args.seed, device)

@@ -70,10 +70,7 @@ def run(args: argparse.Namespace) -> None:
 
 def read(text: str, alpha: float | None) -> Given:
     """PATH[@high|@low][:strength] -> the LoRAs in it, with their experts set where the text names one."""
-    path, strength = text, 1.0
-    if found := re.fullmatch(r"(.+):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)", path):
-        path, strength = found[1], float(found[2])
-    expert = None
+    (path, strength), expert = _common.path_and_strength(text), None
     if found := re.fullmatch(r"(.+)@(high|low)", path):
         path, expert = found[1], EXPERTS[found[2]]
     loras = lora_files.assign(lora_files.read_lora(path, alpha), expert)
