@@ -120,6 +120,13 @@ def reference(model: nn.Module) -> Iterator[None]:
             layer._active_adapter = names
 
 
+def set_strength(model: nn.Module, strength: float) -> None:
+    """Let the policy adapter, where the model has one, count `strength` times what it was trained to; 1: as it was."""
+    for layer in _layers(model):
+        if POLICY in layer.lora_A:
+            layer.set_scale(POLICY, strength)
+
+
 def adapter_state(model: ModelMixin) -> dict[str, Tensor]:
     """The policy adapter's weights by diffusers name (blocks.0.attn1.to_q.lora_A.weight, ...), whole, on the CPU.
 

@@ -37,15 +37,16 @@ def shown_numbers(frames):
     return [round((frame.float().mean().item() - 3) / 6) for frame in frames]
 
 
-def film(path, frames, milliseconds, pixel_shape=Fraction(1)):
-    """An mp4 whose frames have these times."""
+def film(path, frames, milliseconds, pixel_shape=Fraction(1), pixels="yuv420p", curve=2):
+    """An mp4 whose frames have these times; curve: its transfer function by ITU-T H.273, 2 where it does not say."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=30)
-        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], pixels
+        stream.codec_context.color_trc = curve
         stream.codec_context.time_base = Fraction(1, 1000)
         stream.codec_context.sample_aspect_ratio = pixel_shape
-        for pixels, time in zip(frames.numpy(), milliseconds, strict=True):
-            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+        for picture, time in zip(frames.numpy(), milliseconds, strict=True):
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
             frame.pts, frame.time_base = time, Fraction(1, 1000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -665,6 +666,24 @@ def test_notes_of_clips():
     assert "16 (line 4)" in note and "30 (line 2)" in note and "data.fps" in note
     assert data.clip_notes(*mixed, 480, 832, None, 16) == []
     assert data.clip_notes([], [], 480, 832, 480 * 832, None) == []
+
+
+@pytest.mark.parametrize(
+    "pixels, curve, words",
+    [
+        ("yuv420p", 2, []), ("yuv420p", 1, []), ("yuv420p10le", 2, ["10 bits"]),
+        ("yuv420p10le", 16, ["HDR", "PQ", "10 bits"]), ("yuv420p10le", 18, ["HDR", "HLG"]), ("yuv420p", 18, ["HLG"]),
+    ],
+)  # fmt: skip
+def test_colour_that_is_lost_is_noted(folder, pixels, curve, words):
+    """A clip of more than 8 bits, or in HDR, is read as if it were SDR, which nothing else would say."""
+    film(folder / "deep.mp4", clip(), range(0, 90, 10), pixels=pixels, curve=curve)
+    rows = data.load_metadata(write_csv(folder, "a.mp4,x", "deep.mp4,x"))
+    looks = [data.look_at(row, 5) for row in rows]
+    assert not any(look.problems for look in looks)
+    notes = data.clip_notes(rows, looks, 48, 64, None, 10)
+    assert len(notes) == bool(words)
+    assert all(word in note for note in notes for word in [*words, "line 3, deep.mp4", "1 of 2"])
 
 
 def test_the_setting_that_names_the_file_is_named(folder):

@@ -1,13 +1,16 @@
-"""The statistics of tools/evaluate.py on clips whose answers are known."""
+"""The statistics of tools/evaluate.py on clips whose answers are known; what it refuses."""
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 
-from rewardfl import data
+from rewardfl import config, data
 from rewardfl.rewards import face
-from rewardfl_tools import _evaluate
+from rewardfl_tools import _evaluate, evaluate
 
 
 def score(value, frames=9, coverage=1.0, speed=0.02, nonrigid=0.01):
@@ -92,3 +95,19 @@ def test_batches_hold_clips_of_one_size():
 def test_refuses_what_is_no_run(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"run\.json is missing; name the output_dir of a training run"):
         _evaluate.run_config(tmp_path, [])
+
+
+def test_a_run_with_another_reward_names_the_way_out(tmp_path, monkeypatch, capsys):
+    """A judge that the run had not, given as an override."""
+    world = ROOT / "assets" / "tiny_world"
+    settings = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
+    settings += ["reward.motion_weight=0", "data.num_frames=5"]
+    cfg = config.load(str(ROOT / "configs" / "tiny_flow_grpo.yaml"), settings, config.FlowGrpoConfig)
+    (tmp_path / "run.json").write_text(json.dumps({"config": config.to_dict(cfg)}))
+    data.write_video(tmp_path / "nobody.mp4", torch.full((5, 64, 64, 3), 90, dtype=torch.uint8), 16)
+    (tmp_path / "metadata.csv").write_text("video,prompt\nnobody.mp4,x\n")
+    command = ["evaluate.py", "--run", str(tmp_path), "--data", str(tmp_path / "metadata.csv"), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert evaluate.main() == 2 and "reward.held_out_model_path=FOLDER" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*command, f"reward.held_out_model_path={world}/faces/judge"])
+    assert evaluate.main() == 2 and "shows a face" in capsys.readouterr().err  # it has looked for one

@@ -323,14 +323,15 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
     Image.fromarray(frame).save(tmp_path / "face.png")
     trained, videos = straight / "checkpoints" / "latest", []
     monkeypatch.setattr(data, "write_video", lambda path, video, fps: videos.append(video))
-    for chosen in (["--adapter", str(trained)], []):
+    for chosen in (["--adapter", str(trained)], [], ["--adapter", f"{trained}:0"], ["--adapter", f"{trained}:0.5"]):
         command = (
             f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 64 --width 64 --num-frames 9"
         )
         command += f" --steps 4 --dtype float32 --device cpu --seed 5 --out {tmp_path}/out.mp4"
         monkeypatch.setattr(sys, "argv", [*command.split(), "--prompt", "a person, talking", *chosen])
         assert generate.main() == 0, capsys.readouterr().err
-    ours, base = videos
+    ours, base, off, half = videos
+    assert torch.equal(off, base)
 
     pipe = WanImageToVideoPipeline.from_pretrained(WORLD / "pipeline", dtype=torch.float32)
     pipe.load_lora_weights(trained / "transformer_2", load_into_transformer_2=True)
@@ -343,6 +344,13 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
     stock = stock.transpose(0, 1) * 2 - 1
     torch.testing.assert_close(ours, stock, rtol=0, atol=1e-3)
     assert float((base - stock).abs().max()) > 1e-2  # the adapter matters
+    pipe.transformer_2.set_adapters(pipe.transformer_2.active_adapters(), 0.5)
+    stock = pipe(
+        image=Image.fromarray(frame), prompt="a person, talking", height=64, width=64, num_frames=9,
+        num_inference_steps=4, guidance_scale=1.0, latents=noise, output_type="pt",
+    ).frames[0]  # fmt: skip
+    torch.testing.assert_close(half, stock.transpose(0, 1) * 2 - 1, rtol=0, atol=1e-3)
+    assert float((half - ours).abs().max()) > 5e-3 and float((half - base).abs().max()) > 5e-3
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from rewardfl import backbones, config, data
 from rewardfl.backbones.seam import Source
+from rewardfl.files import printable
 from rewardfl.rewards import face
 from rewardfl.rewards.face import pack as face_pack
 from rewardfl_tools import _common
@@ -51,13 +52,13 @@ def run(args: argparse.Namespace) -> int:
         if args.faces:
             detector = face.FaceDetector(face_pack.pack_files(args.faces)[0], cfg.reward.det_size).to(args.device)
     except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return UNUSABLE
     check = partial(inspect, settings=cfg.data, detector=detector, device=args.device)
     with ThreadPoolExecutor(4) as pool:
         reports = list(tqdm(pool.map(check, rows), total=len(rows), desc="checking", disable=None))
     warn_of_repeats(reports)
-    print("\n".join([*listing(reports), *notes(rows, reports, cfg.data), *summary(reports)]))
+    print(printable("\n".join([*listing(reports), *notes(rows, reports, cfg.data), *summary(reports)])))
     if args.sheet:
         args.sheet.parent.mkdir(parents=True, exist_ok=True)
         contact_sheet(reports).save(args.sheet)
@@ -254,7 +255,8 @@ def contact_sheet(reports: Sequence[Report]) -> Image.Image:
         if not report.pictures:
             pen.rectangle((left, top, left + THUMBNAIL[0], top + THUMBNAIL[1]), outline="red")
         sizes = f"  {show(report.source)} to {show(report.size)}" if report.size else ""
-        pen.text((left, top + THUMBNAIL[1] + 2), f"line {report.row.line}  {report.row.id}{sizes}", "black", font)
+        title = _common.one_line(f"line {report.row.line}  {report.row.id}{sizes}")
+        pen.text((left, top + THUMBNAIL[1] + 2), title, "black", font)
         said, colour = "; ".join(report.problems + report.warnings), "red" if report.problems else "dimgrey"
         for j, words in enumerate(textwrap.wrap(said, width // 6)[: LINES - 1]):
             pen.text((left, top + THUMBNAIL[1] + 2 + (j + 1) * LINE), words, colour, font)

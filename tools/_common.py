@@ -23,10 +23,10 @@ def command(work: Callable[[], None]) -> Callable[[], int]:
         try:
             work()
         except Refused as error:
-            print(printable(f"refused: {error}"), file=sys.stderr)
+            print(one_line(f"refused: {error}"), file=sys.stderr)
             return REFUSED
         except OSError as error:
-            print(printable(f"error: {error}"), file=sys.stderr)
+            print(one_line(f"error: {error}"), file=sys.stderr)
             return IO_ERROR
         return MERGED
 
@@ -66,8 +66,14 @@ def size(text: str) -> int:
     return int(nbytes)
 
 
-def printable(text: str) -> str:
-    """One line for the terminal: names from files may hold line breaks, escape sequences, or a megabyte."""
+def path_and_strength(text: str) -> tuple[str, float]:
+    """PATH[:strength], as LoRAs are named on the command line; 1 where it names no strength."""
+    found = re.fullmatch(r"(.+):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)", text)
+    return (found[1], float(found[2])) if found else (text, 1.0)
+
+
+def one_line(text: str) -> str:
+    """The text as one line for a terminal, cut where it is longer than a page: names in files may be anything."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:LONGEST_LINE])
     return line + (" ..." if len(text) > LONGEST_LINE else "")
 

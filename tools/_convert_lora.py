@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
         name = args.out if output.is_file else args.out / file_name(args, lora)
         line = f"{lora.path} -> {name}: {len(lora.updates)} modules, alpha from {lora.alpha_source}"
         for text in (line, *(f"note: {note}" for note in notes(lora, args.to))):
-            print(_common.printable(text))
+            print(_common.one_line(text))
         report["files"][str(name)] = line
     states = [(lora, *converted(lora, args.to, DTYPES[args.dtype])) for lora in loras]
     _output.clear_strays(output, args.dry_run)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     if args.verify:
         verify(loras, lora_files.read_lora(args.out), DTYPES[args.dtype])
         print("verified: read back, every update equals the input's")
-    print(_common.printable(f"written: {args.out}"))
+    print(_common.one_line(f"written: {args.out}"))
     _output.write_report(output, report)
 
 
@@ -87,7 +87,7 @@ def converted(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor
     state: dict[str, Tensor] = {}
     for update in lora.updates.values():
         state |= comfy_tensors(update) if to == "comfy" else diffusers_tensors(lora, update)
-    source = _common.printable(lora.path.name)
+    source = _common.one_line(lora.path.name)
     metadata = {"format": "pt", "rewardfl": TOOL, "rewardfl_source": f"{source} {sha256(lora.path)}"}
     if to == "diffusers":
         metadata["lora_adapter_metadata"] = json.dumps(diffusers_config(lora), indent=2, sort_keys=True)

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from rewardfl import config, data, groups, offload, reward_flow
 from rewardfl.backbones.seam import Experts, Velocity
+from rewardfl.files import printable
 from rewardfl.rewards import face
 from rewardfl.run import start, work
 from rewardfl_tools import _common
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         cfg = run_config(args.run, args.overrides)
         clips, pools = evaluate(cfg, args.adapter or args.run / "checkpoints" / "latest", args, out)
     except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2
     report = summarise(clips, pools)
     report["command"] = sys.argv
@@ -93,7 +94,7 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
     usable = [row for row in rows if all(pool[row.id] is not None for pool in pools.values())]
     problems += [f"line {row.line}: no face was found in {row.face_video}" for row in rows if row not in usable]
     for problem in problems:
-        print(f"skipped: {problem}")
+        print(printable(f"skipped: {problem}"))
     if not usable:
         raise ValueError(f"--data: no clip of {args.data} shows a face")
 

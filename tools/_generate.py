@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from rewardfl import backbones, data, groups, offload, reward_flow
+from rewardfl import backbones, data, groups, lora, offload, reward_flow
 from rewardfl.backbones.seam import Experts, Source, Velocity
+from rewardfl.files import printable
 from rewardfl_tools import _common
 
 
@@ -20,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
         write = writer(args.out, args.fps)
         video = generate(args)
     except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write(args.out, video)
@@ -60,7 +61,10 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     decoder = backbone.load_decoder(device)
     loaded = {name: backbone.load_expert(name) for name in backbone.experts}
     if args.adapter:
-        backbone.attach_adapters(loaded, args.adapter)
+        path, strength = args.adapter
+        backbone.attach_adapters(loaded, Path(path))
+        for expert in loaded.values():
+            lora.set_strength(expert, strength)
     experts = Experts({name: offload.place(expert, args.experts, device) for name, expert in loaded.items()})
     shape = backbone.latent_shape(args.height, args.width, args.num_frames)
     noise = groups.noise((1, *shape), args.seed, device)

@@ -63,17 +63,14 @@ def run(args: argparse.Namespace) -> None:
     largest = {one.text: max(merge.check_finite(lora) for lora in one.loras) for one in given}
     report = describe(args, given, routed, plans, largest)
     for line in report["lines"]:
-        print(_common.printable(line))
+        print(_common.one_line(line))
     rest = list(other_files(args.base, {layout[expert] for expert in plans})) if layout else []
     write(args, output, layout, plans, rest, config if args.rename == "keep" and config.is_file() else None, report)
 
 
 def read(text: str, alpha: float | None) -> Given:
     """PATH[@high|@low][:strength] -> the LoRAs in it, with their experts set where the text names one."""
-    path, strength = text, 1.0
-    if found := re.fullmatch(r"(.+):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)", path):
-        path, strength = found[1], float(found[2])
-    expert = None
+    (path, strength), expert = _common.path_and_strength(text), None
     if found := re.fullmatch(r"(.+)@(high|low)", path):
         path, expert = found[1], EXPERTS[found[2]]
     loras = lora_files.assign(lora_files.read_lora(path, alpha), expert)
@@ -135,7 +132,7 @@ def describe(
     largest: dict[str, float],
 ) -> dict:
     """What is about to happen: lines for the user, a record for the file's metadata, figures for --json."""
-    lines, record = [], {"base": _common.printable(str(args.base)), "dtype": args.dtype}
+    lines, record = [], {"base": _common.one_line(str(args.base)), "dtype": args.dtype}
     for number, one in enumerate(given):
         for lora in one.loras:
             ranks = sorted({update.rank for update in lora.updates.values() if update.down is not None})
@@ -146,9 +143,7 @@ def describe(
                 f"{lora.dialect}"
             )
             lines.append(text)
-            record[f"lora_{number}_{lora.expert or 'model'}"] = (
-                _common.printable(text) + f"; sha256 {sha256(lora.path)}"
-            )
+            record[f"lora_{number}_{lora.expert or 'model'}"] = _common.one_line(text) + f"; sha256 {sha256(lora.path)}"
             lines += [f"note: {note}" for note in lora.notes]
         if largest[one.text] == 0:
             lines.append(f"WARNING: {one.text} is zero everywhere: an adapter before its first step?")
@@ -246,7 +241,7 @@ def write(
             with _common.progress_bar(plan.parts, f"verifying {place}") as bar:
                 merge.verify(plan, shards.open_checkpoint(place), bar.update)
         print("verified: copies are equal byte by byte, merged rows equal base + LoRA")
-    print(_common.printable(f"written: {args.out}"))
+    print(_common.one_line(f"written: {args.out}"))
     _output.write_report(output, report)
 
 

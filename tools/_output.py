@@ -214,13 +214,13 @@ def clear_strays(output: Output, dry_run: bool) -> None:
     for path in (output.path, output.report):
         for stray, why in strays(path) if path else ():
             if why is not None:
-                print(_common.printable(f"note: {stray} is left alone, {why}"))
+                print(_common.one_line(f"note: {stray} is left alone, {why}"))
                 continue
             if not dry_run and stray.is_dir():
                 shutil.rmtree(stray)
             elif not dry_run:
                 stray.unlink()
-            print(_common.printable(f"{'would remove' if dry_run else 'removed'} {stray}, which a killed run left"))
+            print(_common.one_line(f"{'would remove' if dry_run else 'removed'} {stray}, which a killed run left"))
 
 
 def strays(path: Path) -> Iterator[tuple[Path, str | None]]:

@@ -8,6 +8,7 @@ import sys
 import threading
 
 from rewardfl import rewards
+from rewardfl.files import printable
 from rewardfl.rewards.remote.client import token_of
 from rewardfl.rewards.remote.server import DRAIN_SECONDS, RewardServer, Service, check_host
 from rewardfl_tools import _common
@@ -22,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         server = listen(args)
     except (ValueError, TypeError, RuntimeError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return REFUSED
     except OSError as error:
         print(f"error: --host {args.host} --port {args.port}: {error}", file=sys.stderr)

@@ -19,9 +19,9 @@ def main() -> int:
     )
     parser.add_argument("--adapter", type=Path, help="checkpoint folder (default: RUN/checkpoints/latest)")
     parser.add_argument("--data", required=True, help="metadata.csv of people who were not trained on")
-    parser.add_argument("--seeds", type=int, default=2, help="noises per person")
+    parser.add_argument("--seeds", type=int, default=2, help="noises per person (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation")
-    parser.add_argument("--batch", type=int, default=4, help="clips sampled at a time")
+    parser.add_argument("--batch", type=int, default=4, help="clips sampled at a time (default: %(default)s)")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument(
         "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"

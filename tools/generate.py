@@ -11,6 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from rewardfl_tools import _common
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -23,25 +25,31 @@ def main() -> int:
     parser.add_argument("--prompt", required=True)
     parser.add_argument(
         "--guidance", type=float, default=1.0,
-        help="classifier-free guidance: 3.5 (with --steps 40) for the official model, 1 (none) for distilled ones",
+        help="classifier-free guidance: 3.5 (with --steps 40) for the official model, 1 (none, the default) for "
+        "distilled ones",
     )  # fmt: skip
     parser.add_argument("--negative-prompt", default="", help="what --guidance above 1 leads away from")
     parser.add_argument("--out", type=Path, required=True, help="what to write: NAME.mp4, NAME.npy, or a new folder")
     parser.add_argument("--distill-lora-high", default="", help="distillation LoRA fused into the high-noise expert")
     parser.add_argument("--distill-lora-low", default="", help="the same for the low-noise expert")
-    parser.add_argument("--adapter", type=Path, help="checkpoint folder of a run, e.g. outputs/x/checkpoints/latest")
-    parser.add_argument("--height", type=int, default=480)
-    parser.add_argument("--width", type=int, default=832)
-    parser.add_argument("--num-frames", type=int, default=81)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--shift", type=float, default=5.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fps", type=float, default=16)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument(
+        "--adapter", type=_common.path_and_strength, metavar="PATH[:strength]",
+        help="checkpoint folder of a run, e.g. outputs/x/checkpoints/latest, or outputs/x/checkpoints/latest:0.8",
+    )  # fmt: skip
+    default = "default: %(default)s"
+    parser.add_argument("--height", type=int, default=480, help=default)
+    parser.add_argument("--width", type=int, default=832, help=default)
+    parser.add_argument("--num-frames", type=int, default=81, help=default)
+    parser.add_argument("--steps", type=int, default=8, help=f"denoising steps ({default})")
+    parser.add_argument("--shift", type=float, default=5.0, help=f"of the sigmas, as sample.shift ({default})")
+    parser.add_argument("--seed", type=int, default=0, help=f"of the noise ({default})")
+    parser.add_argument("--fps", type=float, default=16, help=f"of NAME.mp4 ({default})")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help=default)
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument(
-        "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
-    )
+        "--experts", choices=("gpu", "cpu_swap"), default="gpu",
+        help=f"cpu_swap: blocks come from host memory in turn ({default})",
+    )  # fmt: skip
     args = parser.parse_args()
     from rewardfl_tools import _generate  # not before: --help and mistakes are answered without torch
 

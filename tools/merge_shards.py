@@ -51,7 +51,7 @@ def main() -> None:
     listing = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
     print(f"{len(model.files)} files, {len(parts)} tensors ({listing}), {_common.gigabytes(total)}")
     for note in model.notes:
-        print(_common.printable(f"note: {note}"))
+        print(_common.one_line(f"note: {note}"))
     if args.dry_run:
         print("dry run: nothing written")
         _output.write_report(output, report)
@@ -67,7 +67,7 @@ def main() -> None:
         with _common.progress_bar(parts, "verifying") as bar:
             verify(model, parts, shards.open_checkpoint(args.out), bar.update)
         print("verified: every tensor equals the input's")
-    print(_common.printable(f"written: {args.out}"))
+    print(_common.one_line(f"written: {args.out}"))
     _output.write_report(output, report)
     if output.is_file:
         print(

@@ -36,6 +36,7 @@ def main() -> int:
     from rewardfl import config as configuration
     from rewardfl.config import RewardFlConfig
     from rewardfl.estimate.report import TFLOPS, estimate
+    from rewardfl.files import printable
     from rewardfl.run import start, work
     from rewardfl.weights.shards import Refused
 
@@ -50,7 +51,7 @@ def main() -> int:
         told = work.overview(cfg, backbone, clips, steps, args.processes)
         asked = work.work_of(cfg, backbone, clips, steps, args.processes, args.sharding)
     except (configuration.ConfigError, data.DataError, Refused) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return DOES_NOT
     print(f"model's shape from {backbone.described_by()}")
     print(f"data: {'not there yet' if clips is None else f'{clips} clips'}: {cfg.data.file_name}\n")

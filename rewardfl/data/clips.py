@@ -24,6 +24,7 @@ PICTURE_PIXELS = 2**26  # at most, of a picture (8192 x 8192): reading and fitti
 # The bits depend on the number of threads, and, where macroblocks are an odd number, libx264's macroblock tree reads
 # memory that nobody has written (core 165).
 X264: dict[str, object] = {"crf": "18", "threads": "1", "x264-params": "mbtree=0"}
+HDR = {16: "HDR by PQ", 18: "HDR by HLG"}  # transfer functions of ITU-T H.273
 SAME_RATE = 0.99  # 23.976 frames per second pass for 24
 
 
@@ -38,6 +39,14 @@ class Instant(NamedTuple):
 
 
 Timed = TypeVar("Timed", av.VideoFrame, Instant)
+
+
+class Header(NamedTuple):
+    """What a clip's file says of it before a frame is decoded."""
+
+    size: tuple[int, int]  # (height, width) as stored
+    rate: float | None  # frames per second, where it says so
+    colour: str  # in words, where it is more than the 8 bits of SDR that are read; else empty
 
 
 def read_video(path: str | Path, num_frames: int | None = None, fps: float | None = None) -> Tensor:
@@ -110,8 +119,8 @@ def _decoded(path: str | Path) -> Iterator[av.VideoFrame]:
 
 def read_video_header(
     path: str | Path, num_frames: int, fps: float | None = None, at_least: int | None = None
-) -> tuple[tuple[int, int], float | None]:
-    """((height, width) as stored, frames per second where it says so) of a clip, without decoding a frame.
+) -> Header:
+    """The Header of a clip, without decoding a frame.
 
     Raises iter_frames' DataError as far as that can be told. A header may lie: where it promises too few frames, or too
     slow ones, the times of the file's packets decide, which are never fewer than its frames; where it promises
@@ -126,7 +135,15 @@ def read_video_header(
                 times = sorted({packet.pts * packet.time_base for packet in packets})
                 for _ in _chosen(path, (Instant(float(time)) for time in times), num_frames, fps, at_least):
                     pass
-        return (stream.height, stream.width), rate
+        return Header((stream.height, stream.width), rate, _colour(stream.codec_context))
+
+
+def _colour(codec: av.VideoCodecContext) -> str:
+    """What a stream's colours are, in words, unless they are SDR of 8 bits."""
+    curve = HDR.get(codec.color_trc, "")
+    bits = max((component.bits for component in codec.format.components), default=8) if codec.format else 8
+    depth = f"{bits} bits per channel" if bits > 8 else ""
+    return ", ".join(word for word in (curve, depth) if word)
 
 
 def _promises_too_little(count: int, rate: float | None, needed: int, fps: float | None) -> bool:

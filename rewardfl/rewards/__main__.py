@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from rewardfl import data
+from rewardfl.files import printable
 from rewardfl.rewards import REWARDS, Reward, build, find_reward
 
 COLUMNS = ("name", "differentiable", "range", "weights", "licence")
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = {row.video.stem: row for row in data.load_metadata(args.metadata)} if args.metadata else None
         print(table(score_files(reward, args.videos, rows, args.prompt, args.reference, args.device)))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2
     return 0
 

@@ -44,6 +44,7 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rewardfl.files import printable
 from rewardfl.run.prepare import Share
 from rewardfl.sharding import placed, whole
 
@@ -77,7 +78,7 @@ class Job:
 
     def say(self, line: str) -> None:
         """Print a line, once on each machine."""
-        self.accelerator.print(line)
+        self.accelerator.print(printable(line))
 
     def wait(self) -> None:
         """Until all processes have come here."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 from tqdm import tqdm
 
+from rewardfl.files import printable
 from rewardfl.rewards.base import RewardError
 from rewardfl.run import checkpoint
 from rewardfl.run.job import Job
@@ -39,7 +40,7 @@ class Log:
     def say(self, step: int, line: str) -> None:
         """Print a line about a step, once for all processes."""
         if self.job.main:
-            print(f"step {step}: {line}")
+            print(printable(f"step {step}: {line}"))
 
     def say_once(self, step: int, lines: Sequence[str]) -> None:
         """Print those that were not said before."""

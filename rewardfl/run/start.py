@@ -25,7 +25,7 @@ from rewardfl import config as configuration
 from rewardfl.backbones.seam import Adapter, Backbone, Experts, Source
 from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
-from rewardfl.files import model_digest
+from rewardfl.files import model_digest, printable
 from rewardfl.optim import learning_rate_factor
 from rewardfl.rewards import FaceIdentityReward, blackbox
 from rewardfl.rewards import metrics as reward_metrics
@@ -82,10 +82,10 @@ def main(
             cfg = configuration.load(args.config, args.overrides, kind)
             return train(cfg, args.dry_run, interruption, run_folder)
     except REFUSALS as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2
     except invariants.InvariantError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return error.exit_code
 
 
@@ -678,7 +678,8 @@ def sample_videos(
                 with checkpoint.tolerant(print, step, last=False):
                     write_beside(cfg, samples[row], video, path)
             except data.DataError as error:
-                print(f"warning: step {step}: {path} is left out, since its real clip cannot be shown: {error}")
+                why = f"its real clip cannot be shown: {error}"
+                print(printable(f"warning: step {step}: {path} is left out, since {why}"))
     job.wait()
     return folder
 
