@@ -32,6 +32,7 @@ def pytest_unconfigure():
 SLOW = (
     "distributed", "chaos", "train_reward_fl", "train_flow_grpo", "train_rewards", "launch", "golden", "estimate_grpo",
     "tiny_world", "invariants", "estimate", "wan_load", "accelerate", "face_parity", "placement",
+    "lora", "merge_lora", "security", "step_benchmark",
 )  # fmt: skip
 
 

@@ -171,8 +171,8 @@ def plain(distribution):
 
 def undeclared(sources):
     """What is imported, at any depth, of distributions that no requirement names."""
-    owners = metadata.packages_distributions()
-    used = {name for below in house_of(sources).values() for name in below - house_of(sources).keys()}
+    owners, house = metadata.packages_distributions(), house_of(sources)
+    used = {name for below in house.values() for name in below - house.keys()}
     return {
         name: owners.get(name, ["not installed"])
         for name in used - sys.stdlib_module_names - {"rewardfl_tools", "wandb"}

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -82,3 +83,13 @@ def test_a_process_ends_while_others_run():
     assert zygote.run(["-c", ""]).returncode == 0 and slow.poll() is None
     slow.kill()
     assert slow.wait() == -signal.SIGKILL and time.monotonic() - start < 60
+
+
+def test_who_asks_and_is_gone_harms_nobody(tmp_path):
+    for sent in (b"", (100).to_bytes(8), (2).to_bytes(8) + b"{"):
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect(os.environ[zygote.ADDRESS])
+            asking.sendall(sent)
+    assert zygote.run(["-c", "print(1)"]).stdout == "1\n"
+    missing = zygote.run(["-c", ""], cwd=tmp_path / "missing")
+    assert missing.returncode == 1 and "FileNotFoundError" in missing.stderr

@@ -159,7 +159,9 @@ def serve(listening):
         if listening in ready:
             imported = imported or import_all()
             connection, _ = listening.accept()
-            request, streams = read(connection)
+            if (asked := read(connection)) is None:
+                continue
+            request, streams = asked
             pid = os.fork()
             if pid:
                 children[pid] = connection
@@ -168,7 +170,9 @@ def serve(listening):
                 continue
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            become(request, streams)
+            take_streams(streams)
+            if request["session"]:
+                os.setsid()
             connection.sendall(os.getpid().to_bytes(8))
             for other in (listening, wake, woken, events, connection, *children.values()):
                 other.close()
@@ -190,11 +194,19 @@ def report(children):
 
 
 def read(connection):
+    """(the request, its streams); None when whoever asked has ended meanwhile."""
     size, streams, _, _ = socket.recv_fds(connection, 8, 2)
     content = b""
     while len(content) < int.from_bytes(size):
-        content += connection.recv(1 << 20)
-    return json.loads(content), streams
+        if not (more := connection.recv(1 << 20)):
+            break
+        content += more
+    if len(size) == 8 and len(content) == int.from_bytes(size):
+        return json.loads(content), streams
+    connection.close()
+    for stream in streams:
+        os.close(stream)
+    return None
 
 
 def import_all():
@@ -217,17 +229,18 @@ def import_all():
     return True
 
 
-def become(request, streams):
-    """Of a forked process: what a new one would be."""
-    if request["session"]:
-        os.setsid()
-    os.environ.clear()
-    os.environ.update(request["env"])
-    os.chdir(request["cwd"])
+def take_streams(streams):
     nothing = os.open(os.devnull, os.O_RDONLY)
     for new, number in zip((nothing, *streams), (0, 1, 2), strict=True):
         os.dup2(new, number)
         os.close(new)
+
+
+def become(request):
+    """Of a forked process: what a new one would be."""
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
     sys.modules["numpy"].random.seed()  # what starts by itself from the system's entropy
 
 
@@ -264,5 +277,6 @@ def launch_by_forking():
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as requests:
-        asked = serve(requests)
-    execute(asked["arguments"])
+        wanted = serve(requests)
+    become(wanted)
+    execute(wanted["arguments"])
