@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -287,16 +288,22 @@ def sources(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, str]
 
     Refused when the files lack one, have one too many, or one of another shape.
     """
-    names, wanted = _common_names(checkpoint), empty_expert(config).state_dict()
+    names, wanted = _common_names(checkpoint), _shapes(json.dumps(config))
     if missing := [name for name in wanted if name not in names]:
         raise Refused(f"{checkpoint.path} lacks {missing[0]} ({len(missing)} of {len(wanted)} tensors missing)")
     for target, name in names.items():
         if target not in wanted:
             raise Refused(f"{checkpoint.path}: {name} has no place in a model of {config['num_layers']} layers")
-        given, shape = checkpoint.tensors[name].shape, tuple(wanted[target].shape)
-        if given != shape:
-            raise Refused(f"{checkpoint.path}: {name} is {given}, the model's is {shape}")
+        given = checkpoint.tensors[name].shape
+        if given != wanted[target]:
+            raise Refused(f"{checkpoint.path}: {name} is {given}, the model's is {wanted[target]}")
     return names
+
+
+@lru_cache(maxsize=4)
+def _shapes(config: str) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of every tensor of an expert of this configuration, as JSON: a start asks several times."""
+    return {name: tuple(value.shape) for name, value in empty_expert(json.loads(config)).state_dict().items()}
 
 
 def linear_layers(checkpoint: Checkpoint) -> list[str]:
