@@ -147,7 +147,7 @@ def test_the_documented_yaml_is_what_the_config_takes(tmp_path):
     settings = re.findall(
         r"^\| `(\w+)` \|", page[: page.index("## What goes wrong")].split("The settings:")[1], re.MULTILINE
     )
-    assert sorted(settings) == sorted(registry.settings_of(rewards.find("remote"))[0])
+    assert sorted(settings) == sorted(registry.settings_of(rewards.find_reward("remote"))[0])
 
 
 def test_what_is_only_measured_may_fail(monkeypatch, capsys, tmp_path):
