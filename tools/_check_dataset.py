@@ -155,9 +155,9 @@ def size_warnings(what: str, source: tuple[int, int], size: tuple[int, int]) -> 
     left = min(scales) / max(scales)  # the larger scale is taken; what then sticks out of the other side is cropped
     found = []
     if max(scales) > ENLARGED:
-        found.append(f"{what}: {show(source)} is enlarged {max(scales):.2f} times to {show(size)}")
+        found.append(f"{what}: {show(source)} (height x width) is enlarged {max(scales):.2f} times to {show(size)}")
     if left < CROPPED:
-        found.append(f"{what}: {show(size)} leaves {left:.0%} of {show(source)}")
+        found.append(f"{what}: {show(size)} leaves {left:.0%} of {show(source)} (height x width)")
     return found
 
 
@@ -219,7 +219,7 @@ def summary(reports: Sequence[Report]) -> list[str]:
     sizes = Counter(report.size for report in usable)
     return [
         f"{len(reports)} rows: {len(usable)} can be used, {len(reports) - len(usable)} cannot",
-        *(f"{show(size)}: {count} rows" for size, count in sizes.most_common()),
+        *(f"{show(size)} (height x width): {count} rows" for size, count in sizes.most_common()),
     ]
 
 
