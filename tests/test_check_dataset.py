@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from rewardfl import config, data
 from rewardfl.backbones.wan import files as layouts
@@ -141,6 +141,30 @@ def test_clips_with_problems_are_shown_as_far_as_they_go(tmp_path):
     reports[0].problems.clear()
     assert is_red(sheet).any()
     assert not is_red(np.asarray(_check_dataset.contact_sheet(reports[:1])).astype(int)).any()
+
+
+def test_a_sheet_shows_every_name(tmp_path, monkeypatch):
+    """Letters of other scripts as they are; what the font has not, by its number: no boxes."""
+    data.write_video(tmp_path / "é.mp4", nobody(), 16)
+    names = {"\u0416": "\u0416", "\u00e9\u00fc": "\u00e9\u00fc", "\u4f60": "\\u4f60"}
+    drawn, text = [], ImageDraw.ImageDraw.text
+    monkeypatch.setattr(
+        ImageDraw.ImageDraw,
+        "text",
+        lambda pen, at, words, fill, font: drawn.append((words, font)) or text(pen, at, words, fill, font),
+    )
+    for name in names:
+        data.write_video(tmp_path / f"{name}.mp4", nobody(), 16)
+    rows = data.load_metadata(write_csv(tmp_path, *([f"{name}.mp4", "x", "", "", ""] for name in names)))
+    settings = config.DataConfig(file_name="-", height=64, width=64, num_frames=9)
+    _check_dataset.contact_sheet([_check_dataset.inspect(row, settings, None, "cpu") for row in rows])
+    assert [words.split()[2].split(".mp4")[0] for words, _ in drawn] == list(names.values())
+    box = picture_of("\U0010fffd", drawn[0][1])  # of a private character, which no font has
+    assert all(picture_of(letter, drawn[0][1]) != box for words, _ in drawn for letter in words if letter != " ")
+
+
+def picture_of(letter, font):
+    return bytes(font.getmask(letter))
 
 
 def test_sizes_under_max_pixels(call, tmp_path):
