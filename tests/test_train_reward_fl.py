@@ -189,6 +189,17 @@ def test_what_computes_the_same_may_change(straight, tmp_path):
     assert json.loads((run / "run.json").read_text())["changes"] == []
 
 
+def test_fewer_steps_than_are_done(monkeypatch, capsys, straight, tmp_path):
+    """Said with both numbers; nothing is trained and nothing changed."""
+    run = cut(straight, tmp_path / "run", 6)
+    for steps in (4, 6):
+        code, out, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={run}", f"train.max_steps={steps}")
+        (line,) = [line for line in out.splitlines() if "train.max_steps" in line]
+        assert code == 0 and "6 steps are done" in line and f" {steps} " in line, error
+        assert metrics(run) == metrics(straight) and "resuming" not in out
+        assert (run / "checkpoints" / "latest").resolve().name == "step-000006"
+
+
 def test_other_content_is_refused(monkeypatch, capsys, clips, tmp_path):
     """Of the clips, by name and in order, and of the face packs; before weights load, and nothing is changed."""
     path, rows = clips
@@ -582,6 +593,7 @@ def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
     assert "learning_rate:" in out
     assert "320 tokens" in out and "memory of one GPU" in out and "fit" not in out  # there is no GPU to fit
     assert "note:" not in out
+    assert "--dry-run" not in out  # which it is
     _, out, _ = call(monkeypatch, capsys, "--dry-run", "sample.shift=3", "model.min_timestep_boundary=0.875")
     assert "note: model.min_timestep_boundary is 0.875, the checkpoint says 0.9" in out
     assert "note: sample.shift is 3, the checkpoint says 5" in out

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
 from PIL import Image
 from pipelines import FRAMES, HEIGHT, WIDTH, backbone_of, encode, experts_of, random_pipeline
 
@@ -241,6 +241,36 @@ def test_check_clips(pipe):
     check(482, 8, 81, max_pixels=256)  # the sides are not used
     with pytest.raises(Refused, match="^data.max_pixels gives .* of 16, this VAE takes multiples of 32"):
         check(704, 1280, 81, spatial=16, max_pixels=256)
+
+
+def test_clips_beyond_the_models_positions_are_refused(pipe):
+    """The rotary embedding would end in the middle of the first forward pass; the largest clip that passes runs."""
+    model = dataclasses.replace(backbone_of(pipe), spatial=8, temporal=4, positions=6)
+    for size in ((96, 96, 21), (480, 480, 21, 96 * 96)):
+        model.check_clips(*size)
+    for size, key, limit in (
+        ((112, 96, 21), "data.height", 96), ((96, 112, 21), "data.width", 96), ((96, 96, 25), "data.num_frames", 21),
+        ((96, 96, 21, 112 * 112), "data.max_pixels", 96 * 96),
+    ):  # fmt: skip
+        with pytest.raises(Refused) as error:
+            model.check_clips(*size)
+        (line,) = str(error.value).splitlines()
+        assert line.startswith(key) and f" {limit}," in line and "rope_max_seq_len" in line
+    for part in (pipe.transformer, pipe.transformer_2):
+        assert backbone_of(pipe).positions <= part.config.rope_max_seq_len
+    small = WanTransformer3DModel.from_config(dict(pipe.transformer_2.config) | {"rope_max_seq_len": 6})
+    given = {"encoder_hidden_states": torch.zeros(1, 3, 32), "timestep": torch.zeros(1)}
+    shape = (1, pipe.transformer_2.config.in_channels, 6, 12, 12)
+    small(torch.zeros(shape), **given)
+    with pytest.raises(RuntimeError):
+        small(torch.zeros(*shape[:-1], 14), **given)
+
+
+def test_the_limit_is_read_from_the_configuration(tmp_path):
+    random_pipeline().save_pretrained(tmp_path)
+    path = tmp_path / "transformer_2" / "config.json"
+    path.write_text(path.read_text().replace('"rope_max_seq_len": 64', '"rope_max_seq_len": 5'))
+    assert backbones.open("wan2_2", Source(model_paths=str(tmp_path))).positions == 5
 
 
 def test_another_model_name_is_refused():

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from matplotlib import get_data_path
+from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 from tqdm import tqdm
@@ -25,6 +27,7 @@ from rewardfl_tools import _common
 USABLE, UNUSABLE = 0, 2  # exit codes
 ENLARGED, CROPPED = 1.05, 0.75  # warnings: enlarged more than this many times; less than this share of a picture left
 THUMBNAIL, LINE, LINES = (160, 112), 14, 3  # width and height; height of a line of text, and how many a row has
+FONT = f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf"  # Latin, Greek, Cyrillic, Arabic and more
 # what --data leaves unsaid of a configuration that would be trained with
 UNSAID = {"run": {"output_dir": "-"}, "model": {"model_paths": "-"}, "reward": {"reward_model_path": "-"}}
 
@@ -155,9 +158,9 @@ def size_warnings(what: str, source: tuple[int, int], size: tuple[int, int]) -> 
     left = min(scales) / max(scales)  # the larger scale is taken; what then sticks out of the other side is cropped
     found = []
     if max(scales) > ENLARGED:
-        found.append(f"{what}: {show(source)} is enlarged {max(scales):.2f} times to {show(size)}")
+        found.append(f"{what}: {show(source)} (height x width) is enlarged {max(scales):.2f} times to {show(size)}")
     if left < CROPPED:
-        found.append(f"{what}: {show(size)} leaves {left:.0%} of {show(source)}")
+        found.append(f"{what}: {show(size)} leaves {left:.0%} of {show(source)} (height x width)")
     return found
 
 
@@ -219,7 +222,7 @@ def summary(reports: Sequence[Report]) -> list[str]:
     sizes = Counter(report.size for report in usable)
     return [
         f"{len(reports)} rows: {len(usable)} can be used, {len(reports) - len(usable)} cannot",
-        *(f"{show(size)}: {count} rows" for size, count in sizes.most_common()),
+        *(f"{show(size)} (height x width): {count} rows" for size, count in sizes.most_common()),
     ]
 
 
@@ -240,9 +243,15 @@ def thumbnail(frame: Tensor, box: list[float] | None) -> Image.Image:
     return picture
 
 
+def drawable(text: str) -> str:
+    """The text on one line; what FONT has no letters for (Chinese, say) as escapes, where it would draw boxes."""
+    known = FT2Font(FONT).get_charmap()
+    return "".join(c if ord(c) in known else c.encode("unicode_escape").decode() for c in _common.one_line(text))
+
+
 def contact_sheet(reports: Sequence[Report]) -> Image.Image:
     """Every row's thumbnails over its line, id and size; problems in red, warnings in grey."""
-    font = ImageFont.load_default(11)
+    font = ImageFont.truetype(FONT, 10)  # Pillow's own has the letters of English alone
     slots = max(3, *(len(report.pictures) for report in reports))
     width, height = slots * (THUMBNAIL[0] + 4) + 12, THUMBNAIL[1] + LINES * LINE + 12
     columns = max(1, round(math.sqrt(len(reports) * height / width)))  # a sheet that is about square
@@ -255,9 +264,9 @@ def contact_sheet(reports: Sequence[Report]) -> Image.Image:
         if not report.pictures:
             pen.rectangle((left, top, left + THUMBNAIL[0], top + THUMBNAIL[1]), outline="red")
         sizes = f"  {show(report.source)} to {show(report.size)}" if report.size else ""
-        title = _common.one_line(f"line {report.row.line}  {report.row.id}{sizes}")
+        title = drawable(f"line {report.row.line}  {report.row.id}{sizes}")
         pen.text((left, top + THUMBNAIL[1] + 2), title, "black", font)
-        said, colour = "; ".join(report.problems + report.warnings), "red" if report.problems else "dimgrey"
+        said, colour = drawable("; ".join(report.problems + report.warnings)), "red" if report.problems else "dimgrey"
         for j, words in enumerate(textwrap.wrap(said, width // 6)[: LINES - 1]):
             pen.text((left, top + THUMBNAIL[1] + 2 + (j + 1) * LINE), words, colour, font)
     return sheet

@@ -111,7 +111,7 @@ def _decoded(path: str | Path) -> Iterator[av.VideoFrame]:
             size = size or (frame.height, frame.width)
             if (frame.height, frame.width) != size:
                 change = f"{size[0]} x {size[1]} to {frame.height} x {frame.width}"
-                raise DataError(f"{path}: goes from {change} pixels at frame {i}; re-encode it at one size")
+                raise DataError(f"{path}: goes from {change} (height x width) at frame {i}; re-encode it at one size")
             if frame.rotation % 90:
                 raise DataError(f"{path}: is turned by {frame.rotation} degrees; re-encode it upright")
             yield frame

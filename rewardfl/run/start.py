@@ -574,7 +574,7 @@ def open_log(cfg: AnyConfig, job: Job, resumed: ResumedRun, steps: int, last_lin
     """Begin to write: run.json, and metrics.jsonl after step `last_line`. steps: of the whole run."""
     opened, metrics = resumed.opened, checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
     if opened.path is not None:
-        job.say(f"resuming from {opened.path} at step {opened.step}")
+        job.say(_going_on(cfg, opened, steps))
     for note in notes_on_changes(cfg.run.resume_with_changes, resumed.changes):
         job.say(note)
 
@@ -607,6 +607,17 @@ def open_log(cfg: AnyConfig, job: Job, resumed: ResumedRun, steps: int, last_lin
         max_nonfinite=cfg.train.max_nonfinite,
         last_step=steps,
         skipped_in_a_row=resumed.state.get("skipped_in_a_row", 0),
+    )
+
+
+def _going_on(cfg: AnyConfig, opened: Opened, steps: int) -> str:
+    """What is said of the checkpoint that a run goes on from, to have `steps` in the end."""
+    if opened.step < steps:
+        return f"resuming from {opened.path} at step {opened.step}"
+    key = "train.num_train_epochs" if cfg.train.max_steps is None else "train.max_steps"
+    return (
+        f"nothing to train: {opened.step} steps are done already ({opened.path}), {key} asks for {steps} in all; "
+        "raise it to go on"
     )
 
 

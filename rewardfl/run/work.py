@@ -178,7 +178,7 @@ def _batch_arithmetic(cfg: RewardFlConfig, clips: int | None, steps: int | None,
         f"{processes} processes = {at_once} clips per step",
         f"gradient: {sample.gradient_mode} through steps {list(configuration.active_steps(cfg))}, coupling "
         f"{configuration.resolved_coupling(cfg):g}, KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient})",
-        f"untrained expert: {cfg.experts.untrained}; decoder caches: {train.decode_caches}; their cost: --dry-run",
+        f"untrained expert: {cfg.experts.untrained}; decoder caches: {train.decode_caches}",
     ]
     if steps is None or clips is None:
         return lines

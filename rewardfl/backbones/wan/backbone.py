@@ -27,8 +27,9 @@ Load = Callable[[Sequence[str]], "WanImageToVideoPipeline"]  # parts -> a frozen
 class Wan22I2V:
     """The seam's Backbone. Its conditioning: text (B, 512, d) and image (B, temporal factor + 16, T, h, w).
 
-    boundary: sigma at or above which the high-noise expert answers; spatial, temporal, channels: the VAE's. layout:
-    the files, None for a model that is in memory; source: what was asked for.
+    boundary: sigma at or above which the high-noise expert answers; spatial, temporal, channels: the VAE's. positions:
+    how many patches along an axis both experts can tell apart. layout: the files, None for a model that is in memory;
+    source: what was asked for.
     """
 
     load: Load
@@ -37,6 +38,7 @@ class Wan22I2V:
     spatial: int
     temporal: int
     channels: int
+    positions: int
     layout: files.Layout | None = None
     source: Source = Source()
 
@@ -77,6 +79,18 @@ class Wan22I2V:
         if num_frames % self.temporal != 1 % self.temporal or num_frames <= 1:
             near = _neighbours(num_frames, self.temporal, 1)
             problems.append(f"data.num_frames must be {self.temporal}k+1 for this VAE, got {num_frames}; try {near}")
+        side = self.positions * self.spatial * 2
+        most = {"num_frames": (num_frames, (self.positions - 1) * self.temporal + 1)}
+        if max_pixels is None:
+            most |= {"height": (height, side), "width": (width, side)}
+        else:  # of a square clip
+            most["max_pixels"] = (max_pixels, side**2)
+        problems += [
+            f"data.{key} must be at most {limit}, got {value}: the model knows {self.positions} positions along an "
+            "axis (rope_max_seq_len of its transformers' config.json)"
+            for key, (value, limit) in most.items()
+            if value > limit
+        ]
         if problems:
             raise Refused("\n".join(problems))
 
@@ -178,6 +192,7 @@ def _of_layout(layout: files.Layout, source: Source, load_parts: Load) -> Wan22I
         vae.get("scale_factor_spatial", 8),
         vae.get("scale_factor_temporal", 4),
         vae.get("z_dim", 16),
+        min(files.config_of(layout, part).get("rope_max_seq_len", 1024) for part in model.PARTS.values()),
         layout,
         source,
     )
@@ -196,4 +211,5 @@ def of_pipeline(pipe: "WanImageToVideoPipeline", dtype: torch.dtype) -> Wan22I2V
         pipe.vae_scale_factor_spatial,
         pipe.vae_scale_factor_temporal,
         pipe.vae.config.z_dim,
+        min(expert.config.rope_max_seq_len for expert in (pipe.transformer, pipe.transformer_2)),
     )
