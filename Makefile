@@ -9,19 +9,28 @@ RUN := outputs/tiny_face
 # What decides: the interpreter of .venv, and PYTHON as long as there is no .venv
 INTERPRETER = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test check chaos format clean interpreter
+.PHONY: demo test quick lint check chaos format clean interpreter
 
 demo: $(READY)
 	$(BIN)/accelerate launch train_reward_fl.py --config configs/tiny_face.yaml run.output_dir=$(RUN)
 	$(BIN)/python tools/evaluate.py --run $(RUN) --data assets/tiny_world/eval/metadata.csv
 
-test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# Whole files to two workers, in the order of tests/conftest.py
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-check: $(READY)
+test: $(READY)
+	$(PYTEST)
+
+# The units alone
+quick: $(READY)
+	$(PYTEST) -m "not slow"
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(MAKE) test
+	$(BIN)/mypy
+
+check: lint test
 
 # Both scripts, killed ten times each at random moments and resumed; two processes with the boundary at every place.
 chaos: $(READY)
@@ -33,7 +42,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf outputs build .pytest_cache .ruff_cache
+	rm -rf outputs build .pytest_cache .ruff_cache .mypy_cache
 
 # An older Python would fail in the middle of pip. Another one than .venv's, if asked for, needs a .venv of its own.
 interpreter:
@@ -45,7 +54,7 @@ ifneq ($(origin PYTHON),file)
 	    $$($(INTERPRETER) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 endif
 
-$(READY): requirements.txt requirements-dev.txt | interpreter
+$(READY): pyproject.toml requirements-dev.txt | interpreter
 	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from rewardfl.run import checkpoint, invariants
 
 SHAPES = [(5120, 5120)] * 8 + [(13824, 5120), (5120, 13824)] + [(5120,)] * 12 + [(13824,)]

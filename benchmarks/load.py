@@ -14,11 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import torch
 from safetensors.torch import save_file
 
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.weights import lora_files, shards, wan_names
 
@@ -52,7 +51,7 @@ def in_own_process(config: Path, folder: Path, lora: str) -> dict[str, float]:
 
 def write(folder: Path, layers: int, width: int) -> tuple[Path, Path]:
     """folder/original and folder/diffusers, float32 in SHARDS files each; paths of config.json and of a LoRA."""
-    config = json.loads((wan_load.PUBLISHED / "transformer" / "config.json").read_text())
+    config = json.loads((layouts.PUBLISHED / "transformer" / "config.json").read_text())
     config |= {"num_layers": layers, "num_attention_heads": width // 128, "ffn_dim": 4 * width}
     (folder / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):

@@ -19,8 +19,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT)]
-
 LOAD_ALL = """
 import json, sys, torch
 from pathlib import Path

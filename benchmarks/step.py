@@ -22,24 +22,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
 
-from rewardfl import config, lora, offload, reward_flow
+from rewardfl import backbones, config, lora, offload, reward_flow
 from rewardfl.backbones.seam import DTYPES, Experts, Velocity
 from rewardfl.backbones.wan import decoder
-from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.backbone import Wan22I2V
 from rewardfl.estimate import needs
 from rewardfl.estimate.measure import Costs
 from rewardfl.estimate.measure import measure as measure_costs
 from rewardfl.estimate.report import TFLOPS
-from rewardfl.run import checkpoint, checks, work
+from rewardfl.run import checkpoint, start, work
 
 PHASES = {
     "rollout": ["rollout"], "decode": ["decode"], "decode VJP": ["decode VJP"],
@@ -68,23 +65,19 @@ def fill(model: nn.Module, device: torch.device, home: torch.device, seed: int) 
 def new_expert(cfg: config.RewardFlConfig, configs: Path, name: str, device: torch.device, trained: bool) -> nn.Module:
     """An expert as training has it: with adapter and checkpointing, or where experts.untrained says."""
     made = WanTransformer3DModel.load_config(configs, subfolder=wan.PARTS[name])
-    expert = wan_load.new_expert(made, DTYPES[cfg.model.dtype], made["num_layers"], None)
+    expert = wan.new_expert(made, DTYPES[cfg.model.dtype], made["num_layers"], None)
     home = torch.device("cpu") if cfg.experts.untrained == "cpu_swap" and not trained else device
     fill(expert, device, home, cfg.run.seed)
     expert.rope = WanRotaryPosEmbed(made["attention_head_dim"], made["patch_size"], made["rope_max_seq_len"]).to(home)
     if not trained:
         return offload.place(expert, cfg.experts.untrained, device)
-    rank, targets = cfg.lora.lora_rank, lora.target_modules(cfg.lora.lora_target_modules)
+    rank, targets = cfg.lora.lora_rank, lora.target_modules(cfg.lora.lora_target_modules, Wan22I2V.layer_names)
     lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed)
     if cfg.train.use_gradient_checkpointing_offload:
         expert.enable_gradient_checkpointing(offload.checkpoint_on_host)
     elif cfg.train.use_gradient_checkpointing:
         expert.enable_gradient_checkpointing()
     return expert
-
-
-def no_files(parts: tuple[str, ...]) -> None:
-    raise ValueError(f"{parts}: all weights are random here")
 
 
 def new_decoder(cfg: config.RewardFlConfig, configs: Path, device: torch.device) -> AutoencoderKLWan:
@@ -116,10 +109,10 @@ def update(
 ) -> tuple[Measured, float]:  # fmt: skip
     """What train_reward_fl.py does from the latents x on, and the norm of the gradient."""
     found, sigmas, device = {}, velocity.schedule.sigmas, x.device
-    active, experts = config.active_steps(cfg), velocity.schedule.experts
-    start = experts.count("high_noise") if asked.placement == "boundary_cache" else 0
+    active = config.active_steps(cfg)
+    first = velocity.schedule.handover if asked.placement == "boundary_cache" else 0
     with phase(found, "rollout", device):
-        trajectory = reward_flow.rollout(velocity, x, sigmas, active, start)
+        trajectory = reward_flow.rollout(velocity, x, sigmas, active, first)
     with phase(found, "decode", device):
         decoded = decoder.decode_with_caches(vae, trajectory.x0, asked.decode_caches)
     video = decoded.video.float()  # alive during the VJP, as in training
@@ -142,8 +135,9 @@ def update(
 def measure(name: str, cfg: config.RewardFlConfig, steps: int, device: torch.device) -> dict[str, Any]:
     gc.collect()  # of the variant before: hooks refer to their modules in circles
     torch.cuda.empty_cache()
-    held, configs = torch.cuda.memory_allocated(), wan_load.source_of(cfg.model.model_paths)
-    asked = replace(work.work_of(cfg, configs, None, None, 1), pack_bytes=0)
+    held, backbone = torch.cuda.memory_allocated(), backbones.describe(cfg.model.model_name, start.model_source(cfg))
+    configs = backbone.layout.configs
+    asked = replace(work.work_of(cfg, backbone, None, None, 1), pack_bytes=0)
     cost, untrained = measure_costs(asked.video), [asked.untrained] if asked.untrained else []
     cached = cfg.experts.untrained == "boundary_cache"  # there is no such expert then
     experts = {expert: None if cached else new_expert(cfg, configs, expert, device, False) for expert in untrained}
@@ -156,18 +150,11 @@ def measure(name: str, cfg: config.RewardFlConfig, steps: int, device: torch.dev
     shapes = cost.shape, (wan.TEXT_LENGTH, made.text_dim), (made.in_channels - made.out_channels, *cost.shape[1:])
     x, text, image = (torch.randn(batch, *shape, generator=generator, device=device) for shape in shapes)
     conditioning = {"text": text.to(DTYPES[cfg.model.dtype]), "image": image}
-    backbone = Wan22I2V(
-        no_files,
-        checks.boundary_of(cfg, configs),
-        DTYPES[cfg.model.dtype],
-        spatial=8,
-        temporal=4,
-        channels=cost.shape[0],
-    )
-    velocity = Velocity(backbone, model, conditioning, work.schedule_of(cfg, backbone.boundary))
+    velocity = Velocity(backbone, model, conditioning, work.schedule_of(cfg, backbone))
     torch.cuda.empty_cache()  # what building left is not to count as reserved
     found = [update(cfg, asked, velocity, vae, optimizer, x, generator) for _ in range(1 + steps)]
-    clips = f"{batch} x latents {'x'.join(map(str, cost.shape))}, {cost.experts['low_noise'].tokens} tokens; {configs}"
+    tokens, shape = cost.experts[asked.trained[0]].tokens, "x".join(map(str, cost.shape))
+    clips = f"{batch} x latents {shape}, {tokens} tokens; {backbone.described_by()}"
     return {
         "name": name, "clips": clips, "rows": beside_plan([phases for phases, _ in found[1:]], cost, asked),
         "plan_seconds": batch * sum(needs.flops(cost, asked).values()) / TFLOPS / 1e12,

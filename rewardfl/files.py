@@ -5,13 +5,25 @@ import os
 import platform
 import re
 import shutil
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
+CONTROL = {"Cc", "Cs"}  # Unicode's categories of what a terminal obeys, and of what cannot be printed
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # read of a model's file to identify it
+
+
+def printable(text: str) -> str:
+    """The text with its control characters, all but line breaks, as escapes: names in files may hold them."""
+    return "".join(c.encode("unicode_escape").decode() if is_control(c) and c != "\n" else c for c in text)
+
+
+def is_control(character: str) -> bool:
+    """Whether a terminal would obey the character (or fail on it) rather than show it."""
+    return unicodedata.category(character) in CONTROL
 
 
 def atomic_write(path: str | Path, content: bytes | str, durable: bool = True) -> None:

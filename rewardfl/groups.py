@@ -6,14 +6,13 @@ depend neither on the number of processes nor on the batch size; only the order 
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
 
 # ------------------------------------------------------------------------------------------------------------
 # Order: position p of the training stream is sample p % num_rows in the order of epoch p // num_rows
@@ -50,8 +49,11 @@ def noise_seed(run_seed: int, epoch: int, sample_id: str, member: int = 0) -> in
 
 
 def training_noise_seed(run_seed: int, epoch: int, sample_id: str, noises_per_sample: str | int) -> int:
-    """noise_seed for a sample's visit in `epoch`: new in each ("fresh"), or the same n in turn (n)."""
-    if noises_per_sample == "fresh":
+    """noise_seed for a sample's visit in `epoch`: new in each ("fresh"), or the same n in turn (n).
+
+    Epoch -1 is that of the sample videos, which have a noise of their own.
+    """
+    if isinstance(noises_per_sample, str) or epoch < 0:
         return noise_seed(run_seed, epoch, sample_id)
     return noise_seed(run_seed, 0, sample_id, epoch % noises_per_sample)
 
@@ -223,6 +225,11 @@ def epochs_due(every: int, per_epoch: int, steps: int | None) -> int | None:
     return len({math.ceil(step / per_epoch) for step in range(every, steps + 1, every)} | {steps // per_epoch})
 
 
+def is_due(step: int, per_epoch: int, every: int, steps: int) -> bool:
+    """Whether the epoch that ends with `step` has a multiple of `every` in it, or is the last of `steps`."""
+    return step // every > (step - per_epoch) // every or step == steps
+
+
 def step_noise(members: Sequence[Member], shape: Sequence[int], device: str | torch.device, step: int) -> Tensor:
     """(B, ...) standard normal noise of one stochastic step, each member's its own; shape: (1, ...) of one latent."""
     seeds = [noise_seed(member.step_seed, step, "step") for member in members]
@@ -260,43 +267,6 @@ def _nearest_divisors(value: int, of: int) -> list[int]:
     divisors = [d for d in range(1, of + 1) if of % d == 0]
     below, above = [d for d in divisors if d < value], [d for d in divisors if d > value]
     return below[-1:] + above[:1]
-
-
-class DistributedGroupSampler(Sampler[list[Member]]):
-    """A DataLoader's batch_sampler over the plan of one process; `dataset[member]` then gets a `Member`.
-
-    plan_of: epoch -> `plan(epoch, ...)` of this process.
-    Call `set_epoch` before each `iter(loader)`: an iteration's plan is fixed when it starts, so prefetching workers
-    cannot fall behind it.
-
-    The plan is already this process's own. `accelerator.prepare` does not know that: it would wrap this sampler in
-    its BatchSamplerShard, every process would take each world-th batch of its share, and groups would arrive with
-    1 to 3 of 4 members. Never prepare the loader; `check_loader` says whether somebody did.
-    """
-
-    def __init__(self, plan_of: Callable[[int], list[list[Member]]]):
-        self.plan_of = plan_of
-        self.epoch = 0
-        self.forwards = len(plan_of(0))
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.forwards
-
-    def __iter__(self) -> Iterator[list[Member]]:
-        return iter(self.plan_of(self.epoch))
-
-
-def check_loader(loader: DataLoader, sampler: DistributedGroupSampler) -> None:
-    """Raise ValueError if `loader` is not a plain DataLoader over `sampler`, as it is not once it was prepared."""
-    if type(loader) is not DataLoader or loader.batch_sampler is not sampler:
-        raise ValueError(
-            f"the loader of the group plan is a {type(loader).__name__} over a "
-            f"{type(loader.batch_sampler).__name__}, not a DataLoader over the plan: it was sharded a second time and "
-            f"would give incomplete groups; do not pass it to accelerator.prepare"
-        )
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -343,7 +313,7 @@ class Windows:
     @property
     def range(self) -> tuple[int, int]:
         """First and last + 1 of the steps that are drawn from."""
-        return (0, self.num_steps) if self.bounds is None else tuple(self.bounds)
+        return (0, self.num_steps) if self.bounds is None else (self.bounds[0], self.bounds[1])
 
     @property
     def drawable(self) -> tuple[int, ...]:

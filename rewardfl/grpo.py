@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from rewardfl import flow
+from rewardfl.sde import Step
 
 STD_EPSILON = 1e-4  # added to a standard deviation of rewards (as Flow-GRPO): noise below it is not blown up to |A| = 1
 
@@ -64,18 +65,11 @@ def advantages(
     over groups with any; NaN when no sample is valid), `reward/valid_fraction`, `group/zero_variance` (fraction of
     groups of which no reward varies).
 
-    Raises ValueError for incomplete groups (rewards that were not gathered, or a loader sharded twice), a valid
+    Raises ValueError for incomplete groups (rewards that were not gathered), a valid
     reward that is not finite, and options that do not exist.
     """
-    if std not in ("group", "global", "none"):
-        raise ValueError(f"std must be group, global or none, got {std!r}")
-    if combine not in ("sum", "per_reward"):
-        raise ValueError(f"combine must be sum or per_reward, got {combine!r}")
-    if clip <= 0:
-        raise ValueError(f"clip must be above 0, got {clip}")
     columns = rewards.detach().double().reshape(len(rewards), -1)
-    if columns.shape[1] != len(weights):
-        raise ValueError(f"{columns.shape[1]} rewards per sample and {len(weights)} weights")
+    _check_options(std, combine, clip, columns.shape[1], len(weights))
     valid = torch.ones_like(group_ids, dtype=torch.bool) if valid is None else valid
     if not columns[valid].isfinite().all():
         bad = int((~columns[valid].isfinite()).any(1).sum())
@@ -103,6 +97,17 @@ def advantages(
     return (centred @ weight).clamp(-clip, clip).float(), logged
 
 
+def _check_options(std: str, combine: str, clip: float, rewards: int, weights: int) -> None:
+    if std not in ("group", "global", "none"):
+        raise ValueError(f"std must be group, global or none, got {std!r}")
+    if combine not in ("sum", "per_reward"):
+        raise ValueError(f"combine must be sum or per_reward, got {combine!r}")
+    if clip <= 0:
+        raise ValueError(f"clip must be above 0, got {clip}")
+    if rewards != weights:
+        raise ValueError(f"{rewards} rewards per sample and {weights} weights")
+
+
 def _check_groups(ids: Tensor, sizes: Tensor, group_size: int) -> None:
     if group_size < 2:
         raise ValueError(f"group_size must be at least 2: one sample has nobody to be compared with, got {group_size}")
@@ -110,8 +115,7 @@ def _check_groups(ids: Tensor, sizes: Tensor, group_size: int) -> None:
     if len(wrong):
         found = ", ".join(f"group {int(ids[i])} has {int(sizes[i])}" for i in wrong)
         raise ValueError(
-            f"groups must have {group_size} members, but {found}: gather rewards and group ids from all processes "
-            f"first, and see groups.check_loader"
+            f"groups must have {group_size} members, but {found}: gather rewards and group ids from all processes first"
         )
 
 
@@ -138,118 +142,67 @@ def _mean_deviation(total: Tensor, index: Tensor, valid: Tensor, groups: int) ->
 # Objectives
 
 
-def policy_loss(
-    kind: str,
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    mean: Tensor | None = None,
-    old_mean: Tensor | None = None,
-    std: float | None = None,
-    dt: float | None = None,
-    normalised: bool = True,
-    reference_mean: Tensor | None = None,
-    kl_weight: float = 0.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The scalar loss of one SDE step of B samples, averaged over them, and what `policy_statistics` wants of it.
+def log_ratio(objective: str, log_prob: Tensor, mean: Tensor, step: Step, kind: str = "flow") -> Tensor:
+    """(B,) log of the ratio that is clipped, of one stochastic step that is scored again.
 
-        loss = mean_b max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) [/ |dt|]  +  kl_weight * mean_b KL_b
+    log_prob (B,) and mean (B, ...), with graph: what `sde.score` gives now; step: what the rollout kept. kind: of sde.
 
-    log_prob, old_log_prob, advantage: (B,). log_prob (with graph) and old_log_prob (of the rollout) score the
-    same stored latent. Divide the sum over steps and micro-batches by their fixed number, invalid samples included:
-    they have A = 0 and add the KL alone.
+    objective: `clip`, PPO's ratio (arXiv 1707.06347 eq. 7; unequal ranges: DAPO, arXiv 2503.14476),
 
-    kind: `clip`, PPO's ratio (arXiv 1707.06347 eq. 7; unequal ranges: DAPO, arXiv 2503.14476),
+        log r = log_prob - old_log_prob;
 
-        r = exp(log_prob - old_log_prob);
-
-    or `guard`, GRPO-Guard (arXiv 2510.22319: RatioNorm and gradient reweight), which adds back the bias of the
-    mean form (see the module), scales by std so that steps share one clip range, and divides the loss by |dt|,
-    since each step's gradient is then proportional to it:
+    or `guard`, GRPO-Guard (arXiv 2510.22319: RatioNorm), which adds back the bias of the mean form (see the module)
+    and scales by std so that steps share one clip range:
 
         log r = (log_prob - old_log_prob + KL(mean, old_mean)) * std  =  mean_over_dims((mean - old_mean) * noise),
 
-    noise = (x_next - old_mean) / std being what the rollout drew. At r = 1 the gradient is -A * grad log_prob for
-    `clip` and -A * std / |dt| * grad log_prob for `guard`.
+    noise = (x_next - old_mean) / std being what the rollout drew. Its loss is to be divided by |dt|, since each step's
+    gradient is proportional to it. At r = 1 the gradient of -A r is -A * grad log_prob for `clip` and
+    -A * std * grad log_prob for `guard`. CPS scores -(x_next - mean)^2 without 1 / (2 std^2), which `guard` puts back.
 
-    mean (with graph), old_mean (B, ...), std: what `flow.transition` gives now and, of the mean, gave in the rollout,
-    a constant. dt: sigma_next - sigma. normalised: False for CPS, whose score is -(x_next - mean)^2 without
-    1 / (2 std^2), which `guard` then puts back. KL_b: `flow.transition_kl` of mean and reference_mean, with gradient.
-
-    Also returned, detached, (B,) each: advantage, ratio, clipped (the clip removed the gradient), approximate_kl
-    (log ratio of the scores, squared, halved: Schulman's second estimator) and kl (0 without kl_weight).
-
-    Raises ValueError for what is missing or does not fit, and for std = 0: such a step has no density.
+    Raises ValueError for another objective, shapes that do not fit, and for std = 0: such a step has no density.
     """
-    if kind not in ("clip", "guard"):
-        raise ValueError(f"kind must be clip or guard, got {kind!r}")
-    if not log_prob.shape == old_log_prob.shape == advantage.shape or log_prob.ndim != 1:
+    if objective not in ("clip", "guard"):
+        raise ValueError(f"objective must be clip or guard, got {objective!r}")
+    if log_prob.shape != step.log_prob.shape or log_prob.ndim != 1 or len(mean) != len(log_prob):
         raise ValueError(
-            f"log_prob, old_log_prob and advantage must all be (B,), got {tuple(log_prob.shape)}, "
-            f"{tuple(old_log_prob.shape)} and {tuple(advantage.shape)}"
+            f"log-probabilities must be (B,) and means (B, ...), got {tuple(log_prob.shape)}, "
+            f"{tuple(step.log_prob.shape)} and {tuple(mean.shape)}"
         )
-    if not (0 < clip_low < 1 and clip_high > 0):
-        raise ValueError(f"needs 0 < clip_low < 1 and clip_high > 0, got {clip_low} and {clip_high}")
-    log_ratio = difference = log_prob - old_log_prob
-    if kind == "guard":
-        _need(kind, mean=mean, old_mean=old_mean, std=std, dt=dt)
-        score = difference if normalised else difference / (2 * std**2)
-        log_ratio = (score + _transition_kl(mean, old_mean, std, len(log_prob))) * std
-    ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio).mean()
-    if kind == "guard":
-        loss = loss / abs(dt)
-    kl = torch.zeros_like(log_prob)
-    if kl_weight != 0:
-        _need("kl_weight", mean=mean, reference_mean=reference_mean, std=std)
-        kl = _transition_kl(mean, reference_mean, std, len(log_prob))
-        loss = loss + kl_weight * kl.mean()
-    too_high, too_low = ratio > 1 + clip_high, ratio < 1 - clip_low
-    samples = {
-        "advantage": advantage,
-        "ratio": ratio.detach(),
-        "clipped": (advantage > 0) & too_high | (advantage < 0) & too_low,
-        "approximate_kl": difference.detach() ** 2 / 2,
-        "kl": kl.detach(),
-    }
-    return loss, samples
+    difference = log_prob - step.log_prob
+    if objective == "clip":
+        return difference
+    if step.mean is None:
+        raise ValueError("guard needs the means of the rollout: sde.rollout(keep_means=True)")
+    score = difference / (2 * step.std**2) if kind == "cps" else difference
+    return (score + flow.transition_kl(mean, step.mean, step.std)) * step.std
 
 
-def _need(who: str, **given: Tensor | float | None) -> None:
-    missing = [name for name, value in given.items() if value is None]
-    if missing:
-        raise ValueError(f"{who} needs {', '.join(missing)}")
-
-
-def _transition_kl(mean: Tensor, other: Tensor, std: float, batch: int) -> Tensor:
-    """flow.transition_kl of as many samples as there are log-probabilities: one would be added to all of them."""
-    if len(mean) != batch:
-        raise ValueError(f"{batch} log-probabilities and the means of {len(mean)} samples")
-    return flow.transition_kl(mean, other, std)
+def clipped(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """(N,) bool: where the clip to 1 - clip_low .. 1 + clip_high has removed the gradient of max(-A r, -A clip(r))."""
+    return (advantage > 0) & (ratio > 1 + clip_high) | (advantage < 0) & (ratio < 1 - clip_low)
 
 
 def policy_statistics(samples: Mapping[str, Tensor]) -> dict[str, float]:
-    """What to log of an update, from `policy_loss`'s samples of all steps and processes, concatenated: (N,) each.
+    """What to log of an update, from (N,) tensors of all its steps and processes, concatenated.
 
+    samples: advantage, ratio, clipped, kl (of the transitions, from the reference), log_prob and old_log_prob.
+    policy/approximate_kl is half the mean square of the log-ratio of the scores: Schulman's second estimator.
     policy/clip_fraction is of all samples; _positive and _negative are of the samples whose advantage is above
     and below 0 (0 where there are none). The two apart by much: the ratio is biased, and one sign alone learns.
     """
-    clipped, advantage = samples["clipped"].double(), samples["advantage"]
+    is_clipped, advantage = samples["clipped"].double(), samples["advantage"]
 
     def clipped_of(chosen: Tensor) -> float:
-        return float(clipped[chosen].mean()) if chosen.any() else 0.0
+        return float(is_clipped[chosen].mean()) if chosen.any() else 0.0
 
     return {
         "policy/ratio": float(samples["ratio"].double().mean()),
         "policy/ratio_std": float(samples["ratio"].double().std(correction=0)),
-        "policy/clip_fraction": float(clipped.mean()),
+        "policy/clip_fraction": float(is_clipped.mean()),
         "policy/clip_fraction_positive": clipped_of(advantage > 0),
         "policy/clip_fraction_negative": clipped_of(advantage < 0),
-        "policy/approximate_kl": float(samples["approximate_kl"].double().mean()),
+        "policy/approximate_kl": float(((samples["log_prob"] - samples["old_log_prob"]).double() ** 2 / 2).mean()),
         "policy/kl": float(samples["kl"].double().mean()),
     }
 
@@ -266,23 +219,24 @@ def ratio_tolerance(given: float | None, dtype: str, clip_range: float) -> float
 
 
 def check_ratio(
-    log_prob: Tensor, old_log_prob: Tensor, tolerance: float, steps: Sequence[int] | None = None
+    log_prob: Tensor, old_log_prob: Tensor, tolerance: float, steps: Sequence[int], batch: int = 1
 ) -> list[float]:
     """Largest |log_prob - old_log_prob| of each step, before any update; RatioError where one is above `tolerance`.
 
-    log_prob, old_log_prob: (K, N), of K steps and N samples. steps: their indices in the schedule, for the message.
+    log_prob, old_log_prob: (N,), of all forward passes of `batch` samples, each through all the `steps`, their indices
+    in the schedule.
     Equal weights give a difference of exactly 0 in float32 with equal batches. bfloat16 does not: a tolerance that
     is not far below the clip range lets rounding alone clip samples.
     """
-    if log_prob.shape != old_log_prob.shape or log_prob.ndim != 2:
+    if log_prob.shape != old_log_prob.shape or log_prob.ndim != 1 or len(log_prob) % (len(steps) * batch):
         raise ValueError(
-            f"check_ratio needs two (steps, samples), got {tuple(log_prob.shape)} and {tuple(old_log_prob.shape)}"
+            f"check_ratio needs two (N,) of {len(steps)} steps and batches of {batch}, got {tuple(log_prob.shape)} and "
+            f"{tuple(old_log_prob.shape)}"
         )
-    differences = (log_prob - old_log_prob).detach().abs().amax(1).tolist()
-    names = range(len(differences)) if steps is None else steps
+    differences = (log_prob - old_log_prob).detach().abs().view(-1, len(steps), batch).amax((0, 2)).tolist()
     if all(difference <= tolerance for difference in differences):  # False for NaN
         return differences
-    listed = ", ".join(f"step {i}: {difference:.3g}" for i, difference in zip(names, differences, strict=True))
+    listed = ", ".join(f"step {i}: {difference:.3g}" for i, difference in zip(steps, differences, strict=True))
     raise RatioError(
         f"before the first update the ratio must be 1, but |log_prob - old_log_prob| is {listed} (tolerance "
         f"{tolerance:g}). Rollout and replay differ. Likely: dropout (train() against eval()), batches of another "

@@ -1,59 +1,57 @@
-"""LoRA adapters on Wan's experts: inject, switch off for the reference, save and load in diffusers' layout."""
+"""LoRA adapters on a model's experts: inject, switch off for the reference, load what a run has saved."""
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers import ModelMixin
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from rewardfl.sharding import whole
-from rewardfl.weights.lora_files import Lora, load, read_lora
+from rewardfl.weights.lora_files import Lora, load_tensor, read_lora
 from rewardfl.weights.shards import Refused
 
 __all__ = [
     "POLICY", "adapter_state", "attach_adapter", "attach_frozen", "check_targets", "inject", "load_adapter",
-    "read_adapter", "read_lora", "reference", "save_adapter", "start_from", "target_modules",
+    "order_metadata", "read_adapter", "read_lora", "reference", "start_from", "target_modules",
 ]  # fmt: skip
 POLICY = "default"  # the name of the adapter that is trained
 DISTILLED = "distilled"  # of one that belongs to the base model
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 
-# the names of Wan's original code, as Alibaba's ROLL and DiffSynth configure them, and diffusers' names
-SHORT_NAMES = {
-    "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
-}  # fmt: skip
+
+def target_modules(names: str, short_names: Mapping[str, str]) -> list[str]:
+    """diffusers' module names of a comma-separated list of such names, or short ones: {short name: diffusers' name}."""
+    return [short_names.get(name.strip(), name.strip()) for name in names.split(",")]
 
 
-def target_modules(names: str) -> list[str]:
-    """diffusers' module names of a comma-separated list of short (q, k, v, o, ffn.0, ffn.2) or diffusers names."""
-    return [SHORT_NAMES.get(name.strip(), name.strip()) for name in names.split(",")]
-
-
-def check_targets(targets: Sequence[str], linear_layers: Sequence[str]) -> None:
+def check_targets(targets: Sequence[str], linear_layers: Sequence[str], short_names: Mapping[str, str]) -> None:
     """Refused when one of the targets (diffusers' names, as from target_modules) is the end of no layer's name."""
     for target in targets:
         if not any(name.endswith("." + target) for name in linear_layers):
+            examples = list(short_names.values()) or list(linear_layers)[:3]
+            short = f"{', '.join(short_names)} or " if short_names else ""
             raise Refused(
                 f"lora.lora_target_modules: {target[:80]!r} matches no linear layer of the transformer; "
-                f"use {', '.join(SHORT_NAMES)} or diffusers names such as {', '.join(SHORT_NAMES.values())}"
+                f"use {short}diffusers names such as {', '.join(examples)}"
             )
 
 
-def inject(model: WanTransformer3DModel, rank: int, alpha: float, targets: list[str], seed: int) -> None:
+def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed: int) -> None:
     """Freeze `model` and add a trainable LoRA, in float32 whatever the base's dtype; it changes nothing yet (B = 0).
 
     A bfloat16 LoRA would lose most updates: an Adam step of 2.5e-6 on a weight of 0.01 is below its rounding.
     Refused when a target matches no module of the blocks.
     """
-    check_targets(targets, [name for name, m in model.named_modules() if isinstance(m, (nn.Linear, BaseTunerLayer))])
+    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, BaseTunerLayer))]
+    check_targets(targets, layers, {})
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -63,7 +61,7 @@ def inject(model: WanTransformer3DModel, rank: int, alpha: float, targets: list[
     cast_training_params(model, torch.float32)
 
 
-def attach_frozen(model: WanTransformer3DModel, distilled: Lora) -> None:
+def attach_frozen(model: ModelMixin, distilled: Lora) -> None:
     """Add a distillation LoRA that answers in policy and reference alike and is never trained or saved.
 
     Refused when it holds more than plain low-rank updates, or does not fit the model.
@@ -87,7 +85,10 @@ def attach_frozen(model: WanTransformer3DModel, distilled: Lora) -> None:
     model.add_adapter(config, adapter_name=DISTILLED)
     state = {}
     for name, update in distilled.updates.items():
-        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = load(update.down), load(update.up)
+        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = (
+            load_tensor(update.down),
+            load_tensor(update.up),
+        )
         layer = model.get_submodule(name)
         # float32 whatever the base's dtype, as the trained adapter is: peft makes them in the base's
         layer.lora_A[DISTILLED].float()
@@ -119,7 +120,14 @@ def reference(model: nn.Module) -> Iterator[None]:
             layer._active_adapter = names
 
 
-def adapter_state(model: WanTransformer3DModel) -> dict[str, Tensor]:
+def set_strength(model: nn.Module, strength: float) -> None:
+    """Let the policy adapter, where the model has one, count `strength` times what it was trained to; 1: as it was."""
+    for layer in _layers(model):
+        if POLICY in layer.lora_A:
+            layer.set_scale(POLICY, strength)
+
+
+def adapter_state(model: ModelMixin) -> dict[str, Tensor]:
     """The policy adapter's weights by diffusers name (blocks.0.attn1.to_q.lora_A.weight, ...), whole, on the CPU.
 
     On all processes: under FSDP each has a part of them.
@@ -128,28 +136,7 @@ def adapter_state(model: WanTransformer3DModel) -> dict[str, Tensor]:
     return {name: whole(value.detach()).cpu().contiguous() for name, value in state.items()}
 
 
-def save_adapter(model: WanTransformer3DModel, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-    """Write folder/pytorch_lora_weights.safetensors as `pipe.load_lora_weights` reads it, alpha in the metadata.
-
-    state: the model's adapter_state, where one process writes what all have gathered. OSError when the disk does not
-    take it.
-    """
-    config = model.peft_config[POLICY]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        WanImageToVideoPipeline.save_lora_weights(
-            folder,
-            transformer_lora_layers=adapter_state(model) if state is None else state,
-            # peft keeps the names in a set, whose order differs from process to process
-            transformer_lora_adapter_metadata=config.to_dict() | {"target_modules": sorted(config.target_modules)},
-            weight_name=WEIGHTS_NAME,
-        )
-    except SafetensorError as error:  # no OSError, whatever the disk says
-        raise OSError(f"{folder / WEIGHTS_NAME}: {error}") from error
-    _order_metadata(folder / WEIGHTS_NAME)
-
-
-def _order_metadata(path: Path) -> None:
+def order_metadata(path: Path) -> None:
     """Bring a safetensors file's metadata into the order of its names, so that equal adapters are equal files.
 
     safetensors keeps metadata in a hash map, whose order differs each time. The header is padded as it does it.
@@ -163,8 +150,8 @@ def _order_metadata(path: Path) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
 
 
-def load_adapter(model: WanTransformer3DModel, folder: Path) -> None:
-    """Fill an injected adapter from a `save_adapter` folder. ValueError on another rank, alpha or set of layers."""
+def load_adapter(model: ModelMixin, folder: Path) -> None:
+    """Fill an injected adapter from an expert's folder of a checkpoint. ValueError: other rank, alpha or layers."""
     state, metadata = read_adapter(folder / WEIGHTS_NAME)
     config = model.peft_config[POLICY]
     if metadata["r"] != config.r or metadata["lora_alpha"] != config.lora_alpha:
@@ -181,11 +168,14 @@ def load_adapter(model: WanTransformer3DModel, folder: Path) -> None:
     set_peft_model_state_dict(model, state, adapter_name=POLICY)
 
 
-def start_from(model: WanTransformer3DModel, given: Lora) -> None:
-    """Fill an injected adapter with a LoRA of its rank, scale and layers (setup.init_adapters has compared them)."""
+def start_from(model: ModelMixin, given: Lora) -> None:
+    """Fill an injected adapter with a LoRA of its rank, scale and layers (start.init_adapters has compared them)."""
     state = {}
     for name, update in given.updates.items():
-        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = load(update.down), load(update.up)
+        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = (
+            load_tensor(update.down),
+            load_tensor(update.up),
+        )
     set_peft_model_state_dict(model, state, adapter_name=POLICY)
 
 
@@ -199,7 +189,7 @@ def read_adapter(path: Path) -> tuple[dict[str, Tensor], dict]:
     return state, {name.removeprefix("transformer."): value for name, value in metadata.items()}
 
 
-def attach_adapter(model: WanTransformer3DModel, folder: Path) -> None:
+def attach_adapter(model: ModelMixin, folder: Path) -> None:
     """Add a saved adapter to a plain transformer, for inference."""
     _, metadata = read_adapter(folder / WEIGHTS_NAME)
     inject(model, metadata["r"], metadata["lora_alpha"], sorted(metadata["target_modules"]), seed=0)

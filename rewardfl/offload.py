@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import ModelMixin
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
@@ -22,11 +22,11 @@ def checkpoint_on_host(block: Callable[..., Tensor], *inputs: object) -> Tensor:
     bit. The copies are not overlapped with the computation: 335 MB per block and direction at 480x832x81.
     """
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
-        # no dropout in Wan: the generators' states need not be kept for the recomputation
+        # these models have no dropout: the generators' states need not be kept for the recomputation
         return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def place(expert: WanTransformer3DModel, where: str, device: torch.device) -> WanTransformer3DModel:
+def place(expert: ModelMixin, where: str, device: torch.device) -> ModelMixin:
     """Put a frozen expert where it is to live; it answers on `device` in every case.
 
     where: gpu (all of it on `device`), cpu_swap (in host memory; its blocks come over one by one, where there is a

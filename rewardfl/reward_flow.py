@@ -85,6 +85,8 @@ def replay(
     before it that has (ValueError). A backward that were left out would be one that the other processes wait for, or,
     at the first active step, the one that reduces an update's gradients over them.
 
+    It has eleven arguments, and more lines than others, because it is one formula with all of its terms.
+
     backward: accumulates the gradients of a scalar, exactly unscaled: `accelerator.backward` divides by its
     accumulation count, and then the cotangent read from x_i shrinks with it, so a caller's `backward` must undo
     that. micro_batch: the context of one forward and backward; called once per active step, in every case.

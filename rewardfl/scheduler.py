@@ -38,7 +38,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     """Steps in the noise window are drawn from `flow.transition`, the others are Euler steps of the ODE.
 
     kind, noise_level: as in flow.py; noise_level 0 is the ODE throughout. noise_window: indices of inference steps,
-    None for all but the last, whose noise nothing would remove. The others are FlowMatchEulerDiscreteScheduler's.
+    None for all but the last, whose noise nothing would remove. The other arguments, all fourteen, are those of
+    FlowMatchEulerDiscreteScheduler.
 
     Steps are counted from 0 or from `set_begin_index`, never looked up by the timestep's value.
     """
@@ -84,8 +85,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             stochastic_sampling=stochastic_sampling,
         )
         self.num_inference_steps = None
-        self.noise_window = ()  # of the schedule that set_timesteps makes
-        self._wanted_window = noise_window
+        self.noise_window: tuple[int, ...] = ()  # of the schedule that set_timesteps makes
+        self._wanted_window: Iterable[int] | None = noise_window
 
     def set_noise_window(self, steps: Iterable[int] | None) -> None:
         """Draw these steps from the next `set_timesteps` on: for a window that changes from rollout to rollout."""

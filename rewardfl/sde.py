@@ -4,7 +4,6 @@ The window's steps are drawn from `flow.transition` and kept; the others are Eul
 scored again, with a graph, from the latents as they were stored: equal weights give equal bits.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -46,8 +45,8 @@ class Step:
     log_prob: Tensor  # (B,) float64
 
     def to(self, device: str | torch.device) -> "Step":
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return dataclasses.replace(self, **moved)
+        mean = None if self.mean is None else self.mean.to(device)
+        return Step(self.x.to(device), self.x_next.to(device), mean, self.std, self.log_prob.to(device))
 
 
 @torch.no_grad()

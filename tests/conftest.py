@@ -1,69 +1,81 @@
-"""A Wan2.2-I2V-shaped pipeline with random weights, small enough to differentiate in float64."""
+"""What pytest itself needs: where things are, which tests run first, and the server that forks their processes.
+
+It imports nothing heavy: pytest's first process, which only hands out tests, reads it too.
+"""
 
 import contextlib
+import functools
 import io
 import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
+os.environ["PYTHONPATH"] = str(ROOT)  # what tests start is this checkout's, whichever is installed
+os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
+os.environ["OMP_NUM_THREADS"] = "1"  # the suite runs several workers
 
-import _common  # noqa: E402
 import pytest  # noqa: E402
-import torch  # noqa: E402
-
-from rewardfl.backbones import seam  # noqa: E402
-from rewardfl.backbones.wan.backbone import Wan22I2V, of_pipeline  # noqa: E402
-from tiny_world.vae import new_vae  # noqa: E402
-from tiny_world.video import new_expert, new_pipeline  # noqa: E402
-
-torch.set_num_threads(1)  # the suite runs several workers
-
-HEIGHT, WIDTH, FRAMES = 32, 32, 5
+import zygote  # noqa: E402
 
 
-def random_pipeline(dtype: torch.dtype = torch.float32):
-    """Both experts differ; the VAE's convolutions in time matter; latents are normalised by odd numbers."""
-    torch.manual_seed(0)
-    pipe = new_pipeline(new_vae(4, (1, 1, 2)), layers=(1, 1))
-    pipe.register_modules(transformer=new_expert(1, 2, 12), transformer_2=new_expert(2, 2, 12))
-    for module in (pipe.vae, pipe.transformer, pipe.transformer_2):
-        for parameter in module.parameters():
-            parameter.data += 0.05 * torch.randn_like(parameter)
-        module.eval().requires_grad_(False)
-    pipe.vae.register_to_config(
-        latents_mean=torch.linspace(-0.3, 0.3, 16).tolist(), latents_std=torch.linspace(0.7, 1.6, 16).tolist()
-    )
-    pipe.text_encoder.requires_grad_(False)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe.to(dtype) if dtype != torch.float32 else pipe
+def pytest_configure(config):
+    if zygote.ADDRESS not in os.environ:  # a worker has its parent's
+        zygote.start()
 
 
-def backbone_of(pipe) -> Wan22I2V:
-    return of_pipeline(pipe, pipe.transformer_2.dtype)
+def pytest_unconfigure():
+    zygote.stop()
 
 
-def experts_of(pipe, outside=()) -> seam.Experts:
-    return seam.Experts({"high_noise": pipe.transformer, "low_noise": pipe.transformer_2}, outside)
-
-
-def encode(pipe, prompt, image, num_frames) -> seam.Conditioning:
-    backbone, device = backbone_of(pipe), torch.device("cpu")
-    return backbone.text_encoder(device)(prompt) | backbone.image_encoder(device)(image, num_frames)
-
-
-LONGEST = ("test_distributed.py", "test_chaos.py", "test_train_reward_fl.py", "test_golden.py", "test_tiny_world.py")
+# The files that launch runs or measure whole models, the longest first
+SLOW = (
+    "distributed", "chaos", "train_reward_fl", "train_flow_grpo", "train_rewards", "launch", "golden", "estimate_grpo",
+    "tiny_world", "invariants", "estimate", "wan_load", "accelerate", "face_parity", "placement",
+    "lora", "merge_lora", "security", "step_benchmark",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first: each worker takes whole files, and one that came last would be waited for."""
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    """Mark what `make quick` leaves out, and put the longest files first.
+
+    Each worker takes whole files, and one that came last would be waited for.
+    """
+    place = {f"test_{name}.py": place for place, name in enumerate(SLOW)}
+    for item in items:
+        if item.path.name in place:
+            item.add_marker("slow")
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+@functools.cache
+def measured_before():
+    from rewardfl.estimate import measure
+
+    known = {}
+
+    def measured(video):
+        model = (video.backbone.described_by(), video.backbone.dtype)
+        key = (*model, video.height, video.width, video.num_frames, video.adapter)
+        if key not in known:
+            known[key] = measure.measure(video)
+        return known[key]
+
+    return measured
+
+
+@pytest.fixture
+def measured_once(monkeypatch):
+    """What an estimate measures on the meta device is measured once for each video in a process."""
+    from rewardfl.estimate import report
+
+    monkeypatch.setattr(report, "measure", measured_before())
 
 
 @pytest.fixture
 def pipe():
+    from pipelines import random_pipeline
+
     return random_pipeline()
 
 
@@ -72,9 +84,11 @@ def run_tool(main, *arguments, expect=0):
     output, argv = io.StringIO(), sys.argv
     sys.argv = ["tool", *map(str, arguments)]
     try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), pytest.raises(SystemExit) as stop:
-            _common.run(main)
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            code = main()
+    except SystemExit as stop:  # the parser's
+        code = stop.code
     finally:
         sys.argv = argv
-    assert stop.value.code == expect, output.getvalue()
+    assert code == expect, output.getvalue()
     return output.getvalue()

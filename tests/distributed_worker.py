@@ -19,15 +19,13 @@ import sys
 import traceback
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 
 from rewardfl import sharding
-from rewardfl.run import job as distributed
-from rewardfl.run import start as setup
+from rewardfl.run import start
+from rewardfl.run.job import Job
 
 
 def digest(parameters):
@@ -37,53 +35,48 @@ def digest(parameters):
 @contextlib.contextmanager
 def watched(seen, faceless, breaking):
     """Within, what a script does is written to `seen`; with the faults that the environment names."""
-    prepare, step, backward, find_samples = (
-        distributed.prepare,
-        distributed.step,
-        distributed.backward,
-        setup.find_samples,
-    )
+    prepare, step, backward, find_samples = Job.prepare, Job.step, Job.backward, start.find_samples
     rank, update = (int(n) for n in os.environ["BREAK_GRADIENT"].split(":")) if breaking else (-1, -1)
 
     def watched_broadcast(group, tensors, *arguments):
         seen["broadcast"] = seen.get("broadcast", 0) + sum(tensor.nbytes for tensor in tensors)
         return broadcast(group, tensors, *arguments)
 
-    def watched_prepare(accelerator, model, optimizer):
-        policy, optimizer, parameters = prepare(accelerator, model, optimizer)
+    def watched_prepare(job, model, optimizer, block_classes):
+        policy, optimizer, parameters = prepare(job, model, optimizer, block_classes)
         seen["trained"] = sum(sharding.whole(parameter.detach()).nbytes for parameter in parameters)
-        seen.update(type=accelerator.distributed_type.value, processes=accelerator.num_processes)
+        seen.update(type=job.accelerator.distributed_type.value, processes=job.world)
         seen.update(wrapper=type(policy).__name__, updates=[])
         return policy, optimizer, parameters
 
-    def watched_step(accelerator, optimizer, parameters, max_norm):
+    def watched_step(job, optimizer, parameters, max_norm):
         before = digest(parameters)
-        norm = step(accelerator, optimizer, parameters, max_norm)
+        norm = step(job, optimizer, parameters, max_norm)
         after = digest(parameters)
         left = sum(p.grad is not None and bool(sharding.whole(p.grad).any()) for p in parameters)
         seen["updates"].append({"norm": norm, "digest": after, "moved": before != after, "gradients_left": left})
         return norm
 
-    def watched_backward(accelerator, loss):
-        broken = accelerator.process_index == rank and len(seen["updates"]) == update
-        backward(accelerator, loss * torch.inf if broken else loss)
+    def watched_backward(job, loss):
+        broken = job.rank == rank and len(seen["updates"]) == update
+        backward(job, loss * torch.inf if broken else loss)
 
     def faulty_find(cfg, rows, terms, *arguments):
-        samples, problems = find_samples(cfg, rows, terms, *arguments)
+        samples = find_samples(cfg, rows, terms, *arguments)
         row = int(os.environ["NOBODY_ON"])
         samples[row] = dataclasses.replace(samples[row], references=(None,) * len(terms))
-        return samples, problems
+        return samples
 
     broadcast = torch.distributed._broadcast_coalesced
     torch.distributed._broadcast_coalesced = watched_broadcast
-    distributed.prepare, distributed.step, distributed.backward = watched_prepare, watched_step, watched_backward
-    setup.find_samples = faulty_find if faceless else find_samples
+    Job.prepare, Job.step, Job.backward = watched_prepare, watched_step, watched_backward
+    start.find_samples = faulty_find if faceless else find_samples
     try:
         yield
     finally:
-        distributed.prepare, distributed.step, distributed.backward = prepare, step, backward
+        Job.prepare, Job.step, Job.backward = prepare, step, backward
         torch.distributed._broadcast_coalesced = broadcast
-        setup.find_samples = find_samples
+        start.find_samples = find_samples
 
 
 def fsdp_on_cpu():

@@ -2,15 +2,12 @@
 
 import sys
 import time
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tools")]
 
 import torch
 
 from rewardfl import rewards
 from rewardfl.rewards import Reward, RewardOutput
+from rewardfl_tools import serve_reward
 
 
 class Likeness(Reward):
@@ -65,7 +62,5 @@ def build(name, settings, build=rewards.build):
 
 
 if __name__ == "__main__":
-    import serve_reward
-
     rewards.build = build
     sys.exit(serve_reward.main())

@@ -9,13 +9,11 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
-from conftest import FRAMES, HEIGHT, WIDTH, backbone_of
+from pipelines import FRAMES, HEIGHT, WIDTH, backbone_of
 from test_reward_flow import SCHEDULE, gradients, lora_model, quadratic_reward
 
 from rewardfl import reward_flow

@@ -2,15 +2,19 @@
 
 import atexit
 import contextlib
+import importlib.util
 import io
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+import zygote
 from conftest import ROOT
 
 import train_flow_grpo
@@ -20,7 +24,11 @@ from rewardfl import lora
 WORLD = ROOT / "assets" / "tiny_world"
 CONFIG = str(ROOT / "configs" / "tiny_face.yaml")
 GRPO_CONFIG = str(ROOT / "configs" / "tiny_flow_grpo.yaml")
+YAMLS = ROOT / "configs" / "accelerate"
 PACKS = {"reward_model_path": "reward", "held_out_model_path": "judge"}
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: no ZeRO-2 run"
+)
 CLIPS = 6
 # what is computed of the clips, once for all tests of this process
 CACHE = tempfile.mkdtemp(prefix="rewardfl-test-cache-")
@@ -40,9 +48,11 @@ def table(path, part, clips):
     return path
 
 
+# a quarter of the world's own size: faces are found in it, and no claim is about the size
+SMALL = ["data.height=32", "data.width=32", "data.num_frames=5"]
 QUICK = [
     "lora.lora_rank=4", "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none", f"data.cache_dir={CACHE}",
-    "data.num_frames=5",
+    *SMALL,
     f"data.file_name={table(f'{CACHE}/metadata.csv', 'train', CLIPS)}",
 ]  # fmt: skip
 # four sampling steps, two of them replayed, one clip at a time
@@ -79,6 +89,27 @@ def launch_as(arguments, *overrides, check=True):
     return _here(script, [*arguments, *overrides], check)
 
 
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def launcher(kind, *arguments, options=(), port=None):
+    """Python's arguments: accelerate launch with a yaml of configs/accelerate."""
+    processes = 1 if kind in ("cpu", "single_gpu") else 2
+    return [
+        "-m", "accelerate.commands.launch", "--config_file", str(YAMLS / f"{kind}.yaml"),
+        "--num_processes", str(processes), "--main_process_port", str(port or free_port()), *options, *arguments,
+    ]  # fmt: skip
+
+
+def launch_environment(kind, **more):
+    # DDP's yaml is for GPUs: without one accelerate takes gloo. DeepSpeed on a CPU must not be told
+    cpu = {"ddp": {"ACCELERATE_USE_CPU": "true"}, "fsdp2": {"FSDP_ON_CPU": "true"}}.get(kind, {})
+    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | cpu | more
+
+
 def command(script, *overrides):
     """Arguments of Python: a script with its fast settings."""
     config, fast = {"train_reward_fl.py": (CONFIG, FAST), "train_flow_grpo.py": (GRPO_CONFIG, GRPO_FAST)}[script]
@@ -88,10 +119,8 @@ def command(script, *overrides):
 def _launch(script, config, overrides, processes, check):
     arguments = [f"{script.__name__}.py", "--config", config, *overrides]
     if processes > 1:  # gloo may abort at exit after all is done; the files tell
-        start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-        return subprocess.run(
-            [*start, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280
-        )
+        start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+        return zygote.run([*start, *arguments], cwd=ROOT, env=environment())
     return _here(script, arguments, check)
 
 

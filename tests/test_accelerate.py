@@ -1,14 +1,13 @@
 """Replay through accelerate is plain autograd over the global batch, whatever its split; the naive scaling is not."""
 
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+import zygote
 from replay_worker import ACTIVE, CASES, KL_WEIGHT, batch_of
+from runs import environment
 from test_reward_flow import SCHEDULE, assert_same, autograd_gradients, lora_model
 
 HERE = Path(__file__).parent
@@ -18,19 +17,8 @@ HERE = Path(__file__).parent
 def results(tmp_path_factory):
     """{case: [each rank's result]} of two processes."""
     out = tmp_path_factory.mktemp("replay")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "true",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    run = subprocess.run(
-        [*launcher, str(HERE / "replay_worker.py"), str(out)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
+    run = zygote.run([*launcher, str(HERE / "replay_worker.py"), str(out)], env=environment())
     files = {case: [out / f"{'-'.join(map(str, case))}-{rank}.pt" for rank in range(2)] for case in CASES}
     missing = [str(file) for ranks in files.values() for file in ranks if not file.exists()]
     assert not missing, run.stderr[-3000:]

@@ -5,8 +5,10 @@ A room is a folder of the package, or a module beside the folders. What stands o
 
 import ast
 import functools
+import itertools
 import re
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -16,8 +18,8 @@ from conftest import ROOT
 ALGORITHMS = ("flow", "reward_flow", "sde", "grpo", "groups", "scheduler")
 # inside a room one more than DESIGN section 2 says: a face goes through file, graph, detector, identity and reward
 ROOM_FLOORS, MODULE_FLOORS = 7, 5
-# Modules outside of backbones/ and weights/ that still name Wan in their code. The list only gets shorter.
-STILL_WAN = {"config.schema", "estimate.measure", "lora", "offload", "run.start", "run.work"}
+# model.model_name has a default; no other module outside of backbones/ and weights/ names a model or one of its parts
+NAMES_A_MODEL = {"config.schema"}
 Sources = dict[str, str]  # by file, such as rewardfl/data/clips.py
 House = dict[str, set[str]]  # by module, such as data.clips: what it imports; of other packages the first name
 
@@ -83,13 +85,14 @@ def floors(graph: dict[str, set[str]]) -> int:
     return max(found.values())
 
 
-def names_wan(text: str) -> bool:
-    """Whether code names Wan, by an identifier, a module or a key; sentences decide nothing."""
+MODEL = re.compile("wan(?!t(?!r)|db)|(high|low)_noise", re.I)
+
+
+def names_a_model(text: str) -> bool:
+    """Whether code names Wan or an expert of it, by an identifier, a module or a key; sentences decide nothing."""
     for node in ast.walk(parsed(text)):
         words = [vars(node).get(field) for field in ("id", "attr", "name", "module", "value", "arg")]
-        if any(
-            isinstance(word, str) and " " not in word and re.search("wan(?!t(?!r)|db)", word, re.I) for word in words
-        ):
+        if any(isinstance(word, str) and " " not in word and MODEL.search(word) for word in words):
             return True
     return False
 
@@ -119,9 +122,9 @@ def violations(sources: Sources) -> list[str]:
             found += [f"{where}: {count} floors, at most {most}"] if count > most else []
         except ValueError as error:
             found.append(f"{where}: {error}")
-    wan = {name_of(file) for file, text in sources.items() if names_wan(text)}
-    wan = {name for name in wan if name.partition(".")[0] not in ("backbones", "weights")}
-    return found + [f"{name}: names Wan" for name in wan - STILL_WAN] + [f"STILL_WAN: {n}" for n in STILL_WAN - wan]
+    models = {name_of(file) for file, text in sources.items() if names_a_model(text)}
+    models = {name for name in models if name.partition(".")[0] not in ("backbones", "weights")}
+    return found + [f"{name}: names a model" for name in models - NAMES_A_MODEL]
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +148,8 @@ def test_the_house_keeps_its_rules(sources):
         ("files.py", "from rewardfl.rewards import base", "rewardfl: a circle among"),
         ("weights/shards.py", "from rewardfl.weights import merge", "weights: a circle among"),
         ("backbones/seam.py", "from rewardfl.run import start", "rewardfl: a circle among"),
-        ("data/order.py", "wan_order = 1", "data.order: names Wan"),
+        ("run/start.py", "first = 'high_noise'", "run.start: names a model"),
+        ("data/order.py", "wan_order = 1", "data.order: names a model"),
     ],
 )
 def test_a_broken_rule_is_seen(sources, file, line, broken):
@@ -155,11 +159,10 @@ def test_a_broken_rule_is_seen(sources, file, line, broken):
 
 
 def declared():
-    """Distributions that the requirement files name, and wandb, which is for who wants it."""
-    lines = [
-        line for file in ("requirements.txt", "requirements-dev.txt") for line in (ROOT / file).read_text().split("\n")
-    ]
-    return {plain(found[0]) for line in lines if (found := re.match(r"[\w-]+", line))} | {"wandb"}
+    """Distributions that pyproject.toml names, and rewardfl itself."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *itertools.chain.from_iterable(project["optional-dependencies"].values())]
+    return {plain(re.match(r"[\w-]+", line)[0]) for line in lines} | {"rewardfl"}
 
 
 def plain(distribution):
@@ -168,11 +171,11 @@ def plain(distribution):
 
 def undeclared(sources):
     """What is imported, at any depth, of distributions that no requirement names."""
-    owners = metadata.packages_distributions()
-    used = {name for below in house_of(sources).values() for name in below - house_of(sources).keys()}
+    owners, house = metadata.packages_distributions(), house_of(sources)
+    used = {name for below in house.values() for name in below - house.keys()}
     return {
         name: owners.get(name, ["not installed"])
-        for name in used - sys.stdlib_module_names - {"_common", "_output", "tiny_world", "wandb"}
+        for name in used - sys.stdlib_module_names - {"rewardfl_tools", "wandb"}
         if not declared() & {plain(one) for one in owners.get(name, [])}
     }
 
@@ -192,6 +195,48 @@ def test_floors():
     assert "rewardfl: 8 floors, at most 7" in violations({"rewardfl/r0.py": ""} | rooms)
 
 
-def test_sentences_may_name_wan():
-    assert not names_wan('"""Wan is a model."""\nwanted = "a Wan model"  # wan\n')
-    assert names_wan("import x\ny = x.wan") and names_wan('z = "WanTransformerBlock"') and names_wan("def wan(): ...")
+def test_sentences_may_name_a_model():
+    assert not names_a_model('"""Wan is a model."""\nwanted = "a Wan model"  # wan\n')
+    assert (
+        names_a_model("import x\ny = x.wan")
+        and names_a_model('z = "WanTransformerBlock"')
+        and names_a_model("def wan(): ...")
+    )
+
+
+# the doors of a backbone's module; two samplers of one kind; the entry of a command
+TWICE = {"open", "describe", "rollout", "kl_floor", "main"}
+# longer than sixty lines, or of more than eight parameters: their docstrings say why
+ODD = {"reward_flow.replay", "scheduler.__init__", "rewards.remote.client.__init__"}
+
+
+def habits(sources):
+    """What breaks the habits that can be counted: names that are defined twice, functions that are long or wide."""
+    homes, found = {}, []
+    for file, text in sources.items():
+        for node in parsed(text).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name_of(file))
+        for node in ast.walk(parsed(text)):
+            if isinstance(node, ast.FunctionDef) and (name := f"{name_of(file)}.{node.name}") not in ODD:
+                lines, parameters = node.end_lineno - node.lineno + 1, [*node.args.args, *node.args.kwonlyargs]
+                width = sum(parameter.arg not in ("self", "cls") for parameter in parameters)
+                found += [f"{name}: {lines} lines"] if lines > 60 else []
+                found += [f"{name}: {width} parameters"] if width > 8 else []
+    found += [f"{name}: in {', '.join(at)}" for name, at in homes.items() if len(at) > 1 and name not in TWICE]
+    return found
+
+
+def test_names_are_defined_once_and_functions_are_short(sources):
+    assert habits(sources) == []
+    long = "def f(a, b, c, d, e, g, h, i, j):\n" + "    a = 1\n" * 60
+    assert habits({"rewardfl/x.py": long, "rewardfl/y.py": "def f(): ..."}) == [
+        "x.f: 61 lines",
+        "x.f: 9 parameters",
+        "f: in x, y",
+    ]
+
+
+@pytest.mark.parametrize("script, most", [("train_reward_fl.py", 235), ("train_flow_grpo.py", 310)])
+def test_a_script_stays_readable(script, most):
+    assert len((ROOT / script).read_text().splitlines()) <= most

@@ -1,13 +1,13 @@
 """The cache on disk: content-addressed, whole or absent, checked when read."""
 
 import errno
-import multiprocessing
 import os
-import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
+import zygote
 
 from rewardfl import files
 from rewardfl.data import cache
@@ -115,19 +115,19 @@ def write_for_ever(folder):
 
 def test_writers_that_are_killed_leave_a_usable_cache(tmp_path):
     """Two processes write one entry over and over and are killed: a reader sees it whole at all times."""
-    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    writers = [context.Process(target=write_for_ever, args=(tmp_path,), daemon=True) for _ in range(2)]
-    for writer in writers:
-        writer.start()
+    code = "import pathlib, sys, test_cache; test_cache.write_for_ever(pathlib.Path(sys.argv[1]))"
+    writers = [zygote.Process(["-c", code, tmp_path], cwd=Path(__file__).parent) for _ in range(2)]
     store, seen = Cache(tmp_path), 0
     deadline = time.time() + 120
-    while seen < 50 and time.time() < deadline:
-        if store.path(KEY).exists():
-            assert torch.equal(store.get(KEY)["a"], torch.arange(100_000.0))
-            seen += 1
-    for writer in writers:
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.join()
+    try:
+        while seen < 50 and time.time() < deadline:
+            if store.path(KEY).exists():
+                assert torch.equal(store.get(KEY)["a"], torch.arange(100_000.0))
+                seen += 1
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
     assert seen == 50
     assert torch.equal(store.get(KEY)["a"], torch.arange(100_000.0))
 

@@ -4,15 +4,15 @@ import csv
 import json
 import sys
 
-import check_dataset
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from rewardfl import config, data
-from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import files as layouts
+from rewardfl_tools import _check_dataset, check_dataset
 
 WORLD = ROOT / "assets" / "tiny_world"
 FACES = ("--faces", WORLD / "faces" / "reward", "--det-size", 128, "--device", "cpu")
@@ -52,7 +52,7 @@ def test_a_good_dataset_by_its_configuration(call, tmp_path):
     sheet = tmp_path / "new" / "sheet.png"
     code, out, _ = call("--config", tmp_path / "run.yaml", *FACES, "--sheet", sheet)
     assert code == 0
-    assert out == ["3 rows: 3 can be used, 0 cannot", "64 x 64: 3 rows", f"sheet: {sheet}"]
+    assert out == ["3 rows: 3 can be used, 0 cannot", "64 x 64 (height x width): 3 rows", f"sheet: {sheet}"]
     pixels = np.asarray(Image.open(sheet).convert("RGB")).astype(int)
     assert (np.abs(pixels - (0, 220, 0)).max(2) < 8).sum() > 9 * 4 * 40  # nine boxes of faces, two pixels wide
     assert not is_red(pixels).any()
@@ -107,10 +107,10 @@ def test_every_problem_and_every_warning(call, tmp_path):
         f"line 5: problem: {tmp_path}/text.mp4: cannot be decoded (Invalid data found when processing input)",
         f"line 5: problem: {tmp_path}/lost.mp4: no such file",
         "line 6: problem: no video",
-        "line 7: warning: clip: 32 x 32 is enlarged 2.00 times to 64 x 64",
-        "line 8: warning: clip: 64 x 64 leaves 50% of 64 x 128",
+        "line 7: warning: clip: 32 x 32 (height x width) is enlarged 2.00 times to 64 x 64",
+        "line 8: warning: clip: 64 x 64 leaves 50% of 64 x 128 (height x width)",
         "line 9: warning: the same as line 2: the clip weighs more",
-        "line 10: warning: image: 64 x 64 leaves 50% of 128 x 64",
+        "line 10: warning: image: 64 x 64 leaves 50% of 128 x 64 (height x width)",
         "line 11: warning: no face in the image empty.png",
         f"line 12: problem: no face was found in {tmp_path}/nobody.mp4",
         f"line 14: problem: no face was found in {tmp_path}/nobody.mp4",
@@ -121,7 +121,7 @@ def test_every_problem_and_every_warning(call, tmp_path):
         "note: 1 of 9 clips have less than half of the pixels of 64 x 64, and are enlarged; the smallest is line 7, "
         "tiny.mp4: 32 x 32 (height x width)",
         "16 rows: 9 can be used, 7 cannot",
-        "64 x 64: 9 rows",
+        "64 x 64 (height x width): 9 rows",
         f"sheet: {tmp_path}/sheet.png",
     ]
     assert is_red(np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)).sum() > 300
@@ -133,14 +133,38 @@ def test_clips_with_problems_are_shown_as_far_as_they_go(tmp_path):
     data.write_video(tmp_path / "short.mp4", person()[:2, ::2, ::2], 16)
     path = write_csv(tmp_path, *([f"{name}.mp4", name, "", "", ""] for name in ("slow", "short", "lost")))
     settings = config.DataConfig(file_name=str(path), height=64, width=64, num_frames=9, fps=16)
-    reports = [check_dataset.inspect(row, settings, None, "cpu") for row in data.load_metadata(path)]
+    reports = [_check_dataset.inspect(row, settings, None, "cpu") for row in data.load_metadata(path)]
     assert [len(report.problems) for report in reports] == [1, 1, 1]
     assert [len(report.pictures) for report in reports] == [3, 3, 0]
     assert all(report.warnings and report.size == (64, 64) for report in reports[:2])
-    sheet = np.asarray(check_dataset.contact_sheet(reports[:1])).astype(int)
+    sheet = np.asarray(_check_dataset.contact_sheet(reports[:1])).astype(int)
     reports[0].problems.clear()
     assert is_red(sheet).any()
-    assert not is_red(np.asarray(check_dataset.contact_sheet(reports[:1])).astype(int)).any()
+    assert not is_red(np.asarray(_check_dataset.contact_sheet(reports[:1])).astype(int)).any()
+
+
+def test_a_sheet_shows_every_name(tmp_path, monkeypatch):
+    """Letters of other scripts as they are; what the font has not, by its number: no boxes."""
+    data.write_video(tmp_path / "é.mp4", nobody(), 16)
+    names = {"\u0416": "\u0416", "\u00e9\u00fc": "\u00e9\u00fc", "\u4f60": "\\u4f60"}
+    drawn, text = [], ImageDraw.ImageDraw.text
+    monkeypatch.setattr(
+        ImageDraw.ImageDraw,
+        "text",
+        lambda pen, at, words, fill, font: drawn.append((words, font)) or text(pen, at, words, fill, font),
+    )
+    for name in names:
+        data.write_video(tmp_path / f"{name}.mp4", nobody(), 16)
+    rows = data.load_metadata(write_csv(tmp_path, *([f"{name}.mp4", "x", "", "", ""] for name in names)))
+    settings = config.DataConfig(file_name="-", height=64, width=64, num_frames=9)
+    _check_dataset.contact_sheet([_check_dataset.inspect(row, settings, None, "cpu") for row in rows])
+    assert [words.split()[2].split(".mp4")[0] for words, _ in drawn] == list(names.values())
+    box = picture_of("\U0010fffd", drawn[0][1])  # of a private character, which no font has
+    assert all(picture_of(letter, drawn[0][1]) != box for words, _ in drawn for letter in words if letter != " ")
+
+
+def picture_of(letter, font):
+    return bytes(font.getmask(letter))
 
 
 def test_sizes_under_max_pixels(call, tmp_path):
@@ -151,7 +175,11 @@ def test_sizes_under_max_pixels(call, tmp_path):
     )
     code, out, _ = call("--data", path, "--num-frames", 5, "--max-pixels", 64 * 112)
     assert code == 0
-    assert out == ["3 rows: 3 can be used, 0 cannot", "64 x 112: 2 rows", "112 x 64: 1 rows"]
+    assert out == [
+        "3 rows: 3 can be used, 0 cannot",
+        "64 x 112 (height x width): 2 rows",
+        "112 x 64 (height x width): 1 rows",
+    ]
     data.write_video(tmp_path / "tiny.mp4", nobody(5, 16, 16), 24)
     with path.open("a") as file:
         file.write("tiny.mp4,x\n")
@@ -173,7 +201,7 @@ def test_sizes_under_max_pixels(call, tmp_path):
         (["--data", "{csv}", "--height", "60"], "data.height must be a multiple of 16, got 60; try 48 or 64"),
         (["--data", "{csv}", "--max-pixels", "255"], "data.max_pixels must be at least 256, got 255"),
         (["--data", "{csv}", "--fps", "0"], "data.fps must be at least 0.1, got 0"),
-        (["--data", "{csv}", "--num-frames", "1"], "data.num_frames must be at least 2, got 1; Wan takes 81"),
+        (["--data", "{csv}", "--num-frames", "1"], "data.num_frames must be 4k+1 for this VAE, got 1; try 5"),
     ],
 )
 def test_what_cannot_be_checked(call, tmp_path, arguments, message):
@@ -190,7 +218,7 @@ def test_a_pack_that_is_none(call, tmp_path):
 
 def test_the_examples_are_what_is_read():
     paths = json.loads((ROOT / "examples" / "wan22_paths.json").read_text())
-    assert set(paths) == {*wan_load.KEYS, "tokenizer", "configs"}
+    assert set(paths) == {*layouts.KEYS, "tokenizer", "configs"}
     rows = data.load_metadata(ROOT / "examples" / "metadata.csv")
     assert all(not row.problem and row.prompt for row in rows)
     assert any(row.image for row in rows) and any(row.reference_video for row in rows)

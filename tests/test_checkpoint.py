@@ -8,16 +8,18 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import zygote
+from conftest import ROOT
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+import rewardfl
 from rewardfl.config import MARKS, SECTIONS, Alike, FlowGrpoConfig, Resumed, RewardFlConfig
 from rewardfl.run import checkpoint
 from rewardfl.run.checkpoint import (
@@ -46,16 +48,19 @@ def changed(**keys):
     return config
 
 
+def record(config, base_model=BASE, changes=(), **more):
+    """What start.open_log writes."""
+    about = {"command": ["train.py"], "versions": {"torch": "2"}, "git_commit": "abc", "init_from": {"low_noise": "cc"}}
+    return {"config": config, "base_model": dict(base_model), "changes": list(changes), "face_packs": {}} | about | more
+
+
 def opened(output_dir, config=CONFIG, resume="auto", base_model=BASE):
     """What the script does before its first step; what it goes on from. The lock is let go of."""
     run = config["run"] | {"output_dir": str(output_dir), "resume_from_checkpoint": resume}
     with RunFolder() as run_folder:
         found = checkpoint.prepare_output_dir(run_folder, config | {"run": run}, base_model)
         packs = {"reward.pack": {"det.onnx": "0f"}}
-        checkpoint.write_run_json(
-            run_folder, config, ["train.py"], {"torch": "2"}, "abc", packs, base_model, {"low_noise": "cc"},
-            found.changes,
-        )  # fmt: skip
+        run_folder.write_run_json(record(config, base_model, found.changes, face_packs=packs))
     return found
 
 
@@ -85,7 +90,7 @@ def run_and_kill(code, folder):
     prelude = "import os, signal; from pathlib import Path; from rewardfl.run import checkpoint\n"
     kill = "kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
     script = f"{prelude}{kill}folder = Path({str(folder)!r})\n{code}"
-    assert subprocess.run([sys.executable, "-c", script]).returncode == -9
+    assert zygote.run(["-c", script], cwd=ROOT).returncode == -9
 
 
 # ---- atomic writes
@@ -244,8 +249,9 @@ def test_foreign_files_stay(tmp_path):
 
 
 def test_library_versions():
-    versions = checkpoint.library_versions(["torch", "pyyaml", "no-such-package"])
-    assert list(versions) == ["torch", "pyyaml"] and versions["torch"] == torch.__version__
+    versions = checkpoint.library_versions(["rewardfl", "torch", "pyyaml", "no-such-package"])
+    assert list(versions) == ["rewardfl", "torch", "pyyaml"] and versions["torch"] == torch.__version__
+    assert versions["rewardfl"] == rewardfl.__version__
 
 
 def test_the_build_of_torch_is_recorded(monkeypatch):
@@ -364,7 +370,7 @@ def running(tmp_path):
         checkpoint.prepare_output_dir(run_folder, config, BASE)
         metrics = MetricsFile(path / "metrics.jsonl")
         metrics.cut_back(0)
-        checkpoint.write_run_json(run_folder, config, ["train.py"], {}, None, {}, BASE, {}, [])
+        run_folder.write_run_json(record(config))
         for step in (1, 2):
             run_folder.keep()
             metrics.append(step, {"loss": 1.0})
@@ -400,7 +406,7 @@ def test_a_run_does_not_write_into_another_ones_folder(running, ended):
     shutil.rmtree(path)
     with RunFolder() as other:
         other.take(path)
-        checkpoint.write_run_json(other, CONFIG, ["other.py"], {}, None, {}, BASE, {}, [])
+        other.write_run_json(record(CONFIG, command=["other.py"]))
         if ended:
             (path / "run.lock").unlink()
         before = tree(path)

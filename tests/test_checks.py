@@ -1,9 +1,11 @@
 import pytest
+from conftest import ROOT
 from face_nets import magenta_pack
 
-from rewardfl import config
+from rewardfl import backbones, config
+from rewardfl.backbones.seam import Source
 from rewardfl.config import ConfigError
-from rewardfl.run import checks
+from rewardfl.run import checks, work
 
 REQUIRED = {
     "run": {"output_dir": "out"},
@@ -72,51 +74,21 @@ def test_check_threads():
         checks.check_threads(100_000, 2)
 
 
-def test_vae_factors(tmp_path):
-    with pytest.raises(ConfigError, match="model.model_paths: .*vae/config.json is missing"):
-        checks.vae_factors(tmp_path)
-    (tmp_path / "vae").mkdir()
-    (tmp_path / "vae" / "config.json").write_text("{}")
-    assert checks.vae_factors(tmp_path) == (8, 4)
-    (tmp_path / "vae" / "config.json").write_text('{"scale_factor_spatial": 16, "scale_factor_temporal": 2}')
-    assert checks.vae_factors(tmp_path) == (16, 2)
+PUBLISHED = backbones.describe("wan2_2", Source())
+TRAINED = {("high_noise",): "dit", ("low_noise",): "dit2", ("high_noise", "low_noise"): "dit,dit2"}
+MODES = {1.0: "chain", 0.2: "bridge", 0.0: "drtune"}
 
 
-def test_boundary_ratio(tmp_path):
-    (tmp_path / "model_index.json").write_text('{"boundary_ratio": 0.9}')
-    assert checks.boundary_ratio(tmp_path) == 0.9
-    (tmp_path / "model_index.json").write_text('{"boundary_ratio": null}')
-    with pytest.raises(ConfigError, match="model.model_paths: .* has no boundary_ratio, so it is no Wan2.2 A14B"):
-        checks.boundary_ratio(tmp_path)
-
-
-def test_check_geometry():
-    checks.check_geometry(480, 832, 81, spatial=8, temporal=4)
-    checks.check_geometry(64, 48, 17, spatial=8, temporal=4)
-    checks.check_geometry(64, 64, 2, spatial=4, temporal=1)
-    with pytest.raises(ConfigError, match=r"^data.num_frames must be 4k\+1 for this VAE, got 80; try 77 or 81$"):
-        checks.check_geometry(480, 832, 80, spatial=8, temporal=4)
-    for frames in (1, 3):
-        with pytest.raises(ConfigError, match=rf"got {frames}; try 5$"):
-            checks.check_geometry(480, 832, frames, spatial=8, temporal=4)
-    with pytest.raises(ConfigError, match="got 1; try 2$"):
-        checks.check_geometry(480, 832, 1, spatial=8, temporal=1)
-    with pytest.raises(ConfigError) as error:
-        checks.check_geometry(482, 8, 81, spatial=8, temporal=4)
-    assert str(error.value).splitlines() == [
-        "data.height must be a multiple of 16, got 482; try 480 or 496",
-        "data.width must be a multiple of 16, got 8; try 16",
+def check_active(active, trained, coupling):
+    """Of eight steps, the first three of which are the high-noise expert's."""
+    settings = [
+        f"sample.active_steps={list(active)}",
+        f"sample.gradient_mode={MODES[coupling]}",
+        f"model.trainable_models={TRAINED[trained]}",
     ]
-    with pytest.raises(ConfigError, match="data.height must be a multiple of 32, got 720; try 704 or 736"):
-        checks.check_geometry(720, 1280, 81, spatial=16, temporal=4)
-    checks.check_geometry(482, 8, 81, spatial=8, temporal=4, max_pixels=256)  # the sides are not used
-    with pytest.raises(
-        ConfigError, match="^data.max_pixels gives sides in multiples of 16, this VAE takes multiples of 32"
-    ):
-        checks.check_geometry(704, 1280, 81, spatial=16, temporal=4, max_pixels=256)
+    work.check_active_experts(config.load(ROOT / "configs" / "wan22_face.yaml", settings), PUBLISHED)
 
 
-ANSWERING = ("high_noise",) * 3 + ("low_noise",) * 5
 HIGH, LOW, BOTH = ("high_noise",), ("low_noise",), ("high_noise", "low_noise")
 
 
@@ -128,7 +100,7 @@ HIGH, LOW, BOTH = ("high_noise",), ("low_noise",), ("high_noise", "low_noise")
     ],
 )  # fmt: skip
 def test_active_steps_that_train(active, trained, coupling):
-    checks.check_active_experts(active, ANSWERING, trained, coupling)
+    check_active(active, trained, coupling)
 
 
 @pytest.mark.parametrize(
@@ -147,5 +119,5 @@ def test_active_steps_that_train(active, trained, coupling):
 )
 def test_active_steps_that_do_not(active, trained, coupling, words):
     with pytest.raises(ConfigError) as refused:
-        checks.check_active_experts(active, ANSWERING, trained, coupling)
+        check_active(active, trained, coupling)
     assert all(word in str(refused.value) for word in words), str(refused.value)

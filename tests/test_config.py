@@ -114,7 +114,6 @@ def test_casts(write, override, expected):
         ("sample.active_steps=5", "5", "list or null"),
         ("sample.active_steps=[1, true]", "True", "whole number"),
         ("sample.gradient_mode=chian", "'chian', did you mean 'chain'?", "'chain', 'bridge', 'drtune' or 'last'"),
-        ("model.model_name=wan2_1", "'wan2_1', did you mean 'wan2_2'?", "'wan2_2'"),
     ],
 )
 def test_wrong_values_name_the_key_and_the_value(write, override, value, may_be):
@@ -518,13 +517,10 @@ def test_resolved_coupling(write, overrides, coupling):
     assert config.resolved_coupling(load(write, *overrides)) == coupling
 
 
-def test_trainable_experts(write):
-    assert config.trainable_experts(load(write)) == ("low_noise",)
-    assert config.trainable_experts(load(write, "model.trainable_models=dit")) == ("high_noise",)
-    assert config.trainable_experts(load(write, "model.trainable_models='dit2,dit'")) == (
-        "high_noise",
-        "low_noise",
-    )
+def test_trained_positions(write):
+    assert config.trained_positions(load(write)) == (1,)
+    assert config.trained_positions(load(write, "model.trainable_models=dit")) == (0,)
+    assert config.trained_positions(load(write, "model.trainable_models='dit2,dit'")) == (0, 1)
 
 
 def test_round_trip_through_yaml_and_json(write, tmp_path):
@@ -550,12 +546,13 @@ PLACES = {
 
 # Fields that a function of the configuration or of the checks reads on the caller's behalf; it must be called.
 RESOLVED_BY = {
-    "trainable_models": "trainable_experts",
+    "trainable_models": "trained_positions",
     "mid_timestep": "active_steps",
     "active_steps": "active_steps",
     "gradient_mode": "active_steps",
     "coupling": "resolved_coupling",
     "train_batch_size": "check_batch",
+    **dict.fromkeys(("coverage_weight", "motion_weight"), "part_weights"),
     **dict.fromkeys(("name", "settings", "others", "cap", "recogniser_chunk"), "wanted_rewards"),
     **dict.fromkeys(("reward_weight", "reward_mean", "reward_std"), "wanted_rewards"),
 }

@@ -1,15 +1,17 @@
 """tools/convert_lora.py: what it writes loads where it says, and means the same."""
 
-import convert_lora
 import pytest
 import torch
-from conftest import random_pipeline, run_tool
+from conftest import run_tool
 from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
 from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors
+from pipelines import LAYERS, random_pipeline
 from safetensors.torch import load_file, save_file
 
 from rewardfl import lora
+from rewardfl.backbones.wan import model as wan
 from rewardfl.weights import lora_files, shards
+from rewardfl_tools import _convert_lora, convert_lora
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,10 @@ def run(*arguments, expect=0):
 def products(path):
     """{module: scale * up @ down} by the reader."""
     (read,) = lora_files.read_lora(path)
-    return {name: u.scale * lora_files.load(u.up) @ lora_files.load(u.down) for name, u in read.updates.items()}
+    return {
+        name: u.scale * lora_files.load_tensor(u.up) @ lora_files.load_tensor(u.down)
+        for name, u in read.updates.items()
+    }
 
 
 @pytest.mark.parametrize("to", ("comfy", "diffusers"))
@@ -55,12 +60,12 @@ def test_our_checkpoint_loads_in_diffusers_again(tmp_path, to):
     pipe, plain = random_pipeline(), random_pipeline()
     checkpoint, out = tmp_path / "step-000001", tmp_path / "face"
     for part, seed in (("transformer", 1), ("transformer_2", 2)):
-        lora.inject(pipe.components[part], RANK, ALPHA, lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed)
+        lora.inject(pipe.components[part], RANK, ALPHA, LAYERS, seed)
         generator = torch.Generator().manual_seed(seed)
         for parameter in pipe.components[part].parameters():
             if parameter.requires_grad:
                 parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
-        lora.save_adapter(pipe.components[part], checkpoint / part)
+        wan.save_adapter(pipe.components[part], checkpoint / part)
     run("--lora", checkpoint, "--to", to, "--out", out, "--verify")
     high, low = {
         "comfy": ("face_high_noise.safetensors", "face_low_noise.safetensors"),
@@ -165,7 +170,7 @@ def test_places_that_are_refused(values, tmp_path):
 
 
 def test_verify_notices_a_wrong_scale(values, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert_lora.Update, "rank", property(lambda self: 3))  # writes a wrong alpha
+    monkeypatch.setattr(_convert_lora.Update, "rank", property(lambda self: 3))  # writes a wrong alpha
     source = DIALECTS["d5"](tmp_path, values)
     text = run("--lora", source, "--to", "comfy", "--out", tmp_path / "o.safetensors", "--verify", expect=2)
     assert "is not that of" in text

@@ -4,17 +4,16 @@ import json
 import os
 import shutil
 
-import convert_lora
-import merge_lora
-import merge_shards
 import pytest
 import torch
-from conftest import random_pipeline, run_tool
+from conftest import run_tool
 from lora_dialects import DIALECTS, MODULES, factors
 from peft.utils.other import get_pattern_key
+from pipelines import random_pipeline
 from safetensors.torch import load_file, save_file
 
 from rewardfl.weights import lora_files
+from rewardfl_tools import convert_lora, merge_lora, merge_shards
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 DEEP = "[" * 100_000

@@ -37,15 +37,16 @@ def shown_numbers(frames):
     return [round((frame.float().mean().item() - 3) / 6) for frame in frames]
 
 
-def film(path, frames, milliseconds, pixel_shape=Fraction(1)):
-    """An mp4 whose frames have these times."""
+def film(path, frames, milliseconds, pixel_shape=Fraction(1), pixels="yuv420p", curve=2):
+    """An mp4 whose frames have these times; curve: its transfer function by ITU-T H.273, 2 where it does not say."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=30)
-        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], pixels
+        stream.codec_context.color_trc = curve
         stream.codec_context.time_base = Fraction(1, 1000)
         stream.codec_context.sample_aspect_ratio = pixel_shape
-        for pixels, time in zip(frames.numpy(), milliseconds, strict=True):
-            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+        for picture, time in zip(frames.numpy(), milliseconds, strict=True):
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
             frame.pts, frame.time_base = time, Fraction(1, 1000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -667,6 +668,24 @@ def test_notes_of_clips():
     assert data.clip_notes([], [], 480, 832, 480 * 832, None) == []
 
 
+@pytest.mark.parametrize(
+    "pixels, curve, words",
+    [
+        ("yuv420p", 2, []), ("yuv420p", 1, []), ("yuv420p10le", 2, ["10 bits"]),
+        ("yuv420p10le", 16, ["HDR", "PQ", "10 bits"]), ("yuv420p10le", 18, ["HDR", "HLG"]), ("yuv420p", 18, ["HLG"]),
+    ],
+)  # fmt: skip
+def test_colour_that_is_lost_is_noted(folder, pixels, curve, words):
+    """A clip of more than 8 bits, or in HDR, is read as if it were SDR, which nothing else would say."""
+    film(folder / "deep.mp4", clip(), range(0, 90, 10), pixels=pixels, curve=curve)
+    rows = data.load_metadata(write_csv(folder, "a.mp4,x", "deep.mp4,x"))
+    looks = [data.look_at(row, 5) for row in rows]
+    assert not any(look.problems for look in looks)
+    notes = data.clip_notes(rows, looks, 48, 64, None, 10)
+    assert len(notes) == bool(words)
+    assert all(word in note for note in notes for word in [*words, "line 3, deep.mp4", "1 of 2"])
+
+
 def test_the_setting_that_names_the_file_is_named(folder):
     key = "evaluation.eval_clips"
     with pytest.raises(DataError, match=rf"{key}: .*none\.csv"):
@@ -754,11 +773,15 @@ GEOMETRIES = [(b, a, p) for b in (1, 2, 3, 4, 6, 12) for a in (1, 2, 3, 4, 6, 12
 GEOMETRIES = [geometry for geometry in GEOMETRIES if math.prod(geometry) == 12]
 
 
+def micro_batch(step, micro, rank, *, num_rows, shapes=None, **geometry):
+    return data.Order(shapes or [0] * num_rows, **geometry).micro_batch(step, micro, rank)
+
+
 def global_batch(step, batch_size, accumulation, processes, num_rows, seed=3):
     """All samples of a step, in any order: [(epoch, row), ...]."""
     size = {"batch_size": batch_size, "accumulation": accumulation, "processes": processes}
     cells = [(micro, rank) for micro in range(accumulation) for rank in range(processes)]
-    parts = [data.micro_batch(step, *cell, **size, num_rows=num_rows, seed=seed) for cell in cells]
+    parts = [micro_batch(step, *cell, **size, num_rows=num_rows, seed=seed) for cell in cells]
     assert all(len(part) == batch_size for part in parts)
     return sorted(sample for part in parts for sample in part)
 
@@ -801,17 +824,18 @@ def test_one_shape_or_one_sample_is_the_stream():
     size = {"accumulation": 2, "processes": 3, "num_rows": 7, "seed": 3}
     for step in range(5):
         for micro, rank in [(0, 0), (0, 2), (1, 1)]:
-            plain = data.micro_batch(step, micro, rank, batch_size=2, **size)
-            assert data.micro_batch(step, micro, rank, batch_size=2, **size, shapes=["x"] * 7) == plain
-            plain = data.micro_batch(step, micro, rank, batch_size=1, **size)
-            assert data.micro_batch(step, micro, rank, batch_size=1, **size, shapes=list("abcabca")) == plain
+            first = 2 * ((2 * step + micro) * 3 + rank)
+            stream = [groups.sample_at(position, 7, seed=3) for position in (first, first + 1)]
+            assert micro_batch(step, micro, rank, batch_size=2, **size) == stream
+            stream = [groups.sample_at(first // 2, 7, seed=3)]
+            assert micro_batch(step, micro, rank, batch_size=1, **size, shapes=list("abcabca")) == stream
 
 
 def test_with_shapes_a_step_depends_on_accumulation_times_processes():
     def samples(step, accumulation, processes):
         size = {"batch_size": 2, "accumulation": accumulation, "processes": processes, "num_rows": 11, "seed": 3}
         cells = [(micro, rank) for micro in range(accumulation) for rank in range(processes)]
-        parts = [data.micro_batch(step, *cell, **size, shapes=SHAPES["two"]) for cell in cells]
+        parts = [micro_batch(step, *cell, **size, shapes=SHAPES["two"]) for cell in cells]
         assert all(len({SHAPES["two"][row] for _, row in part}) == 1 for part in parts)
         return sorted(sample for part in parts for sample in part)
 

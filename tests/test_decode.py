@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import FRAMES, random_pipeline
+from pipelines import FRAMES, random_pipeline
 
 from rewardfl.backbones.wan import decoder
 

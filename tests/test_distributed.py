@@ -6,31 +6,19 @@ continues. Every launch is asked what it really was. FSDP2's is accelerate's own
 """
 
 import dataclasses
-import importlib.util
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
-import yaml
-from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
+import zygote
 from conftest import ROOT
-from runs import CACHE, launch_as, metrics, table
+from runs import CACHE, SMALL, launch_as, launch_environment, launcher, metrics, needs_deepspeed, table
 
 from rewardfl import lora
-from rewardfl.run import checkpoint
-from rewardfl.run import job as distributed
-from rewardfl.run import start as setup
+from rewardfl.run import checkpoint, start
 
-YAMLS = ROOT / "configs" / "accelerate"
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: no ZeRO-2 run"
-)
 pytestmark = pytest.mark.timeout(1500)  # a test may come with the runs that it is compared with
 KINDS = ["ddp", "fsdp2", pytest.param("zero2_offload", marks=needs_deepspeed)]
 REALLY = {  # by yaml: what must have run
@@ -40,7 +28,7 @@ REALLY = {  # by yaml: what must have run
     "zero2_offload": {"type": "DEEPSPEED", "processes": 2, "wrapper": "DeepSpeedEngine"},
 }
 COMMON = [
-    "lora.lora_rank=4", "data.num_frames=5", "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none",
+    "lora.lora_rank=4", *SMALL, "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none",
     "train.learning_rate=1e-4", "train.warmup_steps=0", "train.max_grad_norm=0.01", f"data.cache_dir={CACHE}",
     f"data.file_name={table(f'{CACHE}/four.csv', 'train', 4)}",
 ]  # fmt: skip
@@ -65,27 +53,6 @@ GRPO = [
 ]  # fmt: skip
 
 
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
-def command(kind, *arguments, options=(), port=None):
-    """accelerate launch with a yaml of configs/accelerate."""
-    processes = 1 if kind in ("cpu", "single_gpu") else 2
-    return [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(YAMLS / f"{kind}.yaml"),
-        "--num_processes", str(processes), "--main_process_port", str(port or free_port()), *options, *arguments,
-    ]  # fmt: skip
-
-
-def environment(kind, **more):
-    # DDP's yaml is for GPUs: without one accelerate takes gloo. DeepSpeed on a CPU must not be told
-    cpu = {"ddp": {"ACCELERATE_USE_CPU": "true"}, "fsdp2": {"FSDP_ON_CPU": "true"}}.get(kind, {})
-    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | cpu | more
-
-
 def run(kind, out, *runs, **more):
     """Runs, one after the other in the same processes, into out/<script>, or the output_dir that a run names; of each,
     every process's account of it.
@@ -96,9 +63,7 @@ def run(kind, out, *runs, **more):
     for script, *arguments in runs:
         named = any(argument.startswith("run.output_dir=") for argument in arguments)
         watcher += ["--", script, *arguments, *([] if named else [f"run.output_dir={out / script}"])]
-    done = subprocess.run(
-        command(kind, *watcher), cwd=ROOT, env=environment(kind, **more), capture_output=True, text=True, timeout=1200
-    )
+    done = zygote.run(launcher(kind, *watcher), cwd=ROOT, env=launch_environment(kind, **more), timeout=1200)
     files = sorted((out / "ranks").glob("rank-*.json"))
     assert len(files) == REALLY[kind]["processes"], done.stdout[-2000:] + done.stderr[-4000:]
     accounts = list(zip(*(json.loads(file.read_text()) for file in files), strict=True))
@@ -119,6 +84,9 @@ def run(kind, out, *runs, **more):
 ONE_UPDATE = [
     "sample.num_inference_steps=4", "train.max_steps=1", "model.dtype=bfloat16", "run.sample_videos=0",
     "train.max_grad_norm=1.0", "train.use_gradient_checkpointing=true",
+]  # fmt: skip
+ONE_GROUP = [
+    "grpo.groups=1", "grpo.updates_per_epoch=1", "grpo.ratio_tolerance=1e-3", "evaluation.eval_clips=null",
 ]  # fmt: skip
 BOTH = "model.trainable_models=dit,dit2"
 # steps 0 and 1 are the high-noise expert's. A frozen expert's step before the first trained one is refused
@@ -145,8 +113,7 @@ def placed_runs(folder, accumulation):
         if kind == "reward":
             words = [*REWARD_FL, *ONE_UPDATE, f"train.gradient_accumulation_steps={accumulation}", *REWARD_PLACES[name]]
         else:
-            more = ["grpo.updates_per_epoch=1", "grpo.ratio_tolerance=1e-3", "evaluation.eval_clips=null"]
-            words = [*GRPO, *ONE_UPDATE, *more, *POLICY_PLACES[name]]
+            words = [*GRPO, *ONE_UPDATE, *ONE_GROUP, *POLICY_PLACES[name]]
         runs.append([*words, f"run.output_dir={folder / place}"])
     return runs
 
@@ -235,14 +202,14 @@ def test_two_processes_are_one_with_more_accumulation(one, two):
 
 def test_one_process_goes_on_from_two(one, two, tmp_path, monkeypatch):
     shutil.copytree(two[2] / FL, tmp_path / "run", symlinks=True)
-    find = setup.find_samples
+    find = start.find_samples
 
     def faceless(*arguments, **settings):
-        samples, problems = find(*arguments, **settings)
+        samples = find(*arguments, **settings)
         samples[3] = dataclasses.replace(samples[3], references=(None,))
-        return samples, problems
+        return samples
 
-    monkeypatch.setattr(setup, "find_samples", faceless)
+    monkeypatch.setattr(start, "find_samples", faceless)
     again = ["train.gradient_accumulation_steps=4", "train.max_steps=4", f"run.output_dir={tmp_path / 'run'}"]
     launch_as(REWARD_FL, *again)
     assert_same_lines(metrics(tmp_path / "run")[3:], metrics(one[1] / FL)[3:], FL_KEYS, rel=1e-3)
@@ -294,114 +261,3 @@ def test_the_place_of_the_boundary_does_not_matter(one, two):
                 whole = torch.cat([b[key].flatten() for key in b])
                 assert moved.norm() > 0, (place, part)
                 assert apart.norm() <= 1e-6 * whole.norm(), (place, part, float(apart.norm() / whole.norm()))
-
-
-# -- the yaml files
-
-
-def test_every_yaml_keeps_the_adapter_in_float32():
-    files = sorted(YAMLS.glob("*.yaml"))
-    assert [file.stem for file in files] == [
-        "cpu", "ddp", "fsdp2", "multi_node_zero2", "single_gpu", "zero2_offload"
-    ]  # fmt: skip
-    for file in files:
-        assert yaml.safe_load(file.read_text())["mixed_precision"] == "no"
-
-
-DRY = ["train_reward_fl.py", "--config", "configs/tiny_face.yaml", "--dry-run"]
-
-
-def test_dry_run_of_one_gpu():
-    """It asks for no more than its process here: without a GPU accelerate takes the CPU."""
-    done = subprocess.run(
-        command("single_gpu", *DRY),
-        cwd=ROOT,
-        env=environment("single_gpu"),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert "x 1 processes = " in done.stdout, done.stderr[-3000:]
-
-
-@needs_deepspeed
-def test_dry_run_of_two_machines():
-    """Two launches of a process each meet, as on two machines."""
-    port = free_port()
-    launches = [
-        subprocess.Popen(
-            command("multi_node_zero2", *DRY, options=["--machine_rank", machine], port=port), cwd=ROOT,
-            env=environment("multi_node_zero2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for machine in ("0", "1")
-    ]  # fmt: skip
-    outputs = [launch.communicate(timeout=280) for launch in launches]
-    for printed, errors in outputs:  # each machine's first process speaks
-        assert "x 2 processes = " in printed, errors[-3000:]
-
-
-def test_fsdp_without_gpus_is_refused():
-    """accelerate would start processes that know nothing of each other, as if nothing had been asked for."""
-    asked = environment("cpu", ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
-    done = subprocess.run([sys.executable, *DRY], cwd=ROOT, env=asked, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 2 and "FSDP needs GPUs" in done.stderr and "processes = " not in done.stdout
-
-
-def test_one_process_where_two_were_asked_for_is_refused():
-    start = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2"]
-    done = subprocess.run([*start, *DRY], cwd=ROOT, env=environment("cpu"), capture_output=True, text=True, timeout=280)
-    assert done.returncode != 0 and "asked for 2 processes and started one" in done.stderr
-
-
-# -- without a launch
-
-
-def test_a_step_clips_or_skips_and_forgets_the_gradient():
-    accelerator = Accelerator(cpu=True)
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    optimizer = accelerator.prepare(torch.optim.SGD([parameter], lr=1.0))
-    for gradient, norm, expected in [(3.0, 6.0, -0.25), (0.1, 0.2, -0.35), (torch.inf, torch.inf, -0.35)]:
-        parameter.grad = torch.full((4,), gradient)
-        assert distributed.step(accelerator, optimizer, [parameter], 0.5) == pytest.approx(norm)
-        torch.testing.assert_close(parameter.detach(), torch.full((4,), expected), rtol=1e-5, atol=0)
-        assert parameter.grad is None
-
-
-def test_processes_that_a_command_line_asks_for(tmp_path):
-    (tmp_path / "a.yaml").write_text("num_processes: 3\n")
-    (tmp_path / "b.yaml").write_text("use_cpu: true\n")
-    launch = ["python", "/usr/bin/accelerate", "launch"]
-    assert distributed.asked_processes([*launch, "--num_processes", "2", "x.py"]) == 2
-    assert distributed.asked_processes([*launch, "--num-processes=4", "x.py"]) == 4
-    assert distributed.asked_processes([*launch, "--config_file", str(tmp_path / "a.yaml"), "x.py"]) == 3
-    assert distributed.asked_processes([*launch, "--config_file", str(tmp_path / "b.yaml"), "x.py"]) == 1
-    assert distributed.asked_processes(["bash", "--num_processes", "2"]) == 1
-    assert distributed.asked_processes([]) == 1
-
-
-def test_mixed_precision_is_refused():
-    with pytest.raises(distributed.LaunchError, match="mixed_precision is bf16.* model.dtype"):
-        distributed.check_environment({"ACCELERATE_MIXED_PRECISION": "bf16"}, [])
-    distributed.check_environment({"ACCELERATE_MIXED_PRECISION": "no"}, [])
-
-
-def test_an_old_deepspeed_is_refused(monkeypatch):
-    monkeypatch.setattr(distributed.metadata, "version", lambda name: "0.18.9")
-    with pytest.raises(distributed.LaunchError, match=r"deepspeed is 0\.18\.9, 0\.19\.8 or later"):
-        distributed.check_environment({"ACCELERATE_USE_DEEPSPEED": "true"}, [])
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"fsdp_version": 1}, "fsdp_version is 1; set fsdp_version: 2"),
-        ({"reshard_after_forward": False}, "fsdp_reshard_after_forward is False"),
-        ({"activation_checkpointing": True}, "fsdp_activation_checkpointing and"),
-        ({"cpu_ram_efficient_loading": True}, "fsdp_cpu_ram_efficient_loading must be false"),
-    ],
-)
-def test_other_fsdp_is_refused(settings, message):
-    plugin = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
-    distributed.check_fsdp(FullyShardedDataParallelPlugin(**plugin))
-    with pytest.raises(distributed.LaunchError, match=message):
-        distributed.check_fsdp(FullyShardedDataParallelPlugin(**plugin | settings))

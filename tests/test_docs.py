@@ -1,4 +1,4 @@
-"""What the documents tell a new user to do, done."""
+"""What the documents tell a new user to do, done, and what they point at, looked up."""
 
 import fnmatch
 import re
@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from conftest import ROOT
 
-from rewardfl import config
-from rewardfl.backbones.wan import load as wan_load
+from rewardfl import config, rewards
+from rewardfl.backbones.wan import files as layouts
 
 # The files that the guide's commands fetch, as the repositories have them.
 SHARDS = [f"diffusion_pytorch_model-0000{i}-of-00006.safetensors" for i in range(1, 7)]
@@ -30,18 +32,139 @@ REPOSITORIES = {
 CONFIGS = sorted(path.name for path in (ROOT / "configs").glob("wan22_*.yaml"))
 
 
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+PLACES = (
+    r"`((?:(?:rewardfl|tools|tests|benchmarks|configs|examples|assets|docs)/|train_\w+\.py)[\w./-]*)(?:: ([^`]+))?`"
+)
+
+
+def named(text):
+    """{"the file or room" or "the file or room: name"} of the places in the code that a document names in backticks."""
+    return {
+        f"{place}: {name}" if name else place
+        for place, names in re.findall(PLACES, text)
+        for name in (names.split(", ") if names else [""])
+    }
+
+
+def is_there(place):
+    """Whether a file or room is there, and defines the name: a function, a class, a field or a constant."""
+    path, _, name = place.partition(": ")
+    if not (ROOT / path).exists():
+        return False
+    files = [ROOT / path] if (ROOT / path).is_file() else (ROOT / path).rglob("*.py")
+    defines = rf"^\s*(def|class) {re.escape(name)}\b|^\s*{re.escape(name)}\b.*[:=]"
+    return not name or any(re.search(defines, file.read_text(), re.M) for file in files)
+
+
+def slug(heading):
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def broken_links(document):
+    """The links of a document, but those to other sites, that lead to no file or to no heading of it."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if re.match(r"https?://", target):
+            continue
+        file, _, anchor = target.partition("#")
+        path = document.parent / file if file else document
+        text = path.read_text() if anchor and path.is_file() else ""
+        anchors = {slug(found) for found in re.findall(r"^#+ (.*)$", text, re.M)}
+        if not path.exists() or (anchor and anchor not in anchors):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(document):
+    assert broken_links(document) == []
+
+
+def test_a_broken_link_is_seen(tmp_path):
+    document = tmp_path / "a.md"
+    document.write_text("# One, two\n[1](#one-two) [2](#one) [3](b.md) [4](a.md#one-two) [5](https://x.org/b.md)\n")
+    assert broken_links(document) == ["#one", "b.md"]
+
+
+def test_no_document_is_out_of_reach():
+    """From the README every page can be reached by links."""
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        document = waiting.pop()
+        reached.add(document)
+        targets = re.findall(r"\]\(([^)\s#]+\.md)[^)]*\)", document.read_text())
+        paths = [(document.parent / target).resolve() for target in targets]
+        waiting += [path for path in paths if path.is_file() and path not in reached]
+    assert {path.name for path in DOCUMENTS if path not in reached} == set()
+
+
+def test_what_documents_name_exists():
+    for document in DOCUMENTS:
+        if document.name not in ("log.md", "CHANGELOG.md"):  # histories
+            assert [place for place in sorted(named(document.read_text())) if not is_there(place)] == [], document.name
+
+
+def test_a_name_that_is_gone_is_seen():
+    places = named("`rewardfl/flow.py: transition, nothing` `rewardfl/gone.py` `rewardfl/run/: Share` `configs/x.yaml`")
+    gone = {"rewardfl/flow.py: nothing", "rewardfl/gone.py", "configs/x.yaml"}
+    assert len(places) == 5 and {place for place in places if not is_there(place)} == gone
+
+
 def test_tests_that_documents_name_exist():
     known = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
-    documents = [ROOT / "README.md", *(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")]
-    for document in documents:
+    for document in (path for path in DOCUMENTS if path.name != "log.md"):
         for name in set(re.findall(r"\btest_[a-z0-9_]+\b", document.read_text())):
             there = (ROOT / "tests" / f"{name}.py").is_file() or re.search(rf"def {name}", known)
             assert there, f"{document.name} names {name}"
 
 
+def test_every_setting_of_flow_grpo_is_explained():
+    text = (ROOT / "docs" / "flow_grpo.md").read_text()
+    keys = [
+        key
+        for section in ("grpo", "evaluation")
+        for key in config.SECTIONS[config.FlowGrpoConfig][section].model_fields
+    ]
+    assert [key for key in keys if not re.search(rf"\b{key}\b", text)] == []
+
+
+def test_keys_that_documents_name_exist():
+    """`section.key`, of either script, in backticks: with a value or without."""
+    sections = [one for schema in config.SECTIONS.values() for one in schema.items()]
+    for document in (path for path in DOCUMENTS if path.name not in ("log.md", "CHANGELOG.md")):
+        for section, key in set(re.findall(r"`(\w+)\.(?!json`|lock`)(\w+)(?:[:=][^`]*)?`", document.read_text())):
+            fields = [kind.model_fields for name, kind in sections if name == section]
+            assert not fields or any(key in one for one in fields), f"{document.name} names {section}.{key}"
+
+
+def test_what_is_brought_over_from_others_is_a_configuration():
+    blocks = re.findall(r"^```yaml$(.*?)^```$", (ROOT / "docs" / "compare.md").read_text(), re.M | re.S)
+    read = [config.parse(yaml.safe_load(block)) for block in blocks]
+    assert [cfg.run.output_dir for cfg in read] == ["outputs/from_roll", "outputs/from_unirl"]
+
+
+def test_the_reward_that_is_written_from_nothing_works(tmp_path):
+    text = (ROOT / "docs" / "change_the_algorithm.md").read_text()
+    (code,) = [block for block in re.findall(r"^```python$(.*?)^```$", text, re.M | re.S) if "class Sharpness" in block]
+    path = tmp_path / "sharpness.py"
+    path.write_text(code)
+    reward = rewards.build(f"{path}:Sharpness", {"limit": 1.5})
+    clip = torch.rand(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)) - 0.5
+    video = torch.stack([clip, 0.5 * clip, 2 * clip]).requires_grad_()
+    found = reward(video, [reward.reference(clip)] * 3)
+    assert found.score.tolist() == pytest.approx([1, 0.5, 1.5]) and found.valid.all()
+    (gradient,) = torch.autograd.grad(found.score.sum(), video)
+    assert (
+        gradient[0, :, 1:].any() and not gradient[:, :, 0].any() and not gradient[2].any()
+    )  # the last is at its limit
+    assert reward.reference(torch.zeros(3, 4, 8, 8)) is None and not reward(video[:1], [None]).valid.any()
+
+
 def guide(heading):
-    """The chapter of docs/guide.md under `## heading`."""
-    text = (ROOT / "docs" / "guide.md").read_text()
+    """The chapter of docs/running_wan.md under `## heading`."""
+    text = (ROOT / "docs" / "running_wan.md").read_text()
     return re.search(rf"^## {heading}$(.*?)^## ", text, re.M | re.S)[1]
 
 
@@ -72,7 +195,7 @@ def test_the_configs_find_what_the_guide_downloads(monkeypatch, tmp_path, name):
     for command in commands(guide("2. Model")):
         follow(command)
     cfg = config.load(ROOT / "configs" / name)
-    layout = wan_load.find(cfg.model.model_paths, cfg.model.tokenizer_path)
+    layout = layouts.find_files(cfg.model.model_paths, cfg.model.tokenizer_path)
     for expert, (folder,) in layout.experts.items():
         assert {path.name for path in folder.iterdir()} == set(EXPERT), expert
     for expert, path in {"high": cfg.model.distill_lora_high, "low": cfg.model.distill_lora_low}.items():
@@ -88,4 +211,4 @@ def test_what_the_guide_fetches_is_not_for_git():
 
 
 def test_every_key_of_the_paths_file_is_explained():
-    assert all(f"`{key}`" in guide("2. Model") for key in (*wan_load.KEYS, "tokenizer", "configs"))
+    assert all(f"`{key}`" in guide("2. Model") for key in (*layouts.KEYS, "tokenizer", "configs"))

@@ -7,34 +7,42 @@ section in brackets): its own hooks and counters on the meta device, and arithme
 import dataclasses
 import json
 import sys
-import time
 
-import plan_run
 import pytest
 import torch
 import yaml
-from conftest import FRAMES, HEIGHT, ROOT, WIDTH, encode
+from conftest import ROOT
+from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, encode
 
-from rewardfl import config, flow, lora
-from rewardfl.backbones.wan import decoder
-from rewardfl.backbones.wan import load as wan_load
+from rewardfl import backbones, config, flow, lora
+from rewardfl.backbones.seam import Adapter, Source
+from rewardfl.backbones.wan import decoder, meta
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.load import Adapter
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
 from rewardfl.run.work import Span, Video, Work, work_of
+from rewardfl_tools import plan_run
 
-TARGETS = tuple(lora.target_modules("q,k,v,o,ffn.0,ffn.2"))
+TARGETS = tuple(LAYERS)
 FLOAT32 = Adapter(32, TARGETS)
 BFLOAT16 = Adapter(32, TARGETS, torch.bfloat16)  # what the tables' plans assume; training keeps the LoRA in float32
+
+
+def described(path="", dtype="bfloat16"):
+    return backbones.describe("wan2_2", Source(str(path), dtype=dtype))
+
+
+PUBLISHED = described()
 SIZES = {"480x832": (480, 832), "480x480": (480, 480)}
 PIPELINE = ROOT / "assets" / "tiny_world" / "pipeline"
-TINY = Video(PIPELINE, torch.float32, 64, 64, 9, Adapter(16, TARGETS))
+TINY = Video(described(PIPELINE, "float32"), 64, 64, 9, Adapter(16, TARGETS))
 SIGMAS = tuple(flow.linear_sigmas(8, 5.0).tolist())
+pytestmark = pytest.mark.usefixtures("measured_once")
 BF16 = torch.bfloat16
 LAST_FOUR = {"low_noise": 4}  # of 8 steps, of which the low-noise expert has 5 at boundary 0.9
 RUN = Work(
-    video=Video(wan_load.PUBLISHED, BF16, 480, 832, 81, FLOAT32), trained=("low_noise",), untrained="high_noise",
+    video=Video(PUBLISHED, 480, 832, 81, FLOAT32), trained=("low_noise",), untrained="high_noise",
     rollout={"high_noise": 3, "low_noise": 5}, replay=LAST_FOUR, pulled=LAST_FOUR, reference=LAST_FOUR,
     reward_gradient=True, cacheable=True, accumulation=1,
 )  # fmt: skip
@@ -51,11 +59,11 @@ def published():
 
     def get(size, adapter):
         if size not in measured:
-            measured[size] = measure.measure(Video(wan_load.PUBLISHED, BF16, *SIZES[size], 81, FLOAT32))
+            measured[size] = measure.measure(Video(PUBLISHED, *SIZES[size], 81, FLOAT32))
             measured[size, FLOAT32] = measured[size]
         if (size, adapter) not in measured:
-            transformer = json.loads((wan_load.PUBLISHED / "transformer" / "config.json").read_text())
-            expert = measure.measure_expert(transformer, BF16, measured[size].shape, adapter)
+            parts = PUBLISHED.on_meta(*SIZES[size], 81)
+            expert = measure.measure_expert(parts.experts["low_noise"], BF16, adapter)
             experts = {"high_noise": expert, "low_noise": expert}
             measured[size, adapter] = dataclasses.replace(measured[size], experts=experts)
         return measured[size, adapter]
@@ -237,10 +245,11 @@ def test_real_expert(pipe):
     model = pipe.transformer_2  # of two blocks
     shape = (model.config.in_channels, 2, 8, 10)
     lora.inject(model, 4, 4, list(TARGETS), seed=0)
-    predicted = measure.measure_expert(model.config, torch.float32, shape, Adapter(4, TARGETS))
+    expert = meta.expert_on_meta(model.config, torch.float32, shape)
+    predicted = measure.measure_expert(expert, torch.float32, Adapter(4, TARGETS))
     assert predicted.layers == 2 and predicted.tokens == 40
-    wanted = measure.block_inputs(model.config, torch.float32, 40)
-    real = measure.BlockInputs(
+    wanted = meta.block_inputs(model.config, torch.float32, 40)
+    real = meta.BlockInputs(
         torch.randn(wanted.hidden.shape, requires_grad=True), torch.randn(wanted.text.shape),
         torch.randn(wanted.time.shape), tuple(torch.randn(part.shape) for part in wanted.rotary),
     )  # fmt: skip
@@ -262,7 +271,7 @@ def test_real_expert(pipe):
 def test_real_folder(pipe, tmp_path):
     """Decoder, caches and conditioning of a pipeline folder, as they come out of the real code."""
     pipe.save_pretrained(tmp_path)
-    predicted = measure.measure(Video(tmp_path, torch.float32, HEIGHT, WIDTH, 4 * FRAMES + 1, None))
+    predicted = measure.measure(Video(described(tmp_path, "float32"), HEIGHT, WIDTH, 4 * FRAMES + 1, None))
     torch.manual_seed(0)
     latents = torch.randn(1, *predicted.shape)
     forward, decoded = counted(lambda: decoder.decode_with_caches(pipe.vae, latents))
@@ -283,13 +292,10 @@ def test_real_folder(pipe, tmp_path):
     backward, _ = counted(lambda: torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs]))
     assert backward == predicted.chunks[0].backward
     work, one = counted(lambda: encode(pipe, "a person", torch.zeros(3, HEIGHT, WIDTH), 4 * FRAMES + 1))
-    assert (measure.nbytes([one["text"]]), measure.nbytes([one["image"]])) == (
-        predicted.text_bytes,
-        predicted.image_bytes,
-    )
+    assert {name: measure.nbytes([value]) for name, value in one.items()} == predicted.cached
     # the pipeline encodes what the VAE's quantising convolution then takes, which is left out here
     assert work == pytest.approx(predicted.image.forward + predicted.text.forward, rel=0.01)
-    assert wan_load.source_of(str(tmp_path)) == tmp_path
+    assert layouts.source_of(str(tmp_path)) == tmp_path
     assert predicted.experts["high_noise"].layers == 1 and predicted.experts["low_noise"].layers == 2
 
 
@@ -390,7 +396,7 @@ CONFIGURED = {  # the configurations that the three above are of
 
 def configured(*overrides):
     cfg = config.load(ROOT / "configs" / "wan22_face.yaml", list(overrides))
-    return work_of(cfg, wan_load.PUBLISHED, None, None, 1)
+    return work_of(cfg, PUBLISHED, None, None, 1)
 
 
 @pytest.mark.parametrize("i", CONFIGURED)
@@ -474,9 +480,7 @@ def tool(monkeypatch, capsys, *arguments):
 
 
 def test_tiny_config(monkeypatch, capsys):
-    start = time.process_time()  # others may be at work
     code, out, _ = tool(monkeypatch, capsys, "configs/tiny_face.yaml")
-    assert time.process_time() - start < 5
     assert code == 0 and "fits: 2.2 GB of 80.0 GB" in out
     assert "320 tokens" in out and "model's shape from assets/tiny_world/pipeline\n" in out
     assert "data: 48 clips" in out and "replayed" in out
@@ -505,7 +509,7 @@ def test_run_of_a_configuration(monkeypatch):
     monkeypatch.chdir(ROOT)
     pack = sum(file.stat().st_size for file in (ROOT / "assets/tiny_world/faces/reward").glob("*.onnx"))
     cfg = config.load(ROOT / "configs" / "wan22_face.yaml", settings)
-    run = work_of(cfg, wan_load.PUBLISHED, 30, 12, 2, "zero2")
+    run = work_of(cfg, PUBLISHED, 30, 12, 2, "zero2")
     assert run == Work(
         video=dataclasses.replace(RUN.video, height=480, width=480), trained=("high_noise", "low_noise"),
         untrained=None, rollout={"high_noise": 2, "low_noise": 1}, replay={"high_noise": 2, "low_noise": 1},
@@ -526,7 +530,7 @@ def test_what_is_measured_is_what_the_configuration_says():
     adapter = Adapter(8, ("to_q", "ffn.net.0.proj"))
     for max_pixels, width in (("null", 832), (480 * 480, 480)):
         video = configured(*settings, f"data.max_pixels={max_pixels}").video
-        assert video == Video(wan_load.PUBLISHED, BF16, 480, width, 49, adapter)
+        assert video == Video(PUBLISHED, 480, width, 49, adapter)
 
 
 @pytest.mark.parametrize(
@@ -546,12 +550,12 @@ def test_what_cannot_work(monkeypatch, capsys, override, message):
 def test_source_of_original_files(monkeypatch, tmp_path):
     paths = tmp_path / "wan22_paths.json"
     paths.write_text("[]")
-    assert wan_load.source_of(str(paths)) == wan_load.PUBLISHED
+    assert layouts.source_of(str(paths)) == layouts.PUBLISHED
     own = ROOT / "assets" / "tiny_world" / "pipeline"
     for nothing in ("", None):  # as examples/wan22_paths.json has it: the published model's
         (own_paths := tmp_path / "empty.json").write_text(json.dumps({"configs": nothing}))
-        assert wan_load.source_of(str(own_paths)) == wan_load.PUBLISHED
+        assert layouts.source_of(str(own_paths)) == layouts.PUBLISHED
     paths.write_text(json.dumps({"configs": str(own)}))
-    assert wan_load.source_of(str(paths)) == own
+    assert layouts.source_of(str(paths)) == own
     monkeypatch.chdir(own)  # no path is not the folder that the command is started in
-    assert wan_load.source_of("") == wan_load.PUBLISHED
+    assert layouts.source_of("") == layouts.PUBLISHED

@@ -3,28 +3,31 @@
 import dataclasses
 import sys
 
-import plan_run
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from conftest import ROOT, measured_before
+from pipelines import LAYERS
 
-from rewardfl import config, flow, groups, lora, sde
-from rewardfl.backbones.wan import load as wan_load
+from rewardfl import backbones, config, flow, groups, sde
+from rewardfl.backbones.seam import Adapter, Source
 from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.load import Adapter
-from rewardfl.estimate import measure, needs, report
+from rewardfl.estimate import needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
 from rewardfl.run import work
+from rewardfl_tools import plan_run
 
-ADAPTER = Adapter(32, tuple(lora.target_modules("q,k,v,o,ffn.0,ffn.2")))
+pytestmark = pytest.mark.usefixtures("measured_once")
+ADAPTER = Adapter(32, tuple(LAYERS))
 SCHEDULE = wan.schedule(8, 5.0, 0.9)
 SIGMAS, EXPERTS = tuple(SCHEDULE.sigmas.tolist()), SCHEDULE.experts  # three steps of high noise, five of low
 TINY, FULL = "configs/tiny_flow_grpo.yaml", "configs/wan22_flow_grpo.yaml"
 PIPELINE = ROOT / "assets/tiny_world/pipeline"
 SIX = ["grpo.groups=6", "grpo.same_noise_in_group=false", "grpo.window_bounds=null"]  # overrides of TINY
 PRESETS = ("flow_grpo", "flow_grpo_fast", "dance_grpo", "guard")
-VIDEO = work.Video(wan_load.PUBLISHED, torch.bfloat16, 480, 832, 17, ADAPTER)
+PUBLISHED = backbones.describe("wan2_2", Source())
+TINY_MODEL = backbones.describe("wan2_2", Source(str(PIPELINE), dtype="float32"))
+VIDEO = work.Video(PUBLISHED, 480, 832, 17, ADAPTER)
 PLAIN = [
     *SIX, "grpo.group_size=4", "train.per_device_train_batch_size=1", "train.use_gradient_checkpointing=true",
     "evaluation.eval_clips=null", "reward.held_out_model_path=null", "reward.reward_model_path=nowhere",
@@ -37,7 +40,7 @@ def asked(*overrides, steps=None, clips=None, processes=1, windows=((3, 4), (4, 
     cfg = config.load(ROOT / TINY, [*PLAIN, *overrides])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "drawn_windows", lambda *_: list(windows))
-        found = work.work_of(cfg, PIPELINE, clips, steps, processes)
+        found = work.work_of(cfg, TINY_MODEL, clips, steps, processes)
     return dataclasses.replace(found, video=VIDEO)
 
 
@@ -47,7 +50,7 @@ RUN = asked()
 @pytest.fixture(scope="module")
 def published():
     """The published model in bfloat16, 480x832x17."""
-    return measure.measure(VIDEO)
+    return measured_before()(VIDEO)
 
 
 # ---- compute ----
@@ -180,7 +183,7 @@ def test_what_is_kept_is_what_a_rollout_leaves(published, window):
 
     for place, moved in (("gpu", steps.values()), ("cpu", [step.to("meta") for step in steps.values()])):
         kept = needs.kept_bytes(published, asked(f"grpo.samples_on={place}", windows=(window,)))
-        assert kept - published.text_bytes - published.image_bytes == nbytes(moved)
+        assert kept - sum(published.cached.values()) == nbytes(moved)
 
 
 def test_placement_of_the_other_expert(published):
@@ -225,7 +228,7 @@ def test_every_option_is_a_setting():
             read = config.load(
                 ROOT / FULL, [f"{key}={yaml.safe_dump(value).split()[0]}" for key, value in settings.items()]
             )
-            found = work.work_of(read, wan_load.PUBLISHED, None, 2, 1)
+            found = work.work_of(read, PUBLISHED, None, 2, 1)
             assert {field: getattr(found, field) for field in fields} == wanted
             keys |= set(option.settings)
     assert keys == {KEYS[field] for field in fields}
@@ -283,12 +286,12 @@ def test_run_of_a_configuration(monkeypatch):
     ]  # fmt: skip
     packs = (ROOT / "assets/tiny_world/faces" / name for name in ("reward", "judge"))
     cfg = config.load(TINY, [*SIX, *settings])
-    run = work.work_of(cfg, PIPELINE, 48, 12, 4, "fsdp2")
+    run = work.work_of(cfg, TINY_MODEL, 48, 12, 4, "fsdp2")
     # guided; two members of a group on each process share the four steps before the window
     passes = {"low_noise": 2 * 2 * 2}  # of two steps, two inner epochs, guided
     adapter = Adapter(cfg.lora.lora_rank, ADAPTER.targets)
     assert run == work.Work(
-        video=work.Video(PIPELINE, torch.float32, 64, 64, 9, adapter), trained=("low_noise",), untrained="high_noise",
+        video=work.Video(TINY_MODEL, 64, 64, 9, adapter), trained=("low_noise",), untrained="high_noise",
         rollout={"high_noise": 3, "low_noise": 9}, replay=passes, pulled=passes,
         reference=passes, graphs=2, averaged=True, waiting=12, kept={"gpu": 6, "cpu": 6},
         spans=(
@@ -301,16 +304,16 @@ def test_run_of_a_configuration(monkeypatch):
         processes=4, sharding="fsdp2", placement="fp8", offload_inputs=True, batch=2, samples_on="cpu",
     )  # fmt: skip
     cfg = config.load(TINY, [*SIX, "evaluation.eval_clips=null"])  # nothing is known of its length
-    drawn = work.work_of(cfg, PIPELINE, None, None, 1)
+    drawn = work.work_of(cfg, TINY_MODEL, None, None, 1)
     assert drawn.evaluation is None and drawn.saves is None and len(drawn.spans) == 2
     assert drawn.replay == pytest.approx({"low_noise": 2})
-    windows = work.windows_of(cfg, EXPERTS)
+    windows = work.windows_of(cfg, EXPERTS, ["low_noise"])
     assert windows.drawable == (3, 4, 5, 6)
     found = work.drawn_windows(cfg, windows, None)
     assert set(found) == {(3, 4), (4, 5), (5, 6)} and len(found) == 100
     assert found[:3] == work.drawn_windows(cfg, windows, 3) == [groups.window(windows, e, 42) for e in range(3)]
     cfg = config.load(TINY, ["grpo.window_bounds=[4,6]"])
-    assert work.windows_of(cfg, EXPERTS).drawable == (4, 5)
+    assert work.windows_of(cfg, EXPERTS, ["low_noise"]).drawable == (4, 5)
 
 
 def test_the_expert_that_answers_at_a_tie_is_the_schedules():
@@ -318,20 +321,20 @@ def test_the_expert_that_answers_at_a_tie_is_the_schedules():
     overrides = [*SIX, "sample.shift=3", "sample.num_inference_steps=4", "grpo.window=list", "grpo.window_steps=[1]"]
     cfg = config.load(ROOT / TINY, overrides)
     with pytest.raises(config.ConfigError, match="grpo.window: .*model.trainable_models"):
-        work.work_of(cfg, PIPELINE, 4, 2, 1)
+        work.work_of(cfg, TINY_MODEL, 4, 2, 1)
 
 
 def test_total_steps():
     passes = ["train.max_steps=null", "train.num_train_epochs=2", "grpo.updates_per_epoch=3", "grpo.inner_epochs=2"]
     cfg = config.load(ROOT / TINY, [*SIX, *passes])
-    assert work.total_steps(cfg, 20, 1) == 7 * 6  # 40 visits of clips by 6 groups at a time: 7 epochs
-    assert work.total_steps(cfg, None, 1) is None
-    assert work.total_steps(config.load(ROOT / TINY), None, 1) == 40
+    assert work.steps_of_run(cfg, 20, 1) == 7 * 6  # 40 visits of clips by 6 groups at a time: 7 epochs
+    assert work.steps_of_run(cfg, None, 1) is None
+    assert work.steps_of_run(config.load(ROOT / TINY), None, 1) == 40
 
 
 def overview(*overrides, clips=None, steps=None, processes=1):
     cfg = config.load(ROOT / TINY, [*SIX, *overrides])
-    return work.overview(cfg, SCHEDULE, clips, steps, processes)
+    return work.overview(cfg, TINY_MODEL, clips, steps, processes)
 
 
 def test_overview():
@@ -357,7 +360,8 @@ def test_forwards_of_a_shared_start_are_a_mean_over_the_windows(monkeypatch):
 
 def cells(step, *overrides):
     cfg = config.load(ROOT / TINY, [*SIX, "grpo.window_bounds=[3, 6]", *overrides])
-    return work.sigma_table(cfg, SCHEDULE)[1 + step].split()
+    windows = work.windows_of(cfg, EXPERTS, ["low_noise"])
+    return work.sigma_table(cfg, SCHEDULE, windows.drawable)[1 + step].split()
 
 
 def test_sigma_table():
@@ -377,7 +381,7 @@ def test_sigma_table():
     assert cells(3, "grpo.window=list", "grpo.window_steps=[3]", "grpo.window_bounds=null")[4] == "trained"
     assert cells(0, "grpo.noise_level=1.2")[5] == "1.2000"
     assert cells(0, "grpo.noise_level=1.2")[11:] == ["-"] * 3  # there is no such cps
-    face = work.sigma_table(config.load(ROOT / "configs/tiny_face.yaml"), SCHEDULE)
+    face = work.sigma_table(config.load(ROOT / "configs/tiny_face.yaml"), SCHEDULE, (4, 5, 6, 7))
     assert face[3].split() == ["2", "0.9375", "937.500", "high_noise", "-"]
     assert [line.split()[4] for line in face[1:]] == ["-"] * 4 + ["replayed"] * 4
 

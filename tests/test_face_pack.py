@@ -8,7 +8,7 @@ from face_nets import MiniArcFace, export, magenta_pack
 from insightface.model_zoo import get_model
 
 from rewardfl.rewards.face import pack as face_pack
-from rewardfl.rewards.face.pack import describe, file_hashes, pack_files
+from rewardfl.rewards.face.pack import describe_packs, file_hashes, pack_files
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_hashes_and_licences_are_said_once():
         next(digest for digest, licence in face_pack._LICENCE_BY_HASH.items() if words in licence)
         for words in ("research only", "Apache-2.0")
     )
-    lines = describe(
+    lines = describe_packs(
         {
             "reward.reward_model_path": {"det.onnx": research, "glintr100.onnx": auraface},
             "reward.held_out_model_path": {"det.onnx": research, "glintr100.onnx": "12ab", "mine.onnx": "34cd"},

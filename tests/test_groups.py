@@ -6,10 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-from accelerate.data_loader import prepare_data_loader
-from torch.utils.data import DataLoader, Dataset
 
-from rewardfl import data, groups, grpo
+from rewardfl import data, groups
 from rewardfl.groups import Geometry
 
 IDS = [f"clip-{i}" for i in range(7)]
@@ -207,46 +205,6 @@ def test_plan_refuses_what_cannot_be():
         plan(world=2, updates=5)
     with pytest.raises(ValueError, match="'even'"):
         plan(spread="even")
-
-
-class Echo(Dataset):
-    """Gives back what it is asked for."""
-
-    def __getitem__(self, member):
-        return member
-
-
-def test_a_loader_delivers_the_plan_of_its_epoch_through_a_prefetching_worker():
-    sampler = groups.DistributedGroupSampler(functools.partial(plan, world=2, rank=1, batch=2))
-    loader = DataLoader(Echo(), batch_sampler=sampler, collate_fn=list, num_workers=1, persistent_workers=True)
-    groups.check_loader(loader, sampler)
-    for epoch in (0, 1, 2, 7):
-        sampler.set_epoch(epoch)
-        batches = []
-        for batch in loader:
-            sampler.set_epoch(99)  # too late for this iteration
-            batches.append(batch)
-        assert batches == plan(epoch=epoch, world=2, rank=1, batch=2)
-        assert len(loader) == len(batches) == 6
-
-
-def test_a_loader_sharded_a_second_time_is_refused():
-    ids = []
-    for rank in range(2):
-        sampler = groups.DistributedGroupSampler(functools.partial(plan, world=2, rank=rank))
-        loader = DataLoader(Echo(), batch_sampler=sampler, collate_fn=list)
-        prepared = prepare_data_loader(loader, num_processes=2, process_index=rank)
-        ids += [m.group_id for batch in prepared for m in batch]
-        with pytest.raises(ValueError, match="over a BatchSamplerShard.*do not pass it to accelerator.prepare"):
-            groups.check_loader(prepared, sampler)
-        with pytest.raises(ValueError, match="not a DataLoader over the plan"):
-            groups.check_loader(DataLoader(Echo(), batch_sampler=list(sampler)), sampler)
-        with pytest.raises(ValueError, match="is a DataLoaderShard"):  # one process: nothing lost yet
-            groups.check_loader(prepare_data_loader(loader, num_processes=1, process_index=0), sampler)
-    assert set(Counter(ids).values()) != {4}  # the accident that the check is for
-    rewards = torch.zeros(len(ids))
-    with pytest.raises(ValueError, match="groups must have 4 members, but group 0 has 2"):
-        grpo.advantages(rewards, torch.tensor(ids), group_size=4)
 
 
 # ------------------------------------------------------------------------------------------------------------

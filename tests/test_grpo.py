@@ -1,5 +1,6 @@
 """Advantages and objectives against independent arithmetic, the ratio, and learning."""
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -9,7 +10,7 @@ import pytest
 import torch
 from diffusers.training_utils import EMAModel
 
-from rewardfl import flow, groups, grpo
+from rewardfl import flow, groups, grpo, sde
 from rewardfl.groups import Geometry
 
 
@@ -214,11 +215,30 @@ def transition(batch=6, shape=(3, 4), change=0.3, std=0.4, seed=0, dtype=torch.f
 RANGE = dict(clip_low=0.05, clip_high=0.1)
 
 
+def policy_loss(
+    objective, log_prob, old_log_prob, advantage, *, clip_low, clip_high, mean=None, old_mean=None, std=1.0, dt=None,
+    normalised=True, reference_mean=None, kl_weight=0.0,
+):  # fmt: skip
+    """(loss, what policy_statistics takes) of one step, as train_flow_grpo.py has it (test_train_flow_grpo.py)."""
+    mean = log_prob[:, None] if mean is None else mean
+    step = sde.Step(mean, mean, old_mean, std, old_log_prob)
+    ratio = grpo.log_ratio(objective, log_prob, mean, step, "flow" if normalised else "cps").exp()
+    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)).mean()
+    loss = loss / abs(dt) if objective == "guard" else loss
+    kl = torch.zeros_like(log_prob)
+    if kl_weight != 0:
+        kl = flow.transition_kl(mean, reference_mean, std)
+        loss = loss + kl_weight * kl.mean()
+    samples = {"advantage": advantage, "ratio": ratio, "kl": kl, "log_prob": log_prob, "old_log_prob": old_log_prob}
+    samples = {name: value.detach() for name, value in samples.items()}
+    return loss, samples | {"clipped": grpo.clipped(samples["ratio"], advantage, clip_low, clip_high)}
+
+
 def test_clip_is_the_textbook_formula():
     mean, old_mean, std, x_next, _ = transition(change=0.6)
     advantage = torch.tensor([1.0, -1.0, 0.5, -2.0, 0.0, 3.0], dtype=torch.float64)
     log_prob, old = gaussian_log_prob(x_next, mean, std), gaussian_log_prob(x_next, old_mean, std)
-    loss, samples = grpo.policy_loss("clip", log_prob, old, advantage, **RANGE)
+    loss, samples = policy_loss("clip", log_prob, old, advantage, **RANGE)
     (ours,) = torch.autograd.grad(loss, mean, retain_graph=True)
     ratio = (log_prob - old).exp()
     objective = torch.minimum(ratio * advantage, ratio.clip(0.95, 1.1) * advantage).mean()
@@ -227,8 +247,8 @@ def test_clip_is_the_textbook_formula():
     torch.testing.assert_close(ours, textbook)
     silent = (textbook == 0).flatten(1).all(1) & (advantage != 0)
     assert (samples["clipped"] == silent).all() and 0 < silent.sum() < 5
-    torch.testing.assert_close(samples["approximate_kl"], (log_prob - old).detach() ** 2 / 2)
-    assert not any(value.requires_grad for value in samples.values())
+    told = grpo.policy_statistics(samples)
+    assert told["policy/approximate_kl"] == pytest.approx(float(((log_prob - old).detach() ** 2 / 2).mean()))
 
 
 @pytest.mark.parametrize("normalised", [True, False])
@@ -240,7 +260,7 @@ def test_guard_is_the_mean_of_drift_times_noise(normalised):
     def score(m):  # CPS leaves out the normaliser
         return gaussian_log_prob(x_next, m, std) if normalised else -((x_next - m) ** 2).flatten(1).mean(1)
 
-    loss, samples = grpo.policy_loss(
+    loss, samples = policy_loss(
         "guard", score(mean), score(old_mean), advantage,
         clip_low=0.02, clip_high=0.03, mean=mean, old_mean=old_mean, std=std, dt=dt, normalised=normalised,
     )  # fmt: skip
@@ -262,10 +282,8 @@ def test_the_plain_clip_silences_one_sign_at_size_and_guard_neither():
     advantage = torch.tensor([1.0, -1.0]).repeat(200)
     log_prob, old = gaussian_log_prob(x_next, mean, std), gaussian_log_prob(x_next, old_mean, std)
     given = dict(clip_low=0.01, clip_high=0.01)
-    _, plain_clip = grpo.policy_loss("clip", log_prob, old, advantage, **given)
-    _, guard = grpo.policy_loss(
-        "guard", log_prob, old, advantage, **given, mean=mean, old_mean=old_mean, std=std, dt=-0.1
-    )
+    _, plain_clip = policy_loss("clip", log_prob, old, advantage, **given)
+    _, guard = policy_loss("guard", log_prob, old, advantage, **given, mean=mean, old_mean=old_mean, std=std, dt=-0.1)
     biased, centred = plain_clip["ratio"].log(), guard["ratio"].log()
     assert float(biased.mean()) == pytest.approx(-(0.2**2) / 2, rel=0.02)
     assert float(biased.std()) == pytest.approx(0.2 / 64, rel=0.1)
@@ -293,7 +311,7 @@ def test_the_first_update_is_reinforce(kind, sde):
         old = flow.log_prob(sde, x_next, old_mean, std)
     mean, _ = flow.transition(sde, x, network(x), *arguments)
     log_prob = flow.log_prob(sde, x_next, mean, std)
-    loss, samples = grpo.policy_loss(
+    loss, samples = policy_loss(
         kind, log_prob, old, advantage, clip_low=1e-6, clip_high=1e-6, mean=mean, old_mean=old_mean, std=std, dt=dt,
         normalised=sde != "cps", reference_mean=old_mean, kl_weight=0.1,
     )  # fmt: skip
@@ -324,7 +342,7 @@ def test_guard_is_unbiased_at_the_size_of_a_video():
             x_next = flow.sample(old_mean, std, mirrored)
             scores = [flow.log_prob("flow", x_next, m, std) for m in (mean, old_mean)]
             for kind, ratios in found.items():
-                _, samples = grpo.policy_loss(
+                _, samples = policy_loss(
                     kind, *scores, torch.ones(1), **RANGE, mean=mean, old_mean=old_mean, std=std, dt=dt
                 )
                 ratios.append(samples["ratio"].log())
@@ -338,7 +356,7 @@ def test_guard_is_unbiased_at_the_size_of_a_video():
     def clipped(log_ratio, clip_range):  # every sample with either sign of the advantage
         twice = log_ratio.repeat(2).requires_grad_()
         advantage = torch.tensor([1.0, -1.0]).repeat_interleave(2 * count)
-        _, samples = grpo.policy_loss(
+        _, samples = policy_loss(
             "clip", twice, torch.zeros(4 * count), advantage, clip_low=clip_range, clip_high=clip_range
         )
         told = grpo.policy_statistics(samples)
@@ -354,7 +372,7 @@ def test_clipped_by_sign_of_the_advantage():
     ratio = torch.tensor([1.2, 1.2, 0.8, 0.8, 1.05, 0.98, 1.2, 0.8])
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 0.0, 0.0])
     log_prob = ratio.log().requires_grad_()
-    loss, samples = grpo.policy_loss("clip", log_prob, torch.zeros(8), advantage, **RANGE)
+    loss, samples = policy_loss("clip", log_prob, torch.zeros(8), advantage, **RANGE)
     (gradient,) = torch.autograd.grad(loss, log_prob)
     assert samples["clipped"].tolist() == [True, False, False, True, False, False, False, False]
     assert (gradient == 0).tolist() == [True, False, False, True, False, False, True, True]
@@ -374,8 +392,8 @@ def test_kl_is_that_of_the_two_gaussians_and_pulls_to_the_reference(kind):
     log_prob, old = gaussian_log_prob(x_next, mean, std), gaussian_log_prob(x_next, old_mean, std)
     given = dict(**RANGE, mean=mean, old_mean=old_mean, std=std, dt=-0.05)
     advantage = torch.ones(6)
-    without, nothing = grpo.policy_loss(kind, log_prob, old, advantage, **given)
-    loss, samples = grpo.policy_loss(kind, log_prob, old, advantage, **given, reference_mean=reference, kl_weight=0.3)
+    without, nothing = policy_loss(kind, log_prob, old, advantage, **given)
+    loss, samples = policy_loss(kind, log_prob, old, advantage, **given, reference_mean=reference, kl_weight=0.3)
     normal = torch.distributions.Normal
     kl = torch.distributions.kl_divergence(normal(mean, std), normal(reference, std)).flatten(1).mean(1)
     torch.testing.assert_close(samples["kl"], kl.detach())
@@ -386,49 +404,43 @@ def test_kl_is_that_of_the_two_gaussians_and_pulls_to_the_reference(kind):
     assert nothing["kl"].tolist() == [0] * 6
 
 
-def test_policy_loss_refuses_what_cannot_be():
-    one = torch.zeros(2)
+def test_log_ratio_refuses_what_cannot_be():
+    one, x = torch.zeros(2), torch.zeros(2, 3)
+    step = sde.Step(x, x, x, 1.0, one)
     with pytest.raises(ValueError, match="'ppo'"):
-        grpo.policy_loss("ppo", one, one, one, **RANGE)
-    with pytest.raises(ValueError, match=r"must all be \(B,\), got \(2,\), \(2, 1\) and \(2,\)"):
-        grpo.policy_loss("clip", one, one[:, None], one, **RANGE)
-    with pytest.raises(ValueError, match=r"must all be \(B,\), got \(2, 1\)"):
-        grpo.policy_loss("clip", one[:, None], one[:, None], one[:, None], **RANGE)
-    with pytest.raises(ValueError, match="clip_low < 1.*got 1.0 and 0.1"):
-        grpo.policy_loss("clip", one, one, one, clip_low=1.0, clip_high=0.1)
-    with pytest.raises(ValueError, match="clip_high > 0, got 0.1 and 0"):
-        grpo.policy_loss("clip", one, one, one, clip_low=0.1, clip_high=0.0)
-    with pytest.raises(ValueError, match="guard needs old_mean, dt"):
-        grpo.policy_loss("guard", one, one, one, **RANGE, mean=one, std=1.0)
-    with pytest.raises(ValueError, match="kl_weight needs mean, reference_mean, std"):
-        grpo.policy_loss("clip", one, one, one, **RANGE, kl_weight=0.1)
-    x, given = torch.zeros(2, 3), dict(**RANGE, dt=-0.1, kl_weight=0.1)
+        grpo.log_ratio("ppo", one, x, step)
+    with pytest.raises(ValueError, match=r"must be \(B,\).*, got \(2, 1\), \(2,\) and \(2, 3\)"):
+        grpo.log_ratio("clip", one[:, None], x, step)
+    with pytest.raises(ValueError, match=r"got \(2,\), \(2,\) and \(1, 3\)"):  # one mean would be added to both
+        grpo.log_ratio("guard", one, x[:1], step)
+    with pytest.raises(ValueError, match="guard needs the means of the rollout"):
+        grpo.log_ratio("guard", one, x, dataclasses.replace(step, mean=None))
     with pytest.raises(ValueError, match="a deterministic step .* has no density"):
-        grpo.policy_loss("guard", one, one, one, **given, mean=x, old_mean=x, std=0.0)
+        grpo.log_ratio("guard", one, x, dataclasses.replace(step, std=0.0))
     with pytest.raises(ValueError, match=r"one shape \(B, ...\), got \(2, 3\) and \(1, 3\)"):
-        grpo.policy_loss("guard", one, one, one, **given, mean=x, old_mean=x[:1], std=1.0)
-    with pytest.raises(ValueError, match=r"one shape \(B, ...\), got \(2, 3\) and \(1, 3\)"):
-        grpo.policy_loss("clip", one, one, one, **given, mean=x, reference_mean=x[:1], std=1.0)
-    for kind, other in (("guard", "old_mean"), ("clip", "reference_mean")):
-        with pytest.raises(ValueError, match="2 log-probabilities and the means of 1 samples"):
-            grpo.policy_loss(kind, one, one, one, **given, mean=x[:1], std=1.0, **{other: x[:1]})
+        grpo.log_ratio("guard", one, x, dataclasses.replace(step, mean=x[:1]))
 
 
 def test_check_ratio_names_the_steps_and_the_causes():
-    old = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
-    assert grpo.check_ratio(old.clone(), old, 0.0) == [0, 0, 0]
+    """Three steps of five forward passes, two samples each."""
+    old = torch.randn(5, 3, 2, generator=torch.Generator().manual_seed(0))
+
+    def check(changed, tolerance, steps=(0, 1, 2)):
+        return grpo.check_ratio(changed.flatten(), old.flatten(), tolerance, steps, batch=2)
+
+    assert check(old.clone(), 0.0) == [0, 0, 0]
     changed = old.clone()
-    changed[1, 2] += 0.25
-    assert grpo.check_ratio(changed, old, 0.3) == pytest.approx([0, 0.25, 0], abs=1e-6)
+    changed[2, 1, 1] += 0.25
+    assert check(changed, 0.3) == pytest.approx([0, 0.25, 0], abs=1e-6)
     with pytest.raises(grpo.RatioError, match=r"step 2: 0, step 4: 0.25, step 5: 0 \(tolerance 0.1\)") as error:
-        grpo.check_ratio(changed, old, 0.1, steps=[2, 4, 5])
+        check(changed, 0.1, steps=[2, 4, 5])
     for cause in ("dropout", "batches of another size", "dtype", "CFG", "adapter state"):
         assert cause in str(error.value)
-    changed[1, 2] = math.nan
+    changed[2, 1, 1] = math.nan
     with pytest.raises(grpo.RatioError, match="step 1: nan"):
-        grpo.check_ratio(changed, old, 1e9)
-    with pytest.raises(ValueError, match=r"\(steps, samples\), got \(5,\) and \(5,\)"):
-        grpo.check_ratio(old[0], old[0], 0.1)
+        check(changed, 1e9)
+    with pytest.raises(ValueError, match=r"3 steps and batches of 2, got \(5,\) and \(5,\)"):
+        grpo.check_ratio(old[:, 0, 0], old[:, 0, 0], 0.1, [0, 1, 2], batch=2)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -455,7 +467,7 @@ def test_a_gaussian_policy_learns_a_black_box_reward(objective):
         old = gaussian_log_prob(x_next, old_mean, std)
         for _ in range(2):
             mean = means[rows]
-            loss, _ = grpo.policy_loss(
+            loss, _ = policy_loss(
                 kind, gaussian_log_prob(x_next, mean, std), old, advantage, clip_low=0.2, clip_high=0.2,
                 mean=mean, old_mean=old_mean, std=std, dt=dt,
                 reference_mean=torch.zeros_like(mean), kl_weight=0.4 if with_kl else 0.0,

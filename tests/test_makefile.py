@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 def make(tmp_path):
     """make in a folder of its own; gives (exit code, what it says)."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("requirements.txt", "requirements-dev.txt"):
+    for name in ("pyproject.toml", "requirements-dev.txt"):
         (tmp_path / name).touch()
 
     def make(*arguments, path=None):

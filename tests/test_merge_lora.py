@@ -8,21 +8,22 @@ import subprocess
 import sys
 import time
 
-import merge_lora
-import merge_shards
 import pytest
 import torch
-from conftest import ROOT, backbone_of, encode, experts_of, random_pipeline, run_tool
+from conftest import ROOT, run_tool
 from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from lora_dialects import ALPHA, DIALECTS, MODULES, RANK, SCALE, factors, peft_metadata
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+from pipelines import LAYERS, backbone_of, encode, experts_of, random_pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from rewardfl.backbones.wan.model import save_adapter
 from rewardfl.files import sha256
 from rewardfl.weights import lora_files, merge, shards, wan_names
+from rewardfl_tools import merge_lora, merge_shards
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def test_every_dialect_gives_the_same_weights(world, expert, values, dialect, tm
     (lora,) = lora_files.read_lora(DIALECTS[dialect](tmp_path, values))
     assert {name: update.scale for name, update in lora.updates.items()}.keys() == values.keys()
     base = shards.open_checkpoint(world / "transformer_2")
-    plan = merge.plan(base, [(lora, 1.0)], "keep", "keep")
+    plan = merge.plan_merge(base, [(lora, 1.0)], "keep", "keep")
     shards.write_file(tmp_path / "out.safetensors", plan.parts, {}, lambda count: None)
     assert_same(load_file(tmp_path / "out.safetensors"), expected_weights(expert.state_dict(), values))
 
@@ -368,12 +369,12 @@ def test_a_pipeline_merged_equals_the_pipeline_with_adapters(world, tmp_path):
         model = pipe.components[part]
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-        lora.inject(model, 4, 8.0, lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed)
+        lora.inject(model, 4, 8.0, LAYERS, seed)
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
-        lora.save_adapter(model, checkpoint / part)
+        save_adapter(model, checkpoint / part)
     out = tmp_path / "merged"
     run("--base", world, "--lora", checkpoint, "--out", out)  # no other flag
     merged = WanImageToVideoPipeline.from_pretrained(out)
@@ -395,11 +396,12 @@ def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
     from rewardfl import data, groups, lora, reward_flow
     from rewardfl.backbones.seam import Velocity
     from rewardfl.backbones.wan import decoder
+    from rewardfl.backbones.wan import files as layouts
     from rewardfl.backbones.wan import load as wan_load
     from rewardfl.backbones.wan import model as wan
 
     world = ROOT / "assets" / "tiny_world"
-    pipe = wan_load.load_pipeline(wan_load.find(str(world / "pipeline")), torch.float32)
+    pipe = wan_load.load_pipeline(layouts.find_files(str(world / "pipeline")), torch.float32)
     row = data.load_metadata(world / "eval" / "metadata.csv")[0]
     conditioning = encode(pipe, row.prompt, data.load_example(row, 64, 64, 9).video[:, 0], 9)
     noise = groups.noise(wan.latent_shape(pipe, 64, 64, 9), seed=1)
@@ -412,16 +414,16 @@ def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
 
     with torch.no_grad():
         before = video(pipe)
-        lora.inject(pipe.transformer_2, 8, 8.0, lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed=0)
+        lora.inject(pipe.transformer_2, 8, 8.0, LAYERS, seed=0)
         generator = torch.Generator().manual_seed(0)
         for name, parameter in pipe.transformer_2.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(0.03 * torch.randn(parameter.shape, generator=generator))
-        lora.save_adapter(pipe.transformer_2, tmp_path / "step-000001" / "transformer_2")
+        save_adapter(pipe.transformer_2, tmp_path / "step-000001" / "transformer_2")
         adapted = video(pipe)
         out = tmp_path / "merged"
         run("--base", world / "pipeline", "--lora", tmp_path / "step-000001", "--out", out, "--dtype", "fp32")
-        merged = video(wan_load.load_pipeline(wan_load.find(str(out)), torch.float32))
+        merged = video(wan_load.load_pipeline(layouts.find_files(str(out)), torch.float32))
     assert (adapted - before).abs().max() > 0.1
     assert (merged - adapted).abs().max() < 1e-4
 
@@ -659,13 +661,13 @@ def test_kill_while_writing_leaves_the_old_file(world, values, tmp_path):
     run("--base", world / "transformer_2", "--lora", f"{lora}:0.5", "--out", out)
     before = out.read_bytes()
     code = (
-        "import sys, time; sys.argv = sys.argv[1:]; sys.path[:0] = ['tools', '.']\n"
-        "import merge_lora, _common\n"
+        "import sys, time; sys.argv = sys.argv[1:]\n"
+        "from rewardfl_tools import merge_lora\n"
         "from rewardfl.weights import shards\n"
         "write = shards._write\n"
         "def slowly(file, piece): write(file, piece); print('writing', flush=True); time.sleep(0.2)\n"
         "shards._write = slowly\n"
-        "_common.run(merge_lora.main)"
+        "merge_lora.main()"
     )
     arguments = ["x", "--base", world / "transformer_2", "--lora", lora, "--out", out, "--force"]
     process = subprocess.Popen(
@@ -684,7 +686,7 @@ def test_kill_while_writing_leaves_the_old_file(world, values, tmp_path):
 def test_verify_finds_what_is_wrong(world, values, tmp_path):
     """A merged tensor and a copied one, each changed after the write by one bit that matters."""
     (lora,) = lora_files.read_lora(DIALECTS["d5"](tmp_path, values))
-    plan = merge.plan(shards.open_checkpoint(world / "transformer_2"), [(lora, 1.0)], "keep", "keep")
+    plan = merge.plan_merge(shards.open_checkpoint(world / "transformer_2"), [(lora, 1.0)], "keep", "keep")
     out = tmp_path / "out.safetensors"
     for name, message in (("blocks.0.attn1.to_q.weight", "not base"), ("proj_out.bias", "not a copy")):
         shards.write_file(out, plan.parts, {}, lambda count: None)

@@ -5,16 +5,17 @@ import shutil
 import subprocess
 import sys
 
-import merge_shards
 import pytest
 import torch
-from conftest import ROOT, random_pipeline, run_tool
+from conftest import ROOT, run_tool
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from pipelines import random_pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rewardfl.weights import shards
+from rewardfl_tools import merge_shards
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 
@@ -112,8 +113,8 @@ def test_dtype_and_names_in_one_pass(expert, sharded, tmp_path, dtype):
 def test_a_copy_imports_no_torch(sharded, tmp_path):
     """Its memory is the interpreter's: torch alone would take 220 MiB."""
     code = (
-        "import sys; sys.path[:0] = ['tools', '.']; import _common, merge_shards\n"
-        "try: _common.run(merge_shards.main)\n"
+        "import sys\nfrom rewardfl_tools import merge_shards\n"
+        "try: sys.exit(merge_shards.main())\n"
         "finally: assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
     )
     for rename in ("keep", "original"):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import experts_of, random_pipeline
+from pipelines import experts_of, random_pipeline
 from torch import nn
 
 from rewardfl import lora, offload

@@ -195,6 +195,47 @@ def test_op_equals_onnxruntime(case, tmp_path):
     assert_same(by_module(OnnxModule(path), x), by_onnxruntime(path, x))
 
 
+RULES = ("asymmetric", "align_corners", "half_pixel", "pytorch_half_pixel", "tf_half_pixel_for_nn")
+ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_fractional_scales_round_as_in_onnxruntime(mode, tmp_path):
+    """Sizes and positions are float32 there: in float64, 7 of 10 by the scale 0.7 would be 6."""
+    rng = np.random.default_rng(7)
+    for i in range(120):
+        rule = RULES[i % (4 if mode == "linear" else 5)]
+        scales = [round(float(scale), 1 + i % 3) for scale in rng.uniform(0.2, 3.2, 2)]
+        shape = (1, 2, int(rng.integers(3, 24)), int(rng.integers(3, 24)))
+        if i % 2:
+            given = {"r": f(), "s": f(1, 1, *scales)}
+            names = "x r s"
+        else:
+            sizes = [max(1, int(scale * size)) for scale, size in zip(scales, shape[2:], strict=True)]
+            given, names = {"r": f(), "e": f(), "t": ints(*shape[:2], *sizes)}, "x r e t"
+        resize = node(
+            "Resize", names, mode=mode, coordinate_transformation_mode=rule, nearest_mode=ROUNDINGS[i // 5 % 4]
+        )
+        path = write(tmp_path / "r.onnx", [resize], given, 11 if rule == RULES[-1] else 13, shape)
+        x = torch.from_numpy(rng.normal(size=shape).astype(np.float32))
+        assert_same(by_module(OnnxModule(path), x), by_onnxruntime(path, x))
+
+
+@pytest.mark.parametrize(
+    "rule,rounding,size,scale",
+    [
+        ("asymmetric", "round_prefer_ceil", 14, 2.4),  # pixel 18 lies at 7.4999995, which is the middle
+        ("half_pixel", "round_prefer_floor", 14, 19 / 14),  # pixel 9 at 6.5000005
+        ("half_pixel", "floor", 5, 1.15),  # 5 pixels again, and the scale would move them
+    ],
+)
+def test_nearest_pixels_are_onnxruntimes(rule, rounding, size, scale, tmp_path):
+    resize = node("Resize", "x r s", coordinate_transformation_mode=rule, nearest_mode=rounding)
+    path = write(tmp_path / "r.onnx", [resize], {"r": f(), "s": f(1, 1, 1, scale)}, 13, (1, 1, 1, size))
+    x = torch.arange(size, dtype=torch.float32).view(1, 1, 1, size)
+    assert_same(by_module(OnnxModule(path), x), by_onnxruntime(path, x))
+
+
 def test_every_op_has_a_case():
     tested = {n.op_type for nodes, _, _ in CASES.values() for n in nodes} | {"Softmax before opset 13"}
     assert set(OPS) == tested

@@ -8,6 +8,7 @@ import torch
 from runs import FAST, adapter, call, launch, metrics
 
 from rewardfl import data, lora
+from rewardfl.backbones.seam import Schedule
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache
@@ -88,6 +89,12 @@ def test_a_warm_cache_loads_the_decoder_and_the_trained_expert_alone(plain, tmp_
     assert run("warm") == ["vae_decoder", "low_noise"]
 
 
+def schedule_to(sigmas):
+    """A schedule whose first expert hands over at the last of these."""
+    sigmas = torch.cat([sigmas, torch.zeros(1)])
+    return Schedule(sigmas, 1000 * sigmas[:-1], ("first",) * (len(sigmas) - 2) + ("second",))
+
+
 def test_whatever_an_entry_depends_on_makes_it_another(tmp_path):
     for name in ("a.mp4", "b.mp4", "a.png"):
         (tmp_path / name).write_text(name)
@@ -116,7 +123,7 @@ def test_whatever_an_entry_depends_on_makes_it_another(tmp_path):
             "face": cache.digest(prepare.reference_key(clip, by, row.prompt)),
             "text": cache.digest(conditions._text_key(sample.row.prompt)),
             "image": cache.digest(conditions._image_key(sample)),
-            "boundary": cache.digest(conditions._boundary_key(sample, seed, sigmas)),
+            "boundary": cache.digest(conditions._boundary_key(sample, seed, schedule_to(sigmas))),
         }
 
     before = digests()

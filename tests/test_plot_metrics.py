@@ -2,11 +2,12 @@
 
 import sys
 
-import plot_metrics
+from conftest import ROOT
 from matplotlib import pyplot as plt
 from PIL import Image
 
 from rewardfl.run.checkpoint import MetricsFile
+from rewardfl_tools import plot_metrics
 
 
 def call(monkeypatch, capsys, *arguments):
@@ -39,3 +40,35 @@ def test_a_key_that_no_run_has(monkeypatch, capsys, tmp_path):
     MetricsFile(tmp_path / "metrics.jsonl").append(1, {"lr": 1.0})
     code, _, error = call(monkeypatch, capsys, tmp_path, "--keys", "lrr", "--out", tmp_path / "c.png")
     assert code == 2 and "no run has lrr; there are lr, step" in error and not (tmp_path / "c.png").exists()
+
+
+def test_without_a_key_what_is_to_be_watched(monkeypatch, capsys, tmp_path):
+    """Of two runs of one name, the keys to watch that one of them has, beside the first."""
+    for name in ("a", "b"):
+        (tmp_path / name / "run").mkdir(parents=True)
+        values = {"grad_norm": 1.0, "lr": 1.0, "reward/mean": 0.5} | {key: 0.1 for key in ("policy/kl",) if name == "b"}
+        MetricsFile(tmp_path / name / "run" / "metrics.jsonl").append(1, values)
+    titles, legends = [], []
+    monkeypatch.setattr(plt.Axes, "set_title", lambda axis, title: titles.append(title))
+    monkeypatch.setattr(plt.Axes, "plot", lambda axis, *values, label, **how: legends.append(label))
+    monkeypatch.setattr(plt.Axes, "legend", lambda axis: None)
+    runs = [tmp_path / name / "run" for name in ("a", "b")]
+    code, out, _ = call(monkeypatch, capsys, *runs)
+    assert code == 0 and out.strip() == str(runs[0] / "curves.png") and (runs[0] / "curves.png").is_file()
+    assert titles == ["reward/mean", "policy/kl", "grad_norm"] and legends == [str(run) for run in runs] * 3
+
+
+def test_the_watched_keys_are_those_of_the_documents():
+    text = "".join((ROOT / name).read_text() for name in ("README.md", "docs/flow_grpo.md"))
+    assert [key for key in plot_metrics.WATCHED if f"`{key}`" not in text] == []
+
+
+def test_no_run_and_nothing_to_watch(monkeypatch, capsys, tmp_path):
+    code, _, error = call(monkeypatch, capsys, tmp_path / "gone")
+    assert code == 2 and str(tmp_path / "gone") in error and "metrics.jsonl" in error and "no run has" not in error
+    MetricsFile(tmp_path / "metrics.jsonl").append(1, {"odd": 1.0})
+    code, _, error = call(monkeypatch, capsys, tmp_path)
+    assert code == 2 and "--keys" in error and "odd" in error
+    (tmp_path / "metrics.jsonl").write_text("[]\n")
+    code, _, error = call(monkeypatch, capsys, tmp_path)
+    assert code == 2 and "metrics.jsonl" in error and len(error.splitlines()) == 1

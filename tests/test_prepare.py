@@ -14,8 +14,7 @@ from rewardfl.data import clips, metadata
 from rewardfl.data.cache import Cache
 from rewardfl.rewards import FaceIdentityReward, Reward
 from rewardfl.rewards.face import parity as face_parity
-from rewardfl.run import prepare
-from rewardfl.run import start as setup
+from rewardfl.run import prepare, start
 
 
 class Brightness(Reward):
@@ -33,7 +32,7 @@ class Brightness(Reward):
 
 
 def together(count, work):
-    """[what work(share, gather) returned or raised] of `count` processes that gather from each other."""
+    """[what work(job) returned or raised] of `count` processes that gather from each other; job.said: what they say."""
     barrier, offered, results = threading.Barrier(count, timeout=60), [None] * count, [None] * count
 
     def process(rank):
@@ -45,7 +44,10 @@ def together(count, work):
             return everyones
 
         try:
-            results[rank] = work(prepare.Share(rank, count, quiet=True), gather)
+            said, share = [], prepare.Share(rank, count, quiet=True)
+            job = SimpleNamespace(share=share, rank=rank, gather_lists=gather, device=torch.device("cpu"), said=said)
+            job.say, job.wait = said.append, lambda: None
+            results[rank] = work(job)
         except Exception as error:
             results[rank] = error
 
@@ -106,10 +108,9 @@ def find(cfg, processes, store, rewards):
     """Every process's (samples, problems)."""
     terms = [SimpleNamespace(reward=reward, key="reward") for reward in rewards]
 
-    def work(share, gather):
-        rows, said = setup.look_at_rows(cfg, data.load_metadata(cfg.data.file_name), share, gather)
-        samples, problems = setup.find_samples(cfg, rows, terms, store, torch.device("cpu"), share, gather)
-        return samples, said + problems
+    def work(job):
+        rows = start.look_at_rows(cfg, job)
+        return start.find_samples(cfg, rows.train, terms, store, job), rows.said + job.said
 
     return together(processes, work)
 
@@ -160,14 +161,14 @@ def test_every_problem_is_found_and_every_process_knows(cfg, tmp_path, monkeypat
     (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])  # its header is left
     with (tmp_path / "metadata.csv").open("a") as file:
         file.write("short.mp4,x\nblack.mp4,x\n4.mp4,\ngone.mp4,x\n")
-    look = prepare.look_at
+    look = prepare.look_at_all
 
     def then_remove(*arguments):
         looks = look(*arguments)
         (tmp_path / "gone.mp4").unlink(missing_ok=True)
         return looks
 
-    monkeypatch.setattr(prepare, "look_at", then_remove)
+    monkeypatch.setattr(prepare, "look_at_all", then_remove)
     for error in find(cfg, 2, Cache(tmp_path / "cache"), [Brightness()]):
         assert isinstance(error, data.DataError) and "data.file_name (" in str(error) and "2 of 12 rows" in str(error)
         assert (
@@ -187,7 +188,7 @@ def test_the_file_that_is_named_is_the_one_that_was_read(cfg):
     cfg.data = config.DataConfig(**vars(cfg.data) | {"num_frames": 6})
     with pytest.raises(data.DataError, match=r"evaluation.eval_clips \(.*\): 8 of 8 rows"):
         rows = data.load_metadata(cfg.data.file_name, "evaluation.eval_clips")
-        setup.look_at_rows(cfg, rows, prepare.Share(0, 1, quiet=True), list)
+        start._look_at(cfg, rows, SimpleNamespace(share=prepare.Share(0, 1, quiet=True), gather_lists=list))
     with pytest.raises(data.DataError, match="evaluation.eval_clips: no such file: nowhere.csv"):
         data.load_metadata("nowhere.csv", "evaluation.eval_clips")
     with pytest.raises(data.DataError, match="--data: is a folder"):
@@ -209,8 +210,8 @@ def check_packs(cfg, processes, reward):
     sample = SimpleNamespace(row=data.load_metadata(cfg.data.file_name)[0])
     terms = [SimpleNamespace(reward=reward, key="reward.reward_model_path")]
 
-    def work(share, gather):
-        return setup.check_face_packs(cfg, terms, [sample], torch.device("cpu"), share, gather)
+    def work(job):
+        return start._check_face_packs(cfg, terms, [sample], job)
 
     return together(processes, work)
 
@@ -253,7 +254,7 @@ def test_a_sample_video_whose_clip_is_lost_is_left_out(cfg, tmp_path, capsys):
         asked.append(row)
         return row, torch.zeros(3, 5, 32, 48)
 
-    folders = together(2, lambda share, gather: setup.sample_videos(cfg, samples, generate, share, 7))
+    folders = together(2, lambda job: start.sample_videos(cfg, samples, generate, job, 7))
     assert folders == [tmp_path / "run" / "samples" / "step-000007"] * 2
     assert sorted(asked) == [0, 0, 1, 2] and [path.name for path in folders[0].iterdir()] == ["02.mp4"]
     said = capsys.readouterr().out.splitlines()

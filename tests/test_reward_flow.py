@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from conftest import FRAMES, HEIGHT, ROOT, WIDTH, backbone_of, experts_of, random_pipeline
+from conftest import ROOT
+from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, backbone_of, experts_of, random_pipeline
 
-from rewardfl import flow, lora, reward_flow, sde
+from rewardfl import backbones, flow, lora, reward_flow, sde
 from rewardfl.backbones import seam
-from rewardfl.backbones.seam import Experts, Velocity
+from rewardfl.backbones.seam import DTYPES, Experts, Source, Velocity
 from rewardfl.backbones.wan import decoder
-from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.backbone import of_files
 
 SCHEDULE = wan.schedule(6, 5.0, 0.9)  # 1, .961, .909 high noise; .833, .714, .5 low noise
 
@@ -18,7 +17,7 @@ SCHEDULE = wan.schedule(6, 5.0, 0.9)  # 1, .961, .909 high noise; .833, .714, .5
 def lora_model(dtype):
     pipe = random_pipeline(dtype)
     for expert in (pipe.transformer, pipe.transformer_2):
-        lora.inject(expert, rank=2, alpha=3.0, targets=lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed=1)
+        lora.inject(expert, rank=2, alpha=3.0, targets=LAYERS, seed=1)
         for i, p in enumerate(p for p in expert.parameters() if p.requires_grad):
             p.data = p.data.to(dtype) + 0.1 * torch.randn(
                 p.shape, generator=torch.Generator().manual_seed(i), dtype=dtype
@@ -145,13 +144,13 @@ def test_stopping_early_decodes_the_x0_prediction():
 @pytest.mark.parametrize("dtype,low,high", [(torch.bfloat16, 2e-5, 1e-3), (torch.float32, 0.0, 1e-8)])
 def test_the_floor_of_the_kl_is_what_a_tiny_update_reads(dtype, low, high):
     """Against the thing itself: an adapter whose true divergence is far below what bfloat16 reads of it."""
-    loaded = wan_load.find(str(ROOT / "assets" / "tiny_world" / "pipeline"))
-    backbone = of_files(loaded, 0.9, dtype, ("", "", "fuse"))
-    pipe = backbone.load(("low_noise",))
-    lora.inject(pipe.transformer_2, 4, 4.0, lora.target_modules("q,k,v,o,ffn.0,ffn.2"), seed=0)
+    source = Source(str(ROOT / "assets" / "tiny_world" / "pipeline"), dtype={v: k for k, v in DTYPES.items()}[dtype])
+    backbone = backbones.open("wan2_2", source)
+    pipe = backbone.load(["low_noise"])
+    lora.inject(pipe.transformer_2, 4, 4.0, LAYERS, seed=0)
     generator = torch.Generator().manual_seed(0)
     text, image, x = (torch.randn(s, generator=generator) for s in ((1, 8, 32), (1, 18, 2, 8, 8), (1, 16, 2, 8, 8)))
-    schedule = backbone.schedule(8, 5.0)
+    schedule = backbone.schedule(8, 5.0, x.shape[1:])
     velocity = Velocity(
         backbone,
         Experts({"low_noise": pipe.transformer_2}),

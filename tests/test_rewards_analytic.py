@@ -90,7 +90,7 @@ def test_chunks_change_nothing_but_the_memory():
 def test_frames_that_cannot_be_scored_make_a_sample_invalid(name):
     broken = VIDEO.clone()
     broken[:, 2, 3, 3] = math.nan
-    reward = rewards.find(name)()  # not held to its contract by rewards.checked, which would do the same
+    reward = rewards.find_reward(name)()  # not held to its contract by rewards.checked, which would do the same
     output = reward(torch.stack([VIDEO, broken, VIDEO]), [{}, {}, None])
     assert output.valid.tolist() == [True, False, False] and output.score[1:].tolist() == [0, 0]
     assert output.parts["frame_mean"].isnan().tolist() == [False, True, True]
@@ -100,7 +100,7 @@ def test_invalid_samples_have_no_gradient_and_valid_ones_keep_theirs():
     broken = VIDEO.clone()
     broken[:, 2] = math.inf
     video = torch.stack([VIDEO, broken, VIDEO]).requires_grad_()
-    output = rewards.find("colour")()(video, [{}, {}, None])
+    output = rewards.find_reward("colour")()(video, [{}, {}, None])
     (gradient,) = torch.autograd.grad(output.score.sum(), video)
     assert gradient.isfinite().all() and (gradient[1:] == 0).all() and (gradient[0, :, 1:] != 0).all()
 
@@ -150,7 +150,7 @@ def test_motion_is_best_at_the_real_clips_own():
 
 
 def test_motion_needs_a_real_clip_that_moves():
-    reward = rewards.find("motion")()
+    reward = rewards.find_reward("motion")()
     still = VIDEO[:, :1].expand(-1, 5, -1, -1)
     assert reward.reference(still) is None and reward.reference(VIDEO[:, :1]) is None
     barely = torch.zeros(3, 2, 4, 4)

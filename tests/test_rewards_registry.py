@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT
 
 from rewardfl import data, rewards
-from rewardfl.rewards import REWARDS, Reward, RewardError, RewardOutput, __main__, find
+from rewardfl.rewards import REWARDS, Reward, RewardError, RewardOutput, __main__, find_reward
 from rewardfl.rewards.checked import checked
 from rewardfl.run import prepare
 
@@ -21,11 +21,11 @@ EXAMPLE = ROOT / "examples" / "my_reward.py"
 
 def test_every_reward_says_what_it_is():
     for name in REWARDS:
-        cls = find(name)
+        cls = find_reward(name)
         assert cls.name == name and issubclass(cls, Reward) and cls.__doc__
         assert cls.range and cls.licence and isinstance(cls.differentiable, bool)
-    assert [name for name in REWARDS if not find(name).differentiable] == ["jpeg_size", "remote"]
-    assert {name for name in REWARDS if find(name).uses_prompt} == {"clip_score", "hpsv2", "pickscore", "remote"}
+    assert [name for name in REWARDS if not find_reward(name).differentiable] == ["jpeg_size", "remote"]
+    assert {name for name in REWARDS if find_reward(name).uses_prompt} == {"clip_score", "hpsv2", "pickscore", "remote"}
 
 
 def test_transformers_is_not_imported_for_those_that_do_without():

@@ -5,7 +5,6 @@ import json
 import logging
 import pickle
 import random
-import runpy
 import signal
 import socket
 import ssl
@@ -22,13 +21,13 @@ from pathlib import Path
 import httpcore2
 import pytest
 import remote_rewards
-import serve_reward
 import torch
 from remote_rewards import Likeness
 from safetensors.torch import save
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
+import rewardfl_tools
 from rewardfl import data, rewards
 from rewardfl.data import cache
 from rewardfl.rewards.remote import RemoteReward, RewardServerError, client, server, wire
@@ -36,6 +35,7 @@ from rewardfl.rewards.remote.client import delay, split
 from rewardfl.rewards.remote.server import RewardServer, Service
 from rewardfl.rewards.remote.wire import Clip, WireError
 from rewardfl.rewards.terms import judge
+from rewardfl_tools import _serve_reward, serve_reward
 
 PROMPTS = ["a person, talking", "", "eine Frau in München", "他在说话", 'quotes " and \\ and \x01']
 MB = 1_000_000
@@ -1090,21 +1090,21 @@ def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
     }
     for arguments, message in cases.items():
         code, error = tool(monkeypatch, capsys, *arguments)
-        assert code == serve_reward.REFUSED and message in error, arguments
+        assert code == _serve_reward.REFUSED and message in error, arguments
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         code, error = tool(monkeypatch, capsys, "--reward", "likeness", "--port", port)
-    assert code == serve_reward.NO_ADDRESS and f"--port {port}" in error
+    assert code == _serve_reward.NO_ADDRESS and f"--port {port}" in error
 
 
 @pytest.mark.parametrize("name", ["starlette.applications", "uvicorn"])
 def test_without_its_libraries_the_tool_says_what_to_install(monkeypatch, capsys, name):
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, server.__name__)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(serve_reward.__file__)
-    error = capsys.readouterr().err
-    assert ended.value.code == serve_reward.REFUSED and error.count("\n") == 1
+    monkeypatch.delitem(sys.modules, _serve_reward.__name__)
+    monkeypatch.delattr(rewardfl_tools, "_serve_reward")
+    code, error = tool(monkeypatch, capsys, "--reward", "likeness")
+    assert code == _serve_reward.REFUSED and error.count("\n") == 1
     assert name in error and "pip install" in error
 
 
@@ -1153,5 +1153,5 @@ def test_in_another_process(monkeypatch):
         output, log = process.communicate(timeout=10)
     finally:
         process.kill()
-    assert process.returncode == serve_reward.STOPPED, log
+    assert process.returncode == _serve_reward.STOPPED, log
     assert "Traceback" not in log and "s3cret" not in log and log.count("5 clips") == 2

@@ -5,8 +5,9 @@ import re
 
 import pytest
 import torch
-from conftest import FRAMES, HEIGHT, ROOT, WIDTH, backbone_of, encode, experts_of
+from conftest import ROOT
 from diffusers import FlowMatchEulerDiscreteScheduler
+from pipelines import FRAMES, HEIGHT, WIDTH, backbone_of, encode, experts_of
 from test_wan import PROMPT, picture
 
 from rewardfl import flow, groups
@@ -93,9 +94,9 @@ def test_the_pipelines_latents_replay_to_the_recorded_log_prob_exactly(pipe, kin
 
 
 def test_the_guides_example_runs(monkeypatch):
-    """The code block of docs/guide.md, as it stands there."""
+    """The code block of docs/flow_grpo.md, as it stands there."""
     monkeypatch.chdir(ROOT)
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "flow_grpo.md").read_text(), re.DOTALL)
     names = {}
     exec(code, names)
     assert names["video"].shape == (9, 64, 64, 3) and names["pipe"].scheduler.noise_window == (0, 1)

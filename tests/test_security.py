@@ -4,12 +4,16 @@ import ast
 import csv
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 from runs import FAST, QUICK, WORLD, call
 
+from rewardfl import files
 from rewardfl.backbones.wan import load as wan_load
+from rewardfl.run.job import Job
+from rewardfl_tools import check_dataset
 
 SOURCES = sorted(
     path
@@ -85,6 +89,40 @@ def test_rows_cannot_write_outside(monkeypatch, capsys, tmp_path):
     assert code == 0, error
     assert [path for path in {*tmp_path.rglob("*")} - before if run not in (path, *path.parents)] == []
     assert sorted(path.name for path in (run / "samples" / "step-000001").iterdir()) == ["00.mp4", "01.mp4"]
+
+
+RED = "\x1b[31m"  # a terminal that gets this writes in red
+
+
+def test_names_in_files_do_not_drive_the_terminal(monkeypatch, capsys, tmp_path):
+    """Neither a row that names a file so, which is one that cannot be used, nor a message that quotes a file."""
+    table = tmp_path / "metadata.csv"
+    video = next((WORLD / "train" / "videos").iterdir())
+    rows = [(str(video), "x"), (f"{RED}a\n.mp4", "x"), (f"b{RED}.mp4", f"{RED}y")]
+    (tmp_path / rows[2][0]).write_bytes(video.read_bytes())
+    start = (f"run.output_dir={tmp_path / 'run'}", f"data.file_name={table}")
+    for header, code in ((("video", "prompt"), 2), (("video", f"{RED}prompt"), 2), (("video", "prompt"), 0)):
+        with table.open("w", newline="") as file:
+            csv.writer(file).writerows([header, *rows])
+        skip = f"data.skip_bad_rows={str(code == 0).lower()}"
+        found, out, error = call(monkeypatch, capsys, *QUICK, *start, skip, "--dry-run")
+        assert found == code, error
+        assert "\x1b" not in out + error and "x1b[31m" in out + error
+    assert [line[:8] for line in out.splitlines() if "control character" in line] == ["skipped:"] * 2
+    args = ("check_dataset", "--data", str(table), "--num-frames", "5")
+    monkeypatch.setattr(sys, "argv", list(args))
+    assert check_dataset.main() == 2
+    said = capsys.readouterr().out
+    assert "\x1b" not in said and said.count("problem: ") == 2
+
+
+@pytest.mark.parametrize(
+    "text, shown", [("a\nb", "a\nb"), (f"{RED}\r\x9b", r"\x1b[31m\r\x9b"), ("é 你\u202f", "é 你\u202f")]
+)
+def test_what_is_printed(text, shown, capsys):
+    """Line breaks and what people write stay."""
+    Job.say(SimpleNamespace(main=True), text)
+    assert capsys.readouterr().out == shown + "\n" and files.printable(shown) == shown
 
 
 def test_a_reward_of_ones_own_is_imported_only_when_it_is_named(monkeypatch, capsys, tmp_path):

@@ -7,11 +7,10 @@ import sys
 from conftest import ROOT
 
 from benchmarks import step
-from rewardfl import config
-from rewardfl.backbones.wan import load as wan_load
+from rewardfl import backbones, config
 from rewardfl.estimate import needs
 from rewardfl.estimate.measure import measure
-from rewardfl.run import work
+from rewardfl.run import start, work
 
 CONFIG = str(ROOT / "configs" / "tiny_face.yaml")
 FAST = [
@@ -28,8 +27,8 @@ HOST = (
 def test_variants_stand_beside_the_plan_and_each_other(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(ROOT)  # the configuration's paths are relative to it
     cfg = config.load(CONFIG, FAST)
-    configs = wan_load.source_of(cfg.model.model_paths)
-    costs = measure(work.work_of(cfg, configs, None, None, 1).video)
+    backbone = backbones.describe(cfg.model.model_name, start.model_source(cfg))
+    costs = measure(work.work_of(cfg, backbone, None, None, 1).video)
     monkeypatch.setattr(step, "measure_costs", lambda video: costs)  # the same for all variants
     file = tmp_path / "step.json"
     arguments = ["--config", CONFIG, "--steps", "1", "--json", str(file), "--compare", CACHED, "--compare", HOST, *FAST]
@@ -40,7 +39,7 @@ def test_variants_stand_beside_the_plan_and_each_other(monkeypatch, capsys, tmp_
     assert {"command", "device", "torch", "diffusers", "peft", "commit", "seed"} < report.keys()
     plain, cached, host = report["variants"]
     for variant, more in ((plain, []), (cached, CACHED.split(",")), (host, HOST.split(","))):
-        flops = needs.flops(costs, work.work_of(config.load(CONFIG, FAST + more), configs, None, None, 1))
+        flops = needs.flops(costs, work.work_of(config.load(CONFIG, FAST + more), backbone, None, None, 1))
         parts = {name: 2 * flops[name] for name in ("rollout", "decode", "decode VJP")}  # of two clips
         parts |= {"replay": 2 * sum(flops.values()) - sum(parts.values()), "optimizer": 0}
         assert {row["phase"]: row["plan_flops"] for row in variant["rows"]} == parts | {

@@ -5,7 +5,7 @@ import torch
 
 from rewardfl import config
 from rewardfl.rewards import Reward, RewardError, RewardOutput, build_terms
-from rewardfl.rewards.terms import Term, check_trainable, score, total
+from rewardfl.rewards.terms import Term, check_trainable, score_terms
 
 OWN = f"{__file__}:Brightness"  # a user's own class in a file
 VIDEO = torch.rand(3, 3, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -25,6 +25,12 @@ class Brightness(Reward):
         return RewardOutput((video**self.power).flatten(1).mean(1) * valid, valid, {})
 
 
+def total(terms, judged):
+    """What train_reward_fl.py trains on; test_train_rewards.py compares its loss."""
+    pairs = [(term, one.output) for term, one in zip(terms, judged, strict=True) if term.weight > 0]
+    return sum(term.weight * (output.score - term.mean) / term.std * output.valid for term, output in pairs)
+
+
 def terms():
     return [
         Term("reward.name", "score", Brightness(), 0.5, 0.1, 2.0),
@@ -35,7 +41,7 @@ def terms():
 
 def test_the_sum_and_its_gradient():
     video = VIDEO.clone().requires_grad_()
-    judged = score(terms(), video, [({}, {}, {})] * 3)
+    judged = score_terms(terms(), video, [({}, {}, {})] * 3)
     means = [(VIDEO**power).flatten(1).mean(1) for power in (1, 2, 3)]
     for one, mean in zip(judged, means, strict=True):
         torch.testing.assert_close(one.output.score.detach(), mean)
@@ -56,17 +62,17 @@ def test_a_reward_that_only_measures_costs_nothing_but_its_own_numbers():
         return [terms()[0], Term("reward.others.far", "far", Raises(), weight, 0.0, 1.0)]
 
     video = VIDEO.clone().requires_grad_()
-    first, far = score(of(0.0), video, [({}, {})] * 3)
+    first, far = score_terms(of(0.0), video, [({}, {})] * 3)
     assert first.output.score.requires_grad and not first.failed.any()
     assert far.failed.all() and not far.output.valid.any() and far.problems == ("OSError: nobody is there",) * 3
     torch.testing.assert_close(total(of(0.0), [first, far]), total(of(0.0)[:1], [first]))
     with pytest.raises(OSError, match="nobody is there"):  # one that is trained on is never missed silently
-        score(of(0.1), video, [({}, {})] * 3)
+        score_terms(of(0.1), video, [({}, {})] * 3)
 
 
 def test_a_sample_that_one_reward_cannot_score_is_scored_by_the_others():
     video = VIDEO.clone().requires_grad_()
-    gained = total(terms(), score(terms(), video, [({}, {}, {}), (None, {}, {}), ({}, None, {})]))
+    gained = total(terms(), score_terms(terms(), video, [({}, {}, {}), (None, {}, {}), ({}, None, {})]))
     (gradient,) = torch.autograd.grad(gained.sum(), video)
     count = VIDEO[0].numel()
     torch.testing.assert_close(gradient[1], 6 * VIDEO[1] / count)

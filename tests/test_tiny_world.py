@@ -1,22 +1,22 @@
 """The committed world keeps its promises, its networks are what the real ones are, and it can be rebuilt."""
 
 import hashlib
-import subprocess
-import sys
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
+import zygote
 from conftest import ROOT
 from insightface.app import FaceAnalysis
 from insightface.utils import face_align
 
 from rewardfl import data
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.rewards import face
 from rewardfl.rewards.face.onnx_module import OnnxModule
-from tiny_world import faces, measure, people, vae
+from rewardfl_tools.tiny_world import faces, measure, people, vae
 
 WORLD = ROOT / "assets" / "tiny_world"
 PACKS = ("reward", "judge")
@@ -106,7 +106,7 @@ def test_recognisers_tell_strangers_apart(pack):
 
 @torch.no_grad()
 def test_vae_reconstructs_held_out_clips():
-    pipe = wan_load.load_pipeline(wan_load.find(str(WORLD / "pipeline")), torch.float32)
+    pipe = wan_load.load_pipeline(layouts.find_files(str(WORLD / "pipeline")), torch.float32)
     assert (pipe.config.boundary_ratio, pipe.transformer.config.in_channels) == (0.9, 34)
     clips = torch.stack(eval_clips(6))
     again = pipe.vae.decode(pipe.vae.encode(clips).latent_dist.mode()).sample
@@ -137,8 +137,7 @@ def test_drifting_people_start_as_themselves():
 
 def test_quick_rebuild(tmp_path):
     """Every stage of tools/make_tiny_world.py with next to no training."""
-    command = [sys.executable, "tools/make_tiny_world.py", "--quick", "--out", str(tmp_path / "world")]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    run = zygote.run(["tools/make_tiny_world.py", "--quick", "--out", tmp_path / "world"], cwd=ROOT)
     assert run.returncode == 0, run.stderr[-3000:]
     for file in ("figures.json", "contact_sheet.png", "pipeline/model_index.json", "faces/judge/recogniser.onnx"):
         assert (tmp_path / "world" / file).stat().st_size > 0

@@ -9,16 +9,14 @@ import subprocess
 import sys
 import time
 
-import _output
-import convert_lora
-import merge_lora
-import merge_shards
 import pytest
-from conftest import ROOT, random_pipeline, run_tool
+from conftest import ROOT, run_tool
 from lora_dialects import DIALECTS, factors
+from pipelines import random_pipeline
 from safetensors.torch import load_file
 
 from rewardfl.files import atomic_directory, temporary_path
+from rewardfl_tools import _output, convert_lora, merge_lora, merge_shards
 
 TOOLS = {"merge_lora": merge_lora, "merge_shards": merge_shards, "convert_lora": convert_lora}
 
@@ -255,7 +253,7 @@ def test_a_report_replaces_an_earlier_report_alone(world, place, tool):
         assert str(report) in line and "--force" in line
     call(tool, world, "--out", place / "out.safetensors", "--json", report, "--force")
     first = report.read_bytes()
-    assert json.loads(first)["tool"] == TOOLS[tool].TOOL
+    assert json.loads(first)["tool"] == f"rewardfl {tool} 1"
     call(tool, world, "--out", place / "second.safetensors", "--json", report)
     call(tool, world, "--out", place / "third.safetensors", "--json", report, "--dry-run")
     assert json.loads(report.read_bytes())
@@ -360,7 +358,7 @@ def test_a_kill_while_a_folder_is_written_is_cleared_up(world, place):
     call("merge_shards", world, "--out", out)
     before = snapshot(out)
     code = (
-        "import sys, time; sys.path[:0] = ['tools', '.']; import merge_shards\n"
+        "import time\nfrom rewardfl_tools import merge_shards\n"
         "from rewardfl.weights import shards\n"
         "def hang(file, piece): file.write(b'half'); print('writing', flush=True); time.sleep(600)\n"
         "shards._write = hang; merge_shards.main()"

@@ -7,8 +7,6 @@ import re
 import shutil
 import sys
 
-import evaluate
-import generate
 import numpy as np
 import onnx
 import pytest
@@ -18,15 +16,18 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from PIL import Image
 from runs import CACHE, FAST, PACKS, WORLD, adapter, call, launch, metrics, table
 
-import train_reward_fl
 from rewardfl import config, data, groups, lora
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.data import clips as clip_files
+from rewardfl.estimate import report
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.run import checkpoint
-from rewardfl.run import job as distributed
+from rewardfl.run.job import Job
 from rewardfl.scheduler import LinearFlowEuler
+from rewardfl_tools import _generate, evaluate, generate
+
+pytestmark = pytest.mark.usefixtures("measured_once")
 
 # -- runs
 
@@ -61,7 +62,7 @@ def test_a_run_leaves_what_the_design_says(straight):
         for key, folder in packs.items()
     }
     clip = data.read_video(straight / "samples" / "step-000006" / "00.mp4")
-    assert clip.shape == (5, 64, 128, 3)  # real | generated
+    assert clip.shape == (5, 32, 64, 3)  # real | generated
 
 
 def test_it_learns(clips, tmp_path):
@@ -188,6 +189,17 @@ def test_what_computes_the_same_may_change(straight, tmp_path):
     assert json.loads((run / "run.json").read_text())["changes"] == []
 
 
+def test_fewer_steps_than_are_done(monkeypatch, capsys, straight, tmp_path):
+    """Said with both numbers; nothing is trained and nothing changed."""
+    run = cut(straight, tmp_path / "run", 6)
+    for steps in (4, 6):
+        code, out, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={run}", f"train.max_steps={steps}")
+        (line,) = [line for line in out.splitlines() if "train.max_steps" in line]
+        assert code == 0 and "6 steps are done" in line and f" {steps} " in line, error
+        assert metrics(run) == metrics(straight) and "resuming" not in out
+        assert (run / "checkpoints" / "latest").resolve().name == "step-000006"
+
+
 def test_other_content_is_refused(monkeypatch, capsys, clips, tmp_path):
     """Of the clips, by name and in order, and of the face packs; before weights load, and nothing is changed."""
     path, rows = clips
@@ -226,13 +238,13 @@ def test_another_learning_rate_and_weight(straight, monkeypatch, capsys, tmp_pat
     code, _, error = call(monkeypatch, capsys, *settings)
     assert code == 2 and "train.learning_rate 0.001 -> 0.0005" in error
     assert f"run.resume_with_changes=[{','.join(keys)}]" in error and metrics(run) == metrics(straight)
-    step = distributed.step
+    step = Job.step
 
-    def watched(accelerator, optimizer, *arguments):
+    def watched(job, optimizer, *arguments):
         groups.append({key: optimizer.param_groups[0][key] for key in ("lr", "weight_decay")})
-        return step(accelerator, optimizer, *arguments)
+        return step(job, optimizer, *arguments)
 
-    monkeypatch.setattr(distributed, "step", watched)
+    monkeypatch.setattr(Job, "step", watched)
     code, out, _ = call(
         monkeypatch, capsys, *settings, f"run.resume_with_changes=[{','.join([*keys, 'train.warmup_steps'])}]"
     )
@@ -322,14 +334,15 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
     Image.fromarray(frame).save(tmp_path / "face.png")
     trained, videos = straight / "checkpoints" / "latest", []
     monkeypatch.setattr(data, "write_video", lambda path, video, fps: videos.append(video))
-    for chosen in (["--adapter", str(trained)], []):
+    for chosen in (["--adapter", str(trained)], [], ["--adapter", f"{trained}:0"], ["--adapter", f"{trained}:0.5"]):
         command = (
             f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 64 --width 64 --num-frames 9"
         )
         command += f" --steps 4 --dtype float32 --device cpu --seed 5 --out {tmp_path}/out.mp4"
         monkeypatch.setattr(sys, "argv", [*command.split(), "--prompt", "a person, talking", *chosen])
         assert generate.main() == 0, capsys.readouterr().err
-    ours, base = videos
+    ours, base, off, half = videos
+    assert torch.equal(off, base)
 
     pipe = WanImageToVideoPipeline.from_pretrained(WORLD / "pipeline", dtype=torch.float32)
     pipe.load_lora_weights(trained / "transformer_2", load_into_transformer_2=True)
@@ -342,6 +355,13 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
     stock = stock.transpose(0, 1) * 2 - 1
     torch.testing.assert_close(ours, stock, rtol=0, atol=1e-3)
     assert float((base - stock).abs().max()) > 1e-2  # the adapter matters
+    pipe.transformer_2.set_adapters(pipe.transformer_2.active_adapters(), 0.5)
+    stock = pipe(
+        image=Image.fromarray(frame), prompt="a person, talking", height=64, width=64, num_frames=9,
+        num_inference_steps=4, guidance_scale=1.0, latents=noise, output_type="pt",
+    ).frames[0]  # fmt: skip
+    torch.testing.assert_close(half, stock.transpose(0, 1) * 2 - 1, rtol=0, atol=1e-3)
+    assert float((half - ours).abs().max()) > 5e-3 and float((half - base).abs().max()) > 5e-3
 
 
 @pytest.mark.parametrize(
@@ -369,7 +389,7 @@ def test_generate_writes_what_the_name_says(tmp_path, monkeypatch, capsys):
     def call(out):
         command = f"generate.py --model m --image i --prompt p --fps 8 --out {out}"
         monkeypatch.setattr(sys, "argv", command.split())
-        monkeypatch.setattr(generate, "generate", lambda args: made.append(args) or video)
+        monkeypatch.setattr(_generate, "generate", lambda args: made.append(args) or video)
         return generate.main(), capsys.readouterr()
 
     for name in ("new/a.mp4", "new/a.npy", "new/frames"):
@@ -464,7 +484,7 @@ def test_bad_rows_are_named_or_skipped(monkeypatch, capsys, no_weights, clips, t
     rows[2][0] = "videos/lost.mp4"
     (tmp_path / rows[3][0]).write_bytes(b"not a video")
     write(path, rows)
-    arguments = [f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}"]
+    arguments = [*FAST, f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}"]
     code, _, error = call(monkeypatch, capsys, *arguments)
     assert code == 2
     for message in (
@@ -513,7 +533,8 @@ def test_a_clip_without_a_face(monkeypatch, capsys, no_weights, clips, tmp_path)
     path, rows = clips
     data.write_video(tmp_path / rows[2][0], torch.full((9, 64, 64, 3), 90, dtype=torch.uint8), 8)
     write(path, rows)
-    code, _, error = call(monkeypatch, capsys, f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}")
+    arguments = [*FAST, f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}"]
+    code, _, error = call(monkeypatch, capsys, *arguments)
     assert code == 2
     assert f"line 3: no face was found in {tmp_path / rows[2][0]}" in error and "data.skip_bad_rows: true" in error
 
@@ -572,6 +593,7 @@ def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
     assert "learning_rate:" in out
     assert "320 tokens" in out and "memory of one GPU" in out and "fit" not in out  # there is no GPU to fit
     assert "note:" not in out
+    assert "--dry-run" not in out  # which it is
     _, out, _ = call(monkeypatch, capsys, "--dry-run", "sample.shift=3", "model.min_timestep_boundary=0.875")
     assert "note: model.min_timestep_boundary is 0.875, the checkpoint says 0.9" in out
     assert "note: sample.shift is 3, the checkpoint says 5" in out
@@ -586,7 +608,7 @@ def test_dry_run_refuses_files_that_do_not_fit(monkeypatch, capsys, no_weights, 
 
 
 def test_dry_run_that_does_not_fit_the_gpu(monkeypatch, capsys, no_weights, tmp_path):
-    monkeypatch.setattr(train_reward_fl, "total_memory", lambda device: 2.1e9)
+    monkeypatch.setattr(report, "total_memory", lambda device: 2.1e9)
     code, out, _ = call(monkeypatch, capsys, "--dry-run", f"run.output_dir={tmp_path / 'run'}")
     assert code == 2 and "does not fit: 2.2 GB of 2.1 GB\n  set " in out
 

@@ -5,12 +5,13 @@ import json
 import math
 import re
 import subprocess
-import sys
+import time
 
 import pytest
 import torch
+import zygote
 from conftest import ROOT
-from runs import FAST, GRPO_FAST, adapter, call, call_grpo, environment, launch, launch_grpo, metrics
+from runs import CONFIG, FAST, GRPO_FAST, adapter, call, call_grpo, environment, launch, launch_grpo, metrics
 
 from rewardfl import config, rewards
 from rewardfl.rewards import build_terms, registry
@@ -24,16 +25,19 @@ def others(**terms):
 
 
 @contextlib.contextmanager
-def served(reward):
-    """The url of a reward server in a process of its own."""
-    command = [sys.executable, "tools/serve_reward.py", "--reward", reward, "--port", "0", "--device", "cpu"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=environment(), **pipes) as server:
-        try:
-            yield next(found[0] for line in server.stdout if (found := re.search(r"http://[\d.]+:\d+", line)))
-        finally:
-            server.terminate()
-            server.communicate(timeout=30)
+def served(reward, output):
+    """The url of a reward server in a process of its own, which says it in the file `output`."""
+    arguments = ["tools/serve_reward.py", "--reward", reward, "--port", "0", "--device", "cpu"]
+    with output.open("w") as file:
+        server = zygote.Process(arguments, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT)
+    try:
+        while not (found := re.search(r"(http://[\d.]+:\d+).*\n", output.read_text())):
+            assert server.poll() is None, output.read_text()
+            time.sleep(0.05)
+        yield found[1]
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
 
 
 def test_a_reward_other_than_the_face_is_learned(tmp_path):
@@ -46,7 +50,7 @@ def test_a_reward_other_than_the_face_is_learned(tmp_path):
 
 def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
     """The face, a colour and a class of the user's are trained; a server in another process is looked at."""
-    with served("colour") as url:
+    with served("colour", tmp_path / "server") as url:
         launch(
             f"run.output_dir={tmp_path / 'run'}", "train.max_steps=2",
             others(
@@ -58,6 +62,11 @@ def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
     first = metrics(tmp_path / "run")[0]
     assert first["reward/far"] == pytest.approx(first["reward/red"], abs=2e-3)  # the server sees whole levels
     assert first["reward/contrast"] > 0 and math.isfinite(first["reward/held_out"])
+    assert first["reward/valid_fraction"] == 1
+    face = config.load(CONFIG, []).reward
+    gained = face.reward_weight * (first["reward/mean"] - face.reward_mean) / face.reward_std
+    gained += 0.5 * (first["reward/red"] - 0.1) / 0.2 + 0.3 * first["reward/contrast"]
+    assert first["actor/loss"] == pytest.approx(face.kl_weight * first["actor/kl_loss"] - gained, rel=1e-5)
     cfg = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["reward"]
     face = cfg["reward_weight"] * (first["reward/mean"] - cfg["reward_mean"]) / cfg["reward_std"]
     red, own = 0.5 * (first["reward/red"] - 0.1) / 0.2, 0.3 * first["reward/contrast"]
@@ -138,7 +147,7 @@ def test_the_documented_yaml_is_what_the_config_takes(tmp_path):
     settings = re.findall(
         r"^\| `(\w+)` \|", page[: page.index("## What goes wrong")].split("The settings:")[1], re.MULTILINE
     )
-    assert sorted(settings) == sorted(registry.settings_of(rewards.find("remote"))[0])
+    assert sorted(settings) == sorted(registry.settings_of(rewards.find_reward("remote"))[0])
 
 
 def test_what_is_only_measured_may_fail(monkeypatch, capsys, tmp_path):
@@ -184,7 +193,7 @@ def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, cap
     code, out, error = call_grpo(
         monkeypatch, capsys, *settings, f"run.output_dir={run}", f"reward.name={OWN}:Dies", "train.max_nonfinite=1"
     )
-    assert code == 2 and "stopped at step 3: 2 epochs in a row taught nothing; reward.name (Dies)" in error
+    assert code == 2 and "stopped at step 3: 2 updates in a row taught nothing; reward.name (Dies)" in error
     assert [line["reward/valid_fraction"] for line in metrics(run)] == [1, 0, 0]
     assert [line["grad_norm"] > 0 for line in metrics(run)] == [True, False, False]
     first = metrics(run)[0]  # nor do its parts touch what the script itself says
@@ -198,7 +207,7 @@ def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, cap
 
 def test_flow_grpo_trains_on_a_server_a_class_and_a_reward_without_gradient(tmp_path):
     """The server answers beside the rollouts; the sum of four, one of them only measured."""
-    with served("colour") as url:
+    with served("colour", tmp_path / "server") as url:
         launch_grpo(
             f"run.output_dir={tmp_path / 'run'}", "train.max_steps=2", "reward.name=remote", "reward.reward_weight=2",
             f"reward.settings={json.dumps({'url': url})}",

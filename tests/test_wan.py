@@ -1,16 +1,18 @@
 """Conditioning, experts and sampler against the stock diffusers pipeline."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
-from conftest import FRAMES, HEIGHT, WIDTH, backbone_of, encode, experts_of, random_pipeline
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
 from PIL import Image
+from pipelines import FRAMES, HEIGHT, WIDTH, backbone_of, encode, experts_of, random_pipeline
 
-from rewardfl import data, flow, groups, reward_flow
-from rewardfl.backbones.seam import Experts, Velocity
+from rewardfl import backbones, data, flow, groups, reward_flow
+from rewardfl.backbones.seam import Experts, Source, Velocity
 from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.scheduler import LinearFlowEuler
@@ -80,7 +82,7 @@ def test_sampler_is_the_pipeline_in_bfloat16_within_its_rounding(tmp_path, pipe,
     arguments = {"guidance_scale": guidance, "output_type": "latent"}
     exact = stock(pipe, 8, latents=noise.clone(), **arguments)
     pipe.save_pretrained(tmp_path)
-    half = wan_load.load_pipeline(wan_load.find(str(tmp_path)), torch.bfloat16)
+    half = wan_load.load_pipeline(layouts.find_files(str(tmp_path)), torch.bfloat16)
     half.set_progress_bar_config(disable=True)
     negative = {"text": wan.encode_text(half, "")}
     expected = stock(half, 8, latents=noise.clone(), **arguments).float()
@@ -182,23 +184,23 @@ def test_a_batch_is_the_pipelines_samples(pipe, guidance):
 
 def test_load_pipeline(tmp_path, pipe):
     pipe.save_pretrained(tmp_path / "model")
-    loaded = wan_load.load_pipeline(wan_load.find(str(tmp_path / "model")), torch.float32)
+    loaded = wan_load.load_pipeline(layouts.find_files(str(tmp_path / "model")), torch.float32)
     assert not any(
         p.requires_grad for m in (loaded.transformer, loaded.vae, loaded.text_encoder) for p in m.parameters()
     )
     assert not loaded.text_encoder.training  # T5 has dropout
     noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     torch.testing.assert_close(ours(loaded, 4, noise), ours(pipe, 4, noise), rtol=1e-4, atol=1e-4)
-    half = wan_load.load_pipeline(wan_load.find(str(tmp_path / "model")), torch.bfloat16)
+    half = wan_load.load_pipeline(layouts.find_files(str(tmp_path / "model")), torch.bfloat16)
     assert half.transformer.dtype == torch.bfloat16
     assert half.transformer.scale_shift_table.dtype == torch.float32  # diffusers' float32 islands stay
 
     with pytest.raises(Refused, match="no model_index.json"):
-        wan_load.load_pipeline(wan_load.find(str(tmp_path)), torch.float32)
+        wan_load.load_pipeline(layouts.find_files(str(tmp_path)), torch.float32)
     index = json.loads((tmp_path / "model" / "model_index.json").read_text())
     (tmp_path / "model" / "model_index.json").write_text(json.dumps(index | {"boundary_ratio": None}))
     with pytest.raises(Refused, match="no boundary_ratio"):
-        wan_load.load_pipeline(wan_load.find(str(tmp_path / "model")), torch.float32)
+        wan_load.load_pipeline(layouts.find_files(str(tmp_path / "model")), torch.float32)
 
 
 def test_another_tokenizer_folder_is_used(tmp_path):
@@ -206,6 +208,71 @@ def test_another_tokenizer_folder_is_used(tmp_path):
     pipe.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer").rename(tmp_path / "tokenizer")
     with pytest.raises(Refused, match="has no tokenizer folder"):
-        wan_load.load_pipeline(wan_load.find(str(tmp_path / "model")), torch.float32)
-    loaded = wan_load.load_pipeline(wan_load.find(str(tmp_path / "model"), str(tmp_path / "tokenizer")), torch.float32)
+        wan_load.load_pipeline(layouts.find_files(str(tmp_path / "model")), torch.float32)
+    loaded = wan_load.load_pipeline(
+        layouts.find_files(str(tmp_path / "model"), str(tmp_path / "tokenizer")), torch.float32
+    )
     assert loaded.tokenizer(PROMPT).input_ids == pipe.tokenizer(PROMPT).input_ids
+
+
+def test_check_clips(pipe):
+    def check(*size, spatial=8, temporal=4, max_pixels=None):
+        model = dataclasses.replace(backbone_of(pipe), spatial=spatial, temporal=temporal)
+        model.check_clips(*size, max_pixels)
+
+    check(480, 832, 81)
+    check(64, 48, 17)
+    check(64, 64, 2, spatial=4, temporal=1)
+    with pytest.raises(Refused, match=r"^data.num_frames must be 4k\+1 for this VAE, got 80; try 77 or 81$"):
+        check(480, 832, 80)
+    for frames in (1, 3):
+        with pytest.raises(Refused, match=rf"got {frames}; try 5$"):
+            check(480, 832, frames)
+    with pytest.raises(Refused, match="got 1; try 2$"):
+        check(480, 832, 1, temporal=1)
+    with pytest.raises(Refused) as error:
+        check(482, 8, 81)
+    assert str(error.value).splitlines() == [
+        "data.height must be a multiple of 16, got 482; try 480 or 496",
+        "data.width must be a multiple of 16, got 8; try 16",
+    ]
+    with pytest.raises(Refused, match="data.height must be a multiple of 32, got 720; try 704 or 736"):
+        check(720, 1280, 81, spatial=16)
+    check(482, 8, 81, max_pixels=256)  # the sides are not used
+    with pytest.raises(Refused, match="^data.max_pixels gives .* of 16, this VAE takes multiples of 32"):
+        check(704, 1280, 81, spatial=16, max_pixels=256)
+
+
+def test_clips_beyond_the_models_positions_are_refused(pipe):
+    """The rotary embedding would end in the middle of the first forward pass; the largest clip that passes runs."""
+    model = dataclasses.replace(backbone_of(pipe), spatial=8, temporal=4, positions=6)
+    for size in ((96, 96, 21), (480, 480, 21, 96 * 96)):
+        model.check_clips(*size)
+    for size, key, limit in (
+        ((112, 96, 21), "data.height", 96), ((96, 112, 21), "data.width", 96), ((96, 96, 25), "data.num_frames", 21),
+        ((96, 96, 21, 112 * 112), "data.max_pixels", 96 * 96),
+    ):  # fmt: skip
+        with pytest.raises(Refused) as error:
+            model.check_clips(*size)
+        (line,) = str(error.value).splitlines()
+        assert line.startswith(key) and f" {limit}," in line and "rope_max_seq_len" in line
+    for part in (pipe.transformer, pipe.transformer_2):
+        assert backbone_of(pipe).positions <= part.config.rope_max_seq_len
+    small = WanTransformer3DModel.from_config(dict(pipe.transformer_2.config) | {"rope_max_seq_len": 6})
+    given = {"encoder_hidden_states": torch.zeros(1, 3, 32), "timestep": torch.zeros(1)}
+    shape = (1, pipe.transformer_2.config.in_channels, 6, 12, 12)
+    small(torch.zeros(shape), **given)
+    with pytest.raises(RuntimeError):
+        small(torch.zeros(*shape[:-1], 14), **given)
+
+
+def test_the_limit_is_read_from_the_configuration(tmp_path):
+    random_pipeline().save_pretrained(tmp_path)
+    path = tmp_path / "transformer_2" / "config.json"
+    path.write_text(path.read_text().replace('"rope_max_seq_len": 64', '"rope_max_seq_len": 5'))
+    assert backbones.open("wan2_2", Source(model_paths=str(tmp_path))).positions == 5
+
+
+def test_another_model_name_is_refused():
+    with pytest.raises(Refused, match="model.model_name must be wan2_2, got 'wan2_1', did you mean 'wan2_2'"):
+        backbones.describe("wan2_1", Source())

@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import generate
 import pytest
 import torch
 import wan_files
@@ -22,11 +21,14 @@ from test_wan import picture, stock
 
 from benchmarks import load as load_benchmark
 from rewardfl import config, data, groups, lora
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
-from rewardfl.run import start as setup
+from rewardfl.backbones.wan.backbone import Wan22I2V
+from rewardfl.run import start
 from rewardfl.weights import lora_files, shards
 from rewardfl.weights.shards import Refused
+from rewardfl_tools import generate
 
 MODULES = ("transformer", "transformer_2", "vae", "text_encoder")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -108,11 +110,11 @@ def assert_same_modules(actual, expected, modules=MODULES):
 
 @pytest.mark.parametrize("layout", ["diffusers", "original"])
 def test_linear_layers_by_the_headers(files, given, layout):
-    opened = wan_load.open_files(wan_load.find(given() if layout == "original" else str(files.fp32)))
+    opened = layouts.open_files(layouts.find_files(given() if layout == "original" else str(files.fp32)))
     for expert, part in wan.PARTS.items():
         modules = files.pipe.components[part].named_modules()
         expected = {name for name, module in modules if isinstance(module, torch.nn.Linear)}
-        assert set(wan_load.linear_layers(opened.opened[expert])) == expected and len(expected) > 20
+        assert set(layouts.linear_layers(opened.opened[expert])) == expected and len(expected) > 20
 
 
 def from_pretrained(folder, dtype):
@@ -120,7 +122,7 @@ def from_pretrained(folder, dtype):
 
 
 def load(model, dtype, **arguments):
-    return wan_load.load_pipeline(wan_load.find(str(model)), dtype, **arguments)
+    return wan_load.load_pipeline(layouts.find_files(str(model)), dtype, **arguments)
 
 
 # -- layouts
@@ -179,23 +181,23 @@ def test_original_files_equal_from_pretrained(files, given, tmp_path, form):
 
 def test_list_form(files, given, tmp_path, monkeypatch):
     """A list in the order high, low, text encoder, VAE; the configurations are the published ones, here small."""
-    monkeypatch.setattr(wan_load, "PUBLISHED", files.configs)
+    monkeypatch.setattr(layouts, "PUBLISHED", files.configs)
     entries = wan_files.paths(files.original, files.configs) | FORMS["shards"](files, tmp_path)
     path = tmp_path / "list.json"
-    path.write_text(json.dumps([entries[key] for key in wan_load.KEYS]))
-    layout = wan_load.find(str(path), tokenizer_path=entries["tokenizer"])
+    path.write_text(json.dumps([entries[key] for key in layouts.KEYS]))
+    layout = layouts.find_files(str(path), tokenizer_path=entries["tokenizer"])
     assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
 
 
 def test_published_configurations_are_the_real_models():
     """By name and size; every figure is from the model's card and diffusers' conversion script."""
-    config = wan_load.config_of(wan_load.Layout(wan_load.PUBLISHED, {}), "transformer_2")
+    config = layouts.config_of(layouts.Layout(layouts.PUBLISHED, {}), "transformer_2")
     with torch.device("meta"):
         expert = WanTransformer3DModel.from_config(config)
-        vae = AutoencoderKLWan.from_config(wan_load.PUBLISHED / "vae")
+        vae = AutoencoderKLWan.from_config(layouts.PUBLISHED / "vae")
     assert sum(parameter.numel() for parameter in expert.parameters()) == 14_288_901_184
     assert len(expert.state_dict()) == 1095
-    assert set(wan_files.original_expert(wan_load._empty_expert(config))) == set(wan_files.original_expert_names(40))
+    assert set(wan_files.original_expert(wan.empty_expert(config))) == set(wan_files.original_expert_names(40))
     assert set(wan_files.original_vae(vae)) == set(wan_files.original_vae_names())
     assert sum(parameter.numel() for parameter in vae.parameters()) == 126_892_531
 
@@ -245,28 +247,28 @@ def test_experts_that_are_not_wanted_are_not_loaded(files, given):
 
 
 def test_hub_form(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(wan_load, "PUBLISHED", files.configs)
+    monkeypatch.setattr(layouts, "PUBLISHED", files.configs)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
-    layout = wan_load.find("", origin_paths=HUB)
+    layout = layouts.find_files("", origin_paths=HUB)
     assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
     assert layout.tokenizer.name == "umt5-xxl"
-    layout = wan_load.find("", str(files.fp32 / "tokenizer"), HUB)
+    layout = layouts.find_files("", str(files.fp32 / "tokenizer"), HUB)
     assert layout.tokenizer == files.fp32 / "tokenizer"
 
 
 def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(Refused, match="not in the local hub cache; set model.allow_download: true"):
-        wan_load.find("", origin_paths=HUB)
+        layouts.find_files("", origin_paths=HUB)
     asked = []
 
     def snapshot_download(repository, allow_patterns, local_files_only):
         asked.append((repository, allow_patterns, local_files_only))
         raise LocalEntryNotFoundError("no connection")
 
-    monkeypatch.setattr(wan_load, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(layouts, "snapshot_download", snapshot_download)
     with pytest.raises(Refused, match="not in the local hub cache and could not be fetched: no connection"):
-        wan_load.find("", origin_paths=HUB, allow_download=True)
+        layouts.find_files("", origin_paths=HUB, allow_download=True)
     assert asked == [(wan_files.REPOSITORY, ["high_noise_model/diffusion_pytorch_model*.safetensors"], False)]
 
 
@@ -284,7 +286,7 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
 def test_hub_form_refused(files, tmp_path, monkeypatch, paths, message):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
     with pytest.raises(Refused, match=message):
-        wan_load.find("", origin_paths=paths)
+        layouts.find_files("", origin_paths=paths)
 
 
 # -- distillation
@@ -341,7 +343,7 @@ def test_adapter_is_the_fused_model_in_policy_and_reference(files, given, distil
         torch.testing.assert_close(base, velocity(fused.components[part]), rtol=1e-4, atol=1e-4)
         assert not torch.allclose(base, velocity(plain.components[part]), atol=1e-2)
 
-        lora.inject(model, 3, 6.0, lora.target_modules("q,k,ffn.0"), seed=0)
+        lora.inject(model, 3, 6.0, lora.target_modules("q,k,ffn.0", Wan22I2V.layer_names), seed=0)
         assert torch.equal(velocity(model), base)  # the policy starts at zero, the distillation stays on
         randomise_policy(model)
         policy = velocity(model).detach()
@@ -352,7 +354,7 @@ def test_adapter_is_the_fused_model_in_policy_and_reference(files, given, distil
 
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         assert trained and all(f".{lora.POLICY}." in name for name in trained)
-        lora.save_adapter(model, tmp_path / part)
+        wan.save_adapter(model, tmp_path / part)
         saved, metadata = lora.read_adapter(tmp_path / part / lora.WEIGHTS_NAME)
         assert len(saved) == len(trained) and metadata["r"] == 3
         again = load(given(), torch.float32, distilled=distilled, distill_mode="adapter").components[part]
@@ -376,7 +378,7 @@ def test_adapter_under_checkpointing_with_a_reference_in_between(files, given, d
 
     def gradients(checkpointing):
         model = load(given(), torch.float32, distilled=distilled, distill_mode="adapter").transformer_2
-        lora.inject(model, 3, 6.0, lora.target_modules("q,o,ffn.2"), seed=0)
+        lora.inject(model, 3, 6.0, lora.target_modules("q,o,ffn.2", Wan22I2V.layer_names), seed=0)
         randomise_policy(model)
         if checkpointing:
             model.enable_gradient_checkpointing()
@@ -517,7 +519,7 @@ def test_a_damaged_or_other_folder_is_refused(files, tmp_path, damage):
     folder = shutil.copytree(files.fp32, tmp_path / "model")
     change(folder)
     with pytest.raises(Refused, match=message):
-        wan_load.open_files(wan_load.find(str(folder)))
+        layouts.open_files(layouts.find_files(str(folder)))
 
 
 def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path):
@@ -618,7 +620,7 @@ def test_other_original_files_are_refused(files, given, tmp_path, case):
     changed = change(files, tmp_path)
     changed.pop("_", None)
     with pytest.raises(Refused, match=message):
-        wan_load.open_files(wan_load.find(given(**changed)))
+        layouts.open_files(layouts.find_files(given(**changed)))
 
 
 @pytest.mark.parametrize(
@@ -632,7 +634,7 @@ def test_other_original_files_are_refused(files, given, tmp_path, case):
 def test_a_broken_paths_file_is_refused(tmp_path, content, message):
     (tmp_path / "wan22_paths.json").write_text(content)
     with pytest.raises(Refused, match=message):
-        wan_load.find(str(tmp_path / "wan22_paths.json"))
+        layouts.find_files(str(tmp_path / "wan22_paths.json"))
 
 
 class Malicious:
@@ -686,9 +688,9 @@ def test_old_pickles_and_safetensors_load_too(files, given, tmp_path):
 
 
 def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
-    layout = wan_load.find(str(files.fp32))
-    assert wan_load.differences(layout, 0.9, 3.0) == []
-    assert wan_load.differences(layout, 0.875, 5.0) == [
+    layout = layouts.find_files(str(files.fp32))
+    assert layouts.differences(layout, 0.9, 3.0) == []
+    assert layouts.differences(layout, 0.875, 5.0) == [
         "model.min_timestep_boundary is 0.875, the checkpoint says 0.9",
         "sample.shift is 5, the checkpoint says 3",
     ]
@@ -697,7 +699,7 @@ def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
 def test_example_of_original_files():
     """Its keys are those that are taken; of its paths, the first is the first to be missed."""
     with pytest.raises(Refused, match="high_noise_model: .*Wan2.2-I2V-A14B/high_noise_model does not exist"):
-        wan_load.find(str(ROOT / "examples" / "wan22_paths.json"))
+        layouts.find_files(str(ROOT / "examples" / "wan22_paths.json"))
 
 
 # -- use
@@ -737,9 +739,9 @@ def test_every_header_is_read_once_at_a_start(files, given, monkeypatch):
     for model in (files.fp32, given()):
         read.clear()
         cfg = config.load(ROOT / "configs" / "tiny_face.yaml", [f"model.model_paths={model}", "data.num_frames=5"])
-        backbone = setup.open_model(cfg)
-        experts = {file for checkpoint in backbone.files.opened.values() for file in checkpoint.files}
-        setup.base_model(cfg, backbone.files)
+        backbone = start.open_model(cfg)
+        experts = {file for checkpoint in backbone.layout.opened.values() for file in checkpoint.files}
+        start.identify(backbone)
         for part in ("text_encoder", "vae", "vae_decoder", "high_noise", "low_noise"):
             backbone.load((part,))
         assert experts <= read.keys() and set(read.values()) == {1}

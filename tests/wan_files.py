@@ -15,7 +15,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from safetensors.torch import save_file
 from transformers import UMT5Config, UMT5EncoderModel
 
-from tiny_world.video import new_tokenizer
+from rewardfl_tools.tiny_world.video import new_tokenizer
 
 LAYERS = 2
 T5_LAYERS = 2
@@ -87,7 +87,7 @@ def write_diffusers(pipe: WanImageToVideoPipeline, folder: Path, stored: torch.d
 
 
 def write_configs(pipe: WanImageToVideoPipeline, folder: Path) -> Path:
-    """The diffusers layout without any weights, as configs/wan22_i2v_a14b."""
+    """The diffusers layout without any weights, as rewardfl/backbones/wan/published."""
     folder.mkdir(parents=True)
     (folder / "model_index.json").write_text(json.dumps({"boundary_ratio": 0.9, "expand_timesteps": False}))
     for part in ("transformer", "transformer_2", "vae", "scheduler"):

@@ -1,6 +1,7 @@
-"""What the merging tools share: exit codes, options, progress. No torch here."""
+"""What tools share: exit codes and options of those that merge, progress, the device. No torch at import."""
 
 import argparse
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -14,17 +15,22 @@ MERGED, IO_ERROR, REFUSED = 0, 1, 2  # exit codes
 LONGEST_LINE = 2000  # characters of a message: names come from files
 
 
-def run(main: Callable[[], None]) -> None:
-    """Call main and exit: 0 done, 2 refused with nothing written, 1 for the disk's errors."""
-    try:
-        main()
-    except Refused as error:
-        print(printable(f"refused: {error}"), file=sys.stderr)
-        sys.exit(REFUSED)
-    except OSError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        sys.exit(IO_ERROR)
-    sys.exit(MERGED)
+def command(work: Callable[[], None]) -> Callable[[], int]:
+    """`work` with an exit code: 0 done, 2 refused with nothing written, 1 for the disk's errors."""
+
+    @functools.wraps(work)
+    def main() -> int:
+        try:
+            work()
+        except Refused as error:
+            print(one_line(f"refused: {error}"), file=sys.stderr)
+            return REFUSED
+        except OSError as error:
+            print(one_line(f"error: {error}"), file=sys.stderr)
+            return IO_ERROR
+        return MERGED
+
+    return main
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -60,10 +66,23 @@ def size(text: str) -> int:
     return int(nbytes)
 
 
-def printable(text: str) -> str:
-    """One line for the terminal: names from files may hold line breaks, escape sequences, or a megabyte."""
+def path_and_strength(text: str) -> tuple[str, float]:
+    """PATH[:strength], as LoRAs are named on the command line; 1 where it names no strength."""
+    found = re.fullmatch(r"(.+):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)", text)
+    return (found[1], float(found[2])) if found else (text, 1.0)
+
+
+def one_line(text: str) -> str:
+    """The text as one line for a terminal, cut where it is longer than a page: names in files may be anything."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:LONGEST_LINE])
     return line + (" ..." if len(text) > LONGEST_LINE else "")
+
+
+def device(asked: str | None) -> str:
+    """`asked`; without it cuda where there is one, else cpu."""
+    import torch  # here: a copy of shards does without
+
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def gigabytes(nbytes: int) -> str:

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import _common
 import psutil
 
 from rewardfl.files import atomic_directory, atomic_write, fsync, sha256
 from rewardfl.weights import shards
 from rewardfl.weights.shards import Part, Refused
+from rewardfl_tools import _common
 
 MANIFEST = "rewardfl_manifest.json"  # in an output folder: the tool, its folders and its files
 HASHED_BYTES = 16 << 20  # larger files are known by their size and time: hashing them would take as long as writing
@@ -214,13 +214,13 @@ def clear_strays(output: Output, dry_run: bool) -> None:
     for path in (output.path, output.report):
         for stray, why in strays(path) if path else ():
             if why is not None:
-                print(_common.printable(f"note: {stray} is left alone, {why}"))
+                print(_common.one_line(f"note: {stray} is left alone, {why}"))
                 continue
             if not dry_run and stray.is_dir():
                 shutil.rmtree(stray)
             elif not dry_run:
                 stray.unlink()
-            print(_common.printable(f"{'would remove' if dry_run else 'removed'} {stray}, which a killed run left"))
+            print(_common.one_line(f"{'would remove' if dry_run else 'removed'} {stray}, which a killed run left"))
 
 
 def strays(path: Path) -> Iterator[tuple[Path, str | None]]:
@@ -296,7 +296,9 @@ def _fingerprint(path: Path, known: dict | None = None) -> dict[str, object]:
     return {"bytes": status.st_size, "mtime_ns": path.lstat().st_mtime_ns}
 
 
-def write_file(output: Output, parts: list[Part], metadata: Mapping[str, str], progress: Callable[[int], None]) -> None:
+def write_file(
+    output: Output, parts: list[Part], metadata: Mapping[str, str], progress: Callable[[int], object]
+) -> None:
     """Write the output, a .safetensors file. Refused when something came to its place that may not be replaced."""
     output.path.parent.mkdir(parents=True, exist_ok=True)
     shards.write_file(output.path, parts, metadata, progress, lambda: check_replaceable(output))
@@ -307,7 +309,7 @@ def write_model(
     parts: list[Part],
     metadata: Mapping[str, str],
     max_bytes: int,
-    progress: Callable[[int], None],
+    progress: Callable[[int], object],
     config: Path | None,
 ) -> None:
     """Write a model as the output, a .safetensors file or a folder (with a copy of `config`), whole or not at all."""

@@ -11,215 +11,27 @@ transformer_2/). Exit codes: 0 written, 2 refused with nothing written, 1 a disk
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-
-import _common  # noqa: E402
-import _output  # noqa: E402
-import torch  # noqa: E402
-from _output import Output  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from rewardfl.files import sha256  # noqa: E402
-from rewardfl.weights import lora_files, merge, shards, wan_names  # noqa: E402
-from rewardfl.weights.lora_files import Lora, Update, load  # noqa: E402
-from rewardfl.weights.shards import Part, Refused  # noqa: E402
-
-TOOL = "rewardfl convert_lora 1"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# where the file of each expert goes in an output folder
-NAMES = {
-    "comfy": {"high_noise": "{}_high_noise.safetensors", "low_noise": "{}_low_noise.safetensors"},
-    "diffusers": {
-        "high_noise": f"transformer/{lora_files.WEIGHTS_NAME}",
-        "low_noise": f"transformer_2/{lora_files.WEIGHTS_NAME}",
-    },
-}
+from rewardfl_tools import _common
 
 
+@_common.command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lora", type=Path, required=True, help="file, peft folder or checkpoint, of any tool")
-    parser.add_argument("--to", choices=tuple(NAMES), required=True)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="of the output (default: fp32)")
+    parser.add_argument("--to", choices=("comfy", "diffusers"), required=True)
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the output (default: fp32)"
+    )
     parser.add_argument("--alpha", type=float, help="alpha of a LoRA that does not tell its own (default: its rank)")
     _common.add_output_options(parser)
     args = parser.parse_args()
+    from rewardfl_tools import _convert_lora  # not before: --help and mistakes are answered without torch
 
-    output = Output.of(args, TOOL)
-    loras = lora_files.read_lora(args.lora, args.alpha)
-    _output.check(output, [args.lora, *(path for lora in loras for path in lora.files)])
-    if output.is_file and len(loras) > 1:
-        raise Refused(f"{args.lora} holds both experts; give a folder as --out, it gets a file for each")
-    if not output.is_file and any(lora.expert is None for lora in loras):
-        raise Refused(f"{args.lora} does not say which expert it is for; give a file as --out")
-    report: dict[str, object] = {"input": str(args.lora), "files": {}}
-    for lora in loras:
-        merge.check_finite(lora)
-        name = args.out if output.is_file else args.out / file_name(args, lora)
-        line = f"{lora.path} -> {name}: {len(lora.updates)} modules, alpha from {lora.alpha_source}"
-        for text in (line, *(f"note: {note}" for note in notes(lora, args.to))):
-            print(_common.printable(text))
-        report["files"][str(name)] = line
-    states = [(lora, *converted(lora, args.to, DTYPES[args.dtype])) for lora in loras]
-    _output.clear_strays(output, args.dry_run)
-    _output.check_space(args.out, sum(value.nbytes for _, state, _ in states for value in state.values()))
-    if args.dry_run:
-        print("dry run: nothing written")
-        _output.write_report(output, report)
-        return
-    if output.is_file:
-        ((_, state, metadata),) = states
-        _output.write_file(output, parts_of(state), metadata, lambda count: None)
-    else:
-        with _output.folder(output) as folder:
-            for lora, state, metadata in states:
-                place = folder / file_name(args, lora)
-                place.parent.mkdir(exist_ok=True)
-                shards.write_file(place, parts_of(state), metadata, lambda count: None)
-    if args.verify:
-        verify(loras, lora_files.read_lora(args.out), DTYPES[args.dtype])
-        print("verified: read back, every update equals the input's")
-    print(_common.printable(f"written: {args.out}"))
-    _output.write_report(output, report)
-
-
-def notes(lora: Lora, to: str) -> list[str]:
-    """What the user should know of the LoRA before another tool loads it."""
-    dora = [update for update in lora.updates.values() if update.magnitude is not None and update.wd_on_output]
-    if to != "comfy" or not dora:
-        return list(lora.notes)
-    return [
-        *lora.notes,
-        f"{dora[0].module} is a DoRA of the outputs: ComfyUI divides it by the length of the base's rows, peft and "
-        "LyCORIS by that of the moved rows; merge it with tools/merge_lora.py to have what was trained",
-    ]
-
-
-def file_name(args: argparse.Namespace, lora: Lora) -> str:
-    return NAMES[args.to][lora.expert].format(args.out.name)
-
-
-def converted(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The LoRA's tensors under the names of `to`, and the file's metadata. Refused for what `to` cannot carry."""
-    state: dict[str, Tensor] = {}
-    for update in lora.updates.values():
-        state |= comfy_tensors(update) if to == "comfy" else diffusers_tensors(lora, update)
-    source = _common.printable(lora.path.name)
-    metadata = {"format": "pt", "rewardfl": TOOL, "rewardfl_source": f"{source} {sha256(lora.path)}"}
-    if to == "diffusers":
-        metadata["lora_adapter_metadata"] = json.dumps(diffusers_config(lora), indent=2, sort_keys=True)
-    rounded = {name: value.to(dtype).contiguous() for name, value in state.items()}
-    for name, value in rounded.items():
-        if not bool(torch.isfinite(value).all()):
-            raise Refused(f"{lora.path}: {name} does not fit into {dtype}; use --dtype fp32")
-    return rounded, metadata
-
-
-def comfy_tensors(update: Update) -> dict[str, Tensor]:
-    original = wan_names.to_original(update.module)
-    name = f"diffusion_model.{original}"
-    state = {}
-    if update.down is not None:
-        state[f"{name}.lora_down.weight"] = load(update.down)
-        state[f"{name}.lora_up.weight"] = load(update.up) * update.scale
-        state[f"{name}.alpha"] = torch.tensor(float(update.rank))
-    if update.magnitude is not None:  # LyCORIS keeps the weight's dimensions: (out, 1, ...), or (1, in, ...)
-        shape = [1] * len(update.down.shape)
-        shape[0 if update.wd_on_output else 1] = -1
-        state[f"{name}.dora_scale"] = load(update.magnitude).reshape(shape)
-    if update.diff is not None and original.endswith("modulation"):
-        state[f"{name.removesuffix('.modulation')}.diff_m"] = load(update.diff)
-    elif update.diff is not None:
-        state[f"{name}.diff"] = load(update.diff)
-    if bias := [load(source) * factor for source, factor in biases(update)]:
-        state[f"{name}.diff_b"] = sum(bias[1:], bias[0])
-    return state
-
-
-def biases(update: Update) -> list[tuple[lora_files.Source, float]]:
-    """What is added to the bias: peft scales its own by alpha / rank, diff_b is taken as it is."""
-    given = [(update.up_bias, update.scale), (update.diff_b, 1.0)]
-    return [(source, factor) for source, factor in given if source is not None]
-
-
-def diffusers_tensors(lora: Lora, update: Update) -> dict[str, Tensor]:
-    name = f"transformer.{update.module}"
-    if update.diff is not None or (update.diff_b is not None and update.down is None):
-        raise Refused(
-            f"{lora.path}: {update.module} is changed by a full difference, which diffusers' LoRA loader drops without "
-            "a word; use --to comfy, or merge it with tools/merge_lora.py"
-        )
-    if not update.wd_on_output:
-        raise Refused(
-            f"{lora.path}: the DoRA magnitude of {update.module} is of the inputs, which peft does not know; use "
-            "--to comfy, or merge it with tools/merge_lora.py"
-        )
-    state = {f"{name}.lora_A.weight": load(update.down), f"{name}.lora_B.weight": load(update.up) * update.scale}
-    if update.magnitude is not None:  # peft's for a convolution is (1, out, 1, 1, 1)
-        ones = [1] * (len(update.down.shape) - 2)
-        state[f"{name}.lora_magnitude_vector"] = load(update.magnitude).reshape([1, -1, *ones] if ones else [-1])
-    if bias := [load(source) * factor for source, factor in biases(update)]:
-        state[f"{name}.lora_B.bias"] = sum(bias[1:], bias[0])
-    return state
-
-
-def diffusers_config(lora: Lora) -> dict[str, object]:
-    """peft's configuration as diffusers stores it, for alpha = rank everywhere."""
-    ranks = {module: update.rank for module, update in lora.updates.items()}
-    common = max(set(ranks.values()), key=list(ranks.values()).count)
-    others = {module: rank for module, rank in ranks.items() if rank != common}
-    config = {
-        "r": common,
-        "lora_alpha": common,
-        "rank_pattern": others,
-        "alpha_pattern": others,
-        "target_modules": sorted(ranks),
-        "use_dora": any(update.magnitude is not None for update in lora.updates.values()),
-        "lora_bias": any(update.up_bias is not None or update.diff_b is not None for update in lora.updates.values()),
-    }
-    return {f"transformer.{key}": value for key, value in config.items()}
-
-
-def parts_of(state: dict[str, Tensor]) -> list[Part]:
-    """The tensors as a file's parts."""
-    names = {dtype: name for name, dtype in lora_files.TORCH_DTYPES.items()}
-
-    def part(name: str, value: Tensor) -> Part:
-        return Part(name, names[value.dtype], tuple(value.shape), lambda: [lora_files.as_bytes(value)])
-
-    return [part(*item) for item in state.items()]
-
-
-def verify(before: list[Lora], after: list[Lora], dtype: torch.dtype) -> None:
-    """Refused (the output is wrong) unless each update is there and its product is the same up to rounding."""
-    tolerance = 4 * torch.finfo(dtype).eps
-    for old, new in zip(before, after, strict=True):
-        if old.updates.keys() != new.updates.keys():
-            raise Refused(f"{new.path} has other modules than {old.path}")
-        for module, update in old.updates.items():
-            for (what, a), (other, b) in zip(effects(update), effects(new.updates[module]), strict=True):
-                if what != other or float((a - b).norm()) > tolerance * float(a.norm()):
-                    raise Refused(f"{new.path}: {what} of {module} is not that of {old.path}")
-
-
-def effects(update: Update) -> list[tuple[str, Tensor]]:
-    """The tensors that an update adds or multiplies by, with all scales applied."""
-    found = []
-    if update.down is not None:
-        found.append(("the product", update.scale * load(update.up).flatten(1) @ load(update.down).flatten(1)))
-    if update.magnitude is not None:
-        axis = "outputs" if update.wd_on_output else "inputs"
-        found.append((f"the magnitude of the {axis}", load(update.magnitude).flatten()))
-    if update.diff is not None:
-        found.append(("the difference", load(update.diff)))
-    if bias := [load(source) * factor for source, factor in biases(update)]:
-        found.append(("the bias", sum(bias[1:], bias[0])))
-    return found
+    _convert_lora.run(args)
 
 
 if __name__ == "__main__":
-    _common.run(main)
+    sys.exit(main())

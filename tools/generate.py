@@ -9,108 +9,51 @@ width, 3) in RGB, and by --out FOLDER, which gets a PNG for each frame: 0000.png
 
 import argparse
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-import torch
-
-from rewardfl import data, groups, offload, reward_flow
-from rewardfl.backbones.seam import DTYPES, Experts, Velocity
-from rewardfl.backbones.wan import load as wan_load
-from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.backbone import of_files
-from rewardfl.run import checks
+from rewardfl_tools import _common
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model-name", default="wan2_2", help="the model's family, as model.model_name (default: wan2_2)"
+    )
     parser.add_argument("--model", required=True, help="diffusers folder, or a wan22_paths.json")
     parser.add_argument("--tokenizer", default="", help="tokenizer folder, for original files (default: the model's)")
     parser.add_argument("--image", type=Path, required=True, help="the first frame")
     parser.add_argument("--prompt", required=True)
     parser.add_argument(
         "--guidance", type=float, default=1.0,
-        help="classifier-free guidance: 3.5 (with --steps 40) for the official model, 1 (none) for distilled ones",
+        help="classifier-free guidance: 3.5 (with --steps 40) for the official model, 1 (none, the default) for "
+        "distilled ones",
     )  # fmt: skip
     parser.add_argument("--negative-prompt", default="", help="what --guidance above 1 leads away from")
     parser.add_argument("--out", type=Path, required=True, help="what to write: NAME.mp4, NAME.npy, or a new folder")
     parser.add_argument("--distill-lora-high", default="", help="distillation LoRA fused into the high-noise expert")
     parser.add_argument("--distill-lora-low", default="", help="the same for the low-noise expert")
-    parser.add_argument("--adapter", type=Path, help="checkpoint folder of a run, e.g. outputs/x/checkpoints/latest")
-    parser.add_argument("--height", type=int, default=480)
-    parser.add_argument("--width", type=int, default=832)
-    parser.add_argument("--num-frames", type=int, default=81)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--shift", type=float, default=5.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fps", type=float, default=16)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
-    )
+        "--adapter", type=_common.path_and_strength, metavar="PATH[:strength]",
+        help="checkpoint folder of a run, e.g. outputs/x/checkpoints/latest, or outputs/x/checkpoints/latest:0.8",
+    )  # fmt: skip
+    default = "default: %(default)s"
+    parser.add_argument("--height", type=int, default=480, help=default)
+    parser.add_argument("--width", type=int, default=832, help=default)
+    parser.add_argument("--num-frames", type=int, default=81, help=default)
+    parser.add_argument("--steps", type=int, default=8, help=f"denoising steps ({default})")
+    parser.add_argument("--shift", type=float, default=5.0, help=f"of the sigmas, as sample.shift ({default})")
+    parser.add_argument("--seed", type=int, default=0, help=f"of the noise ({default})")
+    parser.add_argument("--fps", type=float, default=16, help=f"of NAME.mp4 ({default})")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help=default)
+    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    parser.add_argument(
+        "--experts", choices=("gpu", "cpu_swap"), default="gpu",
+        help=f"cpu_swap: blocks come from host memory in turn ({default})",
+    )  # fmt: skip
     args = parser.parse_args()
-    try:
-        write = writer(args.out, args.fps)
-        video = generate(args)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write(args.out, video)
-    print(args.out)
-    return 0
+    from rewardfl_tools import _generate  # not before: --help and mistakes are answered without torch
 
-
-def writer(out: Path, fps: float) -> Callable[[Path, torch.Tensor], None]:
-    """What writes a video to `out`, by its name. ValueError for another suffix, and for a folder that is not new."""
-    if out.suffix == ".mp4":
-        return partial(data.write_video, fps=fps)
-    if out.suffix == ".npy":
-        return data.write_npy
-    if out.suffix:
-        raise ValueError(f"--out: {out}: give NAME.mp4, NAME.npy, or for PNG files a folder without a dot in its name")
-    if out.exists():
-        raise ValueError(f"--out: {out} is there already; name a new folder")
-    return data.write_pngs
-
-
-@torch.no_grad()
-def generate(args: argparse.Namespace) -> torch.Tensor:
-    """The video (3, F, H, W) in [-1, 1]; ValueError or FileNotFoundError for what cannot work, before weights load."""
-    layout = wan_load.open_files(wan_load.find(args.model, args.tokenizer))
-    spatial, temporal = checks.vae_factors(layout.configs)
-    checks.check_geometry(args.height, args.width, args.num_frames, spatial, temporal)
-    image = read_image(args.image, args.height, args.width)
-    distilled = (args.distill_lora_high, args.distill_lora_low, "fuse")
-    boundary = checks.boundary_ratio(layout.configs)
-    backbone, device = of_files(layout, boundary, DTYPES[args.dtype], distilled), torch.device(args.device)
-    encode_text = backbone.text_encoder(device)
-    conditioning = encode_text(args.prompt) | backbone.image_encoder(device)(image, args.num_frames)
-    negative = encode_text(args.negative_prompt) if args.guidance != 1 else None
-    del encode_text  # 11 GB
-    decoder = backbone.load_decoder(device)
-    pipe = backbone.load(backbone.experts)
-    if args.adapter:
-        wan.attach_adapters(pipe, args.adapter)
-    for part in wan.PARTS.values():
-        offload.place(pipe.components[part], args.experts, device)
-    experts = Experts({name: pipe.components[part] for name, part in wan.PARTS.items()})
-    noise = groups.noise((1, *backbone.latent_shape(args.height, args.width, args.num_frames)), args.seed, device)
-    schedule = backbone.schedule(args.steps, args.shift)
-    velocity = Velocity(backbone, experts, conditioning, schedule, negative, args.guidance)
-    x0 = reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0
-    return decoder.decode(x0)[0].float().cpu()
-
-
-def read_image(path: Path, height: int, width: int) -> torch.Tensor:
-    """(3, height, width) in [-1, 1]: upright, resized to cover and cropped at the centre, as the training clips are."""
-    if not path.is_file():
-        raise FileNotFoundError(f"--image: no such file: {path}")
-    return data.to_float(data.fit(data.read_picture(path)[None], height, width))[:, 0]
+    return _generate.run(args)
 
 
 if __name__ == "__main__":

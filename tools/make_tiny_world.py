@@ -10,45 +10,7 @@ sheet.
 
 import argparse
 import json
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-
-from rewardfl.data import write_video  # noqa: E402
-from tiny_world import faces, measure, people, vae, video  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How long everything trains, and how many people there are. Seeds keep the sets of identities apart."""
-
-    vae_frame_steps: int = 1800
-    vae_clip_steps: int = 500
-    detector_steps: int = 900
-    reward_steps: int = 450
-    judge_steps: int = 400
-    people_per_step: int = 96
-    clips: int = 6000
-    high_steps: int = 4000
-    low_steps: int = 8000
-    layers: tuple[int, int] = (4, 6)  # of the high-noise and the low-noise expert
-    train_people: int = 48
-    eval_people: int = 24
-    statistics_clips: int = 64
-    measured_people: int = 200  # by the recognisers; a fifth of them by the detector
-
-
-QUICK = Plan(
-    vae_frame_steps=4, vae_clip_steps=2, detector_steps=2, reward_steps=2, judge_steps=2, people_per_step=4, clips=16,
-    high_steps=2, low_steps=2, layers=(1, 1), train_people=4, eval_people=2, statistics_clips=8, measured_people=20,
-)  # fmt: skip
 
 
 def main() -> None:
@@ -58,92 +20,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="next to no training, for tests")
     args = parser.parse_args()
-    plan = QUICK if args.quick else Plan()
+    from rewardfl_tools.tiny_world import build, measure  # not before: --help is answered without torch
+
+    plan = build.QUICK if args.quick else build.Plan()
     work = args.work or (args.out / "work" if args.quick else Path("build/tiny_world"))
     work.mkdir(parents=True, exist_ok=True)
-    build(plan, args.out, work, args.seed)
+    build.build(plan, args.out, work, args.seed)
     figures = measure.measure(args.out, seed=args.seed + 900, count=plan.measured_people)
     (args.out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
     print(json.dumps(figures, indent=2))
-
-
-def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
-    """Train what `work` does not hold yet and write the world to `out`."""
-    start = time.time()
-
-    def log(text: str) -> None:
-        print(f"[{time.time() - start:6.0f} s] {text}", flush=True)
-
-    def stage(name: str, module: nn.Module, training: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-        """`module` trained, or filled with the weights that an earlier run left."""
-        path = work / f"{name}.pt"
-        if path.exists():
-            module.load_state_dict(torch.load(path, weights_only=True))
-            return module.eval()
-        log(f"training {name}")
-        module = training(module) or module
-        torch.save(module.state_dict(), path)
-        return module.eval()
-
-    # -- the video autoencoder: frames first, then clips
-    torch.manual_seed(seed)
-    tiny_vae = vae.new_vae()
-    stage(
-        "vae_frames",
-        tiny_vae,
-        lambda m: vae.train_vae(m, True, plan.vae_frame_steps, 16, 4e-3, seed + 1, log),
-    )
-    stage("vae", tiny_vae, lambda m: vae.train_vae(m, False, plan.vae_clip_steps, 2, 8e-4, seed + 2, log))
-    vae.set_latent_statistics(tiny_vae, seed + 3, plan.statistics_clips)
-
-    # -- faces: one detector, two recognisers that know different people
-    detector = stage(
-        "detector", faces.Detector(), lambda m: faces.train_detector(m, seed + 5, plan.detector_steps, log)
-    )
-    for name, width, offset, steps in (
-        ("reward", 12, 11, plan.reward_steps),
-        ("judge", 10, 12, plan.judge_steps),
-    ):
-        torch.manual_seed(seed + offset)
-        recogniser = stage(
-            name, faces.Recogniser(width),
-            lambda m, o=offset, s=steps: faces.train_recogniser(m, seed + o, s, plan.people_per_step, log),
-        )  # fmt: skip
-        faces.export(detector, out / "faces" / name / "detector.onnx")
-        faces.export(recogniser, out / "faces" / name / "recogniser.onnx")
-
-    # -- the experts
-    torch.manual_seed(seed + 20)
-    pipe = video.new_pipeline(tiny_vae, plan.layers)
-    experts = (("high", "transformer", plan.high_steps), ("low", "transformer_2", plan.low_steps))
-    if not all((work / f"{name}.pt").exists() for name, _, _ in experts):
-        clips = video.training_set(pipe, plan.clips, seed + 21, log)
-    for name, part, steps in experts:
-        trained = stage(
-            name, pipe.components[part],
-            lambda m, n=name, s=steps: video.train_expert(m, clips, n == "high", s, seed + 22, log),
-        )  # fmt: skip
-        pipe.register_modules(**{part: trained})
-    video.save_pipeline(pipe, out / "pipeline")
-
-    # -- clips of people that no network above has seen, those to train on and those to judge by
-    for name, count, offset in (("train", plan.train_people, 31), ("eval", plan.eval_people, 32)):
-        write_clips(out / name, count, seed + offset)
-    log(f"written to {out}")
-
-
-def write_clips(folder: Path, count: int, seed: int) -> None:
-    """folder/metadata.csv (video, prompt) and folder/videos/*.mp4, one clip for each of `count` people."""
-    (folder / "videos").mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    traits = people.draw_people(count, generator)
-    motion, actions = people.draw_motion(count, generator)
-    clips, _, _ = people.render(traits, motion, generator)
-    lines = ["video,prompt"]
-    for i, (clip, person, action) in enumerate(zip(clips, people.describe(traits), actions, strict=True)):
-        write_video(folder / "videos" / f"{i:03d}.mp4", clip, people.FPS)
-        lines.append(f'videos/{i:03d}.mp4,"{person}, {action}"')
-    (folder / "metadata.csv").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,18 +13,15 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-
-import _common  # noqa: E402
-import _output  # noqa: E402
-from _output import Output  # noqa: E402
-
-from rewardfl.weights import shards, wan_names  # noqa: E402
-from rewardfl.weights.shards import Checkpoint, Part, Refused  # noqa: E402
+from rewardfl.weights import shards, wan_names
+from rewardfl.weights.shards import Checkpoint, Part, Refused
+from rewardfl_tools import _common, _output
+from rewardfl_tools._output import Output
 
 TOOL = "rewardfl merge_shards 1"
 
 
+@_common.command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=Path, nargs="+", required=True, help="folder, index.json, file or all shards")
@@ -54,7 +51,7 @@ def main() -> None:
     listing = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
     print(f"{len(model.files)} files, {len(parts)} tensors ({listing}), {_common.gigabytes(total)}")
     for note in model.notes:
-        print(_common.printable(f"note: {note}"))
+        print(_common.one_line(f"note: {note}"))
     if args.dry_run:
         print("dry run: nothing written")
         _output.write_report(output, report)
@@ -70,7 +67,7 @@ def main() -> None:
         with _common.progress_bar(parts, "verifying") as bar:
             verify(model, parts, shards.open_checkpoint(args.out), bar.update)
         print("verified: every tensor equals the input's")
-    print(_common.printable(f"written: {args.out}"))
+    print(_common.one_line(f"written: {args.out}"))
     _output.write_report(output, report)
     if output.is_file:
         print(
@@ -94,7 +91,7 @@ def plan(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
         ]
     from rewardfl.weights import merge
 
-    return merge.plan(model, [], dtype, rename).parts
+    return merge.plan_merge(model, [], dtype, rename).parts
 
 
 def verify(model: Checkpoint, parts: list[Part], written: Checkpoint, progress) -> None:
@@ -113,4 +110,4 @@ def verify(model: Checkpoint, parts: list[Part], written: Checkpoint, progress) 
 
 
 if __name__ == "__main__":
-    _common.run(main)
+    sys.exit(main())

@@ -4,23 +4,13 @@
         [--sharding zero2|fsdp2] [section.key=value ...]
 
 Of train_reward_fl.py or train_flow_grpo.py, as the file's sections say. The model's shape is read from the configured
-model's folder when it is there, else from configs/wan22_i2v_a14b.
+model's folder when it is there, else from rewardfl/backbones/wan/published.
 Exits with 0 when the run fits the GPU's memory as it is set, 2 when it does not or when it cannot work at all.
 """
 
 import argparse
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from rewardfl import config as configuration
-from rewardfl import data
-from rewardfl.backbones.wan import load as wan_load
-from rewardfl.config import RewardFlConfig
-from rewardfl.estimate.needs import SHARDINGS
-from rewardfl.estimate.report import TFLOPS, estimate
-from rewardfl.run import checks, work
 
 FITS, DOES_NOT = 0, 2  # exit codes
 
@@ -29,37 +19,43 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="of one GPU, in 1e9 bytes")
-    parser.add_argument("--tflops", type=float, default=TFLOPS, help="TFLOP/s that the GPU reaches in practice")
+    parser.add_argument("--tflops", type=float, help="TFLOP/s that the GPU reaches in practice (default: 400, an H100)")
     parser.add_argument("--processes", type=int, default=1, help="GPUs of the run, one process each")
     parser.add_argument(
-        "--sharding", choices=SHARDINGS, default="none", help="as zero2_offload.yaml or fsdp2.yaml spread the run"
+        "--sharding",
+        choices=("none", "zero2", "fsdp2"),
+        default="none",
+        help="as zero2_offload.yaml or fsdp2.yaml spread the run",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
     if args.processes < 1:
         parser.error("--processes must be at least 1")
+    # not before: --help and mistakes in the arguments are answered without torch
+    from rewardfl import backbones, data
+    from rewardfl import config as configuration
+    from rewardfl.config import RewardFlConfig
+    from rewardfl.estimate.report import TFLOPS, estimate
+    from rewardfl.files import printable
+    from rewardfl.run import start, work
+    from rewardfl.weights.shards import Refused
+
     try:
         cfg = configuration.load(args.config, args.overrides)
         clips = len(data.load_metadata(cfg.data.file_name)) if Path(cfg.data.file_name).is_file() else None
-        configs = wan_load.source_of(cfg.model.model_paths)
-        spatial, temporal = checks.vae_factors(configs)
-        checks.check_geometry(
-            cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
-        )
-        schedule = work.schedule_of(cfg, checks.boundary_of(cfg, configs))
+        backbone = backbones.describe(cfg.model.model_name, start.model_source(cfg))
+        backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
         if isinstance(cfg, RewardFlConfig):
-            active, trained = configuration.active_steps(cfg), configuration.trainable_experts(cfg)
-            checks.check_active_experts(active, schedule.experts, trained, configuration.resolved_coupling(cfg))
-        steps = work.total_steps(cfg, clips, args.processes)
-        told = work.overview(cfg, schedule, clips, steps, args.processes)
-        asked = work.work_of(cfg, configs, clips, steps, args.processes, args.sharding)
-    except (configuration.ConfigError, data.DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
+            work.check_active_experts(cfg, backbone)
+        steps = work.steps_of_run(cfg, clips, args.processes)
+        told = work.overview(cfg, backbone, clips, steps, args.processes)
+        asked = work.work_of(cfg, backbone, clips, steps, args.processes, args.sharding)
+    except (configuration.ConfigError, data.DataError, Refused) as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
         return DOES_NOT
-    published = " (published; no configurations in model.model_paths)" if configs == wan_load.PUBLISHED else ""
-    print(f"model's shape from {configs}{published}")
+    print(f"model's shape from {backbone.described_by()}")
     print(f"data: {'not there yet' if clips is None else f'{clips} clips'}: {cfg.data.file_name}\n")
-    text, fits = estimate(asked, args.gpu_memory * 1e9, args.tflops)
+    text, fits = estimate(asked, args.gpu_memory * 1e9, args.tflops or TFLOPS)
     print(told, text, sep="\n")
     return FITS if fits else DOES_NOT
 

@@ -1,52 +1,93 @@
 """Curves of metrics.jsonl, of one run or several on the same axes.
 
+python tools/plot_metrics.py outputs/a
 python tools/plot_metrics.py outputs/a outputs/b --keys eval/held_out eval/motion --out curves.png
+
+Exit code 0: drawn; 2: a run, or a key in all of them, is not there.
 """
 
 import argparse
+import math
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
-from rewardfl.run.checkpoint import MetricsFile
+# "What to watch" of README.md and of docs/flow_grpo.md, for runs of either script
+WATCHED = (
+    "actor/face_score", "reward/mean", "reward/held_out", "reward/motion", "reward/coverage", "reward/std_in_group",
+    "actor/kl_loss", "policy/kl", "policy/clip_fraction", "grad_norm",
+)  # fmt: skip
+COLUMNS = 4  # of pictures, at most
+Lines = list[dict[str, float | None]]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument("--keys", nargs="+", required=True, help="metrics, one picture each")
-    parser.add_argument("--out", type=Path, required=True, help="a .png, .svg or .pdf")
+    parser.add_argument(
+        "--keys", nargs="+", help=f"metrics, one picture each (default: those that are there of {', '.join(WATCHED)})"
+    )
+    parser.add_argument("--out", type=Path, help="a .png, .svg or .pdf (default: curves.png in the first run's folder)")
     args = parser.parse_args()
-    curves = {run.name: read(run) for run in args.runs}
-    known = {key for lines in curves.values() for line in lines for key in line}
-    missing = [key for key in args.keys if key not in known]
-    if missing:
-        print(f"error: --keys: no run has {', '.join(missing)}; there are {', '.join(sorted(known))}", file=sys.stderr)
+    from rewardfl.files import printable
+    from rewardfl.run.checkpoint import CheckpointError  # not before --help is answered: it imports torch
+
+    try:
+        curves = dict(zip(labels(args.runs), map(read, args.runs), strict=True))
+        keys = chosen(args.keys, {key for lines in curves.values() for line in lines for key in line})
+    except (ValueError, FileNotFoundError, CheckpointError) as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2
-    draw(curves, args.keys, args.out)
-    print(args.out)
+    out = args.out or args.runs[0] / "curves.png"
+    draw(curves, keys, out)
+    print(out)
     return 0
 
 
-def read(run: Path) -> list[dict[str, float | None]]:
-    return MetricsFile(run / "metrics.jsonl").read()
+def labels(runs: Sequence[Path]) -> list[str]:
+    """A name for each run: its folder's, or its path where two folders have one name."""
+    count = Counter(run.resolve().name for run in runs)
+    return [run.resolve().name if count[run.resolve().name] == 1 else str(run) for run in runs]
 
 
-def points(lines: list[dict[str, float | None]], key: str) -> tuple[list[float], list[float]]:
+def read(run: Path) -> Lines:
+    """The run's metrics; FileNotFoundError for a folder that is none of a run."""
+    from rewardfl.run.checkpoint import MetricsFile
+
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(f"{run}: holds no metrics.jsonl; name the run.output_dir of a run that has begun")
+    return MetricsFile(path).read()
+
+
+def chosen(asked: Sequence[str] | None, known: set[str]) -> list[str]:
+    """The keys to draw: those that are asked for, or those to watch that are known; ValueError where none is."""
+    missing = [key for key in asked or [] if key not in known]
+    keys = [key for key in WATCHED if key in known] if asked is None else list(asked)
+    if missing or not keys:
+        wanted = ", ".join(missing or WATCHED)
+        raise ValueError(f"--keys: no run has {wanted}; there are {', '.join(sorted(known)) or 'none yet'}")
+    return keys
+
+
+def points(lines: Lines, key: str) -> tuple[list[float], list[float]]:
     """(steps, values) of the lines that have a value."""
     found = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
     return [step for step, _ in found], [value for _, value in found]
 
 
-def draw(curves: dict[str, list[dict[str, float | None]]], keys: list[str], out: Path) -> None:
-    figure, axes = plt.subplots(1, len(keys), figsize=(4.5 * len(keys), 3.5), squeeze=False)
-    for axis, key in zip(axes[0], keys, strict=True):
+def draw(curves: dict[str, Lines], keys: Sequence[str], out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    columns, rows = min(len(keys), COLUMNS), math.ceil(len(keys) / COLUMNS)
+    figure, axes = plt.subplots(rows, columns, figsize=(4.5 * columns, 3.5 * rows), squeeze=False)
+    for axis in axes.flat[len(keys) :]:
+        axis.set_axis_off()
+    for axis, key in zip(axes.flat, keys, strict=False):
         for name, lines in curves.items():
             axis.plot(*points(lines, key), marker="." if len(points(lines, key)[0]) < 20 else "", label=name)
         axis.set_title(key)

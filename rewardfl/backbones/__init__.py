@@ -1,1 +1,27 @@
-"""The models that can be trained, by model.model_name."""
+"""The models that can be trained, by their `model.model_name`. Each is imported when it is asked for."""
+
+import difflib
+import importlib
+
+from rewardfl.backbones.seam import Backbone, Source
+from rewardfl.weights.shards import Refused
+
+MODULES = {"wan2_2": "rewardfl.backbones.wan.backbone"}
+
+
+def open(name: str, source: Source) -> Backbone:
+    """The model of these files, all of which are checked by their headers. Refused where one cannot be used."""
+    return importlib.import_module(_module(name)).open(source)
+
+
+def describe(name: str, source: Source) -> Backbone:
+    """The model as its configurations describe it, without weights: the published one where there are none."""
+    return importlib.import_module(_module(name)).describe(source)
+
+
+def _module(name: str) -> str:
+    if name not in MODULES:
+        close = difflib.get_close_matches(name[:80], MODULES, n=1)
+        hint = f", did you mean {close[0]!r}?" if close else "; set it to one of them"
+        raise Refused(f"model.model_name must be {' or '.join(MODULES)}, got {name[:80]!r}{hint}")
+    return MODULES[name]

@@ -5,11 +5,13 @@ a denoising step, what is known of a prompt and an image, how a network is calle
 outside of a backbone's own folder reads its conditioning.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from rewardfl import lora
@@ -19,6 +21,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of the frozen
 Conditioning = dict[str, Tensor]
 Shape = tuple[int, int, int, int]  # (channels, frames, height, width) of one sample's latents
 Caches = list[Tensor | str | None]  # what a decoder remembers from one chunk of latents to the next
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The LoRA that is trained; `dtype` is float32 in training, and another only to see what that costs."""
+
+    rank: int
+    targets: tuple[str, ...]  # diffusers' names of linear layers, or ends of such names
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,11 @@ class Schedule:
     def __len__(self) -> int:
         """The number of steps."""
         return len(self.experts)
+
+    @property
+    def handover(self) -> int:
+        """The first step that another expert answers than the first one; the number of steps where there is none."""
+        return next((i for i, expert in enumerate(self.experts) if expert != self.experts[0]), len(self))
 
     def until(self, final_step: int) -> "Schedule":
         """The schedule that stops after `final_step`, whose own step goes straight to sigma 0: its x0 prediction."""
@@ -88,17 +104,119 @@ class Decoder(Protocol):
         """(d video / d latents)^T grad_video, (B, C, T, h, w)."""
 
 
+@dataclass(frozen=True)
+class Source:
+    """Which files a model is opened from and how it is to be run; the configuration's section `model` says what for."""
+
+    model_paths: str = ""
+    tokenizer_path: str = ""
+    origin_paths: str = ""
+    allow_download: bool = False
+    boundary: float | None = None  # the sigma between two experts; None: as the files say
+    dtype: str = "bfloat16"
+    distilled: tuple[str, str, str] = ("", "", "fuse")  # LoRAs of the first and the second expert, and the mode
+
+
+@dataclass(frozen=True)
+class ExpertOnMeta:
+    """A network of one block on the meta device, and one sample's inputs: what its cost is measured on."""
+
+    layers: int  # the blocks of the whole network
+    tokens: int
+    build: Callable[[Adapter | None], ModelMixin]  # the network of one block, frozen but for the adapter
+    x: Tensor  # the latents that go in; requires a gradient
+    run: Callable[[ModelMixin], Tensor]
+    blocks: Callable[[ModelMixin], nn.ModuleList]
+    block_input: Tensor  # requires a gradient; what checkpointing keeps of a block
+    block_shared: tuple[Tensor, ...]  # what all blocks get
+    run_block: Callable[[nn.Module], Tensor]
+
+
+@dataclass(frozen=True)
+class ChunksOnMeta:
+    """A module that runs chunk after chunk with caches between them, on the meta device."""
+
+    module: nn.Module
+    count: int
+    chunk: Callable[[int], Tensor]  # the input of chunk i; all but the first are alike
+    run: Callable[[Tensor, Caches, bool], tuple[Tensor, Caches]]  # input, caches, whether it is the first
+    caches: Caches  # before the first chunk
+
+
+@dataclass(frozen=True)
+class OnMeta:
+    """A model's parts on the meta device for one video: what `rewardfl.estimate` measures."""
+
+    shape: Shape  # of the latents
+    video: tuple[int, int, int, int]  # (3, F, H, W)
+    dtype: torch.dtype
+    experts: Mapping[str, ExpertOnMeta]  # two that are alike are one object
+    vae: nn.Module
+    decoder: ChunksOnMeta
+    image_encoder: ChunksOnMeta
+    text_encoder: nn.Module
+    encode_text: Callable[[], object]
+    conditioning: Mapping[str, Tensor]  # of one sample, as it is cached
+
+
 class Backbone(Protocol):
-    """A model that can be trained, opened by the headers of its files. Its methods load weights where they say so."""
+    """A model that can be trained, opened by the headers of its files. Its methods load weights where they say so.
 
-    experts: tuple[str, ...]  # in the order in which they answer
-    dtype: torch.dtype  # what the networks compute in
+    All that is refused raises `Refused` with the key of the configuration, the value and the way out.
+    """
 
-    def schedule(self, steps: int, shift: float) -> Schedule:
-        """The denoising steps."""
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """The names of its networks in the order in which they answer; model.trainable_models says dit, dit2."""
+
+    @property
+    def block_classes(self) -> tuple[str, ...]:
+        """The names of the classes of its blocks, which FSDP gathers one at a time."""
+
+    @property
+    def layer_names(self) -> Mapping[str, str]:
+        """{short name that lora.lora_target_modules may use: diffusers' name}."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the networks compute in."""
+
+    # ---- what headers and configurations tell
+
+    def described_by(self) -> str:
+        """Where the model's shape is read from, in words."""
+
+    def schedule(self, steps: int, shift: float, latent_shape: Shape) -> Schedule:
+        """The denoising steps of latents of this shape, by the stock scheduler's own arithmetic."""
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
         """The shape of one sample's latents."""
+
+    def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
+        """Refuse clips of a size that the model cannot take; with max_pixels height and width are not used."""
+
+    def differences(self, shift: float) -> list[str]:
+        """A line for each setting in which the run differs from what the checkpoint says of itself."""
+
+    def linear_layers(self) -> list[str]:
+        """diffusers' names of the linear layers of an expert."""
+
+    def adapter_shapes(self, expert: str, adapter: Adapter) -> dict[str, tuple[int, ...]]:
+        """{parameter of the policy adapter: its shape} of an expert."""
+
+    def weight_files(self) -> dict[str, list[Path]]:
+        """The files of each part (text_encoder, vae, the experts, distillations): what identifies the weights."""
+
+    def settings(self) -> dict[str, Any]:
+        """What else the model's answers depend on, as plain JSON."""
+
+    def parts_of(self, expert: str) -> list[str]:
+        """Which of weight_files an expert's answers depend on, and how they are put together."""
+
+    def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
+        """The model's parts without memory, for videos of this size."""
+
+    # ---- what loads weights
 
     def text_encoder(self, device: torch.device) -> Callable[[str], Conditioning]:
         """Load what encodes prompts; the function that does, for a batch of one."""
@@ -106,20 +224,37 @@ class Backbone(Protocol):
     def image_encoder(self, device: torch.device) -> Callable[[Tensor, int], Conditioning]:
         """Load what encodes an image, (3, H, W) in [-1, 1], and its clip's number of frames, for a batch of one."""
 
-    def collate(self, items: Sequence[Conditioning]) -> Conditioning:
-        """One batch of several."""
-
-    def load_expert(self, name: str) -> nn.Module:
+    def load_expert(self, name: str) -> ModelMixin:
         """A network, frozen and on the CPU."""
 
     def load_decoder(self, device: torch.device) -> Decoder:
         """The decoder, frozen."""
+
+    # ---- what the loops call
+
+    def collate(self, items: Sequence[Conditioning]) -> Conditioning:
+        """One batch of several."""
 
     def velocity(self, model: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning) -> Tensor:
         """The velocity, noise - x0, at latents x (B, C, T, h, w) of a denoising step, of the shape and dtype of x.
 
         model: Experts, or what wraps them; it is called once.
         """
+
+    def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
+        """The guided velocity, of those of the prompt and of the negative one, as the stock pipeline has it."""
+
+    def save_adapter(self, name: str, expert: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write an expert's adapter below a checkpoint's folder, as the stock pipeline loads it.
+
+        state: lora.adapter_state of the expert, which all processes have gathered. OSError when the disk is full.
+        """
+
+    def load_adapter(self, name: str, expert: ModelMixin, folder: Path) -> None:
+        """Fill an expert's adapter from such a folder. ValueError or FileNotFoundError where it has another."""
+
+    def attach_adapters(self, experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
+        """Add a checkpoint's adapters to plain experts, for inference. FileNotFoundError where it has none."""
 
 
 class Velocity:
@@ -151,7 +286,7 @@ class Velocity:
             return velocity
         negative = {name: value.expand(len(x), *value.shape[1:]) for name, value in self.negative.items()}
         away = self.backbone.velocity(self.model, x, step, self.schedule, self.conditioning | negative)
-        return away + self.guidance * (velocity - away)
+        return self.backbone.guide(velocity, away, self.guidance)
 
     def reference(self, x: Tensor, step: int) -> Tensor:
         """The velocity of the model as it was before training: the policy adapter is off."""

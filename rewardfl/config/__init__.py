@@ -5,12 +5,12 @@
 from rewardfl.config.load import ConfigError, dump, flat, load, parse, to_dict
 from rewardfl.config.schema import (
     BY_CONTENT,
-    EXPERTS,
     FREE,
     IF_NAMED,
     MARKS,
     OWN_METRICS,
     SECTIONS,
+    TRAINABLE,
     Alike,
     AnyConfig,
     DataConfig,
@@ -21,7 +21,8 @@ from rewardfl.config.schema import (
     RewardFlConfig,
     WantedReward,
     active_steps,
+    part_weights,
     resolved_coupling,
-    trainable_experts,
+    trained_positions,
     wanted_rewards,
 )

@@ -41,7 +41,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), schema: type[AnyConfig
 def parse(raw: Mapping[str, Any], overrides: Sequence[str] = ()) -> AnyConfig:
     """`load` of what a file would hold: {section: {key: value}}, as in run.json's "config"."""
     schema = FlowGrpoConfig if "grpo" in raw else RewardFlConfig
-    sections = dict.fromkeys(SECTIONS[schema], {}) | raw
+    sections: dict[str, Any] = {**dict.fromkeys(SECTIONS[schema], {}), **raw}
     problems = [problem for text in overrides for problem in _override(sections, text, schema)]
     try:
         cfg = schema.model_validate(sections)
@@ -105,7 +105,7 @@ class _Loader(yaml.SafeLoader):
         self.still_open = 0  # lists and mappings around the next node
         self.extents: dict[yaml.Node, tuple[int, int]] = {}  # the values and levels that a node stands for
 
-    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         """The next node, unless what it stands for, aliases written out, exceeds MOST_VALUES or MOST_LEVELS."""
         event = self.peek_event()
         if self.still_open >= MOST_LEVELS:
@@ -148,7 +148,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _refusal(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
+    mark: Any = at.start_mark  # the stubs tell libyaml's marks from PyYAML's
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
 def _parse(text: str, where: str) -> Any:

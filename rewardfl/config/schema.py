@@ -14,7 +14,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -132,7 +132,7 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-EXPERTS = {"dit": "high_noise", "dit2": "low_noise"}
+TRAINABLE = ("dit", "dit2")  # a model's experts in the order in which they answer; a model with one has the first
 COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0}
 # reward/<name> of the scripts themselves, and of face_identity's parts where alarms and documents mean those
 OWN_METRICS = ("mean", "std_in_group", "valid_fraction", "failed", "score", "held_out", "coverage", "motion")
@@ -175,8 +175,8 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """Section `model` of both scripts."""
 
-    # The only family so far: Wan2.2 image-to-video A14B and models of its shape.
-    model_name: Literal["wan2_2"] = "wan2_2"
+    # The family: one of rewardfl.backbones.MODULES. wan2_2 is Wan2.2 image-to-video A14B, and models of its shape.
+    model_name: Text = "wan2_2"
     # Pipeline folder in diffusers layout (model_index.json, transformer/, transformer_2/, vae/, ...), or a
     # wan22_paths.json that names the original files (examples/wan22_paths.json). Empty: the next key says.
     model_paths: ByContent[PathLine] = ""
@@ -212,9 +212,9 @@ class ModelConfig(Section):
             yield "model.distill_lora_mode adapter needs model.distill_lora_high or model.distill_lora_low"
         chosen = _names(self.trainable_models)
         for name in chosen:
-            if name not in EXPERTS:
-                hint = did_you_mean(name, EXPERTS)
-                yield f"model.trainable_models takes {', '.join(EXPERTS)} (comma separated); got {shown(name)}{hint}"
+            if name not in TRAINABLE:
+                hint = did_you_mean(name, TRAINABLE)
+                yield f"model.trainable_models takes {', '.join(TRAINABLE)} (comma separated); got {shown(name)}{hint}"
         if len(set(chosen)) < len(chosen):
             yield f"model.trainable_models names a model twice: {shown(self.trainable_models)}"
         if self.max_timestep_boundary != 1:
@@ -426,7 +426,7 @@ class RewardConfig(SharedRewardConfig):
     """Section `reward` of train_reward_fl.py."""
 
     # As in SharedRewardConfig.
-    others: IfNamed[dict[Label, TermConfig]] = Field(default_factory=dict)
+    others: IfNamed[dict[Label, TermConfig]] = Field(default_factory=dict)  # type: ignore[assignment]  # never written
     # loss = -reward_weight * (reward - reward_mean) / reward_std + kl_weight * KL. The mean and std are those
     # of the untrained model's reward, so that reward_weight means the same for every recogniser.
     reward_weight: IfNamed[NonNegative] = 0.1
@@ -607,7 +607,7 @@ class RewardFlConfig(Section):
         yield from _shared_conflicts(self)
         if self.experts.untrained != "boundary_cache":
             return
-        if trainable_experts(self) != ("low_noise",):
+        if trained_positions(self) != (1,):
             yield "experts.untrained boundary_cache is for training dit2 alone; set model.trainable_models: dit2"
         if self.sample.noises_per_sample == "fresh":
             yield (
@@ -648,7 +648,7 @@ class FlowGrpoConfig(Section):
 AnyConfig = RewardFlConfig | FlowGrpoConfig
 # {whole configuration: {section: its model}}
 SECTIONS: dict[type[AnyConfig], dict[str, type[Section]]] = {
-    schema: {section: field.annotation for section, field in schema.model_fields.items()}
+    schema: {section: cast(type[Section], field.annotation) for section, field in schema.model_fields.items()}
     for schema in (RewardFlConfig, FlowGrpoConfig)
 }
 # {section.key: what its field is marked with}
@@ -669,7 +669,7 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
             f"not offered), got {shown(base_model)}; remove it"
         )
     untrained = cfg.experts.untrained
-    if untrained != "gpu" and len(trainable_experts(cfg)) != 1:
+    if untrained != "gpu" and len(trained_positions(cfg)) != 1:
         yield f"experts.untrained {untrained} needs one expert that is not trained; set model.trainable_models to one"
     if untrained == "fp8" and cfg.model.distill_lora_mode == "adapter":
         yield "experts.untrained fp8 takes no adapter; set model.distill_lora_mode: fuse"
@@ -731,7 +731,7 @@ def wanted_rewards(cfg: AnyConfig) -> list[WantedReward]:
         key, settings = "reward.reward_model_path", {"pack_dir": reward.reward_model_path, "cap": reward.cap} | face
     else:
         key, settings = "reward.name", reward.settings
-    mean, std = (reward.reward_mean, reward.reward_std) if isinstance(cfg, RewardFlConfig) else (0.0, 1.0)
+    mean, std = (cfg.reward.reward_mean, cfg.reward.reward_std) if isinstance(cfg, RewardFlConfig) else (0.0, 1.0)
     wanted = [WantedReward(key, "score", reward.name, settings, reward.reward_weight, mean, std)]
     if reward.held_out_model_path is not None:
         judge = {"pack_dir": reward.held_out_model_path, "cap": "none"} | face
@@ -741,7 +741,13 @@ def wanted_rewards(cfg: AnyConfig) -> list[WantedReward]:
     ]
 
 
-def trainable_experts(cfg: AnyConfig) -> tuple[str, ...]:
-    """("high_noise",), ("low_noise",) or both in this order."""
+def trained_positions(cfg: AnyConfig) -> tuple[int, ...]:
+    """Which of the model's experts are trained, by their place in the order in which they answer."""
     chosen = _names(cfg.model.trainable_models)
-    return tuple(expert for name, expert in EXPERTS.items() if name in chosen)
+    return tuple(i for i, name in enumerate(TRAINABLE) if name in chosen)
+
+
+def part_weights(cfg: FlowGrpoConfig) -> dict[str, float]:
+    """{part of the first reward: its weight} of the parts that are trained beside its score."""
+    weights = {"coverage": cfg.reward.coverage_weight, "motion": cfg.reward.motion_weight}
+    return {name: weight for name, weight in weights.items() if weight > 0}

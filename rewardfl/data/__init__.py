@@ -31,13 +31,14 @@ from rewardfl.data.metadata import (
     row_problems,
     usable_rows,
 )
-from rewardfl.data.order import micro_batch
+from rewardfl.data.order import Order
 
 __all__ = [
     "COLUMNS",
     "DataError",
     "Example",
     "Look",
+    "Order",
     "Row",
     "check_rows",
     "clip_notes",
@@ -49,7 +50,6 @@ __all__ = [
     "load_example",
     "load_metadata",
     "look_at",
-    "micro_batch",
     "notes",
     "read_clip",
     "read_example",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import av
 import numpy as np
@@ -23,7 +23,8 @@ STEP = 16  # diffusers' Wan pipeline takes heights and widths in multiples of it
 PICTURE_PIXELS = 2**26  # at most, of a picture (8192 x 8192): reading and fitting it takes 1.1 GB
 # The bits depend on the number of threads, and, where macroblocks are an odd number, libx264's macroblock tree reads
 # memory that nobody has written (core 165).
-X264 = {"crf": "18", "threads": "1", "x264-params": "mbtree=0"}
+X264: dict[str, object] = {"crf": "18", "threads": "1", "x264-params": "mbtree=0"}
+HDR = {16: "HDR by PQ", 18: "HDR by HLG"}  # transfer functions of ITU-T H.273
 SAME_RATE = 0.99  # 23.976 frames per second pass for 24
 
 
@@ -37,7 +38,15 @@ class Instant(NamedTuple):
     time: float
 
 
-Timed = av.VideoFrame | Instant
+Timed = TypeVar("Timed", av.VideoFrame, Instant)
+
+
+class Header(NamedTuple):
+    """What a clip's file says of it before a frame is decoded."""
+
+    size: tuple[int, int]  # (height, width) as stored
+    rate: float | None  # frames per second, where it says so
+    colour: str  # in words, where it is more than the 8 bits of SDR that are read; else empty
 
 
 def read_video(path: str | Path, num_frames: int | None = None, fps: float | None = None) -> Tensor:
@@ -82,7 +91,9 @@ def _opened(path: str | Path) -> Iterator[tuple[av.container.InputContainer, av.
                 raise DataError(f"{path}: holds no video")
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
-            if abs((stream.sample_aspect_ratio or 1) - 1) > 0.02:  # players stretch it; a face would be squeezed
+            if (
+                abs(Fraction(stream.sample_aspect_ratio or 1) - 1) > 0.02
+            ):  # players stretch it; a face would be squeezed
                 raise DataError(
                     f"{path}: pixels are {stream.sample_aspect_ratio} as wide as high; make them square with "
                     "ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT"
@@ -100,16 +111,16 @@ def _decoded(path: str | Path) -> Iterator[av.VideoFrame]:
             size = size or (frame.height, frame.width)
             if (frame.height, frame.width) != size:
                 change = f"{size[0]} x {size[1]} to {frame.height} x {frame.width}"
-                raise DataError(f"{path}: goes from {change} pixels at frame {i}; re-encode it at one size")
+                raise DataError(f"{path}: goes from {change} (height x width) at frame {i}; re-encode it at one size")
             if frame.rotation % 90:
                 raise DataError(f"{path}: is turned by {frame.rotation} degrees; re-encode it upright")
             yield frame
 
 
-def read_header(
+def read_video_header(
     path: str | Path, num_frames: int, fps: float | None = None, at_least: int | None = None
-) -> tuple[tuple[int, int], float | None]:
-    """((height, width) as stored, frames per second where it says so) of a clip, without decoding a frame.
+) -> Header:
+    """The Header of a clip, without decoding a frame.
 
     Raises iter_frames' DataError as far as that can be told. A header may lie: where it promises too few frames, or too
     slow ones, the times of the file's packets decide, which are never fewer than its frames; where it promises
@@ -124,7 +135,15 @@ def read_header(
                 times = sorted({packet.pts * packet.time_base for packet in packets})
                 for _ in _chosen(path, (Instant(float(time)) for time in times), num_frames, fps, at_least):
                     pass
-        return (stream.height, stream.width), rate
+        return Header((stream.height, stream.width), rate, _colour(stream.codec_context))
+
+
+def _colour(codec: av.VideoCodecContext) -> str:
+    """What a stream's colours are, in words, unless they are SDR of 8 bits."""
+    curve = HDR.get(codec.color_trc, "")
+    bits = max((component.bits for component in codec.format.components), default=8) if codec.format else 8
+    depth = f"{bits} bits per channel" if bits > 8 else ""
+    return ", ".join(word for word in (curve, depth) if word)
 
 
 def _promises_too_little(count: int, rate: float | None, needed: int, fps: float | None) -> bool:
@@ -295,7 +314,7 @@ def read_clip(
     fitted, size = [], None
     for frame in iter_frames(path, num_frames, fps, at_least):
         pixels = torch.from_numpy(_pixels(frame))
-        size = size or clip_size(tuple(pixels.shape[:2]), height, width, max_pixels)
+        size = size or clip_size((pixels.shape[0], pixels.shape[1]), height, width, max_pixels)
         fitted.append(fit(pixels[None], *size))
     return torch.cat(fitted)
 
@@ -309,7 +328,7 @@ def read_picture(path: str | Path) -> Tensor:
     with _opened_picture(path) as picture:
         picture.load()
         ImageOps.exif_transpose(picture, in_place=True)
-    if picture.has_transparency_data and picture.convert("RGBA").getextrema()[3][0] < 255:
+    if picture.has_transparency_data and np.array(picture.convert("RGBA"))[..., 3].min() < 255:
         raise DataError(f"{path}: has transparent pixels; save it without an alpha channel")
     return torch.from_numpy(np.array(picture if picture.mode == "RGB" else picture.convert("RGB")))
 

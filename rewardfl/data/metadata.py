@@ -18,14 +18,16 @@ from torch import Tensor
 from rewardfl.data.clips import (
     SAME_RATE,
     DataError,
+    Header,
     check_picture,
     fit,
     iter_frames,
     read_clip,
-    read_header,
     read_picture,
+    read_video_header,
     to_float,
 )
+from rewardfl.files import is_control
 
 COLUMNS = (
     "video",
@@ -72,6 +74,7 @@ class Look:
     problems: tuple[str, ...] = ()
     size: tuple[int, int] | None = None  # (height, width) of its clip as stored; None where it cannot be opened
     rate: float | None = None  # of its clip, in frames per second; None where the file does not say
+    colour: str = ""  # of its clip, in words, where it is more than the 8 bits of SDR that are read
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
             raise DataError(f"{path}: the first line must name the column {name!r}, it names {found}")
         if header.count(name) > 1:
             raise DataError(f"{path}: the first line names the column {name!r} twice; remove one")
-    seen = Counter()
+    seen: Counter[str] = Counter()
     table = f"{key} ({path})"
     if len(records) == 1:
         raise DataError(f"{table}: no usable row: there is none after the first line, which names the columns")
@@ -125,7 +128,7 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     elif not cell["video"]:
         problem = "no video"
     else:
-        problem = next((_unlike_a_name(name, cell[name]) for name in PATHS if _is_too_long(cell[name])), "")
+        problem = next(filter(None, (_unlike_a_name(name, cell[name]) for name in PATHS)), "")
     # only the cells that are given: an id stays what it was when a column comes to the file
     given = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:] if cell[name])]
     row_id = f"{cell['video']}#{hashlib.blake2b(chr(10).join(given).encode(), digest_size=4).hexdigest()}"
@@ -138,12 +141,15 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     )  # fmt: skip
 
 
-def _is_too_long(cell: str) -> bool:
-    return any(len(os.fsencode(part)) > NAME_BYTES for part in Path(cell).parts)
-
-
 def _unlike_a_name(column: str, cell: str) -> str:
-    return f"{column}: {cell[:40]!r}... ({len(cell)} characters) is too long for a file's name; are columns swapped?"
+    """What keeps a cell from naming a file, in words; empty where nothing does."""
+    if any(len(os.fsencode(part)) > NAME_BYTES for part in Path(cell).parts):
+        return (
+            f"{column}: {cell[:40]!r}... ({len(cell)} characters) is too long for a file's name; are columns swapped?"
+        )
+    if any(map(is_control, cell)):  # it would be printed, logged, and drawn
+        return f"{column}: {cell!r} holds a control character or a line break; rename the file"
+    return ""
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -158,12 +164,12 @@ def look_at(row: Row, num_frames: int, fps: float | None = None) -> Look:
     if row.problem:
         return Look((row.problem,))
 
-    def read(path: Path, at_least: int) -> tuple[tuple[int, int], float | None]:
-        return read_header(path, num_frames, fps, at_least)
+    def read(path: Path, at_least: int) -> Header:
+        return read_video_header(path, num_frames, fps, at_least)
 
     found, problems = _read_files(row, num_frames, read, check_picture)
-    size, rate = found.get("video", (None, None))
-    return Look((*_said_of(row), *problems), size, rate)
+    said = (*_said_of(row), *problems)
+    return Look(said, *found["video"]) if "video" in found else Look(said)
 
 
 def _said_of(row: Row) -> list[str]:
@@ -195,7 +201,7 @@ def _read_files(
 def clip_notes(
     rows: Sequence[Row], looks: Sequence[Look], height: int, width: int, max_pixels: int | None, fps: float | None
 ) -> list[str]:
-    """What is odd about clips that can be trained on, in words: much smaller ones, and several rates that are mixed."""
+    """What is odd about clips that can be trained on, in words: much smaller ones, mixed rates, and HDR."""
     seen = [(row, look) for row, look in zip(rows, looks, strict=True) if look.size is not None]
     wanted, what = height * width, f"of {height} x {width}, and are enlarged"
     if max_pixels is not None and seen:
@@ -215,6 +221,14 @@ def clip_notes(
         found.append(
             f"data.fps is null, and clips have from {slow:.4g} (line {slow_line}) to {fast:.4g} (line {fast_line}) "
             "frames per second, which are trained on as if they had one rate; set data.fps to take frames at one"
+        )
+    deep = [(row, look) for row, look in seen if look.colour]
+    if deep:
+        row, look = deep[0]
+        found.append(
+            f"{len(deep)} of {len(rows)} clips have more colour than the 8 bits of SDR that are read of them, the "
+            f"first is line {row.line}, {row.video.name}: {look.colour}; HDR looks grey then: turn it into SDR before "
+            "(ffmpeg's filters zscale and tonemap)"
         )
     return found
 

@@ -1,41 +1,40 @@
 """Which samples of the training stream make up a step.
 
 A pure function of the seed, the step and the clips: the number of processes, the batch size and the accumulation do not
-change it (with clips of several shapes the batch size does: see micro_batch). `groups.sample_at` is the stream.
+change it (with clips of several shapes the batch size does: see Order). `groups.sample_at` is the stream.
 """
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
-from rewardfl.groups import epoch_order, sample_at
+from rewardfl.groups import epoch_order
 
 
-def micro_batch(
-    step: int,
-    micro: int,
-    rank: int,
-    *,
-    batch_size: int,
-    accumulation: int,
-    processes: int,
-    num_rows: int,
-    seed: int,
-    shapes: Sequence[Hashable] | None = None,
-) -> list[tuple[int, int]]:
-    """The `batch_size` samples (epoch, row) that process `rank` takes in forward pass `micro` of `step`.
+@dataclass(frozen=True)
+class Order:
+    """Which samples each forward pass of a run takes.
 
-    A step takes the next batch_size * accumulation * processes positions of the stream, whatever the three
-    factors are. Where the data run out in the middle of a step it goes on with the next epoch, so every step
-    is full and no row is left out.
-
-    `shapes`, each row's (None: all are equal): the samples of one forward pass then have one shape. A step takes
-    the next accumulation * processes batches of one_shape_batch, so it still depends on the product of these two
-    alone; on batch_size it depends as soon as there are several shapes.
+    sizes: each row's; the samples of one forward pass have one. batch_size: samples of a forward pass; accumulation:
+    forward passes of a process in a step.
     """
-    index = (step * accumulation + micro) * processes + rank
-    if shapes is not None:
-        return one_shape_batch(index, batch_size, shapes, seed)
-    return [sample_at(index * batch_size + i, num_rows, seed) for i in range(batch_size)]
+
+    sizes: Sequence[Hashable]
+    batch_size: int
+    accumulation: int
+    processes: int
+    seed: int
+
+    def micro_batch(self, step: int, micro: int, rank: int) -> list[tuple[int, int]]:
+        """The `batch_size` samples (epoch, row) that process `rank` takes in forward pass `micro` of `step`.
+
+        A step takes the next accumulation * processes batches of one_shape_batch, so it depends on the product of these
+        two alone; on batch_size it depends as soon as there are several sizes. With one size it takes the next
+        batch_size * accumulation * processes positions of the stream, whatever the three factors are. Where the data
+        run out in the middle of a step it goes on with the next epoch, so every step is full and no row is left out.
+        """
+        index = (step * self.accumulation + micro) * self.processes + rank
+        return one_shape_batch(index, self.batch_size, self.sizes, self.seed)
 
 
 def one_shape_batch(index: int, batch_size: int, shapes: Sequence[Hashable], seed: int) -> list[tuple[int, int]]:

@@ -1,33 +1,27 @@
 """What a model's parts cost, measured without data: on the meta device, by torch's own accounts.
 
-One transformer block and three chunks of the VAE's decoder of the real size are run forward and backward under torch's
+One transformer block and three chunks of the decoder of the real size are run forward and backward under torch's
 FLOP counter, its saved-tensor hooks and a count of living storages; `needs` works out from them what a run takes. Bytes
 and FLOPs are plain integers.
 
 The meta device takes torch's composite rms_norm, which keeps more for the backward pass than the GPU's fused one.
 """
 
-import functools
-import json
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from transformers import UMT5Config, UMT5EncoderModel
 
-from rewardfl.backbones.seam import Caches
-from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.load import Adapter, new_expert
+from rewardfl.backbones.seam import Adapter, Caches, ChunksOnMeta, ExpertOnMeta
 from rewardfl.run.work import Video
 
 # ------------------------------------------------------------------------------------------------------------
@@ -133,10 +127,6 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _meta(*shape: int, dtype: torch.dtype, grad: bool = False) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
-
-
 # ------------------------------------------------------------------------------------------------------------
 # What the model's parts cost
 
@@ -188,76 +178,42 @@ class Costs:
     shape: tuple[int, int, int, int]
     num_pixels: int  # values in the video
     itemsize: int  # bytes of one number of the frozen weights' dtype
-    experts: Mapping[str, ExpertCost]  # high_noise, low_noise
+    experts: Mapping[str, ExpertCost]  # by name
     vae_weights: int
     chunks: tuple[ChunkCost, ...]  # by latent frame
     text_weights: int
     text: Cost  # of encoding one prompt
     image: Cost  # of encoding one image; the peak is with the clip's pixels
-    text_bytes: int  # of one prompt's embedding as it is cached
-    image_bytes: int  # of one image's conditioning as it is cached
+    cached: Mapping[str, int]  # bytes of one sample's conditioning, by its parts
 
 
-@dataclass(frozen=True)
-class BlockInputs:
-    """What a block gets, on the meta device: hidden (B, S, D), text (B, 512, D), time (B, 6, D), rotary."""
-
-    hidden: Tensor
-    text: Tensor
-    time: Tensor
-    rotary: tuple[Tensor, Tensor]
-
-    @property
-    def shared(self) -> tuple[Tensor, ...]:
-        """Those that all blocks get."""
-        return (self.text, self.time, *self.rotary)
-
-    def through(self, block: nn.Module) -> Tensor:
-        return block(self.hidden, self.text, self.time, self.rotary)
-
-
-def block_inputs(config: Mapping[str, Any], dtype: torch.dtype, tokens: int) -> BlockInputs:
-    head, width = config["attention_head_dim"], config["attention_head_dim"] * config["num_attention_heads"]
-    return BlockInputs(
-        _meta(1, tokens, width, dtype=dtype, grad=True),
-        _meta(1, wan.TEXT_LENGTH, width, dtype=dtype),
-        _meta(1, 6, width, dtype=dtype),
-        (_meta(1, tokens, 1, head, dtype=torch.float32), _meta(1, tokens, 1, head, dtype=torch.float32)),
-    )
-
-
-def measure_expert(
-    config: Mapping[str, Any], dtype: torch.dtype, shape: Sequence[int], adapter: Adapter | None
-) -> ExpertCost:
-    """shape: (C, T, h, w) of the latents. Without an adapter the figures with one are those of the bare model."""
-    model, bare = new_expert(config, dtype, 1, adapter), new_expert(config, dtype, 1, None)
-    tokens = math.prod(size // patch for size, patch in zip(shape[1:], config["patch_size"], strict=True))
-    layers = config["num_layers"]
-    x = _meta(1, config["in_channels"], *shape[1:], dtype=dtype, grad=True)
-    text = _meta(1, wan.TEXT_LENGTH, config["text_dim"], dtype=dtype)
-    timestep = _meta(1, dtype=torch.float32)
-    inputs = block_inputs(config, dtype, tokens)
+def measure_expert(expert: ExpertOnMeta, dtype: torch.dtype, adapter: Adapter | None) -> ExpertCost:
+    """One network's cost; dtype: of its frozen weights. Without an adapter it is that of the bare network."""
+    model, bare, layers = expert.build(adapter), expert.build(None), expert.layers
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    whole = with_graph(lambda: model(x, timestep, text, return_dict=False), [x, *trained], model.parameters())
+    (model_block,), (bare_block,) = expert.blocks(model), expert.blocks(bare)
+    whole = with_graph(lambda: [expert.run(model)], [expert.x, *trained], model.parameters())
     block = with_graph(
-        lambda: [inputs.through(model.blocks[0])], [inputs.hidden, *trained], [*model.parameters(), *inputs.shared]
+        lambda: [expert.run_block(model_block)],
+        [expert.block_input, *trained],
+        [*model.parameters(), *expert.block_shared],
     )
-    frozen_whole = without_graph(lambda: bare(x, timestep, text), bare.parameters())
+    frozen_whole = without_graph(lambda: expert.run(bare), bare.parameters())
     frozen_block, adapted_block = (
-        without_graph(lambda one=one: inputs.through(one.blocks[0]), [*one.parameters(), inputs.hidden, *inputs.shared])
-        for one in (bare, model)
+        without_graph(partial(expert.run_block, one), [*of.parameters(), expert.block_input, *expert.block_shared])
+        for one, of in ((bare_block, bare), (model_block, model))
     )
-    block_weights, other_weights = _weights(bare)
+    block_weights, other_weights = _weights(bare, bare_block)
     bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
-    block_fp8, other_fp8 = _weights(bare)
+    block_fp8, other_fp8 = _weights(bare, bare_block)
     return ExpertCost(
         layers=layers,
-        tokens=tokens,
+        tokens=expert.tokens,
         block_weights=block_weights,
         other_weights=other_weights,
         weights_fp8=layers * block_fp8 + other_fp8,
         adapter_parameters=layers * sum(parameter.numel() for parameter in trained),
-        block_input=nbytes([inputs.hidden]),
+        block_input=nbytes([expert.block_input]),
         block_saved=block.saved,
         block_peak=block.peak,
         block_peak_frozen=adapted_block.peak,
@@ -267,81 +223,65 @@ def measure_expert(
     )
 
 
-def _weights(model: nn.Module) -> tuple[int, int]:
-    """Bytes of a one-block expert's block, and of the rest."""
-    block = nbytes(model.blocks.parameters())
-    return block, nbytes([*model.parameters(), *model.buffers()]) - block
+def _weights(model: nn.Module, block: nn.Module) -> tuple[int, int]:
+    """Bytes of a one-block network's block, and of the rest."""
+    inside = nbytes(block.parameters())
+    return inside, nbytes([*model.parameters(), *model.buffers()]) - inside
 
 
-def measure_decoder(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Sequence[int]) -> tuple[ChunkCost, ...]:
-    """The cost of each latent frame's chunk. `vae` is on the meta device; shape: (C, T, h, w)."""
-    channels, frames, height, width = shape
-    caches: Caches = [None] * vae._cached_conv_counts["decoder"]
-    costs = []
-    for i in range(min(frames, 3)):  # the caches have two frames from the third chunk on, and nothing changes after it
-        x = _meta(1, channels, 1, height, width, dtype=dtype, grad=True)
+def measure_decoder(decoder: ChunksOnMeta) -> tuple[ChunkCost, ...]:
+    """The cost of each latent frame's chunk."""
+    caches, costs, weights = decoder.caches, [], list(decoder.module.parameters())
+    for i in range(min(decoder.count, 3)):  # the caches have two frames from the third chunk on, nothing changes then
+        x, first = decoder.chunk(i), i == 0
         start = [c.detach().requires_grad_() if isinstance(c, Tensor) else c for c in caches]
         held = [c for c in start if isinstance(c, Tensor)]
 
-        def forward(first: bool = i == 0, x: Tensor = x, start: Caches = start) -> list[Tensor]:
-            caches[:] = start
-            frames = vae.decoder(vae.post_quant_conv(x), feat_cache=caches, feat_idx=[0], first_chunk=first)
-            return [frames.clamp(-1, 1), *(c for c in caches if isinstance(c, Tensor))]
+        def forward(first: bool = first, x: Tensor = x, start: Caches = start) -> list[Tensor]:
+            nonlocal caches
+            frames, caches = decoder.run(x, start, first)
+            return [frames, *(c for c in caches if isinstance(c, Tensor))]
 
-        graph = with_graph(forward, [x, *held], vae.parameters())
-        frozen = without_graph(forward, [*vae.parameters(), x, *held])
+        graph = with_graph(forward, [x, *held], weights)
+        frozen = without_graph(forward, [*weights, x, *held])
         costs.append(ChunkCost(nbytes(held), graph.saved, frozen.peak, graph.peak, graph.forward, graph.backward))
-    return tuple(costs + costs[-1:] * (frames - len(costs)))
+    return tuple(costs + costs[-1:] * (decoder.count - len(costs)))
 
 
-def measure_encoder(vae: AutoencoderKLWan, dtype: torch.dtype, video: Sequence[int]) -> Cost:
-    """The VAE's encoder on a whole clip (3, F, H, W), chunk by chunk; the peak has the clip in float32 in it."""
-    channels, num_frames, height, width = video
-    factor = vae.config.scale_factor_temporal
-    chunks = 1 + (num_frames - 1) // factor
-    caches: Caches = [None] * vae._cached_conv_counts["encoder"]
-    costs = []
-    for i in range(min(3, chunks)):
-        x = _meta(1, channels, factor if i else 1, height, width, dtype=dtype)
-        held = [c for c in caches if isinstance(c, Tensor)]
-        call = functools.partial(vae.encoder, x, feat_cache=caches, feat_idx=[0])
-        cost = without_graph(call, [*vae.parameters(), x, *held])
+def measure_encoder(encoder: ChunksOnMeta, video: Sequence[int]) -> Cost:
+    """A whole clip (3, F, H, W), chunk by chunk; the peak has the clip in float32 in it."""
+    caches, costs, weights = encoder.caches, [], list(encoder.module.parameters())
+    for i in range(min(encoder.count, 3)):
+        x, held = encoder.chunk(i), [c for c in caches if isinstance(c, Tensor)]
+
+        def forward(first: bool = i == 0, x: Tensor = x, start: Caches = caches) -> Tensor:
+            nonlocal caches
+            latents, caches = encoder.run(x, start, first)
+            return latents
+
+        cost = without_graph(forward, [*weights, x, *held])
         costs.append(Cost(cost.peak + nbytes(held), cost.forward))
-    costs += costs[-1:] * (chunks - len(costs))
+    costs += costs[-1:] * (encoder.count - len(costs))
     return Cost(4 * math.prod(video) + max(cost.peak for cost in costs), sum(cost.forward for cost in costs))
 
 
 def measure(video: Video) -> Costs:
-    """Everything about one video of a model, from its folder of configurations (model_index.json's)."""
-    dtype = video.dtype
-    with torch.device("meta"):
-        vae = AutoencoderKLWan.from_config(_config(video.configs, "vae"))
-        text = UMT5EncoderModel(UMT5Config(**_config(video.configs, "text_encoder"))).to(dtype).eval()
-        tokens = torch.empty(1, wan.TEXT_LENGTH, dtype=torch.long)
-    vae.requires_grad_(False)
-    for parameter in vae.parameters():
-        parameter.data = parameter.data.to(dtype)
-    temporal, spatial = vae.config.scale_factor_temporal, vae.config.scale_factor_spatial
-    latent_frames = 1 + (video.num_frames - 1) // temporal
-    shape = (vae.config.z_dim, latent_frames, video.height // spatial, video.width // spatial)
-    high, low = (_config(video.configs, wan.PARTS[name]) for name in ("high_noise", "low_noise"))
-    measured = {"high_noise": measure_expert(high, dtype, shape, video.adapter)}
-    measured["low_noise"] = measured["high_noise"] if low == high else measure_expert(low, dtype, shape, video.adapter)
-    pixels = (vae.config.in_channels, video.num_frames, video.height, video.width)
+    """Everything about one video of a model."""
+    parts = video.backbone.on_meta(video.height, video.width, video.num_frames)
+    measured: dict[int, ExpertCost] = {}  # by identity: equal ones are measured once
+    for expert in parts.experts.values():
+        if id(expert) not in measured:
+            measured[id(expert)] = measure_expert(expert, parts.dtype, video.adapter)
+    text = parts.text_encoder
     return Costs(
-        shape=shape,
-        num_pixels=math.prod(pixels),
-        itemsize=dtype.itemsize,
-        experts=measured,
-        vae_weights=nbytes(vae.parameters()),
-        chunks=measure_decoder(vae, dtype, shape),
+        shape=parts.shape,
+        num_pixels=math.prod(parts.video),
+        itemsize=parts.dtype.itemsize,
+        experts={name: measured[id(expert)] for name, expert in parts.experts.items()},
+        vae_weights=nbytes(parts.vae.parameters()),
+        chunks=measure_decoder(parts.decoder),
         text_weights=nbytes(text.parameters()),
-        text=without_graph(lambda: text(tokens), [*text.parameters(), *text.buffers(), tokens]),
-        image=measure_encoder(vae, dtype, pixels),
-        text_bytes=wan.TEXT_LENGTH * low["text_dim"] * dtype.itemsize,
-        image_bytes=(temporal + shape[0]) * math.prod(shape[1:]) * 4,  # wan.encode makes it float32
+        text=without_graph(parts.encode_text, [*text.parameters(), *text.buffers()]),
+        image=measure_encoder(parts.image_encoder, parts.video),
+        cached={name: nbytes([value]) for name, value in parts.conditioning.items()},
     )
-
-
-def _config(configs: Path, part: str) -> dict[str, Any]:
-    return json.loads((configs / part / "config.json").read_text(encoding="utf-8"))

@@ -19,7 +19,7 @@ from rewardfl.run.work import Sampling, Work
 RESERVE = 2e9  # bytes of a GPU that no tensor gets: CUDA context, workspaces, fragmentation
 ADAM_BYTES = 16  # per LoRA parameter: float32 weight, gradient and two moments
 FLOAT32 = 4
-SHARDINGS = ("none", "zero2", "fsdp2")  # of the optimizer into host memory, of all that is trained; see docs/guide.md 9
+SHARDINGS = ("none", "zero2", "fsdp2")  # of the optimizer into host memory, of all that is trained: running_wan.md 9
 
 # ------------------------------------------------------------------------------------------------------------
 # Compute
@@ -174,7 +174,7 @@ def adapter_bytes(work: Work, parameters: int) -> tuple[int, int]:
 def kept_bytes(costs: Costs, work: Work) -> int:
     """What one video leaves until the epoch's updates: latents, and its own copy of the conditioning."""
     latents = work.kept.get(work.samples_on, 0)
-    return latents * math.prod(costs.shape) * FLOAT32 + costs.text_bytes + costs.image_bytes
+    return latents * math.prod(costs.shape) * FLOAT32 + sum(costs.cached.values())
 
 
 def _decoding(costs: Costs, work: Work) -> dict[str, dict[str, int]]:
@@ -227,7 +227,7 @@ def full_graph(costs: Costs, work: Work) -> tuple[int, int, int]:
     """
     saved, caches = [chunk.saved for chunk in costs.chunks], decode_caches(costs.chunks, "keep")[0]
     inputs = sum(count * costs.experts[expert].stored for expert, count in work.replay.items())
-    return inputs, sum(saved), caches + max(saved)
+    return round(inputs), sum(saved), caches + max(saved)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def checkpoint_bytes(costs: Costs, work: Work) -> tuple[int, int]:
 
 def clip_cache_bytes(costs: Costs, work: Work) -> dict[str, int]:
     """Bytes that the conditioning cache takes for one clip."""
-    cache = {"text": costs.text_bytes, "image": costs.image_bytes}
-    if work.placement == "boundary_cache" and work.noises != "fresh":
+    cache = dict(costs.cached)
+    if work.placement == "boundary_cache" and isinstance(work.noises, int):
         cache["boundary latents"] = work.noises * math.prod(costs.shape) * FLOAT32
     return cache

@@ -2,7 +2,9 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+import torch
 
 from rewardfl.estimate.advice import fits, recommend, with_options
 from rewardfl.estimate.measure import Costs, measure
@@ -16,6 +18,7 @@ from rewardfl.estimate.needs import (
     full_graph,
     memory,
 )
+from rewardfl.run.monitor import total_memory
 from rewardfl.run.work import Sampling, Work
 
 TFLOPS = 400.0  # TFLOP/s that an H100 reaches in bfloat16, when nothing else is said
@@ -30,9 +33,16 @@ def estimate(work: Work, gpu_memory: float | None, tflops: float = TFLOPS) -> tu
     return "\n\n".join("\n".join(lines) for lines in sections), gpu_memory is None or fits(costs, work, gpu_memory)
 
 
+def dry_run(work: Work, device: torch.device, say: Callable[[str], None]) -> int:
+    """Say what the run takes. The exit code: 2 where it does not fit the GPU that is there."""
+    text, enough = estimate(work, total_memory(device))
+    say(text)
+    return 0 if enough else 2
+
+
 def work_table(costs: Costs, work: Work, tflops: float) -> list[str]:
     """FLOPs by part, and seconds at `tflops` TFLOP/s: of one video, and of parts of the run."""
-    tokens, shape = costs.experts["low_noise"].tokens, "x".join(map(str, costs.shape))
+    tokens, shape = costs.experts[work.trained[0]].tokens, "x".join(map(str, costs.shape))
     parts = flops(costs, work)
     total, second = sum(parts.values()), tflops * 1e12  # FLOPs of a second
     lines = [f"{tokens} tokens, latents {shape}", f"compute, one video         TFLOP   s at {tflops:g} TFLOP/s"]

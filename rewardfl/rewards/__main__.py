@@ -15,7 +15,8 @@ import torch
 import yaml
 
 from rewardfl import data
-from rewardfl.rewards import REWARDS, Reward, build, find
+from rewardfl.files import printable
+from rewardfl.rewards import REWARDS, Reward, build, find_reward
 
 COLUMNS = ("name", "differentiable", "range", "weights", "licence")
 
@@ -38,21 +39,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     score.add_argument("videos", nargs="+", metavar="VIDEO")
     args = parser.parse_args(arguments)
     if args.command is None:
-        print(listing())
+        print(list_rewards())
         return 0
     try:
         reward = build(args.reward, read_settings(args.settings)).to(args.device)
         rows = {row.video.stem: row for row in data.load_metadata(args.metadata)} if args.metadata else None
         print(table(score_files(reward, args.videos, rows, args.prompt, args.reference, args.device)))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2
     return 0
 
 
-def listing() -> str:
+def list_rewards() -> str:
     """All rewards of this project."""
-    classes = [find(name) for name in sorted(REWARDS)]
+    classes = [find_reward(name) for name in sorted(REWARDS)]
     return table([{column: _word(getattr(cls, column)) for column in COLUMNS} for cls in classes])
 
 
@@ -104,7 +105,8 @@ def table(rows: Sequence[dict[str, str]]) -> str:
 
 
 def _word(value: str | bool) -> str:
-    return {True: "yes", False: "no", "": "-"}.get(value, value)
+    words: dict[object, str] = {True: "yes", False: "no", "": "-"}
+    return words.get(value, str(value))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def _check(frozen: dict[str, tuple[str, ...]], reward: Reward, args: tuple, outp
     if NONFINITE in parts:
         counted = counted + parts[NONFINITE].to(counted).nan_to_num()
     score = output.score.masked_fill(~valid, 0)
-    return RewardOutput(score, valid, parts | {NONFINITE: counted})
+    return RewardOutput(score, valid, {**parts, NONFINITE: counted})
 
 
 def _under_frozen_names(who: str, output: RewardOutput, frozen: dict[str, tuple[str, ...]]) -> Mapping[str, Tensor]:

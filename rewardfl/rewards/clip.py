@@ -6,7 +6,7 @@ the frames; the scores agree to the rounding of PIL's bytes (tests/test_rewards_
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -102,7 +102,7 @@ def load_tokenizer(folder: str | Path, vocabulary: int) -> CLIPTokenizer:
 TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 
 
-def some(names: object) -> str:
+def some(names: Iterable[str]) -> str:
     """The first three of some names, in order, and how many more there are."""
     names = sorted(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

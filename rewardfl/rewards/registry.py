@@ -35,7 +35,7 @@ def build(name: str, settings: dict[str, object]) -> Reward:
     name: as for find. Raises ValueError for an unknown name, a class that is no reward, and unknown or missing
     settings.
     """
-    return construct(find(name), name, settings)
+    return construct(find_reward(name), name, settings)
 
 
 def construct(cls: type[Reward], name: str, settings: dict[str, object]) -> Reward:
@@ -55,7 +55,7 @@ def build_terms(wanted: Sequence[WantedReward], device: torch.device) -> list[Te
     terms = []
     for one in wanted:
         try:
-            cls = find(one.name)
+            cls = find_reward(one.name)
         except ValueError as error:
             raise RewardError(f"{one.key}: {error}") from error
         place = _place_of_settings(one.key)
@@ -75,7 +75,7 @@ def _place_of_settings(key: str) -> str:
     return "reward.settings" if key == "reward.name" else key
 
 
-def find(name: str) -> type[Reward]:
+def find_reward(name: str) -> type[Reward]:
     """The class of a reward in REWARDS, or a user's own: "module:Class", "path/to/file.py:Class"."""
     if name in REWARDS:
         module, _, attribute = REWARDS[name].partition(":")

@@ -50,7 +50,7 @@ def check_trainable(terms: Sequence[Term]) -> None:
         raise RewardError("reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained")
 
 
-def score(terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]]) -> list[Judged]:
+def score_terms(terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]]) -> list[Judged]:
     """Every term of videos (B, 3, F, H, W): with its gradient where it has a weight, else as `judge` has it.
 
     So one that only measures costs nothing but its own numbers when it raises; one that is trained on raises here.
@@ -64,16 +64,6 @@ def score(terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Re
         else:
             judged.append(judge(term.reward, video, batch))
     return judged
-
-
-def total(terms: Sequence[Term], judged: Sequence[Judged]) -> Tensor:
-    """(B,) what is trained, with gradient; a term whose score is not valid for a sample adds nothing to it."""
-    parts = [
-        term.weight * (one.output.score - term.mean) / term.std * one.output.valid
-        for term, one in zip(terms, judged, strict=True)
-        if term.weight > 0
-    ]
-    return torch.stack(parts).sum(0)
 
 
 @torch.no_grad()

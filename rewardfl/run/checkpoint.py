@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import psutil
 import torch
 
+import rewardfl
 from rewardfl.config import BY_CONTENT, FREE, IF_NAMED, MARKS, Alike
 from rewardfl.files import atomic_directory, atomic_write, is_left_behind, sha256, temporary_path
 
@@ -120,6 +121,11 @@ class RunFolder:
         self._lock.flush()
 
     def write_run_json(self, record: Mapping[str, Any]) -> None:
+        """Write run.json: what it takes to repeat the run.
+
+        config, base_model and changes are what a later start compares with; command, versions, git_commit, face_packs
+        and init_from are for people.
+        """
         self._run_json = json.dumps(record, indent=2) + "\n"
         path = self.path / RUN_JSON
         with writing(path, "checkpoints and metrics are as they were"):
@@ -313,42 +319,16 @@ def _flat(config: Mapping[str, Mapping]) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
 
 
-def write_run_json(
-    run_folder: RunFolder,
-    config: dict[str, dict],
-    command: Sequence[str],
-    versions: Mapping[str, str],
-    git_commit: str | None,
-    face_packs: Mapping[str, Mapping[str, str]],
-    base_model: Mapping[str, str],
-    init_from: Mapping[str, str],
-    changes: Sequence[Mapping[str, Any]],
-) -> None:
-    """Write run.json: what it takes to repeat the run.
-
-    face_packs: {setting: {file name: sha256}} of the networks that gave the reward. base_model: {part: digest}.
-    init_from: {expert: digest} of the adapters that it started from. changes: as in Resumption.
-    """
-    run_folder.write_run_json(
-        {
-            "config": config,
-            "command": list(command),
-            "versions": dict(versions),
-            "git_commit": git_commit,
-            "face_packs": {setting: dict(files) for setting, files in face_packs.items()},
-            "base_model": dict(base_model),
-            "init_from": dict(init_from),
-            "changes": [dict(change) for change in changes],
-        }
-    )
-
-
 def library_versions(names: Sequence[str]) -> dict[str, str]:
-    """{distribution name: installed version}, leaving out what is not installed; of torch the build (2.13.0+cu130)."""
+    """{distribution name: installed version}, leaving out what is not installed.
+
+    Of torch it is the build (2.13.0+cu130), of rewardfl that of the files that run, which need not be installed.
+    """
+    imported = {"torch": str(torch.__version__), "rewardfl": rewardfl.__version__}
     versions = {}
     for name in names:
         try:
-            versions[name] = str(torch.__version__) if name == "torch" else metadata.version(name)
+            versions[name] = imported.get(name) or metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     return versions
@@ -496,7 +476,7 @@ def load_state(path: str | Path) -> dict[str, Any]:
     return torch.load(Path(path) / STATE, map_location="cpu", weights_only=True)
 
 
-def find_checkpoint(output_dir: str | Path, resume: str | bool) -> Path | None:
+def find_checkpoint(output_dir: str | Path, resume: str | Literal[False]) -> Path | None:
     """The checkpoint to go on from, or None to start anew.
 
     resume: "auto" takes the last complete one, warning about incomplete ones after it; False takes none; a

@@ -7,13 +7,15 @@
 Each has an exit code of its own. Each is decided on numbers that are the same on all processes: all stop together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from rewardfl.backbones.seam import Experts
 
 
 class InvariantError(RuntimeError):
@@ -76,15 +78,15 @@ def _bit_sum(tensor: Tensor) -> int:
     return int(words + rest)
 
 
-def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """By name. model: the seam's Experts, whose frozen experts may stand outside of its modules."""
-    named = {name: value for name, value in model.named_parameters() if not value.requires_grad}
+def frozen_parameters(model: Experts) -> dict[str, Tensor]:
+    """By name; frozen experts may stand outside of the modules."""
+    named: dict[str, Tensor] = {name: value for name, value in model.named_parameters() if not value.requires_grad}
     for name, expert in model.outside.items():
         named |= {f"{name}.{key}": value for key, value in expert.named_parameters()} if expert is not None else {}
     return named
 
 
-def check_loaded(accelerator: Accelerator, model: nn.Module) -> None:
+def check_loaded(accelerator: Accelerator, model: Experts) -> None:
     """WeightsDiffer unless all processes have loaded the same base model. Before `prepare`, while each has all of it.
 
     DDP does not send the base around (see distributed.prepare), and would not tell: two nodes may hold other files.
@@ -102,10 +104,10 @@ def check_loaded(accelerator: Accelerator, model: nn.Module) -> None:
 class Weights:
     """The weights of a run under watch, from when training begins.
 
-    model: the seam's Experts after accelerator.prepare has seen it.
+    model: as it is after accelerator.prepare has seen it.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module):
+    def __init__(self, accelerator: Accelerator, model: Experts):
         self.accelerator = accelerator
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.base = frozen_parameters(model)
@@ -146,5 +148,5 @@ def _differ(accelerator: Accelerator, sums: Tensor) -> Tensor:
     return (everyones != everyones[0]).any(0)
 
 
-def _first(named: dict[str, Tensor], chosen: Tensor) -> str:
+def _first(named: Mapping[str, Tensor], chosen: Tensor) -> str:
     return list(named)[int(chosen.nonzero()[0])]

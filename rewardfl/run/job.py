@@ -2,11 +2,11 @@
 
 An update is
 
-    with one_update(accelerator):
+    with job.one_update():
         for ...:
-            with accelerator.accumulate(policy):
-                ... forward passes and one `backward` ...
-    norm = step(accelerator, optimizer, parameters, max_norm)
+            with job.micro_batch(policy):
+                ... forward passes and one `job.backward(loss)` ...
+    norm = job.step(optimizer, parameters, max_norm)
 
 and the gradients are reduced over the processes once, whatever the number of backwards. Under DDP and FSDP2 the last
 backward does it (accelerate counts them), under ZeRO-2 the end of `one_update`.
@@ -21,7 +21,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
@@ -39,11 +39,13 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     broadcast_object_list,
+    gather_object,
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rewardfl.config import AnyConfig, trainable_experts
+from rewardfl.files import printable
+from rewardfl.run.prepare import Share
 from rewardfl.sharding import placed, whole
 
 # of a collective: the others wait while one process writes sample videos, or fills what is left of the cache
@@ -57,12 +59,233 @@ class LaunchError(ValueError):
     """The processes are not what the launcher was asked for, or cannot train. The message names the way out."""
 
 
+class Job:
+    """The processes of a run, through accelerate. Every method that gathers is called by all of them."""
+
+    def __init__(self, max_grad_norm: float, unused_parameters: bool = False, cpu_threads: int | None = None):
+        """Connect the processes. LaunchError when what runs is not what was asked for.
+
+        max_grad_norm: what `step` will be given. unused_parameters: some backward passes leave out some parameters, as
+        those through one of two trained experts do. cpu_threads: of each process on a CPU, by default its share.
+        """
+        self.accelerator = make_accelerator(max_grad_norm, unused_parameters)
+        self.device = self.accelerator.device
+        self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+        self.main = self.accelerator.is_main_process
+        self.share = Share(self.rank, self.world, quiet=not self.main)
+        if self.device.type == "cpu":
+            torch.set_num_threads(cpu_threads or max(1, os.cpu_count() // self.world))
+
+    def say(self, line: str) -> None:
+        """Print a line, once on each machine."""
+        self.accelerator.print(printable(line))
+
+    def wait(self) -> None:
+        """Until all processes have come here."""
+        self.accelerator.wait_for_everyone()
+
+    def gather(self, tensors: T) -> T:
+        """The tensors, or what is in a list or dict of them, of all processes, concatenated along the first axis."""
+        return self.accelerator.gather(tensors)
+
+    def gather_lists(self, items: list) -> list:
+        """The items of all processes in one list; they may be objects of any kind."""
+        return gather_object(items)
+
+    def largest(self, number: int) -> int:
+        """The maximum over all processes."""
+        return int(self.gather(torch.tensor([number], device=self.device)).max())
+
+    def by_main(self, decide: Callable[[], T], refusal: type[Exception]) -> T:
+        """What `decide` gives on the main process, or the `refusal` that it raises there, on all processes.
+
+        So that none waits in a collective for one that was refused.
+        """
+        found: list = [None, None]
+        if self.main:
+            try:
+                found[0] = decide()
+            except refusal as error:
+                found[1] = error
+        broadcast_object_list(found)
+        if found[1] is not None:
+            raise found[1]
+        return found[0]
+
+    @property
+    def sharding(self) -> str:
+        """What is spread over the processes: none, zero2 or fsdp2."""
+        kinds = {DistributedType.DEEPSPEED: "zero2", DistributedType.FSDP: "fsdp2"}
+        return kinds.get(self.accelerator.distributed_type, "none")
+
+    @property
+    def home(self) -> torch.device:
+        """Where trained experts belong before `prepare`.
+
+        FSDP moves them block by block, and no GPU holds a whole one.
+        """
+        return torch.device("cpu") if self.sharding == "fsdp2" else self.device
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, block_classes: Sequence[str]
+    ) -> tuple[nn.Module, AcceleratedOptimizer, list[nn.Parameter]]:
+        """(what is called to train, the optimizer, the trained parameters: others than before under FSDP).
+
+        With their final values in the model: ZeRO-2 takes its copy of them here. block_classes: the names of the
+        classes of the model's blocks, which FSDP gathers one at a time.
+        """
+        accelerator = self.accelerator
+        accumulation = accelerator.gradient_accumulation_steps
+        if self.sharding == "zero2":
+            accelerator.gradient_accumulation_steps = 1  # as its configuration says, or accelerate warns and takes that
+        if self.sharding == "fsdp2":
+            accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(block_classes)
+        # DDP would send the frozen 28.6 GB from the first process to the others at its start, and every buffer in each
+        # synchronised forward pass; all have loaded the same (invariants.check_loaded)
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        buffers = [name for name, _ in model.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen + buffers)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.gradient_accumulation_steps = accumulation
+        return model, optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # An update
+
+    @property
+    def _engine(self) -> Any:
+        """DeepSpeed's engine, None without."""
+        return self.accelerator.deepspeed_engine_wrapped.engine if self.sharding == "zero2" else None
+
+    @property
+    def backwards(self) -> int:
+        """Backward passes of each process in an update; the last one reduces the gradients."""
+        return self.accelerator.gradient_accumulation_steps
+
+    @backwards.setter
+    def backwards(self, count: int) -> None:
+        self.accelerator.gradient_accumulation_steps = count
+
+    def one_update(self) -> contextlib.AbstractContextManager:
+        """Around all backwards of an update, on every process as many."""
+        engine = self._engine
+        return contextlib.nullcontext() if engine is None else engine.coalesce_grad_reduction()
+
+    def micro_batch(self, policy: nn.Module) -> contextlib.AbstractContextManager:
+        """Around the forward passes of one backward, and it; the last one of an update synchronises."""
+        return self.accelerator.accumulate(policy)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, as it is: accelerate's division by its accumulation count is undone."""
+        engine = self._engine
+        if engine is None:
+            self.accelerator.backward(loss * self.accelerator.gradient_accumulation_steps)
+        else:
+            engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self, optimizer: AcceleratedOptimizer, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
+        """Clip, update unless the gradient is not finite, and forget the gradients; their norm before clipping.
+
+        The norm is that of the gradients of all processes, so all of them skip or none does. ZeRO-2 clips and skips by
+        itself, by the same rule (max_norm is in its configuration), and has no norm to give where it skips but
+        infinity.
+        """
+        engine = self._engine
+        if engine is not None:
+            engine.step()
+            return float(engine.get_global_grad_norm())
+        norm = float(whole(self.accelerator.clip_grad_norm_(parameters, max_norm)))
+        if math.isfinite(norm):
+            optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # The optimizer's state, the same whatever runs: torch's AdamW's, by the position of the parameter
+
+    def optimizer_state(self, optimizer: AcceleratedOptimizer, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+        """What `optimizer.state_dict()` of one process gives. On all processes, which may hold parts of it."""
+        if self._engine is None:
+            state = optimizer.state_dict()
+            every = {i: {name: whole(value) for name, value in of.items()} for i, of in state["state"].items()}
+            return state | {"state": every}
+        adam, flat = self._adam()
+        state = adam.state[flat]  # of the part that is here: step, exp_avg, exp_avg_sq; nothing before the first update
+        # a process may hold padding alone, but all step together
+        parts = {name: value for name, value in state.items() if value.ndim}
+        gathered = {
+            i: {"step": state["step"].cpu().clone()}
+            | {name: self._gather_part(parameter, value) for name, value in parts.items()}
+            for i, parameter in enumerate(parameters)
+            if parts
+        }
+        group = {name: value for name, value in adam.param_groups[0].items() if name != "params"}
+        return {"state": gathered, "param_groups": [group | {"params": list(range(len(parameters)))}]}
+
+    def load_optimizer_state(
+        self, optimizer: AcceleratedOptimizer, parameters: Sequence[nn.Parameter], state: Mapping[str, Any]
+    ) -> None:
+        """Go on from an `optimizer_state`."""
+        if self._engine is None:
+            lying = {
+                i: {name: placed(value, parameters[i]) if value.ndim else value for name, value in of.items()}
+                for i, of in state["state"].items()
+            }
+            optimizer.load_state_dict({**state, "state": lying})
+            return
+        adam, flat = self._adam()
+        group = {name: value for name, value in state["param_groups"][0].items() if name != "params"}
+        adam.param_groups[0].update(group)
+        if not state["state"]:
+            return
+        first = state["state"][0]
+        parts = {name: torch.zeros_like(flat.data) for name, value in first.items() if value.ndim}
+        for i, parameter in enumerate(parameters):
+            for name, part in parts.items():
+                _copy_part(parameter, state["state"][i][name], part)
+        adam.state[flat] = {"step": first["step"].clone()} | parts
+
+    def _adam(self) -> tuple[torch.optim.Optimizer, nn.Parameter]:
+        """(the optimizer that ZeRO-2 drives, this process's part of all parameters in one vector)."""
+        adam = self._engine.optimizer.optimizer
+        ((flat,),) = (group["params"] for group in adam.param_groups)
+        return adam, flat
+
+    def _gather_part(self, parameter: nn.Parameter, vector: Tensor) -> Tensor:
+        """What the vectors of all processes hold for `parameter`, of its shape, on the CPU."""
+        values, places = torch.zeros(parameter.numel(), dtype=vector.dtype, device=self.device), _places(parameter)
+        if places is not None:
+            inside, outside = places
+            values[inside] = vector[outside].to(values.device)
+        return self.accelerator.reduce(values, "sum").view_as(parameter).cpu()
+
+
+def _places(parameter: nn.Parameter) -> tuple[slice, slice] | None:
+    """(where in the flattened parameter, where in the vector) the part is that is on this process; None without one."""
+    mapping = vars(parameter)["_hp_mapping"]
+    if mapping is None:
+        return None
+    inside, outside = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+    return (
+        slice(inside.start, inside.start + inside.numel),
+        slice(outside.start, outside.start + outside.numel),
+    )
+
+
+def _copy_part(parameter: nn.Parameter, value: Tensor, vector: Tensor) -> None:
+    """Put this process's part of `value`, of the parameter's shape, into its place in the vector."""
+    places = _places(parameter)
+    if places is not None:
+        inside, outside = places
+        vector[outside] = value.flatten()[inside].to(vector.device)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Start
 
 
-def make_accelerator(cfg: AnyConfig, accumulation: int) -> Accelerator:
-    """The Accelerator of a training script, checked. accumulation: backwards per update of each process.
+def make_accelerator(max_grad_norm: float, unused_parameters: bool) -> Accelerator:
+    """The Accelerator of a training script, checked; see Job.
 
     LaunchError when what runs is not what was asked for. DeepSpeed's configuration gets here what it would
     otherwise not get at all: a `gradient_clipping` of "auto" is 1.0, whatever `clip_grad_norm_` is told.
@@ -70,22 +293,20 @@ def make_accelerator(cfg: AnyConfig, accumulation: int) -> Accelerator:
     check_environment(os.environ, _launcher())
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     handlers = [
-        DistributedDataParallelKwargs(
-            find_unused_parameters=len(trainable_experts(cfg)) > 1, gradient_as_bucket_view=True
-        ),
+        DistributedDataParallelKwargs(find_unused_parameters=unused_parameters, gradient_as_bucket_view=True),
         # accelerate takes DeepSpeed on a CPU for one process unless it is told the backend; plain DDP must not be told
         InitProcessGroupKwargs(backend="gloo", timeout=TIMEOUT)
         if deepspeed and not torch.cuda.is_available()
         else InitProcessGroupKwargs(timeout=TIMEOUT),
     ]
     accelerator = Accelerator(
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         kwargs_handlers=handlers,
     )
     check_processes(accelerator, os.environ)
     if deepspeed:
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
-            "gradient_clipping": cfg.train.max_grad_norm,
+            "gradient_clipping": max_grad_norm,
             "gradient_accumulation_steps": 1,  # ours, see one_update
             "train_micro_batch_size_per_gpu": 1,  # it asks for one; nothing depends on it
             "zero_force_ds_cpu_optimizer": False,  # torch's AdamW: the same arithmetic everywhere, nothing to compile
@@ -180,183 +401,3 @@ def _launcher() -> list[str]:
         return psutil.Process().parent().cmdline()
     except (psutil.Error, AttributeError):  # gone, not ours, or there is none
         return []
-
-
-def sharding(accelerator: Accelerator) -> str:
-    """What is spread over the processes: none, zero2 or fsdp2."""
-    kinds = {DistributedType.DEEPSPEED: "zero2", DistributedType.FSDP: "fsdp2"}
-    return kinds.get(accelerator.distributed_type, "none")
-
-
-def by_main(accelerator: Accelerator, decide: Callable[[], T], refusal: type[Exception]) -> T:
-    """What `decide` gives on the main process, or the `refusal` that it raises there, on all processes.
-
-    So that none waits in a collective for one that was refused.
-    """
-    found: list = [None, None]
-    if accelerator.is_main_process:
-        try:
-            found[0] = decide()
-        except refusal as error:
-            found[1] = error
-    broadcast_object_list(found)
-    if found[1] is not None:
-        raise found[1]
-    return found[0]
-
-
-def home(accelerator: Accelerator) -> torch.device:
-    """Where trained experts belong before `prepare`: FSDP moves them block by block, and no GPU holds a whole one."""
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    return torch.device("cpu") if sharded else accelerator.device
-
-
-def prepare(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[nn.Module, AcceleratedOptimizer, list[nn.Parameter]]:
-    """(what is called to train, the optimizer, the trained parameters: others than before under FSDP).
-
-    With their final values in the model: ZeRO-2 takes its copy of them here.
-    """
-    accumulation = accelerator.gradient_accumulation_steps
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        accelerator.gradient_accumulation_steps = 1  # as its configuration says, or accelerate warns and takes that
-    # DDP would send the frozen 28.6 GB from the first process to the others at its start, and every buffer in each
-    # synchronised forward pass; all have loaded the same (invariants.check_loaded)
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    buffers = [name for name, _ in model.named_buffers()]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen + buffers)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.gradient_accumulation_steps = accumulation
-    return model, optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# An update
-
-
-def _engine(accelerator: Accelerator):
-    """DeepSpeed's engine, None without."""
-    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    return accelerator.deepspeed_engine_wrapped.engine if deepspeed else None
-
-
-def one_update(accelerator: Accelerator) -> contextlib.AbstractContextManager:
-    """Around all backwards of an update, on every process as many."""
-    engine = _engine(accelerator)
-    return contextlib.nullcontext() if engine is None else engine.coalesce_grad_reduction()
-
-
-def backward(accelerator: Accelerator, loss: Tensor) -> None:
-    """Add the gradients of `loss`, as it is: accelerate's division by its accumulation count is undone."""
-    engine = _engine(accelerator)
-    if engine is None:
-        accelerator.backward(loss * accelerator.gradient_accumulation_steps)
-    else:
-        engine.backward(loss, scale_wrt_gas=False)
-
-
-def step(
-    accelerator: Accelerator, optimizer: AcceleratedOptimizer, parameters: Sequence[nn.Parameter], max_norm: float
-) -> float:
-    """Clip, update unless the gradient is not finite, and forget the gradients; their norm before clipping.
-
-    The norm is that of the gradients of all processes, so all of them skip or none does. ZeRO-2 clips and skips by
-    itself, by the same rule (max_norm is in its configuration), and has no norm to give where it skips but infinity.
-    """
-    engine = _engine(accelerator)
-    if engine is not None:
-        engine.step()
-        return float(engine.get_global_grad_norm())
-    norm = float(whole(accelerator.clip_grad_norm_(parameters, max_norm)))
-    if math.isfinite(norm):
-        optimizer.step()
-    optimizer.zero_grad()
-    return norm
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The optimizer's state, the same whatever runs: torch's AdamW's, by the position of the parameter
-
-
-def optimizer_state(
-    accelerator: Accelerator, optimizer: AcceleratedOptimizer, parameters: Sequence[nn.Parameter]
-) -> dict[str, Any]:
-    """What `optimizer.state_dict()` of one process gives. On all processes, which may hold parts of it."""
-    if _engine(accelerator) is None:
-        state = optimizer.state_dict()
-        return state | {"state": {i: {name: whole(v) for name, v in of.items()} for i, of in state["state"].items()}}
-    adam, flat = _adam(accelerator)
-    state = adam.state[flat]  # of the part that is here: step, exp_avg, exp_avg_sq; nothing before the first update
-    # a process may hold padding alone, but all step together
-    parts = {name: value for name, value in state.items() if value.ndim}
-    gathered = {
-        i: {"step": state["step"].cpu().clone()}
-        | {name: _gather_part(accelerator, parameter, value) for name, value in parts.items()}
-        for i, parameter in enumerate(parameters)
-        if parts
-    }
-    group = {name: value for name, value in adam.param_groups[0].items() if name != "params"}
-    return {"state": gathered, "param_groups": [group | {"params": list(range(len(parameters)))}]}
-
-
-def load_optimizer_state(
-    accelerator: Accelerator,
-    optimizer: AcceleratedOptimizer,
-    parameters: Sequence[nn.Parameter],
-    state: dict[str, Any],
-) -> None:
-    """Go on from an `optimizer_state`."""
-    if _engine(accelerator) is None:
-        lying = {
-            i: {name: placed(value, parameters[i]) if value.ndim else value for name, value in of.items()}
-            for i, of in state["state"].items()
-        }
-        optimizer.load_state_dict(state | {"state": lying})
-        return
-    adam, flat = _adam(accelerator)
-    adam.param_groups[0].update({name: value for name, value in state["param_groups"][0].items() if name != "params"})
-    if not state["state"]:
-        return
-    first = state["state"][0]
-    parts = {name: torch.zeros_like(flat.data) for name, value in first.items() if value.ndim}
-    for i, parameter in enumerate(parameters):
-        for name, part in parts.items():
-            _copy_part(parameter, state["state"][i][name], part)
-    adam.state[flat] = {"step": first["step"].clone()} | parts
-
-
-def _adam(accelerator: Accelerator) -> tuple[torch.optim.Optimizer, nn.Parameter]:
-    """(the optimizer that ZeRO-2 drives, this process's part of all parameters in one vector)."""
-    adam = _engine(accelerator).optimizer.optimizer
-    ((flat,),) = (group["params"] for group in adam.param_groups)
-    return adam, flat
-
-
-def _places(parameter: nn.Parameter) -> tuple[slice, slice] | None:
-    """(where in the flattened parameter, where in the vector) the part is that is on this process; None without one."""
-    mapping = parameter._hp_mapping
-    if mapping is None:
-        return None
-    inside, outside = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-    return (
-        slice(inside.start, inside.start + inside.numel),
-        slice(outside.start, outside.start + outside.numel),
-    )
-
-
-def _gather_part(accelerator: Accelerator, parameter: nn.Parameter, vector: Tensor) -> Tensor:
-    """What the vectors of all processes hold for `parameter`, of its shape, on the CPU."""
-    values, places = torch.zeros(parameter.numel(), dtype=vector.dtype, device=accelerator.device), _places(parameter)
-    if places is not None:
-        inside, outside = places
-        values[inside] = vector[outside].to(values.device)
-    return accelerator.reduce(values, "sum").view_as(parameter).cpu()
-
-
-def _copy_part(parameter: nn.Parameter, value: Tensor, vector: Tensor) -> None:
-    """Put this process's part of `value`, of the parameter's shape, into its place in the vector."""
-    places = _places(parameter)
-    if places is not None:
-        inside, outside = places
-        vector[outside] = value.flatten()[inside].to(vector.device)

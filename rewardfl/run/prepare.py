@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import data, files, groups, reward_flow
+from rewardfl import data, files, groups, reward_flow, sde
 from rewardfl.backbones import seam
-from rewardfl.backbones.seam import Backbone, Conditioning, Experts, Schedule, Velocity
+from rewardfl.backbones.seam import Backbone, Conditioning, Experts, Schedule, Shape, Velocity
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache, CacheError, Key
 from rewardfl.rewards import Reward
 
 Number = int | float | None
 T = TypeVar("T")
+Schedules = Callable[[Shape], Schedule]  # the denoising steps of latents of a shape
 READERS = 4  # files that a process hashes, or whose headers it reads, at a time
 Gather = Callable[[list], list]  # collects a list over all processes, as accelerate.utils.gather_object does
 
@@ -63,8 +64,8 @@ class Share:
 
 def fill(
     store: Cache,
-    wanted: Iterable[tuple[Key, object]],
-    ready: Callable[[], Callable[[object], Mapping[str, Tensor]]],
+    wanted: Iterable[tuple[Key, T]],
+    ready: Callable[[], Callable[[T], Mapping[str, Tensor]]],
     share: Share,
     what: str,
 ) -> None:
@@ -114,7 +115,7 @@ def readable(
 # Clips and what the rewards keep of them
 
 
-def look_at(
+def look_at_all(
     rows: Sequence[data.Row], num_frames: int, fps: float | None, share: Share, gather: Gather
 ) -> list[data.Look]:
     """data.look_at of each row, on every process; each looks at its share."""
@@ -211,9 +212,9 @@ def _read_clip(
                     store.put(key, _entry(reward.reference(video, row.prompt)))
         kept = {"image": example.image}
         store.put(clip, kept)
-    size = tuple(kept["image"].shape[1:])
+    height, width = kept["image"].shape[1:]
     return [
-        Found(row.line, (), size)
+        Found(row.line, (), (height, width))
         if read(store, keys[row.line][0])["usable"]
         else Found(row.line, (f"{rewards[0].nothing_found} {row.face_video}",))
         for row in rows
@@ -252,17 +253,12 @@ def samples(
 # Conditioning and boundary latents
 
 
-def before_boundary(schedule: Schedule) -> Tensor:
-    """The sigmas of the high-noise expert's steps, and the one that they arrive at."""
-    return schedule.sigmas[: schedule.experts.count("high_noise") + 1]
-
-
 @dataclass(frozen=True)
 class Conditions:
-    """The conditioning of samples, and the latents at the boundary between the experts, in the cache.
+    """The conditioning of samples, and the latents that the first expert hands over to the second, in the cache.
 
-    text, vae, untrained: files.model_digest of what the entries are computed with; untrained is the expert that
-    answers before the boundary. dtype: what these compute in.
+    text, vae, untrained: what the entries are computed with, by digests; untrained is the first expert. dtype: what
+    these compute in. num_frames: of every clip.
     """
 
     store: Cache
@@ -290,31 +286,38 @@ class Conditions:
     def fill_boundary(
         self,
         noises: Sequence[tuple[Sample, int]],
-        schedule: Schedule,
+        schedules: Schedules,
         device: torch.device,
         share: Share,
     ) -> None:
         """Compute, on `device`, the boundary latents that are missing for samples with noise seeds.
 
-        The high-noise expert is loaded only for that, and gone afterwards.
+        The first expert is loaded only for that, and gone afterwards.
         """
-        sigmas = before_boundary(schedule)
 
-        def high_noise_expert() -> Callable[[tuple[Sample, int]], Mapping[str, Tensor]]:
-            first = schedule.experts[0]
+        def first_expert() -> Callable[[tuple[Sample, int]], Mapping[str, Tensor]]:
+            first = self.backbone.experts[0]
             experts = Experts({first: self.backbone.load_expert(first).to(device)})
 
             def run(item: tuple[Sample, int]) -> Mapping[str, Tensor]:
                 sample, seed = item
+                schedule = schedules(self.shape_of(sample))
                 conditioning = seam.to(self.conditioning(sample), device)
                 velocity = Velocity(self.backbone, experts, conditioning, schedule)
-                x = groups.noise((1, *self.backbone.latent_shape(*sample.size, self.num_frames)), seed, device)
-                return {"x": reward_flow.rollout(velocity, x, sigmas, keep=()).x0}
+                x = groups.noise((1, *self.shape_of(sample)), seed, device)
+                return {"x": reward_flow.rollout(velocity, x, schedule.sigmas[: schedule.handover + 1], keep=()).x0}
 
             return run
 
-        wanted = [(self._boundary_key(sample, seed, sigmas), (sample, seed)) for sample, seed in noises]
-        fill(self.store, wanted, high_noise_expert, share, "boundary latents")
+        wanted = [
+            (self._boundary_key(sample, seed, schedules(self.shape_of(sample))), (sample, seed))
+            for sample, seed in noises
+        ]
+        fill(self.store, wanted, first_expert, share, "boundary latents")
+
+    def shape_of(self, sample: Sample) -> Shape:
+        """(C, T, h, w) of the sample's latents."""
+        return self.backbone.latent_shape(*sample.size, self.num_frames)
 
     def conditioning(self, sample: Sample) -> Conditioning:
         """What the networks are told of one sample, on the CPU."""
@@ -324,13 +327,19 @@ class Conditions:
         """(row, its conditioning), of another row where the cache lost it and `skip`: see `readable`."""
         return readable(samples, row, lambda other: self.conditioning(samples[other]), skip, tqdm.write)
 
+    def batch(self, samples: Sequence[Sample], rows: Sequence[int], skip: bool) -> tuple[Conditioning, Tensor]:
+        """(the conditioning of a forward pass of these rows, (B,) bool: it is their own and not another clip's)."""
+        read_all = [self.readable(samples, row, skip) for row in rows]
+        own = [found == row for (found, _), row in zip(read_all, rows, strict=True)]
+        return self.backbone.collate([conditioning for _, conditioning in read_all]), torch.tensor(own)
+
     def text_of(self, prompt: str) -> Conditioning:
         """The part of the conditioning that a prompt makes, on the CPU."""
         return read(self.store, self._text_key(prompt))
 
     def boundary_latents(self, sample: Sample, noise_seed: int, schedule: Schedule) -> Tensor:
-        """(1, C, T, h, w) float32, on the CPU, that the schedule's first low-noise step starts from."""
-        return read(self.store, self._boundary_key(sample, noise_seed, before_boundary(schedule)))["x"]
+        """(1, C, T, h, w) float32, on the CPU, that the second expert's first step starts from."""
+        return read(self.store, self._boundary_key(sample, noise_seed, schedule))["x"]
 
     def _text_key(self, prompt: str) -> Key:
         return {"kind": "text", "model": self.text, "dtype": self.dtype, "prompt": prompt}
@@ -338,9 +347,105 @@ class Conditions:
     def _image_key(self, sample: Sample) -> Key:
         return {"kind": "image", "model": self.vae, "dtype": self.dtype, "clip": cache.digest(sample.clip)}
 
-    def _boundary_key(self, sample: Sample, noise_seed: int, sigmas: Tensor) -> Key:
+    def _boundary_key(self, sample: Sample, noise_seed: int, schedule: Schedule) -> Key:
         return {
-            "kind": "boundary", "model": self.untrained, "dtype": self.dtype, "seed": noise_seed,
-            "text": cache.digest(self._text_key(sample.row.prompt)), "image": cache.digest(self._image_key(sample)),
-            "sigmas": sigmas.tolist(),
-        }  # fmt: skip
+            "kind": "boundary",
+            "model": self.untrained,
+            "dtype": self.dtype,
+            "seed": noise_seed,
+            "text": cache.digest(self._text_key(sample.row.prompt)),
+            "image": cache.digest(self._image_key(sample)),
+            "sigmas": schedule.sigmas[: schedule.handover + 1].tolist(),
+        }
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What a forward pass starts from
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one forward pass of reward feedback learning starts from: B clips of one size, on the device."""
+
+    rows: list[int]  # of the samples
+    replaced: list[bool]  # whether the clip stands in for one whose cache entries are lost
+    conditioning: Conditioning
+    x: Tensor  # (B, C, T, h, w) float32
+    schedule: Schedule
+    start: int  # the denoising step that x is given to
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Where the rollouts of reward feedback learning start: at each clip's noise, or at what is cached of it.
+
+    schedules: the denoising steps by the shape of latents. noises: sample.noises_per_sample. cached: the first expert's
+    steps are in the cache. skip: take another clip where the cache has lost one.
+    """
+
+    samples: Sequence[Sample]
+    conditions: Conditions
+    schedules: Schedules
+    seed: int
+    noises: str | int
+    cached: bool
+    skip: bool
+    device: torch.device
+
+    def batch(self, visits: Sequence[tuple[int, int]]) -> Batch:
+        """The samples (epoch, row); epoch -1 is that of the sample videos. CacheError where an entry is lost."""
+        read_all = [
+            readable(self.samples, row, partial(self._read, epoch), self.skip, tqdm.write) for epoch, row in visits
+        ]
+        rows = [row for row, _ in read_all]
+        conditioning = self.conditions.backbone.collate([conditioning for _, (conditioning, _) in read_all])
+        schedule = self.schedules(self.conditions.shape_of(self.samples[rows[0]]))
+        return Batch(
+            rows=rows,
+            replaced=[row != wanted for row, (_, wanted) in zip(rows, visits, strict=True)],
+            conditioning=seam.to(conditioning, self.device),
+            x=torch.cat([x for _, (_, x) in read_all]).to(self.device),
+            schedule=schedule,
+            start=schedule.handover if self.cached else 0,
+        )
+
+    def fill(self, sample_videos: int, share: Share) -> None:
+        """Compute what the cache lacks of the noises of the samples, and of the first ones' sample videos."""
+        epochs = range(self.noises) if isinstance(self.noises, int) else range(0)
+        noises = [(sample, self._noise_seed(sample, epoch)) for sample in self.samples for epoch in epochs]
+        noises += [(sample, self._noise_seed(sample, -1)) for sample in self.samples[:sample_videos]]
+        self.conditions.fill_boundary(noises, self.schedules, self.device, share)
+
+    def _noise_seed(self, sample: Sample, epoch: int) -> int:
+        return groups.training_noise_seed(self.seed, epoch, sample.row.id, self.noises)
+
+    def _read(self, epoch: int, row: int) -> tuple[Conditioning, Tensor]:
+        sample = self.samples[row]
+        seed, shape = self._noise_seed(sample, epoch), self.conditions.shape_of(sample)
+        if self.cached:
+            x = self.conditions.boundary_latents(sample, seed, self.schedules(shape))
+        else:
+            x = groups.noise((1, *shape), seed)
+        return self.conditions.conditioning(sample), x
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One forward pass of Flow-GRPO's members, and what scoring them again takes."""
+
+    members: list[groups.Member]
+    own: Tensor  # (B,) bool: the conditioning is the member's; another clip's stands in for one that is lost
+    conditioning: Conditioning
+    schedule: Schedule
+    kernel: sde.Kernel
+    steps: dict[int, sde.Step]  # of the window
+
+    @property
+    def group_ids(self) -> Tensor:
+        """(B,)."""
+        return torch.tensor([member.group_id for member in self.members])
+
+    @property
+    def rows(self) -> Tensor:
+        """(B,) of the samples."""
+        return torch.tensor([member.row for member in self.members])

@@ -1,42 +1,47 @@
-"""What both training scripts do before their first step, of the whole configuration: data, rewards, model, adapter.
+"""Set-up of both training scripts, as calls that return plain records: files, data, rewards, model, what a run leaves.
 
-Nothing here decides what happens in training.
+Nothing here decides what happens in training. Whatever is wrong with the input is refused here, most of it before any
+weight is read.
 """
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from rewardfl import backbones, data, groups, grpo, lora, offload
 from rewardfl import config as configuration
-from rewardfl import data, groups, lora, offload
-from rewardfl.backbones.seam import DTYPES, Backbone, Experts
-from rewardfl.backbones.wan import load as wan_load
-from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.backbone import Wan22I2V, of_files
+from rewardfl.backbones.seam import Adapter, Backbone, Experts, Source
 from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
-from rewardfl.files import model_digest
-from rewardfl.rewards import FaceIdentityReward
+from rewardfl.files import model_digest, printable
+from rewardfl.optim import learning_rate_factor
+from rewardfl.rewards import FaceIdentityReward, blackbox
+from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.face import parity as face_parity
-from rewardfl.rewards.face.pack import describe, file_hashes
+from rewardfl.rewards.face.pack import describe_packs, file_hashes
 from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.terms import RewardError, Term
-from rewardfl.run import checkpoint, checks, prepare, trackers
-from rewardfl.run import job as distributed
+from rewardfl.run import checkpoint, checks, invariants, prepare, trackers, work
+from rewardfl.run.job import Job, LaunchError
+from rewardfl.run.log import Log
+from rewardfl.run.signals import Interruption
 from rewardfl.weights import lora_files, merge
 from rewardfl.weights.shards import Refused
 
 VERSIONED = (
+    "rewardfl",
     "torch",
     "accelerate",
     "diffusers",
@@ -53,9 +58,35 @@ SEED_STRIDE = 1_000_003  # between the adapters of two experts, which must not s
 
 # what is wrong with the input: one line for the user instead of a traceback
 REFUSALS = (
-    configuration.ConfigError, data.DataError, checkpoint.CheckpointError, Refused, RewardError, RewardServerError,
-    face_parity.FaceParityError, distributed.LaunchError, prepare.CacheError, trackers.TrackerError,
-)  # fmt: skip
+    configuration.ConfigError,
+    data.DataError,
+    checkpoint.CheckpointError,
+    Refused,
+    RewardError,
+    RewardServerError,
+    face_parity.FaceParityError,
+    LaunchError,
+    prepare.CacheError,
+    trackers.TrackerError,
+    grpo.RatioError,
+)
+
+
+def main(
+    description: str, kind: type[AnyConfig], train: Callable[[Any, bool, Interruption, checkpoint.RunFolder], int]
+) -> int:
+    """A script: its command line, `train`, and the exit code of what it gives or raises."""
+    args = command_line(description)
+    try:
+        with Interruption() as interruption, checkpoint.RunFolder() as run_folder:
+            cfg = configuration.load(args.config, args.overrides, kind)
+            return train(cfg, args.dry_run, interruption, run_folder)
+    except REFUSALS as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 2
+    except invariants.InvariantError as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return error.exit_code
 
 
 def command_line(description: str) -> argparse.Namespace:
@@ -69,44 +100,67 @@ def command_line(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def open_model(cfg: AnyConfig) -> Wan22I2V:
-    """The model, with the distillation that belongs to it: all of its files are checked, by their headers alone."""
+# ------------------------------------------------------------------------------------------------------------
+# What will be done, as far as the configuration and headers tell
+
+
+def model_source(cfg: AnyConfig) -> Source:
+    """What the configuration says of the model's files."""
+    model = cfg.model
+    return Source(
+        model_paths=model.model_paths,
+        tokenizer_path=model.tokenizer_path,
+        origin_paths=model.model_id_with_origin_paths,
+        allow_download=model.allow_download,
+        boundary=model.min_timestep_boundary,
+        dtype=model.dtype,
+        distilled=(model.distill_lora_high, model.distill_lora_low, model.distill_lora_mode),
+    )
+
+
+def open_model(cfg: AnyConfig) -> Backbone:
+    """The model: all of its files are checked by their headers alone, and so is what the run wants of them."""
     trackers.check_installed(cfg.run.log_with)
     checks.check_threads(cfg.run.cpu_threads, os.cpu_count())
     checks.check_paths(cfg)
-    layout = wan_load.find(
-        cfg.model.model_paths, cfg.model.tokenizer_path, cfg.model.model_id_with_origin_paths, cfg.model.allow_download
-    )
-    layout = wan_load.open_files(layout)
-    targets = lora.target_modules(cfg.lora.lora_target_modules)
-    lora.check_targets(targets, wan_load.linear_layers(layout.opened["low_noise"]))
-    spatial, temporal = checks.vae_factors(layout.configs)
-    checks.check_geometry(
-        cfg.data.height, cfg.data.width, cfg.data.num_frames, spatial, temporal, max_pixels=cfg.data.max_pixels
-    )
-    init_adapters(cfg, layout)
-    distilled = (cfg.model.distill_lora_high, cfg.model.distill_lora_low, cfg.model.distill_lora_mode)
-    return of_files(layout, checks.boundary_of(cfg, layout.configs), DTYPES[cfg.model.dtype], distilled)
+    backbone = backbones.open(cfg.model.model_name, model_source(cfg))
+    targets = lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names)
+    lora.check_targets(targets, backbone.linear_layers(), backbone.layer_names)
+    backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
+    init_adapters(cfg, backbone)
+    return backbone
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Clips and rewards
+def open_job(cfg: AnyConfig) -> Job:
+    """The run's processes, connected. LaunchError when what runs is not what was asked for."""
+    several = len(configuration.trained_positions(cfg)) > 1
+    return Job(cfg.train.max_grad_norm, unused_parameters=several, cpu_threads=cfg.run.cpu_threads)
 
 
-def load_example(cfg: AnyConfig, row: data.Row) -> data.Example:
-    size = (cfg.data.height, cfg.data.width, cfg.data.num_frames)
-    return data.load_example(row, *size, max_pixels=cfg.data.max_pixels, fps=cfg.data.fps)
+@dataclass(frozen=True)
+class Rows:
+    """The rows that can be used as far as their files' headers tell, and what is said of the others and of these."""
+
+    train: list[data.Row]
+    held_out: list[data.Row]  # of evaluation.eval_clips
+    said: list[str]
 
 
-def look_at_rows(
-    cfg: AnyConfig, rows: Sequence[data.Row], share: prepare.Share, gather: prepare.Gather
-) -> tuple[list[data.Row], list[str]]:
-    """(rows that can be trained on as far as their files' headers tell, what is said of the others and of these).
+def look_at_rows(cfg: AnyConfig, job: Job) -> Rows:
+    """Look at the headers of all clips, milliseconds for each.
 
-    Takes milliseconds per clip. DataError lists every row that cannot be trained on,
-    unless data.skip_bad_rows, and is raised where none is left.
+    DataError lists every row that cannot be used, unless data.skip_bad_rows, and is raised where none is left.
     """
-    looks = prepare.look_at(rows, cfg.data.num_frames, cfg.data.fps, share, gather)
+    rows, said = _look_at(cfg, data.load_metadata(cfg.data.file_name), job)
+    held_out: list[data.Row] = []
+    if isinstance(cfg, configuration.FlowGrpoConfig) and cfg.evaluation.eval_clips:
+        held_out, more = _look_at(cfg, data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips"), job)
+        said = said + more
+    return Rows(rows, held_out, said)
+
+
+def _look_at(cfg: AnyConfig, rows: Sequence[data.Row], job: Job) -> tuple[list[data.Row], list[str]]:
+    looks = prepare.look_at_all(rows, cfg.data.num_frames, cfg.data.fps, job.share, job.gather_lists)
     problems = [(row.line, problem) for row, look in zip(rows, looks, strict=True) for problem in look.problems]
     good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     said, table = [f"skipped: {line}" for line in bad], rows[0].table
@@ -118,210 +172,86 @@ def look_at_rows(
     return good, [*said, *(f"note: {table}: {note}" for note in notes)]
 
 
-def find_samples(
-    cfg: AnyConfig,
-    rows: Sequence[data.Row],
-    terms: Sequence[Term],
-    store: Cache,
-    device: torch.device,
-    share: prepare.Share,
-    gather: prepare.Gather,
-) -> tuple[list[prepare.Sample], list[str]]:
-    """(samples, what is said of rows that are left out): the clips, read once, and what the rewards keep of them.
+def say_plan(cfg: AnyConfig, backbone: Backbone, rows: Rows, steps: int, job: Job) -> None:
+    """Print what the run will do: where it differs from the checkpoint, its configuration, arithmetic and sigmas."""
+    notes = [f"note: {note}" for note in backbone.differences(cfg.sample.shift)]
+    overview = work.overview(cfg, backbone, len(rows.train), steps, job.world)
+    for line in [*notes, *rows.said, configuration.dump(cfg), overview]:
+        job.say(line)
 
-    rows: those that look_at_rows left.
+
+# ------------------------------------------------------------------------------------------------------------
+# The run's folder, and what it goes on from
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run's folder, which is this process group's alone, and the checkpoint that it goes on from."""
+
+    folder: checkpoint.RunFolder
+    base: Mapping[str, str]  # as `identify` gives them
+    path: Path | None  # of the checkpoint; None to start anew
+    step: int  # that it was saved after
+    changes: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class ResumedRun:
+    """What the run is made of, and the state of the checkpoint that it goes on from.
+
+    content: see content_of. changes: all that run.resume_with_changes has allowed. state: {} to start anew; what is
+    loaded of it is taken out of it, so that nothing is held twice.
     """
-    rewards = [term.reward for term in terms]
-    size = {name: getattr(cfg.data, name) for name in ("height", "width", "num_frames", "max_pixels", "fps")}
-    hashes, unreadable = prepare.hash_files(rows, share, gather)
-    problems = [
-        (row.line, unreadable[path]) for row in rows for path in dict.fromkeys(row.files.values()) if path in unreadable
-    ]
-    lost = {line for line, _ in problems}
-    whole = [row for row in rows if row.line not in lost]
-    load = partial(data.read_example, **size)
-    found = gather(prepare.references(store, whole, hashes, size, load, rewards, device, share))
-    problems += [(one.line, problem) for one in found for problem in one.problems]
-    rows, said = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
-    return prepare.samples(store, rows, hashes, size, found, rewards), said
+
+    opened: Opened
+    content: Mapping[str, Mapping[str, str]]
+    init: Mapping[str, lora_files.Lora]
+    changes: list[dict[str, Any]]
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The steps that are done."""
+        return self.opened.step
 
 
-def check_face_packs(
+def identify(backbone: Backbone) -> dict[str, str]:
+    """{part of the base model: digest of its files}, the distillation included; settings: of what else it is."""
+    parts = {part: model_digest(files) for part, files in backbone.weight_files().items()}
+    return parts | {"settings": digest(backbone.settings())}
+
+
+def open_run(cfg: AnyConfig, run_folder: checkpoint.RunFolder, job: Job, backbone: Backbone) -> Opened:
+    """Take the folder: the main process locks it and looks at it, the others do as it says."""
+    base = identify(backbone)
+    take = partial(checkpoint.prepare_output_dir, run_folder, configuration.to_dict(cfg), base)
+    found = job.by_main(take, checkpoint.CheckpointError)
+    return Opened(run_folder, base, found.path, found.step, found.changes)
+
+
+def resume(
     cfg: AnyConfig,
+    opened: Opened,
+    job: Job,
+    backbone: Backbone,
     terms: Sequence[Term],
     samples: Sequence[prepare.Sample],
-    device: torch.device,
-    share: prepare.Share,
-    gather: prepare.Gather,
-) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """({configuration key: {file: sha256}}, what is said of them) of the face rewards, on every process.
+    held_out: Sequence[prepare.Sample] = (),
+    batches: Mapping[str, int | None] | None = None,
+) -> ResumedRun:
+    """The checkpoint's state, if there is one; the face packs are asked first whether they answer as onnxruntime does.
 
-    The first process asks, on the first sample's real clip. Raised on all of them: FaceParityError when a pack does not
-    answer on the device as onnxruntime does, DataError when that clip cannot be read any more.
+    CheckpointError when what the configuration leads to has changed since, or how the data are batched. batches:
+    global_batch, clips per update, and one_shape_batch, clips per forward pass where they differ in size, because
+    their order depends on it then.
     """
-    packs = {term.key: term.reward.identity for term in terms if isinstance(term.reward, FaceIdentityReward)}
-    if not packs:
-        return {}, []
-    answers = []
-    if share.rank == 0:
-        hashes = {key: file_hashes(identity.files) for key, identity in packs.items()}
-        try:
-            clip = load_example(cfg, samples[0].row).reference.to(device)
-            answers.append((hashes, describe(hashes) + face_parity.check_packs(packs, clip), None))
-        except (face_parity.FaceParityError, data.DataError) as error:  # the others wait for an answer
-            answers.append(({}, [], error))
-    ((hashes, said, refused),) = gather(answers)
-    if refused:
-        raise refused
-    return hashes, said
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Model and adapter
-
-
-def base_model(cfg: AnyConfig, layout: wan_load.Layout) -> dict[str, str]:
-    """{part of the base model: digest of its files}, the distillation included; settings: of its configurations."""
-    settings = {part: wan_load.config_of(layout, part) for part in (*wan.PARTS.values(), "vae")}
-    settings = {
-        part: {key: value for key, value in config.items() if not key.startswith("_")}  # the version that wrote it
-        for part, config in settings.items()
-    }
-    settings["boundary_ratio"] = checks.boundary_ratio(layout.configs)
-    weights = {part: model_digest(files) for part, files in wan_load.files(layout).items()}
-    distilled = {"distill_high": cfg.model.distill_lora_high, "distill_low": cfg.model.distill_lora_low}
-    weights |= {name: model_digest([Path(path)]) for name, path in distilled.items() if path}
-    return weights | {"settings": digest(settings)}
-
-
-def conditions_of(cfg: AnyConfig, backbone: Backbone, weights: dict[str, str], store: Cache) -> prepare.Conditions:
-    """weights: as base_model gives them."""
-    # what the untrained expert's answers depend on: its weights and the distillation that goes with them
-    base = weights["high_noise"]
-    if "distill_high" in weights:
-        base = f"{base} {weights['distill_high']} {cfg.model.distill_lora_mode}"
-    return prepare.Conditions(
-        store, backbone, weights["text_encoder"], weights["vae"], base, cfg.model.dtype, cfg.data.num_frames
-    )
-
-
-def init_adapters(cfg: AnyConfig, layout: wan_load.Layout) -> dict[str, lora_files.Lora]:
-    """{expert: the LoRA that its adapter starts from} of lora.init_from, by their headers; empty without one.
-
-    Refused where they are not of the trained experts, or not of the adapter's rank, alpha, layers and shapes.
-    """
-    if cfg.lora.init_from is None:
-        return {}
-    names, where = configuration.trainable_experts(cfg), f"lora.init_from: {cfg.lora.init_from}"
-    found = lora_files.read_lora(cfg.lora.init_from)
-    if len(found) == len(names) == 1 and found[0].expert is None:
-        found = lora_files.assign(found, names[0])
-    if {one.expert for one in found} != set(names):
-        has = ", ".join(sorted(one.expert or "unknown" for one in found))
-        raise Refused(
-            f"{where} is for {has}, model.trainable_models {cfg.model.trainable_models} for {', '.join(names)}; give "
-            "an adapter of these experts"
-        )
-    rank, alpha = cfg.lora.lora_rank, cfg.lora.lora_alpha or cfg.lora.lora_rank
-    targets = tuple(lora.target_modules(cfg.lora.lora_target_modules))
-    for one in found:
-        config = wan_load.config_of(layout, wan.PARTS[one.expert])
-        adapter = wan_load.Adapter(rank, targets)
-        model = wan_load.new_expert(config, torch.float32, config["num_layers"], adapter)
-        wanted = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-        _check_init(where, one, rank, alpha, wanted)
-    return {one.expert: one for one in found}
-
-
-def _check_init(where: str, given: lora_files.Lora, rank: int, alpha: float, wanted: dict[str, tuple]) -> None:
-    """Refused unless the LoRA is one of this rank and alpha, with exactly the `wanted` tensors, {name: shape}."""
-    shapes = {}
-    for name, update in given.updates.items():
-        if update.sources().keys() != {"down", "up"}:
-            raise Refused(f"{where}: {name} has more than a low-rank update; an adapter has no bias and no magnitude")
-        if update.rank != rank or update.scale != alpha / rank:
-            raise Refused(
-                f"{where} has rank {update.rank} and alpha {update.scale * update.rank:g} in {name}, this run "
-                f"lora.lora_rank {rank} and lora.lora_alpha {alpha:g}; set them to the same"
-            )
-        shapes[f"{name}.lora_A.{lora.POLICY}.weight"] = tuple(update.down.shape)
-        shapes[f"{name}.lora_B.{lora.POLICY}.weight"] = tuple(update.up.shape)
-    if differing := sorted(shapes.items() ^ wanted.items()):
-        name, shape = differing[0]
-        raise Refused(
-            f"{where} has other layers, or other shapes, than lora.lora_target_modules gives in this model, for "
-            f"instance {name} of shape {shape} in one of the two"
-        )
-    merge.check_finite(given)
-
-
-def load_experts(
-    cfg: AnyConfig, backbone: Backbone, device: torch.device, home: torch.device, skip: Sequence[str] = ()
-) -> tuple[Experts, dict[str, nn.Module]]:
-    """(all experts in their places, the trained ones by name with their LoRA, at `home`).
-
-    skip: experts that nothing will ask.
-    """
-    names = configuration.trainable_experts(cfg)
-    outside = [name for name in backbone.experts if name not in names]
-    model_of = dict.fromkeys(backbone.experts)  # one at a time: the host holds one expert
-    for name in outside:
-        if name not in skip:
-            model_of[name] = offload.place(backbone.load_expert(name), cfg.experts.untrained, device)
-    for i, name in enumerate(names):
-        expert = backbone.load_expert(name).to(home)
-        lora.inject(
-            expert, cfg.lora.lora_rank, cfg.lora.lora_alpha or cfg.lora.lora_rank,
-            lora.target_modules(cfg.lora.lora_target_modules), cfg.run.seed + i * SEED_STRIDE,
-        )  # fmt: skip
-        if cfg.train.use_gradient_checkpointing_offload:
-            expert.enable_gradient_checkpointing(offload.checkpoint_on_host)
-        elif cfg.train.use_gradient_checkpointing:
-            expert.enable_gradient_checkpointing()
-        model_of[name] = expert
-    return Experts(model_of, outside), {name: model_of[name] for name in names}
-
-
-def seed_generators(seed: int, step: int, rank: int) -> None:
-    """Python's, numpy's and torch's own generators, which nothing here draws from but a reward of the user's may.
-
-    A function of the step, so that a resumed run draws what it would have drawn.
-    """
-    set_seed(groups.noise_seed(seed, step, f"process {rank}") % 2**32)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# What a run leaves
-
-
-def open_run(
-    cfg: AnyConfig, run_folder: checkpoint.RunFolder, accelerator: Accelerator, weights: Mapping[str, str]
-) -> checkpoint.Resumption:
-    """What to go on from: the main process locks and looks at the folder, the others do as it says.
-
-    weights: as base_model gives them.
-    """
-    open_folder = partial(checkpoint.prepare_output_dir, run_folder, configuration.to_dict(cfg), weights)
-    return distributed.by_main(accelerator, open_folder, checkpoint.CheckpointError)
-
-
-def begin_run(
-    cfg: AnyConfig,
-    run_folder: checkpoint.RunFolder,
-    metrics_file: checkpoint.MetricsFile,
-    last_line: int,
-    weights: Mapping[str, str],
-    content: Mapping[str, Mapping[str, str]],
-    changes: Sequence[Mapping[str, Any]],
-) -> None:
-    """For the main process: write run.json, and cut the metrics back to step `last_line`."""
-    run_folder.keep()
-    metrics_file.cut_back(last_line)
-    packs = {key: files for key, files in content.items() if key.startswith("reward.")}
-    checkpoint.write_run_json(
-        run_folder, configuration.to_dict(cfg), sys.argv, checkpoint.library_versions(VERSIONED),
-        checkpoint.git_commit(Path(__file__).parent), packs, weights, content["lora.init_from"], changes,
-    )  # fmt: skip
+    packs, said = _check_face_packs(cfg, terms, samples, job)
+    for line in said:
+        job.say(line)
+    init = init_adapters(cfg, backbone)
+    content = content_of(samples, held_out, packs, init)
+    state, changes = _load_state(cfg, opened, content, batches or {})
+    return ResumedRun(opened, content, init, changes, state)
 
 
 def content_of(
@@ -329,7 +259,7 @@ def content_of(
     held_out: Sequence[prepare.Sample],
     face_packs: Mapping[str, Mapping[str, str]],
     init: Mapping[str, lora_files.Lora],
-) -> dict[str, dict[str, str]]:
+) -> dict[str, Mapping[str, str]]:
     """{key of the configuration: {what it leads to, in order: its digest}}, which must not change in a run."""
     return {
         "data.file_name": {sample.row.id: digest(sample.clip) for sample in samples},
@@ -339,43 +269,16 @@ def content_of(
     }
 
 
-def save_adapters(trained: dict[str, nn.Module], states: dict[str, dict[str, Tensor]], folder: Path) -> None:
-    """states: lora.adapter_state of each, gathered by all processes."""
-    for name, expert in trained.items():
-        lora.save_adapter(expert, folder / wan.PARTS[name], states[name])
-
-
-def load_adapters(trained: dict[str, nn.Module], folder: Path) -> None:
-    """CheckpointError for a checkpoint without the adapters that are trained."""
-    for name, expert in trained.items():
-        try:
-            lora.load_adapter(expert, folder / wan.PARTS[name])
-        except (ValueError, FileNotFoundError) as error:
-            raise checkpoint.CheckpointError(f"{folder} cannot be gone on from: {error}") from error
-
-
-def start_adapters(trained: dict[str, nn.Module], init: Mapping[str, lora_files.Lora]) -> None:
-    """init: as init_adapters gives them; without them the adapters stay as they are, and change nothing."""
-    for name, one in init.items():
-        lora.start_from(trained[name], one)
-
-
-def load_state(
+def _load_state(
     cfg: AnyConfig,
-    opened: checkpoint.Resumption,
+    opened: Opened,
     content: Mapping[str, Mapping[str, str]],
-    global_batch: int | None = None,
-    one_shape_batch: int | None = None,
-) -> tuple[dict | None, list[dict[str, Any]]]:
-    """(a checkpoint's state, all changes that run.resume_with_changes has allowed); (None, []) to start anew.
-
-    CheckpointError when what the configuration leads to (`content`, as content_of gives it) has changed since, or how
-    the data are batched. one_shape_batch: clips per forward pass where they differ in size, because their order
-    depends on it then.
-    """
+    batches: Mapping[str, int | None],
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(the checkpoint's state, all changes that were allowed); ({}, []) to start anew."""
     folder, changes = opened.path, list(opened.changes)
     if folder is None:
-        return None, []
+        return {}, []
     state = checkpoint.load_state(folder)
     if "content" not in state or state["step"] != opened.step:
         raise checkpoint.CheckpointError(
@@ -389,16 +292,17 @@ def load_state(
             raise checkpoint.CheckpointError(_changed_content(folder, key, words))
         if words:
             changes.append({"key": key, "old": digest(old), "new": digest(new), "step": opened.step})
-    if state.get("global_batch") != global_batch:
+    was, now = state.get("global_batch"), batches.get("global_batch")
+    if was != now:
         raise checkpoint.CheckpointError(
-            f"{folder} was trained on {state.get('global_batch')} clips per update, "
-            f"train.per_device_train_batch_size x train.gradient_accumulation_steps x the processes now give "
-            f"{global_batch}; they may change, their product may not"
+            f"{folder} was trained on {was} clips per update, train.per_device_train_batch_size x "
+            f"train.gradient_accumulation_steps x the processes now give {now}; they may change, their product may not"
         )
-    if state.get("one_shape_batch") != one_shape_batch:
+    was, now = state.get("one_shape_batch"), batches.get("one_shape_batch")
+    if was != now:
         raise checkpoint.CheckpointError(
-            f"{folder} was trained on clips of several sizes with train.per_device_train_batch_size "
-            f"{state.get('one_shape_batch')}, now {one_shape_batch}: their order would change; set it back"
+            f"{folder} was trained on clips of several sizes with train.per_device_train_batch_size {was}, now {now}: "
+            "their order would change; set it back"
         )
     return state, changes
 
@@ -426,6 +330,222 @@ def _changed_content(folder: Path, key: str, words: str) -> str:
     )
 
 
+# ------------------------------------------------------------------------------------------------------------
+# Clips and rewards
+
+
+def example_of(cfg: AnyConfig, row: data.Row) -> data.Example:
+    """The row's clips, at the configured size."""
+    size = (cfg.data.height, cfg.data.width, cfg.data.num_frames)
+    return data.load_example(row, *size, max_pixels=cfg.data.max_pixels, fps=cfg.data.fps)
+
+
+def open_cache(cfg: AnyConfig) -> Cache:
+    """The folder of what is computed once per clip."""
+    return Cache(cfg.data.cache_dir or f"{cfg.run.output_dir}/cache")
+
+
+def find_samples(
+    cfg: AnyConfig, rows: Sequence[data.Row], terms: Sequence[Term], store: Cache, job: Job
+) -> list[prepare.Sample]:
+    """The clips, read once, and what the rewards keep of them; what is left out is said.
+
+    rows: those that look_at_rows left.
+    """
+    if not rows:
+        return []
+    rewards = [term.reward for term in terms]
+    size = {name: getattr(cfg.data, name) for name in ("height", "width", "num_frames", "max_pixels", "fps")}
+    hashes, unreadable = prepare.hash_files(rows, job.share, job.gather_lists)
+    problems = [
+        (row.line, unreadable[path]) for row in rows for path in dict.fromkeys(row.files.values()) if path in unreadable
+    ]
+    lost = {line for line, _ in problems}
+    whole = [row for row in rows if row.line not in lost]
+    load = partial(data.read_example, **size)
+    found = job.gather_lists(prepare.references(store, whole, hashes, size, load, rewards, job.device, job.share))
+    problems += [(one.line, problem) for one in found for problem in one.problems]
+    rows, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
+    for line in bad:
+        job.say(f"skipped: {line}")
+    return prepare.samples(store, rows, hashes, size, found, rewards)
+
+
+def several_sizes(samples: Sequence[prepare.Sample]) -> bool:
+    """Whether the samples are not all generated at one size."""
+    return len({sample.size for sample in samples}) > 1
+
+
+def _check_face_packs(
+    cfg: AnyConfig, terms: Sequence[Term], samples: Sequence[prepare.Sample], job: Job
+) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """({configuration key: {file: sha256}}, what is said of them) of the face rewards, on every process.
+
+    The first process asks, on the first sample's real clip. Raised on all of them: FaceParityError when a pack does not
+    answer on the device as onnxruntime does, DataError when that clip cannot be read any more.
+    """
+    packs = {term.key: term.reward.identity for term in terms if isinstance(term.reward, FaceIdentityReward)}
+    if not packs:
+        return {}, []
+    answers: list[tuple] = []
+    if job.rank == 0:
+        hashes = {key: file_hashes(identity.files) for key, identity in packs.items()}
+        try:
+            clip = example_of(cfg, samples[0].row).reference.to(job.device)
+            answers.append((hashes, describe_packs(hashes) + face_parity.check_packs(packs, clip), None))
+        except (face_parity.FaceParityError, data.DataError) as error:  # the others wait for an answer
+            answers.append(({}, [], error))
+    ((hashes, said, refused),) = job.gather_lists(answers)
+    if refused:
+        raise refused
+    return hashes, said
+
+
+def conditions_of(cfg: AnyConfig, backbone: Backbone, base: Mapping[str, str], store: Cache) -> prepare.Conditions:
+    """The conditioning of clips, in the cache. base: as in Opened."""
+    first = " ".join(base.get(part, part) for part in backbone.parts_of(backbone.experts[0]))
+    return prepare.Conditions(
+        store, backbone, base["text_encoder"], base["vae"], first, cfg.model.dtype, cfg.data.num_frames
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Model and adapter
+
+
+def init_adapters(cfg: AnyConfig, backbone: Backbone) -> dict[str, lora_files.Lora]:
+    """{expert: the LoRA that its adapter starts from} of lora.init_from, by their headers; empty without one.
+
+    Refused where they are not of the trained experts, or not of the adapter's rank, alpha, layers and shapes.
+    """
+    if cfg.lora.init_from is None:
+        return {}
+    names, where = work.trained_experts(cfg, backbone.experts), f"lora.init_from: {cfg.lora.init_from}"
+    found = lora_files.read_lora(cfg.lora.init_from)
+    if len(found) == len(names) == 1 and found[0].expert is None:
+        found = lora_files.assign(found, names[0])
+    if {one.expert for one in found} != set(names):
+        has = ", ".join(sorted(one.expert or "unknown" for one in found))
+        raise Refused(
+            f"{where} is for {has}, model.trainable_models {cfg.model.trainable_models} for {', '.join(names)}; give "
+            "an adapter of these experts"
+        )
+    rank, alpha = cfg.lora.lora_rank, cfg.lora.lora_alpha or cfg.lora.lora_rank
+    targets = tuple(lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names))
+    for one in found:
+        _check_init(where, one, rank, alpha, backbone.adapter_shapes(one.expert, Adapter(rank, targets)))
+    return {one.expert: one for one in found}
+
+
+def _check_init(where: str, given: lora_files.Lora, rank: int, alpha: float, wanted: dict[str, tuple]) -> None:
+    """Refused unless the LoRA is one of this rank and alpha, with exactly the `wanted` tensors, {name: shape}."""
+    shapes = {}
+    for name, update in given.updates.items():
+        if update.sources().keys() != {"down", "up"}:
+            raise Refused(f"{where}: {name} has more than a low-rank update; an adapter has no bias and no magnitude")
+        if update.rank != rank or update.scale != alpha / rank:
+            raise Refused(
+                f"{where} has rank {update.rank} and alpha {update.scale * update.rank:g} in {name}, this run "
+                f"lora.lora_rank {rank} and lora.lora_alpha {alpha:g}; set them to the same"
+            )
+        shapes[f"{name}.lora_A.{lora.POLICY}.weight"] = tuple(update.down.shape)
+        shapes[f"{name}.lora_B.{lora.POLICY}.weight"] = tuple(update.up.shape)
+    if differing := sorted(shapes.items() ^ wanted.items()):
+        name, shape = differing[0]
+        raise Refused(
+            f"{where} has other layers, or other shapes, than lora.lora_target_modules gives in this model, for "
+            f"instance {name} of shape {shape} in one of the two"
+        )
+    merge.check_finite(given)
+
+
+def load_experts(
+    cfg: AnyConfig, backbone: Backbone, job: Job, skip: Sequence[str] = ()
+) -> tuple[Experts, dict[str, nn.Module]]:
+    """(all experts in their places, the trained ones by name with their LoRA, where `job.prepare` wants them).
+
+    skip: experts that nothing will ask.
+    """
+    names = work.trained_experts(cfg, backbone.experts)
+    outside = [name for name in backbone.experts if name not in names]
+    model_of: dict[str, nn.Module | None] = dict.fromkeys(backbone.experts)  # one at a time: the host holds one expert
+    for name in outside:
+        if name not in skip:
+            model_of[name] = offload.place(backbone.load_expert(name), cfg.experts.untrained, job.device)
+    trained = {}
+    for i, name in enumerate(names):
+        expert = backbone.load_expert(name).to(job.home)
+        rank, targets = cfg.lora.lora_rank, lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names)
+        lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed + i * SEED_STRIDE)
+        if cfg.train.use_gradient_checkpointing_offload:
+            expert.enable_gradient_checkpointing(offload.checkpoint_on_host)
+        elif cfg.train.use_gradient_checkpointing:
+            expert.enable_gradient_checkpointing()
+        trained[name] = model_of[name] = expert
+    return Experts(model_of, outside), trained
+
+
+def fill_adapters(model: Experts, trained: Mapping[str, nn.Module], backbone: Backbone, resumed: ResumedRun) -> None:
+    """Give the adapters their first weights: of the checkpoint, of lora.init_from, or as they are: they change nothing.
+
+    CheckpointError for a checkpoint without the adapters that are trained.
+    """
+    folder = resumed.opened.path
+    if folder is None:
+        for name, one in resumed.init.items():
+            lora.start_from(trained[name], one)
+        return
+    for name, expert in trained.items():
+        try:
+            backbone.load_adapter(name, expert, folder)
+        except (ValueError, FileNotFoundError) as error:
+            raise checkpoint.CheckpointError(f"{folder} cannot be gone on from: {error}") from error
+    if "parameters" in resumed.state:  # the checkpoint's adapter is an average of these
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter, value in zip(parameters, resumed.state.pop("parameters"), strict=True):
+            parameter.data.copy_(value)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What is trained, and what moves it."""
+
+    policy: nn.Module  # what is called to train: the experts, or what wraps them
+    parameters: list[nn.Parameter]
+    optimizer: AcceleratedOptimizer
+    scheduler: LambdaLR
+    trained: Mapping[str, nn.Module]  # the trained experts by name
+    watched: invariants.Weights
+
+
+def make_learner(
+    cfg: AnyConfig,
+    job: Job,
+    backbone: Backbone,
+    model: Experts,
+    trained: Mapping[str, nn.Module],
+    steps: int,
+    resumed: ResumedRun,
+) -> Learner:
+    """AdamW and its schedule over the adapters, whose first weights are in place; where the checkpoint left them.
+
+    steps: of the whole run.
+    """
+    train = cfg.train
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
+    # a plain scheduler: accelerate's steps once per process
+    factor = learning_rate_factor(train.lr_scheduler_type, train.warmup_steps, steps)
+    scheduler = LambdaLR(optimizer, factor)
+    invariants.check_loaded(job.accelerator, model)
+    policy, optimizer, parameters = job.prepare(model, optimizer, backbone.block_classes)
+    watched = invariants.Weights(job.accelerator, model)
+    if resumed.state:
+        job.load_optimizer_state(optimizer, parameters, resumed.state.pop("optimizer"))
+        load_schedule(scheduler, resumed.state.pop("scheduler"), train)
+    return Learner(policy, parameters, optimizer, scheduler, trained, watched)
+
+
 def load_schedule(scheduler: LambdaLR, state: dict[str, Any], train: configuration.GrpoTrainConfig) -> None:
     """Go on with a scheduler's state_dict, at the configuration's rate and weight decay, which may be others than then.
 
@@ -438,6 +558,69 @@ def load_schedule(scheduler: LambdaLR, state: dict[str, Any], train: configurati
         group |= {"initial_lr": train.learning_rate, "lr": rate, "weight_decay": train.weight_decay}
 
 
+def seed_generators(seed: int, step: int, rank: int) -> None:
+    """Python's, numpy's and torch's own generators, which nothing here draws from but a reward of the user's may.
+
+    A function of the step, so that a resumed run draws what it would have drawn.
+    """
+    set_seed(groups.noise_seed(seed, step, f"process {rank}") % 2**32)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What a run leaves
+
+
+def open_log(cfg: AnyConfig, job: Job, resumed: ResumedRun, steps: int, last_line: int) -> Log:
+    """Begin to write: run.json, and metrics.jsonl after step `last_line`. steps: of the whole run."""
+    opened, metrics = resumed.opened, checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
+    if opened.path is not None:
+        job.say(_going_on(cfg, opened, steps))
+    for note in notes_on_changes(cfg.run.resume_with_changes, resumed.changes):
+        job.say(note)
+
+    def begin() -> None:
+        opened.folder.keep()
+        metrics.cut_back(last_line)
+        packs = {key: files for key, files in resumed.content.items() if key.startswith("reward.")}
+        opened.folder.write_run_json(
+            {
+                "config": configuration.to_dict(cfg),
+                "command": sys.argv,
+                "versions": checkpoint.library_versions(VERSIONED),
+                "git_commit": checkpoint.git_commit(Path(__file__).parent),
+                "face_packs": packs,
+                "base_model": opened.base,
+                "init_from": resumed.content["lora.init_from"],
+                "changes": resumed.changes,
+            }
+        )
+
+    job.by_main(begin, checkpoint.CheckpointError)
+    shown_by = cfg.run.log_with if job.main else "none"
+    return Log(
+        job,
+        opened.folder,
+        metrics,
+        trackers.open_tracker(shown_by, cfg.run.output_dir, configuration.flat(cfg), opened.step),
+        logging_steps=cfg.run.logging_steps,
+        motion_alarm=cfg.reward.motion_alarm,
+        max_nonfinite=cfg.train.max_nonfinite,
+        last_step=steps,
+        skipped_in_a_row=resumed.state.get("skipped_in_a_row", 0),
+    )
+
+
+def _going_on(cfg: AnyConfig, opened: Opened, steps: int) -> str:
+    """What is said of the checkpoint that a run goes on from, to have `steps` in the end."""
+    if opened.step < steps:
+        return f"resuming from {opened.path} at step {opened.step}"
+    key = "train.num_train_epochs" if cfg.train.max_steps is None else "train.max_steps"
+    return (
+        f"nothing to train: {opened.step} steps are done already ({opened.path}), {key} asks for {steps} in all; "
+        "raise it to go on"
+    )
+
+
 def notes_on_changes(named: Sequence[str], changes: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is said of run.resume_with_changes when a run starts."""
     known = {change["key"] for change in changes}
@@ -446,38 +629,103 @@ def notes_on_changes(named: Sequence[str], changes: Sequence[Mapping[str, Any]])
     ]
 
 
+def state_of(job: Job, learner: Learner, resumed: ResumedRun, log: Log, step: int) -> dict[str, Any]:
+    """What going on after `step` takes in both scripts. On all processes, which may hold parts of it."""
+    return {
+        "step": step,
+        "skipped_in_a_row": log.skipped_in_a_row,
+        "content": {key: dict(files) for key, files in resumed.content.items()},
+        "scheduler": learner.scheduler.state_dict(),
+        "optimizer": job.optimizer_state(learner.optimizer, learner.parameters),
+    }
+
+
+def save(
+    cfg: AnyConfig,
+    job: Job,
+    backbone: Backbone,
+    learner: Learner,
+    log: Log,
+    state: dict[str, Any],
+    score: float | None,
+    last: bool,
+) -> None:
+    """Write a checkpoint of the adapters as they are now. On all processes; the main one writes.
+
+    state: see state_of. score: what `best` is chosen by. last: a disk that does not take it stops the run, as nothing
+    later could make up for it; it is said otherwise.
+    """
+    adapters = {name: lora.adapter_state(expert) for name, expert in learner.trained.items()}
+
+    def write(folder: Path) -> None:
+        for name, expert in learner.trained.items():
+            backbone.save_adapter(name, expert, folder, adapters[name])
+
+    if job.main:
+        with checkpoint.tolerant(job.say, state["step"], last=last):
+            log.folder.keep()
+            checkpoint.save_checkpoint(cfg.run.output_dir, state["step"], write, state, score, cfg.run.keep_last)
+
+
 @torch.no_grad()
 def sample_videos(
     cfg: AnyConfig,
     samples: Sequence[prepare.Sample],
     generate: Callable[[int], tuple[int, Tensor]],
-    share: prepare.Share,
+    job: Job,
     step: int,
 ) -> Path:
-    """Write samples/step-*/<n>.mp4 of the first samples, each process its share; the folder.
+    """Write samples/step-*/<n>.mp4 of the first samples, each process its share; the folder, when all have written.
 
     generate: row -> (row, its video (3, F, H, W)), asked as often on every process; another row where this one's inputs
     are lost. A video that the disk does not take, or whose real clip cannot be read any more, is said and left out.
     """
     folder = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
-    for wanted, mine in share.rounds(range(min(cfg.run.sample_videos, len(samples)))):
+    for wanted, mine in job.share.rounds(range(min(cfg.run.sample_videos, len(samples)))):
         row, video = generate(wanted)
         path = folder / f"{wanted:02d}.mp4"
         if mine:
             try:
                 with checkpoint.tolerant(print, step, last=False):
-                    write_video(cfg, samples[row], video, path)
+                    write_beside(cfg, samples[row], video, path)
             except data.DataError as error:
-                print(f"warning: step {step}: {path} is left out, since its real clip cannot be shown: {error}")
+                why = f"its real clip cannot be shown: {error}"
+                print(printable(f"warning: step {step}: {path} is left out, since {why}"))
+    job.wait()
     return folder
 
 
-def write_video(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Path) -> None:
+@torch.no_grad()
+def evaluate(
+    cfg: configuration.FlowGrpoConfig,
+    job: Job,
+    terms: Sequence[Term],
+    places: Sequence[blackbox.Places | None],
+    clips: Sequence[prepare.Sample],
+    generate: Callable[[int, int], tuple[int, Tensor]],
+) -> dict[str, float]:
+    """eval/*: what every reward says of videos of the clips, each process judging its share.
+
+    generate: (row, which of its noises) -> (row, its video (3, F, H, W)), asked as often on every process.
+    """
+    judged = []
+    for (row, n), mine in job.share.rounds(itertools.product(range(len(clips)), range(cfg.evaluation.eval_noises))):
+        row, video = generate(row, n)
+        if mine:
+            pending = blackbox.begin(terms, video[None], [clips[row].references], places)
+            judged.append(blackbox.finish(pending))
+    judged = job.gather_lists(judged)
+    own = {"eval/failed": reward_metrics.failed_fraction(judged)}
+    own |= reward_metrics.deviations(terms, judged, "eval")
+    return own | reward_metrics.means(terms, judged, "eval", own)
+
+
+def write_beside(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Path) -> None:
     """The real clip, its face marked, beside the generated `video` (3, F, H, W).
 
     WriteError as a checkpoint's; DataError where the real clip is not what it was when training began.
     """
-    real = load_example(cfg, sample.row).video
+    real = example_of(cfg, sample.row).video
     if real.shape != video.shape:
         sizes = " x ".join(map(str, real.shape[1:])), " x ".join(map(str, video.shape[1:]))
         raise data.DataError(f"{sample.row.video}: is {sizes[0]} (frames x height x width) now, it was {sizes[1]}")
@@ -487,3 +735,14 @@ def write_video(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Pat
     with checkpoint.writing(path, "training goes on without this sample video"):
         path.parent.mkdir(parents=True, exist_ok=True)
         data.write_video(path, torch.cat([real, video.float().cpu()], -1), fps=fps)
+
+
+def close_run(cfg: AnyConfig, job: Job, log: Log, interruption: Interruption, step: int) -> int:
+    """Close everything after the last step of this process group; the exit code."""
+    log.close()
+    job.accelerator.end_training()
+    if interruption.number:
+        job.say(f"{interruption.name}: stopped after step {step}; the same command goes on from there")
+        return interruption.exit_code
+    job.say(f"done: {cfg.run.output_dir}/checkpoints/latest")
+    return 0

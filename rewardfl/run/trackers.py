@@ -5,6 +5,7 @@ A tracker never stops a training: what fails is said once, and the tracker is dr
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class Tracker:
     def videos(self, step: int, folder: Path) -> None:
         """The folder's, as samples/<n>."""
         for path in sorted(folder.glob("*.mp4")):
-            self._try(lambda path=path: self._video(step, f"samples/{path.stem}", path))
+            self._try(partial(self._video, step, f"samples/{path.stem}", path))
 
     def close(self) -> None:
         self._try(self._close)

@@ -10,16 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from rewardfl import config as configuration
 from rewardfl import data, flow, groups, lora
-from rewardfl.backbones.seam import DTYPES, Schedule
-from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.load import Adapter
+from rewardfl.backbones.seam import Adapter, Backbone, Schedule, Shape
 from rewardfl.config import AnyConfig, ConfigError, FlowGrpoConfig, RewardFlConfig
 from rewardfl.groups import Geometry
-from rewardfl.run import checks
 
 EPOCHS = 100  # whose windows stand for the run's, where its length is not known
 KINDS = ("flow", "dance", "cps")  # of stochastic steps
@@ -28,22 +23,41 @@ KINDS = ("flow", "dance", "cps")  # of stochastic steps
 # What ordinary training asks
 
 
-def schedule_of(cfg: AnyConfig, boundary: float) -> Schedule:
-    """The denoising steps that a run of the configuration takes; boundary: the sigma between its experts."""
-    return wan.schedule(cfg.sample.num_inference_steps, cfg.sample.shift, boundary).until(cfg.sample.final_timestep)
+def largest_clip(cfg: AnyConfig) -> tuple[int, int]:
+    """(height, width) of the largest clips: under max_pixels of a square one, which no other has more tokens than."""
+    return data.clip_size((4096, 4096), cfg.data.height, cfg.data.width, cfg.data.max_pixels)
 
 
-def total_steps(cfg: AnyConfig, clips: int | None, processes: int) -> int | None:
+def schedule_of(cfg: AnyConfig, backbone: Backbone, shape: Shape | None = None) -> Schedule:
+    """The denoising steps that a run of the configuration takes with latents of `shape`; None: of the largest clips."""
+    shape = backbone.latent_shape(*largest_clip(cfg), cfg.data.num_frames) if shape is None else shape
+    schedule = backbone.schedule(cfg.sample.num_inference_steps, cfg.sample.shift, shape)
+    return schedule.until(cfg.sample.final_timestep)
+
+
+def trained_experts(cfg: AnyConfig, experts: Sequence[str]) -> tuple[str, ...]:
+    """The names of the trained ones of the model's experts. ConfigError where the model has fewer."""
+    chosen = configuration.trained_positions(cfg)
+    if max(chosen) >= len(experts):
+        known = ", ".join(configuration.TRAINABLE[: len(experts)])
+        raise ConfigError(
+            f"model.trainable_models: this model has {len(experts)} expert(s), to be named {known}, got "
+            f"{cfg.model.trainable_models}"
+        )
+    return tuple(experts[i] for i in chosen)
+
+
+def steps_of_run(cfg: AnyConfig, clips: int | None, processes: int) -> int | None:
     """Optimizer updates of the run: max_steps, or what visits every clip num_train_epochs times.
 
     None where the clips that must say are not there. Flow-GRPO takes whole epochs.
     """
-    train = cfg.train
-    if train.max_steps is not None or clips is None:
-        return train.max_steps
+    if cfg.train.max_steps is not None or clips is None:
+        return cfg.train.max_steps
     if isinstance(cfg, FlowGrpoConfig):
-        epochs = groups.total_steps(clips, cfg.grpo.groups, train.num_train_epochs, None)
+        epochs = groups.total_steps(clips, cfg.grpo.groups, cfg.train.num_train_epochs, None)
         return epochs * updates_of_epoch(cfg)
+    train = cfg.train
     at_once = processes * train.per_device_train_batch_size * train.gradient_accumulation_steps
     return groups.total_steps(clips, train.train_batch_size or at_once, train.num_train_epochs, None)
 
@@ -71,20 +85,19 @@ def geometry_of(cfg: FlowGrpoConfig, processes: int) -> Geometry:
         ) from error
 
 
-def windows_of(cfg: FlowGrpoConfig, experts: Sequence[str]) -> groups.Windows:
+def windows_of(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[str]) -> groups.Windows:
     """Which steps an epoch may train: those of trained experts but the last, as the configuration says.
 
     experts: of each step. ConfigError when there can be no window, or a trained expert would answer at no step of any.
     """
-    trained, grpo = configuration.trainable_experts(cfg), cfg.grpo
+    grpo = cfg.grpo
     table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(experts))
     try:
         windows = groups.Windows(
             kind=grpo.window,
             num_steps=len(experts),
-            usable=[
-                i for i, expert in enumerate(experts[:-1]) if expert in trained
-            ],  # nothing removes the last's noise
+            # nothing would remove the noise of the last step
+            usable=[i for i, expert in enumerate(experts[:-1]) if expert in trained],
             steps=grpo.window_steps or (),
             size=grpo.window_size,
             bounds=grpo.window_bounds,
@@ -105,19 +118,59 @@ def windows_of(cfg: FlowGrpoConfig, experts: Sequence[str]) -> groups.Windows:
     return windows
 
 
+def check_active_experts(cfg: RewardFlConfig, backbone: Backbone) -> None:
+    """ConfigError when a trained expert answers at no active step, or an active step gives nothing a gradient.
+
+    A frozen expert's step has no gradient of its own: it is of use only in handing one on to a trained expert's.
+    """
+    active, coupling = configuration.active_steps(cfg), configuration.resolved_coupling(cfg)
+    answering, trained = schedule_of(cfg, backbone).experts, trained_experts(cfg, backbone.experts)
+    table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(answering))
+    asked = {answering[i] for i in active}
+    words = dict(zip(backbone.experts, configuration.TRAINABLE, strict=False))
+    idle = [words[expert] for expert in trained if expert not in asked]
+    if idle:
+        useful = ",".join(words[expert] for expert in backbone.experts if expert in asked)
+        raise ConfigError(
+            f"model.trainable_models: {', '.join(idle)} answers at no active step of {list(active)} and would not "
+            f"learn (expert by step: {table}); train {useful}, or change sample.mid_timestep or sample.active_steps"
+        )
+    own = [i for i in active if answering[i] in trained]
+    useless = [i for i in active if i not in own and (coupling == 0 or i < own[0])]
+    if useless:
+        raise ConfigError(
+            f"sample.mid_timestep, sample.active_steps: the active steps {useless} of {list(active)} would give no "
+            f"gradient, since model.trainable_models does not train their expert (expert by step: {table}) and they "
+            f"hand none on to an earlier step that is trained; take {[i for i in active if i not in useless]}, or "
+            f"train all experts: model.trainable_models={','.join(words.values())}"
+        )
+
+
+def check_sizes(cfg: FlowGrpoConfig, sizes: Sequence[tuple[int, int]]) -> None:
+    """ConfigError where a forward pass would get videos of two sizes; sizes: of all clips."""
+    if len(set(sizes)) > 1 and cfg.grpo.group_size % cfg.train.per_device_train_batch_size:
+        raise ConfigError(
+            "train.per_device_train_batch_size must divide grpo.group_size where clips differ in size: one forward "
+            "pass takes videos of one size"
+        )
+
+
 # ------------------------------------------------------------------------------------------------------------
 # For people, at every start
 
 
-def overview(cfg: AnyConfig, schedule: Schedule, clips: int | None, steps: int | None, processes: int) -> str:
+def overview(cfg: AnyConfig, backbone: Backbone, clips: int | None, steps: int | None, processes: int) -> str:
     """The arithmetic of the run's batches, steps and gradients, and its sigmas. clips, steps: where they are known."""
-    arithmetic = _group_arithmetic if isinstance(cfg, FlowGrpoConfig) else _batch_arithmetic
-    return "\n".join([*arithmetic(cfg, schedule, clips, steps, processes), "", *sigma_table(cfg, schedule), ""])
+    schedule = schedule_of(cfg, backbone)
+    if isinstance(cfg, FlowGrpoConfig):
+        windows = windows_of(cfg, schedule.experts, trained_experts(cfg, backbone.experts))
+        lines, trained = _group_arithmetic(cfg, len(schedule), windows, clips, steps, processes), windows.drawable
+    else:
+        lines, trained = _batch_arithmetic(cfg, clips, steps, processes), configuration.active_steps(cfg)
+    return "\n".join([*lines, "", *sigma_table(cfg, schedule, trained), ""])
 
 
-def _batch_arithmetic(
-    cfg: RewardFlConfig, schedule: Schedule, clips: int | None, steps: int | None, processes: int
-) -> list[str]:
+def _batch_arithmetic(cfg: RewardFlConfig, clips: int | None, steps: int | None, processes: int) -> list[str]:
     train, sample = cfg.train, cfg.sample
     at_once = train.per_device_train_batch_size * train.gradient_accumulation_steps * processes
     lines = [
@@ -125,7 +178,7 @@ def _batch_arithmetic(
         f"{processes} processes = {at_once} clips per step",
         f"gradient: {sample.gradient_mode} through steps {list(configuration.active_steps(cfg))}, coupling "
         f"{configuration.resolved_coupling(cfg):g}, KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient})",
-        f"untrained expert: {cfg.experts.untrained}; decoder caches: {train.decode_caches}; their cost: --dry-run",
+        f"untrained expert: {cfg.experts.untrained}; decoder caches: {train.decode_caches}",
     ]
     if steps is None or clips is None:
         return lines
@@ -134,14 +187,12 @@ def _batch_arithmetic(
 
 
 def _group_arithmetic(
-    cfg: FlowGrpoConfig, schedule: Schedule, clips: int | None, steps: int | None, processes: int
+    cfg: FlowGrpoConfig, num_steps: int, windows: groups.Windows, clips: int | None, steps: int | None, processes: int
 ) -> list[str]:
-    grpo, geometry, windows = cfg.grpo, geometry_of(cfg, processes), windows_of(cfg, schedule.experts)
+    grpo, geometry = cfg.grpo, geometry_of(cfg, processes)
     drawn = drawn_windows(cfg, windows, steps)
     batches, widest = geometry.forwards_per_update, max(map(len, drawn))
-    rolled = _mean(
-        sum(passes for _, passes in groups.rollout_counts(geometry, len(schedule), window)) for window in drawn
-    )
+    rolled = _mean(sum(passes for _, passes in groups.rollout_counts(geometry, num_steps, window)) for window in drawn)
     guidance = f" x {answers_of(cfg)} (guidance)" if answers_of(cfg) > 1 else ""
     first = ", ".join(str(list(window)) for window in drawn[:3])
     steps_drawn = list(windows.drawable)
@@ -152,7 +203,7 @@ def _group_arithmetic(
         f"an epoch: {grpo.groups} groups x {grpo.group_size} = {geometry.samples} samples = {geometry.forwards} "
         f"forwards x {geometry.batch} batch x {processes} process{'es' if processes > 1 else ''}",
         f"  per process {answers_of(cfg) * rolled:g} forwards without gradient: {geometry.forwards} batches x "
-        f"{len(schedule)} steps{guidance}{', its first steps once per group' if grpo.same_noise_in_group else ''}",
+        f"{num_steps} steps{guidance}{', its first steps once per group' if grpo.same_noise_in_group else ''}",
         f"an update: {geometry.samples // geometry.updates} samples; per process {answers_of(cfg) * batches * widest} "
         f"forwards with gradient: {batches} batches x {widest} window steps{guidance}",
         f"updates: {grpo.updates_per_epoch} per epoch x {grpo.inner_epochs} inner epochs = {updates_of_epoch(cfg)}",
@@ -165,18 +216,17 @@ def _group_arithmetic(
     return [*lines, f"the run: {steps} updates = {steps // updates_of_epoch(cfg)} epochs = {rounds} groups{visits}"]
 
 
-def sigma_table(cfg: AnyConfig, schedule: Schedule) -> list[str]:
-    """By step: sigma, timestep, expert, whether it is trained.
+def sigma_table(cfg: AnyConfig, schedule: Schedule, trained: Sequence[int]) -> list[str]:
+    """By step: sigma, timestep, expert, whether it is one of the `trained`, or of those that windows are drawn from.
 
     Of Flow-GRPO besides, for each kind of stochastic step at the configured noise level, its std, gradient weight
     (`flow.gradient_weight`) and noise left over sigma_next (`flow.noise_scale_error`).
     """
-    kinds, level = (KINDS, cfg.grpo.noise_level) if isinstance(cfg, FlowGrpoConfig) else ((), 0.0)
+    kinds: Sequence[str] = ()
+    role, word, level, trained_with = "gradient", "replayed", 0.0, ""
     if isinstance(cfg, FlowGrpoConfig):
-        trained = windows_of(cfg, schedule.experts).drawable
+        kinds, level, trained_with = KINDS, cfg.grpo.noise_level, cfg.grpo.sde
         role, word = "window ", "trained" if cfg.grpo.window == "list" else "drawn"
-    else:
-        trained, role, word = configuration.active_steps(cfg), "gradient", "replayed"
     heads = "".join(f"{kind + ' std':>11s}{'weight':>8s}{'noise':>7s}" for kind in kinds)
     lines = [f"step   sigma   timestep  expert      {role}{heads}".rstrip()]
     sigmas = schedule.sigmas.tolist()
@@ -186,7 +236,7 @@ def sigma_table(cfg: AnyConfig, schedule: Schedule) -> list[str]:
         lines.append(f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {schedule.experts[i]:10s}  {place}{cells}".rstrip())
     if kinds:
         lines.append(
-            f"at noise level {level:g}, trained with {cfg.grpo.sde}. weight: of the step's gradient, |dmean/dv| / std "
+            f"at noise level {level:g}, trained with {trained_with}. weight: of the step's gradient, |dmean/dv| / std "
             "(cps: 2 |dmean/dv| std). noise: what one step leaves / sigma of the next, 1 is exact"
         )
     return lines
@@ -209,10 +259,9 @@ def _cells(kind: str, sigma: float, sigma_next: float, level: float, sigma_max: 
 
 @dataclass(frozen=True)
 class Video:
-    """One generated video: by which model (configs: its folder of configurations, dtype, adapter) and of what size."""
+    """One generated video: by which model, with which adapter, and of what size."""
 
-    configs: Path
-    dtype: torch.dtype
+    backbone: Backbone
     height: int
     width: int
     num_frames: int
@@ -279,27 +328,18 @@ class Work:
 
 
 def work_of(
-    cfg: AnyConfig, configs: Path, clips: int | None, steps: int | None, processes: int, sharding: str = "none"
+    cfg: AnyConfig, backbone: Backbone, clips: int | None, steps: int | None, processes: int, sharding: str = "none"
 ) -> Work:
-    """How much work the configuration is. configs: the model's folder; clips, steps: where they are known.
+    """How much work the configuration is. clips, steps: where they are known.
 
     ConfigError for samples that do not divide among processes, batches and updates, and for an impossible window.
     """
-    trained = configuration.trainable_experts(cfg)
-    # under max_pixels a square clip, which has no fewer tokens than one of another shape
-    height, width = data.clip_size((4096, 4096), cfg.data.height, cfg.data.width, cfg.data.max_pixels)
-    targets = tuple(lora.target_modules(cfg.lora.lora_target_modules))
+    trained = trained_experts(cfg, backbone.experts)
+    targets = tuple(lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names))
     common = Work(
-        video=Video(
-            configs=configs,
-            dtype=DTYPES[cfg.model.dtype],
-            height=height,
-            width=width,
-            num_frames=cfg.data.num_frames,
-            adapter=Adapter(cfg.lora.lora_rank, targets),
-        ),
+        video=Video(backbone, *largest_clip(cfg), cfg.data.num_frames, Adapter(cfg.lora.lora_rank, targets)),
         trained=trained,
-        untrained=next((name for name in wan.PARTS if name not in trained), None),
+        untrained=next((name for name in backbone.experts if name not in trained), None),
         steps=steps,
         clips=clips,
         pack_bytes=_pack_bytes(cfg),
@@ -310,12 +350,12 @@ def work_of(
         offload_inputs=cfg.train.use_gradient_checkpointing_offload,
         batch=cfg.train.per_device_train_batch_size,
     )
-    boundary = checks.boundary_of(cfg, configs)
-    return _flow_grpo(common, cfg, boundary) if isinstance(cfg, FlowGrpoConfig) else _reward_fl(common, cfg, boundary)
+    return _flow_grpo(common, cfg) if isinstance(cfg, FlowGrpoConfig) else _reward_fl(common, cfg)
 
 
-def _reward_fl(common: Work, cfg: RewardFlConfig, boundary: float) -> Work:
-    experts, active = schedule_of(cfg, boundary).experts, configuration.active_steps(cfg)
+def _reward_fl(common: Work, cfg: RewardFlConfig) -> Work:
+    schedule, active = schedule_of(cfg, common.video.backbone), configuration.active_steps(cfg)
+    experts = schedule.experts
     replay = Counter(experts[i] for i in active)
     coupled, kl = configuration.resolved_coupling(cfg) != 0, cfg.reward.kl_weight != 0
     # the KL's gradient kept off the trajectory is a backward pass of its own at each step that hands one on
@@ -329,7 +369,7 @@ def _reward_fl(common: Work, cfg: RewardFlConfig, boundary: float) -> Work:
         reference=replay if kl else {},
         reward_gradient=True,
         # what comes before the boundary, where nothing is trained or handed a gradient
-        cacheable=common.untrained == "high_noise" and "high_noise" not in replay,
+        cacheable=common.untrained == experts[0] and experts[0] not in replay,
         spans=(Span(f"one update of {own} clips per GPU", own, own),),
         saves=None if common.steps is None else math.ceil(common.steps / cfg.run.save_steps),
         accumulation=cfg.train.gradient_accumulation_steps,
@@ -338,13 +378,14 @@ def _reward_fl(common: Work, cfg: RewardFlConfig, boundary: float) -> Work:
     )
 
 
-def _flow_grpo(common: Work, cfg: FlowGrpoConfig, boundary: float) -> Work:
-    experts, grpo = schedule_of(cfg, boundary).experts, cfg.grpo
-    geometry, windows, per_epoch = geometry_of(cfg, common.processes), windows_of(cfg, experts), updates_of_epoch(cfg)
+def _flow_grpo(common: Work, cfg: FlowGrpoConfig) -> Work:
+    experts, grpo = schedule_of(cfg, common.video.backbone).experts, cfg.grpo
+    geometry, windows = geometry_of(cfg, common.processes), windows_of(cfg, experts, common.trained)
+    per_epoch = updates_of_epoch(cfg)
     drawn, answers = drawn_windows(cfg, windows, common.steps), answers_of(cfg)
     own, epochs = geometry.samples // common.processes, None if common.steps is None else common.steps // per_epoch
     counts = [groups.rollout_counts(geometry, len(experts), window) for window in drawn]
-    rollout, replay = Counter(), Counter()
+    rollout, replay = dict.fromkeys(experts, 0.0), dict.fromkeys(common.trained, 0.0)
     for i, expert in enumerate(experts):
         rollout[expert] += answers * _mean(one[i][0] for one in counts) / own
     for i in windows.drawable:
@@ -378,16 +419,17 @@ def _flow_grpo(common: Work, cfg: FlowGrpoConfig, boundary: float) -> Work:
             "cpu": means + 2 * max(map(len, drawn)),
         },
         spans=tuple(spans),
-        evaluation=_evaluation(cfg, boundary, common.steps) if cfg.evaluation.eval_clips else None,
+        evaluation=_evaluation(cfg, common.video.backbone, common.steps) if cfg.evaluation.eval_clips else None,
         saves=groups.epochs_due(cfg.run.save_steps, per_epoch, common.steps),
         samples_on=grpo.samples_on,
     )
 
 
-def _evaluation(cfg: FlowGrpoConfig, boundary: float, steps: int | None) -> Sampling:
+def _evaluation(cfg: FlowGrpoConfig, backbone: Backbone, steps: int | None) -> Sampling:
     wanted, per_epoch = cfg.evaluation, updates_of_epoch(cfg)
     num_steps = wanted.eval_inference_steps or cfg.sample.num_inference_steps
-    experts, videos = wan.schedule(num_steps, cfg.sample.shift, boundary).experts, None
+    shape, videos = backbone.latent_shape(*largest_clip(cfg), cfg.data.num_frames), None
+    experts = backbone.schedule(num_steps, cfg.sample.shift, shape).experts
     if Path(wanted.eval_clips).is_file():
         videos = len(data.load_metadata(wanted.eval_clips, "evaluation.eval_clips")) * wanted.eval_noises
     passes = {expert: answers_of(cfg) * count for expert, count in Counter(experts).items()}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rewardfl.weights import shards, wan_names
-from rewardfl.weights.shards import Entry, Refused, shown
+from rewardfl.weights.shards import Entry, Refused, quoted
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"  # diffusers' name of a LoRA file
 CONFIG_NAME = "adapter_config.json"  # peft's, beside its adapter
@@ -69,7 +69,7 @@ _DAMAGED = (
 Source = Entry | Tensor
 
 
-def load(source: Source) -> Tensor:
+def load_tensor(source: Source) -> Tensor:
     """The tensor, in float32 on the CPU."""
     if isinstance(source, Tensor):
         return source.float()
@@ -81,7 +81,7 @@ def load(source: Source) -> Tensor:
 
 def as_bytes(values: Tensor) -> memoryview:
     """The bytes of a tensor as a safetensors file holds them."""
-    return memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
         if not parts or module is None:
             raise Refused(
                 f"{path}: {key[:_LONGEST_KEY]} names no module of a Wan transformer (as "
-                f"{shown(parts[0] if parts else key)}); nothing was merged, because a key that is skipped is lost "
+                f"{quoted(parts[0] if parts else key)}); nothing was merged, because a key that is skipped is lost "
                 "silently"
             )
         role, expert = ("diff" if parts[1] == "diff_m" else parts[1]), parts[2]
@@ -268,7 +268,8 @@ def _files_in(folder: Path) -> list[Path]:
 
 def _open(path: Path) -> tuple[dict[str, Source], dict[str, str]]:
     if path.suffix == ".safetensors":
-        return shards.read_header(path)
+        tensors, metadata = shards.read_header(path)
+        return {**tensors}, metadata
     try:  # files from before torch 1.6 are no zip, and cannot be mapped
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _DAMAGED as error:
@@ -289,16 +290,16 @@ def _json_object(text: str | bytes, what: str) -> dict:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Refused(f"{what} is not JSON: {shown(str(error))}") from None
+        raise Refused(f"{what} is not JSON: {quoted(str(error))}") from None
     if not isinstance(value, dict):
-        raise Refused(f"{what} is {shown(value)}, not a JSON object")
+        raise Refused(f"{what} is {quoted(value)}, not a JSON object")
     return value
 
 
 def _number(value: object, what: str) -> float:
     """`value`, an int or float of JSON. what: its name in the message. Refused when it is anything else."""
-    if type(value) not in (int, float):
-        raise Refused(f"{what} is {shown(value)}, not a number")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Refused(f"{what} is {quoted(value)}, not a number")
     try:
         return float(value)
     except OverflowError:
@@ -391,7 +392,7 @@ class _Alphas:
             self.config, self.config_name = found or stored, "the file's metadata"
         for flag in ("use_rslora", "use_dora"):
             if self.config.get(flag) not in (None, True, False):
-                raise Refused(f"{path}: {flag} of {self.config_name} is {shown(self.config[flag])}, not true or false")
+                raise Refused(f"{path}: {flag} of {self.config_name} is {quoted(self.config[flag])}, not true or false")
         self.patterns = self._read_patterns()
         self.matched: set[str] = set()
         self.kohya = self._read_kohya(metadata)
@@ -404,16 +405,16 @@ class _Alphas:
         given = self.config.get("alpha_pattern") or {}
         what = f"{self.path}: alpha_pattern of {self.config_name}"
         if not isinstance(given, dict):
-            raise Refused(f"{what} is {shown(given)}, not a JSON object")
+            raise Refused(f"{what} is {quoted(given)}, not a JSON object")
         found: dict[str, tuple[int, float]] = {}
         for place, (key, value) in enumerate(given.items()):
             if not re.fullmatch(_PATTERN, key):
                 raise Refused(
-                    f"{what} has the key {shown(key)}, which is no module's name, nor the end of one; regular "
+                    f"{what} has the key {quoted(key)}, which is no module's name, nor the end of one; regular "
                     "expressions of a file are not run. Write an entry for each module that it means"
                 )
             name = key.replace("\\", "").removesuffix("$")
-            found.setdefault(name, (place, _number(value, f"{what}: {shown(key)}")))
+            found.setdefault(name, (place, _number(value, f"{what}: {quoted(key)}")))
         return found
 
     def _read_kohya(self, metadata: dict[str, str]) -> tuple[float, float] | None:
@@ -426,9 +427,9 @@ class _Alphas:
             try:
                 values.append(float(text))
             except ValueError:
-                raise Refused(f"{self.path}: {key} is {shown(text)}, not a number") from None
+                raise Refused(f"{self.path}: {key} is {quoted(text)}, not a number") from None
         if not values[1] > 0:
-            raise Refused(f"{self.path}: ss_network_dim is {shown(texts['ss_network_dim'])}; a rank is at least 1")
+            raise Refused(f"{self.path}: ss_network_dim is {quoted(texts['ss_network_dim'])}; a rank is at least 1")
         return values[0], values[1]
 
     def scale(self, module: str, rank: int, key: Source | None) -> float:
@@ -437,7 +438,7 @@ class _Alphas:
         if key is not None:
             if prod(key.shape) != 1:
                 raise Refused(f"{self.path}: .alpha of {module} has shape {tuple(key.shape)}; it must be one number")
-            alpha, source = float(load(key).reshape(())), "the .alpha keys"
+            alpha, source = float(load_tensor(key).reshape(())), "the .alpha keys"
             if stored is not None and stored != alpha:
                 raise Refused(
                     f"{self.path}: {module} has .alpha {alpha:g}, {self.config_name} says lora_alpha {stored:g}; "
@@ -486,10 +487,10 @@ class _Alphas:
         for pattern in unused:
             if pattern in ends:
                 raise Refused(
-                    f"{self.path}: alpha_pattern of {self.config_name} names {shown(pattern)}, which the file calls "
+                    f"{self.path}: alpha_pattern of {self.config_name} names {quoted(pattern)}, which the file calls "
                     f"{self.called[ends[pattern]]}; write the names of the file's keys into it"
                 )
-        return (f"{self.path}: alpha_pattern names {shown(unused[0])}, which the file lacks",) if unused else ()
+        return (f"{self.path}: alpha_pattern names {quoted(unused[0])}, which the file lacks",) if unused else ()
 
     def summary(self) -> str:
         return ", ".join(f"{source} ({count})" for source, count in self.used.items()) or "no low-rank updates"

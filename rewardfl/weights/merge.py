@@ -7,7 +7,7 @@ arithmetic: a weight that moves by less than half its spacing does not move. So 
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from typing import TypeVar
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from rewardfl.weights import shards, wan_names
-from rewardfl.weights.lora_files import TORCH_DTYPES, Lora, Update, as_bytes, load
+from rewardfl.weights.lora_files import TORCH_DTYPES, Lora, Update, as_bytes, load_tensor
 from rewardfl.weights.shards import BLOCK_BYTES, Checkpoint, Entry, Part, Refused, copy_of
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --dtype
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 SAMPLE_ROWS = 64  # of each merged tensor, for the dry run's estimate and for verification
 
 
@@ -77,7 +78,7 @@ def check_finite(lora: Lora) -> float:
     largest = 0.0
     for update in lora.updates.values():
         for role, source in update.sources().items():
-            values = load(source)
+            values = load_tensor(source)
             if not bool(torch.isfinite(values).all()):
                 raise Refused(f"{lora.path}: {role} of {update.module} has values that are nan or infinite")
             if role not in ("down", "magnitude"):
@@ -123,7 +124,7 @@ def check_fits(lora: Lora, update: Update, names: dict[str, Entry]) -> None:
 # Planning
 
 
-def plan(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str, names: str) -> Plan:
+def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str, names: str) -> Plan:
     """Parts of the merged checkpoint. dtype: keep | fp32 | bf16 | fp16; names: keep | diffusers | original | comfy.
 
     bf16 and fp16 leave those tensors in float32 that diffusers keeps in float32. Refused for whatever does not
@@ -202,23 +203,23 @@ class Terms:
             if bias:
                 if update.up_bias is not None:
                     # peft scales this bias as it scales the product; kohya's diff_b takes the strength alone
-                    self.terms.append(("full", (load(update.up_bias).reshape(-1, 1), strength * update.scale)))
+                    self.terms.append(("full", (load_tensor(update.up_bias).reshape(-1, 1), strength * update.scale)))
                 if update.diff_b is not None:
-                    self.terms.append(("full", (load(update.diff_b).reshape(-1, 1), strength)))
+                    self.terms.append(("full", (load_tensor(update.diff_b).reshape(-1, 1), strength)))
                 continue
             if update.down is not None:
-                up, down = load(update.up).flatten(1), load(update.down).flatten(1)
+                up, down = load_tensor(update.up).flatten(1), load_tensor(update.down).flatten(1)
                 if update.magnitude is None:
                     self.terms.append(("low_rank", (up, down, update.scale * strength)))
                 elif update.wd_on_output:
-                    magnitude = load(update.magnitude).reshape(-1, 1)
+                    magnitude = load_tensor(update.magnitude).reshape(-1, 1)
                     self.terms.append(("dora", (up, down, update.scale, magnitude, strength)))
                 else:
-                    factors = load(update.magnitude).flatten() / column_lengths(entry, up, down, update.scale)
+                    factors = load_tensor(update.magnitude).flatten() / column_lengths(entry, up, down, update.scale)
                     factors = factors.repeat_interleave(prod(entry.shape[2:]))  # a convolution's kernel
                     self.terms.append(("dora_columns", (up, down, update.scale, factors, strength)))
             if update.diff is not None:
-                self.terms.append(("full", (load(update.diff).reshape(entry.rows, -1), strength)))
+                self.terms.append(("full", (load_tensor(update.diff).reshape(entry.rows, -1), strength)))
 
     def add_to(self, rows: Tensor, first: int) -> Tensor:
         """`rows` of the base from row `first` -> the merged rows; a new tensor only where a DoRA needs the old."""
@@ -277,7 +278,7 @@ def _merging(
 def _in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """work(item) of each item, in order; a few are worked on at a time while the caller writes the one before."""
     threads = min(4, os.cpu_count() or 1)
-    waiting = deque()
+    waiting: deque[Future[Result]] = deque()
     # one thread per block: torch's own would wait for each other at every operation
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for item in items:
@@ -334,7 +335,7 @@ def estimate_kept(plan: Plan) -> Kept:
 # A second look at what was written
 
 
-def verify(plan: Plan, written: Checkpoint, progress: Callable[[int], None]) -> None:
+def verify(plan: Plan, written: Checkpoint, progress: Callable[[int], object]) -> None:
     """Compare the output with base and LoRAs: copies byte by byte, merged tensors by rows computed in float64.
 
     Refused (the output is wrong) at the first difference beyond the rounding of the stored dtype.
@@ -373,21 +374,23 @@ def _verify_merged(entry: Entry, updates: Sequence[tuple[Update, float]], output
             if bias:
                 for source, factor in ((update.up_bias, update.scale), (update.diff_b, 1.0)):
                     if source is not None:
-                        wanted += strength * factor * load(source).double().reshape(-1, 1)[rows]
+                        wanted += strength * factor * load_tensor(source).double().reshape(-1, 1)[rows]
                 continue
             if update.down is not None:
-                product = load(update.up).double().flatten(1)[rows] @ load(update.down).double().flatten(1)
+                product = load_tensor(update.up).double().flatten(1)[rows] @ load_tensor(update.down).double().flatten(
+                    1
+                )
                 new = base + update.scale * product
                 if update.magnitude is not None and columns is None:
                     length = new.square().sum(1, keepdim=True).sqrt()
-                    new = load(update.magnitude).double().reshape(-1, 1)[rows] * new / length
+                    new = load_tensor(update.magnitude).double().reshape(-1, 1)[rows] * new / length
                 elif update.magnitude is not None:
                     kernel = (-1, entry.shape[1], prod(entry.shape[2:]))
-                    magnitude = load(update.magnitude).double().reshape(-1, 1)
+                    magnitude = load_tensor(update.magnitude).double().reshape(-1, 1)
                     new = (magnitude * new.reshape(kernel) / columns).reshape(new.shape)
                 wanted += strength * (new - base)
             if update.diff is not None:
-                wanted += strength * load(update.diff).double().reshape(total, -1)[rows]
+                wanted += strength * load_tensor(update.diff).double().reshape(total, -1)[rows]
         found = read_rows(output, first, count).double()
         spacing = torch.finfo(TORCH_DTYPES[output.dtype]).eps * wanted.abs().clamp(min=1e-6)
         largest = float(((found - wanted).abs() - spacing).max())
@@ -397,7 +400,7 @@ def _verify_merged(entry: Entry, updates: Sequence[tuple[Update, float]], output
 
 def _column_lengths(entry: Entry, update: Update) -> Tensor:
     """(in, 1): what `column_lengths` computes, all in float64."""
-    up, down = load(update.up).double().flatten(1), load(update.down).double().flatten(1)
+    up, down = load_tensor(update.up).double().flatten(1), load_tensor(update.down).double().flatten(1)
     squares = torch.zeros(entry.shape[1], 1, dtype=torch.float64)
     for first, count in row_blocks(entry):
         new = read_rows(entry, first, count).double() + update.scale * (up[first : first + count] @ down)

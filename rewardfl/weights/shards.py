@@ -8,6 +8,7 @@ complete state dicts only; the format is a length, a JSON header and the tensors
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -33,7 +34,7 @@ class Refused(ValueError):
     """An input that a tool will not work on. The message says which, why, and what to do."""
 
 
-def shown(value: object) -> str:
+def quoted(value: object) -> str:
     """A value from a file, for a message: never longer than a line."""
     return _SHORT.repr(value)
 
@@ -144,10 +145,10 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         header = _parsed(path, file.read(length))
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise Refused(f"{path}: __metadata__ is {shown(metadata)}; it must map names to texts. The file is damaged")
+        raise Refused(f"{path}: __metadata__ is {quoted(metadata)}; it must map names to texts. The file is damaged")
     for text in (*header, *metadata, *metadata.values()):
         if re.search("[\ud800-\udfff]", text):  # JSON can spell what no encoding can write
-            raise Refused(f"{path}: {shown(text)} is no text that can be written; the file is damaged")
+            raise Refused(f"{path}: {quoted(text)} is no text that can be written; the file is damaged")
     places = [(name, *_described(path, name, tensor)) for name, tensor in header.items()]
     entries, start = {}, 8 + length
     for name, dtype, shape, first, end in sorted(places, key=lambda place: place[3:]):
@@ -169,9 +170,8 @@ def _parsed(path: Path, text: bytes) -> dict[str, object]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            seen: set[str] = set()
-            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise Refused(f"{path} names tensor {shown(twice)} twice; it was written by a broken tool")
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise Refused(f"{path} names tensor {quoted(twice)} twice; it was written by a broken tool")
         return found
 
     try:
@@ -179,9 +179,9 @@ def _parsed(path: Path, text: bytes) -> dict[str, object]:
     except Refused:
         raise
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5000 digits, brackets without end
-        raise Refused(f"{path} is not a safetensors file: {shown(str(error))}") from None
+        raise Refused(f"{path} is not a safetensors file: {quoted(str(error))}") from None
     if not isinstance(header, dict):
-        raise Refused(f"{path} is not a safetensors file: its header is {shown(header)}, not a JSON object")
+        raise Refused(f"{path} is not a safetensors file: its header is {quoted(header)}, not a JSON object")
     return header
 
 
@@ -191,11 +191,11 @@ def _described(path: Path, name: str, tensor: object) -> tuple[str, tuple[int, .
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
         raise Refused(
-            f"{path}: tensor {shown(name)} is described by {shown(tensor)}, not by a dtype, a shape and its two "
+            f"{path}: tensor {quoted(name)} is described by {quoted(tensor)}, not by a dtype, a shape and its two "
             "data_offsets; the file is damaged"
         )
     if dtype not in ITEM_BYTES:
-        raise Refused(f"{path}: tensor {shown(name)} has dtype {shown(dtype)}, which is not known here")
+        raise Refused(f"{path}: tensor {quoted(name)} has dtype {quoted(dtype)}, which is not known here")
     return dtype, tuple(shape), *offsets
 
 
@@ -263,16 +263,16 @@ def _read_index(path: Path) -> dict:
     try:
         index = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise Refused(f"{path} is not JSON: {shown(str(error))}; download it again") from None
+        raise Refused(f"{path} is not JSON: {quoted(str(error))}; download it again") from None
     if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict) or not index["weight_map"]:
         raise Refused(f"{path} has no weight_map, or an empty one; it is not an index of shards")
     for tensor, name in index["weight_map"].items():
         whole = isinstance(name, str) and re.fullmatch(r"[^/\\\0\ud800-\udfff]+\.safetensors", name)
         if not whole or len(name.encode()) > 255:
-            raise Refused(f"{path}: weight_map puts {shown(tensor)} into {shown(name)}, which is no shard beside it")
+            raise Refused(f"{path}: weight_map puts {quoted(tensor)} into {quoted(name)}, which is no shard beside it")
     metadata = index.get("metadata") or {}
     if not isinstance(metadata, dict) or type(metadata.get("total_size")) not in (int, float, type(None)):
-        raise Refused(f"{path}: metadata is {shown(metadata)}; its total_size must be a number of bytes")
+        raise Refused(f"{path}: metadata is {quoted(metadata)}; its total_size must be a number of bytes")
     return index | {"metadata": metadata}
 
 
@@ -287,8 +287,8 @@ def _open_index(path: Path) -> Checkpoint:
     if total is not None and total != joined.nbytes:
         if total != sum(file.stat().st_size for file in joined.files):
             raise Refused(
-                f"{path} says total_size {shown(total)}, its shards hold {joined.nbytes} bytes of tensors; they do not "
-                "belong together"
+                f"{path} says total_size {quoted(total)}, its shards hold {joined.nbytes} bytes of tensors; they do "
+                "not belong together"
             )
         notes.append(f"{path.name}: total_size counts whole files, not tensors; read as meant")
     return Checkpoint(path, joined.tensors, joined.files, joined.metadata, (*joined.notes, *notes))
@@ -349,7 +349,7 @@ def write_file(
     path: Path,
     parts: list[Part],
     metadata: Mapping[str, str],
-    progress: Callable[[int], None],
+    progress: Callable[[int], object],
     before_replacing: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a safetensors file that appears at `path` only when it is complete; progress(bytes) as it goes.
@@ -415,7 +415,7 @@ def write_folder(
     parts: list[Part],
     metadata: Mapping[str, str],
     max_bytes: int,
-    progress: Callable[[int], None],
+    progress: Callable[[int], object],
 ) -> None:
     """Fill an existing folder with one file or with shards and their index.json, under the names loaders expect."""
     files = shard(parts, max_bytes)

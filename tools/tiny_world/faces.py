@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rewardfl.rewards.face import ARCFACE_TEMPLATE, align, similarity_transform
-
-from .people import SIZE, draw_motion, draw_people, render
+from rewardfl_tools.tiny_world.people import SIZE, draw_motion, draw_people, render
 
 STRIDES, ANCHORS = (8, 16, 32), 2
 DET_SIZE = 2 * SIZE
@@ -69,7 +68,7 @@ class Detector(nn.Module):
         self.towers = nn.ModuleList(conv_block(4 * w, 4 * w) for _ in STRIDES)
         self.heads = nn.ModuleList(nn.Conv2d(4 * w, ANCHORS * (1 + 4 + 10), 3, 1, 1) for _ in STRIDES)
         for head in self.heads:
-            head.bias.data[:ANCHORS] = -3.0  # faces are rare among anchors
+            head.get_parameter("bias").data[:ANCHORS] = -3.0  # faces are rare among anchors
 
     def maps(self, x: Tensor) -> list[Tensor]:
         """Per stride (B, h, w, 30): for both anchors a score logit, then box distances, then landmark offsets."""

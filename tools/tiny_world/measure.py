@@ -7,15 +7,11 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from rewardfl import data, groups, reward_flow
-from rewardfl.backbones.seam import Experts, Velocity
-from rewardfl.backbones.wan import decoder
-from rewardfl.backbones.wan import load as wan_load
-from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.backbone import of_pipeline
+from rewardfl.backbones.seam import Experts, Source, Velocity
+from rewardfl.backbones.wan import backbone as wan2_2
 from rewardfl.rewards import face
-
-from . import faces
-from .people import NUM_FRAMES, SIZE, draw_motion, draw_people, render
+from rewardfl_tools.tiny_world import faces
+from rewardfl_tools.tiny_world.people import NUM_FRAMES, SIZE, draw_motion, draw_people, render
 
 STEPS, SHIFT = 8, 5.0  # of the schedule that is measured
 
@@ -55,24 +51,25 @@ def detection(detector: face.FaceDetector, seed: int, count: int) -> dict[str, f
 @torch.no_grad()
 def video_figures(world: Path, judges: dict[str, face.FaceIdentity]) -> dict[str, object]:
     """Reconstruction and generation of the evaluation people; FaceSim per frame by both recognisers."""
-    pipe = wan_load.load_pipeline(wan_load.find(str(world / "pipeline")), torch.float32)
-    backbone = of_pipeline(pipe, torch.float32)
-    experts = Experts({"high_noise": pipe.transformer, "low_noise": pipe.transformer_2})
-    encode_text, encode_image = backbone.text_encoder(pipe.device), backbone.image_encoder(pipe.device)
-    schedule = wan.schedule(STEPS, SHIFT, pipe.config.boundary_ratio)
+    source = Source(model_paths=str(world / "pipeline"), dtype="float32")
+    backbone, device = wan2_2.open(source), torch.device("cpu")
+    experts = Experts({name: backbone.load_expert(name) for name in backbone.experts})
+    encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
+    decoder, vae = backbone.load_decoder(device), backbone.load(["vae"]).vae
     rows = data.load_metadata(world / "eval" / "metadata.csv")
-    shape = wan.latent_shape(pipe, SIZE, SIZE, NUM_FRAMES)
+    shape = backbone.latent_shape(SIZE, SIZE, NUM_FRAMES)
+    schedule = backbone.schedule(STEPS, SHIFT, shape)
     real, again, made = [], [], []
     for row in rows:
         clip = data.load_example(row, SIZE, SIZE, NUM_FRAMES).video
         conditioning = encode_text(row.prompt) | encode_image(clip[:, 0], NUM_FRAMES)
-        noise = groups.noise(shape, groups.noise_seed(0, 0, row.id))
+        noise = groups.noise((1, *shape), groups.noise_seed(0, 0, row.id))
         x0 = reward_flow.rollout(
             Velocity(backbone, experts, conditioning, schedule), noise, schedule.sigmas, keep=()
         ).x0
         real.append(clip)
-        again.append(pipe.vae.decode(pipe.vae.encode(clip[None]).latent_dist.mode()).sample[0])
-        made.append(decoder.decode(pipe.vae, x0)[0])
+        again.append(vae.decode(vae.encode(clip[None]).latent_dist.mode()).sample[0])
+        made.append(decoder.decode(x0)[0])
     mse = torch.stack([(a - b).square().mean() for a, b in zip(real, again, strict=True)])
     figures: dict[str, object] = {"vae_psnr": float((10 * torch.log10(4 / mse)).mean())}
     for name, judge in judges.items():

@@ -11,7 +11,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResample
 from torch import Tensor
 
-from .people import Motion, draw_motion, draw_people, drifting, render
+from rewardfl_tools.tiny_world.people import Motion, draw_motion, draw_people, drifting, render
 
 SPATIAL, TEMPORAL, LATENT_CHANNELS = 4, 2, 16
 

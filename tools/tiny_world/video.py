@@ -21,8 +21,8 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
-from .people import NUM_FRAMES, SIZE, describe, draw_motion, draw_people, drifting, render
-from .vae import LATENT_CHANNELS, TEMPORAL
+from rewardfl_tools.tiny_world.people import NUM_FRAMES, SIZE, describe, draw_motion, draw_people, drifting, render
+from rewardfl_tools.tiny_world.vae import LATENT_CHANNELS, TEMPORAL
 
 BOUNDARY, SHIFT = 0.9, 5.0
 TEXT_DIM, TEXT_LENGTH, SHORT_TEXT = 32, 512, 32

@@ -96,7 +96,7 @@ def decode_vjp(vae: AutoencoderKLWan, latents: Tensor, grad_video: Tensor, decod
             frames = frames.clamp(-1, 1)
         outputs, cotangents = [frames], [grad_video[:, :, slice(*frames_of[i])].to(frames.dtype)]
         for cache, cotangent in zip(after, grad_caches, strict=True):
-            if cotangent is not None:
+            if cotangent is not None and isinstance(cache, Tensor):
                 outputs.append(cache)
                 cotangents.append(cotangent)
         leaves = [x] + [c for c in start if isinstance(c, Tensor)]

@@ -1,14 +1,23 @@
 """Wan2.2 I2V as the samplers see it: what its conditioning is, which expert answers when, how one is called."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import WanImageToVideoPipeline
+from diffusers import WanTransformer3DModel
+from diffusers.loaders import WanLoraLoaderMixin
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rewardfl import lora
-from rewardfl.backbones.seam import Conditioning, Schedule
+from rewardfl.backbones.seam import Adapter, Conditioning, Schedule
 from rewardfl.flow import linear_sigmas
+from rewardfl.weights import wan_names
+
+if TYPE_CHECKING:  # its module asks transformers for torchvision, aloud
+    from diffusers import WanImageToVideoPipeline
 
 PARTS = {
     "high_noise": "transformer",
@@ -30,8 +39,8 @@ def schedule(num_steps: int, shift: float, boundary: float) -> Schedule:
     return Schedule(sigmas, timesteps, tuple("high_noise" if high else "low_noise" for high in is_high))
 
 
-def attach_adapters(pipe: WanImageToVideoPipeline, checkpoint: Path) -> None:
-    """Add a checkpoint folder's adapters (transformer/, transformer_2/) to the pipeline's experts."""
+def attach_adapters(experts: Mapping[str, WanTransformer3DModel], checkpoint: Path) -> None:
+    """Add a checkpoint folder's adapters (transformer/, transformer_2/) to experts without any, for inference."""
     found = [expert for expert, part in PARTS.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
     if not found:
         raise FileNotFoundError(
@@ -39,11 +48,32 @@ def attach_adapters(pipe: WanImageToVideoPipeline, checkpoint: Path) -> None:
             f"transformer_2/{lora.WEIGHTS_NAME}, as checkpoints/step-* of a run do"
         )
     for expert in found:
-        lora.attach_adapter(pipe.components[PARTS[expert]], checkpoint / PARTS[expert])
+        lora.attach_adapter(experts[expert], checkpoint / PARTS[expert])
+
+
+def save_adapter(model: WanTransformer3DModel, folder: Path, state: dict[str, Tensor] | None = None) -> None:
+    """Write folder/pytorch_lora_weights.safetensors as `pipe.load_lora_weights` reads it, alpha in the metadata.
+
+    state: the model's adapter_state, where one process writes what all have gathered. OSError when the disk does not
+    take it.
+    """
+    config = model.peft_config[lora.POLICY]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        WanLoraLoaderMixin.save_lora_weights(
+            folder,
+            transformer_lora_layers=lora.adapter_state(model) if state is None else state,
+            # peft keeps the names in a set, whose order differs from process to process
+            transformer_lora_adapter_metadata=config.to_dict() | {"target_modules": sorted(config.target_modules)},
+            weight_name=lora.WEIGHTS_NAME,
+        )
+    except SafetensorError as error:  # no OSError, whatever the disk says
+        raise OSError(f"{folder / lora.WEIGHTS_NAME}: {error}") from error
+    lora.order_metadata(folder / lora.WEIGHTS_NAME)
 
 
 @torch.no_grad()
-def encode_text(pipe: WanImageToVideoPipeline, prompt: str) -> Tensor:
+def encode_text(pipe: "WanImageToVideoPipeline", prompt: str) -> Tensor:
     """(1, 512, d), by the pipeline's own code, which needs its text encoder and tokenizer alone."""
     text, _ = pipe.encode_prompt(
         prompt, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH, device=pipe.text_encoder.device
@@ -52,7 +82,7 @@ def encode_text(pipe: WanImageToVideoPipeline, prompt: str) -> Tensor:
 
 
 @torch.no_grad()
-def encode_image(pipe: WanImageToVideoPipeline, image: Tensor, num_frames: int) -> Tensor:
+def encode_image(pipe: "WanImageToVideoPipeline", image: Tensor, num_frames: int) -> Tensor:
     """(1, temporal factor + C, T, h, w): mask and image latents, by the pipeline's own code, which needs its VAE."""
     height, width = image.shape[1:]
     device = pipe.vae.device
@@ -64,7 +94,7 @@ def encode_image(pipe: WanImageToVideoPipeline, image: Tensor, num_frames: int) 
     return condition
 
 
-def latent_shape(pipe: WanImageToVideoPipeline, height: int, width: int, num_frames: int) -> tuple[int, ...]:
+def latent_shape(pipe: "WanImageToVideoPipeline", height: int, width: int, num_frames: int) -> tuple[int, ...]:
     """(1, C, T, h, w) of one sample's latents."""
     frames = (num_frames - 1) // pipe.vae_scale_factor_temporal + 1
     spatial = pipe.vae_scale_factor_spatial
@@ -87,3 +117,30 @@ def velocity(
         encoder_hidden_states=given["text"].to(dtype),
     )
     return output.to(x.dtype)
+
+
+def empty_expert(config: Mapping[str, Any]) -> WanTransformer3DModel:
+    """An expert without memory for its weights. The rotary tables are in no file, so they are computed."""
+    with torch.device("meta"):
+        model = WanTransformer3DModel.from_config(dict(config))
+    model.rope = WanRotaryPosEmbed(
+        model.config.attention_head_dim, model.config.patch_size, model.config.rope_max_seq_len
+    )
+    return model
+
+
+def new_expert(
+    config: Mapping[str, Any], dtype: torch.dtype, layers: int, adapter: Adapter | None
+) -> WanTransformer3DModel:
+    """An expert of `layers` blocks on the meta device, in the dtypes that loading and `lora.inject` give it."""
+    with torch.device("meta"):
+        model = WanTransformer3DModel.from_config(dict(config) | {"num_layers": layers})
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if wan_names.stays_float32(name) else dtype)
+    model.requires_grad_(False)
+    if adapter:
+        lora.inject(model, adapter.rank, adapter.rank, list(adapter.targets), seed=0)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(adapter.dtype)
+    return model

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from rewardfl.rewards.face.onnx_file import graph_inputs, read_graph, value_shape
 
-Attributes = dict[str, object]
+Attributes = dict[str, Any]
 
 
 def _pad_argument(begin: list[int], end: list[int]) -> list[int]:
@@ -177,9 +178,11 @@ _POSITIONS = {
     "tf_half_pixel_for_nn": lambda i, size, out, scale: (i + 0.5) / scale,
 }
 
+HALFWAY = 1e-6  # onnxruntime takes what is nearer than this to the middle of two pixels for the middle (1.31)
+
 _NEAREST = {
-    "round_prefer_floor": lambda position: torch.ceil(position - 0.5),
-    "round_prefer_ceil": lambda position: torch.floor(position + 0.5),
+    "round_prefer_floor": lambda position: torch.ceil(position - 0.5 - HALFWAY),
+    "round_prefer_ceil": lambda position: torch.floor(position + 0.5 + HALFWAY),
     "floor": torch.floor,
     "ceil": torch.ceil,
 }
@@ -192,19 +195,28 @@ def _resize(
     scales: Tensor | list[float] | None = None,
     sizes: Tensor | None = None,
 ) -> Tensor:
-    """Axis by axis over the spatial axes, so that sizes frozen at export do not fix the batch."""
+    """Axis by axis over the spatial axes, so that sizes frozen at export do not fix the batch.
+
+    Sizes and positions are rounded to float32, as onnxruntime rounds them: 0.7 of 10 is 7, in float64 it would be 6.
+    """
     positions = _POSITIONS[a.get("coordinate_transformation_mode", "half_pixel")]
     rounding = _NEAREST[a.get("nearest_mode", "round_prefer_floor")]
-    for axis in range(2, x.ndim):
-        size = x.shape[axis]
-        if sizes is not None:
-            out = int(sizes[axis])
-            scale = out / size
-        else:
-            scale = float(scales[axis])
-            out = int(size * scale)
-        steps = torch.arange(out, dtype=torch.float64, device=x.device if x.is_meta else "cpu")
-        position = positions(steps, size, out, scale).clamp(0, size - 1)
+    axes = range(2, x.ndim)
+    if sizes is None:
+        scaling = {axis: float(scales[axis]) for axis in axes}
+        outs = {axis: int(np.float32(scaling[axis]) * np.float32(x.shape[axis])) for axis in axes}
+    else:
+        outs = {axis: int(sizes[axis]) for axis in axes}
+        scaling = {axis: float(np.float32(outs[axis]) / np.float32(x.shape[axis])) for axis in axes}
+    if all(outs[axis] == x.shape[axis] for axis in axes):
+        return x  # also by a scale of 1.01, which would move pixels; along one axis of several it does
+    for axis in axes:
+        size, out, scale = x.shape[axis], outs[axis], scaling[axis]
+        if scale == 1:
+            continue
+        steps = torch.arange(out, dtype=torch.float32, device=x.device if x.is_meta else "cpu")
+        # float64 from here on: `rounding` must not round a second time
+        position = positions(steps, size, out, scale).clamp(0, size - 1).double()
         if a.get("mode", "nearest") == "nearest":
             x = x.index_select(axis, rounding(position).long().to(x.device))
         else:
@@ -296,9 +308,9 @@ _FLOAT_TYPES = {
 _INTEGER_TYPES = {onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.INT16, onnx.TensorProto.INT8}
 _INTEGER_TYPES |= {onnx.TensorProto.UINT8, onnx.TensorProto.UINT16, onnx.TensorProto.UINT32, onnx.TensorProto.UINT64}
 
-_ANY = None
-_WINDOW = {"auto_pad": ("NOTSET",), "kernel_shape": _ANY, "pads": _ANY, "strides": _ANY}
-_REDUCE = {"axes": _ANY, "keepdims": _ANY, "noop_with_empty_axes": (0,)}
+_ANY: Collection | None = None
+_WINDOW: dict[str, Collection | None] = {"auto_pad": ("NOTSET",), "kernel_shape": _ANY, "pads": _ANY, "strides": _ANY}
+_REDUCE: dict[str, Collection | None] = {"axes": _ANY, "keepdims": _ANY, "noop_with_empty_axes": (0,)}
 
 # The attributes that the functions above honour, or may ignore without changing a result, and their values where
 # ONNX allows more. Any other attribute or value is refused at load time: an ignored one would be a wrong number.

@@ -137,7 +137,7 @@ _LICENCE_BY_HASH = {
 _INSIGHTFACE_NAMES = ("scrfd_", "det_10g", "det_2.5g", "det_500m", "glintr100", "w600k_")
 
 
-def describe(packs: Mapping[str, Mapping[str, str]]) -> list[str]:
+def describe_packs(packs: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Lines to be printed once about {the setting that names a pack: its `file_hashes`}: hashes and licences.
 
     A hash decides; a name alone only says what to check, for AuraFace's recogniser is named as antelopev2's.

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class FaceIdentityReward(Reward):
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         if len(batch) != len(video):
             raise ValueError(f"{len(video)} videos need as many references, got {len(batch)}")
-        pools = [reference and _pool(reference) for reference in batch]
+        pools = [_pool(reference) if reference else None for reference in batch]
         results = [self._sample(clip, pool) for clip, pool in zip(video, pools, strict=True)]
         scores, valid, parts = zip(*results, strict=True)
         rows = torch.tensor(parts, device=video.device)  # (B, len(PARTS))
@@ -73,7 +74,8 @@ class FaceIdentityReward(Reward):
         parts = dict.fromkeys(PARTS, math.nan)
         if pool is None:
             return nothing, False, list(parts.values())
-        parts["cap"] = cap = {"self_similarity": pool.cap, "none": 1.0}.get(self.cap, self.cap)
+        caps: dict[object, Any] = {"self_similarity": pool.cap, "none": 1.0}
+        parts["cap"] = cap = caps.get(self.cap, self.cap)
         face = self.identity.score(video, pool)
         parts["coverage"] = face.coverage if face else 0.0
         if face is None or not face.mean.isfinite():
@@ -85,7 +87,8 @@ class FaceIdentityReward(Reward):
 
 
 def _pool(reference: Mapping[str, Tensor]) -> FacePool:
-    return FacePool(**{name: value if value.ndim else value.item() for name, value in reference.items()})
+    fields: dict[str, Any] = {name: value if value.ndim else value.item() for name, value in reference.items()}
+    return FacePool(**fields)
 
 
 def _motion(face: FaceScore, pool: FacePool) -> tuple[float, float]:

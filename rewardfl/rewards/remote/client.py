@@ -13,6 +13,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import httpcore2
@@ -195,7 +196,7 @@ class Client:
             self._max_bytes = self.health()["max_bytes"]
         return self._max_bytes
 
-    def health(self) -> dict[str, object]:
+    def health(self) -> dict[str, Any]:
         """status, reward, version, max_bytes, as GET /health says; RewardServerError for any other answer."""
         answer = self._ask("GET", "/health", b"")
         try:
@@ -251,11 +252,10 @@ class Client:
     def _once(self, method: str, path: str, body: bytes) -> tuple[int, bytes, str | None]:
         """Status, body and Retry-After of one answer; OSError or ProtocolError where there is none in time."""
         connection = _Connection(self.timeout, asks=bool(body) and self._asks_first)
+        content: Any = connection.blocks(body) if body else None  # any buffer will do: our own `write` gets it
         with (
             httpcore2.ConnectionPool(self._tls, max_connections=1, network_backend=connection) as pool,
-            pool.stream(
-                method, self.url + path, headers=self._headers(body), content=connection.blocks(body) if body else None
-            ) as response,
+            pool.stream(method, self.url + path, headers=self._headers(body), content=content) as response,
         ):
             answer = self._bounded(response.iter_stream())
             if response.status == 200 and connection.silent:
@@ -274,8 +274,8 @@ class Client:
     def _error(self, message: str, kind: type[RewardServerError] = RewardServerError) -> RewardServerError:
         return kind(f"{self.place}.url {self.url}: {message}")
 
-    def _headers(self, body: bytes) -> dict[str, str]:
-        headers = {"Host": self.address.netloc, "Accept-Encoding": "identity"}
+    def _headers(self, body: bytes) -> dict[bytes | str, bytes | str]:
+        headers: dict[bytes | str, bytes | str] = {"Host": self.address.netloc, "Accept-Encoding": "identity"}
         if body:
             headers |= {"Content-Type": CONTENT_TYPE, "Content-Length": str(len(body))}
         if body and self._asks_first:
@@ -421,7 +421,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_whole(value: object, least: int) -> bool:
+def _is_whole(value: Any, least: int) -> bool:
     return _is_number(value) and value == int(value) and value >= least
 
 

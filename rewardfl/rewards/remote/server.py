@@ -158,7 +158,7 @@ class RewardServer:
         self._places = asyncio.Semaphore(wire.PLACES)
         self._app = Starlette(
             routes=[Route("/health", self._health), Route("/score", self._score, methods=["POST"])],
-            exception_handlers={HTTPException: _refused},
+            exception_handlers={HTTPException: _refused},  # type: ignore[dict-item]  # it is called with no other
         )
         self._app.router.redirect_slashes = False
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -207,7 +207,7 @@ class RewardServer:
             nonlocal status
             status = message.get("status", status)
             if more and message["type"] == "http.response.body" and not message.get("more_body"):
-                await send(message | {"more_body": True})
+                await send({**message, "more_body": True})
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LINGER_SECONDS):
                         while more:
@@ -278,7 +278,7 @@ class Protocol(H11Protocol):
     Uses the attributes connections, cycle and conn and the method send_400_response, as of uvicorn 0.54.
     """
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         super().connection_made(transport)
         self.abort = self.loop.call_later(HEAD_SECONDS, transport.abort)
         if len(self.connections) > MAX_CONNECTIONS:

@@ -1,0 +1,100 @@
+"""What a run writes of itself while it trains: a line of metrics per step, a tracker, warnings.
+
+And how many updates in a row have taught nothing: a run that has stopped learning is stopped.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+from tqdm import tqdm
+
+from rewardfl.files import printable
+from rewardfl.rewards.base import RewardError
+from rewardfl.run import checkpoint
+from rewardfl.run.job import Job
+from rewardfl.run.monitor import alarms, recent_mean, suspects
+from rewardfl.run.trackers import Tracker
+
+
+@dataclass
+class Log:
+    """One plain call per step. The main process writes; all of them count."""
+
+    job: Job
+    folder: checkpoint.RunFolder
+    metrics: checkpoint.MetricsFile  # cut back to the step that the run goes on from
+    tracker: Tracker
+    logging_steps: int  # the tracker gets every so many steps
+    motion_alarm: float  # see monitor.alarms
+    max_nonfinite: int  # updates in a row that may teach nothing
+    last_step: int  # of the whole run
+    skipped_in_a_row: int = 0  # such updates before this start, and then until now
+
+    def __post_init__(self):
+        self.history: list[dict[str, float]] = self.metrics.read() if self.job.main else []
+        self.told: set[str] = set()
+
+    def say(self, step: int, line: str) -> None:
+        """Print a line about a step, once for all processes."""
+        if self.job.main:
+            print(printable(f"step {step}: {line}"))
+
+    def say_once(self, step: int, lines: Sequence[str]) -> None:
+        """Print those that were not said before."""
+        for line in lines:
+            if line not in self.told:
+                self.say(step, line)
+        self.told.update(lines)
+
+    def say_skipped(self, step: int, norm: float, ids: Sequence[str], finite: Tensor) -> None:
+        """Say which samples an update was skipped for, where it was; finite: (N,) bool, see monitor.suspects."""
+        if not math.isfinite(norm):
+            found = suspects(ids, finite.tolist())
+            self.say(step, f"gradient norm {norm}, skipped ({self.skipped_in_a_row} in a row); it became so {found}")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step's line; step 0 is an evaluation before the first update."""
+        if not self.job.main:
+            return
+        self.history.append({"step": step, **metrics})
+        with checkpoint.tolerant(self.job.say, step, last=step == self.last_step):
+            self.folder.keep()
+            self.metrics.append(step, metrics)
+        if step % self.logging_steps == 0:
+            self.tracker.log(step, metrics)
+        for warning in alarms(self.history, self.motion_alarm):
+            tqdm.write(f"step {step}: {warning}")
+
+    def count(self, norm: float, why_nothing: str) -> None:
+        """Count an update that taught nothing, and forget those before one that did. On all processes.
+
+        norm: the update's gradient norm; one that is not finite was skipped. why_nothing: why not one sample could be
+        judged, in words, "" where one was.
+        """
+        taught = math.isfinite(norm) and not why_nothing
+        self.skipped_in_a_row = 0 if taught else self.skipped_in_a_row + 1
+
+    def stop_if_stuck(self, step: int, why_nothing: str) -> None:
+        """RewardError or SystemExit when more than max_nonfinite updates in a row have taught nothing."""
+        if self.skipped_in_a_row <= self.max_nonfinite:
+            return
+        if why_nothing:
+            raise RewardError(
+                f"stopped at step {step}: {self.skipped_in_a_row} updates in a row taught nothing; {why_nothing}"
+            )
+        raise SystemExit(f"stopped at step {step}: {self.skipped_in_a_row} updates in a row were not finite")
+
+    def recent_mean(self, since: int, keys: Sequence[str]) -> float | None:
+        """See monitor.recent_mean."""
+        return recent_mean(self.history, since, keys)
+
+    def videos(self, step: int, folder: Path) -> None:
+        """Show the sample videos of a folder."""
+        self.tracker.videos(step, folder)
+
+    def close(self) -> None:
+        """End the tracker's run."""
+        self.tracker.close()

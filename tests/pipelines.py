@@ -1,0 +1,41 @@
+"""A Wan2.2-I2V-shaped pipeline with random weights, small enough to differentiate in float64."""
+
+import torch
+
+from rewardfl.backbones import seam
+from rewardfl.backbones.wan.backbone import Wan22I2V, of_pipeline
+from rewardfl_tools.tiny_world.vae import new_vae
+from rewardfl_tools.tiny_world.video import new_expert, new_pipeline
+
+HEIGHT, WIDTH, FRAMES = 32, 32, 5
+LAYERS = list(Wan22I2V.layer_names.values())  # that a LoRA may adapt
+
+
+def random_pipeline(dtype: torch.dtype = torch.float32):
+    """Both experts differ; the VAE's convolutions in time matter; latents are normalised by odd numbers."""
+    torch.manual_seed(0)
+    pipe = new_pipeline(new_vae(4, (1, 1, 2)), layers=(1, 1))
+    pipe.register_modules(transformer=new_expert(1, 2, 12), transformer_2=new_expert(2, 2, 12))
+    for module in (pipe.vae, pipe.transformer, pipe.transformer_2):
+        for parameter in module.parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+        module.eval().requires_grad_(False)
+    pipe.vae.register_to_config(
+        latents_mean=torch.linspace(-0.3, 0.3, 16).tolist(), latents_std=torch.linspace(0.7, 1.6, 16).tolist()
+    )
+    pipe.text_encoder.requires_grad_(False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(dtype) if dtype != torch.float32 else pipe
+
+
+def backbone_of(pipe) -> Wan22I2V:
+    return of_pipeline(pipe, pipe.transformer_2.dtype)
+
+
+def experts_of(pipe, outside=()) -> seam.Experts:
+    return seam.Experts({"high_noise": pipe.transformer, "low_noise": pipe.transformer_2}, outside)
+
+
+def encode(pipe, prompt, image, num_frames) -> seam.Conditioning:
+    backbone, device = backbone_of(pipe), torch.device("cpu")
+    return backbone.text_encoder(device)(prompt) | backbone.image_encoder(device)(image, num_frames)

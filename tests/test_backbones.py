@@ -1,0 +1,260 @@
+"""The contract of a backbone (DESIGN section 11), for every registered one, through the seam alone.
+
+A tenant is a small random model of the kind in its published layout, and its stock pipeline. Two processes against one
+and exact resumption are shown on whole runs, in test_distributed.py and test_chaos.py.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
+from PIL import Image
+from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, random_pipeline
+
+from rewardfl import backbones, data, flow, groups, lora, reward_flow, sde
+from rewardfl.backbones.seam import Backbone, Experts, Source, Velocity
+from rewardfl.scheduler import LinearFlowEuler
+
+CPU = torch.device("cpu")
+PROMPT, NEGATIVE, STEPS, SHIFT = "a person with short dark hair, talking", "blinking", 6, 5.0
+SEED = 7
+
+
+@dataclass
+class Tenant:
+    """A model's folder, and how its stock pipeline samples from it."""
+
+    name: str
+    folder: Path
+    pipeline: type
+
+    def open(self, dtype: str = "float32") -> Backbone:
+        return backbones.open(self.name, Source(str(self.folder), dtype=dtype))
+
+    def stock(self, dtype: torch.dtype = torch.float32):
+        pipe = self.pipeline.from_pretrained(self.folder, torch_dtype=dtype)
+        pipe.set_progress_bar_config(disable=True)
+        # running Euler on our sigmas
+        pipe.scheduler = LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=SHIFT).config)
+        return pipe
+
+    def sample(self, pipe, noise, guidance, output_type):
+        pixels = data.to_uint8(image()[:, None])[0]
+        return pipe(
+            image=Image.fromarray(pixels.numpy()), prompt=PROMPT, negative_prompt=NEGATIVE, height=HEIGHT, width=WIDTH,
+            num_frames=FRAMES, num_inference_steps=STEPS, guidance_scale=guidance, latents=noise.clone(),
+            output_type=output_type,
+        ).frames  # fmt: skip
+
+
+def wan2_2(folder):
+    random_pipeline().save_pretrained(folder)
+    return Tenant("wan2_2", folder, WanImageToVideoPipeline)
+
+
+TENANTS = {"wan2_2": wan2_2}
+
+
+@pytest.fixture(scope="module", params=backbones.MODULES)
+def tenant(request, tmp_path_factory):
+    return TENANTS[request.param](tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def backbone(tenant):
+    return tenant.open()
+
+
+def image():
+    """(3, H, W) in [-1, 1], at values that 8 bits keep."""
+    pixels = torch.randint(0, 256, (HEIGHT, WIDTH, 3), generator=torch.Generator().manual_seed(4), dtype=torch.uint8)
+    return data.to_float(pixels[None])[:, 0]
+
+
+def experts_of(backbone, adapted=False, dtype=None):
+    """All experts; adapted: with a LoRA that changes something."""
+    loaded = {name: backbone.load_expert(name) for name in backbone.experts}
+    for i, expert in enumerate(loaded.values()):
+        if adapted:
+            lora.inject(expert, 2, 3.0, LAYERS, seed=i)
+            for k, parameter in enumerate(p for p in expert.parameters() if p.requires_grad):
+                parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k))
+        if dtype is not None:
+            expert.to(dtype)
+    return Experts(loaded), loaded
+
+
+def noise_of(backbone, batch=1):
+    shape = backbone.latent_shape(HEIGHT, WIDTH, FRAMES)
+    return torch.cat([groups.noise((1, *shape), SEED + i) for i in range(batch)])
+
+
+def schedule_of(backbone):
+    return backbone.schedule(STEPS, SHIFT, backbone.latent_shape(HEIGHT, WIDTH, FRAMES))
+
+
+def conditioning_of(backbone, batch=1):
+    one = backbone.text_encoder(CPU)(PROMPT) | backbone.image_encoder(CPU)(image(), FRAMES)
+    return backbone.collate([one] * batch)
+
+
+def velocity_of(backbone, experts, batch=1, guidance=1.0):
+    negative = backbone.text_encoder(CPU)(NEGATIVE) if guidance != 1 else None
+    return Velocity(backbone, experts, conditioning_of(backbone, batch), schedule_of(backbone), negative, guidance)
+
+
+def gradients(experts):
+    found = {name: p.grad.clone() for name, p in experts.named_parameters() if p.grad is not None}
+    assert found and all(bool(gradient.any()) for name, gradient in found.items() if "lora_A" in name)
+    return found
+
+
+def assert_close(one, other, relative):
+    assert one.keys() == other.keys()
+    whole, difference = (
+        torch.cat([x.flatten() for x in xs]) for xs in (one.values(), [one[n] - other[n] for n in one])
+    )
+    assert difference.norm() <= relative * whole.norm()
+
+
+def test_every_member_of_the_seam_is_there(backbone):
+    members = {name for name in vars(Backbone) if not name.startswith("_")} | set(Backbone.__annotations__)
+    assert [name for name in sorted(members) if not hasattr(backbone, name)] == []
+    classes = {type(module).__name__ for module in backbone.load_expert(backbone.experts[0]).modules()}
+    assert set(backbone.block_classes) <= classes
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.5])
+def test_the_ode_is_the_stock_pipelines_bit_for_bit(tenant, backbone, guidance):
+    noise, schedule = noise_of(backbone), schedule_of(backbone)
+    experts, _ = experts_of(backbone)
+    ours = reward_flow.rollout(velocity_of(backbone, experts, guidance=guidance), noise, schedule.sigmas, keep=()).x0
+    assert torch.equal(ours, tenant.sample(tenant.stock(), noise, guidance, "latent"))
+    assert len(schedule) == STEPS and schedule.sigmas[-1] == 0 and set(schedule.experts) == set(backbone.experts)
+
+
+def test_in_bfloat16_the_network_is_asked_what_the_stock_pipeline_asks(tenant, monkeypatch):
+    """Equal latents and timestep, equal bits: what goes into each network, and so what comes out."""
+    backbone, pipe = tenant.open("bfloat16"), tenant.stock(torch.bfloat16)
+    asked = []
+
+    def record(module, arguments, inputs):
+        asked.append({name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)})
+
+    for component in pipe.components.values():
+        if type(component).__name__ == type(backbone.load_expert(backbone.experts[0])).__name__:
+            component.register_forward_pre_hook(record, with_kwargs=True)
+    noise = noise_of(backbone).bfloat16().float()  # the stock pipeline rounds its latents
+    tenant.sample(pipe, noise, 1.0, "latent")
+    stock, asked = asked[0], []
+    experts, loaded = experts_of(backbone)
+    for expert in loaded.values():
+        expert.register_forward_pre_hook(record, with_kwargs=True)
+    with torch.no_grad():
+        velocity_of(backbone, experts)(noise, 0)
+    (ours,) = asked
+    assert ours.keys() == stock.keys()
+    for name, value in stock.items():
+        assert torch.equal(ours[name].to(value.dtype), value), name
+
+
+def test_replay_is_autograd_through_the_chain(backbone):
+    """Of a random cotangent of x0, two samples, steps of every expert, with the KL."""
+    schedule, active = schedule_of(backbone), [1, 3, 5]
+    x, grads = noise_of(backbone, 2).double(), []
+    g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for whole in (True, False):
+        experts, _ = experts_of(backbone, adapted=True, dtype=torch.float64)
+        model = backbone_at(backbone, torch.float64)
+        velocity = Velocity(model, experts, conditioning_of(backbone, 2), schedule)
+        if whole:
+            y, kl = x, 0.0
+            for i in range(STEPS):
+                v = velocity(y, i)
+                if i in active:
+                    with torch.no_grad():
+                        reference = velocity.reference(y.detach(), i)
+                    kl = kl + flow.velocity_kl(v, reference, schedule.sigmas[i]) / len(active)
+                y = y + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * (v if i in active else v.detach())
+            ((g * y).sum() + 0.3 * kl.sum()).backward()
+        else:
+            trajectory = reward_flow.rollout(velocity, x, schedule.sigmas, active)
+            reward_flow.replay(
+                velocity, trajectory, schedule.sigmas, active, g, 1.0, reference=velocity.reference, kl_weight=0.3
+            )
+        grads.append(gradients(experts))
+    assert_close(*grads, 1e-9)
+
+
+def backbone_at(backbone, dtype):
+    """The same model, asked in another precision."""
+    return dataclasses.replace(backbone, dtype=dtype)
+
+
+def test_the_decoders_pullback_is_its_derivative(backbone):
+    """Against finite differences of decode; and decode is the stock pipeline's pixels."""
+    decoder, x = backbone.load_decoder(CPU), 0.5 * noise_of(backbone)
+    decoded = decoder.decode_with_caches(x)
+    assert torch.equal(decoded.video, decoder.decode(x))
+    generator = torch.Generator().manual_seed(2)
+    g, d = torch.randn(decoded.video.shape, generator=generator), torch.randn(x.shape, generator=generator)
+    inside = decoded.video.abs() < 0.9  # far from where pixels are clamped
+    grad = decoder.vjp(x, g * inside, decoded)
+    eps = 1e-3
+    slope = ((decoder.decode(x + eps * d) - decoder.decode(x - eps * d)) / (2 * eps) * g * inside).sum()
+    assert float((grad * d).sum()) == pytest.approx(float(slope), rel=2e-2)
+
+
+def test_the_ratio_of_a_replayed_rollout_is_exactly_one(backbone):
+    experts, _ = experts_of(backbone, adapted=True)
+    velocity, schedule = velocity_of(backbone, experts, batch=2), schedule_of(backbone)
+    kernel, window = sde.Kernel("flow", 0.7, schedule.sigmas), (1, 4)
+    draw = torch.Generator().manual_seed(3)
+    x = noise_of(backbone, 2)
+    _, steps = sde.rollout(velocity, x, kernel, window, lambda i: torch.randn(x.shape, generator=draw))
+    for i in window:
+        _, log_prob = sde.score(velocity, steps[i], i, kernel)
+        assert torch.equal(log_prob.detach(), steps[i].log_prob)
+
+
+def test_the_adapter_off_is_the_base_and_checkpointing_changes_nothing(backbone):
+    plain, _ = experts_of(backbone)
+    experts, loaded = experts_of(backbone, adapted=True)
+    x = noise_of(backbone)
+    for i in (0, STEPS - 1):
+        with torch.no_grad():
+            base = velocity_of(backbone, plain)(x, i)
+            assert torch.equal(velocity_of(backbone, experts).reference(x, i), base)
+            assert not torch.allclose(velocity_of(backbone, experts)(x, i), base, atol=1e-4)
+    found = []
+    for checkpointing in (False, True):
+        for expert in loaded.values():
+            if checkpointing:
+                expert.enable_gradient_checkpointing()
+            expert.zero_grad()
+        for i in (0, STEPS - 1):
+            velocity_of(backbone, experts)(x, i).square().sum().backward()
+        found.append(gradients(experts))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_saved_adapter_gives_the_stock_pipeline_our_pixels(tenant, backbone, tmp_path):
+    experts, loaded = experts_of(backbone, adapted=True)
+    for name, expert in loaded.items():
+        backbone.save_adapter(name, expert, tmp_path, lora.adapter_state(expert))
+    noise, schedule = noise_of(backbone), schedule_of(backbone)
+    x0 = reward_flow.rollout(velocity_of(backbone, experts), noise, schedule.sigmas, keep=()).x0
+    ours = backbone.load_decoder(CPU).decode(x0)
+    pipe = tenant.stock()
+    for folder in sorted(path for path in tmp_path.iterdir()):
+        pipe.load_lora_weights(folder, load_into_transformer_2=folder.name.endswith("_2"))
+    theirs = tenant.sample(pipe, noise, 1.0, "pt").transpose(1, 2) * 2 - 1
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+    again, plain = experts_of(backbone)
+    backbone.attach_adapters(plain, tmp_path)
+    with torch.no_grad():
+        ours, theirs = (velocity_of(backbone, one)(noise, 0) for one in (experts, again))
+    assert torch.equal(ours, theirs)

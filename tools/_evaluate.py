@@ -1,0 +1,330 @@
+"""Before and after an adapter: the work of tools/evaluate.py."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import torch
+from matplotlib import pyplot as plt
+from PIL import Image, ImageDraw, ImageOps
+from torch import Tensor
+from tqdm import tqdm
+
+from rewardfl import config, data, groups, offload, reward_flow
+from rewardfl.backbones.seam import Experts, Velocity
+from rewardfl.files import printable
+from rewardfl.rewards import face
+from rewardfl.run import start, work
+from rewardfl_tools import _common
+
+ARMS = ("before", "after")
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One person and noise: the real clip and both generated ones, uint8 (F, H, W, 3), and what the recognisers say.
+
+    scores: recogniser -> arm -> its FaceScore, or None where no frame shows a face.
+    """
+
+    row: data.Row
+    seed: int
+    real: Tensor
+    made: dict[str, Tensor]
+    scores: dict[str, dict[str, face.FaceScore | None]]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Before and after an adapter: the exit code."""
+    args.device = _common.device(args.device)
+    out = args.out or args.run / "evaluation"
+    try:
+        cfg = run_config(args.run, args.overrides)
+        clips, pools = evaluate(cfg, args.adapter or args.run / "checkpoints" / "latest", args, out)
+    except (ValueError, FileNotFoundError) as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 2
+    report = summarise(clips, pools)
+    report["command"] = sys.argv
+    data_path = out / "report.json"
+    data_path.write_text(json.dumps(report, indent=2) + "\n")
+    draw_curves(report, out / "curves.png")
+    draw_grid(clips, out / "grid.png")
+    print(table(report))
+    print(f"\nreport: {data_path}\npictures: {out / 'grid.png'}, {out / 'curves.png'}\nvideos: {out / 'videos'}")
+    return 0
+
+
+def run_config(run: Path, overrides: list[str]) -> config.AnyConfig:
+    path = run / "run.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"--run: {path} is missing; name the output_dir of a training run")
+    return config.parse(json.loads(path.read_text())["config"], overrides)
+
+
+@torch.no_grad()
+def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out: Path) -> tuple[list[Clip], dict]:
+    """Sample and score every person and seed; writes the videos as they come. Pools by recogniser and row id."""
+    rows = data.load_metadata(args.data)
+    for note in data.notes(rows):
+        print(f"note: {note}")
+    rows, problems = data.check_rows(rows, cfg.data.num_frames, cfg.data.skip_bad_rows, cfg.data.fps)
+    packs = {"reward": cfg.reward.reward_model_path, "held_out": cfg.reward.held_out_model_path}
+    judges = {
+        name: face.FaceIdentity(pack, cfg.reward.det_size).to(args.device)
+        for name, pack in packs.items()
+        if pack is not None
+    }
+    if not judges:
+        raise ValueError(
+            "this tool judges faces, and the run has no face pack; name one: reward.held_out_model_path=FOLDER"
+        )
+    examples = {row.id: start.example_of(cfg, row) for row in rows}
+    pools = {
+        name: {row.id: judge.pool(examples[row.id].reference.to(args.device)) for row in rows}
+        for name, judge in judges.items()
+    }
+    usable = [row for row in rows if all(pool[row.id] is not None for pool in pools.values())]
+    problems += [f"line {row.line}: no face was found in {row.face_video}" for row in rows if row not in usable]
+    for problem in problems:
+        print(printable(f"skipped: {problem}"))
+    if not usable:
+        raise ValueError(f"--data: no clip of {args.data} shows a face")
+
+    backbone, device = start.open_model(cfg), torch.device(args.device)
+    encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
+    conditions = {
+        row.id: encode_text(row.prompt) | encode_image(examples[row.id].image, cfg.data.num_frames) for row in usable
+    }
+    guidance, negative = 1.0, None
+    if isinstance(cfg, config.FlowGrpoConfig) and cfg.sample.guidance_scale != 1:  # as it was trained
+        guidance, negative = cfg.sample.guidance_scale, encode_text(cfg.sample.negative_prompt)
+    del encode_text, encode_image  # the text encoder alone is 11 GB
+    decoder = backbone.load_decoder(device)
+    loaded = {name: backbone.load_expert(name) for name in backbone.experts}
+    backbone.attach_adapters(loaded, adapter)
+    experts = Experts({name: offload.place(expert, args.experts, device) for name, expert in loaded.items()})
+    sizes = {row.id: (image.shape[1], image.shape[2]) for row in usable for image in [examples[row.id].image]}
+    (out / "videos").mkdir(parents=True, exist_ok=True)
+
+    clips = []
+    jobs = [(row, seed) for seed in range(args.seeds) for row in usable]
+    for batch in tqdm(batches(jobs, sizes, args.batch), desc="evaluating"):
+        conditioning = backbone.collate([conditions[row.id] for row, _ in batch])
+        shape = backbone.latent_shape(*sizes[batch[0][0].id], cfg.data.num_frames)
+        schedule = work.schedule_of(cfg, backbone, shape)
+        velocity = Velocity(backbone, experts, conditioning, schedule, negative, guidance)
+        seeds = [groups.noise_seed(seed, 0, row.id) for row, seed in batch]
+        noise = torch.cat([groups.noise((1, *shape), seed, args.device) for seed in seeds])
+        samplers: dict[str, Callable[[Tensor, int], Tensor]] = {"before": velocity.reference, "after": velocity}
+        videos = {
+            arm: decoder.decode(reward_flow.rollout(samplers[arm], noise, schedule.sigmas, keep=()).x0).float()
+            for arm in ARMS
+        }
+        for i, (row, seed) in enumerate(batch):
+            scores = {
+                name: {arm: judge.score(videos[arm][i], pools[name][row.id]) for arm in ARMS}
+                for name, judge in judges.items()
+            }
+            made = {arm: data.to_uint8(videos[arm][i]).cpu() for arm in ARMS}
+            clips.append(Clip(row, seed, data.to_uint8(examples[row.id].video), made, scores))
+            beside = torch.cat([clips[-1].real, made["before"], made["after"]], 2)
+            fps = cfg.data.fps or data.frame_rate(row.video)
+            data.write_video(out / "videos" / f"{row.index:03d}_seed{seed}.mp4", beside, fps)
+    return clips, pools
+
+
+def batches(jobs: list[tuple[data.Row, int]], sizes: dict[str, tuple], count: int) -> list[list[tuple[data.Row, int]]]:
+    """The jobs, each once, in lists of at most `count` whose clips have one size; sizes: by row id."""
+    alike: dict[tuple, list] = {}
+    for row, seed in jobs:
+        alike.setdefault(sizes[row.id], []).append((row, seed))
+    return [group[i : i + count] for group in alike.values() for i in range(0, len(group), count)]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Statistics. People are resampled, not clips: two noises of one person are not two people.
+
+
+def summarise(clips: list[Clip], pools: dict) -> dict:
+    """All figures of the report; means over clips, 95 % bootstrap intervals over people."""
+    people = sorted({clip.row.id for clip in clips})
+    report: dict = {"people": len(people), "clips": len(clips), "recognisers": {}}
+    for name in pools:
+        figures: dict = {"cap": sum(pools[name][person].cap for person in people) / len(people)}
+        for arm in ARMS:
+            per_frame = torch.stack([frames(clip.scores[name][arm], clip) for clip in clips])
+            values = {"face_sim": per_frame.mean(1)}
+            for key in ("coverage", "speed", "nonrigid"):
+                values[key] = torch.tensor([field(clip.scores[name][arm], key) for clip in clips])
+            figures[arm] = {key: interval(by_person(value, clips, people)) for key, value in values.items()}
+            figures[arm]["per_frame"] = [round(value, 4) for value in per_frame.mean(0).tolist()]
+            figures[arm]["last_quarter"] = float(per_frame[:, -max(1, per_frame.shape[1] // 4) :].mean())
+        figures["gain"] = compared(name, "face_sim", clips, people)
+        figures["motion_after_to_before"] = motion_ratios(name, clips, pools, people, "before")
+        figures["motion_after_to_real"] = motion_ratios(name, clips, pools, people, "real")
+        report["recognisers"][name] = figures
+    report["per_clip"] = [
+        {
+            "id": clip.row.id, "seed": clip.seed,
+            **{f"{name}/{arm}": float(frames(clip.scores[name][arm], clip).mean()) for name in pools for arm in ARMS},
+        }
+        for clip in clips
+    ]  # fmt: skip
+    return report
+
+
+def frames(score: face.FaceScore | None, clip: Clip) -> Tensor:
+    """(F - 1,) FaceSim per frame; 0 for a clip without any face."""
+    return torch.zeros(len(clip.real) - 1) if score is None else score.per_frame.float().cpu()
+
+
+def field(score: face.FaceScore | None, key: str) -> float:
+    return 0.0 if score is None else {"coverage": score.coverage, "speed": score.speed, "nonrigid": score.nonrigid}[key]
+
+
+def by_person(values: Tensor, clips: list[Clip], people: list[str]) -> Tensor:
+    """(people,) mean over each person's clips, of (clips,) values."""
+    return torch.stack(
+        [values[[i for i, clip in enumerate(clips) if clip.row.id == person]].mean() for person in people]
+    )
+
+
+def resampled(count: int) -> Tensor:
+    """(RESAMPLES, count) indices drawn with replacement, always the same."""
+    return torch.randint(0, count, (RESAMPLES, count), generator=torch.Generator().manual_seed(0))
+
+
+def interval(values: Tensor) -> dict[str, float]:
+    means = values[resampled(len(values))].mean(1)
+    return {
+        "mean": float(values.mean()),
+        "low": float(means.quantile(0.025)),
+        "high": float(means.quantile(0.975)),
+    }
+
+
+def compared(name: str, key: str, clips: list[Clip], people: list[str]) -> dict:
+    """The paired gain after - before, absolute and relative to the mean before."""
+    arms = {
+        arm: by_person(torch.stack([frames(c.scores[name][arm], c).mean() for c in clips]), clips, people)
+        for arm in ARMS
+    }
+    rows = resampled(len(people))
+    before, after = arms["before"][rows].mean(1), arms["after"][rows].mean(1)
+    relative = after / before - 1
+    return {
+        "absolute": interval(arms["after"] - arms["before"]),
+        "relative": {
+            "mean": float(arms["after"].mean() / arms["before"].mean() - 1),
+            "low": float(relative.quantile(0.025)),
+            "high": float(relative.quantile(0.975)),
+        },
+        "people_improved": float((arms["after"] > arms["before"]).float().mean()),
+    }
+
+
+def motion_ratios(name: str, clips: list[Clip], pools: dict, people: list[str], to: str) -> dict:
+    """Motion after over motion `to` (before | real): of the means over people, with interval, and median per clip."""
+    result = {}
+    rows = resampled(len(people))
+    for key in ("speed", "nonrigid"):
+        after = torch.tensor([field(clip.scores[name]["after"], key) for clip in clips])
+        if to == "before":
+            base = torch.tensor([field(clip.scores[name]["before"], key) for clip in clips])
+        else:
+            real = {"speed": lambda pool: pool.speed, "nonrigid": lambda pool: pool.nonrigid}[key]
+            base = torch.tensor([real(pools[name][clip.row.id]) for clip in clips])
+        mine, theirs = by_person(after, clips, people), by_person(base, clips, people)
+        ratios = mine[rows].mean(1) / theirs[rows].mean(1).clamp(min=1e-9)
+        result[key] = {
+            "mean": float(mine.mean() / theirs.mean().clamp(min=1e-9)),
+            "low": float(ratios.quantile(0.025)),
+            "high": float(ratios.quantile(0.975)),
+            "median_per_clip": float((after / base.clamp(min=1e-9)).median()),
+        }
+    return result
+
+
+def table(report: dict) -> str:
+    """The report's main figures for a terminal."""
+
+    def show(value: dict, unit: str = "") -> str:
+        scale = 100 if unit == "%" else 1
+        low, high = value["low"] * scale, value["high"] * scale
+        return (
+            f"{value['mean'] * scale:+.1f}% [{low:+.1f}, {high:+.1f}]"
+            if unit
+            else f"{value['mean']:.3f} [{low:.3f}, {high:.3f}]"
+        )
+
+    lines = [f"{report['people']} people, {report['clips']} clips; mean [95 % interval over people]", ""]
+    for name, figures in report["recognisers"].items():
+        lines.append("held-out judge" if name == "held_out" else "reward's recogniser (trained against)")
+        for label, key in (("FaceSim", "face_sim"), ("coverage", "coverage")):
+            lines.append(f"  {label:22s} before {show(figures['before'][key])}   after {show(figures['after'][key])}")
+        lines.append(f"  {'FaceSim gain':22s} {show(figures['gain']['relative'], '%')} relative")
+        lines.append(f"  {'real clips vs themselves':22s} {figures['cap']:.3f}")
+        for to in ("before", "real"):
+            ratio = figures[f"motion_after_to_{to}"]
+            lines.append(
+                f"  {'motion after / ' + to:22s} speed {show(ratio['speed'])}   non-rigid {show(ratio['nonrigid'])}"
+            )
+    return "\n".join(lines)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+
+def draw_curves(report: dict, path: Path) -> None:
+    """FaceSim along the clip by each recogniser, and every clip before against after."""
+    figure, axes = plt.subplots(1, 1 + len(report["recognisers"]), figsize=(5 * (1 + len(report["recognisers"])), 4))
+    for axis, (name, figures) in zip(axes, report["recognisers"].items(), strict=False):
+        for arm, colour in zip(ARMS, ("tab:red", "tab:blue"), strict=True):
+            curve = figures[arm]["per_frame"]
+            axis.plot(range(1, len(curve) + 1), curve, marker="o", color=colour, label=arm)
+        axis.axhline(figures["cap"], color="grey", linestyle="--", label="real clips")
+        axis.set(title=f"FaceSim by the {name} recogniser", xlabel="frame", ylabel="cosine", ylim=(0, 1))
+        axis.legend()
+    for name, colour in zip(report["recognisers"], ("tab:orange", "tab:green"), strict=False):
+        before, after = ([clip[f"{name}/{arm}"] for clip in report["per_clip"]] for arm in ARMS)
+        axes[-1].scatter(before, after, s=12, color=colour, label=name)
+    axes[-1].plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+    axes[-1].set(title="every clip", xlabel="before", ylabel="after", xlim=(0, 1), ylim=(0, 1))
+    axes[-1].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_grid(clips: list[Clip], path: Path, people: int = 8, shown: int = 4, height: int = 96) -> None:
+    """A row per person: frames of the real clip | before | after, the judge's (else the reward's) score under each."""
+    chosen = [clip for clip in clips if clip.seed == 0][:people]
+    count = len(chosen[0].real)
+    width = max(round(clip.real.shape[2] * height / clip.real.shape[1]) for clip in chosen)
+    picked = torch.linspace(1, count - 1, min(shown, count - 1)).round().long().tolist()
+    columns = ("real", *ARMS)
+    block = len(picked) * width + 10
+    sheet = Image.new("RGB", (len(columns) * block, 16 + len(chosen) * (height + 14)), "white")
+    pen = ImageDraw.Draw(sheet)
+    judge = list(chosen[0].scores)[-1]
+    for c, name in enumerate(columns):
+        pen.text((c * block + 4, 2), name, fill="black")
+        for r, clip in enumerate(chosen):
+            source = clip.real if name == "real" else clip.made[name]
+            top = 16 + r * (height + 14)
+            for k, frame in enumerate(picked):
+                picture = ImageOps.contain(Image.fromarray(source[frame].numpy()), (width, height))
+                sheet.paste(picture, (c * block + k * width, top))
+                if name != "real":
+                    score = float(frames(clip.scores[judge][name], clip)[frame - 1])
+                    pen.text((c * block + k * width + 4, top + height), f"{score:.2f}", fill="black")
+    sheet.save(path)
