@@ -316,3 +316,9 @@ def test_the_scripts_loss_is_the_papers(monkeypatch, tmp_path, objective):
         # a part of an update: two rollouts at two steps
         torch.testing.assert_close(4 * loss, expected.detach(), rtol=2e-5, atol=1e-9)
     assert 0 < clipped < 16 and metrics(tmp_path)[1]["policy/kl"] > 0
+
+
+def test_settings_may_stand_on_both_sides_of_an_option(monkeypatch, capsys, tmp_path):
+    settings = [f"run.output_dir={tmp_path}", "--dry-run", "train.max_steps=6"]
+    code, out, err = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
+    assert code == 0 and "the run: 6 updates" in out, err

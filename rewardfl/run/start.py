@@ -97,7 +97,7 @@ def command_line(description: str) -> argparse.Namespace:
         "--dry-run", action="store_true", help="print the resolved plan and stop before loading weights"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()  # settings may stand on both sides of an option
 
 
 # ------------------------------------------------------------------------------------------------------------
