@@ -785,6 +785,8 @@ def raw(url, request, wait=True):
         answer = b""
         while block := connection.recv(1 << 16):
             answer += block
+    if not answer:
+        raise ConnectionError("the server hung up without an answer")
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body) if b"application/json" in head else body
 
