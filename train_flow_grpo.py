@@ -176,6 +176,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                 with timer("reward"):
                     references = [samples[member.row].references for member in members]
                     pending.append(blackbox.begin(terms, video, references, places))
+                del video  # the updates have no use for it
                 kept = {i: step.to(kept_on) for i, step in kept.items()}
                 rollouts.append(prepare.Rollout(members, own, seam.to(conditioning, kept_on), schedule, kernel, kept))
             if interruption.number:

@@ -146,11 +146,12 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     ]
                     reward = torch.stack(normalised).sum(0)  # (B,)
                     (grad_video,) = torch.autograd.grad(-reward.sum() / per_process, video)
+                    reward, judged = reward.detach(), [one.at_rest() for one in judged]
 
                 # 3. Back through the decoder.
                 with timer("decode"):
                     grad_x0 = decoder.vjp(trajectory.x0, grad_video, decoded)
-                del decoded, video, grad_video  # up to 38 GB that replay has no use for
+                del decoded, video, grad_video, normalised  # up to 38 GB that replay has no use for
 
                 # 4. Back through the active steps, each forward pass again with a graph of its own; here the KL joins.
                 with timer("replay"):
@@ -169,16 +170,16 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     )  # (B,)
                 seen.append(
                     {
-                        "reward": reward.detach(),
+                        "reward": reward,
                         "kl": kl,
-                        "valid": judged[0].output.valid.float(),
+                        "valid": judged[0].output.valid.float().to(job.device),
                         "finite": (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & kl.isfinite(),
                         "signal": grad_x0.flatten(1).any(1) | (kl > 0),  # what the sample has to teach
                         "row": torch.tensor(batch.rows, device=job.device),
                         "replaced": torch.tensor(batch.replaced, device=job.device),
                     }
                 )
-                judgements.append([one.at_rest() for one in judged])
+                judgements.append(judged)
 
         # 5. One step of AdamW on the gradients of all samples of all processes.
         with timer("step"):

@@ -87,10 +87,13 @@ def wait_for_lines(process, run, count):
 
 
 def refused(process):
-    """Whether a process ended because another one had the folder; if not, it had it itself, to the run's end."""
+    """Whether a process ended because another one had the folder; if not, it had it itself, to the run's end.
+
+    Two that start at once may meet before the first one has written whose the folder is.
+    """
     output = process.communicate()[0]
     assert process.returncode in (0, 2), output[-3000:]
-    assert process.returncode == 0 or ("run.output_dir" in output and "is in use by process" in output), output[-3000:]
+    assert process.returncode == 0 or ("run.output_dir" in output and "is in use by" in output), output[-3000:]
     return process.returncode == 2
 
 

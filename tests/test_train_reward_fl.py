@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+import weakref
 
 import numpy as np
 import onnx
@@ -16,9 +17,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from PIL import Image
 from runs import CACHE, FAST, PACKS, WORLD, adapter, call, launch, metrics, table
 
-from rewardfl import config, data, groups, lora
+from rewardfl import config, data, groups, lora, reward_flow
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.data import clips as clip_files
 from rewardfl.estimate import report
 from rewardfl.rewards.face import parity as face_parity
@@ -616,3 +618,22 @@ def test_dry_run_that_does_not_fit_the_gpu(monkeypatch, capsys, no_weights, tmp_
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_config_parses(path):
     config.load(path)
+
+
+def test_no_video_is_held_while_the_steps_are_replayed(monkeypatch, tmp_path):
+    """Neither the frames, nor the graph of the reward that refers to them."""
+    videos, alive, decode, replay = [], [], WanDecoder.decode_with_caches, reward_flow.replay
+
+    def seen_decode(self, latents, caches="keep"):
+        decoded = decode(self, latents, caches)
+        videos.append(weakref.ref(decoded.video))
+        return decoded
+
+    def seen_replay(*arguments, **settings):
+        alive.append(sum(video() is not None for video in videos))
+        return replay(*arguments, **settings)
+
+    monkeypatch.setattr(WanDecoder, "decode_with_caches", seen_decode)
+    monkeypatch.setattr(reward_flow, "replay", seen_replay)
+    launch(f"run.output_dir={tmp_path}", "train.max_steps=2", "run.sample_videos=0")
+    assert len(videos) == 2 and alive == [0, 0]

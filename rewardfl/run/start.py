@@ -124,8 +124,7 @@ def open_model(cfg: AnyConfig) -> Backbone:
     checks.check_threads(cfg.run.cpu_threads, os.cpu_count())
     checks.check_paths(cfg)
     backbone = backbones.open(cfg.model.model_name, model_source(cfg))
-    targets = lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names)
-    lora.check_targets(targets, backbone.linear_layers(), backbone.layer_names)
+    lora.check_targets(work.lora_targets(cfg, backbone), backbone.linear_layers(), backbone.layer_names)
     backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
     init_adapters(cfg, backbone)
     return backbone
@@ -431,9 +430,9 @@ def init_adapters(cfg: AnyConfig, backbone: Backbone) -> dict[str, lora_files.Lo
             "an adapter of these experts"
         )
     rank, alpha = cfg.lora.lora_rank, cfg.lora.lora_alpha or cfg.lora.lora_rank
-    targets = tuple(lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names))
+    adapter = Adapter(rank, tuple(work.lora_targets(cfg, backbone)))
     for one in found:
-        _check_init(where, one, rank, alpha, backbone.adapter_shapes(one.expert, Adapter(rank, targets)))
+        _check_init(where, one, rank, alpha, backbone.adapter_shapes(one.expert, adapter))
     return {one.expert: one for one in found}
 
 
@@ -472,10 +471,9 @@ def load_experts(
     for name in outside:
         if name not in skip:
             model_of[name] = offload.place(backbone.load_expert(name), cfg.experts.untrained, job.device)
-    trained = {}
+    trained, rank, targets = {}, cfg.lora.lora_rank, work.lora_targets(cfg, backbone)
     for i, name in enumerate(names):
         expert = backbone.load_expert(name).to(job.home)
-        rank, targets = cfg.lora.lora_rank, lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names)
         lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed + i * SEED_STRIDE)
         if cfg.train.use_gradient_checkpointing_offload:
             expert.enable_gradient_checkpointing(offload.checkpoint_on_host)

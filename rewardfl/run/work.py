@@ -118,6 +118,11 @@ def windows_of(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[st
     return windows
 
 
+def lora_targets(cfg: AnyConfig, backbone: Backbone) -> list[str]:
+    """diffusers' names of the layers that get an adapter, or ends of such names."""
+    return lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names)
+
+
 def check_active_experts(cfg: RewardFlConfig, backbone: Backbone) -> None:
     """ConfigError when a trained expert answers at no active step, or an active step gives nothing a gradient.
 
@@ -335,9 +340,9 @@ def work_of(
     ConfigError for samples that do not divide among processes, batches and updates, and for an impossible window.
     """
     trained = trained_experts(cfg, backbone.experts)
-    targets = tuple(lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names))
+    adapter = Adapter(cfg.lora.lora_rank, tuple(lora_targets(cfg, backbone)))
     common = Work(
-        video=Video(backbone, *largest_clip(cfg), cfg.data.num_frames, Adapter(cfg.lora.lora_rank, targets)),
+        video=Video(backbone, *largest_clip(cfg), cfg.data.num_frames, adapter),
         trained=trained,
         untrained=next((name for name in backbone.experts if name not in trained), None),
         steps=steps,
