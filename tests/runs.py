@@ -20,6 +20,8 @@ from conftest import ROOT
 import train_flow_grpo
 import train_reward_fl
 from rewardfl import lora
+from rewardfl.rewards.face import OnnxModule
+from rewardfl.rewards.face import parity as face_parity
 
 WORLD = ROOT / "assets" / "tiny_world"
 CONFIG = str(ROOT / "configs" / "tiny_face.yaml")
@@ -33,6 +35,39 @@ CLIPS = 6
 # what is computed of the clips, once for all tests of this process
 CACHE = tempfile.mkdtemp(prefix="rewardfl-test-cache-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+
+
+def once(owner, name, key):
+    """A check of the world's own networks, which each run in this process would do again, is done once; a forked
+    process does it all. key: what its answer depends on, None for other networks."""
+    check, known = getattr(owner, name), {}
+
+    def checked(*arguments):
+        if (asked := key(*arguments)) is None:
+            return check(*arguments)
+        if asked not in known:
+            known[asked] = check(*arguments)
+        return known[asked]
+
+    setattr(owner, name, checked)
+
+
+def within_world(*files):
+    return files if all(Path(file).resolve().is_relative_to(WORLD) for file in files) else None
+
+
+def parity_of(identity, _video):
+    files = within_world(*identity.files)
+    return files and (files, identity.detector.det_size, face_parity.MAX_COSINE_DISTANCE)
+
+
+def size_of(module, shape, dtype=None):
+    file = within_world(module._path)
+    return file and (file, shape, dtype)
+
+
+once(face_parity, "check", parity_of)
+once(OnnxModule, "check_size", size_of)
 
 
 def table(path, part, clips):

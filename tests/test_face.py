@@ -1,5 +1,6 @@
 """The face pipeline against insightface, cv2 and skimage, stage by stage and whole; tracking; packs."""
 
+import functools
 import warnings
 
 import cv2
@@ -60,10 +61,15 @@ def placed(scale, angle, x, y):
 # ---- detect ----
 
 
-def found_by_insightface(path, image, size, threshold=0.5):
+@functools.lru_cache(maxsize=1)
+def insightface_detector(path, size, threshold):
     detector = get_model(str(path), providers=CPU)
     detector.prepare(-1, input_size=(size, size), det_thresh=threshold, nms_thresh=0.4)
-    boxes, landmarks = detector.detect(bgr(image))
+    return detector
+
+
+def found_by_insightface(path, image, size, threshold=0.5):
+    boxes, landmarks = insightface_detector(path, size, threshold).detect(bgr(image))
     return boxes, landmarks
 
 

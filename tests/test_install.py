@@ -88,10 +88,10 @@ def test_commands_run_anywhere_and_answer_without_torch(installed, tmp_path, nam
 
 def test_the_published_configurations_are_installed(installed, tmp_path):
     code = (
-        "import importlib.metadata, json, rewardfl\n"
-        "from rewardfl.backbones.wan.files import PUBLISHED\n"
-        "layers = json.loads((PUBLISHED / 'transformer' / 'config.json').read_text())['num_layers']\n"
-        "print(PUBLISHED, importlib.metadata.version('rewardfl'), rewardfl.__version__, layers, sep='\\n')"
+        "import importlib.metadata, json, pathlib, rewardfl\n"
+        "published = pathlib.Path(rewardfl.__file__).parent / 'backbones' / 'wan' / 'published'\n"
+        "layers = json.loads((published / 'transformer' / 'config.json').read_text())['num_layers']\n"
+        "print(published, importlib.metadata.version('rewardfl'), rewardfl.__version__, layers, sep='\\n')"
     )
     folder, *rest = call(installed / "python", "-c", code, cwd=tmp_path).splitlines()
     assert rest == [rewardfl.__version__, rewardfl.__version__, "40"]

@@ -34,10 +34,14 @@ def really(arguments, env):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.parametrize("dry", [DRY, DRY_GRPO], ids=["reward_fl", "flow_grpo"])
-def test_dry_run_of_one_gpu(dry):
+def forked(arguments, env):
+    return zygote.run(arguments, cwd=ROOT, env=env)
+
+
+@pytest.mark.parametrize("start, dry", [(really, DRY), (forked, DRY_GRPO)], ids=["reward_fl", "flow_grpo"])
+def test_dry_run_of_one_gpu(start, dry):
     """It asks for no more than its process here: without a GPU accelerate takes the CPU."""
-    done = really(launcher("single_gpu", *dry), launch_environment("single_gpu"))
+    done = start(launcher("single_gpu", *dry), launch_environment("single_gpu"))
     assert done.returncode == 0 and re.search("x 1 process(es)?( = |\n)", done.stdout), done.stderr[-3000:]
 
 
