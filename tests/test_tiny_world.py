@@ -15,6 +15,7 @@ from rewardfl import data
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.rewards import face
+from rewardfl.rewards.face.onnx_file import read_graph
 from rewardfl.rewards.face.onnx_module import OnnxModule
 from rewardfl_tools.tiny_world import faces, measure, people, vae
 
@@ -43,8 +44,9 @@ def test_recognisers_equal_onnxruntime(pack):
     assert expected.shape == (3, 512)
 
 
-def test_detector_equals_onnxruntime_frame_by_frame():
-    path = WORLD / "faces" / "reward" / "detector.onnx"
+@pytest.mark.parametrize("pack", PACKS)
+def test_detector_equals_onnxruntime_frame_by_frame(pack):
+    path = WORLD / "faces" / pack / "detector.onnx"
     frames = torch.nn.functional.interpolate(eval_clips(1)[0].transpose(0, 1)[:2], size=128, mode="bilinear")
     module = OnnxModule(path)
     for frame in frames.split(1):
@@ -89,11 +91,25 @@ def test_size_and_metadata():
     assert not hashes["train"] & hashes["eval"]
 
 
-def test_detector_finds_faces_and_their_landmarks():
-    figures = measure.detection(
-        face.FaceDetector(WORLD / "faces" / "reward" / "detector.onnx", det_size=128), seed=4321, count=40
-    )
+@pytest.mark.parametrize("pack", PACKS)
+def test_detector_finds_faces_and_their_landmarks(pack):
+    detector = face.FaceDetector(WORLD / "faces" / pack / "detector.onnx", det_size=128)
+    figures = measure.detection(detector, seed=4321, count=40)
     assert figures["found"] >= 0.98 and figures["landmark_error"] <= 0.03
+
+
+def test_the_packs_share_no_file_and_no_architecture():
+    """What fools the reward's networks is to be seen by the judge's."""
+    operators = {}
+    for pack in PACKS:
+        graph, _ = read_graph(WORLD / "faces" / pack / "detector.onnx")
+        convolutions = [node for node in graph.node if node.op_type == "Conv"]
+        groups = {a.i for node in convolutions for a in node.attribute if a.name == "group"}
+        operators[pack] = {node.op_type for node in graph.node}, max(groups) > 1
+    assert "PRelu" in operators["reward"][0] and "PRelu" not in operators["judge"][0]
+    assert (operators["reward"][1], operators["judge"][1]) == (False, True)  # separable
+    files = [file for pack in PACKS for file in (WORLD / "faces" / pack).glob("*.onnx")]
+    assert len({hashlib.sha256(file.read_bytes()).hexdigest() for file in files}) == len(files) == 4
 
 
 @pytest.mark.parametrize("pack", PACKS)

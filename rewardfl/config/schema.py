@@ -735,7 +735,7 @@ def wanted_rewards(cfg: AnyConfig) -> list[WantedReward]:
     wanted = [WantedReward(key, "score", reward.name, settings, reward.reward_weight, mean, std)]
     if reward.held_out_model_path is not None:
         judge = {"pack_dir": reward.held_out_model_path, "cap": "none"} | face
-        wanted.append(WantedReward("reward.held_out_model_path", "held_out", "face_identity", judge, weight=0.0))
+        wanted.append(WantedReward("reward.held_out_model_path", "held_out", "face_judge", judge, weight=0.0))
     return wanted + [
         WantedReward(f"reward.others.{label}", label, **vars(term)) for label, term in reward.others.items()
     ]

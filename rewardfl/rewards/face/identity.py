@@ -39,6 +39,7 @@ class FaceScore:
     speed: float  # landmark_motion
     nonrigid: float
     coverage: float  # share of frames 1 .. F - 1 in which the face was detected
+    boxes: Tensor  # (F, 4) where the face was tracked, in frame pixels
 
 
 class FaceIdentity(nn.Module):
@@ -83,7 +84,8 @@ class FaceIdentity(nn.Module):
             # all are unit vectors, so the mean of the cosines is the product with the mean embedding
             per_frame = embeddings @ pool.embeddings.to(embeddings).mean(0)
             speed, nonrigid = landmark_motion(track)
-            return FaceScore(per_frame, per_frame.mean(), track.detected, speed, nonrigid, _coverage(track))
+            coverage = _coverage(track)
+            return FaceScore(per_frame, per_frame.mean(), track.detected, speed, nonrigid, coverage, track.boxes)
 
     def _embed(self, frames: Tensor, landmarks: Tensor) -> Tensor:
         return self.recogniser(align(frames, similarity_transform(landmarks, ARCFACE_TEMPLATE)))

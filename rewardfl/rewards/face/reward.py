@@ -1,5 +1,6 @@
 """Does the generated clip show the person of the real one? Differentiable. After IPRO, arXiv 2510.14255."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ class FaceIdentityReward(Reward):
     licence = "insightface's packs: non-commercial research"
     range = "[-1, 1], at most the cap"
     nothing_found = "no face was found in"
+    part_names: tuple[str, ...] = PARTS
 
     def __init__(self, pack_dir: str | Path, cap: str | float = "self_similarity", det_size: int = 640, chunk: int = 8):
         super().__init__()
@@ -58,36 +60,38 @@ class FaceIdentityReward(Reward):
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         if len(batch) != len(video):
             raise ValueError(f"{len(video)} videos need as many references, got {len(batch)}")
-        pools = [_pool(reference) if reference else None for reference in batch]
-        results = [self._sample(clip, pool) for clip, pool in zip(video, pools, strict=True)]
+        results = [self._sample(clip, reference) for clip, reference in zip(video, batch, strict=True)]
         scores, valid, parts = zip(*results, strict=True)
-        rows = torch.tensor(parts, device=video.device)  # (B, len(PARTS))
+        rows = torch.tensor([[known.get(name, math.nan) for name in self.part_names] for known in parts])
         return RewardOutput(
             torch.stack(scores),
             torch.tensor(valid, device=video.device),
-            dict(zip(PARTS, rows.unbind(1), strict=True)),
+            dict(zip(self.part_names, rows.to(video.device).unbind(1), strict=True)),
         )
 
-    def _sample(self, video: Tensor, pool: FacePool | None) -> tuple[Tensor, bool, list[float]]:
-        """Score, validity and parts of one clip (3, F, H, W)."""
-        nothing = no_score(video)
-        parts = dict.fromkeys(PARTS, math.nan)
-        if pool is None:
-            return nothing, False, list(parts.values())
+    def _sample(self, video: Tensor, reference: Mapping[str, Tensor] | None) -> tuple[Tensor, bool, dict[str, float]]:
+        """Score, validity and what is known of the parts of one clip (3, F, H, W)."""
+        if not reference:
+            return no_score(video), False, {}
+        pool = _pool(reference)
         caps: dict[object, Any] = {"self_similarity": pool.cap, "none": 1.0}
-        parts["cap"] = cap = caps.get(self.cap, self.cap)
+        cap = caps.get(self.cap, self.cap)
         face = self.identity.score(video, pool)
-        parts["coverage"] = face.coverage if face else 0.0
+        parts = {"cap": cap, "coverage": face.coverage if face else 0.0} | self.measured(video, face, reference)
         if face is None or not face.mean.isfinite():
-            return nothing, False, list(parts.values())
-        parts["face_score"] = face.mean.item()
-        parts["motion_speed"], parts["motion_nonrigid"] = _motion(face, pool)
-        parts["motion"] = _smaller(parts["motion_speed"], parts["motion_nonrigid"])
-        return face.mean.clamp(max=cap), True, list(parts.values())
+            return no_score(video), False, parts
+        speed, nonrigid = _motion(face, pool)
+        motion = {"motion_speed": speed, "motion_nonrigid": nonrigid, "motion": _smaller(speed, nonrigid)}
+        return face.mean.clamp(max=cap), True, parts | {"face_score": face.mean.item()} | motion
+
+    def measured(self, video: Tensor, face: FaceScore | None, reference: Mapping[str, Tensor]) -> dict[str, float]:
+        """More parts of one clip, of a subclass that has more `part_names`."""
+        return {}
 
 
 def _pool(reference: Mapping[str, Tensor]) -> FacePool:
-    fields: dict[str, Any] = {name: value if value.ndim else value.item() for name, value in reference.items()}
+    values = {field.name: reference[field.name] for field in dataclasses.fields(FacePool)}
+    fields: dict[str, Any] = {name: value if value.ndim else value.item() for name, value in values.items()}
     return FacePool(**fields)
 
 

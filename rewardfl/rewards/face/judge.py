@@ -1,0 +1,68 @@
+"""The held-out judge: who is seen, and what the clip does, by measures that nothing was trained against."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rewardfl import data
+from rewardfl.rewards.base import RewardOutput
+from rewardfl.rewards.face.identity import FaceScore
+from rewardfl.rewards.face.reward import PARTS, FaceIdentityReward
+from rewardfl.rewards.motion import MIN_MOTION
+from rewardfl.rewards.video_motion import FARNEBACK, LONG_SIDE, VideoMotion, video_motion
+
+# Of a real clip that stands still, as ratios to it would divide by noise: pixels per frame; levels of 255 per pixel.
+MIN_FLOW, MIN_SHARPNESS = 0.05, 0.1
+
+
+class FaceJudge(FaceIdentityReward):
+    """`face_identity` without gradient, and beside it how the clip moves by measures that nothing was trained against.
+
+    Parts beside face_identity's: flow (mean optical flow of the frame), face_flow (within the face's box), pixel_change
+    and sharpness, each over the real clip's, NaN where that stands still; reversals, the generated clip's minus the
+    real clip's, in [-2, 2]: above 0 it trembles more. They are taken of the 8-bit frames, on the CPU, whether or not
+    the generated clip shows a face. Their definitions: rewards/video_motion.py.
+    """
+
+    name = "face_judge"
+    differentiable = False
+    part_names = (*PARTS, "flow", "face_flow", "pixel_change", "sharpness", "reversals")
+
+    def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
+        """face_identity's, with the figures of the real clip's own motion."""
+        pool = super().reference(video, prompt)
+        if pool is None:
+            return None
+        figures = video_motion(_frames(video), pool["boxes"].numpy())
+        return pool | {name: torch.tensor(value) for name, value in vars(figures).items()}
+
+    def fingerprint(self) -> dict[str, object]:
+        """face_identity's, and how flow is taken."""
+        return super().fingerprint() | {"flow": [*FARNEBACK, LONG_SIDE]}
+
+    @torch.no_grad()
+    def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
+        return super().forward(video, batch)
+
+    def measured(self, video: Tensor, face: FaceScore | None, reference: Mapping[str, Tensor]) -> dict[str, float]:
+        made = video_motion(_frames(video), None if face is None else face.boxes.numpy())
+        real = VideoMotion(**{name: float(reference[name]) for name in vars(made)})
+        return {
+            "flow": _ratio(made.flow, real.flow, MIN_FLOW),
+            "face_flow": _ratio(made.face_flow, real.face_flow, MIN_FLOW),
+            "pixel_change": _ratio(made.pixel_change, real.pixel_change, MIN_MOTION),
+            "sharpness": _ratio(made.sharpness, real.sharpness, MIN_SHARPNESS),
+            "reversals": made.reversals - real.reversals,
+        }
+
+
+def _frames(video: Tensor) -> np.ndarray:
+    """The 8-bit frames (F, H, W, 3) of a video (3, F, H, W) in [-1, 1], by one copy to the CPU."""
+    return data.to_uint8(video).contiguous().cpu().numpy()
+
+
+def _ratio(made: float, real: float, least: float) -> float:
+    return made / real if real >= least else math.nan

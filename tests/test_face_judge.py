@@ -1,0 +1,93 @@
+"""The held-out judge: face_identity's figures, and those of rewards/video_motion.py over the real clip's."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from face_nets import SIZE, clip, magenta_pack
+
+from rewardfl import data, rewards
+from rewardfl.rewards import FaceIdentityReward
+from rewardfl.rewards.face.reward import PARTS
+from rewardfl.rewards.video_motion import video_motion
+
+MOUTH = [0.0, 0.1, 0.3, 0.2]
+REAL = clip([(2, 2), (2, 2), (3, 2), (3, 3)], seed=1, mouth=MOUTH)
+GENERATED = clip([(2, 2), (3, 2), None, (4, 2)], seed=2, mouth=MOUTH)
+MEASURED = ("flow", "face_flow", "pixel_change", "sharpness", "reversals")
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return magenta_pack(tmp_path_factory.mktemp("pack"))
+
+
+@pytest.fixture(scope="module")
+def judge(pack):
+    return rewards.build("face_judge", {"pack_dir": pack, "cap": "none", "det_size": SIZE})
+
+
+def parts(judge, video, reference):
+    output = judge(video[None], [reference])
+    return {name: float(value[0]) for name, value in output.parts.items()}, bool(output.valid[0])
+
+
+def test_it_says_of_faces_what_face_identity_says(judge, pack):
+    reward = FaceIdentityReward(pack, cap="none", det_size=SIZE)
+    theirs = reward(GENERATED[None], [reward.reference(REAL)])
+    ours = judge(GENERATED[None].clone().requires_grad_(), [judge.reference(REAL)])
+    assert torch.equal(ours.score, theirs.score.detach()) and torch.equal(ours.valid, theirs.valid)
+    for name in PARTS:
+        torch.testing.assert_close(ours.parts[name], theirs.parts[name], rtol=0, atol=0, equal_nan=True)
+    assert (
+        not judge.differentiable and not judge(GENERATED[None].requires_grad_(), [judge.reference(REAL)]).score.grad_fn
+    )
+
+
+def test_its_cached_clips_are_its_own(judge, pack):
+    mine, theirs = judge.fingerprint(), FaceIdentityReward(pack, cap="none", det_size=SIZE).fingerprint()
+    assert mine != theirs and mine["weights"] == theirs["weights"]
+    assert judge.reference(REAL).keys() >= set(MEASURED)
+
+
+def test_figures_are_of_the_8_bit_frames_over_the_real_clips(judge):
+    found, valid = parts(judge, GENERATED, judge.reference(REAL))
+    frames = [data.to_uint8(video).contiguous().numpy() for video in (GENERATED, REAL)]
+    made, real = (video_motion(np.stack(list(one))) for one in frames)
+    for name in ("flow", "pixel_change", "sharpness"):
+        assert found[name] == pytest.approx(getattr(made, name) / getattr(real, name), rel=1e-5)
+    assert found["reversals"] == pytest.approx(made.reversals - real.reversals, abs=1e-5)
+    assert valid and math.isfinite(found["face_flow"])
+    levels = ((GENERATED + 1) * 127.5).round()
+    nudged = (levels + 0.4 * (torch.rand(levels.shape) - 0.5)).clamp(0, 255) / 127.5 - 1  # nobody could show it
+    assert parts(judge, nudged, judge.reference(REAL))[0]["sharpness"] == found["sharpness"]
+
+
+def test_the_real_clip_is_the_unit(judge):
+    found, _ = parts(judge, REAL, judge.reference(REAL))
+    assert [found[name] for name in MEASURED] == pytest.approx([1, 1, 1, 1, 0], abs=1e-6)
+
+
+def test_a_frozen_clip_a_trembling_one_and_a_blurred_one(judge):
+    reference = judge.reference(REAL)
+    frozen, _ = parts(judge, REAL[:, :1].expand_as(REAL), reference)
+    assert frozen["flow"] < 0.05 and frozen["face_flow"] < 0.05 and frozen["pixel_change"] == 0
+    trembling, _ = parts(judge, torch.stack([REAL[:, 0], REAL[:, 2]] * 2, 1), reference)
+    assert trembling["reversals"] > 0.3 and trembling["flow"] > 1
+    small = torch.nn.functional.avg_pool3d(REAL, (1, 3, 3), stride=1, padding=(0, 1, 1), count_include_pad=False)
+    assert parts(judge, small, reference)[0]["sharpness"] < 0.8
+
+
+def test_a_real_clip_that_stands_still_gives_no_ratio(judge):
+    still = REAL[:, :1].expand_as(REAL).contiguous()
+    found, valid = parts(judge, GENERATED, judge.reference(still))
+    assert valid and found["sharpness"] > 0
+    assert all(math.isnan(found[name]) for name in ("flow", "face_flow", "pixel_change", "reversals"))
+
+
+def test_a_clip_without_a_face_has_flow_and_no_face_flow(judge):
+    found, valid = parts(judge, clip([None] * 4, seed=3), judge.reference(REAL))
+    assert not valid and found["coverage"] == 0 and math.isnan(found["face_flow"]) and math.isnan(found["face_score"])
+    assert math.isfinite(found["pixel_change"])
+    assert all(math.isnan(value) for name, value in parts(judge, REAL, None)[0].items() if name != "nonfinite")
