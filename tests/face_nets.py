@@ -131,6 +131,13 @@ def magenta_pack(folder: Path) -> Path:
     return folder
 
 
+def marked(path: Path) -> None:
+    """Make another file of an .onnx: the same network, whose bytes say something more."""
+    model = onnx.load(path)
+    model.doc_string = "another file"
+    onnx.save(model, path)
+
+
 def clip(cells: list[tuple[int, int] | None], seed: int = 0, mouth: list[float] | None = None) -> Tensor:
     """(3, F, 64, 64): still smooth background, in frame j a magenta 8 x 8 face at cell (column, row) or none.
 

@@ -1,6 +1,6 @@
 import pytest
 from conftest import ROOT
-from face_nets import magenta_pack
+from face_nets import magenta_pack, marked
 
 from rewardfl import backbones, config
 from rewardfl.backbones.seam import Source
@@ -60,11 +60,40 @@ def test_check_paths(tmp_path):
     for file in (pipeline / "model_index.json", tmp_path / "m.csv"):
         file.touch()
     magenta_pack(pack / "antelopev2")
-    magenta_pack(judge / "models" / "buffalo_l")
+    for file in magenta_pack(judge / "models" / "buffalo_l").glob("*.onnx"):
+        marked(file)
     checks.check_paths(cfg)
     (pack / "antelopev2" / "rec.onnx").unlink()
     with pytest.raises(ConfigError, match=r"^reward.reward_model_path: .*pack has no recogniser among its .onnx files"):
         checks.check_paths(cfg)
+
+
+@pytest.mark.parametrize("shared,task", [("det.onnx", "detector"), ("rec.onnx", "recogniser")])
+def test_a_judge_that_shares_a_file_is_refused(tmp_path, shared, task):
+    """Wherever the pack is that is trained on; one that is only measured may be the judge's."""
+    pack, judge = magenta_pack(tmp_path / "pack"), magenta_pack(tmp_path / "judge")
+    for file in judge.glob("*.onnx"):
+        if file.name != shared:
+            marked(file)
+    held_out = f"reward.held_out_model_path={judge}"
+    trained = {
+        "reward.reward_model_path": [f"reward.reward_model_path={pack}"],
+        "reward.others.more.settings.pack_dir": [
+            "reward.name=motion", "reward.reward_model_path=null",
+            f"reward.others={{more: {{name: face_identity, weight: 0.1, settings: {{pack_dir: {pack}}}}}}}",
+        ],
+    }  # fmt: skip
+    for key, overrides in trained.items():
+        with pytest.raises(ConfigError) as refused:
+            checks.check_judge(load(*overrides, held_out))
+        assert str(refused.value).startswith(f"reward.held_out_model_path: the {task} {judge / shared} ")
+        assert all(
+            words in str(refused.value) for words in (key, str(pack / shared), "det_500m.onnx", "w600k_r50.onnx")
+        )
+    measured = [one.replace("weight: 0.1", "weight: 0") for one in trained["reward.others.more.settings.pack_dir"]]
+    checks.check_judge(load(*measured, held_out))
+    marked(judge / shared)
+    checks.check_judge(load(*trained["reward.reward_model_path"], held_out))
 
 
 def test_check_threads():

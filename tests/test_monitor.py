@@ -63,8 +63,25 @@ def test_alarms_sound_after_each_window_from_the_second_on(first):
     assert [n for n, _ in sounded["hacked"]] == [20, 30] and "held-out judge" in sounded["hacked"][0][1][0]
 
 
+@pytest.mark.parametrize(
+    "part,values,loud",
+    [
+        ("flow", (0.9, 0.6), True), ("flow", (0.9, 0.8), False), ("flow", (0.4, 0.4), False),
+        ("motion", (0.6, 0.4), True), ("sharpness", (0.9, 0.6), True), ("sharpness", (0.9, 1.4), False),
+        ("reversals", (0.0, 0.2), True), ("reversals", (0.5, 0.45), False), ("reversals", (-0.1, -0.05), False),
+    ],
+)  # fmt: skip
+def test_the_judge_compares_motion_with_the_first_updates(part, values, loud):
+    """Each alone: at reward.motion_alarm 0.8, of the means over the first and the last ten of thirty updates."""
+    key = f"reward/held_out/{part}"
+    history = [line | {key: values[0] if line["step"] <= 10 else values[1]} for line in HEALTHY]
+    warnings = list(alarms(history, 0.8))
+    assert len(warnings) == loud and all(key in warning for warning in warnings)
+
+
 def test_alarms_of_what_is_not_measured_keep_silent():
     missing = [line | {"reward/motion": math.nan, "reward/held_out": None} for line in FREEZES]
+    missing = [line | {"reward/held_out/flow": math.nan, "reward/held_out/reversals": None} for line in missing]
     assert not list(alarms(missing, 0.8)) and not list(alarms([], 0.8))
 
 

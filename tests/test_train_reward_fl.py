@@ -578,6 +578,15 @@ def test_face_packs_that_cannot_be_run_are_refused(monkeypatch, capsys, no_weigh
     assert code == 2 and f"error: reward.held_out_model_path: {pack}" in error and "does not run: Einsum" in error
 
 
+def test_a_judge_that_shares_a_file_with_the_reward_is_refused(monkeypatch, capsys, no_weights, tmp_path):
+    packs = [f"reward.{name}={WORLD / 'faces' / 'reward'}" for name in PACKS]
+    code, _, error = call(monkeypatch, capsys, *FAST, *packs, f"run.output_dir={tmp_path / 'run'}")
+    (line,) = [
+        line for line in error.splitlines() if line.startswith("error: reward.held_out_model_path: the detector")
+    ]
+    assert code == 2 and "reward.reward_model_path" in line and not (tmp_path / "run").exists()
+
+
 def test_another_run_in_the_folder(monkeypatch, capsys, no_weights, straight):
     code, _, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={straight}", "lora.lora_alpha=7")
     assert code == 2 and "lora.lora_alpha None -> 7" in error

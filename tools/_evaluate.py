@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
+import numpy as np
 import torch
 from matplotlib import pyplot as plt
 from PIL import Image, ImageDraw, ImageOps
@@ -20,10 +22,12 @@ from rewardfl import config, data, groups, offload, reward_flow
 from rewardfl.backbones.seam import Experts, Velocity
 from rewardfl.files import printable
 from rewardfl.rewards import face
+from rewardfl.rewards.video_motion import VideoMotion, video_motion
 from rewardfl.run import start, work
 from rewardfl_tools import _common
 
 ARMS = ("before", "after")
+AMOUNTS = ("flow", "face_flow", "pixel_change", "sharpness")  # of VideoMotion: those that are compared by their ratio
 RESAMPLES = 10_000
 
 
@@ -31,7 +35,7 @@ RESAMPLES = 10_000
 class Clip:
     """One person and noise: the real clip and both generated ones, uint8 (F, H, W, 3), and what the recognisers say.
 
-    scores: recogniser -> arm -> its FaceScore, or None where no frame shows a face.
+    scores: recogniser -> arm -> its FaceScore, or None where no frame shows a face. motion: of `real` and of each arm.
     """
 
     row: data.Row
@@ -39,6 +43,7 @@ class Clip:
     real: Tensor
     made: dict[str, Tensor]
     scores: dict[str, dict[str, face.FaceScore | None]]
+    motion: dict[str, VideoMotion]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,6 +103,8 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
     if not usable:
         raise ValueError(f"--data: no clip of {args.data} shows a face")
 
+    detector = list(judges.values())[-1].detector  # the judge's, else the reward's
+    real_motion = {row.id: motion_of_real(detector, examples[row.id].video, args.device) for row in usable}
     backbone, device = start.open_model(cfg), torch.device(args.device)
     encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
     conditions = {
@@ -134,11 +141,24 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
                 for name, judge in judges.items()
             }
             made = {arm: data.to_uint8(videos[arm][i]).cpu() for arm in ARMS}
-            clips.append(Clip(row, seed, data.to_uint8(examples[row.id].video), made, scores))
+            shown = list(scores.values())[-1]
+            motion = {arm: video_motion(made[arm].contiguous().numpy(), boxes_of(shown[arm])) for arm in ARMS}
+            motion["real"] = real_motion[row.id]
+            clips.append(Clip(row, seed, data.to_uint8(examples[row.id].video), made, scores, motion))
             beside = torch.cat([clips[-1].real, made["before"], made["after"]], 2)
             fps = cfg.data.fps or data.frame_rate(row.video)
             data.write_video(out / "videos" / f"{row.index:03d}_seed{seed}.mp4", beside, fps)
     return clips, pools
+
+
+def motion_of_real(detector: face.FaceDetector, video: Tensor, device: str) -> VideoMotion:
+    """How a real clip (3, F, H, W) moves, as `video_motion` measures it."""
+    track = face.track_largest(detector.detect(video.to(device).transpose(0, 1)))
+    return video_motion(data.to_uint8(video).contiguous().numpy(), None if track is None else track.boxes.numpy())
+
+
+def boxes_of(score: face.FaceScore | None) -> np.ndarray | None:
+    return None if score is None else score.boxes.numpy()
 
 
 def batches(jobs: list[tuple[data.Row, int]], sizes: dict[str, tuple], count: int) -> list[list[tuple[data.Row, int]]]:
@@ -171,9 +191,10 @@ def summarise(clips: list[Clip], pools: dict) -> dict:
         figures["motion_after_to_before"] = motion_ratios(name, clips, pools, people, "before")
         figures["motion_after_to_real"] = motion_ratios(name, clips, pools, people, "real")
         report["recognisers"][name] = figures
+    report["motion"] = video_figures(clips, people)
     report["per_clip"] = [
         {
-            "id": clip.row.id, "seed": clip.seed,
+            "id": clip.row.id, "seed": clip.seed, "motion": {arm: known(motion) for arm, motion in clip.motion.items()},
             **{f"{name}/{arm}": float(frames(clip.scores[name][arm], clip).mean()) for name in pools for arm in ARMS},
         }
         for clip in clips
@@ -234,7 +255,6 @@ def compared(name: str, key: str, clips: list[Clip], people: list[str]) -> dict:
 def motion_ratios(name: str, clips: list[Clip], pools: dict, people: list[str], to: str) -> dict:
     """Motion after over motion `to` (before | real): of the means over people, with interval, and median per clip."""
     result = {}
-    rows = resampled(len(people))
     for key in ("speed", "nonrigid"):
         after = torch.tensor([field(clip.scores[name]["after"], key) for clip in clips])
         if to == "before":
@@ -242,15 +262,49 @@ def motion_ratios(name: str, clips: list[Clip], pools: dict, people: list[str], 
         else:
             real = {"speed": lambda pool: pool.speed, "nonrigid": lambda pool: pool.nonrigid}[key]
             base = torch.tensor([real(pools[name][clip.row.id]) for clip in clips])
-        mine, theirs = by_person(after, clips, people), by_person(base, clips, people)
-        ratios = mine[rows].mean(1) / theirs[rows].mean(1).clamp(min=1e-9)
-        result[key] = {
-            "mean": float(mine.mean() / theirs.mean().clamp(min=1e-9)),
-            "low": float(ratios.quantile(0.025)),
-            "high": float(ratios.quantile(0.975)),
-            "median_per_clip": float((after / base.clamp(min=1e-9)).median()),
-        }
+        result[key] = ratio(by_person(after, clips, people), by_person(base, clips, people))
+        result[key]["median_per_clip"] = float((after / base.clamp(min=1e-9)).median())
     return result
+
+
+def video_figures(clips: list[Clip], people: list[str]) -> dict:
+    """What no network measures of the real clips and both arms: means, and what became of them with the adapter.
+
+    A figure that some arm of a person does not have (no face, no motion) leaves that person out of that figure; None
+    where nobody is left.
+    """
+    arms = ("real", *ARMS)
+    figures: dict = {arm: {} for arm in arms} | {"after_to_before": {}}
+    for key in (*AMOUNTS, "reversals"):
+        values = torch.stack(
+            [by_person(torch.tensor([getattr(clip.motion[arm], key) for clip in clips]), clips, people) for arm in arms]
+        )
+        values = values[:, values.isfinite().all(0)]  # (arm, person)
+        means = [float(value) if values.shape[1] else None for value in values.mean(1)]
+        if key in AMOUNTS:
+            for arm, mean in zip(arms, means, strict=True):
+                figures[arm][key] = mean
+            figures["after_to_before"][key] = ratio(values[2], values[1]) if values.shape[1] else None
+        else:
+            figures[key] = dict(zip(arms, means, strict=True))
+            figures[key]["after_minus_before"] = interval(values[2] - values[1]) if values.shape[1] else None
+    return figures
+
+
+def known(motion: VideoMotion) -> dict[str, float | None]:
+    """Its figures, None for NaN, which is no JSON."""
+    return {key: value if math.isfinite(value) else None for key, value in vars(motion).items()}
+
+
+def ratio(mine: Tensor, theirs: Tensor) -> dict[str, float]:
+    """The mean of (people,) values over that of others, with its interval."""
+    rows = resampled(len(mine))
+    ratios = mine[rows].mean(1) / theirs[rows].mean(1).clamp(min=1e-9)
+    return {
+        "mean": float(mine.mean() / theirs.mean().clamp(min=1e-9)),
+        "low": float(ratios.quantile(0.025)),
+        "high": float(ratios.quantile(0.975)),
+    }
 
 
 def table(report: dict) -> str:
@@ -273,10 +327,19 @@ def table(report: dict) -> str:
         lines.append(f"  {'FaceSim gain':22s} {show(figures['gain']['relative'], '%')} relative")
         lines.append(f"  {'real clips vs themselves':22s} {figures['cap']:.3f}")
         for to in ("before", "real"):
-            ratio = figures[f"motion_after_to_{to}"]
-            lines.append(
-                f"  {'motion after / ' + to:22s} speed {show(ratio['speed'])}   non-rigid {show(ratio['nonrigid'])}"
-            )
+            by = figures[f"motion_after_to_{to}"]
+            lines.append(f"  {'motion after / ' + to:22s} speed {show(by['speed'])}   non-rigid {show(by['nonrigid'])}")
+    lines.append("measured without a network")
+    motion = report["motion"]
+    for key in (*AMOUNTS, "reversals"):
+        means = [motion[key][arm] if key == "reversals" else motion[arm][key] for arm in ("real", *ARMS)]
+        change = motion[key]["after_minus_before"] if key == "reversals" else motion["after_to_before"][key]
+        if change is None:
+            lines.append(f"  {key.replace('_', ' '):22s} nothing to measure")
+            continue
+        texts = [f"{arm} {mean:.4g}" for arm, mean in zip(("real", *ARMS), means, strict=True)]
+        words = "after - before" if key == "reversals" else "after / before"
+        lines.append(f"  {key.replace('_', ' '):22s} {'   '.join(texts)}   {words} {show(change)}")
     return "\n".join(lines)
 
 

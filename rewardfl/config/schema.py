@@ -397,7 +397,8 @@ class SharedRewardConfig(Section):
     # Folder with one face detector and one recogniser (.onnx): antelopev2, buffalo_l, AuraFace; the folder around
     # it that the zip unpacks to and an insightface root (models/antelopev2) will do.
     reward_model_path: ByContent[PathText | None] = None
-    # A second such folder that only judges (metric reward/held_out) and is never trained on; null: no judge.
+    # A second such folder that only judges (metrics reward/held_out and reward/held_out/...) and is never trained on;
+    # null: no judge. It must share neither the detector's nor the recogniser's file with a pack that is trained on.
     held_out_model_path: ByContent[IfNamed[PathText | None]] = None
     # Side in pixels of the square that frames are fitted into for face detection.
     det_size: Annotated[int, Field(ge=1, le=4_096)] = 640
@@ -405,7 +406,8 @@ class SharedRewardConfig(Section):
     cap: IfNamed[Literal["self_similarity", "none"] | Number] = "self_similarity"
     # Faces embedded at a time; a smaller number takes less memory, and rounds otherwise.
     recogniser_chunk: IfNamed[Count] = 8
-    # A warning is logged when the mean motion, as a ratio to the real clip's, falls below this.
+    # A warning is logged when the mean motion, as a ratio to the real clip's, falls below this, or the judge's flow,
+    # landmark motion or sharpness below this share of what it was in the run's first updates.
     motion_alarm: Free[NonNegative] = 0.8
     # More rewards by any label, which the metrics carry (reward/<label>): trained with their weight, or only measured.
     others: IfNamed[dict[Label, GrpoTermConfig]] = Field(default_factory=dict)

@@ -5,7 +5,8 @@ Each raises ConfigError, or returns what it looked up.
 
 from pathlib import Path
 
-from rewardfl.config import AnyConfig, ConfigError, RewardFlConfig
+from rewardfl.config import AnyConfig, ConfigError, RewardFlConfig, wanted_rewards
+from rewardfl.files import sha256
 from rewardfl.rewards.face import pack as face_pack
 
 
@@ -61,3 +62,29 @@ def check_paths(cfg: AnyConfig) -> None:
             problems.append(f"reward.{key}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
+    check_judge(cfg)
+
+
+def check_judge(cfg: AnyConfig) -> None:
+    """ConfigError when the held-out judge shares the file of a network with a pack that is trained on."""
+    judge = cfg.reward.held_out_model_path
+    if judge is None:
+        return
+    trained = {"reward.reward_model_path": cfg.reward.reward_model_path}
+    for term in wanted_rewards(cfg):
+        packs = {key: value for key, value in term.settings.items() if key.endswith("pack_dir") and value}
+        trained |= {f"{term.key}.settings.{key}": str(value) for key, value in packs.items() if term.weight > 0}
+    for key, folder in trained.items():
+        try:
+            shared = folder and face_pack.shared_file(judge, folder)
+        except (OSError, ValueError):
+            continue  # no pack: the reward itself says what is wrong with it
+        if shared:
+            task, mine, theirs = shared
+            raise ConfigError(
+                f"reward.held_out_model_path: the {task} {mine} has the bytes of {theirs} of {key} (sha256 "
+                f"{sha256(mine)[:12]}), and a judge whose networks are trained against is not held out. antelopev2's "
+                "scrfd_10g_bnkps.onnx and buffalo_l's det_10g.onnx are one file: put buffalo_l's recogniser "
+                "w600k_r50.onnx beside buffalo_s's det_500m.onnx in a folder of their own and name that, or leave "
+                "reward.held_out_model_path out"
+            )

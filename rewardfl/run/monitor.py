@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 
 PROCESS = Path("/proc/self")
+# How much the judge's mean reversals may rise before a warning: a clip that goes on as it does has -1, one that goes
+# back and forth with every frame has 1.
+REVERSALS_ALARM = 0.1
 
 
 class Timer:
@@ -73,6 +76,9 @@ def suspects(ids: Sequence[str], finite: Sequence[bool]) -> str:
 def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int = 10) -> Iterator[str]:
     """Warnings about the last `window` updates: the faces freeze, or the reward's gain is not seen by the judge.
 
+    By the held-out judge, the last window is compared with the run's first: its flow, its landmark motion and its
+    sharpness may fall to `motion_alarm` of what they were, its reversals rise by REVERSALS_ALARM.
+
     history: the lines of metrics.jsonl; an evaluation before the first update is none of them. To be asked after every
     update, whatever of them is logged elsewhere: it speaks after each `window` of them, from the second on.
     """
@@ -92,3 +98,16 @@ def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int
     judged = mean("reward/held_out", last) - mean("reward/held_out", first)
     if gain > 0.05 and judged < 0.5 * gain:
         yield f"the face score gained {gain:.3f} but the held-out judge saw {judged:.3f}: the reward may be hacked"
+    for part, words in (("flow", "optical flow"), ("motion", "landmark motion"), ("sharpness", "sharpness")):
+        was, now = (mean(f"reward/held_out/{part}", steps) for steps in (first, last))
+        if was > 0 and now < motion_alarm * was:
+            yield (
+                f"the held-out judge's {words} (reward/held_out/{part}) is {now / was:.2f} of what it was in the first "
+                f"{window} updates, below reward.motion_alarm {motion_alarm:g}"
+            )
+    was, now = (mean("reward/held_out/reversals", steps) for steps in (first, last))
+    if now - was > REVERSALS_ALARM:
+        yield (
+            f"the held-out judge's reversals (reward/held_out/reversals) rose from {was:.2f} to {now:.2f}, by more "
+            f"than {REVERSALS_ALARM:g}: the clips tremble"
+        )

@@ -19,6 +19,7 @@ class Plan:
     vae_frame_steps: int = 1800
     vae_clip_steps: int = 500
     detector_steps: int = 900
+    judge_detector_steps: int = 900
     reward_steps: int = 450
     judge_steps: int = 400
     people_per_step: int = 96
@@ -33,8 +34,9 @@ class Plan:
 
 
 QUICK = Plan(
-    vae_frame_steps=4, vae_clip_steps=2, detector_steps=2, reward_steps=2, judge_steps=2, people_per_step=4, clips=16,
-    high_steps=2, low_steps=2, layers=(1, 1), train_people=4, eval_people=2, statistics_clips=8, measured_people=20,
+    vae_frame_steps=4, vae_clip_steps=2, detector_steps=2, judge_detector_steps=2, reward_steps=2, judge_steps=2,
+    people_per_step=4, clips=16, high_steps=2, low_steps=2, layers=(1, 1), train_people=4, eval_people=2,
+    statistics_clips=8, measured_people=20,
 )  # fmt: skip
 
 
@@ -67,13 +69,18 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
     stage("vae", tiny_vae, lambda m: vae.train_vae(m, False, plan.vae_clip_steps, 2, 8e-4, seed + 2, log))
     vae.set_latent_statistics(tiny_vae, seed + 3, plan.statistics_clips)
 
-    # -- faces: one detector, two recognisers that know different people
-    detector = stage(
-        "detector", faces.Detector(), lambda m: faces.train_detector(m, seed + 5, plan.detector_steps, log)
+    # -- faces: two packs that share neither an architecture nor a person
+    reward_detector = stage(
+        "detector", faces.PyramidDetector(), lambda m: faces.train_detector(m, seed + 5, plan.detector_steps, log)
     )
-    for name, width, offset, steps in (
-        ("reward", 12, 11, plan.reward_steps),
-        ("judge", 10, 12, plan.judge_steps),
+    torch.manual_seed(seed + 6)
+    judge_detector = stage(
+        "judge_detector", faces.SeparableDetector(),
+        lambda m: faces.train_detector(m, seed + 6, plan.judge_detector_steps, log, damage=faces.handled),
+    )  # fmt: skip
+    for name, detector, width, offset, steps in (
+        ("reward", reward_detector, 12, 11, plan.reward_steps),
+        ("judge", judge_detector, 10, 12, plan.judge_steps),
     ):
         torch.manual_seed(seed + offset)
         recogniser = stage(

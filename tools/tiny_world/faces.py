@@ -1,4 +1,4 @@
-"""The tiny world's face networks: a detector with SCRFD's signature and recognisers with ArcFace's.
+"""The tiny world's face networks: detectors with SCRFD's signature and recognisers with ArcFace's.
 
 Signatures (input, normalisation, order and meaning of the outputs) are those of insightface's antelopev2
 pack, so that the same loading code serves the real networks: detector [1, 3, H, W] -> scores, box distances
@@ -7,6 +7,7 @@ normalised.
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -54,34 +55,19 @@ class Recogniser(nn.Module):
         return self.embed(self.pool(self.features(x)).flatten(1))
 
 
-class Detector(nn.Module):
+class Scrfd(nn.Module):
     """Frames (1, 3, H, W), (rgb - 127.5) / 128 -> 3 scores (h*w*2, 1), 3 boxes (., 4), 3 landmarks (., 10)."""
 
-    def __init__(self, width: int = 16):
-        super().__init__()
-        w = width
-        self.stem = nn.Sequential(conv_block(3, w, 2), conv_block(w, 2 * w, 2), Residual(2 * w))
-        self.levels = nn.ModuleList(
-            nn.Sequential(conv_block(inputs, 4 * w, 2), Residual(4 * w)) for inputs in (2 * w, 4 * w, 4 * w)
-        )
-        self.lateral = nn.ModuleList(nn.Conv2d(4 * w, 4 * w, 1) for _ in STRIDES)
-        self.towers = nn.ModuleList(conv_block(4 * w, 4 * w) for _ in STRIDES)
-        self.heads = nn.ModuleList(nn.Conv2d(4 * w, ANCHORS * (1 + 4 + 10), 3, 1, 1) for _ in STRIDES)
+    heads: nn.ModuleList  # one per stride
+
+    def rare(self) -> None:
+        """Start from few faces among many anchors."""
         for head in self.heads:
-            head.get_parameter("bias").data[:ANCHORS] = -3.0  # faces are rare among anchors
+            head.get_parameter("bias").data[:ANCHORS] = -3.0
 
     def maps(self, x: Tensor) -> list[Tensor]:
         """Per stride (B, h, w, 30): for both anchors a score logit, then box distances, then landmark offsets."""
-        x = self.stem(x)
-        features = []
-        for level in self.levels:
-            x = level(x)
-            features.append(x)
-        merged = [lateral(f) for lateral, f in zip(self.lateral, features, strict=True)]
-        for i in (1, 0):
-            merged[i] = merged[i] + F.interpolate(merged[i + 1], scale_factor=2.0, mode="nearest")
-        outputs = zip(merged, self.towers, self.heads, strict=True)
-        return [head(tower(f)).permute(0, 2, 3, 1) for f, tower, head in outputs]
+        raise NotImplementedError
 
     def raw(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Per stride: score logits (B, h, w, 2), box distances (B, h, w, 2, 4), landmark offsets (B, h, w, 2, 10)."""
@@ -97,6 +83,77 @@ class Detector(nn.Module):
         return (*scores, *boxes, *points)
 
 
+class PyramidDetector(Scrfd):
+    """The reward's: residual 3 x 3 convolutions, PReLU, a top-down pathway that merges the levels."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        w = width
+        self.stem = nn.Sequential(conv_block(3, w, 2), conv_block(w, 2 * w, 2), Residual(2 * w))
+        self.levels = nn.ModuleList(
+            nn.Sequential(conv_block(inputs, 4 * w, 2), Residual(4 * w)) for inputs in (2 * w, 4 * w, 4 * w)
+        )
+        self.lateral = nn.ModuleList(nn.Conv2d(4 * w, 4 * w, 1) for _ in STRIDES)
+        self.towers = nn.ModuleList(conv_block(4 * w, 4 * w) for _ in STRIDES)
+        self.heads = nn.ModuleList(nn.Conv2d(4 * w, ANCHORS * (1 + 4 + 10), 3, 1, 1) for _ in STRIDES)
+        self.rare()
+
+    def maps(self, x: Tensor) -> list[Tensor]:
+        x = self.stem(x)
+        features = []
+        for level in self.levels:
+            x = level(x)
+            features.append(x)
+        merged = [lateral(f) for lateral, f in zip(self.lateral, features, strict=True)]
+        for i in (1, 0):
+            merged[i] = merged[i] + F.interpolate(merged[i + 1], scale_factor=2.0, mode="nearest")
+        outputs = zip(merged, self.towers, self.heads, strict=True)
+        return [head(tower(f)).permute(0, 2, 3, 1) for f, tower, head in outputs]
+
+
+class Separable(nn.Module):
+    """A 5 x 5 convolution of every channel alone, then one across channels; SiLU after both (MobileNet, YuNet)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, inputs, 5, stride, 2, groups=inputs, bias=False), nn.BatchNorm2d(inputs), nn.SiLU(),
+            nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs), nn.SiLU(),
+        )  # fmt: skip
+        self.skips = inputs == outputs and stride == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x) if self.skips else self.body(x)
+
+
+class SeparableDetector(Scrfd):
+    """The judge's: patches, separable 5 x 5 convolutions, SiLU, and every level answers for itself, no way back down.
+
+    It shares no layer, weight or training sample with the reward's, so that what fools one need not fool the other.
+    """
+
+    def __init__(self, width: int = 20):
+        super().__init__()
+        w = width
+        patches = nn.Sequential(nn.Conv2d(3, 2 * w, 7, 4, 3, bias=False), nn.BatchNorm2d(2 * w), nn.SiLU())
+        self.stem = nn.Sequential(patches, Separable(2 * w, 2 * w), Separable(2 * w, 2 * w))
+        self.levels = nn.ModuleList(
+            nn.Sequential(Separable(inputs, 4 * w, 2), Separable(4 * w, 4 * w), Separable(4 * w, 4 * w))
+            for inputs in (2 * w, 4 * w, 4 * w)
+        )
+        self.towers = nn.ModuleList(Separable(4 * w, 4 * w) for _ in STRIDES)
+        self.heads = nn.ModuleList(nn.Conv2d(4 * w, ANCHORS * (1 + 4 + 10), 1) for _ in STRIDES)
+        self.rare()
+
+    def maps(self, x: Tensor) -> list[Tensor]:
+        x = self.stem(x)
+        outputs = []
+        for level, tower, head in zip(self.levels, self.towers, self.heads, strict=True):
+            x = level(x)
+            outputs.append(head(tower(x)).permute(0, 2, 3, 1))
+        return outputs
+
+
 def worn(frames: Tensor, generator: torch.Generator) -> Tensor:
     """Frames (N, 3, H, W) in [-1, 1] as a codec or a weak generator would leave them: blurred, noisy, off-colour."""
     count, _, height, width = frames.shape
@@ -109,6 +166,30 @@ def worn(frames: Tensor, generator: torch.Generator) -> Tensor:
     shift = 0.1 * torch.randn(count, 3, 1, 1, generator=generator)
     noise = 0.06 * torch.rand(count, 1, 1, 1, generator=generator) * torch.randn(frames.shape, generator=generator)
     return (frames * gain + shift + noise).clamp(-1, 1)
+
+
+def handled(frames: Tensor, generator: torch.Generator) -> Tensor:
+    """Frames (N, 3, H, W) in [-1, 1] as a camera may have left them: what the judge's detector learns from.
+
+    Other damage than `worn` does: exposure, faded colours, a shake along one axis, blocks, a spot on the lens.
+    """
+    count, _, height, width = frames.shape
+
+    def draw(*shape: int) -> Tensor:
+        return torch.rand(count, *shape, generator=generator)
+
+    light = ((frames + 1) / 2) ** torch.exp(0.5 * (draw(1, 1, 1) - 0.5))  # a gamma of 0.78 to 1.28
+    light = light + 0.5 * draw(1, 1, 1) ** 2 * (light.mean(1, keepdim=True) - light)
+    shakes, blocks = bool(draw(1).mean() < 0.5), bool(draw(1)[0] < 0.2)  # all frames of a batch, or none
+    spoilt = (light + light.roll(1, 3) + light.roll(-1, 3)) / 3 if shakes else light
+    spoilt = F.interpolate(F.avg_pool2d(spoilt, 2), size=(height, width), mode="nearest") if blocks else spoilt
+    light = light + draw(1, 1, 1) * (spoilt - light)
+    rows, columns = torch.arange(height)[:, None], torch.arange(width)
+    y, x = draw(1, 1) * height, draw(1, 1) * width
+    spot = torch.exp(-((rows - y) ** 2 + (columns - x) ** 2) / (2 * (3 + 5 * draw(1, 1)) ** 2))[:, None]
+    light = light + 0.6 * draw(1, 1, 1) * spot * (draw(3, 1, 1) - light)
+    grain = 0.02 * draw(1, 1, 1) * torch.randn(frames.shape, generator=generator)
+    return (2 * (light + grain) - 1).clamp(-1, 1)
 
 
 def face_views(people: Tensor, views: int, generator: torch.Generator, jitter: float = 0.5) -> Tensor:
@@ -165,14 +246,20 @@ def verification(embed, people: Tensor, generator: torch.Generator) -> dict[str,
     return {"auc": auc, "same": float(same.mean()), "different": float(different.mean())}
 
 
-def detector_batch(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Frames (N, 3, 128, 128) with one or no face, boxes (N, 4), landmarks (N, 5, 2), has_face (N,)."""
+Damage = Callable[[Tensor, torch.Generator], Tensor]
+
+
+def detector_batch(count: int, generator: torch.Generator, damage: Damage) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Frames (N, 3, 128, 128) with one or no face, boxes (N, 4), landmarks (N, 5, 2), has_face (N,).
+
+    damage: what is done to the frames before they are zoomed and shifted, `worn` or `handled`.
+    """
     people = draw_people(count, generator)
     motion, _ = draw_motion(count, generator, num_frames=9)
     frame = torch.randint(0, 9, (count, 1), generator=generator)
     moment = type(motion)(*(value.gather(1, frame) for value in vars(motion).values()))
     video, landmarks, boxes = render(people, moment, generator)
-    frames = worn(video[:, :, 0], generator)
+    frames = damage(video[:, :, 0], generator)
     # zoom and shift: pixel p of the canvas shows pixel (p + 0.5 - shift) / zoom - 0.5 of the frame
     zoom = 2 * torch.exp(0.25 * torch.randn(count, generator=generator)).clamp(0.5, 1.6)
     zoom[: count // 2] = 2.0  # half as the detector will mostly see them: the frame fills its input
@@ -222,15 +309,17 @@ def detector_loss(outputs: list, boxes: Tensor, landmarks: Tensor, has_face: Ten
     return total
 
 
-def train_detector(net: Detector, seed: int, steps: int, log) -> None:
+def train_detector(net: Scrfd, seed: int, steps: int, log, damage: Damage = worn) -> None:
     lr, batch = 3e-3, 32
     net.train()
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
     for step in range(steps):
-        frames, boxes, landmarks, has_face = detector_batch(batch, generator)
-        loss = detector_loss(net.raw(frames * (127.5 / 128)), boxes, landmarks, has_face)
+        frames, boxes, landmarks, has_face = detector_batch(batch, generator, damage)
+        # channels last: separable convolutions go backward twice as fast on a CPU
+        frames = (frames * (127.5 / 128)).contiguous(memory_format=torch.channels_last)
+        loss = detector_loss(net.raw(frames), boxes, landmarks, has_face)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 5.0)
@@ -243,7 +332,7 @@ def train_detector(net: Detector, seed: int, steps: int, log) -> None:
 def export(net: nn.Module, path: Path) -> None:
     """Write the network as ONNX (opset 13) with the input name and dynamic axes of insightface's files."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(net, Detector):
+    if isinstance(net, Scrfd):
         example, axes = torch.zeros(1, 3, DET_SIZE, DET_SIZE), {"input.1": {2: "height", 3: "width"}}
     else:
         example, axes = torch.zeros(1, 3, 112, 112), {"input.1": {0: "batch"}}

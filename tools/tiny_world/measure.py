@@ -20,9 +20,9 @@ def measure(world: Path, seed: int, count: int) -> dict[str, object]:
     """All figures of the world, of `count` people; also writes world/contact_sheet.png."""
     judges = {name: face.FaceIdentity(world / "faces" / name, det_size=faces.DET_SIZE) for name in ("reward", "judge")}
     figures: dict[str, object] = {"bytes": sum(f.stat().st_size for f in world.rglob("*") if f.is_file())}
-    figures["detector"] = detection(judges["reward"].detector, seed, count // 5)
     people = draw_people(count, torch.Generator().manual_seed(seed + 1))
     for name, judge in judges.items():
+        figures[f"detector_{name}"] = detection(judge.detector, seed, count // 5)
         figures[f"recogniser_{name}"] = faces.verification(
             judge.recogniser.net, people, torch.Generator().manual_seed(seed)
         )

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from rewardfl.files import sha256
 from rewardfl.rewards.face.onnx_file import graph_inputs, read_graph, value_shape
 
 TASKS = ("detector", "recogniser")
@@ -115,6 +116,17 @@ def _refuse_manifest(folder: Path) -> None:
 
 
 # ---- identity ----
+
+
+def shared_file(one: str | Path, other: str | Path) -> tuple[str, Path, Path] | None:
+    """(detector | recogniser, its file in each pack) where two packs have the same bytes for a task; None else.
+
+    Raises as pack_files.
+    """
+    for task, mine, theirs in zip(TASKS, pack_files(one), pack_files(other), strict=True):
+        if mine.stat().st_size == theirs.stat().st_size and sha256(mine) == sha256(theirs):
+            return task, mine, theirs
+    return None
 
 
 def file_hashes(files: Iterable[Path]) -> dict[str, str]:
