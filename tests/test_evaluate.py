@@ -1,6 +1,8 @@
 """The statistics of tools/evaluate.py on clips whose answers are known; what it refuses."""
 
+import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -10,22 +12,28 @@ from conftest import ROOT
 
 from rewardfl import config, data
 from rewardfl.rewards import face
+from rewardfl.rewards.video_motion import VideoMotion, video_motion
 from rewardfl_tools import _evaluate, evaluate
 
 
 def score(value, frames=9, coverage=1.0, speed=0.02, nonrigid=0.01):
     per_frame = torch.full((frames - 1,), value)
-    return face.FaceScore(per_frame, per_frame.mean(), torch.ones(frames, dtype=torch.bool), speed, nonrigid, coverage)
+    seen, boxes = torch.ones(frames, dtype=torch.bool), torch.zeros(frames, 4)
+    return face.FaceScore(per_frame, per_frame.mean(), seen, speed, nonrigid, coverage, boxes)
 
 
-def clip(person, seed, before, after, after_speed=0.02):
+MOVES = VideoMotion(flow=1.0, face_flow=2.0, pixel_change=0.1, sharpness=50.0, reversals=-0.8)
+
+
+def clip(person, seed, before, after, after_speed=0.02, **after_moves):
     row = data.Row(0, 2, person, Path("x.mp4"), "a person")
     scores = {"before": before, "after": after}
     scores = {arm: s if s is None or isinstance(s, face.FaceScore) else score(s) for arm, s in scores.items()}
     if isinstance(after, float):
         scores["after"] = score(after, speed=after_speed)
     frames = torch.zeros(9, 16, 16, 3, dtype=torch.uint8)
-    return _evaluate.Clip(row, seed, frames, {"before": frames, "after": frames}, {"held_out": scores})
+    motion = {"real": MOVES, "before": MOVES, "after": dataclasses.replace(MOVES, **after_moves)}
+    return _evaluate.Clip(row, seed, frames, {"before": frames, "after": frames}, {"held_out": scores}, motion)
 
 
 def pools(*people):
@@ -71,10 +79,49 @@ def test_motion_ratios_see_a_frozen_face():
     assert figures["motion_after_to_real"]["nonrigid"]["mean"] == pytest.approx(1.0)
 
 
+def test_motion_without_a_network_is_a_ratio_of_means_over_people():
+    clips = [clip("a", 0, 0.5, 0.6, flow=0.5), clip("a", 1, 0.5, 0.6, flow=0.7), clip("b", 0, 0.5, 0.6, reversals=-0.6)]
+    figures = _evaluate.summarise(clips, pools("a", "b"))["motion"]
+    assert [figures[arm]["flow"] for arm in ("real", "before", "after")] == pytest.approx([1, 1, 0.8])  # 0.6 and 1
+    assert figures["after_to_before"]["flow"] == pytest.approx({"mean": 0.8, "low": 0.6, "high": 1.0})
+    assert figures["after_to_before"]["sharpness"] == pytest.approx({"mean": 1, "low": 1, "high": 1})
+    assert figures["after"].keys() == figures["after_to_before"].keys() == {*_evaluate.AMOUNTS}
+    reversals = figures["reversals"]
+    assert [reversals[arm] for arm in ("real", "before", "after")] == pytest.approx([-0.8, -0.8, -0.7])
+    assert reversals["after_minus_before"] == pytest.approx({"mean": 0.1, "low": 0.0, "high": 0.2})
+
+
+def test_who_has_no_face_flow_is_left_out_of_it_alone():
+    clips = [clip("a", 0, 0.5, None, face_flow=math.nan, flow=0.5), clip("b", 0, 0.5, 0.6, face_flow=1.0)]
+    report = _evaluate.summarise(clips, pools("a", "b"))
+    assert report["motion"]["after_to_before"]["face_flow"]["mean"] == pytest.approx(0.5)
+    assert report["motion"]["after_to_before"]["flow"]["mean"] == pytest.approx(0.75)
+    assert report["per_clip"][0]["motion"]["after"]["face_flow"] is None
+    alone = _evaluate.summarise(clips[:1], pools("a"))
+    assert alone["motion"]["after_to_before"]["face_flow"] is alone["motion"]["after"]["face_flow"] is None
+    assert "nothing to measure" in _evaluate.table(alone)
+    json.dumps(alone, allow_nan=False)  # other readers of JSON know no NaN
+
+
+def test_the_real_clips_motion_is_taken_of_its_own_frames():
+    world = ROOT / "assets" / "tiny_world"
+    video = data.load_example(data.load_metadata(world / "eval" / "metadata.csv")[0], 64, 64, 9).video
+    detector = face.FaceDetector(world / "faces" / "judge" / "detector.onnx", 128)
+    found = _evaluate.motion_of_real(detector, video, "cpu")
+    (box, *_) = face.track_largest(detector.detect(video.transpose(0, 1))).boxes.split(1)
+    frames = data.to_uint8(video).contiguous().numpy()
+    assert dataclasses.replace(found, face_flow=0) == dataclasses.replace(video_motion(frames), face_flow=0)
+    assert found.face_flow == pytest.approx(video_motion(frames, box.expand(9, 4).numpy()).face_flow, rel=0.2)
+    nobody = _evaluate.motion_of_real(detector, torch.zeros(3, 9, 64, 64), "cpu")
+    assert math.isnan(nobody.face_flow)
+
+
 def test_table_and_pictures(tmp_path):
     clips = [clip(p, s, 0.5, 0.6) for p in "ab" for s in (0, 1)]
     report = _evaluate.summarise(clips, pools("a", "b"))
     text = _evaluate.table(report)
+    (flow,) = [line for line in text.splitlines() if line.strip().startswith("flow")]
+    assert "real 1 " in flow and "after / before 1.000 [1.000, 1.000]" in flow
     assert "2 people, 4 clips" in text and "held-out judge" in text and "+20.0% [+20.0, +20.0] relative" in text
     _evaluate.draw_curves(report, tmp_path / "curves.png")
     _evaluate.draw_grid(clips, tmp_path / "grid.png")

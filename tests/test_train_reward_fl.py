@@ -422,6 +422,11 @@ def test_evaluate_reports_both_arms(straight, tmp_path, monkeypatch, capsys):
         assert figures["before"]["face_sim"]["low"] <= figures["before"]["face_sim"]["mean"] <= figures["cap"]
         assert figures["before"]["per_frame"] != figures["after"]["per_frame"]
     assert "held-out judge" in printed
+    for arm in ("real", "before", "after"):
+        assert (
+            all(value > 0 for value in report["motion"][arm].values()) and -1 <= report["motion"]["reversals"][arm] <= 1
+        )
+    assert report["motion"]["before"] != report["motion"]["after"]
     for file in ("grid.png", "curves.png", "videos/000_seed0.mp4"):
         assert (tmp_path / "out" / file).stat().st_size > 0
 

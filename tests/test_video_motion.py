@@ -89,14 +89,22 @@ def test_pixel_change_is_numpys_and_the_motion_rewards():
     assert measures.pixel_change(STEADY) == pytest.approx(float(mean_change(video)), rel=1e-5)
 
 
-def test_sharpness_of_a_ramp_is_its_slope_and_blur_costs_it():
-    ramp = np.repeat((np.arange(0, 200, 4)[None, :, None] + np.zeros((40, 1, 3))).astype(np.uint8)[None], 3, 0)
-    assert measures.sharpness(ramp) == pytest.approx(4)
+def test_sharpness_is_the_variance_of_the_laplacian():
+    grey = np.random.default_rng(0).integers(0, 256, (3, 40, 48)).astype(np.uint8)
+    frames = np.repeat(grey[..., None], 3, -1)
+    padded = np.pad(grey.astype(float), ((0, 0), (1, 1), (1, 1)), mode="reflect")
+    around = padded[:, :-2, 1:-1] + padded[:, 2:, 1:-1] + padded[:, 1:-1, :-2] + padded[:, 1:-1, 2:]
+    expected = (around - 4.0 * grey).var((1, 2))
+    assert measures.sharpness(frames) == pytest.approx(expected[1:].mean(), rel=1e-5)  # without the given image
+
+
+def test_blur_costs_sharpness_also_of_a_single_edge():
     blurred = np.stack([cv2.GaussianBlur(frame, (0, 0), 2) for frame in STEADY])
-    assert measures.sharpness(blurred) < 0.9 * measures.sharpness(STEADY)
-    first = blurred.copy()
-    first[0] = STEADY[0]
-    assert measures.sharpness(first) == measures.sharpness(blurred)  # the given image is nobody's merit
+    assert measures.sharpness(blurred) < 0.5 * measures.sharpness(STEADY)
+    edge = np.zeros((2, 40, 40, 3), np.uint8)
+    edge[:, :, 20:] = 200
+    soft = np.stack([cv2.GaussianBlur(frame, (0, 0), 1) for frame in edge])
+    assert measures.sharpness(soft) < 0.5 * measures.sharpness(edge)
 
 
 def test_large_frames_are_shrunk_and_measured_in_their_own_pixels():

@@ -21,7 +21,7 @@ REWARDS: dict[str, str] = {
     "clip_score": "clip_score:ClipScoreReward",
     "colour": "colour:ColourReward",
     "face_identity": "face.reward:FaceIdentityReward",
-    "face_judge": "face.judge:FaceJudge",
+    "face_judge": "face_judge:FaceJudge",
     "hpsv2": "hpsv2:Hpsv2Reward",
     "jpeg_size": "jpeg_size:JpegSizeReward",
     "motion": "motion:MotionReward",

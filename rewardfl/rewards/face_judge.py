@@ -14,7 +14,7 @@ from rewardfl.rewards.face.reward import PARTS, FaceIdentityReward
 from rewardfl.rewards.motion import MIN_MOTION
 from rewardfl.rewards.video_motion import FARNEBACK, LONG_SIDE, VideoMotion, video_motion
 
-# Of a real clip that stands still, as ratios to it would divide by noise: pixels per frame; levels of 255 per pixel.
+# A real clip with less gives no ratio, which would divide by noise: pixels per frame; levels of 255 squared.
 MIN_FLOW, MIN_SHARPNESS = 0.05, 0.1
 
 
