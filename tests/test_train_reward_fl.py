@@ -48,6 +48,7 @@ def test_a_run_leaves_what_the_design_says(straight):
     wanted = {
         "actor/loss", "actor/face_score", "actor/kl_loss", "reward/mean", "reward/coverage", "reward/motion",
         "reward/held_out", "reward/valid_fraction", "grad_norm", "lr",
+        *(f"reward/held_out/{part}" for part in ("flow", "face_flow", "pixel_change", "sharpness", "reversals")),
     }  # fmt: skip
     assert wanted <= lines[0].keys()
     assert lines[0]["actor/kl_loss"] == 0 and lines[-1]["actor/kl_loss"] > 0  # B starts at zero
