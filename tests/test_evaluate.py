@@ -32,7 +32,11 @@ def clip(person, seed, before, after, after_speed=0.02, **after_moves):
     if isinstance(after, float):
         scores["after"] = score(after, speed=after_speed)
     frames = torch.zeros(9, 16, 16, 3, dtype=torch.uint8)
-    motion = {"real": MOVES, "before": MOVES, "after": dataclasses.replace(MOVES, **after_moves)}
+    motion = {
+        "real": dataclasses.replace(MOVES, flow=4.0),
+        "before": MOVES,
+        "after": dataclasses.replace(MOVES, **after_moves),
+    }
     return _evaluate.Clip(row, seed, frames, {"before": frames, "after": frames}, {"held_out": scores}, motion)
 
 
@@ -82,7 +86,7 @@ def test_motion_ratios_see_a_frozen_face():
 def test_motion_without_a_network_is_a_ratio_of_means_over_people():
     clips = [clip("a", 0, 0.5, 0.6, flow=0.5), clip("a", 1, 0.5, 0.6, flow=0.7), clip("b", 0, 0.5, 0.6, reversals=-0.6)]
     figures = _evaluate.summarise(clips, pools("a", "b"))["motion"]
-    assert [figures[arm]["flow"] for arm in ("real", "before", "after")] == pytest.approx([1, 1, 0.8])  # 0.6 and 1
+    assert [figures[arm]["flow"] for arm in ("real", "before", "after")] == pytest.approx([4, 1, 0.8])  # 0.6 and 1
     assert figures["after_to_before"]["flow"] == pytest.approx({"mean": 0.8, "low": 0.6, "high": 1.0})
     assert figures["after_to_before"]["sharpness"] == pytest.approx({"mean": 1, "low": 1, "high": 1})
     assert figures["after"].keys() == figures["after_to_before"].keys() == {*_evaluate.AMOUNTS}
@@ -121,7 +125,7 @@ def test_table_and_pictures(tmp_path):
     report = _evaluate.summarise(clips, pools("a", "b"))
     text = _evaluate.table(report)
     (flow,) = [line for line in text.splitlines() if line.strip().startswith("flow")]
-    assert "real 1 " in flow and "after / before 1.000 [1.000, 1.000]" in flow
+    assert "real 4 " in flow and "after / before 1.000 [1.000, 1.000]" in flow
     assert "2 people, 4 clips" in text and "held-out judge" in text and "+20.0% [+20.0, +20.0] relative" in text
     _evaluate.draw_curves(report, tmp_path / "curves.png")
     _evaluate.draw_grid(clips, tmp_path / "grid.png")
