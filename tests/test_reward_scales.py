@@ -32,7 +32,7 @@ def measured(*terms, clips, real):
 
 
 def test_colour_pulls_as_hard_as_its_formula_says():
-    """The mean of c . (x + 1) / 2 over n pixels, none of frame 0, has the gradient c / 2n: its norm is |c| / (2 sqrt n)."""
+    """The mean of c . (x + 1) / 2 over n pixels, none of frame 0, has the gradient c / 2n, of norm |c| / (2 sqrt n)."""
     (scale,) = measured(term(ColourReward(0.5, -2.0, 1.0), weight=3.0, std=0.5), clips=videos(3), real=videos(3))
     expected = math.sqrt(0.25 + 4 + 1) / (2 * math.sqrt(4 * 8 * 8))
     assert scale.norms.tolist() == pytest.approx([expected] * 3, rel=1e-5)
@@ -108,7 +108,7 @@ def test_one_clip_of_the_tiny_world(monkeypatch, capsys):
         (["reward.reward_weigt=1"], "reward_weigt"),
         (["reward.others={a: {name: nothing}}"], "reward.others.a"),
         (["data.file_name=no/such.csv"], "no/such.csv"),
-        (["reward.reward_weight=0"], "reward.reward_weight"),
+        (["reward.others={a: {name: jpeg_compressibility, weight: 1}}"], "reward.others.a"),
     ],
 )
 def test_bad_input_is_refused(arguments, named, monkeypatch, capsys):
