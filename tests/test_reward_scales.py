@@ -108,7 +108,7 @@ def test_one_clip_of_the_tiny_world(monkeypatch, capsys):
         (["reward.reward_weigt=1"], "reward_weigt"),
         (["reward.others={a: {name: nothing}}"], "reward.others.a"),
         (["data.file_name=no/such.csv"], "no/such.csv"),
-        (["reward.others={a: {name: jpeg_compressibility, weight: 1}}"], "reward.others.a"),
+        (["reward.others={a: {name: jpeg_size, weight: 1}}"], "reward.others.a"),
     ],
 )
 def test_bad_input_is_refused(arguments, named, monkeypatch, capsys):
