@@ -1,6 +1,9 @@
 """The committed world keeps its promises, its networks are what the real ones are, and it can be rebuilt."""
 
+import dataclasses
 import hashlib
+import json
+import sys
 
 import numpy as np
 import onnxruntime
@@ -17,7 +20,8 @@ from rewardfl.backbones.wan import load as wan_load
 from rewardfl.rewards import face
 from rewardfl.rewards.face.onnx_file import read_graph
 from rewardfl.rewards.face.onnx_module import OnnxModule
-from rewardfl_tools.tiny_world import faces, measure, people, vae
+from rewardfl_tools import make_tiny_world
+from rewardfl_tools.tiny_world import faces, measure, people, strangers, vae, video
 
 WORLD = ROOT / "assets" / "tiny_world"
 PACKS = ("reward", "judge")
@@ -159,3 +163,45 @@ def test_quick_rebuild(tmp_path):
         assert (tmp_path / "world" / file).stat().st_size > 0
     assert len(data.load_metadata(tmp_path / "world" / "train" / "metadata.csv")) == 4
     assert "training low" in run.stdout
+
+
+def test_strangers_are_found_and_told_apart(tmp_path, monkeypatch):
+    """People of another drawing program, as a table that evaluate reads, by the world's own face packs."""
+    command = ["make_tiny_world.py", "--strangers", tmp_path, "--count", 6, "--seed", 2, "--out", WORLD]
+    monkeypatch.setattr(sys, "argv", list(map(str, command)))
+    make_tiny_world.main()
+    rows = data.load_metadata(tmp_path / "metadata.csv")
+    data.check_rows(rows, people.NUM_FRAMES, skip_bad_rows=False)
+    assert len(rows) == 6 and (tmp_path / "contact_sheet.png").stat().st_size > 1000
+    assert {word for row in rows for word in row.prompt.replace(",", "").split()} <= set(video.WORDS)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    for pack in PACKS:
+        assert figures[pack]["found"] >= 0.9 and figures[pack]["people"] == 6
+        assert figures[pack]["alike"] > 0.75 > 0.4 > figures[pack]["different"]
+
+
+def test_strangers_depend_on_their_seed_and_number_alone(tmp_path):
+    def hashes(name, count, seed):
+        strangers.write_strangers(tmp_path / name, count, seed)
+        return [
+            hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted((tmp_path / name / "videos").iterdir())
+        ]
+
+    three = hashes("three", 3, 0)
+    assert hashes("two", 2, 0) == three[:2] and len({*three, *hashes("other", 3, 1)}) == 6
+
+
+def test_strangers_move_blink_and_talk():
+    """In every motion something moves; the shut eyes and the open mouth are in the pixels."""
+    rng = np.random.default_rng(0)
+    person = strangers.draw_stranger(rng)
+    motions = [strangers.draw_motion(rng) for _ in range(20)]
+    assert all(len({(pose.x, pose.y, pose.yaw) for pose in poses}) == people.NUM_FRAMES for poses, _ in motions)
+    words = {word for _, action in motions for word in action.split(", ")}
+    assert words == {"talking", "silent", "turning left", "turning right", "facing the camera", "blinking"}
+    still = strangers.Pose(x=31.5, y=34.0, scale=22.0, roll=0.0, yaw=0.0, nod=0.0, blink=0.0, mouth=0.0)
+    poses = [still, dataclasses.replace(still, blink=1.0), dataclasses.replace(still, mouth=1.0)]
+    rest, blinking, talking = strangers.render(person, poses, np.random.default_rng(1)).int()
+    eyes, mouth = (slice(22, 38), slice(10, 54)), (slice(38, 56), slice(16, 48))
+    assert (blinking - rest)[eyes].abs().max() > 60 and (blinking - rest)[mouth].abs().max() == 0
+    assert (talking - rest)[mouth].abs().max() > 60 and (talking - rest)[eyes].abs().max() == 0

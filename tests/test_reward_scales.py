@@ -1,0 +1,125 @@
+"""tools/reward_scales.py: gradients by closed forms and by hand, what is left out, and the whole tool on one clip."""
+
+import math
+import sys
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+from runs import CONFIG, FAST
+
+from rewardfl import config
+from rewardfl.rewards import Reward, RewardOutput
+from rewardfl.rewards.colour import ColourReward
+from rewardfl.rewards.motion import MotionReward, mean_change
+from rewardfl.rewards.terms import Term
+from rewardfl_tools import _reward_scales, reward_scales
+
+
+def term(reward, label="score", weight=1.0, std=1.0):
+    return Term(f"reward.others.{label}", label, reward, weight, 0.0, std)
+
+
+def videos(count, frames=5, size=8):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.rand(3, frames, size, size, generator=generator) * 1.8 - 0.9 for _ in range(count)]
+
+
+def measured(*terms, clips, real):
+    references = [[one.reward.reference(clip) for one in terms] for clip in real]
+    return _reward_scales.measure(terms, clips, references)
+
+
+def test_colour_pulls_as_hard_as_its_formula_says():
+    """The mean of c . (x + 1) / 2 over n pixels, none of frame 0, has the gradient c / 2n, of norm |c| / (2 sqrt n)."""
+    (scale,) = measured(term(ColourReward(0.5, -2.0, 1.0), weight=3.0, std=0.5), clips=videos(3), real=videos(3))
+    expected = math.sqrt(0.25 + 4 + 1) / (2 * math.sqrt(4 * 8 * 8))
+    assert scale.norms.tolist() == pytest.approx([expected] * 3, rel=1e-5)
+    assert scale.pull == pytest.approx(3.0 * expected / 0.5, rel=1e-5)
+    channels = torch.tensor([0.5, -2.0, 1.0])
+    scores = [float(((clip[:, 1:] + 1) / 2).mean((1, 2, 3)) @ channels) for clip in videos(3)]
+    assert scale.scores.tolist() == pytest.approx(scores, rel=1e-4)
+    assert _reward_scales.deviation(scale.scores) == pytest.approx(float(torch.tensor(scores).std()), rel=1e-4)
+
+
+def test_motion_and_its_cosine_equal_autograd_by_hand():
+    clips, real = videos(2), [2 * clip / 1.8 for clip in reversed(videos(2))]
+    colour, motion = measured(term(ColourReward(), std=0.1), term(MotionReward(), "m"), clips=clips, real=real)
+    for i, clip in enumerate(clips):
+        x = clip.clone().requires_grad_()
+        ratio = mean_change(x) / mean_change(real[i])
+        (by_motion,) = torch.autograd.grad(torch.minimum(ratio, 1 / ratio), x)
+        by_colour = torch.zeros_like(x)
+        by_colour[:, 1:] = torch.tensor([1, -0.5, -0.5])[:, None, None, None]
+        assert float(motion.norms[i]) == pytest.approx(float(by_motion.norm()), rel=1e-5)
+        angle = torch.nn.functional.cosine_similarity(by_motion.flatten(), by_colour.flatten(), dim=0)
+        assert float(motion.cosines[i]) == pytest.approx(float(angle), abs=1e-6)
+    assert colour.cosines.tolist() == pytest.approx([1, 1])
+
+
+def test_equal_weight_gives_equal_shares():
+    terms = [term(ColourReward(), weight=0.2, std=0.1), term(MotionReward(), "m", weight=0.7, std=3.0)]
+    scales = measured(*terms, clips=videos(2), real=videos(4)[2:])
+    pulls = [scale.pull for scale in scales]
+    assert _reward_scales.shares(scales) == pytest.approx([pull / sum(pulls) for pull in pulls])
+    weight = _reward_scales.equal_weight(scales[1], scales[0])
+    again = measured(terms[0], term(MotionReward(), "m", weight=weight, std=3.0), clips=videos(2), real=videos(4)[2:])
+    assert _reward_scales.shares(again) == pytest.approx([0.5, 0.5])
+
+
+class NoGradient(Reward):
+    name = "no_gradient"
+
+    def forward(self, video, batch):
+        return RewardOutput(video.detach().mean((1, 2, 3, 4)), torch.ones(len(video)).bool(), {})
+
+
+def test_what_cannot_be_judged_is_left_out():
+    """A real clip that stands still gives motion no reference; a reward without gradient has a score alone."""
+    still = torch.zeros(3, 5, 8, 8)
+    terms = [term(MotionReward()), term(NoGradient(), "n", weight=0.0)]
+    scales = measured(*terms, clips=videos(3), real=[*videos(2), still])
+    assert scales[0].scores.isnan().tolist() == scales[0].norms.isnan().tolist() == [False, False, True]
+    assert not scales[1].scores.isnan().any() and scales[1].norms.isnan().all()
+    text = _reward_scales.table(scales)
+    assert "score (2 of 3 clips)" in text and "nan" not in text
+    assert _reward_scales.shares(scales) == [1.0, 0.0]
+
+
+def test_one_clip_of_the_tiny_world(monkeypatch, capsys):
+    """The whole tool; what it gives to paste is a configuration."""
+    others = "reward.others={change: {name: motion, weight: 0.3}, red: {name: colour}}"
+    monkeypatch.chdir(ROOT)
+    command = ["reward_scales.py", "--config", CONFIG, *FAST, others, "--rows", "2", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert reward_scales.main() == 0
+    table, _, lines = capsys.readouterr().out.partition("\n# to paste")
+    assert [line.split()[0] for line in table.splitlines()[-4:]] == ["score", "held_out", "change", "red"]
+    pasted = yaml.safe_load(lines.partition("\n")[2])["reward"]
+    assert pasted.keys() == {"reward_mean", "reward_std", "others"} and pasted["others"].keys() == {"change"}
+    cfg = config.load(CONFIG, [*FAST, *(f"reward.{key}={value}" for key, value in pasted.items())])
+    assert cfg.reward.reward_mean == pasted["reward_mean"] and cfg.reward.others["change"].weight == 0.3
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["reward.reward_weigt=1"], "reward_weigt"),
+        (["reward.others={a: {name: nothing}}"], "reward.others.a"),
+        (["data.file_name=no/such.csv"], "no/such.csv"),
+        (["reward.others={a: {name: jpeg_size, weight: 1}}"], "reward.others.a"),
+    ],
+)
+def test_bad_input_is_refused(arguments, named, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["reward_scales.py", "--config", CONFIG, *arguments])
+    assert reward_scales.main() == 2
+    error = capsys.readouterr().err
+    assert named in error and error.count("\n") == 1
+
+
+def test_flow_grpo_has_no_such_gradient(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["reward_scales.py", "--config", "configs/tiny_flow_grpo.yaml"])
+    assert reward_scales.main() == 2 and "tiny_flow_grpo.yaml" in capsys.readouterr().err

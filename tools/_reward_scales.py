@@ -1,0 +1,223 @@
+"""Scales of rewards on one's own clips: the work of tools/reward_scales.py."""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import yaml
+from torch import Tensor
+from tqdm import tqdm
+
+from rewardfl import config as configuration
+from rewardfl import data, groups, offload, reward_flow
+from rewardfl.backbones.seam import Backbone, Experts, Velocity
+from rewardfl.config import AnyConfig, RewardFlConfig
+from rewardfl.files import printable
+from rewardfl.rewards import build_terms
+from rewardfl.rewards.terms import Reference, Term, check_trainable, judge
+from rewardfl.run import start, work
+from rewardfl.run.monitor import Timer
+
+REFUSED = 2  # exit code
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One reward of n videos; NaN where a video could not be judged, gradients also where the reward has none."""
+
+    term: Term
+    scores: Tensor  # (n,)
+    norms: Tensor  # (n,) Euclidean, of d score / d video
+    cosines: Tensor  # (n,) of that gradient with the first reward's
+    seconds: float  # per clip, with the gradient
+
+    @property
+    def pull(self) -> float:
+        """The mean norm of weight * gradient / std, as it is in the loss."""
+        return self.term.weight * mean(self.norms) / self.term.std
+
+
+def run(args: argparse.Namespace) -> int:
+    """Sample, score and print: the exit code."""
+    device = torch.device(args.device)
+    try:
+        cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
+        backbone = start.open_model(cfg)
+        terms = build_terms(configuration.wanted_rewards(cfg), device)
+        check_trainable(terms)
+        examples, references = find_clips(cfg, terms, args.rows, device)
+        videos = sample(cfg, backbone, examples, args.experts, device)
+        scales = measure(terms, videos, references)
+    except start.REFUSALS as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return REFUSED
+    print(table(scales))
+    print(f"\n{paste(cfg, scales)}", end="")
+    return 0
+
+
+def find_clips(
+    cfg: AnyConfig, terms: Sequence[Term], count: int, device: torch.device
+) -> tuple[list[tuple[data.Row, data.Example]], list[list[Reference]]]:
+    """The first `count` clips that the first reward can be compared with, and what the rewards keep of each.
+
+    DataError where there is none.
+    """
+    found: list[tuple[data.Row, data.Example]] = []
+    references: list[list[Reference]] = []
+    for row in data.load_metadata(cfg.data.file_name):
+        example, problems = data.read_example(
+            row, cfg.data.height, cfg.data.width, cfg.data.num_frames, max_pixels=cfg.data.max_pixels, fps=cfg.data.fps
+        )
+        if example is not None:
+            clip = example.reference.to(device)
+            kept: list[Reference] = [term.reward.reference(clip, row.prompt) for term in terms]
+            problems = [] if kept[0] is not None else [f"{terms[0].reward.nothing_found} {row.face_video}"]
+        if problems:
+            print(printable(f"skipped: line {row.line}: {'; '.join(problems)}"))
+            continue
+        found.append((row, example))
+        references.append(kept)
+        if len(found) == count:
+            break
+    if not found:
+        raise data.DataError(f"{cfg.data.file_name}: no clip can be used")
+    return found, references
+
+
+@torch.no_grad()
+def sample(
+    cfg: AnyConfig,
+    backbone: Backbone,
+    examples: Sequence[tuple[data.Row, data.Example]],
+    experts: str,
+    device: torch.device,
+) -> list[Tensor]:
+    """The base model's video (3, F, H, W) of each clip, from the noise of training's first epoch."""
+    encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
+    conditions = [
+        encode_text(row.prompt) | encode_image(example.image, cfg.data.num_frames) for row, example in examples
+    ]
+    del encode_text, encode_image  # the text encoder alone is 11 GB
+    model = Experts({name: offload.place(backbone.load_expert(name), experts, device) for name in backbone.experts})
+    decoder = backbone.load_decoder(device)
+    videos = []
+    for (row, example), condition in zip(tqdm(examples, desc="sampling"), conditions, strict=True):
+        _, height, width = example.image.shape
+        shape = backbone.latent_shape(height, width, cfg.data.num_frames)
+        schedule = work.schedule_of(cfg, backbone, shape)
+        velocity = Velocity(backbone, model, backbone.collate([condition]), schedule)
+        seed = groups.noise_seed(cfg.run.seed, 0, row.id)
+        x0 = reward_flow.rollout(velocity, groups.noise((1, *shape), seed, device), schedule.sigmas, keep=()).x0
+        videos.append(decoder.decode(x0)[0].float())
+    return videos
+
+
+def measure(terms: Sequence[Term], videos: Sequence[Tensor], references: Sequence[Sequence[Reference]]) -> list[Scale]:
+    """Every reward of every video (3, F, H, W), one at a time. references: by video and then by reward."""
+    first: list[Tensor | None] = []
+    scales = []
+    for i, term in enumerate(terms):
+        timer, rows = Timer(), []
+        for n, (video, kept) in enumerate(zip(videos, references, strict=True)):
+            with timer("score"):
+                score, gradient = score_and_gradient(term, video, kept[i])
+            if i == 0:
+                first.append(gradient)
+            rows.append((score, norm(gradient), cosine(gradient, first[n])))
+        scores, norms, cosines = torch.tensor(rows, dtype=torch.float64).unbind(1)
+        scales.append(Scale(term, scores, norms, cosines, timer.seconds["score"] / len(videos)))
+    return scales
+
+
+def score_and_gradient(term: Term, video: Tensor, reference: Reference) -> tuple[float, Tensor | None]:
+    """The score of a video (3, F, H, W), NaN where it is invalid, and d score / d video if there is one."""
+    if not term.reward.differentiable:
+        output = judge(term.reward, video[None], [reference]).output
+        return (float(output.score) if output.valid else math.nan), None
+    video = video[None].detach().requires_grad_()
+    output = term.reward(video, [reference])
+    if not output.valid:
+        return math.nan, None
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
+    return float(output.score.detach()), gradient[0]
+
+
+def norm(gradient: Tensor | None) -> float:
+    return math.nan if gradient is None else float(gradient.double().norm())
+
+
+def cosine(one: Tensor | None, other: Tensor | None) -> float:
+    """NaN where one of them is missing or zero, as that of a likeness above its cap."""
+    if one is None or other is None or not one.any() or not other.any():
+        return math.nan
+    return float(torch.nn.functional.cosine_similarity(one.double().flatten(), other.double().flatten(), dim=0))
+
+
+def mean(values: Tensor) -> float:
+    """Over what is known; NaN where nothing is."""
+    return float(values.nanmean())
+
+
+def deviation(values: Tensor) -> float:
+    """The standard deviation over what is known; NaN for less than two values."""
+    known = values[~values.isnan()]
+    return float(known.std()) if len(known) > 1 else math.nan
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is printed
+
+
+def shares(scales: Sequence[Scale]) -> list[float]:
+    """Of each reward in the sum of all weighted gradients' norms; 0 for those that only measure."""
+    pulls = [scale.pull if scale.term.weight > 0 else 0.0 for scale in scales]
+    total = sum(pull for pull in pulls if not math.isnan(pull))
+    return [pull / total if total > 0 else math.nan for pull in pulls]
+
+
+def equal_weight(scale: Scale, first: Scale) -> float:
+    """The weight with which this reward would pull as hard as the first does; NaN where one has no gradient."""
+    per_weight = mean(scale.norms) / scale.term.std
+    return first.pull / per_weight if per_weight > 0 else math.nan
+
+
+def table(scales: Sequence[Scale]) -> str:
+    heads = ("reward", "score", "std", "gradient", "cosine", "weight", "mean, std", "share", "equal at", "s/clip")
+    rows: list[tuple[str, ...]] = [heads]
+    for scale, share in zip(scales, shares(scales), strict=True):
+        term = scale.term
+        figures = [mean(scale.scores), deviation(scale.scores), mean(scale.norms), mean(scale.cosines), term.weight]
+        cells = [*(show(value) for value in figures), f"{term.mean:g}, {term.std:g}"]
+        cells += [show(100 * share) + " %", show(equal_weight(scale, scales[0])), f"{scale.seconds:.2f}"]
+        judged = int((~scale.scores.isnan()).sum())
+        name = term.label if judged == len(scale.scores) else f"{term.label} ({judged} of {len(scale.scores)} clips)"
+        rows.append((name, *cells))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def show(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3g}"
+
+
+def paste(cfg: AnyConfig, scales: Sequence[Scale]) -> str:
+    """YAML of `reward` that makes (score - mean) / std of every reward 0 on average and 1 in size."""
+    lines: dict = {}
+    others = configuration.to_dict(cfg)["reward"]["others"]
+    for scale in scales:
+        average, std = (float(f"{value:.3g}") for value in (mean(scale.scores), deviation(scale.scores)))
+        if not std > 0:
+            continue
+        if scale.term.label == "score":
+            lines |= {"reward_mean": average, "reward_std": std}
+        elif scale.term.label in others and scale.term.weight > 0:
+            changed = others[scale.term.label] | {"mean": average, "std": std}
+            lines.setdefault("others", {})[scale.term.label] = changed
+    if not lines:
+        return "# no reward differs between these clips: give more --rows\n"
+    note = "# to paste; a weight / std counts, so another std needs another weight for the same pull\n"
+    return note + yaml.safe_dump({"reward": lines}, sort_keys=False)

@@ -1,0 +1,37 @@
+"""How large is each reward on your clips, and how hard does it pull? Before any training, to choose weights by.
+
+    python tools/reward_scales.py --config configs/tiny_face.yaml --rows 4 [section.key=value ...]
+
+The base model's videos of the first clips, sampled as in training, are scored by every reward of the configuration of
+train_reward_fl.py. Printed of each: mean and standard deviation of its score; the norm of its gradient by the video,
+per clip, and that gradient's cosine with the first reward's; its weight, its share of the gradient as weighted, and the
+weight with which it would pull as hard as the first; seconds per clip. Then the lines to paste into the yaml that bring
+every reward to its own scale. The KL is no reward, and not in here.
+"""
+
+import argparse
+import sys
+
+from rewardfl_tools import _common
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--rows", type=int, default=4, help="clips, one noise each (default: %(default)s)")
+    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    parser.add_argument(
+        "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args()
+    if args.rows < 1:
+        parser.error("--rows must be at least 1")
+    args.device = _common.device(args.device)
+    from rewardfl_tools import _reward_scales  # not before: --help and mistakes are answered without torch
+
+    return _reward_scales.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
