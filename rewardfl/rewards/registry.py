@@ -21,6 +21,7 @@ REWARDS: dict[str, str] = {
     "clip_score": "clip_score:ClipScoreReward",
     "colour": "colour:ColourReward",
     "face_identity": "face.reward:FaceIdentityReward",
+    "face_motion": "face.motion:FaceMotionReward",
     "hpsv2": "hpsv2:Hpsv2Reward",
     "jpeg_size": "jpeg_size:JpegSizeReward",
     "motion": "motion:MotionReward",
