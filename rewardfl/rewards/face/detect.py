@@ -53,7 +53,7 @@ class FaceDetector(nn.Module):
         holds one chunk's graph. view: what the detector is shown instead of the frames as they are; all that comes
         back is in the frames' own pixels.
         """
-        run = functools.partial(checkpoint, self._rows, use_reentrant=False, preserve_rng_state=False)
+        run = functools.partial(checkpoint, self.rows, use_reentrant=False, preserve_rng_state=False)
         found = []
         for part in frames.split(chunk):
             rows, scale = run(part, view)
@@ -61,10 +61,10 @@ class FaceDetector(nn.Module):
         return found if view is None else [view.undo(faces, frames) for faces in found]
 
     def _detect_chunk(self, frames: Tensor) -> list[Faces]:
-        rows, scale = self._rows(frames)
+        rows, scale = self.rows(frames)
         return [self._faces(frame, scale) for frame in rows]
 
-    def _rows(self, frames: Tensor, view: View | None = None) -> tuple[Tensor, float]:
+    def rows(self, frames: Tensor, view: View | None = None) -> tuple[Tensor, float]:
         """(N, n, 15) rows as _decode makes them, with gradient in the landmarks alone, and _fit's scale."""
         x, scale = self._fit(frames if view is None else view.of(frames))
         # The published graphs were exported for one frame and end in rows that do not say which frame they are of:
