@@ -100,13 +100,21 @@ class FaceMotionReward(Reward):
 
     @torch.no_grad()
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
-        """FaceMotion of a real clip (3, F, H, W), by name, each (detectors,); None when nothing moves in it."""
-        found = [self._measure(video, which, None) for which in range(len(self.detectors))]
-        if all(one is None for one in found):
-            return None
-        kept = {name: torch.stack([_value(one, name) for one in found]).cpu() for name in NAMES[:-1]}
-        moves = (kept["speed"] >= MIN_MOTION) | (kept["face_change"] >= MIN_CHANGE)
-        return kept if moves.any() else None
+        """FaceMotion of a real clip (3, F, H, W), by name, each (detectors, 2); None when nothing moves in it.
+
+        The second column is the mean over `views`, with which a clip seen through a view is compared: landmarks tremble
+        otherwise on pixels that were moved, and the small non-rigid motion may be half as large again by that alone.
+        """
+        moved = views(self._most_shifted(video))
+        kept: dict[str, list[list[Tensor]]] = {name: [] for name in NAMES[:-1]}
+        for which in range(len(self.detectors)):
+            plain, *others = [self._measure(video, which, view) for view in (None, *moved)]
+            for name, rows in kept.items():
+                mean = torch.stack([_value(one, name) for one in others]).nanmean()
+                rows.append([_value(plain, name), mean])
+        reference = {name: torch.tensor(rows) for name, rows in kept.items()}
+        moves = (reference["speed"] >= MIN_MOTION) | (reference["face_change"] >= MIN_CHANGE)
+        return reference if moves.any() else None
 
     def fingerprint(self) -> dict[str, object]:
         """The networks and the size at which faces are looked for; no weight of a term takes part in the reference."""
@@ -132,7 +140,7 @@ class FaceMotionReward(Reward):
         parts["lost"] = mine.lost.item() if mine else 1.0
         if mine is None:
             return no_score(video), False, list(parts.values())
-        real = {name: values[which].item() for name, values in reference.items()}
+        real = {name: values[which, 0 if view is None else 1].item() for name, values in reference.items()}
         ratios = {name: getattr(mine, name) / real[name] for name, least in LEAST.items() if real[name] >= least}
         ratios = {name: ratio for name, ratio in ratios.items() if ratio.isfinite()}
         excess = mine.reversals - real["reversals"]  # NaN where one of them is
@@ -189,9 +197,19 @@ class FaceMotionReward(Reward):
         seed = int.from_bytes(hashlib.sha256(repr((mean, numbers)).encode()).digest()[:7], "big")
         which, *places = torch.rand(4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
         x, y, zoom = (2 * place - 1 for place in places)
-        shift = MAX_SHIFT * max(video.shape[-2:]) / self.det_size  # frame pixels
+        shift = self._most_shifted(video)
         view = View(1 + MAX_ZOOM * zoom, (shift * x, shift * y)) if self.jitter else None
         return int(which * len(self.detectors)), view
+
+    def _most_shifted(self, video: Tensor) -> float:
+        """MAX_SHIFT in frame pixels."""
+        return MAX_SHIFT * max(video.shape[-2:]) / self.det_size
+
+
+def views(most: float) -> list[View]:
+    """Four views that shift by half of `most` frame pixels, the mean size of what is drawn, each to another side."""
+    signs = ((1, 1, 1), (-1, 1, -1), (1, -1, -1), (-1, -1, 1))
+    return [View(1 + MAX_ZOOM * zoom / 2, (most * x / 2, most * y / 2)) for zoom, x, y in signs]
 
 
 def _gradient_if(wanted: bool) -> torch.set_grad_enabled:
