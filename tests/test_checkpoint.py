@@ -44,7 +44,7 @@ def changed(**keys):
     config = {section: dict(values) for section, values in CONFIG.items()}
     for name, value in keys.items():
         section, key = name.split("__")
-        config[section][key] = value
+        config.setdefault(section, {})[key] = value
     return config
 
 
@@ -197,6 +197,9 @@ def test_another_runs_folder_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="train.new None -> 1; set"):
         start(tmp_path, changed(train__new=1))
     start(tmp_path, changed(train__new=None))  # a later version's key, switched off
+    start(tmp_path, changed(reward__motion_weight=0.0))
+    with pytest.raises(CheckpointError, match="reward.motion_weight 0.0 -> 0.1; .*resume_with_changes"):
+        start(tmp_path, changed(reward__motion_weight=0.1))
 
 
 def test_a_run_is_not_overwritten(tmp_path):
@@ -427,7 +430,7 @@ def whole_config(**keys):
     config["run"] |= {"resume_with_changes": []}
     for name, value in keys.items():
         section, key = name.split("__")
-        config[section][key] = value
+        config.setdefault(section, {})[key] = value
     return config
 
 

@@ -21,7 +21,9 @@ from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import model as wan
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
-from rewardfl.run.work import Span, Video, Work, work_of
+from rewardfl.rewards.face.detect import FaceDetector
+from rewardfl.rewards.face.view import View
+from rewardfl.run.work import Span, TracedDetector, Video, Work, work_of
 from rewardfl_tools import plan_run
 
 TARGETS = tuple(LAYERS)
@@ -559,3 +561,40 @@ def test_source_of_original_files(monkeypatch, tmp_path):
     assert layouts.source_of(str(paths)) == own
     monkeypatch.chdir(own)  # no path is not the folder that the command is started in
     assert layouts.source_of("") == layouts.PUBLISHED
+
+
+# ---- a detector that a gradient goes through ----
+
+TINY_PACK = ROOT / "assets" / "tiny_world" / "faces" / "reward"
+
+
+def test_the_detectors_graph_is_what_the_cpu_keeps():
+    """The storages of a chunk's forward and backward on the CPU, by the same account as on the meta device."""
+    detector = FaceDetector(TINY_PACK / "detector.onnx", 128)
+    frames = torch.rand(3, 3, 64, 64, requires_grad=True)
+    there = measure.with_graph(lambda: [detector.rows(frames, View(1.0, (0.0, 0.0)))[0]], [frames], detector.buffers())
+    traced = TracedDetector(TINY_PACK / "detector.onnx", 128, 3)
+    assert measure.detector_graph(traced, 64, 64) == pytest.approx(there.peak, rel=0.05)
+    assert measure.detector_graph(traced._replace(chunk=6), 64, 64) == pytest.approx(2 * there.peak, rel=0.05)
+
+
+def test_the_motion_term_is_counted(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    pack = f"reward.reward_model_path={TINY_PACK}"
+    without, traced = configured(pack), configured(pack, "reward.motion_weight=0.1", "reward.det_size=128")
+    file = TINY_PACK / "detector.onnx"
+    assert without.traced == () and traced.traced == (TracedDetector(file, 128, 8),)
+    assert traced.pack_bytes == without.pack_bytes + file.stat().st_size
+    costs = measure.measure(TINY)
+    phases = needs.memory(costs, dataclasses.replace(traced, batch=2)).phases
+    before = needs.memory(costs, dataclasses.replace(without, batch=2)).phases
+    graph = measure.detector_graph(traced.traced[0], traced.video.height, traced.video.width)
+    assert (
+        sum(phases["reward"].values()) == sum(before["reward"].values()) + graph
+        and phases["decode"] == before["decode"]
+    )
+    other = f"reward.others={{m: {{name: face_motion, settings: {{pack_dir: {TINY_PACK}, chunk: 2}}, weight: 1}}}}"
+    assert configured(pack, other).traced == (TracedDetector(file, 640, 2),)
+    assert configured(pack, other.replace("weight: 1", "weight: 0")).traced == ()
+    with pytest.raises(config.ConfigError, match="^reward.motion_weight: det_size"):
+        configured(pack, "reward.motion_weight=0.1", "reward.det_size=100")

@@ -119,6 +119,31 @@ def test_terms_of_a_configuration():
             config.parse(base | {"reward": reward | change})
 
 
+def test_motion_beside_the_face():
+    """motion_weight of reward feedback learning is a term of its own; 0 is none."""
+    base = {
+        "run": {"output_dir": "out"}, "model": {"model_paths": "m"}, "lora": {}, "data": {"file_name": "d.csv"},
+        "sample": {}, "train": {},
+    }  # fmt: skip
+    red = {"name": "colour", "weight": 0.1}
+    face = {"reward_model_path": "a", "held_out_model_path": "b", "det_size": 128, "recogniser_chunk": 3}
+
+    def wanted(**reward):
+        return config.wanted_rewards(config.parse(base | {"reward": face | reward}))
+
+    assert [one.label for one in wanted(others={"red": red})] == ["score", "held_out", "red"]
+    _, _, motion, _ = wanted(others={"red": red}, motion_weight=0.2)
+    settings = {"pack_dir": "a", "det_size": 128, "chunk": 3}
+    assert motion == config.WantedReward("reward.motion_weight", "face_motion", "face_motion", settings, 0.2)
+    assert len(wanted(others={"face_motion": red})) == 3
+    for change, key in [
+        ({"others": {"face_motion": red}}, "reward.others.face_motion"),
+        ({"name": "colour"}, "reward.motion_weight"),
+    ]:
+        with pytest.raises(config.ConfigError, match=f"^{key}"):
+            wanted(motion_weight=0.2, **change)
+
+
 @pytest.mark.parametrize("label", ["mean", "score", "held_out", "motion", "failed", "score_std", "red_std"])
 def test_labels_that_would_name_another_metric(label):
     with pytest.raises(config.ConfigError, match=f"^reward.others.{label}: "):

@@ -434,10 +434,26 @@ class RewardConfig(SharedRewardConfig):
     reward_weight: IfNamed[NonNegative] = 0.1
     reward_mean: IfNamed[Number] = 0.54
     reward_std: IfNamed[Positive] = 0.16
+    # Weight of the reward face_motion beside face_identity, by the same pack, det_size and recogniser_chunk, with its
+    # own settings at their defaults: at most the real clip's landmark motion is paid, with a gradient. 0: no such term.
+    motion_weight: IfNamed[NonNegative] = 0.0
     # 0 skips the reference model's forward passes.
     kl_weight: IfNamed[NonNegative] = 1.0
     # Whether the KL's gradient also travels back along the trajectory, or only into the step it is taken at.
     kl_gradient: IfNamed[Literal["through_trajectory", "fixed_trajectory"]] = "through_trajectory"
+
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        if self.name != "face_identity" and self.motion_weight:
+            yield (
+                f"reward.motion_weight is for face_identity, not {shown(self.name)}; remove it, or put face_motion in "
+                "reward.others"
+            )
+        if self.motion_weight and "face_motion" in self.others:
+            yield (
+                "reward.others.face_motion: reward.motion_weight adds a reward of that label; choose another label, or "
+                "set reward.motion_weight: 0"
+            )
 
 
 class GrpoRewardConfig(SharedRewardConfig):
@@ -726,7 +742,7 @@ class WantedReward:
 
 
 def wanted_rewards(cfg: AnyConfig) -> list[WantedReward]:
-    """What is trained first, then the held-out judge if there is one, then the others."""
+    """What is trained first, then the held-out judge and the motion beside the face if wanted, then the others."""
     reward = cfg.reward
     face = {"det_size": reward.det_size, "chunk": reward.recogniser_chunk}
     if reward.name == "face_identity":
@@ -738,6 +754,11 @@ def wanted_rewards(cfg: AnyConfig) -> list[WantedReward]:
     if reward.held_out_model_path is not None:
         judge = {"pack_dir": reward.held_out_model_path, "cap": "none"} | face
         wanted.append(WantedReward("reward.held_out_model_path", "held_out", "face_judge", judge, weight=0.0))
+    if isinstance(cfg, RewardFlConfig) and cfg.reward.motion_weight:
+        settings = {"pack_dir": reward.reward_model_path} | face
+        wanted.append(
+            WantedReward("reward.motion_weight", "face_motion", "face_motion", settings, cfg.reward.motion_weight)
+        )
     return wanted + [
         WantedReward(f"reward.others.{label}", label, **vars(term)) for label, term in reward.others.items()
     ]

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from rewardfl.backbones.seam import Adapter, Caches, ChunksOnMeta, ExpertOnMeta
-from rewardfl.run.work import Video
+from rewardfl.rewards.face.detect import FaceDetector
+from rewardfl.rewards.face.view import View
+from rewardfl.run.work import TracedDetector, Video
 
 # ------------------------------------------------------------------------------------------------------------
 # Measuring
@@ -125,6 +127,15 @@ def without_graph(run: Callable[[], Any], given: Iterable[Tensor]) -> Cost:
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@cache
+def detector_graph(traced: TracedDetector, height: int, width: int) -> int:
+    """Bytes of one chunk's graph, forward and backward, of a face detector on frames of this size."""
+    detector = FaceDetector(traced.file, traced.det_size).to("meta")
+    frames = torch.empty(traced.chunk, 3, height, width, device="meta", requires_grad=True)
+    view = View(1.01, (1.0, 1.0))  # as jitter has it; the numbers do not matter
+    return with_graph(lambda: [detector.rows(frames, view)[0]], [frames], detector.buffers()).peak
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -3,16 +3,16 @@
 `measure` has one block and one chunk; how many of them there are is arithmetic, and here. Bytes and FLOPs are plain
 numbers, GB is 1e9 bytes, and memory is that of one GPU.
 
-Not counted: the rewards' networks at work and videos that a concurrent reward still has; a distillation LoRA kept as an
-adapter; DDP's copy of the gradients (the LoRA's size). RESERVE stands for the CUDA context, the libraries' workspaces
-and the allocator's fragmentation.
+Of the rewards' networks at work only a detector that a gradient goes through is counted (face_motion). Not counted: the
+others; videos that a concurrent reward still has; a distillation LoRA kept as an adapter; DDP's copy of the gradients
+(the LoRA's size). RESERVE stands for the CUDA context, the libraries' workspaces and the allocator's fragmentation.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost
+from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost, detector_graph
 from rewardfl.run.job import REDUCE_BUCKET
 from rewardfl.run.work import Sampling, Work
 
@@ -105,11 +105,13 @@ def memory(costs: Costs, work: Work) -> Memory:
         "VAE": costs.vae_weights,
         "activations": max(costs.text.peak, costs.image.peak),
     }
+    phases = {phase: {name: work.batch * amount for name, amount in parts.items()} for phase, parts in phases.items()}
+    if work.traced:  # clip by clip, whatever the batch
+        graphs = [detector_graph(one, work.video.height, work.video.width) for one in work.traced]
+        phases["reward"]["a chunk of the detector's graph"] = max(graphs)
     return Memory(
         resident={name: amount for name, amount in resident.items() if amount},
-        phases={
-            phase: {name: work.batch * amount for name, amount in parts.items()} for phase, parts in phases.items()
-        },
+        phases=phases,
         encode=encode,
         host={name: amount for name, amount in host.items() if amount},
     )

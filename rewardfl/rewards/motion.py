@@ -42,11 +42,22 @@ class MotionReward(Reward):
         if reference is not None:
             ratio = mean_change(video) / reference["motion"].to(video)
             if ratio.isfinite():
-                # the smaller one alone: the reciprocal of a still clip's ratio has no gradient worth having
-                return (ratio if ratio <= 1 else 1 / ratio), True, ratio.detach()
+                return alike(ratio), True, ratio.detach()
         return no_score(video), False, video.new_full((), torch.nan)
 
 
-def mean_change(video: Tensor) -> Tensor:
-    """() mean absolute change of a (3, F, H, W) video's pixels from frame to frame, in [0, 1]; NaN for one frame."""
-    return (video[:, 1:] - video[:, :-1]).abs().mean() / 2
+def alike(ratio: Tensor) -> Tensor:
+    """() min(r, 1 / r) of a () ratio r >= 0, in [0, 1], with its gradient."""
+    # the smaller one alone: the reciprocal of a still clip's ratio has no gradient worth having
+    return ratio if ratio <= 1 else 1 / ratio
+
+
+def mean_change(video: Tensor, where: Tensor | None = None) -> Tensor:
+    """() mean absolute change of a (3, F, H, W) video's pixels from frame to frame, in [0, 1]; NaN for one frame.
+
+    where: (F - 1, H, W) bool, the pixels of each step that count; NaN for none.
+    """
+    change = (video[:, 1:] - video[:, :-1]).abs()
+    if where is None:
+        return change.mean() / 2
+    return torch.where(where, change.mean(0), 0).sum() / where.sum() / 2

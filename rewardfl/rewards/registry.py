@@ -22,6 +22,7 @@ REWARDS: dict[str, str] = {
     "colour": "colour:ColourReward",
     "face_identity": "face.reward:FaceIdentityReward",
     "face_judge": "face_judge:FaceJudge",
+    "face_motion": "face.motion:FaceMotionReward",
     "hpsv2": "hpsv2:Hpsv2Reward",
     "jpeg_size": "jpeg_size:JpegSizeReward",
     "motion": "motion:MotionReward",

@@ -171,6 +171,9 @@ RUN_JSON = "run.json"
 STRAYS = (f"{RUN_JSON}.tmp-*", "metrics.jsonl.tmp-*", "checkpoints/*.tmp-*")
 SHARED_STRAYS = ("samples/*/*.tmp-*", "cache/*/*/*.tmp-*")
 
+# {key that a run.json of an earlier version lacks: the value by which it did what it did}
+ABSENT = {"reward.motion_weight": 0.0}
+
 
 @dataclass(frozen=True)
 class Resumption:
@@ -246,6 +249,7 @@ def _changes(
     record = _read_run_json(run_dir / RUN_JSON)
     old = _flat(record["config"] | {"base_model": record["base_model"]})
     new = _flat(config | {"base_model": base_model})
+    old = {key: value for key, value in ABSENT.items() if key in new} | old
     free = _free_keys(old, new)
     differing = [
         {"key": key, "old": old.get(key), "new": new.get(key)}

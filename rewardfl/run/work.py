@@ -9,12 +9,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from rewardfl import config as configuration
 from rewardfl import data, flow, groups, lora
 from rewardfl.backbones.seam import Adapter, Backbone, Schedule, Shape
 from rewardfl.config import AnyConfig, ConfigError, FlowGrpoConfig, RewardFlConfig
 from rewardfl.groups import Geometry
+from rewardfl.rewards.face.detect import FaceDetector
+from rewardfl.rewards.face.pack import pack_files
 
 EPOCHS = 100  # whose windows stand for the run's, where its length is not known
 KINDS = ("flow", "dance", "cps")  # of stochastic steps
@@ -292,6 +295,14 @@ class Sampling:
     times: int | None
 
 
+class TracedDetector(NamedTuple):
+    """A face detector that is run with gradient, `chunk` frames at a time."""
+
+    file: Path
+    det_size: int
+    chunk: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What a run does with each video that it trains on, from its noise to its share of an update, and with what.
@@ -318,6 +329,7 @@ class Work:
     saves: int | None = None  # its checkpoints
     clips: int | None = None
     pack_bytes: int = 0  # of the face networks' weights, where they are on disk
+    traced: tuple[TracedDetector, ...] = ()  # of them, those that a gradient goes through
     processes: int = 1  # one for each GPU
     sharding: str = "none"  # none, zero2 or fsdp2, over the processes
 
@@ -341,13 +353,15 @@ def work_of(
     """
     trained = trained_experts(cfg, backbone.experts)
     adapter = Adapter(cfg.lora.lora_rank, tuple(lora_targets(cfg, backbone)))
+    traced = _traced_detectors(cfg)
     common = Work(
         video=Video(backbone, *largest_clip(cfg), cfg.data.num_frames, adapter),
         trained=trained,
         untrained=next((name for name in backbone.experts if name not in trained), None),
         steps=steps,
         clips=clips,
-        pack_bytes=_pack_bytes(cfg),
+        pack_bytes=_pack_bytes(cfg) + sum(detector.file.stat().st_size for detector in traced),
+        traced=traced,
         processes=processes,
         sharding=sharding,
         placement=cfg.experts.untrained,
@@ -442,8 +456,32 @@ def _evaluation(cfg: FlowGrpoConfig, backbone: Backbone, steps: int | None) -> S
     return Sampling(passes, num_steps, videos, None if due is None else 1 + due)  # one before the first epoch
 
 
+def _traced_detectors(cfg: AnyConfig) -> tuple[TracedDetector, ...]:
+    """The detectors of face_motion where it is trained by its gradient, as far as they are on disk.
+
+    ConfigError for a pack or a size that training would refuse.
+    """
+    if isinstance(cfg, FlowGrpoConfig):
+        return ()
+    found = []
+    for one in configuration.wanted_rewards(cfg):
+        if one.name != "face_motion" or one.weight == 0:
+            continue
+        det_size, chunk = one.settings.get("det_size", 640), one.settings.get("chunk", 8)
+        packs = [one.settings.get(name) for name in ("pack_dir", "second_pack_dir")]
+        for pack in packs:
+            if pack is not None and Path(pack).is_dir():
+                try:
+                    file = pack_files(pack)[0]
+                    FaceDetector(file, det_size)
+                except (OSError, ValueError) as error:
+                    raise ConfigError(f"{one.key}: {error}") from error
+                found.append(TracedDetector(file, det_size, chunk))
+    return tuple(found)
+
+
 def _pack_bytes(cfg: AnyConfig) -> int:
-    """Bytes of the face networks' weights, as far as they are on disk."""
+    """Bytes of the weights of the packs that face_identity has, as far as they are on disk."""
     folders = [Path(folder) for folder in (cfg.reward.reward_model_path, cfg.reward.held_out_model_path) if folder]
     return sum(file.stat().st_size for folder in folders for file in folder.rglob("*.onnx"))
 

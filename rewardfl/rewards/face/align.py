@@ -22,6 +22,13 @@ class Faces:
     landmarks: Tensor  # (n, 5, 2) in frame pixels, in the template's order
 
 
+def frames_of(video: Tensor) -> Tensor:
+    """(3, F, H, W) of any float type -> (F, 3, H, W) float32; ValueError unless F >= 2."""
+    if video.ndim != 4 or video.shape[0] != 3 or video.shape[1] < 2:
+        raise ValueError(f"a video is (3, F, H, W) with at least 2 frames, got {tuple(video.shape)}")
+    return video.transpose(0, 1).float()
+
+
 def similarity_transform(landmarks: Tensor, template: Tensor) -> Tensor:
     """(N, 2, 3) matrices [sR | t] that best map (N, 5, 2) landmarks onto a template (5, 2) or (N, 5, 2).
 

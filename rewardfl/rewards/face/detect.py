@@ -1,17 +1,20 @@
-"""Faces in frames, by a SCRFD detector with landmarks; without gradient.
+"""Faces in frames, by a SCRFD detector with landmarks; the landmarks also with gradient.
 
 Frames are (N, 3, H, W), RGB in [-1, 1]. Pixel coordinates are OpenCV's: (x, y) from the top left, pixel centres at
 integers. Decoding and suppression are insightface's; tests/test_face.py holds them against insightface itself.
 """
 
+import functools
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rewardfl.rewards.face.align import Faces
 from rewardfl.rewards.face.onnx_module import OnnxModule
+from rewardfl.rewards.face.view import View
 
 
 class FaceDetector(nn.Module):
@@ -43,45 +46,80 @@ class FaceDetector(nn.Module):
         """The faces of each of the (N, 3, H, W) frames: N `Faces`, in frame pixels."""
         return [faces for chunk in frames.split(self.CHUNK) for faces in self._detect_chunk(chunk)]
 
+    def trace(self, frames: Tensor, chunk: int, view: View | None = None) -> list[Faces]:
+        """`detect` with a gradient from the landmarks to the frames; boxes, scores and the choice of rows have none.
+
+        `chunk` frames at a time; only they are kept for the backward, in which each chunk is run again, so that a clip
+        holds one chunk's graph. view: what the detector is shown instead of the frames as they are; all that comes
+        back is in the frames' own pixels.
+        """
+        run = functools.partial(checkpoint, self.rows, use_reentrant=False, preserve_rng_state=False)
+        found = []
+        for part in frames.split(chunk):
+            rows, scale = run(part, view)
+            found += [self._faces(frame, scale) for frame in rows]
+        return found if view is None else [view.undo(faces, frames) for faces in found]
+
     def _detect_chunk(self, frames: Tensor) -> list[Faces]:
-        x, scale = self._fit(frames)
+        rows, scale = self.rows(frames)
+        return [self._faces(frame, scale) for frame in rows]
+
+    def rows(self, frames: Tensor, view: View | None = None) -> tuple[Tensor, float]:
+        """(N, n, 15) rows as _decode makes them, with gradient in the landmarks alone, and _fit's scale."""
+        x, scale = self._fit(frames if view is None else view.of(frames))
         # The published graphs were exported for one frame and end in rows that do not say which frame they are of:
         # under vmap each frame is a batch of one to the graph, and yet all frames are one batch to the operators.
         outputs = [output.flatten(1, -2) for output in torch.vmap(self.net)(x[:, None])]
-        rows = torch.cat([self._decode(outputs[i::3], stride) for i, stride in enumerate(self.STRIDES)], 1)
-        return [self._select(frame[frame[:, 0] >= self.threshold].cpu(), scale) for frame in rows]
+        return torch.cat([self._decode(outputs[i::3], stride) for i, stride in enumerate(self.STRIDES)], 1), scale
 
     def _fit(self, frames: Tensor) -> tuple[Tensor, float]:
-        """The detector's input (N, 3, det_size, det_size), and its pixels per frame pixel."""
+        """The detector's input (N, 3, det_size, det_size), and its pixels per frame pixel.
+
+        Its values are rounded to 8 bits, twice; its gradient is that of the bilinear resize without rounding.
+        """
         height, width = frames.shape[-2:]
         ratio = height / width
         # insightface rounds the fitted size down and takes the scale from the height
         limit = self.det_size
         fitted = (limit, int(limit / ratio)) if ratio > 1 else (int(limit * ratio), limit)
         scale = fitted[0] / height
-        levels = ((frames.float().clamp(-1, 1) + 1) * 127.5).round().int()
-        levels = F.pad(_resize_levels(levels, *fitted), (0, limit - fitted[1], 0, limit - fitted[0]))
-        return (levels - 127.5) / 128, scale
+        levels = (frames.float().clamp(-1, 1) + 1) * 127.5
+        seen = _rounded_resize(levels.detach(), *fitted)
+        if levels.requires_grad:
+            smooth = F.interpolate(levels, fitted, mode="bilinear", align_corners=False)
+            seen = seen + (smooth - smooth.detach())  # the difference is exactly 0: no value changes
+        return (F.pad(seen, (0, limit - fitted[1], 0, limit - fitted[0])) - 127.5) / 128, scale
 
     def _decode(self, outputs: list[Tensor], stride: int) -> Tensor:
         """Scores (B, n, 1), box distances (B, n, 4) and landmark offsets (B, n, 10) in strides from the
         anchors' cell -> (B, n, 15) rows of score, box, landmarks in detector pixels.
         """
         scores, distances, offsets = outputs
+        scores, distances = scores.detach(), distances.detach()  # no backward through heads that need none
         cells = torch.arange(self.det_size // stride, device=scores.device) * stride
         y, x = torch.meshgrid(cells, cells, indexing="ij")
         centre = torch.stack([x, y], -1).reshape(-1, 2).repeat_interleave(self.ANCHORS, 0)  # (n, 2)
         boxes = torch.cat([centre - distances[..., :2] * stride, centre + distances[..., 2:] * stride], -1)
         return torch.cat([scores, boxes, centre.repeat(1, 5) + offsets * stride], -1)
 
-    def _select(self, rows: Tensor, scale: float) -> Faces:
-        """One frame's (n, 15) rows -> what non-maximum suppression leaves, in frame pixels."""
+    def _faces(self, rows: Tensor, scale: float) -> Faces:
+        """One frame's (n, 15) rows -> its faces: what non-maximum suppression leaves, in frame pixels."""
+        rows = rows[rows[:, 0] >= self.threshold].cpu()
         rows = rows[rows[:, 0].argsort(descending=True, stable=True)]
-        scores, boxes, landmarks = rows[:, 0], rows[:, 1:5] / scale, rows[:, 5:].view(-1, 5, 2) / scale
+        scores, boxes, landmarks = (
+            rows[:, 0].detach(),
+            rows[:, 1:5].detach() / scale,
+            rows[:, 5:].view(-1, 5, 2) / scale,
+        )
         kept = torch.tensor(_suppress(boxes, self.nms_iou), dtype=torch.long)
         area = (boxes[kept, 2:] - boxes[kept, :2]).prod(-1)
         order = kept[area.argsort(descending=True, stable=True)]
         return Faces(boxes[order], scores[order], landmarks[order])
+
+
+def _rounded_resize(levels: Tensor, height: int, width: int) -> Tensor:
+    """(..., H, W) levels in 0..255 of any float -> (..., height, width) int32 levels, as bytes would be resized."""
+    return _resize_levels(levels.round().int(), height, width)
 
 
 def _resize_levels(levels: Tensor, height: int, width: int) -> Tensor:

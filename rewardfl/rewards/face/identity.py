@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, align, similarity_transform
+from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, align, frames_of, similarity_transform
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.embed import FaceRecogniser
 from rewardfl.rewards.face.pack import pack_files
@@ -60,7 +60,7 @@ class FaceIdentity(nn.Module):
     def pool(self, video: Tensor) -> FacePool | None:
         """The pool of a real clip; None when no frame after the first shows the face."""
         with torch.autocast(video.device.type, enabled=False):
-            frames = _frames(video)
+            frames = frames_of(video)
             track = track_largest(self.detector.detect(frames))
             if track is None or not track.detected[1:].any():
                 return None
@@ -76,7 +76,7 @@ class FaceIdentity(nn.Module):
         Where the detector finds nothing, the face is looked for at its last landmarks: hiding it costs score.
         """
         with torch.autocast(video.device.type, enabled=False):
-            frames = _frames(video)
+            frames = frames_of(video)
             track = track_largest(self.detector.detect(frames))
             if track is None:
                 return None
@@ -89,13 +89,6 @@ class FaceIdentity(nn.Module):
 
     def _embed(self, frames: Tensor, landmarks: Tensor) -> Tensor:
         return self.recogniser(align(frames, similarity_transform(landmarks, ARCFACE_TEMPLATE)))
-
-
-def _frames(video: Tensor) -> Tensor:
-    """(3, F, H, W) of any float type -> (F, 3, H, W) float32; ValueError unless F >= 2."""
-    if video.ndim != 4 or video.shape[0] != 3 or video.shape[1] < 2:
-        raise ValueError(f"a video is (3, F, H, W) with at least 2 frames, got {tuple(video.shape)}")
-    return video.transpose(0, 1).float()
 
 
 def _coverage(track: Track) -> float:

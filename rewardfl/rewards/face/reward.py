@@ -12,9 +12,7 @@ from torch import Tensor
 from rewardfl.files import sha256
 from rewardfl.rewards.base import Reward, RewardOutput, no_score
 from rewardfl.rewards.face.identity import FaceIdentity, FacePool, FaceScore
-
-# A real clip that moves less than this many face widths per frame gives no ratio: it would divide by noise.
-MIN_MOTION = 1e-4
+from rewardfl.rewards.face.track import MIN_MOTION
 
 PARTS = ("face_score", "cap", "coverage", "motion_speed", "motion_nonrigid", "motion")
 

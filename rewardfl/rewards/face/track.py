@@ -3,9 +3,15 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rewardfl.rewards.face.align import Faces, similarity_transform
+
+# A real clip that moves less than this many face widths per frame gives no ratio: it would divide by noise.
+MIN_MOTION = 1e-4
+# A landmark that moves less than this many face widths has no direction: a detector trembles by as much.
+MIN_STEP = 0.005
 
 
 @dataclass
@@ -60,18 +66,40 @@ def _same_face(box: Tensor, boxes: Tensor) -> int | None:
 
 
 def landmark_motion(track: Track) -> tuple[float, float]:
-    """(speed, nonrigid) per frame step, in face widths; (0.0, 0.0) without two consecutive detections.
+    """step_motion as numbers; (0.0, 0.0) without two consecutive detections."""
+    motion = step_motion(track)
+    return (motion[0].item(), motion[1].item()) if motion else (0.0, 0.0)
+
+
+def step_motion(track: Track) -> tuple[Tensor, Tensor] | None:
+    """(speed, nonrigid) per frame step, in face widths, with gradient to the landmarks; both ().
 
     speed: mean distance that a landmark moves. nonrigid: mean distance left after the best similarity fit of
     one frame's landmarks onto the next one's: blinks, speech and turning, which a frozen face that merely
-    drifts does not have.
+    drifts does not have. None without two consecutive detections.
     """
     pairs = track.detected[:-1] & track.detected[1:]
     if not pairs.any():
-        return 0.0, 0.0
+        return None
     before, after, width = track.landmarks[:-1][pairs], track.landmarks[1:][pairs], track.width[:-1][pairs]
     fit = similarity_transform(before, after)
     fitted = before @ fit[:, :, :2].mT + fit[:, None, :, 2]
     speed = (after - before).norm(dim=-1).mean(1) / width
     nonrigid = (after - fitted).norm(dim=-1).mean(1) / width
-    return speed.mean().item(), nonrigid.mean().item()
+    return speed.mean(), nonrigid.mean()
+
+
+def step_reversals(track: Track) -> Tensor | None:
+    """() in [0, 1], with gradient: mean of max(0, -cosine) between a landmark's steps into a frame and out of it.
+
+    0 for a landmark that goes on or stands still, 1 for one that goes back and forth in every frame. Steps of less
+    than MIN_STEP face widths have no direction and count as 0. None without three consecutive detections.
+    """
+    threes = track.detected[:-2] & track.detected[1:-1] & track.detected[2:]
+    if not threes.any():
+        return None
+    steps = track.landmarks.diff(dim=0)  # (F - 1, 5, 2)
+    into, out, width = steps[:-1][threes], steps[1:][threes], track.width[1:-1][threes]
+    directed = (into.norm(dim=-1) >= MIN_STEP * width[:, None]) & (out.norm(dim=-1) >= MIN_STEP * width[:, None])
+    back = -F.cosine_similarity(into, out, dim=-1)
+    return torch.where(directed, back, 0).clamp(min=0).mean()

@@ -1,0 +1,40 @@
+"""Frames seen a little larger or smaller and aside, as a detector must not mind."""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rewardfl.rewards.face.align import Faces
+
+
+@dataclass(frozen=True)
+class View:
+    """A frame's pixel q is seen at zoom * (q - centre) + centre + shift."""
+
+    zoom: float
+    shift: tuple[float, float]  # x, y in frame pixels
+
+    def of(self, frames: Tensor) -> Tensor:
+        """(N, 3, H, W) frames as they are seen, with gradient: bilinear; outside of a frame its outer pixels go on."""
+        grids = []
+        for size, shift in zip((frames.shape[-1], frames.shape[-2]), self.shift, strict=True):
+            centre = (size - 1) / 2
+            pixel = torch.arange(size, device=frames.device, dtype=frames.dtype)
+            # align_corners=True puts -1 and 1 on the centres of the outer pixels, which are size - 1 apart
+            grids.append((pixel - centre - shift) / self.zoom / max(centre, 0.5))
+        y, x = torch.meshgrid(grids[1], grids[0], indexing="ij")
+        grid = torch.stack([x, y], -1).expand(len(frames), -1, -1, -1)
+        return F.grid_sample(frames, grid, mode="bilinear", padding_mode="border", align_corners=True)
+
+    def undo(self, faces: Faces, frames: Tensor) -> Faces:
+        """Faces found in `of(frames)` at their places in the frames (N, 3, H, W)."""
+        centre = torch.tensor([(frames.shape[-1] - 1) / 2, (frames.shape[-2] - 1) / 2])
+        shift = torch.tensor(self.shift)
+
+        def back(points: Tensor) -> Tensor:
+            return (points - centre - shift) / self.zoom + centre
+
+        boxes = back(faces.boxes.view(-1, 2, 2)).view(-1, 4)
+        return replace(faces, boxes=boxes, landmarks=back(faces.landmarks))
