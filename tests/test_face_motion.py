@@ -259,6 +259,13 @@ def test_every_term_against_finite_differences(in_double, real, slow, term, fast
     assert_gradient(score, video, gradient)
 
 
+def test_pixels_that_change_more_are_paid_less(real, slow):
+    ours = reward(landmarks=0.0, background_change=1.0)
+    output = ours(real[None], [ours.reference(slow)])
+    ratio = output.parts["background_change"].item()
+    assert ratio > 1.5 and output.score.item() == pytest.approx(1 / ratio)
+
+
 def test_above_the_cap_there_is_no_gradient(real, slow):
     ours = reward()
     score, gradient = score_and_gradient(ours, real, ours.reference(slow))
@@ -392,6 +399,9 @@ def test_a_real_clip_that_hardly_moves_gives_no_ratio(magenta):
     parts = magenta(clip(MOVING, seed=1)[None], [drifting]).parts
     assert parts["nonrigid"].isnan().all() and parts["background_change"].isnan().all()
     assert parts["speed"].item() == pytest.approx(1)
+    little = {name: torch.full((1, 2), least / 2) for name, least in motion.LEAST.items()}
+    output = magenta(clip(MOVING, seed=1)[None], [drifting | little])
+    assert not output.valid.any() and output.parts["speed"].isnan().all()
     output = magenta(still[None].requires_grad_(), [None])
     assert not output.valid.any() and output.score.tolist() == [0]
 
@@ -405,7 +415,7 @@ def test_what_is_drawn_is_a_function_of_the_clip(real, slow, other_pack):
     assert reference["speed"].shape == (2, 2) and reference["speed"].unique().numel() == 4
     video = slow.clone().requires_grad_()
     which, view = ours._draw(video, reference)
-    assert (which, view) == ours._draw(video + 1e-7 * torch.randn_like(video), reference)
+    assert (which, view) == ours._draw(video + 1e-7, reference)
     assert view != ours._draw(video * 0.99, reference)[1]
     assert view != ours._draw(video, ours.reference(slow))[1]
     assert ours._draw(slow, reference) == (0, None)
