@@ -26,6 +26,7 @@ REWARDS: dict[str, str] = {
     "hpsv2": "hpsv2:Hpsv2Reward",
     "jpeg_size": "jpeg_size:JpegSizeReward",
     "motion": "motion:MotionReward",
+    "optical_flow": "optical_flow:OpticalFlowReward",
     "pickscore": "pickscore:PickScoreReward",
     "remote": "remote:RemoteReward",
 }

@@ -1,0 +1,140 @@
+"""The differentiable flow against shifted pictures, OpenCV's, and finite differences."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+
+from rewardfl import data, rewards
+from rewardfl.rewards.optical_flow import LONG_SIDE, lucas_kanade, mean_length, mean_reversal
+from rewardfl.rewards.video_motion import flow_fields, mean_flow, reversals
+
+WORLD = ROOT / "assets" / "tiny_world" / "eval"
+
+
+def texture(height, width, seed=0, rough=6):
+    noise = torch.rand(1, 3, height // rough + 2, width // rough + 2, generator=torch.Generator().manual_seed(seed))
+    return F.interpolate(noise, (height, width), mode="bicubic").clamp(0, 1)[0] * 1.6 - 0.8
+
+
+def moved(places, height=48, width=64, margin=16, seed=0):
+    """(3, F, H, W) of a texture at `places`, (x, y) in whole pixels of a picture that is larger."""
+    whole = texture(height + 2 * margin, width + 2 * margin, seed)
+    frames = [whole[:, margin - y : margin - y + height, margin - x : margin - x + width] for x, y in places]
+    return torch.stack(frames, 1)
+
+
+def clips():
+    rows = data.load_metadata(WORLD / "metadata.csv")[:6]
+    return [data.load_example(row, 64, 64, 9).video for row in rows]
+
+
+def test_flow_of_a_texture_that_is_shifted():
+    for x, y in ((1, 0), (0, -1), (1, 1)):
+        field = lucas_kanade(moved([(0, 0), (x, y)]))[0, :, 8:-8, 8:-8]
+        assert field.mean((1, 2)).tolist() == pytest.approx([x, y], abs=0.1)
+
+
+def test_large_frames_are_shrunk():
+    small = moved([(0, 0), (1, 0)], 60, LONG_SIDE)
+    large = F.interpolate(small.transpose(0, 1), scale_factor=4, mode="bilinear").transpose(0, 1)  # 4 pixels a frame
+    field = lucas_kanade(large)
+    assert field.shape == (1, 2, 60, LONG_SIDE)
+    assert field[0, 0, 8:-8, 8:-8].mean() == pytest.approx(1, abs=0.1)
+
+
+def test_a_flat_picture_has_no_flow():
+    video = torch.zeros(3, 2, 32, 32)
+    video[:, 1] = 0.1  # all of it brighter
+    assert lucas_kanade(video).abs().max() < 1e-6
+
+
+def test_it_follows_opencvs():
+    """Of real clips, slow and fast, steady and trembling ones."""
+    made = [clip[:, [0, 1, 2, 1, 2, 3, 2, 3, 4]] for clip in clips()] + [clip[:, ::2] for clip in clips()]
+    ours, theirs = [], []
+    for clip in clips() + made:
+        fields, judged = lucas_kanade(clip), flow_fields(data.to_uint8(clip).numpy())
+        ours.append([mean_length(fields).item(), mean_reversal(fields).item()])
+        theirs.append([mean_flow(judged), reversals(judged)])
+    for mine, its in zip(np.transpose(ours), np.transpose(theirs), strict=True):
+        assert np.corrcoef(mine, its)[0, 1] > 0.9
+
+
+def test_steady_motion_and_trembling():
+    steady = lucas_kanade(moved([(i, 0) for i in range(5)]))
+    trembling = lucas_kanade(moved([(i % 2, 0) for i in range(5)]))
+    assert mean_reversal(steady) < -0.9 and mean_reversal(trembling) > 0.9
+    assert mean_reversal(steady * 1e-3).abs() < 0.01  # what hardly moves has no direction
+    assert mean_reversal(steady[:1]).isnan()
+
+
+def scored(video, real, **settings):
+    reward = rewards.build("optical_flow", settings)
+    return reward(video[None], [reward.reference(real)])
+
+
+def test_the_score():
+    real = moved([(i, 0) for i in range(5)])
+    still, slow = moved([(0, 0)] * 5), moved([(0, 0), (0, 0), (1, 0), (1, 0), (2, 0)])
+    own = scored(real, real)
+    assert own.score.item() == pytest.approx(1) and own.parts["ratio"].item() == pytest.approx(1)
+    assert scored(still, real, reversals=0).score.item() < 0.02
+    ratio = scored(slow, real, reversals=0).score.item()
+    assert ratio == pytest.approx(0.5, abs=0.1)
+    assert scored(real, slow, reversals=0).score.item() == pytest.approx(ratio)  # 1 / r: more is not better
+    trembling = moved([(i % 2, 0) for i in range(5)])
+    paid, fined = (scored(trembling, real, reversals=weight) for weight in (0, 1))
+    assert paid.score.item() > 0.8 and paid.score - fined.score == pytest.approx(fined.parts["reversals"])
+    assert fined.parts["reversals"].item() > 1.8
+
+
+def test_what_cannot_be_compared():
+    reward = rewards.build("optical_flow", {})
+    real, still = moved([(i, 0) for i in range(3)]), moved([(0, 0)] * 3)
+    assert reward.reference(still) is None and reward.reference(real[:, :1]) is None
+    video = real[None].clone().requires_grad_()
+    output = reward(video, [None])
+    assert not output.valid and output.score == 0 and math.isnan(output.parts["ratio"])
+    pair = reward(real[None, :, :2], [reward.reference(real[:, :2])])  # two frames: nothing can reverse
+    assert pair.valid and pair.score.item() == pytest.approx(1) and pair.parts["reversals"].isnan()
+    with pytest.raises(ValueError, match="reversals must be a weight of at least 0, got -1"):
+        rewards.build("optical_flow", {"reversals": -1})
+
+
+def test_the_gradient_is_that_of_finite_differences():
+    generator = torch.Generator().manual_seed(0)
+    real = moved([(i, 0) for i in range(4)], 20, 24).double()
+    video = moved([(0, 0), (0, 0), (1, 0), (0, 1)], 20, 24, seed=1).double().requires_grad_()
+    reward = rewards.find_reward("optical_flow")()
+    reference = reward.reference(real)
+
+    def score(clip):
+        return reward(clip[None], [reference]).score[0]
+
+    output = reward(video[None], [reference])
+    assert output.parts["reversals"] > 0.1 and output.parts["ratio"] < 0.9  # both terms take part
+    (gradient,) = torch.autograd.grad(output.score[0], video)
+    for _ in range(4):
+        direction = torch.randn(video.shape, generator=generator, dtype=torch.float64)
+        step = 1e-5 * direction
+        slope = (score(video.detach() + step) - score(video.detach() - step)) / 2e-5
+        assert slope.item() == pytest.approx((gradient * direction).sum().item(), rel=1e-4)
+
+
+def test_it_raises_opencvs_flow():
+    """What climbs its gradient moves more by the flow that judges, and trembles no more."""
+    reward = rewards.build("optical_flow", {})
+    real = clips()[0]
+    reference = reward.reference(real)
+    slow = (0.3 * real + 0.7 * real[:, :1]).clone()
+    video = slow.clone().requires_grad_()
+    for _ in range(30):
+        (gradient,) = torch.autograd.grad(reward(video[None], [reference]).score.sum(), video)
+        video = (video + 0.02 * gradient / gradient.abs().max()).detach().requires_grad_()
+    before, after = (flow_fields(data.to_uint8(clip.detach()).numpy()) for clip in (slow, video))
+    assert mean_flow(after) > 1.1 * mean_flow(before)
+    assert reversals(after) < reversals(before) + 0.05
