@@ -85,21 +85,22 @@ def table(path, part, clips):
 
 # a quarter of the world's own size: faces are found in it, and no claim is about the size
 SMALL = ["data.height=32", "data.width=32", "data.num_frames=5"]
+FACE_ALONE = ["reward.motion_weight=0", "reward.others={}"]
 QUICK = [
     "lora.lora_rank=4", "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none", f"data.cache_dir={CACHE}",
-    *SMALL,
+    *SMALL, *FACE_ALONE,
     f"data.file_name={table(f'{CACHE}/metadata.csv', 'train', CLIPS)}",
 ]  # fmt: skip
 # four sampling steps, two of them replayed, one clip at a time
 FAST = [
     *QUICK, "sample.num_inference_steps=4", "sample.mid_timestep=2", "sample.final_timestep=3",
-    "train.gradient_accumulation_steps=1", "train.per_device_train_batch_size=1",
+    "train.gradient_accumulation_steps=1", "train.per_device_train_batch_size=1", "reward.kl_weight=9",
 ]  # fmt: skip
 # five sampling steps, of which the third and fourth are the window; two groups of two; the colour is a black box
 GRPO_FAST = [
     *QUICK, "sample.num_inference_steps=5", "grpo.groups=2", "grpo.group_size=2", "grpo.window_size=2",
     "train.per_device_train_batch_size=2", "reward.name=colour", "reward.reward_model_path=null",
-    "reward.held_out_model_path=null", "reward.motion_weight=0", "evaluation.eval_clips=null",
+    "reward.held_out_model_path=null", "evaluation.eval_clips=null",
     "grpo.window_bounds=null", "grpo.same_noise_in_group=false",
 ]  # fmt: skip
 

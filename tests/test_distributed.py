@@ -14,7 +14,7 @@ import pytest
 import torch
 import zygote
 from conftest import ROOT
-from runs import CACHE, SMALL, launch_as, launch_environment, launcher, metrics, needs_deepspeed, table
+from runs import CACHE, FACE_ALONE, SMALL, launch_as, launch_environment, launcher, metrics, needs_deepspeed, table
 
 from rewardfl import lora
 from rewardfl.run import checkpoint, start
@@ -28,7 +28,7 @@ REALLY = {  # by yaml: what must have run
     "zero2_offload": {"type": "DEEPSPEED", "processes": 2, "wrapper": "DeepSpeedEngine"},
 }
 COMMON = [
-    "lora.lora_rank=4", *SMALL, "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none",
+    "lora.lora_rank=4", *SMALL, *FACE_ALONE, "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none",
     "train.learning_rate=1e-4", "train.warmup_steps=0", "train.max_grad_norm=0.01", f"data.cache_dir={CACHE}",
     f"data.file_name={table(f'{CACHE}/four.csv', 'train', 4)}",
 ]  # fmt: skip
@@ -39,14 +39,14 @@ REWARD_FL = [
     "train_reward_fl.py", "--config", "configs/tiny_face.yaml", *COMMON, "sample.num_inference_steps=3",
     "sample.mid_timestep=1", "sample.final_timestep=2", "sample.gradient_mode=chain", "model.trainable_models=dit,dit2",
     "reward.kl_gradient=fixed_trajectory", "train.per_device_train_batch_size=1", "run.save_steps=1",
-    "reward.held_out_model_path=null",
+    "reward.held_out_model_path=null", "reward.kl_weight=9",
 ]  # fmt: skip
 # two updates an epoch, each of a group of four whose members are on both processes
 GRPO = [
     "train_flow_grpo.py", "--config", "configs/tiny_flow_grpo.yaml", *COMMON, "sample.num_inference_steps=4",
     "grpo.groups=2", "grpo.group_size=4", "grpo.window_size=2", "grpo.spread=spread", "grpo.kl_weight=0.01",
     "grpo.updates_per_epoch=2", "train.per_device_train_batch_size=1", "reward.name=colour",
-    "grpo.window_bounds=[1, 3]", "grpo.same_noise_in_group=true", "reward.motion_weight=0", "run.save_steps=2",
+    "grpo.window_bounds=[1, 3]", "grpo.same_noise_in_group=true", "run.save_steps=2",
     "reward.reward_model_path=null", "reward.held_out_model_path=null", "reward.coverage_weight=0",
     "evaluation.eval_inference_steps=2", "train.max_steps=2", "model.trainable_models=dit,dit2",
     f"evaluation.eval_clips={table(f'{CACHE}/one.csv', 'eval', 1)}",
