@@ -116,7 +116,8 @@ def test_points_of_a_file_each_take_the_grid(tmp_path):
         (["--seeds", "1,1"], "1,1"),
         (["--points", "no/such.yaml"], "no/such.yaml"),
         (["--data", "no/such.csv"], "no/such.csv"),
-        (["reward.name=colour", *(f"reward.{k}_model_path=null" for k in ("reward", "held_out"))], "held_out_model"),
+        (["reward.name=colour", "reward.motion_weight=0", "reward.reward_model_path=null",
+          "reward.held_out_model_path=null"], "held_out_model"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_nothing_is_trained(arguments, named, tmp_path, monkeypatch, capsys, commands):
