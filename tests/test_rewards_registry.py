@@ -331,3 +331,12 @@ def test_a_video_without_a_row_is_named(capsys, clips):
         capsys, "score", "--reward", "motion", "--metadata", clips / "metadata.csv", clips / "made" / "other.mp4"
     )
     assert code == 2 and "other.mp4: no row of --metadata has a video of that name" in err
+
+
+def test_a_library_that_cannot_be_imported_is_named(monkeypatch):
+    """As OpenCV's where the system has no libGL."""
+    for name in ("cv2", "rewardfl.rewards.video_motion", "rewardfl.rewards.face_judge"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    with pytest.raises(ValueError, match="reward 'face_judge' cannot be imported .*cv2.*libgl1"):
+        rewards.find_reward("face_judge")

@@ -82,7 +82,13 @@ def find_reward(name: str) -> type[Reward]:
     """The class of a reward in REWARDS, or a user's own: "module:Class", "path/to/file.py:Class"."""
     if name in REWARDS:
         module, _, attribute = REWARDS[name].partition(":")
-        return vars(importlib.import_module(f"rewardfl.rewards.{module}"))[attribute]
+        try:
+            return vars(importlib.import_module(f"rewardfl.rewards.{module}"))[attribute]
+        except ImportError as error:
+            raise ValueError(
+                f"reward {name!r} cannot be imported ({error}); install what is missing (OpenCV needs the system's "
+                "libGL: apt-get install libgl1)"
+            ) from error
     place, colon, attribute = name.rpartition(":")
     if not colon:
         choices = ", ".join(sorted(REWARDS))
