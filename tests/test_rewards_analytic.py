@@ -10,7 +10,7 @@ from PIL import Image
 from rewardfl import rewards
 from rewardfl.data import to_uint8
 from rewardfl.rewards.frames import FrameReward, chosen_frames, pool
-from rewardfl.rewards.motion import MIN_MOTION, mean_change
+from rewardfl.rewards.motion import MIN_CHANGE, mean_change
 
 
 def random_video(seed=0, frames=5, size=24):
@@ -154,8 +154,8 @@ def test_motion_needs_a_real_clip_that_moves():
     still = VIDEO[:, :1].expand(-1, 5, -1, -1)
     assert reward.reference(still) is None and reward.reference(VIDEO[:, :1]) is None
     barely = torch.zeros(3, 2, 4, 4)
-    barely[:, 1] = 2.02 * MIN_MOTION
-    assert mean_change(barely).item() == pytest.approx(1.01 * MIN_MOTION) and reward.reference(barely) is not None
+    barely[:, 1] = 2.02 * MIN_CHANGE
+    assert mean_change(barely).item() == pytest.approx(1.01 * MIN_CHANGE) and reward.reference(barely) is not None
     assert reward.reference(barely * 0.98) is None
     assert mean_change(torch.stack([-torch.ones(3, 4, 4), torch.ones(3, 4, 4)], 1)) == 1
     broken = VIDEO.clone()

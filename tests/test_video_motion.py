@@ -74,7 +74,7 @@ def test_reversals_tell_trembling_from_motion():
 
 def test_a_still_clip_has_no_direction():
     found = measures.video_motion(np.repeat(STEADY[:1], 4, 0))
-    assert found.flow < measures.MIN_FLOW and found.pixel_change == 0 and np.isnan(found.reversals)
+    assert found.flow < measures.DIRECTED and found.pixel_change == 0 and np.isnan(found.reversals)
 
 
 def test_one_frame_has_nothing_to_measure():

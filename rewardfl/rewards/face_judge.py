@@ -11,11 +11,11 @@ from rewardfl import data
 from rewardfl.rewards.base import RewardOutput
 from rewardfl.rewards.face.identity import FaceScore
 from rewardfl.rewards.face.reward import PARTS, FaceIdentityReward
-from rewardfl.rewards.motion import MIN_MOTION
+from rewardfl.rewards.motion import MIN_CHANGE
 from rewardfl.rewards.video_motion import FARNEBACK, LONG_SIDE, VideoMotion, video_motion
 
 # A real clip with less gives no ratio, which would divide by noise: pixels per frame; levels of 255 squared.
-MIN_FLOW, MIN_SHARPNESS = 0.05, 0.1
+LEAST_FLOW, LEAST_SHARPNESS = 0.05, 0.1
 
 
 class FaceJudge(FaceIdentityReward):
@@ -51,10 +51,10 @@ class FaceJudge(FaceIdentityReward):
         made = video_motion(_frames(video), None if face is None else face.boxes.numpy())
         real = VideoMotion(**{name: float(reference[name]) for name in vars(made)})
         return {
-            "flow": _ratio(made.flow, real.flow, MIN_FLOW),
-            "face_flow": _ratio(made.face_flow, real.face_flow, MIN_FLOW),
-            "pixel_change": _ratio(made.pixel_change, real.pixel_change, MIN_MOTION),
-            "sharpness": _ratio(made.sharpness, real.sharpness, MIN_SHARPNESS),
+            "flow": _ratio(made.flow, real.flow, LEAST_FLOW),
+            "face_flow": _ratio(made.face_flow, real.face_flow, LEAST_FLOW),
+            "pixel_change": _ratio(made.pixel_change, real.pixel_change, MIN_CHANGE),
+            "sharpness": _ratio(made.sharpness, real.sharpness, LEAST_SHARPNESS),
             "reversals": made.reversals - real.reversals,
         }
 

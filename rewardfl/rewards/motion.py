@@ -8,7 +8,7 @@ from torch import Tensor
 from rewardfl.rewards.base import Reward, RewardOutput, no_score
 
 # A real clip whose pixels change by less than half a level of 255 from frame to frame stands still: no ratio.
-MIN_MOTION = 0.5 / 255
+MIN_CHANGE = 0.5 / 255
 
 
 class MotionReward(Reward):
@@ -28,7 +28,7 @@ class MotionReward(Reward):
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """The real clip's `motion`; None for one that stands still or has a single frame."""
         motion = mean_change(video)
-        return {"motion": motion} if motion >= MIN_MOTION else None
+        return {"motion": motion} if motion >= MIN_CHANGE else None
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         results = [self._sample(clip, reference) for clip, reference in zip(video, batch, strict=True)]

@@ -4,7 +4,6 @@ Files are told apart by the inputs and outputs of their graphs, never by name: i
 (model_zoo/model_zoo.py, ModelRouter). Its packs, antelopev2 and buffalo_l among them, and AuraFace all fit.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -131,7 +130,7 @@ def shared_file(one: str | Path, other: str | Path) -> tuple[str, Path, Path] | 
 
 def file_hashes(files: Iterable[Path]) -> dict[str, str]:
     """{file name: sha256 of its bytes, hexadecimal}, for run.json: which weights gave the reward."""
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return {file.name: sha256(file) for file in files}
 
 
 _INSIGHTFACE = "insightface's model zoo: non-commercial research only"
