@@ -150,13 +150,13 @@ def _suppress(boxes: Tensor, iou: float) -> list[int]:
 
     Sizes count both end pixels (+1), as insightface's do.
     """
+    areas = (boxes[:, 2:] - boxes[:, :2] + 1).prod(-1)
     kept: list[int] = []
-    for i in range(len(boxes)):
-        others = boxes[kept]
-        size = torch.minimum(others[:, 2:], boxes[i, 2:]) - torch.maximum(others[:, :2], boxes[i, :2]) + 1
+    left = torch.arange(len(boxes))
+    while len(left):
+        best, left = int(left[0]), left[1:]
+        kept.append(best)
+        size = torch.minimum(boxes[left, 2:], boxes[best, 2:]) - torch.maximum(boxes[left, :2], boxes[best, :2]) + 1
         overlap = size.clamp(min=0).prod(-1)
-        areas = (others[:, 2:] - others[:, :2] + 1).prod(-1)
-        own = (boxes[i, 2:] - boxes[i, :2] + 1).prod()
-        if (overlap / (areas + own - overlap) <= iou).all():
-            kept.append(i)
+        left = left[overlap / (areas[left] + areas[best] - overlap) <= iou]
     return kept
