@@ -9,7 +9,7 @@ RUN := outputs/tiny_face
 # What decides: the interpreter of .venv, and PYTHON as long as there is no .venv
 INTERPRETER = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test quick lint check chaos format clean interpreter
+.PHONY: demo test quick long lint check chaos format clean interpreter
 
 demo: $(READY)
 	$(BIN)/accelerate launch train_reward_fl.py --config configs/tiny_face.yaml run.output_dir=$(RUN)
@@ -19,11 +19,15 @@ demo: $(READY)
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
-	$(PYTEST)
+	$(PYTEST) -m "not long"
 
 # The units alone
 quick: $(READY)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not long"
+
+# What says once more, at full size, in a process of its own or of other launchers, what a test has said
+long: $(READY)
+	$(PYTEST) -m long
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -160,6 +160,7 @@ def straight_grpo(tmp_path_factory, epochs):
     return run
 
 
+@pytest.mark.long
 def test_killed_and_told_to_stop(straight, tmp_path):
     """train_reward_fl.py: SIGTERM, then SIGKILL at random moments, resumed each time."""
     run, dice = tmp_path / "run", random.Random(7)
@@ -178,6 +179,7 @@ def test_killed_and_told_to_stop(straight, tmp_path):
     assert_same(run, straight, LAST)
 
 
+@pytest.mark.long
 def test_killed_between_epochs(straight_grpo, epochs, tmp_path):
     """train_flow_grpo.py, the same; its epochs may be over before a late rival has started."""
     run, dice = tmp_path / "run", random.Random(8)

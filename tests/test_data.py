@@ -867,6 +867,7 @@ def test_seeds_are_distinct():
     assert not any(groups._stable_hash(f"order/{s}/{e}") in seeds for s in range(4) for e in range(12))
 
 
+@pytest.mark.long
 def test_noise_is_the_same_in_every_process():
     code = "from rewardfl.groups import *; print(noise_seed(42, 1, 'clip#1', 2), noise((3,), 5).tolist())"
     here = f"{groups.noise_seed(42, 1, 'clip#1', 2)} {groups.noise((3,), 5).tolist()}"

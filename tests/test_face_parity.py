@@ -47,6 +47,7 @@ def identity(published):
     return FaceIdentity(published)
 
 
+@pytest.mark.long
 def test_the_graphs_are_those_of_the_published_files(published):
     """Counts and names as in antelopev2 (reference/rewardfl.md); parameters as published."""
     detector, recogniser = (onnx.load(file).graph for file in pack_files(published))
@@ -68,6 +69,7 @@ def test_the_graphs_are_those_of_the_published_files(published):
     assert count == pytest.approx(4.23e6, rel=0.01)
 
 
+@pytest.mark.long
 def test_detection_crop_and_embedding_on_insightfaces_own_picture(published, identity):
     """Every face that insightface finds, through its own classes. Measured: boxes and landmarks 2e-4 px, crops 0.22 of
     255 on average and 0.51 at most (cv2 rounds them to bytes), embeddings 1e-4 to 3e-4 from a cosine of 1, all of it
@@ -100,6 +102,7 @@ def test_detection_crop_and_embedding_on_insightfaces_own_picture(published, ide
     assert torch.cosine_similarity(expected[:1], expected[1:]).max() < 0.9
 
 
+@pytest.mark.long
 def test_full_size_recogniser_and_its_gradient(identity):
     """The module equals onnxruntime, and its gradient reaches the pixels of both crops."""
     crops = torch.stack([PICTURE[:, :112, :112], PICTURE[:, 300:412, 300:412]]).requires_grad_()
@@ -112,6 +115,7 @@ def test_full_size_recogniser_and_its_gradient(identity):
     assert crops.grad.isfinite().all() and (crops.grad.abs().amax((1, 2, 3)) > 0).all()
 
 
+@pytest.mark.long
 def test_full_size_detection_is_batched(identity):
     frames = torch.stack([PICTURE, PICTURE.flip(1)])
     together = identity.detector.detect(frames)
@@ -121,6 +125,7 @@ def test_full_size_detection_is_batched(identity):
         torch.testing.assert_close(faces.landmarks, alone.landmarks, atol=1e-2, rtol=0)
 
 
+@pytest.mark.long
 def test_the_check_passes_at_full_size(identity):
     result = check(identity, PICTURE[:, None])
     assert result.box_error < 0.01 and result.landmark_error < 0.01 and result.crop_error < 0.5

@@ -14,6 +14,7 @@ from conftest import ROOT
 
 import rewardfl
 
+pytestmark = pytest.mark.long
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

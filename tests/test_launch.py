@@ -38,7 +38,11 @@ def forked(arguments, env):
     return zygote.run(arguments, cwd=ROOT, env=env)
 
 
-@pytest.mark.parametrize("start, dry", [(really, DRY), (forked, DRY_GRPO)], ids=["reward_fl", "flow_grpo"])
+@pytest.mark.parametrize(
+    "start, dry",
+    [pytest.param(really, DRY, marks=pytest.mark.long), (forked, DRY_GRPO)],
+    ids=["reward_fl", "flow_grpo"],
+)
 def test_dry_run_of_one_gpu(start, dry):
     """It asks for no more than its process here: without a GPU accelerate takes the CPU."""
     done = start(launcher("single_gpu", *dry), launch_environment("single_gpu"))
@@ -68,6 +72,7 @@ def test_fsdp_without_gpus_is_refused():
     assert done.returncode == 2 and "FSDP needs GPUs" in done.stderr and "processes = " not in done.stdout
 
 
+@pytest.mark.long
 def test_one_process_where_two_were_asked_for_is_refused():
     start = ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2"]
     done = really([*start, *DRY], launch_environment("cpu"))

@@ -148,6 +148,7 @@ wan.save_adapter(model, __import__("pathlib").Path(sys.argv[1]))
 """
 
 
+@pytest.mark.long
 def test_equal_adapters_are_equal_files(tmp_path):
     """Whatever the seed of Python's hashes, by which sets are ordered, and of safetensors' own, which nobody sets."""
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"  # another than that of the forked process

@@ -36,7 +36,7 @@ def python(path, version):
     return path
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "check", "chaos", "format"])
+@pytest.mark.parametrize("target", ["demo", "test", "long", "check", "chaos", "format"])
 def test_an_older_interpreter_is_refused(make, tmp_path, target):
     old = python(tmp_path / "bin" / "python3", (3, 10))
     for code, said in (make(target, f"PYTHON={old}"), make(target, path=old.parent)):

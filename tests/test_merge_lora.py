@@ -391,6 +391,7 @@ def test_a_pipeline_merged_equals_the_pipeline_with_adapters(world, tmp_path):
     assert (out / "vae" / "config.json").is_file() and (out / "model_index.json").is_file()
 
 
+@pytest.mark.long
 def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
     """The base is stored in float16, so is most of the output by default; in float32 the video is the adapter's."""
     from rewardfl import data, groups, lora, reward_flow

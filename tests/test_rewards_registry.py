@@ -28,6 +28,7 @@ def test_every_reward_says_what_it_is():
     assert {name for name in REWARDS if find_reward(name).uses_prompt} == {"clip_score", "hpsv2", "pickscore", "remote"}
 
 
+@pytest.mark.long
 def test_transformers_is_not_imported_for_those_that_do_without():
     code = (
         "import sys; from rewardfl import rewards; rewards.build('colour', {}); sys.exit('transformers' in sys.modules)"

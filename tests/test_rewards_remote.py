@@ -1136,6 +1136,7 @@ def test_settings_are_yaml():
             serve_reward.setting(text)
 
 
+@pytest.mark.long
 def test_in_another_process(monkeypatch):
     script = Path(__file__).with_name("remote_rewards.py")
     arguments = ["--reward", "likeness", "--settings", "gain=1", "seconds=0.3", "--port", 0, "--batch", 3]

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 
+import pytest
 from conftest import ROOT
 
 from benchmarks import step
@@ -24,6 +25,7 @@ HOST = (
 )
 
 
+@pytest.mark.long
 def test_variants_stand_beside_the_plan_and_each_other(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(ROOT)  # the configuration's paths are relative to it
     cfg = config.load(CONFIG, FAST)

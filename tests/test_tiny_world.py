@@ -155,6 +155,7 @@ def test_drifting_people_start_as_themselves():
     assert torch.equal(path[:, -1, kept], traits[:, kept])
 
 
+@pytest.mark.long
 def test_quick_rebuild(tmp_path):
     """Every stage of tools/make_tiny_world.py with next to no training."""
     run = zygote.run(["tools/make_tiny_world.py", "--quick", "--out", tmp_path / "world"], cwd=ROOT)

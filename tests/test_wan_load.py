@@ -750,6 +750,7 @@ def test_every_header_is_read_once_at_a_start(files, given, monkeypatch):
 # -- memory
 
 
+@pytest.mark.long
 def test_host_memory_peaks_below_1_3_experts(tmp_path):
     """benchmarks/load.py on 0.46 GB of float32 files and a LoRA; what the libraries hold before is subtracted."""
     config, distilled = load_benchmark.write(tmp_path, layers=6, width=1024)

@@ -39,6 +39,7 @@ def in_a_new_one(arguments, **settings):
     return subprocess.run([sys.executable, *arguments], **settings)
 
 
+@pytest.mark.long
 def test_a_forked_process_sees_what_a_new_one_sees(tmp_path):
     forked, new = seen(zygote.run, tmp_path), seen(in_a_new_one, tmp_path)
     assert forked == new and forked[0][0] == 7
