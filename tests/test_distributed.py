@@ -29,8 +29,8 @@ REALLY = {  # by yaml: what must have run
 }
 COMMON = [
     "lora.lora_rank=4", *SMALL, *FACE_ALONE, "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none",
-    "train.lr_scheduler_type=constant", "train.learning_rate=1e-4", "train.warmup_steps=0", "train.max_grad_norm=0.01", f"data.cache_dir={CACHE}",
-    f"data.file_name={table(f'{CACHE}/four.csv', 'train', 4)}",
+    "train.lr_scheduler_type=constant", "train.learning_rate=1e-4", "train.warmup_steps=0", "train.max_grad_norm=0.01",
+    f"data.cache_dir={CACHE}", f"data.file_name={table(f'{CACHE}/four.csv', 'train', 4)}",
 ]  # fmt: skip
 # two replayed steps, one of each expert, so that neither adapter takes part in every backward; and the KL whose chain
 # takes a gradient outside of `backward`. The second update has an infinite gradient on the last process, and in none of
