@@ -133,13 +133,6 @@ def transition(
     return c.x * x + c.velocity * velocity, c.std
 
 
-def transition_std(
-    kind: str, sigma: Tensor | float, sigma_next: Tensor | float, noise_level: float, sigma_cap: Tensor | float
-) -> float:
-    """The std that `transition` returns, without its tensors."""
-    return coefficients(kind, sigma, sigma_next, noise_level, sigma_cap).std
-
-
 def gradient_weight(
     kind: str, sigma: Tensor | float, sigma_next: Tensor | float, noise_level: float, sigma_cap: Tensor | float
 ) -> float:

@@ -31,12 +31,12 @@ def sample_at(position: int, num_rows: int, seed: int) -> tuple[int, int]:
     return epoch, epoch_order(num_rows, seed, epoch)[offset]
 
 
-def total_steps(num_rows: int, global_batch: int, num_train_epochs: int, max_steps: int | None) -> int:
-    """Steps of a run: max_steps, or as many as visit every row at least num_train_epochs times.
+def total_steps(num_rows: int, global_batch: int, num_train_epochs: int) -> int:
+    """Steps of a run: as many as visit every row at least num_train_epochs times.
 
     With clips of several shapes the last few may still wait for company then (one_shape_batch).
     """
-    return max_steps or math.ceil(num_train_epochs * num_rows / global_batch)
+    return math.ceil(num_train_epochs * num_rows / global_batch)
 
 
 # ------------------------------------------------------------------------------------------------------------

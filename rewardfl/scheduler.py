@@ -122,7 +122,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         for i in window:
             if i not in steps:
                 raise ValueError(f"noise_window {list(window)}: there are steps 0 to {steps[-1]}")
-            if flow.transition_std(self.config.kind, *self._arguments(i)) == 0:
+            if flow.coefficients(self.config.kind, *self._arguments(i)).std == 0:
                 raise ValueError(f"noise_window {list(window)}: {self.config.kind} makes step {i} deterministic")
         return window
 

@@ -638,12 +638,15 @@ def test_each_file_of_an_example_is_decoded_once(folder, monkeypatch):
     rows = data.load_metadata(write_csv(folder, "a.mp4,x,b.png,short.mp4", "a.mp4,x,,a.mp4", header=header))
     decoded, decode = [], clips._decoded
     monkeypatch.setattr(clips, "_decoded", lambda path: decoded.append(path.name) or decode(path))
-    assert data.read_example(rows[0], 32, 32, 5)[1] == [] and decoded == ["a.mp4", "short.mp4"]
+    data.load_example(rows[0], 32, 32, 5)
+    assert decoded == ["a.mp4", "short.mp4"]
     decoded.clear()
-    example, _ = data.read_example(rows[1], 32, 32, 5)
+    example = data.load_example(rows[1], 32, 32, 5)
     assert decoded == ["a.mp4"] and example.reference is example.video
     (folder / "b.png").unlink()
-    assert data.read_example(rows[0], 32, 32, 12) == (None, data.row_problems(rows[0], 12))
+    with pytest.raises(data.DataError) as error:
+        data.load_example(rows[0], 32, 32, 12)
+    assert str(error.value) == "; ".join(data.row_problems(rows[0], 12))
     assert len(data.row_problems(rows[0], 12)) == 2
 
 
@@ -851,10 +854,9 @@ def test_the_order_is_shuffled_and_depends_on_seed_and_epoch():
 
 
 def test_total_steps():
-    assert groups.total_steps(10, 4, 1, None) == 3  # 2.5 steps hold one epoch; the third takes 2 of the next
-    assert groups.total_steps(10, 5, 2, None) == 4
-    assert groups.total_steps(3, 8, 1, None) == 1
-    assert groups.total_steps(10, 4, 1, 100) == 100
+    assert groups.total_steps(10, 4, 1) == 3  # 2.5 steps hold one epoch; the third takes 2 of the next
+    assert groups.total_steps(10, 5, 2) == 4
+    assert groups.total_steps(3, 8, 1) == 1
 
 
 # ---- noise

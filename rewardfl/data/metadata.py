@@ -29,13 +29,8 @@ from rewardfl.data.clips import (
 )
 from rewardfl.files import is_control
 
-COLUMNS = (
-    "video",
-    "prompt",
-    "image",
-    "negative_prompt",
-    "reference_video",
-)  # of metadata.csv; the first two are a must
+# of metadata.csv; the first two are a must
+COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video")
 PATHS = ("video", "image", "reference_video")  # the columns that name files
 REFERENCE_FRAMES = 2  # at least, of a reference video: a face pool leaves out the first
 NAME_BYTES = 255  # of a file's name, on the file systems there are
@@ -202,7 +197,7 @@ def clip_notes(
     rows: Sequence[Row], looks: Sequence[Look], height: int, width: int, max_pixels: int | None, fps: float | None
 ) -> list[str]:
     """What is odd about clips that can be trained on, in words: much smaller ones, mixed rates, and HDR."""
-    seen = [(row, look) for row, look in zip(rows, looks, strict=True) if look.size is not None]
+    seen = list(zip(rows, looks, strict=True))
     wanted, what = height * width, f"of {height} x {width}, and are enlarged"
     if max_pixels is not None and seen:
         wanted = min(max_pixels, statistics.median(math.prod(look.size) for _, look in seen))
@@ -280,10 +275,10 @@ def row_problems(row: Row, num_frames: int, fps: float | None = None) -> list[st
     return _said_of(row) + _read_files(row, num_frames, decode, read_picture)[1]
 
 
-def read_example(
+def load_example(
     row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
-) -> tuple[Example | None, list[str]]:
-    """(the row's clip and what else it names, []), or (None, what keeps these files from being used).
+) -> Example:
+    """The row's clip and what else it names. DataError with all that keeps these files from being used.
 
     Each file is decoded once, as read_clip and read_picture do. The image is fitted to the clip's size. A reference
     video has its own size under max_pixels, and may be shorter than the clip: up to num_frames of its frames are
@@ -295,21 +290,11 @@ def read_example(
 
     found, problems = _read_files(row, num_frames, read, read_picture)
     if problems:
-        return None, problems
+        raise DataError("; ".join(problems))
     video = reference = to_float(found["video"])
     image = video[:, 0]
     if "image" in found:
         image = to_float(fit(found["image"][None], *video.shape[2:]))[:, 0]
     if "reference_video" in found:
         reference = to_float(found["reference_video"])
-    return Example(row.id, row.prompt, video, image, reference), []
-
-
-def load_example(
-    row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
-) -> Example:
-    """The row's clip as read_example gives it; DataError for files that cannot be used."""
-    example, problems = read_example(row, height, width, num_frames, max_pixels, fps)
-    if example is None:
-        raise DataError("; ".join(problems))
-    return example
+    return Example(row.id, row.prompt, video, image, reference)

@@ -58,11 +58,11 @@ def steps_of_run(cfg: AnyConfig, clips: int | None, processes: int) -> int | Non
     if cfg.train.max_steps is not None or clips is None:
         return cfg.train.max_steps
     if isinstance(cfg, FlowGrpoConfig):
-        epochs = groups.total_steps(clips, cfg.grpo.groups, cfg.train.num_train_epochs, None)
+        epochs = groups.total_steps(clips, cfg.grpo.groups, cfg.train.num_train_epochs)
         return epochs * updates_of_epoch(cfg)
     train = cfg.train
     at_once = processes * train.per_device_train_batch_size * train.gradient_accumulation_steps
-    return groups.total_steps(clips, train.train_batch_size or at_once, train.num_train_epochs, None)
+    return groups.total_steps(clips, train.train_batch_size or at_once, train.num_train_epochs)
 
 
 def updates_of_epoch(cfg: FlowGrpoConfig) -> int:
@@ -255,7 +255,7 @@ def _cells(kind: str, sigma: float, sigma_next: float, level: float, sigma_max: 
     if kind == "cps" and level > 1:
         return f"{'-':>11s}{'-':>8s}{'-':>7s}"
     step = (kind, sigma, sigma_next, level, sigma_max)
-    std = flow.transition_std(*step)
+    std = flow.coefficients(*step).std
     weight = f"{flow.gradient_weight(*step):.4f}" if std > 0 else "-"
     noise = f"{flow.noise_scale_error(*step):.3f}" if sigma_next > 0 else "-"
     return f"{std:11.4f}{weight:>8s}{noise:>7s}"
