@@ -232,7 +232,7 @@ def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_
         (["grpo.window_size=3"], "no 3 steps in a row among the usable [2, 3]"),
         (["model.trainable_models=dit,dit2", "grpo.window_bounds=[0, 2]"], "low_noise answers at no step that"),
         (["reward.name=color"], "reward.name 'color' is not a reward, did you mean 'colour'"),
-        (["model.model_paths=nowhere"], "no diffusers pipeline"),
+        (["model.model_paths=nowhere"], "model.model_paths: no such file or folder"),
         (["lora.lora_target_modules=q,kk"], "lora.lora_target_modules: 'kk' matches no linear layer"),
         (["evaluation.eval_clips=gone.csv"], "evaluation.eval_clips: no such file: gone.csv"),
         (["run.cpu_threads=100000"], "run.cpu_threads must be at most"),

@@ -98,7 +98,6 @@ def windows_of(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[st
     try:
         windows = groups.Windows(
             kind=grpo.window,
-            num_steps=len(experts),
             # nothing would remove the noise of the last step
             usable=[i for i, expert in enumerate(experts[:-1]) if expert in trained],
             steps=grpo.window_steps or (),
