@@ -84,7 +84,8 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     if resumed.state:
         average.load_state_dict(resumed.state.pop("average"))
         average.shadow_params = list(map(sharding.placed, average.shadow_params, parameters))
-    log = start.open_log(cfg, job, resumed, steps, last_line=-1 if opened.path is None else resumed.step)
+    last_line = -1 if opened.path is None else resumed.step
+    log = start.open_log(cfg, job, run_folder, resumed, steps, last_line)
 
     # ---------------------------------------------------------------------------------- who rolls out what
     def plan_of(epoch: int, rank: int = job.rank) -> list[list[groups.Member]]:

@@ -86,7 +86,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     start.fill_adapters(model, trained, backbone, resumed)
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler
-    log = start.open_log(cfg, job, resumed, steps, last_line=resumed.step)
+    log = start.open_log(cfg, job, run_folder, resumed, steps, last_line=resumed.step)
 
     def generate(row: int) -> tuple[int, Tensor]:
         """(row, its video (3, F, H, W)) as the weights are now, always from the same noise."""

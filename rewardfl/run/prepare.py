@@ -163,8 +163,7 @@ class Found:
 def references(
     store: Cache,
     rows: Sequence[data.Row],
-    hashes: Mapping[Path, str],
-    size: Mapping[str, Number],
+    keys: Mapping[int, Key],
     load: Callable[[data.Row], data.Example],
     rewards: Sequence[Reward],
     device: torch.device,
@@ -172,8 +171,8 @@ def references(
 ) -> list[Found]:
     """Read this process's share of the clips, keep what the rewards need of them.
 
-    hashes: of all the rows' files. load: data.load_example. A row with a problem cannot be trained on: a file cannot be
-    used, or the first of the rewards finds nothing to compare with in its clip.
+    keys: clip_key by the row's line. load: data.load_example. A row with a problem cannot be trained on: a file cannot
+    be used, or the first of the rewards finds nothing to compare with in its clip.
     """
     clips: dict[tuple, list[data.Row]] = {}
     for row in rows:  # several may be of the same clip, under other prompts
@@ -181,7 +180,7 @@ def references(
     return [
         found
         for alike in tqdm(share.of(clips.values()), desc="clips", disable=share.quiet)
-        for found in _read_clip(store, alike, clip_key(alike[0], hashes, size), load, rewards, device)
+        for found in _read_clip(store, alike, keys[alike[0].line], load, rewards, device)
     ]
 
 
@@ -226,8 +225,7 @@ def _entry(reference: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
 def samples(
     store: Cache,
     rows: Sequence[data.Row],
-    hashes: Mapping[Path, str],
-    size: Mapping[str, Number],
+    keys: Mapping[int, Key],
     found: Sequence[Found],
     rewards: Sequence[Reward],
 ) -> list[Sample]:
@@ -235,13 +233,12 @@ def samples(
     sizes = {one.line: one.size for one in found}
     samples = []
     for row in rows:
-        clip = clip_key(row, hashes, size)
         kept = []
         for reward in rewards:
-            entry = read(store, reference_key(clip, reward, row.prompt))
+            entry = read(store, reference_key(keys[row.line], reward, row.prompt))
             usable = bool(entry.pop("usable"))
             kept.append({name.removeprefix("reference."): value for name, value in entry.items()} if usable else None)
-        samples.append(Sample(row, clip, sizes[row.line], tuple(kept)))
+        samples.append(Sample(row, keys[row.line], sizes[row.line], tuple(kept)))
     return samples
 
 

@@ -9,7 +9,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -179,17 +179,6 @@ def say_plan(cfg: AnyConfig, backbone: Backbone, rows: Rows, steps: int, job: Jo
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A run's folder, which is this process group's alone, and the checkpoint that it goes on from."""
-
-    folder: checkpoint.RunFolder
-    base: Mapping[str, str]  # as `identify` gives them
-    path: Path | None  # of the checkpoint; None to start anew
-    step: int  # that it was saved after
-    changes: tuple[dict[str, Any], ...]
-
-
-@dataclass(frozen=True)
 class ResumedRun:
     """What the run is made of, and the state of the checkpoint that it goes on from.
 
@@ -198,7 +187,7 @@ class ResumedRun:
     it, so that nothing is held twice.
     """
 
-    opened: Opened
+    opened: checkpoint.Resumption
     content: Mapping[str, Mapping[str, str]]
     init: Mapping[str, lora_files.Lora]
     changes: list[dict[str, Any]]
@@ -216,17 +205,16 @@ def identify(backbone: Backbone) -> dict[str, str]:
     return parts | {"settings": digest(backbone.settings())}
 
 
-def open_run(cfg: AnyConfig, run_folder: checkpoint.RunFolder, job: Job, backbone: Backbone) -> Opened:
+def open_run(cfg: AnyConfig, run_folder: checkpoint.RunFolder, job: Job, backbone: Backbone) -> checkpoint.Resumption:
     """Take the folder: the main process locks it and looks at it, the others do as it says."""
     base = identify(backbone)
     take = partial(checkpoint.prepare_output_dir, run_folder, configuration.to_dict(cfg), base)
-    found = job.by_main(take, checkpoint.CheckpointError)
-    return Opened(run_folder, base, found.path, found.step, found.changes)
+    return replace(job.by_main(take, checkpoint.CheckpointError), base=base)
 
 
 def resume(
     cfg: AnyConfig,
-    opened: Opened,
+    opened: checkpoint.Resumption,
     job: Job,
     backbone: Backbone,
     terms: Sequence[Term],
@@ -256,7 +244,7 @@ def resume(
 
 def _load_state(
     cfg: AnyConfig,
-    opened: Opened,
+    opened: checkpoint.Resumption,
     content: Mapping[str, Mapping[str, str]],
     batches: Mapping[str, int | None],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -347,13 +335,14 @@ def find_samples(
     ]
     lost = {line for line, _ in problems}
     whole = [row for row in rows if row.line not in lost]
+    keys = {row.line: prepare.clip_key(row, hashes, size) for row in whole}
     load = partial(example_of, cfg)
-    found = job.gather_lists(prepare.references(store, whole, hashes, size, load, rewards, job.device, job.share))
+    found = job.gather_lists(prepare.references(store, whole, keys, load, rewards, job.device, job.share))
     problems += [(one.line, one.problem) for one in found if one.problem]
     rows, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     for line in bad:
         job.say(f"skipped: {line}")
-    return prepare.samples(store, rows, hashes, size, found, rewards)
+    return prepare.samples(store, rows, keys, found, rewards)
 
 
 def _check_face_packs(
@@ -377,7 +366,7 @@ def _check_face_packs(
 
 
 def conditions_of(cfg: AnyConfig, backbone: Backbone, base: Mapping[str, str], store: Cache) -> prepare.Conditions:
-    """The conditioning of clips, in the cache. base: as in Opened."""
+    """The conditioning of clips, in the cache. base: as `identify` gives it."""
     first = " ".join(base.get(part, part) for part in backbone.parts_of(backbone.experts[0]))
     return prepare.Conditions(
         store, backbone, base["text_encoder"], base["vae"], first, cfg.model.dtype, cfg.data.num_frames
@@ -544,7 +533,9 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 # What a run leaves
 
 
-def open_log(cfg: AnyConfig, job: Job, resumed: ResumedRun, steps: int, last_line: int) -> Log:
+def open_log(
+    cfg: AnyConfig, job: Job, folder: checkpoint.RunFolder, resumed: ResumedRun, steps: int, last_line: int
+) -> Log:
     """Begin to write: run.json, and metrics.jsonl after step `last_line`. steps: of the whole run."""
     opened, metrics = resumed.opened, checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
     if opened.path is not None:
@@ -553,10 +544,10 @@ def open_log(cfg: AnyConfig, job: Job, resumed: ResumedRun, steps: int, last_lin
         job.say(note)
 
     def begin() -> None:
-        opened.folder.keep()
+        folder.keep()
         metrics.cut_back(last_line)
         packs = {key: files for key, files in resumed.content.items() if key.startswith("reward.")}
-        opened.folder.write_run_json(
+        folder.write_run_json(
             {
                 "config": configuration.to_dict(cfg),
                 "command": sys.argv,
@@ -572,10 +563,10 @@ def open_log(cfg: AnyConfig, job: Job, resumed: ResumedRun, steps: int, last_lin
     job.by_main(begin, checkpoint.CheckpointError)
     shown_by = cfg.run.log_with if job.main else "none"
     tracker = trackers.open_tracker(shown_by, cfg.run.output_dir, configuration.flat(cfg), opened.step)
-    return Log(cfg, job, opened.folder, metrics, tracker, steps, resumed.state.get("skipped_in_a_row", 0))
+    return Log(cfg, job, folder, metrics, tracker, steps, resumed.state.get("skipped_in_a_row", 0))
 
 
-def _going_on(cfg: AnyConfig, opened: Opened, steps: int) -> str:
+def _going_on(cfg: AnyConfig, opened: checkpoint.Resumption, steps: int) -> str:
     """What is said of the checkpoint that a run goes on from, to have `steps` in the end."""
     if opened.step < steps:
         return f"resuming from {opened.path} at step {opened.step}"
