@@ -197,7 +197,7 @@ def clip_notes(
     rows: Sequence[Row], looks: Sequence[Look], height: int, width: int, max_pixels: int | None, fps: float | None
 ) -> list[str]:
     """What is odd about clips that can be trained on, in words: much smaller ones, mixed rates, and HDR."""
-    seen = list(zip(rows, looks, strict=True))
+    seen = [(row, look) for row, look in zip(rows, looks, strict=True) if look.size is not None]
     wanted, what = height * width, f"of {height} x {width}, and are enlarged"
     if max_pixels is not None and seen:
         wanted = min(max_pixels, statistics.median(math.prod(look.size) for _, look in seen))
