@@ -7,13 +7,13 @@ import pytest
 import torch
 from conftest import ROOT
 from diffusers import FlowMatchEulerDiscreteScheduler
-from pipelines import FRAMES, HEIGHT, WIDTH, backbone_of, encode, experts_of
+from pipelines import FRAMES, HEIGHT, WIDTH, LinearFlowEuler, backbone_of, encode, experts_of
 from test_wan import PROMPT, picture
 
 from rewardfl import flow, groups
 from rewardfl.backbones.seam import Velocity
 from rewardfl.backbones.wan import model as wan
-from rewardfl.scheduler import FlowMatchSDEScheduler, LinearFlowEuler
+from rewardfl.scheduler import FlowMatchSDEScheduler
 
 STOCHASTIC = ["flow", "dance", "cps"]
 STOCK = FlowMatchEulerDiscreteScheduler(shift=5.0).config

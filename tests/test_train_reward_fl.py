@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT
 from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from PIL import Image
+from pipelines import LinearFlowEuler
 from runs import CACHE, FAST, PACKS, WORLD, adapter, call, launch, metrics, table
 
 from rewardfl import config, data, groups, lora, reward_flow
@@ -26,7 +27,6 @@ from rewardfl.estimate import report
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.run import checkpoint
 from rewardfl.run.job import Job
-from rewardfl.scheduler import LinearFlowEuler
 from rewardfl_tools import _generate, evaluate, generate
 
 pytestmark = pytest.mark.usefixtures("measured_once")

@@ -14,8 +14,6 @@ from rewardfl.data.clips import (
     read_video,
     to_float,
     to_uint8,
-    write_npy,
-    write_pngs,
     write_video,
 )
 from rewardfl.data.metadata import (

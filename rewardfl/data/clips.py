@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional
 
-from rewardfl.files import atomic_directory, atomic_write
+from rewardfl.files import atomic_write
 
 STEP = 16  # diffusers' Wan pipeline takes heights and widths in multiples of it
 PICTURE_PIXELS = 2**26  # at most, of a picture (8192 x 8192): reading and fitting it takes 1.1 GB
@@ -211,25 +211,6 @@ def write_video(path: str | Path, video: Tensor, fps: float) -> None:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
     atomic_write(path, content.getvalue(), durable=False)
-
-
-def write_npy(path: str | Path, video: Tensor) -> None:
-    """Write a video, as write_video takes it, as numpy's uint8 array (F, H, W, 3) in RGB, atomically and losslessly."""
-    content = io.BytesIO()
-    np.save(content, _frames(video))
-    atomic_write(path, content.getvalue())
-
-
-def write_pngs(folder: str | Path, video: Tensor) -> None:
-    """Write a video, as write_video takes it, as `folder`/0000.png, 0001.png, ...: all of them or none, losslessly.
-
-    Raises FileExistsError where there is something at `folder`, which is never replaced.
-    """
-    if Path(folder).exists():
-        raise FileExistsError(f"{folder} is there already")
-    with atomic_directory(folder) as new:
-        for i, frame in enumerate(_frames(video)):
-            Image.fromarray(frame).save(new / f"{i:04d}.png")
 
 
 def _frames(video: Tensor) -> np.ndarray:
