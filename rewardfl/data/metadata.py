@@ -74,8 +74,6 @@ class Look:
 
 @dataclass(frozen=True)
 class Example:
-    id: str
-    prompt: str
     video: Tensor  # (3, F, H, W) in [-1, 1], the real clip
     image: Tensor  # (3, H, W) in [-1, 1], the model's input
     reference: Tensor  # (3, F', H', W') in [-1, 1], the clip whose face is to be kept: `video` unless the row says
@@ -297,4 +295,4 @@ def load_example(
         image = to_float(fit(found["image"][None], *video.shape[2:]))[:, 0]
     if "reference_video" in found:
         reference = to_float(found["reference_video"])
-    return Example(row.id, row.prompt, video, image, reference)
+    return Example(video, image, reference)

@@ -430,13 +430,3 @@ class Rollout:
     schedule: Schedule
     kernel: sde.Kernel
     steps: dict[int, sde.Step]  # of the window
-
-    @property
-    def group_ids(self) -> Tensor:
-        """(B,)."""
-        return torch.tensor([member.group_id for member in self.members])
-
-    @property
-    def rows(self) -> Tensor:
-        """(B,) of the samples."""
-        return torch.tensor([member.row for member in self.members])

@@ -6,9 +6,10 @@ what the run takes.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from rewardfl import config as configuration
@@ -199,7 +200,7 @@ def _group_arithmetic(
     grpo, geometry = cfg.grpo, geometry_of(cfg, processes)
     drawn = drawn_windows(cfg, windows, steps)
     batches, widest = geometry.forwards_per_update, max(map(len, drawn))
-    rolled = _mean(sum(passes for _, passes in groups.rollout_counts(geometry, num_steps, window)) for window in drawn)
+    rolled = fmean(sum(passes for _, passes in groups.rollout_counts(geometry, num_steps, window)) for window in drawn)
     guidance = f" x {answers_of(cfg)} (guidance)" if answers_of(cfg) > 1 else ""
     first = ", ".join(str(list(window)) for window in drawn[:3])
     steps_drawn = list(windows.drawable)
@@ -405,9 +406,9 @@ def _flow_grpo(common: Work, cfg: FlowGrpoConfig) -> Work:
     counts = [groups.rollout_counts(geometry, len(experts), window) for window in drawn]
     rollout, replay = dict.fromkeys(experts, 0.0), dict.fromkeys(common.trained, 0.0)
     for i, expert in enumerate(experts):
-        rollout[expert] += answers * _mean(one[i][0] for one in counts) / own
+        rollout[expert] += answers * fmean(one[i][0] for one in counts) / own
     for i in windows.drawable:
-        replay[experts[i]] += answers * grpo.inner_epochs * _mean(i in window for window in drawn)
+        replay[experts[i]] += answers * grpo.inner_epochs * fmean(i in window for window in drawn)
     means = max(map(len, drawn)) if grpo.objective == "guard" else 0
     at_update = geometry.samples // geometry.updates
     spans = [
@@ -498,8 +499,3 @@ def drawn_windows(cfg: FlowGrpoConfig, windows: groups.Windows, steps: int | Non
     """By epoch of the run, its window; of the first EPOCHS where its length is not known."""
     epochs = EPOCHS if steps is None else steps // updates_of_epoch(cfg)
     return [groups.window(windows, epoch, cfg.run.seed) for epoch in range(epochs)]
-
-
-def _mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return sum(values) / len(values)
