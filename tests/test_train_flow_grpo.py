@@ -230,6 +230,7 @@ def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_
         ),
         (["grpo.window=list", "grpo.window_steps=[4]"], "Usable are the steps of dit2 (model.trainable_models) but"),
         (["grpo.window_size=3"], "no 3 steps in a row among the usable [2, 3]"),
+        (["grpo.window=fraction", "grpo.window_fraction=0"], "grpo.window_fraction must be greater than 0, got 0"),
         (["model.trainable_models=dit,dit2", "grpo.window_bounds=[0, 2]"], "low_noise answers at no step that"),
         (["reward.name=color"], "reward.name 'color' is not a reward, did you mean 'colour'"),
         (["model.model_paths=nowhere"], "model.model_paths: no such file or folder"),
