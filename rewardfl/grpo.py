@@ -80,15 +80,14 @@ def advantages(
     weight = columns.new_tensor(weights)
     total = columns @ weight
     parts, weight = (total[:, None], weight.new_ones(1)) if combine == "sum" else (columns, weight)
-    groups = len(ids)
-    mean, deviation, flat = _group_statistics(parts, index, valid, groups)
+    mean, deviation, flat = _group_statistics(parts, index, valid)
     # not a product: what an invalid sample holds may be NaN
     centred = torch.where(valid[:, None] & ~flat[index], parts - mean[index], 0.0)
     if std == "group":
         centred = centred / (deviation[index] + STD_EPSILON)
     elif std == "global" and valid.any():
         centred = centred / (parts[valid].std(0, correction=0) + STD_EPSILON)
-    _, spread, _ = _group_statistics(total[:, None], index, valid, groups)
+    _, spread, _ = _group_statistics(total[:, None], index, valid)
     logged = {
         "reward/mean": float(total[valid].mean()),
         "reward/std_in_group": float(spread[index[valid].unique()].mean()),
@@ -120,11 +119,11 @@ def _check_groups(ids: Tensor, sizes: Tensor, group_size: int) -> None:
         )
 
 
-def _group_statistics(parts: Tensor, index: Tensor, valid: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def _group_statistics(parts: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(mean, population std, nothing varies), each (groups, R), of parts (N, R) over the valid samples."""
     where = index[valid, None].expand(-1, parts.shape[1])
     values = parts[valid]
-    zeros = parts.new_zeros(groups, parts.shape[1])
+    zeros = parts.new_zeros(int(index.max()) + 1, parts.shape[1])
     mean = zeros.scatter_reduce(0, where, values, "mean", include_self=False)
     variance = zeros.scatter_reduce(0, where, (values - mean[index[valid]]) ** 2, "mean", include_self=False)
     highest = zeros.scatter_reduce(0, where, values, "amax", include_self=False)
