@@ -84,7 +84,8 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     if resumed.state:
         average.load_state_dict(resumed.state.pop("average"))
         average.shadow_params = list(map(sharding.placed, average.shadow_params, parameters))
-    log = start.open_log(cfg, job, resumed, steps, last_line=-1 if opened.path is None else resumed.step)
+    last_line = -1 if opened.path is None else resumed.step
+    log = start.open_log(cfg, job, run_folder, resumed, steps, last_line)
 
     # ---------------------------------------------------------------------------------- who rolls out what
     def plan_of(epoch: int, rank: int = job.rank) -> list[list[groups.Member]]:
@@ -124,7 +125,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             start.save(cfg, job, backbone, learner, log, state, score, last)
             if not interruption.number:  # who sent a signal may not wait for videos
                 shown = held_out or samples
-                log.videos(done, start.sample_videos(cfg, shown, partial(sample_clean, shown), job, done))
+                log.tracker.videos(done, start.sample_videos(cfg, shown, partial(sample_clean, shown), job, done))
 
     floor = {}
     if cfg.grpo.kl_weight != 0 and cfg.model.dtype == "bfloat16":
@@ -187,7 +188,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                 judged = [blackbox.finish(one) for one in pending]
             rewards, valid, weights = zip(*(blackbox.weighed(terms, one, parts) for one in judged), strict=True)
             own = torch.cat([rollout.own for rollout in rollouts])
-            group_ids = torch.cat([rollout.group_ids for rollout in rollouts])
+            group_ids = torch.tensor([member.group_id for rollout in rollouts for member in rollout.members])
             everyones = (torch.cat(rewards), group_ids, torch.cat(valid) & own, ~own)
             rewards, group_ids, valid, replaced = (x.cpu() for x in job.gather([x.to(job.device) for x in everyones]))
             advantages, of_epoch = grpo.advantages(
@@ -222,6 +223,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                 with timer("replay"), job.one_update():
                     for rollout, advantage in zip(rollouts[part], advantages[part], strict=True):
                         kernel = rollout.kernel
+                        row = torch.tensor([member.row for member in rollout.members], device=job.device)
                         for i in window:
                             step = rollout.steps[i].to(job.device)
                             velocity = velocity_of(rollout.conditioning, rollout.schedule)
@@ -241,7 +243,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                                     loss = loss + cfg.grpo.kl_weight * kl.mean()
                                 job.backward(loss / job.backwards)
                             losses.append(loss.detach())
-                            of_step = (advantage, ratio, kl, log_prob, step.log_prob, rollout.rows.to(job.device))
+                            of_step = (advantage, ratio, kl, log_prob, step.log_prob, row)
                             seen.append([value.detach() for value in of_step])
                 seen = job.gather(dict(zip(SEEN, map(torch.cat, zip(*seen, strict=True)), strict=True)))  # (N,) each
                 seen["clipped"] = grpo.clipped(seen["ratio"], seen["advantage"], clip_low, clip_high)

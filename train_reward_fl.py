@@ -26,7 +26,7 @@ from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.terms import check_trainable, score_terms
 from rewardfl.run import checks, invariants, prepare, start, work
 from rewardfl.run.checkpoint import RunFolder
-from rewardfl.run.monitor import Timer, peak_memory_gb
+from rewardfl.run.monitor import Timer, peak_memory_gb, recent_mean
 from rewardfl.run.signals import Interruption
 
 
@@ -56,10 +56,9 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     check_trainable(terms)
     store = start.open_cache(cfg)
     samples = start.find_samples(cfg, rows.train, terms, store, job)
-    order = data.Order(
-        [sample.size for sample in samples], batch_size, accumulation, job.world, cfg.run.seed
-    )  # one forward pass takes clips of one size
-    batches = {"global_batch": global_batch, "one_shape_batch": batch_size if start.several_sizes(samples) else None}
+    sizes = [sample.size for sample in samples]  # one forward pass takes clips of one
+    order = data.Order(sizes, batch_size, accumulation, job.world, cfg.run.seed)
+    batches = {"global_batch": global_batch, "one_shape_batch": batch_size if len(set(sizes)) > 1 else None}
     resumed = start.resume(cfg, opened, job, backbone, terms, samples, batches=batches)
     steps = work.steps_of_run(cfg, len(samples), job.world)
 
@@ -87,7 +86,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     start.fill_adapters(model, trained, backbone, resumed)
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler
-    log = start.open_log(cfg, job, resumed, steps, last_line=resumed.step)
+    log = start.open_log(cfg, job, run_folder, resumed, steps, last_line=resumed.step)
 
     def generate(row: int) -> tuple[int, Tensor]:
         """(row, its video (3, F, H, W)) as the weights are now, always from the same noise."""
@@ -100,12 +99,12 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         """A checkpoint and sample videos. On all processes, which may hold parts of the weights and moments."""
         # `best` is by the steps since the last save that the configuration asks for: a resumed run finds the same
         since = (done - 1) // cfg.run.save_steps * cfg.run.save_steps
-        judged = log.recent_mean(since, ["reward/held_out", "reward/mean"])
+        judged = recent_mean(log.history, since, ["reward/held_out", "reward/mean"])
         state = start.state_of(job, learner, resumed, log, done) | batches
         last = done == steps or interruption.number != 0
         start.save(cfg, job, backbone, learner, log, state, judged, last)
         if not interruption.number:  # who sent a signal may not wait for videos
-            log.videos(done, start.sample_videos(cfg, samples, generate, job, done))
+            log.tracker.videos(done, start.sample_videos(cfg, samples, generate, job, done))
 
     floor = {}
     if cfg.reward.kl_weight != 0 and cfg.model.dtype == "bfloat16":

@@ -30,8 +30,8 @@ def linear_sigmas(num_steps: int, shift: float) -> Tensor:
     """(num_steps + 1,) float32 sigmas from 1 to 0: shift * s / (1 + (shift - 1) * s) over s = linspace(1, 0).
 
     Computed in float64. This is the schedule of Wan2.2-Lightning. diffusers'
-    FlowMatchEulerDiscreteScheduler(shift=...) is not: it shifts an already shifted range. `scheduler.LinearFlowEuler`
-    and `scheduler.FlowMatchSDEScheduler` give it to a stock pipeline.
+    FlowMatchEulerDiscreteScheduler(shift=...) is not: it shifts an already shifted range.
+    `scheduler.FlowMatchSDEScheduler` gives it to a stock pipeline.
     """
     if num_steps < 1 or shift <= 0:
         raise ValueError(f"linear_sigmas needs num_steps >= 1 and shift > 0, got {num_steps} and {shift}")
@@ -131,13 +131,6 @@ def transition(
     """
     c = coefficients(kind, sigma, sigma_next, noise_level, sigma_cap)
     return c.x * x + c.velocity * velocity, c.std
-
-
-def transition_std(
-    kind: str, sigma: Tensor | float, sigma_next: Tensor | float, noise_level: float, sigma_cap: Tensor | float
-) -> float:
-    """The std that `transition` returns, without its tensors."""
-    return coefficients(kind, sigma, sigma_next, noise_level, sigma_cap).std
 
 
 def gradient_weight(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,12 +31,12 @@ def sample_at(position: int, num_rows: int, seed: int) -> tuple[int, int]:
     return epoch, epoch_order(num_rows, seed, epoch)[offset]
 
 
-def total_steps(num_rows: int, global_batch: int, num_train_epochs: int, max_steps: int | None) -> int:
-    """Steps of a run: max_steps, or as many as visit every row at least num_train_epochs times.
+def total_steps(num_rows: int, global_batch: int, num_train_epochs: int) -> int:
+    """Steps of a run: as many as visit every row at least num_train_epochs times.
 
     With clips of several shapes the last few may still wait for company then (one_shape_batch).
     """
-    return max_steps or math.ceil(num_train_epochs * num_rows / global_batch)
+    return math.ceil(num_train_epochs * num_rows / global_batch)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -107,14 +107,12 @@ class Geometry:
     world: int = 1  # processes
     batch: int = 1  # samples of one forward pass of one process
     updates: int = 1
-    spread: str = "contiguous"
+    spread: Literal["contiguous", "spread"] = "contiguous"
     same_noise: bool = False  # the members of a group start from the same noise
 
     def __post_init__(self):
-        if self.spread not in ("contiguous", "spread"):
-            raise ValueError(f"spread must be contiguous or spread, got {self.spread!r}")
         check_geometry(self.world, self.batch, self.group_size, self.groups)
-        if self.updates < 1 or self.forwards % self.updates:
+        if self.forwards % self.updates:
             near = ", ".join(str(n) for n in range(1, self.forwards + 1) if self.forwards % n == 0)
             raise ValueError(
                 f"updates must divide the {self.forwards} forward passes of a process, got {self.updates}; take one "
@@ -156,14 +154,7 @@ def plan(epoch: int, rank: int, geometry: Geometry, sample_ids: Sequence[str], s
     roll out the same members whatever world, batch and spread are, and (seed, epoch) is all the state. groups may
     exceed the number of rows: a row that comes twice in an epoch is two groups, with noises of their own. sample_ids:
     one per row (`data.Row.id`), the key of its noise.
-
-    Raises ValueError for a rank, an epoch or data that are not there.
     """
-    if not 0 <= rank < geometry.world or epoch < 0 or not sample_ids:
-        raise ValueError(
-            f"plan needs 0 <= rank < world, epoch >= 0 and a row of data, got rank {rank}, world {geometry.world}, "
-            f"epoch {epoch} and {len(sample_ids)} rows"
-        )
 
     def member_at(position: int) -> Member:
         group_id, member = divmod(position, geometry.group_size)
@@ -238,11 +229,6 @@ def step_noise(members: Sequence[Member], shape: Sequence[int], device: str | to
 
 def check_geometry(world: int, batch: int, group_size: int, groups: int) -> None:
     """Raise ValueError unless groups * group_size samples divide into forward passes of world * batch."""
-    if min(world, batch, groups) < 1 or group_size < 2:
-        raise ValueError(
-            f"a group plan needs world, batch and groups >= 1 and group_size >= 2 (one sample has nobody to be "
-            f"compared with), got world {world}, batch {batch}, groups {groups}, group_size {group_size}"
-        )
     samples, at_once = groups * group_size, world * batch
     if samples % at_once == 0:
         return
@@ -281,70 +267,52 @@ class Windows:
     the steps, rounded and at least one, not necessarily in a row (DanceGRPO draws 0.6). Both draw from
     bounds[0] <= step < bounds[1], all steps by default, anew in each epoch.
 
-    usable: the steps that have std > 0 and matter, all by default. The caller leaves out deterministic ones: CPS
+    usable: the steps that have std > 0 and matter. The caller leaves out deterministic ones: CPS
     has std = 0 at the last. Flow-SDE and Dance-SDE have a density there, yet it only leaves noise in the sample;
     every published recipe leaves it out as well.
-
-    Raises ValueError for steps that do not exist or are not usable.
     """
 
-    kind: str
-    num_steps: int
-    usable: Sequence[int] | None = None
+    kind: Literal["list", "random", "fraction"]
+    usable: Sequence[int]
     steps: Sequence[int] = ()
     size: int = 1
     bounds: Sequence[int] | None = None
     fraction: float = 0.6
-
-    def __post_init__(self):
-        if self.kind not in ("list", "random", "fraction"):
-            raise ValueError(f"kind must be list, random or fraction, got {self.kind!r}")
-        everything = set(range(self.num_steps))
-        allowed = everything if self.usable is None else set(self.usable)
-        if not allowed <= everything:
-            raise ValueError(f"usable holds {sorted(allowed - everything)}, but steps are 0 .. {self.num_steps - 1}")
-        refused = [step for step in self.steps if step not in allowed]
-        if self.kind == "list" and (refused or not self.steps or len(set(self.steps)) != len(self.steps)):
-            raise ValueError(
-                f"steps must be some of the usable {sorted(allowed)}, each once, got {list(self.steps)}"
-                + (f": {refused} are not usable" if refused else "")
-            )
-
-    @property
-    def range(self) -> tuple[int, int]:
-        """First and last + 1 of the steps that are drawn from."""
-        return (0, self.num_steps) if self.bounds is None else (self.bounds[0], self.bounds[1])
 
     @property
     def drawable(self) -> tuple[int, ...]:
         """The steps that some epoch's window may have, ascending."""
         if self.kind == "list":
             return tuple(sorted(self.steps))
-        low, high = self.range
-        allowed = range(self.num_steps) if self.usable is None else self.usable
-        return tuple(step for step in sorted(allowed) if low <= step < high)
+        low, high = self.bounds or (0, math.inf)
+        return tuple(step for step in sorted(self.usable) if low <= step < high)
 
 
 def window(windows: Windows, epoch: int, seed: int) -> tuple[int, ...]:
     """The SDE steps of an epoch, ascending: the same on every process and for every group; ODE elsewhere.
 
-    Raises ValueError for a window that fits nowhere.
+    Raises ValueError for a window that fits nowhere, and for listed steps that are not usable.
     """
-    candidates, (low, high) = windows.drawable, windows.range
+    candidates, usable = windows.drawable, sorted(windows.usable)
     if windows.kind == "list":
+        refused = [step for step in windows.steps if step not in usable]
+        if refused or not candidates or len(set(candidates)) < len(candidates):
+            raise ValueError(
+                f"steps must be some of the usable {usable}, each once, got {list(windows.steps)}"
+                + (f": {refused} are not usable" if refused else "")
+            )
         return candidates
     generator = torch.Generator().manual_seed(noise_seed(seed, epoch, "window"))
+    size = windows.size if windows.kind == "random" else 1
+    starts = [s for s in candidates if set(range(s, s + size)) <= set(candidates)]
+    if not starts:
+        raise ValueError(
+            f"no {size} steps in a row among the usable {list(candidates)} within the bounds; take a smaller window or "
+            "wider bounds"
+        )
     if windows.kind == "random":
-        starts = [s for s in candidates if set(range(s, s + windows.size)) <= set(candidates)]
-        if windows.size < 1 or not starts:
-            raise ValueError(
-                f"no {windows.size} steps in a row among the usable {list(candidates)} of {low} .. {high - 1}; take a "
-                f"smaller window or wider bounds"
-            )
         start = starts[int(torch.randint(len(starts), (), generator=generator))]
-        return tuple(range(start, start + windows.size))
-    if not 0 < windows.fraction <= 1 or not candidates:
-        raise ValueError(f"needs 0 < fraction <= 1 and a usable step in {low} .. {high - 1}, got {windows.fraction}")
+        return tuple(range(start, start + size))
     count = max(1, round(windows.fraction * len(candidates)))
     drawn = torch.randperm(len(candidates), generator=generator)[:count].tolist()
     return tuple(sorted(candidates[i] for i in drawn))

@@ -80,17 +80,17 @@ def advantages(
     weight = columns.new_tensor(weights)
     total = columns @ weight
     parts, weight = (total[:, None], weight.new_ones(1)) if combine == "sum" else (columns, weight)
-    groups = len(ids)
-    mean, deviation, flat = _group_statistics(parts, index, valid, groups)
+    mean, deviation, flat = _group_statistics(parts, index, valid)
     # not a product: what an invalid sample holds may be NaN
     centred = torch.where(valid[:, None] & ~flat[index], parts - mean[index], 0.0)
     if std == "group":
         centred = centred / (deviation[index] + STD_EPSILON)
     elif std == "global" and valid.any():
         centred = centred / (parts[valid].std(0, correction=0) + STD_EPSILON)
+    _, spread, _ = _group_statistics(total[:, None], index, valid)
     logged = {
         "reward/mean": float(total[valid].mean()),
-        "reward/std_in_group": _mean_deviation(total, index, valid, groups),
+        "reward/std_in_group": float(spread[index[valid].unique()].mean()),
         "reward/valid_fraction": float(valid.double().mean()),
         "group/zero_variance": float(flat.all(1).double().mean()),
     }
@@ -119,23 +119,16 @@ def _check_groups(ids: Tensor, sizes: Tensor, group_size: int) -> None:
         )
 
 
-def _group_statistics(parts: Tensor, index: Tensor, valid: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def _group_statistics(parts: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(mean, population std, nothing varies), each (groups, R), of parts (N, R) over the valid samples."""
     where = index[valid, None].expand(-1, parts.shape[1])
     values = parts[valid]
-    zeros = parts.new_zeros(groups, parts.shape[1])
+    zeros = parts.new_zeros(int(index.max()) + 1, parts.shape[1])
     mean = zeros.scatter_reduce(0, where, values, "mean", include_self=False)
     variance = zeros.scatter_reduce(0, where, (values - mean[index[valid]]) ** 2, "mean", include_self=False)
     highest = zeros.scatter_reduce(0, where, values, "amax", include_self=False)
     lowest = zeros.scatter_reduce(0, where, values, "amin", include_self=False)
     return mean, variance.sqrt(), highest == lowest  # exact: sums of equal numbers may not average to that number
-
-
-def _mean_deviation(total: Tensor, index: Tensor, valid: Tensor, groups: int) -> float:
-    """The groups' standard deviations of total (N,), averaged over the groups that have a valid sample."""
-    _, deviation, _ = _group_statistics(total[:, None], index, valid, groups)
-    present = index[valid].unique()
-    return float(deviation[present].mean())
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -228,11 +221,6 @@ def check_ratio(
     Equal weights give a difference of exactly 0 in float32 with equal batches. bfloat16 does not: a tolerance that
     is not far below the clip range lets rounding alone clip samples.
     """
-    if log_prob.shape != old_log_prob.shape or log_prob.ndim != 1 or len(log_prob) % (len(steps) * batch):
-        raise ValueError(
-            f"check_ratio needs two (N,) of {len(steps)} steps and batches of {batch}, got {tuple(log_prob.shape)} and "
-            f"{tuple(old_log_prob.shape)}"
-        )
     differences = (log_prob - old_log_prob).detach().abs().view(-1, len(steps), batch).amax((0, 2)).tolist()
     if all(difference <= tolerance for difference in differences):  # False for NaN
         return differences

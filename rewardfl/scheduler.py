@@ -18,7 +18,6 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from rewardfl import flow
-from rewardfl.flow import linear_sigmas
 
 
 @dataclass
@@ -122,7 +121,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         for i in window:
             if i not in steps:
                 raise ValueError(f"noise_window {list(window)}: there are steps 0 to {steps[-1]}")
-            if flow.transition_std(self.config.kind, *self._arguments(i)) == 0:
+            if flow.coefficients(self.config.kind, *self._arguments(i)).std == 0:
                 raise ValueError(f"noise_window {list(window)}: {self.config.kind} makes step {i} deterministic")
         return window
 
@@ -179,16 +178,3 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     def _arguments(self, index: int) -> tuple[Tensor, Tensor, float, Tensor]:
         """sigma, sigma_next, noise_level, sigma_cap of a step."""
         return self.sigmas[index], self.sigmas[index + 1], self.config.noise_level, self.sigmas[1]
-
-
-class LinearFlowEuler(FlowMatchEulerDiscreteScheduler):
-    """diffusers' Euler scheduler on `flow.linear_sigmas`, for a stock pipeline that is to sample as we do.
-
-    The pipeline calls set_timesteps(n) without sigmas, and the parent then shifts an already shifted range:
-    with shift 5 and 8 steps its last sigma is 0.024, not 0.417.
-    """
-
-    def set_timesteps(self, num_inference_steps: int, device: torch.device | None = None) -> None:
-        super().set_timesteps(num_inference_steps, device=device)
-        self.sigmas = linear_sigmas(num_inference_steps, self.config.shift)
-        self.timesteps = (1000 * self.sigmas[:-1]).to(device)

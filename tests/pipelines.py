@@ -1,9 +1,11 @@
 """A Wan2.2-I2V-shaped pipeline with random weights, small enough to differentiate in float64."""
 
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from rewardfl.backbones import seam
 from rewardfl.backbones.wan.backbone import Wan22I2V, of_pipeline
+from rewardfl.flow import linear_sigmas
 from rewardfl_tools.tiny_world.vae import new_vae
 from rewardfl_tools.tiny_world.video import new_expert, new_pipeline
 
@@ -39,3 +41,16 @@ def experts_of(pipe, outside=()) -> seam.Experts:
 def encode(pipe, prompt, image, num_frames) -> seam.Conditioning:
     backbone, device = backbone_of(pipe), torch.device("cpu")
     return backbone.text_encoder(device)(prompt) | backbone.image_encoder(device)(image, num_frames)
+
+
+class LinearFlowEuler(FlowMatchEulerDiscreteScheduler):
+    """diffusers' Euler scheduler on `flow.linear_sigmas`, for a stock pipeline that is to sample as we do.
+
+    The pipeline calls set_timesteps(n) without sigmas, and the parent then shifts an already shifted range:
+    with shift 5 and 8 steps its last sigma is 0.024, not 0.417.
+    """
+
+    def set_timesteps(self, num_inference_steps: int, device: torch.device | None = None) -> None:
+        super().set_timesteps(num_inference_steps, device=device)
+        self.sigmas = linear_sigmas(num_inference_steps, self.config.shift)
+        self.timesteps = (1000 * self.sigmas[:-1]).to(device)

@@ -12,11 +12,10 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from PIL import Image
-from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, random_pipeline
+from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, LinearFlowEuler, random_pipeline
 
 from rewardfl import backbones, data, flow, groups, lora, reward_flow, sde
 from rewardfl.backbones.seam import Backbone, Experts, Source, Velocity
-from rewardfl.scheduler import LinearFlowEuler
 
 CPU = torch.device("cpu")
 PROMPT, NEGATIVE, STEPS, SHIFT = "a person with short dark hair, talking", "blinking", 6, 5.0

@@ -702,7 +702,6 @@ def test_a_checkpoint_is_saved_again(tmp_path):
 def test_find_checkpoint(tmp_path):
     assert checkpoint.find_checkpoint(tmp_path, "auto") is None
     paths = [save(tmp_path, step) for step in (9, 999_999, 1_000_000)]
-    assert checkpoint.find_checkpoint(tmp_path, False) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert checkpoint.find_checkpoint(tmp_path, "auto") == paths[-1]

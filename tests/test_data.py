@@ -19,6 +19,7 @@ from PIL import Image
 
 from rewardfl import data, groups
 from rewardfl.data import DataError, clips, order
+from rewardfl_tools import _generate
 
 
 def clip(num_frames=9, height=48, width=64):
@@ -112,10 +113,9 @@ def test_the_same_frames_are_the_same_bytes(tmp_path):
     assert len(found) == 1 and b" threads=1 " in found.pop()  # bits that depend on the number of cores are not the same
 
 
-@pytest.mark.parametrize("frames", [clip(), data.to_float(clip())], ids=["uint8", "float"])
-def test_lossless_files_hold_the_pixels(tmp_path, frames):
-    data.write_npy(tmp_path / "a.npy", frames)
-    data.write_pngs(tmp_path / "a", frames)
+def test_lossless_files_hold_the_pixels(tmp_path):
+    _generate.write_npy(tmp_path / "a.npy", data.to_float(clip()))
+    _generate.write_pngs(tmp_path / "a", data.to_float(clip()))
     array = np.load(tmp_path / "a.npy")
     assert array.dtype == np.uint8 and np.array_equal(array, clip().numpy())
     assert sorted(os.listdir(tmp_path)) == ["a", "a.npy"]
@@ -127,7 +127,7 @@ def test_lossless_files_hold_the_pixels(tmp_path, frames):
 def test_pngs_replace_nothing(tmp_path):
     (tmp_path / "thesis.txt").write_text("x")
     with pytest.raises(FileExistsError, match=str(tmp_path)):
-        data.write_pngs(tmp_path, clip())
+        _generate.write_pngs(tmp_path, data.to_float(clip()))
     assert os.listdir(tmp_path) == ["thesis.txt"]
 
 
@@ -638,12 +638,15 @@ def test_each_file_of_an_example_is_decoded_once(folder, monkeypatch):
     rows = data.load_metadata(write_csv(folder, "a.mp4,x,b.png,short.mp4", "a.mp4,x,,a.mp4", header=header))
     decoded, decode = [], clips._decoded
     monkeypatch.setattr(clips, "_decoded", lambda path: decoded.append(path.name) or decode(path))
-    assert data.read_example(rows[0], 32, 32, 5)[1] == [] and decoded == ["a.mp4", "short.mp4"]
+    data.load_example(rows[0], 32, 32, 5)
+    assert decoded == ["a.mp4", "short.mp4"]
     decoded.clear()
-    example, _ = data.read_example(rows[1], 32, 32, 5)
+    example = data.load_example(rows[1], 32, 32, 5)
     assert decoded == ["a.mp4"] and example.reference is example.video
     (folder / "b.png").unlink()
-    assert data.read_example(rows[0], 32, 32, 12) == (None, data.row_problems(rows[0], 12))
+    with pytest.raises(data.DataError) as error:
+        data.load_example(rows[0], 32, 32, 12)
+    assert str(error.value) == "; ".join(data.row_problems(rows[0], 12))
     assert len(data.row_problems(rows[0], 12)) == 2
 
 
@@ -743,7 +746,6 @@ def test_a_file_without_video(folder):
 def test_load_example(folder):
     (row,) = data.load_metadata(write_csv(folder, "a.mp4,smiles"))
     example = data.load_example(row, 32, 32, 5)
-    assert example.id == row.id and example.prompt == "smiles"
     assert example.video.shape == (3, 5, 32, 32) and example.video.dtype == torch.float32
     assert torch.equal(example.image, example.video[:, 0])
     assert torch.equal(example.video, data.to_float(data.fit(data.read_video(folder / "a.mp4")[:5], 32, 32)))
@@ -851,10 +853,9 @@ def test_the_order_is_shuffled_and_depends_on_seed_and_epoch():
 
 
 def test_total_steps():
-    assert groups.total_steps(10, 4, 1, None) == 3  # 2.5 steps hold one epoch; the third takes 2 of the next
-    assert groups.total_steps(10, 5, 2, None) == 4
-    assert groups.total_steps(3, 8, 1, None) == 1
-    assert groups.total_steps(10, 4, 1, 100) == 100
+    assert groups.total_steps(10, 4, 1) == 3  # 2.5 steps hold one epoch; the third takes 2 of the next
+    assert groups.total_steps(10, 5, 2) == 4
+    assert groups.total_steps(3, 8, 1) == 1
 
 
 # ---- noise

@@ -367,7 +367,7 @@ def test_noise_of_the_stochastic_samplers():
     for i, (sigma, sigma_next) in enumerate(zip(SIGMAS[:-1], SIGMAS[1:], strict=True)):
         std_dev_t = torch.sqrt(sigmas[i] / (1 - torch.where(sigmas[i] == 1, sigmas[1], sigmas[i])))
         expected = {"flow": float(std_dev_t * torch.sqrt(-1 * dt[i])), "dance": float(torch.sqrt(-1 * dt[i]))}
-        found = {kind: flow.transition_std(kind, sigma, sigma_next, 1.0, SIGMAS[1]) for kind in expected}
+        found = {kind: flow.coefficients(kind, sigma, sigma_next, 1.0, SIGMAS[1]).std for kind in expected}
         assert found == pytest.approx(expected)
 
 

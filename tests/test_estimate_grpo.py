@@ -372,8 +372,8 @@ def test_sigma_table():
     ]  # fmt: skip
     step = (SIGMAS[6], SIGMAS[7], 0.7, SIGMAS[1])
     for i, kind in enumerate(("flow", "dance", "cps")):
-        functions = (flow.transition_std, flow.gradient_weight, flow.noise_scale_error)
-        expected = [function(kind, *step) for function in functions]
+        weight, noise = flow.gradient_weight(kind, *step), flow.noise_scale_error(kind, *step)
+        expected = [flow.coefficients(kind, *step).std, weight, noise]
         assert [float(cell) for cell in cells(6)[5 + 3 * i : 8 + 3 * i]] == pytest.approx(expected, abs=6e-4)
     assert [cells(i)[13] for i in range(7)] == ["1.000"] * 7  # cps leaves the noise that it should
     assert cells(7)[5:] == ["0.3819", "1.3584", "-", "0.4518", "1.2384", "-", "0.0000", "-", "-"]

@@ -29,7 +29,7 @@ def real():
     """A clip of the tiny world (3, 9, 64, 64) whose face moves."""
     row = data.load_metadata(ROOT / "assets" / "tiny_world" / "eval" / "metadata.csv")[1]
     size = {"height": 64, "width": 64, "num_frames": 9, "max_pixels": None, "fps": None}
-    return data.read_example(row, **size)[0].reference
+    return data.load_example(row, **size).reference
 
 
 @pytest.fixture(scope="module")

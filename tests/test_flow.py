@@ -250,12 +250,12 @@ def test_no_schedule_of_wans_makes_a_step_explode(shift):
         assert 0.99999 < sigmas[0] < 1 and len(sigmas) == steps + 1
         for i, a in itertools.product(range(steps - 1), (0.1, 0.3, 0.5, 0.7)):
             arguments, after = step_arguments(i, a, sigmas), float(sigmas[i + 1])
-            std = flow.transition_std("flow", *arguments)
+            std = flow.coefficients("flow", *arguments).std
             noise = after * flow.noise_scale_error("flow", *arguments)
             assert std < (a * 1.001 if i == 0 else 1.25)
             assert math.hypot(1 - after, noise) == pytest.approx(math.hypot(1 - after, after), rel=0.25)
         # what `sigma == 1` lets through
-        assert flow.transition_std("flow", sigmas[0], sigmas[1], 0.7, sigmas[0]) > 20
+        assert flow.coefficients("flow", sigmas[0], sigmas[1], 0.7, sigmas[0]).std > 20
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
@@ -273,13 +273,13 @@ def test_flows_first_step_is_finite(shift):
 
 def test_std_is_that_of_the_whole_transition():
     """The seed returned g for flow and g sqrt(-dt) for the others: the variances of two dance steps add to one's."""
-    whole = flow.transition_std("dance", SIGMAS[2], SIGMAS[4], 0.7, SIGMAS[1])
-    parts = [flow.transition_std("dance", *step_arguments(i)) for i in (2, 3)]
+    whole = flow.coefficients("dance", SIGMAS[2], SIGMAS[4], 0.7, SIGMAS[1]).std
+    parts = [flow.coefficients("dance", *step_arguments(i)).std for i in (2, 3)]
     assert whole == pytest.approx(math.hypot(*parts), rel=1e-6)
     for i in range(1, 10):
         g = 0.7 * math.sqrt(SIGMAS[i] / (1 - SIGMAS[i]))
         dt = float(SIGMAS[i + 1] - SIGMAS[i])
-        assert flow.transition_std("flow", *step_arguments(i)) == pytest.approx(g * math.sqrt(-dt), rel=1e-6)
+        assert flow.coefficients("flow", *step_arguments(i)).std == pytest.approx(g * math.sqrt(-dt), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
@@ -293,7 +293,7 @@ def test_without_noise_every_kind_is_the_euler_step(kind):
         mean, std = flow.transition(kind, x, v, *step_arguments(i, 1e-4))
         torch.testing.assert_close(mean, euler, rtol=0, atol=1e-6)
         assert 0 <= std < 2e-4
-        assert flow.transition_std(kind, *step_arguments(i, 2e-4)) == pytest.approx(2 * std)
+        assert flow.coefficients(kind, *step_arguments(i, 2e-4)).std == pytest.approx(2 * std)
 
 
 def test_dt_is_the_float32_difference_of_float32_sigmas():
@@ -494,7 +494,7 @@ def test_review_3_deterministic_steps_have_no_density(kind):
 @pytest.mark.parametrize("kind", ["flow", "dance"])
 def test_review_4_the_density_is_one_gaussian(kind):
     """Point 4, "2 var + 1e-9 and log(std + 1e-9)": those are two Gaussians; ours integrates to 1 at std 1e-5 too."""
-    std = flow.transition_std(kind, 0.5, 0.4, 1e-5 / math.sqrt(0.1), 0.9)
+    std = flow.coefficients(kind, 0.5, 0.4, 1e-5 / math.sqrt(0.1), 0.9).std
     grid = torch.linspace(-8, 8, 4001, dtype=torch.float64)[:, None] * std
     density = flow.log_prob(kind, grid, torch.zeros_like(grid), std).exp()
     assert std == pytest.approx(1e-5)

@@ -73,7 +73,7 @@ def test_a_warm_cache_loads_the_decoder_and_the_trained_expert_alone(plain, tmp_
     cache = shutil.copytree(plain / "cache", tmp_path / "cache")
     loaded, load = [], wan_load.load_pipeline
     monkeypatch.setattr(wan_load, "load_pipeline", lambda *a: loaded.append(a[-1]) or load(*a))
-    monkeypatch.setattr(data, "read_example", only_the_first(data.read_example))  # to compare faces, and to be shown
+    monkeypatch.setattr(data, "load_example", only_the_first(data.load_example))  # to compare faces, and to be shown
 
     def run(name):
         loaded.clear()

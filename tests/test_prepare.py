@@ -43,10 +43,22 @@ def together(count, work):
             barrier.wait()
             return everyones
 
+        def by_main(decide, refusal):
+            answers = []
+            if rank == 0:
+                try:
+                    answers.append((decide(), None))
+                except refusal as error:
+                    answers.append((None, error))
+            ((found, refused),) = gather(answers)
+            if refused:
+                raise refused
+            return found
+
         try:
             said, share = [], prepare.Share(rank, count, quiet=True)
-            job = SimpleNamespace(share=share, rank=rank, gather_lists=gather, device=torch.device("cpu"), said=said)
-            job.say, job.wait = said.append, lambda: None
+            job = SimpleNamespace(share=share, gather_lists=gather, device=torch.device("cpu"), said=said)
+            job.say, job.wait, job.by_main = said.append, lambda: None, by_main
             results[rank] = work(job)
         except Exception as error:
             results[rank] = error
@@ -161,14 +173,15 @@ def test_every_problem_is_found_and_every_process_knows(cfg, tmp_path, monkeypat
     (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])  # its header is left
     with (tmp_path / "metadata.csv").open("a") as file:
         file.write("short.mp4,x\nblack.mp4,x\n4.mp4,\ngone.mp4,x\n")
-    look = prepare.look_at_all
+    read_all = prepare.read_all
 
     def then_remove(*arguments):
-        looks = look(*arguments)
-        (tmp_path / "gone.mp4").unlink(missing_ok=True)
+        looks = read_all(*arguments)
+        if arguments[-1] == "headers":
+            (tmp_path / "gone.mp4").unlink(missing_ok=True)
         return looks
 
-    monkeypatch.setattr(prepare, "look_at_all", then_remove)
+    monkeypatch.setattr(prepare, "read_all", then_remove)
     for error in find(cfg, 2, Cache(tmp_path / "cache"), [Brightness()]):
         assert isinstance(error, data.DataError) and "data.file_name (" in str(error) and "2 of 12 rows" in str(error)
         assert (

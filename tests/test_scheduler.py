@@ -7,13 +7,13 @@ import pytest
 import torch
 from conftest import ROOT
 from diffusers import FlowMatchEulerDiscreteScheduler
-from pipelines import FRAMES, HEIGHT, WIDTH, backbone_of, encode, experts_of
+from pipelines import FRAMES, HEIGHT, WIDTH, LinearFlowEuler, backbone_of, encode, experts_of
 from test_wan import PROMPT, picture
 
 from rewardfl import flow, groups
 from rewardfl.backbones.seam import Velocity
 from rewardfl.backbones.wan import model as wan
-from rewardfl.scheduler import FlowMatchSDEScheduler, LinearFlowEuler
+from rewardfl.scheduler import FlowMatchSDEScheduler
 
 STOCHASTIC = ["flow", "dance", "cps"]
 STOCK = FlowMatchEulerDiscreteScheduler(shift=5.0).config
@@ -276,7 +276,7 @@ def test_steps_are_counted_not_looked_up():
     scheduler.set_begin_index(2)
     output = scheduler.step(velocity, scheduler.timesteps[2], sample)
     assert scheduler.step_index == 3 and output.std == pytest.approx(
-        flow.transition_std("flow", scheduler.sigmas[2], scheduler.sigmas[3], 0.7, scheduler.sigmas[1])
+        flow.coefficients("flow", scheduler.sigmas[2], scheduler.sigmas[3], 0.7, scheduler.sigmas[1]).std
     )
     scheduler.step(velocity, scheduler.timesteps[3], sample)
     with pytest.raises(ValueError, match="step 4: the schedule has steps 0 to 3"):

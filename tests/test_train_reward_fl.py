@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT
 from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from PIL import Image
+from pipelines import LinearFlowEuler
 from runs import CACHE, FAST, PACKS, WORLD, adapter, call, launch, metrics, table
 
 from rewardfl import config, data, groups, lora, reward_flow
@@ -26,7 +27,6 @@ from rewardfl.estimate import report
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.run import checkpoint
 from rewardfl.run.job import Job
-from rewardfl.scheduler import LinearFlowEuler
 from rewardfl_tools import _generate, evaluate, generate
 
 pytestmark = pytest.mark.usefixtures("measured_once")
@@ -475,8 +475,8 @@ def write(path, rows):
         ),
         ("model.trainable_models=dit", "dit answers at no active step"),
         ("sample.mid_timestep=9", "sample.mid_timestep must be at most final_timestep 7, got 9"),
-        ("data.file_name=nowhere.csv", "data.file_name: no such file: nowhere.csv"),
-        ("model.model_paths=nowhere", "model.model_paths: no diffusers pipeline"),
+        ("data.file_name=nowhere.csv", "data.file_name: no such file or folder: nowhere.csv"),
+        ("model.model_paths=nowhere", "model.model_paths: no such file or folder"),
         ("reward.reward_model_path=nowhere", "reward.reward_model_path: no face pack at nowhere"),
         ("train.train_batch_size=3", "train.train_batch_size is 3"),
     ],

@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
 from PIL import Image
-from pipelines import FRAMES, HEIGHT, WIDTH, backbone_of, encode, experts_of, random_pipeline
+from pipelines import FRAMES, HEIGHT, WIDTH, LinearFlowEuler, backbone_of, encode, experts_of, random_pipeline
 
 from rewardfl import backbones, data, flow, groups, reward_flow
 from rewardfl.backbones.seam import Experts, Source, Velocity
@@ -15,7 +15,6 @@ from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
-from rewardfl.scheduler import LinearFlowEuler
 from rewardfl.weights.shards import Refused
 
 PROMPT = "a person with short dark hair, talking"

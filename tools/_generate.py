@@ -1,16 +1,19 @@
 """One video from an image and a prompt: the work of tools/generate.py."""
 
 import argparse
+import io
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 
 from rewardfl import backbones, data, groups, lora, offload, reward_flow
 from rewardfl.backbones.seam import Experts, Source, Velocity
-from rewardfl.files import printable
+from rewardfl.files import atomic_directory, atomic_write, printable
 from rewardfl_tools import _common
 
 
@@ -34,12 +37,31 @@ def writer(out: Path, fps: float) -> Callable[[Path, torch.Tensor], None]:
     if out.suffix == ".mp4":
         return partial(data.write_video, fps=fps)
     if out.suffix == ".npy":
-        return data.write_npy
+        return write_npy
     if out.suffix:
         raise ValueError(f"--out: {out}: give NAME.mp4, NAME.npy, or for PNG files a folder without a dot in its name")
     if out.exists():
         raise ValueError(f"--out: {out} is there already; name a new folder")
-    return data.write_pngs
+    return write_pngs
+
+
+def write_npy(path: str | Path, video: torch.Tensor) -> None:
+    """Write a video (3, F, H, W) in [-1, 1] as numpy's uint8 array (F, H, W, 3) in RGB, atomically and losslessly."""
+    content = io.BytesIO()
+    np.save(content, data.to_uint8(video).cpu().numpy())
+    atomic_write(path, content.getvalue())
+
+
+def write_pngs(folder: str | Path, video: torch.Tensor) -> None:
+    """Write a video (3, F, H, W) in [-1, 1] as `folder`/0000.png, 0001.png, ...: all of them or none, losslessly.
+
+    Raises FileExistsError where there is something at `folder`, which is never replaced.
+    """
+    if Path(folder).exists():
+        raise FileExistsError(f"{folder} is there already")
+    with atomic_directory(folder) as new:
+        for i, frame in enumerate(data.to_uint8(video).cpu().numpy()):
+            Image.fromarray(frame).save(new / f"{i:04d}.png")
 
 
 @torch.no_grad()

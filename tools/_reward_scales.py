@@ -69,15 +69,14 @@ def find_clips(
     found: list[tuple[data.Row, data.Example]] = []
     references: list[list[Reference]] = []
     for row in data.load_metadata(cfg.data.file_name):
-        example, problems = data.read_example(
-            row, cfg.data.height, cfg.data.width, cfg.data.num_frames, max_pixels=cfg.data.max_pixels, fps=cfg.data.fps
-        )
-        if example is not None:
+        try:
+            example = start.example_of(cfg, row)
             clip = example.reference.to(device)
             kept: list[Reference] = [term.reward.reference(clip, row.prompt) for term in terms]
-            problems = [] if kept[0] is not None else [f"{terms[0].reward.nothing_found} {row.face_video}"]
-        if problems:
-            print(printable(f"skipped: line {row.line}: {'; '.join(problems)}"))
+            if kept[0] is None:
+                raise data.DataError(f"{terms[0].reward.nothing_found} {row.face_video}")
+        except data.DataError as error:
+            print(printable(f"skipped: line {row.line}: {error}"))
             continue
         found.append((row, example))
         references.append(kept)

@@ -100,32 +100,23 @@ class _Loader(yaml.SafeLoader):
         for first, patterns in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def __init__(self, text: str):
-        super().__init__(text)
-        self.still_open = 0  # lists and mappings around the next node
-        self.extents: dict[yaml.Node, tuple[int, int]] = {}  # the values and levels that a node stands for
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        """The next node, unless what it stands for, aliases written out, exceeds MOST_VALUES or MOST_LEVELS."""
-        event = self.peek_event()
-        if self.still_open >= MOST_LEVELS:
-            raise _refusal(f"lists and mappings in more than {MOST_LEVELS} levels", event)
-        self.still_open += 1
-        node = super().compose_node(parent, index)
-        self.still_open -= 1
-        if not isinstance(event, yaml.AliasEvent):
-            inner = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-            parts = [] if isinstance(node, yaml.ScalarNode) else [self.extents[part] for part in inner]
-            self.extents[node] = (
-                1 + sum(values for values, _ in parts),
-                1 + max((levels for _, levels in parts), default=0),
-            )
-        elif node not in self.extents:
-            raise _refusal(f"{shown(event.anchor)} stands within itself", event)
-        values, levels = self.extents[node]
-        if values > MOST_VALUES or self.still_open + levels > MOST_LEVELS:
-            raise _refusal(f"more than {MOST_VALUES} values or {MOST_LEVELS} levels, aliases written out", event)
-        return node
+    def compose_document(self) -> yaml.Node:
+        """The next document, unless what it stands for, aliases written out, exceeds MOST_VALUES or MOST_LEVELS."""
+        first = self.peek_event()
+        try:
+            root = super().compose_document()
+        except RecursionError as error:
+            raise _refusal(f"lists and mappings in more than {MOST_LEVELS} levels", first) from error
+        waiting, values = [(root, 1)], 0
+        while waiting:
+            node, level = waiting.pop()
+            values += 1
+            if values > MOST_VALUES or level > MOST_LEVELS:  # as is what stands within itself
+                raise _refusal(f"more than {MOST_VALUES} values or {MOST_LEVELS} levels, aliases written out", node)
+            if not isinstance(node, yaml.ScalarNode):
+                inner = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+                waiting += [(part, level + 1) for part in inner]
+        return root
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         if isinstance(node, yaml.MappingNode):  # `!!map text` is none

@@ -555,7 +555,7 @@ class GrpoConfig(Section):
     # For random.
     window_size: Denoising = 2
     # For fraction.
-    window_fraction: Share = 0.6
+    window_fraction: Annotated[Share, Field(gt=0)] = 0.6
     # First and last + 1 of the steps that random and fraction draw from; null is all. Steps of an expert that is not
     # trained and the last step, whose noise nothing would remove, are never drawn.
     window_bounds: Listed[int] | None = None

@@ -1,5 +1,7 @@
 """Training data: clips and their table, the order in which they are trained on, and the cache of what is computed."""
 
+# ruff: noqa: F401  (this file only re-exports)
+
 from rewardfl.data.clips import (
     DataError,
     clip_size,
@@ -12,8 +14,6 @@ from rewardfl.data.clips import (
     read_video,
     to_float,
     to_uint8,
-    write_npy,
-    write_pngs,
     write_video,
 )
 from rewardfl.data.metadata import (
@@ -27,39 +27,7 @@ from rewardfl.data.metadata import (
     load_metadata,
     look_at,
     notes,
-    read_example,
     row_problems,
     usable_rows,
 )
 from rewardfl.data.order import Order
-
-__all__ = [
-    "COLUMNS",
-    "DataError",
-    "Example",
-    "Look",
-    "Order",
-    "Row",
-    "check_rows",
-    "clip_notes",
-    "clip_size",
-    "draw_boxes",
-    "fit",
-    "frame_rate",
-    "iter_frames",
-    "load_example",
-    "load_metadata",
-    "look_at",
-    "notes",
-    "read_clip",
-    "read_example",
-    "read_picture",
-    "read_video",
-    "row_problems",
-    "to_float",
-    "to_uint8",
-    "usable_rows",
-    "write_npy",
-    "write_pngs",
-    "write_video",
-]

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional
 
-from rewardfl.files import atomic_directory, atomic_write
+from rewardfl.files import atomic_write
 
 STEP = 16  # diffusers' Wan pipeline takes heights and widths in multiples of it
 PICTURE_PIXELS = 2**26  # at most, of a picture (8192 x 8192): reading and fitting it takes 1.1 GB
@@ -91,9 +91,8 @@ def _opened(path: str | Path) -> Iterator[tuple[av.container.InputContainer, av.
                 raise DataError(f"{path}: holds no video")
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
-            if (
-                abs(Fraction(stream.sample_aspect_ratio or 1) - 1) > 0.02
-            ):  # players stretch it; a face would be squeezed
+            # players stretch it; a face would be squeezed
+            if abs(Fraction(stream.sample_aspect_ratio or 1) - 1) > 0.02:
                 raise DataError(
                     f"{path}: pixels are {stream.sample_aspect_ratio} as wide as high; make them square with "
                     "ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT"
@@ -203,38 +202,15 @@ def write_video(path: str | Path, video: Tensor, fps: float) -> None:
     _, height, width, _ = frames.shape
     if height % 2 or width % 2:
         raise ValueError(f"{path}: H.264 needs an even height and width, got {height} x {width}")
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with av.open(str(temporary), "w", format="mp4") as container:
-            stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
-            stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
-            stream.options = X264
-            for frame in frames:
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-            container.mux(stream.encode())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_npy(path: str | Path, video: Tensor) -> None:
-    """Write a video, as write_video takes it, as numpy's uint8 array (F, H, W, 3) in RGB, atomically and losslessly."""
     content = io.BytesIO()
-    np.save(content, _frames(video))
-    atomic_write(path, content.getvalue())
-
-
-def write_pngs(folder: str | Path, video: Tensor) -> None:
-    """Write a video, as write_video takes it, as `folder`/0000.png, 0001.png, ...: all of them or none, losslessly.
-
-    Raises FileExistsError where there is something at `folder`, which is never replaced.
-    """
-    if Path(folder).exists():
-        raise FileExistsError(f"{folder} is there already")
-    with atomic_directory(folder) as new:
-        for i, frame in enumerate(_frames(video)):
-            Image.fromarray(frame).save(new / f"{i:04d}.png")
+    with av.open(content, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        stream.options = X264
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    atomic_write(path, content.getvalue(), durable=False)
 
 
 def _frames(video: Tensor) -> np.ndarray:

@@ -29,13 +29,8 @@ from rewardfl.data.clips import (
 )
 from rewardfl.files import is_control
 
-COLUMNS = (
-    "video",
-    "prompt",
-    "image",
-    "negative_prompt",
-    "reference_video",
-)  # of metadata.csv; the first two are a must
+# of metadata.csv; the first two are a must
+COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video")
 PATHS = ("video", "image", "reference_video")  # the columns that name files
 REFERENCE_FRAMES = 2  # at least, of a reference video: a face pool leaves out the first
 NAME_BYTES = 255  # of a file's name, on the file systems there are
@@ -79,8 +74,6 @@ class Look:
 
 @dataclass(frozen=True)
 class Example:
-    id: str
-    prompt: str
     video: Tensor  # (3, F, H, W) in [-1, 1], the real clip
     image: Tensor  # (3, H, W) in [-1, 1], the model's input
     reference: Tensor  # (3, F', H', W') in [-1, 1], the clip whose face is to be kept: `video` unless the row says
@@ -280,10 +273,10 @@ def row_problems(row: Row, num_frames: int, fps: float | None = None) -> list[st
     return _said_of(row) + _read_files(row, num_frames, decode, read_picture)[1]
 
 
-def read_example(
+def load_example(
     row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
-) -> tuple[Example | None, list[str]]:
-    """(the row's clip and what else it names, []), or (None, what keeps these files from being used).
+) -> Example:
+    """The row's clip and what else it names. DataError with all that keeps these files from being used.
 
     Each file is decoded once, as read_clip and read_picture do. The image is fitted to the clip's size. A reference
     video has its own size under max_pixels, and may be shorter than the clip: up to num_frames of its frames are
@@ -295,21 +288,11 @@ def read_example(
 
     found, problems = _read_files(row, num_frames, read, read_picture)
     if problems:
-        return None, problems
+        raise DataError("; ".join(problems))
     video = reference = to_float(found["video"])
     image = video[:, 0]
     if "image" in found:
         image = to_float(fit(found["image"][None], *video.shape[2:]))[:, 0]
     if "reference_video" in found:
         reference = to_float(found["reference_video"])
-    return Example(row.id, row.prompt, video, image, reference), []
-
-
-def load_example(
-    row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
-) -> Example:
-    """The row's clip as read_example gives it; DataError for files that cannot be used."""
-    example, problems = read_example(row, height, width, num_frames, max_pixels, fps)
-    if example is None:
-        raise DataError("; ".join(problems))
-    return example
+    return Example(video, image, reference)

@@ -17,11 +17,11 @@ import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 import psutil
 import torch
@@ -182,6 +182,7 @@ class Resumption:
     path: Path | None = None  # the checkpoint, None to start anew
     step: int = 0  # that it was saved after
     changes: tuple[dict[str, Any], ...] = ()  # key, old, new, step: of this resumption and of those before it
+    base: Mapping[str, str] = field(default_factory=dict)  # {part of the base model: digest of its files}
 
 
 def prepare_output_dir(run_folder: RunFolder, config: dict[str, dict], base_model: Mapping[str, str]) -> Resumption:
@@ -480,14 +481,12 @@ def load_state(path: str | Path) -> dict[str, Any]:
     return torch.load(Path(path) / STATE, map_location="cpu", weights_only=True)
 
 
-def find_checkpoint(output_dir: str | Path, resume: str | Literal[False]) -> Path | None:
+def find_checkpoint(output_dir: str | Path, resume: str) -> Path | None:
     """The checkpoint to go on from, or None to start anew.
 
-    resume: "auto" takes the last complete one, warning about incomplete ones after it; False takes none; a
-    path is taken if it is complete and, within output_dir, the last (later ones would mix two histories).
+    resume: "auto" takes the last complete one, warning about incomplete ones after it; a path is taken if it is
+    complete and, within output_dir, the last (later ones would mix two histories).
     """
-    if resume is False:
-        return None
     found = _steps(Path(output_dir))
     if resume == "auto":
         for path in reversed(found):
@@ -586,11 +585,7 @@ def _rotate(output_dir: Path, keep_last: int | None) -> None:
     """Delete all but the last `keep_last` checkpoints, and those that a link points at."""
     if keep_last is None:
         return
-    linked = {
-        os.readlink(output_dir / "checkpoints" / name)
-        for name in ("latest", "best")
-        if (output_dir / "checkpoints" / name).is_symlink()
-    }
+    linked = {(output_dir / "checkpoints" / name).resolve().name for name in ("latest", "best")}
     for path in _steps(output_dir)[:-keep_last]:
         if path.name not in linked:
             gone = temporary_path(path)

@@ -36,23 +36,18 @@ def check_threads(cpu_threads: int | None, cores: int) -> None:
 
 
 def check_paths(cfg: AnyConfig) -> None:
-    """ConfigError naming every file or folder of the configuration that is not there."""
-    problems = []
-    if not Path(cfg.data.file_name).is_file():
-        problems.append(f"data.file_name: no such file: {cfg.data.file_name}")
-    model = Path(cfg.model.model_paths)
-    if cfg.model.model_paths and not (model / "model_index.json").is_file() and not model.is_file():
-        problems.append(
-            f"model.model_paths: no diffusers pipeline (model_index.json) in {model}, and no such json file"
-        )
-    for key in ("distill_lora_high", "distill_lora_low"):
-        path = getattr(cfg.model, key)
-        if path and not Path(path).exists():
-            problems.append(f"model.{key}: no such file or folder: {path}")
-    if cfg.lora.init_from and not Path(cfg.lora.init_from).exists():
-        problems.append(f"lora.init_from: no such file or folder: {cfg.lora.init_from}")
-    if cfg.model.tokenizer_path and not Path(cfg.model.tokenizer_path).is_dir():
-        problems.append(f"model.tokenizer_path: no such folder: {cfg.model.tokenizer_path}")
+    """ConfigError naming every path of the configuration that is not there, or no face pack where it must be one."""
+    wanted = {
+        "data.file_name": cfg.data.file_name,
+        "model.model_paths": cfg.model.model_paths,
+        "model.distill_lora_high": cfg.model.distill_lora_high,
+        "model.distill_lora_low": cfg.model.distill_lora_low,
+        "model.tokenizer_path": cfg.model.tokenizer_path,
+        "lora.init_from": cfg.lora.init_from,
+    }
+    problems = [
+        f"{key}: no such file or folder: {path}" for key, path in wanted.items() if path and not Path(path).exists()
+    ]
     for key in ("reward_model_path", "held_out_model_path"):
         folder = getattr(cfg.reward, key)
         try:

@@ -96,7 +96,7 @@ class Job:
         """The maximum over all processes."""
         return int(self.gather(torch.tensor([number], device=self.device)).max())
 
-    def by_main(self, decide: Callable[[], T], refusal: type[Exception]) -> T:
+    def by_main(self, decide: Callable[[], T], refusal: type[Exception] | tuple[type[Exception], ...]) -> T:
         """What `decide` gives on the main process, or the `refusal` that it raises there, on all processes.
 
         So that none waits in a collective for one that was refused.

@@ -6,16 +6,16 @@ And how many updates in a row have taught nothing: a run that has stopped learni
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 from tqdm import tqdm
 
+from rewardfl.config import AnyConfig
 from rewardfl.files import printable
 from rewardfl.rewards.base import RewardError
 from rewardfl.run import checkpoint
 from rewardfl.run.job import Job
-from rewardfl.run.monitor import alarms, recent_mean, suspects
+from rewardfl.run.monitor import alarms, suspects
 from rewardfl.run.trackers import Tracker
 
 
@@ -23,15 +23,13 @@ from rewardfl.run.trackers import Tracker
 class Log:
     """One plain call per step. The main process writes; all of them count."""
 
+    cfg: AnyConfig
     job: Job
     folder: checkpoint.RunFolder
     metrics: checkpoint.MetricsFile  # cut back to the step that the run goes on from
     tracker: Tracker
-    logging_steps: int  # the tracker gets every so many steps
-    motion_alarm: float  # see monitor.alarms
-    max_nonfinite: int  # updates in a row that may teach nothing
     last_step: int  # of the whole run
-    skipped_in_a_row: int = 0  # such updates before this start, and then until now
+    skipped_in_a_row: int = 0  # updates that taught nothing, before this start and then until now
 
     def __post_init__(self):
         self.history: list[dict[str, float]] = self.metrics.read() if self.job.main else []
@@ -63,9 +61,9 @@ class Log:
         with checkpoint.tolerant(self.job.say, step, last=step == self.last_step):
             self.folder.keep()
             self.metrics.append(step, metrics)
-        if step % self.logging_steps == 0:
+        if step % self.cfg.run.logging_steps == 0:
             self.tracker.log(step, metrics)
-        for warning in alarms(self.history, self.motion_alarm):
+        for warning in alarms(self.history, self.cfg.reward.motion_alarm):
             tqdm.write(f"step {step}: {warning}")
 
     def count(self, norm: float, why_nothing: str) -> None:
@@ -79,22 +77,10 @@ class Log:
 
     def stop_if_stuck(self, step: int, why_nothing: str) -> None:
         """RewardError or SystemExit when more than max_nonfinite updates in a row have taught nothing."""
-        if self.skipped_in_a_row <= self.max_nonfinite:
+        if self.skipped_in_a_row <= self.cfg.train.max_nonfinite:
             return
         if why_nothing:
             raise RewardError(
                 f"stopped at step {step}: {self.skipped_in_a_row} updates in a row taught nothing; {why_nothing}"
             )
         raise SystemExit(f"stopped at step {step}: {self.skipped_in_a_row} updates in a row were not finite")
-
-    def recent_mean(self, since: int, keys: Sequence[str]) -> float | None:
-        """See monitor.recent_mean."""
-        return recent_mean(self.history, since, keys)
-
-    def videos(self, step: int, folder: Path) -> None:
-        """Show the sample videos of a folder."""
-        self.tracker.videos(step, folder)
-
-    def close(self) -> None:
-        """End the tracker's run."""
-        self.tracker.close()

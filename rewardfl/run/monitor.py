@@ -54,12 +54,14 @@ def total_memory(device: torch.device) -> int | None:
 
 def recent_mean(history: Sequence[dict[str, float]], since: int, keys: Sequence[str]) -> float | None:
     """Mean of the first of `keys` that is there at all, over the lines after step `since`; None without any."""
-    for key in keys:
-        values = [line[key] for line in history if line["step"] > since and line.get(key) is not None]
-        values = [value for value in values if math.isfinite(value)]
-        if values:
-            return sum(values) / len(values)
-    return None
+    means = (_mean(key, [line for line in history if line["step"] > since]) for key in keys)
+    return next((mean for mean in means if math.isfinite(mean)), None)
+
+
+def _mean(key: str, lines: Sequence[dict[str, float]]) -> float:
+    """Over the lines that have a finite number; nan where none has."""
+    values = [line[key] for line in lines if line.get(key) is not None and math.isfinite(line[key])]
+    return sum(values) / len(values) if values else math.nan
 
 
 def suspects(ids: Sequence[str], finite: Sequence[bool]) -> str:
@@ -86,26 +88,22 @@ def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int
     if len(history) < 2 * window or len(history) % window:
         return
 
-    def mean(key: str, steps: Sequence[dict[str, float]]) -> float:
-        values = [step[key] for step in steps if step.get(key) is not None and math.isfinite(step[key])]
-        return sum(values) / len(values) if values else math.nan
-
     first, last = history[:window], history[-window:]
-    motion = mean("reward/motion", last)
+    motion = _mean("reward/motion", last)
     if motion < motion_alarm:
         yield f"motion is {motion:.2f} of the real clips', below reward.motion_alarm {motion_alarm:g}"
-    gain = mean("actor/face_score", last) - mean("actor/face_score", first)
-    judged = mean("reward/held_out", last) - mean("reward/held_out", first)
+    gain = _mean("actor/face_score", last) - _mean("actor/face_score", first)
+    judged = _mean("reward/held_out", last) - _mean("reward/held_out", first)
     if gain > 0.05 and judged < 0.5 * gain:
         yield f"the face score gained {gain:.3f} but the held-out judge saw {judged:.3f}: the reward may be hacked"
     for part, words in (("flow", "optical flow"), ("motion", "landmark motion"), ("sharpness", "sharpness")):
-        was, now = (mean(f"reward/held_out/{part}", steps) for steps in (first, last))
+        was, now = (_mean(f"reward/held_out/{part}", steps) for steps in (first, last))
         if was > 0 and now < motion_alarm * was:
             yield (
                 f"the held-out judge's {words} (reward/held_out/{part}) is {now / was:.2f} of what it was in the first "
                 f"{window} updates, below reward.motion_alarm {motion_alarm:g}"
             )
-    was, now = (mean("reward/held_out/reversals", steps) for steps in (first, last))
+    was, now = (_mean("reward/held_out/reversals", steps) for steps in (first, last))
     if now - was > REVERSALS_ALARM:
         yield (
             f"the held-out judge's reversals (reward/held_out/reversals) rose from {was:.2f} to {now:.2f}, by more "

@@ -25,6 +25,7 @@ from rewardfl.rewards import Reward
 
 Number = int | float | None
 T = TypeVar("T")
+U = TypeVar("U")
 Schedules = Callable[[Shape], Schedule]  # the denoising steps of latents of a shape
 READERS = 4  # files that a process hashes, or whose headers it reads, at a time
 Gather = Callable[[list], list]  # collects a list over all processes, as accelerate.utils.gather_object does
@@ -95,9 +96,7 @@ def read(store: Cache, key: Key) -> dict[str, Tensor]:
     return entry
 
 
-def readable(
-    samples: Sequence["Sample"], row: int, read_of: Callable[[int], T], skip: bool, say: Callable[[str], None]
-) -> tuple[int, T]:
+def readable(samples: Sequence["Sample"], row: int, read_of: Callable[[int], T], skip: bool) -> tuple[int, T]:
     """(row, read_of(row)); where that is a CacheError and `skip`, the next row of the same size that can be read."""
     after = [other % len(samples) for other in range(row + 1, row + len(samples))]
     candidates = [row, *(other for other in after if samples[other].size == samples[row].size)]
@@ -107,7 +106,7 @@ def readable(
         except CacheError as error:
             if not skip:
                 raise
-            say(f"skipped: {samples[other].row.id}: {error}")
+            tqdm.write(f"skipped: {samples[other].row.id}: {error}")
     raise CacheError(f"no clip of the size of {samples[row].row.id} can be read from the cache any more")
 
 
@@ -115,24 +114,20 @@ def readable(
 # Clips and what the rewards keep of them
 
 
-def look_at_all(
-    rows: Sequence[data.Row], num_frames: int, fps: float | None, share: Share, gather: Gather
-) -> list[data.Look]:
-    """data.look_at of each row, on every process; each looks at its share."""
-    look = partial(data.look_at, num_frames=num_frames, fps=fps)
+def read_all(look: Callable[[T], U], items: Sequence[T], share: Share, gather: Gather, what: str) -> list[U]:
+    """[look(item)] on every process; each looks at its share."""
+    mine = share.of(range(len(items)))
     with ThreadPoolExecutor(READERS) as pool:
-        found = gather(list(zip(share.of(range(len(rows))), pool.map(look, share.of(rows)), strict=True)))
-    return [look for _, look in sorted(found, key=lambda one: one[0])]
+        seen = tqdm(pool.map(look, share.of(items)), total=len(mine), desc=what, disable=share.quiet)
+        found = dict(gather(list(zip(mine, seen, strict=True))))
+    return [found[i] for i in range(len(items))]
 
 
 def hash_files(rows: Sequence[data.Row], share: Share, gather: Gather) -> tuple[dict[Path, str], dict[Path, str]]:
     """({file that the rows name: sha256}, {file that cannot be read: why}) on every process, each file read by one."""
     paths = list(dict.fromkeys(path for row in rows for path in row.files.values() if path is not None))
-    mine = share.of(paths)
-    with ThreadPoolExecutor(READERS) as pool:
-        progress = tqdm(pool.map(_hash_file, mine), total=len(mine), desc="files", disable=share.quiet)
-        found = gather(list(zip(mine, progress, strict=True)))
-    return {path: hashed for path, (hashed, _) in found if hashed}, {path: why for path, (_, why) in found if why}
+    found = dict(zip(paths, read_all(_hash_file, paths, share, gather, "files"), strict=True))
+    return {p: hashed for p, (hashed, _) in found.items() if hashed}, {p: why for p, (_, why) in found.items() if why}
 
 
 def _hash_file(path: Path) -> tuple[str, str]:
@@ -161,24 +156,23 @@ class Found:
     """What reading a row's files has shown; every process is told of every row's."""
 
     line: int  # the row's
-    problems: tuple[str, ...] = ()  # that keep it from being trained on
-    size: tuple[int, int] | None = None  # height and width that it is generated at; None with problems
+    problem: str = ""  # that keeps it from being trained on
+    size: tuple[int, int] | None = None  # height and width that it is generated at; None with a problem
 
 
 def references(
     store: Cache,
     rows: Sequence[data.Row],
-    hashes: Mapping[Path, str],
-    size: Mapping[str, Number],
-    load: Callable[[data.Row], tuple[data.Example | None, list[str]]],
+    keys: Mapping[int, Key],
+    load: Callable[[data.Row], data.Example],
     rewards: Sequence[Reward],
     device: torch.device,
     share: Share,
 ) -> list[Found]:
     """Read this process's share of the clips, keep what the rewards need of them.
 
-    hashes: of all the rows' files. load: data.read_example. A row with a problem cannot be trained on: a file cannot be
-    used, or the first of the rewards finds nothing to compare with in its clip.
+    keys: clip_key by the row's line. load: data.load_example. A row with a problem cannot be trained on: a file cannot
+    be used, or the first of the rewards finds nothing to compare with in its clip.
     """
     clips: dict[tuple, list[data.Row]] = {}
     for row in rows:  # several may be of the same clip, under other prompts
@@ -186,7 +180,7 @@ def references(
     return [
         found
         for alike in tqdm(share.of(clips.values()), desc="clips", disable=share.quiet)
-        for found in _read_clip(store, alike, clip_key(alike[0], hashes, size), load, rewards, device)
+        for found in _read_clip(store, alike, keys[alike[0].line], load, rewards, device)
     ]
 
 
@@ -194,7 +188,7 @@ def _read_clip(
     store: Cache,
     rows: Sequence[data.Row],
     clip: Key,
-    load: Callable[[data.Row], tuple[data.Example | None, list[str]]],
+    load: Callable[[data.Row], data.Example],
     rewards: Sequence[Reward],
     device: torch.device,
 ) -> list[Found]:
@@ -202,9 +196,10 @@ def _read_clip(
     keys = {row.line: [reference_key(clip, reward, row.prompt) for reward in rewards] for row in rows}
     kept = store.get(clip)
     if kept is None or any(store.get(key) is None for row in rows for key in keys[row.line]):
-        example, problems = load(rows[0])
-        if example is None:
-            return [Found(row.line, tuple(problems)) for row in rows]
+        try:
+            example = load(rows[0])
+        except data.DataError as error:
+            return [Found(row.line, str(error)) for row in rows]
         video = example.reference.to(device)
         for row in rows:
             for key, reward in zip(keys[row.line], rewards, strict=True):
@@ -214,9 +209,9 @@ def _read_clip(
         store.put(clip, kept)
     height, width = kept["image"].shape[1:]
     return [
-        Found(row.line, (), (height, width))
+        Found(row.line, size=(height, width))
         if read(store, keys[row.line][0])["usable"]
-        else Found(row.line, (f"{rewards[0].nothing_found} {row.face_video}",))
+        else Found(row.line, f"{rewards[0].nothing_found} {row.face_video}")
         for row in rows
     ]
 
@@ -230,8 +225,7 @@ def _entry(reference: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
 def samples(
     store: Cache,
     rows: Sequence[data.Row],
-    hashes: Mapping[Path, str],
-    size: Mapping[str, Number],
+    keys: Mapping[int, Key],
     found: Sequence[Found],
     rewards: Sequence[Reward],
 ) -> list[Sample]:
@@ -239,13 +233,12 @@ def samples(
     sizes = {one.line: one.size for one in found}
     samples = []
     for row in rows:
-        clip = clip_key(row, hashes, size)
         kept = []
         for reward in rewards:
-            entry = read(store, reference_key(clip, reward, row.prompt))
+            entry = read(store, reference_key(keys[row.line], reward, row.prompt))
             usable = bool(entry.pop("usable"))
             kept.append({name.removeprefix("reference."): value for name, value in entry.items()} if usable else None)
-        samples.append(Sample(row, clip, sizes[row.line], tuple(kept)))
+        samples.append(Sample(row, keys[row.line], sizes[row.line], tuple(kept)))
     return samples
 
 
@@ -325,13 +318,13 @@ class Conditions:
 
     def readable(self, samples: Sequence[Sample], row: int, skip: bool) -> tuple[int, Conditioning]:
         """(row, its conditioning), of another row where the cache lost it and `skip`: see `readable`."""
-        return readable(samples, row, lambda other: self.conditioning(samples[other]), skip, tqdm.write)
+        return readable(samples, row, lambda other: self.conditioning(samples[other]), skip)
 
     def batch(self, samples: Sequence[Sample], rows: Sequence[int], skip: bool) -> tuple[Conditioning, Tensor]:
         """(the conditioning of a forward pass of these rows, (B,) bool: it is their own and not another clip's)."""
-        read_all = [self.readable(samples, row, skip) for row in rows]
-        own = [found == row for (found, _), row in zip(read_all, rows, strict=True)]
-        return self.backbone.collate([conditioning for _, conditioning in read_all]), torch.tensor(own)
+        taken = [self.readable(samples, row, skip) for row in rows]
+        own = [found == row for (found, _), row in zip(taken, rows, strict=True)]
+        return self.backbone.collate([conditioning for _, conditioning in taken]), torch.tensor(own)
 
     def text_of(self, prompt: str) -> Conditioning:
         """The part of the conditioning that a prompt makes, on the CPU."""
@@ -394,17 +387,15 @@ class Starts:
 
     def batch(self, visits: Sequence[tuple[int, int]]) -> Batch:
         """The samples (epoch, row); epoch -1 is that of the sample videos. CacheError where an entry is lost."""
-        read_all = [
-            readable(self.samples, row, partial(self._read, epoch), self.skip, tqdm.write) for epoch, row in visits
-        ]
-        rows = [row for row, _ in read_all]
-        conditioning = self.conditions.backbone.collate([conditioning for _, (conditioning, _) in read_all])
+        taken = [readable(self.samples, row, partial(self._read, epoch), self.skip) for epoch, row in visits]
+        rows = [row for row, _ in taken]
+        conditioning = self.conditions.backbone.collate([conditioning for _, (conditioning, _) in taken])
         schedule = self.schedules(self.conditions.shape_of(self.samples[rows[0]]))
         return Batch(
             rows=rows,
             replaced=[row != wanted for row, (_, wanted) in zip(rows, visits, strict=True)],
             conditioning=seam.to(conditioning, self.device),
-            x=torch.cat([x for _, (_, x) in read_all]).to(self.device),
+            x=torch.cat([x for _, (_, x) in taken]).to(self.device),
             schedule=schedule,
             start=schedule.handover if self.cached else 0,
         )
@@ -439,13 +430,3 @@ class Rollout:
     schedule: Schedule
     kernel: sde.Kernel
     steps: dict[int, sde.Step]  # of the window
-
-    @property
-    def group_ids(self) -> Tensor:
-        """(B,)."""
-        return torch.tensor([member.group_id for member in self.members])
-
-    @property
-    def rows(self) -> Tensor:
-        """(B,) of the samples."""
-        return torch.tensor([member.row for member in self.members])

@@ -9,7 +9,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,6 @@ REFUSALS = (
     face_parity.FaceParityError,
     LaunchError,
     prepare.CacheError,
-    trackers.TrackerError,
     grpo.RatioError,
 )
 
@@ -76,7 +75,13 @@ def main(
     description: str, kind: type[AnyConfig], train: Callable[[Any, bool, Interruption, checkpoint.RunFolder], int]
 ) -> int:
     """A script: its command line, `train`, and the exit code of what it gives or raises."""
-    args = command_line(description)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved plan and stop before loading weights"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args()  # settings may stand on both sides of an option
     try:
         with Interruption() as interruption, checkpoint.RunFolder() as run_folder:
             cfg = configuration.load(args.config, args.overrides, kind)
@@ -87,17 +92,6 @@ def main(
     except invariants.InvariantError as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return error.exit_code
-
-
-def command_line(description: str) -> argparse.Namespace:
-    """config, dry_run, overrides."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved plan and stop before loading weights"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    return parser.parse_intermixed_args()  # settings may stand on both sides of an option
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -159,7 +153,8 @@ def look_at_rows(cfg: AnyConfig, job: Job) -> Rows:
 
 
 def _look_at(cfg: AnyConfig, rows: Sequence[data.Row], job: Job) -> tuple[list[data.Row], list[str]]:
-    looks = prepare.look_at_all(rows, cfg.data.num_frames, cfg.data.fps, job.share, job.gather_lists)
+    look = partial(data.look_at, num_frames=cfg.data.num_frames, fps=cfg.data.fps)
+    looks = prepare.read_all(look, rows, job.share, job.gather_lists, "headers")
     problems = [(row.line, problem) for row, look in zip(rows, looks, strict=True) for problem in look.problems]
     good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     said, table = [f"skipped: {line}" for line in bad], rows[0].table
@@ -184,25 +179,15 @@ def say_plan(cfg: AnyConfig, backbone: Backbone, rows: Rows, steps: int, job: Jo
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A run's folder, which is this process group's alone, and the checkpoint that it goes on from."""
-
-    folder: checkpoint.RunFolder
-    base: Mapping[str, str]  # as `identify` gives them
-    path: Path | None  # of the checkpoint; None to start anew
-    step: int  # that it was saved after
-    changes: tuple[dict[str, Any], ...]
-
-
-@dataclass(frozen=True)
 class ResumedRun:
     """What the run is made of, and the state of the checkpoint that it goes on from.
 
-    content: see content_of. changes: all that run.resume_with_changes has allowed. state: {} to start anew; what is
-    loaded of it is taken out of it, so that nothing is held twice.
+    content: {key of the configuration: {what it leads to, in order: its digest}}, which must not change in a run.
+    changes: all that run.resume_with_changes has allowed. state: {} to start anew; what is loaded of it is taken out of
+    it, so that nothing is held twice.
     """
 
-    opened: Opened
+    opened: checkpoint.Resumption
     content: Mapping[str, Mapping[str, str]]
     init: Mapping[str, lora_files.Lora]
     changes: list[dict[str, Any]]
@@ -220,17 +205,16 @@ def identify(backbone: Backbone) -> dict[str, str]:
     return parts | {"settings": digest(backbone.settings())}
 
 
-def open_run(cfg: AnyConfig, run_folder: checkpoint.RunFolder, job: Job, backbone: Backbone) -> Opened:
+def open_run(cfg: AnyConfig, run_folder: checkpoint.RunFolder, job: Job, backbone: Backbone) -> checkpoint.Resumption:
     """Take the folder: the main process locks it and looks at it, the others do as it says."""
     base = identify(backbone)
     take = partial(checkpoint.prepare_output_dir, run_folder, configuration.to_dict(cfg), base)
-    found = job.by_main(take, checkpoint.CheckpointError)
-    return Opened(run_folder, base, found.path, found.step, found.changes)
+    return replace(job.by_main(take, checkpoint.CheckpointError), base=base)
 
 
 def resume(
     cfg: AnyConfig,
-    opened: Opened,
+    opened: checkpoint.Resumption,
     job: Job,
     backbone: Backbone,
     terms: Sequence[Term],
@@ -248,29 +232,19 @@ def resume(
     for line in said:
         job.say(line)
     init = init_adapters(cfg, backbone)
-    content = content_of(samples, held_out, packs, init)
+    content = {
+        "data.file_name": {sample.row.id: digest(sample.clip) for sample in samples},
+        "evaluation.eval_clips": {sample.row.id: digest(sample.clip) for sample in held_out},
+        "lora.init_from": {expert: model_digest([one.path]) for expert, one in init.items()},
+        **packs,
+    }
     state, changes = _load_state(cfg, opened, content, batches or {})
     return ResumedRun(opened, content, init, changes, state)
 
 
-def content_of(
-    samples: Sequence[prepare.Sample],
-    held_out: Sequence[prepare.Sample],
-    face_packs: Mapping[str, Mapping[str, str]],
-    init: Mapping[str, lora_files.Lora],
-) -> dict[str, Mapping[str, str]]:
-    """{key of the configuration: {what it leads to, in order: its digest}}, which must not change in a run."""
-    return {
-        "data.file_name": {sample.row.id: digest(sample.clip) for sample in samples},
-        "evaluation.eval_clips": {sample.row.id: digest(sample.clip) for sample in held_out},
-        "lora.init_from": {expert: model_digest([one.path]) for expert, one in init.items()},
-        **face_packs,
-    }
-
-
 def _load_state(
     cfg: AnyConfig,
-    opened: Opened,
+    opened: checkpoint.Resumption,
     content: Mapping[str, Mapping[str, str]],
     batches: Mapping[str, int | None],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -361,18 +335,14 @@ def find_samples(
     ]
     lost = {line for line, _ in problems}
     whole = [row for row in rows if row.line not in lost]
-    load = partial(data.read_example, **size)
-    found = job.gather_lists(prepare.references(store, whole, hashes, size, load, rewards, job.device, job.share))
-    problems += [(one.line, problem) for one in found for problem in one.problems]
+    keys = {row.line: prepare.clip_key(row, hashes, size) for row in whole}
+    load = partial(example_of, cfg)
+    found = job.gather_lists(prepare.references(store, whole, keys, load, rewards, job.device, job.share))
+    problems += [(one.line, one.problem) for one in found if one.problem]
     rows, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     for line in bad:
         job.say(f"skipped: {line}")
-    return prepare.samples(store, rows, hashes, size, found, rewards)
-
-
-def several_sizes(samples: Sequence[prepare.Sample]) -> bool:
-    """Whether the samples are not all generated at one size."""
-    return len({sample.size for sample in samples}) > 1
+    return prepare.samples(store, rows, keys, found, rewards)
 
 
 def _check_face_packs(
@@ -386,22 +356,17 @@ def _check_face_packs(
     packs = {term.key: term.reward.identity for term in terms if isinstance(term.reward, FaceIdentityReward)}
     if not packs:
         return {}, []
-    answers: list[tuple] = []
-    if job.rank == 0:
+
+    def ask() -> tuple[dict[str, dict[str, str]], list[str]]:
         hashes = {key: file_hashes(identity.files) for key, identity in packs.items()}
-        try:
-            clip = example_of(cfg, samples[0].row).reference.to(job.device)
-            answers.append((hashes, describe_packs(hashes) + face_parity.check_packs(packs, clip), None))
-        except (face_parity.FaceParityError, data.DataError) as error:  # the others wait for an answer
-            answers.append(({}, [], error))
-    ((hashes, said, refused),) = job.gather_lists(answers)
-    if refused:
-        raise refused
-    return hashes, said
+        clip = example_of(cfg, samples[0].row).reference.to(job.device)
+        return hashes, describe_packs(hashes) + face_parity.check_packs(packs, clip)
+
+    return job.by_main(ask, (face_parity.FaceParityError, data.DataError))
 
 
 def conditions_of(cfg: AnyConfig, backbone: Backbone, base: Mapping[str, str], store: Cache) -> prepare.Conditions:
-    """The conditioning of clips, in the cache. base: as in Opened."""
+    """The conditioning of clips, in the cache. base: as `identify` gives it."""
     first = " ".join(base.get(part, part) for part in backbone.parts_of(backbone.experts[0]))
     return prepare.Conditions(
         store, backbone, base["text_encoder"], base["vae"], first, cfg.model.dtype, cfg.data.num_frames
@@ -568,7 +533,9 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 # What a run leaves
 
 
-def open_log(cfg: AnyConfig, job: Job, resumed: ResumedRun, steps: int, last_line: int) -> Log:
+def open_log(
+    cfg: AnyConfig, job: Job, folder: checkpoint.RunFolder, resumed: ResumedRun, steps: int, last_line: int
+) -> Log:
     """Begin to write: run.json, and metrics.jsonl after step `last_line`. steps: of the whole run."""
     opened, metrics = resumed.opened, checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
     if opened.path is not None:
@@ -577,10 +544,10 @@ def open_log(cfg: AnyConfig, job: Job, resumed: ResumedRun, steps: int, last_lin
         job.say(note)
 
     def begin() -> None:
-        opened.folder.keep()
+        folder.keep()
         metrics.cut_back(last_line)
         packs = {key: files for key, files in resumed.content.items() if key.startswith("reward.")}
-        opened.folder.write_run_json(
+        folder.write_run_json(
             {
                 "config": configuration.to_dict(cfg),
                 "command": sys.argv,
@@ -595,20 +562,11 @@ def open_log(cfg: AnyConfig, job: Job, resumed: ResumedRun, steps: int, last_lin
 
     job.by_main(begin, checkpoint.CheckpointError)
     shown_by = cfg.run.log_with if job.main else "none"
-    return Log(
-        job,
-        opened.folder,
-        metrics,
-        trackers.open_tracker(shown_by, cfg.run.output_dir, configuration.flat(cfg), opened.step),
-        logging_steps=cfg.run.logging_steps,
-        motion_alarm=cfg.reward.motion_alarm,
-        max_nonfinite=cfg.train.max_nonfinite,
-        last_step=steps,
-        skipped_in_a_row=resumed.state.get("skipped_in_a_row", 0),
-    )
+    tracker = trackers.open_tracker(shown_by, cfg.run.output_dir, configuration.flat(cfg), opened.step)
+    return Log(cfg, job, folder, metrics, tracker, steps, resumed.state.get("skipped_in_a_row", 0))
 
 
-def _going_on(cfg: AnyConfig, opened: Opened, steps: int) -> str:
+def _going_on(cfg: AnyConfig, opened: checkpoint.Resumption, steps: int) -> str:
     """What is said of the checkpoint that a run goes on from, to have `steps` in the end."""
     if opened.step < steps:
         return f"resuming from {opened.path} at step {opened.step}"
@@ -737,7 +695,7 @@ def write_beside(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Pa
 
 def close_run(cfg: AnyConfig, job: Job, log: Log, interruption: Interruption, step: int) -> int:
     """Close everything after the last step of this process group; the exit code."""
-    log.close()
+    log.tracker.close()
     job.accelerator.end_training()
     if interruption.number:
         job.say(f"{interruption.name}: stopped after step {step}; the same command goes on from there")

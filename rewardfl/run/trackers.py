@@ -12,23 +12,21 @@ from pathlib import Path
 import torch
 
 from rewardfl import data
+from rewardfl.config import ConfigError
 from rewardfl.files import atomic_write
 
 SHOWN = 4  # frames of a video, where a tracker cannot play it
 
 
-class TrackerError(ValueError):
-    """A tracker that is asked for and not installed."""
-
-
 def check_installed(name: str) -> None:
-    """TrackerError for a run.log_with whose package is missing."""
-    package = {"tensorboard": "tensorboard", "wandb": "wandb"}.get(name)
+    """ConfigError for a run.log_with whose package is missing."""
+    if name == "none":
+        return
     try:
-        metadata.version(package or "torch")  # not find_spec, which takes a folder wandb/ for the package
+        metadata.version(name)  # not find_spec, which takes a folder wandb/ for the package
     except metadata.PackageNotFoundError:
-        raise TrackerError(
-            f"run.log_with is {name}, which is not installed: pip install {package}, or set run.log_with: none "
+        raise ConfigError(
+            f"run.log_with is {name}, which is not installed: pip install {name}, or set run.log_with: none "
             "(metrics.jsonl is always written)"
         ) from None
 

@@ -6,9 +6,10 @@ what the run takes.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from rewardfl import config as configuration
@@ -58,11 +59,11 @@ def steps_of_run(cfg: AnyConfig, clips: int | None, processes: int) -> int | Non
     if cfg.train.max_steps is not None or clips is None:
         return cfg.train.max_steps
     if isinstance(cfg, FlowGrpoConfig):
-        epochs = groups.total_steps(clips, cfg.grpo.groups, cfg.train.num_train_epochs, None)
+        epochs = groups.total_steps(clips, cfg.grpo.groups, cfg.train.num_train_epochs)
         return epochs * updates_of_epoch(cfg)
     train = cfg.train
     at_once = processes * train.per_device_train_batch_size * train.gradient_accumulation_steps
-    return groups.total_steps(clips, train.train_batch_size or at_once, train.num_train_epochs, None)
+    return groups.total_steps(clips, train.train_batch_size or at_once, train.num_train_epochs)
 
 
 def updates_of_epoch(cfg: FlowGrpoConfig) -> int:
@@ -98,7 +99,6 @@ def windows_of(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[st
     try:
         windows = groups.Windows(
             kind=grpo.window,
-            num_steps=len(experts),
             # nothing would remove the noise of the last step
             usable=[i for i, expert in enumerate(experts[:-1]) if expert in trained],
             steps=grpo.window_steps or (),
@@ -200,7 +200,7 @@ def _group_arithmetic(
     grpo, geometry = cfg.grpo, geometry_of(cfg, processes)
     drawn = drawn_windows(cfg, windows, steps)
     batches, widest = geometry.forwards_per_update, max(map(len, drawn))
-    rolled = _mean(sum(passes for _, passes in groups.rollout_counts(geometry, num_steps, window)) for window in drawn)
+    rolled = fmean(sum(passes for _, passes in groups.rollout_counts(geometry, num_steps, window)) for window in drawn)
     guidance = f" x {answers_of(cfg)} (guidance)" if answers_of(cfg) > 1 else ""
     first = ", ".join(str(list(window)) for window in drawn[:3])
     steps_drawn = list(windows.drawable)
@@ -255,7 +255,7 @@ def _cells(kind: str, sigma: float, sigma_next: float, level: float, sigma_max: 
     if kind == "cps" and level > 1:
         return f"{'-':>11s}{'-':>8s}{'-':>7s}"
     step = (kind, sigma, sigma_next, level, sigma_max)
-    std = flow.transition_std(*step)
+    std = flow.coefficients(*step).std
     weight = f"{flow.gradient_weight(*step):.4f}" if std > 0 else "-"
     noise = f"{flow.noise_scale_error(*step):.3f}" if sigma_next > 0 else "-"
     return f"{std:11.4f}{weight:>8s}{noise:>7s}"
@@ -406,9 +406,9 @@ def _flow_grpo(common: Work, cfg: FlowGrpoConfig) -> Work:
     counts = [groups.rollout_counts(geometry, len(experts), window) for window in drawn]
     rollout, replay = dict.fromkeys(experts, 0.0), dict.fromkeys(common.trained, 0.0)
     for i, expert in enumerate(experts):
-        rollout[expert] += answers * _mean(one[i][0] for one in counts) / own
+        rollout[expert] += answers * fmean(one[i][0] for one in counts) / own
     for i in windows.drawable:
-        replay[experts[i]] += answers * grpo.inner_epochs * _mean(i in window for window in drawn)
+        replay[experts[i]] += answers * grpo.inner_epochs * fmean(i in window for window in drawn)
     means = max(map(len, drawn)) if grpo.objective == "guard" else 0
     at_update = geometry.samples // geometry.updates
     spans = [
@@ -499,8 +499,3 @@ def drawn_windows(cfg: FlowGrpoConfig, windows: groups.Windows, steps: int | Non
     """By epoch of the run, its window; of the first EPOCHS where its length is not known."""
     epochs = EPOCHS if steps is None else steps // updates_of_epoch(cfg)
     return [groups.window(windows, epoch, cfg.run.seed) for epoch in range(epochs)]
-
-
-def _mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return sum(values) / len(values)
