@@ -39,6 +39,26 @@ def quoted(value: object) -> str:
     return _SHORT.repr(value)
 
 
+def json_object(text: str | bytes, what: str) -> dict:
+    """The JSON object in `text`. what: its name in the message. Refused when it is anything else or has a key twice."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if len(found := dict(pairs)) != len(pairs):
+            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise Refused(f"{what} names {quoted(twice)} twice; it was written by a broken tool")
+        return found
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except Refused:
+        raise
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5000 digits, brackets without end
+        raise Refused(f"{what} is not JSON: {quoted(str(error))}") from None
+    if not isinstance(value, dict):
+        raise Refused(f"{what} is {quoted(value)}, not a JSON object")
+    return value
+
+
 @dataclass(frozen=True)
 class Entry:
     """A tensor in a safetensors file; offset is from the file's start."""
@@ -142,7 +162,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
             raise Refused(f"{path} is not a safetensors file, or its header is cut off ({size} bytes)")
-        header = _parsed(path, file.read(length))
+        header = json_object(file.read(length), f"{path} is not a safetensors file: its header")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise Refused(f"{path}: __metadata__ is {quoted(metadata)}; it must map names to texts. The file is damaged")
@@ -162,27 +182,6 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     if start < size:
         raise Refused(f"{path} has {size - start} bytes after its last tensor; it is damaged")
     return entries, metadata
-
-
-def _parsed(path: Path, text: bytes) -> dict[str, object]:
-    """The JSON object of a safetensors header. Refused when it is anything else, or has a name twice."""
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            raise Refused(f"{path} names tensor {quoted(twice)} twice; it was written by a broken tool")
-        return found
-
-    try:
-        header = json.loads(text, object_pairs_hook=unique)
-    except Refused:
-        raise
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5000 digits, brackets without end
-        raise Refused(f"{path} is not a safetensors file: {quoted(str(error))}") from None
-    if not isinstance(header, dict):
-        raise Refused(f"{path} is not a safetensors file: its header is {quoted(header)}, not a JSON object")
-    return header
 
 
 def _described(path: Path, name: str, tensor: object) -> tuple[str, tuple[int, ...], int, int]:
@@ -214,25 +213,19 @@ def open_checkpoint(source: Path | list[Path]) -> Checkpoint:
     Refused for missing, cut-off or surplus shards, a tensor in two shards or in none, an index that does not fit
     its shards, a folder that holds more than one model, and a model without tensors.
     """
-    checkpoint = _open(source)
+    if isinstance(source, list):
+        checkpoint = _join(source[0].parent, source, {})
+    elif not source.exists():
+        raise Refused(f"{source} does not exist")
+    elif source.is_dir():
+        return open_checkpoint(_model_in(source))
+    elif source.name.endswith(".index.json"):
+        checkpoint = _open_index(source)
+    else:
+        checkpoint = _join(source, [source], {})
     if not checkpoint.tensors:
         raise Refused(f"{checkpoint.path} holds no tensors")
     return checkpoint
-
-
-def _open(source: Path | list[Path]) -> Checkpoint:
-    if isinstance(source, list):
-        return _join(source[0].parent, source, {})
-    if source.is_dir():
-        return _open(_model_in(source))
-    if not source.is_file():
-        raise Refused(f"{source} does not exist")
-    if source.name.endswith(".index.json"):
-        return _open_index(source)
-    if match := re.fullmatch(r"(.+-)\d{5}-of-(\d{5})\.safetensors", source.name):
-        raise Refused(f"{source} is one of {int(match[2])} shards; give their folder, their index.json or all of them")
-    entries, metadata = read_header(source)
-    return Checkpoint(source, entries, (source,), metadata)
 
 
 def _model_in(folder: Path) -> Path | list[Path]:
@@ -260,11 +253,8 @@ def _model_in(folder: Path) -> Path | list[Path]:
 
 def _read_index(path: Path) -> dict:
     """{"weight_map": {tensor: file beside the index}, ...}. Refused when it does not say that."""
-    try:
-        index = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"{path} is not JSON: {quoted(str(error))}; download it again") from None
-    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict) or not index["weight_map"]:
+    index = json_object(path.read_bytes(), str(path))
+    if not isinstance(index.get("weight_map"), dict) or not index["weight_map"]:
         raise Refused(f"{path} has no weight_map, or an empty one; it is not an index of shards")
     for tensor, name in index["weight_map"].items():
         whole = isinstance(name, str) and re.fullmatch(r"[^/\\\0\ud800-\udfff]+\.safetensors", name)
@@ -322,7 +312,10 @@ def _check_count(files: list[Path]) -> None:
     numbers = [re.search(r"-(\d{5})-of-(\d{5})\.safetensors$", file.name) for file in files]
     for file, number in zip(files, numbers, strict=True):
         if number and int(number[2]) != len(files):
-            raise Refused(f"{file.name} is one of {int(number[2])} shards; {len(files)} are given")
+            raise Refused(
+                f"{file} is one of {int(number[2])} shards, {len(files)} are given; give their folder, index.json "
+                "or all of them"
+            )
 
 
 MERGING_QUANTISED = (

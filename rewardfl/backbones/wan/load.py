@@ -5,8 +5,6 @@ rows in the file's. They come out as diffusers' `from_pretrained` would give the
 modules that diffusers keeps in float32.
 """
 
-import pickle
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,15 +149,7 @@ def _read_state(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         shards.read_header(path)
         return safetensors.torch.load_file(path)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise Refused(
-            f"{path} is damaged, or holds code beside tensors, which is not run: {str(error).splitlines()[0]}"
-        ) from None
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise Refused(f"{path} is not a flat dictionary of tensors")
-    return state
+    return lora_files.read_torch(path)
 
 
 def _fill(model: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype, path: Path) -> None:
