@@ -18,15 +18,7 @@ from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 from transformers.utils import logging
 
 from rewardfl import lora
-from rewardfl.backbones.wan.files import (
-    Layout,
-    config_of,
-    open_files,
-    read_json,
-    sources,
-    text_encoder_path,
-    vae_path,
-)
+from rewardfl.backbones.wan.files import Layout, boundary_ratio, config_of, open_files, sources
 from rewardfl.backbones.wan.model import PARTS, empty_expert
 from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.lora_files import Lora
@@ -79,7 +71,7 @@ def load_pipeline(
         loaded["vae"].encoder = loaded["vae"].quant_conv = None
     pipe = pipeline_class()(
         scheduler=UniPCMultistepScheduler.from_pretrained(layout.configs / "scheduler", local_files_only=True),
-        boundary_ratio=read_json(layout.configs / "model_index.json")["boundary_ratio"],
+        boundary_ratio=boundary_ratio(layout.configs),
         image_encoder=None,
         image_processor=None,
         **loaded,
@@ -108,7 +100,7 @@ def load_expert(
 
 
 def _load_vae(layout: Layout, dtype: torch.dtype) -> AutoencoderKLWan:
-    path = vae_path(layout)
+    path = layout.vae
     if path.is_dir():
         model, report = AutoencoderKLWan.from_pretrained(
             path, torch_dtype=dtype, local_files_only=True, output_loading_info=True
@@ -123,7 +115,7 @@ def _load_vae(layout: Layout, dtype: torch.dtype) -> AutoencoderKLWan:
 
 
 def _load_text_encoder(layout: Layout, dtype: torch.dtype) -> UMT5EncoderModel:
-    path = text_encoder_path(layout)
+    path = layout.text_encoder
     if path.is_dir():
         model, report = UMT5EncoderModel.from_pretrained(
             path, dtype=dtype, local_files_only=True, output_loading_info=True

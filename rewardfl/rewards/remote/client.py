@@ -122,8 +122,6 @@ class RemoteReward(Reward):
     @torch.no_grad()
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         """video: (B, 3, F, H, W) in [-1, 1], or what `held` made of it."""
-        if len(batch) != len(video):
-            raise ValueError(f"{len(video)} videos need as many references, got {len(batch)}")
         frames, references = (video, batch) if video.dtype == torch.uint8 else self.held(video, batch)
         clips = {i: self._clip(frames[i], found) for i, found in enumerate(references) if found is not None}
         score, valid = torch.zeros(len(video)), torch.zeros(len(video), dtype=torch.bool)
