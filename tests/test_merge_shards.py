@@ -115,7 +115,7 @@ def test_a_copy_imports_no_torch(sharded, tmp_path):
     code = (
         "import sys\nfrom rewardfl_tools import merge_shards\n"
         "try: sys.exit(merge_shards.main())\n"
-        "finally: assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
+        "finally: assert 'torch' not in sys.modules"
     )
     for rename in ("keep", "original"):
         command = [sys.executable, "-c", code, "--input", sharded, "--out", tmp_path / rename, "--rename", rename]
