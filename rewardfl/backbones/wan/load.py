@@ -7,7 +7,7 @@ modules that diffusers keeps in float32.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -26,6 +26,9 @@ from rewardfl.weights.shards import Checkpoint, Refused
 
 if TYPE_CHECKING:
     from diffusers import WanImageToVideoPipeline
+
+LOCAL = {"local_files_only": True, "output_loading_info": True}  # for from_pretrained
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def pipeline_class() -> "type[WanImageToVideoPipeline]":
@@ -102,11 +105,7 @@ def load_expert(
 def _load_vae(layout: Layout, dtype: torch.dtype) -> AutoencoderKLWan:
     path = layout.vae
     if path.is_dir():
-        model, report = AutoencoderKLWan.from_pretrained(
-            path, torch_dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-        _check_complete(path, report)
-        return model
+        return _complete(path, *AutoencoderKLWan.from_pretrained(path, torch_dtype=dtype, **LOCAL))
     with torch.device("meta"):
         model = AutoencoderKLWan.from_config(config_of(layout, "vae"))
     state = _read_state(path)
@@ -117,11 +116,7 @@ def _load_vae(layout: Layout, dtype: torch.dtype) -> AutoencoderKLWan:
 def _load_text_encoder(layout: Layout, dtype: torch.dtype) -> UMT5EncoderModel:
     path = layout.text_encoder
     if path.is_dir():
-        model, report = UMT5EncoderModel.from_pretrained(
-            path, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-        _check_complete(path, report)
-        return model
+        return _complete(path, *UMT5EncoderModel.from_pretrained(path, dtype=dtype, **LOCAL))
     config = UMT5Config.from_pretrained(layout.configs / "text_encoder", local_files_only=True)
     with torch.device("meta"):
         model = UMT5EncoderModel(config)
@@ -130,10 +125,11 @@ def _load_text_encoder(layout: Layout, dtype: torch.dtype) -> UMT5EncoderModel:
     return model
 
 
-def _check_complete(path: Path, report: Mapping[str, Sequence[str]]) -> None:
-    """Refused when a library filled in random numbers for tensors that the files lack."""
-    if report["missing_keys"]:
-        raise Refused(f"{path} lacks {sorted(report['missing_keys'])[0]} ({len(report['missing_keys'])} such tensors)")
+def _complete(path: Path, model: Model, report: Mapping[str, Sequence[str]]) -> Model:
+    """The model. Refused when a library filled in random numbers for tensors that the files lack."""
+    if missing := sorted(report["missing_keys"]):
+        raise Refused(f"{path} lacks {missing[0]} ({len(missing)} such tensors)")
+    return model
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:

@@ -197,10 +197,7 @@ class Client:
     def health(self) -> dict[str, Any]:
         """status, reward, version, max_bytes, as GET /health says; RewardServerError for any other answer."""
         answer = self._ask("GET", "/health", b"")
-        try:
-            health = json.loads(answer)
-        except (ValueError, RecursionError):
-            health = None
+        health = _json(answer)
         if not isinstance(health, dict) or health.get("version") != VERSION or not _is_number(health.get("max_bytes")):
             raise self._error(
                 f"GET /health should answer JSON with version {VERSION} and max_bytes, got {answer[:80]!r}; is that a "
@@ -425,10 +422,15 @@ def _is_whole(value: Any, least: int) -> bool:
 
 def _message(answer: bytes) -> str:
     """The server's own words, as one line: the error of its JSON, else the start of what it sent."""
-    try:
-        said = json.loads(answer)
-    except (ValueError, RecursionError):
-        said = None
+    said = _json(answer)
     if not isinstance(said, dict) or "error" not in said:
         return repr(answer[:80])
     return "".join(character if character.isprintable() else "?" for character in str(said["error"])[:1000])
+
+
+def _json(answer: bytes) -> object:
+    """What an answer says; None where it is no JSON."""
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
