@@ -127,11 +127,8 @@ def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str
     fit (see the checks above).
     """
     shards.check_unquantised(base)
-    try:
-        naming, prefix = wan_names.naming(list(base.tensors))
-    except ValueError as error:
-        raise Refused(f"{base.path}: {error}") from None
-    by_diffusers_name = {wan_names.common_name(name, naming, prefix): entry for name, entry in base.tensors.items()}
+    naming, commons = wan_names.naming(base)
+    by_diffusers_name = {commons[name]: entry for name, entry in base.tensors.items()}
     merged: dict[str, list[tuple[Update, float]]] = {}
     for lora, strength in loras:
         for update in lora.updates.values():
@@ -141,7 +138,7 @@ def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str
     kept = Kept()
     parts = []
     for name, entry in base.tensors.items():
-        common, updates = wan_names.common_name(name, naming, prefix), merged.get(name, [])
+        common, updates = commons[name], merged.get(name, [])
         stored = entry.dtype
         if dtype != "keep":
             stored = "F32" if wan_names.stays_float32(common) else DTYPES[dtype]

@@ -11,13 +11,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from reprlib import Repr
 
 from safetensors import SafetensorError, safe_open
 
-from rewardfl.files import fsync, temporary_path
+from rewardfl.files import atomic_file
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -88,28 +89,25 @@ class Entry:
         """The bytes of `rows` slices along the first dimension (all by default), from `first_row`."""
         size = self.nbytes if rows is None else rows * self.row_bytes
         buffer = bytearray(size)
-        with self.file.open("rb", buffering=0) as file:
+        with self.file.open("rb") as file:
             file.seek(self.offset + first_row * self.row_bytes)
-            _fill(file, memoryview(buffer), self.file)
+            _fill(file, memoryview(buffer))
         return buffer
 
     def blocks(self) -> Iterator[memoryview]:
         """All bytes, BLOCK_BYTES at a time; each view is overwritten by the next."""
         buffer = memoryview(bytearray(min(BLOCK_BYTES, self.nbytes)))
-        with self.file.open("rb", buffering=0) as file:
+        with self.file.open("rb") as file:
             file.seek(self.offset)
             for start in range(0, self.nbytes, BLOCK_BYTES):
                 view = buffer[: min(BLOCK_BYTES, self.nbytes - start)]
-                _fill(file, view, self.file)
+                _fill(file, view)
                 yield view
 
 
-def _fill(file, view: memoryview, path: Path) -> None:
-    while len(view):
-        count = file.readinto(view)
-        if not count:
-            raise OSError(f"{path} ended while it was read; did something overwrite it?")
-        view = view[count:]
+def _fill(file: BufferedReader, view: memoryview) -> None:
+    if file.readinto(view) < len(view):
+        raise OSError(f"{file.name} ended while it was read; did something overwrite it?")
 
 
 @dataclass(frozen=True)
@@ -333,30 +331,18 @@ def write_file(
         end += part.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    temporary = temporary_path(path)
-    try:
-        with temporary.open("wb", buffering=0) as file:
-            _write(file, len(text).to_bytes(8, "little") + text)
-            for part in ordered:
-                written = 0
-                for piece in part.content():
-                    _write(file, piece)
-                    written += len(piece)
-                    progress(len(piece))
-                if written != part.nbytes:
-                    raise RuntimeError(f"tensor {part.name} came as {written} bytes of {part.nbytes}")
-            os.fsync(file.fileno())
+    with atomic_file(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for part in ordered:
+            written = 0
+            for piece in part.content():
+                written += file.write(piece)
+                progress(len(piece))
+            if written != part.nbytes:
+                raise RuntimeError(f"tensor {part.name} came as {written} bytes of {part.nbytes}")
+        file.flush()
+        os.fsync(file.fileno())
         before_replacing()
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync(path.parent)
-
-
-def _write(file, piece: bytes | bytearray | memoryview) -> None:
-    view = memoryview(piece)
-    while len(view):
-        view = view[file.write(view) :]
 
 
 def shard(parts: list[Part], max_bytes: int) -> dict[str, list[Part]]:

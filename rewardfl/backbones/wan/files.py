@@ -253,11 +253,7 @@ def _check_configs(layout: Layout) -> None:
 
 def _common_names(checkpoint: Checkpoint) -> dict[str, str]:
     """{diffusers' name: the file's name} of all tensors. Refused when they are not those of a Wan transformer."""
-    try:
-        naming, prefix = wan_names.naming(list(checkpoint.tensors))
-    except ValueError as error:
-        raise Refused(f"{checkpoint.path}: {error}") from None
-    return {wan_names.common_name(name, naming, prefix): name for name in checkpoint.tensors}
+    return {common: name for name, common in wan_names.naming(checkpoint)[1].items()}
 
 
 def sources(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, str]:
