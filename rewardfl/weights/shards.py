@@ -282,7 +282,7 @@ def _check_count(files: list[Path]) -> None:
     for file, number in zip(files, numbers, strict=True):
         if number and int(number[2]) != len(files):
             raise Refused(
-                f"{file} is one of {int(number[2])} shards, {len(files)} are given; give their folder, index.json "
+                f"{file} is one of {int(number[2])} shards; {len(files)} are given: give their folder, index.json "
                 "or all of them"
             )
 
