@@ -549,11 +549,11 @@ def test_float32_whatever_the_video(identity):
     half = REAL.bfloat16().requires_grad_()
     score = identity.score(half, pool.embeddings)
     assert score.mean.dtype == torch.float32
-    torch.testing.assert_close(score.mean, identity.score(half.float(), pool).mean, rtol=0, atol=0)
+    torch.testing.assert_close(score.mean, identity.score(half.float(), pool.embeddings).mean, rtol=0, atol=0)
     score.mean.backward()
     assert half.grad.dtype == torch.bfloat16 and half.grad.abs().sum() > 0
     with torch.autocast("cpu", torch.bfloat16):
-        under_autocast = identity.score(half.float(), pool)
+        under_autocast = identity.score(half.float(), pool.embeddings)
     torch.testing.assert_close(under_autocast.per_frame, score.per_frame, rtol=0, atol=0)
 
 

@@ -665,9 +665,9 @@ def test_kill_while_writing_leaves_the_old_file(world, values, tmp_path):
         "import sys, time; sys.argv = sys.argv[1:]\n"
         "from rewardfl_tools import merge_lora\n"
         "from rewardfl.weights import shards\n"
-        "write = shards._write\n"
-        "def slowly(file, piece): write(file, piece); print('writing', flush=True); time.sleep(0.2)\n"
-        "shards._write = slowly\n"
+        "write = shards.write_file\n"
+        "def slowly(count): print('writing', flush=True); time.sleep(0.2)\n"
+        "shards.write_file = lambda path, parts, metadata, progress, *rest: write(path, parts, metadata, slowly, *rest)\n"
         "merge_lora.main()"
     )
     arguments = ["x", "--base", world / "transformer_2", "--lora", lora, "--out", out, "--force"]

@@ -264,7 +264,7 @@ def test_nothing_is_sent_when_no_sample_can_be_scored():
 
 
 def test_as_many_references_as_videos():
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="longer"):
         remote("http://127.0.0.1:1")(VIDEO, [None])
 
 

@@ -161,7 +161,8 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             pass  # it checks the header, and that the tensors fill the file
     except SafetensorError as error:
         raise Refused(
-            f"{path} is cut off, damaged or not a safetensors file: {quoted(str(error))}; get it again"
+            f"{path} ({path.stat().st_size} bytes) is cut off, damaged or not a safetensors file: {quoted(str(error))}; "
+            "get it again"
         ) from None
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
