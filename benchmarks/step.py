@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from rewardfl import backbones, config, lora, offload, reward_flow
 from rewardfl.backbones.seam import DTYPES, Experts, Velocity
-from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.backbone import Wan22I2V
+from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.estimate import needs
 from rewardfl.estimate.measure import Costs
 from rewardfl.estimate.measure import measure as measure_costs
@@ -114,11 +114,11 @@ def update(
     with phase(found, "rollout", device):
         trajectory = reward_flow.rollout(velocity, x, sigmas, active, first)
     with phase(found, "decode", device):
-        decoded = decoder.decode_with_caches(vae, trajectory.x0, asked.decode_caches)
+        decoded = WanDecoder(vae).decode_with_caches(trajectory.x0, asked.decode_caches)
     video = decoded.video.float()  # alive during the VJP, as in training
     grad_video = torch.randn(video.shape, generator=generator, device=device) / video.numel()
     with phase(found, "decode VJP", device):
-        grad_x0 = decoder.decode_vjp(vae, trajectory.x0, grad_video, decoded)
+        grad_x0 = WanDecoder(vae).vjp(trajectory.x0, grad_video, decoded)
     del decoded, video, grad_video
     with phase(found, "replay", device):
         reward_flow.replay(

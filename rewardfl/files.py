@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -31,11 +32,17 @@ def atomic_write(path: str | Path, content: bytes | str, durable: bool = True) -
 
     durable: without it, a power cut may leave a damaged file; a kill of the process never does.
     """
-    path = Path(path)
+    with atomic_file(Path(path), durable) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def atomic_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file to fill, which becomes `path` when the block ends without an exception and vanishes otherwise."""
     temporary = temporary_path(path)
     try:
         with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            yield file
             file.flush()
             if durable:
                 os.fsync(file.fileno())

@@ -4,7 +4,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from rewardfl.backbones import seam
-from rewardfl.backbones.wan.backbone import Wan22I2V, of_pipeline
+from rewardfl.backbones.wan.backbone import Wan22I2V
 from rewardfl.flow import linear_sigmas
 from rewardfl_tools.tiny_world.vae import new_vae
 from rewardfl_tools.tiny_world.video import new_expert, new_pipeline
@@ -31,7 +31,25 @@ def random_pipeline(dtype: torch.dtype = torch.float32):
 
 
 def backbone_of(pipe) -> Wan22I2V:
-    return of_pipeline(pipe, pipe.transformer_2.dtype)
+    """The model of a pipeline that is loaded."""
+    return Wan22I2V(
+        lambda parts: pipe,
+        pipe.config.boundary_ratio,
+        pipe.transformer_2.dtype,
+        pipe.vae_scale_factor_spatial,
+        pipe.vae_scale_factor_temporal,
+        pipe.vae.config.z_dim,
+        min(expert.config.rope_max_seq_len for expert in (pipe.transformer, pipe.transformer_2)),
+    )
+
+
+def latent_shape(pipe, height: int, width: int, num_frames: int) -> tuple[int, ...]:
+    """(1, C, T, h, w) of one sample's latents."""
+    return (1, *backbone_of(pipe).latent_shape(height, width, num_frames))
+
+
+def encode_text(pipe, prompt) -> torch.Tensor:
+    return backbone_of(pipe).text_encoder(torch.device("cpu"))(prompt)["text"]
 
 
 def experts_of(pipe, outside=()) -> seam.Experts:

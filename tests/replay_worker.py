@@ -13,13 +13,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
-from pipelines import FRAMES, HEIGHT, WIDTH, backbone_of
+from pipelines import FRAMES, HEIGHT, WIDTH, backbone_of, latent_shape
 from test_reward_flow import SCHEDULE, gradients, lora_model, quadratic_reward
 
 from rewardfl import reward_flow
 from rewardfl.backbones.seam import Conditioning, Velocity
-from rewardfl.backbones.wan import decoder
-from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.decoder import WanDecoder
 
 ACTIVE = {0.0: [3, 4, 5], 0.2: [3, 4, 5], 1.0: [1, 3, 5]}  # by coupling; step 1 belongs to the other expert
 KL_WEIGHT = 0.7
@@ -29,7 +28,7 @@ CASES = [(2, 1, 1.0, True), *((ga, batch, c, False) for ga, batch in ((1, 2), (2
 
 def sample(number: int, pipe) -> tuple[Conditioning, torch.Tensor]:
     g = torch.Generator().manual_seed(number)
-    shape = wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES)
+    shape = latent_shape(pipe, HEIGHT, WIDTH, FRAMES)
     text, image, x = (
         torch.randn(*s, generator=g, dtype=torch.float64) for s in ((1, 8, 32), (1, 18, *shape[2:]), shape)
     )
@@ -65,10 +64,10 @@ def update(accumulation: int, batch: int, coupling: float, naive: bool) -> tuple
         conditioning, x = batch_of(list(range(first, first + batch)), pipe)
         velocity = Velocity(backbone_of(pipe), policy, conditioning, SCHEDULE)
         trajectory = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, active)
-        decoded = decoder.decode_with_caches(pipe.vae, trajectory.x0)
+        decoded = WanDecoder(pipe.vae).decode_with_caches(trajectory.x0)
         video = decoded.video.requires_grad_()
         (grad_video,) = torch.autograd.grad(-quadratic_reward(video).sum() / per_process, video)
-        grad_x0 = decoder.decode_vjp(pipe.vae, trajectory.x0, grad_video, decoded)
+        grad_x0 = WanDecoder(pipe.vae).vjp(trajectory.x0, grad_video, decoded)
         reward_flow.replay(
             velocity, trajectory, SCHEDULE.sigmas, active, grad_x0, coupling,
             reference=velocity.reference, kl_weight=KL_WEIGHT / per_process, backward=backward,

@@ -34,7 +34,7 @@ from runs import (
 )
 
 from rewardfl import data
-from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.rewards import blackbox
 from rewardfl.run import checkpoint
 from rewardfl.run.job import Job
@@ -355,11 +355,11 @@ def test_members_of_a_lost_clip_leave_their_group(monkeypatch, capsys, tmp_path)
 
 def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, capsys, tmp_path):
     """The second step's second clip comes back from the decoder with one; the third's appear in the backward pass."""
-    pull_back, backward, calls = decoder.decode_vjp, Job.backward, []
+    pull_back, backward, calls = WanDecoder.vjp, Job.backward, []
 
-    def broken(vae, x0, grad_video, decoded):
+    def broken(decoder, x0, grad_video, decoded):
         calls.append(1)
-        gradient = pull_back(vae, x0, grad_video, decoded)
+        gradient = pull_back(decoder, x0, grad_video, decoded)
         if len(calls) == 2:
             gradient[1, 0, 0, 0, 0] = torch.inf
         return gradient
@@ -367,7 +367,7 @@ def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, cap
     def breaking(job, loss):
         backward(job, loss * torch.nan if len(calls) == 3 else loss)
 
-    monkeypatch.setattr(decoder, "decode_vjp", broken)
+    monkeypatch.setattr(WanDecoder, "vjp", broken)
     monkeypatch.setattr(Job, "backward", breaking)
     batches = []
     batch_of = data.Order.micro_batch

@@ -74,7 +74,7 @@ HEADERS = {
     "offsets: backwards": entry(data_offsets=[24, 0]), "offsets: float": entry(data_offsets=[0.0, 24.0]),
     "offsets: null": entry(data_offsets=None), "offsets: true": entry(data_offsets=[False, 24]),
     "offsets: huge": entry(data_offsets=[0, 10**30]), "offsets: hole": entry(data_offsets=[4, 28]),
-    "metadata: list": entry() | {"__metadata__": []}, "metadata: null": entry() | {"__metadata__": None},
+    "metadata: list": entry() | {"__metadata__": []},
     "metadata: number": entry() | {"__metadata__": {"format": 1}},
     "metadata: nested": entry() | {"__metadata__": {"format": {"a": "pt"}}},
     "surrogate in a name": entry() | {"\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [24, 24]}},

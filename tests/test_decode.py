@@ -4,7 +4,7 @@ import pytest
 import torch
 from pipelines import FRAMES, random_pipeline
 
-from rewardfl.backbones.wan import decoder
+from rewardfl.backbones.wan.decoder import WanDecoder
 
 
 def denormalised(vae, latents):
@@ -23,8 +23,8 @@ def test_decode_equals_diffusers():
     vae, latents = sample(torch.float32)
     with torch.no_grad():
         expected = vae.decode(denormalised(vae, latents)).sample
-    assert torch.equal(decoder.decode(vae, latents), expected)
-    assert decoder.decode(vae, latents).shape == (2, 3, FRAMES, 32, 32)
+    assert torch.equal(WanDecoder(vae).decode(latents), expected)
+    assert WanDecoder(vae).decode(latents).shape == (2, 3, FRAMES, 32, 32)
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -36,8 +36,8 @@ def test_vjp_equals_autograd(given):
     assert 0.001 < saturated < 0.9  # the clamp's zero gradient is part of what is compared
     cotangent = torch.randn_like(video)
     (expected,) = torch.autograd.grad(video, leaf, cotangent)
-    decoded = decoder.decode_with_caches(vae, latents) if given else None
-    actual = decoder.decode_vjp(vae, latents, cotangent, decoded)
+    decoded = WanDecoder(vae).decode_with_caches(latents) if given else None
+    actual = WanDecoder(vae).vjp(latents, cotangent, decoded)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12 * float(expected.abs().max()))
 
 
@@ -46,11 +46,11 @@ def test_vjp_against_finite_differences():
     generator = torch.Generator().manual_seed(3)
     cotangent = torch.randn(2, 3, FRAMES, 32, 32, dtype=torch.float64, generator=generator)
     direction = torch.randn(latents.shape, dtype=torch.float64, generator=generator)
-    analytic = float((decoder.decode_vjp(vae, latents, cotangent) * direction).sum())
+    analytic = float((WanDecoder(vae).vjp(latents, cotangent) * direction).sum())
     eps = 1e-4  # not smaller: diffusers' upsampling rounds to float32 inside
     ahead, behind = (
-        decoder.decode(vae, latents + eps * direction),
-        decoder.decode(vae, latents - eps * direction),
+        WanDecoder(vae).decode(latents + eps * direction),
+        WanDecoder(vae).decode(latents - eps * direction),
     )
     numeric = float(((ahead - behind) * cotangent).sum() / (2 * eps))
     assert analytic == pytest.approx(numeric, rel=1e-3)
@@ -62,13 +62,13 @@ def test_chunks_after_the_last_gradient_are_skipped_exactly(monkeypatch):
     cotangent[:, :, 3:] = 0  # frames 3 and 4 belong to the third latent frame
     leaf = latents.clone().requires_grad_()
     (expected,) = torch.autograd.grad(vae.decode(denormalised(vae, leaf)).sample, leaf, cotangent)
-    decoded = decoder.decode_with_caches(vae, latents)
+    decoded = WanDecoder(vae).decode_with_caches(latents)
     calls = []
-    chunk = decoder._chunk
-    monkeypatch.setattr(decoder, "_chunk", lambda *a, first: calls.append(first) or chunk(*a, first=first))
-    torch.testing.assert_close(decoder.decode_vjp(vae, latents, cotangent, decoded), expected, rtol=1e-10, atol=1e-13)
+    chunk = WanDecoder._chunk
+    monkeypatch.setattr(WanDecoder, "_chunk", lambda *a, first: calls.append(first) or chunk(*a, first=first))
+    torch.testing.assert_close(WanDecoder(vae).vjp(latents, cotangent, decoded), expected, rtol=1e-10, atol=1e-13)
     assert len(calls) == 2
-    assert not decoder.decode_vjp(vae, latents, torch.zeros_like(cotangent), decoded).any()
+    assert not WanDecoder(vae).vjp(latents, torch.zeros_like(cotangent), decoded).any()
 
 
 @pytest.mark.parametrize("caches", ["offload", "segment"])
@@ -76,21 +76,19 @@ def test_caches_kept_elsewhere_give_the_same_bits(caches):
     torch.manual_seed(1)
     vae = random_pipeline().vae
     latents = 3 * torch.randn(2, 16, 8, 8, 8)
-    kept, other = decoder.decode_with_caches(vae, latents), decoder.decode_with_caches(vae, latents, caches)
+    kept, other = WanDecoder(vae).decode_with_caches(latents), WanDecoder(vae).decode_with_caches(latents, caches)
     assert torch.equal(other.video, kept.video)
     cotangent = torch.randn_like(kept.video)
     cotangent[:, :, -3:] = 0  # the walk back starts inside a segment
-    assert torch.equal(
-        decoder.decode_vjp(vae, latents, cotangent, other), decoder.decode_vjp(vae, latents, cotangent, kept)
-    )
+    assert torch.equal(WanDecoder(vae).vjp(latents, cotangent, other), WanDecoder(vae).vjp(latents, cotangent, kept))
 
 
 def test_segments_keep_the_square_root_of_the_caches():
     vae = random_pipeline().vae
-    decoded = decoder.decode_with_caches(vae, torch.randn(1, 16, 8, 8, 8), "segment")
+    decoded = WanDecoder(vae).decode_with_caches(torch.randn(1, 16, 8, 8, 8), "segment")
     assert list(decoded.caches) == [0, 3, 6]
     with pytest.raises(ValueError, match="keep, offload or segment, got 'disk'"):
-        decoder.decode_with_caches(vae, torch.randn(1, 16, 2, 8, 8), "disk")
+        WanDecoder(vae).decode_with_caches(torch.randn(1, 16, 2, 8, 8), "disk")
 
 
 def test_vjp_holds_one_chunk(monkeypatch):
@@ -99,7 +97,7 @@ def test_vjp_holds_one_chunk(monkeypatch):
     def peak(latent_frames):
         vae = random_pipeline().vae
         latents = torch.randn(1, 16, latent_frames, 8, 8)
-        decoded = decoder.decode_with_caches(vae, latents)
+        decoded = WanDecoder(vae).decode_with_caches(latents)
         alive, high = [0], [0]
 
         class Counted:
@@ -112,7 +110,7 @@ def test_vjp_holds_one_chunk(monkeypatch):
                 alive[0] -= self.tensor.numel()
 
         with torch.autograd.graph.saved_tensors_hooks(Counted, lambda counted: counted.tensor):
-            decoder.decode_vjp(vae, latents, torch.ones_like(decoded.video), decoded)
+            WanDecoder(vae).vjp(latents, torch.ones_like(decoded.video), decoded)
         return high[0]
 
     assert peak(9) <= 1.01 * peak(3)
@@ -120,5 +118,5 @@ def test_vjp_holds_one_chunk(monkeypatch):
 
 def test_the_decoder_gets_no_gradient():
     vae, latents = sample(torch.float32)
-    decoder.decode_vjp(vae, latents, torch.ones(2, 3, FRAMES, 32, 32))
+    WanDecoder(vae).vjp(latents, torch.ones(2, 3, FRAMES, 32, 32))
     assert all(p.grad is None for p in vae.parameters())

@@ -16,9 +16,10 @@ from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, encode
 
 from rewardfl import backbones, config, flow, lora
 from rewardfl.backbones.seam import Adapter, Source
-from rewardfl.backbones.wan import decoder, meta
 from rewardfl.backbones.wan import files as layouts
+from rewardfl.backbones.wan import meta
 from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
 from rewardfl.rewards.face.detect import FaceDetector
@@ -250,12 +251,10 @@ def test_real_expert(pipe):
     expert = meta.expert_on_meta(model.config, torch.float32, shape)
     predicted = measure.measure_expert(expert, torch.float32, Adapter(4, TARGETS))
     assert predicted.layers == 2 and predicted.tokens == 40
-    wanted = meta.block_inputs(model.config, torch.float32, 40)
-    real = meta.BlockInputs(
-        torch.randn(wanted.hidden.shape, requires_grad=True), torch.randn(wanted.text.shape),
-        torch.randn(wanted.time.shape), tuple(torch.randn(part.shape) for part in wanted.rotary),
-    )  # fmt: skip
-    saved, _ = hooked_bytes(lambda: real.through(model.blocks[0]), [*model.parameters(), *real.shared])
+    hidden = torch.randn(expert.block_input.shape, requires_grad=True)
+    text, time, *rotary = (torch.randn(part.shape) for part in expert.block_shared)
+    shared = [*model.parameters(), text, time, *rotary]
+    saved, _ = hooked_bytes(lambda: model.blocks[0](hidden, text, time, tuple(rotary)), shared)
     assert saved == predicted.block_saved
     x = torch.randn(1, *shape, requires_grad=True)
     text = torch.randn(1, wan.TEXT_LENGTH, model.config.text_dim)
@@ -276,7 +275,7 @@ def test_real_folder(pipe, tmp_path):
     predicted = measure.measure(Video(described(tmp_path, "float32"), HEIGHT, WIDTH, 4 * FRAMES + 1, None))
     torch.manual_seed(0)
     latents = torch.randn(1, *predicted.shape)
-    forward, decoded = counted(lambda: decoder.decode_with_caches(pipe.vae, latents))
+    forward, decoded = counted(lambda: WanDecoder(pipe.vae).decode_with_caches(latents))
     assert decoded.video.numel() == predicted.num_pixels
     assert forward == sum(chunk.forward for chunk in predicted.chunks)
     held = [[c for c in caches if isinstance(c, torch.Tensor)] for caches in decoded.caches.values()]

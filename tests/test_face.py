@@ -504,7 +504,7 @@ def test_scores_equal_insightface_end_to_end(pack, identity):
     real, generated = map(embeddings, videos)
     expected = generated[1:] @ real[1:].T
     pool = identity.pool(videos[0])
-    score = identity.score(videos[1], pool)
+    score = identity.score(videos[1], pool.embeddings)
     # the crop is rounded to uint8 by cv2
     np.testing.assert_allclose(score.per_frame, expected.mean(1), atol=2e-3)
     assert score.mean.item() == pytest.approx(expected.mean(), abs=2e-3)
@@ -515,7 +515,7 @@ def test_scores_equal_insightface_end_to_end(pack, identity):
 def test_every_generated_frame_carries_gradient_but_the_given_one(identity):
     pool = identity.pool(REAL)
     video = clip([(2, 2), (2, 2), None, (3, 2)], seed=2).requires_grad_()
-    score = identity.score(video, pool)
+    score = identity.score(video, pool.embeddings)
     score.mean.backward()
     per_frame = video.grad.abs().sum((0, 2, 3))
     assert per_frame[0] == 0 and (per_frame[1:] > 1e-4).all()
@@ -532,28 +532,28 @@ def test_the_score_gradient_is_that_of_finite_differences(identity):
     video = clip([(2, 2), (2, 2), (3, 2)], seed=2).requires_grad_()
     direction = torch.randn(video.shape, generator=torch.Generator().manual_seed(0))
     direction[video.detach().abs() == 1] = 0  # leave the face cell alone: detection carries no gradient
-    (gradient,) = torch.autograd.grad(identity.score(video, pool).mean, video)
+    (gradient,) = torch.autograd.grad(identity.score(video, pool.embeddings).mean, video)
     h = 1e-2
     with torch.no_grad():
-        up, down = (identity.score(video + s * h * direction, pool).mean for s in (1, -1))
+        up, down = (identity.score(video + s * h * direction, pool.embeddings).mean for s in (1, -1))
     # float32: differences of 1e-4 between scores known to 1e-7, and PReLU kinks within the step
     assert (gradient * direction).sum().item() == pytest.approx((up - down).item() / (2 * h), rel=0.05)
 
 
 def test_no_face_no_score(identity):
-    assert identity.score(clip([None, None]), identity.pool(REAL)) is None
+    assert identity.score(clip([None, None]), identity.pool(REAL).embeddings) is None
 
 
 def test_float32_whatever_the_video(identity):
     pool = identity.pool(REAL)
     half = REAL.bfloat16().requires_grad_()
-    score = identity.score(half, pool)
+    score = identity.score(half, pool.embeddings)
     assert score.mean.dtype == torch.float32
-    torch.testing.assert_close(score.mean, identity.score(half.float(), pool).mean, rtol=0, atol=0)
+    torch.testing.assert_close(score.mean, identity.score(half.float(), pool.embeddings).mean, rtol=0, atol=0)
     score.mean.backward()
     assert half.grad.dtype == torch.bfloat16 and half.grad.abs().sum() > 0
     with torch.autocast("cpu", torch.bfloat16):
-        under_autocast = identity.score(half.float(), pool)
+        under_autocast = identity.score(half.float(), pool.embeddings)
     torch.testing.assert_close(under_autocast.per_frame, score.per_frame, rtol=0, atol=0)
 
 

@@ -10,7 +10,7 @@ import torch
 import zygote
 from conftest import ROOT
 from peft import LoraConfig
-from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, random_pipeline
+from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, latent_shape, random_pipeline
 from safetensors.torch import load_file, save_file
 from test_wan import ours, stock
 
@@ -94,7 +94,7 @@ def test_saved_adapter_gives_the_same_video_in_stock_diffusers(tmp_path):
         lora.inject(expert, 4, 6.0, TARGETS, seed=0)
         randomise(expert, seed)
         wan.save_adapter(expert, tmp_path / folder)
-    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     expected = ours(pipe, 4, noise)
 
     loaded = random_pipeline()

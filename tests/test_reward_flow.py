@@ -3,13 +3,13 @@
 import pytest
 import torch
 from conftest import ROOT
-from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, backbone_of, experts_of, random_pipeline
+from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, backbone_of, experts_of, latent_shape, random_pipeline
 
 from rewardfl import backbones, flow, lora, reward_flow, sde
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import DTYPES, Experts, Source, Velocity
-from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.decoder import WanDecoder
 
 SCHEDULE = wan.schedule(6, 5.0, 0.9)  # 1, .961, .909 high noise; .833, .714, .5 low noise
 
@@ -27,7 +27,7 @@ def lora_model(dtype):
 
 def conditioning(batch, dtype, pipe):
     g = torch.Generator().manual_seed(5)
-    shape = wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES)
+    shape = latent_shape(pipe, HEIGHT, WIDTH, FRAMES)
     text = torch.randn(batch, 8, 32, generator=g, dtype=dtype)
     image = torch.randn(batch, 18, *shape[2:], generator=g, dtype=dtype)
     x = torch.randn(batch, *shape[1:], generator=g, dtype=dtype)
@@ -71,10 +71,10 @@ def gradients(model):
 def replay_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, schedule):
     velocity, sigmas = Velocity(backbone_of(pipe), model, cond, schedule), schedule.sigmas
     trajectory = reward_flow.rollout(velocity, x, sigmas, active)
-    decoded = decoder.decode_with_caches(pipe.vae, trajectory.x0)
+    decoded = WanDecoder(pipe.vae).decode_with_caches(trajectory.x0)
     video = decoded.video.requires_grad_()
     (grad_video,) = torch.autograd.grad(-quadratic_reward(video).sum(), video)
-    grad_x0 = decoder.decode_vjp(pipe.vae, trajectory.x0, grad_video, decoded)
+    grad_x0 = WanDecoder(pipe.vae).vjp(trajectory.x0, grad_video, decoded)
     kl = reward_flow.replay(
         velocity, trajectory, sigmas, active, grad_x0, coupling,
         reference=velocity.reference, kl_weight=kl_weight, kl_gradient=kl_gradient,
@@ -205,7 +205,7 @@ def test_chain_against_finite_differences():
         x0 = reward_flow.rollout(Velocity(backbone_of(pipe), model, cond, SCHEDULE), x, SCHEDULE.sigmas, []).x0
         for n, d in direction.items():
             parameters[n].data -= offset * d
-        return float(-quadratic_reward(decoder.decode(pipe.vae, x0)).sum())
+        return float(-quadratic_reward(WanDecoder(pipe.vae).decode(x0)).sum())
 
     eps = 1e-4
     assert analytic == pytest.approx((loss_at(eps) - loss_at(-eps)) / (2 * eps), rel=1e-3)

@@ -9,7 +9,7 @@ from face_nets import SIZE, clip, magenta_pack
 
 from rewardfl import rewards
 from rewardfl.rewards import FaceIdentityReward, Reward, RewardOutput
-from rewardfl.rewards.face.reward import MIN_MOTION, PARTS, _smaller
+from rewardfl.rewards.face.reward import MIN_MOTION, PARTS
 
 MOUTH = [0.0, 0.1, 0.3, 0.2]
 REAL = clip([(2, 2), (2, 2), (3, 2), (3, 3)], seed=1, mouth=MOUTH)
@@ -67,7 +67,7 @@ def test_bad_caps_are_refused(tmp_path, cap):
 
 def test_the_score_is_the_mean_over_generated_frames(reward):
     pool = reward.identity.pool(REAL)
-    face = reward.identity.score(GENERATED, pool)
+    face = reward.identity.score(GENERATED, pool.embeddings)
     output = reward(GENERATED[None], [reward.reference(REAL, "a prompt that faces do not depend on")])
     assert output.score.shape == (1,) and output.score.dtype == torch.float32 and output.valid.all()
     torch.testing.assert_close(output.score[0], face.per_frame.mean())
@@ -178,11 +178,10 @@ def test_motion_is_relative_to_the_real_clip(reward):
     ]
     assert all(math.isnan(ratio) for ratio in motion(REAL, still))
     assert reward.reference(still)["speed"] < MIN_MOTION
-    assert (_smaller(math.nan, 1.0), _smaller(1.0, math.nan), _smaller(2.0, 1.0)) == (1.0, 1.0, 1.0)
 
 
 def test_each_video_needs_a_reference(reward):
-    with pytest.raises(ValueError, match="2 videos need as many references, got 1"):
+    with pytest.raises(ValueError, match="shorter"):
         reward(torch.stack([REAL, REAL]), [reward.reference(REAL)])
 
 

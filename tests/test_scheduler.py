@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ROOT
 from diffusers import FlowMatchEulerDiscreteScheduler
-from pipelines import FRAMES, HEIGHT, WIDTH, LinearFlowEuler, backbone_of, encode, experts_of
+from pipelines import FRAMES, HEIGHT, WIDTH, LinearFlowEuler, backbone_of, encode, experts_of, latent_shape
 from test_wan import PROMPT, picture
 
 from rewardfl import flow, groups
@@ -32,7 +32,7 @@ class Recording(FlowMatchSDEScheduler):
 def sampled(pipe, scheduler, steps=4):
     """Latents (1, 16, T, h, w) that the stock pipeline ends with."""
     pipe.scheduler = scheduler
-    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     return pipe(
         image=picture()[0], prompt=PROMPT, height=HEIGHT, width=WIDTH, num_frames=FRAMES, num_inference_steps=steps,
         guidance_scale=1.0, latents=noise, output_type="latent",

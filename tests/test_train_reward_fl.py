@@ -15,12 +15,11 @@ import torch
 from conftest import ROOT
 from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from PIL import Image
-from pipelines import LinearFlowEuler
+from pipelines import LinearFlowEuler, latent_shape
 from runs import CACHE, FAST, PACKS, WORLD, adapter, call, launch, metrics, table
 
 from rewardfl import config, data, groups, lora, reward_flow
 from rewardfl.backbones.wan import load as wan_load
-from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.data import clips as clip_files
 from rewardfl.estimate import report
@@ -350,7 +349,7 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
     pipe = WanImageToVideoPipeline.from_pretrained(WORLD / "pipeline", dtype=torch.float32)
     pipe.load_lora_weights(trained / "transformer_2", load_into_transformer_2=True)
     pipe.scheduler = LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=5.0).config)
-    noise = groups.noise(wan.latent_shape(pipe, 64, 64, 9), seed=5)
+    noise = groups.noise(latent_shape(pipe, 64, 64, 9), seed=5)
     stock = pipe(
         image=Image.fromarray(frame), prompt="a person, talking", height=64, width=64, num_frames=9,
         num_inference_steps=4, guidance_scale=1.0, latents=noise, output_type="pt",

@@ -7,14 +7,25 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
 from PIL import Image
-from pipelines import FRAMES, HEIGHT, WIDTH, LinearFlowEuler, backbone_of, encode, experts_of, random_pipeline
+from pipelines import (
+    FRAMES,
+    HEIGHT,
+    WIDTH,
+    LinearFlowEuler,
+    backbone_of,
+    encode,
+    encode_text,
+    experts_of,
+    latent_shape,
+    random_pipeline,
+)  # fmt: skip
 
 from rewardfl import backbones, data, flow, groups, reward_flow
 from rewardfl.backbones.seam import Experts, Source, Velocity
-from rewardfl.backbones.wan import decoder
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.weights.shards import Refused
 
 PROMPT = "a person with short dark hair, talking"
@@ -46,24 +57,24 @@ def ours(pipe, steps, noise, negative=None, guidance=1.0):
 
 @pytest.mark.parametrize("steps", [4, 8])
 def test_sampler_equals_the_pipeline_bit_for_bit(pipe, steps):
-    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     expected = stock(pipe, steps, latents=noise.clone(), output_type="latent")
     actual = ours(pipe, steps, noise)
     assert torch.equal(actual, expected)
     video = stock(pipe, steps, latents=noise.clone(), output_type="pt")  # (1, F, 3, H, W) in [0, 1]
-    torch.testing.assert_close(decoder.decode(pipe.vae, actual).transpose(1, 2) / 2 + 0.5, video, rtol=0, atol=1e-6)
+    torch.testing.assert_close(WanDecoder(pipe.vae).decode(actual).transpose(1, 2) / 2 + 0.5, video, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("steps", [4, 8])
 def test_guided_sampler_equals_the_pipeline_bit_for_bit(pipe, steps):
     """3.5 for both experts, as the undistilled model is sampled; the same order of u + g (c - u)."""
-    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     arguments = {"latents": noise.clone(), "output_type": "latent", "negative_prompt": "blinking"}
     expected = stock(pipe, steps, guidance_scale=3.5, **arguments)
-    actual = ours(pipe, steps, noise, {"text": wan.encode_text(pipe, "blinking")}, 3.5)
+    actual = ours(pipe, steps, noise, {"text": encode_text(pipe, "blinking")}, 3.5)
     assert torch.equal(actual, expected)
     assert not torch.allclose(actual, ours(pipe, steps, noise), atol=1e-2)
-    assert not torch.allclose(actual, ours(pipe, steps, noise, {"text": wan.encode_text(pipe, "")}, 3.5), atol=1e-3)
+    assert not torch.allclose(actual, ours(pipe, steps, noise, {"text": encode_text(pipe, "")}, 3.5), atol=1e-3)
 
 
 def test_guidance_needs_a_negative_prompt(pipe):
@@ -77,13 +88,13 @@ def test_sampler_is_the_pipeline_in_bfloat16_within_its_rounding(tmp_path, pipe,
 
     So we are nearer to the float32 result than it is.
     """
-    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     arguments = {"guidance_scale": guidance, "output_type": "latent"}
     exact = stock(pipe, 8, latents=noise.clone(), **arguments)
     pipe.save_pretrained(tmp_path)
     half = wan_load.load_pipeline(layouts.find_files(str(tmp_path)), torch.bfloat16)
     half.set_progress_bar_config(disable=True)
-    negative = {"text": wan.encode_text(half, "")}
+    negative = {"text": encode_text(half, "")}
     expected = stock(half, 8, latents=noise.clone(), **arguments).float()
     actual = ours(half, 8, noise, negative, guidance)
     assert actual.dtype == torch.float32
@@ -97,7 +108,7 @@ def test_sampler_is_the_pipeline_in_bfloat16_within_its_rounding(tmp_path, pipe,
 
 def test_both_experts_and_every_input_matter(pipe):
     """The parity above would hold for a model that ignores its inputs; this one does not."""
-    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     experts, schedule, wan22 = experts_of(pipe), wan.schedule(4, 5.0, 0.9), backbone_of(pipe)
     one = encode(pipe, PROMPT, picture()[1], FRAMES)
     other_text = encode(pipe, "glasses", picture()[1], FRAMES)
@@ -150,7 +161,7 @@ def test_the_network_takes_the_expert_that_the_schedule_names(pipe):
     """At a tie, by what answers: each expert gives a velocity of its own."""
     experts, schedule = experts_of(pipe), wan.schedule(4, 3.0, 0.9)
     conditioning = encode(pipe, PROMPT, picture()[1], FRAMES)
-    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     inputs = torch.cat([noise, conditioning["image"]], 1)
     with torch.no_grad():
         for step in range(4):
@@ -164,12 +175,10 @@ def test_a_batch_is_the_pipelines_samples(pipe, guidance):
     """Two images and two prompts at once; the pipeline cannot, so it is asked for each."""
     experts, schedule = experts_of(pipe), wan.schedule(4, 5.0, 0.9)
     jobs = [(PROMPT, 4, 1), ("blinking", 5, 2)]  # prompt, seed of the picture, seed of the noise
-    shape = wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES)
+    shape = latent_shape(pipe, HEIGHT, WIDTH, FRAMES)
     noise = torch.cat([groups.noise(shape, seed) for _, _, seed in jobs])
     both = backbone_of(pipe).collate([encode(pipe, prompt, picture(seed)[1], FRAMES) for prompt, seed, _ in jobs])
-    velocity = Velocity(
-        backbone_of(pipe), experts, both, schedule, {"text": wan.encode_text(pipe, "glasses")}, guidance
-    )
+    velocity = Velocity(backbone_of(pipe), experts, both, schedule, {"text": encode_text(pipe, "glasses")}, guidance)
     actual = reward_flow.rollout(velocity, noise, schedule.sigmas, ()).x0
     for i, (prompt, seed, _) in enumerate(jobs):
         expected = stock(
@@ -188,7 +197,7 @@ def test_load_pipeline(tmp_path, pipe):
         p.requires_grad for m in (loaded.transformer, loaded.vae, loaded.text_encoder) for p in m.parameters()
     )
     assert not loaded.text_encoder.training  # T5 has dropout
-    noise = groups.noise(wan.latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     torch.testing.assert_close(ours(loaded, 4, noise), ours(pipe, 4, noise), rtol=1e-4, atol=1e-4)
     half = wan_load.load_pipeline(layouts.find_files(str(tmp_path / "model")), torch.bfloat16)
     assert half.transformer.dtype == torch.bfloat16

@@ -114,15 +114,9 @@ def comfy_tensors(update: Update) -> dict[str, Tensor]:
         state[f"{name.removesuffix('.modulation')}.diff_m"] = load_tensor(update.diff)
     elif update.diff is not None:
         state[f"{name}.diff"] = load_tensor(update.diff)
-    if bias := [load_tensor(source) * factor for source, factor in biases(update)]:
+    if bias := [load_tensor(source) * factor for source, factor in update.biases()]:
         state[f"{name}.diff_b"] = sum(bias[1:], bias[0])
     return state
-
-
-def biases(update: Update) -> list[tuple[lora_files.Source, float]]:
-    """What is added to the bias: peft scales its own by alpha / rank, diff_b is taken as it is."""
-    given = [(update.up_bias, update.scale), (update.diff_b, 1.0)]
-    return [(source, factor) for source, factor in given if source is not None]
 
 
 def diffusers_tensors(lora: Lora, update: Update) -> dict[str, Tensor]:
@@ -144,7 +138,7 @@ def diffusers_tensors(lora: Lora, update: Update) -> dict[str, Tensor]:
     if update.magnitude is not None:  # peft's for a convolution is (1, out, 1, 1, 1)
         ones = [1] * (len(update.down.shape) - 2)
         state[f"{name}.lora_magnitude_vector"] = load_tensor(update.magnitude).reshape([1, -1, *ones] if ones else [-1])
-    if bias := [load_tensor(source) * factor for source, factor in biases(update)]:
+    if bias := [load_tensor(source) * factor for source, factor in update.biases()]:
         state[f"{name}.lora_B.bias"] = sum(bias[1:], bias[0])
     return state
 
@@ -200,6 +194,6 @@ def effects(update: Update) -> list[tuple[str, Tensor]]:
         found.append((f"the magnitude of the {axis}", load_tensor(update.magnitude).flatten()))
     if update.diff is not None:
         found.append(("the difference", load_tensor(update.diff)))
-    if bias := [load_tensor(source) * factor for source, factor in biases(update)]:
+    if bias := [load_tensor(source) * factor for source, factor in update.biases()]:
         found.append(("the bias", sum(bias[1:], bias[0])))
     return found

@@ -137,7 +137,7 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
         }
         for i, (row, seed) in enumerate(batch):
             scores = {
-                name: {arm: judge.score(videos[arm][i], pools[name][row.id]) for arm in ARMS}
+                name: {arm: judge.score(videos[arm][i], pools[name][row.id].embeddings) for arm in ARMS}
                 for name, judge in judges.items()
             }
             made = {arm: data.to_uint8(videos[arm][i]).cpu() for arm in ARMS}

@@ -80,13 +80,10 @@ def plan(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
     """The tensors to write. Refused where names or dtypes are to change and the model is not a Wan transformer."""
     if dtype == "keep" and rename == "keep":
         return [shards.copy_of(entry) for entry in model.tensors.values()]
-    try:
-        naming, prefix = wan_names.naming(list(model.tensors))
-    except ValueError as error:
-        raise Refused(f"{model.path}: {error}") from None
     if dtype == "keep":
+        _, commons = wan_names.naming(model)
         return [
-            shards.copy_of(entry, wan_names.output_name(wan_names.common_name(name, naming, prefix), name, rename))
+            shards.copy_of(entry, wan_names.output_name(commons[name], name, rename))
             for name, entry in model.tensors.items()
         ]
     from rewardfl.weights import merge

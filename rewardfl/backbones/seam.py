@@ -257,6 +257,7 @@ class Backbone(Protocol):
         """Add a checkpoint's adapters to plain experts, for inference. FileNotFoundError where it has none."""
 
 
+@dataclass(frozen=True, eq=False)
 class Velocity:
     """`velocity(x, step)` for one batch's conditioning: what the samplers call. `model` is the prepared module.
 
@@ -265,19 +266,16 @@ class Velocity:
     models use.
     """
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        model: nn.Module,
-        conditioning: Conditioning,
-        schedule: Schedule,
-        negative: Conditioning | None = None,
-        guidance: float = 1.0,
-    ):
-        if guidance != 1 and negative is None:
-            raise ValueError(f"guidance {guidance:g} needs the embedding of a negative prompt")
-        self.backbone, self.model, self.conditioning, self.schedule = backbone, model, conditioning, schedule
-        self.negative, self.guidance = negative, guidance
+    backbone: Backbone
+    model: nn.Module
+    conditioning: Conditioning
+    schedule: Schedule
+    negative: Conditioning | None = None
+    guidance: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.guidance != 1 and self.negative is None:
+            raise ValueError(f"guidance {self.guidance:g} needs the embedding of a negative prompt")
 
     def __call__(self, x: Tensor, step: int) -> Tensor:
         """(B, C, T, h, w) of latents x at the schedule's denoising step."""

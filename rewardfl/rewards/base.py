@@ -1,8 +1,10 @@
 """What every reward is: a module from videos to one score per sample."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 
@@ -70,3 +72,21 @@ class Reward(nn.Module):
 def no_score(video: Tensor) -> Tensor:
     """() float32 0 with a zero gradient to all of `video`, whatever it holds: the score of an invalid sample."""
     return video[:0].sum().float()  # a sum over no pixels, since NaN * 0 is NaN
+
+
+def by_sample(
+    video: Tensor,
+    batch: Sequence[Mapping[str, Tensor] | None],
+    judge_one: Callable[[Tensor, Mapping[str, Tensor]], tuple[Tensor | None, dict[str, float]]],
+    names: Sequence[str],
+) -> RewardOutput:
+    """The output of a reward that looks at one clip (3, F, H, W) of the batch at a time.
+
+    judge_one: clip, reference -> score, None for an invalid sample, and what is known of the parts called `names`.
+    """
+    pairs = list(zip(video, batch, strict=True))
+    found = [(None, {}) if reference is None else judge_one(clip, reference) for clip, reference in pairs]
+    scores = [no_score(clip) if score is None else score for clip, (score, _) in zip(video, found, strict=True)]
+    rows = torch.tensor([[known.get(name, math.nan) for name in names] for _, known in found], device=video.device)
+    valid = torch.tensor([score is not None for score, _ in found], device=video.device)
+    return RewardOutput(torch.stack(scores), valid, dict(zip(names, rows.unbind(1), strict=True)))

@@ -22,13 +22,13 @@ from rewardfl.rewards.base import Reward
 from rewardfl.rewards.terms import Judged, Reference, Term, failure, judge
 
 
+@dataclass(eq=False)
 class Call:
     """A call of a concurrent reward. work: None once it is done, so that the videos go; began: when its turn came."""
 
-    def __init__(self, work: Callable[[], Judged]):
-        self.work: Callable[[], Judged] | None = work
-        self.began: float | None = None
-        self.found: Judged | BaseException | None = None
+    work: Callable[[], Judged] | None
+    began: float | None = None
+    found: Judged | BaseException | None = None
 
 
 class Places:

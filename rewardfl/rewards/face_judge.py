@@ -1,6 +1,5 @@
 """The held-out judge: who is seen, and what the clip does, by measures that nothing was trained against."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -10,7 +9,7 @@ from torch import Tensor
 from rewardfl import data
 from rewardfl.rewards.base import RewardOutput
 from rewardfl.rewards.face.identity import FaceScore
-from rewardfl.rewards.face.reward import PARTS, FaceIdentityReward
+from rewardfl.rewards.face.reward import PARTS, FaceIdentityReward, ratio
 from rewardfl.rewards.motion import MIN_CHANGE
 from rewardfl.rewards.video_motion import FARNEBACK, LONG_SIDE, VideoMotion, video_motion
 
@@ -51,10 +50,10 @@ class FaceJudge(FaceIdentityReward):
         made = video_motion(_frames(video), None if face is None else face.boxes.numpy())
         real = VideoMotion(**{name: float(reference[name]) for name in vars(made)})
         return {
-            "flow": _ratio(made.flow, real.flow, LEAST_FLOW),
-            "face_flow": _ratio(made.face_flow, real.face_flow, LEAST_FLOW),
-            "pixel_change": _ratio(made.pixel_change, real.pixel_change, MIN_CHANGE),
-            "sharpness": _ratio(made.sharpness, real.sharpness, LEAST_SHARPNESS),
+            "flow": ratio(made.flow, real.flow, LEAST_FLOW),
+            "face_flow": ratio(made.face_flow, real.face_flow, LEAST_FLOW),
+            "pixel_change": ratio(made.pixel_change, real.pixel_change, MIN_CHANGE),
+            "sharpness": ratio(made.sharpness, real.sharpness, LEAST_SHARPNESS),
             "reversals": made.reversals - real.reversals,
         }
 
@@ -62,7 +61,3 @@ class FaceJudge(FaceIdentityReward):
 def _frames(video: Tensor) -> np.ndarray:
     """The 8-bit frames (F, H, W, 3) of a video (3, F, H, W) in [-1, 1], by one copy to the CPU."""
     return data.to_uint8(video).contiguous().cpu().numpy()
-
-
-def _ratio(made: float, real: float, least: float) -> float:
-    return made / real if real >= least else math.nan

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rewardfl.rewards.base import Reward, RewardOutput, no_score
+from rewardfl.rewards.base import Reward, RewardOutput, by_sample
 
 
 class FrameReward(Reward):
@@ -41,16 +41,10 @@ class FrameReward(Reward):
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         graph = self.differentiable and torch.is_grad_enabled()
         with torch.autocast(video.device.type, enabled=False), torch.set_grad_enabled(graph):
-            results = [self._sample(clip, reference) for clip, reference in zip(video, batch, strict=True)]
-        scores, valid, mean, least = zip(*results, strict=True)
-        parts = {"frame_mean": torch.stack(mean), "frame_min": torch.stack(least)}
-        return RewardOutput(torch.stack(scores), torch.tensor(valid, device=video.device), parts)
+            return by_sample(video, batch, self._sample, ("frame_mean", "frame_min"))
 
-    def _sample(self, video: Tensor, reference: Mapping[str, Tensor] | None) -> tuple[Tensor, bool, Tensor, Tensor]:
-        """Score, validity, mean and minimum over frames of one clip (3, F, H, W)."""
-        unknown = video.new_full((), torch.nan)
-        if reference is None:
-            return no_score(video), False, unknown, unknown
+    def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
+        """Score, and mean and minimum over frames, of one clip (3, F, H, W)."""
         chosen = chosen_frames(video.shape[1], self.frames, self.first_frame)
         chunks = video[:, chosen].transpose(0, 1).split(self.chunk)
         scores = torch.cat([
@@ -58,9 +52,8 @@ class FrameReward(Reward):
             for chunk in chunks
         ])  # fmt: skip
         if not scores.isfinite().all():
-            return no_score(video), False, unknown, unknown
-        values = scores.detach()
-        return pool(scores, self.pooling), True, values.mean(), values.min()
+            return None, {}
+        return pool(scores, self.pooling), {"frame_mean": scores.mean().item(), "frame_min": scores.min().item()}
 
 
 def chosen_frames(count: int, frames: str | int, first_frame: bool) -> list[int]:

@@ -55,13 +55,14 @@ def failed_fraction(judged: Sequence[Sequence[Judged]]) -> float:
 
 def problems(terms: Sequence[Term], judged: Sequence[Sequence[Judged]]) -> dict[str, int]:
     """What was said of samples for which a reward failed, each with their number and the reward's key before it."""
-    verdicts = [pair for each in judged for pair in _pairs(terms, each)]
+    verdicts = [pair for each in judged for pair in zip(terms, each, strict=True)]
     return dict(Counter(f"{term.key}: {problem}" for term, one in verdicts for problem in one.problems))
 
 
 def any_judged(terms: Sequence[Term], judged: Sequence[Sequence[Judged]]) -> bool:
     """Whether some reward that is trained on has a score for some sample."""
-    return any(bool(one.output.valid.any()) for each in judged for term, one in _pairs(terms, each) if term.weight > 0)
+    verdicts = [pair for each in judged for pair in zip(terms, each, strict=True)]
+    return any(bool(one.output.valid.any()) for term, one in verdicts if term.weight > 0)
 
 
 def why_nothing_was_judged(terms: Sequence[Term], judged: Sequence[Sequence[Judged]]) -> str:
@@ -77,10 +78,6 @@ def why_nothing_was_judged(terms: Sequence[Term], judged: Sequence[Sequence[Judg
                 f"samples valid, {int(one.failed.sum())} failed, {nonfinite} scores not finite{first}"
             )
     return "; ".join(accounts)
-
-
-def _pairs(terms: Sequence[Term], judged: Sequence[Judged]) -> Sequence[tuple[Term, Judged]]:
-    return list(zip(terms, judged, strict=True))
 
 
 def _scores(one: Judged) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rewardfl.rewards.base import Reward, RewardOutput, no_score
+from rewardfl.rewards.base import Reward, RewardOutput, by_sample
 
 # A real clip whose pixels change by less than half a level of 255 from frame to frame stands still: no ratio.
 MIN_CHANGE = 0.5 / 255
@@ -31,19 +31,12 @@ class MotionReward(Reward):
         return {"motion": motion} if motion >= MIN_CHANGE else None
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
-        results = [self._sample(clip, reference) for clip, reference in zip(video, batch, strict=True)]
-        scores, valid, ratios = zip(*results, strict=True)
-        return RewardOutput(
-            torch.stack(scores), torch.tensor(valid, device=video.device), {"motion_ratio": torch.stack(ratios)}
-        )
+        return by_sample(video, batch, self._sample, ("motion_ratio",))
 
-    def _sample(self, video: Tensor, reference: Mapping[str, Tensor] | None) -> tuple[Tensor, bool, Tensor]:
-        """Score, validity and ratio of one clip (3, F, H, W)."""
-        if reference is not None:
-            ratio = mean_change(video) / reference["motion"].to(video)
-            if ratio.isfinite():
-                return alike(ratio), True, ratio.detach()
-        return no_score(video), False, video.new_full((), torch.nan)
+    def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
+        """Score and ratio of one clip (3, F, H, W)."""
+        ratio = mean_change(video) / reference["motion"].to(video)
+        return (alike(ratio), {"motion_ratio": ratio.item()}) if ratio.isfinite() else (None, {})
 
 
 def alike(ratio: Tensor) -> Tensor:

@@ -6,12 +6,11 @@ refuses the file: a key that is skipped is an update that is silently lost. torc
 small; tensors are read when they are needed.
 """
 
-import json
 import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rewardfl.weights import shards, wan_names
-from rewardfl.weights.shards import Entry, Refused, quoted
+from rewardfl.weights.shards import Entry, Refused, json_object, quoted
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"  # diffusers' name of a LoRA file
 CONFIG_NAME = "adapter_config.json"  # peft's, beside its adapter
@@ -111,6 +110,11 @@ class Update:
         named = {role: getattr(self, role) for role in ("down", "up", "up_bias", "magnitude", "diff", "diff_b")}
         return {role: source for role, source in named.items() if source is not None}
 
+    def biases(self) -> list[tuple[Source, float]]:
+        """What is added to the bias, and its factor: peft scales its own as the product, diff_b is taken as it is."""
+        given = [(self.up_bias, self.scale), (self.diff_b, 1.0)]
+        return [(source, factor) for source, factor in given if source is not None]
+
 
 @dataclass(frozen=True)
 class Lora:
@@ -134,31 +138,23 @@ class Lora:
 # Names
 
 
+def _flat(table: Mapping[str, str]) -> dict[str, str]:
+    """{either name with underscores for its dots, as kohya writes it: diffusers' name}; each of them is unique."""
+    return {alias.replace(".", "_"): new for old, new in table.items() for alias in (old, new)}
+
+
+_FLAT_BLOCK, _FLAT_TOP = _flat(wan_names.BLOCK), _flat(wan_names.TOP)
+
+
 def resolve(name: str) -> str | None:
     """diffusers' name of the module that a LoRA calls `name`, in either naming, with dots or all underscores."""
     if wan_names.to_original(name) is not None:
         return name
-    if (found := wan_names.to_diffusers(name)) is not None:
-        return found
-    return _flattened(name)
-
-
-def _flattened(name: str) -> str | None:
-    """Undo kohya's replacement of dots by underscores, by exact lookup: every flattened name is unique."""
+    if (renamed := wan_names.to_diffusers(name)) is not None:
+        return renamed
     if found := re.fullmatch(r"blocks[_.](\d+)[_.](.+)", name):
-        return _FLAT_BLOCK[found[2]].format(found[1]) if found[2] in _FLAT_BLOCK else None
+        return f"blocks.{found[1]}.{_FLAT_BLOCK[found[2]]}" if found[2] in _FLAT_BLOCK else None
     return _FLAT_TOP.get(name)
-
-
-def _flat_tables() -> tuple[dict[str, str], dict[str, str]]:
-    block = {
-        alias.replace(".", "_"): "blocks.{}." + new for old, new in wan_names.BLOCK.items() for alias in (old, new)
-    }
-    top = {alias.replace(".", "_"): new for old, new in wan_names.TOP.items() for alias in (old, new)}
-    return block, top
-
-
-_FLAT_BLOCK, _FLAT_TOP = _flat_tables()
 
 
 def _split(key: str) -> tuple[str, str, str | None] | None:
@@ -170,6 +166,8 @@ def _split(key: str) -> tuple[str, str, str | None] | None:
             name, expert = found[1], None
             while container := next((c for c in _CONTAINERS if name.startswith(c)), None):
                 name, expert = name.removeprefix(container), _CONTAINERS[container] or expert
+            if role == "diff_m":  # on the block, or on the head: of the table that the original calls so
+                name, role = f"{name}.modulation", "diff"
             return name, role, expert
     return None
 
@@ -203,7 +201,7 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
         raise Refused(f"no LoRA at {path}")
     sources, metadata = _open(path)
     config = path.with_name(CONFIG_NAME)
-    adapter_config = _json_object(config.read_bytes(), f"{config}") if config.is_file() else {}
+    adapter_config = json_object(config.read_bytes(), f"{config}") if config.is_file() else {}
     sorted_keys: dict[str | None, dict[str, dict[str, Source]]] = {}
     called: dict[str, str] = {}  # a module's name in this file
     both = any(key.startswith(("transformer_2.", "pipe.dit2.")) for key in sources)
@@ -213,25 +211,20 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
                 f"{path}: {key} belongs to LoKr, LoHa, OFT or another method; only LoRA, DoRA and full differences "
                 "can be merged. Merge it with the tool that trained it"
             )
-        parts = _split(key)
-        module = resolve(parts[0]) if parts else None
-        if parts and parts[1] == "diff_m":  # on the block, or on the head, whose table is the top level's
-            module = "scale_shift_table" if parts[0] == "head" else f"{parts[0]}.scale_shift_table"
-            module = module if wan_names.to_original(module) else None
-        if not parts or module is None:
+        name, role, expert = _split(key) or (key, "", None)
+        module = resolve(name) if role else None
+        if module is None:
             raise Refused(
-                f"{path}: {key[:_LONGEST_KEY]} names no module of a Wan transformer (as "
-                f"{quoted(parts[0] if parts else key)}); nothing was merged, because a key that is skipped is lost "
-                "silently"
+                f"{path}: {key[:_LONGEST_KEY]} names no module of a Wan transformer (as {quoted(name)}); nothing was "
+                "merged, because a key that is skipped is lost silently"
             )
-        role, expert = ("diff" if parts[1] == "diff_m" else parts[1]), parts[2]
         if both and expert is None:
             expert = "high_noise"  # `transformer.` next to `transformer_2.`
         found = sorted_keys.setdefault(expert, {}).setdefault(module, {})
         if role in found:
             raise Refused(f"{path}: two keys give the {role} of {module}, the second is {key}")
         found[role] = source
-        called[module] = parts[0]
+        called[module] = name
     if not sorted_keys:
         raise Refused(f"{path} holds no tensors")
     loras = []
@@ -270,6 +263,15 @@ def _open(path: Path) -> tuple[dict[str, Source], dict[str, str]]:
     if path.suffix == ".safetensors":
         tensors, metadata = shards.read_header(path)
         return {**tensors}, metadata
+    state = read_torch(path)
+    for key, value in state.items():
+        if value.layout != torch.strided or value.is_meta or value.dtype not in TORCH_DTYPES.values():
+            raise Refused(f"{path}: tensor {key} is {value.dtype}, {value.layout}; give the LoRA unquantised and dense")
+    return {**state}, {}
+
+
+def read_torch(path: Path) -> dict[str, Tensor]:
+    """The tensors of a torch file by name, mapped. Refused: a damaged file, and one of anything else, such as code."""
     try:  # files from before torch 1.6 are no zip, and cannot be mapped
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _DAMAGED as error:
@@ -278,22 +280,8 @@ def _open(path: Path) -> tuple[dict[str, Source], dict[str, str]]:
     if not isinstance(state, dict) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()
     ):
-        raise Refused(f"{path} is not a flat dictionary of tensors; give the LoRA's state dict")
-    for key, value in state.items():
-        if value.layout != torch.strided or value.is_meta or value.dtype not in TORCH_DTYPES.values():
-            raise Refused(f"{path}: tensor {key} is {value.dtype}, {value.layout}; give the LoRA unquantised and dense")
-    return state, {}
-
-
-def _json_object(text: str | bytes, what: str) -> dict:
-    """The JSON object in `text`. what: its name in the message. Refused when it is anything else."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"{what} is not JSON: {quoted(str(error))}") from None
-    if not isinstance(value, dict):
-        raise Refused(f"{what} is {quoted(value)}, not a JSON object")
-    return value
+        raise Refused(f"{path} is not a flat dictionary of tensors; give a state dict")
+    return state
 
 
 def _number(value: object, what: str) -> float:
@@ -387,7 +375,7 @@ class _Alphas:
         self.used: dict[str, int] = {}
         self.config, self.config_name = adapter_config, CONFIG_NAME
         if "lora_adapter_metadata" in metadata:
-            stored = _json_object(metadata["lora_adapter_metadata"], f"{path}: lora_adapter_metadata")
+            stored = json_object(metadata["lora_adapter_metadata"], f"{path}: lora_adapter_metadata")
             found = {k.removeprefix(f"{component}."): v for k, v in stored.items() if k.startswith(f"{component}.")}
             self.config, self.config_name = found or stored, "the file's metadata"
         for flag in ("use_rslora", "use_dora"):
@@ -433,24 +421,23 @@ class _Alphas:
         return values[0], values[1]
 
     def scale(self, module: str, rank: int, key: Source | None) -> float:
+        if key is not None and prod(key.shape) != 1:
+            raise Refused(f"{self.path}: .alpha of {module} has shape {tuple(key.shape)}; it must be one number")
         stored = self._stored(module)
-        alpha, source = float(rank), "nowhere: alpha = rank"
-        if key is not None:
-            if prod(key.shape) != 1:
-                raise Refused(f"{self.path}: .alpha of {module} has shape {tuple(key.shape)}; it must be one number")
-            alpha, source = float(load_tensor(key).reshape(())), "the .alpha keys"
-            if stored is not None and stored != alpha:
-                raise Refused(
-                    f"{self.path}: {module} has .alpha {alpha:g}, {self.config_name} says lora_alpha {stored:g}; "
-                    "remove the one that is wrong"
-                )
-        elif stored is not None:
-            alpha, source = stored, self.config_name
-        elif self.kohya is not None:
-            alpha, source = self.kohya[0] * rank / self.kohya[1], "ss_network_alpha / ss_network_dim"
-        elif self.fallback is not None:
-            alpha, source = self.fallback, "--alpha"
-        if not source.startswith(("nowhere", "--alpha")) and self.fallback not in (None, alpha):
+        given = {
+            "the .alpha keys": None if key is None else float(load_tensor(key).reshape(())),
+            self.config_name: stored,
+            "ss_network_alpha / ss_network_dim": self.kohya and self.kohya[0] * rank / self.kohya[1],
+            "--alpha": self.fallback,
+            "nowhere: alpha = rank": float(rank),
+        }
+        source, alpha = next((source, alpha) for source, alpha in given.items() if alpha is not None)
+        if key is not None and stored not in (None, alpha):
+            raise Refused(
+                f"{self.path}: {module} has .alpha {alpha:g}, {self.config_name} says lora_alpha {stored:g}; "
+                "remove the one that is wrong"
+            )
+        if self.fallback not in (None, alpha):
             raise Refused(f"{self.path}: {source} say alpha {alpha:g} for {module}, --alpha says {self.fallback:g}")
         scale = alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank
         if not FLOAT32.tiny <= scale <= FLOAT32.max:

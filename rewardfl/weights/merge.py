@@ -5,8 +5,8 @@ arithmetic: a weight that moves by less than half its spacing does not move. So 
 """
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
@@ -22,6 +22,8 @@ from rewardfl.weights.shards import BLOCK_BYTES, Checkpoint, Entry, Part, Refuse
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --dtype
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+# adds to rows of a tensor in place; it is given them, as the base has them, and which of the tensor's rows they are
+Term = Callable[[Tensor, Tensor, slice], Tensor]
 SAMPLE_ROWS = 64  # of each merged tensor, for the dry run's estimate and for verification
 
 
@@ -62,7 +64,6 @@ class Plan:
     parts: list[Part]
     merged: dict[str, list[tuple[Update, float]]]
     naming: str  # of the base: diffusers or original
-    prefix: str
     kept: Kept = field(default_factory=Kept)
 
 
@@ -86,19 +87,22 @@ def check_finite(lora: Lora) -> float:
     return largest
 
 
-def targets(update: Update, names: dict[str, Entry]) -> dict[str, str]:
-    """{"weight" and/or "bias": tensor of the base, by diffusers name} that an update changes."""
-    found = {}
-    if update.down is not None or update.diff is not None:
-        found["weight"] = update.module if update.module in names else f"{update.module}.weight"
-    if update.up_bias is not None or update.diff_b is not None:
-        found["bias"] = f"{update.module}.bias"
+def changes(update: Update, names: Collection[str]) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    """{tensor of the base, by diffusers' name: what the update adds to it, in words, and its shape}."""
+    found = defaultdict(list)
+    weight = update.module if update.module in names else f"{update.module}.weight"
+    if update.down is not None:
+        found[weight].append(("up @ down", (update.up.shape[0], *update.down.shape[1:])))
+    if update.diff is not None:
+        found[weight].append(("diff", tuple(update.diff.shape)))
+    for source, _ in update.biases():
+        found[f"{update.module}.bias"].append(("bias", tuple(source.shape)))
     return found
 
 
-def check_fits(lora: Lora, update: Update, names: dict[str, Entry]) -> None:
+def check_fits(lora: Lora, update: Update, names: Mapping[str, Entry]) -> None:
     """Refused when the base has no such tensor, or one of another shape."""
-    for kind, target in targets(update, names).items():
+    for target, added in changes(update, names).items():
         if target not in names:
             raise Refused(
                 f"{lora.path}: the base has no {target} for the LoRA's {update.module}; it was trained on another "
@@ -107,15 +111,7 @@ def check_fits(lora: Lora, update: Update, names: dict[str, Entry]) -> None:
         shape = names[target].shape
         if 0 in shape:
             raise Refused(f"{names[target].file}: {names[target].name} is {shape}; there is nothing to merge into")
-        wanted = {}
-        if kind == "weight" and update.down is not None:
-            wanted["up @ down"] = (update.up.shape[0], *update.down.shape[1:])
-        if kind == "weight" and update.diff is not None:
-            wanted["diff"] = tuple(update.diff.shape)
-        if kind == "bias":
-            source = update.up_bias if update.up_bias is not None else update.diff_b
-            wanted["bias"] = tuple(source.shape)
-        for what, given in wanted.items():
+        for what, given in added:
             if given != shape:
                 raise Refused(f"{lora.path}: {what} of {update.module} is {given}, the base's {target} is {shape}")
 
@@ -131,36 +127,27 @@ def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str
     fit (see the checks above).
     """
     shards.check_unquantised(base)
-    try:
-        naming, prefix = wan_names.naming(list(base.tensors))
-    except ValueError as error:
-        raise Refused(f"{base.path}: {error}") from None
-    by_diffusers_name = {wan_names.common_name(name, naming, prefix): entry for name, entry in base.tensors.items()}
+    naming, commons = wan_names.naming(base)
+    by_diffusers_name = {commons[name]: entry for name, entry in base.tensors.items()}
     merged: dict[str, list[tuple[Update, float]]] = {}
     for lora, strength in loras:
         for update in lora.updates.values():
             check_fits(lora, update, by_diffusers_name)
-            for target in targets(update, by_diffusers_name).values():
+            for target in changes(update, by_diffusers_name):
                 merged.setdefault(by_diffusers_name[target].name, []).append((update, strength))
     kept = Kept()
     parts = []
     for name, entry in base.tensors.items():
-        common = wan_names.common_name(name, naming, prefix)
-        stored = stored_dtype(entry, common, dtype)
+        common, updates = commons[name], merged.get(name, [])
+        stored = entry.dtype
+        if dtype != "keep":
+            stored = "F32" if wan_names.stays_float32(common) else DTYPES[dtype]
         new_name = wan_names.output_name(common, name, names)
-        if name in merged:
-            parts.append(Part(new_name, stored, entry.shape, _merging(entry, merged[name], stored, kept)))
-        elif stored == entry.dtype:
-            parts.append(copy_of(entry, new_name))
+        if updates or stored != entry.dtype:
+            parts.append(Part(new_name, stored, entry.shape, _merging(entry, updates, stored, kept)))
         else:
-            parts.append(Part(new_name, stored, entry.shape, _casting(entry, stored)))
-    return Plan(base, parts, merged, naming, prefix, kept)
-
-
-def stored_dtype(entry: Entry, common: str, dtype: str) -> str:
-    if dtype == "keep":
-        return entry.dtype
-    return "F32" if wan_names.stays_float32(common) else DTYPES[dtype]
+            parts.append(copy_of(entry, new_name))
+    return Plan(base, parts, merged, naming, kept)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -170,13 +157,9 @@ def stored_dtype(entry: Entry, common: str, dtype: str) -> str:
 def row_blocks(entry: Entry) -> Iterator[tuple[int, int]]:
     """(first row, number of rows) of pieces of about BLOCK_BYTES in float32."""
     total = entry.rows
-    rows = max(1, BLOCK_BYTES // max(1, 4 * entry.row_bytes // _item(entry)))
+    rows = max(1, BLOCK_BYTES // max(1, 4 * prod(entry.shape[1:])))
     for first in range(0, total, rows):
         yield first, min(rows, total - first)
-
-
-def _item(entry: Entry) -> int:
-    return TORCH_DTYPES[entry.dtype].itemsize
 
 
 def read_rows(entry: Entry, first: int, count: int) -> Tensor:
@@ -194,49 +177,54 @@ def to_bytes(values: Tensor, dtype: str, what: str) -> memoryview:
     return as_bytes(rounded)
 
 
-class Terms:
-    """The updates of one tensor, loaded, to be added to any rows of it."""
+def terms(entry: Entry, update: Update, strength: float) -> Iterator[Term]:
+    """What an update adds to rows of a tensor, loaded."""
+    if entry.name.endswith(".bias"):
+        for source, factor in update.biases():
+            yield _full(load_tensor(source).reshape(-1, 1), strength * factor)
+        return
+    if update.down is not None:
+        up, down = load_tensor(update.up).flatten(1), load_tensor(update.down).flatten(1)
+        if update.magnitude is None:
+            yield lambda rows, base, chosen: rows.addmm_(up[chosen], down, alpha=update.scale * strength)
+        else:
+            yield _dora(entry, update, up, down, strength)
+    if update.diff is not None:
+        yield _full(load_tensor(update.diff).reshape(entry.rows, -1), strength)
 
-    def __init__(self, entry: Entry, updates: Sequence[tuple[Update, float]], bias: bool):
-        self.terms: list[tuple[str, tuple]] = []
-        for update, strength in updates:
-            if bias:
-                if update.up_bias is not None:
-                    # peft scales this bias as it scales the product; kohya's diff_b takes the strength alone
-                    self.terms.append(("full", (load_tensor(update.up_bias).reshape(-1, 1), strength * update.scale)))
-                if update.diff_b is not None:
-                    self.terms.append(("full", (load_tensor(update.diff_b).reshape(-1, 1), strength)))
-                continue
-            if update.down is not None:
-                up, down = load_tensor(update.up).flatten(1), load_tensor(update.down).flatten(1)
-                if update.magnitude is None:
-                    self.terms.append(("low_rank", (up, down, update.scale * strength)))
-                elif update.wd_on_output:
-                    magnitude = load_tensor(update.magnitude).reshape(-1, 1)
-                    self.terms.append(("dora", (up, down, update.scale, magnitude, strength)))
-                else:
-                    factors = load_tensor(update.magnitude).flatten() / column_lengths(entry, up, down, update.scale)
-                    factors = factors.repeat_interleave(prod(entry.shape[2:]))  # a convolution's kernel
-                    self.terms.append(("dora_columns", (up, down, update.scale, factors, strength)))
-            if update.diff is not None:
-                self.terms.append(("full", (load_tensor(update.diff).reshape(entry.rows, -1), strength)))
 
-    def add_to(self, rows: Tensor, first: int) -> Tensor:
-        """`rows` of the base from row `first` -> the merged rows; a new tensor only where a DoRA needs the old."""
-        chosen = slice(first, first + len(rows))
-        base = rows.clone() if any(kind.startswith("dora") for kind, _ in self.terms) else rows
-        for kind, values in self.terms:
-            if kind == "full":
-                rows.add_(values[0][chosen], alpha=values[1])
-            elif kind == "low_rank":
-                rows.addmm_(values[0][chosen], values[1], alpha=values[2])
-            else:  # W' = m (W + s BA) / |W + s BA| (DoRA, arXiv 2402.09353, eq. 5) by rows or by columns
-                up, down, scale, magnitude, strength = values
-                direction = torch.addmm(base, up[chosen], down, alpha=scale)
-                by_rows = kind == "dora"
-                direction *= magnitude[chosen] / direction.norm(dim=1, keepdim=True) if by_rows else magnitude
-                rows.add_(direction - base, alpha=strength)
+def _full(values: Tensor, factor: float) -> Term:
+    return lambda rows, base, chosen: rows.add_(values[chosen], alpha=factor)
+
+
+def _dora(entry: Entry, update: Update, up: Tensor, down: Tensor, strength: float) -> Term:
+    """W' = m (W + s BA) / |W + s BA| (DoRA, arXiv 2402.09353, eq. 5) by rows or by columns."""
+    magnitude = load_tensor(update.magnitude).reshape(-1, 1)
+    if not update.wd_on_output:
+        factors = magnitude.flatten() / column_lengths(entry, up, down, update.scale)
+        factors = factors.repeat_interleave(prod(entry.shape[2:]))  # a convolution's kernel
+
+    def term(rows: Tensor, base: Tensor, chosen: slice) -> Tensor:
+        direction = torch.addmm(base, up[chosen], down, alpha=update.scale)
+        by_rows = update.wd_on_output
+        direction *= magnitude[chosen] / direction.norm(dim=1, keepdim=True) if by_rows else factors
+        return rows.add_(direction - base, alpha=strength)
+
+    return term
+
+
+def adder(entry: Entry, updates: Sequence[tuple[Update, float]]) -> Callable[[Tensor, int], Tensor]:
+    """add(rows, first): a base tensor's rows from row `first` -> the merged rows, in place. The updates are loaded."""
+    loaded = [term for update, strength in updates for term in terms(entry, update, strength)]
+    keeps_base = any(update.magnitude is not None for update, _ in updates)
+
+    def add(rows: Tensor, first: int) -> Tensor:
+        base = rows.clone() if keeps_base else rows
+        for term in loaded:
+            term(rows, base, slice(first, first + len(rows)))
         return rows
+
+    return add
 
 
 def column_lengths(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Tensor:
@@ -248,27 +236,25 @@ def column_lengths(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Tens
     return squares.sqrt().float()
 
 
-def _terms(entry: Entry, updates: Sequence[tuple[Update, float]]) -> Terms:
-    return Terms(entry, updates, bias=entry.name.endswith(".bias"))
-
-
 def _merging(
     entry: Entry, updates: Sequence[tuple[Update, float]], stored: str, kept: Kept
 ) -> Callable[[], Iterator[memoryview]]:
+    """The content of a tensor with its updates, or with none, in another dtype; what arrives is added to `kept`."""
+
     def content() -> Iterator[memoryview]:
-        terms = _terms(entry, updates)
+        add = adder(entry, updates)
         blocks = list(row_blocks(entry))
-        sampled = blocks[len(blocks) // 2]
+        sampled = blocks[len(blocks) // 2] if updates else None
 
         def merged(block: tuple[int, int]) -> memoryview:
             first, count = block
             rows = read_rows(entry, first, count)
             before = rows[:SAMPLE_ROWS].clone() if block == sampled else None
-            rows = terms.add_to(rows, first)
+            rows = add(rows, first)
             if before is not None:  # once per tensor, so no two threads add at a time
                 wanted = rows[:SAMPLE_ROWS]
                 kept.add(before, wanted, wanted.to(TORCH_DTYPES[stored]).float())
-            return to_bytes(rows, stored, f"{entry.name} after merging")
+            return to_bytes(rows, stored, f"{entry.name} of {entry.file}{' after merging' if updates else ''}")
 
         return _in_threads(merged, blocks)
 
@@ -289,26 +275,16 @@ def _in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterat
             yield waiting.popleft().result()
 
 
-def _casting(entry: Entry, stored: str) -> Callable[[], Iterator[memoryview]]:
-    def content() -> Iterator[memoryview]:
-        def cast(block: tuple[int, int]) -> memoryview:
-            return to_bytes(read_rows(entry, *block), stored, f"{entry.name} of {entry.file}")
-
-        return _in_threads(cast, row_blocks(entry))
-
-    return content
-
-
 def merged_tensor(entry: Entry, updates: Sequence[tuple[Update, float]], dtype: torch.dtype) -> Tensor:
     """A whole tensor in memory of its own: the file's, with the updates added in float32, rounded once to `dtype`.
 
     Beside it only a few rows are held. torch aligns it, which the last bit of matrix products depends on.
     """
-    terms = _terms(entry, updates)
+    add = adder(entry, updates)
     result = torch.empty(entry.shape, dtype=dtype)
     rows = result.view(entry.rows, -1)
     for first, count in row_blocks(entry):
-        rows[first : first + count] = terms.add_to(read_rows(entry, first, count), first)
+        rows[first : first + count] = add(read_rows(entry, first, count), first)
     return result
 
 
@@ -318,16 +294,13 @@ def estimate_kept(plan: Plan) -> Kept:
     Reads little, but all of a tensor whose DoRA is of the inputs.
     """
     kept = Kept()
-    dtypes = {part.name: part.dtype for part in plan.parts}
-    by_base = dict(zip(plan.base.tensors, plan.parts, strict=True))
-    for name, updates in plan.merged.items():
-        entry, stored = plan.base.tensors[name], dtypes[by_base[name].name]
-        total = entry.rows
-        count = min(SAMPLE_ROWS, total)
-        first = (total - count) // 2
-        before = read_rows(entry, first, count)
-        wanted = _terms(entry, updates).add_to(before.clone(), first)
-        kept.add(before, wanted, wanted.to(TORCH_DTYPES[stored]).float())
+    for (name, entry), part in zip(plan.base.tensors.items(), plan.parts, strict=True):
+        if name in plan.merged:
+            count = min(SAMPLE_ROWS, entry.rows)
+            first = (entry.rows - count) // 2
+            before = read_rows(entry, first, count)
+            wanted = adder(entry, plan.merged[name])(before.clone(), first)
+            kept.add(before, wanted, wanted.to(TORCH_DTYPES[part.dtype]).float())
     return kept
 
 
@@ -364,23 +337,19 @@ def _verify_merged(entry: Entry, updates: Sequence[tuple[Update, float]], output
     """Some rows from both ends and the middle, by the formula and in float64, not by the code that merged them."""
     total = entry.rows
     count = min(8, total)
-    bias = entry.name.endswith(".bias")
     lengths = [None if update.wd_on_output else _column_lengths(entry, update) for update, _ in updates]
     for first in sorted({0, (total - count) // 2, total - count}):
         rows = slice(first, first + count)
         base = read_rows(entry, first, count).double()
         wanted = base.clone()
         for (update, strength), columns in zip(updates, lengths, strict=True):
-            if bias:
-                for source, factor in ((update.up_bias, update.scale), (update.diff_b, 1.0)):
-                    if source is not None:
-                        wanted += strength * factor * load_tensor(source).double().reshape(-1, 1)[rows]
+            if entry.name.endswith(".bias"):
+                for source, factor in update.biases():
+                    wanted += strength * factor * load_tensor(source).double().reshape(-1, 1)[rows]
                 continue
             if update.down is not None:
-                product = load_tensor(update.up).double().flatten(1)[rows] @ load_tensor(update.down).double().flatten(
-                    1
-                )
-                new = base + update.scale * product
+                up, down = (load_tensor(source).double().flatten(1) for source in (update.up, update.down))
+                new = base + update.scale * (up[rows] @ down)
                 if update.magnitude is not None and columns is None:
                     length = new.square().sum(1, keepdim=True).sqrt()
                     new = load_tensor(update.magnitude).double().reshape(-1, 1)[rows] * new / length

@@ -1,6 +1,6 @@
 """Safetensors checkpoints as tables of byte ranges: read and check headers, write files in constant memory.
 
-No torch here: copying shards needs 13 MiB, importing torch alone 220. The safetensors library itself writes from
+No torch here: copying shards takes 34 MiB, importing torch alone 220. The safetensors library itself writes from
 complete state dicts only; the format is a length, a JSON header and the tensors' bytes
 (https://github.com/huggingface/safetensors, section Format).
 """
@@ -11,11 +11,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from reprlib import Repr
 
-from rewardfl.files import fsync, temporary_path
+from safetensors import SafetensorError, safe_open
+
+from rewardfl.files import atomic_file
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -24,7 +27,6 @@ ITEM_BYTES = {
 BLOCK_BYTES = 4 << 20  # what is read, changed and written at a time
 STEM = "diffusion_pytorch_model"  # of the files in a diffusers or Wan-AI expert folder
 QUANTISED_LEAVES = ("scale_weight", "scale_input", "weight_scale", "comfy_quant", "scaled_fp8")  # beside the weights
-MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
 MAX_DIMENSIONS = 64  # as torch
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
@@ -37,6 +39,26 @@ class Refused(ValueError):
 def quoted(value: object) -> str:
     """A value from a file, for a message: never longer than a line."""
     return _SHORT.repr(value)
+
+
+def json_object(text: str | bytes, what: str) -> dict:
+    """The JSON object in `text`. what: its name in the message. Refused when it is anything else or has a key twice."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if len(found := dict(pairs)) != len(pairs):
+            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise Refused(f"{what} names {quoted(twice)} twice; it was written by a broken tool")
+        return found
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except Refused:
+        raise
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5000 digits, brackets without end
+        raise Refused(f"{what} is not JSON: {quoted(str(error))}") from None
+    if not isinstance(value, dict):
+        raise Refused(f"{what} is {quoted(value)}, not a JSON object")
+    return value
 
 
 @dataclass(frozen=True)
@@ -67,28 +89,25 @@ class Entry:
         """The bytes of `rows` slices along the first dimension (all by default), from `first_row`."""
         size = self.nbytes if rows is None else rows * self.row_bytes
         buffer = bytearray(size)
-        with self.file.open("rb", buffering=0) as file:
+        with self.file.open("rb") as file:
             file.seek(self.offset + first_row * self.row_bytes)
-            _fill(file, memoryview(buffer), self.file)
+            _fill(file, memoryview(buffer))
         return buffer
 
     def blocks(self) -> Iterator[memoryview]:
         """All bytes, BLOCK_BYTES at a time; each view is overwritten by the next."""
         buffer = memoryview(bytearray(min(BLOCK_BYTES, self.nbytes)))
-        with self.file.open("rb", buffering=0) as file:
+        with self.file.open("rb") as file:
             file.seek(self.offset)
             for start in range(0, self.nbytes, BLOCK_BYTES):
                 view = buffer[: min(BLOCK_BYTES, self.nbytes - start)]
-                _fill(file, view, self.file)
+                _fill(file, view)
                 yield view
 
 
-def _fill(file, view: memoryview, path: Path) -> None:
-    while len(view):
-        count = file.readinto(view)
-        if not count:
-            raise OSError(f"{path} ended while it was read; did something overwrite it?")
-        view = view[count:]
+def _fill(file: BufferedReader, view: memoryview) -> None:
+    if file.readinto(view) < len(view):
+        raise OSError(f"{file.name} ended while it was read; did something overwrite it?")
 
 
 @dataclass(frozen=True)
@@ -137,75 +156,25 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """
     if not path.is_file():  # opening a FIFO would wait for a writer
         raise Refused(f"{path} is not a file")
-    size = path.stat().st_size
+    try:
+        with safe_open(path, "np"):
+            pass  # it checks the header, and that the tensors fill the file
+    except SafetensorError as error:
+        size = path.stat().st_size
+        raise Refused(
+            f"{path} ({size} bytes) is cut off, damaged or not a safetensors file: {quoted(str(error))}; get it again"
+        ) from None
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise Refused(f"{path} is not a safetensors file, or its header is cut off ({size} bytes)")
-        header = _parsed(path, file.read(length))
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise Refused(f"{path}: __metadata__ is {quoted(metadata)}; it must map names to texts. The file is damaged")
-    for text in (*header, *metadata, *metadata.values()):
-        if re.search("[\ud800-\udfff]", text):  # JSON can spell what no encoding can write
-            raise Refused(f"{path}: {quoted(text)} is no text that can be written; the file is damaged")
-    places = [(name, *_described(path, name, tensor)) for name, tensor in header.items()]
-    entries, start = {}, 8 + length
-    for name, dtype, shape, first, end in sorted(places, key=lambda place: place[3:]):
-        entry = Entry(name, dtype, shape, path, 8 + length + first)
-        if entry.offset != start or end - first != entry.nbytes:
-            raise Refused(f"{path}: tensor {name} does not lie where the header's shapes put it; the file is damaged")
-        start += entry.nbytes
-        entries[name] = entry
-    if start > size:
-        raise Refused(f"{path} is cut off: its header promises {start} bytes, it has {size}; download it again")
-    if start < size:
-        raise Refused(f"{path} has {size - start} bytes after its last tensor; it is damaged")
+        header = json_object(file.read(length), f"the header of {path}")
+    metadata = header.pop("__metadata__", None) or {}
+    entries = {}
+    for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape = tensor["dtype"], tuple(tensor["shape"])
+        if dtype not in ITEM_BYTES or len(shape) > MAX_DIMENSIONS:
+            raise Refused(f"{path}: tensor {quoted(name)} is {dtype} of shape {quoted(shape)}, which is not known here")
+        entries[name] = Entry(name, dtype, shape, path, 8 + length + tensor["data_offsets"][0])
     return entries, metadata
-
-
-def _parsed(path: Path, text: bytes) -> dict[str, object]:
-    """The JSON object of a safetensors header. Refused when it is anything else, or has a name twice."""
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            raise Refused(f"{path} names tensor {quoted(twice)} twice; it was written by a broken tool")
-        return found
-
-    try:
-        header = json.loads(text, object_pairs_hook=unique)
-    except Refused:
-        raise
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5000 digits, brackets without end
-        raise Refused(f"{path} is not a safetensors file: {quoted(str(error))}") from None
-    if not isinstance(header, dict):
-        raise Refused(f"{path} is not a safetensors file: its header is {quoted(header)}, not a JSON object")
-    return header
-
-
-def _described(path: Path, name: str, tensor: object) -> tuple[str, tuple[int, ...], int, int]:
-    """(dtype, shape, first byte, end) of a header's entry. Refused when it does not give them."""
-    fields = tensor if isinstance(tensor, dict) else {}
-    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
-        raise Refused(
-            f"{path}: tensor {quoted(name)} is described by {quoted(tensor)}, not by a dtype, a shape and its two "
-            "data_offsets; the file is damaged"
-        )
-    if dtype not in ITEM_BYTES:
-        raise Refused(f"{path}: tensor {quoted(name)} has dtype {quoted(dtype)}, which is not known here")
-    return dtype, tuple(shape), *offsets
-
-
-def _sizes(value: object) -> bool:
-    """Whether `value` is a list of whole numbers from 0 that can count bytes; true is none."""
-    return (
-        isinstance(value, list)
-        and len(value) <= MAX_DIMENSIONS
-        and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
-    )
 
 
 def open_checkpoint(source: Path | list[Path]) -> Checkpoint:
@@ -214,25 +183,19 @@ def open_checkpoint(source: Path | list[Path]) -> Checkpoint:
     Refused for missing, cut-off or surplus shards, a tensor in two shards or in none, an index that does not fit
     its shards, a folder that holds more than one model, and a model without tensors.
     """
-    checkpoint = _open(source)
+    if isinstance(source, list):
+        checkpoint = _join(source[0].parent, source, {})
+    elif not source.exists():
+        raise Refused(f"{source} does not exist")
+    elif source.is_dir():
+        return open_checkpoint(_model_in(source))
+    elif source.name.endswith(".index.json"):
+        checkpoint = _open_index(source)
+    else:
+        checkpoint = _join(source, [source], {})
     if not checkpoint.tensors:
         raise Refused(f"{checkpoint.path} holds no tensors")
     return checkpoint
-
-
-def _open(source: Path | list[Path]) -> Checkpoint:
-    if isinstance(source, list):
-        return _join(source[0].parent, source, {})
-    if source.is_dir():
-        return _open(_model_in(source))
-    if not source.is_file():
-        raise Refused(f"{source} does not exist")
-    if source.name.endswith(".index.json"):
-        return _open_index(source)
-    if match := re.fullmatch(r"(.+-)\d{5}-of-(\d{5})\.safetensors", source.name):
-        raise Refused(f"{source} is one of {int(match[2])} shards; give their folder, their index.json or all of them")
-    entries, metadata = read_header(source)
-    return Checkpoint(source, entries, (source,), metadata)
 
 
 def _model_in(folder: Path) -> Path | list[Path]:
@@ -260,11 +223,8 @@ def _model_in(folder: Path) -> Path | list[Path]:
 
 def _read_index(path: Path) -> dict:
     """{"weight_map": {tensor: file beside the index}, ...}. Refused when it does not say that."""
-    try:
-        index = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"{path} is not JSON: {quoted(str(error))}; download it again") from None
-    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict) or not index["weight_map"]:
+    index = json_object(path.read_bytes(), str(path))
+    if not isinstance(index.get("weight_map"), dict) or not index["weight_map"]:
         raise Refused(f"{path} has no weight_map, or an empty one; it is not an index of shards")
     for tensor, name in index["weight_map"].items():
         whole = isinstance(name, str) and re.fullmatch(r"[^/\\\0\ud800-\udfff]+\.safetensors", name)
@@ -322,7 +282,10 @@ def _check_count(files: list[Path]) -> None:
     numbers = [re.search(r"-(\d{5})-of-(\d{5})\.safetensors$", file.name) for file in files]
     for file, number in zip(files, numbers, strict=True):
         if number and int(number[2]) != len(files):
-            raise Refused(f"{file.name} is one of {int(number[2])} shards; {len(files)} are given")
+            raise Refused(
+                f"{file} is one of {int(number[2])} shards; {len(files)} are given: give their folder, index.json "
+                "or all of them"
+            )
 
 
 MERGING_QUANTISED = (
@@ -369,30 +332,18 @@ def write_file(
         end += part.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    temporary = temporary_path(path)
-    try:
-        with temporary.open("wb", buffering=0) as file:
-            _write(file, len(text).to_bytes(8, "little") + text)
-            for part in ordered:
-                written = 0
-                for piece in part.content():
-                    _write(file, piece)
-                    written += len(piece)
-                    progress(len(piece))
-                if written != part.nbytes:
-                    raise RuntimeError(f"tensor {part.name} came as {written} bytes of {part.nbytes}")
-            os.fsync(file.fileno())
+    with atomic_file(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for part in ordered:
+            written = 0
+            for piece in part.content():
+                written += file.write(piece)
+                progress(len(piece))
+            if written != part.nbytes:
+                raise RuntimeError(f"tensor {part.name} came as {written} bytes of {part.nbytes}")
+        file.flush()
+        os.fsync(file.fileno())
         before_replacing()
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync(path.parent)
-
-
-def _write(file, piece: bytes | bytearray | memoryview) -> None:
-    view = memoryview(piece)
-    while len(view):
-        view = view[file.write(view) :]
 
 
 def shard(parts: list[Part], max_bytes: int) -> dict[str, list[Part]]:

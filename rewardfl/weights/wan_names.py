@@ -6,6 +6,8 @@ or transpose, so files and LoRAs can be renamed exactly in both directions.
 
 import re
 
+from rewardfl.weights.shards import Checkpoint, Refused
+
 # original module -> diffusers module, inside a block. Note the norms: the affine one before cross-attention is norm3
 # in one naming and norm2 in the other.
 BLOCK = {
@@ -72,28 +74,24 @@ def _rename(name: str, top: dict[str, str], block: dict[str, str]) -> str | None
     return head + table[module] + ("." + leaf if leaf else "")
 
 
-def naming(names: list[str]) -> tuple[str, str]:
-    """("diffusers" | "original", the prefix all names have). ValueError when the names are not those of a Wan model."""
-    if not names:
-        raise ValueError("no tensors in it")
+def naming(checkpoint: Checkpoint) -> tuple[str, dict[str, str]]:
+    """("diffusers" | "original", {tensor of the checkpoint: its diffusers' name}).
+
+    Refused when the names are not those of a Wan model.
+    """
+    names = list(checkpoint.tensors)
     prefix = next(prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in names))
-    bare = [name.removeprefix(prefix) for name in names]
+    bare = {name: name.removeprefix(prefix) for name in names}
     for kind, back in (("diffusers", to_original), ("original", to_diffusers)):
-        strange = [name for name in bare if back(name) is None]
+        strange = [name for name, one in bare.items() if back(one) is None]
         if not strange:
-            return kind, prefix
+            return kind, bare if kind == "diffusers" else {name: to_diffusers(one) for name, one in bare.items()}
         if len(strange) < len(bare) / 2:
-            raise ValueError(
-                f"tensor {prefix}{strange[0]} has no place in a Wan transformer with {kind} names "
+            raise Refused(
+                f"{checkpoint.path}: tensor {strange[0]} has no place in a Wan transformer with {kind} names "
                 f"({len(strange)} such of {len(bare)}); only Wan2.x I2V and T2V transformers are supported"
             )
-    raise ValueError(f"tensors such as {names[0]} are not those of a Wan transformer")
-
-
-def common_name(name: str, naming: str, prefix: str) -> str:
-    """diffusers' name of a tensor in a file of which `naming` gave the naming and the prefix."""
-    bare = name.removeprefix(prefix)
-    return bare if naming == "diffusers" else to_diffusers(bare)
+    raise Refused(f"{checkpoint.path}: tensors such as {names[0]} are not those of a Wan transformer")
 
 
 def output_name(common: str, name: str, rename: str) -> str:

@@ -90,7 +90,7 @@ def identity_figures(judge: face.FaceIdentity, real: list[Tensor], again: list[T
         return result
     result["cap"] = sum(pools[i].cap for i in usable) / len(usable)
     for name, clips in (("reconstructed", again), ("base", made)):
-        scores = [judge.score(clips[i], pools[i]) for i in usable]
+        scores = [judge.score(clips[i], pools[i].embeddings) for i in usable]
         pairs = [(s, pools[i]) for s, i in zip(scores, usable, strict=True) if s is not None]
         if not pairs:
             continue

@@ -130,11 +130,32 @@ class Wan22I2V:
 
     def text_encoder(self, device: torch.device) -> Callable[[str], Conditioning]:
         pipe = self.load(["text_encoder"]).to(device)
-        return lambda prompt: {"text": model.encode_text(pipe, prompt)}
+
+        @torch.no_grad()
+        def encode(prompt: str) -> Conditioning:
+            """By the pipeline's own code, which needs its text encoder and tokenizer alone."""
+            text, _ = pipe.encode_prompt(
+                prompt, do_classifier_free_guidance=False, max_sequence_length=model.TEXT_LENGTH, device=device
+            )
+            return {"text": text}
+
+        return encode
 
     def image_encoder(self, device: torch.device) -> Callable[[Tensor, int], Conditioning]:
         pipe = self.load(["vae"]).to(device)
-        return lambda image, num_frames: {"image": model.encode_image(pipe, image, num_frames)}
+
+        @torch.no_grad()
+        def encode(image: Tensor, num_frames: int) -> Conditioning:
+            """Mask and image latents, by the pipeline's own code, which needs its VAE."""
+            height, width = image.shape[1:]
+            placeholder = torch.empty(1, *self.latent_shape(height, width, num_frames), device=device)
+            _, condition = pipe.prepare_latents(
+                image[None].to(device, torch.float32), 1, self.channels, height, width, num_frames,
+                torch.float32, device, latents=placeholder,
+            )  # fmt: skip
+            return {"image": condition}
+
+        return encode
 
     def load_expert(self, name: str) -> ModelMixin:
         return self.load([name]).components[model.PARTS[name]]
@@ -146,7 +167,14 @@ class Wan22I2V:
         return {name: torch.cat([item[name] for item in items]) for name in items[0]}
 
     def velocity(self, experts: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning) -> Tensor:
-        return model.velocity(experts, x, step, schedule, given, self.dtype)
+        output = experts(
+            schedule.experts[step],
+            hidden_states=torch.cat([x, given["image"].to(x.dtype)], 1).to(self.dtype),
+            # it stays float32: 892.857 would be 892 in bfloat16
+            timestep=schedule.timesteps[step].to(x.device).expand(len(x)),
+            encoder_hidden_states=given["text"].to(self.dtype),
+        )
+        return output.to(x.dtype)
 
     def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
         return away + scale * (velocity - away)
@@ -155,7 +183,14 @@ class Wan22I2V:
         model.save_adapter(expert, folder / model.PARTS[name], state)
 
     def attach_adapters(self, experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
-        model.attach_adapters(experts, checkpoint)
+        found = [name for name, part in model.PARTS.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
+        if not found:
+            raise FileNotFoundError(
+                f"no adapter in {checkpoint}: it should hold transformer/{lora.WEIGHTS_NAME} or "
+                f"transformer_2/{lora.WEIGHTS_NAME}, as checkpoints/step-* of a run do"
+            )
+        for name in found:
+            lora.attach_adapter(experts[name], checkpoint / model.PARTS[name])
 
     def load_adapter(self, name: str, expert: ModelMixin, folder: Path) -> None:
         lora.load_adapter(expert, folder / model.PARTS[name])
@@ -200,16 +235,3 @@ def _of_layout(layout: files.Layout, source: Source, load_parts: Load) -> Wan22I
 
 def _has_no_weights(parts: Sequence[str]) -> "WanImageToVideoPipeline":
     raise Refused(f"a described model has no weights to load ({', '.join(parts)})")
-
-
-def of_pipeline(pipe: "WanImageToVideoPipeline", dtype: torch.dtype) -> Wan22I2V:
-    """The model of a pipeline that is loaded."""
-    return Wan22I2V(
-        lambda parts: pipe,
-        pipe.config.boundary_ratio,
-        dtype,
-        pipe.vae_scale_factor_spatial,
-        pipe.vae_scale_factor_temporal,
-        pipe.vae.config.z_dim,
-        min(expert.config.rope_max_seq_len for expert in (pipe.transformer, pipe.transformer_2)),
-    )

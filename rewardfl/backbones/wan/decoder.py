@@ -25,107 +25,86 @@ class WanDecoder:
     vae: AutoencoderKLWan
 
     def decode(self, latents: Tensor) -> Tensor:
-        return decode(self.vae, latents)
+        """Video (B, 3, F, H, W) in [-1, 1] of latents (B, C, T, H/s, W/s) as the transformer sees them (normalised)."""
+        return self._decode(latents, stride=None, offload=False).video
 
     def decode_with_caches(self, latents: Tensor, caches: str = "keep") -> Decoded:
-        return decode_with_caches(self.vae, latents, caches)
+        """Like `decode`, for a `vjp` to come.
+
+        caches: keep (on the device), offload (in host memory), or segment (those of every ceil(sqrt(T))-th chunk; the
+        VJP decodes each segment once more for the others). The gradients are the same to the last bit.
+        """
+        if caches not in ("keep", "offload", "segment"):
+            raise ValueError(f"caches must be keep, offload or segment, got {caches!r}")
+        stride = math.ceil(math.sqrt(latents.shape[2])) if caches == "segment" else 1
+        return self._decode(latents, stride, offload=caches == "offload")
+
+    @torch.no_grad()
+    def _decode(self, latents: Tensor, stride: int | None, offload: bool) -> Decoded:
+        caches: Caches = [None] * self.vae._cached_conv_counts["decoder"]
+        chunks, kept = [], {}
+        for i in range(latents.shape[2]):
+            if stride is not None and i % stride == 0:
+                kept[i] = [to_host(c) if offload and isinstance(c, Tensor) else c for c in caches]
+            frames, caches = self._chunk(latents[:, :, i : i + 1], caches, first=i == 0)
+            chunks.append(frames)
+        return Decoded(torch.cat(chunks, 2).clamp(-1, 1), kept)
 
     def vjp(self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None) -> Tensor:
-        return decode_vjp(self.vae, latents, grad_video, decoded)
+        """grad_latents (B, C, T, h, w) = (d video / d latents)^T grad_video, equal to autograd through `vae.decode`.
 
+        grad_video: (B, 3, F, H, W); it is zero, as in autograd, where the decoder's output is clamped. Chunks
+        after the last frame with a gradient are skipped, which is exact: the decoder is causal. decoded: from
+        `decode_with_caches` on the same latents; computed here when not given.
+        """
+        decoded = self.decode_with_caches(latents) if decoded is None else decoded
+        grad_latents = torch.zeros_like(latents)
+        end = latents.shape[2]
+        frames_of = self._frame_ranges(end)
+        grad_caches: list[Tensor | None] = [None] * len(decoded.caches[0])
+        while end > 0 and not grad_video[:, :, slice(*frames_of[end - 1])].any():
+            end -= 1
+        segment: dict[int, Caches] = {}
+        for i in reversed(range(end)):
+            segment = segment if i in segment else self._segment(latents, decoded.caches, i)
+            x = latents[:, :, i : i + 1].detach().requires_grad_()
+            start = [
+                c.detach().to(latents.device).requires_grad_() if isinstance(c, Tensor) else c for c in segment.pop(i)
+            ]
+            with torch.enable_grad():
+                frames, after = self._chunk(x, start, first=i == 0)
+                frames = frames.clamp(-1, 1)
+            outputs, cotangents = [frames], [grad_video[:, :, slice(*frames_of[i])].to(frames.dtype)]
+            for cache, cotangent in zip(after, grad_caches, strict=True):
+                if cotangent is not None and isinstance(cache, Tensor):
+                    outputs.append(cache)
+                    cotangents.append(cotangent)
+            leaves = [x] + [c for c in start if isinstance(c, Tensor)]
+            grads = list(torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True))
+            grad_latents[:, :, i : i + 1] = grads.pop(0)
+            grad_caches = [grads.pop(0) if isinstance(c, Tensor) else None for c in start]
+        return grad_latents
 
-def latent_statistics(vae: AutoencoderKLWan, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (1, C, 1, 1, 1) that normalise the VAE's latents for the transformer."""
-    shape = (1, -1, 1, 1, 1)
-    mean = torch.tensor(vae.config.latents_mean, dtype=latents.dtype, device=latents.device).view(shape)
-    # diffusers' pipeline multiplies by 1 / std and divides by that; the same roundings give the same pixels
-    inverse_std = 1.0 / torch.tensor(vae.config.latents_std, dtype=latents.dtype, device=latents.device).view(shape)
-    return mean, inverse_std
+    @torch.no_grad()
+    def _segment(self, latents: Tensor, kept: dict[int, Caches], last: int) -> dict[int, Caches]:
+        """The caches that chunks start from, from the nearest kept one up to chunk `last`."""
+        first = max(i for i in kept if i <= last)
+        caches = {first: kept[first]}
+        for i in range(first, last):
+            caches[i + 1] = self._chunk(latents[:, :, i : i + 1], caches[i], first=i == 0)[1]
+        return caches
 
+    def _chunk(self, latents: Tensor, caches: Caches, first: bool) -> tuple[Tensor, Caches]:
+        """One latent frame (B, C, 1, h, w) -> its video frames, unclamped, and the caches after it."""
+        latents, config = latents.to(self.vae.dtype), self.vae.config
+        mean, std = (latents.new_tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
+        # diffusers' pipeline multiplies by 1 / std and divides by that; the same roundings give the same pixels
+        x = self.vae.post_quant_conv(latents / (1.0 / std) + mean)
+        after = list(caches)  # diffusers replaces the list's entries, never a cached tensor's contents
+        frames = self.vae.decoder(x, feat_cache=after, feat_idx=[0], first_chunk=first)
+        return frames, after
 
-def decode(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
-    """Video (B, 3, F, H, W) in [-1, 1], of latents (B, C, T, H/s, W/s) as the transformer sees them (normalised)."""
-    return _decode(vae, latents, stride=None, offload=False).video
-
-
-def decode_with_caches(vae: AutoencoderKLWan, latents: Tensor, caches: str = "keep") -> Decoded:
-    """Like `decode`, for a `decode_vjp` to come.
-
-    caches: keep (on the device), offload (in host memory), or segment (those of every ceil(sqrt(T))-th chunk; the
-    VJP decodes each segment once more for the others). The gradients are the same to the last bit.
-    """
-    if caches not in ("keep", "offload", "segment"):
-        raise ValueError(f"caches must be keep, offload or segment, got {caches!r}")
-    stride = math.ceil(math.sqrt(latents.shape[2])) if caches == "segment" else 1
-    return _decode(vae, latents, stride, offload=caches == "offload")
-
-
-@torch.no_grad()
-def _decode(vae: AutoencoderKLWan, latents: Tensor, stride: int | None, offload: bool) -> Decoded:
-    caches: Caches = [None] * vae._cached_conv_counts["decoder"]
-    chunks, kept = [], {}
-    for i in range(latents.shape[2]):
-        if stride is not None and i % stride == 0:
-            kept[i] = [to_host(c) if offload and isinstance(c, Tensor) else c for c in caches]
-        frames, caches = _chunk(vae, latents[:, :, i : i + 1], caches, first=i == 0)
-        chunks.append(frames)
-    return Decoded(torch.cat(chunks, 2).clamp(-1, 1), kept)
-
-
-def decode_vjp(vae: AutoencoderKLWan, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None) -> Tensor:
-    """grad_latents (B, C, T, h, w) = (d video / d latents)^T grad_video, equal to autograd through `vae.decode`.
-
-    grad_video: (B, 3, F, H, W); it is zero, as in autograd, where the decoder's output is clamped. Chunks
-    after the last frame with a gradient are skipped, which is exact: the decoder is causal. decoded: from
-    `decode_with_caches` on the same latents; computed here when not given.
-    """
-    decoded = decode_with_caches(vae, latents) if decoded is None else decoded
-    grad_latents = torch.zeros_like(latents)
-    end = latents.shape[2]
-    frames_of = _frame_ranges(vae, end)
-    grad_caches: list[Tensor | None] = [None] * len(decoded.caches[0])
-    while end > 0 and not grad_video[:, :, slice(*frames_of[end - 1])].any():
-        end -= 1
-    segment: dict[int, Caches] = {}
-    for i in reversed(range(end)):
-        segment = segment if i in segment else _segment(vae, latents, decoded.caches, i)
-        x = latents[:, :, i : i + 1].detach().requires_grad_()
-        start = [c.detach().to(latents.device).requires_grad_() if isinstance(c, Tensor) else c for c in segment.pop(i)]
-        with torch.enable_grad():
-            frames, after = _chunk(vae, x, start, first=i == 0)
-            frames = frames.clamp(-1, 1)
-        outputs, cotangents = [frames], [grad_video[:, :, slice(*frames_of[i])].to(frames.dtype)]
-        for cache, cotangent in zip(after, grad_caches, strict=True):
-            if cotangent is not None and isinstance(cache, Tensor):
-                outputs.append(cache)
-                cotangents.append(cotangent)
-        leaves = [x] + [c for c in start if isinstance(c, Tensor)]
-        grads = list(torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True))
-        grad_latents[:, :, i : i + 1] = grads.pop(0)
-        grad_caches = [grads.pop(0) if isinstance(c, Tensor) else None for c in start]
-    return grad_latents
-
-
-@torch.no_grad()
-def _segment(vae: AutoencoderKLWan, latents: Tensor, kept: dict[int, Caches], last: int) -> dict[int, Caches]:
-    """The caches that chunks start from, from the nearest kept one up to chunk `last`."""
-    first = max(i for i in kept if i <= last)
-    caches = {first: kept[first]}
-    for i in range(first, last):
-        caches[i + 1] = _chunk(vae, latents[:, :, i : i + 1], caches[i], first=i == 0)[1]
-    return caches
-
-
-def _chunk(vae: AutoencoderKLWan, latents: Tensor, caches: Caches, first: bool) -> tuple[Tensor, Caches]:
-    """One latent frame (B, C, 1, h, w) -> its video frames, unclamped, and the caches after it."""
-    mean, inverse_std = latent_statistics(vae, latents.to(vae.dtype))
-    x = vae.post_quant_conv(latents.to(vae.dtype) / inverse_std + mean)
-    after = list(caches)  # diffusers replaces the list's entries, never a cached tensor's contents
-    frames = vae.decoder(x, feat_cache=after, feat_idx=[0], first_chunk=first)
-    return frames, after
-
-
-def _frame_ranges(vae: AutoencoderKLWan, num_latents: int) -> list[tuple[int, int]]:
-    """Which video frames each latent frame makes: the first makes one, every other one `temporal factor`."""
-    factor = vae.config.scale_factor_temporal
-    return [(0, 1)] + [(1 + factor * i, 1 + factor * (i + 1)) for i in range(num_latents - 1)]
+    def _frame_ranges(self, num_latents: int) -> list[tuple[int, int]]:
+        """Which video frames each latent frame makes: the first makes one, every other one `temporal factor`."""
+        factor = self.vae.config.scale_factor_temporal
+        return [(0, 1)] + [(1 + factor * i, 1 + factor * (i + 1)) for i in range(num_latents - 1)]

@@ -30,8 +30,8 @@ KEYS = ("high_noise_model", "low_noise_model", "text_encoder", "vae")  # of a wa
 class Layout:
     """Where the parts of a model are. `configs`: a folder with model_index.json, transformer/config.json, and so on.
 
-    In a diffusers folder everything is in `configs`; the other paths name original files then absent. `opened`: the
-    experts' tensors, as open_files finds them in the files' headers.
+    In a diffusers folder everything is in `configs`. `opened`: the experts' tensors, as open_files finds them in the
+    files' headers.
     """
 
     configs: Path
@@ -85,10 +85,10 @@ def find_files(
             raise Refused(f"model.model_paths: {path} has no {name} folder")
     if not isinstance(index.get("transformer_2"), list) or index["transformer_2"][0] is None:
         raise Refused(_not_i2v(path, "it has one transformer"))
-    if index.get("boundary_ratio") is None or index.get("expand_timesteps"):
-        raise Refused(_not_i2v(path, "it has no boundary_ratio between two experts"))
+    boundary_ratio(path)
     experts = {expert: [path / part] for expert, part in PARTS.items()}
-    return Layout(path, experts, tokenizer=_tokenizer(tokenizer_path, path / "tokenizer"))
+    tokenizer = _tokenizer(tokenizer_path, path / "tokenizer")
+    return Layout(path, experts, path / "text_encoder", path / "vae", tokenizer)
 
 
 def _not_i2v(path: Path, why: str) -> str:
@@ -143,12 +143,14 @@ def _from_json(path: Path, tokenizer_path: str) -> Layout:
             raise Refused(f"{path}: {key}: {absent[0]} does not exist")
         if len(files) != 1 and key not in KEYS[:2]:
             raise Refused(f"{path}: {key} must be one path, it lists {len(files)}")
-    tokenizer = parts["tokenizer"][0] if "tokenizer" in parts else None
-    return Layout(
-        parts["configs"][0] if "configs" in parts else PUBLISHED,
-        {"high_noise": parts[KEYS[0]], "low_noise": parts[KEYS[1]]},
-        parts["text_encoder"][0], parts["vae"][0], _tokenizer(tokenizer_path, tokenizer),
-    )  # fmt: skip
+    (configs,), (tokenizer,) = parts.get("configs", [PUBLISHED]), parts.get("tokenizer", [None])
+    return _of_originals(parts, configs, _tokenizer(tokenizer_path, tokenizer))
+
+
+def _of_originals(parts: Mapping[str, list[Path]], configs: Path, tokenizer: Path) -> Layout:
+    """The layout of files by KEYS."""
+    high, low, (text_encoder,), (vae,) = (parts[key] for key in KEYS)
+    return Layout(configs, {"high_noise": high, "low_noise": low}, text_encoder, vae, tokenizer)
 
 
 def _listed(value: Any) -> list[str]:
@@ -179,10 +181,8 @@ def _from_hub(origin_paths: str, tokenizer_path: str, allow_download: bool) -> L
     if missing := [key for key in KEYS if key not in found]:
         raise Refused(f"model.model_id_with_origin_paths names no {', '.join(missing)}")
     tokenizer = found[KEYS[2]][0].parent / "google" / "umt5-xxl"
-    return Layout(
-        PUBLISHED, {"high_noise": found[KEYS[0]], "low_noise": found[KEYS[1]]}, found[KEYS[2]][0], found[KEYS[3]][0],
-        _tokenizer(tokenizer_path, tokenizer if tokenizer.is_dir() else None),
-    )  # fmt: skip
+    tokenizer = _tokenizer(tokenizer_path, tokenizer if tokenizer.is_dir() else None)
+    return _of_originals(found, PUBLISHED, tokenizer)
 
 
 def _snapshot(repository: str, patterns: list[str], allow_download: bool) -> Path:
@@ -226,27 +226,17 @@ def open_files(layout: Layout) -> Layout:
                 f"{checkpoint.files[0]} is given as the {expert} expert, its name or folder says {named}; swap the "
                 "two, or rename it"
             )
-        config = config_of(layout, PARTS[expert])
-        _check_i2v(checkpoint, config)
-        sources(checkpoint, config)
+        sources(checkpoint, config_of(layout, PARTS[expert]))
         opened[expert] = checkpoint
     high, low = opened["high_noise"], opened["low_noise"]
     if {file.resolve() for file in high.files} & {file.resolve() for file in low.files} or _same_weights(high, low):
         raise Refused(
             f"{high.path} and {low.path} are the same weights; Wan2.2 has a high-noise and a low-noise expert"
         )
-    for folder in (text_encoder_path(layout), vae_path(layout)):
+    for folder in (layout.text_encoder, layout.vae):
         if folder.is_dir():
             shards.open_checkpoint(folder)
     return replace(layout, opened=opened)
-
-
-def text_encoder_path(layout: Layout) -> Path:
-    return layout.text_encoder or layout.configs / "text_encoder"
-
-
-def vae_path(layout: Layout) -> Path:
-    return layout.vae or layout.configs / "vae"
 
 
 def _check_configs(layout: Layout) -> None:
@@ -263,16 +253,16 @@ def _check_configs(layout: Layout) -> None:
 
 def _common_names(checkpoint: Checkpoint) -> dict[str, str]:
     """{diffusers' name: the file's name} of all tensors. Refused when they are not those of a Wan transformer."""
-    try:
-        naming, prefix = wan_names.naming(list(checkpoint.tensors))
-    except ValueError as error:
-        raise Refused(f"{checkpoint.path}: {error}") from None
-    return {wan_names.common_name(name, naming, prefix): name for name in checkpoint.tensors}
+    return {common: name for name, common in wan_names.naming(checkpoint)[1].items()}
 
 
-def _check_i2v(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Refused for files of Wan2.1, TI2V-5B and text-to-video models, by what tells them apart."""
-    names = _common_names(checkpoint)
+def sources(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, str]:
+    """{name in the model: name in the files} of every tensor of an expert.
+
+    Refused for files of Wan2.1, TI2V-5B and text-to-video models, by what tells them apart, and when the files lack a
+    tensor, have one too many, or one of another shape.
+    """
+    names, wanted = _common_names(checkpoint), _shapes(json.dumps(config))
     if any(name.startswith("condition_embedder.image_embedder") for name in names):
         raise Refused(_not_i2v(checkpoint.path, "it has an image encoder's projection, as Wan2.1-I2V"))
     if "patch_embedding.weight" in names:
@@ -281,14 +271,6 @@ def _check_i2v(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
         if channels != config["in_channels"]:
             why = f"its patch_embedding takes {channels} channels, not {config['in_channels']}{kinds.get(channels, '')}"
             raise Refused(_not_i2v(checkpoint.path, why))
-
-
-def sources(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, str]:
-    """{name in the model: name in the files} of every tensor of an expert.
-
-    Refused when the files lack one, have one too many, or one of another shape.
-    """
-    names, wanted = _common_names(checkpoint), _shapes(json.dumps(config))
     if missing := [name for name in wanted if name not in names]:
         raise Refused(f"{checkpoint.path} lacks {missing[0]} ({len(missing)} of {len(wanted)} tensors missing)")
     for target, name in names.items():
@@ -345,13 +327,13 @@ def files(layout: Layout) -> dict[str, list[Path]]:
     """Files and folders by part (text_encoder, vae, high_noise, low_noise): what identifies the weights."""
     opened = open_files(layout).opened
     return {name: list(checkpoint.files) for name, checkpoint in opened.items()} | {
-        "text_encoder": [text_encoder_path(layout), layout.tokenizer], "vae": [vae_path(layout)]
+        "text_encoder": [layout.text_encoder, layout.tokenizer], "vae": [layout.vae]
     }  # fmt: skip
 
 
 def boundary_ratio(configs: Path) -> float:
     """The sigma at or above which the pipeline folder's high-noise expert answers, from model_index.json."""
-    ratio = read_json(configs / "model_index.json").get("boundary_ratio")
-    if ratio is None:
+    index = read_json(configs / "model_index.json")
+    if index.get("boundary_ratio") is None or index.get("expand_timesteps"):
         raise Refused(_not_i2v(configs, "it has no boundary_ratio between two experts"))
-    return ratio
+    return index["boundary_ratio"]

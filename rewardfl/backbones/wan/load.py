@@ -5,11 +5,9 @@ rows in the file's. They come out as diffusers' `from_pretrained` would give the
 modules that diffusers keeps in float32.
 """
 
-import pickle
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -20,15 +18,7 @@ from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 from transformers.utils import logging
 
 from rewardfl import lora
-from rewardfl.backbones.wan.files import (
-    Layout,
-    config_of,
-    open_files,
-    read_json,
-    sources,
-    text_encoder_path,
-    vae_path,
-)
+from rewardfl.backbones.wan.files import Layout, boundary_ratio, config_of, open_files, sources
 from rewardfl.backbones.wan.model import PARTS, empty_expert
 from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.lora_files import Lora
@@ -36,6 +26,9 @@ from rewardfl.weights.shards import Checkpoint, Refused
 
 if TYPE_CHECKING:
     from diffusers import WanImageToVideoPipeline
+
+LOCAL = {"local_files_only": True, "output_loading_info": True}  # for from_pretrained
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def pipeline_class() -> "type[WanImageToVideoPipeline]":
@@ -81,7 +74,7 @@ def load_pipeline(
         loaded["vae"].encoder = loaded["vae"].quant_conv = None
     pipe = pipeline_class()(
         scheduler=UniPCMultistepScheduler.from_pretrained(layout.configs / "scheduler", local_files_only=True),
-        boundary_ratio=read_json(layout.configs / "model_index.json")["boundary_ratio"],
+        boundary_ratio=boundary_ratio(layout.configs),
         image_encoder=None,
         image_processor=None,
         **loaded,
@@ -110,13 +103,9 @@ def load_expert(
 
 
 def _load_vae(layout: Layout, dtype: torch.dtype) -> AutoencoderKLWan:
-    path = vae_path(layout)
+    path = layout.vae
     if path.is_dir():
-        model, report = AutoencoderKLWan.from_pretrained(
-            path, torch_dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-        _check_complete(path, report)
-        return model
+        return _complete(path, *AutoencoderKLWan.from_pretrained(path, torch_dtype=dtype, **LOCAL))
     with torch.device("meta"):
         model = AutoencoderKLWan.from_config(config_of(layout, "vae"))
     state = _read_state(path)
@@ -125,13 +114,9 @@ def _load_vae(layout: Layout, dtype: torch.dtype) -> AutoencoderKLWan:
 
 
 def _load_text_encoder(layout: Layout, dtype: torch.dtype) -> UMT5EncoderModel:
-    path = text_encoder_path(layout)
+    path = layout.text_encoder
     if path.is_dir():
-        model, report = UMT5EncoderModel.from_pretrained(
-            path, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-        _check_complete(path, report)
-        return model
+        return _complete(path, *UMT5EncoderModel.from_pretrained(path, dtype=dtype, **LOCAL))
     config = UMT5Config.from_pretrained(layout.configs / "text_encoder", local_files_only=True)
     with torch.device("meta"):
         model = UMT5EncoderModel(config)
@@ -140,10 +125,11 @@ def _load_text_encoder(layout: Layout, dtype: torch.dtype) -> UMT5EncoderModel:
     return model
 
 
-def _check_complete(path: Path, report: Mapping[str, Sequence[str]]) -> None:
-    """Refused when a library filled in random numbers for tensors that the files lack."""
-    if report["missing_keys"]:
-        raise Refused(f"{path} lacks {sorted(report['missing_keys'])[0]} ({len(report['missing_keys'])} such tensors)")
+def _complete(path: Path, model: Model, report: Mapping[str, Sequence[str]]) -> Model:
+    """The model. Refused when a library filled in random numbers for tensors that the files lack."""
+    if missing := sorted(report["missing_keys"]):
+        raise Refused(f"{path} lacks {missing[0]} ({len(missing)} such tensors)")
+    return model
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:
@@ -151,15 +137,7 @@ def _read_state(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         shards.read_header(path)
         return safetensors.torch.load_file(path)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise Refused(
-            f"{path} is damaged, or holds code beside tensors, which is not run: {str(error).splitlines()[0]}"
-        ) from None
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise Refused(f"{path} is not a flat dictionary of tensors")
-    return state
+    return lora_files.read_torch(path)
 
 
 def _fill(model: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype, path: Path) -> None:

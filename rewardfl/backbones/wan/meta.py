@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
 
 from rewardfl.backbones.seam import Caches, ChunksOnMeta, ExpertOnMeta, OnMeta, Shape
@@ -54,53 +53,26 @@ def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple
     )
 
 
-@dataclass(frozen=True)
-class BlockInputs:
-    """What a block gets: hidden (B, S, D), text (B, 512, D), time (B, 6, D), rotary."""
-
-    hidden: Tensor
-    text: Tensor
-    time: Tensor
-    rotary: tuple[Tensor, Tensor]
-
-    @property
-    def shared(self) -> tuple[Tensor, ...]:
-        """Those that all blocks get."""
-        return (self.text, self.time, *self.rotary)
-
-    def through(self, block: nn.Module) -> Tensor:
-        """What the block makes of them."""
-        return block(self.hidden, self.text, self.time, self.rotary)
-
-
-def block_inputs(config: Mapping[str, Any], dtype: torch.dtype, tokens: int) -> BlockInputs:
-    """The inputs of a block for one sample."""
-    head, width = config["attention_head_dim"], config["attention_head_dim"] * config["num_attention_heads"]
-    rotary = meta(1, tokens, 1, head, dtype=torch.float32), meta(1, tokens, 1, head, dtype=torch.float32)
-    return BlockInputs(
-        meta(1, tokens, width, dtype=dtype, grad=True),
-        meta(1, TEXT_LENGTH, width, dtype=dtype),
-        meta(1, 6, width, dtype=dtype),
-        rotary,
-    )
-
-
 def expert_on_meta(config: Mapping[str, Any], dtype: torch.dtype, shape: Shape) -> ExpertOnMeta:
     """An expert of one block, and one sample's inputs; shape: (C, T, h, w) of its latents."""
     tokens = math.prod(size // patch for size, patch in zip(shape[1:], config["patch_size"], strict=True))
+    head, width = config["attention_head_dim"], config["attention_head_dim"] * config["num_attention_heads"]
     x = meta(1, config["in_channels"], *shape[1:], dtype=dtype, grad=True)
-    timestep, text = meta(1, dtype=torch.float32), meta(1, TEXT_LENGTH, config["text_dim"], dtype=dtype)
-    inputs = block_inputs(config, dtype, tokens)
+    timestep, prompt = meta(1, dtype=torch.float32), meta(1, TEXT_LENGTH, config["text_dim"], dtype=dtype)
+    # what a block gets: hidden (B, S, D), text (B, 512, D), time (B, 6, D), rotary
+    hidden = meta(1, tokens, width, dtype=dtype, grad=True)
+    text, time = meta(1, TEXT_LENGTH, width, dtype=dtype), meta(1, 6, width, dtype=dtype)
+    rotary = meta(1, tokens, 1, head, dtype=torch.float32), meta(1, tokens, 1, head, dtype=torch.float32)
     return ExpertOnMeta(
         layers=config["num_layers"],
         tokens=tokens,
         build=partial(new_expert, config, dtype, 1),
         x=x,
-        run=lambda model: model(x, timestep, text, return_dict=False)[0],
+        run=lambda model: model(x, timestep, prompt, return_dict=False)[0],
         blocks=lambda model: model.blocks,
-        block_input=inputs.hidden,
-        block_shared=inputs.shared,
-        run_block=inputs.through,
+        block_input=hidden,
+        block_shared=(text, time, *rotary),
+        run_block=lambda block: block(hidden, text, time, rotary),
     )
 
 

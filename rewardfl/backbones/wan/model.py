@@ -1,23 +1,20 @@
-"""Wan2.2 I2V as the samplers see it: what its conditioning is, which expert answers when, how one is called."""
+"""Wan2.2 I2V's experts: which of them answers when, how one is made, how its adapter is saved."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.loaders import WanLoraLoaderMixin
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from rewardfl import lora
-from rewardfl.backbones.seam import Adapter, Conditioning, Schedule
+from rewardfl.backbones.seam import Adapter, Schedule
 from rewardfl.flow import linear_sigmas
 from rewardfl.weights import wan_names
-
-if TYPE_CHECKING:  # its module asks transformers for torchvision, aloud
-    from diffusers import WanImageToVideoPipeline
 
 PARTS = {
     "high_noise": "transformer",
@@ -39,18 +36,6 @@ def schedule(num_steps: int, shift: float, boundary: float) -> Schedule:
     return Schedule(sigmas, timesteps, tuple("high_noise" if high else "low_noise" for high in is_high))
 
 
-def attach_adapters(experts: Mapping[str, WanTransformer3DModel], checkpoint: Path) -> None:
-    """Add a checkpoint folder's adapters (transformer/, transformer_2/) to experts without any, for inference."""
-    found = [expert for expert, part in PARTS.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
-    if not found:
-        raise FileNotFoundError(
-            f"no adapter in {checkpoint}: it should hold transformer/{lora.WEIGHTS_NAME} or "
-            f"transformer_2/{lora.WEIGHTS_NAME}, as checkpoints/step-* of a run do"
-        )
-    for expert in found:
-        lora.attach_adapter(experts[expert], checkpoint / PARTS[expert])
-
-
 def save_adapter(model: WanTransformer3DModel, folder: Path, state: dict[str, Tensor] | None = None) -> None:
     """Write folder/pytorch_lora_weights.safetensors as `pipe.load_lora_weights` reads it, alpha in the metadata.
 
@@ -70,53 +55,6 @@ def save_adapter(model: WanTransformer3DModel, folder: Path, state: dict[str, Te
     except SafetensorError as error:  # no OSError, whatever the disk says
         raise OSError(f"{folder / lora.WEIGHTS_NAME}: {error}") from error
     lora.order_metadata(folder / lora.WEIGHTS_NAME)
-
-
-@torch.no_grad()
-def encode_text(pipe: "WanImageToVideoPipeline", prompt: str) -> Tensor:
-    """(1, 512, d), by the pipeline's own code, which needs its text encoder and tokenizer alone."""
-    text, _ = pipe.encode_prompt(
-        prompt, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH, device=pipe.text_encoder.device
-    )
-    return text
-
-
-@torch.no_grad()
-def encode_image(pipe: "WanImageToVideoPipeline", image: Tensor, num_frames: int) -> Tensor:
-    """(1, temporal factor + C, T, h, w): mask and image latents, by the pipeline's own code, which needs its VAE."""
-    height, width = image.shape[1:]
-    device = pipe.vae.device
-    placeholder = torch.empty(latent_shape(pipe, height, width, num_frames), device=device)
-    _, condition = pipe.prepare_latents(
-        image[None].to(device, torch.float32), 1, pipe.vae.config.z_dim, height, width, num_frames,
-        torch.float32, device, latents=placeholder,
-    )  # fmt: skip
-    return condition
-
-
-def latent_shape(pipe: "WanImageToVideoPipeline", height: int, width: int, num_frames: int) -> tuple[int, ...]:
-    """(1, C, T, h, w) of one sample's latents."""
-    frames = (num_frames - 1) // pipe.vae_scale_factor_temporal + 1
-    spatial = pipe.vae_scale_factor_spatial
-    return (1, pipe.vae.config.z_dim, frames, height // spatial, width // spatial)
-
-
-def velocity(
-    model: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning, dtype: torch.dtype
-) -> Tensor:
-    """(B, 16, T, h, w), float32 or finer, at latents x of the same shape.
-
-    given: text (B, 512, d) and image (B, temporal factor + 16, T, h, w), as encode_text and encode_image make them.
-    dtype: that the experts compute in.
-    """
-    output = model(
-        schedule.experts[step],
-        hidden_states=torch.cat([x, given["image"].to(x.dtype)], 1).to(dtype),
-        # it stays float32: 892.857 would be 892 in bfloat16
-        timestep=schedule.timesteps[step].to(x.device).expand(len(x)),
-        encoder_hidden_states=given["text"].to(dtype),
-    )
-    return output.to(x.dtype)
 
 
 def empty_expert(config: Mapping[str, Any]) -> WanTransformer3DModel:

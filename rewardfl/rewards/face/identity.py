@@ -70,10 +70,11 @@ class FaceIdentity(nn.Module):
             speed, nonrigid = landmark_motion(track)
             return FacePool(embeddings, self_similarity(embeddings), speed, nonrigid, _coverage(track), track.boxes)
 
-    def score(self, video: Tensor, pool: FacePool) -> FaceScore | None:
+    def score(self, video: Tensor, pool: Tensor) -> FaceScore | None:
         """The score of a generated clip, differentiable to the video; None when no frame shows a face.
 
-        Where the detector finds nothing, the face is looked for at its last landmarks: hiding it costs score.
+        pool: a FacePool's embeddings. Where the detector finds nothing, the face is looked for at its last landmarks:
+        hiding it costs score.
         """
         with torch.autocast(video.device.type, enabled=False):
             frames = frames_of(video)
@@ -82,7 +83,7 @@ class FaceIdentity(nn.Module):
                 return None
             embeddings = self._embed(frames[1:], track.landmarks[1:])
             # all are unit vectors, so the mean of the cosines is the product with the mean embedding
-            per_frame = embeddings @ pool.embeddings.to(embeddings).mean(0)
+            per_frame = embeddings @ pool.to(embeddings).mean(0)
             speed, nonrigid = landmark_motion(track)
             coverage = _coverage(track)
             return FaceScore(per_frame, per_frame.mean(), track.detected, speed, nonrigid, coverage, track.boxes)

@@ -7,7 +7,7 @@ Semantics: https://onnx.ai/onnx/operators/, checked against onnxruntime in tests
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,14 @@ from torch import Tensor, nn
 from rewardfl.rewards.face.onnx_file import graph_inputs, read_graph, value_shape
 
 Attributes = dict[str, Any]
+
+
+def _types(*names: str) -> set[int]:
+    return {onnx.TensorProto.DataType.Value(name) for name in names}
+
+
+_FLOAT_TYPES = _types("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16")
+_INTEGER_TYPES = _types("INT64", "INT32", "INT16", "INT8", "UINT8", "UINT16", "UINT32", "UINT64")
 
 
 def _pad_argument(begin: list[int], end: list[int]) -> list[int]:
@@ -157,18 +165,6 @@ def _pad(a: Attributes, x: Tensor, pads: Tensor | None = None, value: Tensor | N
     return F.pad(x, argument, mode, fill)
 
 
-def _reduce(function: Callable[[Tensor, list[int], bool], Tensor]) -> Callable[..., Tensor]:
-    def reduce(a: Attributes, x: Tensor, axes: Tensor | None = None) -> Tensor:
-        axes = _setting(a, "axes", axes) or list(range(x.ndim))
-        return function(x, axes, bool(a.get("keepdims", 1)))
-
-    return reduce
-
-
-def _softmax_before_13(a: Attributes, x: Tensor) -> Tensor:
-    return x.flatten(a.get("axis", 1)).softmax(-1).view_as(x)
-
-
 # Where output sample i of an axis lies on the input axis of `size` samples, resized to `out` by `scale`.
 _POSITIONS = {
     "asymmetric": lambda i, size, out, scale: i / scale,
@@ -233,64 +229,100 @@ def _upsample(a: Attributes, x: Tensor, scales: Tensor | None = None) -> Tensor:
     return _resize(rules, x, None, a["scales"] if scales is None else scales)
 
 
-# Each takes the node's attributes and its operands, None for an operand left out.
-OPS: dict[str, Callable[..., Tensor]] = {
-    "Abs": lambda a, x: x.abs(),
-    "Add": lambda a, x, y: x + y,
-    "AveragePool": _average_pool,
-    "BatchNormalization": _batch_normalization,
-    "Cast": _cast,
-    "Ceil": lambda a, x: x.ceil(),
-    "Clip": _clip,
-    "Concat": lambda a, *parts: torch.cat(parts, a["axis"]),
-    "Constant": lambda a: _tensor(a["value"]) if "value" in a else torch.tensor(*a.values()),
-    "ConstantOfShape": _constant_of_shape,
-    "Conv": _conv,
-    "Div": _div,
-    "Dropout": lambda a, x, *settings: x,
-    "Exp": lambda a, x: x.exp(),
-    "Expand": _expand,
-    "Flatten": _flatten,
-    "Floor": lambda a, x: x.floor(),
-    "Gather": _gather,
-    "Gemm": _gemm,
-    "GlobalAveragePool": lambda a, x: x.mean(tuple(range(2, x.ndim)), keepdim=True),
-    "Identity": lambda a, x: x,
-    "InstanceNormalization": _instance_normalization,
-    "LeakyRelu": lambda a, x: F.leaky_relu(x, a.get("alpha", 0.01)),
-    "MatMul": lambda a, x, y: x @ y,
-    "MaxPool": _max_pool,
-    "Mul": lambda a, x, y: x * y,
-    "Neg": lambda a, x: -x,
-    "PRelu": lambda a, x, slope: torch.where(x < 0, x * slope, x),  # keeps a mask for the backward, not x
-    "Pad": _pad,
-    "Pow": lambda a, x, y: x**y,
+@dataclass(frozen=True)
+class Op:
+    """What runs the nodes of one operator.
+
+    Any attribute, or value of one, that is not honoured is refused at load time: an ignored one would be a wrong
+    number.
+    """
+
+    run: Callable[..., Tensor]  # takes the node's attributes and its operands, None for an operand left out
+    # attributes that `run` heeds, or may ignore without changing a result, and the values it can take; None for all
+    honoured: Mapping[str, Collection | None] = field(default_factory=dict)
+    first_setting: float = math.inf  # from which operand on they are shapes, axes, bounds, read on the CPU
+
+
+def _any(*names: str) -> dict[str, Collection | None]:
+    return dict.fromkeys(names)
+
+
+def _reduce(function: Callable[[Tensor, list[int], bool], Tensor]) -> Op:
+    def reduce(a: Attributes, x: Tensor, axes: Tensor | None = None) -> Tensor:
+        axes = _setting(a, "axes", axes) or list(range(x.ndim))
+        return function(x, axes, bool(a.get("keepdims", 1)))
+
+    return Op(reduce, _any("axes", "keepdims") | {"noop_with_empty_axes": (0,)}, 1)
+
+
+_WINDOW = _any("kernel_shape", "pads", "strides") | {"auto_pad": ("NOTSET",)}
+_RESIZE: dict[str, Collection | None] = {
+    "antialias": (0,),
+    "coordinate_transformation_mode": tuple(_POSITIONS),
+    "exclude_outside": (0,),
+    "keep_aspect_ratio_policy": ("stretch",),
+    "mode": ("nearest", "linear"),
+    "nearest_mode": tuple(_NEAREST),
+}
+
+OPS: dict[str, Op] = {
+    "Abs": Op(lambda a, x: x.abs()),
+    "Add": Op(lambda a, x, y: x + y),
+    "AveragePool": Op(_average_pool, _WINDOW | _any("ceil_mode", "count_include_pad") | {"dilations": ([1, 1],)}),
+    # spatial=0 (mxnet exports before opset 9) has statistics per pixel; onnxruntime refuses it too
+    "BatchNormalization": Op(
+        _batch_normalization, _any("epsilon", "momentum") | {"spatial": (1,), "training_mode": (0,)}
+    ),
+    "Cast": Op(_cast, {"to": _FLOAT_TYPES | _INTEGER_TYPES | _types("BOOL")}),
+    "Ceil": Op(lambda a, x: x.ceil()),
+    "Clip": Op(_clip, _any("min", "max"), 1),
+    "Concat": Op(lambda a, *parts: torch.cat(parts, a["axis"]), _any("axis")),
+    "Constant": Op(
+        lambda a: _tensor(a["value"]) if "value" in a else torch.tensor(*a.values()),
+        _any("value", "value_float", "value_floats", "value_int", "value_ints"),
+    ),
+    "ConstantOfShape": Op(_constant_of_shape, _any("value"), 0),
+    "Conv": Op(_conv, _WINDOW | _any("dilations", "group")),
+    "Div": Op(_div),
+    "Dropout": Op(lambda a, x, *settings: x, _any("ratio", "seed"), 1),
+    "Exp": Op(lambda a, x: x.exp()),
+    "Expand": Op(_expand, first_setting=1),
+    "Flatten": Op(_flatten, _any("axis")),
+    "Floor": Op(lambda a, x: x.floor()),
+    "Gather": Op(_gather, _any("axis")),
+    "Gemm": Op(_gemm, _any("alpha", "beta", "transA", "transB")),
+    "GlobalAveragePool": Op(lambda a, x: x.mean(tuple(range(2, x.ndim)), keepdim=True)),
+    "Identity": Op(lambda a, x: x),
+    "InstanceNormalization": Op(_instance_normalization, _any("epsilon")),
+    "LeakyRelu": Op(lambda a, x: F.leaky_relu(x, a.get("alpha", 0.01)), _any("alpha")),
+    "MatMul": Op(lambda a, x, y: x @ y),
+    "MaxPool": Op(_max_pool, _WINDOW | _any("ceil_mode", "dilations", "storage_order")),
+    "Mul": Op(lambda a, x, y: x * y),
+    "Neg": Op(lambda a, x: -x),
+    "PRelu": Op(lambda a, x, slope: torch.where(x < 0, x * slope, x)),  # keeps a mask for the backward, not x
+    "Pad": Op(_pad, _any("pads", "value") | {"mode": ("constant", "reflect", "edge")}, 1),
+    "Pow": Op(lambda a, x, y: x**y),
     "ReduceL2": _reduce(lambda x, axes, keep: torch.linalg.vector_norm(x, dim=axes, keepdim=keep)),
     "ReduceMean": _reduce(lambda x, axes, keep: x.mean(axes, keep)),
     "ReduceSum": _reduce(lambda x, axes, keep: x.sum(axes, keep)),
-    "Relu": lambda a, x: x.relu(),
-    "Reshape": _reshape,
-    "Resize": _resize,
-    "Shape": lambda a, x: torch.tensor(x.shape)[a.get("start", 0) : a.get("end")],
-    "Sigmoid": lambda a, x: x.sigmoid(),
-    "Slice": _slice,
-    "Softmax": lambda a, x: x.softmax(a.get("axis", -1)),
-    "Softmax before opset 13": _softmax_before_13,
-    "Sqrt": lambda a, x: x.sqrt(),
-    "Squeeze": _squeeze,
-    "Sub": lambda a, x, y: x - y,
-    "Tanh": lambda a, x: x.tanh(),
-    "Transpose": _transpose,
-    "Unsqueeze": _unsqueeze,
-    "Upsample": _upsample,
+    "Relu": Op(lambda a, x: x.relu()),
+    "Reshape": Op(_reshape, {"allowzero": (0,)}, 1),
+    # torch writes cubic_coeff_a whatever the mode
+    "Resize": Op(_resize, _RESIZE | _any("cubic_coeff_a", "extrapolation_value"), 1),
+    "Shape": Op(lambda a, x: torch.tensor(x.shape)[a.get("start", 0) : a.get("end")], _any("start", "end")),
+    "Sigmoid": Op(lambda a, x: x.sigmoid()),
+    "Slice": Op(_slice, _any("starts", "ends", "axes"), 1),
+    "Softmax": Op(lambda a, x: x.softmax(a.get("axis", -1)), _any("axis")),
+    "Softmax before opset 13": Op(lambda a, x: x.flatten(a.get("axis", 1)).softmax(-1).view_as(x), _any("axis")),
+    "Sqrt": Op(lambda a, x: x.sqrt()),
+    "Squeeze": Op(_squeeze, _any("axes"), 1),
+    "Sub": Op(lambda a, x, y: x - y),
+    "Tanh": Op(lambda a, x: x.tanh()),
+    "Transpose": Op(_transpose, _any("perm")),
+    "Unsqueeze": Op(_unsqueeze, _any("axes"), 1),
+    "Upsample": Op(_upsample, _any("scales") | {"mode": _RESIZE["mode"]}, 1),
 }
 
-# Ops whose operands after the first are settings (shapes, axes, bounds), read on the CPU.
-_SETTINGS = {"Clip", "Dropout", "Expand", "Pad", "ReduceL2", "ReduceMean", "ReduceSum"}
-_SETTINGS |= {"Reshape", "Resize", "Slice", "Squeeze", "Unsqueeze", "Upsample"}
-
-# From which operand on they are settings; ConstantOfShape's only one is a shape.
-_FIRST_SETTING = {**dict.fromkeys(_SETTINGS, 1), "ConstantOfShape": 0}
 
 # No tensor of a graph may take more bytes than this for each image of the batch, nor may all that are held at a time
 # take more than four times as much. A detector at 4096 pixels takes 0.9e9, a recogniser 3e6; a few bytes of a file
@@ -298,63 +330,6 @@ _FIRST_SETTING = {**dict.fromkeys(_SETTINGS, 1), "ConstantOfShape": 0}
 LARGEST = 2**31
 # The same for what is computed without the image, of shapes and constants; a recogniser's largest weight takes 5e7.
 LARGEST_CONSTANT = 2**28
-
-_FLOAT_TYPES = {
-    onnx.TensorProto.FLOAT,
-    onnx.TensorProto.DOUBLE,
-    onnx.TensorProto.FLOAT16,
-    onnx.TensorProto.BFLOAT16,
-}
-_INTEGER_TYPES = {onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.INT16, onnx.TensorProto.INT8}
-_INTEGER_TYPES |= {onnx.TensorProto.UINT8, onnx.TensorProto.UINT16, onnx.TensorProto.UINT32, onnx.TensorProto.UINT64}
-
-_ANY: Collection | None = None
-_WINDOW: dict[str, Collection | None] = {"auto_pad": ("NOTSET",), "kernel_shape": _ANY, "pads": _ANY, "strides": _ANY}
-_REDUCE: dict[str, Collection | None] = {"axes": _ANY, "keepdims": _ANY, "noop_with_empty_axes": (0,)}
-
-# The attributes that the functions above honour, or may ignore without changing a result, and their values where
-# ONNX allows more. Any other attribute or value is refused at load time: an ignored one would be a wrong number.
-_HONOURED: dict[str, dict[str, Collection | None]] = {
-    "AveragePool": {**_WINDOW, "ceil_mode": _ANY, "count_include_pad": _ANY, "dilations": ([1, 1],)},
-    # spatial=0 (mxnet exports before opset 9) has statistics per pixel; onnxruntime refuses it too
-    "BatchNormalization": {"epsilon": _ANY, "momentum": _ANY, "spatial": (1,), "training_mode": (0,)},
-    "Cast": {"to": _FLOAT_TYPES | _INTEGER_TYPES | {onnx.TensorProto.BOOL}},
-    "Clip": {"min": _ANY, "max": _ANY},
-    "Concat": {"axis": _ANY},
-    "Constant": dict.fromkeys(("value", "value_float", "value_floats", "value_int", "value_ints"), _ANY),
-    "ConstantOfShape": {"value": _ANY},
-    "Conv": {**_WINDOW, "dilations": _ANY, "group": _ANY},
-    "Dropout": {"ratio": _ANY, "seed": _ANY},
-    "Flatten": {"axis": _ANY},
-    "Gather": {"axis": _ANY},
-    "Gemm": {"alpha": _ANY, "beta": _ANY, "transA": _ANY, "transB": _ANY},
-    "InstanceNormalization": {"epsilon": _ANY},
-    "LeakyRelu": {"alpha": _ANY},
-    "MaxPool": {**_WINDOW, "ceil_mode": _ANY, "dilations": _ANY, "storage_order": _ANY},
-    "Pad": {"mode": ("constant", "reflect", "edge"), "pads": _ANY, "value": _ANY},
-    "ReduceL2": _REDUCE,
-    "ReduceMean": _REDUCE,
-    "ReduceSum": _REDUCE,
-    "Reshape": {"allowzero": (0,)},
-    "Resize": {
-        "antialias": (0,),
-        "coordinate_transformation_mode": tuple(_POSITIONS),
-        "cubic_coeff_a": _ANY,  # written by torch whatever the mode
-        "exclude_outside": (0,),
-        "extrapolation_value": _ANY,
-        "keep_aspect_ratio_policy": ("stretch",),
-        "mode": ("nearest", "linear"),
-        "nearest_mode": tuple(_NEAREST),
-    },
-    "Shape": {"start": _ANY, "end": _ANY},
-    "Slice": {"starts": _ANY, "ends": _ANY, "axes": _ANY},
-    "Softmax": {"axis": _ANY},
-    "Softmax before opset 13": {"axis": _ANY},
-    "Squeeze": {"axes": _ANY},
-    "Transpose": {"perm": _ANY},
-    "Unsqueeze": {"axes": _ANY},
-    "Upsample": {"mode": ("nearest", "linear"), "scales": _ANY},
-}
 
 
 def _tensor(proto: onnx.TensorProto) -> Tensor:
@@ -376,17 +351,17 @@ def _op_name(node: onnx.NodeProto, opset: int) -> str:
     return "Softmax before opset 13" if node.op_type == "Softmax" and opset < 13 else node.op_type
 
 
-def _honours(op: str, name: str, value: object) -> bool:
-    honoured = _HONOURED.get(op, {})
-    return name in honoured and (honoured[name] is _ANY or value in honoured[name])
-
-
 def _refusals(node: onnx.NodeProto, opset: int, used: set[str], true: set[str]) -> list[str]:
     """What in this node cannot be run, in words; [] when it can. `used` and `true` name values of the graph."""
     op, a = _op_name(node, opset), _attributes(node)
     if op not in OPS:
         return [op]
-    refused = [f"{op}({name}={str(value)[:40]})" for name, value in a.items() if not _honours(op, name, value)]
+    honoured = OPS[op].honoured
+    refused = [
+        f"{op}({name}={str(value)[:40]})"
+        for name, value in a.items()
+        if name not in honoured or (honoured[name] is not None and value not in honoured[name])
+    ]
     pads = a.get("pads", [])
     if op == "AveragePool" and pads[:2] != pads[2:] and not a.get("count_include_pad", 0):
         refused.append(f"AveragePool(unequal pads={pads}, count_include_pad=0)")
@@ -413,7 +388,7 @@ def _check_supported(graph: onnx.GraphProto, opset: int, path: str | Path) -> No
             refused.setdefault(refusal, []).append(node.name or node.output[0])  # names are optional in ONNX
     if refused:
         listing = ", ".join(f"{refusal} x {len(nodes)} (from {nodes[0]})" for refusal, nodes in sorted(refused.items()))
-        raise ValueError(f"{path} needs what {__name__} does not run: {listing}; add it to OPS and _HONOURED there")
+        raise ValueError(f"{path} needs what {__name__} does not run: {listing}; add it to OPS there")
 
 
 @dataclass(frozen=True)
@@ -421,9 +396,9 @@ class _Step:
     """One node, ready to run."""
 
     op: str
-    function: Callable[..., Tensor]
     attributes: Attributes
-    operands: tuple[tuple[str, str], ...]  # (kind, name); kind: buffer, cpu (left there), device, absent
+    operands: tuple[str, ...]  # names; "" for one that is left out
+    first_on_cpu: float  # from which operand on they stay on the CPU
     output: str
     dead: tuple[str, ...]  # values that no later step reads
     frozen_batch: bool  # a Reshape to a constant (1, ...) in a graph exported with batch 1
@@ -439,10 +414,9 @@ def _shape_of(op: str, attributes: Attributes, operands: Sequence[Tensor | None]
 
     ValueError when that would take more than `most` bytes, or when the operator cannot be run on such operands.
     """
-    first_setting = _FIRST_SETTING.get(op, len(operands))
-    shadows = [x if x is None or i >= first_setting else x.to("meta") for i, x in enumerate(operands)]
+    shadows = [x if x is None or i >= OPS[op].first_setting else x.to("meta") for i, x in enumerate(operands)]
     try:
-        result = OPS[op](attributes, *shadows)
+        result = OPS[op].run(attributes, *shadows)
         size = _bytes(result)
     except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
         raise ValueError(str(error).splitlines()[0][:200] if str(error) else type(error).__name__) from error
@@ -479,10 +453,10 @@ class OnnxModule(nn.Module):
         self.first_nodes = [node.name for node in graph.node[:8]]
         self._path = path
         self._steps, constants = _compile(graph, opset, path, frozen_batch=self.input_shape[:1] == [1])
-        operands = {operand for step in self._steps for operand in step.operands}
-        self._cpu = {name: constants[name] for kind, name in operands if kind != "buffer" and name in constants}
-        names = sorted(name for kind, name in operands if kind == "buffer")
-        self._buffer_of = {name: f"weight_{i}" for i, name in enumerate(names)}
+        read = {(name, i >= step.first_on_cpu) for step in self._steps for i, name in enumerate(step.operands)}
+        weights = {n for n, on_cpu in read if not on_cpu and n in constants and constants[n].is_floating_point()}
+        self._cpu = {n: constants[n] for n, on_cpu in read if n in constants and (on_cpu or n not in weights)}
+        self._buffer_of = {name: f"weight_{i}" for i, name in enumerate(sorted(weights))}
         for name, buffer in self._buffer_of.items():
             self.register_buffer(buffer, constants[name])
         self._checked: set[tuple[torch.Size, torch.dtype]] = set()
@@ -504,7 +478,7 @@ class OnnxModule(nn.Module):
                 on_cpu = all(value is None or not value.is_meta for value in operands)
                 most = LARGEST_CONSTANT if on_cpu else LARGEST * images
                 made = _shape_of(step.op, step.attributes, operands, most)
-                values[step.output] = step.function(step.attributes, *operands) if on_cpu else made
+                values[step.output] = OPS[step.op].run(step.attributes, *operands) if on_cpu else made
             except (KeyError, ValueError) as error:
                 why = f"nothing makes its operand {error}" if isinstance(error, KeyError) else error
                 raise ValueError(
@@ -523,34 +497,27 @@ class OnnxModule(nn.Module):
         self.check_size(x.shape, x.dtype)
         values = {**self._cpu, self.input_name: x}
         for step in self._steps:
-            values[step.output] = step.function(step.attributes, *self._operands(step, values, x))
+            values[step.output] = OPS[step.op].run(step.attributes, *self._operands(step, values, x))
             for name in step.dead:
                 del values[name]
         outputs = tuple(values[name] for name in self.output_names)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _operands(self, step: _Step, values: dict[str, Tensor], x: Tensor) -> list[Tensor | None]:
-        operands = [self._operand(kind, name, values, x) for kind, name in step.operands]
+        operands = [self._operand(name, values, x, i >= step.first_on_cpu) for i, name in enumerate(step.operands)]
         if step.frozen_batch and operands[0].shape[0] == x.shape[0]:
             operands[1] = torch.cat([torch.tensor(x.shape[:1]), operands[1][1:]])
         return operands
 
-    def _operand(self, kind: str, name: str, values: dict[str, Tensor], x: Tensor) -> Tensor | None:
-        if kind == "absent":
+    def _operand(self, name: str, values: dict[str, Tensor], x: Tensor, on_cpu: bool) -> Tensor | None:
+        if not name:
             return None
-        if kind == "buffer":
+        if on_cpu:
+            return values[name]
+        if name in self._buffer_of:
             return self.get_buffer(self._buffer_of[name])
         value = values[name]
-        if kind == "cpu":
-            return value
         return value.to(x.device, x.dtype if value.is_floating_point() else value.dtype)
-
-
-def _fold(node: onnx.NodeProto, op: str, attributes: Attributes, constants: Mapping[str, Tensor]) -> Tensor:
-    """What a node makes of constants alone. ValueError as _shape_of."""
-    operands = [constants[name] if name else None for name in node.input]
-    _shape_of(op, attributes, operands, LARGEST_CONSTANT)
-    return OPS[op](attributes, *operands)
 
 
 def _compile(
@@ -571,33 +538,25 @@ def _compile(
         named = [name for name in node.input if name]
         if all(name in constants for name in named):
             try:
-                made = constants[node.output[0]] = _fold(node, op, attributes, constants)
+                operands = [constants[name] if name else None for name in node.input]
+                _shape_of(op, attributes, operands, LARGEST_CONSTANT)
+                made = constants[node.output[0]] = OPS[op].run(attributes, *operands)
             except ValueError as error:
                 raise ValueError(f"{path}: {op} of {node.output[0]!r} cannot be computed: {error}") from error
             folded += _bytes(made)
             if folded > 4 * LARGEST:
                 raise ValueError(f"{path}: its arithmetic on constants takes more than {4 * LARGEST / 1e9:.3g} GB")
             continue
-        cpu_node = op == "Shape" or all(name in on_cpu or name in constants for name in named)
-        if cpu_node:
+        on_cpu_itself = op == "Shape" or all(name in on_cpu or name in constants for name in named)
+        if on_cpu_itself:
             on_cpu.add(node.output[0])
-        operands = []
-        for i, name in enumerate(node.input):
-            if not name:
-                kind = "absent"
-            elif cpu_node or (op in _SETTINGS and i > 0):
-                kind = "cpu"
-            elif name in constants and constants[name].is_floating_point():
-                kind = "buffer"
-            else:
-                kind = "device"
-            operands.append((kind, name))
-        target = constants.get(node.input[1]) if op == "Reshape" and not cpu_node else None
+        target = constants.get(node.input[1]) if op == "Reshape" and not on_cpu_itself else None
         frozen = frozen_batch and target is not None and target[0].item() == 1
-        steps.append(_Step(op, OPS[op], attributes, tuple(operands), node.output[0], (), frozen))
+        first_on_cpu = 0 if on_cpu_itself else OPS[op].first_setting
+        steps.append(_Step(op, attributes, tuple(node.input), first_on_cpu, node.output[0], (), frozen))
 
     # a value dies after the last step that names it, as operand or as its own unread output
-    last_use = {name: i for i, step in enumerate(steps) for name in (*(n for _, n in step.operands), step.output)}
+    last_use = {name: i for i, step in enumerate(steps) for name in (*step.operands, step.output)}
     kept = {value.name for value in graph.output} | set(constants) | {""}
     dead: list[list[str]] = [[] for _ in steps]
     for name, i in last_use.items():

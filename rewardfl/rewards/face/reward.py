@@ -1,17 +1,17 @@
 """Does the generated clip show the person of the real one? Differentiable. After IPRO, arXiv 2510.14255."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rewardfl.files import sha256
-from rewardfl.rewards.base import Reward, RewardOutput, no_score
-from rewardfl.rewards.face.identity import FaceIdentity, FacePool, FaceScore
+from rewardfl.rewards.base import Reward, RewardOutput, by_sample
+from rewardfl.rewards.face.identity import FaceIdentity, FaceScore
 from rewardfl.rewards.face.track import MIN_MOTION
 
 PARTS = ("face_score", "cap", "coverage", "motion_speed", "motion_nonrigid", "motion")
@@ -56,51 +56,27 @@ class FaceIdentityReward(Reward):
         return {"name": self.name, "weights": self._weights, "det_size": self.identity.detector.det_size}
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
-        if len(batch) != len(video):
-            raise ValueError(f"{len(video)} videos need as many references, got {len(batch)}")
-        results = [self._sample(clip, reference) for clip, reference in zip(video, batch, strict=True)]
-        scores, valid, parts = zip(*results, strict=True)
-        rows = torch.tensor([[known.get(name, math.nan) for name in self.part_names] for known in parts])
-        return RewardOutput(
-            torch.stack(scores),
-            torch.tensor(valid, device=video.device),
-            dict(zip(self.part_names, rows.to(video.device).unbind(1), strict=True)),
-        )
+        return by_sample(video, batch, self._sample, self.part_names)
 
-    def _sample(self, video: Tensor, reference: Mapping[str, Tensor] | None) -> tuple[Tensor, bool, dict[str, float]]:
-        """Score, validity and what is known of the parts of one clip (3, F, H, W)."""
-        if not reference:
-            return no_score(video), False, {}
-        pool = _pool(reference)
-        caps: dict[object, Any] = {"self_similarity": pool.cap, "none": 1.0}
+    def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
+        """Score and what is known of the parts of one clip (3, F, H, W)."""
+        caps: dict[object, Any] = {"self_similarity": reference["cap"].item(), "none": 1.0}
         cap = caps.get(self.cap, self.cap)
-        face = self.identity.score(video, pool)
+        face = self.identity.score(video, reference["embeddings"])
         parts = {"cap": cap, "coverage": face.coverage if face else 0.0} | self.measured(video, face, reference)
         if face is None or not face.mean.isfinite():
-            return no_score(video), False, parts
-        speed, nonrigid = _motion(face, pool)
-        motion = {"motion_speed": speed, "motion_nonrigid": nonrigid, "motion": _smaller(speed, nonrigid)}
-        return face.mean.clamp(max=cap), True, parts | {"face_score": face.mean.item()} | motion
+            return None, parts
+        speed = ratio(face.speed, reference["speed"].item(), MIN_MOTION)
+        nonrigid = ratio(face.nonrigid, reference["nonrigid"].item(), MIN_MOTION)
+        # fmin: a part that was not measured, NaN, leaves the other
+        parts |= {"motion_speed": speed, "motion_nonrigid": nonrigid, "motion": float(np.fmin(speed, nonrigid))}
+        return face.mean.clamp(max=cap), parts | {"face_score": face.mean.item()}
 
     def measured(self, video: Tensor, face: FaceScore | None, reference: Mapping[str, Tensor]) -> dict[str, float]:
         """More parts of one clip, of a subclass that has more `part_names`."""
         return {}
 
 
-def _pool(reference: Mapping[str, Tensor]) -> FacePool:
-    values = {field.name: reference[field.name] for field in dataclasses.fields(FacePool)}
-    fields: dict[str, Any] = {name: value if value.ndim else value.item() for name, value in values.items()}
-    return FacePool(**fields)
-
-
-def _motion(face: FaceScore, pool: FacePool) -> tuple[float, float]:
-    """Speed and non-rigid motion of the generated clip over those of the real one."""
-    pairs = ((face.speed, pool.speed), (face.nonrigid, pool.nonrigid))
-    speed, nonrigid = (mine / real if real >= MIN_MOTION else math.nan for mine, real in pairs)
-    return speed, nonrigid
-
-
-def _smaller(x: float, y: float) -> float:
-    """min(x, y) where NaN counts as not measured: NaN only if both are."""
-    known = [value for value in (x, y) if not math.isnan(value)]
-    return min(known, default=math.nan)
+def ratio(made: float, real: float, least: float) -> float:
+    """How a generated clip's figure compares with the real one's; NaN where that is below `least`, mere noise."""
+    return made / real if real >= least else math.nan

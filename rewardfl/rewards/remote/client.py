@@ -122,8 +122,6 @@ class RemoteReward(Reward):
     @torch.no_grad()
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         """video: (B, 3, F, H, W) in [-1, 1], or what `held` made of it."""
-        if len(batch) != len(video):
-            raise ValueError(f"{len(video)} videos need as many references, got {len(batch)}")
         frames, references = (video, batch) if video.dtype == torch.uint8 else self.held(video, batch)
         clips = {i: self._clip(frames[i], found) for i, found in enumerate(references) if found is not None}
         score, valid = torch.zeros(len(video)), torch.zeros(len(video), dtype=torch.bool)
@@ -199,10 +197,7 @@ class Client:
     def health(self) -> dict[str, Any]:
         """status, reward, version, max_bytes, as GET /health says; RewardServerError for any other answer."""
         answer = self._ask("GET", "/health", b"")
-        try:
-            health = json.loads(answer)
-        except (ValueError, RecursionError):
-            health = None
+        health = _json(answer)
         if not isinstance(health, dict) or health.get("version") != VERSION or not _is_number(health.get("max_bytes")):
             raise self._error(
                 f"GET /health should answer JSON with version {VERSION} and max_bytes, got {answer[:80]!r}; is that a "
@@ -427,10 +422,15 @@ def _is_whole(value: Any, least: int) -> bool:
 
 def _message(answer: bytes) -> str:
     """The server's own words, as one line: the error of its JSON, else the start of what it sent."""
-    try:
-        said = json.loads(answer)
-    except (ValueError, RecursionError):
-        said = None
+    said = _json(answer)
     if not isinstance(said, dict) or "error" not in said:
         return repr(answer[:80])
     return "".join(character if character.isprintable() else "?" for character in str(said["error"])[:1000])
+
+
+def _json(answer: bytes) -> object:
+    """What an answer says; None where it is no JSON."""
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError):
+        return None

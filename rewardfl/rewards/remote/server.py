@@ -29,9 +29,10 @@ from torch import Tensor
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rewardfl import data
-from rewardfl.rewards.base import Reward, RewardOutput
+from rewardfl.rewards.base import Reward
 from rewardfl.rewards.remote import wire
 from rewardfl.rewards.remote.wire import Clip
+from rewardfl.rewards.terms import Judged, joined
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ REWARD_ERRORS = (
 class Service:
     """A reward that answers requests, one at a time on its device, in micro-batches of `batch` clips.
 
-    max_bytes: of a request's body. token: what /score asks for, "" for nothing.
+    reward: one of rewards.build, whose answers are checked. max_bytes: of a request's body. token: what /score asks
+    for, "" for nothing.
     """
 
     def __init__(self, reward: Reward, device: str | torch.device, batch: int, max_bytes: int, token: str = ""):
@@ -93,7 +95,8 @@ class Service:
         try:
             with self._device_is_ours:
                 outputs = [self._score(clips[i : i + self.batch]) for i in range(0, len(clips), self.batch)]
-            return wire.pack_answer(*_joined(outputs)), len(clips)
+            output = joined(outputs).output
+            return wire.pack_answer(output.score, output.valid, output.parts), len(clips)
         except REWARD_ERRORS as error:
             log.exception("reward %s failed", self.reward.name)
             sent = clips[0].reference is not None
@@ -102,16 +105,11 @@ class Service:
             raise HTTPException(500, said) from None
 
     @torch.no_grad()
-    def _score(self, clips: list[Clip]) -> RewardOutput:
-        """The reward's output for one micro-batch, on the CPU. ValueError for an output that is none."""
+    def _score(self, clips: list[Clip]) -> Judged:
+        """What the reward says of one micro-batch, at rest."""
         references = [self._reference(clip) for clip in clips]
         output = self.reward(torch.stack([self._video(clip.frames) for clip in clips]), references)
-        found = {"score": output.score, "valid": output.valid} | output.parts
-        for name, values in found.items():
-            if values.shape != (len(clips),):
-                raise ValueError(f"its {name} must be ({len(clips)},), got {tuple(values.shape)}")
-        parts = {name: values.float().cpu() for name, values in output.parts.items()}
-        return RewardOutput(output.score.float().cpu(), output.valid.bool().cpu(), parts)
+        return Judged(output, torch.zeros(len(clips)).bool()).at_rest()
 
     def _reference(self, clip: Clip) -> dict[str, Tensor] | None:
         """What the reward keeps of the clip's prompt, and of its real clip: of no frames where none was sent."""
@@ -124,13 +122,6 @@ class Service:
     def _video(self, frames: Tensor) -> Tensor:
         """(3, F, H, W) in [-1, 1] on the device."""
         return data.to_float(frames.to(self.device)).contiguous()
-
-
-def _joined(outputs: list[RewardOutput]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """score, valid and parts of all micro-batches."""
-    names = outputs[0].parts.keys()
-    parts = {name: torch.cat([output.parts[name] for output in outputs]) for name in names}
-    return torch.cat([output.score for output in outputs]), torch.cat([output.valid for output in outputs]), parts
 
 
 def check_host(host: str, token: str) -> None:
