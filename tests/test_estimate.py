@@ -7,6 +7,7 @@ section in brackets): its own hooks and counters on the meta device, and arithme
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -508,14 +509,16 @@ def test_run_of_a_configuration(monkeypatch):
         "train.gradient_accumulation_steps=8",
     ]  # fmt: skip
     monkeypatch.chdir(ROOT)
-    pack = sum(file.stat().st_size for file in (ROOT / "assets/tiny_world/faces/reward").glob("*.onnx"))
+    files = Path("assets/tiny_world/faces/reward")  # as the configuration has it
+    pack = sum(file.stat().st_size for file in files.glob("*.onnx")) + (files / "detector.onnx").stat().st_size
     cfg = config.load(ROOT / "configs" / "wan22_face.yaml", settings)
     run = work_of(cfg, PUBLISHED, 30, 12, 2, "zero2")
     assert run == Work(
         video=dataclasses.replace(RUN.video, height=480, width=480), trained=("high_noise", "low_noise"),
         untrained=None, rollout={"high_noise": 2, "low_noise": 1}, replay={"high_noise": 2, "low_noise": 1},
         pulled={"high_noise": 2, "low_noise": 1}, reward_gradient=True, accumulation=8, saves=2, steps=12, clips=30,
-        pack_bytes=pack, processes=2, sharding="zero2", spans=(Span("one update of 8 clips per GPU", 8, 8),),
+        pack_bytes=pack, traced=(TracedDetector(files / "detector.onnx", 640, 8),), processes=2, sharding="zero2",
+        spans=(Span("one update of 8 clips per GPU", 8, 8),),
     )  # fmt: skip
     assert needs.memory(measure.measure(TINY), run).resident["face networks' weights"] == pack > 1e6
     as_shipped = configured()
@@ -580,7 +583,8 @@ def test_the_detectors_graph_is_what_the_cpu_keeps():
 def test_the_motion_term_is_counted(monkeypatch):
     monkeypatch.chdir(ROOT)
     pack = f"reward.reward_model_path={TINY_PACK}"
-    without, traced = configured(pack), configured(pack, "reward.motion_weight=0.1", "reward.det_size=128")
+    without = configured(pack, "reward.motion_weight=0")
+    traced = configured(pack, "reward.motion_weight=0.1", "reward.det_size=128")
     file = TINY_PACK / "detector.onnx"
     assert without.traced == () and traced.traced == (TracedDetector(file, 128, 8),)
     assert traced.pack_bytes == without.pack_bytes + file.stat().st_size
@@ -593,7 +597,7 @@ def test_the_motion_term_is_counted(monkeypatch):
         and phases["decode"] == before["decode"]
     )
     other = f"reward.others={{m: {{name: face_motion, settings: {{pack_dir: {TINY_PACK}, chunk: 2}}, weight: 1}}}}"
-    assert configured(pack, other).traced == (TracedDetector(file, 640, 2),)
-    assert configured(pack, other.replace("weight: 1", "weight: 0")).traced == ()
+    assert configured(pack, "reward.motion_weight=0", other).traced == (TracedDetector(file, 640, 2),)
+    assert configured(pack, "reward.motion_weight=0", other.replace("weight: 1", "weight: 0")).traced == ()
     with pytest.raises(config.ConfigError, match="^reward.motion_weight: det_size"):
         configured(pack, "reward.motion_weight=0.1", "reward.det_size=100")
