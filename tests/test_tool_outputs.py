@@ -360,8 +360,10 @@ def test_a_kill_while_a_folder_is_written_is_cleared_up(world, place):
     code = (
         "import time\nfrom rewardfl_tools import merge_shards\n"
         "from rewardfl.weights import shards\n"
-        "def hang(file, piece): file.write(b'half'); print('writing', flush=True); time.sleep(600)\n"
-        "shards._write = hang; merge_shards.main()"
+        "write = shards.write_file\n"
+        "def hang(count): print('writing', flush=True); time.sleep(600)\n"
+        "shards.write_file = lambda path, parts, metadata, progress: write(path, parts, metadata, hang)\n"
+        "merge_shards.main()"
     )
     arguments = ["--input", world / "pipeline" / "transformer_2", "--out", out, "--force"]
     command = [sys.executable, "-c", code, *map(str, arguments)]

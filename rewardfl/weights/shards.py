@@ -160,9 +160,9 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         with safe_open(path, "np"):
             pass  # it checks the header, and that the tensors fill the file
     except SafetensorError as error:
-        size = path.stat().st_size
+        why, size = str(error).removeprefix("Error while deserializing header: "), path.stat().st_size
         raise Refused(
-            f"{path} ({size} bytes) is cut off, damaged or not a safetensors file: {quoted(str(error))}; get it again"
+            f"{path} ({size} bytes) is cut off, damaged or not a safetensors file: {quoted(why)}; get it again"
         ) from None
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
