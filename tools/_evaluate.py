@@ -360,8 +360,10 @@ def draw_curves(report: dict, path: Path) -> None:
     for name, colour in zip(report["recognisers"], ("tab:orange", "tab:green"), strict=False):
         before, after = ([clip[f"{name}/{arm}"] for clip in report["per_clip"]] for arm in ARMS)
         axes[-1].scatter(before, after, s=12, color=colour, label=name)
-    axes[-1].plot([0, 1], [0, 1], color="grey", linewidth=0.8)
-    axes[-1].set(title="every clip", xlabel="before", ylabel="after", xlim=(0, 1), ylim=(0, 1))
+    axes[-1].plot([-1, 1], [-1, 1], color="grey", linewidth=0.8)
+    every = [clip[f"{name}/{arm}"] for clip in report["per_clip"] for name in report["recognisers"] for arm in ARMS]
+    lowest = min([0.0, *every])  # a cosine may be below 0
+    axes[-1].set(title="every clip", xlabel="before", ylabel="after", xlim=(lowest, 1), ylim=(lowest, 1))
     axes[-1].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewardfl.rewards.base import Reward, RewardOutput, no_score
+from rewardfl.rewards.base import Reward, RewardOutput, by_sample
 from rewardfl.rewards.motion import alike
 
 # Larger frames are shrunk to this many pixels on their long side: a flow of one level follows motions of a pixel or so.
@@ -63,25 +63,19 @@ class OpticalFlowReward(Reward):
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         with torch.autocast(video.device.type, enabled=False):
-            results = [self._sample(clip, reference) for clip, reference in zip(video, batch, strict=True)]
-        scores, valid, ratios, excesses = zip(*results, strict=True)
-        parts = {"ratio": torch.stack(ratios), "reversals": torch.stack(excesses)}
-        return RewardOutput(torch.stack(scores), torch.tensor(valid, device=video.device), parts)
+            return by_sample(video, batch, self._sample, ("ratio", "reversals"))
 
-    def _sample(self, video: Tensor, reference: Mapping[str, Tensor] | None) -> tuple[Tensor, bool, Tensor, Tensor]:
-        """Score, validity, ratio and excess of reversals of one clip (3, F, H, W)."""
-        unknown = video.new_full((), torch.nan, dtype=torch.float32)
-        if reference is None:
-            return no_score(video), False, unknown, unknown
+    def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
+        """Score and parts of one clip (3, F, H, W); no score for pixels that are not finite."""
         fields = lucas_kanade(video)
         ratio = mean_length(fields) / reference["flow"].to(fields)
         excess = mean_reversal(fields) - reference["reversals"].to(fields)
         if not ratio.isfinite():
-            return no_score(video), False, unknown, unknown
+            return None, {}
         score = alike(ratio)
         if excess.isfinite():
             score = score - self.reversals * excess.clamp(min=0)
-        return score, True, ratio.detach(), excess.detach()
+        return score, {"ratio": ratio.item(), "reversals": excess.item()}
 
 
 def lucas_kanade(video: Tensor) -> Tensor:

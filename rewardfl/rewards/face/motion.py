@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rewardfl.files import sha256
-from rewardfl.rewards.base import Reward, RewardOutput, no_score
+from rewardfl.rewards.base import Reward, RewardOutput, by_sample
 from rewardfl.rewards.face.align import frames_of
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.pack import pack_files
@@ -120,34 +120,22 @@ class FaceMotionReward(Reward):
         return {"name": self.name, "weights": self._weights, "det_size": self.det_size}
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
-        results = [self._sample(clip, reference) for clip, reference in zip(video, batch, strict=True)]
-        scores, valid, parts = zip(*results, strict=True)
-        rows = torch.tensor(parts, device=video.device)  # (B, len(NAMES))
-        return RewardOutput(
-            torch.stack(scores),
-            torch.tensor(valid, device=video.device),
-            dict(zip(NAMES, rows.unbind(1), strict=True)),
-        )
+        return by_sample(video, batch, self._sample, NAMES)
 
-    def _sample(self, video: Tensor, reference: Mapping[str, Tensor] | None) -> tuple[Tensor, bool, list[float]]:
-        """Score, validity and parts of one clip (3, F, H, W)."""
-        parts = dict.fromkeys(NAMES, math.nan)
-        if reference is None:
-            return no_score(video), False, list(parts.values())
+    def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
+        """Score and known parts of one clip (3, F, H, W); no score where no term could be measured."""
         which, view = self._draw(video, reference)
         mine = self._measure(video, which, view)
-        parts["lost"] = mine.lost.item() if mine else 1.0
         if mine is None:
-            return no_score(video), False, list(parts.values())
+            return None, {"lost": 1.0}
         real = {name: values[which, 0 if view is None else 1].item() for name, values in reference.items()}
         ratios = {name: getattr(mine, name) / real[name] for name, least in LEAST.items() if real[name] >= least}
         ratios = {name: ratio for name, ratio in ratios.items() if ratio.isfinite()}
         excess = mine.reversals - real["reversals"]  # NaN where one of them is
-        parts |= {name: ratio.item() for name, ratio in ratios.items()} | {"reversals": excess.item()}
+        parts = {name: ratio.item() for name, ratio in ratios.items()}
+        parts |= {"reversals": excess.item(), "lost": mine.lost.item()}
         score = self._score(ratios, excess)
-        if score is None:
-            return no_score(video), False, list(parts.values())
-        return score.to(video.device), True, list(parts.values())
+        return (None if score is None else score.to(video.device)), parts
 
     def _score(self, ratios: Mapping[str, Tensor], excess: Tensor) -> Tensor | None:
         """The weighted mean of the terms that could be measured; None for none."""
