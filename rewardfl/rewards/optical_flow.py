@@ -90,8 +90,9 @@ def lucas_kanade(video: Tensor) -> Tensor:
     y = (middle[..., 2:, 1:-1] - middle[..., :-2, 1:-1]) / 2
     t = frames[1:] - frames[:-1]
     products = torch.cat([x * x, x * y, y * y, x * t, y * t], 1)
-    pooled = F.avg_pool2d(products, WINDOW, 1, WINDOW // 2, count_include_pad=False)
-    xx, xy, yy, xt, yt = pooled.split(1, 1)
+    for window in ((WINDOW, 1), (1, WINDOW)):  # a square's mean, an axis at a time
+        products = F.avg_pool2d(products, window, 1, [side // 2 for side in window], count_include_pad=False)
+    xx, xy, yy, xt, yt = products.split(1, 1)
     xx, yy = xx + FLAT, yy + FLAT
     determinant = xx * yy - xy * xy  # at least FLAT squared
     return torch.cat([xy * yt - yy * xt, xy * xt - xx * yt], 1) / determinant
