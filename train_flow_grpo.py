@@ -106,9 +106,10 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         shape, seed = conditions.shape_of(clips[row]), groups.noise_seed(cfg.run.seed, -1, clips[row].row.id, n)
         num_steps = cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps
         schedule = backbone.schedule(num_steps, cfg.sample.shift, shape)
-        velocity = Velocity(backbone, model, seam.to(conditioning, job.device), schedule, negative, guidance)
-        x = groups.noise((1, *shape), seed, job.device)
-        return row, decoder.decode(reward_flow.rollout(velocity, x, schedule.sigmas, keep=()).x0)[0].float()
+        conditioning = seam.to(conditioning, job.device)
+        velocity = Velocity(backbone, model, conditioning, schedule, negative, guidance)
+        x0 = reward_flow.rollout(velocity, groups.noise((1, *shape), seed, job.device), schedule.sigmas, keep=()).x0
+        return row, decoder.decode(x0, conditioning)[0].float()
 
     def evaluate() -> dict[str, float]:
         """eval/*: the held-out clips under every reward, by the averaged weights."""
@@ -173,7 +174,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
                 # 2. Decode and judge; a slow reward goes on beside the next rollouts.
                 with timer("decode"):
-                    video = decoder.decode(x0).float()  # (B, 3, F, H, W) in [-1, 1]
+                    video = decoder.decode(x0, conditioning).float()  # (B, 3, F, H, W) in [-1, 1]
                 with timer("reward"):
                     references = [samples[member.row].references for member in members]
                     pending.append(blackbox.begin(terms, video, references, places))

@@ -93,7 +93,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         batch = starts.batch([(-1, row)])
         velocity = Velocity(backbone, model, batch.conditioning, batch.schedule)
         x0 = reward_flow.rollout(velocity, batch.x, batch.schedule.sigmas, keep=(), start=batch.start).x0
-        return batch.rows[0], decoder.decode(x0)[0]
+        return batch.rows[0], decoder.decode(x0, batch.conditioning)[0]
 
     def save(done: int) -> None:
         """A checkpoint and sample videos. On all processes, which may hold parts of the weights and moments."""
@@ -134,7 +134,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
                 # 2. loss = -reward + kl_weight * KL, the mean over samples; here the gradient of -reward by the frames.
                 with timer("decode"):
-                    decoded = decoder.decode_with_caches(trajectory.x0, cfg.train.decode_caches)
+                    decoded = decoder.decode_with_caches(trajectory.x0, cfg.train.decode_caches, batch.conditioning)
                 with timer("reward"):
                     video = decoded.video.float().requires_grad_()  # (B, 3, F, H, W) in [-1, 1]
                     judged = score_terms(terms, video, [samples[row].references for row in batch.rows])
@@ -149,7 +149,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
                 # 3. Back through the decoder.
                 with timer("decode"):
-                    grad_x0 = decoder.vjp(trajectory.x0, grad_video, decoded)
+                    grad_x0 = decoder.vjp(trajectory.x0, grad_video, decoded, batch.conditioning)
                 del decoded, video, grad_video, normalised  # up to 38 GB that replay has no use for
 
                 # 4. Back through the active steps, each forward pass again with a graph of its own; here the KL joins.

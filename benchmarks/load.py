@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.weights import lora_files, shards, wan_names
 
 SHARDS, RANK = 3, 64
@@ -51,7 +52,7 @@ def in_own_process(config: Path, folder: Path, lora: str) -> dict[str, float]:
 
 def write(folder: Path, layers: int, width: int) -> tuple[Path, Path]:
     """folder/original and folder/diffusers, float32 in SHARDS files each; paths of config.json and of a LoRA."""
-    config = json.loads((layouts.PUBLISHED / "transformer" / "config.json").read_text())
+    config = json.loads((layouts.published(VARIANTS["wan2_2"]) / "transformer" / "config.json").read_text())
     config |= {"num_layers": layers, "num_attention_heads": width // 128, "ffn_dim": 4 * width}
     (folder / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):

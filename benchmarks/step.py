@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from rewardfl import backbones, config, lora, offload, reward_flow
 from rewardfl.backbones.seam import DTYPES, Experts, Velocity
 from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.backbone import Wan22I2V
+from rewardfl.backbones.wan import variants
 from rewardfl.backbones.wan.decoder import WanDecoder
+from rewardfl.backbones.wan.variants import TWO_EXPERTS
 from rewardfl.estimate import needs
 from rewardfl.estimate.measure import Costs
 from rewardfl.estimate.measure import measure as measure_costs
@@ -64,14 +65,14 @@ def fill(model: nn.Module, device: torch.device, home: torch.device, seed: int) 
 
 def new_expert(cfg: config.RewardFlConfig, configs: Path, name: str, device: torch.device, trained: bool) -> nn.Module:
     """An expert as training has it: with adapter and checkpointing, or where experts.untrained says."""
-    made = WanTransformer3DModel.load_config(configs, subfolder=wan.PARTS[name])
+    made = WanTransformer3DModel.load_config(configs, subfolder=TWO_EXPERTS[name])
     expert = wan.new_expert(made, DTYPES[cfg.model.dtype], made["num_layers"], None)
     home = torch.device("cpu") if cfg.experts.untrained == "cpu_swap" and not trained else device
     fill(expert, device, home, cfg.run.seed)
     expert.rope = WanRotaryPosEmbed(made["attention_head_dim"], made["patch_size"], made["rope_max_seq_len"]).to(home)
     if not trained:
         return offload.place(expert, cfg.experts.untrained, device)
-    rank, targets = cfg.lora.lora_rank, lora.target_modules(cfg.lora.lora_target_modules, Wan22I2V.layer_names)
+    rank, targets = cfg.lora.lora_rank, lora.target_modules(cfg.lora.lora_target_modules, variants.LAYERS)
     lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed)
     if cfg.train.use_gradient_checkpointing_offload:
         expert.enable_gradient_checkpointing(offload.checkpoint_on_host)
@@ -142,7 +143,7 @@ def measure(name: str, cfg: config.RewardFlConfig, steps: int, device: torch.dev
     cached = cfg.experts.untrained == "boundary_cache"  # there is no such expert then
     experts = {expert: None if cached else new_expert(cfg, configs, expert, device, False) for expert in untrained}
     experts |= {expert: new_expert(cfg, configs, expert, device, True) for expert in asked.trained}
-    model = Experts({name: experts[name] for name in wan.PARTS}, untrained)
+    model = Experts({name: experts[name] for name in TWO_EXPERTS}, untrained)
     vae, parameters = new_decoder(cfg, configs, device), [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay)
     generator, batch = torch.Generator(device).manual_seed(cfg.run.seed), asked.batch

@@ -1,16 +1,26 @@
 """A Wan2.2-I2V-shaped pipeline with random weights, small enough to differentiate in float64."""
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import (
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
 from rewardfl.backbones import seam
-from rewardfl.backbones.wan.backbone import Wan22I2V
+from rewardfl.backbones.wan.backbone import Wan
+from rewardfl.backbones.wan.variants import LAYERS as LAYER_NAMES
+from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.flow import linear_sigmas
 from rewardfl_tools.tiny_world.vae import new_vae
 from rewardfl_tools.tiny_world.video import new_expert, new_pipeline
 
 HEIGHT, WIDTH, FRAMES = 32, 32, 5
-LAYERS = list(Wan22I2V.layer_names.values())  # that a LoRA may adapt
+I2V = VARIANTS["wan2_2"]
+LAYERS = list(LAYER_NAMES.values())  # that a LoRA may adapt
 
 
 def random_pipeline(dtype: torch.dtype = torch.float32):
@@ -30,9 +40,56 @@ def random_pipeline(dtype: torch.dtype = torch.float32):
     return pipe.to(dtype) if dtype != torch.float32 else pipe
 
 
-def backbone_of(pipe) -> Wan22I2V:
+def random_variant(name: str) -> WanImageToVideoPipeline | WanPipeline:
+    """Of the kind of a variant (backbones/wan/variants.py), with random weights; what encodes text as above."""
+    variant, pipe = VARIANTS[name], random_pipeline()
+    if variant == I2V:
+        return pipe
+    torch.manual_seed(1)
+    vae = residual_vae() if variant.image == "frame" else pipe.vae
+    latents = vae.config.z_dim
+    transformers = {}
+    for part in variant.parts.values():
+        channels = {"channels": 2 * latents + vae.config.scale_factor_temporal}.get(variant.image, latents)
+        transformers[part] = WanTransformer3DModel.from_config(
+            {key: value for key, value in pipe.transformer.config.items() if not key.startswith("_")}
+            | {"in_channels": channels, "out_channels": latents}
+            | ({"image_dim": 32, "added_kv_proj_dim": 24} if variant.clip else {})
+        )
+    common = {"tokenizer": pipe.tokenizer, "text_encoder": pipe.text_encoder, "vae": vae, "scheduler": pipe.scheduler}
+    common |= transformers | {"expand_timesteps": variant.image == "frame"}
+    if "transformer_2" in transformers:
+        common["boundary_ratio"] = 0.875
+    if variant.clip:
+        size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+        common["image_encoder"] = CLIPVisionModel(CLIPVisionConfig(image_size=224, patch_size=14, **size))
+        common["image_processor"] = CLIPImageProcessorPil()
+    pipe = (WanPipeline if variant.image == "none" else WanImageToVideoPipeline)(**common)
+    for part in (*transformers, *(["image_encoder"] if variant.clip else [])):
+        for parameter in pipe.components[part].parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+        pipe.components[part].eval().requires_grad_(False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def residual_vae() -> AutoencoderKLWan:
+    """Of Wan2.2-TI2V-5B's kind: residual, two pixels a side to one before it, 48 channels."""
+    vae = AutoencoderKLWan(
+        base_dim=4, decoder_base_dim=6, z_dim=48, dim_mult=[1, 2, 2], num_res_blocks=1, attn_scales=[],
+        temperal_downsample=[False, True], is_residual=True, in_channels=12, out_channels=12, patch_size=2,
+        scale_factor_spatial=8, scale_factor_temporal=2, latents_mean=torch.linspace(-0.3, 0.3, 48).tolist(),
+        latents_std=torch.linspace(0.7, 1.6, 48).tolist(),
+    )  # fmt: skip
+    for parameter in vae.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return vae.eval().requires_grad_(False)
+
+
+def backbone_of(pipe) -> Wan:
     """The model of a pipeline that is loaded."""
-    return Wan22I2V(
+    return Wan(
+        I2V,
         lambda parts: pipe,
         pipe.config.boundary_ratio,
         pipe.transformer_2.dtype,

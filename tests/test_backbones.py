@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from PIL import Image
-from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, LinearFlowEuler, random_pipeline
+from pipelines import FRAMES, HEIGHT, WIDTH, LinearFlowEuler, random_variant
 
 from rewardfl import backbones, data, flow, groups, lora, reward_flow, sde
 from rewardfl.backbones.seam import Backbone, Experts, Source, Velocity
+from rewardfl.backbones.wan.variants import VARIANTS
 
 CPU = torch.device("cpu")
 PROMPT, NEGATIVE, STEPS, SHIFT = "a person with short dark hair, talking", "blinking", 6, 5.0
@@ -29,6 +30,7 @@ class Tenant:
     name: str
     folder: Path
     pipeline: type
+    frame_given: bool = False  # the first latent frame is the image, and not sampled
 
     def open(self, dtype: str = "float32") -> Backbone:
         return backbones.open(self.name, Source(str(self.folder), dtype=dtype))
@@ -42,24 +44,28 @@ class Tenant:
 
     def sample(self, pipe, noise, guidance, output_type):
         pixels = data.to_uint8(image()[:, None])[0]
+        if self.frame_given:  # whatever stands there
+            noise = torch.cat([torch.ones_like(noise[:, :, :1]), noise], 2)
+        picture = {} if self.pipeline is WanPipeline else {"image": Image.fromarray(pixels.numpy())}
         return pipe(
-            image=Image.fromarray(pixels.numpy()), prompt=PROMPT, negative_prompt=NEGATIVE, height=HEIGHT, width=WIDTH,
+            **picture, prompt=PROMPT, negative_prompt=NEGATIVE, height=HEIGHT, width=WIDTH,
             num_frames=FRAMES, num_inference_steps=STEPS, guidance_scale=guidance, latents=noise.clone(),
             output_type=output_type,
         ).frames  # fmt: skip
 
 
-def wan2_2(folder):
-    random_pipeline().save_pretrained(folder)
-    return Tenant("wan2_2", folder, WanImageToVideoPipeline)
+def wan(name, folder):
+    pipe = random_variant(name)
+    pipe.save_pretrained(folder)
+    return Tenant(name, folder, type(pipe), VARIANTS[name].image == "frame")
 
 
-TENANTS = {"wan2_2": wan2_2}
+TENANTS = dict.fromkeys(VARIANTS, wan)
 
 
 @pytest.fixture(scope="module", params=backbones.MODULES)
 def tenant(request, tmp_path_factory):
-    return TENANTS[request.param](tmp_path_factory.mktemp(request.param))
+    return TENANTS[request.param](request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +84,7 @@ def experts_of(backbone, adapted=False, dtype=None):
     loaded = {name: backbone.load_expert(name) for name in backbone.experts}
     for i, expert in enumerate(loaded.values()):
         if adapted:
-            lora.inject(expert, 2, 3.0, LAYERS, seed=i)
+            lora.inject(expert, 2, 3.0, list(backbone.layer_names.values()), seed=i)
             for k, parameter in enumerate(p for p in expert.parameters() if p.requires_grad):
                 parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k))
         if dtype is not None:
@@ -131,7 +137,10 @@ def test_the_ode_is_the_stock_pipelines_bit_for_bit(tenant, backbone, guidance):
     noise, schedule = noise_of(backbone), schedule_of(backbone)
     experts, _ = experts_of(backbone)
     ours = reward_flow.rollout(velocity_of(backbone, experts, guidance=guidance), noise, schedule.sigmas, keep=()).x0
-    assert torch.equal(ours, tenant.sample(tenant.stock(), noise, guidance, "latent"))
+    stock = tenant.sample(tenant.stock(), noise, guidance, "latent")
+    if tenant.frame_given:
+        assert torch.equal(stock[:, :, :1], conditioning_of(backbone)["image"])
+    assert torch.equal(ours, stock[:, :, tenant.frame_given :])
     assert len(schedule) == STEPS and schedule.sigmas[-1] == 0 and set(schedule.experts) == set(backbone.experts)
 
 
@@ -195,15 +204,16 @@ def backbone_at(backbone, dtype):
 
 def test_the_decoders_pullback_is_its_derivative(backbone):
     """Against finite differences of decode; and decode is the stock pipeline's pixels."""
-    decoder, x = backbone.load_decoder(CPU), 0.5 * noise_of(backbone)
-    decoded = decoder.decode_with_caches(x)
-    assert torch.equal(decoded.video, decoder.decode(x))
+    decoder, x, given = backbone.load_decoder(CPU), 0.5 * noise_of(backbone), conditioning_of(backbone)
+    decoded = decoder.decode_with_caches(x, given=given)
+    assert torch.equal(decoded.video, decoder.decode(x, given))
     generator = torch.Generator().manual_seed(2)
     g, d = torch.randn(decoded.video.shape, generator=generator), torch.randn(x.shape, generator=generator)
     inside = decoded.video.abs() < 0.9  # far from where pixels are clamped
-    grad = decoder.vjp(x, g * inside, decoded)
+    grad = decoder.vjp(x, g * inside, decoded, given)
     eps = 1e-3
-    slope = ((decoder.decode(x + eps * d) - decoder.decode(x - eps * d)) / (2 * eps) * g * inside).sum()
+    there, back = (decoder.decode(x + way * eps * d, given) for way in (1, -1))
+    slope = ((there - back) / (2 * eps) * g * inside).sum()
     assert float((grad * d).sum()) == pytest.approx(float(slope), rel=2e-2)
 
 
@@ -246,7 +256,7 @@ def test_a_saved_adapter_gives_the_stock_pipeline_our_pixels(tenant, backbone, t
         backbone.save_adapter(name, expert, tmp_path, lora.adapter_state(expert))
     noise, schedule = noise_of(backbone), schedule_of(backbone)
     x0 = reward_flow.rollout(velocity_of(backbone, experts), noise, schedule.sigmas, keep=()).x0
-    ours = backbone.load_decoder(CPU).decode(x0)
+    ours = backbone.load_decoder(CPU).decode(x0, conditioning_of(backbone))
     pipe = tenant.stock()
     for folder in sorted(path for path in tmp_path.iterdir()):
         pipe.load_lora_weights(folder, load_into_transformer_2=folder.name.endswith("_2"))

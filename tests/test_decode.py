@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pipelines import FRAMES, random_pipeline
+from pipelines import FRAMES, random_pipeline, residual_vae
 
 from rewardfl.backbones.wan.decoder import WanDecoder
 
@@ -39,6 +39,24 @@ def test_vjp_equals_autograd(given):
     decoded = WanDecoder(vae).decode_with_caches(latents) if given else None
     actual = WanDecoder(vae).vjp(latents, cotangent, decoded)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12 * float(expected.abs().max()))
+
+
+def test_the_residual_decoder_with_a_frame_that_is_given_equals_autograd():
+    """Of TI2V-5B: the first latent frame is the conditioning's, and the gradient is of the others."""
+    torch.manual_seed(1)
+    vae = residual_vae().double()
+    first, latents = (3 * torch.randn(2, 48, frames, 4, 4, dtype=torch.float64) for frames in (1, 2))
+    leaf, decoder = latents.clone().requires_grad_(), WanDecoder(vae, frame_given=True)
+    video = vae.decode(denormalised(vae, torch.cat([first, leaf], 2))).sample
+    assert 0.001 < (video.detach().abs() == 1).double().mean() < 0.9
+    cotangent = torch.randn_like(video)
+    (expected,) = torch.autograd.grad(video, leaf, cotangent)
+    given = {"image": first}
+    for caches in ("keep", "segment"):
+        decoded = decoder.decode_with_caches(latents, caches, given)
+        assert torch.equal(decoded.video, video.detach())
+        actual = decoder.vjp(latents, cotangent, decoded, given)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12 * float(expected.abs().max()))
 
 
 def test_vjp_against_finite_differences():

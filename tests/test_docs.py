@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT
+from pipelines import I2V
 
 from rewardfl import config, rewards
 from rewardfl.backbones.wan import files as layouts
@@ -195,7 +196,7 @@ def test_the_configs_find_what_the_guide_downloads(monkeypatch, tmp_path, name):
     for command in commands(guide("2. Model")):
         follow(command)
     cfg = config.load(ROOT / "configs" / name)
-    layout = layouts.find_files(cfg.model.model_paths, cfg.model.tokenizer_path)
+    layout = layouts.find_files(I2V, cfg.model.model_paths, cfg.model.tokenizer_path)
     for expert, (folder,) in layout.experts.items():
         assert {path.name for path in folder.iterdir()} == set(EXPERT), expert
     for expert, path in {"high": cfg.model.distill_lora_high, "low": cfg.model.distill_lora_low}.items():
@@ -211,4 +212,4 @@ def test_what_the_guide_fetches_is_not_for_git():
 
 
 def test_every_key_of_the_paths_file_is_explained():
-    assert all(f"`{key}`" in guide("2. Model") for key in (*layouts.KEYS, "tokenizer", "configs"))
+    assert all(f"`{key}`" in guide("2. Model") for key in (*I2V.original_parts, "tokenizer", "configs"))

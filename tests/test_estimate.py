@@ -13,14 +13,15 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT
-from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, encode
+from pipelines import FRAMES, HEIGHT, I2V, LAYERS, WIDTH, encode, random_variant
 
 from rewardfl import backbones, config, flow, lora
-from rewardfl.backbones.seam import Adapter, Source
+from rewardfl.backbones.seam import Adapter, Experts, Source
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import meta
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.decoder import WanDecoder
+from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
 from rewardfl.rewards.face.detect import FaceDetector
@@ -249,7 +250,7 @@ def test_real_expert(pipe):
     model = pipe.transformer_2  # of two blocks
     shape = (model.config.in_channels, 2, 8, 10)
     lora.inject(model, 4, 4, list(TARGETS), seed=0)
-    expert = meta.expert_on_meta(model.config, torch.float32, shape)
+    expert = meta.expert_on_meta(model.config, torch.float32, shape, I2V)
     predicted = measure.measure_expert(expert, torch.float32, Adapter(4, TARGETS))
     assert predicted.layers == 2 and predicted.tokens == 40
     hidden = torch.randn(expert.block_input.shape, requires_grad=True)
@@ -268,6 +269,30 @@ def test_real_expert(pipe):
     adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert predicted.adapter_parameters == adapter
     assert predicted.weights == measure.nbytes(parts) - 4 * adapter
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_real_variant(name, tmp_path):
+    """Conditioning, latents, decoder and a network of each variant's folder, as they come out of the real code."""
+    random_variant(name).save_pretrained(tmp_path)
+    source = Source(str(tmp_path), dtype="float32")
+    predicted = measure.measure(Video(backbones.describe(name, source), HEIGHT, WIDTH, FRAMES, None))
+    backbone, cpu = backbones.open(name, source), torch.device("cpu")
+    shape, schedule = backbone.latent_shape(HEIGHT, WIDTH, FRAMES), backbone.schedule(4, 5.0, None)
+    assert predicted.shape == shape
+    image = torch.zeros(3, HEIGHT, WIDTH)
+    given = backbone.text_encoder(cpu)("a person") | backbone.image_encoder(cpu)(image, FRAMES)
+    assert {part: measure.nbytes([value]) for part, value in given.items()} == predicted.cached
+    x = torch.randn(1, *shape)
+    for i, expert in enumerate(schedule.experts):
+        model = Experts({expert: backbone.load_expert(expert)})
+        with torch.no_grad():
+            work, _ = counted(lambda model=model, i=i: backbone.velocity(model, x, i, schedule, given))
+        assert work == predicted.experts[expert].forward_frozen
+        assert measure.nbytes([*model.parameters(), *model.buffers()]) == predicted.experts[expert].weights
+    work, decoded = counted(lambda: backbone.load_decoder(cpu).decode_with_caches(x, given=given))
+    assert work == sum(chunk.forward for chunk in predicted.chunks)
+    assert decoded.video.numel() == predicted.num_pixels
 
 
 def test_real_folder(pipe, tmp_path):
@@ -297,7 +322,7 @@ def test_real_folder(pipe, tmp_path):
     assert {name: measure.nbytes([value]) for name, value in one.items()} == predicted.cached
     # the pipeline encodes what the VAE's quantising convolution then takes, which is left out here
     assert work == pytest.approx(predicted.image.forward + predicted.text.forward, rel=0.01)
-    assert layouts.source_of(str(tmp_path)) == tmp_path
+    assert layouts.source_of(I2V, str(tmp_path)) == tmp_path
     assert predicted.experts["high_noise"].layers == 1 and predicted.experts["low_noise"].layers == 2
 
 
@@ -554,15 +579,15 @@ def test_what_cannot_work(monkeypatch, capsys, override, message):
 def test_source_of_original_files(monkeypatch, tmp_path):
     paths = tmp_path / "wan22_paths.json"
     paths.write_text("[]")
-    assert layouts.source_of(str(paths)) == layouts.PUBLISHED
+    assert layouts.source_of(I2V, str(paths)) == layouts.published(I2V)
     own = ROOT / "assets" / "tiny_world" / "pipeline"
     for nothing in ("", None):  # as examples/wan22_paths.json has it: the published model's
         (own_paths := tmp_path / "empty.json").write_text(json.dumps({"configs": nothing}))
-        assert layouts.source_of(str(own_paths)) == layouts.PUBLISHED
+        assert layouts.source_of(I2V, str(own_paths)) == layouts.published(I2V)
     paths.write_text(json.dumps({"configs": str(own)}))
-    assert layouts.source_of(str(paths)) == own
+    assert layouts.source_of(I2V, str(paths)) == own
     monkeypatch.chdir(own)  # no path is not the folder that the command is started in
-    assert layouts.source_of("") == layouts.PUBLISHED
+    assert layouts.source_of(I2V, "") == layouts.published(I2V)
 
 
 # ---- a detector that a gradient goes through ----

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, measured_before
-from pipelines import LAYERS
+from pipelines import I2V, LAYERS
 
 from rewardfl import backbones, config, flow, groups, sde
 from rewardfl.backbones.seam import Adapter, Source
@@ -19,7 +19,7 @@ from rewardfl_tools import plan_run
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 ADAPTER = Adapter(32, tuple(LAYERS))
-SCHEDULE = wan.schedule(8, 5.0, 0.9)
+SCHEDULE = wan.schedule(8, 5.0, I2V.experts, 0.9)
 SIGMAS, EXPERTS = tuple(SCHEDULE.sigmas.tolist()), SCHEDULE.experts  # three steps of high noise, five of low
 TINY, FULL = "configs/tiny_flow_grpo.yaml", "configs/wan22_flow_grpo.yaml"
 PIPELINE = ROOT / "assets/tiny_world/pipeline"

@@ -66,7 +66,8 @@ def test_the_wheel_has_the_package_its_data_and_nothing_else(wheel):
     data = [path for path in (ROOT / "rewardfl").rglob("*") if path.suffix == ".json" or path.name == "py.typed"]
     expected = {f"{package}/{path.relative_to(ROOT / path.relative_to(ROOT).parts[0])}" for package, path in modules}
     assert names == expected | {str(path.relative_to(ROOT)) for path in data}
-    assert "rewardfl/backbones/wan/published/transformer_2/config.json" in names and "rewardfl/py.typed" in names
+    assert "rewardfl/backbones/wan/published/Wan2.2-I2V-A14B/transformer_2/config.json" in names
+    assert "rewardfl/py.typed" in names
 
 
 def test_every_tool_has_a_command():
@@ -90,7 +91,7 @@ def test_commands_run_anywhere_and_answer_without_torch(installed, tmp_path, nam
 def test_the_published_configurations_are_installed(installed, tmp_path):
     code = (
         "import importlib.metadata, json, pathlib, rewardfl\n"
-        "published = pathlib.Path(rewardfl.__file__).parent / 'backbones' / 'wan' / 'published'\n"
+        "published = pathlib.Path(rewardfl.__file__).parent / 'backbones' / 'wan' / 'published' / 'Wan2.2-I2V-A14B'\n"
         "layers = json.loads((published / 'transformer' / 'config.json').read_text())['num_layers']\n"
         "print(published, importlib.metadata.version('rewardfl'), rewardfl.__version__, layers, sep='\\n')"
     )

@@ -16,7 +16,7 @@ from test_wan import ours, stock
 
 from rewardfl import groups, lora
 from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.backbone import Wan22I2V
+from rewardfl.backbones.wan import variants
 from rewardfl.weights.shards import Refused
 
 TARGETS = LAYERS
@@ -38,7 +38,7 @@ def velocity(model):
 
 def test_target_names():
     assert TARGETS == ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
-    assert lora.target_modules("to_q, o", Wan22I2V.layer_names) == ["to_q", "to_out.0"]
+    assert lora.target_modules("to_q, o", variants.LAYERS) == ["to_q", "to_out.0"]
 
 
 def test_a_fresh_adapter_changes_nothing_and_alone_is_trained(pipe):
@@ -175,7 +175,7 @@ def test_unknown_target_is_named(pipe):
 
 def test_targets_are_checked_by_the_layers_names():
     layers = ["blocks.0.attn1.to_q", "blocks.0.attn1.to_out.0", "blocks.0.ffn.net.2"]
-    lora.check_targets(lora.target_modules("q,o,ffn.2,attn1.to_q", Wan22I2V.layer_names), layers, Wan22I2V.layer_names)
+    lora.check_targets(lora.target_modules("q,o,ffn.2,attn1.to_q", variants.LAYERS), layers, variants.LAYERS)
     for names in ("q,to_qq", "q,", "0.attn1", "attn1.to_out", "blocks.0.attn1.to_q_"):
         with pytest.raises(Refused, match=f"lora.lora_target_modules: '{names.split(',')[-1]}'"):
-            lora.check_targets(lora.target_modules(names, Wan22I2V.layer_names), layers, Wan22I2V.layer_names)
+            lora.check_targets(lora.target_modules(names, variants.LAYERS), layers, variants.LAYERS)

@@ -16,7 +16,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from lora_dialects import ALPHA, DIALECTS, MODULES, RANK, SCALE, factors, peft_metadata
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
-from pipelines import LAYERS, backbone_of, encode, experts_of, latent_shape, random_pipeline
+from pipelines import I2V, LAYERS, backbone_of, encode, experts_of, latent_shape, random_pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -402,14 +402,14 @@ def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
     from rewardfl.backbones.wan.decoder import WanDecoder
 
     world = ROOT / "assets" / "tiny_world"
-    pipe = wan_load.load_pipeline(layouts.find_files(str(world / "pipeline")), torch.float32)
+    pipe = wan_load.load_pipeline(layouts.find_files(I2V, str(world / "pipeline")), torch.float32)
     row = data.load_metadata(world / "eval" / "metadata.csv")[0]
     conditioning = encode(pipe, row.prompt, data.load_example(row, 64, 64, 9).video[:, 0], 9)
     noise = groups.noise(latent_shape(pipe, 64, 64, 9), seed=1)
 
     def video(pipe):
         experts = experts_of(pipe)
-        schedule = wan.schedule(8, 5.0, 0.9)
+        schedule = wan.schedule(8, 5.0, I2V.experts, 0.9)
         velocity = Velocity(backbone_of(pipe), experts, conditioning, schedule)
         return WanDecoder(pipe.vae).decode(reward_flow.rollout(velocity, noise, schedule.sigmas, ()).x0)
 
@@ -424,7 +424,7 @@ def test_a_merge_of_the_tiny_world_makes_the_same_video(tmp_path):
         adapted = video(pipe)
         out = tmp_path / "merged"
         run("--base", world / "pipeline", "--lora", tmp_path / "step-000001", "--out", out, "--dtype", "fp32")
-        merged = video(wan_load.load_pipeline(layouts.find_files(str(out)), torch.float32))
+        merged = video(wan_load.load_pipeline(layouts.find_files(I2V, str(out)), torch.float32))
     assert (adapted - before).abs().max() > 0.1
     assert (merged - adapted).abs().max() < 1e-4
 

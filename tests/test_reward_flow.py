@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import ROOT
-from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, backbone_of, experts_of, latent_shape, random_pipeline
+from pipelines import FRAMES, HEIGHT, I2V, LAYERS, WIDTH, backbone_of, experts_of, latent_shape, random_pipeline
 
 from rewardfl import backbones, flow, lora, reward_flow, sde
 from rewardfl.backbones import seam
@@ -11,7 +11,7 @@ from rewardfl.backbones.seam import DTYPES, Experts, Source, Velocity
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.decoder import WanDecoder
 
-SCHEDULE = wan.schedule(6, 5.0, 0.9)  # 1, .961, .909 high noise; .833, .714, .5 low noise
+SCHEDULE = wan.schedule(6, 5.0, I2V.experts, 0.9)  # 1, .961, .909 high noise; .833, .714, .5 low noise
 
 
 def lora_model(dtype):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ROOT
 from diffusers import FlowMatchEulerDiscreteScheduler
-from pipelines import FRAMES, HEIGHT, WIDTH, LinearFlowEuler, backbone_of, encode, experts_of, latent_shape
+from pipelines import FRAMES, HEIGHT, I2V, WIDTH, LinearFlowEuler, backbone_of, encode, experts_of, latent_shape
 from test_wan import PROMPT, picture
 
 from rewardfl import flow, groups
@@ -72,7 +72,7 @@ def test_the_pipelines_latents_replay_to_the_recorded_log_prob_exactly(pipe, kin
     torch.manual_seed(1)
     final = sampled(pipe, scheduler)
     experts = experts_of(pipe)
-    schedule = wan.schedule(4, 5.0, pipe.config.boundary_ratio)
+    schedule = wan.schedule(4, 5.0, I2V.experts, pipe.config.boundary_ratio)
     velocity = Velocity(backbone_of(pipe), experts, encode(pipe, PROMPT, picture()[1], FRAMES), schedule)
     assert {schedule.experts[i] for i in (1, 2)} == {"high_noise", "low_noise"}
     latents = [sample for sample, _ in scheduler.records] + [final]

@@ -13,6 +13,7 @@ import zygote
 from conftest import ROOT
 from insightface.app import FaceAnalysis
 from insightface.utils import face_align
+from pipelines import I2V
 
 from rewardfl import data
 from rewardfl.backbones.wan import files as layouts
@@ -126,7 +127,7 @@ def test_recognisers_tell_strangers_apart(pack):
 
 @torch.no_grad()
 def test_vae_reconstructs_held_out_clips():
-    pipe = wan_load.load_pipeline(layouts.find_files(str(WORLD / "pipeline")), torch.float32)
+    pipe = wan_load.load_pipeline(layouts.find_files(I2V, str(WORLD / "pipeline")), torch.float32)
     assert (pipe.config.boundary_ratio, pipe.transformer.config.in_channels) == (0.9, 34)
     clips = torch.stack(eval_clips(6))
     again = pipe.vae.decode(pipe.vae.encode(clips).latent_dist.mode()).sample

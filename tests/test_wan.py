@@ -10,6 +10,7 @@ from PIL import Image
 from pipelines import (
     FRAMES,
     HEIGHT,
+    I2V,
     WIDTH,
     LinearFlowEuler,
     backbone_of,
@@ -26,6 +27,7 @@ from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.decoder import WanDecoder
+from rewardfl.backbones.wan.variants import TWO_EXPERTS
 from rewardfl.weights.shards import Refused
 
 PROMPT = "a person with short dark hair, talking"
@@ -48,7 +50,7 @@ def stock(pipe, steps, image=None, prompt=PROMPT, guidance_scale=1.0, shift=5.0,
 
 def ours(pipe, steps, noise, negative=None, guidance=1.0):
     experts = experts_of(pipe)
-    schedule = wan.schedule(steps, 5.0, pipe.config.boundary_ratio)
+    schedule = wan.schedule(steps, 5.0, I2V.experts, pipe.config.boundary_ratio)
     velocity = Velocity(
         backbone_of(pipe), experts, encode(pipe, PROMPT, picture()[1], FRAMES), schedule, negative, guidance
     )
@@ -79,7 +81,7 @@ def test_guided_sampler_equals_the_pipeline_bit_for_bit(pipe, steps):
 
 def test_guidance_needs_a_negative_prompt(pipe):
     with pytest.raises(ValueError, match="guidance 3.5 needs the embedding of a negative prompt"):
-        Velocity(backbone_of(pipe), pipe.transformer, None, wan.schedule(4, 5.0, 0.9), None, 3.5)
+        Velocity(backbone_of(pipe), pipe.transformer, None, wan.schedule(4, 5.0, I2V.experts, 0.9), None, 3.5)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
@@ -92,7 +94,7 @@ def test_sampler_is_the_pipeline_in_bfloat16_within_its_rounding(tmp_path, pipe,
     arguments = {"guidance_scale": guidance, "output_type": "latent"}
     exact = stock(pipe, 8, latents=noise.clone(), **arguments)
     pipe.save_pretrained(tmp_path)
-    half = wan_load.load_pipeline(layouts.find_files(str(tmp_path)), torch.bfloat16)
+    half = wan_load.load_pipeline(layouts.find_files(I2V, str(tmp_path)), torch.bfloat16)
     half.set_progress_bar_config(disable=True)
     negative = {"text": encode_text(half, "")}
     expected = stock(half, 8, latents=noise.clone(), **arguments).float()
@@ -109,7 +111,7 @@ def test_sampler_is_the_pipeline_in_bfloat16_within_its_rounding(tmp_path, pipe,
 def test_both_experts_and_every_input_matter(pipe):
     """The parity above would hold for a model that ignores its inputs; this one does not."""
     noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
-    experts, schedule, wan22 = experts_of(pipe), wan.schedule(4, 5.0, 0.9), backbone_of(pipe)
+    experts, schedule, wan22 = experts_of(pipe), wan.schedule(4, 5.0, I2V.experts, 0.9), backbone_of(pipe)
     one = encode(pipe, PROMPT, picture()[1], FRAMES)
     other_text = encode(pipe, "glasses", picture()[1], FRAMES)
     other_image = encode(pipe, PROMPT, -picture()[1], FRAMES)
@@ -136,7 +138,7 @@ def asked(pipe, steps, shift, boundary):
     seen = []
     hooks = [
         pipe.components[part].register_forward_pre_hook(lambda *_, name=name: seen.append(name))
-        for name, part in wan.PARTS.items()
+        for name, part in TWO_EXPERTS.items()
     ]
     pipe.register_to_config(boundary_ratio=boundary)
     stock(pipe, steps, shift=shift, output_type="latent")
@@ -150,7 +152,7 @@ def asked(pipe, steps, shift, boundary):
     "shift,steps", [(3.0, 4), (3.0, 8), (3.0, 20), (3.0, 40), (5.0, 14), (5.0, 28), (5.0, 42), (5.0, 8)]
 )
 def test_the_expert_of_each_step_is_the_pipelines(pipe, shift, steps):
-    schedule = wan.schedule(steps, shift, 0.9)
+    schedule = wan.schedule(steps, shift, I2V.experts, 0.9)
     assert list(schedule.experts) == asked(pipe, steps, shift, 0.9)
     tie = schedule.sigmas.eq(torch.tensor(0.9)).nonzero().flatten().tolist()
     assert (steps, shift) == (8, 5.0) or [schedule.experts[i] for i in tie] == ["high_noise"]
@@ -159,13 +161,13 @@ def test_the_expert_of_each_step_is_the_pipelines(pipe, shift, steps):
 
 def test_the_network_takes_the_expert_that_the_schedule_names(pipe):
     """At a tie, by what answers: each expert gives a velocity of its own."""
-    experts, schedule = experts_of(pipe), wan.schedule(4, 3.0, 0.9)
+    experts, schedule = experts_of(pipe), wan.schedule(4, 3.0, I2V.experts, 0.9)
     conditioning = encode(pipe, PROMPT, picture()[1], FRAMES)
     noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     inputs = torch.cat([noise, conditioning["image"]], 1)
     with torch.no_grad():
         for step in range(4):
-            expert = pipe.components[wan.PARTS[schedule.experts[step]]]
+            expert = pipe.components[TWO_EXPERTS[schedule.experts[step]]]
             expected = expert(inputs, schedule.timesteps[step, None], conditioning["text"], return_dict=False)[0]
             assert torch.equal(Velocity(backbone_of(pipe), experts, conditioning, schedule)(noise, step), expected)
 
@@ -173,7 +175,7 @@ def test_the_network_takes_the_expert_that_the_schedule_names(pipe):
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
 def test_a_batch_is_the_pipelines_samples(pipe, guidance):
     """Two images and two prompts at once; the pipeline cannot, so it is asked for each."""
-    experts, schedule = experts_of(pipe), wan.schedule(4, 5.0, 0.9)
+    experts, schedule = experts_of(pipe), wan.schedule(4, 5.0, I2V.experts, 0.9)
     jobs = [(PROMPT, 4, 1), ("blinking", 5, 2)]  # prompt, seed of the picture, seed of the noise
     shape = latent_shape(pipe, HEIGHT, WIDTH, FRAMES)
     noise = torch.cat([groups.noise(shape, seed) for _, _, seed in jobs])
@@ -192,23 +194,23 @@ def test_a_batch_is_the_pipelines_samples(pipe, guidance):
 
 def test_load_pipeline(tmp_path, pipe):
     pipe.save_pretrained(tmp_path / "model")
-    loaded = wan_load.load_pipeline(layouts.find_files(str(tmp_path / "model")), torch.float32)
+    loaded = wan_load.load_pipeline(layouts.find_files(I2V, str(tmp_path / "model")), torch.float32)
     assert not any(
         p.requires_grad for m in (loaded.transformer, loaded.vae, loaded.text_encoder) for p in m.parameters()
     )
     assert not loaded.text_encoder.training  # T5 has dropout
     noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     torch.testing.assert_close(ours(loaded, 4, noise), ours(pipe, 4, noise), rtol=1e-4, atol=1e-4)
-    half = wan_load.load_pipeline(layouts.find_files(str(tmp_path / "model")), torch.bfloat16)
+    half = wan_load.load_pipeline(layouts.find_files(I2V, str(tmp_path / "model")), torch.bfloat16)
     assert half.transformer.dtype == torch.bfloat16
     assert half.transformer.scale_shift_table.dtype == torch.float32  # diffusers' float32 islands stay
 
     with pytest.raises(Refused, match="no model_index.json"):
-        wan_load.load_pipeline(layouts.find_files(str(tmp_path)), torch.float32)
+        wan_load.load_pipeline(layouts.find_files(I2V, str(tmp_path)), torch.float32)
     index = json.loads((tmp_path / "model" / "model_index.json").read_text())
     (tmp_path / "model" / "model_index.json").write_text(json.dumps(index | {"boundary_ratio": None}))
     with pytest.raises(Refused, match="no boundary_ratio"):
-        wan_load.load_pipeline(layouts.find_files(str(tmp_path / "model")), torch.float32)
+        wan_load.load_pipeline(layouts.find_files(I2V, str(tmp_path / "model")), torch.float32)
 
 
 def test_another_tokenizer_folder_is_used(tmp_path):
@@ -216,9 +218,9 @@ def test_another_tokenizer_folder_is_used(tmp_path):
     pipe.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer").rename(tmp_path / "tokenizer")
     with pytest.raises(Refused, match="has no tokenizer folder"):
-        wan_load.load_pipeline(layouts.find_files(str(tmp_path / "model")), torch.float32)
+        wan_load.load_pipeline(layouts.find_files(I2V, str(tmp_path / "model")), torch.float32)
     loaded = wan_load.load_pipeline(
-        layouts.find_files(str(tmp_path / "model"), str(tmp_path / "tokenizer")), torch.float32
+        layouts.find_files(I2V, str(tmp_path / "model"), str(tmp_path / "tokenizer")), torch.float32
     )
     assert loaded.tokenizer(PROMPT).input_ids == pipe.tokenizer(PROMPT).input_ids
 
@@ -282,5 +284,5 @@ def test_the_limit_is_read_from_the_configuration(tmp_path):
 
 
 def test_another_model_name_is_refused():
-    with pytest.raises(Refused, match="model.model_name must be wan2_2, got 'wan2_1', did you mean 'wan2_2'"):
+    with pytest.raises(Refused, match="model.model_name must be wan2_2 or .*, got 'wan2_1', did you mean 'wan2_2'"):
         backbones.describe("wan2_1", Source())

@@ -16,7 +16,7 @@ from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from PIL import Image
-from pipelines import latent_shape
+from pipelines import I2V, latent_shape
 from safetensors.torch import load_file, save_file
 from test_wan import picture, stock
 
@@ -25,7 +25,8 @@ from rewardfl import config, data, groups, lora
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.backbone import Wan22I2V
+from rewardfl.backbones.wan import variants
+from rewardfl.backbones.wan.variants import TWO_EXPERTS
 from rewardfl.run import start
 from rewardfl.weights import lora_files, shards
 from rewardfl.weights.shards import Refused
@@ -67,7 +68,7 @@ class Files:
         self.configs = wan_files.write_configs(self.pipe, root / "configs")
         self.lightning = {
             expert: wan_files.lightning(self.pipe.components[part], seed)
-            for seed, (expert, part) in enumerate(wan.PARTS.items())
+            for seed, (expert, part) in enumerate(TWO_EXPERTS.items())
         }
         self.loras = {
             expert: str(wan_files.write_lightning(values, root / "Lightning" / f"{expert}_model.safetensors"))
@@ -111,8 +112,8 @@ def assert_same_modules(actual, expected, modules=MODULES):
 
 @pytest.mark.parametrize("layout", ["diffusers", "original"])
 def test_linear_layers_by_the_headers(files, given, layout):
-    opened = layouts.open_files(layouts.find_files(given() if layout == "original" else str(files.fp32)))
-    for expert, part in wan.PARTS.items():
+    opened = layouts.open_files(layouts.find_files(I2V, given() if layout == "original" else str(files.fp32)))
+    for expert, part in TWO_EXPERTS.items():
         modules = files.pipe.components[part].named_modules()
         expected = {name for name, module in modules if isinstance(module, torch.nn.Linear)}
         assert set(layouts.linear_layers(opened.opened[expert])) == expected and len(expected) > 20
@@ -123,7 +124,7 @@ def from_pretrained(folder, dtype):
 
 
 def load(model, dtype, **arguments):
-    return wan_load.load_pipeline(layouts.find_files(str(model)), dtype, **arguments)
+    return wan_load.load_pipeline(layouts.find_files(I2V, str(model)), dtype, **arguments)
 
 
 # -- layouts
@@ -182,20 +183,20 @@ def test_original_files_equal_from_pretrained(files, given, tmp_path, form):
 
 def test_list_form(files, given, tmp_path, monkeypatch):
     """A list in the order high, low, text encoder, VAE; the configurations are the published ones, here small."""
-    monkeypatch.setattr(layouts, "PUBLISHED", files.configs)
+    monkeypatch.setattr(layouts, "published", lambda _: files.configs)
     entries = wan_files.paths(files.original, files.configs) | FORMS["shards"](files, tmp_path)
     path = tmp_path / "list.json"
-    path.write_text(json.dumps([entries[key] for key in layouts.KEYS]))
-    layout = layouts.find_files(str(path), tokenizer_path=entries["tokenizer"])
+    path.write_text(json.dumps([entries[key] for key in I2V.original_parts]))
+    layout = layouts.find_files(I2V, str(path), tokenizer_path=entries["tokenizer"])
     assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
 
 
 def test_published_configurations_are_the_real_models():
     """By name and size; every figure is from the model's card and diffusers' conversion script."""
-    config = layouts.config_of(layouts.Layout(layouts.PUBLISHED, {}), "transformer_2")
+    config = layouts.config_of(layouts.Layout(I2V, layouts.published(I2V), {}), "transformer_2")
     with torch.device("meta"):
         expert = WanTransformer3DModel.from_config(config)
-        vae = AutoencoderKLWan.from_config(layouts.PUBLISHED / "vae")
+        vae = AutoencoderKLWan.from_config(layouts.published(I2V) / "vae")
     assert sum(parameter.numel() for parameter in expert.parameters()) == 14_288_901_184
     assert len(expert.state_dict()) == 1095
     assert set(wan_files.original_expert(wan.empty_expert(config))) == set(wan_files.original_expert_names(40))
@@ -248,19 +249,19 @@ def test_experts_that_are_not_wanted_are_not_loaded(files, given):
 
 
 def test_hub_form(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(layouts, "PUBLISHED", files.configs)
+    monkeypatch.setattr(layouts, "published", lambda _: files.configs)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
-    layout = layouts.find_files("", origin_paths=HUB)
+    layout = layouts.find_files(I2V, "", origin_paths=HUB)
     assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
     assert layout.tokenizer.name == "umt5-xxl"
-    layout = layouts.find_files("", str(files.fp32 / "tokenizer"), HUB)
+    layout = layouts.find_files(I2V, "", str(files.fp32 / "tokenizer"), HUB)
     assert layout.tokenizer == files.fp32 / "tokenizer"
 
 
 def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(Refused, match="not in the local hub cache; set model.allow_download: true"):
-        layouts.find_files("", origin_paths=HUB)
+        layouts.find_files(I2V, "", origin_paths=HUB)
     asked = []
 
     def snapshot_download(repository, allow_patterns, local_files_only):
@@ -269,7 +270,7 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(layouts, "snapshot_download", snapshot_download)
     with pytest.raises(Refused, match="not in the local hub cache and could not be fetched: no connection"):
-        layouts.find_files("", origin_paths=HUB, allow_download=True)
+        layouts.find_files(I2V, "", origin_paths=HUB, allow_download=True)
     assert asked == [(wan_files.REPOSITORY, ["high_noise_model/diffusion_pytorch_model*.safetensors"], False)]
 
 
@@ -287,7 +288,7 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
 def test_hub_form_refused(files, tmp_path, monkeypatch, paths, message):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
     with pytest.raises(Refused, match=message):
-        layouts.find_files("", origin_paths=paths)
+        layouts.find_files(I2V, "", origin_paths=paths)
 
 
 # -- distillation
@@ -295,7 +296,7 @@ def test_hub_form_refused(files, tmp_path, monkeypatch, paths, message):
 
 @pytest.fixture
 def distilled(files):
-    return wan_load.read_distilled(files.loras["high_noise"], files.loras["low_noise"])
+    return wan_load.read_distilled(I2V.experts, files.loras["high_noise"], files.loras["low_noise"])
 
 
 def test_fused_distillation_is_exact(files, given, distilled):
@@ -303,7 +304,7 @@ def test_fused_distillation_is_exact(files, given, distilled):
     for dtype, slack in ((torch.float32, 1.0), (torch.bfloat16, 1e-3)):
         fused, base = load(given(), dtype, distilled=distilled), files.pipe
         twice = 0
-        for expert, part in wan.PARTS.items():
+        for expert, part in TWO_EXPERTS.items():
             values = files.lightning[expert]
             for name, value in fused.components[part].named_parameters():
                 module = name.removesuffix(".weight")
@@ -338,13 +339,13 @@ def test_adapter_is_the_fused_model_in_policy_and_reference(files, given, distil
     fused = load(given(), torch.float32, distilled=distilled)
     pipe = load(given(), torch.float32, distilled=distilled, distill_mode="adapter")
     plain = load(given(), torch.float32)
-    for part in wan.PARTS.values():
+    for part in TWO_EXPERTS.values():
         model = pipe.components[part]
         base = velocity(model).detach()
         torch.testing.assert_close(base, velocity(fused.components[part]), rtol=1e-4, atol=1e-4)
         assert not torch.allclose(base, velocity(plain.components[part]), atol=1e-2)
 
-        lora.inject(model, 3, 6.0, lora.target_modules("q,k,ffn.0", Wan22I2V.layer_names), seed=0)
+        lora.inject(model, 3, 6.0, lora.target_modules("q,k,ffn.0", variants.LAYERS), seed=0)
         assert torch.equal(velocity(model), base)  # the policy starts at zero, the distillation stays on
         randomise_policy(model)
         policy = velocity(model).detach()
@@ -365,7 +366,7 @@ def test_adapter_is_the_fused_model_in_policy_and_reference(files, given, distil
 
 def test_adapter_stays_float32_on_a_bfloat16_base(files, given, distilled):
     pipe = load(given(), torch.bfloat16, distilled=distilled, distill_mode="adapter")
-    for expert, part in wan.PARTS.items():
+    for expert, part in TWO_EXPERTS.items():
         for name, (down, up, alpha) in files.lightning[expert].items():
             layer = pipe.components[part].get_submodule(name)
             assert layer.scaling["distilled"] == alpha / wan_files.RANK
@@ -379,7 +380,7 @@ def test_adapter_under_checkpointing_with_a_reference_in_between(files, given, d
 
     def gradients(checkpointing):
         model = load(given(), torch.float32, distilled=distilled, distill_mode="adapter").transformer_2
-        lora.inject(model, 3, 6.0, lora.target_modules("q,o,ffn.2", Wan22I2V.layer_names), seed=0)
+        lora.inject(model, 3, 6.0, lora.target_modules("q,o,ffn.2", variants.LAYERS), seed=0)
         randomise_policy(model)
         if checkpointing:
             model.enable_gradient_checkpointing()
@@ -399,23 +400,23 @@ def test_adapter_under_checkpointing_with_a_reference_in_between(files, given, d
 def test_distillations_that_do_not_fit_are_refused(files, given, tmp_path):
     high, low = files.loras["high_noise"], files.loras["low_noise"]
     with pytest.raises(Refused, match="is for the low_noise expert, not for high_noise"):
-        wan_load.read_distilled(low, high)
+        wan_load.read_distilled(I2V.experts, low, high)
     neutral = [shutil.copy(high, tmp_path / f"{letter}.safetensors") for letter in "ab"]
     with pytest.raises(Refused, match="are the same LoRA; each expert has its own"):
-        wan_load.read_distilled(str(neutral[0]), str(neutral[1]))
+        wan_load.read_distilled(I2V.experts, str(neutral[0]), str(neutral[1]))
     state = load_file(low)
     save_file({key: torch.full_like(value, torch.nan) for key, value in state.items()}, tmp_path / "low.safetensors")
     with pytest.raises(Refused, match="nan or infinite|alpha of"):
-        wan_load.read_distilled("", str(tmp_path / "low.safetensors"))
+        wan_load.read_distilled(I2V.experts, "", str(tmp_path / "low.safetensors"))
     values = {"blocks.0.attn1.to_q": (torch.ones(4, 20), torch.ones(20, 4), 4.0)}
     for mode in ("fuse", "adapter"):
         odd = str(wan_files.write_lightning(values, tmp_path / "high_noise.safetensors"))
         with pytest.raises(Refused, match=r"to_q"):
-            load(given(), torch.float32, distilled=wan_load.read_distilled(odd, ""), distill_mode=mode)
+            load(given(), torch.float32, distilled=wan_load.read_distilled(I2V.experts, odd, ""), distill_mode=mode)
     state["diffusion_model.blocks.0.norm3.diff_b"] = torch.zeros(24)
     save_file(state, tmp_path / "low.safetensors")
     with pytest.raises(Refused, match="more than a low-rank update .* set model.distill_lora_mode: fuse"):
-        odd = wan_load.read_distilled("", str(tmp_path / "low.safetensors"))
+        odd = wan_load.read_distilled(I2V.experts, "", str(tmp_path / "low.safetensors"))
         load(given(), torch.float32, distilled=odd, distill_mode="adapter")
 
 
@@ -448,7 +449,7 @@ def rewrite(path, change):
 
 def swap_indices(folder):
     """The index is of another set of shards."""
-    names = [folder / part / "diffusion_pytorch_model.safetensors.index.json" for part in wan.PARTS.values()]
+    names = [folder / part / "diffusion_pytorch_model.safetensors.index.json" for part in TWO_EXPERTS.values()]
     index = json.loads(names[0].read_text())
     index["weight_map"] = {key: file.replace("-of-00003", "-of-00004") for key, file in index["weight_map"].items()}
     names[0].write_text(json.dumps(index))
@@ -489,17 +490,17 @@ DAMAGED = {
     "no tokenizer": (lambda d: shutil.rmtree(d / "tokenizer"), "has no tokenizer folder"),
     "no config": (lambda d: (d / "transformer" / "config.json").unlink(), "transformer/config.json is missing"),
     "one transformer": (
-        lambda d: edit_json(d / "model_index.json", transformer_2=[None, None]), "is not Wan2.2-I2V-A14B: it has one"
+        lambda d: edit_json(d / "model_index.json", transformer_2=[None, None]), "is Wan2.1-I2V-14B; set .*: wan2_1_i2v"
     ),
     "no boundary": (
-        lambda d: edit_json(d / "model_index.json", boundary_ratio=None), "Wan2.2-I2V-A14B: it has no boundary_ratio"
+        lambda d: edit_json(d / "model_index.json", boundary_ratio=None), "has no boundary_ratio between its two"
     ),
     "TI2V-5B": (
-        lambda d: edit_json(d / "model_index.json", expand_timesteps=True), "TI2V-5B, Wan2.1 and text-to-video models"
+        lambda d: edit_json(d / "model_index.json", expand_timesteps=True), "is Wan2.2-TI2V-5B; set .*: wan2_2_ti2v"
     ),
     "T2V pipeline": (
         lambda d: edit_json(d / "transformer" / "config.json", in_channels=16),
-        r"transformer/config.json says 16 in_channels, not 36 \(a text-to-video model\)",
+        "is Wan2.2-T2V-A14B; set model.model_name: wan2_2_t2v",
     ),
     "surplus tensor": (
         lambda d: edit_json(d / "transformer" / "config.json", num_layers=1), "has no place in a model of 1 layers"
@@ -520,7 +521,7 @@ def test_a_damaged_or_other_folder_is_refused(files, tmp_path, damage):
     folder = shutil.copytree(files.fp32, tmp_path / "model")
     change(folder)
     with pytest.raises(Refused, match=message):
-        layouts.open_files(layouts.find_files(str(folder)))
+        layouts.open_files(layouts.find_files(I2V, str(folder)))
 
 
 def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path):
@@ -584,9 +585,9 @@ def no_model(files, folder):
 
 
 ORIGINAL = {
-    "T2V": (lambda f, d: patched(f, d, 16), r"takes 16 channels, not 36 \(a text-to-video model\). TI2V-5B, Wan2.1"),
-    "TI2V-5B": (lambda f, d: patched(f, d, 48), r"takes 48 channels, not 36 \(TI2V-5B\)"),
-    "Wan2.1": (wan21, "image encoder's projection, as Wan2.1-I2V"),
+    "T2V": (lambda f, d: patched(f, d, 16), r"takes 16 channels, not 36 \(a text-to-video model\); give"),
+    "TI2V-5B": (lambda f, d: patched(f, d, 48), r"takes 48 channels, not 36 \(Wan2.2-TI2V-5B\)"),
+    "Wan2.1": (wan21, "is Wan2.1-I2V-14B; set model.model_name: wan2_1_i2v"),
     "no Wan model": (no_model, "conv_in.weight are not those of a Wan transformer"),
     "fp8": (fp8, r"is quantised \(tensor .*\): it cannot be trained on as it is; give the fp32, fp16 or bf16 files"),
     "swapped": (
@@ -607,7 +608,7 @@ ORIGINAL = {
     "missing": (lambda f, d: {"vae": "nowhere.pth"}, "vae: .*nowhere.pth does not exist"),
     "two VAEs": (lambda f, d: {"vae": [str(f.original / "Wan2.1_VAE.pth")] * 2}, "vae must be one path, it lists 2"),
     "a number": (lambda f, d: {"vae": 3}, "3 in the list of model files must be a path, or a list of paths"),
-    "no VAE": (lambda f, d: {"vae": ""}, "no vae; it takes high_noise_model, low_noise_model, text_encoder, vae"),
+    "no VAE": (lambda f, d: {"vae": ""}, "no vae; Wan2.2-I2V-A14B takes high_noise_model, low_noise_model"),
     "unknown key": (lambda f, d: {"image_encoder": "x"}, "unknown key 'image_encoder'"),
     "no tokenizer": (lambda f, d: {"tokenizer": ""}, "tokenizer_path: is empty, and these original files come without"),
     "empty tokenizer": (lambda f, d: {"tokenizer": str(d)}, "has no tokenizer.json or spiece.model; give the folder"),
@@ -621,7 +622,7 @@ def test_other_original_files_are_refused(files, given, tmp_path, case):
     changed = change(files, tmp_path)
     changed.pop("_", None)
     with pytest.raises(Refused, match=message):
-        layouts.open_files(layouts.find_files(given(**changed)))
+        layouts.open_files(layouts.find_files(I2V, given(**changed)))
 
 
 @pytest.mark.parametrize(
@@ -635,7 +636,7 @@ def test_other_original_files_are_refused(files, given, tmp_path, case):
 def test_a_broken_paths_file_is_refused(tmp_path, content, message):
     (tmp_path / "wan22_paths.json").write_text(content)
     with pytest.raises(Refused, match=message):
-        layouts.find_files(str(tmp_path / "wan22_paths.json"))
+        layouts.find_files(I2V, str(tmp_path / "wan22_paths.json"))
 
 
 class Malicious:
@@ -689,7 +690,7 @@ def test_old_pickles_and_safetensors_load_too(files, given, tmp_path):
 
 
 def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
-    layout = layouts.find_files(str(files.fp32))
+    layout = layouts.find_files(I2V, str(files.fp32))
     assert layouts.differences(layout, 0.9, 3.0) == []
     assert layouts.differences(layout, 0.875, 5.0) == [
         "model.min_timestep_boundary is 0.875, the checkpoint says 0.9",
@@ -700,7 +701,7 @@ def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
 def test_example_of_original_files():
     """Its keys are those that are taken; of its paths, the first is the first to be missed."""
     with pytest.raises(Refused, match="high_noise_model: .*Wan2.2-I2V-A14B/high_noise_model does not exist"):
-        layouts.find_files(str(ROOT / "examples" / "wan22_paths.json"))
+        layouts.find_files(I2V, str(ROOT / "examples" / "wan22_paths.json"))
 
 
 # -- use

@@ -132,7 +132,9 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
         noise = torch.cat([groups.noise((1, *shape), seed, args.device) for seed in seeds])
         samplers: dict[str, Callable[[Tensor, int], Tensor]] = {"before": velocity.reference, "after": velocity}
         videos = {
-            arm: decoder.decode(reward_flow.rollout(samplers[arm], noise, schedule.sigmas, keep=()).x0).float()
+            arm: decoder.decode(
+                reward_flow.rollout(samplers[arm], noise, schedule.sigmas, keep=()).x0, conditioning
+            ).float()
             for arm in ARMS
         }
         for i, (row, seed) in enumerate(batch):

@@ -93,7 +93,7 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     schedule = backbone.schedule(args.steps, args.shift, shape)
     velocity = Velocity(backbone, experts, conditioning, schedule, negative, args.guidance)
     x0 = reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0
-    return decoder.decode(x0)[0].float().cpu()
+    return decoder.decode(x0, conditioning)[0].float().cpu()
 
 
 def read_image(path: Path, height: int, width: int) -> torch.Tensor:

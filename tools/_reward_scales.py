@@ -108,10 +108,10 @@ def sample(
         _, height, width = example.image.shape
         shape = backbone.latent_shape(height, width, cfg.data.num_frames)
         schedule = work.schedule_of(cfg, backbone, shape)
-        velocity = Velocity(backbone, model, backbone.collate([condition]), schedule)
+        velocity = Velocity(backbone, model, condition, schedule)
         seed = groups.noise_seed(cfg.run.seed, 0, row.id)
         x0 = reward_flow.rollout(velocity, groups.noise((1, *shape), seed, device), schedule.sigmas, keep=()).x0
-        videos.append(decoder.decode(x0)[0].float())
+        videos.append(decoder.decode(x0, condition)[0].float())
     return videos
 
 

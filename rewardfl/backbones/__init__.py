@@ -6,17 +6,18 @@ import importlib
 from rewardfl.backbones.seam import Backbone, Source
 from rewardfl.weights.shards import Refused
 
-MODULES = {"wan2_2": "rewardfl.backbones.wan.backbone"}
+WAN = "rewardfl.backbones.wan.backbone"
+MODULES = {"wan2_2": WAN, "wan2_2_t2v": WAN, "wan2_2_ti2v": WAN, "wan2_1_i2v": WAN, "wan2_1_t2v": WAN}
 
 
 def open(name: str, source: Source) -> Backbone:
     """The model of these files, all of which are checked by their headers. Refused where one cannot be used."""
-    return importlib.import_module(_module(name)).open(source)
+    return importlib.import_module(_module(name)).open(name, source)
 
 
 def describe(name: str, source: Source) -> Backbone:
     """The model as its configurations describe it, without weights: the published one where there are none."""
-    return importlib.import_module(_module(name)).describe(source)
+    return importlib.import_module(_module(name)).describe(name, source)
 
 
 def _module(name: str) -> str:

@@ -92,15 +92,24 @@ class Decoded:
 
 
 class Decoder(Protocol):
-    """From latents (B, C, T, h, w) as the networks see them to video (B, 3, F, H, W) in [-1, 1], and its gradient."""
+    """From latents (B, C, T, h, w) as they are sampled to video (B, 3, F, H, W) in [-1, 1], and its gradient.
 
-    def decode(self, latents: Tensor) -> Tensor:
+    given: the batch's conditioning, which may hold latents that belong to the video and are not sampled.
+    """
+
+    def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
         """The video, without gradient."""
 
-    def decode_with_caches(self, latents: Tensor, caches: str = "keep") -> Decoded:
+    def decode_with_caches(self, latents: Tensor, caches: str = "keep", given: Conditioning | None = None) -> Decoded:
         """The video, for a `vjp` to come; caches: train.decode_caches."""
 
-    def vjp(self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None) -> Tensor:
+    def vjp(
+        self,
+        latents: Tensor,
+        grad_video: Tensor,
+        decoded: Decoded | None = None,
+        given: Conditioning | None = None,
+    ) -> Tensor:
         """(d video / d latents)^T grad_video, (B, C, T, h, w)."""
 
 
@@ -190,7 +199,7 @@ class Backbone(Protocol):
         """The denoising steps of latents of this shape, by the stock scheduler's own arithmetic."""
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
-        """The shape of one sample's latents."""
+        """The shape of one sample's latents, of those that are sampled."""
 
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
         """Refuse clips of a size that the model cannot take; with max_pixels height and width are not used."""

@@ -52,7 +52,7 @@ def detection(detector: face.FaceDetector, seed: int, count: int) -> dict[str, f
 def video_figures(world: Path, judges: dict[str, face.FaceIdentity]) -> dict[str, object]:
     """Reconstruction and generation of the evaluation people; FaceSim per frame by both recognisers."""
     source = Source(model_paths=str(world / "pipeline"), dtype="float32")
-    backbone, device = wan2_2.open(source), torch.device("cpu")
+    backbone, device = wan2_2.open("wan2_2", source), torch.device("cpu")
     experts = Experts({name: backbone.load_expert(name) for name in backbone.experts})
     encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
     decoder, vae = backbone.load_decoder(device), backbone.load(["vae"]).vae
@@ -69,7 +69,7 @@ def video_figures(world: Path, judges: dict[str, face.FaceIdentity]) -> dict[str
         ).x0
         real.append(clip)
         again.append(vae.decode(vae.encode(clip[None]).latent_dist.mode()).sample[0])
-        made.append(decoder.decode(x0)[0])
+        made.append(decoder.decode(x0, conditioning)[0])
     mse = torch.stack([(a - b).square().mean() for a, b in zip(real, again, strict=True)])
     figures: dict[str, object] = {"vae_psnr": float((10 * torch.log10(4 / mse)).mean())}
     for name, judge in judges.items():

@@ -1,4 +1,4 @@
-"""Wan2.2-I2V-A14B as the seam asks for it: two experts, a boundary between them, a clip's first frame as an input."""
+"""The Wan models as the seam asks for them. What tells them apart is their Variant."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from diffusers import ModelMixin
+from PIL import Image
 from torch import Tensor, nn
 
 from rewardfl import lora
 from rewardfl.backbones.seam import DTYPES, Adapter, Conditioning, OnMeta, Schedule, Shape, Source
 from rewardfl.backbones.wan import files, load, meta, model
 from rewardfl.backbones.wan.decoder import WanDecoder
+from rewardfl.backbones.wan.variants import VARIANTS, Variant
+from rewardfl.data import to_uint8
 from rewardfl.weights.shards import Refused
 
 if TYPE_CHECKING:  # its module asks transformers for torchvision, aloud
@@ -24,16 +27,20 @@ Load = Callable[[Sequence[str]], "WanImageToVideoPipeline"]  # parts -> a frozen
 
 
 @dataclass(frozen=True)
-class Wan22I2V:
-    """The seam's Backbone. Its conditioning: text (B, 512, d) and image (B, temporal factor + 16, T, h, w).
+class Wan:
+    """The seam's Backbone.
 
-    boundary: sigma at or above which the high-noise expert answers; spatial, temporal, channels: the VAE's. positions:
-    how many patches along an axis both experts can tell apart. layout: the files, None for a model that is in memory;
-    source: what was asked for.
+    Its conditioning: text (B, 512, d); where the image goes in beside the noise, image (B, temporal factor + C, T, h,
+    w), mask and latents; where it is the first latent frame, image (B, C, 1, h, w); clip (B, 257, d) in Wan2.1.
+
+    boundary: sigma at or above which the first of two experts answers; spatial, temporal, channels: the VAE's.
+    positions: how many patches along an axis every expert can tell apart. layout: the files, None for a model that is
+    in memory; source: what was asked for.
     """
 
+    variant: Variant
     load: Load
-    boundary: float
+    boundary: float | None
     dtype: torch.dtype
     spatial: int
     temporal: int
@@ -42,23 +49,26 @@ class Wan22I2V:
     layout: files.Layout | None = None
     source: Source = Source()
 
-    experts: ClassVar = tuple(model.PARTS)
     block_classes: ClassVar = ("WanTransformerBlock",)
-    # the names of Wan's original code, as Alibaba's ROLL and DiffSynth configure them
-    layer_names: ClassVar = {
-        "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
-    }  # fmt: skip
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        return self.variant.experts
+
+    @property
+    def layer_names(self) -> Mapping[str, str]:
+        return self.variant.layer_names
 
     def described_by(self) -> str:
-        published = self.layout.configs == files.PUBLISHED
+        published = files.PUBLISHED in self.layout.configs.parents
         return f"{self.layout.configs}{' (published; no configurations in model.model_paths)' if published else ''}"
 
     def schedule(self, steps: int, shift: float, latent_shape: Shape) -> Schedule:
         """The same for latents of every shape."""
-        return model.schedule(steps, shift, self.boundary)
+        return model.schedule(steps, shift, self.experts, self.boundary)
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
-        frames = (num_frames - 1) // self.temporal + 1
+        frames = (num_frames - 1) // self.temporal + (self.variant.image != "frame")
         return (self.channels, frames, height // self.spatial, width // self.spatial)
 
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
@@ -98,10 +108,10 @@ class Wan22I2V:
         return files.differences(self.layout, self.boundary, shift)
 
     def linear_layers(self) -> list[str]:
-        return files.linear_layers(self.layout.opened["low_noise"])
+        return files.linear_layers(self.layout.opened[self.experts[-1]])
 
     def adapter_shapes(self, expert: str, adapter: Adapter) -> dict[str, tuple[int, ...]]:
-        config = files.config_of(self.layout, model.PARTS[expert])
+        config = files.config_of(self.layout, self.variant.parts[expert])
         empty = model.new_expert(config, torch.float32, config["num_layers"], adapter)
         return {name: tuple(value.shape) for name, value in empty.named_parameters() if value.requires_grad}
 
@@ -111,17 +121,16 @@ class Wan22I2V:
         return files.files(self.layout) | {name: [Path(path)] for name, path in distilled.items() if path}
 
     def settings(self) -> dict[str, Any]:
-        parts = {part: files.config_of(self.layout, part) for part in (*model.PARTS.values(), "vae")}
+        parts = {part: files.config_of(self.layout, part) for part in (*self.variant.parts.values(), "vae")}
         plain = {
             part: {key: value for key, value in config.items() if not key.startswith("_")}  # the version that wrote it
             for part, config in parts.items()
         }
-        return plain | {"boundary_ratio": files.boundary_ratio(self.layout.configs)}
+        return plain | ({} if self.boundary is None else {"boundary_ratio": files.boundary_ratio(self.layout.configs)})
 
     def parts_of(self, expert: str) -> list[str]:
-        high, low, mode = self.source.distilled
-        distilled = {"high_noise": ("distill_high", high), "low_noise": ("distill_low", low)}
-        name, path = distilled[expert]
+        *paths, mode = self.source.distilled
+        name, path = list(zip(("distill_high", "distill_low"), paths, strict=True))[self.experts.index(expert)]
         return [expert, name, mode] if path else [expert]
 
     def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
@@ -142,58 +151,80 @@ class Wan22I2V:
         return encode
 
     def image_encoder(self, device: torch.device) -> Callable[[Tensor, int], Conditioning]:
-        pipe = self.load(["vae"]).to(device)
+        variant = self.variant
+        if variant.image == "none":
+            return lambda image, num_frames: {}
+        pipe = self.load(["vae", "image_encoder"] if variant.clip else ["vae"]).to(device)
 
         @torch.no_grad()
         def encode(image: Tensor, num_frames: int) -> Conditioning:
-            """Mask and image latents, by the pipeline's own code, which needs its VAE."""
+            """Mask and image latents, or these alone, and CLIP's view of the image, by the pipeline's own code."""
             height, width = image.shape[1:]
-            placeholder = torch.empty(1, *self.latent_shape(height, width, num_frames), device=device)
-            _, condition = pipe.prepare_latents(
+            frames = (num_frames - 1) // self.temporal + 1
+            placeholder = torch.empty(
+                1, self.channels, frames, height // self.spatial, width // self.spatial, device=device
+            )
+            _, condition, *_ = pipe.prepare_latents(
                 image[None].to(device, torch.float32), 1, self.channels, height, width, num_frames,
                 torch.float32, device, latents=placeholder,
             )  # fmt: skip
-            return {"image": condition}
+            if not variant.clip:
+                return {"image": condition}
+            picture = Image.fromarray(to_uint8(image[:, None])[0].cpu().numpy())  # as the pipeline is given one
+            return {"image": condition, "clip": pipe.encode_image(picture, device)}
 
         return encode
 
     def load_expert(self, name: str) -> ModelMixin:
-        return self.load([name]).components[model.PARTS[name]]
+        return self.load([name]).components[self.variant.parts[name]]
 
     def load_decoder(self, device: torch.device) -> WanDecoder:
-        return WanDecoder(self.load(["vae_decoder"]).vae.to(device))
+        return WanDecoder(self.load(["vae_decoder"]).vae.to(device), frame_given=self.variant.image == "frame")
 
     def collate(self, items: Sequence[Conditioning]) -> Conditioning:
         return {name: torch.cat([item[name] for item in items]) for name in items[0]}
 
     def velocity(self, experts: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning) -> Tensor:
+        # it stays float32: 892.857 would be 892 in bfloat16
+        time, latents, more = schedule.timesteps[step].to(x.device), x, {}
+        if self.variant.image == "channels":
+            latents = torch.cat([x, given["image"].to(x.dtype)], 1)
+        elif self.variant.image == "frame":  # each token has its time, and the given frame's is 0
+            latents = torch.cat([given["image"].to(x.dtype), x], 2)
+            tokens = latents.shape[3] // 2 * (latents.shape[4] // 2)
+            time = torch.cat([time.new_zeros(tokens), time.expand(tokens * x.shape[2])])
+        if self.variant.clip:
+            more["encoder_hidden_states_image"] = given["clip"].to(self.dtype)
         output = experts(
             schedule.experts[step],
-            hidden_states=torch.cat([x, given["image"].to(x.dtype)], 1).to(self.dtype),
-            # it stays float32: 892.857 would be 892 in bfloat16
-            timestep=schedule.timesteps[step].to(x.device).expand(len(x)),
+            hidden_states=latents.to(self.dtype),
+            timestep=time.expand(len(x), *time.shape),
             encoder_hidden_states=given["text"].to(self.dtype),
+            **more,
         )
+        if self.variant.image == "frame":
+            output = output[:, :, 1:]
         return output.to(x.dtype)
 
     def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
         return away + scale * (velocity - away)
 
     def save_adapter(self, name: str, expert: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
-        model.save_adapter(expert, folder / model.PARTS[name], state)
+        model.save_adapter(expert, folder / self.variant.parts[name], state)
 
     def attach_adapters(self, experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
-        found = [name for name, part in model.PARTS.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
+        found = [name for name, part in self.variant.parts.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
         if not found:
             raise FileNotFoundError(
-                f"no adapter in {checkpoint}: it should hold transformer/{lora.WEIGHTS_NAME} or "
-                f"transformer_2/{lora.WEIGHTS_NAME}, as checkpoints/step-* of a run do"
+                f"no adapter in {checkpoint}: it should hold "
+                f"{' or '.join(f'{part}/{lora.WEIGHTS_NAME}' for part in self.variant.parts.values())}, as "
+                "checkpoints/step-* of a run do"
             )
         for name in found:
-            lora.attach_adapter(experts[name], checkpoint / model.PARTS[name])
+            lora.attach_adapter(experts[name], checkpoint / self.variant.parts[name])
 
     def load_adapter(self, name: str, expert: ModelMixin, folder: Path) -> None:
-        lora.load_adapter(expert, folder / model.PARTS[name])
+        lora.load_adapter(expert, folder / self.variant.parts[name])
 
 
 def _neighbours(value: int, multiple: int, offset: int) -> str:
@@ -202,32 +233,43 @@ def _neighbours(value: int, multiple: int, offset: int) -> str:
     return " or ".join(str(multiple * k + offset) for k in (below, below + 1) if k >= 1)
 
 
-def open(source: Source) -> Wan22I2V:
+def open(name: str, source: Source) -> Wan:
     """The model of files whose headers are checked, with the distillation that belongs to it. Refused: see files."""
-    layout = files.find_files(source.model_paths, source.tokenizer_path, source.origin_paths, source.allow_download)
-    layout = files.open_files(layout)
-    high, low, mode = source.distilled
-    return _of_layout(
-        layout, source, partial(load.load_pipeline, layout, DTYPES[source.dtype], load.read_distilled(high, low), mode)
+    variant = VARIANTS[name]
+    layout = files.find_files(
+        variant, source.model_paths, source.tokenizer_path, source.origin_paths, source.allow_download
     )
+    layout = files.open_files(layout)
+    first, second, mode = source.distilled
+    distilled = load.read_distilled(variant.experts, first, second)
+    return _of_layout(layout, source, partial(load.load_pipeline, layout, DTYPES[source.dtype], distilled, mode))
 
 
-def describe(source: Source) -> Wan22I2V:
+def describe(name: str, source: Source) -> Wan:
     """The model of a folder of configurations, which has no weights to load."""
-    layout = files.Layout(files.source_of(source.model_paths), {})
+    layout = files.Layout(VARIANTS[name], files.source_of(VARIANTS[name], source.model_paths), {})
     return _of_layout(layout, source, _has_no_weights)
 
 
-def _of_layout(layout: files.Layout, source: Source, load_parts: Load) -> Wan22I2V:
-    vae = files.config_of(layout, "vae")
-    return Wan22I2V(
+def _of_layout(layout: files.Layout, source: Source, load_parts: Load) -> Wan:
+    vae, variant = files.config_of(layout, "vae"), layout.variant
+    boundary = source.boundary
+    if len(variant.experts) > 1:
+        boundary = files.boundary_ratio(layout.configs) if boundary is None else boundary
+    elif boundary is not None:
+        raise Refused(
+            f"model.min_timestep_boundary: {variant.published} has one expert and no border, got {boundary:g}; "
+            "remove it"
+        )
+    return Wan(
+        variant,
         load_parts,
-        files.boundary_ratio(layout.configs) if source.boundary is None else source.boundary,
+        boundary,
         DTYPES[source.dtype],
         vae.get("scale_factor_spatial", 8),
         vae.get("scale_factor_temporal", 4),
         vae.get("z_dim", 16),
-        min(files.config_of(layout, part).get("rope_max_seq_len", 1024) for part in model.PARTS.values()),
+        min(files.config_of(layout, part).get("rope_max_seq_len", 1024) for part in variant.parts.values()),
         layout,
         source,
     )

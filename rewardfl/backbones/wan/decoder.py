@@ -12,23 +12,28 @@ from dataclasses import dataclass
 
 import torch
 from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from torch import Tensor
 
-from rewardfl.backbones.seam import Caches, Decoded
+from rewardfl.backbones.seam import Caches, Conditioning, Decoded
 from rewardfl.offload import to_host
 
 
 @dataclass(frozen=True)
 class WanDecoder:
-    """The seam's Decoder. A cache per causal convolution: None before anything, "Rep" as diffusers marks the first."""
+    """The seam's Decoder. A cache per causal convolution: None before anything, "Rep" as diffusers marks the first.
+
+    frame_given: whether the first latent frame is the conditioning's image, and not one of those that were sampled.
+    """
 
     vae: AutoencoderKLWan
+    frame_given: bool = False
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
         """Video (B, 3, F, H, W) in [-1, 1] of latents (B, C, T, H/s, W/s) as the transformer sees them (normalised)."""
-        return self._decode(latents, stride=None, offload=False).video
+        return self._decode(self._whole(latents, given), stride=None, offload=False).video
 
-    def decode_with_caches(self, latents: Tensor, caches: str = "keep") -> Decoded:
+    def decode_with_caches(self, latents: Tensor, caches: str = "keep", given: Conditioning | None = None) -> Decoded:
         """Like `decode`, for a `vjp` to come.
 
         caches: keep (on the device), offload (in host memory), or segment (those of every ceil(sqrt(T))-th chunk; the
@@ -36,8 +41,13 @@ class WanDecoder:
         """
         if caches not in ("keep", "offload", "segment"):
             raise ValueError(f"caches must be keep, offload or segment, got {caches!r}")
+        latents = self._whole(latents, given)
         stride = math.ceil(math.sqrt(latents.shape[2])) if caches == "segment" else 1
         return self._decode(latents, stride, offload=caches == "offload")
+
+    def _whole(self, latents: Tensor, given: Conditioning | None) -> Tensor:
+        """All latent frames of the video."""
+        return torch.cat([given["image"].to(latents), latents], 2) if self.frame_given else latents
 
     @torch.no_grad()
     def _decode(self, latents: Tensor, stride: int | None, offload: bool) -> Decoded:
@@ -50,14 +60,21 @@ class WanDecoder:
             chunks.append(frames)
         return Decoded(torch.cat(chunks, 2).clamp(-1, 1), kept)
 
-    def vjp(self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None) -> Tensor:
+    def vjp(
+        self,
+        latents: Tensor,
+        grad_video: Tensor,
+        decoded: Decoded | None = None,
+        given: Conditioning | None = None,
+    ) -> Tensor:
         """grad_latents (B, C, T, h, w) = (d video / d latents)^T grad_video, equal to autograd through `vae.decode`.
 
         grad_video: (B, 3, F, H, W); it is zero, as in autograd, where the decoder's output is clamped. Chunks
         after the last frame with a gradient are skipped, which is exact: the decoder is causal. decoded: from
         `decode_with_caches` on the same latents; computed here when not given.
         """
-        decoded = self.decode_with_caches(latents) if decoded is None else decoded
+        decoded = self.decode_with_caches(latents, given=given) if decoded is None else decoded
+        latents, sampled = self._whole(latents, given), int(self.frame_given)  # the first one that was sampled
         grad_latents = torch.zeros_like(latents)
         end = latents.shape[2]
         frames_of = self._frame_ranges(end)
@@ -65,7 +82,7 @@ class WanDecoder:
         while end > 0 and not grad_video[:, :, slice(*frames_of[end - 1])].any():
             end -= 1
         segment: dict[int, Caches] = {}
-        for i in reversed(range(end)):
+        for i in reversed(range(sampled, end)):
             segment = segment if i in segment else self._segment(latents, decoded.caches, i)
             x = latents[:, :, i : i + 1].detach().requires_grad_()
             start = [
@@ -83,7 +100,7 @@ class WanDecoder:
             grads = list(torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True))
             grad_latents[:, :, i : i + 1] = grads.pop(0)
             grad_caches = [grads.pop(0) if isinstance(c, Tensor) else None for c in start]
-        return grad_latents
+        return grad_latents[:, :, sampled:]
 
     @torch.no_grad()
     def _segment(self, latents: Tensor, kept: dict[int, Caches], last: int) -> dict[int, Caches]:
@@ -102,7 +119,7 @@ class WanDecoder:
         x = self.vae.post_quant_conv(latents / (1.0 / std) + mean)
         after = list(caches)  # diffusers replaces the list's entries, never a cached tensor's contents
         frames = self.vae.decoder(x, feat_cache=after, feat_idx=[0], first_chunk=first)
-        return frames, after
+        return frames if config.patch_size is None else unpatchify(frames, config.patch_size), after
 
     def _frame_ranges(self, num_latents: int) -> list[tuple[int, int]]:
         """Which video frames each latent frame makes: the first makes one, every other one `temporal factor`."""

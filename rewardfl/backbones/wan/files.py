@@ -1,4 +1,4 @@
-"""Which files a Wan2.2-I2V-A14B model is made of, and what their headers tell, before any weight is read.
+"""Which files a Wan model is made of, and what their headers tell, before any weight is read.
 
 A model is a diffusers folder, or the original files that Wan-AI, ComfyUI and Lightning ship. Nothing is downloaded
 unless `model.allow_download` says so.
@@ -16,14 +16,14 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from rewardfl.backbones.wan.model import PARTS, empty_expert
+from rewardfl.backbones.wan.model import empty_expert
+from rewardfl.backbones.wan.variants import VARIANTS, Variant, variant_of
 from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.shards import Checkpoint, Refused
 
-# configurations of the published model, for files that come without any; a pipeline folder without weights
+# configurations of the published models, for files that come without any: pipeline folders without weights
 PUBLISHED = Path(__file__).parent / "published"
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model")  # either is a tokenizer
-KEYS = ("high_noise_model", "low_noise_model", "text_encoder", "vae")  # of a wan22_paths.json, in its list form's order
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,14 @@ class Layout:
     files' headers.
     """
 
+    variant: Variant
     configs: Path
-    experts: Mapping[str, list[Path]]  # high_noise, low_noise -> a file, a folder, an index, or shards
+    experts: Mapping[str, list[Path]]  # by name -> a file, a folder, an index, or shards
     text_encoder: Path | None = None
     vae: Path | None = None
     tokenizer: Path | None = None
+    image_encoder: Path | None = None  # a folder, as transformers writes it
+    image_processor: Path | None = None
     opened: Mapping[str, Checkpoint] | None = None
 
 
@@ -46,32 +49,45 @@ class Layout:
 # Which files
 
 
-def source_of(model_paths: str) -> Path:
-    """The folder that says the model's shape: the model's own where its configurations are there, else PUBLISHED."""
+def published(variant: Variant) -> Path:
+    """The folder with the published model's configurations. Refused where there are none for it."""
+    folder = PUBLISHED / variant.published
+    if not folder.is_dir():
+        raise Refused(
+            f"model.model_paths: {variant.published}'s configurations do not come with rewardfl; give a folder in "
+            "diffusers' layout, or name one as `configs` in the json file with the original files"
+        )
+    return folder
+
+
+def source_of(variant: Variant, model_paths: str) -> Path:
+    """The folder that says the model's shape: the model's own where its configurations are there, else `published`."""
     folder = Path(model_paths)
     if folder.suffix == ".json" and folder.is_file():
         given = json.loads(folder.read_text(encoding="utf-8"))
         if not isinstance(given, dict) or not given.get("configs"):
-            return PUBLISHED
+            return published(variant)
         folder = folder.parent / given["configs"]
-    parts = [*PARTS.values(), "vae", "text_encoder"]
-    return folder if model_paths and all((folder / part / "config.json").is_file() for part in parts) else PUBLISHED
+    parts = [*variant.parts.values(), "vae", "text_encoder"]
+    whole = model_paths and all((folder / part / "config.json").is_file() for part in parts)
+    return folder if whole else published(variant)
 
 
 def find_files(
-    model_paths: str, tokenizer_path: str = "", origin_paths: str = "", allow_download: bool = False
+    variant: Variant, model_paths: str, tokenizer_path: str = "", origin_paths: str = "", allow_download: bool = False
 ) -> Layout:
     """The files of the model that the configuration names. Refused, with the key and the way out, for what is missing.
 
-    model_paths: a diffusers folder, or a wan22_paths.json (an object with KEYS, or a list in their order; each entry a
-    file, a folder of shards, an index.json or a list of shards; relative to the json file). origin_paths:
-    "repository:pattern,..." as DiffSynth and ROLL write it, looked up in the local hub cache, or downloaded.
+    model_paths: a diffusers folder, or a wan22_paths.json (an object with the variant's original_parts, or a list in
+    their order; each entry a file, a folder of shards, an index.json or a list of shards; relative to the json file).
+    origin_paths: "repository:pattern,..." as DiffSynth and ROLL write it, looked up in the local hub cache, or
+    downloaded.
     """
     if origin_paths:
-        return _from_hub(origin_paths, tokenizer_path, allow_download)
+        return _from_hub(variant, origin_paths, tokenizer_path, allow_download)
     path = Path(model_paths)
     if path.suffix == ".json" and path.is_file():
-        return _from_json(path, tokenizer_path)
+        return _from_json(variant, path, tokenizer_path)
     if not (path / "model_index.json").is_file():
         raise Refused(
             f"model.model_paths: {model_paths} is neither a diffusers pipeline folder (no model_index.json in it) nor "
@@ -83,18 +99,35 @@ def find_files(
         # transformers would make an empty tokenizer of a missing folder
         if isinstance(kind, list) and kind[0] and name not in given and not (path / name).is_dir():
             raise Refused(f"model.model_paths: {path} has no {name} folder")
-    if not isinstance(index.get("transformer_2"), list) or index["transformer_2"][0] is None:
-        raise Refused(_not_i2v(path, "it has one transformer"))
-    boundary_ratio(path)
-    experts = {expert: [path / part] for expert, part in PARTS.items()}
+    _check_index(variant, path, index)
+    experts = {expert: [path / part] for expert, part in variant.parts.items()}
     tokenizer = _tokenizer(tokenizer_path, path / "tokenizer")
-    return Layout(path, experts, path / "text_encoder", path / "vae", tokenizer)
+    clip = (path / "image_encoder", path / "image_processor") if variant.clip else ()
+    return Layout(variant, path, experts, path / "text_encoder", path / "vae", tokenizer, *clip)
 
 
-def _not_i2v(path: Path, why: str) -> str:
+def _check_index(variant: Variant, path: Path, index: Mapping[str, Any]) -> None:
+    """Refused for a pipeline folder of another model."""
+    second = index.get("transformer_2")
+    config = read_json(path / "transformer" / "config.json")
+    found = variant_of(
+        two_experts=isinstance(second, list) and second[0] is not None,
+        expand_timesteps=bool(index.get("expand_timesteps")),
+        text_alone=config["in_channels"] == config["out_channels"],
+    )
+    if found != variant:
+        raise Refused(_another(variant, path, found.published))
+    if variant.experts != ("transformer",):
+        boundary_ratio(path)
+
+
+def _another(variant: Variant, path: Path, what: str) -> str:
+    """Why the files at a path are refused; what: a model, or what they are, in words."""
+    names = {one.published: name for name, one in VARIANTS.items()}
+    way = f"set model.model_name: {names[what]}" if what in names else f"give the files of {variant.published}"
     return (
-        f"model.model_paths: {path} is not Wan2.2-I2V-A14B: {why}. TI2V-5B, Wan2.1 and text-to-video models are not "
-        "supported"
+        f"model.model_name: {names[variant.published]} is {variant.published}, but {path} (model.model_paths) is "
+        f"{what}; {way}"
     )
 
 
@@ -120,37 +153,45 @@ def read_json(path: Path) -> Any:
         raise Refused(f"{path} is not JSON: {error}") from None
 
 
-def _from_json(path: Path, tokenizer_path: str) -> Layout:
+def _from_json(variant: Variant, path: Path, tokenizer_path: str) -> Layout:
+    keys = variant.original_parts
     given = read_json(path)
     if isinstance(given, list):
-        if len(given) != len(KEYS):
-            raise Refused(f"{path} lists {len(given)} parts; it must list {', '.join(KEYS)}, in this order")
-        given = dict(zip(KEYS, given, strict=True))
+        if len(given) != len(keys):
+            raise Refused(f"{path} lists {len(given)} parts; it must list {', '.join(keys)}, in this order")
+        given = dict(zip(keys, given, strict=True))
     if not isinstance(given, dict):
-        raise Refused(f"{path} must be an object with {', '.join(KEYS)}, or a list in their order")
-    unknown = sorted(given.keys() - {*KEYS, "tokenizer", "configs"})
+        raise Refused(f"{path} must be an object with {', '.join(keys)}, or a list in their order")
+    unknown = sorted(given.keys() - {*keys, "tokenizer", "configs"})
     given = {key: value for key, value in given.items() if value}
-    missing = [key for key in KEYS if key not in given]
+    missing = [key for key in keys if key not in given]
     if unknown or missing:
         raise Refused(
             f"{path}: " + "; ".join([f"no {key}" for key in missing] + [f"unknown key {key!r}" for key in unknown])
-            + f"; it takes {', '.join(KEYS)} and optionally tokenizer, configs"
+            + f"; {variant.published} takes {', '.join(keys)} and optionally tokenizer, configs"
         )  # fmt: skip
     parts = {key: [path.parent / one for one in _listed(value)] for key, value in given.items()}
     for key, files in parts.items():
         absent = [file for file in files if not file.exists()]
         if absent:
             raise Refused(f"{path}: {key}: {absent[0]} does not exist")
-        if len(files) != 1 and key not in KEYS[:2]:
+        if len(files) != 1 and key not in keys[: len(variant.parts)]:
             raise Refused(f"{path}: {key} must be one path, it lists {len(files)}")
-    (configs,), (tokenizer,) = parts.get("configs", [PUBLISHED]), parts.get("tokenizer", [None])
-    return _of_originals(parts, configs, _tokenizer(tokenizer_path, tokenizer))
+    (tokenizer,) = parts.get("tokenizer", [None])
+    configs = parts["configs"][0] if "configs" in parts else published(variant)
+    return _of_originals(variant, parts, configs, _tokenizer(tokenizer_path, tokenizer))
 
 
-def _of_originals(parts: Mapping[str, list[Path]], configs: Path, tokenizer: Path) -> Layout:
-    """The layout of files by KEYS."""
-    high, low, (text_encoder,), (vae,) = (parts[key] for key in KEYS)
-    return Layout(configs, {"high_noise": high, "low_noise": low}, text_encoder, vae, tokenizer)
+def _of_originals(variant: Variant, parts: Mapping[str, list[Path]], configs: Path, tokenizer: Path) -> Layout:
+    """The layout of files by the variant's original_parts."""
+    if variant.clip:
+        raise Refused(
+            f"model.model_paths, model.model_id_with_origin_paths: {variant.published} is read from a folder in "
+            "diffusers' layout alone, since its CLIP encoder's original file is not one of transformers'"
+        )
+    experts = {name: parts[key] for name, key in zip(variant.experts, variant.original_parts, strict=False)}
+    (text_encoder,), (vae,) = parts["text_encoder"], parts["vae"]
+    return Layout(variant, configs, experts, text_encoder, vae, tokenizer)
 
 
 def _listed(value: Any) -> list[str]:
@@ -160,10 +201,12 @@ def _listed(value: Any) -> list[str]:
     return listed
 
 
-def _from_hub(origin_paths: str, tokenizer_path: str, allow_download: bool) -> Layout:
-    """Parts by what their patterns say: high_noise, low_noise, t5, VAE; the tokenizer from beside the t5 file."""
+def _from_hub(variant: Variant, origin_paths: str, tokenizer_path: str, allow_download: bool) -> Layout:
+    """Parts by what their patterns say (`words`); the tokenizer comes from beside the t5 file."""
     found: dict[str, list[Path]] = {}
-    words = {"high_noise": KEYS[0], "low_noise": KEYS[1], "t5": KEYS[2], "vae": KEYS[3]}
+    keys, several = variant.original_parts, variant.original_parts[: len(variant.parts)]
+    of_experts = variant.experts if len(several) > 1 else ("diffusion_pytorch_model",)
+    words = dict(zip((*of_experts, "t5", "vae"), keys, strict=True))
     for item in filter(None, (part.strip() for part in origin_paths.split(","))):
         repository, _, pattern = item.partition(":")
         key = next((key for word, key in words.items() if word in pattern.lower()), None)
@@ -174,15 +217,15 @@ def _from_hub(origin_paths: str, tokenizer_path: str, allow_download: bool) -> L
             )
         if key in found:
             raise Refused(f"model.model_id_with_origin_paths names {key} twice, the second is {item!r}")
-        patterns = [pattern] if tokenizer_path or key != KEYS[2] else [pattern, "google/umt5-xxl/*"]
+        patterns = [pattern] if tokenizer_path or key != "text_encoder" else [pattern, "google/umt5-xxl/*"]
         found[key] = sorted(_snapshot(repository, patterns, allow_download).glob(pattern))
-        if not found[key] or (len(found[key]) > 1 and key not in KEYS[:2]):
+        if not found[key] or (len(found[key]) > 1 and key not in several):
             raise Refused(f"model.model_id_with_origin_paths: {item!r} matches {len(found[key])} files")
-    if missing := [key for key in KEYS if key not in found]:
+    if missing := [key for key in keys if key not in found]:
         raise Refused(f"model.model_id_with_origin_paths names no {', '.join(missing)}")
-    tokenizer = found[KEYS[2]][0].parent / "google" / "umt5-xxl"
+    tokenizer = found["text_encoder"][0].parent / "google" / "umt5-xxl"
     tokenizer = _tokenizer(tokenizer_path, tokenizer if tokenizer.is_dir() else None)
-    return _of_originals(found, PUBLISHED, tokenizer)
+    return _of_originals(variant, found, published(variant), tokenizer)
 
 
 def _snapshot(repository: str, patterns: list[str], allow_download: bool) -> Path:
@@ -193,8 +236,7 @@ def _snapshot(repository: str, patterns: list[str], allow_download: bool) -> Pat
         why = (
             f" and could not be fetched: {error}"
             if allow_download
-            else "; set model.allow_download: true to fetch it (126 GB for the official model), or give "
-            "model.model_paths"
+            else "; set model.allow_download: true to fetch it (126 GB for Wan2.2-I2V-A14B), or give model.model_paths"
         )
         raise Refused(f"model.model_id_with_origin_paths: {repository} is not in the local hub cache{why}") from None
 
@@ -204,12 +246,12 @@ def _snapshot(repository: str, patterns: list[str], allow_download: bool) -> Pat
 
 
 def open_files(layout: Layout) -> Layout:
-    """The layout with both experts' files `opened`, checked as far as headers tell; one that is opened, as it is.
+    """The layout with all experts' files `opened`, checked as far as headers tell; one that is opened, as it is.
 
     A diffusers folder's other parts are checked too.
 
     Refused: damaged or incomplete shards, quantised files, other models of the family, tensors that are missing, of
-    another shape or too many, one file for both experts, and an expert whose name says that it is the other one.
+    another shape or too many, one file for two experts, and an expert whose name says that it is the other one.
     """
     if layout.opened is not None:
         return layout
@@ -221,34 +263,58 @@ def open_files(layout: Layout) -> Layout:
             checkpoint, "it cannot be trained on as it is; give the fp32, fp16 or bf16 files of the same model"
         )
         named = lora_files.expert_in_path(checkpoint.files[0].absolute())
-        if named not in (None, expert):
+        if len(layout.experts) > 1 and named not in (None, expert):
             raise Refused(
                 f"{checkpoint.files[0]} is given as the {expert} expert, its name or folder says {named}; swap the "
                 "two, or rename it"
             )
-        sources(checkpoint, config_of(layout, PARTS[expert]))
+        config = config_of(layout, layout.variant.parts[expert])
+        _check_kind(layout.variant, checkpoint, config)
+        sources(checkpoint, config)
         opened[expert] = checkpoint
-    high, low = opened["high_noise"], opened["low_noise"]
-    if {file.resolve() for file in high.files} & {file.resolve() for file in low.files} or _same_weights(high, low):
-        raise Refused(
-            f"{high.path} and {low.path} are the same weights; Wan2.2 has a high-noise and a low-noise expert"
-        )
-    for folder in (layout.text_encoder, layout.vae):
-        if folder.is_dir():
+    _check_two(list(opened.values()))
+    for folder in (layout.text_encoder, layout.vae, layout.image_encoder):
+        if folder is not None and folder.is_dir():
             shards.open_checkpoint(folder)
     return replace(layout, opened=opened)
 
 
+def _check_two(experts: list[Checkpoint]) -> None:
+    """Refused when two experts are one."""
+    for high, low in zip(experts, experts[1:], strict=False):
+        shared = {file.resolve() for file in high.files} & {file.resolve() for file in low.files}
+        if shared or _same_weights(high, low):
+            raise Refused(
+                f"{high.path} and {low.path} are the same weights; Wan2.2 has a high-noise and a low-noise expert"
+            )
+
+
 def _check_configs(layout: Layout) -> None:
-    """Refused unless the experts take noisy latents, the mask and the image's latents, as image-to-video does."""
+    """Refused unless the networks take what the variant gives them."""
+    variant = layout.variant
     temporal = config_of(layout, "vae").get("scale_factor_temporal", 4)
-    for part in PARTS.values():
+    for part in variant.parts.values():
         config = config_of(layout, part)
-        wanted = 2 * config["out_channels"] + temporal
-        if config["in_channels"] != wanted:
-            what = " (a text-to-video model)" if config["in_channels"] == config["out_channels"] else ""
-            why = f"{part}/config.json says {config['in_channels']} in_channels, not {wanted}{what}"
-            raise Refused(_not_i2v(layout.configs, why))
+        wanted, given = variant.in_channels(config, temporal), config["in_channels"]
+        clip = config.get("image_dim") is not None
+        if given != wanted or clip != variant.clip:
+            tells = f"in_channels {given} (not {wanted})" if given != wanted else f"image_dim {config.get('image_dim')}"
+            raise Refused(_another(variant, layout.configs, f"another model: {part}/config.json says {tells}"))
+
+
+def _check_kind(variant: Variant, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+    """Refused for the files of another variant, by what tells them apart, in words that name it."""
+    names = _common_names(checkpoint)
+    clip = any(name.startswith("condition_embedder.image_embedder") for name in names)
+    if clip != variant.clip:
+        found = "Wan2.1-I2V-14B" if clip else "another model: it has no image encoder's projection"
+        raise Refused(_another(variant, checkpoint.path, found))
+    if "patch_embedding.weight" in names:
+        channels = checkpoint.tensors[names["patch_embedding.weight"]].shape[1]
+        kinds = {16: " (a text-to-video model)", 36: " (an image-to-video model)", 48: " (Wan2.2-TI2V-5B)"}
+        if channels != config["in_channels"]:
+            what = f"its patch_embedding takes {channels} channels, not {config['in_channels']}"
+            raise Refused(_another(variant, checkpoint.path, f"another model: {what}{kinds.get(channels, '')}"))
 
 
 def _common_names(checkpoint: Checkpoint) -> dict[str, str]:
@@ -259,18 +325,9 @@ def _common_names(checkpoint: Checkpoint) -> dict[str, str]:
 def sources(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, str]:
     """{name in the model: name in the files} of every tensor of an expert.
 
-    Refused for files of Wan2.1, TI2V-5B and text-to-video models, by what tells them apart, and when the files lack a
-    tensor, have one too many, or one of another shape.
+    Refused when the files lack a tensor, have one too many, or one of another shape.
     """
     names, wanted = _common_names(checkpoint), _shapes(json.dumps(config))
-    if any(name.startswith("condition_embedder.image_embedder") for name in names):
-        raise Refused(_not_i2v(checkpoint.path, "it has an image encoder's projection, as Wan2.1-I2V"))
-    if "patch_embedding.weight" in names:
-        channels = checkpoint.tensors[names["patch_embedding.weight"]].shape[1]
-        kinds = {config["out_channels"]: " (a text-to-video model)", 48: " (TI2V-5B)"}
-        if channels != config["in_channels"]:
-            why = f"its patch_embedding takes {channels} channels, not {config['in_channels']}{kinds.get(channels, '')}"
-            raise Refused(_not_i2v(checkpoint.path, why))
     if missing := [name for name in wanted if name not in names]:
         raise Refused(f"{checkpoint.path} lacks {missing[0]} ({len(missing)} of {len(wanted)} tensors missing)")
     for target, name in names.items():
@@ -309,7 +366,7 @@ def config_of(layout: Layout, part: str) -> dict[str, Any]:
     return read_json(layout.configs / part / "config.json")
 
 
-def differences(layout: Layout, boundary: float, shift: float) -> list[str]:
+def differences(layout: Layout, boundary: float | None, shift: float) -> list[str]:
     """A line for each of boundary and shift where the run differs from what the checkpoint says of itself."""
     index = read_json(layout.configs / "model_index.json")
     scheduler = read_json(layout.configs / "scheduler" / "scheduler_config.json")
@@ -319,21 +376,22 @@ def differences(layout: Layout, boundary: float, shift: float) -> list[str]:
     return [
         f"{key} is {ours:g}, the checkpoint says {theirs:g}"
         for key, (ours, theirs) in stated.items()
-        if theirs is not None and ours != theirs
+        if theirs is not None and ours is not None and ours != theirs
     ]
 
 
 def files(layout: Layout) -> dict[str, list[Path]]:
-    """Files and folders by part (text_encoder, vae, high_noise, low_noise): what identifies the weights."""
+    """Files and folders by part (text_encoder, vae, image_encoder, the experts): what identifies the weights."""
     opened = open_files(layout).opened
+    clip = {} if layout.image_encoder is None else {"image_encoder": [layout.image_encoder, layout.image_processor]}
     return {name: list(checkpoint.files) for name, checkpoint in opened.items()} | {
         "text_encoder": [layout.text_encoder, layout.tokenizer], "vae": [layout.vae]
-    }  # fmt: skip
+    } | clip  # fmt: skip
 
 
 def boundary_ratio(configs: Path) -> float:
     """The sigma at or above which the pipeline folder's high-noise expert answers, from model_index.json."""
     index = read_json(configs / "model_index.json")
-    if index.get("boundary_ratio") is None or index.get("expand_timesteps"):
-        raise Refused(_not_i2v(configs, "it has no boundary_ratio between two experts"))
+    if index.get("boundary_ratio") is None:
+        raise Refused(f"model.model_paths: {configs}/model_index.json has no boundary_ratio between its two experts")
     return index["boundary_ratio"]

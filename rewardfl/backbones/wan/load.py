@@ -1,4 +1,4 @@
-"""Loading Wan2.2-I2V-A14B from a layout of files (rewardfl/backbones/wan/files.py).
+"""Loading a Wan model from a layout of files (rewardfl/backbones/wan/files.py).
 
 The experts are read tensor by tensor, whatever the layout: the host holds one expert in its target precision and a few
 rows in the file's. They come out as diffusers' `from_pretrained` would give them: in the wanted dtype, except for the
@@ -6,6 +6,7 @@ modules that diffusers keeps in float32.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,12 +15,12 @@ import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from torch import Tensor, nn
-from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
+from transformers import AutoImageProcessor, AutoTokenizer, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 from transformers.utils import logging
 
 from rewardfl import lora
-from rewardfl.backbones.wan.files import Layout, boundary_ratio, config_of, open_files, sources
-from rewardfl.backbones.wan.model import PARTS, empty_expert
+from rewardfl.backbones.wan.files import Layout, config_of, open_files, read_json, sources
+from rewardfl.backbones.wan.model import empty_expert
 from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.lora_files import Lora
 from rewardfl.weights.shards import Checkpoint, Refused
@@ -47,24 +48,26 @@ def load_pipeline(
     dtype: torch.dtype,
     distilled: Sequence[Lora] = (),
     distill_mode: str = "fuse",
-    parts: Sequence[str] = ("text_encoder", "vae", "high_noise", "low_noise"),
+    parts: Sequence[str] | None = None,
 ) -> "WanImageToVideoPipeline":
-    """The pipeline, frozen and in eval mode, on the CPU.
+    """The pipeline, frozen and in eval mode, on the CPU. A text-to-video model's, too: it encodes prompts alike.
 
     distilled: LoRAs (with their experts), by distill_mode either fused in the files' precision before the one rounding
-    to `dtype`, or attached as adapters that stay on. parts: those to load (the tokenizer comes with the text encoder;
-    vae_decoder is the VAE without what only encoding needs); the others' components are None.
+    to `dtype`, or attached as adapters that stay on. parts: those to load, None for all (the tokenizer comes with the
+    text encoder; vae_decoder is the VAE without what only encoding needs); the others' components are None.
     """
-    opened = open_files(layout).opened
-    loaded = dict.fromkeys(("tokenizer", "text_encoder", "vae", *PARTS.values()))
-    for name in PARTS.keys() & parts:
+    opened, variant = open_files(layout).opened, layout.variant
+    parts = ("text_encoder", "image_encoder", "vae", *variant.experts) if parts is None else parts
+    loaded = dict.fromkeys(
+        ("tokenizer", "text_encoder", "vae", "image_encoder", "image_processor", "transformer", "transformer_2")
+    )
+    for name in variant.parts.keys() & parts:
         mine = [one for one in distilled if one.expert == name]
-        expert = load_expert(
-            opened[name], config_of(layout, PARTS[name]), dtype, mine if distill_mode == "fuse" else ()
-        )
+        config = config_of(layout, variant.parts[name])
+        expert = load_expert(opened[name], config, dtype, mine if distill_mode == "fuse" else ())
         for one in mine if distill_mode == "adapter" else ():
             lora.attach_frozen(expert, one)
-        loaded[PARTS[name]] = expert
+        loaded[variant.parts[name]] = expert
     if "text_encoder" in parts:
         loaded["tokenizer"] = AutoTokenizer.from_pretrained(layout.tokenizer, local_files_only=True)
         loaded["text_encoder"] = _load_text_encoder(layout, dtype)
@@ -72,14 +75,17 @@ def load_pipeline(
         loaded["vae"] = _load_vae(layout, dtype)
     if "vae_decoder" in parts:
         loaded["vae"].encoder = loaded["vae"].quant_conv = None
+    if variant.clip and "image_encoder" in parts:
+        loaded["image_encoder"] = _load_image_encoder(layout, dtype)
+        loaded["image_processor"] = AutoImageProcessor.from_pretrained(layout.image_processor, local_files_only=True)
+    index = read_json(layout.configs / "model_index.json")
     pipe = pipeline_class()(
         scheduler=UniPCMultistepScheduler.from_pretrained(layout.configs / "scheduler", local_files_only=True),
-        boundary_ratio=boundary_ratio(layout.configs),
-        image_encoder=None,
-        image_processor=None,
+        boundary_ratio=index.get("boundary_ratio"),
+        expand_timesteps=variant.image == "frame",
         **loaded,
     )
-    for module in (pipe.transformer, pipe.transformer_2, pipe.text_encoder, pipe.vae):
+    for module in (pipe.transformer, pipe.transformer_2, pipe.text_encoder, pipe.vae, pipe.image_encoder):
         if module is not None:
             module.requires_grad_(False).eval()
     return pipe
@@ -123,6 +129,11 @@ def _load_text_encoder(layout: Layout, dtype: torch.dtype) -> UMT5EncoderModel:
     _fill(model, text_encoder_state(_read_state(path), config.num_layers), dtype, path)
     model.tie_weights()
     return model
+
+
+def _load_image_encoder(layout: Layout, dtype: torch.dtype) -> CLIPVisionModel:
+    path = layout.image_encoder
+    return _complete(path, *CLIPVisionModel.from_pretrained(path, dtype=dtype, **LOCAL))
 
 
 def _complete(path: Path, model: Model, report: Mapping[str, Sequence[str]]) -> Model:
@@ -178,18 +189,21 @@ def text_encoder_state(state: Mapping[str, Tensor], layers: int) -> dict[str, Te
 # Distillation
 
 
-def read_distilled(high_noise: str, low_noise: str) -> list[Lora]:
+def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora]:
     """The distillation LoRAs at two paths (empty: none), each checked to be for its expert and finite."""
     loras = []
-    for expert, path in (("high_noise", high_noise), ("low_noise", low_noise)):
+    if second and len(experts) == 1:
+        raise Refused(f"model.distill_lora_low {second}: this model has one expert, whose LoRA is distill_lora_high")
+    for expert, path in zip(experts, (first, second), strict=False):
         if not path:
             continue
         found = lora_files.read_lora(path)
         mine = [one for one in found if one.expert == expert] if len(found) > 1 else found
-        loras += lora_files.assign(mine, expert)
+        # a model with one expert has none that a file's name could speak of
+        loras += lora_files.assign(mine if len(experts) > 1 else [replace(one, expert=None) for one in mine], expert)
     if len(loras) == 2 and loras[0].expert != loras[1].expert and _same_lora(*loras):
         raise Refused(
-            f"model.distill_lora_high {high_noise} and model.distill_lora_low {low_noise} are the same LoRA; each "
+            f"model.distill_lora_high {first} and model.distill_lora_low {second} are the same LoRA; each "
             "expert has its own"
         )
     for one in loras:

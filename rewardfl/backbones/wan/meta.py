@@ -1,4 +1,4 @@
-"""Wan2.2 I2V on the meta device: its parts at the real size, without memory, for what measures what they cost."""
+"""A Wan model on the meta device: its parts at the real size, without memory, for what measures what they cost."""
 
 import math
 from collections.abc import Mapping
@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
 from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
 
 from rewardfl.backbones.seam import Caches, ChunksOnMeta, ExpertOnMeta, OnMeta, Shape
 from rewardfl.backbones.wan import files
-from rewardfl.backbones.wan.model import PARTS, TEXT_LENGTH, new_expert
+from rewardfl.backbones.wan.model import TEXT_LENGTH, new_expert
+from rewardfl.backbones.wan.variants import Variant
+
+CLIP_TOKENS = 257  # of a picture: CLIP-H's 16 x 16 patches and its class
 
 
 def meta(*shape: int, dtype: torch.dtype, grad: bool = False) -> Tensor:
@@ -21,7 +25,8 @@ def meta(*shape: int, dtype: torch.dtype, grad: bool = False) -> Tensor:
 
 
 def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple[int, int, int]) -> OnMeta:
-    """The model's parts. shape: (C, T, h, w) of the latents; video: frames, height and width."""
+    """The model's parts. shape: (C, T, h, w) of the latents that are sampled; video: frames, height and width."""
+    variant = layout.variant
     with torch.device("meta"):
         vae = AutoencoderKLWan.from_config(files.config_of(layout, "vae"))
         text = UMT5EncoderModel(UMT5Config(**files.config_of(layout, "text_encoder"))).to(dtype).eval()
@@ -29,46 +34,55 @@ def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple
     vae.requires_grad_(False)
     for parameter in vae.parameters():
         parameter.data = parameter.data.to(dtype)
-    configs = {name: files.config_of(layout, part) for name, part in PARTS.items()}
+    configs = {name: files.config_of(layout, part) for name, part in variant.parts.items()}
+    whole = (shape[0], shape[1] + (variant.image == "frame"), *shape[2:])  # with a frame that is given
     experts: dict[str, ExpertOnMeta] = {}
     for name, config in configs.items():
         alike = next((other for other in experts if configs[other] == config), None)
-        experts[name] = experts[alike] if alike else expert_on_meta(config, dtype, shape)
-    text_dim = configs["low_noise"]["text_dim"]
+        experts[name] = experts[alike] if alike else expert_on_meta(config, dtype, whole, variant)
+    last = configs[variant.experts[-1]]
+    conditioning = {"text": meta(1, TEXT_LENGTH, last["text_dim"], dtype=dtype)}
+    # diffusers' pipeline makes what comes from the VAE float32, whatever the VAE's dtype
+    if variant.image == "channels":
+        mask = vae.config.scale_factor_temporal
+        conditioning["image"] = meta(1, mask + shape[0], *shape[1:], dtype=torch.float32)
+    elif variant.image == "frame":
+        conditioning["image"] = meta(1, shape[0], 1, *shape[2:], dtype=torch.float32)
+    if variant.clip:
+        conditioning["clip"] = meta(1, CLIP_TOKENS, last["image_dim"], dtype=dtype)
     return OnMeta(
         shape=shape,
-        video=(vae.config.in_channels, *video),
+        video=(3, *video),
         dtype=dtype,
         experts=experts,
         vae=vae,
-        decoder=decoder_on_meta(vae, dtype, shape),
+        decoder=decoder_on_meta(vae, dtype, whole),
         image_encoder=encoder_on_meta(vae, dtype, video),
         text_encoder=text,
         encode_text=lambda: text(tokens),
-        conditioning={
-            "text": meta(1, TEXT_LENGTH, text_dim, dtype=dtype),
-            # diffusers' pipeline makes it float32, whatever the VAE's dtype
-            "image": meta(1, vae.config.scale_factor_temporal + shape[0], *shape[1:], dtype=torch.float32),
-        },
+        conditioning=conditioning,
     )
 
 
-def expert_on_meta(config: Mapping[str, Any], dtype: torch.dtype, shape: Shape) -> ExpertOnMeta:
-    """An expert of one block, and one sample's inputs; shape: (C, T, h, w) of its latents."""
+def expert_on_meta(config: Mapping[str, Any], dtype: torch.dtype, shape: Shape, variant: Variant) -> ExpertOnMeta:
+    """An expert of one block, and one sample's inputs; shape: (C, T, h, w) of what goes in, image's channels aside."""
     tokens = math.prod(size // patch for size, patch in zip(shape[1:], config["patch_size"], strict=True))
     head, width = config["attention_head_dim"], config["attention_head_dim"] * config["num_attention_heads"]
+    times = (1, tokens) if variant.image == "frame" else (1,)  # a time for each token
     x = meta(1, config["in_channels"], *shape[1:], dtype=dtype, grad=True)
-    timestep, prompt = meta(1, dtype=torch.float32), meta(1, TEXT_LENGTH, config["text_dim"], dtype=dtype)
-    # what a block gets: hidden (B, S, D), text (B, 512, D), time (B, 6, D), rotary
+    timestep, prompt = meta(*times, dtype=torch.float32), meta(1, TEXT_LENGTH, config["text_dim"], dtype=dtype)
+    clip = meta(1, CLIP_TOKENS, config["image_dim"], dtype=dtype) if variant.clip else None
+    # what a block gets: hidden (B, S, D), text and CLIP's tokens (B, n, D), time (B, [S,] 6, D), rotary
     hidden = meta(1, tokens, width, dtype=dtype, grad=True)
-    text, time = meta(1, TEXT_LENGTH, width, dtype=dtype), meta(1, 6, width, dtype=dtype)
+    told = TEXT_LENGTH + CLIP_TOKENS * variant.clip
+    text, time = meta(1, told, width, dtype=dtype), meta(*times, 6, width, dtype=dtype)
     rotary = meta(1, tokens, 1, head, dtype=torch.float32), meta(1, tokens, 1, head, dtype=torch.float32)
     return ExpertOnMeta(
         layers=config["num_layers"],
         tokens=tokens,
         build=partial(new_expert, config, dtype, 1),
         x=x,
-        run=lambda model: model(x, timestep, prompt, return_dict=False)[0],
+        run=lambda model: model(x, timestep, prompt, clip, return_dict=False)[0],
         blocks=lambda model: model.blocks,
         block_input=hidden,
         block_shared=(text, time, *rotary),
@@ -83,7 +97,8 @@ def decoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Shape) -> 
     def run(x: Tensor, caches: Caches, first: bool) -> tuple[Tensor, Caches]:
         after = list(caches)
         video = vae.decoder(vae.post_quant_conv(x), feat_cache=after, feat_idx=[0], first_chunk=first)
-        return video.clamp(-1, 1), after
+        patch = vae.config.patch_size
+        return (video if patch is None else unpatchify(video, patch)).clamp(-1, 1), after
 
     def frame_of(_: int) -> Tensor:
         return meta(1, channels, 1, height, width, dtype=dtype, grad=True)
@@ -97,10 +112,10 @@ def encoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, video: tuple[int,
     factor = vae.config.scale_factor_temporal
 
     def run(x: Tensor, caches: Caches, first: bool) -> tuple[Tensor, Caches]:
-        after = list(caches)
-        return vae.encoder(x, feat_cache=after, feat_idx=[0]), after
+        after, patch = list(caches), vae.config.patch_size
+        return vae.encoder(x if patch is None else patchify(x, patch), feat_cache=after, feat_idx=[0]), after
 
     def chunk(i: int) -> Tensor:
-        return meta(1, vae.config.in_channels, factor if i else 1, height, width, dtype=dtype)
+        return meta(1, 3, factor if i else 1, height, width, dtype=dtype)
 
     return ChunksOnMeta(vae, 1 + (frames - 1) // factor, chunk, run, [None] * vae._cached_conv_counts["encoder"])

@@ -1,6 +1,6 @@
-"""Wan2.2 I2V's experts: which of them answers when, how one is made, how its adapter is saved."""
+"""Wan's experts: which of them answers when, how one is made, how its adapter is saved."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,21 @@ from rewardfl.backbones.seam import Adapter, Schedule
 from rewardfl.flow import linear_sigmas
 from rewardfl.weights import wan_names
 
-PARTS = {
-    "high_noise": "transformer",
-    "low_noise": "transformer_2",
-}  # where a diffusers pipeline keeps each expert
 TEXT_LENGTH = 512  # tokens; the length that diffusers' pipeline pads prompts to
 
 
-def schedule(num_steps: int, shift: float, boundary: float) -> Schedule:
-    """flow.linear_sigmas with the expert of each step; boundary: the pipeline's boundary_ratio, in sigma.
+def schedule(num_steps: int, shift: float, experts: Sequence[str], boundary: float | None) -> Schedule:
+    """flow.linear_sigmas with the expert of each step; boundary: the pipeline's boundary_ratio, in sigma, None for one.
 
-    As diffusers' pipeline decides it (pipeline_wan_i2v.py, __call__): the high-noise expert answers where the float32
+    As diffusers' pipeline decides it (pipeline_wan_i2v.py, __call__): the first expert answers where the float32
     timestep is at or above 1000 * boundary. At a tie that is not what comparing sigmas gives: 0.9 in float32 is below
     0.9, and 1000 times it is 900.
     """
     sigmas = linear_sigmas(num_steps, shift)
     timesteps = 1000 * sigmas[:-1]
-    is_high = (timesteps >= 1000 * boundary).tolist()
-    return Schedule(sigmas, timesteps, tuple("high_noise" if high else "low_noise" for high in is_high))
+    border = 0.0 if boundary is None else 1000 * boundary
+    is_first = (timesteps >= border).tolist()
+    return Schedule(sigmas, timesteps, tuple(experts[0] if first else experts[1] for first in is_first))
 
 
 def save_adapter(model: WanTransformer3DModel, folder: Path, state: dict[str, Tensor] | None = None) -> None:

@@ -1,0 +1,72 @@
+"""The published Wan models that can be trained, and what tells one from another."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# the names of Wan's original code, as Alibaba's ROLL and DiffSynth configure them
+LAYERS = {
+    "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
+}  # fmt: skip
+CLIP_LAYERS = {"k_img": "add_k_proj", "v_img": "add_v_proj"}  # what attends to CLIP's view
+
+TWO_EXPERTS = {"high_noise": "transformer", "low_noise": "transformer_2"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One model, whatever its size.
+
+    published: its name. parts: {expert, in the order in which they answer: where a diffusers pipeline keeps it}. image:
+    how a clip's first frame goes in: `channels` beside the noisy ones, the `frame` itself as the first latent one, or
+    none. clip: whether CLIP's view of it goes in, too.
+    """
+
+    published: str
+    parts: Mapping[str, str] = field(default_factory=lambda: {"transformer": "transformer"})
+    image: Literal["none", "channels", "frame"] = "none"
+    clip: bool = False
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        return tuple(self.parts)
+
+    @property
+    def layer_names(self) -> Mapping[str, str]:
+        """{short name: diffusers' name} of the layers that a LoRA adapts."""
+        return LAYERS | CLIP_LAYERS if self.clip else LAYERS
+
+    @property
+    def original_parts(self) -> tuple[str, ...]:
+        """What a json file with the original files must name; the experts first, in their order."""
+        experts = [f"{name}_model" for name in self.parts] if len(self.parts) > 1 else ["transformer"]
+        return (*experts, "text_encoder", "vae")
+
+    def in_channels(self, transformer: Mapping[str, Any], temporal: int) -> int:
+        """What a network of this configuration must take; temporal: the VAE's factor, the channels of the mask."""
+        latents: int = transformer["out_channels"]
+        return 2 * latents + temporal if self.image == "channels" else latents
+
+
+# by model.model_name
+VARIANTS = {
+    "wan2_2": Variant("Wan2.2-I2V-A14B", TWO_EXPERTS, "channels"),
+    "wan2_2_t2v": Variant("Wan2.2-T2V-A14B", TWO_EXPERTS),
+    "wan2_2_ti2v": Variant("Wan2.2-TI2V-5B", image="frame"),
+    "wan2_1_i2v": Variant("Wan2.1-I2V-14B", image="channels", clip=True),
+    "wan2_1_t2v": Variant("Wan2.1-T2V"),
+}
+
+
+def variant_of(two_experts: bool, expand_timesteps: bool, text_alone: bool) -> Variant:
+    """The variant of a pipeline folder of which this is known.
+
+    expand_timesteps: as in model_index.json. text_alone: whether the transformer takes as many channels as it gives.
+    """
+    if expand_timesteps:
+        name = "wan2_2_ti2v"
+    elif two_experts:
+        name = "wan2_2_t2v" if text_alone else "wan2_2"
+    else:
+        name = "wan2_1_t2v" if text_alone else "wan2_1_i2v"
+    return VARIANTS[name]
