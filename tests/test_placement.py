@@ -113,11 +113,11 @@ def test_whatever_an_entry_depends_on_makes_it_another(tmp_path):
         return prepare.hash_files([row], prepare.Share(0, 1, quiet=True), list)[0]
 
     def digests(
-        row=row, size=size, text="t", vae="v", untrained="h", dtype="float32", seed=1, sigmas=sigmas, by=judge
+        row=row, size=size, text="t", image="v", untrained="h", dtype="float32", seed=1, sigmas=sigmas, by=judge
     ):  # fmt: skip
         clip = prepare.clip_key(row, hashes(row), size)
         sample = prepare.Sample(row, clip, (64, 64), ())
-        conditions = prepare.Conditions(Cache(tmp_path), None, text, vae, untrained, dtype, 9)
+        conditions = prepare.Conditions(Cache(tmp_path), None, text, image, untrained, dtype, 9)
         return {
             "clip": cache.digest(clip),
             "face": cache.digest(prepare.reference_key(clip, by, row.prompt)),
@@ -137,7 +137,7 @@ def test_whatever_an_entry_depends_on_makes_it_another(tmp_path):
         (digests(row=replace(row, index=5, line=7, id="elsewhere")), set()),
         *((digests(size=size | {key: 32}), everything - {"text"}) for key in size),
         (digests(text="u"), {"text", "boundary"}),
-        (digests(vae="w"), {"image", "boundary"}),
+        (digests(image="w"), {"image", "boundary"}),
         (digests(untrained="i"), {"boundary"}),
         (digests(dtype="bfloat16"), {"text", "image", "boundary"}),
         (digests(seed=2), {"boundary"}),

@@ -175,7 +175,7 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """Section `model` of both scripts."""
 
-    # The family: one of rewardfl.backbones.MODULES. wan2_2 is Wan2.2 image-to-video A14B, and models of its shape.
+    # The model: one of rewardfl.backbones.MODULES. wan2_2 is Wan2.2 image-to-video A14B; docs/running_wan.md, 2.
     model_name: Text = "wan2_2"
     # Pipeline folder in diffusers layout (model_index.json, transformer/, transformer_2/, vae/, ...), or a
     # wan22_paths.json that names the original files (examples/wan22_paths.json). Empty: the next key says.
@@ -193,9 +193,9 @@ class ModelConfig(Section):
     # fuse: added to the weights in the file's precision, before the one rounding to `dtype`. adapter: kept
     # beside them and answering in policy and reference alike; slower, and exact whatever `dtype` is.
     distill_lora_mode: Literal["fuse", "adapter"] = "fuse"
-    # Experts whose adapter is trained, comma separated: dit (high noise), dit2 (low noise).
+    # Experts whose adapter is trained, comma separated: dit (high noise, or the only one), dit2 (low noise).
     trainable_models: Text = "dit2"
-    # Sigma at or above which the high-noise expert answers; null takes the pipeline's boundary_ratio.
+    # Sigma at or above which the high-noise expert answers; null takes the pipeline's boundary_ratio, if it has one.
     min_timestep_boundary: Share | None = None
     # Upper end of the high-noise expert's sigmas; anything but 1 is refused, nothing else could answer there.
     max_timestep_boundary: Number = 1.0

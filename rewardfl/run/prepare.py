@@ -250,14 +250,14 @@ def samples(
 class Conditions:
     """The conditioning of samples, and the latents that the first expert hands over to the second, in the cache.
 
-    text, vae, untrained: what the entries are computed with, by digests; untrained is the first expert. dtype: what
+    text, image, untrained: what the entries are computed with, by digests; untrained is the first expert. dtype: what
     these compute in. num_frames: of every clip.
     """
 
     store: Cache
     backbone: Backbone
     text: str
-    vae: str
+    image: str
     untrained: str
     dtype: str
     num_frames: int
@@ -338,7 +338,7 @@ class Conditions:
         return {"kind": "text", "model": self.text, "dtype": self.dtype, "prompt": prompt}
 
     def _image_key(self, sample: Sample) -> Key:
-        return {"kind": "image", "model": self.vae, "dtype": self.dtype, "clip": cache.digest(sample.clip)}
+        return {"kind": "image", "model": self.image, "dtype": self.dtype, "clip": cache.digest(sample.clip)}
 
     def _boundary_key(self, sample: Sample, noise_seed: int, schedule: Schedule) -> Key:
         return {

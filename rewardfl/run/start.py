@@ -368,9 +368,9 @@ def _check_face_packs(
 def conditions_of(cfg: AnyConfig, backbone: Backbone, base: Mapping[str, str], store: Cache) -> prepare.Conditions:
     """The conditioning of clips, in the cache. base: as `identify` gives it."""
     first = " ".join(base.get(part, part) for part in backbone.parts_of(backbone.experts[0]))
-    return prepare.Conditions(
-        store, backbone, base["text_encoder"], base["vae"], first, cfg.model.dtype, cfg.data.num_frames
-    )
+    # what an image becomes is the model's own affair: two models of one VAE make different things of it
+    image = " ".join([cfg.model.model_name, *(base[part] for part in ("vae", "image_encoder") if part in base)])
+    return prepare.Conditions(store, backbone, base["text_encoder"], image, first, cfg.model.dtype, cfg.data.num_frames)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""Both scripts, and generating with what they saved, on a small random model of each Wan but the first, whose runs the
+other tests are. That the mathematics is the stock pipeline's: test_backbones.py.
+"""
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_tool
+from PIL import Image
+from pipelines import random_variant
+from runs import launch, launch_grpo, metrics
+
+from rewardfl import lora
+from rewardfl.backbones.wan.variants import VARIANTS
+from rewardfl_tools import generate
+
+OTHERS = [name for name, variant in VARIANTS.items() if name != "wan2_2"]
+REWARD = ["reward.name=motion", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            random_variant(name).save_pretrained(made[name])
+        return made[name]
+
+    return folder
+
+
+def model(name, folder):
+    trained = "dit,dit2" if len(VARIANTS[name].experts) > 1 else "dit"
+    return [f"model.model_name={name}", f"model.model_paths={folder}", f"model.trainable_models={trained}"]
+
+
+def adapters(run, step, name):
+    files = [
+        run / "checkpoints" / f"step-{step:06d}" / part / lora.WEIGHTS_NAME for part in VARIANTS[name].parts.values()
+    ]
+    return {f"{file.parent.name}.{key}": value for file in files for key, value in lora.read_adapter(file)[0].items()}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "wan2_2_ti2v" else pytest.param(name, marks=pytest.mark.long) for name in OTHERS]
+)
+def test_both_scripts_train_resume_and_generate(folder_of, tmp_path, name):
+    folder = folder_of(name)
+    # every step replayed, so that each expert has one
+    rest = [*model(name, folder), *REWARD, "sample.mid_timestep=0", "reward.kl_weight=1", "run.save_steps=1"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    launch(*rest, "train.max_steps=3", f"run.output_dir={whole}")
+    launch(*rest, "train.max_steps=2", f"run.output_dir={parts}")
+    launch(*rest, "train.max_steps=3", f"run.output_dir={parts}")
+    ours, resumed = adapters(whole, 3, name), adapters(parts, 3, name)
+    assert ours.keys() == resumed.keys() and all(torch.equal(ours[key], resumed[key]) for key in ours)
+    assert all(value.any() for value in ours.values())  # nothing stayed where it began
+    rows = metrics(whole)
+    assert rows[0]["actor/kl_loss"] == 0 < rows[-1]["actor/kl_loss"] and all(row["grad_norm"] > 0 for row in rows)
+
+    run = tmp_path / "grpo"
+    launch_grpo(*model(name, folder), "train.max_steps=1", f"run.output_dir={run}")
+    (row,) = metrics(run)
+    assert row["grad_norm"] > 0 and row["policy/ratio"] == 1
+
+    image, video = tmp_path / "image.png", tmp_path / "video.npy"
+    Image.new("RGB", (32, 32), (180, 140, 120)).save(image)
+    settings = {
+        "model": folder, "model-name": name, "image": image, "prompt": "a person", "height": 32, "width": 32,
+        "num-frames": 5, "steps": 2, "out": video, "device": "cpu", "dtype": "float32",
+    }  # fmt: skip
+    plain = [f"--{key}={value}" for key, value in settings.items()]
+    run_tool(generate.main, *plain)
+    before = np.load(video)
+    video.unlink()
+    run_tool(generate.main, *plain, f"--adapter={whole / 'checkpoints' / 'latest'}")
+    assert before.shape == np.load(video).shape == (5, 32, 32, 3) and not np.array_equal(before, np.load(video))
