@@ -61,9 +61,13 @@ def wan(name, folder):
 
 
 TENANTS = dict.fromkeys(VARIANTS, wan)
+TEXT_ALONE = ("wan2_2_t2v", "wan2_1_t2v")  # the others without an image: what they ask for, the others ask for, too
 
 
-@pytest.fixture(scope="module", params=backbones.MODULES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.long] if name in TEXT_ALONE else []) for name in backbones.MODULES],
+)
 def tenant(request, tmp_path_factory):
     return TENANTS[request.param](request.param, tmp_path_factory.mktemp(request.param))
 

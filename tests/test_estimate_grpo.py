@@ -478,7 +478,10 @@ NEEDS = dict.fromkeys([FULL, *(f"configs/presets/{name}.yaml" for name in PRESET
 }
 
 
-@pytest.mark.parametrize("file, memory", NEEDS.items())
+@pytest.mark.parametrize(
+    "file, memory",
+    [pytest.param(*one, marks=[] if one[0] == FULL else [pytest.mark.long]) for one in NEEDS.items()],
+)
 def test_the_files_fit_the_gpus_that_they_name(monkeypatch, capsys, file, memory):
     code, out, _ = tool(monkeypatch, capsys, file, "--processes", "8", "--gpu-memory", str(memory))
     assert code == 0 and "\nfits: " in out

@@ -49,6 +49,7 @@ def test_dry_run_of_one_gpu(start, dry):
     assert done.returncode == 0 and re.search("x 1 process(es)?( = |\n)", done.stdout), done.stderr[-3000:]
 
 
+@pytest.mark.long
 @needs_deepspeed
 def test_dry_run_of_two_machines():
     """Two launches of a process each meet, as on two machines."""

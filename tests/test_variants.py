@@ -12,7 +12,7 @@ from runs import launch, launch_grpo, metrics
 
 from rewardfl import lora
 from rewardfl.backbones.wan.variants import VARIANTS
-from rewardfl_tools import generate
+from rewardfl_tools import generate, merge_lora
 
 OTHERS = [name for name, variant in VARIANTS.items() if name != "wan2_2"]
 REWARD = ["reward.name=motion", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
@@ -46,7 +46,7 @@ def adapters(run, step, name):
 @pytest.mark.parametrize(
     "name", [name if name == "wan2_2_ti2v" else pytest.param(name, marks=pytest.mark.long) for name in OTHERS]
 )
-def test_both_scripts_train_resume_and_generate(folder_of, tmp_path, name):
+def test_both_scripts_train_and_what_they_saved_is_resumed_shown_and_merged(folder_of, tmp_path, name):
     folder = folder_of(name)
     # every step replayed, so that each expert has one
     rest = [*model(name, folder), *REWARD, "sample.mid_timestep=0", "reward.kl_weight=1", "run.save_steps=1"]
@@ -71,9 +71,14 @@ def test_both_scripts_train_resume_and_generate(folder_of, tmp_path, name):
         "model": folder, "model-name": name, "image": image, "prompt": "a person", "height": 32, "width": 32,
         "num-frames": 5, "steps": 2, "out": video, "device": "cpu", "dtype": "float32",
     }  # fmt: skip
-    plain = [f"--{key}={value}" for key, value in settings.items()]
-    run_tool(generate.main, *plain)
-    before = np.load(video)
-    video.unlink()
-    run_tool(generate.main, *plain, f"--adapter={whole / 'checkpoints' / 'latest'}")
-    assert before.shape == np.load(video).shape == (5, 32, 32, 3) and not np.array_equal(before, np.load(video))
+    checkpoint, merged = whole / "checkpoints" / "latest", tmp_path / "merged"
+    run_tool(merge_lora.main, "--base", folder, "--lora", checkpoint, "--out", merged, "--dtype", "fp32")
+    shown = {}
+    for arm, changed in (
+        ("base", {}), ("adapted", {"adapter": checkpoint}), ("merged", {"model": merged})
+    ):  # fmt: skip
+        run_tool(generate.main, *(f"--{key}={value}" for key, value in (settings | changed).items()))
+        shown[arm] = np.load(video).astype(int)
+        video.unlink()
+    assert shown["base"].shape == (5, 32, 32, 3) and not np.array_equal(shown["base"], shown["adapted"])
+    assert abs(shown["adapted"] - shown["merged"]).max() <= 1  # of 255

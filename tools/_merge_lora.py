@@ -21,6 +21,7 @@ EXPERTS = {"high": "high_noise", "low": "low_noise"}
 LAYOUTS = (
     {"high_noise": "transformer", "low_noise": "transformer_2"},
     {"high_noise": "high_noise_model", "low_noise": "low_noise_model"},
+    {"high_noise": "transformer"},  # the only one, by the name that its folder would have beside another
 )
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # files that nobody edits: links to them save the room
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     if layout and (args.rename != "keep" or output.is_file or args.expert):
         raise Refused(
             f"--base {args.base} is a pipeline: the output is a pipeline folder with the same names. For one expert as "
-            f"a file or with other names give --base {args.base / layout['low_noise']}"
+            f"a file or with other names give --base {args.base / list(layout.values())[-1]}"
         )
     if layout:
         bases = {expert: shards.open_checkpoint(args.base / folder) for expert, folder in layout.items()}
@@ -81,7 +82,7 @@ def read(text: str, alpha: float | None) -> Given:
 
 
 def pipeline_layout(base: Path) -> dict[str, str] | None:
-    """{expert: folder} when `base` is a pipeline with two experts."""
+    """{expert: folder} when `base` is a pipeline."""
     for layout in LAYOUTS:
         if all((base / folder).is_dir() for folder in layout.values()):
             return layout
