@@ -67,12 +67,8 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- what the cache lacks
     conditions = start.conditions_of(cfg, backbone, opened.base, store)
-    guidance, negative = cfg.sample.guidance_scale, None
-    away = [cfg.sample.negative_prompt] if guidance != 1 else []
-    conditions.fill([*samples, *held_out], job.device, job.share, away)
-    job.wait()
-    if away:
-        negative = seam.to(conditions.text_of(cfg.sample.negative_prompt), job.device)
+    guidance = cfg.sample.guidance_scale
+    negative = start.fill_conditions(cfg, conditions, [*samples, *held_out], job)
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)

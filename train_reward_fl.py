@@ -14,7 +14,7 @@ import sys
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from rewardfl import config as configuration
@@ -64,7 +64,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- what the cache lacks
     conditions = start.conditions_of(cfg, backbone, opened.base, store)
-    conditions.fill(samples, job.device, job.share)
+    negative = start.fill_conditions(cfg, conditions, samples, job)
     cached = cfg.experts.untrained == "boundary_cache"
     starts = prepare.Starts(
         samples,
@@ -78,7 +78,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     )
     if cached:
         starts.fill(cfg.run.sample_videos, job.share)
-    job.wait()
+        job.wait()
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
@@ -88,11 +88,15 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler
     log = start.open_log(cfg, job, run_folder, resumed, steps, last_line=resumed.step)
 
+    def velocity_of(network: nn.Module, batch: prepare.Batch) -> Velocity:
+        guidance, both = cfg.sample.guidance_scale, cfg.sample.guidance_gradient == "both"
+        return Velocity(backbone, network, batch.conditioning, batch.schedule, negative, guidance, both)
+
     def generate(row: int) -> tuple[int, Tensor]:
         """(row, its video (3, F, H, W)) as the weights are now, always from the same noise."""
         batch = starts.batch([(-1, row)])
-        velocity = Velocity(backbone, model, batch.conditioning, batch.schedule)
-        x0 = reward_flow.rollout(velocity, batch.x, batch.schedule.sigmas, keep=(), start=batch.start).x0
+        velocity, sigmas = velocity_of(model, batch), batch.schedule.sigmas
+        x0 = reward_flow.rollout(velocity, batch.x, sigmas, keep=(), start=batch.start).x0
         return batch.rows[0], decoder.decode(x0, batch.conditioning)[0]
 
     def save(done: int) -> None:
@@ -109,7 +113,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     floor = {}
     if cfg.reward.kl_weight != 0 and cfg.model.dtype == "bfloat16":
         batch = starts.batch([(0, 0)])
-        reference = Velocity(backbone, policy, batch.conditioning, batch.schedule).reference
+        reference = velocity_of(policy, batch).reference
         floor["actor/kl_floor"] = reward_flow.kl_floor(reference, batch.x, batch.schedule.sigmas, active, batch.start)
         job.say(f"note: in bfloat16 this model's KL reads about {floor['actor/kl_floor']:.1e} from rounding alone")
 
@@ -126,7 +130,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     visits = order.micro_batch(step, micro, job.rank)
                     batch = starts.batch(visits)
                     sigmas = batch.schedule.sigmas
-                    velocity = Velocity(backbone, policy, batch.conditioning, batch.schedule)
+                    velocity = velocity_of(policy, batch)
 
                 # 1. Noise -> latents, without a graph; the latents before the active steps are kept.
                 with timer("rollout"):

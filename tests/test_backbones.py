@@ -173,26 +173,40 @@ def test_in_bfloat16_the_network_is_asked_what_the_stock_pipeline_asks(tenant, m
         assert torch.equal(ours[name].to(value.dtype), value), name
 
 
-def test_replay_is_autograd_through_the_chain(backbone):
-    """Of a random cotangent of x0, two samples, steps of every expert, with the KL."""
-    schedule, active = schedule_of(backbone), [1, 3, 5]
+@pytest.mark.parametrize("guidance, differentiated", [(1.0, "both"), (3.5, "both"), (3.5, "conditional")])
+def test_replay_is_autograd_through_the_chain(backbone, guidance, differentiated):
+    """Of a random cotangent of x0, two samples, steps of every expert, with the KL; guided, by its formula."""
+    schedule, active, both = schedule_of(backbone), [1, 3, 5], differentiated == "both"
     x, grads = noise_of(backbone, 2).double(), []
     g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    model, told = backbone_at(backbone, torch.float64), conditioning_of(backbone, 2)
+    negative = backbone.text_encoder(CPU)(NEGATIVE)
     for whole in (True, False):
         experts, _ = experts_of(backbone, adapted=True, dtype=torch.float64)
-        model = backbone_at(backbone, torch.float64)
-        velocity = Velocity(model, experts, conditioning_of(backbone, 2), schedule)
         if whole:
+            towards = Velocity(model, experts, told, schedule)
+            other = told | {name: value.expand(2, *value.shape[1:]) for name, value in negative.items()}
+            away = Velocity(model, experts, other, schedule)
+
+            def guided(answer, y, i, towards=towards, away=away):
+                v = getattr(towards, answer)(y, i)
+                if guidance == 1:
+                    return v
+                constant = getattr(away, answer)(y, i)
+                constant = constant if both else constant.detach()
+                return constant + guidance * (v - constant)
+
             y, kl = x, 0.0
             for i in range(STEPS):
-                v = velocity(y, i)
+                v = guided("__call__", y, i)
                 if i in active:
                     with torch.no_grad():
-                        reference = velocity.reference(y.detach(), i)
+                        reference = guided("reference", y.detach(), i)
                     kl = kl + flow.velocity_kl(v, reference, schedule.sigmas[i]) / len(active)
                 y = y + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * (v if i in active else v.detach())
             ((g * y).sum() + 0.3 * kl.sum()).backward()
         else:
+            velocity = Velocity(model, experts, told, schedule, None if guidance == 1 else negative, guidance, both)
             trajectory = reward_flow.rollout(velocity, x, schedule.sigmas, active)
             reward_flow.replay(
                 velocity, trajectory, schedule.sigmas, active, g, 1.0, reference=velocity.reference, kl_weight=0.3

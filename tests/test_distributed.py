@@ -99,7 +99,14 @@ REWARD_PLACES = {
     "both, apart": [BOTH, "sample.active_steps=[0,3]", "sample.final_timestep=3", "sample.gradient_mode=drtune"],
     "one step": ["model.trainable_models=dit2", "sample.gradient_mode=last", "sample.final_timestep=3"],
 }
-POLICY_PLACES = {"high": ["model.trainable_models=dit", "grpo.window_bounds=[0, 2]"], "both": [BOTH]}
+GUIDED = ["sample.guidance_scale=3", "sample.negative_prompt=a blurred picture"]
+REWARD_PLACES |= {
+    "guided": [*REWARD_PLACES["both"], *GUIDED],
+    "guided, half": [*REWARD_PLACES["both"], *GUIDED, "sample.guidance_gradient=conditional"],
+}
+POLICY_PLACES = {
+    "high": ["model.trainable_models=dit", "grpo.window_bounds=[0, 2]"], "both": [BOTH], "guided": [BOTH, *GUIDED],
+}  # fmt: skip
 # by default one of those that went wrong before; `make chaos` runs all
 ALL_PLACES = [*(f"reward, {name}" for name in REWARD_PLACES), *(f"policy, {name}" for name in POLICY_PLACES)]
 PLACES = os.environ.get("PLACES", "reward, both").split("; ")

@@ -549,6 +549,18 @@ def test_run_of_a_configuration(monkeypatch):
     as_shipped = configured()
     assert (as_shipped.rollout, as_shipped.replay) == ({"high_noise": 3, "low_noise": 5}, LAST_FOUR)
     assert as_shipped.pulled == as_shipped.reference == LAST_FOUR and as_shipped.cacheable
+    plain, guided = configured(), ["sample.guidance_scale=5"]
+    half = [*guided, "sample.guidance_gradient=conditional"]
+
+    def times(factor, passes):
+        return {expert: factor * count for expert, count in passes.items()}
+
+    both = configured(*guided)
+    assert both.rollout == times(2, plain.rollout) and both.reference == times(2, LAST_FOUR) and both.graphs == 2
+    assert both.replay == both.pulled == times(2, LAST_FOUR)
+    one = configured(*half)  # the other answer is a pass without a graph
+    assert one.rollout == {"high_noise": 6, "low_noise": 14} and one.graphs == 1
+    assert one.replay == one.pulled == LAST_FOUR and one.reference == times(2, LAST_FOUR)
     apart = configured("reward.kl_gradient=fixed_trajectory")
     assert (apart.replay, apart.pulled) == (LAST_FOUR, {"low_noise": 7})
     assert configured("reward.kl_gradient=fixed_trajectory", "sample.gradient_mode=drtune").pulled == LAST_FOUR

@@ -15,6 +15,7 @@ from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl_tools import generate, merge_lora
 
 OTHERS = [name for name, variant in VARIANTS.items() if name != "wan2_2"]
+GUIDED = ["sample.guidance_scale=3", "sample.negative_prompt=a blurred picture"]
 REWARD = ["reward.name=motion", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
 
 
@@ -59,6 +60,16 @@ def test_both_scripts_train_and_what_they_saved_is_resumed_shown_and_merged(fold
     assert all(value.any() for value in ours.values())  # nothing stayed where it began
     rows = metrics(whole)
     assert rows[0]["actor/kl_loss"] == 0 < rows[-1]["actor/kl_loss"] and all(row["grad_norm"] > 0 for row in rows)
+
+    grown = {}
+    for differentiated in ("both", "conditional"):
+        run = tmp_path / differentiated
+        words = [*rest, *GUIDED, f"sample.guidance_gradient={differentiated}", "train.max_steps=2"]
+        launch(*words, f"run.output_dir={run}")
+        first, second = metrics(run)
+        assert first["actor/kl_loss"] == 0 < second["actor/kl_loss"]  # the reference is guided, too
+        grown[differentiated] = first["grad_norm"]
+    assert len({*grown.values(), rows[0]["grad_norm"]}) == 3
 
     run = tmp_path / "grpo"
     launch_grpo(*model(name, folder), "train.max_steps=1", f"run.output_dir={run}")

@@ -111,7 +111,7 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
         row.id: encode_text(row.prompt) | encode_image(examples[row.id].image, cfg.data.num_frames) for row in usable
     }
     guidance, negative = 1.0, None
-    if isinstance(cfg, config.FlowGrpoConfig) and cfg.sample.guidance_scale != 1:  # as it was trained
+    if cfg.sample.guidance_scale != 1:  # as it was trained
         guidance, negative = cfg.sample.guidance_scale, encode_text(cfg.sample.negative_prompt)
     del encode_text, encode_image  # the text encoder alone is 11 GB
     decoder = backbone.load_decoder(device)

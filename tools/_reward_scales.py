@@ -100,6 +100,8 @@ def sample(
     conditions = [
         encode_text(row.prompt) | encode_image(example.image, cfg.data.num_frames) for row, example in examples
     ]
+    guidance = cfg.sample.guidance_scale
+    negative = encode_text(cfg.sample.negative_prompt) if guidance != 1 else None
     del encode_text, encode_image  # the text encoder alone is 11 GB
     model = Experts({name: offload.place(backbone.load_expert(name), experts, device) for name in backbone.experts})
     decoder = backbone.load_decoder(device)
@@ -108,7 +110,7 @@ def sample(
         _, height, width = example.image.shape
         shape = backbone.latent_shape(height, width, cfg.data.num_frames)
         schedule = work.schedule_of(cfg, backbone, shape)
-        velocity = Velocity(backbone, model, condition, schedule)
+        velocity = Velocity(backbone, model, condition, schedule, negative, guidance)
         seed = groups.noise_seed(cfg.run.seed, 0, row.id)
         x0 = reward_flow.rollout(velocity, groups.noise((1, *shape), seed, device), schedule.sigmas, keep=()).x0
         videos.append(decoder.decode(x0, condition)[0].float())

@@ -272,7 +272,7 @@ class Velocity:
 
     guidance: scale of classifier-free guidance away from `negative`, the conditioning of another prompt (for one sample
     or for B), as an undistilled model is sampled; 1 is none, takes half the time, and is what training and distilled
-    models use.
+    models use. away_gradient: whether the answer to the negative prompt is differentiated, too; else it is a constant.
     """
 
     backbone: Backbone
@@ -281,6 +281,7 @@ class Velocity:
     schedule: Schedule
     negative: Conditioning | None = None
     guidance: float = 1.0
+    away_gradient: bool = True
 
     def __post_init__(self) -> None:
         if self.guidance != 1 and self.negative is None:
@@ -292,7 +293,8 @@ class Velocity:
         if self.guidance == 1:
             return velocity
         negative = {name: value.expand(len(x), *value.shape[1:]) for name, value in self.negative.items()}
-        away = self.backbone.velocity(self.model, x, step, self.schedule, self.conditioning | negative)
+        with torch.set_grad_enabled(self.away_gradient and torch.is_grad_enabled()):
+            away = self.backbone.velocity(self.model, x, step, self.schedule, self.conditioning | negative)
         return self.backbone.guide(velocity, away, self.guidance)
 
     def reference(self, x: Tensor, step: int) -> Tensor:

@@ -292,6 +292,15 @@ class SharedSampleConfig(Section):
     num_inference_steps: Denoising = 8
     # Shift of the sigma schedule: shift*s / (1 + (shift - 1)*s) over linspace(1, 0, steps + 1).
     shift: Annotated[Number, Field(ge=0.01, le=100)] = 5.0
+    # Scale of classifier-free guidance in rollout, replay and reference alike; 1 is none, takes half the time, and is
+    # what distilled models and reinforcement learning do best with. Models that are not distilled need it.
+    guidance_scale: Annotated[Positive, Field(le=100)] = 1.0
+    # What guidance leads away from.
+    negative_prompt: PlainText = ""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.guidance_scale == 1 and self.negative_prompt:
+            yield "sample.negative_prompt does nothing without guidance; set sample.guidance_scale, or remove it"
 
 
 class SampleConfig(SharedSampleConfig):
@@ -312,8 +321,14 @@ class SampleConfig(SharedSampleConfig):
     # "fresh": new noise each time a clip comes up; n: each clip has n noises, used in turn, so that what the
     # steps before the first active one compute can be cached.
     noises_per_sample: Literal["fresh"] | Batch = "fresh"
+    # What of a guided velocity is differentiated: both answers (exactly), or the conditional one alone, with the answer
+    # to the negative prompt as a constant: half the backward and half the graph, and another gradient.
+    guidance_gradient: Literal["both", "conditional"] = "both"
 
     def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        if self.guidance_gradient != "both" and self.guidance_scale == 1:
+            yield "sample.guidance_gradient does nothing without guidance; set sample.guidance_scale, or remove it"
         last, steps = self.final_timestep, self.num_inference_steps
         mode, coupling = self.gradient_mode, self.coupling
         if last >= steps:
@@ -349,12 +364,6 @@ class SampleConfig(SharedSampleConfig):
 class GrpoSampleConfig(SharedSampleConfig):
     """Section `sample` of train_flow_grpo.py."""
 
-    # Scale of classifier-free guidance in rollout, replay and reference alike; 1 is none, takes half the time, and is
-    # what distilled models and reinforcement learning do best with.
-    guidance_scale: Annotated[Positive, Field(le=100)] = 1.0
-    # What guidance leads away from.
-    negative_prompt: PlainText = ""
-
     @property
     def final_timestep(self) -> int:
         """A rollout always takes every step."""
@@ -363,8 +372,7 @@ class GrpoSampleConfig(SharedSampleConfig):
     def conflicts(self) -> Iterator[str]:
         if self.num_inference_steps < 2:
             yield "sample.num_inference_steps must be at least 2, got 1: the last step is never stochastic"
-        if self.guidance_scale == 1 and self.negative_prompt:
-            yield "sample.negative_prompt does nothing without guidance; set sample.guidance_scale, or remove it"
+        yield from super().conflicts()
 
 
 class GrpoTermConfig(Section):
@@ -631,6 +639,11 @@ class RewardFlConfig(Section):
             yield (
                 "experts.untrained boundary_cache needs a number of noises per clip, sample.noises_per_sample is "
                 "fresh; set it to, for example, 4"
+            )
+        if self.sample.guidance_scale != 1:
+            yield (
+                "experts.untrained boundary_cache makes its latents without guidance, sample.guidance_scale is "
+                f"{self.sample.guidance_scale:g}; set experts.untrained: cpu_swap, or guidance_scale: 1"
             )
 
 

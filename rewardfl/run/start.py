@@ -22,7 +22,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rewardfl import backbones, data, groups, grpo, lora, offload
 from rewardfl import config as configuration
-from rewardfl.backbones.seam import Adapter, Backbone, Experts, Source
+from rewardfl.backbones import seam
+from rewardfl.backbones.seam import Adapter, Backbone, Conditioning, Experts, Source
 from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
 from rewardfl.files import model_digest, printable
@@ -371,6 +372,16 @@ def conditions_of(cfg: AnyConfig, backbone: Backbone, base: Mapping[str, str], s
     # what an image becomes is the model's own affair: two models of one VAE make different things of it
     image = " ".join([cfg.model.model_name, *(base[part] for part in ("vae", "image_encoder") if part in base)])
     return prepare.Conditions(store, backbone, base["text_encoder"], image, first, cfg.model.dtype, cfg.data.num_frames)
+
+
+def fill_conditions(
+    cfg: AnyConfig, conditions: prepare.Conditions, samples: Sequence[prepare.Sample], job: Job
+) -> Conditioning | None:
+    """Compute what the cache lacks of the conditioning; what guidance leads away from, on the device, None for none."""
+    guided = cfg.sample.guidance_scale != 1
+    conditions.fill(samples, job.device, job.share, [cfg.sample.negative_prompt] if guided else [])
+    job.wait()
+    return seam.to(conditions.text_of(cfg.sample.negative_prompt), job.device) if guided else None
 
 
 # ------------------------------------------------------------------------------------------------------------

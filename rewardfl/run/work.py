@@ -188,6 +188,8 @@ def _batch_arithmetic(cfg: RewardFlConfig, clips: int | None, steps: int | None,
         f"{configuration.resolved_coupling(cfg):g}, KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient})",
         f"untrained expert: {cfg.experts.untrained}; decoder caches: {train.decode_caches}",
     ]
+    if answers_of(cfg) > 1:
+        lines.append(f"guidance: {sample.guidance_scale:g}, gradient of {sample.guidance_gradient}")
     if steps is None or clips is None:
         return lines
     visited = f"steps: {steps} = {steps * at_once} samples = {steps * at_once / clips:.2f} x {clips} rows"
@@ -375,17 +377,20 @@ def work_of(
 def _reward_fl(common: Work, cfg: RewardFlConfig) -> Work:
     schedule, active = schedule_of(cfg, common.video.backbone), configuration.active_steps(cfg)
     experts = schedule.experts
-    replay = Counter(experts[i] for i in active)
+    answers, replay = answers_of(cfg), Counter(experts[i] for i in active)
+    both = answers == 2 and cfg.sample.guidance_gradient == "both"
     coupled, kl = configuration.resolved_coupling(cfg) != 0, cfg.reward.kl_weight != 0
     # the KL's gradient kept off the trajectory is a backward pass of its own at each step that hands one on
     twice = active[1:] if kl and coupled and cfg.reward.kl_gradient == "fixed_trajectory" else ()
     own = cfg.train.per_device_train_batch_size * cfg.train.gradient_accumulation_steps
     return replace(
         common,
-        rollout=Counter(experts),
-        replay=replay,
-        pulled=replay + Counter(experts[i] for i in twice),
-        reference=replay if kl else {},
+        # with an answer that replay takes as a constant
+        rollout=_times(answers, Counter(experts)) + (replay if answers == 2 and not both else Counter()),
+        replay=_times(1 + both, replay),
+        pulled=_times(1 + both, replay + Counter(experts[i] for i in twice)),
+        reference=_times(answers, replay) if kl else {},
+        graphs=1 + both,
         reward_gradient=True,
         # what comes before the boundary, where nothing is trained or handed a gradient
         cacheable=common.untrained == experts[0] and experts[0] not in replay,
@@ -395,6 +400,10 @@ def _reward_fl(common: Work, cfg: RewardFlConfig) -> Work:
         decode_caches=cfg.train.decode_caches,
         noises=cfg.sample.noises_per_sample,
     )
+
+
+def _times(factor: int, passes: Counter[str]) -> Counter[str]:
+    return Counter({expert: factor * count for expert, count in passes.items()})
 
 
 def _flow_grpo(common: Work, cfg: FlowGrpoConfig) -> Work:
@@ -487,10 +496,10 @@ def _pack_bytes(cfg: AnyConfig) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Small questions about Flow-GRPO
+# Small questions
 
 
-def answers_of(cfg: FlowGrpoConfig) -> int:
+def answers_of(cfg: AnyConfig) -> int:
     """Forward passes that one velocity takes."""
     return 2 if cfg.sample.guidance_scale != 1 else 1
 
