@@ -30,7 +30,10 @@ REPOSITORIES = {
         "README.md",
     ],
 }  # fmt: skip
-CONFIGS = sorted(path.name for path in (ROOT / "configs").glob("wan22_*.yaml"))
+# of the model that the guide fetches
+CONFIGS = sorted(
+    path.name for path in (ROOT / "configs").glob("wan2*.yaml") if config.load(path).model.model_name == "wan2_2"
+)
 
 
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]

@@ -506,6 +506,14 @@ def tool(monkeypatch, capsys, *arguments):
     return code, out.out, out.err
 
 
+@pytest.mark.parametrize("name, memory", {"wan22_ti2v_5b_face": 48, "wan21_i2v_face": 80}.items())
+def test_the_files_of_other_models_fit_the_gpus_that_they_name(monkeypatch, capsys, name, memory):
+    file = f"configs/{name}.yaml"
+    code, out, _ = tool(monkeypatch, capsys, file, "--gpu-memory", str(memory))
+    assert code == 0 and "\nfits: " in out and "published; no configurations" in out
+    assert f"{memory} GB" in (ROOT / file).read_text()
+
+
 def test_tiny_config(monkeypatch, capsys):
     code, out, _ = tool(monkeypatch, capsys, "configs/tiny_face.yaml")
     assert code == 0 and "fits: 2.2 GB of 80.0 GB" in out
