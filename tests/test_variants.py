@@ -79,9 +79,13 @@ def test_both_scripts_train_and_what_they_saved_is_resumed_shown_and_merged(fold
     image, video = tmp_path / "image.png", tmp_path / "video.npy"
     Image.new("RGB", (32, 32), (180, 140, 120)).save(image)
     settings = {
-        "model": folder, "model-name": name, "image": image, "prompt": "a person", "height": 32, "width": 32,
+        "model": folder, "model-name": name, "prompt": "a person", "height": 32, "width": 32,
         "num-frames": 5, "steps": 2, "out": video, "device": "cpu", "dtype": "float32",
     }  # fmt: skip
+    with_image = VARIANTS[name].image != "none"
+    wrong = [f"--{key}={value}" for key, value in settings.items()] + [f"--image={image}"] * (not with_image)
+    assert "--image" in run_tool(generate.main, *wrong, expect=2)
+    settings |= {"image": image} if with_image else {}
     checkpoint, merged = whole / "checkpoints" / "latest", tmp_path / "merged"
     run_tool(merge_lora.main, "--base", folder, "--lora", checkpoint, "--out", merged, "--dtype", "fp32")
     shown = {}

@@ -17,11 +17,11 @@ from rewardfl_tools import _common
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model-name", default="wan2_2", help="the model's family, as model.model_name (default: wan2_2)"
+        "--model-name", default="wan2_2", help="which model it is, as model.model_name (default: wan2_2)"
     )
     parser.add_argument("--model", required=True, help="diffusers folder, or a wan22_paths.json")
     parser.add_argument("--tokenizer", default="", help="tokenizer folder, for original files (default: the model's)")
-    parser.add_argument("--image", type=Path, required=True, help="the first frame")
+    parser.add_argument("--image", type=Path, help="the first frame, for models that take one")
     parser.add_argument("--prompt", required=True)
     parser.add_argument(
         "--guidance", type=float, default=1.0,

@@ -190,6 +190,10 @@ class Backbone(Protocol):
     def dtype(self) -> torch.dtype:
         """What the networks compute in."""
 
+    @property
+    def takes_image(self) -> bool:
+        """Whether a clip's first frame, or the image given for it, is among what the networks are told."""
+
     # ---- what headers and configurations tell
 
     def described_by(self) -> str:

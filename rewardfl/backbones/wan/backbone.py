@@ -56,6 +56,10 @@ class Wan:
         return self.variant.experts
 
     @property
+    def takes_image(self) -> bool:
+        return self.variant.image != "none"
+
+    @property
     def layer_names(self) -> Mapping[str, str]:
         return self.variant.layer_names
 
@@ -152,7 +156,7 @@ class Wan:
 
     def image_encoder(self, device: torch.device) -> Callable[[Tensor, int], Conditioning]:
         variant = self.variant
-        if variant.image == "none":
+        if not self.takes_image:
             return lambda image, num_frames: {}
         pipe = self.load(["vae", "image_encoder"] if variant.clip else ["vae"]).to(device)
 
