@@ -357,9 +357,9 @@ def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, cap
     """The second step's second clip comes back from the decoder with one; the third's appear in the backward pass."""
     pull_back, backward, calls = WanDecoder.vjp, Job.backward, []
 
-    def broken(decoder, x0, grad_video, decoded):
+    def broken(decoder, x0, grad_video, decoded, given):
         calls.append(1)
-        gradient = pull_back(decoder, x0, grad_video, decoded)
+        gradient = pull_back(decoder, x0, grad_video, decoded, given)
         if len(calls) == 2:
             gradient[1, 0, 0, 0, 0] = torch.inf
         return gradient

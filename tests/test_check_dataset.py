@@ -9,9 +9,9 @@ import pytest
 import torch
 from conftest import ROOT
 from PIL import Image, ImageDraw
+from pipelines import I2V
 
 from rewardfl import config, data
-from rewardfl.backbones.wan import files as layouts
 from rewardfl_tools import _check_dataset, check_dataset
 
 WORLD = ROOT / "assets" / "tiny_world"
@@ -218,7 +218,7 @@ def test_a_pack_that_is_none(call, tmp_path):
 
 def test_the_examples_are_what_is_read():
     paths = json.loads((ROOT / "examples" / "wan22_paths.json").read_text())
-    assert set(paths) == {*layouts.KEYS, "tokenizer", "configs"}
+    assert set(paths) == {*I2V.original_parts, "tokenizer", "configs"}
     rows = data.load_metadata(ROOT / "examples" / "metadata.csv")
     assert all(not row.problem and row.prompt for row in rows)
     assert any(row.image for row in rows) and any(row.reference_video for row in rows)

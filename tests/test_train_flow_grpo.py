@@ -331,8 +331,8 @@ def test_no_video_is_held_while_the_policy_is_updated(monkeypatch, tmp_path):
     """Of 480x832x81 each takes 0.4 GB, at the moment at which most is needed."""
     videos, alive, decode, update = [], [], WanDecoder.decode, Job.one_update
 
-    def seen_decode(self, latents):
-        video = decode(self, latents)
+    def seen_decode(self, latents, given):
+        video = decode(self, latents, given)
         videos.append(weakref.ref(video))
         return video
 

@@ -638,8 +638,8 @@ def test_no_video_is_held_while_the_steps_are_replayed(monkeypatch, tmp_path):
     """Neither the frames, nor the graph of the reward that refers to them."""
     videos, alive, decode, replay = [], [], WanDecoder.decode_with_caches, reward_flow.replay
 
-    def seen_decode(self, latents, caches="keep"):
-        decoded = decode(self, latents, caches)
+    def seen_decode(self, latents, caches, given):
+        decoded = decode(self, latents, caches, given)
         videos.append(weakref.ref(decoded.video))
         return decoded
 
