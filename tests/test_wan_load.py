@@ -26,7 +26,7 @@ from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan import variants
-from rewardfl.backbones.wan.variants import TWO_EXPERTS
+from rewardfl.backbones.wan.variants import TWO_EXPERTS, VARIANTS
 from rewardfl.run import start
 from rewardfl.weights import lora_files, shards
 from rewardfl.weights.shards import Refused
@@ -544,6 +544,29 @@ def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path):
             load(folder, torch.float32)
         shutil.rmtree(folder / part)
         shutil.copytree(files.fp32 / part, folder / part)
+
+
+def test_original_files_of_one_expert(files, tmp_path):
+    """Of Wan2.1-T2V: the experts' keys are one, `transformer`; and the image-to-video model's files are refused."""
+    torch.manual_seed(3)
+    transformer = wan_files.small_expert(in_channels=16)
+    wan_files.write_shards(wan_files.original_expert(transformer), tmp_path / "Wan2.1-T2V")
+    configs = Path(shutil.copytree(files.configs, tmp_path / "configs"))
+    edit_json(configs / "transformer" / "config.json", in_channels=16)
+    edit_json(configs / "model_index.json", boundary_ratio=None)
+    shutil.rmtree(configs / "transformer_2")
+    given = wan_files.paths(files.original, configs)
+    given = {key: str(value) for key, value in given.items() if not key.endswith("noise_model")}
+    (tmp_path / "paths.json").write_text(json.dumps(given | {"transformer": "Wan2.1-T2V"}))
+    pipe = wan_load.load_pipeline(
+        layouts.find_files(VARIANTS["wan2_1_t2v"], str(tmp_path / "paths.json")), torch.float32
+    )
+    ours, theirs = pipe.transformer.state_dict(), transformer.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert pipe.transformer_2 is None and pipe.config.boundary_ratio is None
+    (tmp_path / "paths.json").write_text(json.dumps(given | {"transformer": str(files.original / "high_noise_model")}))
+    with pytest.raises(Refused, match=r"wan2_1_t2v is Wan2.1-T2V, but .* takes 36 channels, not 16 \(an image-to"):
+        layouts.open_files(layouts.find_files(VARIANTS["wan2_1_t2v"], str(tmp_path / "paths.json")))
 
 
 def patched(files, folder, channels):
