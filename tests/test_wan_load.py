@@ -502,6 +502,10 @@ DAMAGED = {
         lambda d: edit_json(d / "transformer" / "config.json", in_channels=16),
         "is Wan2.2-T2V-A14B; set model.model_name: wan2_2_t2v",
     ),
+    "another family": (
+        lambda d: edit_json(d / "transformer" / "config.json", _class_name="SD3Transformer2DModel", in_channels=16),
+        "is no Wan: transformer/config.json says _class_name 'SD3Transformer2DModel'",
+    ),
     "surplus tensor": (
         lambda d: edit_json(d / "transformer" / "config.json", num_layers=1), "has no place in a model of 1 layers"
     ),

@@ -195,6 +195,7 @@ class Wan:
             latents = torch.cat([x, given["image"].to(x.dtype)], 1)
         elif self.variant.image == "frame":  # each token has its time, and the given frame's is 0
             latents = torch.cat([given["image"].to(x.dtype), x], 2)
+            # patches of 2 x 2, as the pipeline has it
             tokens = latents.shape[3] // 2 * (latents.shape[4] // 2)
             time = torch.cat([time.new_zeros(tokens), time.expand(tokens * x.shape[2])])
         if self.variant.clip:

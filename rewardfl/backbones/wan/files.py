@@ -104,6 +104,9 @@ def _check_index(variant: Variant, path: Path, index: Mapping[str, Any]) -> None
     """Refused for a pipeline folder of another model."""
     second = index.get("transformer_2")
     config = read_json(path / "transformer" / "config.json")
+    kind = config.get("_class_name")
+    if kind != "WanTransformer3DModel":  # SD3's has channels like a text-to-video Wan's
+        raise Refused(_another(variant, path, f"no Wan: transformer/config.json says _class_name {kind!r}"))
     found = variant_of(
         two_experts=isinstance(second, list) and second[0] is not None,
         expand_timesteps=bool(index.get("expand_timesteps")),
@@ -196,7 +199,7 @@ def _listed(value: Any) -> list[str]:
 
 
 def _from_hub(variant: Variant, origin_paths: str, tokenizer_path: str, allow_download: bool) -> Layout:
-    """Parts by what their patterns say (`words`); the tokenizer comes from beside the t5 file."""
+    """Parts by the words in their patterns, such as high_noise, t5 and vae; the tokenizer from beside the t5 file."""
     found: dict[str, list[Path]] = {}
     keys, several = variant.original_parts, variant.original_parts[: len(variant.parts)]
     of_experts = variant.experts if len(several) > 1 else ("diffusion_pytorch_model",)
