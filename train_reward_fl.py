@@ -41,7 +41,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     job.backwards = accumulation * len(active)  # each replayed step is one; the last one of an update synchronises
     per_process = accumulation * batch_size  # what a loss is divided by here; the processes are averaged over
     global_batch = checks.check_batch(cfg, job.world)
-    rows = start.look_at_rows(cfg, job)
+    rows = start.look_at_rows(cfg, job, backbone)
     steps = work.steps_of_run(cfg, len(rows.train), job.world)
     start.say_plan(cfg, backbone, rows, steps, job)
     if dry_run:

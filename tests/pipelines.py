@@ -46,7 +46,7 @@ def random_variant(name: str) -> WanImageToVideoPipeline | WanPipeline:
     if variant == I2V:
         return pipe
     torch.manual_seed(1)
-    vae = residual_vae() if variant.image == "frame" else pipe.vae
+    vae = residual_vae() if variant.token_times else pipe.vae
     latents = vae.config.z_dim
     transformers = {}
     for part in variant.parts.values():
@@ -57,7 +57,7 @@ def random_variant(name: str) -> WanImageToVideoPipeline | WanPipeline:
             | ({"image_dim": 32, "added_kv_proj_dim": 24} if variant.clip else {})
         )
     common = {"tokenizer": pipe.tokenizer, "text_encoder": pipe.text_encoder, "vae": vae, "scheduler": pipe.scheduler}
-    common |= transformers | {"expand_timesteps": variant.image == "frame"}
+    common |= transformers | {"expand_timesteps": variant.token_times}
     if "transformer_2" in transformers:
         common["boundary_ratio"] = 0.875
     if variant.clip:

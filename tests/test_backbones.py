@@ -61,7 +61,11 @@ def wan(name, folder):
 
 
 TENANTS = dict.fromkeys(VARIANTS, wan)
-TEXT_ALONE = ("wan2_2_t2v", "wan2_1_t2v")  # the others without an image: what they ask for, the others ask for, too
+TEXT_ALONE = (
+    "wan2_2_t2v",
+    "wan2_2_ti2v_text",
+    "wan2_1_t2v",
+)  # the others without an image: what they ask for, the others ask for, too
 
 
 @pytest.fixture(

@@ -106,7 +106,7 @@ def test_every_problem_and_every_warning(call, tmp_path):
         "lower it or leave the clip out",
         f"line 5: problem: {tmp_path}/text.mp4: cannot be decoded (Invalid data found when processing input)",
         f"line 5: problem: {tmp_path}/lost.mp4: no such file",
-        "line 6: problem: no video",
+        "line 6: problem: no video, and no image that this model could start from",
         "line 7: warning: clip: 32 x 32 (height x width) is enlarged 2.00 times to 64 x 64",
         "line 8: warning: clip: 64 x 64 leaves 50% of 64 x 128 (height x width)",
         "line 9: warning: the same as line 2: the clip weighs more",
@@ -133,7 +133,7 @@ def test_clips_with_problems_are_shown_as_far_as_they_go(tmp_path):
     data.write_video(tmp_path / "short.mp4", person()[:2, ::2, ::2], 16)
     path = write_csv(tmp_path, *([f"{name}.mp4", name, "", "", ""] for name in ("slow", "short", "lost")))
     settings = config.DataConfig(file_name=str(path), height=64, width=64, num_frames=9, fps=16)
-    reports = [_check_dataset.inspect(row, settings, None, "cpu") for row in data.load_metadata(path)]
+    reports = [_check_dataset.inspect(row, settings, None, "cpu", True) for row in data.load_metadata(path)]
     assert [len(report.problems) for report in reports] == [1, 1, 1]
     assert [len(report.pictures) for report in reports] == [3, 3, 0]
     assert all(report.warnings and report.size == (64, 64) for report in reports[:2])
@@ -157,7 +157,7 @@ def test_a_sheet_shows_every_name(tmp_path, monkeypatch):
         data.write_video(tmp_path / f"{name}.mp4", nobody(), 16)
     rows = data.load_metadata(write_csv(tmp_path, *([f"{name}.mp4", "x", "", "", ""] for name in names)))
     settings = config.DataConfig(file_name="-", height=64, width=64, num_frames=9)
-    _check_dataset.contact_sheet([_check_dataset.inspect(row, settings, None, "cpu") for row in rows])
+    _check_dataset.contact_sheet([_check_dataset.inspect(row, settings, None, "cpu", True) for row in rows])
     assert [words.split()[2].split(".mp4")[0] for words, _ in drawn] == list(names.values())
     box = picture_of("\U0010fffd", drawn[0][1])  # of a private character, which no font has
     assert all(picture_of(letter, drawn[0][1]) != box for words, _ in drawn for letter in words if letter != " ")

@@ -495,7 +495,7 @@ def test_optional_columns(folder):
     path = write_csv(folder, "x,b.png,a.mp4,r.mp4,ugly", f"x,{folder}/b.png,a.mp4,,", "x,,a.mp4", header=header)
     full, image, plain = data.load_metadata(path)
     assert (full.image, full.reference_video, full.negative_prompt) == (folder / "b.png", folder / "r.mp4", "ugly")
-    assert full.face_video == folder / "r.mp4" and plain.face_video == folder / "a.mp4"
+    assert full.reference == folder / "r.mp4" and plain.reference == folder / "a.mp4"
     assert image.image == folder / "b.png" and image.reference_video is None and image.negative_prompt == ""
     assert (plain.image, plain.reference_video, plain.negative_prompt) == (None, None, "")
     assert data.notes([full, image, plain]) == [
@@ -531,12 +531,12 @@ def test_missing_file_and_column(folder):
     with pytest.raises(DataError, match="must name the column 'prompt', it names video, text"):
         data.load_metadata(write_csv(folder, "a.mp4,x", header="video,text"))
     (folder / "metadata.csv").write_text("")
-    with pytest.raises(DataError, match="must name the column 'video', it names nothing"):
+    with pytest.raises(DataError, match="must name the column 'prompt', it names nothing"):
         data.load_metadata(folder / "metadata.csv")
 
 
 BAD = {
-    ",a prompt": "no video",
+    ",a prompt": "no video, and no image that this model could start from",
     "a.mp4,": "empty prompt for a.mp4",
     "a.mp4": "empty prompt for a.mp4",
     "a.mp4,smiles, then laughs": "more cells than columns; put a prompt that holds commas in double quotes",
@@ -545,6 +545,28 @@ BAD = {
     "cut.mp4,x": "{folder}/cut.mp4: cannot be decoded (Invalid data found when processing input)",
     "short.mp4,x": "{folder}/short.mp4: holds 4 frames, 5 are needed",
 }
+
+
+def test_rows_of_a_prompt_alone_and_of_a_picture(folder):
+    Image.new("RGB", (48, 64)).save(folder / "who.png")
+    path = write_csv(folder, "a cat", "a dog", "a cat", "a face,who.png", header="prompt,image")
+    rows = data.load_metadata(path)
+    assert len({row.id for row in rows}) == 4 and all(row.video is None for row in rows)
+    assert [row.offers for row in rows[2:]] == [("nothing",), ("nothing", "picture")]
+    assert [data.look_at(row, 5, takes_image=False).problems for row in rows] == [()] * 4
+    problem = "no video, and no image that this model could start from"
+    assert [data.look_at(row, 5).problems for row in rows] == [(problem,)] * 3 + [()]
+    assert data.row_problems(rows[0], 5) == [problem] and data.row_problems(rows[0], 5, takes_image=False) == []
+    alone, picture = (data.load_example(row, 32, 48, 5) for row in (rows[0], rows[3]))
+    assert alone.size == picture.size == (32, 48) and alone.video is picture.video is None
+    assert alone.image is None and alone.reference.shape == (3, 0, 32, 48)
+    assert picture.reference.shape == (3, 2, 32, 48)  # the face of its second frame is pooled
+    assert torch.equal(picture.reference, picture.image[:, None].repeat(1, 2, 1, 1))
+    height, width = data.read_picture(folder / "who.png").shape[:2]
+    kept = data.load_example(rows[3], 32, 48, 5, max_pixels=32 * 32).size  # the picture's own shape
+    assert kept == data.clip_size((height, width), 32, 48, 32 * 32) != (32, 48)
+    with pytest.raises(DataError, match="neither a video nor an image whose shape data.max_pixels could keep"):
+        data.load_example(rows[0], 32, 48, 5, max_pixels=32 * 32)
 
 
 def test_every_bad_row_is_named(folder):

@@ -506,7 +506,16 @@ def tool(monkeypatch, capsys, *arguments):
     return code, out.out, out.err
 
 
-@pytest.mark.parametrize("name, memory", {"wan22_ti2v_5b_face": 48, "wan21_i2v_face": 80}.items())
+OTHER_MODELS = {
+    "wan22_ti2v_5b_face": 48,
+    "wan21_i2v_face": 80,
+    "wan21_t2v_1_3b_flow_grpo": 16,
+    "wan22_ti2v_5b_flow_grpo": 24,
+    "wan22_t2v_flow_grpo": 48,
+}
+
+
+@pytest.mark.parametrize("name, memory", OTHER_MODELS.items())
 def test_the_files_of_other_models_fit_the_gpus_that_they_name(monkeypatch, capsys, name, memory):
     file = f"configs/{name}.yaml"
     code, out, _ = tool(monkeypatch, capsys, file, "--gpu-memory", str(memory))

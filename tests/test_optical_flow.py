@@ -105,6 +105,25 @@ def test_what_cannot_be_compared():
         rewards.build("optical_flow", {"reversals": -1})
 
 
+def test_a_wanted_motion_stands_for_the_real_clips():
+    """A prompt has no real clip: its video is to move as much, and as steadily, as somebody's, here the real one's."""
+    real, made = moved([(i, 0) for i in range(5)]), moved([(0, 0), (0, 0), (1, 0), (1, 0), (2, 0)])
+    kept = rewards.build("optical_flow", {}).reference(real)
+    wanted = {"wanted_flow": kept["flow"].item(), "wanted_reversals": kept["reversals"].item()}
+    reward, nothing = rewards.build("optical_flow", wanted), torch.zeros(3, 0, 48, 64)
+    of_wanted, of_real = reward(made[None], [reward.reference(nothing)]), scored(made, real)
+    assert of_wanted.score.item() == pytest.approx(of_real.score.item())
+    assert reward.compares_with == "nothing" and rewards.build("optical_flow", {}).compares_with == "clip"
+    assert reward.fingerprint() != rewards.build("optical_flow", {}).fingerprint()
+    for words, said in (
+        ({"wanted_flow": 1.0}, "give both or none"),
+        (wanted | {"wanted_flow": 0.0}, "wanted_flow must be at least 0.02"),
+        (wanted | {"wanted_reversals": 2.0}, "wanted_reversals must be from -1 to 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            rewards.build("optical_flow", words)
+
+
 def test_the_gradient_is_that_of_finite_differences():
     generator = torch.Generator().manual_seed(0)
     real = moved([(i, 0) for i in range(4)], 20, 24).double()

@@ -8,10 +8,12 @@ import torch
 from conftest import run_tool
 from PIL import Image
 from pipelines import random_variant
-from runs import launch, launch_grpo, metrics
+from runs import CONFIG, FAST, WORLD, launch, launch_grpo, metrics
 
-from rewardfl import lora
+from rewardfl import config, data, lora
 from rewardfl.backbones.wan.variants import VARIANTS
+from rewardfl.rewards import build_terms
+from rewardfl.run import start
 from rewardfl_tools import generate, merge_lora
 
 OTHERS = [name for name, variant in VARIANTS.items() if name != "wan2_2"]
@@ -42,6 +44,70 @@ def adapters(run, step, name):
         run / "checkpoints" / f"step-{step:06d}" / part / lora.WEIGHTS_NAME for part in VARIANTS[name].parts.values()
     ]
     return {f"{file.parent.name}.{key}": value for file in files for key, value in lora.read_adapter(file)[0].items()}
+
+
+def test_prompts_alone_train_a_text_to_video_model(folder_of, tmp_path):
+    """With rewards that need nothing but the video and its prompt; one that compares with a clip is refused."""
+    table = tmp_path / "prompts.csv"
+    table.write_text("prompt\na red ball\na blue ball\na ball\n")
+    rest = [*model("wan2_2_ti2v_text", folder_of("wan2_2_ti2v_text")), f"data.file_name={table}"]
+    red = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
+    run = tmp_path / "reward"
+    launch(*rest, *red, "train.max_steps=2", f"run.output_dir={run}")
+    first, second = metrics(run)
+    assert first["grad_norm"] > 0 and second["reward/mean"] != first["reward/mean"]
+    (shown,) = (run / "samples" / "step-000002").glob("*.mp4")
+    assert data.read_video(shown).shape == (5, 32, 32, 3)  # the video alone: there is no real one beside it
+    run = tmp_path / "grpo"
+    launch_grpo(
+        *rest,
+        "train.max_steps=1",
+        "evaluation.eval_noises=1",
+        f"evaluation.eval_clips={table}",
+        f"run.output_dir={run}",
+    )
+    (row,) = metrics(run)[-1:]
+    assert row["grad_norm"] > 0 and row["policy/ratio"] == 1 and "eval/score" in row
+
+    def refused(how, *words):
+        done = how(*rest, *words, f"run.output_dir={tmp_path / 'refused'}", check=False)
+        assert done.returncode == 2, done.stdout
+        return done.stderr
+
+    said = refused(launch, *REWARD)
+    assert "3 of 3 rows" in said and "line 2: reward.name compares with a clip, and the row names none" in said
+    flow = "reward.others={flow: {name: optical_flow, weight: 0.1}}"
+    assert "line 3: reward.others.flow compares with a clip" in refused(launch, *red, flow)
+    assert (
+        "line 2: reward.reward_model_path compares with a picture, and the row names none (video, reference"
+        in refused(launch)
+    )
+    launch(*rest, *red, flow.replace("0.1", "0"), "train.max_steps=1", f"run.output_dir={tmp_path / 'measured'}")
+    (row,) = metrics(tmp_path / "measured")
+    assert row["reward/flow"] is None  # what only measures does not stop a run
+
+
+def test_a_picture_says_who_is_asked_for(folder_of, tmp_path):
+    """Of a text-to-video model: nothing but the reward sees the picture."""
+    clip = data.read_video(WORLD / "eval" / "videos" / "000.mp4")
+    Image.fromarray(clip[0].numpy()).save(tmp_path / "who.png")
+    (tmp_path / "people.csv").write_text("prompt,image\na person,who.png\n")
+    text = "wan2_2_ti2v_text"
+    places = [f"run.output_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    table = [f"data.file_name={tmp_path / 'people.csv'}", "data.height=64", "data.width=64"]
+    cfg = config.load(CONFIG, [*FAST, *model(text, folder_of(text)), *table, *places])
+    backbone, job = start.open_model(cfg), start.open_job(cfg)
+    assert not backbone.takes_image
+    terms = build_terms(config.wanted_rewards(cfg), job.device)
+    rows = start.look_at_rows(cfg, job, backbone)
+    (sample,) = start.find_samples(cfg, rows.train, terms, start.open_cache(cfg), job)
+    face, judge = sample.references
+    assert face["embeddings"].shape == (1, 512) and face["speed"] == 0 and judge["flow"] < 1e-3
+    video = data.to_float(clip)[None]
+    same = terms[0].reward(video, [face])
+    stranger = terms[0].reward(data.to_float(data.read_video(WORLD / "eval" / "videos" / "001.mp4"))[None], [face])
+    assert same.valid and stranger.valid and same.score > stranger.score + 0.2
+    assert same.parts["motion"].isnan() and torch.isnan(terms[1].reward(video, [judge]).parts["flow"])
 
 
 @pytest.mark.parametrize(

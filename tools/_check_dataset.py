@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Looking at clips before they are trained on: the exit code."""
     args.device = _common.device(args.device)
     try:
-        cfg = resolve(args)
+        cfg, takes_image = resolve(args)
         rows = data.load_metadata(cfg.data.file_name, "--data" if args.data else "data.file_name")
         detector = None
         if args.faces:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return UNUSABLE
-    check = partial(inspect, settings=cfg.data, detector=detector, device=args.device)
+    check = partial(inspect, settings=cfg.data, detector=detector, device=args.device, takes_image=takes_image)
     with ThreadPoolExecutor(4) as pool:
         reports = list(tqdm(pool.map(check, rows), total=len(rows), desc="checking", disable=None))
     warn_of_repeats(reports)
@@ -69,8 +69,11 @@ def run(args: argparse.Namespace) -> int:
     return UNUSABLE if any(report.problems for report in reports) else USABLE
 
 
-def resolve(args: argparse.Namespace) -> config.AnyConfig:
-    """The configuration, or its defaults for --data, with the flags as overrides. ConfigError names what is wrong."""
+def resolve(args: argparse.Namespace) -> tuple[config.AnyConfig, bool]:
+    """(the configuration, or its defaults for --data, with the flags as overrides; whether its model takes an image).
+
+    ConfigError names what is wrong.
+    """
     if bool(args.config) == bool(args.data):
         raise config.ConfigError(f"give --config or --data, got {'both' if args.config else 'neither'}")
     flags = {
@@ -90,17 +93,19 @@ def resolve(args: argparse.Namespace) -> config.AnyConfig:
         )
     backbone = backbones.describe(cfg.model.model_name, Source(model_paths=cfg.model.model_paths))
     backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
-    return cfg
+    return cfg, backbone.takes_image
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Looking at a row
 
 
-def inspect(row: data.Row, settings: config.DataConfig, detector: face.FaceDetector | None, device: str) -> Report:
+def inspect(
+    row: data.Row, settings: config.DataConfig, detector: face.FaceDetector | None, device: str, takes_image: bool
+) -> Report:
     """The row's report, without regard to other rows."""
-    look = data.look_at(row, settings.num_frames, settings.fps)
-    report = Report(row, look, data.row_problems(row, settings.num_frames, settings.fps))
+    look = data.look_at(row, settings.num_frames, settings.fps, takes_image)
+    report = Report(row, look, data.row_problems(row, settings.num_frames, settings.fps, takes_image))
     if row.problem:
         return report
     # what is there of a clip that is too short or too slow can still be shown
@@ -110,24 +115,31 @@ def inspect(row: data.Row, settings: config.DataConfig, detector: face.FaceDetec
         max_pixels=settings.max_pixels, fps=fps, at_least=1,
     )  # fmt: skip
     try:
-        report.source = source_size(row.video)
-        clip = read(row.video)
-        report.size = size_of(clip)
-        report.warnings += size_warnings("clip", report.source, report.size)
-        shown = list(three_of(clip))
+        shown: list[Tensor] = []
+        pooled = None
+        if row.video is not None:
+            report.source = source_size(row.video)
+            pooled = read(row.video)
+            report.size = size_of(pooled)
+            report.warnings += size_warnings("clip", report.source, report.size)
+            shown += three_of(pooled)
         if row.image is not None:
             image = data.read_picture(row.image)
+            if report.size is None:
+                report.source = size_of(image)
+                report.size = data.clip_size(report.source, settings.height, settings.width, settings.max_pixels)
             report.warnings += size_warnings("image", size_of(image), report.size)
             shown.insert(0, data.fit(image[None], *report.size)[0])
-        pooled = clip
         if row.reference_video is not None:
             pooled = read(row.reference_video)
             report.warnings += size_warnings("reference", source_size(row.reference_video), size_of(pooled))
             shown += three_of(pooled)
+        if report.size is None and settings.max_pixels is None:
+            report.size = (settings.height, settings.width)
     except data.DataError:  # is among the problems
         return report
     boxes = [None] * len(shown)
-    if detector is not None:
+    if detector is not None and shown:
         boxes = [largest_face(frame, detector, device) for frame in shown]
         problem, warning = face_remarks(row, pooled, boxes, detector, device)
         report.problems += problem
@@ -171,15 +183,17 @@ def largest_face(frame: Tensor, detector: face.FaceDetector, device: str) -> lis
 
 
 def face_remarks(
-    row: data.Row, pooled: Tensor, boxes: Sequence[list[float] | None], detector: face.FaceDetector, device: str
+    row: data.Row, pooled: Tensor | None, boxes: Sequence[list[float] | None], detector: face.FaceDetector, device: str
 ) -> tuple[list[str], list[str]]:
     """(problems, warnings). pooled: (F, H, W, 3) clip that the face is taken from; boxes: of all that is shown."""
+    if pooled is None:  # a picture alone
+        return ([] if any(boxes) else [f"no face was found in {row.reference}"]), []
     seen = boxes[-3:]  # of the clip, or of its reference, which comes last
     # the first frame is not pooled: it is the model's input
     if not any(seen[1:]) and not any(largest_face(frame, detector, device) for frame in pooled[1:]):
-        return [f"no face was found in {row.face_video}"], []
+        return [f"no face was found in {row.reference}"], []
     missing = [name for name, box in zip(("first", "middle", "last"), seen, strict=True) if box is None]
-    warnings = [f"no face in the {', '.join(missing)} frame of {row.face_video.name}"] if missing else []
+    warnings = [f"no face in the {', '.join(missing)} frame of {row.reference.name}"] if missing else []
     if row.image is not None and boxes[0] is None:
         warnings.append(f"no face in the image {row.image.name}")
     return [], warnings
@@ -222,7 +236,7 @@ def summary(reports: Sequence[Report]) -> list[str]:
     sizes = Counter(report.size for report in usable)
     return [
         f"{len(reports)} rows: {len(usable)} can be used, {len(reports) - len(usable)} cannot",
-        *(f"{show(size)} (height x width): {count} rows" for size, count in sizes.most_common()),
+        *(f"{show(size)} (height x width): {count} rows" for size, count in sizes.most_common() if size),
     ]
 
 
@@ -263,7 +277,7 @@ def contact_sheet(reports: Sequence[Report]) -> Image.Image:
             sheet.paste(picture, (left + slot * (THUMBNAIL[0] + 4), top))
         if not report.pictures:
             pen.rectangle((left, top, left + THUMBNAIL[0], top + THUMBNAIL[1]), outline="red")
-        sizes = f"  {show(report.source)} to {show(report.size)}" if report.size else ""
+        sizes = f"  {show(report.source)} to {show(report.size)}" if report.source and report.size else ""
         title = drawable(f"line {report.row.line}  {report.row.id}{sizes}")
         pen.text((left, top + THUMBNAIL[1] + 2), title, "black", font)
         said, colour = drawable("; ".join(report.problems + report.warnings)), "red" if report.problems else "dimgrey"

@@ -81,6 +81,10 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
     for note in data.notes(rows):
         print(f"note: {note}")
     rows, problems = data.check_rows(rows, cfg.data.num_frames, cfg.data.skip_bad_rows, cfg.data.fps)
+    if alone := [row.line for row in rows if row.video is None]:
+        raise ValueError(
+            f"--data: line {alone[0]} of {args.data} names no video, and this tool compares with real ones"
+        )
     packs = {"reward": cfg.reward.reward_model_path, "held_out": cfg.reward.held_out_model_path}
     judges = {
         name: face.FaceIdentity(pack, cfg.reward.det_size).to(args.device)
@@ -97,7 +101,7 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
         for name, judge in judges.items()
     }
     usable = [row for row in rows if all(pool[row.id] is not None for pool in pools.values())]
-    problems += [f"line {row.line}: no face was found in {row.face_video}" for row in rows if row not in usable]
+    problems += [f"line {row.line}: no face was found in {row.reference}" for row in rows if row not in usable]
     for problem in problems:
         print(printable(f"skipped: {problem}"))
     if not usable:
@@ -118,7 +122,7 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
     loaded = {name: backbone.load_expert(name) for name in backbone.experts}
     backbone.attach_adapters(loaded, adapter)
     experts = Experts({name: offload.place(expert, args.experts, device) for name, expert in loaded.items()})
-    sizes = {row.id: (image.shape[1], image.shape[2]) for row in usable for image in [examples[row.id].image]}
+    sizes = {row.id: examples[row.id].size for row in usable}
     (out / "videos").mkdir(parents=True, exist_ok=True)
 
     clips = []

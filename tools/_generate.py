@@ -79,7 +79,7 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
         raise ValueError(
             f"--image: {args.model_name} {'needs one' if backbone.takes_image else 'takes none; remove it'}"
         )
-    image = read_image(args.image, args.height, args.width) if args.image else torch.zeros(3, args.height, args.width)
+    image = read_image(args.image, args.height, args.width) if args.image else None
     encode_text = backbone.text_encoder(device)
     conditioning = encode_text(args.prompt) | backbone.image_encoder(device)(image, args.num_frames)
     negative = encode_text(args.negative_prompt) if args.guidance != 1 else None

@@ -70,11 +70,16 @@ def find_clips(
     references: list[list[Reference]] = []
     for row in data.load_metadata(cfg.data.file_name):
         try:
+            if problems := start.nothing_to_compare(cfg, row, terms):
+                raise data.DataError("; ".join(problems))
             example = start.example_of(cfg, row)
             clip = example.reference.to(device)
-            kept: list[Reference] = [term.reward.reference(clip, row.prompt) for term in terms]
+            kept: list[Reference] = [
+                term.reward.reference(clip, row.prompt) if term.reward.compares_with in row.offers else None
+                for term in terms
+            ]
             if kept[0] is None:
-                raise data.DataError(f"{terms[0].reward.nothing_found} {row.face_video}")
+                raise data.DataError(f"{terms[0].reward.nothing_found} {row.reference}")
         except data.DataError as error:
             print(printable(f"skipped: line {row.line}: {error}"))
             continue
@@ -107,8 +112,7 @@ def sample(
     decoder = backbone.load_decoder(device)
     videos = []
     for (row, example), condition in zip(tqdm(examples, desc="sampling"), conditions, strict=True):
-        _, height, width = example.image.shape
-        shape = backbone.latent_shape(height, width, cfg.data.num_frames)
+        shape = backbone.latent_shape(*example.size, cfg.data.num_frames)
         schedule = work.schedule_of(cfg, backbone, shape)
         velocity = Velocity(backbone, model, condition, schedule, negative, guidance)
         seed = groups.noise_seed(cfg.run.seed, 0, row.id)

@@ -2,6 +2,7 @@
 
     python tools/make_tiny_world.py                    # assets/tiny_world, about three hours on two CPU cores
     python tools/make_tiny_world.py --quick --out DIR  # the whole path with next to no training, a minute
+    python tools/make_tiny_world.py --second           # instead: the pipeline of TI2V-5B's kind alone, out of the first
     python tools/make_tiny_world.py --strangers DIR    # instead: people drawn by another program, to judge by
 
 Finished stages are kept in --work and not trained again; delete the folder to start over. The figures that
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="where finished stages are kept (default: build/tiny_world)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="next to no training, for tests")
+    parser.add_argument("--second", action="store_true", help="rebuild the second pipeline alone, out of OUT/pipeline")
     parser.add_argument("--strangers", type=Path, metavar="DIR", help="draw strangers, and rebuild nothing")
     parser.add_argument("--count", type=int, default=24, help="of --strangers (default: %(default)s)")
     args = parser.parse_args()
@@ -36,7 +38,7 @@ def main() -> None:
     plan = build.QUICK if args.quick else build.Plan()
     work = args.work or (args.out / "work" if args.quick else Path("build/tiny_world"))
     work.mkdir(parents=True, exist_ok=True)
-    build.build(plan, args.out, work, args.seed)
+    (build.build_second if args.second else build.build)(plan, args.out, work, args.seed)
     figures = measure.measure(args.out, seed=args.seed + 900, count=plan.measured_people)
     write_figures(figures, args.out)
 

@@ -7,7 +7,7 @@ from rewardfl.backbones.seam import Backbone, Source
 from rewardfl.weights.shards import Refused
 
 WAN = "rewardfl.backbones.wan.backbone"
-MODULES = {"wan2_2": WAN, "wan2_2_t2v": WAN, "wan2_2_ti2v": WAN, "wan2_1_i2v": WAN, "wan2_1_t2v": WAN}
+MODULES = dict.fromkeys(("wan2_2", "wan2_2_t2v", "wan2_2_ti2v", "wan2_2_ti2v_text", "wan2_1_i2v", "wan2_1_t2v"), WAN)
 
 
 def open(name: str, source: Source) -> Backbone:

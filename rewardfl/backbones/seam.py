@@ -234,8 +234,11 @@ class Backbone(Protocol):
     def text_encoder(self, device: torch.device) -> Callable[[str], Conditioning]:
         """Load what encodes prompts; the function that does, for a batch of one."""
 
-    def image_encoder(self, device: torch.device) -> Callable[[Tensor, int], Conditioning]:
-        """Load what encodes an image, (3, H, W) in [-1, 1], and its clip's number of frames, for a batch of one."""
+    def image_encoder(self, device: torch.device) -> Callable[[Tensor | None, int], Conditioning]:
+        """Load what encodes an image, (3, H, W) in [-1, 1], and its clip's number of frames, for a batch of one.
+
+        The image may be None where the model takes none.
+        """
 
     def load_expert(self, name: str) -> ModelMixin:
         """A network, frozen and on the CPU."""

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rewardfl.data.clips import (
@@ -20,6 +21,7 @@ from rewardfl.data.clips import (
     DataError,
     Header,
     check_picture,
+    clip_size,
     fit,
     iter_frames,
     read_clip,
@@ -29,8 +31,7 @@ from rewardfl.data.clips import (
 )
 from rewardfl.files import is_control
 
-# of metadata.csv; the first two are a must
-COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video")
+COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video")  # of metadata.csv; prompt is a must
 PATHS = ("video", "image", "reference_video")  # the columns that name files
 REFERENCE_FRAMES = 2  # at least, of a reference video: a face pool leaves out the first
 NAME_BYTES = 255  # of a file's name, on the file systems there are
@@ -43,18 +44,24 @@ class Row:
     index: int  # from 0, among the rows of the file
     line: int  # in the file, from 1
     id: str
-    video: Path
+    video: Path | None  # the real clip; None: the row has a prompt, and perhaps an image
     prompt: str
     problem: str = ""  # what is wrong with the line itself
-    image: Path | None = None  # the model's input; None: the clip's first frame
+    image: Path | None = None  # the model's input, or the person asked for; None: the clip's first frame
     negative_prompt: str = ""  # see notes
     reference_video: Path | None = None  # whose face is to be kept; None: the clip's
     table: str = "data.file_name"  # what lists the row, as messages call it: the setting and its file
 
     @property
-    def face_video(self) -> Path:
-        """The clip that the face to be kept is taken from."""
-        return self.reference_video or self.video
+    def reference(self) -> Path | None:
+        """The clip that rewards compare with, or the picture of a row that has only that; None where nothing is."""
+        return self.reference_video or self.video or self.image
+
+    @property
+    def offers(self) -> tuple[str, ...]:
+        """What a reward may compare with here (Reward.compares_with)."""
+        pictures = ("nothing",) if self.reference is None else ("nothing", "picture")
+        return pictures if self.reference_video is None and self.video is None else (*pictures, "clip")
 
     @property
     def files(self) -> dict[str, Path | None]:
@@ -74,18 +81,21 @@ class Look:
 
 @dataclass(frozen=True)
 class Example:
-    video: Tensor  # (3, F, H, W) in [-1, 1], the real clip
-    image: Tensor  # (3, H, W) in [-1, 1], the model's input
-    reference: Tensor  # (3, F', H', W') in [-1, 1], the clip whose face is to be kept: `video` unless the row says
+    size: tuple[int, int]  # (H, W) of what is generated
+    video: Tensor | None  # (3, F, H, W) in [-1, 1], the real clip
+    image: Tensor | None  # (3, H, W) in [-1, 1], the model's input
+    # (3, F', H', W') in [-1, 1], what rewards compare with: reference_video, else `video`, else `image` as a clip of
+    # REFERENCE_FRAMES frames that stand still; no frames (F' = 0) where the row has none of them
+    reference: Tensor
 
 
 def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Row]:
     """All rows of metadata.csv, usable or not (see check_rows), at least one, in the order of the file.
 
-    Columns `video` and `prompt`, optional `image`, `negative_prompt` and `reference_video`, where an empty cell
-    means none; paths are absolute or relative to the file's folder. Any other column is the user's own (split,
-    person, ...) and ignored. key: the setting that names the file, for messages. Raises DataError for a file that is
-    missing, no UTF-8 or no CSV, lacks a column, or has no row.
+    Column `prompt`, optional `video`, `image`, `negative_prompt` and `reference_video`, where an empty cell means
+    none; paths are absolute or relative to the file's folder. Any other column is the user's own (split, person, ...)
+    and ignored. key: the setting that names the file, for messages. Raises DataError for a file that is missing, no
+    UTF-8 or no CSV, lacks the column, or has no row.
     """
     path = Path(file_name)
     if not path.is_file():
@@ -101,7 +111,7 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
             raise DataError(f"{path}: is not UTF-8 ({error.reason}); save it as 'CSV UTF-8'") from error
     header = records[0][1] if records else []
     for name in COLUMNS:
-        if name not in header and name in COLUMNS[:2]:
+        if name not in header and name == "prompt":
             found = ", ".join(header) or "nothing"
             raise DataError(f"{path}: the first line must name the column {name!r}, it names {found}")
         if header.count(name) > 1:
@@ -118,19 +128,16 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     problem = ""
     if len(cells) > len(header):
         problem = "more cells than columns; put a prompt that holds commas in double quotes"
-    elif not cell["video"]:
-        problem = "no video"
     else:
         problem = next(filter(None, (_unlike_a_name(name, cell[name]) for name in PATHS)), "")
     # only the cells that are given: an id stays what it was when a column comes to the file
     given = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:] if cell[name])]
-    row_id = f"{cell['video']}#{hashlib.blake2b(chr(10).join(given).encode(), digest_size=4).hexdigest()}"
+    row_id = f"{cell['video'] or 'prompt'}#{hashlib.blake2b(chr(10).join(given).encode(), digest_size=4).hexdigest()}"
     seen[row_id] += 1  # a line repeated to weigh more is a sample of its own, with noise of its own
     suffix = f"-{seen[row_id]}" if seen[row_id] > 1 else ""
-    image, reference = (folder / cell[name] if cell[name] else None for name in PATHS[1:])
+    video, image, reference = (folder / cell[name] if cell[name] else None for name in PATHS)
     return Row(
-        index, line, row_id + suffix, folder / cell["video"], cell["prompt"], problem,
-        image, cell["negative_prompt"], reference, table,
+        index, line, row_id + suffix, video, cell["prompt"], problem, image, cell["negative_prompt"], reference, table,
     )  # fmt: skip
 
 
@@ -152,8 +159,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return [f"{count} of {len(rows)} rows {words}"] if count else []
 
 
-def look_at(row: Row, num_frames: int, fps: float | None = None) -> Look:
-    """What keeps a row from being trained on, as far as its line and its files' headers tell, in milliseconds."""
+def look_at(row: Row, num_frames: int, fps: float | None = None, takes_image: bool = True) -> Look:
+    """What keeps a row from being trained on, as far as its line and its files' headers tell, in milliseconds.
+
+    takes_image: whether the model starts from one.
+    """
     if row.problem:
         return Look((row.problem,))
 
@@ -161,13 +171,16 @@ def look_at(row: Row, num_frames: int, fps: float | None = None) -> Look:
         return read_video_header(path, num_frames, fps, at_least)
 
     found, problems = _read_files(row, num_frames, read, check_picture)
-    said = (*_said_of(row), *problems)
+    said = (*_said_of(row, takes_image), *problems)
     return Look(said, *found["video"]) if "video" in found else Look(said)
 
 
-def _said_of(row: Row) -> list[str]:
+def _said_of(row: Row, takes_image: bool) -> list[str]:
     """What is wrong with what the row says, whatever its files hold."""
-    return [] if row.prompt else [f"empty prompt for {row.video.name}"]
+    said = [] if row.prompt else [f"empty prompt for {row.video.name if row.video else 'a row without a video'}"]
+    if takes_image and row.video is None and row.image is None:
+        said.append("no video, and no image that this model could start from")
+    return said
 
 
 def _read_files(
@@ -177,7 +190,7 @@ def _read_files(
 
     read: video, frames that are needed of it -> anything; read_image: the same of a picture. DataError where they fail.
     """
-    readers = {"video": partial(read, row.video, num_frames)}
+    readers = {} if row.video is None else {"video": partial(read, row.video, num_frames)}
     if row.reference_video not in (None, row.video):
         readers["reference_video"] = partial(read, row.reference_video, REFERENCE_FRAMES)
     if row.image is not None:
@@ -227,7 +240,7 @@ def clip_notes(
 
 
 def check_rows(
-    rows: Sequence[Row], num_frames: int, skip_bad_rows: bool, fps: float | None = None
+    rows: Sequence[Row], num_frames: int, skip_bad_rows: bool, fps: float | None = None, takes_image: bool = True
 ) -> tuple[list[Row], list[str]]:
     """(rows that can be trained on, one line about each that cannot).
 
@@ -235,7 +248,7 @@ def check_rows(
     and when no row is left.
     """
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda row: row_problems(row, num_frames, fps), rows))
+        found = list(pool.map(lambda row: row_problems(row, num_frames, fps, takes_image), rows))
     listed = [(row.line, problem) for row, problems in zip(rows, found, strict=True) for problem in problems]
     return usable_rows(rows, listed, skip_bad_rows)
 
@@ -261,7 +274,7 @@ def usable_rows(
     return good, bad
 
 
-def row_problems(row: Row, num_frames: int, fps: float | None = None) -> list[str]:
+def row_problems(row: Row, num_frames: int, fps: float | None = None, takes_image: bool = True) -> list[str]:
     """Everything that keeps a row from being trained on. Decodes its files, a frame at a time."""
     if row.problem:
         return [row.problem]
@@ -270,7 +283,7 @@ def row_problems(row: Row, num_frames: int, fps: float | None = None) -> list[st
         for _ in iter_frames(path, num_frames, fps, at_least):
             pass
 
-    return _said_of(row) + _read_files(row, num_frames, decode, read_picture)[1]
+    return _said_of(row, takes_image) + _read_files(row, num_frames, decode, read_picture)[1]
 
 
 def load_example(
@@ -278,9 +291,9 @@ def load_example(
 ) -> Example:
     """The row's clip and what else it names. DataError with all that keeps these files from being used.
 
-    Each file is decoded once, as read_clip and read_picture do. The image is fitted to the clip's size. A reference
-    video has its own size under max_pixels, and may be shorter than the clip: up to num_frames of its frames are
-    taken, at least REFERENCE_FRAMES.
+    Each file is decoded once, as read_clip and read_picture do. The image is fitted to the clip's size; without a clip
+    its own shape counts under max_pixels. A reference video has its own size there, and may be shorter than the clip:
+    up to num_frames of its frames are taken, at least REFERENCE_FRAMES.
     """
 
     def read(path: Path, at_least: int) -> Tensor:
@@ -289,10 +302,27 @@ def load_example(
     found, problems = _read_files(row, num_frames, read, read_picture)
     if problems:
         raise DataError("; ".join(problems))
-    video = reference = to_float(found["video"])
-    image = video[:, 0]
-    if "image" in found:
-        image = to_float(fit(found["image"][None], *video.shape[2:]))[:, 0]
+    video = to_float(found["video"]) if "video" in found else None
+    picture = found.get("image")
+    if video is not None:
+        size = (video.shape[2], video.shape[3])
+    elif picture is not None:
+        size = clip_size((picture.shape[0], picture.shape[1]), height, width, max_pixels)
+    elif max_pixels is None:
+        size = (height, width)
+    else:
+        raise DataError(
+            "has neither a video nor an image whose shape data.max_pixels could keep; set data.height and data.width, "
+            "and remove data.max_pixels"
+        )
+    image = None if video is None else video[:, 0]
+    if picture is not None:
+        image = to_float(fit(picture[None], *size))[:, 0]
     if "reference_video" in found:
         reference = to_float(found["reference_video"])
-    return Example(video, image, reference)
+    elif video is not None:
+        reference = video
+    else:
+        frames = 0 if image is None else REFERENCE_FRAMES
+        reference = (torch.zeros(3, *size) if image is None else image)[:, None].repeat(1, frames, 1, 1)
+    return Example(size, video, image, reference)

@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         reward = build(args.reward, read_settings(args.settings)).to(args.device)
-        rows = {row.video.stem: row for row in data.load_metadata(args.metadata)} if args.metadata else None
+        rows = (
+            {row.video.stem: row for row in data.load_metadata(args.metadata) if row.video} if args.metadata else None
+        )
         print(table(score_files(reward, args.videos, rows, args.prompt, args.reference, args.device)))
     except ValueError as error:
         print(printable(f"error: {error}"), file=sys.stderr)
@@ -86,7 +88,7 @@ def score_files(
             if Path(path).stem not in rows:
                 raise ValueError(f"{path}: no row of --metadata has a video of that name")
             row = rows[Path(path).stem]
-            prompt, real = row.prompt, reference or row.face_video
+            prompt, real = row.prompt, reference or row.reference_video or row.video
         clip = data.to_float(data.read_video(real)).to(device) if real else video
         output = reward(video[None], [reward.reference(clip, prompt)])
         score = f"{output.score.item():.4f}" if output.valid.item() else "-"

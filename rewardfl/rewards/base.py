@@ -42,9 +42,18 @@ class Reward(nn.Module):
     range: str = ""  # of the score
     nothing_found: str = "nothing to compare with was found in"  # what is said of a clip without a reference
 
+    @property
+    def compares_with(self) -> str:
+        """What `reference` needs of a row of the table: a clip, a picture (it is shown two frames of it), or nothing.
+
+        A row without it is refused when the reward is trained on. Of a class without a `reference` of its own: nothing.
+        """
+        return "nothing" if type(self).reference is Reward.reference else "clip"
+
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """What this reward keeps of a sample's real clip (3, F, H, W) in [-1, 1] and its prompt.
 
+        What it `compares_with` is there; a reward that compares with nothing is given no frames (F = 0) without a clip.
         It is computed once per sample, cached under `fingerprint` (and the prompt where `uses_prompt`), and handed
         back to `forward`. None if the clip is of no use. A reward that needs neither keeps an empty dict: every
         sample is usable.

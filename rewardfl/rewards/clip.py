@@ -171,6 +171,8 @@ class PromptReward(FrameReward):
         self.text = TextTower(model, load_tokenizer(tokenizer_dir, model.config.text_config.vocab_size))
         self.digest = model_digest([*files, Path(tokenizer_dir)])
 
+    compares_with = "nothing"  # but the prompt
+
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
         """The prompt's unit embedding (D,) as `text`; ValueError without a prompt."""
         if not prompt:

@@ -32,6 +32,9 @@ class OpticalFlowReward(Reward):
     judge's is another one (Farneback's, OpenCV): over real and generated clips of the tiny world the two have a
     correlation of 0.95, and their reversals of 0.94.
 
+    wanted_flow, in pixels per (shrunk) frame, and wanted_reversals stand for the real clip's where there is none: a
+    prompt's video is then to move as much as, say, the base model's videos do.
+
     Parts: ratio, r; reversals, b - b_real, NaN for a clip of two frames. A sample is invalid when its real clip stands
     still or has one frame.
     """
@@ -42,15 +45,30 @@ class OpticalFlowReward(Reward):
     range = "[-2, 1]; [0, 1] without reversals"
     nothing_found = "nothing moves in"
 
-    def __init__(self, reversals: float = 1.0):
+    def __init__(self, reversals: float = 1.0, wanted_flow: float | None = None, wanted_reversals: float | None = None):
         super().__init__()
         if not 0 <= reversals < math.inf:
             raise ValueError(f"reversals must be a weight of at least 0, got {reversals}")
+        if (wanted_flow is None) != (wanted_reversals is None):
+            raise ValueError("wanted_flow and wanted_reversals stand for the real clip's together; give both or none")
         self.reversals = reversals
+        self.wanted: tuple[float, float] | None = None
+        if wanted_flow is not None and wanted_reversals is not None:
+            if not MIN_FLOW <= wanted_flow < math.inf:
+                raise ValueError(f"wanted_flow must be at least {MIN_FLOW} pixels per frame, got {wanted_flow}")
+            if not -1 <= wanted_reversals <= 1:
+                raise ValueError(f"wanted_reversals must be from -1 to 1, as minus a cosine is, got {wanted_reversals}")
+            self.wanted = (wanted_flow, wanted_reversals)
+
+    @property
+    def compares_with(self) -> str:
+        return "clip" if self.wanted is None else "nothing"
 
     @torch.no_grad()
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
-        """The real clip's mean length of flow, in pixels per shrunk frame, and its reversals."""
+        """The real clip's mean length of flow, in pixels per shrunk frame, and its reversals, or what is wanted."""
+        if self.wanted is not None:
+            return {name: torch.tensor(value) for name, value in zip(("flow", "reversals"), self.wanted, strict=True)}
         if video.shape[1] < 2:
             return None
         fields = lucas_kanade(video)
@@ -59,7 +77,8 @@ class OpticalFlowReward(Reward):
 
     def fingerprint(self) -> dict[str, object]:
         """How flow is taken; the weight of reversals takes no part in the reference."""
-        return {"name": self.name, "flow": [LONG_SIDE, WINDOW, FLAT]}
+        kept: dict[str, object] = {"name": self.name, "flow": [LONG_SIDE, WINDOW, FLAT]}
+        return kept if self.wanted is None else kept | {"wanted": list(self.wanted)}
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         with torch.autocast(video.device.type, enabled=False):

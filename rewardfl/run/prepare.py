@@ -204,14 +204,15 @@ def _read_clip(
         for row in rows:
             for key, reward in zip(keys[row.line], rewards, strict=True):
                 if store.get(key) is None:
-                    store.put(key, _entry(reward.reference(video, row.prompt)))
-        kept = {"image": example.image}
+                    found = reward.reference(video, row.prompt) if reward.compares_with in row.offers else None
+                    store.put(key, _entry(found))
+        kept = {"size": torch.tensor(example.size)} if example.image is None else {"image": example.image}
         store.put(clip, kept)
-    height, width = kept["image"].shape[1:]
+    height, width = kept["image"].shape[1:] if "image" in kept else kept["size"].tolist()
     return [
         Found(row.line, size=(height, width))
         if read(store, keys[row.line][0])["usable"]
-        else Found(row.line, f"{rewards[0].nothing_found} {row.face_video}")
+        else Found(row.line, f"{rewards[0].nothing_found} {row.reference}")
         for row in rows
     ]
 
@@ -270,7 +271,7 @@ class Conditions:
 
         def image_encoder() -> Callable[[Sample], Conditioning]:
             encode = self.backbone.image_encoder(device)
-            return lambda sample: encode(read(self.store, sample.clip)["image"], self.num_frames)
+            return lambda sample: encode(read(self.store, sample.clip).get("image"), self.num_frames)
 
         texts = [(self._text_key(prompt), prompt) for prompt in [*(sample.row.prompt for sample in samples), *prompts]]
         fill(self.store, texts, partial(self.backbone.text_encoder, device), share, "prompts")

@@ -55,6 +55,7 @@ VERSIONED = (
     "deepspeed",
 )
 
+PROMPT_FPS = 16  # frames per second of sample videos that no real clip gives a rate
 SEED_STRIDE = 1_000_003  # between the adapters of two experts, which must not start from equal matrices
 
 # what is wrong with the input: one line for the user instead of a traceback
@@ -140,21 +141,23 @@ class Rows:
     said: list[str]
 
 
-def look_at_rows(cfg: AnyConfig, job: Job) -> Rows:
+def look_at_rows(cfg: AnyConfig, job: Job, backbone: Backbone) -> Rows:
     """Look at the headers of all clips, milliseconds for each.
 
     DataError lists every row that cannot be used, unless data.skip_bad_rows, and is raised where none is left.
     """
-    rows, said = _look_at(cfg, data.load_metadata(cfg.data.file_name), job)
+    takes_image = backbone.takes_image
+    rows, said = _look_at(cfg, data.load_metadata(cfg.data.file_name), job, takes_image)
     held_out: list[data.Row] = []
     if isinstance(cfg, configuration.FlowGrpoConfig) and cfg.evaluation.eval_clips:
-        held_out, more = _look_at(cfg, data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips"), job)
+        others = data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips")
+        held_out, more = _look_at(cfg, others, job, takes_image)
         said = said + more
     return Rows(rows, held_out, said)
 
 
-def _look_at(cfg: AnyConfig, rows: Sequence[data.Row], job: Job) -> tuple[list[data.Row], list[str]]:
-    look = partial(data.look_at, num_frames=cfg.data.num_frames, fps=cfg.data.fps)
+def _look_at(cfg: AnyConfig, rows: Sequence[data.Row], job: Job, takes_image: bool) -> tuple[list[data.Row], list[str]]:
+    look = partial(data.look_at, num_frames=cfg.data.num_frames, fps=cfg.data.fps, takes_image=takes_image)
     looks = prepare.read_all(look, rows, job.share, job.gather_lists, "headers")
     problems = [(row.line, problem) for row, look in zip(rows, looks, strict=True) for problem in look.problems]
     good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
@@ -334,6 +337,7 @@ def find_samples(
     problems = [
         (row.line, unreadable[path]) for row in rows for path in dict.fromkeys(row.files.values()) if path in unreadable
     ]
+    problems += [(row.line, problem) for row in rows for problem in nothing_to_compare(cfg, row, terms)]
     lost = {line for line, _ in problems}
     whole = [row for row in rows if row.line not in lost]
     keys = {row.line: prepare.clip_key(row, hashes, size) for row in whole}
@@ -344,6 +348,19 @@ def find_samples(
     for line in bad:
         job.say(f"skipped: {line}")
     return prepare.samples(store, rows, keys, found, rewards)
+
+
+def nothing_to_compare(cfg: AnyConfig, row: data.Row, terms: Sequence[Term]) -> list[str]:
+    """What a trained reward, or the first one, needs of the row and does not find, in words."""
+    wanted = {term.key: term.reward.compares_with for term in terms if term.weight > 0 or term is terms[0]}
+    if isinstance(cfg, configuration.FlowGrpoConfig) and "motion" in configuration.part_weights(cfg):
+        wanted["reward.motion_weight"] = "clip"
+    columns = {"clip": "video or reference_video", "picture": "video, reference_video or image"}
+    return [
+        f"{key} compares with a {what}, and the row names none ({columns[what]})"
+        for key, what in wanted.items()
+        if what not in row.offers
+    ]
 
 
 def _check_face_packs(
@@ -688,10 +705,13 @@ def evaluate(
 
 
 def write_beside(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Path) -> None:
-    """The real clip, its face marked, beside the generated `video` (3, F, H, W).
+    """The real clip, its face marked, beside the generated `video` (3, F, H, W), which is alone where there is none.
 
     WriteError as a checkpoint's; DataError where the real clip is not what it was when training began.
     """
+    if sample.row.video is None:
+        _write_video(path, video.float().cpu(), cfg.data.fps or PROMPT_FPS)
+        return
     real = example_of(cfg, sample.row).video
     if real.shape != video.shape:
         sizes = " x ".join(map(str, real.shape[1:])), " x ".join(map(str, video.shape[1:]))
@@ -699,9 +719,13 @@ def write_beside(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Pa
     if "boxes" in (sample.references[0] or {}) and sample.row.reference_video is None:
         real = data.draw_boxes(real, sample.references[0]["boxes"])  # whom the reward follows
     fps = cfg.data.fps or data.frame_rate(sample.row.video)
+    _write_video(path, torch.cat([real, video.float().cpu()], -1), fps)
+
+
+def _write_video(path: Path, video: Tensor, fps: float) -> None:
     with checkpoint.writing(path, "training goes on without this sample video"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        data.write_video(path, torch.cat([real, video.float().cpu()], -1), fps=fps)
+        data.write_video(path, video, fps=fps)
 
 
 def close_run(cfg: AnyConfig, job: Job, log: Log, interruption: Interruption, step: int) -> int:

@@ -1,4 +1,4 @@
-"""Training of the tiny AutoencoderKLWan: 4x spatial, 2x temporal compression, 16 latent channels."""
+"""Training of two tiny AutoencoderKLWan: 4x spatial, 2x temporal compression, 16 latent channels, the same of both."""
 
 import contextlib
 import math
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResample
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResample, unpatchify
 from torch import Tensor
 
 from rewardfl_tools.tiny_world.people import Motion, draw_motion, draw_people, drifting, render
@@ -26,6 +26,23 @@ def new_vae(base_dim: int = 12, dim_mult: tuple[int, ...] = (1, 2, 3)) -> Autoen
         base_dim=base_dim, z_dim=LATENT_CHANNELS, dim_mult=list(dim_mult), num_res_blocks=1, attn_scales=[],
         temperal_downsample=[False, True], scale_factor_spatial=SPATIAL, scale_factor_temporal=TEMPORAL,
     )  # fmt: skip
+    start_as_images(vae)
+    return vae
+
+
+def new_residual_vae(base_dim: int = 24) -> AutoencoderKLWan:
+    """A fresh VAE of Wan2.2-TI2V-5B's kind: residual, two pixels a side to one before it. It starts as new_vae does."""
+    vae = AutoencoderKLWan(
+        base_dim=base_dim, z_dim=LATENT_CHANNELS, dim_mult=[2, 2], num_res_blocks=1, attn_scales=[],
+        temperal_downsample=[True], is_residual=True, in_channels=12, out_channels=12, patch_size=2,
+        scale_factor_spatial=SPATIAL, scale_factor_temporal=TEMPORAL,
+    )  # fmt: skip
+    start_as_images(vae)
+    return vae
+
+
+def start_as_images(vae: AutoencoderKLWan) -> None:
+    """Every frame by itself: causal convolutions without their taps of past frames, resampling in time as a copy."""
     for module in vae.modules():
         if isinstance(module, torch.nn.Conv3d) and module.kernel_size == (3, 3, 3):
             module.weight.data[:, :, :-1] = 0
@@ -33,7 +50,6 @@ def new_vae(base_dim: int = 12, dim_mult: tuple[int, ...] = (1, 2, 3)) -> Autoen
     for module in vae.modules():
         if isinstance(module, WanResample) and module.mode in ("downsample3d", "upsample3d"):
             start_as_copy(module.time_conv)
-    return vae
 
 
 def start_as_copy(time_conv: WanCausalConv3d) -> None:
@@ -86,7 +102,8 @@ def raw_decode(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
     chunks = [
         vae.decoder(x[:, :, i : i + 1], feat_cache=cache, feat_idx=[0], first_chunk=i == 0) for i in range(x.shape[2])
     ]
-    return torch.cat(chunks, 2)
+    video = torch.cat(chunks, 2)
+    return video if vae.config.patch_size is None else unpatchify(video, vae.config.patch_size)
 
 
 def psnr(a: Tensor, b: Tensor) -> float:
@@ -94,8 +111,20 @@ def psnr(a: Tensor, b: Tensor) -> float:
     return float(10 * torch.log10(4 / (a - b).square().mean()))
 
 
-def train_vae(vae: AutoencoderKLWan, frames: bool, steps: int, batch: int, lr: float, seed: int, log) -> None:
-    """Autoencode for `steps` steps: single frames first (frames=True, cheap), then whole clips; no clamp, tiny KL."""
+def train_vae(
+    vae: AutoencoderKLWan,
+    frames: bool,
+    steps: int,
+    batch: int,
+    lr: float,
+    seed: int,
+    log,
+    teacher: AutoencoderKLWan | None = None,
+) -> None:
+    """Autoencode for `steps` steps: single frames first (frames=True, cheap), then whole clips; no clamp, tiny KL.
+
+    teacher: whose latents the VAE's are to be, so that an expert of the one understands the other's.
+    """
     optimizer = torch.optim.AdamW(vae.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=1e-4)
     generator = torch.Generator().manual_seed(seed)
     start, running = time.time(), None
@@ -107,9 +136,14 @@ def train_vae(vae: AutoencoderKLWan, frames: bool, steps: int, batch: int, lr: f
         with single_frames() if frames else contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16):
             posterior = vae.encode(clips).latent_dist
             decoded = raw_decode(vae, posterior.sample(generator).float())
+            if teacher is not None:
+                with torch.no_grad():
+                    wanted = teacher.encode(clips).latent_dist.mode().float()
         error = decoded.float() - clips
         kl = posterior.kl().mean() / posterior.mean[0].numel()
         loss = error.square().mean() + 0.1 * error.abs().mean() + 3e-6 * kl
+        if teacher is not None:
+            loss = loss + 0.03 * (posterior.mode().float() - wanted).square().mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)

@@ -1,4 +1,4 @@
-"""The tiny world's video model: tokenizer, text encoder and two Wan2.2-shaped experts, trained by flow matching.
+"""The tiny world's video models: tokenizer, text encoder and Wan2.2-shaped experts, trained by flow matching.
 
 The base is trained on clips in which most people slowly turn into the average face. So it has learned both
 to keep a person and to lose one, and it samples between the two: it drifts.
@@ -69,10 +69,13 @@ class ShortTextAttention(WanAttnProcessor):
 
 @dataclass(frozen=True)
 class Clips:
-    """What the experts are trained on: normalised latents and conditions (N, C, T, h, w), text (N, SHORT_TEXT, d)."""
+    """What an expert is trained on: normalised latents and conditions (N, C, T, h, w), text (N, SHORT_TEXT, d).
+
+    condition None: the first latent frame is the given one, as in Wan2.2-TI2V-5B.
+    """
 
     latents: Tensor
-    condition: Tensor
+    condition: Tensor | None
     text: Tensor
 
 
@@ -84,7 +87,7 @@ def encode_latents(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
 
 
 def training_set(pipe: WanImageToVideoPipeline, count: int, seed: int, log) -> Clips:
-    """Render, caption and encode `count` clips."""
+    """Render, caption and encode `count` clips, with what the pipeline's transformer is told of their first frame."""
     generator = torch.Generator().manual_seed(seed)
     latents, conditions, texts = [], [], []
     grey = torch.zeros(1, 3, NUM_FRAMES - 1, SIZE, SIZE)
@@ -94,32 +97,48 @@ def training_set(pipe: WanImageToVideoPipeline, count: int, seed: int, log) -> C
         motion, actions = draw_motion(part, generator)
         video = render(drifting(people, generator), motion, generator)[0]
         latents.append(encode_latents(pipe.vae, video).half())
-        image = torch.cat([video[:, :, :1], grey.expand(part, -1, -1, -1, -1)], 2)
-        condition = encode_latents(pipe.vae, image)
-        mask = torch.zeros(part, TEMPORAL, *condition.shape[2:])
-        mask[:, :, 0] = 1
-        conditions.append(torch.cat([mask, condition], 1).half())
+        if not pipe.config.expand_timesteps:
+            image = torch.cat([video[:, :, :1], grey.expand(part, -1, -1, -1, -1)], 2)
+            condition = encode_latents(pipe.vae, image)
+            mask = torch.zeros(part, TEMPORAL, *condition.shape[2:])
+            mask[:, :, 0] = 1
+            conditions.append(torch.cat([mask, condition], 1).half())
         prompts = [f"{person}, {action}" for person, action in zip(describe(people), actions, strict=True)]
         with torch.no_grad():
             texts.append(pipe._get_t5_prompt_embeds(prompts, max_sequence_length=SHORT_TEXT))
         if start % 500 == 0:
             log(f"clips {start}/{count}")
-    return Clips(torch.cat(latents), torch.cat(conditions), torch.cat(texts))
+    return Clips(torch.cat(latents), torch.cat(conditions) if conditions else None, torch.cat(texts))
 
 
-def draw_sigmas(count: int, high_noise: bool, generator: torch.Generator) -> Tensor:
-    """Sigmas as a shifted schedule visits them, on the expert's side of the boundary."""
-    split = BOUNDARY / (SHIFT - (SHIFT - 1) * BOUNDARY)  # where the unshifted s reaches the boundary
-    u = torch.rand(count, generator=generator)
-    s = split + (1 - split) * u if high_noise else split * u
+def sigma_ranges() -> dict[str, tuple[float, float]]:
+    """{expert: the range of the unshifted sigmas at which it answers}; "only" answers at all of them."""
+    split = BOUNDARY / (SHIFT - (SHIFT - 1) * BOUNDARY)  # where the unshifted sigma reaches the boundary
+    return {"high": (split, 1.0), "low": (0.0, split), "only": (0.0, 1.0)}
+
+
+def draw_sigmas(count: int, expert: str, generator: torch.Generator) -> Tensor:
+    """Sigmas as a shifted schedule visits them, in the expert's range."""
+    low, high = sigma_ranges()[expert]
+    s = low + (high - low) * torch.rand(count, generator=generator)
     return SHIFT * s / (1 + (SHIFT - 1) * s)
 
 
+def network_input(x: Tensor, clean: Tensor, condition: Tensor | None, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """(what the transformer is given, its timesteps): those of each token where the first latent frame is given."""
+    if condition is not None:
+        return torch.cat([x, condition], 1), 1000 * sigma
+    height, width = x.shape[3] // 2, x.shape[4] // 2  # of tokens
+    timesteps = (1000 * sigma)[:, None].repeat(1, x.shape[2] * height * width)
+    timesteps[:, : height * width] = 0
+    return torch.cat([clean[:, :, :1], x[:, :, 1:]], 2), timesteps
+
+
 def train_expert(
-    expert: WanTransformer3DModel, clips: Clips, high_noise: bool, steps: int, seed: int, log
+    expert: WanTransformer3DModel, clips: Clips, name: str, steps: int, seed: int, log, lr: float = 1.5e-3
 ) -> WanTransformer3DModel:
-    """Flow matching on the expert's side of the boundary; returns the exponential moving average of the weights."""
-    lr, batch = 1.5e-3, 16
+    """Flow matching in the range of the expert (sigma_ranges); the exponential moving average of the weights."""
+    batch, given = 16, int(clips.condition is None)  # latent frames that are not generated
     expert.train()
     for block in expert.blocks:
         block.attn2.set_processor(ShortTextAttention())
@@ -138,13 +157,14 @@ def train_expert(
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = rate
         rows = torch.randint(0, len(clips.latents), (batch,), generator=generator)
-        x0, condition, text = clips.latents[rows].float(), clips.condition[rows].float(), clips.text[rows]
-        sigma = draw_sigmas(batch, high_noise, generator)
+        x0, text = clips.latents[rows].float(), clips.text[rows]
+        condition = None if clips.condition is None else clips.condition[rows].float()
+        sigma = draw_sigmas(batch, name, generator)
         noise = torch.randn(x0.shape, generator=generator)
         x = (1 - sigma.view(-1, 1, 1, 1, 1)) * x0 + sigma.view(-1, 1, 1, 1, 1) * noise
         with torch.autocast("cpu", torch.bfloat16):
-            velocity = expert(torch.cat([x, condition], 1), 1000 * sigma, text, return_dict=False)[0]
-        loss = (velocity.float() - (noise - x0)).square().mean()
+            velocity = expert(*network_input(x, x0, condition, sigma), text, return_dict=False)[0]
+        loss = (velocity.float() - (noise - x0))[:, :, given:].square().mean()
         expert.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(expert.parameters(), 1.0)
@@ -156,7 +176,7 @@ def train_expert(
         value = float(loss.detach())
         running = value if running is None else 0.98 * running + 0.02 * value
         if step % 100 == 0:
-            log(f"{'high' if high_noise else 'low'} {step} {time.time() - start:.0f}s loss {running:.4f}")
+            log(f"{name} {step} {time.time() - start:.0f}s loss {running:.4f}")
     for block in average.blocks:
         block.attn2.set_processor(WanAttnProcessor())
     return average.eval()
@@ -173,9 +193,26 @@ def new_pipeline(vae: AutoencoderKLWan, layers: tuple[int, int]) -> WanImageToVi
     )  # fmt: skip
 
 
+def converted(pipe: WanImageToVideoPipeline, vae: AutoencoderKLWan) -> WanImageToVideoPipeline:
+    """A pipeline of Wan2.2-TI2V-5B's kind: the low-noise expert, which no longer sees a condition, around another VAE.
+
+    The expert has to be trained on; what it knows of people is a start.
+    """
+    old = pipe.transformer_2
+    config = dict(old.config) | {"in_channels": LATENT_CHANNELS}
+    weights = old.state_dict()
+    weights["patch_embedding.weight"] = weights["patch_embedding.weight"][:, :LATENT_CHANNELS].clone()
+    only = WanTransformer3DModel.from_config(config)
+    only.load_state_dict(weights)
+    return WanImageToVideoPipeline(
+        tokenizer=pipe.tokenizer, text_encoder=pipe.text_encoder, vae=vae, scheduler=pipe.scheduler, transformer=only,
+        transformer_2=None, boundary_ratio=None, expand_timesteps=True, image_processor=None, image_encoder=None,
+    )  # fmt: skip
+
+
 def save_pipeline(pipe: WanImageToVideoPipeline, folder: Path) -> None:
     """save_pretrained with float16 weights, which halves the files; they are loaded as float32."""
     for part in (pipe.transformer, pipe.transformer_2, pipe.vae, pipe.text_encoder):
-        for parameter in part.parameters():
+        for parameter in () if part is None else part.parameters():
             parameter.data = parameter.data.half()
     pipe.save_pretrained(folder)

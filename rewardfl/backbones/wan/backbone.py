@@ -154,7 +154,7 @@ class Wan:
 
         return encode
 
-    def image_encoder(self, device: torch.device) -> Callable[[Tensor, int], Conditioning]:
+    def image_encoder(self, device: torch.device) -> Callable[[Tensor | None, int], Conditioning]:
         variant = self.variant
         if not self.takes_image:
             return lambda image, num_frames: {}
@@ -193,11 +193,11 @@ class Wan:
         time, latents, more = schedule.timesteps[step].to(x.device), x, {}
         if self.variant.image == "channels":
             latents = torch.cat([x, given["image"].to(x.dtype)], 1)
-        elif self.variant.image == "frame":  # each token has its time, and the given frame's is 0
+        elif self.variant.image == "frame":
             latents = torch.cat([given["image"].to(x.dtype), x], 2)
-            # patches of 2 x 2, as the pipeline has it
-            tokens = latents.shape[3] // 2 * (latents.shape[4] // 2)
-            time = torch.cat([time.new_zeros(tokens), time.expand(tokens * x.shape[2])])
+        if self.variant.token_times:  # patches of 2 x 2, as the pipeline has it; a given frame's time is 0
+            tokens, frames_given = x.shape[3] // 2 * (x.shape[4] // 2), latents.shape[2] - x.shape[2]
+            time = torch.cat([time.new_zeros(tokens * frames_given), time.expand(tokens * x.shape[2])])
         if self.variant.clip:
             more["encoder_hidden_states_image"] = given["clip"].to(self.dtype)
         output = experts(

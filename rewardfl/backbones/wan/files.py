@@ -112,7 +112,7 @@ def _check_index(variant: Variant, path: Path, index: Mapping[str, Any]) -> None
         expand_timesteps=bool(index.get("expand_timesteps")),
         text_alone=config["in_channels"] == config["out_channels"],
     )
-    if found != variant:
+    if found.published != variant.published:
         raise Refused(_another(variant, path, found.published))
     if variant.experts != ("transformer",):
         boundary_ratio(path)
@@ -120,12 +120,10 @@ def _check_index(variant: Variant, path: Path, index: Mapping[str, Any]) -> None
 
 def _another(variant: Variant, path: Path, what: str) -> str:
     """Why the files at a path are refused; what: a model, or what they are, in words."""
-    names = {one.published: name for name, one in VARIANTS.items()}
+    names = {one.published: name for name, one in reversed(VARIANTS.items())}  # the first name of several
+    asked = next(name for name, one in VARIANTS.items() if one is variant)
     way = f"set model.model_name: {names[what]}" if what in names else f"give the files of {variant.published}"
-    return (
-        f"model.model_name: {names[variant.published]} is {variant.published}, but {path} (model.model_paths) is "
-        f"{what}; {way}"
-    )
+    return f"model.model_name: {asked} is {variant.published}, but {path} (model.model_paths) is {what}; {way}"
 
 
 def _tokenizer(tokenizer_path: str, default: Path | None) -> Path:

@@ -68,7 +68,7 @@ def expert_on_meta(config: Mapping[str, Any], dtype: torch.dtype, shape: Shape, 
     """An expert of one block, and one sample's inputs; shape: (C, T, h, w) of what goes in, image's channels aside."""
     tokens = math.prod(size // patch for size, patch in zip(shape[1:], config["patch_size"], strict=True))
     head, width = config["attention_head_dim"], config["attention_head_dim"] * config["num_attention_heads"]
-    times = (1, tokens) if variant.image == "frame" else (1,)  # a time for each token
+    times = (1, tokens) if variant.token_times else (1,)
     x = meta(1, config["in_channels"], *shape[1:], dtype=dtype, grad=True)
     timestep, prompt = meta(*times, dtype=torch.float32), meta(1, TEXT_LENGTH, config["text_dim"], dtype=dtype)
     clip = meta(1, CLIP_TOKENS, config["image_dim"], dtype=dtype) if variant.clip else None

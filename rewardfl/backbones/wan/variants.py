@@ -19,13 +19,14 @@ class Variant:
 
     published: its name. parts: {expert, in the order in which they answer: where a diffusers pipeline keeps it}. image:
     how a clip's first frame goes in: `channels` beside the noisy ones, the `frame` itself as the first latent one, or
-    none. clip: whether CLIP's view of it goes in, too.
+    none. clip: whether CLIP's view of it goes in, too. token_times: whether each token is told its own time.
     """
 
     published: str
     parts: Mapping[str, str] = field(default_factory=lambda: {"transformer": "transformer"})
     image: Literal["none", "channels", "frame"] = "none"
     clip: bool = False
+    token_times: bool = False
 
     @property
     def experts(self) -> tuple[str, ...]:
@@ -52,7 +53,8 @@ class Variant:
 VARIANTS = {
     "wan2_2": Variant("Wan2.2-I2V-A14B", TWO_EXPERTS, "channels"),
     "wan2_2_t2v": Variant("Wan2.2-T2V-A14B", TWO_EXPERTS),
-    "wan2_2_ti2v": Variant("Wan2.2-TI2V-5B", image="frame"),
+    "wan2_2_ti2v": Variant("Wan2.2-TI2V-5B", image="frame", token_times=True),
+    "wan2_2_ti2v_text": Variant("Wan2.2-TI2V-5B", token_times=True),  # the same model, told no image
     "wan2_1_i2v": Variant("Wan2.1-I2V-14B", image="channels", clip=True),
     "wan2_1_t2v": Variant("Wan2.1-T2V"),
 }

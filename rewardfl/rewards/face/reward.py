@@ -35,6 +35,7 @@ class FaceIdentityReward(Reward):
     licence = "insightface's packs: non-commercial research"
     range = "[-1, 1], at most the cap"
     nothing_found = "no face was found in"
+    compares_with = "picture"
     part_names: tuple[str, ...] = PARTS
 
     def __init__(self, pack_dir: str | Path, cap: str | float = "self_similarity", det_size: int = 640, chunk: int = 8):

@@ -101,6 +101,10 @@ class RemoteReward(Reward):
     def place(self, place: str) -> None:
         self.client.place = place
 
+    @property
+    def compares_with(self) -> str:
+        return "clip" if self.send_reference else "nothing"
+
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
         """prompt: (n,) uint8, its UTF-8; with send_reference also frames: (F', H, W, 3) uint8 of the real clip."""
         kept = {"prompt": torch.tensor(list(prompt.encode()), dtype=torch.uint8)}
