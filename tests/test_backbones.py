@@ -219,6 +219,42 @@ def test_replay_is_autograd_through_the_chain(backbone, guidance, differentiated
     assert_close(*grads, 1e-9)
 
 
+@pytest.mark.parametrize("differentiated", ["both", "conditional"])
+def test_a_guided_gradient_is_that_of_finite_differences(backbone, differentiated):
+    """Of the chain, along a random direction of the adapters; `conditional` holds the other answers as they were."""
+    schedule, model, scale = schedule_of(backbone), backbone_at(backbone, torch.float64), 3.5
+    experts, _ = experts_of(backbone, adapted=True, dtype=torch.float64)
+    told, negative = conditioning_of(backbone), backbone.text_encoder(CPU)(NEGATIVE)
+    towards, away = (Velocity(model, experts, one, schedule) for one in (told, told | negative))
+    x, draw = noise_of(backbone).double(), torch.Generator().manual_seed(5)
+    g = torch.randn(x.shape, generator=draw, dtype=torch.float64)
+    velocity = Velocity(model, experts, told, schedule, negative, scale, differentiated == "both")
+    trajectory = reward_flow.rollout(velocity, x, schedule.sigmas, range(STEPS))
+    reward_flow.replay(velocity, trajectory, schedule.sigmas, range(STEPS), g, 1.0)
+    adapters = [parameter for parameter in experts.parameters() if parameter.requires_grad]
+    direction = [torch.randn(p.shape, generator=draw, dtype=torch.float64) for p in adapters]
+    held = []  # the answers to the negative prompt along the chain
+
+    @torch.no_grad()
+    def outcome(move):
+        for parameter, one in zip(adapters, direction, strict=True):
+            parameter += move * one
+        y = x
+        for i in range(STEPS):
+            if move == 0:
+                held.append(away(y, i))
+            other = away(y, i) if differentiated == "both" else held[i]
+            y = y + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * (other + scale * (towards(y, i) - other))
+        for parameter, one in zip(adapters, direction, strict=True):
+            parameter -= move * one
+        return (g * y).sum().item()
+
+    outcome(0)
+    ours = sum((p.grad * one).sum().item() for p, one in zip(adapters, direction, strict=True))
+    slope = (outcome(1e-3) - outcome(-1e-3)) / 2e-3
+    assert ours == pytest.approx(slope, rel=2e-3)  # the networks have islands in float32
+
+
 def backbone_at(backbone, dtype):
     """The same model, asked in another precision."""
     return dataclasses.replace(backbone, dtype=dtype)

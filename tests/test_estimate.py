@@ -274,12 +274,15 @@ def test_real_expert(pipe):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_real_variant(name, tmp_path):
     """Conditioning, latents, decoder and a network of each variant's folder, as they come out of the real code."""
-    random_variant(name).save_pretrained(tmp_path)
+    stock = random_variant(name)
+    stock.save_pretrained(tmp_path)
     source = Source(str(tmp_path), dtype="float32")
     predicted = measure.measure(Video(backbones.describe(name, source), HEIGHT, WIDTH, FRAMES, None))
     backbone, cpu = backbones.open(name, source), torch.device("cpu")
     shape, schedule = backbone.latent_shape(HEIGHT, WIDTH, FRAMES), backbone.schedule(4, 5.0, None)
     assert predicted.shape == shape
+    clip = stock.image_encoder if VARIANTS[name].clip else None
+    assert predicted.vision_weights == (measure.nbytes(clip.parameters()) if clip else 0)
     image = torch.zeros(3, HEIGHT, WIDTH)
     given = backbone.text_encoder(cpu)("a person") | backbone.image_encoder(cpu)(image, FRAMES)
     assert {part: measure.nbytes([value]) for part, value in given.items()} == predicted.cached

@@ -8,17 +8,21 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import wan_files
+from accelerate import init_empty_weights
 from conftest import ROOT
 from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from PIL import Image
-from pipelines import I2V, latent_shape
+from pipelines import I2V, latent_shape, random_variant
 from safetensors.torch import load_file, save_file
 from test_wan import picture, stock
+from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from benchmarks import load as load_benchmark
 from rewardfl import config, data, groups, lora
@@ -571,6 +575,71 @@ def test_original_files_of_one_expert(files, tmp_path):
     (tmp_path / "paths.json").write_text(json.dumps(given | {"transformer": str(files.original / "high_noise_model")}))
     with pytest.raises(Refused, match=r"wan2_1_t2v is Wan2.1-T2V, but .* takes 36 channels, not 16 \(an image-to"):
         layouts.open_files(layouts.find_files(VARIANTS["wan2_1_t2v"], str(tmp_path / "paths.json")))
+
+
+def as_original_files(name, folder):
+    """(a model of one expert, the json that names its parts in the original layout)."""
+    pipe = random_variant(name)
+    pipe.save_pretrained(folder / "pipeline")
+    state = convert_wan_transformer_to_diffusers({old: old for old in expert_names(pipe.transformer.config)})
+    own = pipe.transformer.state_dict()
+    assert state.keys() == own.keys()
+    parts = {"text_encoder": "pipeline/text_encoder", "tokenizer": "pipeline/tokenizer", "configs": "pipeline"}
+    wan_files.write_shards({old: own[new].clone() for new, old in state.items()}, folder / "expert")
+    if name == "wan2_1_i2v":
+        encoder = wan_files.original_image_encoder(pipe.image_encoder)
+        torch.save(encoder, folder / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth")
+        parts |= {"image_encoder": "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth", "vae": "pipeline/vae"}
+    else:
+        torch.save(wan_files.original_residual_vae(pipe.vae), folder / "Wan2.2_VAE.pth")
+        parts |= {"vae": "Wan2.2_VAE.pth"}
+    (folder / "paths.json").write_text(json.dumps(parts | {"transformer": "expert"}))
+    return pipe, folder / "paths.json"
+
+
+def expert_names(config):
+    names = wan_files.original_expert_names(config.num_layers)
+    if config.image_dim is None:
+        return names
+    for i in range(config.num_layers):
+        stem = f"blocks.{i}.cross_attn"
+        names += wan_files.with_leaves([f"{stem}.k_img", f"{stem}.v_img"], ("weight", "bias"))
+        names += [f"{stem}.norm_k_img.weight"]
+    return names + wan_files.with_leaves([f"img_emb.proj.{i}" for i in (0, 1, 3, 4)], ("weight", "bias"))
+
+
+@pytest.mark.parametrize("name", ["wan2_2_ti2v", "wan2_1_i2v"])
+def test_original_files_of_models_with_parts_of_their_own(tmp_path, name):
+    """TI2V-5B's residual VAE, and Wan2.1-I2V's CLIP: every tensor in its place, and what CLIP sees the same."""
+    stock, paths = as_original_files(name, tmp_path)
+    pipe = wan_load.load_pipeline(layouts.find_files(VARIANTS[name], str(paths)), torch.float32)
+    for part in ("transformer", "vae", *(["image_encoder"] if name == "wan2_1_i2v" else [])):
+        ours, theirs = pipe.components[part].state_dict(), stock.components[part].state_dict()
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours), part
+    if name == "wan2_1_i2v":
+        picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8))
+        assert torch.equal(pipe.encode_image(picture, "cpu"), stock.encode_image(picture, "cpu"))
+        (tmp_path / "paths.json").write_text(json.dumps(json.loads(paths.read_text()) | {"image_encoder": ""}))
+        with pytest.raises(
+            Refused, match="no image_encoder; Wan2.1-I2V-14B takes transformer, text_encoder, vae, image"
+        ):
+            layouts.find_files(VARIANTS[name], str(paths))
+    else:
+        state = torch.load(tmp_path / "Wan2.2_VAE.pth", weights_only=True)
+        gone = "encoder.downsamples.0.downsamples.0.residual.2.weight"
+        torch.save({key: value for key, value in state.items() if key != gone}, tmp_path / "Wan2.2_VAE.pth")
+        with pytest.raises(Refused, match="has no encoder.down_blocks.0.resnets.0.conv1.weight"):
+            wan_load.load_pipeline(layouts.find_files(VARIANTS[name], str(paths)), torch.float32)
+
+
+def test_the_published_clip_has_the_tensors_of_its_file():
+    """393 of them, as models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth holds without its text side."""
+    config = CLIPVisionConfig.from_pretrained(layouts.published(VARIANTS["wan2_1_i2v"]) / "image_encoder")
+    with init_empty_weights(include_buffers=False):
+        model = CLIPVisionModel(config)
+    original = wan_files.original_image_encoder(model)
+    assert len(original) == 393 and original["visual.pos_embedding"].shape == (1, 257, 1280)
+    assert original["visual.transformer.31.attn.to_qkv.weight"].shape == (3840, 1280)
 
 
 def patched(files, folder, channels):

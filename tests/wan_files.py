@@ -160,6 +160,54 @@ def original_vae(model: AutoencoderKLWan) -> dict[str, torch.Tensor]:
     return original_state(model, original_vae_names(), convert_wan_vae_to_diffusers)
 
 
+def original_residual_vae(model: AutoencoderKLWan) -> dict[str, torch.Tensor]:
+    """Of Wan2.2_VAE.pth: a level is a list of blocks and then what resamples; the rest is as in Wan2.1_VAE.pth."""
+    rest = [name for name in original_vae_names() if "samples" not in name]
+    found = convert_wan_vae_to_diffusers({name: name for name in rest})
+    inner = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6"}
+    inner |= {"conv_shortcut": "shortcut"}
+    blocks = model.config.num_res_blocks
+    state = {}
+    for name, value in model.state_dict().items():
+        if name in found:
+            state[found[name]] = value.clone()
+            continue
+        side, kind, level, *path = name.split(".")
+        way = {"down_blocks": "downsamples", "up_blocks": "upsamples"}[kind]
+        if path[0] == "resnets":
+            block, module, *leaf = path[1:]
+            end = [block, inner[module], *leaf]
+        else:
+            end = [str(blocks if side == "encoder" else blocks + 1), *path[1:]]
+        state[".".join([side, way, level, way, *end])] = value.clone()
+    return state
+
+
+def original_image_encoder(model) -> dict[str, torch.Tensor]:
+    """Of models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth: Wan-AI's VisionTransformer, and what it is not."""
+    embeddings = model.embeddings
+    width = model.config.hidden_size
+    state = {
+        "log_scale": torch.zeros(()),
+        "visual.head": torch.zeros(width, 8),
+        "visual.cls_embedding": embeddings.class_embedding[None, None],
+        "visual.pos_embedding": embeddings.position_embedding.weight[None],
+        "visual.patch_embedding.weight": embeddings.patch_embedding.weight,
+    }
+    modules = {"visual.pre_norm": model.pre_layrnorm, "visual.post_norm": model.post_layernorm}
+    for i, layer in enumerate(model.encoder.layers):
+        inner, place = layer.self_attn, f"visual.transformer.{i}"
+        modules |= {
+            f"{place}.norm1": layer.layer_norm1, f"{place}.norm2": layer.layer_norm2,
+            f"{place}.attn.proj": inner.out_proj, f"{place}.mlp.0": layer.mlp.fc1, f"{place}.mlp.2": layer.mlp.fc2,
+        }  # fmt: skip
+        for leaf in ("weight", "bias"):
+            parts = [getattr(one, leaf) for one in (inner.q_proj, inner.k_proj, inner.v_proj)]
+            state[f"{place}.attn.to_qkv.{leaf}"] = torch.cat(parts)
+    state |= {f"{name}.{leaf}": getattr(one, leaf) for name, one in modules.items() for leaf in ("weight", "bias")}
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
 def original_text_encoder(model: UMT5EncoderModel) -> dict[str, torch.Tensor]:
     """Wan-AI's T5Encoder: token_embedding, blocks.N.{norm1, attn.qkvo, pos_embedding, norm2, ffn}, norm."""
     state = {"token_embedding.weight": model.shared.weight, "norm.weight": model.encoder.final_layer_norm.weight}

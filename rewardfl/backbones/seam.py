@@ -163,6 +163,7 @@ class OnMeta:
     vae: nn.Module
     decoder: ChunksOnMeta
     image_encoder: ChunksOnMeta
+    vision: nn.Module | None  # what else sees the image
     text_encoder: nn.Module
     encode_text: Callable[[], object]
     conditioning: Mapping[str, Tensor]  # of one sample, as it is cached

@@ -192,6 +192,7 @@ class Costs:
     experts: Mapping[str, ExpertCost]  # by name
     vae_weights: int
     chunks: tuple[ChunkCost, ...]  # by latent frame
+    vision_weights: int  # of what else sees the image, 0 for nothing
     text_weights: int
     text: Cost  # of encoding one prompt
     image: Cost  # of encoding one image; the peak is with the clip's pixels
@@ -291,6 +292,7 @@ def measure(video: Video) -> Costs:
         experts={name: measured[id(expert)] for name, expert in parts.experts.items()},
         vae_weights=nbytes(parts.vae.parameters()),
         chunks=measure_decoder(parts.decoder),
+        vision_weights=0 if parts.vision is None else nbytes(parts.vision.parameters()),
         text_weights=nbytes(text.parameters()),
         text=without_graph(parts.encode_text, [*text.parameters(), *text.buffers()]),
         image=measure_encoder(parts.image_encoder, parts.video),

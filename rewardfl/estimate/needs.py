@@ -103,6 +103,7 @@ def memory(costs: Costs, work: Work) -> Memory:
     encode = {
         "text encoder": costs.text_weights,
         "VAE": costs.vae_weights,
+        **({"image encoder": costs.vision_weights} if costs.vision_weights else {}),
         "activations": max(costs.text.peak, costs.image.peak),
     }
     phases = {phase: {name: work.batch * amount for name, amount in parts.items()} for phase, parts in phases.items()}

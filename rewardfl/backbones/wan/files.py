@@ -40,7 +40,7 @@ class Layout:
     text_encoder: Path | None = None
     vae: Path | None = None
     tokenizer: Path | None = None
-    image_encoder: Path | None = None  # a folder, as transformers writes it
+    image_encoder: Path | None = None  # a folder, as transformers writes it, or the original file
     image_processor: Path | None = None
     opened: Mapping[str, Checkpoint] | None = None
 
@@ -179,14 +179,10 @@ def _from_json(variant: Variant, path: Path, tokenizer_path: str) -> Layout:
 
 def _of_originals(variant: Variant, parts: Mapping[str, list[Path]], configs: Path, tokenizer: Path) -> Layout:
     """The layout of files by the variant's original_parts."""
-    if variant.clip:
-        raise Refused(
-            f"model.model_paths, model.model_id_with_origin_paths: {variant.published} is read from a folder in "
-            "diffusers' layout alone, since its CLIP encoder's original file is not one of transformers'"
-        )
     experts = {name: parts[key] for name, key in zip(variant.experts, variant.original_parts, strict=False)}
     (text_encoder,), (vae,) = parts["text_encoder"], parts["vae"]
-    return Layout(variant, configs, experts, text_encoder, vae, tokenizer)
+    clip = (parts["image_encoder"][0], configs / "image_processor") if variant.clip else ()
+    return Layout(variant, configs, experts, text_encoder, vae, tokenizer, *clip)
 
 
 def _listed(value: Any) -> list[str]:
@@ -201,7 +197,7 @@ def _from_hub(variant: Variant, origin_paths: str, tokenizer_path: str, allow_do
     found: dict[str, list[Path]] = {}
     keys, several = variant.original_parts, variant.original_parts[: len(variant.parts)]
     of_experts = variant.experts if len(several) > 1 else ("diffusion_pytorch_model",)
-    words = dict(zip((*of_experts, "t5", "vae"), keys, strict=True))
+    words = dict(zip((*of_experts, "t5", "vae", *(["clip"] if variant.clip else [])), keys, strict=True))
     for item in filter(None, (part.strip() for part in origin_paths.split(","))):
         repository, _, pattern = item.partition(":")
         key = next((key for word, key in words.items() if word in pattern.lower()), None)

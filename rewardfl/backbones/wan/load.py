@@ -5,6 +5,7 @@ rows in the file's. They come out as diffusers' `from_pretrained` would give the
 modules that diffusers keeps in float32.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,14 @@ import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoTokenizer, CLIPVisionModel, UMT5Config, UMT5EncoderModel
+from transformers import (
+    AutoImageProcessor,
+    AutoTokenizer,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 from transformers.utils import logging
 
 from rewardfl import lora
@@ -115,7 +123,7 @@ def _load_vae(layout: Layout, dtype: torch.dtype) -> AutoencoderKLWan:
     with torch.device("meta"):
         model = AutoencoderKLWan.from_config(config_of(layout, "vae"))
     state = _read_state(path)
-    _fill(model, state if "quant_conv.weight" in state else convert_wan_vae_to_diffusers(state), dtype, path)
+    _fill(model, state if "quant_conv.weight" in state else vae_state(state), dtype, path)
     return model
 
 
@@ -133,7 +141,15 @@ def _load_text_encoder(layout: Layout, dtype: torch.dtype) -> UMT5EncoderModel:
 
 def _load_image_encoder(layout: Layout, dtype: torch.dtype) -> CLIPVisionModel:
     path = layout.image_encoder
-    return _complete(path, *CLIPVisionModel.from_pretrained(path, dtype=dtype, **LOCAL))
+    if path.is_dir():
+        return _complete(path, *CLIPVisionModel.from_pretrained(path, dtype=dtype, **LOCAL))
+    config = CLIPVisionConfig.from_pretrained(layout.configs / "image_encoder", local_files_only=True)
+    with torch.device("meta"):
+        model = CLIPVisionModel(config)
+    _fill(model, image_encoder_state(_read_state(path)), dtype, path)
+    positions = torch.arange(model.embeddings.num_positions)[None]  # no weights, so they are in no file
+    model.embeddings.register_buffer("position_ids", positions, persistent=False)
+    return model
 
 
 def _complete(path: Path, model: Model, report: Mapping[str, Sequence[str]]) -> Model:
@@ -183,6 +199,61 @@ def text_encoder_state(state: Mapping[str, Tensor], layers: int) -> dict[str, Te
         names |= {f"blocks.{layer}.{old}": f"encoder.block.{layer}.{new}" for old, new in inside.items()}
     renamed = {f"{old}.weight": f"{new}.weight" for old, new in names.items()}
     return {renamed.get(name, name): value for name, value in state.items()}
+
+
+RESIDUAL = {
+    "residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2",
+    "shortcut": "conv_shortcut",
+}  # fmt: skip
+# Wan2.2_VAE.pth: the blocks of a level, and after them what resamples it
+NESTED = re.compile(r"(encoder|decoder)\.(?:down|up)samples\.(\d+)\.(?:down|up)samples\.(\d+)\.(.+)")
+
+
+def vae_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Wan2.1_VAE.pth, or the residual Wan2.2_VAE.pth, by diffusers' names; other tensors keep theirs."""
+    nested, plain = {}, {}
+    for name, value in state.items():
+        if (found := NESTED.fullmatch(name)) is None:
+            plain[name] = value
+            continue
+        side, level, block, rest = found.groups()
+        down = side == "encoder"
+        place = f"{side}.{'down' if down else 'up'}_blocks.{level}"
+        old = next((old for old in RESIDUAL if rest.startswith(f"{old}.")), None)
+        if old is not None:
+            nested[f"{place}.resnets.{block}.{RESIDUAL[old]}{rest.removeprefix(old)}"] = value
+        else:  # resample.1, time_conv
+            nested[f"{place}.{'downsampler' if down else 'upsampler'}.{rest}"] = value
+    return convert_wan_vae_to_diffusers(plain) | nested
+
+
+def image_encoder_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth by transformers' names; what does not see is left out."""
+    top = {"pre_norm": "pre_layrnorm", "post_norm": "post_layernorm", "patch_embedding": "embeddings.patch_embedding"}
+    inside = {
+        "norm1": "layer_norm1", "norm2": "layer_norm2", "attn.proj": "self_attn.out_proj", "mlp.0": "mlp.fc1",
+        "mlp.2": "mlp.fc2",
+    }  # fmt: skip
+    found: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if not name.startswith("visual.") or name == "visual.head":
+            continue
+        name = name.removeprefix("visual.")
+        module, _, leaf = name.rpartition(".")
+        _, _, part = module.removeprefix("transformer.").partition(".")
+        layer = f"encoder.layers.{module.split('.')[1]}" if module.startswith("transformer.") else ""
+        if part == "attn.to_qkv":
+            for letter, third in zip("qkv", value.chunk(3), strict=True):
+                found[f"{layer}.self_attn.{letter}_proj.{leaf}"] = third
+        elif name == "cls_embedding":
+            found["embeddings.class_embedding"] = value.flatten()
+        elif name == "pos_embedding":
+            found["embeddings.position_embedding.weight"] = value[0]
+        elif layer:
+            found[f"{layer}.{inside.get(part, part)}.{leaf}"] = value
+        else:
+            found[f"{top.get(module, module)}.{leaf}"] = value
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------

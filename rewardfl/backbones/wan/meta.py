@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
 from torch import Tensor
-from transformers import UMT5Config, UMT5EncoderModel
+from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
 from rewardfl.backbones.seam import Caches, ChunksOnMeta, ExpertOnMeta, OnMeta, Shape
 from rewardfl.backbones.wan import files
@@ -58,10 +58,18 @@ def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple
         vae=vae,
         decoder=decoder_on_meta(vae, dtype, whole),
         image_encoder=encoder_on_meta(vae, dtype, video),
+        vision=vision_on_meta(layout, dtype) if variant.clip else None,
         text_encoder=text,
         encode_text=lambda: text(tokens),
         conditioning=conditioning,
     )
+
+
+def vision_on_meta(layout: files.Layout, dtype: torch.dtype) -> CLIPVisionModel:
+    """CLIP's encoder of images."""
+    folder = layout.configs if (layout.configs / "image_encoder").is_dir() else files.published(layout.variant)
+    with torch.device("meta"):
+        return CLIPVisionModel(CLIPVisionConfig.from_pretrained(folder / "image_encoder")).to(dtype)
 
 
 def expert_on_meta(config: Mapping[str, Any], dtype: torch.dtype, shape: Shape, variant: Variant) -> ExpertOnMeta:

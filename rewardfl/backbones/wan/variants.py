@@ -41,7 +41,7 @@ class Variant:
     def original_parts(self) -> tuple[str, ...]:
         """What a json file with the original files must name; the experts first, in their order."""
         experts = [f"{name}_model" for name in self.parts] if len(self.parts) > 1 else ["transformer"]
-        return (*experts, "text_encoder", "vae")
+        return (*experts, "text_encoder", "vae", *(["image_encoder"] if self.clip else []))
 
     def in_channels(self, transformer: Mapping[str, Any], temporal: int) -> int:
         """What a network of this configuration must take; temporal: the VAE's factor, the channels of the mask."""
