@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 from face_nets import SIZE, clip, magenta_pack
+from runs import adapter, launch, metrics
 
 from rewardfl import data, rewards
 from rewardfl.rewards.face import FaceDetector, detect, motion, track_largest
@@ -484,6 +485,20 @@ def test_what_is_kept_of_a_real_clip(real, other_pack):
 def test_settings_that_cannot_work_are_refused(settings, key):
     with pytest.raises((ValueError, FileNotFoundError), match=key):
         reward(**settings)
+
+
+@pytest.mark.long
+def test_a_run_that_is_paid_for_motion_goes_on_as_if_it_had_never_stopped(tmp_path):
+    """The views and detectors that are drawn are the same; faces of the world's own size, so that there are some."""
+    words = ["data.height=64", "data.width=64", "data.num_frames=9", "run.sample_videos=0", "reward.motion_weight=0.5"]
+    words += ['reward.others={"flow": {"name": "optical_flow", "weight": 0.1}}', "run.save_steps=1"]
+    launch(*words, "train.max_steps=3", f"run.output_dir={tmp_path / 'whole'}")
+    for steps in (2, 3):
+        launch(*words, f"train.max_steps={steps}", f"run.output_dir={tmp_path / 'parts'}")
+    whole, parts = (metrics(tmp_path / name) for name in ("whole", "parts"))
+    assert whole == parts and all(row["reward/face_motion/speed"] > 0 for row in whole)
+    ours, theirs = (adapter(tmp_path / name, 3) for name in ("whole", "parts"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def test_change_within_a_mask():

@@ -110,6 +110,26 @@ def test_a_picture_says_who_is_asked_for(folder_of, tmp_path):
     assert same.parts["motion"].isnan() and torch.isnan(terms[1].reward(video, [judge]).parts["flow"])
 
 
+@pytest.mark.long
+def test_the_world_of_ti2v_kind_learns(tmp_path):
+    """A few updates towards red, on trained networks: the sampled frames redden, the given one stays what it was."""
+    words = [
+        "model.model_name=wan2_2_ti2v",
+        f"model.model_paths={WORLD / 'pipeline_ti2v'}",
+        "model.trainable_models=dit",
+    ]
+    launch(
+        *words, "reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null",
+        "train.learning_rate=1e-2", "train.max_steps=6", "reward.kl_weight=0", f"run.output_dir={tmp_path}",
+    )  # fmt: skip
+    rows = metrics(tmp_path)
+    assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.1
+    (shown,) = (tmp_path / "samples" / "step-000006").glob("*.mp4")
+    real, made = data.read_video(shown).float().chunk(2, 2)  # side by side
+    redness = [(video[..., 0] - video[..., 1:].mean(-1)).mean((1, 2)) for video in (real, made)]
+    assert (redness[1] - redness[0])[0].abs() < 10 and (redness[1] - redness[0])[1:].min() > 20
+
+
 @pytest.mark.parametrize(
     "name", [name if name == "wan2_2_ti2v" else pytest.param(name, marks=pytest.mark.long) for name in OTHERS]
 )

@@ -30,7 +30,7 @@ class Plan:
     layers: tuple[int, int] = (4, 6)  # of the high-noise and the low-noise expert
     residual_vae_steps: tuple[int, int] = (1500, 150)  # of the second pipeline: on frames and on clips
     only_clips: int = 2000
-    only_steps: int = 1500
+    only_steps: int = 900
     train_people: int = 48
     eval_people: int = 24
     statistics_clips: int = 64
@@ -146,7 +146,7 @@ def build_second(plan: Plan, out: Path, work: Path, seed: int) -> None:
         clips = video.training_set(pipe, plan.only_clips, seed + 44, log)
     only = stage(
         "only", pipe.transformer,
-        lambda m: video.train_expert(m, clips, "only", plan.only_steps, seed + 45, log, lr=1e-3),
+        lambda m: video.train_expert(m, clips, "only", plan.only_steps, seed + 45, log, lr=1e-3, batch=8),
     )  # fmt: skip
     pipe.register_modules(transformer=only)
     video.save_pipeline(pipe, out / "pipeline_ti2v")

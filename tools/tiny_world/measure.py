@@ -17,8 +17,8 @@ STEPS, SHIFT = 8, 5.0  # of the schedule that is measured
 
 
 def measure(world: Path, seed: int, count: int) -> dict[str, object]:
-    """All figures of the world, of `count` people; also writes world/contact_sheet.png."""
-    judges = {name: face.FaceIdentity(world / "faces" / name, det_size=faces.DET_SIZE) for name in ("reward", "judge")}
+    """All figures of the world, of `count` people; also writes its contact sheets."""
+    judges = judges_of(world)
     figures: dict[str, object] = {"bytes": sum(f.stat().st_size for f in world.rglob("*") if f.is_file())}
     people = draw_people(count, torch.Generator().manual_seed(seed + 1))
     for name, judge in judges.items():
@@ -26,8 +26,18 @@ def measure(world: Path, seed: int, count: int) -> dict[str, object]:
         figures[f"recogniser_{name}"] = faces.verification(
             judge.recogniser.net, people, torch.Generator().manual_seed(seed)
         )
-    figures |= video_figures(world, judges)
-    return figures
+    figures |= video_figures(world, "wan2_2", "pipeline", "contact_sheet.png")
+    return figures | measure_second(world)
+
+
+def measure_second(world: Path) -> dict[str, object]:
+    """The figures of the second pipeline, as {"ti2v": ...}; also writes its contact sheet."""
+    return {"ti2v": video_figures(world, "wan2_2_ti2v", "pipeline_ti2v", "contact_sheet_ti2v.png")}
+
+
+def judges_of(world: Path) -> dict[str, face.FaceIdentity]:
+    """Both recognisers."""
+    return {name: face.FaceIdentity(world / "faces" / name, det_size=faces.DET_SIZE) for name in ("reward", "judge")}
 
 
 def detection(detector: face.FaceDetector, seed: int, count: int) -> dict[str, float]:
@@ -49,10 +59,14 @@ def detection(detector: face.FaceDetector, seed: int, count: int) -> dict[str, f
 
 
 @torch.no_grad()
-def video_figures(world: Path, judges: dict[str, face.FaceIdentity]) -> dict[str, object]:
-    """Reconstruction and generation of the evaluation people; FaceSim per frame by both recognisers."""
-    source = Source(model_paths=str(world / "pipeline"), dtype="float32")
-    backbone, device = wan2_2.open("wan2_2", source), torch.device("cpu")
+def video_figures(world: Path, model: str, pipeline: str, sheet: str) -> dict[str, object]:
+    """Reconstruction and generation of the evaluation people; FaceSim per frame by both recognisers.
+
+    model: the pipeline's model.model_name; pipeline and sheet: its folder, and the contact sheet, in `world`.
+    """
+    judges = judges_of(world)
+    source = Source(model_paths=str(world / pipeline), dtype="float32")
+    backbone, device = wan2_2.open(model, source), torch.device("cpu")
     experts = Experts({name: backbone.load_expert(name) for name in backbone.experts})
     encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
     decoder, vae = backbone.load_decoder(device), backbone.load(["vae"]).vae
@@ -75,7 +89,7 @@ def video_figures(world: Path, judges: dict[str, face.FaceIdentity]) -> dict[str
     for name, judge in judges.items():
         figures[name] = identity_figures(judge, real, again, made)
     contact_sheet(
-        world / "contact_sheet.png",
+        world / sheet,
         [x for triple in zip(real, again, made, strict=True) for x in triple][:24],
     )
     return figures

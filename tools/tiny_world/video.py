@@ -135,10 +135,17 @@ def network_input(x: Tensor, clean: Tensor, condition: Tensor | None, sigma: Ten
 
 
 def train_expert(
-    expert: WanTransformer3DModel, clips: Clips, name: str, steps: int, seed: int, log, lr: float = 1.5e-3
+    expert: WanTransformer3DModel,
+    clips: Clips,
+    name: str,
+    steps: int,
+    seed: int,
+    log,
+    lr: float = 1.5e-3,
+    batch: int = 16,
 ) -> WanTransformer3DModel:
     """Flow matching in the range of the expert (sigma_ranges); the exponential moving average of the weights."""
-    batch, given = 16, int(clips.condition is None)  # latent frames that are not generated
+    given = int(clips.condition is None)  # latent frames that are not generated
     expert.train()
     for block in expert.blocks:
         block.attn2.set_processor(ShortTextAttention())
