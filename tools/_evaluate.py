@@ -82,9 +82,7 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
         print(f"note: {note}")
     rows, problems = data.check_rows(rows, cfg.data.num_frames, cfg.data.skip_bad_rows, cfg.data.fps)
     if alone := [row.line for row in rows if row.video is None]:
-        raise ValueError(
-            f"--data: line {alone[0]} of {args.data} names no video, and this tool compares with real ones"
-        )
+        raise ValueError(f"--data: line {alone[0]} of {args.data} names no video, and real clips are what is compared")
     packs = {"reward": cfg.reward.reward_model_path, "held_out": cfg.reward.held_out_model_path}
     judges = {
         name: face.FaceIdentity(pack, cfg.reward.det_size).to(args.device)

@@ -53,7 +53,7 @@ class Reward(nn.Module):
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """What this reward keeps of a sample's real clip (3, F, H, W) in [-1, 1] and its prompt.
 
-        What it `compares_with` is there; a reward that compares with nothing is given no frames (F = 0) without a clip.
+        The clip is there where the reward `compares_with` one; without a clip it is of no frames (F = 0).
         It is computed once per sample, cached under `fingerprint` (and the prompt where `uses_prompt`), and handed
         back to `forward`. None if the clip is of no use. A reward that needs neither keeps an empty dict: every
         sample is usable.

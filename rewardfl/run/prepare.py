@@ -194,18 +194,22 @@ def _read_clip(
 ) -> list[Found]:
     """What is found of rows of one clip, which is decoded once, and only where the cache lacks something."""
     keys = {row.line: [reference_key(clip, reward, row.prompt) for reward in rewards] for row in rows}
+    wanted = [
+        (row, key, reward)
+        for row in rows
+        for key, reward in zip(keys[row.line], rewards, strict=True)
+        if reward.compares_with in row.offers
+    ]
     kept = store.get(clip)
-    if kept is None or any(store.get(key) is None for row in rows for key in keys[row.line]):
+    if kept is None or any(store.get(key) is None for _, key, _ in wanted):
         try:
             example = load(rows[0])
         except data.DataError as error:
             return [Found(row.line, str(error)) for row in rows]
         video = example.reference.to(device)
-        for row in rows:
-            for key, reward in zip(keys[row.line], rewards, strict=True):
-                if store.get(key) is None:
-                    found = reward.reference(video, row.prompt) if reward.compares_with in row.offers else None
-                    store.put(key, _entry(found))
+        for row, key, reward in wanted:
+            if store.get(key) is None:
+                store.put(key, _entry(reward.reference(video, row.prompt)))
         kept = {"size": torch.tensor(example.size)} if example.image is None else {"image": example.image}
         store.put(clip, kept)
     height, width = kept["image"].shape[1:] if "image" in kept else kept["size"].tolist()
@@ -234,8 +238,11 @@ def samples(
     sizes = {one.line: one.size for one in found}
     samples = []
     for row in rows:
-        kept = []
+        kept: list[Mapping[str, Tensor] | None] = []
         for reward in rewards:
+            if reward.compares_with not in row.offers:
+                kept.append(None)
+                continue
             entry = read(store, reference_key(keys[row.line], reward, row.prompt))
             usable = bool(entry.pop("usable"))
             kept.append({name.removeprefix("reference."): value for name, value in entry.items()} if usable else None)
