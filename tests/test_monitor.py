@@ -79,6 +79,16 @@ def test_the_judge_compares_motion_with_the_first_updates(part, values, loud):
     assert len(warnings) == loud and all(key in warning for warning in warnings)
 
 
+def test_a_reward_that_falls_is_said():
+    """Below the first ten updates by more than they differ: 0.9, 1.1, 0.9, ... has a standard deviation of 0.1."""
+    for low, loud in ((0.95, False), (0.91, False), (0.89, True), (0.2, True)):
+        history = [line | {"reward/mean": 0.9 + 0.2 * (line["step"] % 2)} for line in HEALTHY[:10]]
+        history += [line | {"reward/mean": low} for line in HEALTHY[10:20]]
+        warnings = list(alarms(history, 0.8))
+        assert len(warnings) == loud, low
+        assert not loud or (f"reward/mean is {low:.3f}, it was 1.000" in warnings[0] and "unlearns" in warnings[0])
+
+
 def test_alarms_of_what_is_not_measured_keep_silent():
     missing = [line | {"reward/motion": math.nan, "reward/held_out": None} for line in FREEZES]
     missing = [line | {"reward/held_out/flow": math.nan, "reward/held_out/reversals": None} for line in missing]

@@ -76,10 +76,11 @@ def suspects(ids: Sequence[str], finite: Sequence[bool]) -> str:
 
 
 def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int = 10) -> Iterator[str]:
-    """Warnings about the last `window` updates: the faces freeze, or the reward's gain is not seen by the judge.
+    """Warnings about the last `window` updates: the reward falls, the faces freeze, or the judge does not see the gain.
 
-    By the held-out judge, the last window is compared with the run's first: its flow, its landmark motion and its
-    sharpness may fall to `motion_alarm` of what they were, its reversals rise by REVERSALS_ALARM.
+    The last window is compared with the run's first. The reward may fall by the first one's standard deviation; by the
+    held-out judge, flow, landmark motion and sharpness may fall to `motion_alarm` of what they were, and reversals rise
+    by REVERSALS_ALARM.
 
     history: the lines of metrics.jsonl; an evaluation before the first update is none of them. To be asked after every
     update, whatever of them is logged elsewhere: it speaks after each `window` of them, from the second on.
@@ -89,6 +90,13 @@ def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int
         return
 
     first, last = history[:window], history[-window:]
+    was, now = (_mean("reward/mean", steps) for steps in (first, last))
+    spread = math.sqrt(_mean("square", [{"square": (line.get("reward/mean", math.nan) - was) ** 2} for line in first]))
+    if now < was - spread:
+        yield (
+            f"reward/mean is {now:.3f}, it was {was:.3f} (standard deviation {spread:.3f}) in the first {window} "
+            "updates: the run unlearns; go back to checkpoints/best, lower train.learning_rate or raise the weight of the KL"
+        )
     motion = _mean("reward/motion", last)
     if motion < motion_alarm:
         yield f"motion is {motion:.2f} of the real clips', below reward.motion_alarm {motion_alarm:g}"
