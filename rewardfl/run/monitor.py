@@ -3,6 +3,7 @@
 import contextlib
 import math
 import resource
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -58,9 +59,14 @@ def recent_mean(history: Sequence[dict[str, float]], since: int, keys: Sequence[
     return next((mean for mean in means if math.isfinite(mean)), None)
 
 
+def _finite(key: str, lines: Sequence[dict[str, float]]) -> list[float]:
+    """The values of the lines that have a finite number."""
+    return [line[key] for line in lines if line.get(key) is not None and math.isfinite(line[key])]
+
+
 def _mean(key: str, lines: Sequence[dict[str, float]]) -> float:
     """Over the lines that have a finite number; nan where none has."""
-    values = [line[key] for line in lines if line.get(key) is not None and math.isfinite(line[key])]
+    values = _finite(key, lines)
     return sum(values) / len(values) if values else math.nan
 
 
@@ -91,11 +97,11 @@ def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int
 
     first, last = history[:window], history[-window:]
     was, now = (_mean("reward/mean", steps) for steps in (first, last))
-    spread = math.sqrt(_mean("square", [{"square": (line.get("reward/mean", math.nan) - was) ** 2} for line in first]))
+    spread = statistics.pstdev(_finite("reward/mean", first) or [0.0])
     if now < was - spread:
         yield (
             f"reward/mean is {now:.3f}, it was {was:.3f} (standard deviation {spread:.3f}) in the first {window} "
-            "updates: the run unlearns; go back to checkpoints/best, lower train.learning_rate or raise the weight of the KL"
+            "updates: the run unlearns; go back to checkpoints/best, lower train.learning_rate or raise kl_weight"
         )
     motion = _mean("reward/motion", last)
     if motion < motion_alarm:
