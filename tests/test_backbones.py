@@ -61,16 +61,12 @@ def wan(name, folder):
 
 
 TENANTS = dict.fromkeys(VARIANTS, wan)
-TEXT_ALONE = (
-    "wan2_2_t2v",
-    "wan2_2_ti2v_text",
-    "wan2_1_t2v",
-)  # the others without an image: what they ask for, the others ask for, too
+SHORT = ("wan2_2", "wan2_2_ti2v")  # two experts and channels, one and a given frame: what the others ask for, too
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.long] if name in TEXT_ALONE else []) for name in backbones.MODULES],
+    params=[pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in backbones.MODULES],
 )
 def tenant(request, tmp_path_factory):
     return TENANTS[request.param](request.param, tmp_path_factory.mktemp(request.param))

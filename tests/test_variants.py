@@ -130,9 +130,8 @@ def test_the_world_of_ti2v_kind_learns(tmp_path):
     assert (redness[1] - redness[0])[0].abs() < 10 and (redness[1] - redness[0])[1:].min() > 20
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "wan2_2_ti2v" else pytest.param(name, marks=pytest.mark.long) for name in OTHERS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", OTHERS)
 def test_both_scripts_train_and_what_they_saved_is_resumed_shown_and_merged(folder_of, tmp_path, name):
     folder = folder_of(name)
     # every step replayed, so that each expert has one
