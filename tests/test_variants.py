@@ -14,7 +14,7 @@ from rewardfl import config, data, lora
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.rewards import build_terms
 from rewardfl.run import start
-from rewardfl_tools import generate, merge_lora
+from rewardfl_tools import convert_lora, generate, merge_lora
 
 OTHERS = [name for name, variant in VARIANTS.items() if name != "wan2_2"]
 GUIDED = ["sample.guidance_scale=3", "sample.negative_prompt=a blurred picture"]
@@ -136,6 +136,7 @@ def test_both_scripts_train_and_what_they_saved_is_resumed_shown_and_merged(fold
     folder = folder_of(name)
     # every step replayed, so that each expert has one
     rest = [*model(name, folder), *REWARD, "sample.mid_timestep=0", "reward.kl_weight=1", "run.save_steps=1"]
+    rest += [f"lora.lora_target_modules={','.join(VARIANTS[name].layer_names)}"]  # Wan2.1's view of the image, too
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     launch(*rest, "train.max_steps=3", f"run.output_dir={whole}")
     launch(*rest, "train.max_steps=2", f"run.output_dir={parts}")
@@ -173,12 +174,16 @@ def test_both_scripts_train_and_what_they_saved_is_resumed_shown_and_merged(fold
     settings |= {"image": image} if with_image else {}
     checkpoint, merged = whole / "checkpoints" / "latest", tmp_path / "merged"
     run_tool(merge_lora.main, "--base", folder, "--lora", checkpoint, "--out", merged, "--dtype", "fp32")
+    comfy, again = tmp_path / "comfy", tmp_path / "again"  # in ComfyUI's names, and merged from there
+    run_tool(convert_lora.main, "--lora", checkpoint, "--to", "comfy", "--out", comfy, "--verify")
+    run_tool(merge_lora.main, "--base", folder, "--lora", comfy, "--out", again, "--dtype", "fp32")
     shown = {}
     for arm, changed in (
-        ("base", {}), ("adapted", {"adapter": checkpoint}), ("merged", {"model": merged})
+        ("base", {}), ("adapted", {"adapter": checkpoint}), ("merged", {"model": merged}), ("again", {"model": again})
     ):  # fmt: skip
         run_tool(generate.main, *(f"--{key}={value}" for key, value in (settings | changed).items()))
         shown[arm] = np.load(video).astype(int)
         video.unlink()
     assert shown["base"].shape == (5, 32, 32, 3) and not np.array_equal(shown["base"], shown["adapted"])
     assert abs(shown["adapted"] - shown["merged"]).max() <= 1  # of 255
+    assert abs(shown["merged"] - shown["again"]).max() <= 1
