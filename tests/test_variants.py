@@ -2,6 +2,9 @@
 other tests are. That the mathematics is the stock pipeline's: test_backbones.py.
 """
 
+import json
+
+import clip_files
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from conftest import run_tool
 from PIL import Image
 from pipelines import random_variant
 from runs import CONFIG, FAST, WORLD, launch, launch_grpo, metrics
+from test_train_rewards import served
 
 from rewardfl import config, data, lora
 from rewardfl.backbones.wan.variants import VARIANTS
@@ -85,6 +89,39 @@ def test_prompts_alone_train_a_text_to_video_model(folder_of, tmp_path):
     launch(*rest, *red, flow.replace("0.1", "0"), "train.max_steps=1", f"run.output_dir={tmp_path / 'measured'}")
     (row,) = metrics(tmp_path / "measured")
     assert row["reward/flow"] is None  # what only measures does not stop a run
+
+
+@pytest.mark.long
+def test_the_rewards_of_prompts_and_of_a_wanted_motion_train_on_prompts_alone(folder_of, tmp_path):
+    """PickScore, CLIPScore, the aesthetic predictor, a server and a wanted flow, in both scripts."""
+    table = tmp_path / "prompts.csv"
+    table.write_text("prompt\na red ball\na blue ball\n")
+    small = str(clip_files.write_clip(tmp_path / "clip"))
+    large = str(clip_files.write_clip(tmp_path / "large", projection=768))
+    clip_files.write_head(tmp_path / "head.pth")
+    wanted = {"wanted_flow": 0.5, "wanted_reversals": -0.5}
+    with served("colour", tmp_path / "server") as url:
+        others = {
+            "words": {"name": "clip_score", "weight": 0.5, "settings": {"model_dir": small}},
+            "taste": {
+                "name": "aesthetic", "weight": 0.1,
+                "settings": {"model_dir": large, "head": str(tmp_path / "head.pth")},
+            },
+            "flow": {"name": "optical_flow", "weight": 0.2, "settings": wanted},
+        }  # fmt: skip
+        asked = {"name": "remote", "weight": 0.1, "settings": {"url": url}}  # no gradient comes from a server
+        for how, script, more in (
+            ("reward", launch, {"asked": asked | {"weight": 0}}), ("grpo", launch_grpo, {"asked": asked})
+        ):  # fmt: skip
+            script(
+                *model("wan2_2_ti2v_text", folder_of("wan2_2_ti2v_text")), f"data.file_name={table}",
+                "reward.name=pickscore", f"reward.settings={json.dumps({'model_dir': small, 'divisor': 26})}",
+                "reward.reward_model_path=null", "reward.held_out_model_path=null", "train.max_steps=1",
+                f"reward.others={json.dumps(others | more)}", f"run.output_dir={tmp_path / how}",
+            )  # fmt: skip
+            (row,) = metrics(tmp_path / how)
+            assert row["grad_norm"] > 0 and row["reward/valid_fraction"] == 1
+            assert all(row[f"reward/{label}"] is not None for label in (*others, *more))
 
 
 def test_a_picture_says_who_is_asked_for(folder_of, tmp_path):
