@@ -465,4 +465,6 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
     assert "SIGTERM: stopped after step" in run.stdout and run.returncode != 0
     last = metrics(tmp_path / "run")[-1]["step"]
     assert last < 10 and checkpoint.find_checkpoint(tmp_path / "run", "auto").name == f"step-{last:06d}"
-    assert run.stderr.count("exitcode  : 143") + run.stderr.count("exitcode: 143") >= 1
+    told = run.stderr.count("exitcode  : 143") + run.stderr.count("exitcode: 143")
+    # torch's launcher may want to kill a process that has just gone, and fails then before it reports
+    assert told >= 1 or "ProcessLookupError" in run.stderr

@@ -271,7 +271,12 @@ def test_real_expert(pipe):
     assert predicted.weights == measure.nbytes(parts) - 4 * adapter
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+SHORT = ("wan2_2", "wan2_2_ti2v")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS]
+)
 def test_real_variant(name, tmp_path):
     """Conditioning, latents, decoder and a network of each variant's folder, as they come out of the real code."""
     stock = random_variant(name)
@@ -518,6 +523,7 @@ OTHER_MODELS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, memory", OTHER_MODELS.items())
 def test_the_files_of_other_models_fit_the_gpus_that_they_name(monkeypatch, capsys, name, memory):
     file = f"configs/{name}.yaml"
