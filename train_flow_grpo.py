@@ -64,6 +64,8 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     work.check_sizes(cfg, [sample.size for sample in samples])
     resumed = start.resume(cfg, opened, job, backbone, terms, samples, held_out)
     steps = work.steps_of_run(cfg, len(samples), job.world)
+    if start.is_finished(cfg, opened, steps, job):
+        return 0
 
     # ---------------------------------------------------------------------------------- what the cache lacks
     conditions = start.conditions_of(cfg, backbone, opened.base, store)

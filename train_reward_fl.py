@@ -61,20 +61,16 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     batches = {"global_batch": global_batch, "one_shape_batch": batch_size if len(set(sizes)) > 1 else None}
     resumed = start.resume(cfg, opened, job, backbone, terms, samples, batches=batches)
     steps = work.steps_of_run(cfg, len(samples), job.world)
+    if start.is_finished(cfg, opened, steps, job):
+        return 0
 
     # ---------------------------------------------------------------------------------- what the cache lacks
     conditions = start.conditions_of(cfg, backbone, opened.base, store)
     negative = start.fill_conditions(cfg, conditions, samples, job)
     cached = cfg.experts.untrained == "boundary_cache"
+    schedule_of, noises = partial(work.schedule_of, cfg, backbone), cfg.sample.noises_per_sample
     starts = prepare.Starts(
-        samples,
-        conditions,
-        partial(work.schedule_of, cfg, backbone),
-        cfg.run.seed,
-        cfg.sample.noises_per_sample,
-        cached,
-        cfg.data.skip_bad_rows,
-        job.device,
+        samples, conditions, schedule_of, cfg.run.seed, noises, cached, cfg.data.skip_bad_rows, job.device
     )
     if cached:
         starts.fill(cfg.run.sample_videos, job.share)

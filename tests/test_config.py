@@ -1,3 +1,4 @@
+import copy
 import json
 import re
 import subprocess
@@ -151,6 +152,34 @@ def test_settings_keep_their_types(write):
 def test_unknown_keys_and_overrides(write, override, message):
     (line,) = expect(None, write, override)
     assert line.startswith(message)
+
+
+def test_an_override_of_one_key_within_a_key(write):
+    """It keeps the others, adds what is not there yet, and changes nothing that was read before."""
+    raw = yaml.safe_load(write().read_text())
+    raw["reward"]["others"] = {"flow": {"name": "optical_flow", "weight": 0.3, "settings": {"reversals": 2.0}}}
+    before = copy.deepcopy(raw)
+    others = config.parse(
+        raw,
+        ["reward.others.flow.weight=0.5", "reward.others.flow.settings.reversals=1", "reward.others.red.name=colour"],
+    ).reward.others
+    assert (others["flow"].weight, others["flow"].settings, others["red"].name) == (0.5, {"reversals": 1}, "colour")
+    assert raw == before and others["flow"].name == "optical_flow"
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("reward.others.flow.weight=0.5", "reward.others.flow.name is required; write it in the file or pass "),
+        ("reward.others.flow.wieght=0.5", "unknown key 'reward.others.flow.wieght', did you mean 'weight'?"),
+        ("reward.others..weight=0.5", "override 'reward.others..weight=0.5' must name a key: reward.<key>=value"),
+        ("run.output_dir.x=1", "override 'run.output_dir.x=1': run.output_dir holds "),
+        ("train.zzz.x=1", "unknown key 'train.zzz'"),
+        ("train.weight_decay.x=1", "train.weight_decay must be a number, got {'x': 1}"),
+    ],
+)
+def test_wrong_keys_within_a_key(write, override, message):
+    assert any(line.startswith(message) for line in expect(None, write, override))
 
 
 def test_keys_of_the_old_flat_files_are_answered_with_their_place(write):

@@ -1,5 +1,7 @@
 """Reading a configuration: one YAML file plus `section.key=value` overrides, checked before anything loads.
 
+An override reaches into a key that holds keys, too: `reward.others.flow.weight=0.3`.
+
 The section `grpo` tells a file of train_flow_grpo.py. pydantic checks the values (rewardfl/config/schema.py); what is
 here reads YAML within bounds, places the overrides and says what is wrong in one line per key.
 """
@@ -187,17 +189,29 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _override(raw: dict[str, Any], text: str, schema: type[AnyConfig]) -> list[str]:
-    """Put "section.key=value" into `raw`, whose sections are replaced; the problems that kept it from going there."""
+    """Put "section.key=value" into `raw`, of which nothing is changed in place; what kept it from going there.
+
+    Where the value of a key is keys itself, "section.key.inner=value" sets one of them and keeps the others.
+    """
     name, equals, value = text.partition("=")
-    section, dot, key = name.partition(".")
+    section, *keys = name.split(".")
     if not equals:
         return [f"override {shown(text)} must have the form section.key=value"]
     if section not in SECTIONS[schema]:
         return [_unknown([section], schema)]
-    if not dot or not key:
+    if not keys or not all(keys):
         return [f"override {shown(text)} must name a key: {section}.<key>=value"]
-    if isinstance(raw[section], dict):  # else the schema refuses the section
-        raw[section] = raw[section] | {key: _parse(value, f"override {shown(text)}")}
+    if not isinstance(raw[section], dict):
+        return []  # the schema refuses the section
+    *outer, key = keys
+    here = raw[section] = dict(raw[section])
+    for i, part in enumerate(outer):
+        below = here.get(part)
+        if not isinstance(below, dict | NoneType):
+            return [f"override {shown(text)}: {_dotted([section, *outer[: i + 1]])} holds {shown(below)}, no keys"]
+        here[part] = dict(below or {})
+        here = here[part]
+    here[key] = _parse(value, f"override {shown(text)}")
     return []
 
 
@@ -246,7 +260,7 @@ def _line(key: tuple[int | str, ...], errors: Sequence[ErrorDetails], schema: ty
     if kind in ("extra_forbidden", "invalid_key"):
         return _unknown(key, schema)
     if kind == "missing":
-        return f"{name} is required; write it in the file" + (f" or pass {name}=..." if len(key) == 2 else "")
+        return f"{name} is required; write it in the file or pass {name}=..."
     if kind == "model_type":
         return f"section {name!r} must hold keys, got {shown(value)}; write them beneath it or remove the line"
     # Of a union, only the member that takes values of this type has more to say than its type.

@@ -246,6 +246,18 @@ def resume(
     return ResumedRun(opened, content, init, changes, state)
 
 
+def is_finished(cfg: AnyConfig, opened: checkpoint.Resumption, steps: int, job: Job) -> bool:
+    """Whether the run has all its `steps` already, which is then said."""
+    if opened.step < steps:
+        return False
+    key = "train.num_train_epochs" if cfg.train.max_steps is None else "train.max_steps"
+    job.say(
+        f"nothing to train: {opened.step} steps are done already ({opened.path}), {key} asks for {steps} in all; "
+        "raise it to go on"
+    )
+    return True
+
+
 def _load_state(
     cfg: AnyConfig,
     opened: checkpoint.Resumption,
@@ -567,7 +579,7 @@ def open_log(
     """Begin to write: run.json, and metrics.jsonl after step `last_line`. steps: of the whole run."""
     opened, metrics = resumed.opened, checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
     if opened.path is not None:
-        job.say(_going_on(cfg, opened, steps))
+        job.say(f"resuming from {opened.path} at step {opened.step}")
     for note in notes_on_changes(cfg.run.resume_with_changes, resumed.changes):
         job.say(note)
 
@@ -592,17 +604,6 @@ def open_log(
     shown_by = cfg.run.log_with if job.main else "none"
     tracker = trackers.open_tracker(shown_by, cfg.run.output_dir, configuration.flat(cfg), opened.step)
     return Log(cfg, job, folder, metrics, tracker, steps, resumed.state.get("skipped_in_a_row", 0))
-
-
-def _going_on(cfg: AnyConfig, opened: checkpoint.Resumption, steps: int) -> str:
-    """What is said of the checkpoint that a run goes on from, to have `steps` in the end."""
-    if opened.step < steps:
-        return f"resuming from {opened.path} at step {opened.step}"
-    key = "train.num_train_epochs" if cfg.train.max_steps is None else "train.max_steps"
-    return (
-        f"nothing to train: {opened.step} steps are done already ({opened.path}), {key} asks for {steps} in all; "
-        "raise it to go on"
-    )
 
 
 def notes_on_changes(named: Sequence[str], changes: Sequence[Mapping[str, Any]]) -> list[str]:
