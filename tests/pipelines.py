@@ -8,9 +8,11 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
+from diffusers.loaders import WanLoraLoaderMixin
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
-from rewardfl.backbones import seam
+from rewardfl import lora
+from rewardfl.backbones import seam, stock
 from rewardfl.backbones.wan.backbone import Wan
 from rewardfl.backbones.wan.variants import LAYERS as LAYER_NAMES
 from rewardfl.backbones.wan.variants import VARIANTS
@@ -116,6 +118,10 @@ def experts_of(pipe, outside=()) -> seam.Experts:
 def encode(pipe, prompt, image, num_frames) -> seam.Conditioning:
     backbone, device = backbone_of(pipe), torch.device("cpu")
     return backbone.text_encoder(device)(prompt) | backbone.image_encoder(device)(image, num_frames)
+
+
+def save_adapter(model, folder):
+    stock.save_adapter(WanLoraLoaderMixin, model, folder, lora.adapter_state(model))
 
 
 class LinearFlowEuler(FlowMatchEulerDiscreteScheduler):

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+from image_pipelines import random_sd3
 from PIL import Image
 from pipelines import FRAMES, HEIGHT, WIDTH, LinearFlowEuler, random_variant
 
 from rewardfl import backbones, data, flow, groups, lora, reward_flow, sde
+from rewardfl.backbones.images import ImageModel
 from rewardfl.backbones.seam import Backbone, Experts, Source, Velocity
 from rewardfl.backbones.wan.variants import VARIANTS
 
@@ -42,6 +44,11 @@ class Tenant:
         pipe.scheduler = LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=SHIFT).config)
         return pipe
 
+    @property
+    def guided_bits(self) -> float:
+        """How far a guided step may be from the stock pipeline's; more than 0 where that asks with a doubled batch."""
+        return 0.0
+
     def sample(self, pipe, noise, guidance, output_type):
         pixels = data.to_uint8(image()[:, None])[0]
         if self.frame_given:  # whatever stands there
@@ -54,14 +61,43 @@ class Tenant:
         ).frames  # fmt: skip
 
 
+@dataclass
+class ImageTenant(Tenant):
+    """A text-to-image model, which we sample with its own scheduler."""
+
+    guided_bits = 1e-6  # one doubled batch
+
+    def stock(self, dtype: torch.dtype = torch.float32):
+        pipe = self.pipeline.from_pretrained(self.folder, torch_dtype=dtype)
+        pipe.set_progress_bar_config(disable=True)
+        pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, shift=SHIFT)
+        return pipe
+
+    def sample(self, pipe, noise, guidance, output_type):
+        images = pipe(
+            prompt=PROMPT, negative_prompt=NEGATIVE, height=HEIGHT, width=WIDTH, num_inference_steps=STEPS,
+            guidance_scale=guidance, latents=noise[:, :, 0].clone(), output_type=output_type,
+        ).images  # fmt: skip
+        return images.unsqueeze(2 if output_type == "latent" else 1)
+
+
+def sd3(name, folder):
+    pipe = random_sd3()
+    pipe.save_pretrained(folder)
+    return ImageTenant(name, folder, type(pipe))
+
+
 def wan(name, folder):
     pipe = random_variant(name)
     pipe.save_pretrained(folder)
     return Tenant(name, folder, type(pipe), VARIANTS[name].image == "frame")
 
 
-TENANTS = dict.fromkeys(VARIANTS, wan)
-SHORT = ("wan2_2", "wan2_2_ti2v")  # two experts and channels, one and a given frame: what the others ask for, too
+TENANTS = dict.fromkeys(VARIANTS, wan) | {"sd3": sd3}
+# two experts and channels, one and a given frame, an image: what the others ask for, too
+SHORT = ("wan2_2", "wan2_2_ti2v", "sd3")
+# layers whose answer nothing takes: the last block's own text goes nowhere
+UNHEARD = ("transformer_blocks.2.attn.add_q_proj",)
 
 
 @pytest.fixture(
@@ -96,17 +132,21 @@ def experts_of(backbone, adapted=False, dtype=None):
     return Experts(loaded), loaded
 
 
+def frames_of(backbone):
+    return 1 if isinstance(backbone, ImageModel) else FRAMES
+
+
 def noise_of(backbone, batch=1):
-    shape = backbone.latent_shape(HEIGHT, WIDTH, FRAMES)
+    shape = backbone.latent_shape(HEIGHT, WIDTH, frames_of(backbone))
     return torch.cat([groups.noise((1, *shape), SEED + i) for i in range(batch)])
 
 
 def schedule_of(backbone):
-    return backbone.schedule(STEPS, SHIFT, backbone.latent_shape(HEIGHT, WIDTH, FRAMES))
+    return backbone.schedule(STEPS, SHIFT, backbone.latent_shape(HEIGHT, WIDTH, frames_of(backbone)))
 
 
 def conditioning_of(backbone, batch=1):
-    one = backbone.text_encoder(CPU)(PROMPT) | backbone.image_encoder(CPU)(image(), FRAMES)
+    one = backbone.text_encoder(CPU)(PROMPT) | backbone.image_encoder(CPU)(image(), frames_of(backbone))
     return backbone.collate([one] * batch)
 
 
@@ -117,7 +157,9 @@ def velocity_of(backbone, experts, batch=1, guidance=1.0):
 
 def gradients(experts):
     found = {name: p.grad.clone() for name, p in experts.named_parameters() if p.grad is not None}
-    assert found and all(bool(gradient.any()) for name, gradient in found.items() if "lora_A" in name)
+    down = {name: gradient for name, gradient in found.items() if "lora_A" in name}
+    heard = [name for name in down if not any(layer in name for layer in UNHEARD)]
+    assert heard and all(bool(down[name].any()) for name in heard)
     return found
 
 
@@ -144,7 +186,10 @@ def test_the_ode_is_the_stock_pipelines_bit_for_bit(tenant, backbone, guidance):
     stock = tenant.sample(tenant.stock(), noise, guidance, "latent")
     if tenant.frame_given:
         assert torch.equal(stock[:, :, :1], conditioning_of(backbone)["image"])
-    assert torch.equal(ours, stock[:, :, tenant.frame_given :])
+    stock = stock[:, :, tenant.frame_given :]
+    if guidance == 1:
+        assert torch.equal(ours, stock)
+    assert (ours - stock).norm() <= tenant.guided_bits * stock.norm()
     assert len(schedule) == STEPS and schedule.sigmas[-1] == 0 and set(schedule.experts) == set(backbone.experts)
 
 
@@ -246,9 +291,10 @@ def test_a_guided_gradient_is_that_of_finite_differences(backbone, differentiate
         return (g * y).sum().item()
 
     outcome(0)
-    ours = sum((p.grad * one).sum().item() for p, one in zip(adapters, direction, strict=True))
+    terms = torch.cat([(p.grad * one).flatten() for p, one in zip(adapters, direction, strict=True)])
     slope = (outcome(1e-3) - outcome(-1e-3)) / 2e-3
-    assert ours == pytest.approx(slope, rel=2e-3)  # the networks have islands in float32
+    # of the size that the sum of such terms has where they do not cancel; the networks have islands in float32
+    assert terms.sum().item() == pytest.approx(slope, abs=2e-3 * terms.norm().item())
 
 
 def backbone_at(backbone, dtype):
@@ -313,7 +359,7 @@ def test_a_saved_adapter_gives_the_stock_pipeline_our_pixels(tenant, backbone, t
     ours = backbone.load_decoder(CPU).decode(x0, conditioning_of(backbone))
     pipe = tenant.stock()
     for folder in sorted(path for path in tmp_path.iterdir()):
-        pipe.load_lora_weights(folder, load_into_transformer_2=folder.name.endswith("_2"))
+        pipe.load_lora_weights(folder, **({"load_into_transformer_2": True} if folder.name.endswith("_2") else {}))
     theirs = tenant.sample(pipe, noise, 1.0, "pt").transpose(1, 2) * 2 - 1
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
     again, plain = experts_of(backbone)

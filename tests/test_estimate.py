@@ -253,7 +253,7 @@ def test_real_expert(pipe):
     expert = meta.expert_on_meta(model.config, torch.float32, shape, I2V)
     predicted = measure.measure_expert(expert, torch.float32, Adapter(4, TARGETS))
     assert predicted.layers == 2 and predicted.tokens == 40
-    hidden = torch.randn(expert.block_input.shape, requires_grad=True)
+    hidden = torch.randn(expert.block_inputs[0].shape, requires_grad=True)
     text, time, *rotary = (torch.randn(part.shape) for part in expert.block_shared)
     shared = [*model.parameters(), text, time, *rotary]
     saved, _ = hooked_bytes(lambda: model.blocks[0](hidden, text, time, tuple(rotary)), shared)

@@ -16,11 +16,10 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from lora_dialects import ALPHA, DIALECTS, MODULES, RANK, SCALE, factors, peft_metadata
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
-from pipelines import I2V, LAYERS, backbone_of, encode, experts_of, latent_shape, random_pipeline
+from pipelines import I2V, LAYERS, backbone_of, encode, experts_of, latent_shape, random_pipeline, save_adapter
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from rewardfl.backbones.wan.model import save_adapter
 from rewardfl.files import sha256
 from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl_tools import merge_lora, merge_shards

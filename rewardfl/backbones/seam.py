@@ -136,9 +136,9 @@ class ExpertOnMeta:
     x: Tensor  # the latents that go in; requires a gradient
     run: Callable[[ModelMixin], Tensor]
     blocks: Callable[[ModelMixin], nn.ModuleList]
-    block_input: Tensor  # requires a gradient; what checkpointing keeps of a block
+    block_inputs: tuple[Tensor, ...]  # which require a gradient; what checkpointing keeps of a block
     block_shared: tuple[Tensor, ...]  # what all blocks get
-    run_block: Callable[[nn.Module], Tensor]
+    run_block: Callable[[nn.Module], list[Tensor]]
 
 
 @dataclass(frozen=True)

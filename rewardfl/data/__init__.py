@@ -14,6 +14,7 @@ from rewardfl.data.clips import (
     read_video,
     to_float,
     to_uint8,
+    write_picture,
     write_video,
 )
 from rewardfl.data.metadata import (

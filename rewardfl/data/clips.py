@@ -213,6 +213,13 @@ def write_video(path: str | Path, video: Tensor, fps: float) -> None:
     atomic_write(path, content.getvalue(), durable=False)
 
 
+def write_picture(path: str | Path, image: Tensor) -> None:
+    """Write a video of one frame, as write_video takes it, as PNG, atomically and losslessly."""
+    (pixels,), content = _frames(image), io.BytesIO()
+    Image.fromarray(pixels).save(content, "png")
+    atomic_write(path, content.getvalue(), durable=False)
+
+
 def _frames(video: Tensor) -> np.ndarray:
     """(F, H, W, 3) uint8 of a video as write_video takes it."""
     return (video if video.dtype == torch.uint8 else to_uint8(video)).cpu().numpy()

@@ -206,13 +206,13 @@ def measure_expert(expert: ExpertOnMeta, dtype: torch.dtype, adapter: Adapter | 
     (model_block,), (bare_block,) = expert.blocks(model), expert.blocks(bare)
     whole = with_graph(lambda: [expert.run(model)], [expert.x, *trained], model.parameters())
     block = with_graph(
-        lambda: [expert.run_block(model_block)],
-        [expert.block_input, *trained],
+        lambda: expert.run_block(model_block),
+        [*expert.block_inputs, *trained],
         [*model.parameters(), *expert.block_shared],
     )
     frozen_whole = without_graph(lambda: expert.run(bare), bare.parameters())
     frozen_block, adapted_block = (
-        without_graph(partial(expert.run_block, one), [*of.parameters(), expert.block_input, *expert.block_shared])
+        without_graph(partial(expert.run_block, one), [*of.parameters(), *expert.block_inputs, *expert.block_shared])
         for one, of in ((bare_block, bare), (model_block, model))
     )
     block_weights, other_weights = _weights(bare, bare_block)
@@ -225,7 +225,7 @@ def measure_expert(expert: ExpertOnMeta, dtype: torch.dtype, adapter: Adapter | 
         other_weights=other_weights,
         weights_fp8=layers * block_fp8 + other_fp8,
         adapter_parameters=layers * sum(parameter.numel() for parameter in trained),
-        block_input=nbytes([expert.block_input]),
+        block_input=nbytes(expert.block_inputs),
         block_saved=block.saved,
         block_peak=block.peak,
         block_peak_frozen=adapted_block.peak,

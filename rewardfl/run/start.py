@@ -662,13 +662,15 @@ def sample_videos(
 ) -> Path:
     """Write samples/step-*/<n>.mp4 of the first samples, each process its share; the folder, when all have written.
 
+    A model of images writes <n>.png.
+
     generate: row -> (row, its video (3, F, H, W)), asked as often on every process; another row where this one's inputs
     are lost. A video that the disk does not take, or whose real clip cannot be read any more, is said and left out.
     """
     folder = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
     for wanted, mine in job.share.rounds(range(min(cfg.run.sample_videos, len(samples)))):
         row, video = generate(wanted)
-        path = folder / f"{wanted:02d}.mp4"
+        path = folder / f"{wanted:02d}.{'png' if video.shape[1] == 1 else 'mp4'}"
         if mine:
             try:
                 with checkpoint.tolerant(print, step, last=False):
@@ -726,7 +728,10 @@ def write_beside(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Pa
 def _write_video(path: Path, video: Tensor, fps: float) -> None:
     with checkpoint.writing(path, "training goes on without this sample video"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        data.write_video(path, video, fps=fps)
+        if path.suffix == ".png":
+            data.write_picture(path, video)
+        else:
+            data.write_video(path, video, fps=fps)
 
 
 def close_run(cfg: AnyConfig, job: Job, log: Log, interruption: Interruption, step: int) -> int:

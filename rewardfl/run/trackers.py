@@ -1,4 +1,4 @@
-"""Where metrics and sample videos are watched: TensorBoard, Weights & Biases or nowhere. For one process.
+"""Where metrics and sample videos or images are watched: TensorBoard, Weights & Biases or nowhere. For one process.
 
 A tracker never stops a training: what fails is said once, and the tracker is dropped. metrics.jsonl has it all.
 """
@@ -43,7 +43,7 @@ class Tracker:
 
     def videos(self, step: int, folder: Path) -> None:
         """The folder's, as samples/<n>."""
-        for path in sorted(folder.glob("*.mp4")):
+        for path in sorted([*folder.glob("*.mp4"), *folder.glob("*.png")]):
             self._try(partial(self._video, step, f"samples/{path.stem}", path))
 
     def close(self) -> None:
@@ -93,7 +93,10 @@ class TensorBoard(Tracker):
         self.writer.flush()  # it writes in a thread of its own, and says so only here
 
     def _video(self, step: int, name: str, path: Path) -> None:
-        frames = data.read_video(path)  # add_video would need moviepy
+        if path.suffix == ".png":
+            frames = data.read_picture(path)[None]
+        else:
+            frames = data.read_video(path)  # add_video would need moviepy
         chosen = torch.linspace(0, len(frames) - 1, min(SHOWN, len(frames))).round().long()
         self.writer.add_images(name, frames[chosen], step, dataformats="NHWC")
         self.writer.flush()
@@ -130,7 +133,8 @@ class Wandb(Tracker):
         self.run.log({"step": step, **metrics})
 
     def _video(self, step: int, name: str, path: Path) -> None:
-        self.run.log({"step": step, name: self.wandb.Video(str(path), format="mp4")})
+        shown = self.wandb.Image if path.suffix == ".png" else partial(self.wandb.Video, format="mp4")
+        self.run.log({"step": step, name: shown(str(path))})
 
     def _close(self) -> None:
         self.run.finish()

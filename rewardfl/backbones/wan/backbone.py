@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from diffusers import ModelMixin
+from diffusers.loaders import WanLoraLoaderMixin
 from PIL import Image
 from torch import Tensor, nn
 
 from rewardfl import lora
+from rewardfl.backbones import stock
 from rewardfl.backbones.seam import DTYPES, Adapter, Conditioning, OnMeta, Schedule, Shape, Source
 from rewardfl.backbones.wan import files, load, meta, model
 from rewardfl.backbones.wan.decoder import WanDecoder
@@ -215,18 +217,10 @@ class Wan:
         return away + scale * (velocity - away)
 
     def save_adapter(self, name: str, expert: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
-        model.save_adapter(expert, folder / self.variant.parts[name], state)
+        stock.save_adapter(WanLoraLoaderMixin, expert, folder / self.variant.parts[name], state)
 
     def attach_adapters(self, experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
-        found = [name for name, part in self.variant.parts.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
-        if not found:
-            raise FileNotFoundError(
-                f"no adapter in {checkpoint}: it should hold "
-                f"{' or '.join(f'{part}/{lora.WEIGHTS_NAME}' for part in self.variant.parts.values())}, as "
-                "checkpoints/step-* of a run do"
-            )
-        for name in found:
-            lora.attach_adapter(experts[name], checkpoint / self.variant.parts[name])
+        stock.attach_adapters(self.variant.parts, experts, checkpoint)
 
     def load_adapter(self, name: str, expert: ModelMixin, folder: Path) -> None:
         lora.load_adapter(expert, folder / self.variant.parts[name])

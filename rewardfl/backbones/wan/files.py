@@ -16,6 +16,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from rewardfl.backbones.stock import read_json
 from rewardfl.backbones.wan.model import empty_expert
 from rewardfl.backbones.wan.variants import VARIANTS, Variant, variant_of
 from rewardfl.weights import lora_files, merge, shards, wan_names
@@ -136,16 +137,6 @@ def _tokenizer(tokenizer_path: str, default: Path | None) -> Path:
     else:
         return path
     raise Refused(f"model.tokenizer_path: {why}; give the folder google/umt5-xxl that Wan-AI ships beside the model")
-
-
-def read_json(path: Path) -> Any:
-    """Refused when the file is missing or no JSON."""
-    if not path.is_file():
-        raise Refused(f"{path} is missing; the folder must have diffusers' layout")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise Refused(f"{path} is not JSON: {error}") from None
 
 
 def _from_json(variant: Variant, path: Path, tokenizer_path: str) -> Layout:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
@@ -24,10 +24,10 @@ from transformers import (
     UMT5Config,
     UMT5EncoderModel,
 )
-from transformers.utils import logging
 
 from rewardfl import lora
-from rewardfl.backbones.wan.files import Layout, config_of, open_files, read_json, sources
+from rewardfl.backbones.stock import LOCAL, complete, pipeline_class, read_json
+from rewardfl.backbones.wan.files import Layout, config_of, open_files, sources
 from rewardfl.backbones.wan.model import empty_expert
 from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.lora_files import Lora
@@ -35,20 +35,6 @@ from rewardfl.weights.shards import Checkpoint, Refused
 
 if TYPE_CHECKING:
     from diffusers import WanImageToVideoPipeline
-
-LOCAL = {"local_files_only": True, "output_loading_info": True}  # for from_pretrained
-Model = TypeVar("Model", bound=nn.Module)
-
-
-def pipeline_class() -> "type[WanImageToVideoPipeline]":
-    """diffusers' pipeline, imported without the note on torchvision that its image processor, unused here, prints."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        from diffusers import WanImageToVideoPipeline
-    finally:
-        logging.set_verbosity(verbosity)
-    return WanImageToVideoPipeline
 
 
 def load_pipeline(
@@ -87,7 +73,7 @@ def load_pipeline(
         loaded["image_encoder"] = _load_image_encoder(layout, dtype)
         loaded["image_processor"] = AutoImageProcessor.from_pretrained(layout.image_processor, local_files_only=True)
     index = read_json(layout.configs / "model_index.json")
-    pipe = pipeline_class()(
+    pipe = pipeline_class("WanImageToVideoPipeline")(
         scheduler=UniPCMultistepScheduler.from_pretrained(layout.configs / "scheduler", local_files_only=True),
         boundary_ratio=index.get("boundary_ratio"),
         expand_timesteps=variant.image == "frame",
@@ -119,7 +105,7 @@ def load_expert(
 def _load_vae(layout: Layout, dtype: torch.dtype) -> AutoencoderKLWan:
     path = layout.vae
     if path.is_dir():
-        return _complete(path, *AutoencoderKLWan.from_pretrained(path, torch_dtype=dtype, **LOCAL))
+        return complete(path, *AutoencoderKLWan.from_pretrained(path, torch_dtype=dtype, **LOCAL))
     with torch.device("meta"):
         model = AutoencoderKLWan.from_config(config_of(layout, "vae"))
     state = _read_state(path)
@@ -130,7 +116,7 @@ def _load_vae(layout: Layout, dtype: torch.dtype) -> AutoencoderKLWan:
 def _load_text_encoder(layout: Layout, dtype: torch.dtype) -> UMT5EncoderModel:
     path = layout.text_encoder
     if path.is_dir():
-        return _complete(path, *UMT5EncoderModel.from_pretrained(path, dtype=dtype, **LOCAL))
+        return complete(path, *UMT5EncoderModel.from_pretrained(path, dtype=dtype, **LOCAL))
     config = UMT5Config.from_pretrained(layout.configs / "text_encoder", local_files_only=True)
     with torch.device("meta"):
         model = UMT5EncoderModel(config)
@@ -142,20 +128,13 @@ def _load_text_encoder(layout: Layout, dtype: torch.dtype) -> UMT5EncoderModel:
 def _load_image_encoder(layout: Layout, dtype: torch.dtype) -> CLIPVisionModel:
     path = layout.image_encoder
     if path.is_dir():
-        return _complete(path, *CLIPVisionModel.from_pretrained(path, dtype=dtype, **LOCAL))
+        return complete(path, *CLIPVisionModel.from_pretrained(path, dtype=dtype, **LOCAL))
     config = CLIPVisionConfig.from_pretrained(layout.configs / "image_encoder", local_files_only=True)
     with torch.device("meta"):
         model = CLIPVisionModel(config)
     _fill(model, image_encoder_state(_read_state(path)), dtype, path)
     positions = torch.arange(model.embeddings.num_positions)[None]  # no weights, so they are in no file
     model.embeddings.register_buffer("position_ids", positions, persistent=False)
-    return model
-
-
-def _complete(path: Path, model: Model, report: Mapping[str, Sequence[str]]) -> Model:
-    """The model. Refused when a library filled in random numbers for tensors that the files lack."""
-    if missing := sorted(report["missing_keys"]):
-        raise Refused(f"{path} lacks {missing[0]} ({len(missing)} such tensors)")
     return model
 
 

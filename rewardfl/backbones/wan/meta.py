@@ -92,9 +92,9 @@ def expert_on_meta(config: Mapping[str, Any], dtype: torch.dtype, shape: Shape, 
         x=x,
         run=lambda model: model(x, timestep, prompt, clip, return_dict=False)[0],
         blocks=lambda model: model.blocks,
-        block_input=hidden,
+        block_inputs=(hidden,),
         block_shared=(text, time, *rotary),
-        run_block=lambda block: block(hidden, text, time, rotary),
+        run_block=lambda block: [block(hidden, text, time, rotary)],
     )
 
 

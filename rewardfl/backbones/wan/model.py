@@ -1,15 +1,11 @@
-"""Wan's experts: which of them answers when, how one is made, how its adapter is saved."""
+"""Wan's experts: which of them answers when, and how one is made."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
-from diffusers.loaders import WanLoraLoaderMixin
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
-from safetensors import SafetensorError
-from torch import Tensor
 
 from rewardfl import lora
 from rewardfl.backbones.seam import Adapter, Schedule
@@ -31,27 +27,6 @@ def schedule(num_steps: int, shift: float, experts: Sequence[str], boundary: flo
     border = 0.0 if boundary is None else 1000 * boundary
     is_first = (timesteps >= border).tolist()
     return Schedule(sigmas, timesteps, tuple(experts[0] if first else experts[1] for first in is_first))
-
-
-def save_adapter(model: WanTransformer3DModel, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-    """Write folder/pytorch_lora_weights.safetensors as `pipe.load_lora_weights` reads it, alpha in the metadata.
-
-    state: the model's adapter_state, where one process writes what all have gathered. OSError when the disk does not
-    take it.
-    """
-    config = model.peft_config[lora.POLICY]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        WanLoraLoaderMixin.save_lora_weights(
-            folder,
-            transformer_lora_layers=lora.adapter_state(model) if state is None else state,
-            # peft keeps the names in a set, whose order differs from process to process
-            transformer_lora_adapter_metadata=config.to_dict() | {"target_modules": sorted(config.target_modules)},
-            weight_name=lora.WEIGHTS_NAME,
-        )
-    except SafetensorError as error:  # no OSError, whatever the disk says
-        raise OSError(f"{folder / lora.WEIGHTS_NAME}: {error}") from error
-    lora.order_metadata(folder / lora.WEIGHTS_NAME)
 
 
 def empty_expert(config: Mapping[str, Any]) -> WanTransformer3DModel:

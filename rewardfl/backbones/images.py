@@ -1,0 +1,358 @@
+"""Text-to-image models in diffusers' own layout, as the seam asks for them. What tells them apart is their Kind.
+
+An image is a video of one frame: latents (B, C, 1, h, w), pixels (B, 3, 1, H, W).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ModelMixin
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel
+
+from rewardfl import lora
+from rewardfl.backbones import stock
+from rewardfl.backbones.seam import (
+    DTYPES,
+    Adapter,
+    ChunksOnMeta,
+    Conditioning,
+    Decoded,
+    ExpertOnMeta,
+    OnMeta,
+    Schedule,
+    Shape,
+    Source,
+)
+from rewardfl.weights import shards
+from rewardfl.weights.shards import Checkpoint, Refused
+
+EXPERT = "transformer"  # the one network, by the name that the pipelines give it
+Configs = Mapping[str, Mapping[str, Any]]  # by part: what its config.json holds
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What tells one model from another, beside its files.
+
+    published: its name. pipeline: diffusers' class; mixin: that pipeline's LoRA loader. encoders: its text encoders, by
+    the pipeline's names of them, and the tokenizers likewise. encode: (a pipeline of these alone, prompt, device) ->
+    what the network is told of a prompt. ask: (latents (B, C, h, w), times (B,), what it is told) -> the network's
+    arguments by name. longest_side: of the images, in pixels, by the configurations. network_on_meta: (configurations,
+    dtype, shape of the latents); told_on_meta: (text encoders on the meta device) -> what `encode` would give.
+    """
+
+    published: str
+    pipeline: str
+    mixin: stock.SavesLora
+    transformer: type[ModelMixin]
+    block_class: str
+    layer_names: Mapping[str, str]
+    encoders: Mapping[str, type[PreTrainedModel]]
+    tokenizers: tuple[str, ...]
+    encode: Callable[[Any, str, torch.device], Conditioning]
+    ask: Callable[[Tensor, Tensor, Conditioning], dict[str, Tensor]]
+    longest_side: Callable[[Configs], int]
+    network_on_meta: Callable[[Configs, torch.dtype, Shape], ExpertOnMeta]
+    told_on_meta: Callable[[Mapping[str, nn.Module]], Conditioning]
+
+
+@dataclass(frozen=True)
+class ImageModel:
+    """The seam's Backbone. Its conditioning is the Kind's.
+
+    folder: a pipeline as diffusers saves it. configs: by part, the scheduler's as well. opened: the network's tensors
+    by the headers of its files, None for a model that is only described.
+    """
+
+    kind: Kind
+    folder: Path
+    configs: Configs
+    dtype: torch.dtype
+    opened: Checkpoint | None
+
+    experts: ClassVar = (EXPERT,)
+    takes_image: ClassVar = False
+
+    @property
+    def block_classes(self) -> tuple[str, ...]:
+        return (self.kind.block_class,)
+
+    @property
+    def layer_names(self) -> Mapping[str, str]:
+        return self.kind.layer_names
+
+    @property
+    def spatial(self) -> int:
+        """Pixels on a side of one latent."""
+        return 2 ** (len(self.configs["vae"]["block_out_channels"]) - 1)
+
+    def described_by(self) -> str:
+        return str(self.folder)
+
+    def schedule(self, steps: int, shift: float, latent_shape: Shape) -> Schedule:
+        """The stock scheduler's, whose last sigma is above what the shift of a range down to 1 / steps would give."""
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config({**self.configs["scheduler"], "shift": shift})
+        scheduler.set_timesteps(steps)
+        return Schedule(scheduler.sigmas, scheduler.timesteps, self.experts * steps)
+
+    def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
+        return (self.configs["vae"]["latent_channels"], num_frames, height // self.spatial, width // self.spatial)
+
+    def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
+        problems, most = [], self.kind.longest_side(self.configs)
+        multiple = self.spatial * self.configs[EXPERT]["patch_size"]
+        if num_frames != 1:
+            problems.append(f"data.num_frames must be 1, got {num_frames}: {self.kind.published} makes images")
+        if max_pixels is None:
+            sizes = {"height": height, "width": width}
+            problems += [
+                f"data.{key} must be a multiple of {multiple}, at most {most}, got {size}"
+                for key, size in sizes.items()
+                if size % multiple or size > most
+            ]
+        elif 16 % multiple or max_pixels > most**2:  # of a square image
+            problems.append(
+                f"data.max_pixels gives sides in multiples of 16 and must be at most {most**2}, got {max_pixels}; this "
+                f"model takes multiples of {multiple}: set data.height and data.width"
+            )
+        if problems:
+            raise Refused("\n".join(problems))
+
+    def differences(self, shift: float) -> list[str]:
+        stated = self.configs["scheduler"]["shift"]
+        return [] if stated == shift else [f"sample.shift is {shift:g}, the checkpoint says {stated:g}"]
+
+    def linear_layers(self) -> list[str]:
+        return [name for name, module in self._empty().named_modules() if isinstance(module, nn.Linear)]
+
+    def adapter_shapes(self, expert: str, adapter: Adapter) -> dict[str, tuple[int, ...]]:
+        model = self._empty()
+        lora.inject(model, adapter.rank, adapter.rank, list(adapter.targets), seed=0)
+        return {name: tuple(value.shape) for name, value in model.named_parameters() if value.requires_grad}
+
+    def weight_files(self) -> dict[str, list[Path]]:
+        network = [self.folder / EXPERT] if self.opened is None else list(self.opened.files)
+        encoders = [self.folder / part for part in (*self.kind.encoders, *self.kind.tokenizers)]
+        return {EXPERT: network, "text_encoder": encoders, "vae": [self.folder / "vae"]}
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            part: {key: value for key, value in config.items() if not key.startswith("_")}  # the version that wrote it
+            for part, config in self.configs.items()
+        }
+
+    def parts_of(self, expert: str) -> list[str]:
+        return [expert]
+
+    def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
+        """With the decoder's whole graph, of which `vjp` keeps an up-block's: torch measures no recomputation there."""
+        shape = self.latent_shape(height, width, num_frames)
+        with torch.device("meta"):
+            vae = stock.cast(AutoencoderKL.from_config(self.configs["vae"]), self.dtype).requires_grad_(False)
+            encoders = {
+                name: stock.cast(kind(kind.config_class(**self.configs[name])), self.dtype).eval()
+                for name, kind in self.kind.encoders.items()
+            }
+        told = {name: torch.empty_like(value) for name, value in self.kind.told_on_meta(encoders).items()}
+        latents = torch.empty(1, shape[0], *shape[2:], dtype=self.dtype, device="meta", requires_grad=True)
+        pixels = torch.empty(1, 3, height, width, dtype=self.dtype, device="meta")
+        return OnMeta(
+            shape=shape,
+            video=(3, num_frames, height, width),
+            dtype=self.dtype,
+            experts={EXPERT: self.kind.network_on_meta(self.configs, self.dtype, shape)},
+            vae=vae,
+            decoder=ChunksOnMeta(
+                vae, 1, lambda _: latents, lambda x, *_: (vae.decode(x, return_dict=False)[0], []), []
+            ),
+            image_encoder=ChunksOnMeta(vae, 1, lambda _: pixels, lambda x, *_: (vae.encoder(x), []), []),
+            vision=None,
+            text_encoder=nn.ModuleDict(encoders),
+            encode_text=lambda: self.kind.told_on_meta(encoders),
+            conditioning=told,
+        )
+
+    def text_encoder(self, device: torch.device) -> Callable[[str], Conditioning]:
+        pipe = self._pipeline(self._load_encoders()).to(device)
+
+        @torch.no_grad()
+        def encode(prompt: str) -> Conditioning:
+            return self.kind.encode(pipe, prompt, device)
+
+        return encode
+
+    def image_encoder(self, device: torch.device) -> Callable[[Tensor | None, int], Conditioning]:
+        return lambda image, num_frames: {}
+
+    def load_expert(self, name: str) -> ModelMixin:
+        self._check_weights()
+        path = self.folder / name
+        return _frozen(
+            stock.complete(path, *self.kind.transformer.from_pretrained(path, torch_dtype=self.dtype, **stock.LOCAL))
+        )
+
+    def load_decoder(self, device: torch.device) -> "ImageDecoder":
+        self._check_weights()
+        path = self.folder / "vae"
+        vae = stock.complete(path, *AutoencoderKL.from_pretrained(path, torch_dtype=self.dtype, **stock.LOCAL))
+        vae.encoder = vae.quant_conv = None
+        vae.enable_gradient_checkpointing()
+        return ImageDecoder(_frozen(vae).to(device))
+
+    def collate(self, items: Sequence[Conditioning]) -> Conditioning:
+        return {name: torch.cat([item[name] for item in items]) for name in items[0]}
+
+    def velocity(self, experts: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning) -> Tensor:
+        times = schedule.timesteps[step].to(x.device).expand(len(x))  # they stay float32
+        told = {name: value.to(self.dtype) for name, value in given.items()}
+        inputs = self.kind.ask(x.squeeze(2).to(self.dtype), times, told)
+        return experts(schedule.experts[step], **inputs).to(x.dtype).unsqueeze(2)
+
+    def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
+        return away + scale * (velocity - away)
+
+    def save_adapter(self, name: str, expert: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
+        stock.save_adapter(self.kind.mixin, expert, folder / name, state)
+
+    def load_adapter(self, name: str, expert: ModelMixin, folder: Path) -> None:
+        lora.load_adapter(expert, folder / name)
+
+    def attach_adapters(self, experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
+        stock.attach_adapters({EXPERT: EXPERT}, experts, checkpoint)
+
+    def _empty(self) -> ModelMixin:
+        """The network without memory."""
+        return empty(self.kind, self.configs)
+
+    def _load_encoders(self) -> dict[str, Any]:
+        self._check_weights()
+        found: dict[str, Any] = {
+            name: AutoTokenizer.from_pretrained(self.folder / name, local_files_only=True)
+            for name in self.kind.tokenizers
+        }
+        for name, kind in self.kind.encoders.items():
+            path = self.folder / name
+            found[name] = _frozen(stock.complete(path, *kind.from_pretrained(path, dtype=self.dtype, **stock.LOCAL)))
+        return found
+
+    def _pipeline(self, parts: Mapping[str, Any]) -> Any:
+        """The stock pipeline of these parts alone."""
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(self.configs["scheduler"]))
+        absent = dict.fromkeys((EXPERT, "vae", *self.kind.encoders, *self.kind.tokenizers))
+        return stock.pipeline_class(self.kind.pipeline)(**{**absent, "scheduler": scheduler, **parts})
+
+    def _check_weights(self) -> None:
+        if self.opened is None:
+            raise Refused("a described model has no weights to load")
+
+
+@dataclass(frozen=True)
+class ImageDecoder:
+    """The seam's Decoder: plain autograd through the VAE's, whose up-blocks are computed again on the way back."""
+
+    vae: AutoencoderKL
+
+    def _image(self, latents: Tensor) -> Tensor:
+        """(B, 3, 1, H, W), with a graph where one is asked for; in the pipelines' own arithmetic."""
+        config, latents = self.vae.config, latents.squeeze(2).to(self.vae.dtype)
+        image = self.vae.decode(latents / config.scaling_factor + config.shift_factor, return_dict=False)[0]
+        return image.clamp(-1, 1).unsqueeze(2)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
+        return self._image(latents)
+
+    def decode_with_caches(self, latents: Tensor, caches: str = "keep", given: Conditioning | None = None) -> Decoded:
+        """There are no caches, whatever is asked for: an image is one chunk."""
+        return Decoded(self.decode(latents), {})
+
+    def vjp(
+        self,
+        latents: Tensor,
+        grad_video: Tensor,
+        decoded: Decoded | None = None,
+        given: Conditioning | None = None,
+    ) -> Tensor:
+        """(B, C, 1, h, w); an image at a time, since one graph is as large as all else of a step together."""
+        found: list[Tensor] = []
+        for x, grad in zip(latents.split(1), grad_video.split(1), strict=True):
+            leaf = x.detach().requires_grad_()
+            with torch.enable_grad():
+                image = self._image(leaf)
+            found += torch.autograd.grad(image, [leaf], grad.to(image.dtype))
+        return torch.cat(found)
+
+
+def _frozen(model: Any) -> Any:
+    return model.requires_grad_(False).eval()
+
+
+def empty(kind: Kind, configs: Configs) -> ModelMixin:
+    """The network without memory for its weights."""
+    with torch.device("meta"):
+        return kind.transformer.from_config(dict(configs[EXPERT]))
+
+
+def open(kind: Kind, source: Source) -> ImageModel:
+    """The model of a pipeline folder. Refused by its headers: another model, missing, surplus or misshapen tensors."""
+    model = describe(kind, source)
+    parts = (EXPERT, "vae", *kind.encoders, *kind.tokenizers)
+    if absent := [part for part in parts if not (model.folder / part).is_dir()]:
+        raise Refused(f"model.model_paths: {model.folder} has no {absent[0]} folder")
+    checkpoint = shards.open_checkpoint(model.folder / EXPERT)
+    shards.check_unquantised(
+        checkpoint, "it cannot be trained on as it is; give the fp32, fp16 or bf16 files of the same model"
+    )
+    wanted = {name: tuple(value.shape) for name, value in empty(kind, model.configs).state_dict().items()}
+    if differing := sorted(wanted.keys() ^ checkpoint.tensors.keys()):
+        side = "lacks" if differing[0] in wanted else "has a surplus"
+        raise Refused(f"{checkpoint.path} {side} {differing[0]} ({len(differing)} names differ from its config.json)")
+    for name, shape in wanted.items():
+        if checkpoint.tensors[name].shape != shape:
+            raise Refused(f"{checkpoint.path}: {name} is {checkpoint.tensors[name].shape}, the model's is {shape}")
+    for part in ("vae", *kind.encoders):
+        shards.open_checkpoint(model.folder / part)
+    return ImageModel(kind, model.folder, model.configs, model.dtype, checkpoint)
+
+
+def describe(kind: Kind, source: Source) -> ImageModel:
+    """The model of a folder's configurations, without weights. Refused where they are another model's."""
+    given = {
+        "model.model_id_with_origin_paths": source.origin_paths,
+        "model.tokenizer_path": source.tokenizer_path,
+        "model.min_timestep_boundary": source.boundary,
+        "model.distill_lora_high": source.distilled[0],
+        "model.distill_lora_low": source.distilled[1],
+    }
+    for key, value in given.items():
+        if value not in ("", None):
+            raise Refused(f"{key}: {kind.published} takes none, got {value!r}; remove it")
+    folder = Path(source.model_paths)
+    if not (folder / "model_index.json").is_file():
+        raise Refused(f"model.model_paths: {folder} is no diffusers pipeline folder (no model_index.json in it)")
+    found = stock.read_json(folder / "model_index.json").get("_class_name")
+    if found != kind.pipeline:
+        raise Refused(
+            f"model.model_paths: {folder} is a {found}, {kind.published} a {kind.pipeline}; set model.model_name to "
+            "the model that it is"
+        )
+    parts = (EXPERT, "vae", *kind.encoders)
+    configs = {part: stock.read_json(folder / part / "config.json") for part in parts}
+    configs["scheduler"] = stock.read_json(folder / "scheduler" / "scheduler_config.json")
+    _check_scheduler(folder, configs["scheduler"])
+    return ImageModel(kind, folder, configs, DTYPES[source.dtype], None)
+
+
+def _check_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refused unless its sigmas are those of a shift alone."""
+    path = folder / "scheduler" / "scheduler_config.json"
+    if config.get("_class_name") != "FlowMatchEulerDiscreteScheduler":
+        raise Refused(f"{path}: {config.get('_class_name')} is no FlowMatchEulerDiscreteScheduler, which is understood")
+    odd = ("use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas")
+    for key in (*odd, "shift_terminal", "stochastic_sampling"):
+        if config.get(key):
+            raise Refused(f"{path}: {key} is {config[key]!r}, which is not understood; this model's has none")

@@ -1,0 +1,125 @@
+"""Stable Diffusion 3 and 3.5: three text encoders, one network on unpacked latents.
+
+Its conditioning: text (B, 77 + 256, d), CLIP's two embeddings side by side and T5's after them; pooled (B, p).
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers import SD3Transformer2DModel
+from diffusers.loaders import SD3LoraLoaderMixin
+from torch import Tensor, nn
+from transformers import CLIPTextModelWithProjection, T5EncoderModel
+
+from rewardfl import lora
+from rewardfl.backbones import images, stock
+from rewardfl.backbones.images import EXPERT, Configs, ImageModel, Kind
+from rewardfl.backbones.seam import Adapter, Conditioning, ExpertOnMeta, Shape, Source
+
+CLIP_TOKENS, T5_TOKENS = 77, 256  # the lengths that diffusers' pipeline pads prompts to
+
+
+def encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
+    text, _, pooled, _ = pipe.encode_prompt(
+        prompt, None, None, do_classifier_free_guidance=False, max_sequence_length=T5_TOKENS, device=device
+    )
+    return {"text": text, "pooled": pooled}
+
+
+def ask(x: Tensor, times: Tensor, told: Conditioning) -> dict[str, Tensor]:
+    return {
+        "hidden_states": x,
+        "timestep": times,
+        "encoder_hidden_states": told["text"],
+        "pooled_projections": told["pooled"],
+    }
+
+
+def longest_side(configs: Configs) -> int:
+    """Of the images, by the positions that the network can tell apart."""
+    config, factor = configs[EXPERT], 2 ** (len(configs["vae"]["block_out_channels"]) - 1)
+    return config["pos_embed_max_size"] * config["patch_size"] * factor
+
+
+def told_on_meta(encoders: Mapping[str, nn.Module]) -> Conditioning:
+    ids = {"text_encoder": CLIP_TOKENS, "text_encoder_2": CLIP_TOKENS, "text_encoder_3": T5_TOKENS}
+    tokens = {name: torch.zeros(1, length, dtype=torch.long, device="meta") for name, length in ids.items()}
+    clips = [encoders[name](tokens[name], output_hidden_states=True) for name in ("text_encoder", "text_encoder_2")]
+    t5 = encoders["text_encoder_3"](tokens["text_encoder_3"])[0]
+    clip = torch.cat([one.hidden_states[-2] for one in clips], -1)
+    clip = nn.functional.pad(clip, (0, t5.shape[-1] - clip.shape[-1]))
+    return {"text": torch.cat([clip, t5], -2), "pooled": torch.cat([one[0] for one in clips], -1)}
+
+
+def one_block(config: Mapping[str, Any], dtype: torch.dtype, adapter: Adapter | None) -> SD3Transformer2DModel:
+    """A network of the first block alone on the meta device: the last of a network does without half of itself."""
+    with torch.device("meta"):
+        model = SD3Transformer2DModel.from_config({**config, "num_layers": 2})
+    model.transformer_blocks = model.transformer_blocks[:1]
+    stock.cast(model, dtype).requires_grad_(False)
+    if adapter:
+        lora.inject(model, adapter.rank, adapter.rank, list(adapter.targets), seed=0)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(adapter.dtype)
+    return model
+
+
+def network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> ExpertOnMeta:
+    """As if all blocks were as large as the first, which in SD3.5 has a second attention that half of them have."""
+    config = configs[EXPERT]
+    width, patch = config["num_attention_heads"] * config["attention_head_dim"], config["patch_size"]
+    tokens, told = shape[2] // patch * (shape[3] // patch), CLIP_TOKENS + T5_TOKENS
+    empty = partial(torch.empty, dtype=dtype, device="meta")
+    x = empty(1, config["in_channels"], *shape[2:], requires_grad=True)
+    time = torch.empty(1, device="meta")
+    text, pooled = empty(1, told, config["joint_attention_dim"]), empty(1, config["pooled_projection_dim"])
+    hidden, context = empty(1, tokens, width, requires_grad=True), empty(1, told, width, requires_grad=True)
+    embedding = empty(1, width)
+    return ExpertOnMeta(
+        layers=config["num_layers"],
+        tokens=tokens + told,
+        build=partial(one_block, config, dtype),
+        x=x,
+        run=lambda model: model(x, text, pooled, time, return_dict=False)[0],
+        blocks=lambda model: model.transformer_blocks,
+        block_inputs=(hidden, context),
+        block_shared=(embedding,),
+        run_block=lambda block: list(block(hidden, context, embedding)),
+    )
+
+
+SD3 = Kind(
+    published="Stable Diffusion 3",
+    pipeline="StableDiffusion3Pipeline",
+    mixin=SD3LoraLoaderMixin,
+    transformer=SD3Transformer2DModel,
+    block_class="JointTransformerBlock",
+    layer_names={
+        "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ff.net.0.proj", "ffn.2": "ff.net.2",
+        "add_q": "add_q_proj", "add_k": "add_k_proj", "add_v": "add_v_proj", "add_o": "to_add_out",
+    },
+    encoders={
+        "text_encoder": CLIPTextModelWithProjection,
+        "text_encoder_2": CLIPTextModelWithProjection,
+        "text_encoder_3": T5EncoderModel,
+    },
+    tokenizers=("tokenizer", "tokenizer_2", "tokenizer_3"),
+    encode=encode,
+    ask=ask,
+    longest_side=longest_side,
+    network_on_meta=network_on_meta,
+    told_on_meta=told_on_meta,
+)  # fmt: skip
+
+
+def open(name: str, source: Source) -> ImageModel:
+    """The model of a pipeline folder; see images.open."""
+    return images.open(SD3, source)
+
+
+def describe(name: str, source: Source) -> ImageModel:
+    """The model of a folder's configurations, without weights."""
+    return images.describe(SD3, source)

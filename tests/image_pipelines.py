@@ -1,0 +1,75 @@
+"""Text-to-image pipelines with random weights, small enough to differentiate in float64."""
+
+import tempfile
+from pathlib import Path
+
+import clip_files
+import torch
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel
+
+from rewardfl_tools.tiny_world.video import new_tokenizer
+
+SIDE = 32
+
+
+def clip_tokenizer():
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = CLIPTokenizer.from_pretrained(clip_files.write_tokenizer(Path(folder)))
+    tokenizer.model_max_length = 77
+    return tokenizer
+
+
+def clip_text(width):
+    words = len(clip_files.vocabulary())
+    config = CLIPTextConfig(
+        vocab_size=words, hidden_size=width, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        projection_dim=width, bos_token_id=words - 2, eos_token_id=words - 1, pad_token_id=words - 1,
+    )  # fmt: skip
+    return CLIPTextModelWithProjection(config)
+
+
+def t5(tokenizer, width):
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=width, d_kv=16, d_ff=64, num_layers=1, num_heads=2, dropout_rate=0.0,
+        feed_forward_proj="gated-gelu",
+    )  # fmt: skip
+    return T5EncoderModel(config)
+
+
+def image_vae(channels=4):
+    """Four pixels on a side of one latent."""
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(8, 8, 16), latent_channels=channels, norm_num_groups=4, scaling_factor=1.3,
+        shift_factor=0.1, use_quant_conv=False, use_post_quant_conv=False,
+    )  # fmt: skip
+
+
+def perturbed(module):
+    """With weights that matter, all of them."""
+    for parameter in module.parameters():
+        parameter.data += 0.12 * torch.randn_like(parameter)
+    return module.eval().requires_grad_(False)
+
+
+def random_sd3() -> StableDiffusion3Pipeline:
+    torch.manual_seed(0)
+    letters, words = clip_tokenizer(), new_tokenizer()
+    transformer = SD3Transformer2DModel(
+        sample_size=8, in_channels=4, out_channels=4, num_layers=3, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=40, caption_projection_dim=32, pooled_projection_dim=32, pos_embed_max_size=12,
+        dual_attention_layers=(0,), qk_norm="rms_norm",
+    )  # fmt: skip
+    pipe = StableDiffusion3Pipeline(
+        transformer=perturbed(transformer), scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=perturbed(image_vae()), text_encoder=perturbed(clip_text(16)), text_encoder_2=perturbed(clip_text(16)),
+        text_encoder_3=perturbed(t5(words, 40)), tokenizer=letters, tokenizer_2=letters, tokenizer_3=words,
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
