@@ -8,10 +8,19 @@ import torch
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+)
 
 from rewardfl_tools.tiny_world.video import new_tokenizer
 
@@ -25,13 +34,13 @@ def clip_tokenizer():
     return tokenizer
 
 
-def clip_text(width):
+def clip_text(width, kind=CLIPTextModelWithProjection):
     words = len(clip_files.vocabulary())
     config = CLIPTextConfig(
         vocab_size=words, hidden_size=width, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         projection_dim=width, bos_token_id=words - 2, eos_token_id=words - 1, pad_token_id=words - 1,
     )  # fmt: skip
-    return CLIPTextModelWithProjection(config)
+    return kind(config)
 
 
 def t5(tokenizer, width):
@@ -56,6 +65,24 @@ def perturbed(module):
     for parameter in module.parameters():
         parameter.data += 0.12 * torch.randn_like(parameter)
     return module.eval().requires_grad_(False)
+
+
+def random_flux() -> FluxPipeline:
+    """Of FLUX.1-dev's kind: it is told a guidance, and the shift of its sigmas depends on the image's size."""
+    torch.manual_seed(0)
+    letters, words = clip_tokenizer(), new_tokenizer()
+    transformer = FluxTransformer2DModel(
+        in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=40, pooled_projection_dim=16, guidance_embeds=True, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    pipe = FluxPipeline(
+        transformer=perturbed(transformer), vae=perturbed(image_vae()),
+        text_encoder=perturbed(clip_text(16, CLIPTextModel)),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True), tokenizer=letters,
+        text_encoder_2=perturbed(t5(words, 40)), tokenizer_2=words,
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def random_sd3() -> StableDiffusion3Pipeline:

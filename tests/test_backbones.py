@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
-from image_pipelines import random_sd3
+from image_pipelines import random_flux, random_sd3
 from PIL import Image
 from pipelines import FRAMES, HEIGHT, WIDTH, LinearFlowEuler, random_variant
 
 from rewardfl import backbones, data, flow, groups, lora, reward_flow, sde
+from rewardfl.backbones.flux import FLUX, pack, unpack
 from rewardfl.backbones.images import ImageModel
 from rewardfl.backbones.seam import Backbone, Experts, Source, Velocity
 from rewardfl.backbones.wan.variants import VARIANTS
@@ -81,6 +82,34 @@ class ImageTenant(Tenant):
         return images.unsqueeze(2 if output_type == "latent" else 1)
 
 
+@dataclass
+class FluxTenant(ImageTenant):
+    """With a shift by the image's size."""
+
+    guided_bits = 0.0
+
+    def open(self, dtype: str = "float32") -> Backbone:
+        return backbones.open(self.name, Source(str(self.folder), dtype=dtype, embedded_guidance=2.5))
+
+    def stock(self, dtype: torch.dtype = torch.float32):
+        pipe = self.pipeline.from_pretrained(self.folder, torch_dtype=dtype)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def sample(self, pipe, noise, guidance, output_type):
+        images = pipe(
+            prompt=PROMPT, negative_prompt=NEGATIVE, height=HEIGHT, width=WIDTH, num_inference_steps=STEPS,
+            guidance_scale=2.5, true_cfg_scale=guidance, latents=pack(noise[:, :, 0]), output_type=output_type,
+        ).images  # fmt: skip
+        return unpack(images, noise[:, :, 0]).unsqueeze(2) if output_type == "latent" else images.unsqueeze(1)
+
+
+def flux(name, folder):
+    pipe = random_flux()
+    pipe.save_pretrained(folder)
+    return FluxTenant(name, folder, type(pipe))
+
+
 def sd3(name, folder):
     pipe = random_sd3()
     pipe.save_pretrained(folder)
@@ -93,9 +122,9 @@ def wan(name, folder):
     return Tenant(name, folder, type(pipe), VARIANTS[name].image == "frame")
 
 
-TENANTS = dict.fromkeys(VARIANTS, wan) | {"sd3": sd3}
+TENANTS = dict.fromkeys(VARIANTS, wan) | {"sd3": sd3, "flux": flux}
 # two experts and channels, one and a given frame, an image: what the others ask for, too
-SHORT = ("wan2_2", "wan2_2_ti2v", "sd3")
+SHORT = ("wan2_2", "wan2_2_ti2v", "sd3", "flux")
 # layers whose answer nothing takes: the last block's own text goes nowhere
 UNHEARD = ("transformer_blocks.2.attn.add_q_proj",)
 
@@ -142,7 +171,9 @@ def noise_of(backbone, batch=1):
 
 
 def schedule_of(backbone):
-    return backbone.schedule(STEPS, SHIFT, backbone.latent_shape(HEIGHT, WIDTH, frames_of(backbone)))
+    by_size = isinstance(backbone, ImageModel) and backbone.kind is FLUX
+    shift = None if by_size else SHIFT
+    return backbone.schedule(STEPS, shift, backbone.latent_shape(HEIGHT, WIDTH, frames_of(backbone)))
 
 
 def conditioning_of(backbone, batch=1):

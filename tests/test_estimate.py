@@ -251,7 +251,7 @@ def test_real_expert(pipe):
     shape = (model.config.in_channels, 2, 8, 10)
     lora.inject(model, 4, 4, list(TARGETS), seed=0)
     expert = meta.expert_on_meta(model.config, torch.float32, shape, I2V)
-    predicted = measure.measure_expert(expert, torch.float32, Adapter(4, TARGETS))
+    predicted = measure.measure_expert([expert], torch.float32, Adapter(4, TARGETS))
     assert predicted.layers == 2 and predicted.tokens == 40
     hidden = torch.randn(expert.block_inputs[0].shape, requires_grad=True)
     text, time, *rotary = (torch.randn(part.shape) for part in expert.block_shared)

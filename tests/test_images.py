@@ -1,42 +1,119 @@
-"""Both scripts on a small random text-to-image model, whose mathematics test_backbones.py asks about."""
+"""Both scripts on small random text-to-image models, whose mathematics test_backbones.py asks about."""
 
 import pytest
-from image_pipelines import SIDE, random_sd3
-from runs import launch, launch_grpo, metrics
+import torch
+from image_pipelines import SIDE, random_flux, random_sd3
+from runs import CONFIG, call, launch, launch_grpo, metrics
 
-from rewardfl import data, lora
+from rewardfl import backbones, config, data, lora
+from rewardfl.backbones.seam import Adapter, Source
+from rewardfl.estimate import measure
+from rewardfl.run import start
 
 RED = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
 PROMPTS = ["a red ball", "a blue ball", "a ball", "the ball and the red ball"]
+MODELS = {"sd3": (random_sd3, None), "flux": (random_flux, 3.5)}  # how one is made, what it is told
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def folder_of(tmp_path_factory):
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            MODELS[name][0]().save_pretrained(made[name] / "model")
+            (made[name] / "prompts.csv").write_text("\n".join(["prompt", *PROMPTS, ""]))
+        return made[name]
+
+    return folder
+
+
+def settings(name, folder):
     """What a configuration says of the model and its prompts."""
-    folder = tmp_path_factory.mktemp("sd3")
-    random_sd3().save_pretrained(folder / "model")
-    (folder / "prompts.csv").write_text("\n".join(["prompt", *PROMPTS, ""]))
+    told = MODELS[name][1]
     return [
-        "model.model_name=sd3", f"model.model_paths={folder / 'model'}", "model.trainable_models=dit", *RED,
+        f"model.model_name={name}", f"model.model_paths={folder / 'model'}", "model.trainable_models=dit", *RED,
         f"data.file_name={folder / 'prompts.csv'}", f"data.cache_dir={folder / 'cache'}", "data.num_frames=1",
-        f"data.height={SIDE}", f"data.width={SIDE}", "sample.shift=3",
+        f"data.height={SIDE}", f"data.width={SIDE}", "sample.shift=null", "reward.others={}", "reward.motion_weight=0",
+        *([] if told is None else [f"model.embedded_guidance={told}"]),
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", ["reward_fl", "flow_grpo"])
-def test_a_colour_is_learned(model, how, tmp_path):
-    settings = [
-        "train.learning_rate=2e-2", "train.warmup_steps=0", "train.max_steps=12", "run.save_steps=12",
-        f"run.output_dir={tmp_path / 'run'}",
+def test_a_colour_is_learned(folder_of, name, how, tmp_path):
+    common = [
+        *settings(name, folder_of(name)), "train.learning_rate=2e-2", "train.warmup_steps=0", "train.max_steps=12",
+        "run.save_steps=12", f"run.output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     if how == "reward_fl":
-        launch(*model, *settings, "reward.kl_weight=0", "sample.noises_per_sample=1")
+        launch(*common, "reward.kl_weight=0", "sample.noises_per_sample=1")
     else:
-        launch_grpo(*model, *settings, "grpo.group_size=4", "grpo.groups=4", "train.per_device_train_batch_size=8")
+        launch_grpo(*common, "grpo.group_size=4", "grpo.groups=4", "train.per_device_train_batch_size=8")
     scores = [line["reward/mean"] for line in metrics(tmp_path / "run")]
     first, last = (sum(four) / 4 for four in (scores[:4], scores[-4:]))
-    assert last > first + {"reward_fl": 0.015, "flow_grpo": 0.004}[how], scores
+    assert last > first + {"reward_fl": 0.01, "flow_grpo": 0.002}[how], scores
     (shown,) = (tmp_path / "run" / "samples" / "step-000012").iterdir()
     assert shown.name == "00.png" and data.read_picture(shown).shape == (SIDE, SIDE, 3)
     state, _ = lora.read_adapter(tmp_path / "run" / "checkpoints" / "step-000012" / "transformer" / lora.WEIGHTS_NAME)
-    assert any(name.startswith("transformer_blocks.0.attn2.to_q") for name in state)
+    assert any(name.startswith("transformer_blocks.0.attn.to_q") for name in state)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_estimate_knows_every_kind_of_block(folder_of, name):
+    """Weights, adapter and FLOPs of the real network, whose blocks differ."""
+    source = Source(str(folder_of(name) / "model"), dtype="float32", embedded_guidance=MODELS[name][1])
+    backbone, targets = backbones.open(name, source), ("to_q", "to_out.0", "add_k_proj")
+    parts = backbone.on_meta(SIDE, 2 * SIDE, 1)
+    predicted = measure.measure_expert(parts.experts["transformer"], torch.float32, Adapter(4, targets))
+    model = backbone.load_expert("transformer")
+    assert predicted.weights == measure.nbytes([*model.parameters(), *model.buffers()])
+    schedule = backbone.schedule(4, None, parts.shape)
+    told = backbone.text_encoder(torch.device("cpu"))(PROMPTS[0])
+    assert {k: v.shape for k, v in told.items()} == {k: v.shape for k, v in parts.conditioning.items()}
+    x = torch.randn(1, *parts.shape)
+
+    def network(_, **inputs):
+        return model(**inputs, return_dict=False)[0]
+
+    with torch.no_grad(), measure.counter() as flops:
+        velocity = backbone.velocity(network, x, 0, schedule, told)
+    assert velocity.shape == x.shape and flops.get_total_flops() == predicted.forward_frozen
+    lora.inject(model, 4, 4, list(targets), seed=0)
+    assert predicted.adapter_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    decoder = measure.measure_decoder(parts.decoder)
+    assert len(decoder) == 1 and decoder[0].backward > decoder[0].forward > 0
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("data.num_frames=5", "data.num_frames must be 1, got 5"),
+        (f"data.height={SIDE + 4}", f"data.height must be a multiple of 8, at most 96, got {SIDE + 4}"),
+        ("data.height=104", "data.height must be a multiple of 8, at most 96, got 104"),
+        ("model.embedded_guidance=3.5", "model.embedded_guidance: "),
+        ("model.min_timestep_boundary=0.9", "model.min_timestep_boundary: "),
+        ("model.tokenizer_path=somewhere", "model.tokenizer_path"),
+        ("model.model_name=flux", "set model.model_name to the model that it is"),
+        ("model.trainable_models=dit2", "model.trainable_models"),
+        ("lora.lora_target_modules=nothing", "lora.lora_target_modules"),
+    ],
+)
+def test_what_does_not_fit_is_refused(folder_of, monkeypatch, capsys, override, said, tmp_path):
+    words = [*settings("sd3", folder_of("sd3")), f"run.output_dir={tmp_path / 'run'}", "train.max_steps=1"]
+    monkeypatch.setattr(start, "load_experts", None)
+    code, _, error = call(monkeypatch, capsys, *words, override)
+    assert code == 2 and said in error, error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_shift_by_size_and_a_fixed_one(folder_of):
+    cfg = config.load(CONFIG, settings("flux", folder_of("flux")))
+    backbone = backbones.open("flux", start.model_source(cfg))
+    small, large = (backbone.schedule(4, None, backbone.latent_shape(side, side, 1)).sigmas for side in (32, 512))
+    assert (large[1:-1] > small[1:-1]).all()
+    fixed = [backbone.schedule(4, 3.0, backbone.latent_shape(side, side, 1)).sigmas for side in (32, 512)]
+    assert torch.equal(*fixed)
+    s = torch.tensor([1, 0.75, 0.5, 0.25])
+    torch.testing.assert_close(fixed[0], torch.cat([3 * s / (1 + 2 * s), torch.zeros(1)]))

@@ -4,10 +4,11 @@ An image is a video of one frame: latents (B, C, 1, h, w), pixels (B, 3, 1, H, W
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ModelMixin
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from rewardfl.backbones.seam import (
 from rewardfl.weights import shards
 from rewardfl.weights.shards import Checkpoint, Refused
 
+Network = TypeVar("Network", bound=ModelMixin)
 EXPERT = "transformer"  # the one network, by the name that the pipelines give it
 Configs = Mapping[str, Mapping[str, Any]]  # by part: what its config.json holds
 
@@ -40,23 +42,29 @@ class Kind:
 
     published: its name. pipeline: diffusers' class; mixin: that pipeline's LoRA loader. encoders: its text encoders, by
     the pipeline's names of them, and the tokenizers likewise. encode: (a pipeline of these alone, prompt, device) ->
-    what the network is told of a prompt. ask: (latents (B, C, h, w), times (B,), what it is told) -> the network's
-    arguments by name. longest_side: of the images, in pixels, by the configurations. network_on_meta: (configurations,
-    dtype, shape of the latents); told_on_meta: (text encoders on the meta device) -> what `encode` would give.
+    what the network is told of a prompt. ask: (latents (B, C, h, w), times (B,) from 1000 to 0, what it is told, the
+    guidance that is embedded) -> the network's arguments by name; answer: (its output, these latents) -> the velocity,
+    of their shape. patch: latents on a side of one token. sigmas: whether the scheduler is given a range down to
+    1 / steps, as the pipeline does it, and not left to its own. longest_side: of the images, in pixels, by the
+    configurations, None for any. network_on_meta: (configurations, dtype, shape of the latents); told_on_meta: (text
+    encoders on the meta device) -> what `encode` would give.
     """
 
     published: str
     pipeline: str
     mixin: stock.SavesLora
     transformer: type[ModelMixin]
-    block_class: str
+    block_classes: tuple[str, ...]
     layer_names: Mapping[str, str]
     encoders: Mapping[str, type[PreTrainedModel]]
     tokenizers: tuple[str, ...]
     encode: Callable[[Any, str, torch.device], Conditioning]
-    ask: Callable[[Tensor, Tensor, Conditioning], dict[str, Tensor]]
-    longest_side: Callable[[Configs], int]
-    network_on_meta: Callable[[Configs, torch.dtype, Shape], ExpertOnMeta]
+    ask: Callable[[Tensor, Tensor, Conditioning, float | None], dict[str, Any]]
+    answer: Callable[[Tensor, Tensor], Tensor]
+    patch: int
+    sigmas: bool
+    longest_side: Callable[[Configs], int | None]
+    network_on_meta: Callable[[Configs, torch.dtype, Shape], tuple[ExpertOnMeta, ...]]
     told_on_meta: Callable[[Mapping[str, nn.Module]], Conditioning]
 
 
@@ -64,14 +72,16 @@ class Kind:
 class ImageModel:
     """The seam's Backbone. Its conditioning is the Kind's.
 
-    folder: a pipeline as diffusers saves it. configs: by part, the scheduler's as well. opened: the network's tensors
-    by the headers of its files, None for a model that is only described.
+    folder: a pipeline as diffusers saves it. configs: by part, the scheduler's as well. guidance: that the network is
+    told, None for one that is told none. opened: the network's tensors by the headers of its files, None for a model
+    that is only described.
     """
 
     kind: Kind
     folder: Path
     configs: Configs
     dtype: torch.dtype
+    guidance: float | None
     opened: Checkpoint | None
 
     experts: ClassVar = (EXPERT,)
@@ -79,7 +89,7 @@ class ImageModel:
 
     @property
     def block_classes(self) -> tuple[str, ...]:
-        return (self.kind.block_class,)
+        return self.kind.block_classes
 
     @property
     def layer_names(self) -> Mapping[str, str]:
@@ -93,10 +103,20 @@ class ImageModel:
     def described_by(self) -> str:
         return str(self.folder)
 
-    def schedule(self, steps: int, shift: float, latent_shape: Shape) -> Schedule:
-        """The stock scheduler's, whose last sigma is above what the shift of a range down to 1 / steps would give."""
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config({**self.configs["scheduler"], "shift": shift})
-        scheduler.set_timesteps(steps)
+    def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
+        """The stock scheduler's, asked as the stock pipeline asks it; a given shift is the same at all sizes."""
+        fixed = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False}
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config({**self.configs["scheduler"], **fixed})
+        config, (height, width) = scheduler.config, latent_shape[2:]
+        mu = calculate_shift(
+            height // self.kind.patch * (width // self.kind.patch),
+            config.base_image_seq_len,
+            config.max_image_seq_len,
+            config.base_shift,
+            config.max_shift,
+        )
+        sigmas = np.linspace(1.0, 1 / steps, steps) if self.kind.sigmas else None
+        scheduler.set_timesteps(steps, sigmas=sigmas, mu=mu if config.use_dynamic_shifting else None)
         return Schedule(scheduler.sigmas, scheduler.timesteps, self.experts * steps)
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
@@ -104,27 +124,32 @@ class ImageModel:
 
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
         problems, most = [], self.kind.longest_side(self.configs)
-        multiple = self.spatial * self.configs[EXPERT]["patch_size"]
+        multiple = self.spatial * self.kind.patch
         if num_frames != 1:
             problems.append(f"data.num_frames must be 1, got {num_frames}: {self.kind.published} makes images")
         if max_pixels is None:
             sizes = {"height": height, "width": width}
             problems += [
-                f"data.{key} must be a multiple of {multiple}, at most {most}, got {size}"
+                f"data.{key} must be a multiple of {multiple}{f', at most {most}' if most else ''}, got {size}"
                 for key, size in sizes.items()
-                if size % multiple or size > most
+                if size % multiple or (most and size > most)
             ]
-        elif 16 % multiple or max_pixels > most**2:  # of a square image
+        elif 16 % multiple:
             problems.append(
-                f"data.max_pixels gives sides in multiples of 16 and must be at most {most**2}, got {max_pixels}; this "
-                f"model takes multiples of {multiple}: set data.height and data.width"
+                f"data.max_pixels gives sides in multiples of 16, this model takes multiples of {multiple}; remove "
+                "max_pixels and set data.height and data.width"
             )
+        elif most and max_pixels > most**2:  # of a square image
+            problems.append(f"data.max_pixels must be at most {most**2}, got {max_pixels}")
         if problems:
             raise Refused("\n".join(problems))
 
-    def differences(self, shift: float) -> list[str]:
-        stated = self.configs["scheduler"]["shift"]
-        return [] if stated == shift else [f"sample.shift is {shift:g}, the checkpoint says {stated:g}"]
+    def differences(self, shift: float | None) -> list[str]:
+        config = self.configs["scheduler"]
+        stated = "one by the image's size" if config.get("use_dynamic_shifting") else f"{config['shift']:g}"
+        if shift is None or f"{shift:g}" == stated:
+            return []
+        return [f"sample.shift is {shift:g}, the checkpoint says {stated} (null)"]
 
     def linear_layers(self) -> list[str]:
         return [name for name, module in self._empty().named_modules() if isinstance(module, nn.Linear)]
@@ -209,8 +234,9 @@ class ImageModel:
     def velocity(self, experts: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning) -> Tensor:
         times = schedule.timesteps[step].to(x.device).expand(len(x))  # they stay float32
         told = {name: value.to(self.dtype) for name, value in given.items()}
-        inputs = self.kind.ask(x.squeeze(2).to(self.dtype), times, told)
-        return experts(schedule.experts[step], **inputs).to(x.dtype).unsqueeze(2)
+        latents = x.squeeze(2).to(self.dtype)
+        output = experts(schedule.experts[step], **self.kind.ask(latents, times, told, self.guidance))
+        return self.kind.answer(output, latents).to(x.dtype).unsqueeze(2)
 
     def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
         return away + scale * (velocity - away)
@@ -287,6 +313,12 @@ class ImageDecoder:
         return torch.cat(found)
 
 
+def calculate_shift(tokens: int, base_tokens: int, max_tokens: int, base: float, most: float) -> float:
+    """mu, the logarithm of the shift, linear in an image's tokens, as in diffusers' pipelines (calculate_shift)."""
+    slope = (most - base) / (max_tokens - base_tokens)
+    return tokens * slope + (base - slope * base_tokens)
+
+
 def _frozen(model: Any) -> Any:
     return model.requires_grad_(False).eval()
 
@@ -295,6 +327,21 @@ def empty(kind: Kind, configs: Configs) -> ModelMixin:
     """The network without memory for its weights."""
     with torch.device("meta"):
         return kind.transformer.from_config(dict(configs[EXPERT]))
+
+
+def on_meta_as_trained(model: Network, dtype: torch.dtype, adapter: Adapter | None) -> Network:
+    """A network on the meta device in the dtypes that loading and `lora.inject` give it; it may lack some targets."""
+    stock.cast(model, dtype).requires_grad_(False)
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    targets = (
+        [target for target in adapter.targets if any(name.endswith(f".{target}") for name in layers)] if adapter else []
+    )
+    if adapter and targets:
+        lora.inject(model, adapter.rank, adapter.rank, targets, seed=0)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(adapter.dtype)
+    return model
 
 
 def open(kind: Kind, source: Source) -> ImageModel:
@@ -316,7 +363,7 @@ def open(kind: Kind, source: Source) -> ImageModel:
             raise Refused(f"{checkpoint.path}: {name} is {checkpoint.tensors[name].shape}, the model's is {shape}")
     for part in ("vae", *kind.encoders):
         shards.open_checkpoint(model.folder / part)
-    return ImageModel(kind, model.folder, model.configs, model.dtype, checkpoint)
+    return replace(model, opened=checkpoint)
 
 
 def describe(kind: Kind, source: Source) -> ImageModel:
@@ -344,15 +391,22 @@ def describe(kind: Kind, source: Source) -> ImageModel:
     configs = {part: stock.read_json(folder / part / "config.json") for part in parts}
     configs["scheduler"] = stock.read_json(folder / "scheduler" / "scheduler_config.json")
     _check_scheduler(folder, configs["scheduler"])
-    return ImageModel(kind, folder, configs, DTYPES[source.dtype], None)
+    told, given = configs[EXPERT].get("guidance_embeds", False), source.embedded_guidance
+    if told != (given is not None):
+        raise Refused(
+            f"model.embedded_guidance: {folder} is told a guidance, and none is given; set it (published: 3.5)"
+            if told
+            else f"model.embedded_guidance: {folder} is told none, got {given:g}; remove it"
+        )
+    return ImageModel(kind, folder, configs, DTYPES[source.dtype], given, None)
 
 
 def _check_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refused unless its sigmas are those of a shift alone."""
+    """Refused unless its sigmas are those of a shift alone, which may depend on the size."""
     path = folder / "scheduler" / "scheduler_config.json"
     if config.get("_class_name") != "FlowMatchEulerDiscreteScheduler":
         raise Refused(f"{path}: {config.get('_class_name')} is no FlowMatchEulerDiscreteScheduler, which is understood")
-    odd = ("use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas")
+    odd = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas")
     for key in (*odd, "shift_terminal", "stochastic_sampling"):
         if config.get(key):
             raise Refused(f"{path}: {key} is {config[key]!r}, which is not understood; this model's has none")

@@ -13,8 +13,7 @@ from diffusers.loaders import SD3LoraLoaderMixin
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
-from rewardfl import lora
-from rewardfl.backbones import images, stock
+from rewardfl.backbones import images
 from rewardfl.backbones.images import EXPERT, Configs, ImageModel, Kind
 from rewardfl.backbones.seam import Adapter, Conditioning, ExpertOnMeta, Shape, Source
 
@@ -28,7 +27,7 @@ def encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
     return {"text": text, "pooled": pooled}
 
 
-def ask(x: Tensor, times: Tensor, told: Conditioning) -> dict[str, Tensor]:
+def ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -> dict[str, Any]:
     return {
         "hidden_states": x,
         "timestep": times,
@@ -53,41 +52,43 @@ def told_on_meta(encoders: Mapping[str, nn.Module]) -> Conditioning:
     return {"text": torch.cat([clip, t5], -2), "pooled": torch.cat([one[0] for one in clips], -1)}
 
 
-def one_block(config: Mapping[str, Any], dtype: torch.dtype, adapter: Adapter | None) -> SD3Transformer2DModel:
-    """A network of the first block alone on the meta device: the last of a network does without half of itself."""
+def one_block(
+    config: Mapping[str, Any], dtype: torch.dtype, place: int, adapter: Adapter | None
+) -> SD3Transformer2DModel:
+    """A network of the block at `place` alone, on the meta device."""
     with torch.device("meta"):
-        model = SD3Transformer2DModel.from_config({**config, "num_layers": 2})
-    model.transformer_blocks = model.transformer_blocks[:1]
-    stock.cast(model, dtype).requires_grad_(False)
-    if adapter:
-        lora.inject(model, adapter.rank, adapter.rank, list(adapter.targets), seed=0)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(adapter.dtype)
-    return model
+        model = SD3Transformer2DModel.from_config(dict(config))
+    model.transformer_blocks = model.transformer_blocks[place : place + 1]
+    return images.on_meta_as_trained(model, dtype, adapter)
 
 
-def network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> ExpertOnMeta:
-    """As if all blocks were as large as the first, which in SD3.5 has a second attention that half of them have."""
+def network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tuple[ExpertOnMeta, ...]:
+    """Three kinds of blocks: with a second attention, with one, and the last, which leaves the text behind."""
     config = configs[EXPERT]
     width, patch = config["num_attention_heads"] * config["attention_head_dim"], config["patch_size"]
     tokens, told = shape[2] // patch * (shape[3] // patch), CLIP_TOKENS + T5_TOKENS
     empty = partial(torch.empty, dtype=dtype, device="meta")
-    x = empty(1, config["in_channels"], *shape[2:], requires_grad=True)
-    time = torch.empty(1, device="meta")
+    x, time = empty(1, config["in_channels"], *shape[2:], requires_grad=True), torch.empty(1, device="meta")
     text, pooled = empty(1, told, config["joint_attention_dim"]), empty(1, config["pooled_projection_dim"])
     hidden, context = empty(1, tokens, width, requires_grad=True), empty(1, told, width, requires_grad=True)
     embedding = empty(1, width)
-    return ExpertOnMeta(
-        layers=config["num_layers"],
-        tokens=tokens + told,
-        build=partial(one_block, config, dtype),
-        x=x,
-        run=lambda model: model(x, text, pooled, time, return_dict=False)[0],
-        blocks=lambda model: model.transformer_blocks,
-        block_inputs=(hidden, context),
-        block_shared=(embedding,),
-        run_block=lambda block: list(block(hidden, context, embedding)),
+    last = config["num_layers"] - 1
+    dual = [i for i in config["dual_attention_layers"] if i < last]
+    plain = [i for i in range(last) if i not in dual]
+    return tuple(
+        ExpertOnMeta(
+            count=len(places),
+            tokens=tokens + told,
+            build=partial(one_block, config, dtype, places[0]),
+            x=x,
+            run=lambda model: model(x, text, pooled, time, return_dict=False)[0],
+            blocks=lambda model: model.transformer_blocks,
+            block_inputs=(hidden, context),
+            block_shared=(embedding,),
+            run_block=lambda block: [one for one in block(hidden, context, embedding) if one is not None],
+        )
+        for places in (dual, plain, [last])
+        if places
     )
 
 
@@ -96,7 +97,7 @@ SD3 = Kind(
     pipeline="StableDiffusion3Pipeline",
     mixin=SD3LoraLoaderMixin,
     transformer=SD3Transformer2DModel,
-    block_class="JointTransformerBlock",
+    block_classes=("JointTransformerBlock",),
     layer_names={
         "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ff.net.0.proj", "ffn.2": "ff.net.2",
         "add_q": "add_q_proj", "add_k": "add_k_proj", "add_v": "add_v_proj", "add_o": "to_add_out",
@@ -109,6 +110,9 @@ SD3 = Kind(
     tokenizers=("tokenizer", "tokenizer_2", "tokenizer_3"),
     encode=encode,
     ask=ask,
+    answer=lambda output, x: output,
+    patch=2,
+    sigmas=False,
     longest_side=longest_side,
     network_on_meta=network_on_meta,
     told_on_meta=told_on_meta,

@@ -122,15 +122,19 @@ class Source:
     origin_paths: str = ""
     allow_download: bool = False
     boundary: float | None = None  # the sigma between two experts; None: as the files say
+    embedded_guidance: float | None = None  # what a network that has learned from a guided one is told
     dtype: str = "bfloat16"
     distilled: tuple[str, str, str] = ("", "", "fuse")  # LoRAs of the first and the second expert, and the mode
 
 
 @dataclass(frozen=True)
 class ExpertOnMeta:
-    """A network of one block on the meta device, and one sample's inputs: what its cost is measured on."""
+    """A network of one block on the meta device, and one sample's inputs: what its cost is measured on.
 
-    layers: int  # the blocks of the whole network
+    A network that has several kinds of blocks is one of these for each kind.
+    """
+
+    count: int  # how many blocks of this kind the whole network has
     tokens: int
     build: Callable[[Adapter | None], ModelMixin]  # the network of one block, frozen but for the adapter
     x: Tensor  # the latents that go in; requires a gradient
@@ -159,7 +163,7 @@ class OnMeta:
     shape: Shape  # of the latents
     video: tuple[int, int, int, int]  # (3, F, H, W)
     dtype: torch.dtype
-    experts: Mapping[str, ExpertOnMeta]  # two that are alike are one object
+    experts: Mapping[str, tuple[ExpertOnMeta, ...]]  # by kind of block; two networks that are alike are one object
     vae: nn.Module
     decoder: ChunksOnMeta
     image_encoder: ChunksOnMeta
@@ -200,8 +204,11 @@ class Backbone(Protocol):
     def described_by(self) -> str:
         """Where the model's shape is read from, in words."""
 
-    def schedule(self, steps: int, shift: float, latent_shape: Shape) -> Schedule:
-        """The denoising steps of latents of this shape, by the stock scheduler's own arithmetic."""
+    def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
+        """The denoising steps of latents of this shape, by the stock scheduler's own arithmetic.
+
+        shift: of the sigmas; None for what the model's own scheduler says, Refused where that cannot be known.
+        """
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
         """The shape of one sample's latents, of those that are sampled."""
@@ -209,7 +216,7 @@ class Backbone(Protocol):
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
         """Refuse clips of a size that the model cannot take; with max_pixels height and width are not used."""
 
-    def differences(self, shift: float) -> list[str]:
+    def differences(self, shift: float | None) -> list[str]:
         """A line for each setting in which the run differs from what the checkpoint says of itself."""
 
     def linear_layers(self) -> list[str]:

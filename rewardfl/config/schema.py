@@ -199,6 +199,8 @@ class ModelConfig(Section):
     min_timestep_boundary: Share | None = None
     # Upper end of the high-noise expert's sigmas; anything but 1 is refused, nothing else could answer there.
     max_timestep_boundary: Number = 1.0
+    # Guidance that the network is told, where it has learned from a guided one (FLUX.1-dev: 3.5); null for others.
+    embedded_guidance: Annotated[Number, Field(ge=0, le=100)] | None = None
     # What the frozen weights are loaded as. The adapter is always float32.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
@@ -290,8 +292,9 @@ class SharedSampleConfig(Section):
 
     # Sampling steps from pure noise to the clean video.
     num_inference_steps: Denoising = 8
-    # Shift of the sigma schedule: shift*s / (1 + (shift - 1)*s) over linspace(1, 0, steps + 1).
-    shift: Annotated[Number, Field(ge=0.01, le=100)] = 5.0
+    # Shift of the sigma schedule: shift*s / (1 + (shift - 1)*s) over linspace(1, 0, steps + 1). Models of images take
+    # the range of their own scheduler, and null for what that says, which may depend on the image's size (FLUX.1-dev).
+    shift: Annotated[Number, Field(ge=0.01, le=100)] | None = 5.0
     # Scale of classifier-free guidance in rollout, replay and reference alike; 1 is none, takes half the time, and is
     # what distilled models and reinforcement learning do best with. Models that are not distilled need it.
     guidance_scale: Annotated[Positive, Field(le=100)] = 1.0

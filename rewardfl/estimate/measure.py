@@ -144,30 +144,40 @@ def detector_graph(traced: TracedDetector, height: int, width: int) -> int:
 
 @dataclass(frozen=True)
 class ExpertCost:
-    """One expert and one video. Bytes of weights; of activations of one block; FLOPs of all its blocks."""
+    """One expert and one video. Bytes of weights; of activations, of its largest block and of all; FLOPs of all."""
 
     layers: int
     tokens: int
+    weights: int
     block_weights: int
     other_weights: int
     weights_fp8: int  # of the whole expert under diffusers' layerwise casting
     adapter_parameters: int  # a number
     block_input: int
-    block_saved: int  # for the backward pass, with the adapter
+    stored: int  # what checkpointing stores of one forward pass: every block's input
+    saved: int  # for the backward pass, with the adapter, by all blocks
+    block_saved: int
     block_peak: int  # the most that lives in one block's forward and backward pass, its input not counted
     block_peak_frozen: int  # the same without a graph
     forward: int  # with the adapter
     forward_frozen: int  # without: the reference, the other expert
     backward: int
 
-    @property
-    def weights(self) -> int:
-        return self.layers * self.block_weights + self.other_weights
 
-    @property
-    def stored(self) -> int:
-        """What checkpointing stores of one forward pass: every block's input."""
-        return self.layers * self.block_input
+@dataclass(frozen=True)
+class BlockCost:
+    """One block, of which the network has `count`; as in ExpertCost. given: bytes of its input."""
+
+    count: int
+    weights: int
+    other_weights: int
+    weights_fp8: int
+    other_fp8: int
+    adapter_parameters: int
+    given: int
+    graph: Cost
+    adapted: Cost  # without a graph
+    frozen: Cost  # without adapter and graph
 
 
 @dataclass(frozen=True)
@@ -199,39 +209,68 @@ class Costs:
     cached: Mapping[str, int]  # bytes of one sample's conditioning, by its parts
 
 
-def measure_expert(expert: ExpertOnMeta, dtype: torch.dtype, adapter: Adapter | None) -> ExpertCost:
-    """One network's cost; dtype: of its frozen weights. Without an adapter it is that of the bare network."""
-    model, bare, layers = expert.build(adapter), expert.build(None), expert.layers
+def measure_expert(kinds: Sequence[ExpertOnMeta], dtype: torch.dtype, adapter: Adapter | None) -> ExpertCost:
+    """One network's cost, from one of each kind of its blocks; dtype: of its frozen weights. Without an adapter it is
+    that of the bare network."""
+    first, blocks = kinds[0], [_measure_block(kind, dtype, adapter) for kind in kinds]
+    model, bare = first.build(adapter), first.build(None)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    (model_block,), (bare_block,) = expert.blocks(model), expert.blocks(bare)
-    whole = with_graph(lambda: [expert.run(model)], [expert.x, *trained], model.parameters())
-    block = with_graph(
-        lambda: expert.run_block(model_block),
-        [*expert.block_inputs, *trained],
-        [*model.parameters(), *expert.block_shared],
+    whole = with_graph(lambda: [first.run(model)], [first.x, *trained], model.parameters())
+    frozen_whole = without_graph(lambda: first.run(bare), bare.parameters())
+
+    def total(of: Callable[[BlockCost], int]) -> int:
+        return sum(block.count * of(block) for block in blocks)
+
+    def largest(of: Callable[[BlockCost], int]) -> int:
+        return max(map(of, blocks))
+
+    return ExpertCost(
+        layers=total(lambda block: 1),
+        tokens=first.tokens,
+        weights=total(lambda block: block.weights) + blocks[0].other_weights,
+        block_weights=largest(lambda block: block.weights),
+        other_weights=blocks[0].other_weights,
+        weights_fp8=total(lambda block: block.weights_fp8) + blocks[0].other_fp8,
+        adapter_parameters=total(lambda block: block.adapter_parameters),
+        block_input=largest(lambda block: block.given),
+        stored=total(lambda block: block.given),
+        saved=total(lambda block: block.graph.saved),
+        block_saved=largest(lambda block: block.graph.saved),
+        block_peak=largest(lambda block: block.graph.peak),
+        block_peak_frozen=largest(lambda block: block.adapted.peak),
+        forward=whole.forward - blocks[0].graph.forward + total(lambda block: block.graph.forward),
+        forward_frozen=frozen_whole.forward - blocks[0].frozen.forward + total(lambda block: block.frozen.forward),
+        backward=whole.backward - blocks[0].graph.backward + total(lambda block: block.graph.backward),
     )
-    frozen_whole = without_graph(lambda: expert.run(bare), bare.parameters())
-    frozen_block, adapted_block = (
-        without_graph(partial(expert.run_block, one), [*of.parameters(), *expert.block_inputs, *expert.block_shared])
+
+
+def _measure_block(kind: ExpertOnMeta, dtype: torch.dtype, adapter: Adapter | None) -> BlockCost:
+    model, bare = kind.build(adapter), kind.build(None)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    (model_block,), (bare_block,) = kind.blocks(model), kind.blocks(bare)
+    graph = with_graph(
+        lambda: kind.run_block(model_block),
+        [*kind.block_inputs, *trained],
+        [*model.parameters(), *kind.block_shared],
+    )
+    frozen, adapted = (
+        without_graph(partial(kind.run_block, one), [*of.parameters(), *kind.block_inputs, *kind.block_shared])
         for one, of in ((bare_block, bare), (model_block, model))
     )
-    block_weights, other_weights = _weights(bare, bare_block)
+    weights, other_weights = _weights(bare, bare_block)
     bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
-    block_fp8, other_fp8 = _weights(bare, bare_block)
-    return ExpertCost(
-        layers=layers,
-        tokens=expert.tokens,
-        block_weights=block_weights,
+    weights_fp8, other_fp8 = _weights(bare, bare_block)
+    return BlockCost(
+        count=kind.count,
+        weights=weights,
         other_weights=other_weights,
-        weights_fp8=layers * block_fp8 + other_fp8,
-        adapter_parameters=layers * sum(parameter.numel() for parameter in trained),
-        block_input=nbytes(expert.block_inputs),
-        block_saved=block.saved,
-        block_peak=block.peak,
-        block_peak_frozen=adapted_block.peak,
-        forward=whole.forward + (layers - 1) * block.forward,
-        forward_frozen=frozen_whole.forward + (layers - 1) * frozen_block.forward,
-        backward=whole.backward + (layers - 1) * block.backward,
+        weights_fp8=weights_fp8,
+        other_fp8=other_fp8,
+        adapter_parameters=sum(parameter.numel() for parameter in trained),
+        given=nbytes(kind.block_inputs),
+        graph=graph,
+        adapted=adapted,
+        frozen=frozen,
     )
 
 
@@ -281,15 +320,15 @@ def measure(video: Video) -> Costs:
     """Everything about one video of a model."""
     parts = video.backbone.on_meta(video.height, video.width, video.num_frames)
     measured: dict[int, ExpertCost] = {}  # by identity: equal ones are measured once
-    for expert in parts.experts.values():
-        if id(expert) not in measured:
-            measured[id(expert)] = measure_expert(expert, parts.dtype, video.adapter)
+    for kinds in parts.experts.values():
+        if id(kinds) not in measured:
+            measured[id(kinds)] = measure_expert(kinds, parts.dtype, video.adapter)
     text = parts.text_encoder
     return Costs(
         shape=parts.shape,
         num_pixels=math.prod(parts.video),
         itemsize=parts.dtype.itemsize,
-        experts={name: measured[id(expert)] for name, expert in parts.experts.items()},
+        experts={name: measured[id(kinds)] for name, kinds in parts.experts.items()},
         vae_weights=nbytes(parts.vae.parameters()),
         chunks=measure_decoder(parts.decoder),
         vision_weights=0 if parts.vision is None else nbytes(parts.vision.parameters()),

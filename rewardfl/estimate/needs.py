@@ -158,7 +158,8 @@ def trained_weights(work: Work, cost: ExpertCost) -> int:
     if work.sharding != "fsdp2":
         return cost.weights
     # the block at work and the next are whole, and what is outside of the blocks stays so
-    return cost.layers * cost.block_weights // work.processes + 2 * cost.block_weights + cost.other_weights
+    inside = cost.weights - cost.other_weights
+    return inside // work.processes + 2 * cost.block_weights + cost.other_weights
 
 
 def adapter_bytes(work: Work, parameters: int) -> tuple[int, int]:
@@ -213,10 +214,10 @@ def decode_caches(chunks: Sequence[ChunkCost], place: str) -> tuple[int, int, in
 
 def _replay(costs: Costs, work: Work) -> tuple[dict[str, int], int]:
     """Bytes of activations in the replay of one step of one video: on the GPU, and in the host."""
-    largest = max((costs.experts[expert] for expert in work.replay), key=lambda cost: cost.layers * cost.block_saved)
+    largest = max((costs.experts[expert] for expert in work.replay), key=lambda cost: cost.saved)
     if not work.checkpointing:
         backward = largest.block_peak - largest.block_saved
-        return {"all blocks, saved": work.graphs * largest.layers * largest.block_saved, "backward of one": backward}, 0
+        return {"all blocks, saved": work.graphs * largest.saved, "backward of one": backward}, 0
     recompute = {"recompute and backward of one": largest.block_peak}
     if work.offload_inputs:
         return {"two block inputs": 2 * largest.block_input} | recompute, work.graphs * largest.stored

@@ -109,6 +109,7 @@ def model_source(cfg: AnyConfig) -> Source:
         origin_paths=model.model_id_with_origin_paths,
         allow_download=model.allow_download,
         boundary=model.min_timestep_boundary,
+        embedded_guidance=model.embedded_guidance,
         dtype=model.dtype,
         distilled=(model.distill_lora_high, model.distill_lora_low, model.distill_lora_mode),
     )

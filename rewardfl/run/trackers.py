@@ -93,10 +93,8 @@ class TensorBoard(Tracker):
         self.writer.flush()  # it writes in a thread of its own, and says so only here
 
     def _video(self, step: int, name: str, path: Path) -> None:
-        if path.suffix == ".png":
-            frames = data.read_picture(path)[None]
-        else:
-            frames = data.read_video(path)  # add_video would need moviepy
+        # add_video would need moviepy
+        frames = data.read_picture(path)[None] if path.suffix == ".png" else data.read_video(path)
         chosen = torch.linspace(0, len(frames) - 1, min(SHOWN, len(frames))).round().long()
         self.writer.add_images(name, frames[chosen], step, dataformats="NHWC")
         self.writer.flush()

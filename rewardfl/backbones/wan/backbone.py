@@ -69,8 +69,10 @@ class Wan:
         published = files.PUBLISHED in self.layout.configs.parents
         return f"{self.layout.configs}{' (published; no configurations in model.model_paths)' if published else ''}"
 
-    def schedule(self, steps: int, shift: float, latent_shape: Shape) -> Schedule:
+    def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """The same for latents of every shape."""
+        if shift is None:  # converted checkpoints say another one than those that they were made of
+            raise Refused("sample.shift must be a number for this model, got null; Wan2.2's is 5")
         return model.schedule(steps, shift, self.experts, self.boundary)
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
@@ -110,7 +112,7 @@ class Wan:
         if problems:
             raise Refused("\n".join(problems))
 
-    def differences(self, shift: float) -> list[str]:
+    def differences(self, shift: float | None) -> list[str]:
         return files.differences(self.layout, self.boundary, shift)
 
     def linear_layers(self) -> list[str]:
@@ -252,6 +254,11 @@ def describe(name: str, source: Source) -> Wan:
 
 def _of_layout(layout: files.Layout, source: Source, load_parts: Load) -> Wan:
     vae, variant = files.config_of(layout, "vae"), layout.variant
+    if source.embedded_guidance is not None:
+        raise Refused(
+            f"model.embedded_guidance: {variant.published} is told none, got {source.embedded_guidance:g}; remove it "
+            "(sample.guidance_scale is what guides it)"
+        )
     boundary = source.boundary
     if len(variant.experts) > 1:
         boundary = files.boundary_ratio(layout.configs) if boundary is None else boundary

@@ -348,7 +348,7 @@ def config_of(layout: Layout, part: str) -> dict[str, Any]:
     return read_json(layout.configs / part / "config.json")
 
 
-def differences(layout: Layout, boundary: float | None, shift: float) -> list[str]:
+def differences(layout: Layout, boundary: float | None, shift: float | None) -> list[str]:
     """A line for each of boundary and shift where the run differs from what the checkpoint says of itself."""
     index = read_json(layout.configs / "model_index.json")
     scheduler = read_json(layout.configs / "scheduler" / "scheduler_config.json")

@@ -36,10 +36,10 @@ def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple
         parameter.data = parameter.data.to(dtype)
     configs = {name: files.config_of(layout, part) for name, part in variant.parts.items()}
     whole = (shape[0], shape[1] + (variant.image == "frame"), *shape[2:])  # with a frame that is given
-    experts: dict[str, ExpertOnMeta] = {}
+    experts: dict[str, tuple[ExpertOnMeta, ...]] = {}
     for name, config in configs.items():
         alike = next((other for other in experts if configs[other] == config), None)
-        experts[name] = experts[alike] if alike else expert_on_meta(config, dtype, whole, variant)
+        experts[name] = experts[alike] if alike else (expert_on_meta(config, dtype, whole, variant),)
     last = configs[variant.experts[-1]]
     conditioning = {"text": meta(1, TEXT_LENGTH, last["text_dim"], dtype=dtype)}
     # diffusers' pipeline makes what comes from the VAE float32, whatever the VAE's dtype
@@ -86,7 +86,7 @@ def expert_on_meta(config: Mapping[str, Any], dtype: torch.dtype, shape: Shape, 
     text, time = meta(1, told, width, dtype=dtype), meta(*times, 6, width, dtype=dtype)
     rotary = meta(1, tokens, 1, head, dtype=torch.float32), meta(1, tokens, 1, head, dtype=torch.float32)
     return ExpertOnMeta(
-        layers=config["num_layers"],
+        count=config["num_layers"],
         tokens=tokens,
         build=partial(new_expert, config, dtype, 1),
         x=x,
