@@ -1,14 +1,18 @@
 """Both scripts on small random text-to-image models, whose mathematics test_backbones.py asks about."""
 
 import pytest
+import test_distributed as distributed
 import torch
+from conftest import run_tool
 from image_pipelines import SIDE, random_flux, random_sd3
-from runs import CONFIG, call, launch, launch_grpo, metrics
+from runs import CONFIG, GRPO_FAST, call, launch, launch_grpo, metrics
 
-from rewardfl import backbones, config, data, lora
+from rewardfl import backbones, config, data, groups, lora
+from rewardfl.backbones.flux import pack
 from rewardfl.backbones.seam import Adapter, Source
 from rewardfl.estimate import measure
 from rewardfl.run import start
+from rewardfl_tools import generate
 
 RED = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
 PROMPTS = ["a red ball", "a blue ball", "a ball", "the ball and the red ball"]
@@ -61,6 +65,27 @@ def test_a_colour_is_learned(folder_of, name, how, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_generate_is_the_stock_pipeline(folder_of, name, tmp_path, monkeypatch):
+    """Of the noise that the seed gives; 8 bits of rounding."""
+    told, folder = MODELS[name][1], folder_of(name) / "model"
+    words = ["--model-name", name, "--model", folder, "--prompt", PROMPTS[0], "--height", SIDE, "--width", 2 * SIDE]
+    words += ["--num-frames", 1, "--steps", 4, "--shift", "null", "--dtype", "float32", "--seed", 5]
+    words += [] if told is None else ["--embedded-guidance", told]
+    run_tool(generate.main, *words, "--out", tmp_path / "new" / "ball.png")
+    pipe = MODELS[name][0]()
+    source = Source(str(folder), dtype="float32", embedded_guidance=told)
+    noise = groups.noise((1, *backbones.open(name, source).latent_shape(SIDE, 2 * SIDE, 1)), 5)[:, :, 0]
+    stock = pipe(
+        PROMPTS[0], height=SIDE, width=2 * SIDE, num_inference_steps=4, output_type="pt",
+        latents=pack(noise) if name == "flux" else noise, guidance_scale=1.0 if told is None else told,
+    ).images[0]  # fmt: skip
+    ours = data.read_picture(tmp_path / "new" / "ball.png").permute(2, 0, 1) / 255
+    assert (ours - stock).abs().max() < 1 / 255
+    said = run_tool(generate.main, *words, "--num-frames", 5, "--out", tmp_path / "b.png", expect=2)
+    assert "num_frames" in said and not (tmp_path / "b.png").exists()
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_the_estimate_knows_every_kind_of_block(folder_of, name):
     """Weights, adapter and FLOPs of the real network, whose blocks differ."""
     source = Source(str(folder_of(name) / "model"), dtype="float32", embedded_guidance=MODELS[name][1])
@@ -84,6 +109,27 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
     assert predicted.adapter_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
     decoder = measure.measure_decoder(parts.decoder)
     assert len(decoder) == 1 and decoder[0].backward > decoder[0].forward > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_are_one(folder_of, kind, tmp_path):
+    """A network of two kinds of blocks, whose text and image streams both are gathered one block at a time."""
+    words = [
+        "train_flow_grpo.py", "--config", "configs/tiny_flow_grpo.yaml", *GRPO_FAST,
+        *settings("flux", folder_of("flux")),
+        "grpo.group_size=4", "grpo.spread=spread", "train.per_device_train_batch_size=1", "grpo.kl_weight=0.01",
+        "train.max_steps=2", "run.save_steps=2", "train.warmup_steps=0", "train.max_grad_norm=0.01",
+    ]  # fmt: skip
+    found = []
+    for launched in ("cpu", kind):
+        folder = tmp_path / launched
+        distributed.run(launched, folder, words, BREAK_GRADIENT="-1:-1")
+        found.append(folder / "train_flow_grpo.py")
+    mine, theirs = (metrics(run) for run in found)
+    keys = ("grad_norm", "reward/mean", "reward/std_in_group", "policy/kl")
+    distributed.assert_same_lines(mine[-2:], theirs[-2:], keys, rel=1e-3)
+    distributed.assert_same_adapter(*found, 2, experts=["transformer"])
 
 
 @pytest.mark.parametrize(

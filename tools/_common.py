@@ -72,6 +72,11 @@ def path_and_strength(text: str) -> tuple[str, float]:
     return (found[1], float(found[2])) if found else (text, 1.0)
 
 
+def number_or_null(text: str) -> float | None:
+    """Of an option that says null as a configuration does."""
+    return None if text == "null" else float(text)
+
+
 def one_line(text: str) -> str:
     """The text as one line for a terminal, cut where it is longer than a page: names in files may be anything."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:LONGEST_LINE])

@@ -38,8 +38,13 @@ def writer(out: Path, fps: float) -> Callable[[Path, torch.Tensor], None]:
         return partial(data.write_video, fps=fps)
     if out.suffix == ".npy":
         return write_npy
+    if out.suffix == ".png":
+        return data.write_picture
     if out.suffix:
-        raise ValueError(f"--out: {out}: give NAME.mp4, NAME.npy, or for PNG files a folder without a dot in its name")
+        raise ValueError(
+            f"--out: {out}: give NAME.mp4, NAME.npy, for an image NAME.png, or for PNG files of all frames a folder "
+            "without a dot in its name"
+        )
     if out.exists():
         raise ValueError(f"--out: {out} is there already; name a new folder")
     return write_pngs
@@ -71,10 +76,13 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
         model_paths=args.model,
         tokenizer_path=args.tokenizer,
         dtype=args.dtype,
+        embedded_guidance=args.embedded_guidance,
         distilled=(args.distill_lora_high, args.distill_lora_low, "fuse"),
     )
     backbone, device = backbones.open(args.model_name, source), torch.device(args.device)
     backbone.check_clips(args.height, args.width, args.num_frames)
+    if args.out.suffix == ".png" and args.num_frames != 1:
+        raise ValueError(f"--out: {args.out} is one image, and --num-frames {args.num_frames} are more; give NAME.mp4")
     if backbone.takes_image != (args.image is not None):
         raise ValueError(
             f"--image: {args.model_name} {'needs one' if backbone.takes_image else 'takes none; remove it'}"

@@ -1,5 +1,7 @@
 """One image and a prompt -> one video, with or without a trained adapter, by the sampler that training uses.
 
+Models of images take a prompt alone, --num-frames 1 and --out NAME.png.
+
     python tools/generate.py --model assets/tiny_world/pipeline --image face.png --prompt "a person, talking" \\
         --adapter outputs/tiny_face/checkpoints/latest --height 64 --width 64 --num-frames 9 --out talking.mp4
 
@@ -28,8 +30,9 @@ def main() -> int:
         help="classifier-free guidance: 3.5 (with --steps 40) for the official model, 1 (none, the default) for "
         "distilled ones",
     )  # fmt: skip
+    parser.add_argument("--embedded-guidance", type=float, help="as model.embedded_guidance, for FLUX.1-dev")
     parser.add_argument("--negative-prompt", default="", help="what --guidance above 1 leads away from")
-    parser.add_argument("--out", type=Path, required=True, help="what to write: NAME.mp4, NAME.npy, or a new folder")
+    parser.add_argument("--out", type=Path, required=True, help="NAME.mp4, NAME.npy, NAME.png or a new folder")
     parser.add_argument("--distill-lora-high", default="", help="distillation LoRA fused into the high-noise expert")
     parser.add_argument("--distill-lora-low", default="", help="the same for the low-noise expert")
     parser.add_argument(
@@ -41,7 +44,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=832, help=default)
     parser.add_argument("--num-frames", type=int, default=81, help=default)
     parser.add_argument("--steps", type=int, default=8, help=f"denoising steps ({default})")
-    parser.add_argument("--shift", type=float, default=5.0, help=f"of the sigmas, as sample.shift ({default})")
+    parser.add_argument("--shift", type=_common.number_or_null, default=5.0, help=f"as sample.shift ({default})")
     parser.add_argument("--seed", type=int, default=0, help=f"of the noise ({default})")
     parser.add_argument("--fps", type=float, default=16, help=f"of NAME.mp4 ({default})")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help=default)

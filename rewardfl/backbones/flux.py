@@ -22,12 +22,12 @@ CLIP_TOKENS, T5_TOKENS = 77, 512  # the lengths that diffusers' pipeline pads pr
 PATCH = 2
 
 
-def encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
+def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
     text, pooled, _ = pipe.encode_prompt(prompt, None, device=device, max_sequence_length=T5_TOKENS)
     return {"text": text, "pooled": pooled}
 
 
-def ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -> dict[str, Any]:
+def _ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -> dict[str, Any]:
     tokens = pack(x)
     height, width = x.shape[2] // PATCH, x.shape[3] // PATCH
     places = torch.zeros(height, width, 3, device=x.device, dtype=x.dtype)
@@ -58,14 +58,14 @@ def unpack(tokens: Tensor, x: Tensor) -> Tensor:
     return patches.reshape(x.shape)
 
 
-def told_on_meta(encoders: Mapping[str, nn.Module]) -> Conditioning:
+def _told_on_meta(encoders: Mapping[str, nn.Module]) -> Conditioning:
     lengths = {"text_encoder": CLIP_TOKENS, "text_encoder_2": T5_TOKENS}
     tokens = {name: torch.zeros(1, length, dtype=torch.long, device="meta") for name, length in lengths.items()}
     found = {name: encoders[name](tokens[name]) for name in lengths}
     return {"text": found["text_encoder_2"][0], "pooled": found["text_encoder"].pooler_output}
 
 
-def one_block(
+def _one_block(
     config: Mapping[str, Any], dtype: torch.dtype, kinds: Mapping[str, int], adapter: Adapter | None
 ) -> FluxTransformer2DModel:
     """A network of so many blocks of each kind, on the meta device."""
@@ -74,7 +74,7 @@ def one_block(
     return images.on_meta_as_trained(model, dtype, adapter)
 
 
-def network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tuple[ExpertOnMeta, ...]:
+def _network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tuple[ExpertOnMeta, ...]:
     """Two kinds of blocks: of two streams, and of one."""
     config = configs[EXPERT]
     width = config["num_attention_heads"] * config["attention_head_dim"]
@@ -85,7 +85,7 @@ def network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tuple
         "text": empty(1, T5_TOKENS, config["joint_attention_dim"]),
         "pooled": empty(1, config["pooled_projection_dim"]),
     }
-    asked = ask(x, time, told, 1.0 if config["guidance_embeds"] else None)
+    asked = _ask(x, time, told, 1.0 if config["guidance_embeds"] else None)
     hidden, context = empty(1, tokens, width, requires_grad=True), empty(1, T5_TOKENS, width, requires_grad=True)
     embedding = empty(1, width)
     rotary = [torch.empty(T5_TOKENS + tokens, config["attention_head_dim"], device="meta") for _ in range(2)]
@@ -94,7 +94,7 @@ def network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tuple
         ExpertOnMeta(
             count=config[key],
             tokens=tokens + T5_TOKENS,
-            build=partial(one_block, config, dtype, {other: int(other == key) for other in layers.values()}),
+            build=partial(_one_block, config, dtype, {other: int(other == key) for other in layers.values()}),
             x=x,
             run=lambda model: model(**asked, return_dict=False)[0],
             blocks=attrgetter(name),
@@ -120,14 +120,14 @@ FLUX = Kind(
     },
     encoders={"text_encoder": CLIPTextModel, "text_encoder_2": T5EncoderModel},
     tokenizers=("tokenizer", "tokenizer_2"),
-    encode=encode,
-    ask=ask,
+    encode=_encode,
+    ask=_ask,
     answer=unpack,
     patch=PATCH,
     sigmas=True,
     longest_side=lambda configs: None,
-    network_on_meta=network_on_meta,
-    told_on_meta=told_on_meta,
+    network_on_meta=_network_on_meta,
+    told_on_meta=_told_on_meta,
 )  # fmt: skip
 
 

@@ -146,7 +146,7 @@ class ImageModel:
 
     def differences(self, shift: float | None) -> list[str]:
         config = self.configs["scheduler"]
-        stated = "one by the image's size" if config.get("use_dynamic_shifting") else f"{config['shift']:g}"
+        stated = "one by the image's size" if config.get("use_dynamic_shifting") else f"{config.get('shift', 1):g}"
         if shift is None or f"{shift:g}" == stated:
             return []
         return [f"sample.shift is {shift:g}, the checkpoint says {stated} (null)"]

@@ -20,14 +20,14 @@ from rewardfl.backbones.seam import Adapter, Conditioning, ExpertOnMeta, Shape, 
 CLIP_TOKENS, T5_TOKENS = 77, 256  # the lengths that diffusers' pipeline pads prompts to
 
 
-def encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
+def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
     text, _, pooled, _ = pipe.encode_prompt(
         prompt, None, None, do_classifier_free_guidance=False, max_sequence_length=T5_TOKENS, device=device
     )
     return {"text": text, "pooled": pooled}
 
 
-def ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -> dict[str, Any]:
+def _ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -> dict[str, Any]:
     return {
         "hidden_states": x,
         "timestep": times,
@@ -36,13 +36,13 @@ def ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) ->
     }
 
 
-def longest_side(configs: Configs) -> int:
+def _longest_side(configs: Configs) -> int:
     """Of the images, by the positions that the network can tell apart."""
     config, factor = configs[EXPERT], 2 ** (len(configs["vae"]["block_out_channels"]) - 1)
     return config["pos_embed_max_size"] * config["patch_size"] * factor
 
 
-def told_on_meta(encoders: Mapping[str, nn.Module]) -> Conditioning:
+def _told_on_meta(encoders: Mapping[str, nn.Module]) -> Conditioning:
     ids = {"text_encoder": CLIP_TOKENS, "text_encoder_2": CLIP_TOKENS, "text_encoder_3": T5_TOKENS}
     tokens = {name: torch.zeros(1, length, dtype=torch.long, device="meta") for name, length in ids.items()}
     clips = [encoders[name](tokens[name], output_hidden_states=True) for name in ("text_encoder", "text_encoder_2")]
@@ -52,7 +52,7 @@ def told_on_meta(encoders: Mapping[str, nn.Module]) -> Conditioning:
     return {"text": torch.cat([clip, t5], -2), "pooled": torch.cat([one[0] for one in clips], -1)}
 
 
-def one_block(
+def _one_block(
     config: Mapping[str, Any], dtype: torch.dtype, place: int, adapter: Adapter | None
 ) -> SD3Transformer2DModel:
     """A network of the block at `place` alone, on the meta device."""
@@ -62,7 +62,7 @@ def one_block(
     return images.on_meta_as_trained(model, dtype, adapter)
 
 
-def network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tuple[ExpertOnMeta, ...]:
+def _network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tuple[ExpertOnMeta, ...]:
     """Three kinds of blocks: with a second attention, with one, and the last, which leaves the text behind."""
     config = configs[EXPERT]
     width, patch = config["num_attention_heads"] * config["attention_head_dim"], config["patch_size"]
@@ -73,13 +73,13 @@ def network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tuple
     hidden, context = empty(1, tokens, width, requires_grad=True), empty(1, told, width, requires_grad=True)
     embedding = empty(1, width)
     last = config["num_layers"] - 1
-    dual = [i for i in config["dual_attention_layers"] if i < last]
+    dual = [i for i in config.get("dual_attention_layers", ()) if i < last]
     plain = [i for i in range(last) if i not in dual]
     return tuple(
         ExpertOnMeta(
             count=len(places),
             tokens=tokens + told,
-            build=partial(one_block, config, dtype, places[0]),
+            build=partial(_one_block, config, dtype, places[0]),
             x=x,
             run=lambda model: model(x, text, pooled, time, return_dict=False)[0],
             blocks=lambda model: model.transformer_blocks,
@@ -108,14 +108,14 @@ SD3 = Kind(
         "text_encoder_3": T5EncoderModel,
     },
     tokenizers=("tokenizer", "tokenizer_2", "tokenizer_3"),
-    encode=encode,
-    ask=ask,
+    encode=_encode,
+    ask=_ask,
     answer=lambda output, x: output,
     patch=2,
     sigmas=False,
-    longest_side=longest_side,
-    network_on_meta=network_on_meta,
-    told_on_meta=told_on_meta,
+    longest_side=_longest_side,
+    network_on_meta=_network_on_meta,
+    told_on_meta=_told_on_meta,
 )  # fmt: skip
 
 
