@@ -7,9 +7,12 @@ import clip_files
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
@@ -18,6 +21,8 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     T5Config,
     T5EncoderModel,
 )
@@ -80,6 +85,38 @@ def random_flux() -> FluxPipeline:
         text_encoder=perturbed(clip_text(16, CLIPTextModel)),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True), tokenizer=letters,
         text_encoder_2=perturbed(t5(words, 40)), tokenizer_2=words,
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def random_qwen_image() -> QwenImagePipeline:
+    torch.manual_seed(0)
+    words, width = new_tokenizer(), 32
+    transformer = QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=width, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    vae = AutoencoderKLQwenImage(
+        base_dim=8, z_dim=4, dim_mult=[1, 1, 2], num_res_blocks=1, temperal_downsample=[False, True],
+        latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.1, 0.9, 1.3, 1.0],
+    )  # fmt: skip
+    sizes = {"hidden_size": width, "intermediate_size": 48, "num_attention_heads": 2}
+    text = Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config=sizes
+            | {
+                "num_hidden_layers": 1, "num_key_value_heads": 1, "vocab_size": len(words),
+                "max_position_embeddings": 512, "rope_scaling": {"type": "default", "mrope_section": [2, 3, 3]},
+            },
+            vision_config={
+                "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": width,
+            },
+        )
+    )  # fmt: skip
+    pipe = QwenImagePipeline(
+        transformer=perturbed(transformer), vae=perturbed(vae), text_encoder=perturbed(text), tokenizer=words,
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02),
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
     return pipe

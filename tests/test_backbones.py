@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
-from image_pipelines import random_flux, random_sd3
+from image_pipelines import random_flux, random_qwen_image, random_sd3
 from PIL import Image
 from pipelines import FRAMES, HEIGHT, WIDTH, LinearFlowEuler, random_variant
 
 from rewardfl import backbones, data, flow, groups, lora, reward_flow, sde
-from rewardfl.backbones.flux import FLUX, pack, unpack
+from rewardfl.backbones.flux import pack, unpack
 from rewardfl.backbones.images import ImageModel
+from rewardfl.backbones.sd3 import SD3
 from rewardfl.backbones.seam import Backbone, Experts, Source, Velocity
 from rewardfl.backbones.wan.variants import VARIANTS
 
@@ -83,13 +84,14 @@ class ImageTenant(Tenant):
 
 
 @dataclass
-class FluxTenant(ImageTenant):
-    """With a shift by the image's size."""
+class PackedTenant(ImageTenant):
+    """With a shift by the image's size, and latents packed to tokens; told: what FLUX.1 is."""
 
     guided_bits = 0.0
+    told: float | None = None
 
     def open(self, dtype: str = "float32") -> Backbone:
-        return backbones.open(self.name, Source(str(self.folder), dtype=dtype, embedded_guidance=2.5))
+        return backbones.open(self.name, Source(str(self.folder), dtype=dtype, embedded_guidance=self.told))
 
     def stock(self, dtype: torch.dtype = torch.float32):
         pipe = self.pipeline.from_pretrained(self.folder, torch_dtype=dtype)
@@ -99,7 +101,7 @@ class FluxTenant(ImageTenant):
     def sample(self, pipe, noise, guidance, output_type):
         images = pipe(
             prompt=PROMPT, negative_prompt=NEGATIVE, height=HEIGHT, width=WIDTH, num_inference_steps=STEPS,
-            guidance_scale=2.5, true_cfg_scale=guidance, latents=pack(noise[:, :, 0]), output_type=output_type,
+            guidance_scale=self.told, true_cfg_scale=guidance, latents=pack(noise[:, :, 0]), output_type=output_type,
         ).images  # fmt: skip
         return unpack(images, noise[:, :, 0]).unsqueeze(2) if output_type == "latent" else images.unsqueeze(1)
 
@@ -107,7 +109,13 @@ class FluxTenant(ImageTenant):
 def flux(name, folder):
     pipe = random_flux()
     pipe.save_pretrained(folder)
-    return FluxTenant(name, folder, type(pipe))
+    return PackedTenant(name, folder, type(pipe), told=2.5)
+
+
+def qwen_image(name, folder):
+    pipe = random_qwen_image()
+    pipe.save_pretrained(folder)
+    return PackedTenant(name, folder, type(pipe))
 
 
 def sd3(name, folder):
@@ -122,11 +130,14 @@ def wan(name, folder):
     return Tenant(name, folder, type(pipe), VARIANTS[name].image == "frame")
 
 
-TENANTS = dict.fromkeys(VARIANTS, wan) | {"sd3": sd3, "flux": flux}
+TENANTS = dict.fromkeys(VARIANTS, wan) | {"sd3": sd3, "flux": flux, "qwen_image": qwen_image}
 # two experts and channels, one and a given frame, an image: what the others ask for, too
-SHORT = ("wan2_2", "wan2_2_ti2v", "sd3", "flux")
+SHORT = ("wan2_2", "wan2_2_ti2v", "sd3", "flux", "qwen_image")
 # layers whose answer nothing takes: the last block's own text goes nowhere
-UNHEARD = ("transformer_blocks.2.attn.add_q_proj",)
+UNHEARD = {
+    "SD3Transformer2DModel": ("blocks.2.attn.add_q_proj",),
+    "QwenImageTransformer2DModel": ("blocks.1.attn.add_q_proj", "blocks.1.attn.to_add_out"),
+}
 
 
 @pytest.fixture(
@@ -171,8 +182,7 @@ def noise_of(backbone, batch=1):
 
 
 def schedule_of(backbone):
-    by_size = isinstance(backbone, ImageModel) and backbone.kind is FLUX
-    shift = None if by_size else SHIFT
+    shift = None if isinstance(backbone, ImageModel) and backbone.kind is not SD3 else SHIFT
     return backbone.schedule(STEPS, shift, backbone.latent_shape(HEIGHT, WIDTH, frames_of(backbone)))
 
 
@@ -189,7 +199,8 @@ def velocity_of(backbone, experts, batch=1, guidance=1.0):
 def gradients(experts):
     found = {name: p.grad.clone() for name, p in experts.named_parameters() if p.grad is not None}
     down = {name: gradient for name, gradient in found.items() if "lora_A" in name}
-    heard = [name for name in down if not any(layer in name for layer in UNHEARD)]
+    unheard = [layer for expert in experts.inside.values() for layer in UNHEARD.get(type(expert).__name__, ())]
+    heard = [name for name in down if not any(layer in name for layer in unheard)]
     assert heard and all(bool(down[name].any()) for name in heard)
     return found
 
@@ -270,7 +281,7 @@ def test_replay_is_autograd_through_the_chain(backbone, guidance, differentiated
                     return v
                 constant = getattr(away, answer)(y, i)
                 constant = constant if both else constant.detach()
-                return constant + guidance * (v - constant)
+                return model.guide(v, constant, guidance)
 
             y, kl = x, 0.0
             for i in range(STEPS):
@@ -303,7 +314,7 @@ def test_a_guided_gradient_is_that_of_finite_differences(backbone, differentiate
     velocity = Velocity(model, experts, told, schedule, negative, scale, differentiated == "both")
     trajectory = reward_flow.rollout(velocity, x, schedule.sigmas, range(STEPS))
     reward_flow.replay(velocity, trajectory, schedule.sigmas, range(STEPS), g, 1.0)
-    adapters = [parameter for parameter in experts.parameters() if parameter.requires_grad]
+    adapters = [parameter for parameter in experts.parameters() if parameter.grad is not None]
     direction = [torch.randn(p.shape, generator=draw, dtype=torch.float64) for p in adapters]
     held = []  # the answers to the negative prompt along the chain
 
@@ -316,7 +327,7 @@ def test_a_guided_gradient_is_that_of_finite_differences(backbone, differentiate
             if move == 0:
                 held.append(away(y, i))
             other = away(y, i) if differentiated == "both" else held[i]
-            y = y + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * (other + scale * (towards(y, i) - other))
+            y = y + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * model.guide(towards(y, i), other, scale)
         for parameter, one in zip(adapters, direction, strict=True):
             parameter -= move * one
         return (g * y).sum().item()

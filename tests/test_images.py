@@ -4,11 +4,12 @@ import pytest
 import test_distributed as distributed
 import torch
 from conftest import run_tool
-from image_pipelines import SIDE, random_flux, random_sd3
+from image_pipelines import SIDE, random_flux, random_qwen_image, random_sd3
 from runs import CONFIG, GRPO_FAST, call, launch, launch_grpo, metrics
 
 from rewardfl import backbones, config, data, groups, lora
 from rewardfl.backbones.flux import pack
+from rewardfl.backbones.qwen_image import TOKENS
 from rewardfl.backbones.seam import Adapter, Source
 from rewardfl.estimate import measure
 from rewardfl.run import start
@@ -16,7 +17,8 @@ from rewardfl_tools import generate
 
 RED = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
 PROMPTS = ["a red ball", "a blue ball", "a ball", "the ball and the red ball"]
-MODELS = {"sd3": (random_sd3, None), "flux": (random_flux, 3.5)}  # how one is made, what it is told
+# how one is made, what it is told
+MODELS = {"sd3": (random_sd3, None), "flux": (random_flux, 3.5), "qwen_image": (random_qwen_image, None)}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def test_generate_is_the_stock_pipeline(folder_of, name, tmp_path, monkeypatch):
     noise = groups.noise((1, *backbones.open(name, source).latent_shape(SIDE, 2 * SIDE, 1)), 5)[:, :, 0]
     stock = pipe(
         PROMPTS[0], height=SIDE, width=2 * SIDE, num_inference_steps=4, output_type="pt",
-        latents=pack(noise) if name == "flux" else noise, guidance_scale=1.0 if told is None else told,
+        latents=noise if name == "sd3" else pack(noise), guidance_scale=1.0 if told is None else told,
     ).images[0]  # fmt: skip
     ours = data.read_picture(tmp_path / "new" / "ball.png").permute(2, 0, 1) / 255
     assert (ours - stock).abs().max() < 1 / 255
@@ -96,6 +98,8 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
     assert predicted.weights == measure.nbytes([*model.parameters(), *model.buffers()])
     schedule = backbone.schedule(4, None, parts.shape)
     told = backbone.text_encoder(torch.device("cpu"))(PROMPTS[0])
+    if name == "qwen_image":  # whose prompts are as long as they are
+        told = {key: value[:, :TOKENS] for key, value in told.items()}
     assert {k: v.shape for k, v in told.items()} == {k: v.shape for k, v in parts.conditioning.items()}
     x = torch.randn(1, *parts.shape)
 
@@ -152,6 +156,25 @@ def test_what_does_not_fit_is_refused(folder_of, monkeypatch, capsys, override, 
     code, _, error = call(monkeypatch, capsys, *words, override)
     assert code == 2 and said in error, error
     assert not (tmp_path / "run").exists()
+
+
+def test_prompts_of_several_lengths_are_one_batch(folder_of):
+    """What is padded is masked: each answer is that of its prompt alone."""
+    backbone = backbones.open("qwen_image", Source(str(folder_of("qwen_image") / "model"), dtype="float32"))
+    encode, model = backbone.text_encoder(torch.device("cpu")), backbone.load_expert("transformer")
+    told = [encode(prompt) for prompt in ("a ball", PROMPTS[-1])]
+    both = backbone.collate(told)
+    assert both["mask"].sum(1).tolist() == [one["text"].shape[1] for one in told] and not both["mask"].all()
+    shape = backbone.latent_shape(SIDE, SIDE, 1)
+    schedule, x = backbone.schedule(4, None, shape), torch.randn(2, *shape)
+
+    def network(_, **inputs):
+        return model(**inputs, return_dict=False)[0]
+
+    with torch.no_grad():
+        together = backbone.velocity(network, x, 1, schedule, both)
+        alone = [backbone.velocity(network, x[i : i + 1], 1, schedule, told[i]) for i in range(2)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
 def test_a_shift_by_size_and_a_fixed_one(folder_of):

@@ -8,7 +8,11 @@ from rewardfl.weights.shards import Refused
 
 WAN = "rewardfl.backbones.wan.backbone"
 MODULES = dict.fromkeys(("wan2_2", "wan2_2_t2v", "wan2_2_ti2v", "wan2_2_ti2v_text", "wan2_1_i2v", "wan2_1_t2v"), WAN)
-MODULES |= {"sd3": "rewardfl.backbones.sd3", "flux": "rewardfl.backbones.flux"}
+MODULES |= {
+    "sd3": "rewardfl.backbones.sd3",
+    "flux": "rewardfl.backbones.flux",
+    "qwen_image": "rewardfl.backbones.qwen_image",
+}
 
 
 def open(name: str, source: Source) -> Backbone:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from diffusers import FluxTransformer2DModel
+from diffusers import AutoencoderKL, FluxTransformer2DModel
 from diffusers.loaders import FluxLoraLoaderMixin
 from torch import Tensor, nn
 from transformers import CLIPTextModel, T5EncoderModel
@@ -123,7 +123,10 @@ FLUX = Kind(
     encode=_encode,
     ask=_ask,
     answer=unpack,
+    guide=images.guide_away,
     patch=PATCH,
+    vae=AutoencoderKL,
+    decode=images.decode_flat,
     sigmas=True,
     longest_side=lambda configs: None,
     network_on_meta=_network_on_meta,

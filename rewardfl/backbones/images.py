@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ModelMixin
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedModel
 
 from rewardfl import lora
@@ -44,7 +45,8 @@ class Kind:
     the pipeline's names of them, and the tokenizers likewise. encode: (a pipeline of these alone, prompt, device) ->
     what the network is told of a prompt. ask: (latents (B, C, h, w), times (B,) from 1000 to 0, what it is told, the
     guidance that is embedded) -> the network's arguments by name; answer: (its output, these latents) -> the velocity,
-    of their shape. patch: latents on a side of one token. sigmas: whether the scheduler is given a range down to
+    of their shape. guide: as the seam's. patch: latents on a side of one token. vae: its class; decode: (it, latents as
+    they are sampled) -> pixels, of one frame both. sigmas: whether the scheduler is given a range down to
     1 / steps, as the pipeline does it, and not left to its own. longest_side: of the images, in pixels, by the
     configurations, None for any. network_on_meta: (configurations, dtype, shape of the latents); told_on_meta: (text
     encoders on the meta device) -> what `encode` would give.
@@ -61,7 +63,10 @@ class Kind:
     encode: Callable[[Any, str, torch.device], Conditioning]
     ask: Callable[[Tensor, Tensor, Conditioning, float | None], dict[str, Any]]
     answer: Callable[[Tensor, Tensor], Tensor]
+    guide: Callable[[Tensor, Tensor, float], Tensor]
     patch: int
+    vae: type[ModelMixin]
+    decode: Callable[[Any, Tensor], Tensor]
     sigmas: bool
     longest_side: Callable[[Configs], int | None]
     network_on_meta: Callable[[Configs, torch.dtype, Shape], tuple[ExpertOnMeta, ...]]
@@ -98,7 +103,7 @@ class ImageModel:
     @property
     def spatial(self) -> int:
         """Pixels on a side of one latent."""
-        return 2 ** (len(self.configs["vae"]["block_out_channels"]) - 1)
+        return pixels_per_latent(self.configs)
 
     def described_by(self) -> str:
         return str(self.folder)
@@ -120,7 +125,9 @@ class ImageModel:
         return Schedule(scheduler.sigmas, scheduler.timesteps, self.experts * steps)
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
-        return (self.configs["vae"]["latent_channels"], num_frames, height // self.spatial, width // self.spatial)
+        vae = self.configs["vae"]
+        channels = vae["z_dim"] if "z_dim" in vae else vae["latent_channels"]
+        return (channels, num_frames, height // self.spatial, width // self.spatial)
 
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
         problems, most = [], self.kind.longest_side(self.configs)
@@ -177,24 +184,21 @@ class ImageModel:
         """With the decoder's whole graph, of which `vjp` keeps an up-block's: torch measures no recomputation there."""
         shape = self.latent_shape(height, width, num_frames)
         with torch.device("meta"):
-            vae = stock.cast(AutoencoderKL.from_config(self.configs["vae"]), self.dtype).requires_grad_(False)
+            vae = stock.cast(self.kind.vae.from_config(self.configs["vae"]), self.dtype).requires_grad_(False)
             encoders = {
                 name: stock.cast(kind(kind.config_class(**self.configs[name])), self.dtype).eval()
                 for name, kind in self.kind.encoders.items()
             }
         told = {name: torch.empty_like(value) for name, value in self.kind.told_on_meta(encoders).items()}
-        latents = torch.empty(1, shape[0], *shape[2:], dtype=self.dtype, device="meta", requires_grad=True)
-        pixels = torch.empty(1, 3, height, width, dtype=self.dtype, device="meta")
+        latents = torch.empty(1, *shape, dtype=self.dtype, device="meta", requires_grad=True)
         return OnMeta(
             shape=shape,
             video=(3, num_frames, height, width),
             dtype=self.dtype,
             experts={EXPERT: self.kind.network_on_meta(self.configs, self.dtype, shape)},
             vae=vae,
-            decoder=ChunksOnMeta(
-                vae, 1, lambda _: latents, lambda x, *_: (vae.decode(x, return_dict=False)[0], []), []
-            ),
-            image_encoder=ChunksOnMeta(vae, 1, lambda _: pixels, lambda x, *_: (vae.encoder(x), []), []),
+            decoder=ChunksOnMeta(vae, 1, lambda _: latents, lambda x, *_: (self.kind.decode(vae, x), []), []),
+            image_encoder=None,
             vision=None,
             text_encoder=nn.ModuleDict(encoders),
             encode_text=lambda: self.kind.told_on_meta(encoders),
@@ -223,23 +227,28 @@ class ImageModel:
     def load_decoder(self, device: torch.device) -> "ImageDecoder":
         self._check_weights()
         path = self.folder / "vae"
-        vae = stock.complete(path, *AutoencoderKL.from_pretrained(path, torch_dtype=self.dtype, **stock.LOCAL))
-        vae.encoder = vae.quant_conv = None
-        vae.enable_gradient_checkpointing()
-        return ImageDecoder(_frozen(vae).to(device))
+        vae = stock.complete(path, *self.kind.vae.from_pretrained(path, torch_dtype=self.dtype, **stock.LOCAL))
+        vae.encoder = nn.Identity()  # some count its modules
+        vae.quant_conv = None
+        if vae._supports_gradient_checkpointing:
+            vae.enable_gradient_checkpointing()
+        return ImageDecoder(_frozen(vae).to(device), self.kind.decode)
 
     def collate(self, items: Sequence[Conditioning]) -> Conditioning:
-        return {name: torch.cat([item[name] for item in items]) for name in items[0]}
+        """Texts of several lengths are padded with zeros, which a Kind with such texts masks."""
+        return {
+            name: pad_sequence([row for item in items for row in item[name]], batch_first=True) for name in items[0]
+        }
 
     def velocity(self, experts: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning) -> Tensor:
         times = schedule.timesteps[step].to(x.device).expand(len(x))  # they stay float32
-        told = {name: value.to(self.dtype) for name, value in given.items()}
+        told = {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in given.items()}
         latents = x.squeeze(2).to(self.dtype)
         output = experts(schedule.experts[step], **self.kind.ask(latents, times, told, self.guidance))
         return self.kind.answer(output, latents).to(x.dtype).unsqueeze(2)
 
     def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
-        return away + scale * (velocity - away)
+        return self.kind.guide(velocity, away, scale)
 
     def save_adapter(self, name: str, expert: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
         stock.save_adapter(self.kind.mixin, expert, folder / name, state)
@@ -278,15 +287,14 @@ class ImageModel:
 
 @dataclass(frozen=True)
 class ImageDecoder:
-    """The seam's Decoder: plain autograd through the VAE's, whose up-blocks are computed again on the way back."""
+    """The seam's Decoder: plain autograd through the VAE's, whose up-blocks are computed again where it can do that."""
 
-    vae: AutoencoderKL
+    vae: Any
+    pixels: Callable[[Any, Tensor], Tensor]  # the Kind's decode
 
     def _image(self, latents: Tensor) -> Tensor:
-        """(B, 3, 1, H, W), with a graph where one is asked for; in the pipelines' own arithmetic."""
-        config, latents = self.vae.config, latents.squeeze(2).to(self.vae.dtype)
-        image = self.vae.decode(latents / config.scaling_factor + config.shift_factor, return_dict=False)[0]
-        return image.clamp(-1, 1).unsqueeze(2)
+        """(B, 3, 1, H, W), with a graph where one is asked for."""
+        return self.pixels(self.vae, latents.to(self.vae.dtype)).clamp(-1, 1)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
@@ -311,6 +319,25 @@ class ImageDecoder:
                 image = self._image(leaf)
             found += torch.autograd.grad(image, [leaf], grad.to(image.dtype))
         return torch.cat(found)
+
+
+def pixels_per_latent(configs: Configs) -> int:
+    """On a side, by the VAE's config.json."""
+    vae = configs["vae"]
+    return 2 ** (
+        len(vae["temperal_downsample"]) if "temperal_downsample" in vae else len(vae["block_out_channels"]) - 1
+    )
+
+
+def decode_flat(vae: AutoencoderKL, latents: Tensor) -> Tensor:
+    """(B, C, 1, h, w) -> (B, 3, 1, H, W) by a two-dimensional VAE, in the pipelines' own arithmetic."""
+    flat = latents.squeeze(2) / vae.config.scaling_factor + vae.config.shift_factor
+    return vae.decode(flat, return_dict=False)[0].unsqueeze(2)
+
+
+def guide_away(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
+    """Classifier-free guidance."""
+    return away + scale * (velocity - away)
 
 
 def calculate_shift(tokens: int, base_tokens: int, max_tokens: int, base: float, most: float) -> float:
@@ -407,6 +434,6 @@ def _check_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
     if config.get("_class_name") != "FlowMatchEulerDiscreteScheduler":
         raise Refused(f"{path}: {config.get('_class_name')} is no FlowMatchEulerDiscreteScheduler, which is understood")
     odd = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas")
-    for key in (*odd, "shift_terminal", "stochastic_sampling"):
+    for key in (*odd, "stochastic_sampling"):
         if config.get(key):
             raise Refused(f"{path}: {key} is {config[key]!r}, which is not understood; this model's has none")

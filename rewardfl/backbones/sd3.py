@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers import SD3Transformer2DModel
+from diffusers import AutoencoderKL, SD3Transformer2DModel
 from diffusers.loaders import SD3LoraLoaderMixin
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, T5EncoderModel
@@ -38,8 +38,8 @@ def _ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -
 
 def _longest_side(configs: Configs) -> int:
     """Of the images, by the positions that the network can tell apart."""
-    config, factor = configs[EXPERT], 2 ** (len(configs["vae"]["block_out_channels"]) - 1)
-    return config["pos_embed_max_size"] * config["patch_size"] * factor
+    config = configs[EXPERT]
+    return config["pos_embed_max_size"] * config["patch_size"] * images.pixels_per_latent(configs)
 
 
 def _told_on_meta(encoders: Mapping[str, nn.Module]) -> Conditioning:
@@ -111,7 +111,10 @@ SD3 = Kind(
     encode=_encode,
     ask=_ask,
     answer=lambda output, x: output,
+    guide=images.guide_away,
     patch=2,
+    vae=AutoencoderKL,
+    decode=images.decode_flat,
     sigmas=False,
     longest_side=_longest_side,
     network_on_meta=_network_on_meta,

@@ -166,7 +166,7 @@ class OnMeta:
     experts: Mapping[str, tuple[ExpertOnMeta, ...]]  # by kind of block; two networks that are alike are one object
     vae: nn.Module
     decoder: ChunksOnMeta
-    image_encoder: ChunksOnMeta
+    image_encoder: ChunksOnMeta | None  # None for a model that takes no image
     vision: nn.Module | None  # what else sees the image
     text_encoder: nn.Module
     encode_text: Callable[[], object]

@@ -334,6 +334,6 @@ def measure(video: Video) -> Costs:
         vision_weights=0 if parts.vision is None else nbytes(parts.vision.parameters()),
         text_weights=nbytes(text.parameters()),
         text=without_graph(parts.encode_text, [*text.parameters(), *text.buffers()]),
-        image=measure_encoder(parts.image_encoder, parts.video),
+        image=Cost(0, 0) if parts.image_encoder is None else measure_encoder(parts.image_encoder, parts.video),
         cached={name: nbytes([value]) for name, value in parts.conditioning.items()},
     )
