@@ -521,8 +521,21 @@ def test_files_that_are_no_table(folder):
     with pytest.raises(DataError, match=r"metadata.csv: line 3: .*; check the double quotes up to it"):
         data.load_metadata(write_csv(folder, 'a.mp4,"never closed', "b.mp4,x"))
     (folder / "metadata.csv").write_bytes("video,prompt\na.mp4,Zoë\n".encode("latin-1"))
-    with pytest.raises(DataError, match="metadata.csv: is not UTF-8 .*; save it as 'CSV UTF-8'"):
+    with pytest.raises(DataError, match="metadata.csv: is not UTF-8 .*; save it as UTF-8"):
         data.load_metadata(folder / "metadata.csv")
+
+
+def test_a_prompt_on_each_line(folder):
+    """Whatever it holds; the rows are those of a table with the one column."""
+    prompts = ["a red ball, left of a blue one", 'a sign that says "stop', "prompt"]
+    (folder / "prompts.txt").write_text("\ufeff" + "\n\n".join(prompts) + "\n", encoding="utf-8")
+    rows = data.load_metadata(folder / "prompts.txt")
+    assert [(row.prompt, row.line) for row in rows] == [(prompts[0], 1), (prompts[1], 3), (prompts[2], 5)]
+    (same,) = data.load_metadata(write_csv(folder, f'"{prompts[0]}"', header="prompt"))
+    assert same.id == rows[0].id and rows[0].offers == ("nothing",)
+    (folder / "prompts.txt").write_text("\n \n")
+    with pytest.raises(DataError, match=r"data.file_name \(.*prompts.txt\): no usable row: it holds no prompt"):
+        data.load_metadata(folder / "prompts.txt")
 
 
 def test_missing_file_and_column(folder):

@@ -148,6 +148,8 @@ def test_two_processes_are_one(folder_of, kind, tmp_path):
         ("model.model_name=flux", "set model.model_name to the model that it is"),
         ("model.trainable_models=dit2", "model.trainable_models"),
         ("lora.lora_target_modules=nothing", "lora.lora_target_modules"),
+        ("reward.name=motion", "reward.name judges at least 2 frames, and data.num_frames is 1"),
+        ("reward.others.flow.name=optical_flow", "reward.others.flow judges at least 2 frames"),
     ],
 )
 def test_what_does_not_fit_is_refused(folder_of, monkeypatch, capsys, override, said, tmp_path):
@@ -155,7 +157,7 @@ def test_what_does_not_fit_is_refused(folder_of, monkeypatch, capsys, override, 
     monkeypatch.setattr(start, "load_experts", None)
     code, _, error = call(monkeypatch, capsys, *words, override)
     assert code == 2 and said in error, error
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_prompts_of_several_lengths_are_one_batch(folder_of):

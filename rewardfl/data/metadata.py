@@ -94,8 +94,9 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
 
     Column `prompt`, optional `video`, `image`, `negative_prompt` and `reference_video`, where an empty cell means
     none; paths are absolute or relative to the file's folder. Any other column is the user's own (split, person, ...)
-    and ignored. key: the setting that names the file, for messages. Raises DataError for a file that is missing, no
-    UTF-8 or no CSV, lacks the column, or has no row.
+    and ignored. A file that ends in .txt has a prompt on each line and nothing else; empty lines are left out.
+    key: the setting that names the file, for messages. Raises DataError for a file that is missing, no UTF-8 or no
+    CSV, lacks the column, or has no row.
     """
     path = Path(file_name)
     if not path.is_file():
@@ -104,11 +105,15 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
     with path.open(newline="", encoding="utf-8-sig") as file:  # -sig: spreadsheets write a byte order mark
         reader = csv.reader(file, strict=True)  # else a quote that is never closed swallows the rows after it
         try:
-            records = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if cells]
+            if path.suffix == ".txt":
+                prompts = [(line, [text.strip()]) for line, text in enumerate(file, 1) if text.strip()]
+                records = [(0, ["prompt"]), *prompts]
+            else:
+                records = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if cells]
         except csv.Error as error:
             raise DataError(f"{path}: line {reader.line_num}: {error}; check the double quotes up to it") from error
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}: is not UTF-8 ({error.reason}); save it as 'CSV UTF-8'") from error
+            raise DataError(f"{path}: is not UTF-8 ({error.reason}); save it as UTF-8") from error
     header = records[0][1] if records else []
     for name in COLUMNS:
         if name not in header and name == "prompt":
@@ -119,7 +124,10 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
     seen: Counter[str] = Counter()
     table = f"{key} ({path})"
     if len(records) == 1:
-        raise DataError(f"{table}: no usable row: there is none after the first line, which names the columns")
+        why = (
+            "it holds no prompt" if path.suffix == ".txt" else "there is none after the first line, the columns' names"
+        )
+        raise DataError(f"{table}: no usable row: {why}")
     return [_row(i, line, header, cells, path.parent, seen, table) for i, (line, cells) in enumerate(records[1:])]
 
 

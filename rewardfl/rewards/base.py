@@ -34,6 +34,7 @@ class Reward(nn.Module):
     name: str = ""  # in configs, tables and cache keys
     differentiable: bool = False  # has the score a gradient to the video?
     uses_prompt: bool = False  # does `reference` depend on the prompt?
+    fewest_frames: int = 1  # that it can judge; 2 where it looks at what changes from frame to frame
     concurrent: bool = False  # may calls run in threads, several at a time? For rewards that wait, as for a server
     parallel: int = 4  # how many at a time, of a concurrent reward
     place: str = "settings"  # where its settings stand, for messages: build_terms puts the configuration's key here

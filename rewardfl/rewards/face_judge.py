@@ -27,6 +27,7 @@ class FaceJudge(FaceIdentityReward):
     """
 
     name = "face_judge"
+    fewest_frames = 2
     differentiable = False
     part_names = (*PARTS, "flow", "face_flow", "pixel_change", "sharpness", "reversals")
 

@@ -21,6 +21,7 @@ class MotionReward(Reward):
 
     name = "motion"
     differentiable = True
+    fewest_frames = 2
     licence = "this project's"
     range = "[0, 1]"
     nothing_found = "nothing moves in"

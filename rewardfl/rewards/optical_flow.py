@@ -41,6 +41,7 @@ class OpticalFlowReward(Reward):
 
     name = "optical_flow"
     differentiable = True
+    fewest_frames = 2
     licence = "this project's"
     range = "[-2, 1]; [0, 1] without reversals"
     nothing_found = "nothing moves in"

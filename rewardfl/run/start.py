@@ -344,6 +344,7 @@ def find_samples(
     """
     if not rows:
         return []
+    _check_frames(cfg, terms)
     rewards = [term.reward for term in terms]
     size = {name: getattr(cfg.data, name) for name in ("height", "width", "num_frames", "max_pixels", "fps")}
     hashes, unreadable = prepare.hash_files(rows, job.share, job.gather_lists)
@@ -361,6 +362,16 @@ def find_samples(
     for line in bad:
         job.say(f"skipped: {line}")
     return prepare.samples(store, rows, keys, found, rewards)
+
+
+def _check_frames(cfg: AnyConfig, terms: Sequence[Term]) -> None:
+    """ConfigError where a reward looks at what changes from frame to frame, and the frames are too few."""
+    for term in terms:
+        if cfg.data.num_frames < term.reward.fewest_frames:
+            raise configuration.ConfigError(
+                f"{term.key} judges at least {term.reward.fewest_frames} frames, and data.num_frames is "
+                f"{cfg.data.num_frames}; take a reward that judges each picture (docs/rewards.md), or remove it"
+            )
 
 
 def nothing_to_compare(cfg: AnyConfig, row: data.Row, terms: Sequence[Term]) -> list[str]:

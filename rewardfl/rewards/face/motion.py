@@ -64,6 +64,7 @@ class FaceMotionReward(Reward):
 
     name = "face_motion"
     differentiable = True
+    fewest_frames = 2
     weights = "insightface pack: SCRFD detector (.onnx)"
     licence = "insightface's packs: non-commercial research"
     range = "at most 1; [0, 1] without reversals"

@@ -31,6 +31,7 @@ class FaceIdentityReward(Reward):
 
     name = "face_identity"
     differentiable = True
+    fewest_frames = 2
     weights = "insightface pack: SCRFD detector, ArcFace recogniser (.onnx)"
     licence = "insightface's packs: non-commercial research"
     range = "[-1, 1], at most the cap"
