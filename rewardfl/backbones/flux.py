@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, T5EncoderModel
 
 from rewardfl.backbones import images
-from rewardfl.backbones.images import EXPERT, Configs, ImageModel, Kind
-from rewardfl.backbones.seam import Adapter, Conditioning, ExpertOnMeta, Shape, Source
+from rewardfl.backbones.images import EXPERT, Configs, Kind
+from rewardfl.backbones.seam import Adapter, Conditioning, ExpertOnMeta, Shape
 
 CLIP_TOKENS, T5_TOKENS = 77, 512  # the lengths that diffusers' pipeline pads prompts to
 PATCH = 2
@@ -133,12 +133,4 @@ FLUX = Kind(
     told_on_meta=_told_on_meta,
 )  # fmt: skip
 
-
-def open(name: str, source: Source) -> ImageModel:
-    """The model of a pipeline folder; see images.open."""
-    return images.open(FLUX, source)
-
-
-def describe(name: str, source: Source) -> ImageModel:
-    """The model of a folder's configurations, without weights."""
-    return images.describe(FLUX, source)
+open, describe = partial(images.open, FLUX), partial(images.describe, FLUX)

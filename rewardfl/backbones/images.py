@@ -371,9 +371,9 @@ def on_meta_as_trained(model: Network, dtype: torch.dtype, adapter: Adapter | No
     return model
 
 
-def open(kind: Kind, source: Source) -> ImageModel:
+def open(kind: Kind, name: str, source: Source) -> ImageModel:
     """The model of a pipeline folder. Refused by its headers: another model, missing, surplus or misshapen tensors."""
-    model = describe(kind, source)
+    model = describe(kind, name, source)
     parts = (EXPERT, "vae", *kind.encoders, *kind.tokenizers)
     if absent := [part for part in parts if not (model.folder / part).is_dir()]:
         raise Refused(f"model.model_paths: {model.folder} has no {absent[0]} folder")
@@ -393,7 +393,7 @@ def open(kind: Kind, source: Source) -> ImageModel:
     return replace(model, opened=checkpoint)
 
 
-def describe(kind: Kind, source: Source) -> ImageModel:
+def describe(kind: Kind, name: str, source: Source) -> ImageModel:
     """The model of a folder's configurations, without weights. Refused where they are another model's."""
     given = {
         "model.model_id_with_origin_paths": source.origin_paths,
@@ -411,8 +411,8 @@ def describe(kind: Kind, source: Source) -> ImageModel:
     found = stock.read_json(folder / "model_index.json").get("_class_name")
     if found != kind.pipeline:
         raise Refused(
-            f"model.model_paths: {folder} is a {found}, {kind.published} a {kind.pipeline}; set model.model_name to "
-            "the model that it is"
+            f"model.model_name: {name} is {kind.published}, a {kind.pipeline}, but {folder} (model.model_paths) is a "
+            f"{found}; set model.model_name to the model that it is"
         )
     parts = (EXPERT, "vae", *kind.encoders)
     configs = {part: stock.read_json(folder / part / "config.json") for part in parts}

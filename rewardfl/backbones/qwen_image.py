@@ -15,8 +15,8 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rewardfl.backbones import images
 from rewardfl.backbones.flux import PATCH, pack, unpack
-from rewardfl.backbones.images import EXPERT, Configs, ImageModel, Kind
-from rewardfl.backbones.seam import Adapter, Conditioning, ExpertOnMeta, Shape, Source
+from rewardfl.backbones.images import EXPERT, Configs, Kind
+from rewardfl.backbones.seam import Adapter, Conditioning, ExpertOnMeta, Shape
 
 TOKENS = 128  # of a prompt, for the estimate alone: prompts are as long as they are
 
@@ -124,12 +124,4 @@ QWEN_IMAGE = Kind(
     told_on_meta=_told_on_meta,
 )  # fmt: skip
 
-
-def open(name: str, source: Source) -> ImageModel:
-    """The model of a pipeline folder; see images.open."""
-    return images.open(QWEN_IMAGE, source)
-
-
-def describe(name: str, source: Source) -> ImageModel:
-    """The model of a folder's configurations, without weights."""
-    return images.describe(QWEN_IMAGE, source)
+open, describe = partial(images.open, QWEN_IMAGE), partial(images.describe, QWEN_IMAGE)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
 from rewardfl.backbones import images
-from rewardfl.backbones.images import EXPERT, Configs, ImageModel, Kind
-from rewardfl.backbones.seam import Adapter, Conditioning, ExpertOnMeta, Shape, Source
+from rewardfl.backbones.images import EXPERT, Configs, Kind
+from rewardfl.backbones.seam import Adapter, Conditioning, ExpertOnMeta, Shape
 
 CLIP_TOKENS, T5_TOKENS = 77, 256  # the lengths that diffusers' pipeline pads prompts to
 
@@ -121,12 +121,4 @@ SD3 = Kind(
     told_on_meta=_told_on_meta,
 )  # fmt: skip
 
-
-def open(name: str, source: Source) -> ImageModel:
-    """The model of a pipeline folder; see images.open."""
-    return images.open(SD3, source)
-
-
-def describe(name: str, source: Source) -> ImageModel:
-    """The model of a folder's configurations, without weights."""
-    return images.describe(SD3, source)
+open, describe = partial(images.open, SD3), partial(images.describe, SD3)
