@@ -5,11 +5,10 @@ import torch
 from conftest import run_tool
 from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
 from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors
-from pipelines import LAYERS, random_pipeline
+from pipelines import LAYERS, random_pipeline, save_adapter
 from safetensors.torch import load_file, save_file
 
 from rewardfl import lora
-from rewardfl.backbones.wan import model as wan
 from rewardfl.weights import lora_files, shards
 from rewardfl_tools import _convert_lora, convert_lora
 
@@ -65,7 +64,7 @@ def test_our_checkpoint_loads_in_diffusers_again(tmp_path, to):
         for parameter in pipe.components[part].parameters():
             if parameter.requires_grad:
                 parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
-        wan.save_adapter(pipe.components[part], checkpoint / part)
+        save_adapter(pipe.components[part], checkpoint / part)
     run("--lora", checkpoint, "--to", to, "--out", out, "--verify")
     high, low = {
         "comfy": ("face_high_noise.safetensors", "face_low_noise.safetensors"),

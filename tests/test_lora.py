@@ -10,12 +10,11 @@ import torch
 import zygote
 from conftest import ROOT
 from peft import LoraConfig
-from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, latent_shape, random_pipeline
+from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, latent_shape, random_pipeline, save_adapter
 from safetensors.torch import load_file, save_file
 from test_wan import ours, stock
 
 from rewardfl import groups, lora
-from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan import variants
 from rewardfl.weights.shards import Refused
 
@@ -93,7 +92,7 @@ def test_saved_adapter_gives_the_same_video_in_stock_diffusers(tmp_path):
     for seed, (expert, folder) in enumerate(((pipe.transformer, "transformer"), (pipe.transformer_2, "transformer_2"))):
         lora.inject(expert, 4, 6.0, TARGETS, seed=0)
         randomise(expert, seed)
-        wan.save_adapter(expert, tmp_path / folder)
+        save_adapter(expert, tmp_path / folder)
     noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     expected = ours(pipe, 4, noise)
 
@@ -115,7 +114,7 @@ def test_load_adapter_is_exact_and_refuses_what_does_not_fit(tmp_path, pipe):
     model = pipe.transformer_2
     lora.inject(model, 4, 6.0, TARGETS, seed=0)
     randomise(model)
-    wan.save_adapter(model, tmp_path)
+    save_adapter(model, tmp_path)
     saved = lora.adapter_state(model)
 
     again = random_pipeline().transformer_2
@@ -139,12 +138,11 @@ def test_load_adapter_is_exact_and_refuses_what_does_not_fit(tmp_path, pipe):
 
 SAVE = """
 import sys
-from pipelines import LAYERS, random_pipeline
+from pipelines import LAYERS, random_pipeline, save_adapter
 from rewardfl import lora
-from rewardfl.backbones.wan import model as wan
 model = random_pipeline().transformer_2
 lora.inject(model, 2, 2.0, LAYERS, seed=0)
-wan.save_adapter(model, __import__("pathlib").Path(sys.argv[1]))
+save_adapter(model, __import__("pathlib").Path(sys.argv[1]))
 """
 
 

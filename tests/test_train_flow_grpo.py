@@ -91,8 +91,13 @@ def test_other_clips_are_evaluated_only_when_that_is_said(straight, monkeypatch,
     code, _, error = call_grpo(monkeypatch, capsys, *settings)
     assert code == 2 and "something else in evaluation.eval_clips: 1 gone (" in error
     assert "run.resume_with_changes=[evaluation.eval_clips]" in error
-    code, out, _ = call_grpo(monkeypatch, capsys, *settings, "run.resume_with_changes=[evaluation.eval_clips]")
-    assert code == 0 and "changed at step 8: evaluation.eval_clips" in out and metrics(run) == metrics(straight)
+    named = "run.resume_with_changes=[evaluation.eval_clips]"
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings, named)
+    assert code == 0 and "nothing to train: 8 steps" in out  # nor to record
+    assert json.loads((run / "run.json").read_text())["changes"] == []
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings, named, "train.max_steps=12")
+    assert code == 0 and "changed at step 8: evaluation.eval_clips" in out
+    assert metrics(run)[: len(metrics(straight))] == metrics(straight)
     (change,) = json.loads((run / "run.json").read_text())["changes"]
     assert change["key"] == "evaluation.eval_clips" and change["old"] != change["new"] and change["step"] == 8
 

@@ -19,7 +19,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from PIL import Image
-from pipelines import I2V, latent_shape, random_variant
+from pipelines import I2V, latent_shape, random_variant, save_adapter
 from safetensors.torch import load_file, save_file
 from test_wan import picture, stock
 from transformers import CLIPVisionConfig, CLIPVisionModel
@@ -360,7 +360,7 @@ def test_adapter_is_the_fused_model_in_policy_and_reference(files, given, distil
 
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         assert trained and all(f".{lora.POLICY}." in name for name in trained)
-        wan.save_adapter(model, tmp_path / part)
+        save_adapter(model, tmp_path / part)
         saved, metadata = lora.read_adapter(tmp_path / part / lora.WEIGHTS_NAME)
         assert len(saved) == len(trained) and metadata["r"] == 3
         again = load(given(), torch.float32, distilled=distilled, distill_mode="adapter").components[part]
