@@ -45,11 +45,12 @@ class Kind:
     the pipeline's names of them, and the tokenizers likewise. encode: (a pipeline of these alone, prompt, device) ->
     what the network is told of a prompt. ask: (latents (B, C, h, w), times (B,) from 1000 to 0, what it is told, the
     guidance that is embedded) -> the network's arguments by name; answer: (its output, these latents) -> the velocity,
-    of their shape. guide: as the seam's. patch: latents on a side of one token. vae: its class; decode: (it, latents as
-    they are sampled) -> pixels, of one frame both. sigmas: whether the scheduler is given a range down to
-    1 / steps, as the pipeline does it, and not left to its own. longest_side: of the images, in pixels, by the
-    configurations, None for any. network_on_meta: (configurations, dtype, shape of the latents); told_on_meta: (text
-    encoders on the meta device) -> what `encode` would give.
+    of their shape. guide: as the seam's, at a scale as the pipeline has it; 1 is no guidance, whatever the pipeline calls
+    none. patch: latents on a side of one token. vae: its class; decode: (it, latents as they are sampled) -> pixels, of
+    one frame both. sigmas: (steps) -> what the pipeline gives the scheduler, None where it is left to its own; mu:
+    (tokens, steps, the scheduler's configuration) -> the logarithm of a shift by size. longest_side: of the images, in
+    pixels, by the configurations, None for any. network_on_meta: (configurations, dtype, shape of the latents);
+    told_on_meta: (text encoders on the meta device) -> what `encode` would give.
     """
 
     published: str
@@ -62,12 +63,13 @@ class Kind:
     tokenizers: tuple[str, ...]
     encode: Callable[[Any, str, torch.device], Conditioning]
     ask: Callable[[Tensor, Tensor, Conditioning, float | None], dict[str, Any]]
-    answer: Callable[[Tensor, Tensor], Tensor]
+    answer: Callable[[Any, Tensor], Tensor]
     guide: Callable[[Tensor, Tensor, float], Tensor]
     patch: int
     vae: type[ModelMixin]
     decode: Callable[[Any, Tensor], Tensor]
-    sigmas: bool
+    sigmas: Callable[[int], Sequence[float] | None]
+    mu: Callable[[int, int, Mapping[str, Any]], float]
     longest_side: Callable[[Configs], int | None]
     network_on_meta: Callable[[Configs, torch.dtype, Shape], tuple[ExpertOnMeta, ...]]
     told_on_meta: Callable[[Mapping[str, nn.Module]], Conditioning]
@@ -113,15 +115,9 @@ class ImageModel:
         fixed = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False}
         scheduler = FlowMatchEulerDiscreteScheduler.from_config({**self.configs["scheduler"], **fixed})
         config, (height, width) = scheduler.config, latent_shape[2:]
-        mu = calculate_shift(
-            height // self.kind.patch * (width // self.kind.patch),
-            config.base_image_seq_len,
-            config.max_image_seq_len,
-            config.base_shift,
-            config.max_shift,
-        )
-        sigmas = np.linspace(1.0, 1 / steps, steps) if self.kind.sigmas else None
-        scheduler.set_timesteps(steps, sigmas=sigmas, mu=mu if config.use_dynamic_shifting else None)
+        tokens = height // self.kind.patch * (width // self.kind.patch)
+        mu = self.kind.mu(tokens, steps, config) if config.use_dynamic_shifting else None
+        scheduler.set_timesteps(steps, sigmas=self.kind.sigmas(steps), mu=mu)
         return Schedule(scheduler.sigmas, scheduler.timesteps, self.experts * steps)
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
@@ -340,10 +336,16 @@ def guide_away(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
     return away + scale * (velocity - away)
 
 
-def calculate_shift(tokens: int, base_tokens: int, max_tokens: int, base: float, most: float) -> float:
-    """mu, the logarithm of the shift, linear in an image's tokens, as in diffusers' pipelines (calculate_shift)."""
-    slope = (most - base) / (max_tokens - base_tokens)
-    return tokens * slope + (base - slope * base_tokens)
+def sigmas_to_last(steps: int) -> list[float]:
+    """An even range from 1 to 1 / steps, as most of diffusers' pipelines make it."""
+    return np.linspace(1.0, 1 / steps, steps).tolist()
+
+
+def mu_by_tokens(tokens: int, steps: int, config: Mapping[str, Any]) -> float:
+    """The logarithm of the shift, linear in an image's tokens, as in diffusers' pipelines (calculate_shift)."""
+    few, base = config["base_image_seq_len"], config["base_shift"]
+    slope = (config["max_shift"] - base) / (config["max_image_seq_len"] - few)
+    return tokens * slope + (base - slope * few)
 
 
 def _frozen(model: Any) -> Any:
