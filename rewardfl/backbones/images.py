@@ -34,6 +34,8 @@ from rewardfl.weights.shards import Checkpoint, Refused
 
 Network = TypeVar("Network", bound=ModelMixin)
 EXPERT = "transformer"  # the one network, by the name that the pipelines give it
+# configurations of published models by their names: pipeline folders without weights; docs/images.md has the sources
+PUBLISHED = Path(__file__).parent / "published"
 Configs = Mapping[str, Mapping[str, Any]]  # by part: what its config.json holds
 
 
@@ -106,7 +108,8 @@ class ImageModel:
         return pixels_per_latent(self.configs)
 
     def described_by(self) -> str:
-        return str(self.folder)
+        published = PUBLISHED in self.folder.parents
+        return f"{self.folder}{' (published; no configurations in model.model_paths)' if published else ''}"
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """The stock scheduler's, asked as the stock pipeline asks it; a given shift is the same at all sizes."""
@@ -374,6 +377,11 @@ def on_meta_as_trained(model: Network, dtype: torch.dtype, adapter: Adapter | No
 def open(kind: Kind, name: str, source: Source) -> ImageModel:
     """The model of a pipeline folder. Refused by its headers: another model, missing, surplus or misshapen tensors."""
     model = describe(kind, name, source)
+    if PUBLISHED in model.folder.parents:
+        raise Refused(
+            f"model.model_paths: {source.model_paths} has no weights; download {model.folder.name} into it, in diffusers' "
+            "layout. Without weights there is the estimate of tools/plan_run.py"
+        )
     parts = (EXPERT, "vae", *kind.encoders, *kind.tokenizers)
     if absent := [part for part in parts if not (model.folder / part).is_dir()]:
         raise Refused(f"model.model_paths: {model.folder} has no {absent[0]} folder")
@@ -394,7 +402,10 @@ def open(kind: Kind, name: str, source: Source) -> ImageModel:
 
 
 def describe(kind: Kind, name: str, source: Source) -> ImageModel:
-    """The model of a folder's configurations, without weights. Refused where they are another model's."""
+    """The model of a folder's configurations, without weights. Refused where they are another model's.
+
+    For a path that leads nowhere they are those of the published model that its last part names.
+    """
     given = {
         "model.model_id_with_origin_paths": source.origin_paths,
         "model.tokenizer_path": source.tokenizer_path,
@@ -405,7 +416,7 @@ def describe(kind: Kind, name: str, source: Source) -> ImageModel:
     for key, value in given.items():
         if value not in ("", None):
             raise Refused(f"{key}: {kind.published} takes none, got {value!r}; remove it")
-    folder = Path(source.model_paths)
+    folder = _configurations(Path(source.model_paths))
     if not (folder / "model_index.json").is_file():
         raise Refused(f"model.model_paths: {folder} is no diffusers pipeline folder (no model_index.json in it)")
     found = stock.read_json(folder / "model_index.json").get("_class_name")
@@ -426,6 +437,19 @@ def describe(kind: Kind, name: str, source: Source) -> ImageModel:
             else f"model.embedded_guidance: {folder} is told none, got {given:g}; remove it"
         )
     return ImageModel(kind, folder, configs, DTYPES[source.dtype], given, None)
+
+
+def _configurations(folder: Path) -> Path:
+    """The folder that says the model's shape: the model's own where there is one, else a published one of its name."""
+    if folder.exists():
+        return folder
+    names = sorted(one.name for one in PUBLISHED.iterdir())
+    if folder.name not in names:
+        raise Refused(
+            f"model.model_paths: there is no {folder}; without one the last part of the path must name a published "
+            f"model: {', '.join(names)}"
+        )
+    return PUBLISHED / folder.name
 
 
 def _check_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
