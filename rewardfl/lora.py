@@ -33,9 +33,9 @@ def target_modules(names: str, short_names: Mapping[str, str]) -> list[str]:
 
 
 def check_targets(targets: Sequence[str], linear_layers: Sequence[str], short_names: Mapping[str, str]) -> None:
-    """Refused when one of the targets (diffusers' names, as from target_modules) is the end of no layer's name."""
+    """Refused when one of the targets (diffusers' names, as from target_modules) is no layer's name, or its end."""
     for target in targets:
-        if not any(name.endswith("." + target) for name in linear_layers):
+        if not any(_is_meant(target, name) for name in linear_layers):
             examples = list(short_names.values()) or list(linear_layers)[:3]
             short = f"{', '.join(short_names)} or " if short_names else ""
             raise Refused(
@@ -44,18 +44,30 @@ def check_targets(targets: Sequence[str], linear_layers: Sequence[str], short_na
             )
 
 
+def _is_meant(target: str, name: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
 def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed: int) -> None:
     """Freeze `model` and add a trainable LoRA, in float32 whatever the base's dtype; it changes nothing yet (B = 0).
 
     A bfloat16 LoRA would lose most updates: an Adam step of 2.5e-6 on a weight of 0.01 is below its rounding.
     Refused when a target matches no module of the blocks.
     """
-    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, BaseTunerLayer))]
+    modules = dict(model.named_modules())
+    layers = [name for name, module in modules.items() if isinstance(module, (nn.Linear, BaseTunerLayer))]
     check_targets(targets, layers, {})
+    meant = {target: [name for name in modules if _is_meant(target, name)] for target in targets}
+    # what ends the name of one block's layer may end that of another's list of layers, which peft does not take
+    names = [
+        name
+        for target, found in meant.items()
+        for name in ([target] if set(found) <= set(layers) else [one for one in found if one in layers])
+    ]
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets), adapter_name=POLICY)
+        model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names), adapter_name=POLICY)
     for layer in _layers(model):  # peft activates the last adapter alone; a distillation stays on beside it
         layer._active_adapter = [name for name in (DISTILLED, POLICY) if name in layer.lora_A]
     cast_training_params(model, torch.float32)

@@ -7,14 +7,19 @@ import clip_files
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from transformers import (
     CLIPTextConfig,
@@ -23,6 +28,9 @@ from transformers import (
     CLIPTokenizer,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
 )
@@ -56,6 +64,21 @@ def t5(tokenizer, width):
     return T5EncoderModel(config)
 
 
+def talker():
+    """A tokenizer that knows who speaks, as Qwen3's does."""
+    words = new_tokenizer()
+    words.chat_template = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }}{% endfor %}"
+    return words
+
+
+def qwen3(tokenizer, width, kind, layers):
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=512,
+    )  # fmt: skip
+    return kind(config)
+
+
 def image_vae(channels=4):
     """Four pixels on a side of one latent."""
     return AutoencoderKL(
@@ -65,10 +88,10 @@ def image_vae(channels=4):
     )  # fmt: skip
 
 
-def perturbed(module):
+def perturbed(module, by=0.12):
     """With weights that matter, all of them."""
     for parameter in module.parameters():
-        parameter.data += 0.12 * torch.randn_like(parameter)
+        parameter.data += by * torch.randn_like(parameter)
     return module.eval().requires_grad_(False)
 
 
@@ -85,6 +108,29 @@ def random_flux() -> FluxPipeline:
         text_encoder=perturbed(clip_text(16, CLIPTextModel)),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True), tokenizer=letters,
         text_encoder_2=perturbed(t5(words, 40)), tokenizer_2=words,
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def random_flux2_klein(distilled=False) -> Flux2KleinPipeline:
+    """Three of the text encoder's layers are told to the network, the 27th among them."""
+    torch.manual_seed(0)
+    words, width = talker(), 16
+    transformer = Flux2Transformer2DModel(
+        in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=3 * width, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
+    )  # fmt: skip
+    vae = AutoencoderKLFlux2(
+        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(8, 8, 16), latent_channels=4, norm_num_groups=4,
+    )  # fmt: skip
+    vae.bn.running_mean.normal_()
+    vae.bn.running_var.uniform_(0.5, 2)
+    pipe = Flux2KleinPipeline(
+        transformer=perturbed(transformer), vae=perturbed(vae), tokenizer=words,
+        text_encoder=perturbed(qwen3(words, width, Qwen3ForCausalLM, 28)), is_distilled=distilled,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -134,6 +180,21 @@ def random_sd3() -> StableDiffusion3Pipeline:
         transformer=perturbed(transformer), scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=perturbed(image_vae()), text_encoder=perturbed(clip_text(16)), text_encoder_2=perturbed(clip_text(16)),
         text_encoder_3=perturbed(t5(words, 40)), tokenizer=letters, tokenizer_2=letters, tokenizer_3=words,
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def random_z_image() -> ZImagePipeline:
+    torch.manual_seed(0)
+    words, width = talker(), 16
+    transformer = ZImageTransformer2DModel(
+        in_channels=4, dim=32, n_layers=2, n_refiner_layers=2, n_heads=2, n_kv_heads=2, cap_feat_dim=width,
+        axes_dims=[4, 6, 6], axes_lens=[640, 12, 12],
+    )  # fmt: skip
+    pipe = ZImagePipeline(
+        transformer=perturbed(transformer, 0.05), vae=perturbed(image_vae()), tokenizer=words,
+        text_encoder=perturbed(qwen3(words, width, Qwen3Model, 3)), scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
     return pipe

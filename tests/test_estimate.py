@@ -520,6 +520,11 @@ OTHER_MODELS = {
     "wan21_t2v_1_3b_flow_grpo": 16,
     "wan22_ti2v_5b_flow_grpo": 24,
     "wan22_t2v_flow_grpo": 48,
+    "sd35_flow_grpo": 24,
+    "sd35_reward_fl": 24,
+    "flux_flow_grpo": 48,
+    "flux_reward_fl": 80,
+    "qwen_image_flow_grpo": 80,
 }
 
 

@@ -476,6 +476,7 @@ def test_processes(monkeypatch, capsys):
 NEEDS = dict.fromkeys([FULL, *(f"configs/presets/{name}.yaml" for name in PRESETS)], 80) | {
     "configs/presets/dance_grpo.yaml": 141
 }
+IMAGES = [f"configs/{name}_flow_grpo.yaml" for name in ("sd35", "flux", "qwen_image")]  # test_estimate.py fits them
 
 
 @pytest.mark.parametrize(
@@ -515,7 +516,7 @@ def idle_keys(written, cfg):
     return [key for part, keys in written.items() for key in (f"{part}.{k}" for k in keys) if not works.get(key, True)]
 
 
-@pytest.mark.parametrize("file", [TINY, *NEEDS])
+@pytest.mark.parametrize("file", [TINY, *NEEDS, *IMAGES])
 def test_no_key_does_nothing(file):
     written = yaml.safe_load((ROOT / file).read_text())
     cfg = config.load(ROOT / file)

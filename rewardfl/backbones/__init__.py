@@ -12,6 +12,8 @@ MODULES |= {
     "sd3": "rewardfl.backbones.sd3",
     "flux": "rewardfl.backbones.flux",
     "qwen_image": "rewardfl.backbones.qwen_image",
+    "flux2_klein": "rewardfl.backbones.flux2",
+    "z_image": "rewardfl.backbones.z_image",
 }
 
 

@@ -34,6 +34,8 @@ from rewardfl.weights.shards import Checkpoint, Refused
 
 Network = TypeVar("Network", bound=ModelMixin)
 EXPERT = "transformer"  # the one network, by the name that the pipelines give it
+# configurations of published models by their names: pipeline folders without weights; docs/images.md has the sources
+PUBLISHED = Path(__file__).parent / "published"
 Configs = Mapping[str, Mapping[str, Any]]  # by part: what its config.json holds
 
 
@@ -45,11 +47,12 @@ class Kind:
     the pipeline's names of them, and the tokenizers likewise. encode: (a pipeline of these alone, prompt, device) ->
     what the network is told of a prompt. ask: (latents (B, C, h, w), times (B,) from 1000 to 0, what it is told, the
     guidance that is embedded) -> the network's arguments by name; answer: (its output, these latents) -> the velocity,
-    of their shape. guide: as the seam's. patch: latents on a side of one token. vae: its class; decode: (it, latents as
-    they are sampled) -> pixels, of one frame both. sigmas: whether the scheduler is given a range down to
-    1 / steps, as the pipeline does it, and not left to its own. longest_side: of the images, in pixels, by the
-    configurations, None for any. network_on_meta: (configurations, dtype, shape of the latents); told_on_meta: (text
-    encoders on the meta device) -> what `encode` would give.
+    of their shape. guide: as the seam's, at a scale as the pipeline has it; 1 is no guidance, whatever the pipeline calls
+    none. patch: latents on a side of one token. vae: its class; decode: (it, latents as they are sampled) -> pixels, of
+    one frame both. sigmas: (steps) -> what the pipeline gives the scheduler, None where it is left to its own; mu:
+    (tokens, steps, the scheduler's configuration) -> the logarithm of a shift by size. longest_side: of the images, in
+    pixels, by the configurations, None for any. network_on_meta: (configurations, dtype, shape of the latents);
+    told_on_meta: (text encoders on the meta device) -> what `encode` would give.
     """
 
     published: str
@@ -62,12 +65,13 @@ class Kind:
     tokenizers: tuple[str, ...]
     encode: Callable[[Any, str, torch.device], Conditioning]
     ask: Callable[[Tensor, Tensor, Conditioning, float | None], dict[str, Any]]
-    answer: Callable[[Tensor, Tensor], Tensor]
+    answer: Callable[[Any, Tensor], Tensor]
     guide: Callable[[Tensor, Tensor, float], Tensor]
     patch: int
     vae: type[ModelMixin]
     decode: Callable[[Any, Tensor], Tensor]
-    sigmas: bool
+    sigmas: Callable[[int], Sequence[float] | None]
+    mu: Callable[[int, int, Mapping[str, Any]], float]
     longest_side: Callable[[Configs], int | None]
     network_on_meta: Callable[[Configs, torch.dtype, Shape], tuple[ExpertOnMeta, ...]]
     told_on_meta: Callable[[Mapping[str, nn.Module]], Conditioning]
@@ -106,22 +110,17 @@ class ImageModel:
         return pixels_per_latent(self.configs)
 
     def described_by(self) -> str:
-        return str(self.folder)
+        published = PUBLISHED in self.folder.parents
+        return f"{self.folder}{' (published; no configurations in model.model_paths)' if published else ''}"
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """The stock scheduler's, asked as the stock pipeline asks it; a given shift is the same at all sizes."""
         fixed = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False}
         scheduler = FlowMatchEulerDiscreteScheduler.from_config({**self.configs["scheduler"], **fixed})
         config, (height, width) = scheduler.config, latent_shape[2:]
-        mu = calculate_shift(
-            height // self.kind.patch * (width // self.kind.patch),
-            config.base_image_seq_len,
-            config.max_image_seq_len,
-            config.base_shift,
-            config.max_shift,
-        )
-        sigmas = np.linspace(1.0, 1 / steps, steps) if self.kind.sigmas else None
-        scheduler.set_timesteps(steps, sigmas=sigmas, mu=mu if config.use_dynamic_shifting else None)
+        tokens = height // self.kind.patch * (width // self.kind.patch)
+        mu = self.kind.mu(tokens, steps, config) if config.use_dynamic_shifting else None
+        scheduler.set_timesteps(steps, sigmas=self.kind.sigmas(steps), mu=mu)
         return Schedule(scheduler.sigmas, scheduler.timesteps, self.experts * steps)
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
@@ -340,10 +339,16 @@ def guide_away(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
     return away + scale * (velocity - away)
 
 
-def calculate_shift(tokens: int, base_tokens: int, max_tokens: int, base: float, most: float) -> float:
-    """mu, the logarithm of the shift, linear in an image's tokens, as in diffusers' pipelines (calculate_shift)."""
-    slope = (most - base) / (max_tokens - base_tokens)
-    return tokens * slope + (base - slope * base_tokens)
+def sigmas_to_last(steps: int) -> list[float]:
+    """An even range from 1 to 1 / steps, as most of diffusers' pipelines make it."""
+    return np.linspace(1.0, 1 / steps, steps).tolist()
+
+
+def mu_by_tokens(tokens: int, steps: int, config: Mapping[str, Any]) -> float:
+    """The logarithm of the shift, linear in an image's tokens, as in diffusers' pipelines (calculate_shift)."""
+    few, base = config["base_image_seq_len"], config["base_shift"]
+    slope = (config["max_shift"] - base) / (config["max_image_seq_len"] - few)
+    return tokens * slope + (base - slope * few)
 
 
 def _frozen(model: Any) -> Any:
@@ -374,6 +379,11 @@ def on_meta_as_trained(model: Network, dtype: torch.dtype, adapter: Adapter | No
 def open(kind: Kind, name: str, source: Source) -> ImageModel:
     """The model of a pipeline folder. Refused by its headers: another model, missing, surplus or misshapen tensors."""
     model = describe(kind, name, source)
+    if PUBLISHED in model.folder.parents:
+        raise Refused(
+            f"model.model_paths: {source.model_paths} has no weights; download {model.folder.name} into it, in diffusers' "
+            "layout. Without weights there is the estimate of tools/plan_run.py"
+        )
     parts = (EXPERT, "vae", *kind.encoders, *kind.tokenizers)
     if absent := [part for part in parts if not (model.folder / part).is_dir()]:
         raise Refused(f"model.model_paths: {model.folder} has no {absent[0]} folder")
@@ -394,7 +404,10 @@ def open(kind: Kind, name: str, source: Source) -> ImageModel:
 
 
 def describe(kind: Kind, name: str, source: Source) -> ImageModel:
-    """The model of a folder's configurations, without weights. Refused where they are another model's."""
+    """The model of a folder's configurations, without weights. Refused where they are another model's.
+
+    For a path that leads nowhere they are those of the published model that its last part names.
+    """
     given = {
         "model.model_id_with_origin_paths": source.origin_paths,
         "model.tokenizer_path": source.tokenizer_path,
@@ -405,7 +418,7 @@ def describe(kind: Kind, name: str, source: Source) -> ImageModel:
     for key, value in given.items():
         if value not in ("", None):
             raise Refused(f"{key}: {kind.published} takes none, got {value!r}; remove it")
-    folder = Path(source.model_paths)
+    folder = _configurations(Path(source.model_paths))
     if not (folder / "model_index.json").is_file():
         raise Refused(f"model.model_paths: {folder} is no diffusers pipeline folder (no model_index.json in it)")
     found = stock.read_json(folder / "model_index.json").get("_class_name")
@@ -426,6 +439,19 @@ def describe(kind: Kind, name: str, source: Source) -> ImageModel:
             else f"model.embedded_guidance: {folder} is told none, got {given:g}; remove it"
         )
     return ImageModel(kind, folder, configs, DTYPES[source.dtype], given, None)
+
+
+def _configurations(folder: Path) -> Path:
+    """The folder that says the model's shape: the model's own where there is one, else a published one of its name."""
+    if folder.exists():
+        return folder
+    names = sorted(one.name for one in PUBLISHED.iterdir())
+    if folder.name not in names:
+        raise Refused(
+            f"model.model_paths: there is no {folder}; without one the last part of the path must name a published "
+            f"model: {', '.join(names)}"
+        )
+    return PUBLISHED / folder.name
 
 
 def _check_scheduler(folder: Path, config: Mapping[str, Any]) -> None:

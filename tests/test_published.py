@@ -1,0 +1,138 @@
+"""The published configurations of image models, and the recipes that name them, without any weights."""
+
+import inspect
+import json
+
+import diffusers
+import pytest
+import torch
+import transformers
+from conftest import ROOT
+
+from rewardfl import backbones, config, lora
+from rewardfl.backbones.images import PUBLISHED
+from rewardfl.backbones.seam import Source
+from rewardfl.run import start, work
+from rewardfl.weights.shards import Refused
+
+# What the published files hold. Halves of a size in bytes are of the index files in lllyasviel/stable-diffusion-webui-forge
+# (bfloat16, float16); the others are the hub's counts, or of safetensors headers, as public code repeats them.
+HELD = {
+    ("stable-diffusion-3.5-medium", "transformer"): 2_469_663_936,  # 2,243,171,520 and the table of positions
+    ("stable-diffusion-3.5-medium", "text_encoder"): 123_650_304,
+    ("stable-diffusion-3.5-medium", "text_encoder_2"): 694_659_840,
+    ("stable-diffusion-3.5-medium", "text_encoder_3"): 9_524_621_312 // 2,
+    ("stable-diffusion-3.5-medium", "vae"): 83_819_683,
+    ("FLUX.1-dev", "transformer"): 23_802_816_640 // 2,
+    ("FLUX.1-dev", "text_encoder"): 123_060_480,
+    ("FLUX.1-dev", "text_encoder_2"): 9_524_621_312 // 2,
+    ("FLUX.1-dev", "vae"): 83_819_683,
+    ("Qwen-Image", "transformer"): 20_430_401_088,
+    ("Qwen-Image", "text_encoder"): 8_292_166_656,
+    ("Qwen-Image", "vae"): 126_892_531,
+    ("FLUX.2-klein-base-4B", "transformer"): 3_875_544_576,
+    ("FLUX.2-klein-base-4B", "text_encoder"): 4_022_468_096,
+    ("FLUX.2-klein-base-4B", "vae"): 84_046_115 + 257,  # and the batch normalisation's statistics
+    ("FLUX.2-klein-base-9B", "transformer"): 9_078_581_248,
+    ("FLUX.2-klein-base-9B", "text_encoder"): 8_190_735_360,
+    ("FLUX.2-klein-base-9B", "vae"): 84_046_115 + 257,
+    ("Z-Image", "transformer"): 6_154_908_736,
+    ("Z-Image", "text_encoder"): 4_022_468_096,
+    ("Z-Image", "vae"): 83_819_683,
+}
+# by model.model_name: a published model, and the guidance that it is told
+MODELS = {"sd3": ("stable-diffusion-3.5-medium", None), "flux": ("FLUX.1-dev", 3.5), "qwen_image": ("Qwen-Image", None)}
+RECIPES = ("sd35_flow_grpo", "sd35_reward_fl", "flux_flow_grpo", "flux_reward_fl", "qwen_image_flow_grpo")
+
+
+def read(folder, file):
+    return json.loads((PUBLISHED / folder / file).read_text())
+
+
+def is_expected(kind, given):
+    """Whether a class of diffusers knows every key: it would ignore the others."""
+    return set(given) <= {*inspect.signature(kind.__init__).parameters, "_class_name"}
+
+
+@pytest.mark.parametrize("folder, part", HELD)
+def test_sizes_are_those_of_the_published_files(folder, part):
+    library, name = read(folder, "model_index.json")[part]
+    given = read(folder, f"{part}/config.json")
+    with torch.device("meta"):
+        if library == "diffusers":
+            kind = getattr(diffusers, name)
+            assert is_expected(kind, given) and given["_class_name"] == name
+            model = kind.from_config(given)
+        else:
+            kind = getattr(transformers, name)
+            model = kind(kind.config_class(**given))
+    saved = model.state_dict().keys()
+    buffers = [value for name, value in model.named_buffers() if name in saved]
+    assert sum(value.numel() for value in [*model.parameters(), *buffers]) == HELD[folder, part]
+
+
+def test_the_folders_are_whole():
+    """The parts that model_index.json names, but for the tokenizers, and nothing else."""
+    assert {path.name for path in PUBLISHED.iterdir()} == {folder for folder, _ in HELD}
+    for folder in PUBLISHED.iterdir():
+        named = {name for name, kind in read(folder.name, "model_index.json").items() if isinstance(kind, list)}
+        parts = {path.name for path in folder.iterdir() if path.is_dir()}
+        assert parts == {part for part in named if not part.startswith("tokenizer")}
+        assert parts == {part for other, part in HELD if other == folder.name} | {"scheduler"}
+        assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".json"}
+        scheduler = read(folder.name, "scheduler/scheduler_config.json")
+        assert is_expected(getattr(diffusers, scheduler["_class_name"]), scheduler)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_described_by_the_name_of_its_path(name, tmp_path):
+    published, told = MODELS[name]
+    source = Source(str(tmp_path / published), embedded_guidance=told)
+    backbone = backbones.describe(name, source)
+    assert backbone.described_by().startswith(f"{PUBLISHED / published} (published; ")
+    assert backbone.latent_shape(512, 512, 1) == (16, 1, 64, 64)
+    with pytest.raises(Refused, match=f"model.model_paths: .*{published} has no weights"):
+        backbones.open(name, source)
+    (tmp_path / published).mkdir()  # a folder that is there speaks for itself
+    for ask in (backbones.describe, backbones.open):
+        with pytest.raises(Refused, match="model.model_paths: .*no model_index.json"):
+            ask(name, source)
+
+
+def test_a_path_that_leads_nowhere_and_names_nothing_is_refused(tmp_path):
+    for ask in (backbones.describe, backbones.open):
+        with pytest.raises(Refused, match="model.model_paths: .*FLUX.1-def") as refused:
+            ask("flux", Source(str(tmp_path / "FLUX.1-def"), embedded_guidance=3.5))
+        assert all(folder in str(refused.value) for folder, _ in HELD)
+    with pytest.raises(Refused, match="model.model_name: flux .*QwenImagePipeline"):
+        backbones.describe("flux", Source(str(tmp_path / "Qwen-Image"), embedded_guidance=3.5))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_name_what_the_model_has(name):
+    cfg = config.load(ROOT / "configs" / f"{name}.yaml")
+    backbone = backbones.describe(cfg.model.model_name, start.model_source(cfg))
+    lora.check_targets(work.lora_targets(cfg, backbone), backbone.linear_layers(), backbone.layer_names)
+    backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
+    assert backbone.differences(cfg.sample.shift) == []
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_recipes_numbers_have_a_source(name):
+    """Every number of grpo, train and sample says where it is from."""
+    section, ours = None, ("max_steps", "window", "use_gradient_checkpointing", "shift", "per_device_train_batch_size")
+    lines = (ROOT / "configs" / f"{name}.yaml").read_text().splitlines()
+    for line in lines:
+        if line and not line.startswith((" ", "#")):
+            section = line.rstrip(":")
+        elif section in ("grpo", "train", "sample", "lora") and line.strip().partition(":")[0] not in ours:
+            assert "# [" in line or "# see above" in line or "final_timestep: 24" in line, line
+
+
+def test_the_four_steps_of_the_recipe_are_those_that_it_names():
+    """Of linspace(1, 0, 5) at shift 3, by the formula of sample.shift; diffusers' own range ends at 0.003."""
+    cfg = config.load(ROOT / "configs" / "sd35_reward_fl.yaml")
+    backbone = backbones.describe("sd3", start.model_source(cfg))
+    schedule = backbone.schedule(cfg.sample.num_inference_steps, None, backbone.latent_shape(512, 512, 1))
+    even = torch.linspace(1, 0, 5)
+    assert schedule.until(cfg.sample.final_timestep).sigmas == pytest.approx(3 * even / (1 + 2 * even), abs=4e-3)
