@@ -58,7 +58,7 @@ def unpack(tokens: Tensor, x: Tensor) -> Tensor:
     return patches.reshape(x.shape)
 
 
-def _told_on_meta(encoders: Mapping[str, nn.Module]) -> Conditioning:
+def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
     lengths = {"text_encoder": CLIP_TOKENS, "text_encoder_2": T5_TOKENS}
     tokens = {name: torch.zeros(1, length, dtype=torch.long, device="meta") for name, length in lengths.items()}
     found = {name: encoders[name](tokens[name]) for name in lengths}

@@ -62,7 +62,7 @@ def _decode(vae: AutoencoderKLFlux2, latents: Tensor) -> Tensor:
     return vae.decode(flat, return_dict=False)[0].unsqueeze(2)
 
 
-def _told_on_meta(encoders: Mapping[str, nn.Module]) -> Conditioning:
+def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     hidden = encoders["text_encoder"](ids, output_hidden_states=True, use_cache=False).hidden_states
     return {"text": torch.cat([hidden[layer] for layer in LAYERS], -1)}

@@ -52,7 +52,7 @@ class Kind:
     one frame both. sigmas: (steps) -> what the pipeline gives the scheduler, None where it is left to its own; mu:
     (tokens, steps, the scheduler's configuration) -> the logarithm of a shift by size. longest_side: of the images, in
     pixels, by the configurations, None for any. network_on_meta: (configurations, dtype, shape of the latents);
-    told_on_meta: (text encoders on the meta device) -> what `encode` would give.
+    told_on_meta: (configurations, text encoders on the meta device) -> what `encode` would give.
     """
 
     published: str
@@ -74,16 +74,16 @@ class Kind:
     mu: Callable[[int, int, Mapping[str, Any]], float]
     longest_side: Callable[[Configs], int | None]
     network_on_meta: Callable[[Configs, torch.dtype, Shape], tuple[ExpertOnMeta, ...]]
-    told_on_meta: Callable[[Mapping[str, nn.Module]], Conditioning]
+    told_on_meta: Callable[[Configs, Mapping[str, nn.Module]], Conditioning]
 
 
 @dataclass(frozen=True)
 class ImageModel:
     """The seam's Backbone. Its conditioning is the Kind's.
 
-    folder: a pipeline as diffusers saves it. configs: by part, the scheduler's as well. guidance: that the network is
-    told, None for one that is told none. opened: the network's tensors by the headers of its files, None for a model
-    that is only described.
+    folder: a pipeline as diffusers saves it. configs: by part, the scheduler's and the tokenizers' as well. guidance:
+    that the network is told, None for one that is told none. opened: the network's tensors by the headers of its files,
+    None for a model that is only described.
     """
 
     kind: Kind
@@ -188,7 +188,7 @@ class ImageModel:
                 name: stock.cast(kind(kind.config_class(**self.configs[name])), self.dtype).eval()
                 for name, kind in self.kind.encoders.items()
             }
-        told = {name: torch.empty_like(value) for name, value in self.kind.told_on_meta(encoders).items()}
+        told = {name: torch.empty_like(value) for name, value in self.kind.told_on_meta(self.configs, encoders).items()}
         latents = torch.empty(1, *shape, dtype=self.dtype, device="meta", requires_grad=True)
         return OnMeta(
             shape=shape,
@@ -200,7 +200,7 @@ class ImageModel:
             image_encoder=None,
             vision=None,
             text_encoder=nn.ModuleDict(encoders),
-            encode_text=lambda: self.kind.told_on_meta(encoders),
+            encode_text=lambda: self.kind.told_on_meta(self.configs, encoders),
             conditioning=told,
         )
 
@@ -328,6 +328,11 @@ def pixels_per_latent(configs: Configs) -> int:
     )
 
 
+def prompt_tokens(configs: Configs, tokenizer: str, most: int) -> int:
+    """The length that prompts are padded to: `most`, as published, or less where the tokenizer allows less."""
+    return min(most, configs.get(tokenizer, {}).get("model_max_length", most))
+
+
 def decode_flat(vae: AutoencoderKL, latents: Tensor) -> Tensor:
     """(B, C, 1, h, w) -> (B, 3, 1, H, W) by a two-dimensional VAE, in the pipelines' own arithmetic."""
     flat = latents.squeeze(2) / vae.config.scaling_factor + vae.config.shift_factor
@@ -430,6 +435,10 @@ def describe(kind: Kind, name: str, source: Source) -> ImageModel:
     parts = (EXPERT, "vae", *kind.encoders)
     configs = {part: stock.read_json(folder / part / "config.json") for part in parts}
     configs["scheduler"] = stock.read_json(folder / "scheduler" / "scheduler_config.json")
+    tokenizers = {part: folder / part / "tokenizer_config.json" for part in kind.tokenizers}
+    for part, path in tokenizers.items():
+        if path.is_file() and (most := stock.read_json(path).get("model_max_length")):
+            configs[part] = {"model_max_length": most}
     _check_scheduler(folder, configs["scheduler"])
     told, given = configs[EXPERT].get("guidance_embeds", False), source.embedded_guidance
     if told != (given is not None):

@@ -55,7 +55,7 @@ def _decode(vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
     return vae.decode(latents / std.to(latents) + mean.to(latents), return_dict=False)[0]
 
 
-def _told_on_meta(encoders: Mapping[str, nn.Module]) -> Conditioning:
+def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
     model: Any = encoders["text_encoder"].model  # its eyes stay closed
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     text = model.language_model(input_ids=ids).last_hidden_state

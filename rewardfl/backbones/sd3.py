@@ -17,12 +17,13 @@ from rewardfl.backbones import images
 from rewardfl.backbones.images import EXPERT, Configs, Kind
 from rewardfl.backbones.seam import Adapter, Conditioning, ExpertOnMeta, Shape
 
-CLIP_TOKENS, T5_TOKENS = 77, 256  # the lengths that diffusers' pipeline pads prompts to
+CLIP_TOKENS, T5_TOKENS = 77, 256  # the lengths that diffusers' pipeline pads prompts to; a tokenizer may allow less
 
 
 def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
+    length = min(T5_TOKENS, pipe.tokenizer_3.model_max_length)
     text, _, pooled, _ = pipe.encode_prompt(
-        prompt, None, None, do_classifier_free_guidance=False, max_sequence_length=T5_TOKENS, device=device
+        prompt, None, None, do_classifier_free_guidance=False, max_sequence_length=length, device=device
     )
     return {"text": text, "pooled": pooled}
 
@@ -42,8 +43,15 @@ def _longest_side(configs: Configs) -> int:
     return config["pos_embed_max_size"] * config["patch_size"] * images.pixels_per_latent(configs)
 
 
-def _told_on_meta(encoders: Mapping[str, nn.Module]) -> Conditioning:
-    ids = {"text_encoder": CLIP_TOKENS, "text_encoder_2": CLIP_TOKENS, "text_encoder_3": T5_TOKENS}
+def _lengths(configs: Configs) -> tuple[int, int]:
+    """Tokens of a prompt, of CLIP's and of T5's."""
+    clip = images.prompt_tokens(configs, "tokenizer", CLIP_TOKENS)
+    return clip, images.prompt_tokens(configs, "tokenizer_3", T5_TOKENS)
+
+
+def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
+    short, long = _lengths(configs)
+    ids = {"text_encoder": short, "text_encoder_2": short, "text_encoder_3": long}
     tokens = {name: torch.zeros(1, length, dtype=torch.long, device="meta") for name, length in ids.items()}
     clips = [encoders[name](tokens[name], output_hidden_states=True) for name in ("text_encoder", "text_encoder_2")]
     t5 = encoders["text_encoder_3"](tokens["text_encoder_3"])[0]
@@ -66,7 +74,7 @@ def _network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tupl
     """Three kinds of blocks: with a second attention, with one, and the last, which leaves the text behind."""
     config = configs[EXPERT]
     width, patch = config["num_attention_heads"] * config["attention_head_dim"], config["patch_size"]
-    tokens, told = shape[2] // patch * (shape[3] // patch), CLIP_TOKENS + T5_TOKENS
+    tokens, told = shape[2] // patch * (shape[3] // patch), sum(_lengths(configs))
     empty = partial(torch.empty, dtype=dtype, device="meta")
     x, time = empty(1, config["in_channels"], *shape[2:], requires_grad=True), torch.empty(1, device="meta")
     text, pooled = empty(1, told, config["joint_attention_dim"]), empty(1, config["pooled_projection_dim"])

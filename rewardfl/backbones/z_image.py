@@ -54,7 +54,7 @@ def _longest_side(configs: Configs) -> int:
     return min(configs[EXPERT]["axes_lens"][1:]) * PATCH * images.pixels_per_latent(configs)
 
 
-def _told_on_meta(encoders: Mapping[str, nn.Module]) -> Conditioning:
+def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
     ids = torch.zeros(1, PADDED, dtype=torch.long, device="meta")
     text = encoders["text_encoder"](ids, output_hidden_states=True).hidden_states[-2]
     return {"text": text[:, :TOKENS], "mask": torch.ones(1, TOKENS, dtype=torch.long, device="meta")}

@@ -49,7 +49,9 @@ class SceneJudge(SceneChecker):
         try:
             self.finder.load_state_dict(load_file(weights_file))
         except (OSError, SafetensorError, RuntimeError) as error:
-            raise ValueError(f"reward 'scene_judge': weights_file {weights_file} is not the judge's: {error}") from error
+            raise ValueError(
+                f"reward 'scene_judge': weights_file {weights_file} is not the judge's: {error}"
+            ) from error
 
     @torch.no_grad()
     def things_in(self, image: Tensor) -> list[Thing]:
@@ -57,7 +59,7 @@ class SceneJudge(SceneChecker):
         peaks = (likely == F.max_pool2d(likely, 3, 1, 1)) & (likely > SURE)
         height, width = likely.shape[2:]
         return [
-            Thing(*KINDS[kind], (column + 0.5) / width, (row + 0.5) / height)
+            Thing(KINDS[kind][0], KINDS[kind][1], (column + 0.5) / width, (row + 0.5) / height)
             for _, kind, row, column in peaks.nonzero().tolist()
         ]
 

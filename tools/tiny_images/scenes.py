@@ -70,7 +70,7 @@ SCENES = {scene.prompt: scene for scene in all_scenes()}
 
 
 def is_held_out(prompt: str) -> bool:
-    """One prompt in five, whose picture nothing is ever trained on; single objects are not, they say what words mean."""
+    """One prompt in five, whose picture nothing is trained on; never a single object, which says what words mean."""
     return SCENES[prompt].form != "one" and zlib.crc32(prompt.encode()) % 5 == 0
 
 
