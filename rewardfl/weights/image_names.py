@@ -1,9 +1,9 @@
 """The names of the layers of SD3, FLUX.1 and Qwen-Image: diffusers', and FLUX.1's original ones. No torch here.
 
-Published LoRAs of SD3 and Qwen-Image name layers as diffusers does. Those of FLUX.1 do that, or name the layers of Black
+LoRAs of SD3 and Qwen-Image name layers as diffusers does. Those of FLUX.1 do that, or they name the layers of Black
 Forest Labs' code, which holds in one layer what diffusers holds in several. diffusers has converters, too
-(loaders/lora_conversion_utils.py), but they drop what they do not know: biases, DoRA's magnitudes, the alpha of the last
-layers. So the names stand here, and tests/test_image_loras.py compares them with its converters.
+(loaders/lora_conversion_utils.py), but they drop what they do not know: biases, DoRA's magnitudes, the alpha of the
+last layers. So the names stand here, and tests/test_image_loras.py compares them with its converters.
 """
 
 import re
@@ -153,8 +153,8 @@ def base_models(checkpoint: Checkpoint) -> tuple[str, ...]:
         return found
     if any(re.search(r"(^|\.)(double|single)_blocks\.", name) for name in modules):
         raise Refused(
-            f"{checkpoint.path} has the original names of FLUX.1, FLUX.2 or a model like them, with fused layers; merge "
-            "into the folder in diffusers' layout (transformer/)"
+            f"{checkpoint.path} has the original names of FLUX.1, FLUX.2 or a model like them, with fused layers; "
+            "merge into the folder in diffusers' layout (transformer/)"
         )
     if model := elsewhere(modules):
         raise Refused(f"{checkpoint.path} is {model}; only Wan, {', '.join(MODULES)} are merged")

@@ -1,9 +1,9 @@
 """LoRA files of every tool that trains Wan, SD3, FLUX.1 or Qwen-Image: one reader for all names, one normal form.
 
 What the files call a module, where they keep alpha and how they say which expert they mean differs between
-diffusers, peft, ComfyUI, ai-toolkit, DiffSynth, ROLL, musubi/kohya, OneTrainer, XLabs, VideoX-Fun and others. `read_lora` resolves every key or
-refuses the file: a key that is skipped is an update that is silently lost. torch only, so that the merge tools stay
-small; tensors are read when they are needed.
+diffusers, peft, ComfyUI, ai-toolkit, DiffSynth, ROLL, musubi/kohya, OneTrainer, XLabs, VideoX-Fun and others.
+`read_lora` resolves every key or refuses the file: a key that is skipped is an update that is silently lost. torch
+only, so that the merge tools stay small; tensors are read when they are needed.
 """
 
 import pickle
@@ -233,7 +233,7 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
         component = "transformer_2" if both and expert == "low_noise" else "transformer"
         alphas = _Alphas(path, metadata, adapter_config, component, called, alpha)
         updates = {module: _update(path, module, roles, alphas) for module, roles in modules.items()}
-        if models == (WAN,):
+        if WAN in models:
             expert = expert or expert_in_path(path.absolute())
         loras.append(Lora(path, models, expert, updates, alphas.summary(), next(iter(sources)), alphas.notes()))
     return loras
@@ -243,8 +243,8 @@ def _parse(path: Path, key: str) -> tuple[str, str, str | None]:
     """(bare module name, role, expert) of a LoRA key. Refused when it is no part of a transformer's LoRA."""
     if re.match(_TEXT_ENCODER, key):
         raise Refused(
-            f"{path}: {key[:_LONGEST_KEY]} belongs to a text encoder; only LoRAs of the transformer are read, and a part "
-            "that is skipped is lost silently. Merge it with diffusers (pipe.load_lora_weights, then pipe.fuse_lora)"
+            f"{path}: {key[:_LONGEST_KEY]} belongs to a text encoder; only LoRAs of the transformer are read, and a "
+            "part that is skipped is lost silently. Merge it with diffusers (pipe.load_lora_weights, pipe.fuse_lora)"
         )
     if re.search(_FOREIGN, key) or key.startswith("lycoris_"):
         raise Refused(
@@ -270,8 +270,8 @@ def _placed(
                 raise Refused(f"{path}: {key[:_LONGEST_KEY]} and others speak of {other}; {_READ}")
             whose = f"{' or '.join(before)}, whose names other keys have" if before else f"a transformer; {_READ}"
             raise Refused(
-                f"{path}: {key[:_LONGEST_KEY]} (as {quoted(name)}) names no module of {whose}; nothing was merged, because "
-                "a key that is skipped is lost silently"
+                f"{path}: {key[:_LONGEST_KEY]} (as {quoted(name)}) names no module of {whose}; nothing was merged, "
+                "because a key that is skipped is lost silently"
             )
     assert models
     if any(places[model] != places[models[0]] for places in found.values() for model in models):
