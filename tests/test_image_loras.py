@@ -33,6 +33,11 @@ LAYERS = {
         "transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_add_out", "transformer_blocks.1.img_mod.1",
         "transformer_blocks.0.txt_mlp.net.0.proj", "transformer_blocks.0.attn.add_v_proj",
     ],
+    # diffusers reads OneTrainer's names of attention alone
+    "OneTrainer": [
+        "transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_add_out", "transformer_blocks.1.attn.to_out.0",
+        "single_transformer_blocks.1.attn.to_v", "transformer_blocks.0.attn.add_k_proj", "x_embedder",
+    ],
 }  # fmt: skip
 
 
@@ -61,7 +66,7 @@ def pair(shape, seed=0):
 
 
 def in_diffusers_names(base, model, prefix, scale, ends=("lora_A", "lora_B"), alpha=None, flat=False):
-    """A LoRA of LAYERS whose names are diffusers'."""
+    """A LoRA of LAYERS whose names are diffusers'; of `model`, or of other layers under that name."""
     state = {}
     for name in LAYERS[model]:
         down, up = pair(base[f"{name}.weight"].shape, len(name))
@@ -76,7 +81,7 @@ def in_original_names(base, names, form, alpha):
     """A LoRA of layers of FLUX.1 that are called by their original names, as `form` writes them."""
     state = {}
     for name in names:
-        shapes = [base[f"{place.module}.weight"].shape for place in image_names.places(name)["FLUX.1"]]
+        shapes = [base[f"{place.module}.weight"].shape for place in image_names.places_of(name)["FLUX.1"]]
         down, up = pair((sum(shape[0] for shape in shapes), shapes[0][1]), len(name))
         stem, (a, b) = form(name)
         state |= {f"{stem}.{a}.weight": down, f"{stem}.{b}.weight": up}
@@ -122,6 +127,9 @@ DIALECTS = {
     ("FLUX.1", "kohya without alpha"): lambda base: (in_original_names(base, KOHYA, kohya, None), {}),
     ("FLUX.1", "comfy"): lambda base: (
         in_original_names(base, KOHYA, lambda name: (f"diffusion_model.{name}", DOWN_UP), ALPHA), {},
+    ),
+    ("FLUX.1", "OneTrainer"): lambda base: (
+        in_diffusers_names(base, "OneTrainer", "lora_transformer_", 1, DOWN_UP, ALPHA, flat=True), {},
     ),
     ("FLUX.1", "xlabs"): lambda base: (in_original_names(base, XLABS, lambda name: (name, ("down", "up")), None), {}),
     ("Qwen-Image", "diffusers"): lambda base: (
@@ -184,7 +192,7 @@ def test_modules_are_those_of_the_models():
             assert image_names.base_models(checkpoint) == (model,)
             for name in modules:  # by both names, and back
                 for alias in (name, name.replace(".", "_")):
-                    assert image_names.places(alias)[model] == (image_names.Place(name),)
+                    assert image_names.places_of(alias)[model] == (image_names.Place(name),)
         assert seen == image_names.MODULES[model]
 
 
@@ -460,4 +468,6 @@ def test_an_image_model_has_no_experts(folder_of, tmp_path):
     assert "leave --expert away" in merge("--base", base, "--lora", path, "--expert", "low", "--out", out, expect=2)
     assert "of Wan alone" in merge("--base", base, "--lora", path, "--rename", "comfy", "--out", out, expect=2)
     assert not out.exists()
-    assert "noise" not in merge("--base", base, "--lora", path, "--out", out)  # the name speaks of no expert
+    assert "noise" not in merge("--base", base, "--lora", path, "--out", out)  # though the file's name says low
+    convert("--lora", path, "--to", "diffusers", "--out", tmp_path / "converted")
+    assert [one.name for one in (tmp_path / "converted").iterdir() if one.is_dir()] == ["transformer"]

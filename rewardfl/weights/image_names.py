@@ -132,7 +132,7 @@ def _template(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def places(name: str) -> dict[str, tuple[Place, ...]]:
+def places_of(name: str) -> dict[str, tuple[Place, ...]]:
     """{image model: where the module is in it that a LoRA calls `name`}, of the models that have one of this name."""
     template, number = _template(name)
     return {

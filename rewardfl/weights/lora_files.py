@@ -261,7 +261,7 @@ def _placed(
     models: list[str] | None = None
     found: dict[str, dict[str, tuple[Place, ...]]] = {}
     for key, (name, role, expert) in keys.items():
-        found[name] = image_names.places(name) if role and expert is None else {}
+        found[name] = image_names.places_of(name) if role and expert is None else {}
         if role and (module := resolve(name)) is not None:
             found[name][WAN] = (Place(module),)
         before, models = models, [model for model in models or found[name] if model in found[name]]
