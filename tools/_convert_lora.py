@@ -16,12 +16,17 @@ from rewardfl_tools._output import Output
 
 TOOL = "rewardfl convert_lora 1"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# where the file of each expert goes in an output folder
+# where the file of each expert goes in an output folder, and that of a model without experts
 NAMES = {
-    "comfy": {"high_noise": "{}_high_noise.safetensors", "low_noise": "{}_low_noise.safetensors"},
+    "comfy": {
+        "high_noise": "{}_high_noise.safetensors",
+        "low_noise": "{}_low_noise.safetensors",
+        None: "{}.safetensors",
+    },
     "diffusers": {
         "high_noise": f"transformer/{lora_files.WEIGHTS_NAME}",
         "low_noise": f"transformer_2/{lora_files.WEIGHTS_NAME}",
+        None: f"transformer/{lora_files.WEIGHTS_NAME}",
     },
 }
 
@@ -33,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     _output.check(output, [args.lora, *(path for lora in loras for path in lora.files)])
     if output.is_file and len(loras) > 1:
         raise Refused(f"{args.lora} holds both experts; give a folder as --out, it gets a file for each")
-    if not output.is_file and any(lora.expert is None for lora in loras):
+    if not output.is_file and any(lora.expert is None and is_wan(lora) for lora in loras):
         raise Refused(f"{args.lora} does not say which expert it is for; give a file as --out")
     report: dict[str, Any] = {"input": str(args.lora), "files": {}}
     for lora in loras:
@@ -66,8 +71,14 @@ def run(args: argparse.Namespace) -> None:
     _output.write_report(output, report)
 
 
+def is_wan(lora: Lora) -> bool:
+    return lora_files.WAN in lora.models
+
+
 def notes(lora: Lora, to: str) -> list[str]:
     """What the user should know of the LoRA before another tool loads it."""
+    if to == "comfy" and not is_wan(lora):
+        return [*lora.notes, f"ComfyUI reads diffusers' names of {' and '.join(lora.models)}; they are written"]
     dora = [update for update in lora.updates.values() if update.magnitude is not None and update.wd_on_output]
     if to != "comfy" or not dora:
         return list(lora.notes)
@@ -86,7 +97,12 @@ def converted(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor
     """The LoRA's tensors under the names of `to`, and the file's metadata. Refused for what `to` cannot carry."""
     state: dict[str, Tensor] = {}
     for update in lora.updates.values():
-        state |= comfy_tensors(update) if to == "comfy" else diffusers_tensors(lora, update)
+        state |= comfy_tensors(update) if to == "comfy" and is_wan(lora) else diffusers_tensors(lora, update)
+        if to == "comfy" and not is_wan(lora) and (update.magnitude is not None or update.biases()):
+            raise Refused(
+                f"{lora.path}: {update.module} has a bias or a DoRA magnitude, which ComfyUI does not read under "
+                "diffusers' names; use --to diffusers, or merge it with tools/merge_lora.py"
+            )
     source = _common.one_line(lora.path.name)
     metadata = {"format": "pt", "rewardfl": TOOL, "rewardfl_source": f"{source} {sha256(lora.path)}"}
     if to == "diffusers":
@@ -121,15 +137,15 @@ def comfy_tensors(update: Update) -> dict[str, Tensor]:
 
 def diffusers_tensors(lora: Lora, update: Update) -> dict[str, Tensor]:
     name = f"transformer.{update.module}"
+    way_out = f"{'use --to comfy, or ' if is_wan(lora) else ''}merge it with tools/merge_lora.py"
     if update.diff is not None or (update.diff_b is not None and update.down is None):
         raise Refused(
             f"{lora.path}: {update.module} is changed by a full difference, which diffusers' LoRA loader drops without "
-            "a word; use --to comfy, or merge it with tools/merge_lora.py"
+            f"a word; {way_out}"
         )
     if not update.wd_on_output:
         raise Refused(
-            f"{lora.path}: the DoRA magnitude of {update.module} is of the inputs, which peft does not know; use "
-            "--to comfy, or merge it with tools/merge_lora.py"
+            f"{lora.path}: the DoRA magnitude of {update.module} is of the inputs, which peft does not know; {way_out}"
         )
     state = {
         f"{name}.lora_A.weight": load_tensor(update.down),

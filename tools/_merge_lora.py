@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rewardfl.files import sha256
-from rewardfl.weights import lora_files, merge, shards
+from rewardfl.weights import image_names, lora_files, merge, shards
 from rewardfl.weights.lora_files import FLOAT32, Lora
 from rewardfl.weights.shards import Refused
 from rewardfl_tools import _common, _output
@@ -46,11 +46,7 @@ def run(args: argparse.Namespace) -> None:
             f"--base {args.base} is a pipeline: the output is a pipeline folder with the same names. For one expert as "
             f"a file or with other names give --base {args.base / list(layout.values())[-1]}"
         )
-    if layout:
-        bases = {expert: shards.open_checkpoint(args.base / folder) for expert, folder in layout.items()}
-    else:
-        expert = EXPERTS.get(args.expert) or lora_files.expert_in_path(args.base.absolute())
-        bases = {expert: shards.open_checkpoint(args.base)}
+    bases, layout = open_bases(args, layout)
     config = args.base / "config.json" if args.base.is_dir() else args.base.with_name("config.json")
     read_files = [file for base in bases.values() for file in base.files]
     read_files += [file for one in given for file in (one.path, *(f for lora in one.loras for f in lora.files))]
@@ -69,19 +65,37 @@ def run(args: argparse.Namespace) -> None:
     write(args, output, layout, plans, rest, config if args.rename == "keep" and config.is_file() else None, report)
 
 
+def open_bases(
+    args: argparse.Namespace, layout: dict[str | None, str] | None
+) -> tuple[dict[str | None, shards.Checkpoint], dict[str | None, str] | None]:
+    """{expert: its checkpoint}, and {expert: its folder} of a pipeline. The expert of an image model is None."""
+    folders = layout or {EXPERTS.get(args.expert) or lora_files.expert_in_path(args.base.absolute()): "."}
+    bases = {expert: shards.open_checkpoint(args.base / folder) for expert, folder in folders.items()}
+    for base in bases.values():
+        shards.check_unquantised(base)
+        if models := image_names.base_models(base):
+            if args.expert or len(bases) > 1:
+                raise Refused(f"{base.path} is {' or '.join(models)}, which has no experts; leave --expert away")
+            return {None: base}, layout and {None: "transformer"}
+    return bases, layout
+
+
 def read(text: str, alpha: float | None) -> Given:
     """PATH[@high|@low][:strength] -> the LoRAs in it, with their experts set where the text names one."""
     (path, strength), expert = _common.path_and_strength(text), None
     if found := re.fullmatch(r"(.+)@(high|low)", path):
         path, expert = found[1], EXPERTS[found[2]]
-    loras = lora_files.assign(lora_files.read_lora(path, alpha), expert)
+    loras = lora_files.read_lora(path, alpha)
+    if expert and lora_files.WAN not in loras[0].models:
+        raise Refused(f"--lora {text}: {' and '.join(loras[0].models)} have no experts; give --lora {path}")
+    loras = lora_files.assign(loras, expert)
     for scale in {1.0} | {update.scale for lora in loras for update in lora.updates.values()}:
         if not FLOAT32.tiny <= abs(strength * scale) <= FLOAT32.max:
             raise Refused(f"--lora {text}: strength {strength:g} times scale {scale:g} is 0 or infinite in float32")
     return Given(text, Path(path), strength, loras)
 
 
-def pipeline_layout(base: Path) -> dict[str, str] | None:
+def pipeline_layout(base: Path) -> dict[str | None, str] | None:
     """{expert: folder} when `base` is a pipeline."""
     for layout in LAYOUTS:
         if all((base / folder).is_dir() for folder in layout.values()):
@@ -140,8 +154,7 @@ def describe(
             scales = sorted({update.scale for update in lora.updates.values() if update.down is not None})
             text = (
                 f"{lora.path}: {len(lora.updates)} modules, rank {span(ranks)}, scale {span(scales)}, alpha from "
-                f"{lora.alpha_source}, strength {one.strength:g}, expert {lora.expert or 'not named'}; keys like "
-                f"{lora.dialect}"
+                f"{lora.alpha_source}, strength {one.strength:g}, {whose(lora)}; keys like {lora.dialect}"
             )
             lines.append(text)
             record[f"lora_{number}_{lora.expert or 'model'}"] = _common.one_line(text) + f"; sha256 {sha256(lora.path)}"
@@ -156,6 +169,13 @@ def describe(
         )
     lines += [f"{expert}: no LoRA for it, taken as it is" for expert, loras in routed.items() if not loras]
     return {"lines": lines, "record": record, "kept": {}}
+
+
+def whose(lora: Lora) -> str:
+    """The model, or its expert, that a LoRA is for, in words."""
+    if lora_files.WAN in lora.models:
+        return f"expert {lora.expert or 'not named'}"
+    return f"of {' or '.join(lora.models)}"
 
 
 def span(values: Sequence[float]) -> str:

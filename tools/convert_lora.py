@@ -3,11 +3,13 @@
     python tools/convert_lora.py --lora outputs/face/checkpoints/latest --to comfy --out face_comfy
     python tools/convert_lora.py --lora lightning_low.safetensors --to diffusers --out lightning
 
-`comfy` (diffusion_model.<original name>.lora_down / lora_up / alpha) loads in ComfyUI, DiffSynth, LightX2V, VideoX-Fun
-and diffusers. `diffusers` is what pipe.load_lora_weights and tools/generate.py read. The scale is folded into the
-weights and alpha set to the rank, so that a reader that ignores alpha is right too. A LoRA for one expert becomes one
-.safetensors file or a folder, one for both a folder, in which each expert has its file (diffusers: transformer/ and
-transformer_2/). Exit codes: 0 written, 2 refused with nothing written, 1 a disk error.
+LoRAs of Wan, SD3, FLUX.1 and Qwen-Image are read. `comfy` (diffusion_model.<original name>.lora_down / lora_up / alpha)
+loads in ComfyUI, DiffSynth, LightX2V, VideoX-Fun and diffusers; for SD3, FLUX.1 and Qwen-Image it is diffusers' names,
+which ComfyUI reads. `diffusers` is what pipe.load_lora_weights and tools/generate.py read. The scale is folded into
+the weights and alpha set to the rank, so that a reader that ignores alpha (as ComfyUI that of our checkpoints) is
+right too. A LoRA for one expert becomes one .safetensors file or a folder, one for both a folder, in which each expert
+has its file (diffusers: transformer/ and transformer_2/); one of an image model a file or a folder that holds it.
+Exit codes: 0 written, 2 refused with nothing written, 1 a disk error.
 """
 
 import argparse

@@ -1,12 +1,14 @@
-"""Merge LoRAs into a Wan checkpoint, in constant memory, and say how much of the update arrived.
+"""Merge LoRAs into a Wan, SD3, FLUX.1 or Qwen-Image checkpoint, in constant memory; say how much of them arrived.
 
     python tools/merge_lora.py --base Wan2.2-I2V-A14B-Diffusers --lora outputs/face/checkpoints/latest --out merged
     python tools/merge_lora.py --base wan/low_noise_model --lora face.safetensors:0.8 --out low.safetensors --dtype fp16
+    python tools/merge_lora.py --base FLUX.1-dev --lora style.safetensors --lora outputs/my/checkpoints/latest --out my
 
 The base is a pipeline folder (diffusers, or Wan-AI's with high_noise_model/ and low_noise_model/), an expert's folder,
-an index.json or a single file, with diffusers' or the original names. A LoRA is PATH[@high|@low][:strength]; any tool's
-names are read. Each half goes to its expert; what cannot be placed is refused. Exit codes: 0 merged and every key
-used, 2 refused with nothing written, 1 a disk error.
+an index.json or a single file, with diffusers' or the original names; of SD3, FLUX.1 and Qwen-Image the pipeline or its
+transformer in diffusers' names. A LoRA is PATH[@high|@low][:strength]; any tool's names are read. Each half goes to its
+expert; what cannot be placed, LoRAs of text encoders among it, is refused. Exit codes: 0 merged and every key used, 2
+refused with nothing written, 1 a disk error.
 """
 
 import argparse

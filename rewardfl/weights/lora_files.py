@@ -1,9 +1,9 @@
-"""LoRA files of every tool that trains Wan: one reader for all their names, one normal form.
+"""LoRA files of every tool that trains Wan, SD3, FLUX.1 or Qwen-Image: one reader for all names, one normal form.
 
 What the files call a module, where they keep alpha and how they say which expert they mean differs between
-diffusers, peft, ComfyUI, DiffSynth, ROLL, musubi/kohya, VideoX-Fun and others. `read_lora` resolves every key or
-refuses the file: a key that is skipped is an update that is silently lost. torch only, so that the merge tools stay
-small; tensors are read when they are needed.
+diffusers, peft, ComfyUI, ai-toolkit, DiffSynth, ROLL, musubi/kohya, OneTrainer, XLabs, VideoX-Fun and others.
+`read_lora` resolves every key or refuses the file: a key that is skipped is an update that is silently lost. torch
+only, so that the merge tools stay small; tensors are read when they are needed.
 """
 
 import pickle
@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rewardfl.weights import shards, wan_names
+from rewardfl.weights import image_names, shards, wan_names
+from rewardfl.weights.image_names import Place
 from rewardfl.weights.shards import Entry, Refused, json_object, quoted
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"  # diffusers' name of a LoRA file
@@ -39,11 +40,12 @@ _CONTAINERS = {
     "diffusion_model.": None,
     "lora_unet__": None,
     "lora_unet_": None,
+    "lora_transformer_": None,
 }
 # what ends a key, after the module's name: the role of the tensor. An adapter's name may stand before `.weight`.
 _ROLES = [
-    (r"\.(?:lora_A|lora_down|lora\.down)(?:\.[\w-]+)?\.weight", "down"),
-    (r"\.(?:lora_B|lora_up|lora\.up)(?:\.[\w-]+)?\.weight", "up"),
+    (r"\.(?:lora_A|lora_down|lora\.down|down)(?:\.[\w-]+)?\.weight", "down"),
+    (r"\.(?:lora_B|lora_up|lora\.up|up)(?:\.[\w-]+)?\.weight", "up"),
     (r"\.lora_B(?:\.[\w-]+)?\.bias", "up_bias"),
     (r"\.alpha", "alpha"),
     (r"\.diff", "diff"),
@@ -53,6 +55,9 @@ _ROLES = [
     (r"\.lora_magnitude_vector(?:\.[\w-]+)?(?:\.weight)?", "magnitude"),
 ]
 _FOREIGN = r"\.(?:lokr_|hada_|oft_|boft|lora_mid|set_weight|w_norm|b_norm|reshape_weight|on_input|vera_|lora_E)"
+_TEXT_ENCODER = r"(?:text_encoders?|text_encoder_\d|lora_te\d?)[._]"
+WAN = "Wan"
+_READ = f"LoRAs of {WAN}, {', '.join(image_names.MODULES)} are read"
 
 # A key of peft's alpha_pattern that is a module's name, or the end of one. peft takes it as a regular expression and so
 # tells users of `^` for a name from its start on; all that it writes itself are names.
@@ -118,9 +123,13 @@ class Update:
 
 @dataclass(frozen=True)
 class Lora:
-    """One expert's updates. expert: high_noise, low_noise or None where the file does not say."""
+    """One expert's updates. expert: high_noise, low_noise or None where the file does not say, or the model has none.
+
+    models: whose names the keys are; several where they share them.
+    """
 
     path: Path
+    models: tuple[str, ...]
     expert: str | None
     updates: dict[str, Update]
     alpha_source: str  # where the scale comes from, for the user to see
@@ -191,8 +200,9 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
     """All LoRAs that a file or folder holds, one per expert, in the normal form.
 
     path: a .safetensors or torch file, a peft adapter folder, a folder with one LoRA file, or a checkpoint of
-    train_reward_fl.py. alpha: used where the file says nothing (else alpha is the rank). Refused: keys that no
-    Wan module answers to, missing halves, ranks that disagree, LoKr, LoHa and other maths, contradicting alphas.
+    a training script. alpha: used where the file says nothing (else alpha is the rank). Refused: keys that no module
+    of one of the models answers to, those of text encoders, missing halves, ranks that disagree, LoKr, LoHa and other
+    maths, contradicting alphas.
     """
     path = Path(path)
     if path.is_dir():
@@ -202,43 +212,90 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
     sources, metadata = _open(path)
     config = path.with_name(CONFIG_NAME)
     adapter_config = json_object(config.read_bytes(), f"{config}") if config.is_file() else {}
+    keys = {key: _parse(path, key) for key in sources}
+    if not keys:
+        raise Refused(f"{path} holds no tensors")
+    models, places = _placed(path, keys)
     sorted_keys: dict[str | None, dict[str, dict[str, Source]]] = {}
     called: dict[str, str] = {}  # a module's name in this file
     both = any(key.startswith(("transformer_2.", "pipe.dit2.")) for key in sources)
-    for key, source in sources.items():
-        if re.search(_FOREIGN, key) or key.startswith("lycoris_"):
-            raise Refused(
-                f"{path}: {key} belongs to LoKr, LoHa, OFT or another method; only LoRA, DoRA and full differences "
-                "can be merged. Merge it with the tool that trained it"
-            )
-        name, role, expert = _split(key) or (key, "", None)
-        module = resolve(name) if role else None
-        if module is None:
-            raise Refused(
-                f"{path}: {key[:_LONGEST_KEY]} names no module of a Wan transformer (as {quoted(name)}); nothing was "
-                "merged, because a key that is skipped is lost silently"
-            )
+    for key, (name, role, expert) in keys.items():
         if both and expert is None:
             expert = "high_noise"  # `transformer.` next to `transformer_2.`
-        found = sorted_keys.setdefault(expert, {}).setdefault(module, {})
-        if role in found:
-            raise Refused(f"{path}: two keys give the {role} of {module}, the second is {key}")
-        found[role] = source
-        called[module] = name
-    if not sorted_keys:
-        raise Refused(f"{path} holds no tensors")
+        for place in places[name]:
+            found = sorted_keys.setdefault(expert, {}).setdefault(place.module, {})
+            if role in found:
+                raise Refused(f"{path}: two keys give the {role} of {place.module}, the second is {key}")
+            found[role] = _part(path, key, role, sources[key], place)
+            called[place.module] = name
     loras = []
     for expert, modules in sorted_keys.items():
         component = "transformer_2" if both and expert == "low_noise" else "transformer"
         alphas = _Alphas(path, metadata, adapter_config, component, called, alpha)
         updates = {module: _update(path, module, roles, alphas) for module, roles in modules.items()}
-        loras.append(
-            Lora(
-                path, expert or expert_in_path(path.absolute()), updates, alphas.summary(), next(iter(sources)),
-                alphas.notes(),
-            )
-        )  # fmt: skip
+        if WAN in models:
+            expert = expert or expert_in_path(path.absolute())
+        loras.append(Lora(path, models, expert, updates, alphas.summary(), next(iter(sources)), alphas.notes()))
     return loras
+
+
+def _parse(path: Path, key: str) -> tuple[str, str, str | None]:
+    """(bare module name, role, expert) of a LoRA key. Refused when it is no part of a transformer's LoRA."""
+    if re.match(_TEXT_ENCODER, key):
+        raise Refused(
+            f"{path}: {key[:_LONGEST_KEY]} belongs to a text encoder; only LoRAs of the transformer are read, and a "
+            "part that is skipped is lost silently. Merge it with diffusers (pipe.load_lora_weights, pipe.fuse_lora)"
+        )
+    if re.search(_FOREIGN, key) or key.startswith("lycoris_"):
+        raise Refused(
+            f"{path}: {key} belongs to LoKr, LoHa, OFT or another method; only LoRA, DoRA and full differences "
+            "can be merged. Merge it with the tool that trained it"
+        )
+    return _split(key) or (key, "", None)
+
+
+def _placed(
+    path: Path, keys: Mapping[str, tuple[str, str, str | None]]
+) -> tuple[tuple[str, ...], dict[str, tuple[Place, ...]]]:
+    """(the models all of whose modules have such names, {name: where the module is in them}). Refused: none has."""
+    models: list[str] | None = None
+    found: dict[str, dict[str, tuple[Place, ...]]] = {}
+    for key, (name, role, expert) in keys.items():
+        found[name] = image_names.places_of(name) if role and expert is None else {}
+        if role and (module := resolve(name)) is not None:
+            found[name][WAN] = (Place(module),)
+        before, models = models, [model for model in models or found[name] if model in found[name]]
+        if not models:
+            if other := image_names.elsewhere(one for one, _, _ in keys.values()):
+                raise Refused(f"{path}: {key[:_LONGEST_KEY]} and others speak of {other}; {_READ}")
+            whose = f"{' or '.join(before)}, whose names other keys have" if before else f"a transformer; {_READ}"
+            raise Refused(
+                f"{path}: {key[:_LONGEST_KEY]} (as {quoted(name)}) names no module of {whose}; nothing was merged, "
+                "because a key that is skipped is lost silently"
+            )
+    assert models
+    if any(places[model] != places[models[0]] for places in found.values() for model in models):
+        raise Refused(f"{path} may be of {' or '.join(models)}, which call different layers so; write diffusers' names")
+    return tuple(models), {name: places[models[0]] for name, places in found.items()}
+
+
+def _part(path: Path, key: str, role: str, source: Source, place: Place) -> Source:
+    """What of a tensor belongs to the place: some of its rows, where the file has several layers in one."""
+    if place.of == 1 or role in ("down", "alpha"):
+        return source
+    rows = source.shape[0] if source.shape else 1
+    if rows % place.of:
+        raise Refused(
+            f"{path}: {key} has {rows} rows, which cannot be {place.of} equal parts, one or more of them for "
+            f"{place.module}; it is of another model, or its magnitude is not of the outputs"
+        )
+    size, first = rows // place.of, place.parts[0]
+    if place.parts != tuple(range(first, first + len(place.parts))):
+        return torch.cat([load_tensor(source)[part * size : (part + 1) * size] for part in place.parts])
+    if isinstance(source, Tensor):
+        return source[first * size : (first + len(place.parts)) * size]
+    shape = (len(place.parts) * size, *source.shape[1:])
+    return replace(source, shape=shape, offset=source.offset + first * size * source.row_bytes)
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -469,7 +526,7 @@ class _Alphas:
         Refused when the module is there by its other name: the file was renamed and the pattern was not.
         """
         unused = [pattern for pattern in self.patterns if pattern not in self.matched]
-        others = {name: module for module in self.called for name in (module, wan_names.to_original(module))}
+        others = {name: module for module in self.called for name in (module, wan_names.to_original(module)) if name}
         ends = {end: module for name, module in others.items() for end in _ends(name)} if unused else {}
         for pattern in unused:
             if pattern in ends:

@@ -1,4 +1,4 @@
-"""Merging LoRAs into a Wan checkpoint, a few rows of one tensor at a time.
+"""Merging LoRAs into a checkpoint, a few rows of one tensor at a time.
 
 All arithmetic is float32 with one rounding at the end. A bfloat16 file cannot hold a small update whatever the
 arithmetic: a weight that moves by less than half its spacing does not move. So `Kept` measures what survived.
@@ -15,8 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rewardfl.weights import shards, wan_names
-from rewardfl.weights.lora_files import TORCH_DTYPES, Lora, Update, as_bytes, load_tensor
+from rewardfl.weights import image_names, shards, wan_names
+from rewardfl.weights.lora_files import TORCH_DTYPES, WAN, Lora, Update, as_bytes, load_tensor
 from rewardfl.weights.shards import BLOCK_BYTES, Checkpoint, Entry, Part, Refused, copy_of
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --dtype
@@ -106,7 +106,7 @@ def check_fits(lora: Lora, update: Update, names: Mapping[str, Entry]) -> None:
         if target not in names:
             raise Refused(
                 f"{lora.path}: the base has no {target} for the LoRA's {update.module}; it was trained on another "
-                "model (Wan2.1-I2V has image projections that Wan2.2 lacks)"
+                "model (with more blocks, or as Wan2.1-I2V has image projections that Wan2.2 lacks)"
             )
         shape = names[target].shape
         if 0 in shape:
@@ -120,6 +120,17 @@ def check_fits(lora: Lora, update: Update, names: Mapping[str, Entry]) -> None:
 # Planning
 
 
+def base_names(base: Checkpoint) -> tuple[tuple[str, ...], str, dict[str, str]]:
+    """(what models the base may be, diffusers | original, {tensor: its diffusers name}).
+
+    Image models share names, so fragments of them may be several. Refused when the names are those of no model.
+    """
+    if models := image_names.base_models(base):
+        return models, "diffusers", {name: name for name in base.tensors}
+    naming, commons = wan_names.naming(base)
+    return (WAN,), naming, commons
+
+
 def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str, names: str) -> Plan:
     """Parts of the merged checkpoint. dtype: keep | fp32 | bf16 | fp16; names: keep | diffusers | original | comfy.
 
@@ -127,10 +138,18 @@ def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str
     fit (see the checks above).
     """
     shards.check_unquantised(base)
-    naming, commons = wan_names.naming(base)
+    models, naming, commons = base_names(base)
+    is_wan = models == (WAN,)
+    if not is_wan and names in ("original", "comfy"):
+        raise Refused(f"{base.path} is {' or '.join(models)}; --rename {names} knows the names of {WAN} alone")
     by_diffusers_name = {commons[name]: entry for name, entry in base.tensors.items()}
     merged: dict[str, list[tuple[Update, float]]] = {}
     for lora, strength in loras:
+        if set(models).isdisjoint(lora.models):
+            raise Refused(
+                f"{lora.path} has the names of {' or '.join(lora.models)}, the base {base.path} is "
+                f"{' or '.join(models)}; give the base that it was trained on"
+            )
         for update in lora.updates.values():
             check_fits(lora, update, by_diffusers_name)
             for target in changes(update, by_diffusers_name):
@@ -141,7 +160,7 @@ def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str
         common, updates = commons[name], merged.get(name, [])
         stored = entry.dtype
         if dtype != "keep":
-            stored = "F32" if wan_names.stays_float32(common) else DTYPES[dtype]
+            stored = "F32" if is_wan and wan_names.stays_float32(common) else DTYPES[dtype]
         new_name = wan_names.output_name(common, name, names)
         if updates or stored != entry.dtype:
             parts.append(Part(new_name, stored, entry.shape, _merging(entry, updates, stored, kept)))
