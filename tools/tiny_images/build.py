@@ -31,7 +31,7 @@ class Plan:
     measured: int = 256
 
 
-QUICK = Plan(vae_steps=2, judge_pictures=8, judge_steps=2, layers=1, pictures=16, steps=2, measured=4)
+QUICK = Plan(vae_steps=2, judge_pictures=8, judge_steps=2, layers=2, pictures=16, steps=2, measured=4)
 
 
 def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
