@@ -291,8 +291,8 @@ def test_in_bfloat16_the_network_is_asked_what_the_stock_pipeline_asks(tenant, m
 
     def record(module, arguments, inputs):
         named = inspect.signature(module.forward).bind(*arguments, **inputs).arguments.items()
-        lists = {name: [value] if isinstance(value, torch.Tensor) else value for name, value in named}
-        asked.append({name: [one.clone() for one in value] for name, value in lists.items() if isinstance(value, list)})
+        lists = {name: value if isinstance(value, list) else [value] for name, value in named}
+        asked.append({name: [x.clone() for x in xs] for name, xs in lists.items() if torch.is_tensor(xs[0])})
 
     for component in pipe.components.values():
         if type(component).__name__ == type(backbone.load_expert(backbone.experts[0])).__name__:
