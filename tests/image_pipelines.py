@@ -118,7 +118,7 @@ def random_flux2_klein(distilled=False) -> Flux2KleinPipeline:
     torch.manual_seed(0)
     words, width = talker(), 16
     transformer = Flux2Transformer2DModel(
-        in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=16, num_attention_heads=2,
+        in_channels=16, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=3 * width, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
     )  # fmt: skip
     vae = AutoencoderKLFlux2(
@@ -194,7 +194,8 @@ def random_z_image() -> ZImagePipeline:
     )  # fmt: skip
     pipe = ZImagePipeline(
         transformer=perturbed(transformer, 0.05), vae=perturbed(image_vae()), tokenizer=words,
-        text_encoder=perturbed(qwen3(words, width, Qwen3Model, 3)), scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        text_encoder=perturbed(qwen3(words, width, Qwen3Model, 3)),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
     return pipe

@@ -121,8 +121,8 @@ class KleinTenant(PackedTenant):
 
         images = pipe(
             prompt=PROMPT, negative_prompt_embeds=pipe.encode_prompt(NEGATIVE)[0], height=HEIGHT, width=WIDTH,
-            num_inference_steps=STEPS, guidance_scale=guidance, latents=nn.functional.pixel_unshuffle(noise[:, :, 0], 2),
-            output_type=output_type, callback_on_step_end=keep,
+            num_inference_steps=STEPS, guidance_scale=guidance, output_type=output_type, callback_on_step_end=keep,
+            latents=nn.functional.pixel_unshuffle(noise[:, :, 0], 2),
         ).images  # fmt: skip
         return unpack(kept[-1], noise[:, :, 0]).unsqueeze(2) if output_type == "latent" else images.unsqueeze(1)
 
@@ -291,10 +291,8 @@ def test_in_bfloat16_the_network_is_asked_what_the_stock_pipeline_asks(tenant, m
 
     def record(module, arguments, inputs):
         named = inspect.signature(module.forward).bind(*arguments, **inputs).arguments.items()
-        lists = {name: [value] if isinstance(value, torch.Tensor) else value for name, value in named}
-        asked.append(
-            {name: [one.clone() for one in value] for name, value in lists.items() if isinstance(value, list)}
-        )
+        lists = {name: value if isinstance(value, list) else [value] for name, value in named}
+        asked.append({name: [x.clone() for x in xs] for name, xs in lists.items() if torch.is_tensor(xs[0])})
 
     for component in pipe.components.values():
         if type(component).__name__ == type(backbone.load_expert(backbone.experts[0])).__name__:

@@ -1,15 +1,24 @@
 """Both scripts on small random text-to-image models, whose mathematics test_backbones.py asks about."""
 
+import numpy as np
 import pytest
 import test_distributed as distributed
 import torch
 from conftest import run_tool
-from image_pipelines import SIDE, random_flux, random_qwen_image, random_sd3
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+from image_pipelines import (
+    SIDE,
+    random_flux,
+    random_flux2_klein,
+    random_qwen_image,
+    random_sd3,
+    random_z_image,
+)
 from runs import CONFIG, GRPO_FAST, call, launch, launch_grpo, metrics
 
 from rewardfl import backbones, config, data, groups, lora
+from rewardfl.backbones import qwen_image, z_image
 from rewardfl.backbones.flux import pack
-from rewardfl.backbones.qwen_image import TOKENS
 from rewardfl.backbones.seam import Adapter, Source
 from rewardfl.estimate import measure
 from rewardfl.run import start
@@ -18,7 +27,18 @@ from rewardfl_tools import generate
 RED = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
 PROMPTS = ["a red ball", "a blue ball", "a ball", "the ball and the red ball"]
 # how one is made, what it is told
-MODELS = {"sd3": (random_sd3, None), "flux": (random_flux, 3.5), "qwen_image": (random_qwen_image, None)}
+MODELS = {
+    "sd3": (random_sd3, None), "flux": (random_flux, 3.5), "qwen_image": (random_qwen_image, None),
+    "flux2_klein": (random_flux2_klein, None), "z_image": (random_z_image, None),
+}  # fmt: skip
+# how its pipeline is given noise (B, C, h, w), and what guidance it is asked for
+STOCK = {
+    "sd3": (lambda noise: noise, 1.0), "flux": (pack, 3.5), "qwen_image": (pack, 1.0),
+    "flux2_klein": (lambda noise: torch.nn.functional.pixel_unshuffle(noise, 2), 1.0),
+    "z_image": (lambda noise: noise, 0.0),
+}  # fmt: skip
+FIRST_LAYER = {"z_image": "layers.0.attention.to_q"}
+TOKENS = {"qwen_image": qwen_image.TOKENS, "z_image": z_image.TOKENS}  # of an estimate, where prompts are as they are
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +83,7 @@ def test_a_colour_is_learned(folder_of, name, how, tmp_path):
     (shown,) = (tmp_path / "run" / "samples" / "step-000012").iterdir()
     assert shown.name == "00.png" and data.read_picture(shown).shape == (SIDE, SIDE, 3)
     state, _ = lora.read_adapter(tmp_path / "run" / "checkpoints" / "step-000012" / "transformer" / lora.WEIGHTS_NAME)
-    assert any(name.startswith("transformer_blocks.0.attn.to_q") for name in state)
+    assert any(layer.startswith(FIRST_LAYER.get(name, "transformer_blocks.0.attn.to_q")) for layer in state)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -74,12 +94,12 @@ def test_generate_is_the_stock_pipeline(folder_of, name, tmp_path, monkeypatch):
     words += ["--num-frames", 1, "--steps", 4, "--shift", "null", "--dtype", "float32", "--seed", 5]
     words += [] if told is None else ["--embedded-guidance", told]
     run_tool(generate.main, *words, "--out", tmp_path / "new" / "ball.png")
-    pipe = MODELS[name][0]()
+    pipe, (given, guidance) = MODELS[name][0](), STOCK[name]
     source = Source(str(folder), dtype="float32", embedded_guidance=told)
     noise = groups.noise((1, *backbones.open(name, source).latent_shape(SIDE, 2 * SIDE, 1)), 5)[:, :, 0]
     stock = pipe(
-        PROMPTS[0], height=SIDE, width=2 * SIDE, num_inference_steps=4, output_type="pt",
-        latents=noise if name == "sd3" else pack(noise), guidance_scale=1.0 if told is None else told,
+        prompt=PROMPTS[0], height=SIDE, width=2 * SIDE, num_inference_steps=4, output_type="pt",
+        latents=given(noise), guidance_scale=guidance,
     ).images[0]  # fmt: skip
     ours = data.read_picture(tmp_path / "new" / "ball.png").permute(2, 0, 1) / 255
     assert (ours - stock).abs().max() < 1 / 255
@@ -91,15 +111,20 @@ def test_generate_is_the_stock_pipeline(folder_of, name, tmp_path, monkeypatch):
 def test_the_estimate_knows_every_kind_of_block(folder_of, name):
     """Weights, adapter and FLOPs of the real network, whose blocks differ."""
     source = Source(str(folder_of(name) / "model"), dtype="float32", embedded_guidance=MODELS[name][1])
-    backbone, targets = backbones.open(name, source), ("to_q", "to_out.0", "add_k_proj")
+    backbone = backbones.open(name, source)
+    targets = (
+        "to_q",
+        "to_out.0",
+        *(backbone.layer_names[one] for one in ("add_k", "o_mlp") if one in backbone.layer_names),
+    )
     parts = backbone.on_meta(SIDE, 2 * SIDE, 1)
     predicted = measure.measure_expert(parts.experts["transformer"], torch.float32, Adapter(4, targets))
     model = backbone.load_expert("transformer")
     assert predicted.weights == measure.nbytes([*model.parameters(), *model.buffers()])
     schedule = backbone.schedule(4, None, parts.shape)
     told = backbone.text_encoder(torch.device("cpu"))(PROMPTS[0])
-    if name == "qwen_image":  # whose prompts are as long as they are
-        told = {key: value[:, :TOKENS] for key, value in told.items()}
+    if name in TOKENS:
+        told = {key: torch.cat([value] * TOKENS[name], 1)[:, : TOKENS[name]] for key, value in told.items()}
     assert {k: v.shape for k, v in told.items()} == {k: v.shape for k, v in parts.conditioning.items()}
     x = torch.randn(1, *parts.shape)
 
@@ -116,12 +141,13 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes_are_one(folder_of, kind, tmp_path):
-    """A network of two kinds of blocks, whose text and image streams both are gathered one block at a time."""
+@pytest.mark.parametrize("name, kind", [("flux", "ddp"), ("flux", "fsdp2"), ("z_image", "ddp"), ("z_image", "fsdp2")])
+def test_two_processes_are_one(folder_of, name, kind, tmp_path):
+    """A network of two kinds of blocks, whose text and image streams both are gathered one block at a time; and one
+    that takes lists and gives one."""
     words = [
         "train_flow_grpo.py", "--config", "configs/tiny_flow_grpo.yaml", *GRPO_FAST,
-        *settings("flux", folder_of("flux")),
+        *settings(name, folder_of(name)),
         "grpo.group_size=4", "grpo.spread=spread", "train.per_device_train_batch_size=1", "grpo.kl_weight=0.01",
         "train.max_steps=2", "run.save_steps=2", "train.warmup_steps=0", "train.max_grad_norm=0.01",
     ]  # fmt: skip
@@ -160,9 +186,10 @@ def test_what_does_not_fit_is_refused(folder_of, monkeypatch, capsys, override, 
     assert not (tmp_path / "run" / "run.json").exists()
 
 
-def test_prompts_of_several_lengths_are_one_batch(folder_of):
+@pytest.mark.parametrize("name", TOKENS)
+def test_prompts_of_several_lengths_are_one_batch(folder_of, name):
     """What is padded is masked: each answer is that of its prompt alone."""
-    backbone = backbones.open("qwen_image", Source(str(folder_of("qwen_image") / "model"), dtype="float32"))
+    backbone = backbones.open(name, Source(str(folder_of(name) / "model"), dtype="float32"))
     encode, model = backbone.text_encoder(torch.device("cpu")), backbone.load_expert("transformer")
     told = [encode(prompt) for prompt in ("a ball", PROMPTS[-1])]
     both = backbone.collate(told)
@@ -188,3 +215,20 @@ def test_a_shift_by_size_and_a_fixed_one(folder_of):
     assert torch.equal(*fixed)
     s = torch.tensor([1, 0.75, 0.5, 0.25])
     torch.testing.assert_close(fixed[0], torch.cat([3 * s / (1 + 2 * s), torch.zeros(1)]))
+
+
+@pytest.mark.parametrize("steps, side", [(4, 32), (28, 128), (50, 128), (4, 264), (50, 264)])  # above 4300 tokens
+def test_a_shift_by_size_and_steps_is_the_stock_pipelines(folder_of, steps, side):
+    backbone = backbones.open("flux2_klein", Source(str(folder_of("flux2_klein") / "model"), dtype="float32"))
+    scheduler = random_flux2_klein().scheduler
+    mu = compute_empirical_mu((side // 2) ** 2, steps)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+    assert torch.equal(backbone.schedule(steps, None, (4, 1, side, side)).sigmas, scheduler.sigmas)
+
+
+def test_guidance_of_a_distilled_model_is_told(tmp_path):
+    random_flux2_klein(distilled=True).save_pretrained(tmp_path)
+    backbone = backbones.describe("flux2_klein", Source(str(tmp_path)))
+    assert backbone.differences(None, 1.0) == []
+    (said,) = backbone.differences(None, 4.0)
+    assert "sample.guidance_scale is 4" in said and "distilled" in said

@@ -64,7 +64,8 @@ def _decode(vae: AutoencoderKLFlux2, latents: Tensor) -> Tensor:
 
 def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    hidden = encoders["text_encoder"](ids, output_hidden_states=True, use_cache=False).hidden_states
+    # with its cache, which `encode` does without: transformers looks into the numbers of a mask otherwise
+    hidden = encoders["text_encoder"](ids, output_hidden_states=True).hidden_states
     return {"text": torch.cat([hidden[layer] for layer in LAYERS], -1)}
 
 

@@ -47,9 +47,9 @@ class Kind:
     the pipeline's names of them, and the tokenizers likewise. encode: (a pipeline of these alone, prompt, device) ->
     what the network is told of a prompt. ask: (latents (B, C, h, w), times (B,) from 1000 to 0, what it is told, the
     guidance that is embedded) -> the network's arguments by name; answer: (its output, these latents) -> the velocity,
-    of their shape. guide: as the seam's, at a scale as the pipeline has it; 1 is no guidance, whatever the pipeline calls
-    none. patch: latents on a side of one token. vae: its class; decode: (it, latents as they are sampled) -> pixels, of
-    one frame both. sigmas: (steps) -> what the pipeline gives the scheduler, None where it is left to its own; mu:
+    of their shape. guide: as the seam's, at the pipeline's own scale; it is not asked at 1, which is none for all.
+    patch: latents on a side of one token. vae: its class; decode: (it, latents as they are sampled) -> pixels, of one
+    frame both. sigmas: (steps) -> what the pipeline gives the scheduler, None where that is left to its own; mu:
     (tokens, steps, the scheduler's configuration) -> the logarithm of a shift by size. longest_side: of the images, in
     pixels, by the configurations, None for any. network_on_meta: (configurations, dtype, shape of the latents);
     told_on_meta: (configurations, text encoders on the meta device) -> what `encode` would give.
@@ -150,12 +150,16 @@ class ImageModel:
         if problems:
             raise Refused("\n".join(problems))
 
-    def differences(self, shift: float | None) -> list[str]:
-        config = self.configs["scheduler"]
+    def differences(self, shift: float | None, guidance: float) -> list[str]:
+        config, found = self.configs["scheduler"], []
         stated = "one by the image's size" if config.get("use_dynamic_shifting") else f"{config.get('shift', 1):g}"
-        if shift is None or f"{shift:g}" == stated:
-            return []
-        return [f"sample.shift is {shift:g}, the checkpoint says {stated} (null)"]
+        if shift is not None and f"{shift:g}" != stated:
+            found.append(f"sample.shift is {shift:g}, the checkpoint says {stated} (null)")
+        if guidance != 1 and stock.read_json(self.folder / "model_index.json").get("is_distilled"):
+            found.append(
+                f"sample.guidance_scale is {guidance:g}, the checkpoint is distilled: its pipeline has none (1)"
+            )
+        return found
 
     def linear_layers(self) -> list[str]:
         return [name for name, module in self._empty().named_modules() if isinstance(module, nn.Linear)]

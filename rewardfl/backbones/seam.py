@@ -216,7 +216,7 @@ class Backbone(Protocol):
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
         """Refuse clips of a size that the model cannot take; with max_pixels height and width are not used."""
 
-    def differences(self, shift: float | None) -> list[str]:
+    def differences(self, shift: float | None, guidance: float) -> list[str]:
         """A line for each setting in which the run differs from what the checkpoint says of itself."""
 
     def linear_layers(self) -> list[str]:

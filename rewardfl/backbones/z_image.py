@@ -77,7 +77,7 @@ def _network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tupl
     width, head = config["dim"], config["dim"] // config["n_heads"]
     tokens = -(shape[2] // PATCH * (shape[3] // PATCH) // -MULTIPLE) * MULTIPLE
     empty = partial(torch.empty, dtype=dtype, device="meta")
-    x, time = empty(1, *shape, requires_grad=True), torch.empty(1, device="meta")
+    x, time = empty(*shape, requires_grad=True), torch.empty(1, device="meta")
     text, embedding = empty(TOKENS, config["cap_feat_dim"]), empty(1, min(width, 256))
     kinds = {
         "noise_refiner": (config["n_refiner_layers"], tokens, (embedding,)),
@@ -93,7 +93,7 @@ def _network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tupl
             tokens=tokens + TOKENS,
             build=partial(_one_block, config, dtype, kept),
             x=x,
-            run=lambda model: model([x[0]], time, [text], return_dict=False)[0][0],
+            run=lambda model: model([x], time, [text], return_dict=False)[0][0],
             blocks=attrgetter(kept),
             block_inputs=(hidden,),
             block_shared=(rotary, *told),

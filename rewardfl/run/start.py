@@ -173,7 +173,7 @@ def _look_at(cfg: AnyConfig, rows: Sequence[data.Row], job: Job, takes_image: bo
 
 def say_plan(cfg: AnyConfig, backbone: Backbone, rows: Rows, steps: int, job: Job) -> None:
     """Print what the run will do: where it differs from the checkpoint, its configuration, arithmetic and sigmas."""
-    notes = [f"note: {note}" for note in backbone.differences(cfg.sample.shift)]
+    notes = [f"note: {note}" for note in backbone.differences(cfg.sample.shift, cfg.sample.guidance_scale)]
     overview = work.overview(cfg, backbone, len(rows.train), steps, job.world)
     for line in [*notes, *rows.said, configuration.dump(cfg), overview]:
         job.say(line)

@@ -112,7 +112,7 @@ class Wan:
         if problems:
             raise Refused("\n".join(problems))
 
-    def differences(self, shift: float | None) -> list[str]:
+    def differences(self, shift: float | None, guidance: float) -> list[str]:
         return files.differences(self.layout, self.boundary, shift)
 
     def linear_layers(self) -> list[str]:
