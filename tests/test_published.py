@@ -15,8 +15,8 @@ from rewardfl.backbones.seam import Source
 from rewardfl.run import start, work
 from rewardfl.weights.shards import Refused
 
-# What the published files hold. Halves of a size in bytes are of the index files in lllyasviel/stable-diffusion-webui-forge
-# (bfloat16, float16); the others are the hub's counts, or of safetensors headers, as public code repeats them.
+# What the published files hold. Halves of a size in bytes are of index files (16 bits a number) that the repository
+# lllyasviel/stable-diffusion-webui-forge keeps; the others are counts that public code states of models and headers.
 HELD = {
     ("stable-diffusion-3.5-medium", "transformer"): 2_469_663_936,  # 2,243,171,520 and the table of positions
     ("stable-diffusion-3.5-medium", "text_encoder"): 123_650_304,
