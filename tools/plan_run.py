@@ -4,7 +4,8 @@
         [--sharding zero2|fsdp2] [section.key=value ...]
 
 Of train_reward_fl.py or train_flow_grpo.py, as the file's sections say. The model's shape is read from the configured
-model's folder when it is there, else from rewardfl/backbones/wan/published.
+model's folder when it is there, else from the published configurations that come with rewardfl (of an image model, by
+the last part of model.model_paths).
 Exits with 0 when the run fits the GPU's memory as it is set, 2 when it does not or when it cannot work at all.
 """
 

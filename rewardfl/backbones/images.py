@@ -390,8 +390,8 @@ def open(kind: Kind, name: str, source: Source) -> ImageModel:
     model = describe(kind, name, source)
     if PUBLISHED in model.folder.parents:
         raise Refused(
-            f"model.model_paths: {source.model_paths} has no weights; download {model.folder.name} into it, in diffusers' "
-            "layout. Without weights there is the estimate of tools/plan_run.py"
+            f"model.model_paths: {source.model_paths} has no weights; download {model.folder.name} into it, in "
+            "diffusers' layout. Without weights there is the estimate of tools/plan_run.py"
         )
     parts = (EXPERT, "vae", *kind.encoders, *kind.tokenizers)
     if absent := [part for part in parts if not (model.folder / part).is_dir()]:
