@@ -525,6 +525,8 @@ OTHER_MODELS = {
     "flux_flow_grpo": 48,
     "flux_reward_fl": 80,
     "qwen_image_flow_grpo": 80,
+    "flux2_klein_flow_grpo": 24,
+    "z_image_flow_grpo": 32,
 }
 
 

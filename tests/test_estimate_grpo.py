@@ -476,7 +476,9 @@ def test_processes(monkeypatch, capsys):
 NEEDS = dict.fromkeys([FULL, *(f"configs/presets/{name}.yaml" for name in PRESETS)], 80) | {
     "configs/presets/dance_grpo.yaml": 141
 }
-IMAGES = [f"configs/{name}_flow_grpo.yaml" for name in ("sd35", "flux", "qwen_image")]  # test_estimate.py fits them
+IMAGES = [
+    f"configs/{name}_flow_grpo.yaml" for name in ("sd35", "flux", "qwen_image", "flux2_klein", "z_image")
+]  # test_estimate.py fits them
 
 
 @pytest.mark.parametrize(

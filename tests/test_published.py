@@ -41,8 +41,14 @@ HELD = {
     ("Z-Image", "vae"): 83_819_683,
 }
 # by model.model_name: a published model, and the guidance that it is told
-MODELS = {"sd3": ("stable-diffusion-3.5-medium", None), "flux": ("FLUX.1-dev", 3.5), "qwen_image": ("Qwen-Image", None)}
-RECIPES = ("sd35_flow_grpo", "sd35_reward_fl", "flux_flow_grpo", "flux_reward_fl", "qwen_image_flow_grpo")
+MODELS = {
+    "sd3": ("stable-diffusion-3.5-medium", None), "flux": ("FLUX.1-dev", 3.5), "qwen_image": ("Qwen-Image", None),
+    "flux2_klein": ("FLUX.2-klein-base-4B", None), "z_image": ("Z-Image", None),
+}  # fmt: skip
+RECIPES = (
+    "sd35_flow_grpo", "sd35_reward_fl", "flux_flow_grpo", "flux_reward_fl", "qwen_image_flow_grpo",
+    "flux2_klein_flow_grpo", "z_image_flow_grpo",
+)  # fmt: skip
 
 
 def read(folder, file):
