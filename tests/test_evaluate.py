@@ -13,7 +13,7 @@ from conftest import ROOT
 from rewardfl import config, data
 from rewardfl.rewards import face
 from rewardfl.rewards.video_motion import VideoMotion, video_motion
-from rewardfl_tools import _evaluate, evaluate
+from rewardfl_tools import _arms, _evaluate, evaluate
 
 
 def score(value, frames=9, coverage=1.0, speed=0.02, nonrigid=0.01):
@@ -135,9 +135,9 @@ def test_table_and_pictures(tmp_path):
 def test_batches_hold_clips_of_one_size():
     rows = [data.Row(i, i + 2, str(i), Path("x.mp4"), "a person") for i in range(5)]
     jobs = [(row, seed) for seed in (0, 1) for row in rows]
-    assert _evaluate.batches(jobs, dict.fromkeys("01234", (64, 64)), 4) == [jobs[:4], jobs[4:8], jobs[8:]]
+    assert _arms.batches(jobs, dict.fromkeys("01234", (64, 64)), 4) == [jobs[:4], jobs[4:8], jobs[8:]]
     sizes = {"0": (64, 64), "1": (64, 80), "2": (64, 64), "3": (64, 80), "4": (64, 64)}
-    mixed = _evaluate.batches(jobs, sizes, 4)
+    mixed = _arms.batches(jobs, sizes, 4)
     assert sorted(map(jobs.index, sum(mixed, []))) == list(range(10))
     assert [len(batch) for batch in mixed] == [4, 2, 4]
     assert all(len({sizes[row.id] for row, _ in batch}) == 1 for batch in mixed)
@@ -145,7 +145,7 @@ def test_batches_hold_clips_of_one_size():
 
 def test_refuses_what_is_no_run(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"run\.json is missing; name the output_dir of a training run"):
-        _evaluate.run_config(tmp_path, [])
+        _arms.run_config(tmp_path, [])
 
 
 def test_a_run_with_another_reward_names_the_way_out(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,7 @@
 """Both scripts on small random text-to-image models, whose mathematics test_backbones.py asks about."""
 
+import json
+
 import numpy as np
 import pytest
 import test_distributed as distributed
@@ -22,7 +24,7 @@ from rewardfl.backbones.flux import pack
 from rewardfl.backbones.seam import Adapter, Source
 from rewardfl.estimate import measure
 from rewardfl.run import start
-from rewardfl_tools import generate
+from rewardfl_tools import _evaluate_images, evaluate, generate
 
 RED = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
 PROMPTS = ["a red ball", "a blue ball", "a ball", "the ball and the red ball"]
@@ -232,3 +234,54 @@ def test_guidance_of_a_distilled_model_is_told(tmp_path):
     assert backbone.differences(None, 1.0) == []
     (said,) = backbone.differences(None, 4.0)
     assert "sample.guidance_scale is 4" in said and "distilled" in said
+
+
+def test_evaluate_says_what_became_of_the_pictures(folder_of, tmp_path, monkeypatch):
+    """Its scores are those of the stock pipeline's pictures; the judges that the run watches are there, too."""
+    folder, run_folder = folder_of("sd3"), tmp_path / "run"
+    launch_grpo(
+        *settings("sd3", folder), "train.learning_rate=5e-2", "train.warmup_steps=0", "train.max_steps=4",
+        "run.save_steps=4", f"run.output_dir={run_folder}", "grpo.group_size=4", "grpo.groups=4",
+        "reward.others={blue: {name: colour, weight: 0, settings: {red: -0.5, green: -0.5, blue: 1.0}}}",
+    )  # fmt: skip
+    words = ["--run", run_folder, "--data", folder / "prompts.csv", "--seeds", 2, "--device", "cpu", "--batch", 3]
+    said = run_tool(evaluate.main, *words)
+    report = json.loads((run_folder / "evaluation" / "report.json").read_text())
+    assert report["prompts"] == len(PROMPTS) and report["pairs"] == 2 * len(PROMPTS)
+    assert "score (trained on)" in said and "blue\n" in said and "better after" in said
+    pairs = report["per_pair"]
+    wins = [(pair["score/after"] > pair["score/before"]) for pair in pairs]
+    assert report["figures"]["score"]["win_rate"]["mean"] == pytest.approx(sum(wins) / len(wins))
+    pipe, pair = random_sd3(), pairs[1]
+    (row,) = [row for row in data.load_metadata(folder / "prompts.csv") if row.line == pair["line"]]
+    latent = backbones.open("sd3", Source(str(folder / "model"), dtype="float32")).latent_shape(SIDE, SIDE, 1)
+    noise = groups.noise((1, *latent), groups.noise_seed(pair["seed"], 0, row.id))[:, :, 0]
+    steps = json.loads((run_folder / "run.json").read_text())["config"]["sample"]["num_inference_steps"]
+
+    def redness():
+        image = pipe(
+            row.prompt, height=SIDE, width=SIDE, num_inference_steps=steps, output_type="pt", latents=noise,
+            guidance_scale=1.0,
+        ).images  # fmt: skip
+        return (image.mean((0, 2, 3)) * torch.tensor([1.0, -0.5, -0.5])).sum().item()
+
+    assert pair["score/before"] == pytest.approx(redness(), abs=1e-4)
+    pipe.load_lora_weights(str(run_folder / "checkpoints" / "latest" / "transformer"))
+    assert pair["score/after"] == pytest.approx(redness(), abs=1e-4)
+    assert data.read_picture(run_folder / "evaluation" / "images" / "0000_seed0.png").shape == (SIDE, 2 * SIDE, 3)
+    assert data.read_picture(run_folder / "evaluation" / "grid.png").shape[2] == 3
+    said = run_tool(evaluate.main, *words, "reward.name=motion", expect=2)
+    assert "reward.name" in said
+
+
+def test_win_rate_counts_a_tie_half_and_leaves_out_what_has_no_score():
+    def pair(line, seed, before, after):
+        row = data.Row(line, line + 2, str(line), None, "a ball")
+        picture = torch.zeros(4, 4, 3, dtype=torch.uint8)
+        scores = {"score": {"before": before, "after": after}}
+        return _evaluate_images.Pair(row, seed, {"before": picture, "after": picture}, scores)
+
+    pairs = [pair(0, 0, 1.0, 2.0), pair(0, 1, 1.0, 1.0), pair(1, 0, 3.0, 2.0), pair(1, 1, float("nan"), 2.0)]
+    figures = _evaluate_images.summarise(pairs, {"score": True})["figures"]["score"]
+    assert figures["win_rate"]["mean"] == (0.75 + 0) / 2 and figures["left_out"] == 1 and figures["trained"]
+    assert figures["before"]["mean"] == 2 and figures["gain"]["mean"] == pytest.approx((0.5 - 1) / 2)

@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,17 +17,15 @@ from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import config, data, groups, offload, reward_flow
-from rewardfl.backbones.seam import Experts, Velocity
+from rewardfl import config, data
 from rewardfl.files import printable
 from rewardfl.rewards import face
 from rewardfl.rewards.video_motion import VideoMotion, video_motion
-from rewardfl.run import start, work
-from rewardfl_tools import _common
+from rewardfl.run import start
+from rewardfl_tools import _arms, _common
+from rewardfl_tools._arms import ARMS, interval, resampled
 
-ARMS = ("before", "after")
 AMOUNTS = ("flow", "face_flow", "pixel_change", "sharpness")  # of VideoMotion: those that are compared by their ratio
-RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     args.device = _common.device(args.device)
     out = args.out or args.run / "evaluation"
     try:
-        cfg = run_config(args.run, args.overrides)
+        cfg = _arms.run_config(args.run, args.overrides)
         clips, pools = evaluate(cfg, args.adapter or args.run / "checkpoints" / "latest", args, out)
     except (ValueError, FileNotFoundError) as error:
         print(printable(f"error: {error}"), file=sys.stderr)
@@ -65,13 +62,6 @@ def run(args: argparse.Namespace) -> int:
     print(table(report))
     print(f"\nreport: {data_path}\npictures: {out / 'grid.png'}, {out / 'curves.png'}\nvideos: {out / 'videos'}")
     return 0
-
-
-def run_config(run: Path, overrides: list[str]) -> config.AnyConfig:
-    path = run / "run.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"--run: {path} is missing; name the output_dir of a training run")
-    return config.parse(json.loads(path.read_text())["config"], overrides)
 
 
 @torch.no_grad()
@@ -107,38 +97,14 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
 
     detector = list(judges.values())[-1].detector  # the judge's, else the reward's
     real_motion = {row.id: motion_of_real(detector, examples[row.id].video, args.device) for row in usable}
-    backbone, device = start.open_model(cfg), torch.device(args.device)
-    encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
-    conditions = {
-        row.id: encode_text(row.prompt) | encode_image(examples[row.id].image, cfg.data.num_frames) for row in usable
-    }
-    guidance, negative = 1.0, None
-    if cfg.sample.guidance_scale != 1:  # as it was trained
-        guidance, negative = cfg.sample.guidance_scale, encode_text(cfg.sample.negative_prompt)
-    del encode_text, encode_image  # the text encoder alone is 11 GB
-    decoder = backbone.load_decoder(device)
-    loaded = {name: backbone.load_expert(name) for name in backbone.experts}
-    backbone.attach_adapters(loaded, adapter)
-    experts = Experts({name: offload.place(expert, args.experts, device) for name, expert in loaded.items()})
-    sizes = {row.id: examples[row.id].size for row in usable}
+    used = {row.id: (row, examples[row.id]) for row in usable}
+    sampler = _arms.sampler(cfg, used, adapter, args.experts, torch.device(args.device))
     (out / "videos").mkdir(parents=True, exist_ok=True)
 
     clips = []
     jobs = [(row, seed) for seed in range(args.seeds) for row in usable]
-    for batch in tqdm(batches(jobs, sizes, args.batch), desc="evaluating"):
-        conditioning = backbone.collate([conditions[row.id] for row, _ in batch])
-        shape = backbone.latent_shape(*sizes[batch[0][0].id], cfg.data.num_frames)
-        schedule = work.schedule_of(cfg, backbone, shape)
-        velocity = Velocity(backbone, experts, conditioning, schedule, negative, guidance)
-        seeds = [groups.noise_seed(seed, 0, row.id) for row, seed in batch]
-        noise = torch.cat([groups.noise((1, *shape), seed, args.device) for seed in seeds])
-        samplers: dict[str, Callable[[Tensor, int], Tensor]] = {"before": velocity.reference, "after": velocity}
-        videos = {
-            arm: decoder.decode(
-                reward_flow.rollout(samplers[arm], noise, schedule.sigmas, keep=()).x0, conditioning
-            ).float()
-            for arm in ARMS
-        }
+    for batch in tqdm(_arms.batches(jobs, sampler.sizes, args.batch), desc="evaluating"):
+        videos = sampler.both(batch)
         for i, (row, seed) in enumerate(batch):
             scores = {
                 name: {arm: judge.score(videos[arm][i], pools[name][row.id].embeddings) for arm in ARMS}
@@ -163,14 +129,6 @@ def motion_of_real(detector: face.FaceDetector, video: Tensor, device: str) -> V
 
 def boxes_of(score: face.FaceScore | None) -> np.ndarray | None:
     return None if score is None else score.boxes.numpy()
-
-
-def batches(jobs: list[tuple[data.Row, int]], sizes: dict[str, tuple], count: int) -> list[list[tuple[data.Row, int]]]:
-    """The jobs, each once, in lists of at most `count` whose clips have one size; sizes: by row id."""
-    alike: dict[tuple, list] = {}
-    for row, seed in jobs:
-        alike.setdefault(sizes[row.id], []).append((row, seed))
-    return [group[i : i + count] for group in alike.values() for i in range(0, len(group), count)]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -220,20 +178,6 @@ def by_person(values: Tensor, clips: list[Clip], people: list[str]) -> Tensor:
     return torch.stack(
         [values[[i for i, clip in enumerate(clips) if clip.row.id == person]].mean() for person in people]
     )
-
-
-def resampled(count: int) -> Tensor:
-    """(RESAMPLES, count) indices drawn with replacement, always the same."""
-    return torch.randint(0, count, (RESAMPLES, count), generator=torch.Generator().manual_seed(0))
-
-
-def interval(values: Tensor) -> dict[str, float]:
-    means = values[resampled(len(values))].mean(1)
-    return {
-        "mean": float(values.mean()),
-        "low": float(means.quantile(0.025)),
-        "high": float(means.quantile(0.975)),
-    }
 
 
 def compared(name: str, key: str, clips: list[Clip], people: list[str]) -> dict:

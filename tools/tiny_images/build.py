@@ -26,8 +26,8 @@ class Plan:
     judge_pictures: int = 5000
     judge_steps: int = 1500
     layers: int = 6
-    pictures: int = 20000
-    steps: int = 4000
+    pictures: int = 40000
+    steps: int = 8000
     measured: int = 256
 
 

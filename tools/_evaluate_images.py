@@ -1,0 +1,174 @@
+"""Before and after an adapter of an image model: the work of tools/evaluate.py where a sample is one picture."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+from tqdm import tqdm
+
+from rewardfl import config, data
+from rewardfl.files import printable
+from rewardfl.rewards import build_terms
+from rewardfl.rewards.terms import Reference, Term, judge
+from rewardfl.run import start
+from rewardfl_tools import _arms, _common, _reward_scales
+from rewardfl_tools._arms import ARMS, interval
+
+SHOWN, SIDE = 24, 96  # pairs in the grid, and the least height of a picture in it
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One prompt and noise: both pictures, uint8 (H, W, 3), and what each reward says of them.
+
+    scores: figure -> arm -> value, NaN where it has none; a figure is a reward's label, or label/part.
+    """
+
+    row: data.Row
+    seed: int
+    made: dict[str, Tensor]
+    scores: dict[str, dict[str, float]]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Before and after an adapter, by the run's rewards: the exit code."""
+    args.device = _common.device(args.device)
+    out = args.out or args.run / "evaluation"
+    try:
+        cfg = _arms.run_config(args.run, [*args.overrides, f"data.file_name={args.data}"])
+        terms = build_terms(config.wanted_rewards(cfg), torch.device(args.device))
+        pairs = evaluate(cfg, terms, args.adapter or args.run / "checkpoints" / "latest", args)
+    except start.REFUSALS as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 2
+    report = summarise(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
+    (out / "images").mkdir(parents=True, exist_ok=True)
+    for pair in pairs:
+        beside = torch.cat([pair.made[arm] for arm in ARMS], 1)
+        data.write_picture(out / "images" / f"{pair.row.index:04d}_seed{pair.seed}.png", beside[None])
+    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    draw_grid(pairs, out / "grid.png")
+    print(table(report))
+    print(f"\nreport: {out / 'report.json'}\npictures: {out / 'grid.png'}, {out / 'images'}")
+    return 0
+
+
+@torch.no_grad()
+def evaluate(cfg: config.AnyConfig, terms: Sequence[Term], adapter: Path, args: argparse.Namespace) -> list[Pair]:
+    """Sample and score every prompt and seed."""
+    rows = len(data.load_metadata(cfg.data.file_name))
+    found, references = _reward_scales.find_clips(cfg, terms, rows, torch.device(args.device))
+    kept = {row.id: reference for (row, _), reference in zip(found, references, strict=True)}
+    examples = {row.id: (row, example) for row, example in found}
+    sampler = _arms.sampler(cfg, examples, adapter, args.experts, torch.device(args.device))
+    jobs = [(row, seed) for seed in range(args.seeds) for row, _ in found]
+    pairs = []
+    for batch in tqdm(_arms.batches(jobs, sampler.sizes, args.batch), desc="evaluating"):
+        pictures = sampler.both(batch)
+        told = [kept[row.id] for row, _ in batch]
+        scores = {arm: scores_of(terms, pictures[arm], told) for arm in ARMS}
+        for i, (row, seed) in enumerate(batch):
+            made = {arm: data.to_uint8(pictures[arm][i])[0].cpu() for arm in ARMS}
+            both = {name: {arm: float(scores[arm][name][i]) for arm in ARMS} for name in scores["before"]}
+            pairs.append(Pair(row, seed, made, both))
+    return pairs
+
+
+def scores_of(terms: Sequence[Term], pictures: Tensor, references: Sequence[Sequence[Reference]]) -> dict[str, Tensor]:
+    """{figure: (B,)} of pictures (B, 3, 1, H, W), NaN for what a reward could not score.
+
+    ValueError when a reward scores none of them: then it has failed.
+    """
+    found: dict[str, Tensor] = {}
+    for i, term in enumerate(terms):
+        judged = judge(term.reward, pictures, [reference[i] for reference in references])
+        if judged.failed.all():
+            raise ValueError(f"{term.key}: {judged.problems[0]}")
+        found[term.label] = judged.output.score.where(judged.output.valid, torch.nan)
+        found |= {f"{term.label}/{name}": part for name, part in judged.output.parts.items()}
+    return found
+
+
+def summarise(pairs: Sequence[Pair], trained: dict[str, bool]) -> dict:
+    """All figures of the report: means over prompts with 95 % bootstrap intervals over them, as one prompt's noises
+    are not independent. trained: by a reward's label. win_rate: of pairs, those whose picture scored higher after, a
+    tie counts half."""
+    prompts = sorted({pair.row.id for pair in pairs})
+    report: dict = {"prompts": len(prompts), "pairs": len(pairs), "figures": {}}
+    for name in dict.fromkeys(name for pair in pairs for name in pair.scores):
+        rows, left_out = [], 0
+        for prompt in prompts:
+            scores = [pair.scores.get(name, {}) for pair in pairs if pair.row.id == prompt]
+            both = [(one["before"], one["after"]) for one in scores if all(map(math.isfinite, one.values())) and one]
+            left_out += len(scores) - len(both)
+            if both:
+                rows.append(np.mean([(a, b, b - a, (b > a) + 0.5 * (b == a)) for a, b in both], 0))
+        if rows:
+            before, after, gain, wins = map(interval, torch.tensor(np.array(rows)).float().unbind(1))
+            report["figures"][name] = {
+                "trained": trained.get(name, False), "before": before, "after": after, "gain": gain, "win_rate": wins,
+                "left_out": left_out,
+            }  # fmt: skip
+    report["per_pair"] = [
+        {
+            "line": pair.row.line, "prompt": pair.row.prompt, "seed": pair.seed,
+            **{
+                f"{name}/{arm}": value if math.isfinite(value) else None
+                for name, both in pair.scores.items() for arm, value in both.items()
+            },
+        }
+        for pair in pairs
+    ]  # fmt: skip
+    return report
+
+
+def table(report: dict) -> str:
+    """The report's figures for a terminal."""
+
+    def show(value: dict) -> str:
+        return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+
+    lines = [f"{report['prompts']} prompts, {report['pairs']} pairs; mean [95 % interval over prompts]", ""]
+    for name, figures in report["figures"].items():
+        words = " (trained on)" if figures["trained"] else ""
+        left = f"   {figures['left_out']} pairs left out" if figures["left_out"] else ""
+        lines.append(f"{name}{words}")
+        lines.append(f"  before {show(figures['before'])}   after {show(figures['after'])}")
+        lines.append(f"  gain {show(figures['gain'])}   better after {show(figures['win_rate'])}{left}")
+    return "\n".join(lines)
+
+
+def draw_grid(pairs: Sequence[Pair], path: Path, columns: int = 3) -> None:
+    """before | after of up to SHOWN prompts, from the greatest loss to the greatest gain of the first reward."""
+    (name, *_) = pairs[0].scores
+    first = sorted((pair for pair in pairs if pair.seed == 0), key=lambda pair: gain_of(pair, name))
+    chosen = [first[round(i)] for i in np.linspace(0, len(first) - 1, min(SHOWN, len(first)))]
+    height, width = (max(pair.made["before"].shape[axis] for pair in chosen) for axis in (0, 1))
+    larger = max(1, round(SIDE / height))
+    height, width = larger * height, larger * width
+    cell = (2 * width + 14, height + 34)
+    sheet = Image.new("RGB", (columns * cell[0], -(-len(chosen) // columns) * cell[1]), "white")
+    pen = ImageDraw.Draw(sheet)
+    for i, pair in enumerate(chosen):
+        left, top = i % columns * cell[0] + 4, i // columns * cell[1]
+        pen.text((left, top + 2), pair.row.prompt[: 2 * width // 6], fill="black")
+        for k, arm in enumerate(ARMS):
+            picture = Image.fromarray(pair.made[arm].numpy())
+            picture = picture.resize((larger * picture.width, larger * picture.height), Image.Resampling.NEAREST)
+            sheet.paste(picture, (left + k * (width + 2), top + 16))
+            pen.text((left + k * (width + 2), top + 17 + height), f"{arm} {pair.scores[name][arm]:.3g}", fill="black")
+    sheet.save(path)
+
+
+def gain_of(pair: Pair, name: str) -> float:
+    """After less before; nothing where one of them has no score."""
+    gain = pair.scores[name]["after"] - pair.scores[name]["before"]
+    return gain if math.isfinite(gain) else 0.0
