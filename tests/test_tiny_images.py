@@ -41,10 +41,12 @@ def test_a_judge_knows_each_kind_of_mistake(name):
         "a red circle and a blue square": 1.0,
         "a red circle right of a blue square": 2 / 3,  # the place
         "a red circle above a blue square": 2 / 3,
-        "a red square left of a blue square": 1 / 3 - 0.25,  # a circle that nobody asked for
-        "a green circle and a blue square": 1 / 2 - 0.25,  # the colour
-        "a red circle": 1 - 0.25,
-        "two red circles": 1 / 2 - 0.25,  # the number
+        "a red square left of a blue square": 1.5 / 3,  # the shape, and so the place
+        "a green circle and a blue square": 1.5 / 2,  # the colour
+        "a green circle and a yellow square": 1 / 2,
+        "a red circle": 1 / 2,  # one too many
+        "two red circles": 1 / 2,
+        "three red circles": 1 / 3,  # a blue square is neither red nor a circle
         "three green triangles": 0.0,
     }
     one = judges()[name]

@@ -26,12 +26,12 @@ class Plan:
     judge_pictures: int = 5000
     judge_steps: int = 1500
     layers: int = 6
-    pictures: int = 40000
-    steps: int = 8000
+    pictures: int = 20000
+    rounds: tuple[int, ...] = (4000, 3500)  # steps of the transformer, with new pictures and a new schedule each
     measured: int = 256
 
 
-QUICK = Plan(vae_steps=2, judge_pictures=8, judge_steps=2, layers=2, pictures=16, steps=2, measured=4)
+QUICK = Plan(vae_steps=2, judge_pictures=8, judge_steps=2, layers=2, pictures=16, rounds=(2, 1), measured=4)
 
 
 def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
@@ -54,14 +54,16 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
     torch.manual_seed(seed + 5)
     pipe = model.new_pipeline(vae, plan.layers)
 
-    def train(parts: nn.Module) -> nn.Module:
-        return model.train_transformer(
-            pipe, parts, model.training_set(pipe, plan.pictures, seed + 6, log), plan.steps, seed + 7, log
-        )
-
     told = ("transformer", "text_encoder", "text_encoder_2", "text_encoder_3")
-    parts = stage("transformer", nn.ModuleDict({name: pipe.components[name] for name in told}), train)
-    pipe.register_modules(**dict(parts.named_children()))
+    for i, steps in enumerate(plan.rounds):
+        parts = stage(
+            f"transformer_{i}",
+            nn.ModuleDict({name: pipe.components[name] for name in told}),
+            lambda m, n=steps, s=seed + 6 + 2 * i: model.train_transformer(
+                pipe, m, model.training_set(pipe, plan.pictures, s, log), n, s + 1, log
+            ),
+        )
+        pipe.register_modules(**dict(parts.named_children()))
     model.save_pipeline(pipe, out / "pipeline")
     write_prompts(out)
     log(f"written to {out}")

@@ -25,9 +25,10 @@ NEAR = 0.35  # of a colour, as a distance in RGB; beyond it a pixel is ground
 class SceneChecker(Reward):
     """The share of what the prompt asks for that the picture shows, from 0 to 1.
 
-    For each kind of object 1 - |found - wanted| / wanted, at least 0, as Flow-GRPO counts (arXiv 2505.05470, 4.1); one
-    more point for the relation, which is held or not; the mean of these, less a quarter for each object that nobody
-    asked for. Part `right`: 1 where everything is as the prompt says, and nothing else is there.
+    A point for each object that is wanted and found, half of one where only its colour or only its shape is found, one
+    for the relation; over the number of objects wanted, or found, whichever is more, and one for the relation. So it is
+    graded, as the reward that Flow-GRPO trains on is (arXiv 2505.05470, 4.1), where GenEval says right or wrong, which
+    is the part `right`: everything as the prompt says, and nothing else.
     """
 
     name = "scene_checker"
@@ -58,14 +59,20 @@ class SceneChecker(Reward):
 
 def judged(scene: Scene, things: Sequence[Thing]) -> tuple[float, bool]:
     """SceneChecker's score of these objects, and whether all is right."""
-    found = Counter(thing.kind for thing in things)
-    points = [max(0.0, 1 - abs(found[kind] - count) / count) for kind, count in scene.wanted.items()]
+    wanted, left = Counter(scene.wanted), Counter(thing.kind for thing in things)
+    size, points = max(wanted.total(), left.total()), 0.0
+    for alike, worth in ((lambda a, b: a == b, 1.0), (lambda a, b: a[0] == b[0] or a[1] == b[1], 0.5)):
+        for kind in list(wanted.elements()):
+            found = next((other for other in left.elements() if alike(kind, other)), None)
+            if found:
+                points += worth
+                wanted[kind] -= 1
+                left[found] -= 1
     if scene.relation:
         first, second = ([thing for thing in things if thing.kind == kind] for kind in scene.wanted)
-        points.append(float(any(holds(scene.relation, a, b) for a in first for b in second)))
-    surplus = sum(count for kind, count in found.items() if kind not in scene.wanted)
-    score = max(0.0, sum(points) / len(points) - 0.25 * surplus)
-    return score, score == 1
+        points += any(holds(scene.relation, a, b) for a in first for b in second)
+        size += 1
+    return points / size, points == size
 
 
 def find_things(image: Tensor) -> list[Thing]:
