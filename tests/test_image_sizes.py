@@ -14,6 +14,7 @@ from test_variants import folder_of as video_folder_of  # noqa: F401
 from rewardfl import backbones, config, data, lora, reward_flow, sde
 from rewardfl.backbones.flux import pack
 from rewardfl.backbones.seam import Experts, Velocity
+from rewardfl.rewards import build_terms
 from rewardfl.run import prepare, start, work
 from rewardfl_tools import check_dataset, plan_run
 
@@ -27,8 +28,9 @@ def write(path, rows, columns="prompt,height,width"):
 
 def two_sizes(folder):
     """The first two rows have the usual size, the other two the second."""
-    rows = [f"{prompt},,"[: None if i < 2 else -2] for i, prompt in enumerate(PROMPTS)]
-    return write(folder / "sizes.csv", [*rows[:2], *(f"{row},{SIZES[1][0]},{SIZES[1][1]}" for row in rows[2:])])
+    own = ["", "", *[f"{SIZES[1][0]},{SIZES[1][1]}"] * 2]
+    rows = [f"{prompt},{size or ','}" for prompt, size in zip(PROMPTS, own, strict=True)]
+    return write(folder / "sizes.csv", rows)
 
 
 def adapter(run, step):
@@ -81,17 +83,11 @@ def opened(words):
     cfg = config.load(CONFIG, words)
     backbone, job = start.open_model(cfg), start.open_job(cfg)
     store, rows = start.open_cache(cfg), start.look_at_rows(cfg, job, backbone).train
-    terms = start_terms(cfg, job)
+    terms = build_terms(config.wanted_rewards(cfg), job.device)
     samples = start.find_samples(cfg, rows, terms, store, job)
     conditions = start.conditions_of(cfg, backbone, start.identify(backbone), store)
     start.fill_conditions(cfg, conditions, samples, job)
     return cfg, backbone, samples, conditions
-
-
-def start_terms(cfg, job):
-    from rewardfl.rewards import build_terms
-
-    return build_terms(config.wanted_rewards(cfg), job.device)
 
 
 def test_latents_of_each_size_are_the_stock_pipelines(folder_of, tmp_path):  # noqa: F811
@@ -162,7 +158,7 @@ def test_a_size_that_cannot_be_is_refused_with_its_line(
     words = [*settings("sd3", folder_of("sd3")), table, f"run.output_dir={tmp_path / 'run'}", "train.max_steps=1"]
     monkeypatch.setattr(start, "open_run", None)  # before anything loads or is written
     code, _, error = call(monkeypatch, capsys, *words)
-    assert code == 2 and f"1 of 2 rows cannot be used" in error and f"\nline 3: {said}" in error, error
+    assert code == 2 and "1 of 2 rows cannot be used" in error and f"\nline 3: {said}" in error, error
     if MULTIPLE in said:
         error = run_tool(plan_run.main, "--config", CONFIG, *words, expect=2)
         assert f"line 3: {said}" in error
