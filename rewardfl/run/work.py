@@ -56,7 +56,7 @@ def size_problem(cfg: AnyConfig, backbone: Backbone, size: tuple[int, int] | Non
     if cfg.data.max_pixels is not None:
         return "height and width say a size, and so does data.max_pixels; empty the cells, or remove data.max_pixels"
     try:
-        backbone.check_clips(*size, cfg.data.num_frames)
+        backbone.check_clips(size[0], size[1], cfg.data.num_frames)
     except Refused as error:
         return str(error).replace("data.", "").replace("\n", "; ")  # the settings are called as the columns are
     return ""
