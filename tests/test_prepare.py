@@ -201,7 +201,8 @@ def test_the_file_that_is_named_is_the_one_that_was_read(cfg):
     cfg.data = config.DataConfig(**vars(cfg.data) | {"num_frames": 6})
     with pytest.raises(data.DataError, match=r"evaluation.eval_clips \(.*\): 8 of 8 rows"):
         rows = data.load_metadata(cfg.data.file_name, "evaluation.eval_clips")
-        start._look_at(cfg, rows, SimpleNamespace(share=prepare.Share(0, 1, quiet=True), gather_lists=list), True)
+        job = SimpleNamespace(share=prepare.Share(0, 1, quiet=True), gather_lists=list)
+        start._look_at(cfg, rows, job, SimpleNamespace(takes_image=True))
     with pytest.raises(data.DataError, match="evaluation.eval_clips: no such file: nowhere.csv"):
         data.load_metadata("nowhere.csv", "evaluation.eval_clips")
     with pytest.raises(data.DataError, match="--data: is a folder"):

@@ -18,10 +18,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import backbones, config, data
-from rewardfl.backbones.seam import Source
+from rewardfl.backbones.seam import Backbone, Source
 from rewardfl.files import printable
 from rewardfl.rewards import face
 from rewardfl.rewards.face import pack as face_pack
+from rewardfl.run import work
 from rewardfl_tools import _common
 
 USABLE, UNUSABLE = 0, 2  # exit codes
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Looking at clips before they are trained on: the exit code."""
     args.device = _common.device(args.device)
     try:
-        cfg, takes_image = resolve(args)
+        cfg, backbone = resolve(args)
         rows = data.load_metadata(cfg.data.file_name, "--data" if args.data else "data.file_name")
         detector = None
         if args.faces:
@@ -57,9 +58,12 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return UNUSABLE
-    check = partial(inspect, settings=cfg.data, detector=detector, device=args.device, takes_image=takes_image)
+    check = partial(inspect, settings=cfg.data, detector=detector, device=args.device, takes_image=backbone.takes_image)
     with ThreadPoolExecutor(4) as pool:
         reports = list(tqdm(pool.map(check, rows), total=len(rows), desc="checking", disable=None))
+    for report in reports:
+        if said := work.size_problem(cfg, backbone, report.row.size):
+            report.problems.append(said)
     warn_of_repeats(reports)
     print(printable("\n".join([*listing(reports), *notes(rows, reports, cfg.data), *summary(reports)])))
     if args.sheet:
@@ -69,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
     return UNUSABLE if any(report.problems for report in reports) else USABLE
 
 
-def resolve(args: argparse.Namespace) -> tuple[config.AnyConfig, bool]:
-    """(the configuration, or its defaults for --data, with the flags as overrides; whether its model takes an image).
+def resolve(args: argparse.Namespace) -> tuple[config.AnyConfig, Backbone]:
+    """(the configuration, or its defaults for --data, with the flags as overrides; the model as its headers have it).
 
     ConfigError names what is wrong.
     """
@@ -93,7 +97,7 @@ def resolve(args: argparse.Namespace) -> tuple[config.AnyConfig, bool]:
         )
     backbone = backbones.describe(cfg.model.model_name, Source(model_paths=cfg.model.model_paths))
     backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
-    return cfg, backbone.takes_image
+    return cfg, backbone
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -135,7 +139,7 @@ def inspect(
             report.warnings += size_warnings("reference", source_size(row.reference_video), size_of(pooled))
             shown += three_of(pooled)
         if report.size is None and settings.max_pixels is None:
-            report.size = (settings.height, settings.width)
+            report.size = row.size or (settings.height, settings.width)
     except data.DataError:  # is among the problems
         return report
     boxes = [None] * len(shown)
@@ -203,7 +207,8 @@ def warn_of_repeats(reports: Sequence[Report]) -> None:
     first: dict[tuple, int] = {}
     for report in reports:
         row = report.row
-        line = first.setdefault((row.video, row.prompt, row.image, row.negative_prompt, row.reference_video), row.line)
+        content = (row.prompt, row.negative_prompt, row.size, *row.files.values())
+        line = first.setdefault(content, row.line)
         if line != row.line:
             report.warnings.append(f"the same as line {line}: the clip weighs more")
 

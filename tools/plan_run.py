@@ -43,9 +43,13 @@ def main() -> int:
 
     try:
         cfg = configuration.load(args.config, args.overrides)
-        clips = len(data.load_metadata(cfg.data.file_name)) if Path(cfg.data.file_name).is_file() else None
+        rows = data.load_metadata(cfg.data.file_name) if Path(cfg.data.file_name).is_file() else None
         backbone = backbones.describe(cfg.model.model_name, start.model_source(cfg))
         backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
+        if rows is not None:
+            problems = [(row.line, said) for row in rows if (said := work.size_problem(cfg, backbone, row.size))]
+            rows, _ = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
+        clips = None if rows is None else len(rows)
         if isinstance(cfg, RewardFlConfig):
             work.check_active_experts(cfg, backbone)
         steps = work.steps_of_run(cfg, clips, args.processes)

@@ -265,10 +265,12 @@ class DataConfig(Section):
     """Section `data` of both scripts."""
 
     # metadata.csv with the columns video and prompt, and if you like image (the model's input instead of the clip's
-    # first frame) and reference_video (the clip that the face is taken from; motion is compared with it, too).
-    # Paths are relative to the file. examples/metadata.csv shows one, tools/check_dataset.py checks one.
+    # first frame) and reference_video (the clip that the face is taken from; motion is compared with it, too). A row
+    # of a prompt alone may have a height and a width of its own. Paths are relative to the file.
+    # examples/metadata.csv shows one, tools/check_dataset.py checks one.
     file_name: ByContent[PathText]
-    # Pixels; clips are resized to cover height x width and cropped at the centre. Multiples of 16.
+    # Pixels; clips are resized to cover height x width and cropped at the centre. Multiples of 16. Of rows of a prompt
+    # alone the columns height and width count instead.
     height: Side = 480
     width: Side = 832
     # Instead of height and width, which are then not used: every clip keeps its own shape and is scaled down to at

@@ -4,9 +4,10 @@ import csv
 import hashlib
 import math
 import os
+import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -31,9 +32,12 @@ from rewardfl.data.clips import (
 )
 from rewardfl.files import is_control
 
-COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video")  # of metadata.csv; prompt is a must
+SIZE = ("height", "width")  # the columns of a row's own size
+# of metadata.csv; prompt is a must
+COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video", *SIZE)
 PATHS = ("video", "image", "reference_video")  # the columns that name files
 REFERENCE_FRAMES = 2  # at least, of a reference video: a face pool leaves out the first
+LONGEST_SIDE = 16_384  # in pixels, as data.height
 NAME_BYTES = 255  # of a file's name, on the file systems there are
 
 
@@ -50,6 +54,7 @@ class Row:
     image: Path | None = None  # the model's input, or the person asked for; None: the clip's first frame
     negative_prompt: str = ""  # see notes
     reference_video: Path | None = None  # whose face is to be kept; None: the clip's
+    size: tuple[int, int] | None = None  # (height, width) of what is generated; None: as data.height and data.width say
     table: str = "data.file_name"  # what lists the row, as messages call it: the setting and its file
 
     @property
@@ -92,9 +97,10 @@ class Example:
 def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Row]:
     """All rows of metadata.csv, usable or not (see check_rows), at least one, in the order of the file.
 
-    Column `prompt`, optional `video`, `image`, `negative_prompt` and `reference_video`, where an empty cell means
-    none; paths are absolute or relative to the file's folder. Any other column is the user's own (split, person, ...)
-    and ignored. A file that ends in .txt has a prompt on each line and nothing else; empty lines are left out.
+    Column `prompt`, optional `video`, `image`, `negative_prompt`, `reference_video`, `height` and `width`, where an
+    empty cell means none; paths are absolute or relative to the file's folder. Any other column is the user's own
+    (split, person, ...) and ignored. A file that ends in .txt has a prompt on each line and nothing else; empty lines
+    are left out.
     key: the setting that names the file, for messages. Raises DataError for a file that is missing, no UTF-8 or no
     CSV, lacks the column, or has no row.
     """
@@ -137,16 +143,38 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     if len(cells) > len(header):
         problem = "more cells than columns; put a prompt that holds commas in double quotes"
     else:
-        problem = next(filter(None, (_unlike_a_name(name, cell[name]) for name in PATHS)), "")
+        names = (_unlike_a_name(name, cell[name]) for name in PATHS)
+        problem = next(filter(None, names), "") or _unlike_a_size(cell)
     # only the cells that are given: an id stays what it was when a column comes to the file
     given = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:] if cell[name])]
     row_id = f"{cell['video'] or 'prompt'}#{hashlib.blake2b(chr(10).join(given).encode(), digest_size=4).hexdigest()}"
     seen[row_id] += 1  # a line repeated to weigh more is a sample of its own, with noise of its own
     suffix = f"-{seen[row_id]}" if seen[row_id] > 1 else ""
     video, image, reference = (folder / cell[name] if cell[name] else None for name in PATHS)
+    height, width = ("", "") if problem else (cell[name] for name in SIZE)
+    size = (int(height), int(width)) if height else None
     return Row(
-        index, line, row_id + suffix, video, cell["prompt"], problem, image, cell["negative_prompt"], reference, table,
+        index, line, row_id + suffix, video, cell["prompt"], problem, image, cell["negative_prompt"], reference, size,
+        table,
     )  # fmt: skip
+
+
+def _unlike_a_size(cell: Mapping[str, str]) -> str:
+    """What keeps a row's height and width from being its size, in words; empty where nothing does, or none is given."""
+    given = [name for name in SIZE if cell[name]]
+    if not given:
+        return ""
+    if shaped := [name for name in PATHS if cell[name]]:
+        return (
+            f"{' and '.join(given)} beside {shaped[0]}: only rows of a prompt alone have a size of their own; empty "
+            "the cells, or rename the columns; data.max_pixels keeps the shape of each clip"
+        )
+    if len(given) == 1:
+        return f"{given[0]} without {next(name for name in SIZE if name not in given)}; give both, or neither"
+    for name in SIZE:
+        if not re.fullmatch("[1-9][0-9]{0,4}", cell[name]) or int(cell[name]) > LONGEST_SIDE:
+            return f"{name} must be a whole number of pixels from 1 to {LONGEST_SIDE}, got {cell[name][:40]!r}"
+    return ""
 
 
 def _unlike_a_name(column: str, cell: str) -> str:
@@ -300,8 +328,9 @@ def load_example(
     """The row's clip and what else it names. DataError with all that keeps these files from being used.
 
     Each file is decoded once, as read_clip and read_picture do. The image is fitted to the clip's size; without a clip
-    its own shape counts under max_pixels. A reference video has its own size there, and may be shorter than the clip:
-    up to num_frames of its frames are taken, at least REFERENCE_FRAMES.
+    its own shape counts under max_pixels; a prompt alone has the row's own size, if it says one. A reference video has
+    its own size under max_pixels, and may be shorter than the clip: up to num_frames of its frames are taken, at least
+    REFERENCE_FRAMES.
     """
 
     def read(path: Path, at_least: int) -> Tensor:
@@ -317,7 +346,7 @@ def load_example(
     elif picture is not None:
         size = clip_size((picture.shape[0], picture.shape[1]), height, width, max_pixels)
     elif max_pixels is None:
-        size = (height, width)
+        size = row.size or (height, width)
     else:
         raise DataError(
             "has neither a video nor an image whose shape data.max_pixels could keep; set data.height and data.width, "

@@ -141,9 +141,11 @@ def _hash_file(path: Path) -> tuple[str, str]:
 def clip_key(row: data.Row, hashes: Mapping[Path, str], size: Mapping[str, Number]) -> Key:
     """The key of the row's clip as load_example reads it.
 
-    hashes: of the row's files. size: height, width, num_frames, max_pixels, fps.
+    hashes: of the row's files. size: height, width, num_frames, max_pixels, fps; the row's own height and width count
+    instead.
     """
-    return {"kind": "clip", **{name: hashes[path] if path else None for name, path in row.files.items()}, **size}
+    own = {} if row.size is None else {"height": row.size[0], "width": row.size[1]}
+    return {"kind": "clip", **{name: hashes[path] if path else None for name, path in row.files.items()}, **size, **own}
 
 
 def reference_key(clip: Key, reward: Reward, prompt: str) -> Key:
@@ -176,7 +178,7 @@ def references(
     """
     clips: dict[tuple, list[data.Row]] = {}
     for row in rows:  # several may be of the same clip, under other prompts
-        clips.setdefault(tuple(row.files.values()), []).append(row)
+        clips.setdefault((*row.files.values(), row.size), []).append(row)
     return [
         found
         for alike in tqdm(share.of(clips.values()), desc="clips", disable=share.quiet)

@@ -147,27 +147,31 @@ def look_at_rows(cfg: AnyConfig, job: Job, backbone: Backbone) -> Rows:
 
     DataError lists every row that cannot be used, unless data.skip_bad_rows, and is raised where none is left.
     """
-    takes_image = backbone.takes_image
-    rows, said = _look_at(cfg, data.load_metadata(cfg.data.file_name), job, takes_image)
+    rows, said = _look_at(cfg, data.load_metadata(cfg.data.file_name), job, backbone)
     held_out: list[data.Row] = []
     if isinstance(cfg, configuration.FlowGrpoConfig) and cfg.evaluation.eval_clips:
         others = data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips")
-        held_out, more = _look_at(cfg, others, job, takes_image)
+        held_out, more = _look_at(cfg, others, job, backbone)
         said = said + more
     return Rows(rows, held_out, said)
 
 
-def _look_at(cfg: AnyConfig, rows: Sequence[data.Row], job: Job, takes_image: bool) -> tuple[list[data.Row], list[str]]:
-    look = partial(data.look_at, num_frames=cfg.data.num_frames, fps=cfg.data.fps, takes_image=takes_image)
+def _look_at(
+    cfg: AnyConfig, rows: Sequence[data.Row], job: Job, backbone: Backbone
+) -> tuple[list[data.Row], list[str]]:
+    look = partial(data.look_at, num_frames=cfg.data.num_frames, fps=cfg.data.fps, takes_image=backbone.takes_image)
     looks = prepare.read_all(look, rows, job.share, job.gather_lists, "headers")
     problems = [(row.line, problem) for row, look in zip(rows, looks, strict=True) for problem in look.problems]
+    refused = {size: work.size_problem(cfg, backbone, size) for size in {row.size for row in rows}}
+    problems += [(row.line, refused[row.size]) for row in rows if refused[row.size]]
     good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     said, table = [f"skipped: {line}" for line in bad], rows[0].table
     if bad:
         said.append(f"note: {table}: {len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows)")
-    seen = [look for look in looks if not look.problems]
+    lines = {row.line for row in good}
+    seen = [look for row, look in zip(rows, looks, strict=True) if row.line in lines]
     sizes = (cfg.data.height, cfg.data.width, cfg.data.max_pixels, cfg.data.fps)
-    notes = [*data.notes(good), *data.clip_notes(good, seen, *sizes)]
+    notes = [*data.notes(good), *data.clip_notes(good, seen, *sizes), *work.size_notes(cfg, good)]
     return good, [*said, *(f"note: {table}: {note}" for note in notes)]
 
 

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -19,7 +20,9 @@ from rewardfl.config import AnyConfig, ConfigError, FlowGrpoConfig, RewardFlConf
 from rewardfl.groups import Geometry
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.pack import pack_files
+from rewardfl.weights.shards import Refused
 
+SIZES_SAID = 5  # of those that rows have
 EPOCHS = 100  # whose windows stand for the run's, where its length is not known
 KINDS = ("flow", "dance", "cps")  # of stochastic steps
 
@@ -27,14 +30,54 @@ KINDS = ("flow", "dance", "cps")  # of stochastic steps
 # What ordinary training asks
 
 
-def largest_clip(cfg: AnyConfig) -> tuple[int, int]:
-    """(height, width) of the largest clips: under max_pixels of a square one, which no other has more tokens than."""
-    return data.clip_size((4096, 4096), cfg.data.height, cfg.data.width, cfg.data.max_pixels)
+def largest_clip(cfg: AnyConfig, backbone: Backbone) -> tuple[int, int]:
+    """(height, width) of the largest clips: under max_pixels of a square one, which no other has more tokens than.
+
+    Else the largest of the rows that can be used, where the table is there, and some have a size of their own.
+    """
+    table, usual = Path(cfg.data.file_name), (cfg.data.height, cfg.data.width)
+    if cfg.data.max_pixels is not None:
+        return data.clip_size((4096, 4096), *usual, cfg.data.max_pixels)
+    own = _own_sizes(table, table.stat().st_mtime_ns) if table.is_file() else frozenset()
+    usable = [size or usual for size in own if not size_problem(cfg, backbone, size)]
+    return max(usable, key=lambda size: (math.prod(size), size), default=usual)
+
+
+@lru_cache(maxsize=4)
+def _own_sizes(table: Path, changed: int) -> frozenset[tuple[int, int] | None]:
+    """Row.size of all rows that say nothing wrong. changed: when the file was, so that it is read once as it is."""
+    return frozenset(row.size for row in data.load_metadata(table) if not row.problem)
+
+
+def size_problem(cfg: AnyConfig, backbone: Backbone, size: tuple[int, int] | None) -> str:
+    """What keeps the model from making clips of a row's own (height, width), in words; empty where nothing does."""
+    if size is None:
+        return ""
+    if cfg.data.max_pixels is not None:
+        return "height and width say a size, and so does data.max_pixels; empty the cells, or remove data.max_pixels"
+    try:
+        backbone.check_clips(size[0], size[1], cfg.data.num_frames)
+    except Refused as error:
+        return str(error).replace("data.", "").replace("\n", "; ")  # the settings are called as the columns are
+    return ""
+
+
+def size_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
+    """How many rows are generated at which size, in words, where some have a size of their own."""
+    if not any(row.size for row in rows):
+        return []
+    counts = Counter(row.size or (cfg.data.height, cfg.data.width) for row in rows)
+    listed = [f"{height} x {width} ({count} rows)" for (height, width), count in counts.most_common(SIZES_SAID)]
+    more = [f"{len(counts) - SIZES_SAID} more"] if len(counts) > SIZES_SAID else []
+    return [
+        f"sizes (height x width): {', '.join([*listed, *more])}; the table of sigmas and the estimate are of the "
+        "largest that is trained on"
+    ]
 
 
 def schedule_of(cfg: AnyConfig, backbone: Backbone, shape: Shape | None = None) -> Schedule:
     """The denoising steps that a run of the configuration takes with latents of `shape`; None: of the largest clips."""
-    shape = backbone.latent_shape(*largest_clip(cfg), cfg.data.num_frames) if shape is None else shape
+    shape = backbone.latent_shape(*largest_clip(cfg, backbone), cfg.data.num_frames) if shape is None else shape
     schedule = backbone.schedule(cfg.sample.num_inference_steps, cfg.sample.shift, shape)
     return schedule.until(cfg.sample.final_timestep)
 
@@ -357,7 +400,7 @@ def work_of(
     adapter = Adapter(cfg.lora.lora_rank, tuple(lora_targets(cfg, backbone)))
     traced = _traced_detectors(cfg)
     common = Work(
-        video=Video(backbone, *largest_clip(cfg), cfg.data.num_frames, adapter),
+        video=Video(backbone, *largest_clip(cfg, backbone), cfg.data.num_frames, adapter),
         trained=trained,
         untrained=next((name for name in backbone.experts if name not in trained), None),
         steps=steps,
@@ -456,7 +499,7 @@ def _flow_grpo(common: Work, cfg: FlowGrpoConfig) -> Work:
 def _evaluation(cfg: FlowGrpoConfig, backbone: Backbone, steps: int | None) -> Sampling:
     wanted, per_epoch = cfg.evaluation, updates_of_epoch(cfg)
     num_steps = wanted.eval_inference_steps or cfg.sample.num_inference_steps
-    shape, videos = backbone.latent_shape(*largest_clip(cfg), cfg.data.num_frames), None
+    shape, videos = backbone.latent_shape(*largest_clip(cfg, backbone), cfg.data.num_frames), None
     experts = backbone.schedule(num_steps, cfg.sample.shift, shape).experts
     if Path(wanted.eval_clips).is_file():
         videos = len(data.load_metadata(wanted.eval_clips, "evaluation.eval_clips")) * wanted.eval_noises
