@@ -518,7 +518,7 @@ def idle_keys(written, cfg):
     return [key for part, keys in written.items() for key in (f"{part}.{k}" for k in keys) if not works.get(key, True)]
 
 
-@pytest.mark.parametrize("file", [TINY, *NEEDS, *IMAGES])
+@pytest.mark.parametrize("file", [TINY, "configs/tiny_image_flow_grpo.yaml", *NEEDS, *IMAGES])
 def test_no_key_does_nothing(file):
     written = yaml.safe_load((ROOT / file).read_text())
     cfg = config.load(ROOT / file)

@@ -7,7 +7,8 @@ import torch
 import zygote
 from conftest import ROOT
 
-from rewardfl import rewards
+from rewardfl import backbones, rewards
+from rewardfl.backbones.seam import Source
 from rewardfl_tools.tiny_images import build, checker, judge, model, scenes
 from rewardfl_tools.tiny_images.scenes import SCENES, Thing
 
@@ -88,6 +89,15 @@ def test_every_prompt_fits_the_text_encoders():
         lengths = [len(tokenizer(prompt).input_ids) for prompt in SCENES]
         assert max(lengths) <= model.TOKENS
         assert all(tokenizer.unk_token_id not in tokenizer(prompt).input_ids[1:-1] for prompt in SCENES)
+
+
+def test_prompts_are_no_longer_than_the_tokenizers_allow():
+    """Also in the estimate, which has no tokenizer but its configuration."""
+    backbone = backbones.open("sd3", Source(str(IMAGES / "pipeline"), dtype="float32"))
+    told = backbone.text_encoder(torch.device("cpu"))("a red circle left of a blue square")
+    assert told["text"].shape[1] == 2 * model.TOKENS
+    wanted = backbone.on_meta(scenes.SIZE, scenes.SIZE, 1).conditioning
+    assert {name: value.shape for name, value in told.items()} == {name: value.shape for name, value in wanted.items()}
 
 
 def test_the_base_draws_what_the_figures_say():

@@ -16,7 +16,7 @@ from transformers import CLIPTextModel, T5EncoderModel
 
 from rewardfl.backbones import images
 from rewardfl.backbones.images import EXPERT, Configs, Kind
-from rewardfl.backbones.seam import Adapter, Conditioning, ExpertOnMeta, Shape
+from rewardfl.backbones.seam import Conditioning, ExpertOnMeta, Shape
 
 CLIP_TOKENS, T5_TOKENS = 77, 512  # the lengths that diffusers' pipeline pads prompts to
 PATCH = 2
@@ -65,15 +65,6 @@ def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Condit
     return {"text": found["text_encoder_2"][0], "pooled": found["text_encoder"].pooler_output}
 
 
-def _one_block(
-    config: Mapping[str, Any], dtype: torch.dtype, kinds: Mapping[str, int], adapter: Adapter | None
-) -> FluxTransformer2DModel:
-    """A network of so many blocks of each kind, on the meta device."""
-    with torch.device("meta"):
-        model = FluxTransformer2DModel.from_config({**config, **kinds})
-    return images.on_meta_as_trained(model, dtype, adapter)
-
-
 def _network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tuple[ExpertOnMeta, ...]:
     """Two kinds of blocks: of two streams, and of one."""
     config = configs[EXPERT]
@@ -94,7 +85,12 @@ def _network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tupl
         ExpertOnMeta(
             count=config[key],
             tokens=tokens + T5_TOKENS,
-            build=partial(_one_block, config, dtype, {other: int(other == key) for other in layers.values()}),
+            build=partial(
+                images.empty_as_trained,
+                FluxTransformer2DModel,
+                {**config, **{other: int(other == key) for other in layers.values()}},
+                dtype,
+            ),
             x=x,
             run=lambda model: model(**asked, return_dict=False)[0],
             blocks=attrgetter(name),

@@ -18,7 +18,7 @@ from transformers import Qwen3ForCausalLM
 from rewardfl.backbones import images
 from rewardfl.backbones.flux import PATCH, pack, unpack
 from rewardfl.backbones.images import EXPERT, Configs, Kind
-from rewardfl.backbones.seam import Adapter, Conditioning, ExpertOnMeta, Shape
+from rewardfl.backbones.seam import Conditioning, ExpertOnMeta, Shape
 
 TOKENS, LAYERS = 512, (9, 18, 27)  # the length that diffusers' pipeline pads prompts to; of the text encoder
 
@@ -69,15 +69,6 @@ def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Condit
     return {"text": torch.cat([hidden[layer] for layer in LAYERS], -1)}
 
 
-def _one_block(
-    config: Mapping[str, Any], dtype: torch.dtype, kinds: Mapping[str, int], adapter: Adapter | None
-) -> Flux2Transformer2DModel:
-    """A network of so many blocks of each kind, on the meta device."""
-    with torch.device("meta"):
-        model = Flux2Transformer2DModel.from_config({**config, **kinds})
-    return images.on_meta_as_trained(model, dtype, adapter)
-
-
 def _network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tuple[ExpertOnMeta, ...]:
     """Two kinds of blocks: of two streams, and of one. What modulates them is shared by all blocks of a kind."""
     config = configs[EXPERT]
@@ -108,7 +99,12 @@ def _network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tupl
         ExpertOnMeta(
             count=config[key],
             tokens=tokens + TOKENS,
-            build=partial(_one_block, config, dtype, {other: int(other == key) for other in kinds}),
+            build=partial(
+                images.empty_as_trained,
+                Flux2Transformer2DModel,
+                {**config, **{other: int(other == key) for other in kinds}},
+                dtype,
+            ),
             x=x,
             run=lambda model: model(**asked, return_dict=False)[0],
             blocks=attrgetter(name),

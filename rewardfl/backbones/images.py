@@ -370,6 +370,15 @@ def empty(kind: Kind, configs: Configs) -> ModelMixin:
         return kind.transformer.from_config(dict(configs[EXPERT]))
 
 
+def empty_as_trained(
+    transformer: type[Network], config: Mapping[str, Any], dtype: torch.dtype, adapter: Adapter | None
+) -> Network:
+    """`on_meta_as_trained` of a network of this configuration."""
+    with torch.device("meta"):
+        model = transformer.from_config(dict(config))
+    return on_meta_as_trained(model, dtype, adapter)
+
+
 def on_meta_as_trained(model: Network, dtype: torch.dtype, adapter: Adapter | None) -> Network:
     """A network on the meta device in the dtypes that loading and `lora.inject` give it; it may lack some targets."""
     stock.cast(model, dtype).requires_grad_(False)

@@ -16,7 +16,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from rewardfl.backbones import images
 from rewardfl.backbones.flux import PATCH, pack, unpack
 from rewardfl.backbones.images import EXPERT, Configs, Kind
-from rewardfl.backbones.seam import Adapter, Conditioning, ExpertOnMeta, Shape
+from rewardfl.backbones.seam import Conditioning, ExpertOnMeta, Shape
 
 TOKENS = 128  # of a prompt, for the estimate alone: prompts are as long as they are
 
@@ -62,12 +62,6 @@ def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Condit
     return {"text": text, "mask": torch.ones(1, TOKENS, dtype=torch.long, device="meta")}
 
 
-def _one_block(config: Mapping[str, Any], dtype: torch.dtype, adapter: Adapter | None) -> QwenImageTransformer2DModel:
-    with torch.device("meta"):
-        model = QwenImageTransformer2DModel.from_config({**config, "num_layers": 1})
-    return images.on_meta_as_trained(model, dtype, adapter)
-
-
 def _network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tuple[ExpertOnMeta, ...]:
     config = configs[EXPERT]
     head, width = config["attention_head_dim"], config["num_attention_heads"] * config["attention_head_dim"]
@@ -87,7 +81,7 @@ def _network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tupl
         ExpertOnMeta(
             count=config["num_layers"],
             tokens=tokens + TOKENS,
-            build=partial(_one_block, config, dtype),
+            build=partial(images.empty_as_trained, QwenImageTransformer2DModel, {**config, "num_layers": 1}, dtype),
             x=x,
             run=lambda model: model(**inputs, return_dict=False)[0],
             blocks=lambda model: model.transformer_blocks,
