@@ -488,9 +488,10 @@ def test_dtypes_are_those_of_diffusers(world, values, tmp_path, dtype):
     state = weights(out)
     assert {name: value.dtype for name, value in state.items()} == {n: v.dtype for n, v in loaded.state_dict().items()}
     wanted = expected_weights(weights(world / "transformer_2"), values)
-    assert all(
-        torch.equal(state[name], value.to(state[name].dtype)) for name, value in wanted.items() if "to_q" not in name
-    )
+    for name, value in wanted.items():
+        if "to_q" not in name:  # a rounding: of the target's dtype, or of another order of sums
+            error = (state[name].float() - value).abs().max()
+            assert error <= torch.finfo(state[name].dtype).eps * value.abs().max(), name
     WanTransformer3DModel.from_pretrained(out, torch_dtype=torch_dtype)
 
 
