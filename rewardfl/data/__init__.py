@@ -12,6 +12,7 @@ from rewardfl.data.clips import (
     read_clip,
     read_picture,
     read_video,
+    side_by_side,
     to_float,
     to_uint8,
     write_picture,

@@ -4,7 +4,7 @@ import io
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -218,6 +218,22 @@ def write_picture(path: str | Path, image: Tensor) -> None:
     (pixels,), content = _frames(image), io.BytesIO()
     Image.fromarray(pixels).save(content, "png")
     atomic_write(path, content.getvalue(), durable=False)
+
+
+def side_by_side(pictures: Sequence[Tensor]) -> Tensor:
+    """(H, W, 3) uint8 of pictures (h, w, 3) uint8, in rows of about as many as there are rows, in their order.
+
+    Each stands at the upper left of a white cell of the largest height and width. Only as many are shown as
+    read_picture takes in one picture.
+    """
+    height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
+    shown = pictures[: math.isqrt(PICTURE_PIXELS // (height * width)) ** 2]
+    columns = math.ceil(math.sqrt(len(shown)))
+    sheet = torch.full((math.ceil(len(shown) / columns) * height, columns * width, 3), 255, dtype=torch.uint8)
+    for i, picture in enumerate(shown):
+        top, left = i // columns * height, i % columns * width
+        sheet[top : top + picture.shape[0], left : left + picture.shape[1]] = picture
+    return sheet
 
 
 def _frames(video: Tensor) -> np.ndarray:

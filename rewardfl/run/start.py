@@ -678,7 +678,7 @@ def sample_videos(
 ) -> Path:
     """Write samples/step-*/<n>.mp4 of the first samples, each process its share; the folder, when all have written.
 
-    A model of images writes <n>.png.
+    A model of images writes <n>.png, and grid.png of them all where they are several.
 
     generate: row -> (row, its video (3, F, H, W)), asked as often on every process; another row where this one's inputs
     are lost. A video that the disk does not take, or whose real clip cannot be read any more, is said and left out.
@@ -695,6 +695,11 @@ def sample_videos(
                 why = f"its real clip cannot be shown: {error}"
                 print(printable(f"warning: step {step}: {path} is left out, since {why}"))
     job.wait()
+    written = [path for n in range(cfg.run.sample_videos) if (path := folder / f"{n:02d}.png").is_file()]
+    if len(written) > 1 and job.main:
+        with checkpoint.tolerant(print, step, last=False):
+            pictures = [data.read_picture(path) for path in written]
+            _write_video(folder / "grid.png", data.side_by_side(pictures)[None], PROMPT_FPS)
     return folder
 
 

@@ -1,0 +1,105 @@
+"""The sample images of a step beside each other."""
+
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers.utils import make_image_grid
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rewardfl import data
+from rewardfl.data import clips
+from rewardfl.run import prepare, start, trackers
+
+
+def pictures(*sizes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 256, (*size, 3), dtype=torch.uint8, generator=generator) for size in sizes]
+
+
+@pytest.mark.parametrize("count, rows, columns", [(1, 1, 1), (2, 1, 2), (4, 2, 2), (6, 2, 3), (9, 3, 3), (12, 3, 4)])
+def test_full_rows_of_one_size_are_diffusers_grid(count, rows, columns):
+    shown = pictures(*[(5, 7)] * count)
+    theirs = make_image_grid([Image.fromarray(picture.numpy()) for picture in shown], rows, columns)
+    assert np.array_equal(data.side_by_side(shown), theirs)
+
+
+def test_smaller_pictures_are_padded_with_white():
+    wide, high, small = pictures((4, 8), (6, 2), (3, 3))
+    sheet = data.side_by_side([wide, high, small])
+    assert sheet.shape == (12, 16, 3)
+    places = {(0, 0): wide, (0, 8): high, (6, 0): small}
+    seen = torch.zeros(sheet.shape[:2], dtype=torch.bool)
+    for (top, left), picture in places.items():
+        height, width = picture.shape[:2]
+        assert torch.equal(sheet[top : top + height, left : left + width], picture)
+        seen[top : top + height, left : left + width] = True
+    assert bool((sheet[~seen] == 255).all())
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 11, 12, 13])
+def test_what_is_written_can_be_read(tmp_path, monkeypatch, count):
+    """A tracker reads the sheet again, and read_picture takes so many pixels."""
+    monkeypatch.setattr(clips, "PICTURE_PIXELS", 11 * 6 * 4)  # nine of these pictures, since a sheet is as high as wide
+    shown = pictures(*[(6, 4)] * count)
+    sheet = data.side_by_side(shown)
+    data.write_picture(tmp_path / "grid.png", sheet[None])
+    assert torch.equal(data.read_picture(tmp_path / "grid.png"), sheet)
+    assert torch.equal(sheet[:6, :4], shown[0])
+
+
+def sampled(folder, images, count, process=0):
+    """samples/ of one step: each of `images` (3, 1, H, W) is what a row gives."""
+    cfg = SimpleNamespace(
+        run=SimpleNamespace(output_dir=str(folder), sample_videos=count), data=SimpleNamespace(fps=None)
+    )
+    rows = [SimpleNamespace(row=SimpleNamespace(video=None)) for _ in images]
+    job = SimpleNamespace(share=prepare.Share(process, 2), main=process == 0, wait=lambda: None)
+    return start.sample_videos(cfg, rows, lambda row: (row, images[row]), job, 3)
+
+
+def test_a_step_has_a_grid_of_its_images(tmp_path):
+    """Written by the main process of those that both have written, and shown by the tracker."""
+    sizes = [(8, 8), (8, 16), (16, 8), (8, 8)]
+    images = [data.to_float(picture[None]) for picture in pictures(*sizes)]
+    folder = sampled(tmp_path, images, 3, process=1)
+    assert [path.name for path in folder.iterdir()] == [
+        "01.png",
+    ]
+    assert sampled(tmp_path, images, 3) == folder
+    assert sorted(os.listdir(folder)) == ["00.png", "01.png", "02.png", "grid.png"]
+    grid = data.read_picture(folder / "grid.png")
+    assert torch.equal(grid, data.side_by_side(pictures(*sizes)[:3]))
+    tracker = trackers.open_tracker("tensorboard", tmp_path, {}, 0)
+    tracker.videos(3, folder)
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "logs"), size_guidance={"images": 0})
+    events.Reload()
+    (image,) = events.Images("samples/grid")
+    assert (image.height, image.width) == tuple(grid.shape[:2])
+    (folder / "grid.png").unlink()
+    sampled(tmp_path, images, 3, process=1)
+    assert not (folder / "grid.png").exists()
+
+
+def test_one_image_and_videos_have_none(tmp_path, capsys):
+    image = torch.zeros(3, 1, 8, 8)
+    assert os.listdir(sampled(tmp_path / "one", [image, image], 1)) == ["00.png"]
+    assert os.listdir(sampled(tmp_path / "videos", [torch.zeros(3, 5, 16, 16)] * 3, 3)) != []
+    assert not list((tmp_path / "videos").rglob("*.png"))
+
+
+def test_a_full_disk_is_said_and_training_goes_on(tmp_path, monkeypatch, capsys):
+    def full(path, video):
+        if path.name == "grid.png":
+            raise OSError(28, "No space left on device")
+        write(path, video)
+
+    write = data.write_picture
+    monkeypatch.setattr(data, "write_picture", full)
+    folder = sampled(tmp_path, [torch.zeros(3, 1, 8, 8)] * 3, 3)
+    assert sorted(os.listdir(folder)) == ["00.png", "02.png"]
+    assert "grid.png could not be written (No space left on device)" in capsys.readouterr().out
