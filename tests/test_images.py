@@ -19,7 +19,7 @@ from image_pipelines import (
 from runs import CONFIG, GRPO_FAST, call, launch, launch_grpo, metrics
 
 from rewardfl import backbones, config, data, groups, lora
-from rewardfl.backbones import qwen_image, z_image
+from rewardfl.backbones import images, qwen_image, z_image
 from rewardfl.backbones.flux import pack
 from rewardfl.backbones.seam import Adapter, Source
 from rewardfl.estimate import measure
@@ -285,3 +285,70 @@ def test_win_rate_counts_a_tie_half_and_leaves_out_what_has_no_score():
     figures = _evaluate_images.summarise(pairs, {"score": True})["figures"]["score"]
     assert figures["win_rate"]["mean"] == (0.75 + 0) / 2 and figures["left_out"] == 1 and figures["trained"]
     assert figures["before"]["mean"] == 2 and figures["gain"]["mean"] == pytest.approx((0.5 - 1) / 2)
+
+
+OWN_REWARD = """
+import torch
+from rewardfl.rewards import Reward, RewardOutput
+
+class LikeTheClip(Reward):
+    name = "like_the_clip"
+
+    def reference(self, video, prompt=""):
+        return {"mean": video.mean()[None]}
+
+class Broken(Reward):
+    name = "broken"
+
+    def forward(self, video, batch):
+        raise RuntimeError("out of order")
+"""
+
+
+@pytest.fixture(scope="module")
+def untrained(folder_of, tmp_path_factory):
+    """A run of one step."""
+    run = tmp_path_factory.mktemp("untrained")
+    launch_grpo(*settings("sd3", folder_of("sd3")), "train.max_steps=1", f"run.output_dir={run}")
+    (run / "own.py").write_text(OWN_REWARD)
+    (run / "sizes.csv").write_text("prompt,height,width\na ball,,\na ball,36,32\na ball,32,\n,,\n")
+    (run / "clip.csv").write_text("prompt,video\na ball,gone.mp4\n")
+    return run
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--adapter", "RUN/nowhere"], "RUN/nowhere: no such folder; name a checkpoint with --adapter"),
+        (["reward.name=RUN/own.py:LikeTheClip"], "line 2: reward.name compares with a clip"),
+        (["reward.others={own: {name: 'RUN/own.py:LikeTheClip', weight: 0}}"], "line 2: reward.others.own compares"),
+        (["reward.others={flow: {name: optical_flow, weight: 0}}"], "reward.others.flow judges at least 2 frames"),
+        (["--data", "RUN/sizes.csv"], "line 3: height must be a multiple of 8, at most 96, got 36\nline 4: height w"),
+        (["--data", "RUN/sizes.csv"], "line 5: empty prompt"),
+        (["--data", "RUN/clip.csv"], "line 2: RUN/gone.mp4: no such file"),
+        (["--data", "RUN/nowhere.csv"], "no such file or folder: RUN/nowhere.csv"),
+        (["--out", "RUN/own.py"], "RUN/own.py"),
+        (["--seeds", "0"], "--seeds and --batch must be at least 1"),
+        (["--batch", "0"], "--seeds and --batch must be at least 1"),
+    ],
+)
+def test_what_evaluate_cannot_judge_is_refused_before_weights_load(folder_of, untrained, monkeypatch, words, said):
+    monkeypatch.setattr(images.ImageModel, "_check_weights", None)
+    words, said = ([word.replace("RUN", str(untrained)) for word in words], said.replace("RUN", str(untrained)))
+    prompts = folder_of("sd3") / "prompts.csv"
+    assert said in run_tool(evaluate.main, "--run", untrained, "--data", prompts, "--device", "cpu", *words, expect=2)
+
+
+def test_evaluate_names_a_reward_that_fails_and_judges_each_size(folder_of, untrained):
+    own = f"reward.others={{own: {{name: '{untrained}/own.py:Broken', weight: 0}}}}"
+    words = ["--run", untrained, "--device", "cpu", "--seeds", 1, "--data"]
+    said = run_tool(evaluate.main, *words, folder_of("sd3") / "prompts.csv", own, expect=2)
+    assert "error: reward.others.own: RuntimeError: out of order" in said
+    (untrained / "two.csv").write_text("prompt,height,width\na ball,,\na ball,32,64\nbad,36,32\n")
+    said = run_tool(evaluate.main, *words, untrained / "two.csv", "data.skip_bad_rows=true")
+    assert "skipped: line 4: height must be a multiple of 8" in said and "2 prompts, 2 pairs" in said
+    shown = [data.read_picture(one).shape for one in sorted((untrained / "evaluation" / "images").iterdir())]
+    assert shown == [(SIDE, 2 * SIDE, 3), (SIDE, 4 * SIDE, 3)]
+    assert not any(
+        "nonfinite" in name for name in json.loads((untrained / "evaluation/report.json").read_text())["figures"]
+    )

@@ -68,7 +68,12 @@ def sampler(
     experts: str,
     device: torch.device,
 ) -> Sampler:
-    """The run's model with the checkpoint's adapter. examples: by the row's id. experts: as offload.place takes it."""
+    """The run's model with the checkpoint's adapter. examples: by the row's id. experts: as offload.place takes it.
+
+    FileNotFoundError where there is no adapter.
+    """
+    if not adapter.is_dir():  # said before anything loads
+        raise FileNotFoundError(f"{adapter}: no such folder; name a checkpoint with --adapter")
     backbone = start.open_model(cfg)
     encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
     told = {

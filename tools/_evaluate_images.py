@@ -15,11 +15,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import config, data
+from rewardfl.backbones.seam import Backbone
 from rewardfl.files import printable
-from rewardfl.rewards import build_terms
+from rewardfl.rewards import RewardError, build_terms
+from rewardfl.rewards.checked import NONFINITE
 from rewardfl.rewards.terms import Reference, Term, judge
-from rewardfl.run import start
-from rewardfl_tools import _arms, _common, _reward_scales
+from rewardfl.run import start, work
+from rewardfl_tools import _arms, _common
 from rewardfl_tools._arms import ARMS, interval
 
 SHOWN, SIDE = 24, 96  # pairs in the grid, and the least height of a picture in it
@@ -44,13 +46,13 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or args.run / "evaluation"
     try:
         cfg = _arms.run_config(args.run, [*args.overrides, f"data.file_name={args.data}"])
+        (out / "images").mkdir(parents=True, exist_ok=True)  # a folder that cannot be written is said at once
         terms = build_terms(config.wanted_rewards(cfg), torch.device(args.device))
         pairs = evaluate(cfg, terms, args.adapter or args.run / "checkpoints" / "latest", args)
-    except start.REFUSALS as error:
+    except (*start.REFUSALS, OSError) as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return 2
     report = summarise(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
-    (out / "images").mkdir(parents=True, exist_ok=True)
     for pair in pairs:
         beside = torch.cat([pair.made[arm] for arm in ARMS], 1)
         data.write_picture(out / "images" / f"{pair.row.index:04d}_seed{pair.seed}.png", beside[None])
@@ -64,12 +66,14 @@ def run(args: argparse.Namespace) -> int:
 @torch.no_grad()
 def evaluate(cfg: config.AnyConfig, terms: Sequence[Term], adapter: Path, args: argparse.Namespace) -> list[Pair]:
     """Sample and score every prompt and seed."""
-    rows = len(data.load_metadata(cfg.data.file_name))
-    found, references = _reward_scales.find_clips(cfg, terms, rows, torch.device(args.device))
-    kept = {row.id: reference for (row, _), reference in zip(found, references, strict=True)}
-    examples = {row.id: (row, example) for row, example in found}
-    sampler = _arms.sampler(cfg, examples, adapter, args.experts, torch.device(args.device))
-    jobs = [(row, seed) for seed in range(args.seeds) for row, _ in found]
+    rows, device = look_at_rows(cfg, start.open_model(cfg), terms), torch.device(args.device)
+    examples = {row.id: (row, start.example_of(cfg, row)) for row in rows}
+    kept = {
+        key: [term.reward.reference(example.reference.to(device), row.prompt) for term in terms]
+        for key, (row, example) in examples.items()
+    }
+    sampler = _arms.sampler(cfg, examples, adapter, args.experts, device)
+    jobs = [(row, seed) for seed in range(args.seeds) for row in rows]
     pairs = []
     for batch in tqdm(_arms.batches(jobs, sampler.sizes, args.batch), desc="evaluating"):
         pictures = sampler.both(batch)
@@ -82,18 +86,39 @@ def evaluate(cfg: config.AnyConfig, terms: Sequence[Term], adapter: Path, args: 
     return pairs
 
 
+def look_at_rows(cfg: config.AnyConfig, backbone: Backbone, terms: Sequence[Term]) -> list[data.Row]:
+    """The rows that every reward can judge. DataError lists all others, unless data.skip_bad_rows: then they are said.
+
+    ConfigError for a reward that judges more than one picture at a time.
+    """
+    start.check_frames(cfg, terms)
+    rows = data.load_metadata(cfg.data.file_name, "--data")
+    takes, problems = backbone.takes_image, []
+    for row in rows:
+        found = data.row_problems(row, cfg.data.num_frames, cfg.data.fps, takes)
+        found += filter(None, [work.size_problem(cfg, backbone, row.size)])
+        # a term at a time: also those that the run only measured, and never said that they had nothing to compare with
+        found += [said for term in terms for said in start.nothing_to_compare(cfg, row, [term])]
+        problems += [(row.line, problem) for problem in found]
+    good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
+    for line in bad:
+        print(printable(f"skipped: {line}"))
+    return good
+
+
 def scores_of(terms: Sequence[Term], pictures: Tensor, references: Sequence[Sequence[Reference]]) -> dict[str, Tensor]:
     """{figure: (B,)} of pictures (B, 3, 1, H, W), NaN for what a reward could not score.
 
-    ValueError when a reward scores none of them: then it has failed.
+    RewardError when a reward has failed on all of them.
     """
     found: dict[str, Tensor] = {}
     for i, term in enumerate(terms):
         judged = judge(term.reward, pictures, [reference[i] for reference in references])
         if judged.failed.all():
-            raise ValueError(f"{term.key}: {judged.problems[0]}")
+            raise RewardError(f"{term.key}: {judged.problems[0]}")
         found[term.label] = judged.output.score.where(judged.output.valid, torch.nan)
-        found |= {f"{term.label}/{name}": part for name, part in judged.output.parts.items()}
+        parts = {name: part for name, part in judged.output.parts.items() if name != NONFINITE}  # these are left out
+        found |= {f"{term.label}/{name}": part for name, part in parts.items()}
     return found
 
 

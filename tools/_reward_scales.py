@@ -70,7 +70,7 @@ def find_clips(
     references: list[list[Reference]] = []
     for row in data.load_metadata(cfg.data.file_name):
         try:
-            if problems := start.nothing_to_compare(cfg, row, terms):
+            if problems := [row.problem] if row.problem else start.nothing_to_compare(cfg, row, terms):
                 raise data.DataError("; ".join(problems))
             example = start.example_of(cfg, row)
             clip = example.reference.to(device)

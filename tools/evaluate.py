@@ -33,6 +33,8 @@ def main() -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run's configuration")
     args = parser.parse_args()
+    if args.seeds < 1 or args.batch < 1:
+        parser.error("--seeds and --batch must be at least 1")
     # not before: --help and mistakes are answered without torch
     from rewardfl_tools import _arms, _evaluate, _evaluate_images
 

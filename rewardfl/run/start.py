@@ -348,7 +348,7 @@ def find_samples(
     """
     if not rows:
         return []
-    _check_frames(cfg, terms)
+    check_frames(cfg, terms)
     rewards = [term.reward for term in terms]
     size = {name: getattr(cfg.data, name) for name in ("height", "width", "num_frames", "max_pixels", "fps")}
     hashes, unreadable = prepare.hash_files(rows, job.share, job.gather_lists)
@@ -368,7 +368,7 @@ def find_samples(
     return prepare.samples(store, rows, keys, found, rewards)
 
 
-def _check_frames(cfg: AnyConfig, terms: Sequence[Term]) -> None:
+def check_frames(cfg: AnyConfig, terms: Sequence[Term]) -> None:
     """ConfigError where a reward looks at what changes from frame to frame, and the frames are too few."""
     for term in terms:
         if cfg.data.num_frames < term.reward.fewest_frames:
