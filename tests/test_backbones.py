@@ -386,8 +386,9 @@ def test_a_guided_gradient_is_that_of_finite_differences(backbone, differentiate
 
     outcome(0)
     terms = torch.cat([(p.grad * one).flatten() for p, one in zip(adapters, direction, strict=True)])
-    slope = (outcome(3e-4) - outcome(-3e-4)) / 6e-4
-    # of the size that the sum of such terms has where they do not cancel; the networks have islands in float32
+    # of fourth order: Z-Image's chain is curved, and with smaller steps the networks' islands in float32 show
+    slope = (8 * (outcome(1e-3) - outcome(-1e-3)) - (outcome(2e-3) - outcome(-2e-3))) / 12e-3
+    # of the size that the sum of such terms has where they do not cancel
     assert terms.sum().item() == pytest.approx(slope, abs=2e-3 * terms.norm().item())
 
 
