@@ -58,6 +58,13 @@ def test_a_judge_knows_each_kind_of_mistake(name):
         assert output.parts["right"].item() == (wanted == 1), prompt
 
 
+def test_the_score_does_not_depend_on_the_order_of_what_is_found():
+    """A red circle is like both that are wanted, a green triangle like one: both pairs are there to be had."""
+    scene = SCENES["a green circle and a red square"]
+    found = [Thing("red", "circle"), Thing("green", "triangle")]
+    assert checker.judged(scene, found) == checker.judged(scene, found[::-1]) == (0.5, False)
+
+
 def test_nothing_is_no_object():
     grey, broken = torch.full((1, 3, 1, 32, 32), 0.9), torch.full((1, 3, 1, 32, 32), torch.nan)
     for one in judges().values():
@@ -107,7 +114,7 @@ def test_the_base_draws_what_the_figures_say():
     wanted, _ = scenes.draw_places(64, generator, held_out=True)
     images = build.sample(pipe, [scene.prompt for scene in wanted], generator)
     right = [checker.judged(one, checker.find_things(image))[1] for one, image in zip(wanted, images, strict=True)]
-    assert abs(sum(right) / 64 - FIGURES["checker/base"]["all"]) < 0.2
+    assert abs(sum(right) / 64 - FIGURES["checker/base"]["all"]) < 0.15  # two standard errors of the two shares
 
 
 def test_it_is_small():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rewardfl import config, data, groups, offload, reward_flow
 from rewardfl.backbones.seam import Backbone, Conditioning, Decoder, Experts, Velocity
-from rewardfl.run import start, work
+from rewardfl.run import work
 
 ARMS = ("before", "after")
 RESAMPLES = 10_000
@@ -22,12 +22,6 @@ def run_config(run: Path, overrides: list[str]) -> config.AnyConfig:
     if not path.is_file():
         raise FileNotFoundError(f"--run: {path} is missing; name the output_dir of a training run")
     return config.parse(json.loads(path.read_text())["config"], overrides)
-
-
-def makes_images(run: Path) -> bool:
-    """Whether the run's samples are single pictures; a folder that is no run says so later."""
-    path = run / "run.json"
-    return path.is_file() and json.loads(path.read_text())["config"]["data"]["num_frames"] == 1
 
 
 @dataclass(frozen=True)
@@ -63,6 +57,7 @@ class Sampler:
 
 def sampler(
     cfg: config.AnyConfig,
+    backbone: Backbone,
     examples: Mapping[str, tuple[data.Row, data.Example]],
     adapter: Path,
     experts: str,
@@ -74,7 +69,6 @@ def sampler(
     """
     if not adapter.is_dir():  # said before anything loads
         raise FileNotFoundError(f"{adapter}: no such folder; name a checkpoint with --adapter")
-    backbone = start.open_model(cfg)
     encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
     told = {
         key: encode_text(row.prompt) | encode_image(example.image, cfg.data.num_frames)

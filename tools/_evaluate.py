@@ -22,7 +22,7 @@ from rewardfl.files import printable
 from rewardfl.rewards import face
 from rewardfl.rewards.video_motion import VideoMotion, video_motion
 from rewardfl.run import start
-from rewardfl_tools import _arms, _common
+from rewardfl_tools import _arms, _common, _evaluate_images
 from rewardfl_tools._arms import ARMS, interval, resampled
 
 AMOUNTS = ("flow", "face_flow", "pixel_change", "sharpness")  # of VideoMotion: those that are compared by their ratio
@@ -48,9 +48,11 @@ def run(args: argparse.Namespace) -> int:
     args.device = _common.device(args.device)
     out = args.out or args.run / "evaluation"
     try:
-        cfg = _arms.run_config(args.run, args.overrides)
+        cfg = _arms.run_config(args.run, [*args.overrides, f"data.file_name={json.dumps(args.data)}"])
+        if cfg.data.num_frames == 1:
+            return _evaluate_images.run(cfg, args, out)
         clips, pools = evaluate(cfg, args.adapter or args.run / "checkpoints" / "latest", args, out)
-    except (ValueError, FileNotFoundError) as error:
+    except (*start.REFUSALS, ValueError, OSError) as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return 2
     report = summarise(clips, pools)
@@ -98,7 +100,7 @@ def evaluate(cfg: config.AnyConfig, adapter: Path, args: argparse.Namespace, out
     detector = list(judges.values())[-1].detector  # the judge's, else the reward's
     real_motion = {row.id: motion_of_real(detector, examples[row.id].video, args.device) for row in usable}
     used = {row.id: (row, examples[row.id]) for row in usable}
-    sampler = _arms.sampler(cfg, used, adapter, args.experts, torch.device(args.device))
+    sampler = _arms.sampler(cfg, start.open_model(cfg), used, adapter, args.experts, torch.device(args.device))
     (out / "videos").mkdir(parents=True, exist_ok=True)
 
     clips = []

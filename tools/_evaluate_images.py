@@ -21,7 +21,7 @@ from rewardfl.rewards import RewardError, build_terms
 from rewardfl.rewards.checked import NONFINITE
 from rewardfl.rewards.terms import Reference, Term, judge
 from rewardfl.run import start, work
-from rewardfl_tools import _arms, _common
+from rewardfl_tools import _arms
 from rewardfl_tools._arms import ARMS, interval
 
 SHOWN, SIDE = 24, 96  # pairs in the grid, and the least height of a picture in it
@@ -40,18 +40,11 @@ class Pair:
     scores: dict[str, dict[str, float]]
 
 
-def run(args: argparse.Namespace) -> int:
-    """Before and after an adapter, by the run's rewards: the exit code."""
-    args.device = _common.device(args.device)
-    out = args.out or args.run / "evaluation"
-    try:
-        cfg = _arms.run_config(args.run, [*args.overrides, f"data.file_name={args.data}"])
-        (out / "images").mkdir(parents=True, exist_ok=True)  # a folder that cannot be written is said at once
-        terms = build_terms(config.wanted_rewards(cfg), torch.device(args.device))
-        pairs = evaluate(cfg, terms, args.adapter or args.run / "checkpoints" / "latest", args)
-    except (*start.REFUSALS, OSError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
+def run(cfg: config.AnyConfig, args: argparse.Namespace, out: Path) -> int:
+    """Before and after an adapter, by the run's rewards: the exit code. Raises what is wrong with the input."""
+    (out / "images").mkdir(parents=True, exist_ok=True)  # a folder that cannot be written is said at once
+    terms = build_terms(config.wanted_rewards(cfg), torch.device(args.device))
+    pairs = evaluate(cfg, terms, args.adapter or args.run / "checkpoints" / "latest", args)
     report = summarise(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
     for pair in pairs:
         beside = torch.cat([pair.made[arm] for arm in ARMS], 1)
@@ -66,13 +59,14 @@ def run(args: argparse.Namespace) -> int:
 @torch.no_grad()
 def evaluate(cfg: config.AnyConfig, terms: Sequence[Term], adapter: Path, args: argparse.Namespace) -> list[Pair]:
     """Sample and score every prompt and seed."""
-    rows, device = look_at_rows(cfg, start.open_model(cfg), terms), torch.device(args.device)
+    backbone, device = start.open_model(cfg), torch.device(args.device)
+    rows = look_at_rows(cfg, backbone, terms)
     examples = {row.id: (row, start.example_of(cfg, row)) for row in rows}
     kept = {
         key: [term.reward.reference(example.reference.to(device), row.prompt) for term in terms]
         for key, (row, example) in examples.items()
     }
-    sampler = _arms.sampler(cfg, examples, adapter, args.experts, device)
+    sampler = _arms.sampler(cfg, backbone, examples, adapter, args.experts, device)
     jobs = [(row, seed) for seed in range(args.seeds) for row in rows]
     pairs = []
     for batch in tqdm(_arms.batches(jobs, sampler.sizes, args.batch), desc="evaluating"):

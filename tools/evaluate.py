@@ -35,10 +35,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.seeds < 1 or args.batch < 1:
         parser.error("--seeds and --batch must be at least 1")
-    # not before: --help and mistakes are answered without torch
-    from rewardfl_tools import _arms, _evaluate, _evaluate_images
+    from rewardfl_tools import _evaluate  # not before: --help and mistakes are answered without torch
 
-    return (_evaluate_images if _arms.makes_images(args.run) else _evaluate).run(args)
+    return _evaluate.run(args)
 
 
 if __name__ == "__main__":

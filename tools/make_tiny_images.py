@@ -11,6 +11,8 @@ above, the base's below).
 import argparse
 from pathlib import Path
 
+from rewardfl_tools.make_tiny_world import write_figures
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -25,7 +27,7 @@ def main() -> None:
     work = args.work or (args.out / "work" if args.quick else Path("build/tiny_images"))
     work.mkdir(parents=True, exist_ok=True)
     build.build(plan, args.out, work, args.seed)
-    build.write_figures(build.measure(args.out, plan.measured, args.seed + 900), args.out)
+    write_figures(build.measure(args.out, plan.measured, args.seed + 900), args.out)
 
 
 if __name__ == "__main__":

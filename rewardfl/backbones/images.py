@@ -264,7 +264,7 @@ class ImageModel:
 
     def _empty(self) -> ModelMixin:
         """The network without memory."""
-        return empty(self.kind, self.configs)
+        return empty(self.kind.transformer, self.configs[EXPERT])
 
     def _load_encoders(self) -> dict[str, Any]:
         self._check_weights()
@@ -364,19 +364,17 @@ def _frozen(model: Any) -> Any:
     return model.requires_grad_(False).eval()
 
 
-def empty(kind: Kind, configs: Configs) -> ModelMixin:
-    """The network without memory for its weights."""
+def empty(transformer: type[Network], config: Mapping[str, Any]) -> Network:
+    """A network of this configuration, without memory for its weights."""
     with torch.device("meta"):
-        return kind.transformer.from_config(dict(configs[EXPERT]))
+        return transformer.from_config(dict(config))
 
 
 def empty_as_trained(
     transformer: type[Network], config: Mapping[str, Any], dtype: torch.dtype, adapter: Adapter | None
 ) -> Network:
     """`on_meta_as_trained` of a network of this configuration."""
-    with torch.device("meta"):
-        model = transformer.from_config(dict(config))
-    return on_meta_as_trained(model, dtype, adapter)
+    return on_meta_as_trained(empty(transformer, config), dtype, adapter)
 
 
 def on_meta_as_trained(model: Network, dtype: torch.dtype, adapter: Adapter | None) -> Network:
@@ -409,7 +407,7 @@ def open(kind: Kind, name: str, source: Source) -> ImageModel:
     shards.check_unquantised(
         checkpoint, "it cannot be trained on as it is; give the fp32, fp16 or bf16 files of the same model"
     )
-    wanted = {name: tuple(value.shape) for name, value in empty(kind, model.configs).state_dict().items()}
+    wanted = {name: tuple(value.shape) for name, value in model._empty().state_dict().items()}
     if differing := sorted(wanted.keys() ^ checkpoint.tensors.keys()):
         side = "lacks" if differing[0] in wanted else "has a surplus"
         raise Refused(f"{checkpoint.path} {side} {differing[0]} ({len(differing)} names differ from its config.json)")

@@ -64,8 +64,7 @@ def _one_block(
     config: Mapping[str, Any], dtype: torch.dtype, place: int, adapter: Adapter | None
 ) -> SD3Transformer2DModel:
     """A network of the block at `place` alone, on the meta device."""
-    with torch.device("meta"):
-        model = SD3Transformer2DModel.from_config(dict(config))
+    model = images.empty(SD3Transformer2DModel, config)
     model.transformer_blocks = model.transformer_blocks[place : place + 1]
     return images.on_meta_as_trained(model, dtype, adapter)
 

@@ -64,8 +64,7 @@ def _one_block(
     config: Mapping[str, Any], dtype: torch.dtype, kept: str, adapter: Adapter | None
 ) -> ZImageTransformer2DModel:
     """A network of one block, of the list called `kept`, on the meta device."""
-    with torch.device("meta"):
-        model = ZImageTransformer2DModel.from_config({**config, "n_layers": 1, "n_refiner_layers": 1})
+    model = images.empty(ZImageTransformer2DModel, {**config, "n_layers": 1, "n_refiner_layers": 1})
     for name in {"noise_refiner", "context_refiner", "layers"} - {kept}:
         setattr(model, name, nn.ModuleList())
     return images.on_meta_as_trained(model, dtype, adapter)

@@ -1,6 +1,5 @@
 """The tiny images from a seed: what is trained how long, in which order, what is written, and how good it is."""
 
-import json
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -120,9 +119,3 @@ def sample(pipe: StableDiffusion3Pipeline, prompts: list[str], generator: torch.
             max_sequence_length=model.TOKENS, output_type="pt", generator=generator,
         ).images * 2 - 1
     )  # fmt: skip
-
-
-def write_figures(figures: dict[str, object], folder: Path) -> None:
-    text = json.dumps(figures, indent=2)
-    (folder / "figures.json").write_text(text + "\n")
-    print(text)

@@ -6,6 +6,7 @@ Here they are found as connected patches of a colour, and told apart by how they
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 from math import hypot
 
 import cv2
@@ -59,15 +60,14 @@ class SceneChecker(Reward):
 
 def judged(scene: Scene, things: Sequence[Thing]) -> tuple[float, bool]:
     """SceneChecker's score of these objects, and whether all is right."""
-    wanted, left = Counter(scene.wanted), Counter(thing.kind for thing in things)
-    size, points = max(wanted.total(), left.total()), 0.0
-    for alike, worth in ((lambda a, b: a == b, 1.0), (lambda a, b: a[0] == b[0] or a[1] == b[1], 0.5)):
-        for kind in list(wanted.elements()):
-            found = next((other for other in left.elements() if alike(kind, other)), None)
-            if found:
-                points += worth
-                wanted[kind] -= 1
-                left[found] -= 1
+    wanted, found = Counter(scene.wanted), Counter(thing.kind for thing in things)
+    size, points = max(wanted.total(), found.total()), float((wanted & found).total())
+    missing, others = list((wanted - found).elements()), list((found - wanted).elements())
+    nobody = [("", "")] * len(missing)  # some may be left without one that is like them
+    points += 0.5 * max(
+        sum(a[0] == b[0] or a[1] == b[1] for a, b in zip(missing, chosen, strict=True))
+        for chosen in permutations(others + nobody, len(missing))
+    )
     if scene.relation:
         first, second = ([thing for thing in things if thing.kind == kind] for kind in scene.wanted)
         points += any(holds(scene.relation, a, b) for a in first for b in second)
