@@ -143,13 +143,18 @@ def one(tmp_path_factory):
 @pytest.fixture(scope="module", params=KINDS)
 def two(request, one, tmp_path_factory):
     """(the kind, the accounts by run, the folder) of two processes of two micro-batches each: the second and third of
-    these updates, on from one process's checkpoint, all by policy gradient, and all of the places, of one clip each."""
+    these updates, on from one process's checkpoint, all by policy gradient, and all of the places, of one clip each.
+
+    Under DDP the blocks of the places wait in host memory.
+    """
     out = tmp_path_factory.mktemp(request.param)
     shutil.copytree(one[1] / FL, out / FL, symlinks=True)
     for step in (2, 3, 4):
         shutil.rmtree(out / FL / "checkpoints" / f"step-{step:06d}")
     rewards = [*REWARD_FL, "train.gradient_accumulation_steps=2", "train.max_steps=3"]
     places = placed_runs(out, accumulation=1)
+    if request.param == "ddp":  # the same numbers, whose weights wait in host memory
+        places = [[*words, "experts.trained=cpu_swap"] for words in places]
     accounts = run(request.param, out, rewards, GRPO, *places, NOBODY_ON="3", BREAK_GRADIENT="1:0")
     return request.param, accounts, out
 

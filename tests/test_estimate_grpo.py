@@ -142,7 +142,8 @@ def test_memory(published):
     assert needs.kept_bytes(published, apart) == (4 + 2) * latents + conditioning
     host = needs.memory(published, asked("grpo.samples_on=cpu", "experts.untrained=cpu_swap", processes=2))
     assert host.host == {  # a step's own x and x_next, and its mean
-        "expert that is swapped": expert.weights, "the epoch's samples": 12 * (6 * latents + conditioning),
+        "swapped experts": expert.weights - expert.other_weights,
+        "the epoch's samples": 12 * (6 * latents + conditioning),
     }  # fmt: skip
     assert "the epoch's samples" not in host.resident
     assert found.host == {}
@@ -220,7 +221,7 @@ RUNS = [
 
 def test_every_option_is_a_setting():
     """Each key and value is one that the configuration takes, and reading it gives the option's own run."""
-    keys, fields = set(), ("placement", "checkpointing", "offload_inputs", "batch", "samples_on")
+    keys, fields = set(), ("trained_placement", "placement", "checkpointing", "offload_inputs", "batch", "samples_on")
     for run in RUNS:
         for option in options(run):
             wanted = {field: getattr(run, field) for field in fields} | option.fields

@@ -7,7 +7,7 @@ from torch import nn
 
 from rewardfl import lora, offload
 
-DEVICE = torch.device("cpu")
+DEVICE, BLOCKS = torch.device("cpu"), ["WanTransformerBlock"]
 
 
 def answer(expert):
@@ -50,7 +50,7 @@ def test_an_expert_swapped_from_the_host_answers_the_same():
     expert = random_pipeline().transformer
     with torch.no_grad():
         expected = answer(expert)
-        assert torch.equal(answer(offload.place(expert, "cpu_swap", DEVICE)), expected)
+        assert torch.equal(answer(offload.place(expert, "cpu_swap", DEVICE, BLOCKS)), expected)
 
 
 def test_fp8_rounds_the_blocks_linear_weights_alone():
@@ -63,7 +63,7 @@ def test_fp8_rounds_the_blocks_linear_weights_alone():
                 parameter.data = parameter.data.to(torch.float8_e4m3fn).to(torch.bfloat16)
     with torch.no_grad():
         before, expected = answer(expert), answer(rounded)
-        placed = offload.place(expert, "fp8", DEVICE)
+        placed = offload.place(expert, "fp8", DEVICE, BLOCKS)
         assert torch.equal(answer(placed), expected)
         assert not torch.equal(expected, before)
     kinds = {name: p.dtype for name, p in placed.named_parameters()}
@@ -74,7 +74,7 @@ def test_fp8_rounds_the_blocks_linear_weights_alone():
 
 def test_unknown_places_are_refused():
     with pytest.raises(ValueError, match="gpu, cpu_swap or fp8, got 'disk'"):
-        offload.place(random_pipeline().transformer, "disk", DEVICE)
+        offload.place(random_pipeline().transformer, "disk", DEVICE, BLOCKS)
 
 
 def test_experts_outside_the_module_answer_and_are_not_seen():

@@ -26,8 +26,8 @@ def plain(tmp_path_factory):
 
 TWO_NOISES = ["train.max_steps=2", "sample.noises_per_sample=2", "train.use_gradient_checkpointing=false"]
 HOST = [
-    "experts.untrained=cpu_swap", "train.decode_caches=offload", "train.use_gradient_checkpointing=true",
-    "train.use_gradient_checkpointing_offload=true",
+    "experts.untrained=cpu_swap", "experts.trained=cpu_swap", "train.decode_caches=offload",
+    "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true",
 ]  # fmt: skip
 BOUNDARY = ["experts.untrained=boundary_cache", "train.decode_caches=segment"]
 

@@ -79,7 +79,8 @@ def sampler(
     decoder = backbone.load_decoder(device)
     loaded = {name: backbone.load_expert(name) for name in backbone.experts}
     backbone.attach_adapters(loaded, adapter)
-    model = Experts({name: offload.place(expert, experts, device) for name, expert in loaded.items()})
+    placed = {name: offload.place(expert, experts, device, backbone.block_classes) for name, expert in loaded.items()}
+    model = Experts(placed)
     sizes = {key: example.size for key, (_, example) in examples.items()}
     return Sampler(cfg, backbone, model, decoder, told, sizes, negative, device)
 

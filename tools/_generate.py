@@ -99,7 +99,10 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
         backbone.attach_adapters(loaded, Path(path))
         for expert in loaded.values():
             lora.set_strength(expert, strength)
-    experts = Experts({name: offload.place(expert, args.experts, device) for name, expert in loaded.items()})
+    placed = {
+        name: offload.place(expert, args.experts, device, backbone.block_classes) for name, expert in loaded.items()
+    }
+    experts = Experts(placed)
     shape = backbone.latent_shape(args.height, args.width, args.num_frames)
     noise = groups.noise((1, *shape), args.seed, device)
     schedule = backbone.schedule(args.steps, args.shift, shape)

@@ -108,7 +108,11 @@ def sample(
     guidance = cfg.sample.guidance_scale
     negative = encode_text(cfg.sample.negative_prompt) if guidance != 1 else None
     del encode_text, encode_image  # the text encoder alone is 11 GB
-    model = Experts({name: offload.place(backbone.load_expert(name), experts, device) for name in backbone.experts})
+    placed = {
+        name: offload.place(backbone.load_expert(name), experts, device, backbone.block_classes)
+        for name in backbone.experts
+    }
+    model = Experts(placed)
     decoder = backbone.load_decoder(device)
     videos = []
     for (row, example), condition in zip(tqdm(examples, desc="sampling"), conditions, strict=True):

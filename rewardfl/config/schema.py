@@ -226,7 +226,16 @@ class ModelConfig(Section):
             )
 
 
-class ExpertsConfig(Section):
+class SharedExpertsConfig(Section):
+    """What both scripts know of section `experts`."""
+
+    # Where the frozen weights of the trained expert live. gpu: on the GPU. cpu_swap: in host memory; its blocks' are
+    # copied to the GPU one ahead of their turn, in the forward pass and back (needs train.use_gradient_checkpointing,
+    # and each process with all of the model: not FSDP2 and not ZeRO-2).
+    trained: Annotated[Literal["gpu", "cpu_swap"], Alike(("gpu", "cpu_swap"))] = "gpu"
+
+
+class ExpertsConfig(SharedExpertsConfig):
     """Section `experts` of train_reward_fl.py."""
 
     # Where the expert that is not trained lives. gpu: beside the trained one. cpu_swap: in host memory, its
@@ -236,7 +245,7 @@ class ExpertsConfig(Section):
     untrained: Annotated[Literal["gpu", "cpu_swap", "fp8", "boundary_cache"], Alike(("gpu", "cpu_swap"))] = "gpu"
 
 
-class GrpoExpertsConfig(Section):
+class GrpoExpertsConfig(SharedExpertsConfig):
     """Section `experts` of train_flow_grpo.py: every rollout starts from new noise, so no boundary could be cached."""
 
     # As in ExpertsConfig.
@@ -703,6 +712,11 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
         yield (
             f"lora.lora_base_model must be model.trainable_models {shown(trained)} (training without an adapter is "
             f"not offered), got {shown(base_model)}; remove it"
+        )
+    if cfg.experts.trained == "cpu_swap" and not cfg.train.use_gradient_checkpointing:
+        yield (
+            "experts.trained cpu_swap needs train.use_gradient_checkpointing: true, it is false: without it every "
+            "block's weights would have to stay for the backward pass"
         )
     untrained = cfg.experts.untrained
     if untrained != "gpu" and len(trained_positions(cfg)) != 1:

@@ -9,6 +9,7 @@ from rewardfl.estimate.needs import RESERVE, flops, memory
 from rewardfl.run.work import Work
 
 KEYS = {
+    "trained_placement": "experts.trained",
     "placement": "experts.untrained",
     "checkpointing": "train.use_gradient_checkpointing",
     "offload_inputs": "train.use_gradient_checkpointing_offload",
@@ -38,7 +39,8 @@ class Option:
 def options(work: Work) -> list[Option]:
     """What can be switched on in this run; where two take the same time, the first is preferred.
 
-    The decoder's caches go to the host last: their copies have the least computing to hide behind.
+    The decoder's caches go to the host late: their copies have the least computing to hide behind. The trained expert
+    goes last: its weights take the most of the host's memory, and come over three times for each replayed step.
     """
     found = []
     if work.kept:
@@ -55,6 +57,8 @@ def options(work: Work) -> list[Option]:
         found.append(Option({"placement": "cpu_swap"}))
     if work.reward_gradient:
         found += [Option({"decode_caches": place}) for place in ("offload", "segment") if place != work.decode_caches]
+    if work.checkpointing and work.sharding == "none":
+        found.append(Option({"trained_placement": "cpu_swap"}))
     if work.untrained:
         found.append(Option({"placement": "fp8"}, False, "; its weights are rounded by 3 %"))
     if work.cacheable:

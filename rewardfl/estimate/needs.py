@@ -107,6 +107,9 @@ def memory(costs: Costs, work: Work) -> Memory:
         "activations": max(costs.text.peak, costs.image.peak),
     }
     phases = {phase: {name: work.batch * amount for name, amount in parts.items()} for phase, parts in phases.items()}
+    if swapped := _swapped_experts(costs, work):  # none of their blocks is on the GPU between their passes
+        for phase in ("rollout", "replay"):
+            phases[phase]["two blocks' weights"] = 2 * max(cost.block_weights for cost in swapped)
     if work.traced:  # clip by clip, whatever the batch
         graphs = [detector_graph(one, work.video.height, work.video.width) for one in work.traced]
         phases["reward"]["a chunk of the detector's graph"] = max(graphs)
@@ -121,16 +124,14 @@ def memory(costs: Costs, work: Work) -> Memory:
 def _resident(costs: Costs, work: Work) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of all that is on the GPU all through training, and of what waits in the host, by what it is."""
     resident = {f"{expert} expert": trained_weights(work, costs.experts[expert]) for expert in work.trained}
-    swapped = 0
     if work.untrained:
         cost = costs.experts[work.untrained]
         resident[f"{work.untrained} expert ({work.placement})"] = {
             "gpu": cost.weights,
-            "cpu_swap": cost.other_weights + 2 * cost.block_weights,  # the block at work and the next
+            "cpu_swap": cost.other_weights,
             "fp8": cost.weights_fp8,
             "boundary_cache": 0,
         }[work.placement]
-        swapped = cost.weights if work.placement == "cpu_swap" else 0
     parameters = trained_parameters(costs, work)
     adapter, optimizer = adapter_bytes(work, parameters)
     waiting = work.waiting * kept_bytes(costs, work)
@@ -142,7 +143,7 @@ def _resident(costs: Costs, work: Work) -> tuple[dict[str, int], dict[str, int]]
         "the epoch's samples": waiting if work.samples_on == "gpu" else 0,
     }
     host = {
-        "expert that is swapped": swapped,
+        "swapped experts": sum(cost.weights - cost.other_weights for cost in _swapped_experts(costs, work)),
         "optimizer": optimizer,
         "the epoch's samples": waiting if work.samples_on == "cpu" else 0,
     }
@@ -153,8 +154,17 @@ def trained_parameters(costs: Costs, work: Work) -> int:
     return sum(costs.experts[expert].adapter_parameters for expert in work.trained)
 
 
+def _swapped_experts(costs: Costs, work: Work) -> list[ExpertCost]:
+    """Those whose blocks come from host memory, each for its turn."""
+    names = work.trained if work.trained_placement == "cpu_swap" else ()
+    names += (work.untrained,) if work.untrained and work.placement == "cpu_swap" else ()
+    return [costs.experts[name] for name in names]
+
+
 def trained_weights(work: Work, cost: ExpertCost) -> int:
-    """Bytes of a trained expert's frozen weights on each GPU."""
+    """Bytes of a trained expert's frozen weights that stay on each GPU."""
+    if work.trained_placement == "cpu_swap":
+        return cost.other_weights
     if work.sharding != "fsdp2":
         return cost.weights
     # the block at work and the next are whole, and what is outside of the blocks stays so

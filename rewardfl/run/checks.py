@@ -26,6 +26,18 @@ def check_batch(cfg: RewardFlConfig, num_processes: int) -> int:
     )
 
 
+def check_sharding(cfg: AnyConfig, sharding: str) -> None:
+    """ConfigError where the trained expert's weights are to wait in host memory and the processes share them out.
+
+    sharding: none, zero2 or fsdp2, over the processes.
+    """
+    if cfg.experts.trained == "cpu_swap" and sharding != "none":
+        raise ConfigError(
+            f"experts.trained cpu_swap brings each process whole blocks from host memory, and {sharding} puts them "
+            "elsewhere; set experts.trained: gpu, or launch with configs/accelerate/ddp.yaml"
+        )
+
+
 def check_threads(cpu_threads: int | None, cores: int) -> None:
     """ConfigError for more threads than four for each of the machine's cores: 100,000 crash torch."""
     if cpu_threads is not None and cpu_threads > 4 * cores:

@@ -145,7 +145,9 @@ class Job:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         buffers = [name for name, _ in model.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen + buffers)
-        model, optimizer = accelerator.prepare(model, optimizer)
+        # the model is where it belongs; accelerate would move the weights that wait in host memory, too
+        moved = [False, True] if self.sharding == "none" else None
+        model, optimizer = accelerator.prepare(model, optimizer, device_placement=moved)
         accelerator.gradient_accumulation_steps = accumulation
         return model, optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad]
 

@@ -128,9 +128,11 @@ def open_model(cfg: AnyConfig) -> Backbone:
 
 
 def open_job(cfg: AnyConfig) -> Job:
-    """The run's processes, connected. LaunchError when what runs is not what was asked for."""
+    """The run's processes, connected. LaunchError or ConfigError when what runs is not what was asked for."""
     several = len(configuration.trained_positions(cfg)) > 1
-    return Job(cfg.train.max_grad_norm, unused_parameters=several, cpu_threads=cfg.run.cpu_threads)
+    job = Job(cfg.train.max_grad_norm, unused_parameters=several, cpu_threads=cfg.run.cpu_threads)
+    checks.check_sharding(cfg, job.sharding)
+    return job
 
 
 @dataclass(frozen=True)
@@ -491,11 +493,14 @@ def load_experts(
     model_of: dict[str, nn.Module | None] = dict.fromkeys(backbone.experts)  # one at a time: the host holds one expert
     for name in outside:
         if name not in skip:
-            model_of[name] = offload.place(backbone.load_expert(name), cfg.experts.untrained, job.device)
+            model_of[name] = offload.place(
+                backbone.load_expert(name), cfg.experts.untrained, job.device, backbone.block_classes
+            )
     trained, rank, targets = {}, cfg.lora.lora_rank, work.lora_targets(cfg, backbone)
     for i, name in enumerate(names):
-        expert = backbone.load_expert(name).to(job.home)
+        expert = backbone.load_expert(name)
         lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed + i * SEED_STRIDE)
+        offload.place(expert, cfg.experts.trained, job.home, backbone.block_classes)
         if cfg.train.use_gradient_checkpointing_offload:
             expert.enable_gradient_checkpointing(offload.checkpoint_on_host)
         elif cfg.train.use_gradient_checkpointing:

@@ -20,6 +20,7 @@ from rewardfl.config import AnyConfig, ConfigError, FlowGrpoConfig, RewardFlConf
 from rewardfl.groups import Geometry
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.pack import pack_files
+from rewardfl.run import checks
 from rewardfl.weights.shards import Refused
 
 SIZES_SAID = 5  # of those that rows have
@@ -379,6 +380,7 @@ class Work:
     sharding: str = "none"  # none, zero2 or fsdp2, over the processes
 
     # the settings that trade memory for time; estimate.advice.KEYS says which keys they are
+    trained_placement: str = "gpu"  # of the trained experts' frozen weights
     placement: str = "gpu"  # of the untrained expert
     checkpointing: bool = True
     offload_inputs: bool = False
@@ -396,6 +398,7 @@ def work_of(
 
     ConfigError for samples that do not divide among processes, batches and updates, and for an impossible window.
     """
+    checks.check_sharding(cfg, sharding)
     trained = trained_experts(cfg, backbone.experts)
     adapter = Adapter(cfg.lora.lora_rank, tuple(lora_targets(cfg, backbone)))
     traced = _traced_detectors(cfg)
@@ -409,6 +412,7 @@ def work_of(
         traced=traced,
         processes=processes,
         sharding=sharding,
+        trained_placement=cfg.experts.trained,
         placement=cfg.experts.untrained,
         checkpointing=cfg.train.use_gradient_checkpointing,
         offload_inputs=cfg.train.use_gradient_checkpointing_offload,
