@@ -75,7 +75,7 @@ def new_expert(cfg: config.RewardFlConfig, configs: Path, name: str, device: tor
     rank, targets = cfg.lora.lora_rank, lora.target_modules(cfg.lora.lora_target_modules, variants.LAYERS)
     lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed)
     if cfg.train.use_gradient_checkpointing_offload:
-        expert.enable_gradient_checkpointing(offload.checkpoint_on_host)
+        expert.enable_gradient_checkpointing(offload.InputsOnHost(device))
     elif cfg.train.use_gradient_checkpointing:
         expert.enable_gradient_checkpointing()
     return expert

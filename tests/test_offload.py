@@ -1,11 +1,16 @@
 """Placement of experts and activations: where things live must not change what is computed."""
 
+import weakref
+
 import pytest
 import torch
 from pipelines import experts_of, random_pipeline
 from torch import nn
 
 from rewardfl import lora, offload
+from rewardfl.offload import Waiting
+from rewardfl.swap import BlockSwap
+from rewardfl_tools.tiny_world.video import new_expert
 
 DEVICE, BLOCKS = torch.device("cpu"), ["WanTransformerBlock"]
 
@@ -17,33 +22,125 @@ def answer(expert):
     return expert(x.to(expert.dtype), torch.tensor([950.0]), text.to(expert.dtype), return_dict=False)[0]
 
 
-def test_checkpointing_on_the_host_gives_the_same_gradients(monkeypatch):
-    expert = random_pipeline().transformer_2
+LAYERS = 4
+
+
+def adapted(checkpoint=None):
+    """An expert with an adapter that answers, checkpointed by `checkpoint`."""
+    torch.manual_seed(0)
+    expert = new_expert(LAYERS, 2, 12).requires_grad_(False).eval()
     lora.inject(expert, 2, 2, ["to_q", "ffn.net.2"], seed=0)
     for name, parameter in expert.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(generator=torch.Generator().manual_seed(1))
+    if checkpoint is not None:
+        expert.enable_gradient_checkpointing(checkpoint)
+    return expert
 
-    def gradients():
-        expert.zero_grad()
-        answer(expert).square().sum().backward()
-        return {name: p.grad.clone() for name, p in expert.named_parameters() if p.requires_grad}
 
-    plain = gradients()
-    waiting, kinds = [], torch.autograd.graph.saved_tensors_hooks
+def gradients(expert):
+    expert.zero_grad()
+    answer(expert).square().sum().backward()
+    return {name: p.grad.clone() for name, p in expert.named_parameters() if p.requires_grad}
 
-    def recording(pin_memory):
-        assert not pin_memory  # there is no GPU to copy from
-        return kinds(lambda t: waiting.append(tuple(t.shape)) or t.clone(), lambda t: t)
 
-    monkeypatch.setattr(offload, "save_on_cpu", recording)
-    expert.enable_gradient_checkpointing(offload.checkpoint_on_host)
-    offloaded = gradients()
-    assert plain.keys() == offloaded.keys() and plain
-    assert all(torch.equal(plain[name], offloaded[name]) for name in plain)
-    tokens = (1, 3 * 4 * 4, expert.config.num_attention_heads * expert.config.attention_head_dim)
-    assert waiting.count(tokens) == expert.config.num_layers  # the blocks' inputs, and of what is in a block nothing
-    assert len(waiting) == 3 * expert.config.num_layers  # beside them the text and the timestep
+@pytest.fixture
+def traffic(monkeypatch):
+    """What went to the host and was sent for, in order, by block; all that is in the host."""
+    log, order, alive = [], {}, weakref.WeakSet()
+    put, fetch, take = Waiting.put, Waiting.fetch, Waiting.take
+
+    def noting(what, act):
+        def noted(waiting, *given):
+            alive.add(waiting)
+            log.append((what, order.setdefault(id(waiting), len(order))))
+            return act(waiting, *given)
+
+        return noted
+
+    for name, act in (("put", put), ("fetch", fetch), ("take", take)):
+        monkeypatch.setattr(Waiting, name, noting(name, act))
+    return log, alive
+
+
+def test_inputs_on_the_host_give_the_same_gradients():
+    plain, expert = gradients(adapted()), adapted(offload.InputsOnHost(DEVICE))
+    for _ in range(3):
+        offloaded = gradients(expert)
+        assert plain.keys() == offloaded.keys() and plain
+        assert all(torch.equal(plain[name], offloaded[name]) for name in plain)
+
+
+def test_the_blocks_inputs_alone_go_to_the_host_and_come_back_ahead_of_their_turn(traffic):
+    log, alive = traffic
+    out = answer(adapted(offload.InputsOnHost(DEVICE)))
+    # text and time with the first block, which cannot know that the others are given the same
+    assert log == [("put", 0)] * 3 + [("put", block) for block in range(1, LAYERS)]
+    assert len(alive) == LAYERS
+    tokens = 3 * 4 * 4 * 2 * 12 * 4  # of 4 x 4 patches in 3 frames, as bytes
+    assert all(len(waiting.hosts[0]) == tokens for waiting in alive)
+    log.clear()
+    out.square().sum().backward()
+    last = LAYERS - 1
+    assert log[:4] == [("take", last), ("fetch", last), ("fetch", last - 1), ("take", last - 1)]
+    asked = [block for what, block in log if what == "take"]
+    assert asked == [3, 2, 1, 0, 0, 0]
+    for block in range(last):  # sent for before it is asked for
+        assert log.index(("fetch", block)) < log.index(("take", block))
+
+
+def test_two_blocks_inputs_are_back_on_the_device_at_once(traffic, monkeypatch):
+    _, alive = traffic
+    held, begin = [], BlockSwap.begin
+    monkeypatch.setattr(BlockSwap, "begin", lambda swap, turn: (held.append(back(alive)), begin(swap, turn))[1])
+    gradients(offload.place(adapted(offload.InputsOnHost(DEVICE)), "cpu_swap", DEVICE, BLOCKS))
+    # when a block is computed anew its own have been taken, and those of the block before it are there
+    assert held == [0] * LAYERS + [1] * (LAYERS - 2) + [3, 0]
+
+
+def back(alive):
+    return sum(len(waiting.back) for waiting in alive)
+
+
+def test_what_has_been_sent_for_is_not_sent_for_again():
+    """A block of two streams asks for the inputs of the block before it with each of its own."""
+    waiting = Waiting(offload.InputsOnHost(DEVICE), None)
+    numbers = [waiting.put(torch.full((2, 3), value)) for value in (1.0, 2.0)]
+    waiting.fetch()
+    there = dict(waiting.back)
+    waiting.fetch()
+    assert numbers == [0, 1] and all(waiting.back[number] is there[number] for number in numbers)
+    assert waiting.take(1).tolist() == [[2.0] * 3] * 2 and list(waiting.back) == [0]
+
+
+def test_what_waits_dies_with_its_graph_and_leaves_its_room_to_the_next(traffic, monkeypatch):
+    _, alive = traffic
+    made, new = [], offload.host_memory
+    monkeypatch.setattr(offload, "host_memory", lambda size: (made.append(size), new(size))[1])
+    expert = adapted(offload.InputsOnHost(DEVICE))
+    for _ in range(2):
+        gradients(expert)
+        assert not alive
+    answer(expert)  # a graph that nobody goes back through
+    assert not alive
+    first, second = answer(expert), answer(expert)  # two that live together
+    assert len(alive) == 2 * LAYERS and len(made) == 2 * (LAYERS + 2)
+    del first, second
+    gradients(expert)
+    assert not alive and len(made) == 2 * (LAYERS + 2)
+
+
+def test_a_graph_that_is_kept_is_walked_back_twice():
+    plain, expert = adapted(), adapted(offload.InputsOnHost(DEVICE))
+
+    def twice(model):
+        loss = answer(model).square().sum()
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return torch.autograd.grad(loss, weights, retain_graph=True), torch.autograd.grad(loss, weights)
+
+    wanted, found = twice(plain), twice(expert)
+    for one in (0, 1):
+        assert all(torch.equal(a, b) for a, b in zip(wanted[one], found[one], strict=True))
 
 
 def test_an_expert_swapped_from_the_host_answers_the_same():

@@ -69,7 +69,7 @@ def watched(monkeypatch):
 
 
 @pytest.mark.parametrize("layers", [1, 2, LAYERS])
-@pytest.mark.parametrize("checkpoint", [None, offload.checkpoint_on_host], ids=["kept", "host"])
+@pytest.mark.parametrize("checkpoint", [None, offload.InputsOnHost(DEVICE)], ids=["kept", "host"])
 def test_gradients_are_the_same_to_the_last_bit(checkpoint, layers):
     plain, swapped = gradients(expert(layers=layers)), expert("cpu_swap", checkpoint, layers)
     for _ in range(2):

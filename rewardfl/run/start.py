@@ -502,7 +502,7 @@ def load_experts(
         lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed + i * SEED_STRIDE)
         offload.place(expert, cfg.experts.trained, job.home, backbone.block_classes)
         if cfg.train.use_gradient_checkpointing_offload:
-            expert.enable_gradient_checkpointing(offload.checkpoint_on_host)
+            expert.enable_gradient_checkpointing(offload.InputsOnHost(job.device))
         elif cfg.train.use_gradient_checkpointing:
             expert.enable_gradient_checkpointing()
         trained[name] = model_of[name] = expert
