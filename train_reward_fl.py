@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from rewardfl import config as configuration
-from rewardfl import data, reward_flow
+from rewardfl import data, offload, reward_flow
 from rewardfl.backbones.seam import Velocity
 from rewardfl.config import RewardFlConfig
 from rewardfl.rewards import build_terms
@@ -41,6 +41,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     job.backwards = accumulation * len(active)  # each replayed step is one; the last one of an update synchronises
     per_process = accumulation * batch_size  # what a loss is divided by here; the processes are averaged over
     global_batch = checks.check_batch(cfg, job.world)
+    checks.check_graphs(cfg, job.world)
     rows = start.look_at_rows(cfg, job, backbone)
     steps = work.steps_of_run(cfg, len(rows.train), job.world)
     start.say_plan(cfg, backbone, rows, steps, job)
@@ -78,6 +79,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
+    with_graph = offload.InputsOnHost(job.device).whole_graph if cfg.train.active_graphs == "keep_on_host" else None
     model, trained = start.load_experts(cfg, backbone, job, skip=backbone.experts[:1] if cached else ())
     start.fill_adapters(model, trained, backbone, resumed)
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
@@ -128,9 +130,9 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     sigmas = batch.schedule.sigmas
                     velocity = velocity_of(policy, batch)
 
-                # 1. Noise -> latents, without a graph; the latents before the active steps are kept.
+                # 1. Noise -> latents; of the active steps the latents before them are kept, or their graphs.
                 with timer("rollout"):
-                    trajectory = reward_flow.rollout(velocity, batch.x, sigmas, active, batch.start)
+                    trajectory = reward_flow.rollout(velocity, batch.x, sigmas, active, batch.start, with_graph)
 
                 # 2. loss = -reward + kl_weight * KL, the mean over samples; here the gradient of -reward by the frames.
                 with timer("decode"):
@@ -152,7 +154,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     grad_x0 = decoder.vjp(trajectory.x0, grad_video, decoded, batch.conditioning)
                 del decoded, video, grad_video, normalised  # up to 38 GB that replay has no use for
 
-                # 4. Back through the active steps, each forward pass again with a graph of its own; here the KL joins.
+                # 4. Back through the active steps, each forward pass anew unless its graph was kept; here the KL joins.
                 with timer("replay"):
                     kl = reward_flow.replay(
                         velocity,

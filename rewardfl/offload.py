@@ -55,6 +55,13 @@ class InputsOnHost:
             return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     @contextlib.contextmanager
+    def whole_graph(self) -> Iterator[None]:
+        """Within, all that a graph keeps outside of the blocks waits in host memory, too."""
+        waiting = Waiting(self, None)
+        with saved_tensors_hooks(waiting.put, waiting.take):
+            yield
+
+    @contextlib.contextmanager
     def copying(self, tensors: Iterable[Tensor]) -> Iterator[None]:
         """What is copied within is copied beside what is computed, after all of that up to here.
 
@@ -79,7 +86,7 @@ class Waiting:
     def __init__(self, home: InputsOnHost, before: "weakref.ref[Waiting] | None"):
         self.home, self.before = home, before
         self.hosts: list[Tensor] = []
-        self.looks: list[Tensor] = []  # what each was like, without memory
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # the shape and dtype of each
         self.back: dict[int, Tensor] = {}  # by number: those that have been sent for
         self.arrived: torch.cuda.Event | None = None  # happens when all of these are there
 
@@ -92,7 +99,7 @@ class Waiting:
         octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
         free = self.home.rooms[len(octets)]
         self.hosts.append(free.pop() if free else host_memory(len(octets)))
-        self.looks.append(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        self.kinds.append((tensor.shape, tensor.dtype))
         with self.home.copying([octets]):
             self.hosts[-1].copy_(octets, non_blocking=True)
         return len(self.hosts) - 1
@@ -100,8 +107,8 @@ class Waiting:
     def fetch(self) -> None:
         """Send for what has not been sent for."""
         missing = {
-            i: torch.empty_like(look, device=self.home.device)
-            for i, look in enumerate(self.looks)
+            i: torch.empty(shape, dtype=dtype, device=self.home.device)
+            for i, (shape, dtype) in enumerate(self.kinds)
             if i not in self.back
         }
         with self.home.copying(missing.values()):

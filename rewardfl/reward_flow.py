@@ -10,7 +10,7 @@ bridge between (FlowBP, arXiv 2606.11075). Memory is one step's graph, whatever 
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,25 +23,42 @@ Velocity = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> ve
 
 @dataclass(frozen=True)
 class Trajectory:
-    """x0: (B, ...) the end of a rollout; kept: x_i (B, ...) by step index i, for the steps that were asked for."""
+    """x0: (B, ...) the end of a rollout; kept: x_i (B, ...) by step index i, for the steps that were asked for.
+
+    graphs: velocity(x_i, i) (B, ...) with its graph, which begins at x_i; of the same steps, or none.
+    """
 
     x0: Tensor
     kept: dict[int, Tensor]
+    graphs: dict[int, Tensor] = field(default_factory=dict)
 
 
 @torch.no_grad()
-def rollout(velocity: Velocity, x: Tensor, sigmas: Tensor, keep: Sequence[int], start: int = 0) -> Trajectory:
+def rollout(
+    velocity: Velocity,
+    x: Tensor,
+    sigmas: Tensor,
+    keep: Sequence[int],
+    start: int = 0,
+    with_graph: Callable[[], contextlib.AbstractContextManager] | None = None,
+) -> Trajectory:
     """Euler-sample x (B, ...) float32 at sigmas[start] through the rest of `sigmas`, keeping x_i of steps in `keep`.
 
     The last sigma is 0 where x0 is wanted; a shorter head of a schedule gives the latents that its next step starts
-    from. start: a step later than 0 where x is what the steps before it give.
+    from. start: a step later than 0 where x is what the steps before it give. with_graph: the context in which the
+    velocities of the steps in `keep` are computed with a graph, which `replay` then goes back through; None: without.
     """
-    kept = {}
+    kept, graphs = {}, {}
     for i in range(start, len(sigmas) - 1):
         if i in keep:
             kept[i] = x
-        x = euler_step(x, velocity(x, i), sigmas[i], sigmas[i + 1])
-    return Trajectory(x, kept)
+        if i in keep and with_graph is not None:
+            kept[i] = x.detach().requires_grad_()
+            with torch.enable_grad(), with_graph():
+                graphs[i] = velocity(kept[i], i)
+        v = graphs[i].detach() if i in graphs else velocity(x, i)
+        x = euler_step(x, v, sigmas[i], sigmas[i + 1])
+    return Trajectory(x, kept, graphs)
 
 
 @torch.no_grad()
@@ -85,6 +102,8 @@ def replay(
     before it that has (ValueError). A backward that were left out would be one that the other processes wait for, or,
     at the first active step, the one that reduces an update's gradients over them.
 
+    Graphs of the trajectory are walked back, and given up one by one; without them each velocity is computed again.
+
     It has eleven arguments, and more lines than others, because it is one formula with all of its terms.
 
     backward: accumulates the gradients of a scalar, exactly unscaled: `accelerator.backward` divides by its
@@ -98,13 +117,14 @@ def replay(
     order = sorted(active, reverse=True)
     for i in order:
         couples = coupling != 0 and i != order[-1]  # the first active step has nobody to hand its cotangent to
-        x = trajectory.kept[i].detach().requires_grad_(couples)
+        v, x = trajectory.graphs.pop(i, None), trajectory.kept[i]
+        x = x.detach().requires_grad_(couples) if v is None else x
         h = sigmas[i + 1] - sigmas[i]
         with micro_batch():
-            if kl_weight != 0:  # before the policy's forward: no graph is alive yet
+            if kl_weight != 0:  # before the policy's forward: no graph is alive on the device yet
                 with torch.no_grad():
                     v_reference = reference(x, i)
-            v = velocity(x, i)
+            v = velocity(x, i) if v is None else v
             loss = (v * (h * g).detach()).sum()
             chain = None
             if kl_weight != 0:

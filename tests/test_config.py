@@ -499,6 +499,7 @@ def test_the_largest_values(write):
             "max_timestep_boundary must be 1, got 0.9: no expert would answer",
         ),
         (["model.trainable_models=dit,dit2", "experts.untrained=cpu_swap"], "needs one expert that is not trained"),
+        (["train.active_graphs=keep_on_host"], "set train.use_gradient_checkpointing_offload: true, or active_graphs"),
         (["experts.trained=cpu_swap", "train.use_gradient_checkpointing=false"], "cpu_swap needs train.use_gradient_c"),
         (
             ["experts.untrained=fp8", "model.distill_lora_low=x", "model.distill_lora_mode=adapter"],

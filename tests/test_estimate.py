@@ -388,6 +388,9 @@ def test_settings_change_the_work(published):
     assert difference(with_levers(placement="boundary_cache")) == {"rollout": -3 * expert.forward_frozen}
     assert difference(with_levers(checkpointing=False)) == {"replay recompute": -4 * expert.forward}
     assert difference(with_levers(decode_caches="segment")) == {"decode VJP": base["decode"]}
+    kept = with_levers(keeps_graphs=True, offload_inputs=True)
+    assert difference(kept) == {"replay forward": -4 * expert.forward}
+    assert needs.memory(measured, kept).host == {"block inputs": 4 * expert.stored}
     assert difference(with_levers(placement="cpu_swap", decode_caches="offload", offload_inputs=True)) == {}
 
 

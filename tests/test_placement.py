@@ -29,6 +29,7 @@ HOST = [
     "experts.untrained=cpu_swap", "experts.trained=cpu_swap", "train.decode_caches=offload",
     "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true",
 ]  # fmt: skip
+KEPT = [*HOST, "train.active_graphs=keep_on_host"]
 BOUNDARY = ["experts.untrained=boundary_cache", "train.decode_caches=segment"]
 
 
@@ -40,8 +41,9 @@ def assert_same(run, plain):
     assert (data.read_video(run / name).int() - data.read_video(plain / name).int()).abs().max() <= 1
 
 
-def test_what_waits_in_host_memory_changes_nothing(plain, tmp_path):
-    launch(f"run.output_dir={tmp_path / 'run'}", f"data.cache_dir={plain / 'cache'}", *TWO_NOISES, *HOST)
+@pytest.mark.parametrize("settings", [HOST, KEPT], ids=["replay", "graphs kept"])
+def test_what_waits_in_host_memory_changes_nothing(plain, tmp_path, settings):
+    launch(f"run.output_dir={tmp_path / 'run'}", f"data.cache_dir={plain / 'cache'}", *TWO_NOISES, *settings)
     assert_same(tmp_path / "run", plain)
 
 

@@ -1,15 +1,19 @@
 """Replay against plain autograd through the whole chain, and the accounting of accumulation, batches and processes."""
 
+import contextlib
+
 import pytest
 import torch
 from conftest import ROOT
 from pipelines import FRAMES, HEIGHT, I2V, LAYERS, WIDTH, backbone_of, experts_of, latent_shape, random_pipeline
 
-from rewardfl import backbones, flow, lora, reward_flow, sde
+from rewardfl import backbones, flow, lora, offload, reward_flow, sde
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import DTYPES, Experts, Source, Velocity
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.decoder import WanDecoder
+from rewardfl.estimate.measure import _Living, nbytes
+from rewardfl.offload import InputsOnHost
 
 SCHEDULE = wan.schedule(6, 5.0, I2V.experts, 0.9)  # 1, .961, .909 high noise; .833, .714, .5 low noise
 
@@ -68,9 +72,10 @@ def gradients(model):
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def replay_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, schedule):
+def replay_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, schedule, with_graph=None):
     velocity, sigmas = Velocity(backbone_of(pipe), model, cond, schedule), schedule.sigmas
-    trajectory = reward_flow.rollout(velocity, x, sigmas, active)
+    trajectory = reward_flow.rollout(velocity, x, sigmas, active, with_graph=with_graph)
+    assert set(trajectory.graphs) == (set() if with_graph is None else set(active))
     decoded = WanDecoder(pipe.vae).decode_with_caches(trajectory.x0)
     video = decoded.video.requires_grad_()
     (grad_video,) = torch.autograd.grad(-quadratic_reward(video).sum(), video)
@@ -79,6 +84,7 @@ def replay_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradi
         velocity, trajectory, sigmas, active, grad_x0, coupling,
         reference=velocity.reference, kl_weight=kl_weight, kl_gradient=kl_gradient,
     )  # fmt: skip
+    assert not trajectory.graphs  # given up one by one
     return gradients(model), trajectory.x0, kl
 
 
@@ -221,6 +227,47 @@ def test_checkpointing_changes_nothing():
         cond, x = conditioning(2, torch.float64, pipe)
         results.append(replay_gradients(pipe, model, cond, x, [3, 4, 5], 0.2, 0.7, "fixed_trajectory", SCHEDULE)[0])
     assert_same(results[1], results[0], 1e-12)
+
+
+@pytest.mark.parametrize("active,coupling,kl_weight,kl_gradient", CASES)
+def test_graphs_that_were_kept_give_the_same_gradients(active, coupling, kl_weight, kl_gradient, monkeypatch):
+    """In half the forward passes of the active steps, and to the last bit."""
+    results, passes = [], []
+    answer = Velocity.__call__
+    monkeypatch.setattr(Velocity, "__call__", lambda *given: (passes[-1].append(given[2]), answer(*given))[1])
+    for kept in (False, True):
+        pipe, model = lora_model(torch.float32)
+        on_host = InputsOnHost(torch.device("cpu"))
+        for expert in model.inside.values():
+            expert.enable_gradient_checkpointing(on_host)
+        cond, x = conditioning(2, torch.float32, pipe)
+        passes.append([])
+        with_graph = on_host.whole_graph if kept else None
+        settings = active, coupling, kl_weight, kl_gradient, SCHEDULE
+        results.append(replay_gradients(pipe, model, cond, x, *settings, with_graph))
+    (expected, x0, kl), (actual, x0_kept, kl_kept) = results
+    assert torch.equal(x0, x0_kept) and torch.equal(kl, kl_kept) and expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    assert len(passes[0]) - len(passes[1]) == len(active)
+
+
+def test_a_graph_that_is_kept_leaves_little_on_the_device(monkeypatch):
+    """What the blocks are given alike: text, time, positions. Without the host it is more than 20 times as much."""
+    pipe, model = lora_model(torch.float32)
+    cond, _ = conditioning(1, torch.float32, pipe)
+    cond, x = cond | {"image": torch.zeros(1, 18, 2, 64, 64)}, torch.randn(1, 16, 2, 64, 64)
+    velocity, sizes = Velocity(backbone_of(pipe), model, cond, SCHEDULE), []
+    in_host, host_memory = [0], offload.host_memory
+    monkeypatch.setattr(offload, "host_memory", lambda size: (in_host.append(size), host_memory(size))[1])
+    for on_host in (None, InputsOnHost(torch.device("cpu"))):
+        if on_host is not None:
+            model.inside.low_noise.enable_gradient_checkpointing(on_host)
+        with _Living([*model.parameters(), x, *cond.values()]) as living:
+            with_graph = contextlib.nullcontext if on_host is None else on_host.whole_graph
+            trajectory = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, [5], start=5, with_graph=with_graph)
+            sizes.append(living.now - nbytes([trajectory.x0, trajectory.graphs[5]]) - sum(in_host))
+        del trajectory
+    assert sizes[0] > 20 * sizes[1] > 0, sizes
 
 
 def test_a_batch_is_its_samples():

@@ -547,6 +547,18 @@ class TrainConfig(GrpoTrainConfig):
     # The VAE decoder's caches between decode and its backward pass. keep: on the GPU; offload: in host memory;
     # segment: every few chunks' only, the others are recomputed (one decode more).
     decode_caches: Free[Literal["keep", "offload", "segment"]] = "keep"
+    # What is kept of the steps that carry gradient. replay: their latents; each step is computed again, with a graph,
+    # when its turn to go back has come. keep_on_host: the graphs of the rollout, whose blocks' inputs wait in host
+    # memory (13.4 GB for each step at 480x832x81), so that one forward pass of each step is saved. For one process.
+    active_graphs: Free[Literal["replay", "keep_on_host"]] = "replay"
+
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        if self.active_graphs == "keep_on_host" and not self.use_gradient_checkpointing_offload:
+            yield (
+                "train.active_graphs keep_on_host keeps the blocks' inputs of all steps, in host memory; set "
+                "train.use_gradient_checkpointing_offload: true, or active_graphs: replay"
+            )
 
 
 class GrpoConfig(Section):

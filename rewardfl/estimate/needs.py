@@ -39,7 +39,7 @@ def flops(costs: Costs, work: Work) -> dict[str, float]:
         return sum(count * of_one(costs.experts[expert]) for expert, count in passes.items())
 
     return parts | {
-        "replay forward": total(work.replay, lambda expert: expert.forward),
+        "replay forward": 0 if work.keeps_graphs else total(work.replay, lambda expert: expert.forward),
         "replay recompute": total(work.pulled, lambda expert: expert.forward) if work.checkpointing else 0,
         "replay backward": total(work.pulled, lambda expert: expert.backward),
         "reference": total(work.reference, lambda expert: expert.forward_frozen),
@@ -97,7 +97,8 @@ def memory(costs: Costs, work: Work) -> Memory:
         **_decoding(costs, work),
         "replay": replay,
     }
-    host |= {"block inputs": work.batch * inputs}
+    graphs = sum(work.replay.values()) if work.keeps_graphs else work.graphs
+    host |= {"block inputs": work.batch * round(graphs * inputs)}
     if work.reward_gradient:
         host |= {"decoder caches": work.batch * decode_caches(costs.chunks, work.decode_caches)[2]}
     encode = {
@@ -223,14 +224,14 @@ def decode_caches(chunks: Sequence[ChunkCost], place: str) -> tuple[int, int, in
 
 
 def _replay(costs: Costs, work: Work) -> tuple[dict[str, int], int]:
-    """Bytes of activations in the replay of one step of one video: on the GPU, and in the host."""
+    """Bytes of activations in the replay of one step of one video: on the GPU, and in the host for each graph."""
     largest = max((costs.experts[expert] for expert in work.replay), key=lambda cost: cost.saved)
     if not work.checkpointing:
         backward = largest.block_peak - largest.block_saved
         return {"all blocks, saved": work.graphs * largest.saved, "backward of one": backward}, 0
     recompute = {"recompute and backward of one": largest.block_peak}
     if work.offload_inputs:
-        return {"two block inputs": 2 * largest.block_input} | recompute, work.graphs * largest.stored
+        return {"two block inputs": 2 * largest.block_input} | recompute, largest.stored
     return {"block inputs": work.graphs * largest.stored} | recompute, 0
 
 

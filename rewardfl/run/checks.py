@@ -26,6 +26,17 @@ def check_batch(cfg: RewardFlConfig, num_processes: int) -> int:
     )
 
 
+def check_graphs(cfg: RewardFlConfig, num_processes: int) -> None:
+    """ConfigError where graphs are to be kept and several processes reduce gradients in each backward pass.
+
+    DDP prepares for a backward pass in the forward pass before it, and would have K of these before the first.
+    """
+    if cfg.train.active_graphs == "keep_on_host" and num_processes > 1:
+        raise ConfigError(
+            f"train.active_graphs keep_on_host is for one process, there are {num_processes}; set it to replay"
+        )
+
+
 def check_sharding(cfg: AnyConfig, sharding: str) -> None:
     """ConfigError where the trained expert's weights are to wait in host memory and the processes share them out.
 

@@ -387,6 +387,7 @@ class Work:
     batch: int = 1
     accumulation: int | None = None  # None: an epoch has a fixed number of videos
     decode_caches: str = "keep"
+    keeps_graphs: bool = False  # of the rollout's active steps, with the blocks' inputs in host memory
     noises: str | int = "fresh"
     samples_on: str = "gpu"
 
@@ -422,6 +423,7 @@ def work_of(
 
 
 def _reward_fl(common: Work, cfg: RewardFlConfig) -> Work:
+    checks.check_graphs(cfg, common.processes)
     schedule, active = schedule_of(cfg, common.video.backbone), configuration.active_steps(cfg)
     experts = schedule.experts
     answers, replay = answers_of(cfg), Counter(experts[i] for i in active)
@@ -445,6 +447,7 @@ def _reward_fl(common: Work, cfg: RewardFlConfig) -> Work:
         saves=None if common.steps is None else math.ceil(common.steps / cfg.run.save_steps),
         accumulation=cfg.train.gradient_accumulation_steps,
         decode_caches=cfg.train.decode_caches,
+        keeps_graphs=cfg.train.active_graphs == "keep_on_host",
         noises=cfg.sample.noises_per_sample,
     )
 
