@@ -48,10 +48,40 @@ def _is_meant(target: str, name: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
+class MasterLinear(nn.Linear):
+    """A linear layer that computes in its input's dtype, by a cast of its weight, which may be of a higher precision.
+
+    The gradient of the weight has the weight's own dtype. For the backward pass it keeps its input as it came, which
+    the layers beside it keep, too, and no copy of it in the weight's dtype.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype))
+
+
+class PreciseLinear(nn.Linear):
+    """A linear layer that computes in its weight's dtype, by a cast of its input, and answers in that dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.to(self.weight.dtype), self.weight)
+
+
+def _compute_as(kind: type[nn.Linear], layer: BaseTunerLayer, adapter: str) -> None:
+    """Let an adapter's matrices be of this kind, with the same parameters; peft casts the layer's input no more."""
+    for matrices in (layer.lora_A, layer.lora_B):
+        weight = matrices[adapter].weight
+        with torch.device("meta"):
+            linear = kind(weight.shape[1], weight.shape[0], bias=False)
+        linear.weight = weight
+        matrices[adapter] = linear
+    layer.cast_input_dtype_enabled = False
+
+
 def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed: int) -> None:
     """Freeze `model` and add a trainable LoRA, in float32 whatever the base's dtype; it changes nothing yet (B = 0).
 
-    A bfloat16 LoRA would lose most updates: an Adam step of 2.5e-6 on a weight of 0.01 is below its rounding.
+    A bfloat16 LoRA would lose most updates: an Adam step of 2.5e-6 on a weight of 0.01 is below its rounding. It
+    computes in the base's dtype all the same, from one cast for each forward pass: docs/results/lora_dtype.md.
     Refused when a target matches no module of the blocks.
     """
     modules = dict(model.named_modules())
@@ -70,6 +100,8 @@ def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed:
         model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names), adapter_name=POLICY)
     for layer in _layers(model):  # peft activates the last adapter alone; a distillation stays on beside it
         layer._active_adapter = [name for name in (DISTILLED, POLICY) if name in layer.lora_A]
+        if POLICY in layer.lora_A:
+            _compute_as(MasterLinear, layer, POLICY)
     cast_training_params(model, torch.float32)
 
 
@@ -105,6 +137,7 @@ def attach_frozen(model: ModelMixin, distilled: Lora) -> None:
         # float32 whatever the base's dtype, as the trained adapter is: peft makes them in the base's
         layer.lora_A[DISTILLED].float()
         layer.lora_B[DISTILLED].float()
+        _compute_as(PreciseLinear, layer, DISTILLED)
     set_peft_model_state_dict(model, state, adapter_name=DISTILLED)
     model.requires_grad_(False)
 

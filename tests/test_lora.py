@@ -57,6 +57,55 @@ def test_a_fresh_adapter_changes_nothing_and_alone_is_trained(pipe):
     )
 
 
+def adapter_gradients(model, given):
+    """The velocity, and the gradients of its square by the adapter."""
+    found = model(*given, return_dict=False)[0]
+    found.float().square().sum().backward()
+    return found.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def inputs(dtype):
+    generator = torch.Generator().manual_seed(1)
+    x, text = torch.randn(1, 34, 3, 8, 8, generator=generator), torch.randn(1, 6, 32, generator=generator)
+    return x.to(dtype), torch.tensor([500.0]), text.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_adapter_computes_what_pefts_own_does(dtype, monkeypatch):
+    """On a float32 base to the last bit, on a bfloat16 one up to its rounding."""
+    found = []
+    for kind in (None, lora._compute_as):
+        monkeypatch.setattr(lora, "_compute_as", kind or (lambda *given: None))
+        model = random_pipeline().transformer_2.to(dtype)
+        lora.inject(model, 4, 8.0, TARGETS, seed=3)
+        randomise(model)
+        found.append(adapter_gradients(model, inputs(dtype)))
+    (theirs, wanted), (ours_, gradients) = found
+    assert wanted.keys() == gradients.keys()
+    assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+    if dtype == torch.float32:
+        assert torch.equal(theirs, ours_) and all(torch.equal(wanted[name], gradients[name]) for name in wanted)
+        return
+    assert (theirs.float() - ours_.float()).norm() < 0.02 * theirs.float().norm()
+    apart = torch.cat([(wanted[name] - gradients[name]).flatten() for name in wanted])
+    assert 0 < apart.norm() < 0.03 * torch.cat([value.flatten() for value in wanted.values()]).norm()
+
+
+def test_no_layer_keeps_a_float32_copy_of_its_input():
+    """q, k and v keep what they are given, once; what has the adapter's rank for its last axis is small."""
+    model = random_pipeline().transformer_2.to(torch.bfloat16)
+    lora.inject(model, 4, 8.0, TARGETS, seed=3)
+    attention, kept = model.blocks[0].attn1, []
+    x = torch.randn(1, 5, attention.to_q.in_features, dtype=torch.bfloat16)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        out = [layer(x) for layer in (attention.to_q, attention.to_k, attention.to_v)]
+    assert all(one.dtype == torch.bfloat16 for one in out)
+    rows = [tensor for tensor in kept if 5 in tensor.shape]
+    assert {tensor.dtype for tensor in rows} == {torch.bfloat16}
+    assert sum(tensor.data_ptr() == x.data_ptr() for tensor in rows) == 3
+    assert all(4 in tensor.shape for tensor in rows if tensor.data_ptr() != x.data_ptr())
+
+
 def test_lora_is_float32_on_a_bfloat16_base():
     model = random_pipeline().transformer_2.to(torch.bfloat16)
     lora.inject(model, 4, 4.0, TARGETS, seed=0)

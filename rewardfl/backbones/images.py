@@ -386,9 +386,6 @@ def on_meta_as_trained(model: Network, dtype: torch.dtype, adapter: Adapter | No
     )
     if adapter and targets:
         lora.inject(model, adapter.rank, adapter.rank, targets, seed=0)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(adapter.dtype)
     return model
 
 

@@ -25,11 +25,10 @@ Caches = list[Tensor | str | None]  # what a decoder remembers from one chunk of
 
 @dataclass(frozen=True)
 class Adapter:
-    """The LoRA that is trained; `dtype` is float32 in training, and another only to see what that costs."""
+    """The LoRA that is trained."""
 
     rank: int
     targets: tuple[str, ...]  # diffusers' names of linear layers, or ends of such names
-    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)

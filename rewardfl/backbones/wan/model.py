@@ -50,7 +50,4 @@ def new_expert(
     model.requires_grad_(False)
     if adapter:
         lora.inject(model, adapter.rank, adapter.rank, list(adapter.targets), seed=0)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(adapter.dtype)
     return model
