@@ -20,7 +20,7 @@ from rewardfl.backbones.seam import Adapter, Experts, Source
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import meta
 from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.decoder import WanDecoder
+from rewardfl.backbones.wan.decoder import WanDecoder, parts_checkpointed
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
@@ -89,7 +89,8 @@ def test_flops_of_the_parts(published, size, tokens, forward, backward, decode, 
     assert expert.forward_frozen / 1e12 == pytest.approx(forward, rel=0.02)
     assert expert.backward / 1e12 == pytest.approx(backward, rel=0.02)
     assert sum(chunk.forward for chunk in bare.chunks) / 1e12 == pytest.approx(decode, rel=0.02)
-    assert sum(chunk.backward for chunk in bare.chunks) / 1e12 == pytest.approx(decode, rel=0.02)
+    # with what is computed again: of each residual block all but its last convolution
+    assert 1.4 < sum(chunk.backward for chunk in bare.chunks) / 1e12 / decode < 1.5
     assert bare.image.forward / 1e12 == pytest.approx(encode, rel=0.02)
     adapted = published(size, ADAPTER).experts["low_noise"]
     assert 1 < adapted.forward / adapted.forward_frozen < 1.02  # "LoRA r32 adds ~1-2 %"
@@ -141,8 +142,8 @@ def test_activations(published, size, stored, chunk, caches, kept, plain, chunke
     assert needs.decode_caches(measured.chunks, "keep")[0] / 1e9 == pytest.approx(kept, rel=0.01)
     assert decoder / 1e9 == pytest.approx(plain, rel=0.01)
     assert by_chunk / 1e9 == pytest.approx(chunked, rel=0.01)
-    # the saved bytes, the cotangents of the caches and their gradients, and temporaries
-    assert steady.saved + 2 * steady.caches_in < steady.peak_vjp < 1.5 * steady.saved
+    # one part's graph at a time: plain autograd had 1.38 times the saved bytes at its peak
+    assert 2 * steady.caches_in < steady.peak_vjp < 0.66 * steady.saved
 
 
 def test_weights(published):
@@ -331,7 +332,8 @@ def test_real_folder(pipe, tmp_path):
 
     saved, _ = hooked_bytes(first_chunk, pipe.vae.parameters())
     assert saved == predicted.chunks[0].saved
-    _, outputs = counted(first_chunk)
+    with parts_checkpointed(pipe.vae.decoder):
+        _, outputs = counted(first_chunk)
     backward, _ = counted(lambda: torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs]))
     assert backward == predicted.chunks[0].backward
     work, one = counted(lambda: encode(pipe, "a person", torch.zeros(3, HEIGHT, WIDTH), 4 * FRAMES + 1))
@@ -354,9 +356,10 @@ def test_settings_take_from_the_phase_they_are_for(published):
     measured = published("480x832", ADAPTER)
     assert change(measured, "replay", offload_inputs=True) == pytest.approx(38 * 0.3355, rel=0.001)  # 2 of 40 stay
     assert change(measured, "decode VJP", decode_caches="offload") == pytest.approx(36.8 - 2 * 1.89, rel=0.01)
+    assert change(measured, "decode VJP", decode_caches="segment") == pytest.approx(36.8 - 2 * 1.89, rel=0.01)
     # 21 chunks in segments of 5: the caches of chunks 0 (none), 5, 10, 15, 20, and those of one segment
-    assert change(measured, "decode VJP", decode_caches="segment") == pytest.approx(36.8 - 9 * 1.89, rel=0.01)
-    assert change(measured, "decode", decode_caches="segment") == pytest.approx(36.8 - 4 * 1.89, rel=0.01)
+    host = [needs.memory(measured, with_levers(decode_caches=at)).host for at in ("offload", "segment")]
+    assert [need["decoder caches"] / 1e9 for need in host] == pytest.approx([36.8, 9 * 1.89], rel=0.01)
     without = change(measured, "replay", checkpointing=False)  # 40 blocks' saved bytes for 40 inputs and one block's
     assert without == pytest.approx(13.4 - 39 * 8.91, rel=0.01)
     for phase in ("rollout", "decode", "reward", "decode VJP", "replay"):
@@ -526,6 +529,8 @@ def tool(monkeypatch, capsys, *arguments):
 
 
 OTHER_MODELS = {
+    "wan22_face_16gb": 16,
+    "wan22_face_24gb": 24,
     "wan22_ti2v_5b_face": 48,
     "wan21_i2v_face": 80,
     "wan21_t2v_1_3b_flow_grpo": 16,
@@ -552,7 +557,7 @@ def test_the_files_of_other_models_fit_the_gpus_that_they_name(monkeypatch, caps
 
 def test_tiny_config(monkeypatch, capsys):
     code, out, _ = tool(monkeypatch, capsys, "configs/tiny_face.yaml")
-    assert code == 0 and "fits: 2.2 GB of 80.0 GB" in out
+    assert code == 0 and "fits: 2.1 GB of 80.0 GB" in out
     assert "320 tokens" in out and "model's shape from assets/tiny_world/pipeline\n" in out
     assert "data: 48 clips" in out and "replayed" in out
 

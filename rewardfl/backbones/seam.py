@@ -5,6 +5,7 @@ a denoising step, what is known of a prompt and an image, how a network is calle
 outside of a backbone's own folder reads its conditioning.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +154,8 @@ class ChunksOnMeta:
     chunk: Callable[[int], Tensor]  # the input of chunk i; all but the first are alike
     run: Callable[[Tensor, Caches, bool], tuple[Tensor, Caches]]  # input, caches, whether it is the first
     caches: Caches  # before the first chunk
+    # within, `run` keeps for the backward pass what training keeps of it, and computes the rest again
+    checkpointed: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
 
 @dataclass(frozen=True)

@@ -545,7 +545,7 @@ class TrainConfig(GrpoTrainConfig):
     # Clips per step over all processes, as a check: must equal per device x accumulation x processes.
     train_batch_size: Free[Count | None] = None
     # The VAE decoder's caches between decode and its backward pass. keep: on the GPU; offload: in host memory;
-    # segment: every few chunks' only, the others are recomputed (one decode more).
+    # segment: in host memory every few chunks' only, the others are recomputed (one decode more).
     decode_caches: Free[Literal["keep", "offload", "segment"]] = "keep"
     # What is kept of the steps that carry gradient. replay: their latents; each step is computed again, with a graph,
     # when its turn to go back has come. keep_on_host: the graphs of the rollout, whose blocks' inputs wait in host

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -118,6 +119,20 @@ def with_graph(forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor]
     return Cost(living.peak, there, sum(saved.values()), flops.get_total_flops() - there)
 
 
+def peak_with_graph(forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor], given: Iterable[Tensor]) -> int:
+    """The most that lives while the gradients of the tensors `forward()` are computed, as `with_graph` counts it.
+
+    For a graph of which parts are computed again: torch's FLOP counter would keep these alive. The values of what
+    `forward` gives are let go before the backward pass.
+    """
+    with _Flash(), _Living([*given, *leaves]) as living:
+        outputs = forward()
+        edges, cotangents = [get_gradient_edge(one) for one in outputs], [torch.empty_like(one) for one in outputs]
+        del outputs
+        torch.autograd.backward(edges, cotangents)
+    return living.peak
+
+
 def without_graph(run: Callable[[], Any], given: Iterable[Tensor]) -> Cost:
     """The cost of `run()` without gradients; given: bytes that are not counted."""
     with torch.no_grad(), _Flash(), counter() as flops, _Living(given) as living:
@@ -185,11 +200,11 @@ class ChunkCost:
     """One latent frame's pass through the VAE's decoder. Bytes and FLOPs."""
 
     caches_in: int
-    saved: int  # for the backward pass
+    saved: int  # for the backward pass, by plain autograd
     peak: int  # without a graph; the caches that go in are not counted, those that come out are
-    peak_vjp: int  # forward, backward and the cotangents; the caches that go in are not counted
+    peak_vjp: int  # forward, backward and the cotangents, as training has it; the caches that go in are not counted
     forward: int
-    backward: int
+    backward: int  # with what is computed again
 
 
 @dataclass(frozen=True)
@@ -289,13 +304,18 @@ def measure_decoder(decoder: ChunksOnMeta) -> tuple[ChunkCost, ...]:
         held = [c for c in start if isinstance(c, Tensor)]
 
         def forward(first: bool = first, x: Tensor = x, start: Caches = start) -> list[Tensor]:
-            nonlocal caches
-            frames, caches = decoder.run(x, start, first)
-            return [frames, *(c for c in caches if isinstance(c, Tensor))]
+            frames, after = decoder.run(x, start, first)
+            return [frames, *(c for c in after if isinstance(c, Tensor))]
 
-        graph = with_graph(forward, [x, *held], weights)
-        frozen = without_graph(forward, [*weights, x, *held])
-        costs.append(ChunkCost(nbytes(held), graph.saved, frozen.peak, graph.peak, graph.forward, graph.backward))
+        def checkpointed(forward: Callable[[], list[Tensor]] = forward) -> list[Tensor]:
+            with decoder.checkpointed():
+                return forward()
+
+        plain, graph = with_graph(forward, [x, *held], weights), with_graph(checkpointed, [x, *held], weights)
+        frozen, peak = without_graph(forward, [*weights, x, *held]), peak_with_graph(checkpointed, [x, *held], weights)
+        costs.append(ChunkCost(nbytes(held), plain.saved, frozen.peak, peak, graph.forward, graph.backward))
+        with torch.no_grad():
+            _, caches = decoder.run(x, start, first)
     return tuple(costs + costs[-1:] * (decoder.count - len(costs)))
 
 

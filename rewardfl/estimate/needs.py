@@ -220,7 +220,8 @@ def decode_caches(chunks: Sequence[ChunkCost], place: str) -> tuple[int, int, in
     if place == "offload":
         return 2 * max(sizes), 0, sum(sizes)
     length = math.ceil(math.sqrt(len(sizes)))
-    return sum(sizes[::length]), max(sum(sizes[i : i + length]) for i in range(0, len(sizes), length)), 0
+    segment = max(sum(sizes[i : i + length]) for i in range(0, len(sizes), length))
+    return 2 * max(sizes), 0, sum(sizes[::length]) + segment
 
 
 def _replay(costs: Costs, work: Work) -> tuple[dict[str, int], int]:

@@ -3,17 +3,27 @@
 diffusers' AutoencoderKLWan decodes one latent frame after the other; causal convolutions remember the last
 frames they saw in a list of caches. So the decoder is a recurrence (frames_i, caches_{i+1}) =
 chunk(latents_i, caches_i), and its vector-Jacobian product walks back through the chunks with the cotangent
-of the caches, holding one chunk's graph. For 81 frames of 480x832 in bf16 that is 53 GB instead of 334, 37 of
-it the caches that the chunks start from; these can wait in host memory, or be computed again.
+of the caches, holding one chunk's graph, of which all but one part's is computed again in its turn. The caches that
+the chunks start from can wait in host memory, and be computed again, too.
 """
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+from diffusers.models.autoencoders.autoencoder_kl_wan import (
+    WanDecoder3d,
+    WanResample,
+    WanResidualBlock,
+    unpatchify,
+)
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 from rewardfl.backbones.seam import Caches, Conditioning, Decoded
 from rewardfl.offload import to_host
@@ -36,14 +46,15 @@ class WanDecoder:
     def decode_with_caches(self, latents: Tensor, caches: str = "keep", given: Conditioning | None = None) -> Decoded:
         """Like `decode`, for a `vjp` to come.
 
-        caches: keep (on the device), offload (in host memory), or segment (those of every ceil(sqrt(T))-th chunk; the
-        VJP decodes each segment once more for the others). The gradients are the same to the last bit.
+        caches: keep (on the device), offload (in host memory), or segment (in host memory, those of every
+        ceil(sqrt(T))-th chunk; the VJP decodes each segment once more for the others, which wait there, too). The
+        gradients are the same to the last bit.
         """
         if caches not in ("keep", "offload", "segment"):
             raise ValueError(f"caches must be keep, offload or segment, got {caches!r}")
         latents = self._whole(latents, given)
         stride = math.ceil(math.sqrt(latents.shape[2])) if caches == "segment" else 1
-        return self._decode(latents, stride, offload=caches == "offload")
+        return self._decode(latents, stride, offload=caches != "keep")
 
     def _whole(self, latents: Tensor, given: Conditioning | None) -> Tensor:
         """All latent frames of the video."""
@@ -55,7 +66,7 @@ class WanDecoder:
         chunks, kept = [], {}
         for i in range(latents.shape[2]):
             if stride is not None and i % stride == 0:
-                kept[i] = [to_host(c) if offload and isinstance(c, Tensor) else c for c in caches]
+                kept[i] = _waiting(caches) if offload else caches
             frames, caches = self._chunk(latents[:, :, i : i + 1], caches, first=i == 0)
             chunks.append(frames)
         return Decoded(torch.cat(chunks, 2).clamp(-1, 1), kept)
@@ -88,14 +99,17 @@ class WanDecoder:
             start = [
                 c.detach().to(latents.device).requires_grad_() if isinstance(c, Tensor) else c for c in segment.pop(i)
             ]
-            with torch.enable_grad():
+            with torch.enable_grad(), parts_checkpointed(self.vae.decoder):
                 frames, after = self._chunk(x, start, first=i == 0)
                 frames = frames.clamp(-1, 1)
-            outputs, cotangents = [frames], [grad_video[:, :, slice(*frames_of[i])].to(frames.dtype)]
+            # where the graph begins, and not the values: there is no more use for them
+            outputs = [get_gradient_edge(frames)]
+            cotangents = [grad_video[:, :, slice(*frames_of[i])].to(frames.dtype)]
             for cache, cotangent in zip(after, grad_caches, strict=True):
                 if cotangent is not None and isinstance(cache, Tensor):
-                    outputs.append(cache)
+                    outputs.append(get_gradient_edge(cache))
                     cotangents.append(cotangent)
+            del frames, after
             leaves = [x] + [c for c in start if isinstance(c, Tensor)]
             grads = list(torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True))
             grad_latents[:, :, i : i + 1] = grads.pop(0)
@@ -104,12 +118,14 @@ class WanDecoder:
 
     @torch.no_grad()
     def _segment(self, latents: Tensor, kept: dict[int, Caches], last: int) -> dict[int, Caches]:
-        """The caches that chunks start from, from the nearest kept one up to chunk `last`."""
+        """The caches that chunks start from, from the nearest kept one up to chunk `last`; the others in the host."""
         first = max(i for i in kept if i <= last)
-        caches = {first: kept[first]}
+        found = {first: kept[first]}
+        caches = [c.to(latents.device) if isinstance(c, Tensor) else c for c in kept[first]]
         for i in range(first, last):
-            caches[i + 1] = self._chunk(latents[:, :, i : i + 1], caches[i], first=i == 0)[1]
-        return caches
+            caches = self._chunk(latents[:, :, i : i + 1], caches, first=i == 0)[1]
+            found[i + 1] = _waiting(caches)
+        return found
 
     def _chunk(self, latents: Tensor, caches: Caches, first: bool) -> tuple[Tensor, Caches]:
         """One latent frame (B, C, 1, h, w) -> its video frames, unclamped, and the caches after it."""
@@ -125,3 +141,43 @@ class WanDecoder:
         """Which video frames each latent frame makes: the first makes one, every other one `temporal factor`."""
         factor = self.vae.config.scale_factor_temporal
         return [(0, 1)] + [(1 + factor * i, 1 + factor * (i + 1)) for i in range(num_latents - 1)]
+
+
+def _waiting(caches: Caches) -> Caches:
+    """The same caches in host memory."""
+    return [to_host(cache) if isinstance(cache, Tensor) else cache for cache in caches]
+
+
+@contextlib.contextmanager
+def parts_checkpointed(decoder: WanDecoder3d) -> Iterator[None]:
+    """Within, a graph through the decoder keeps of its residual blocks and upsamplers what goes into them alone.
+
+    The backward pass computes each of them again. The gradients are the same to the last bit: the graph is the same,
+    and only what its nodes keep is made anew. diffusers' own `enable_gradient_checkpointing` does nothing here.
+    """
+    parts = [one for one in decoder.modules() if isinstance(one, WanResidualBlock | WanResample)]
+    for part in parts:
+        part.forward = partial(_checkpointed, part.forward)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.forward  # the class's own is left
+
+
+def _checkpointed(forward: Callable[..., Tensor], x: Tensor, feat_cache: Caches, feat_idx: list[int]) -> Tensor:
+    """`forward(x, feat_cache, feat_idx)` of a part, computed again in the backward pass.
+
+    A part replaces entries of `feat_cache` from `feat_idx[0]` on, and counts them there. So that it finds the same ones
+    the second time, it gets a copy of the list.
+    """
+    given, start = list(feat_cache), feat_idx[0]
+
+    def run(x: Tensor) -> tuple[Tensor, Caches]:
+        after, index = list(given), [start]
+        return forward(x, feat_cache=after, feat_idx=index), after[start : index[0]]
+
+    out, new = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+    feat_cache[start : start + len(new)] = new
+    feat_idx[0] = start + len(new)
+    return out

@@ -13,6 +13,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5Enco
 
 from rewardfl.backbones.seam import Caches, ChunksOnMeta, ExpertOnMeta, OnMeta, Shape
 from rewardfl.backbones.wan import files
+from rewardfl.backbones.wan.decoder import parts_checkpointed
 from rewardfl.backbones.wan.model import TEXT_LENGTH, new_expert
 from rewardfl.backbones.wan.variants import Variant
 
@@ -111,7 +112,8 @@ def decoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Shape) -> 
     def frame_of(_: int) -> Tensor:
         return meta(1, channels, 1, height, width, dtype=dtype, grad=True)
 
-    return ChunksOnMeta(vae, frames, frame_of, run, [None] * vae._cached_conv_counts["decoder"])
+    caches: Caches = [None] * vae._cached_conv_counts["decoder"]
+    return ChunksOnMeta(vae, frames, frame_of, run, caches, partial(parts_checkpointed, vae.decoder))
 
 
 def encoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, video: tuple[int, int, int]) -> ChunksOnMeta:
