@@ -28,7 +28,7 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
 
 from rewardfl import backbones, config, lora, offload, reward_flow
-from rewardfl.backbones.seam import DTYPES, Experts, Velocity
+from rewardfl.backbones.seam import DTYPES, Backbone, Experts, Velocity
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan import variants
 from rewardfl.backbones.wan.decoder import WanDecoder
@@ -63,22 +63,25 @@ def fill(model: nn.Module, device: torch.device, home: torch.device, seed: int) 
     model.requires_grad_(False).eval()
 
 
-def new_expert(cfg: config.RewardFlConfig, configs: Path, name: str, device: torch.device, trained: bool) -> nn.Module:
-    """An expert as training has it: with adapter and checkpointing, or where experts.untrained says."""
-    made = WanTransformer3DModel.load_config(configs, subfolder=TWO_EXPERTS[name])
+def new_expert(
+    cfg: config.RewardFlConfig, backbone: Backbone, name: str, device: torch.device, trained: bool
+) -> nn.Module:
+    """An expert as training has it: with adapter and checkpointing, or without, where `experts` says."""
+    made = WanTransformer3DModel.load_config(backbone.layout.configs, subfolder=TWO_EXPERTS[name])
     expert = wan.new_expert(made, DTYPES[cfg.model.dtype], made["num_layers"], None)
-    home = torch.device("cpu") if cfg.experts.untrained == "cpu_swap" and not trained else device
+    where = cfg.experts.trained if trained else cfg.experts.untrained
+    home = torch.device("cpu") if where == "cpu_swap" else device
     fill(expert, device, home, cfg.run.seed)
     expert.rope = WanRotaryPosEmbed(made["attention_head_dim"], made["patch_size"], made["rope_max_seq_len"]).to(home)
     if not trained:
-        return offload.place(expert, cfg.experts.untrained, device)
+        return offload.place(expert, where, device, backbone.block_classes)
     rank, targets = cfg.lora.lora_rank, lora.target_modules(cfg.lora.lora_target_modules, variants.LAYERS)
     lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed)
     if cfg.train.use_gradient_checkpointing_offload:
         expert.enable_gradient_checkpointing(offload.InputsOnHost(device))
     elif cfg.train.use_gradient_checkpointing:
         expert.enable_gradient_checkpointing()
-    return expert
+    return offload.place(expert, where, device, backbone.block_classes)
 
 
 def new_decoder(cfg: config.RewardFlConfig, configs: Path, device: torch.device) -> AutoencoderKLWan:
@@ -112,8 +115,9 @@ def update(
     found, sigmas, device = {}, velocity.schedule.sigmas, x.device
     active = config.active_steps(cfg)
     first = velocity.schedule.handover if asked.placement == "boundary_cache" else 0
+    with_graph = offload.InputsOnHost(device).whole_graph if asked.keeps_graphs else None
     with phase(found, "rollout", device):
-        trajectory = reward_flow.rollout(velocity, x, sigmas, active, first)
+        trajectory = reward_flow.rollout(velocity, x, sigmas, active, first, with_graph)
     with phase(found, "decode", device):
         decoded = WanDecoder(vae).decode_with_caches(trajectory.x0, asked.decode_caches)
     video = decoded.video.float()  # alive during the VJP, as in training
@@ -141,8 +145,8 @@ def measure(name: str, cfg: config.RewardFlConfig, steps: int, device: torch.dev
     asked = replace(work.work_of(cfg, backbone, None, None, 1), pack_bytes=0)
     cost, untrained = measure_costs(asked.video), [asked.untrained] if asked.untrained else []
     cached = cfg.experts.untrained == "boundary_cache"  # there is no such expert then
-    experts = {expert: None if cached else new_expert(cfg, configs, expert, device, False) for expert in untrained}
-    experts |= {expert: new_expert(cfg, configs, expert, device, True) for expert in asked.trained}
+    experts = {expert: None if cached else new_expert(cfg, backbone, expert, device, False) for expert in untrained}
+    experts |= {expert: new_expert(cfg, backbone, expert, device, True) for expert in asked.trained}
     model = Experts({name: experts[name] for name in TWO_EXPERTS}, untrained)
     vae, parameters = new_decoder(cfg, configs, device), [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay)

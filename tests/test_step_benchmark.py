@@ -20,7 +20,7 @@ FAST = [
 ]  # fmt: skip
 CACHED = "experts.untrained=boundary_cache,sample.noises_per_sample=4,train.decode_caches=segment"
 HOST = (
-    "experts.untrained=cpu_swap,train.decode_caches=offload,train.use_gradient_checkpointing=true,"
+    "experts.untrained=cpu_swap,experts.trained=cpu_swap,train.active_graphs=keep_on_host,train.decode_caches=offload,train.use_gradient_checkpointing=true,"
     "train.use_gradient_checkpointing_offload=true"
 )
 
