@@ -17,7 +17,7 @@ from PIL import Image
 from pipelines import FRAMES, HEIGHT, WIDTH, LinearFlowEuler, random_variant
 from torch import nn
 
-from rewardfl import backbones, data, flow, groups, lora, reward_flow, sde
+from rewardfl import backbones, data, flow, groups, lora, offload, reward_flow, sde
 from rewardfl.backbones.flux import pack, unpack
 from rewardfl.backbones.images import ImageModel
 from rewardfl.backbones.sd3 import SD3
@@ -310,6 +310,25 @@ def test_in_bfloat16_the_network_is_asked_what_the_stock_pipeline_asks(tenant, m
     for name, values in stock.items():
         for mine, value in zip(ours[name], values, strict=True):
             assert torch.equal(mine.to(value.dtype), value), name
+
+
+def test_what_waits_in_host_memory_changes_no_bit(backbone):
+    """Weights of blocks, their inputs, and the graphs of the active steps; the KL on, guided, two samples."""
+    schedule, active, found = schedule_of(backbone), [1, 3, 5], []
+    for waits in (False, True):
+        experts, loaded = experts_of(backbone, adapted=True)
+        for expert in loaded.values():
+            expert.enable_gradient_checkpointing(*([offload.InputsOnHost(CPU)] if waits else []))
+            if waits:
+                offload.place(expert, "cpu_swap", CPU, backbone.block_classes)
+        velocity, with_graph = velocity_of(backbone, experts, 2, 3.5), offload.InputsOnHost(CPU).whole_graph
+        noise, sigmas = noise_of(backbone, 2), schedule.sigmas
+        kept = reward_flow.rollout(velocity, noise, sigmas, active, with_graph=with_graph if waits else None)
+        grad = torch.randn(noise.shape, generator=torch.Generator().manual_seed(1))
+        kl = reward_flow.replay(velocity, kept, sigmas, active, grad, 1.0, reference=velocity.reference, kl_weight=0.3)
+        found.append(gradients(experts) | {"x0": kept.x0, "kl": kl})
+    plain, waiting = found
+    assert plain.keys() == waiting.keys() and all(torch.equal(plain[name], waiting[name]) for name in plain)
 
 
 @pytest.mark.parametrize("guidance, differentiated", [(1.0, "both"), (3.5, "both"), (3.5, "conditional")])
