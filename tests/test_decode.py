@@ -8,7 +8,7 @@ from pipelines import FRAMES, random_pipeline, residual_vae
 
 from rewardfl.backbones.wan import decoder as wan_decoder
 from rewardfl.backbones.wan.decoder import WanDecoder
-from rewardfl.estimate.measure import _Living
+from rewardfl.estimate.measure import Living
 
 
 def denormalised(vae, latents):
@@ -163,7 +163,7 @@ def test_a_part_of_a_chunk_lives_at_once(monkeypatch):
     for plain in (False, True):
         if plain:
             monkeypatch.setattr(wan_decoder, "parts_checkpointed", lambda decoder: contextlib.nullcontext())
-        with _Living([*vae.parameters(), latents, cotangent, *held]) as living:
+        with Living([*vae.parameters(), latents, cotangent, *held]) as living:
             decoder.vjp(latents, cotangent, decoded)
         peaks.append(living.peak)
     assert peaks[0] < 0.7 * peaks[1], peaks

@@ -12,7 +12,7 @@ from rewardfl.backbones import seam
 from rewardfl.backbones.seam import DTYPES, Experts, Source, Velocity
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.decoder import WanDecoder
-from rewardfl.estimate.measure import _Living, nbytes
+from rewardfl.estimate.measure import Living, nbytes
 from rewardfl.offload import InputsOnHost
 
 SCHEDULE = wan.schedule(6, 5.0, I2V.experts, 0.9)  # 1, .961, .909 high noise; .833, .714, .5 low noise
@@ -262,7 +262,7 @@ def test_a_graph_that_is_kept_leaves_little_on_the_device(monkeypatch):
     for on_host in (None, InputsOnHost(torch.device("cpu"))):
         if on_host is not None:
             model.inside.low_noise.enable_gradient_checkpointing(on_host)
-        with _Living([*model.parameters(), x, *cond.values()]) as living:
+        with Living([*model.parameters(), x, *cond.values()]) as living:
             with_graph = contextlib.nullcontext if on_host is None else on_host.whole_graph
             trajectory = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, [5], start=5, with_graph=with_graph)
             sizes.append(living.now - nbytes([trajectory.x0, trajectory.graphs[5]]) - sum(in_host))

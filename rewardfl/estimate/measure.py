@@ -43,7 +43,7 @@ class _Flash(TorchFunctionMode):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
 
 
-class _Living(TorchDispatchMode):
+class Living(TorchDispatchMode):
     """Counts the bytes of the storages that operators make, and the most that lived at once; `given` ones are not."""
 
     def __init__(self, given: Iterable[Tensor]):
@@ -53,10 +53,15 @@ class _Living(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and _storage(tensor) not in self.known:
+            if isinstance(tensor, Tensor) and not self.lives(tensor) and _storage(tensor) not in given:
                 self._born(tensor.untyped_storage())
         return out
+
+    def lives(self, tensor: Tensor) -> bool:
+        """Whether an operator made the tensor's storage, or it was given."""
+        return _storage(tensor) in self.known
 
     def _born(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -110,7 +115,7 @@ def with_graph(forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor]
             saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor  # kept alive by the graph, so that no address is used twice
 
-    with _Flash(), counter() as flops, _Living([*given, *leaves]) as living:
+    with _Flash(), counter() as flops, Living([*given, *leaves]) as living:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = forward()
         there = flops.get_total_flops()
@@ -125,7 +130,7 @@ def peak_with_graph(forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Te
     For a graph of which parts are computed again: torch's FLOP counter would keep these alive. The values of what
     `forward` gives are let go before the backward pass.
     """
-    with _Flash(), _Living([*given, *leaves]) as living:
+    with _Flash(), Living([*given, *leaves]) as living:
         outputs = forward()
         edges, cotangents = [get_gradient_edge(one) for one in outputs], [torch.empty_like(one) for one in outputs]
         del outputs
@@ -135,7 +140,7 @@ def peak_with_graph(forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Te
 
 def without_graph(run: Callable[[], Any], given: Iterable[Tensor]) -> Cost:
     """The cost of `run()` without gradients; given: bytes that are not counted."""
-    with torch.no_grad(), _Flash(), counter() as flops, _Living(given) as living:
+    with torch.no_grad(), _Flash(), counter() as flops, Living(given) as living:
         run()
     return Cost(living.peak, flops.get_total_flops())
 

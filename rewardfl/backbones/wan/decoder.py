@@ -109,11 +109,12 @@ class WanDecoder:
                 if cotangent is not None and isinstance(cache, Tensor):
                     outputs.append(get_gradient_edge(cache))
                     cotangents.append(cotangent)
-            del frames, after
-            leaves = [x] + [c for c in start if isinstance(c, Tensor)]
-            grads = list(torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True))
-            grad_latents[:, :, i : i + 1] = grads.pop(0)
-            grad_caches = [grads.pop(0) if isinstance(c, Tensor) else None for c in start]
+            del frames, after, cache
+            # not torch.autograd.grad: its answers for the caches are parts of larger tensors, which they keep alive
+            torch.autograd.backward(outputs, cotangents, inputs=[x] + [c for c in start if isinstance(c, Tensor)])
+            del outputs, cotangents
+            grad_latents[:, :, i : i + 1] = x.grad
+            grad_caches = [c.grad if isinstance(c, Tensor) else None for c in start]
         return grad_latents[:, :, sampled:]
 
     @torch.no_grad()

@@ -1,0 +1,636 @@
+"""One update of Reward FL in several modes, side by side in one run: seconds, bytes, copies and gradients.
+
+    python benchmarks/reward_step.py --config configs/wan22_face_80gb.yaml [section.key=value ...] [--steps 2]
+        [--modes full_graph,replay,keep_on_host,swap,legacy] [--memory-cap GB] [--layers N] [--heads N]
+        [--vae-channels N] [--vary section.key=value,value ...] [--json FILE] [--plot FILE]
+
+It needs no weights, clips or faces: the model has random weights and the configured one's shape (the published one's
+where its folder is not there), which --layers, --heads and --vae-channels make smaller. --vary measures every mode at
+each of these values of a setting. The modes, beside the configuration as it is (as_configured):
+
+    full_graph    autograd through all active steps and the decoder; the blocks are checkpointed
+    replay        one step's graph at a time, and one decoder chunk's
+    keep_on_host  the graphs of the rollout's active steps, with the blocks' inputs in host memory
+    swap          replay with these in host memory, and the experts' weights
+    legacy        full_graph as the pipelines before this one have it: the blocks' inputs are copied to pageable host
+                  memory one by one, and the decoder runs in overlapping tiles, each of them checkpointed
+
+A GPU's bytes are its allocator's; --memory-cap gives that so many GB. A CPU stands for a GPU with its host: bytes are
+those of the tensors that live, without those in host memory (offload, swap), and a copy between the two is counted.
+"""
+
+import argparse
+import contextlib
+import copy
+import gc
+import json
+import math
+import shlex
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from rewardfl import backbones, config, flow, lora, offload, reward_flow, swap
+from rewardfl.backbones.seam import DTYPES, Backbone, Conditioning, Experts, Velocity, rows
+from rewardfl.backbones.wan import decoder as wan_decoder
+from rewardfl.backbones.wan import files
+from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.decoder import WanDecoder
+from rewardfl.config import RewardFlConfig
+from rewardfl.estimate import needs
+from rewardfl.estimate.measure import Costs, Living
+from rewardfl.estimate.measure import measure as measure_costs
+from rewardfl.run import start, work
+from rewardfl.run.checkpoint import git_commit, library_versions
+
+EXACT = ["sample.gradient_mode=chain", "sample.coupling=null", "reward.kl_gradient=through_trajectory"]
+RESIDENT = [
+    "experts.trained=gpu", "train.active_graphs=replay", "train.use_gradient_checkpointing=true",
+    "train.use_gradient_checkpointing_offload=false",
+]  # fmt: skip
+IN_HOST = ["train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true"]
+MODES = {
+    "full_graph": RESIDENT,
+    "replay": RESIDENT,
+    "keep_on_host": ["experts.trained=gpu", "train.active_graphs=keep_on_host", *IN_HOST],
+    "swap": ["experts.trained=cpu_swap", "train.active_graphs=replay", *IN_HOST],
+    "legacy": RESIDENT,
+    "as_configured": [],
+}
+PHASES = {
+    "rollout": ["rollout"], "decode": ["decode"], "decode VJP": ["decode VJP"],
+    "replay": ["replay forward", "replay recompute", "replay backward", "reference"], "optimizer": [],
+}  # fmt: skip  # with what estimate.needs.flops calls their parts
+TILE, STRIDES = 34, (18, 16)  # latents; ROLL's (wan_video_vae.py:1138-1187), where a clip has 60 x 60 or more of them
+TILED = 60  # a smaller clip's tiles are smaller in proportion
+ADAPTED = 0.02  # what a new adapter's B, which is 0, is drawn with: else its A has no gradient, and there is no KL
+NOTE = """Random weights and conditioning. The reward is analytic: a random cotangent of the frames. Face networks, text
+encoder, VAE encoder and distillation take no part. Seconds are medians of the updates behind the first. Bytes are
+the first update's on a CPU, and all updates' maximum on a GPU; GB is 1e9 bytes. `plan` is what rewardfl.estimate says;
+its TFLOP are those of the tensors' shapes, so that what is computed twice counts twice."""
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What is counted
+
+
+class Counted(Living):
+    """Counts what lives on the device, and what is copied there and back.
+
+    On a CPU the device is what operators make: memory of the host (swap.host_memory) is made by none.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__([])
+        self.device, self.copied_in, self.copied_out = device, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten.copy_.default:
+            self._copied(args[1], args[0])
+        elif func is torch.ops.aten._to_copy.default:
+            self._copied(args[0], out)
+        return out
+
+    def _copied(self, source: Tensor, target: Tensor) -> None:
+        there = [self._on_device(tensor) for tensor in (source, target)]
+        self.copied_in += target.nbytes if there == [False, True] else 0
+        self.copied_out += source.nbytes if there == [True, False] else 0
+
+    def _on_device(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda if self.device.type == "cuda" else self.lives(tensor)
+
+
+@dataclass
+class Measured:
+    """One update. seconds, peaks: by phase; peaks in bytes, 0 where none were counted."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Meter:
+    """Takes an update's seconds and bytes, phase by phase. counted: None for seconds alone."""
+
+    device: torch.device
+    counted: Counted | None
+    found: Measured = field(default_factory=Measured)
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        gpu = self.device.type == "cuda"
+        if gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif self.counted:
+            self.counted.peak = self.counted.now
+        begin = time.perf_counter()
+        with self.counted or contextlib.nullcontext():
+            yield
+        if gpu:
+            torch.cuda.synchronize(self.device)
+        self.found.seconds[name] = time.perf_counter() - begin
+        peak = self.counted.peak if self.counted else 0
+        self.found.peaks[name] = torch.cuda.max_memory_allocated(self.device) if gpu else peak
+
+
+def matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of a large square matrix product, the best of five."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    meter, best = Meter(device, None), math.inf
+    for _ in range(6):
+        with meter("product"):
+            a @ b
+        best = min(best, meter.found.seconds["product"])
+    return 2 * size**3 / best
+
+
+def reset_rss() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # the highest one begins anew: man 5 proc
+
+
+def highest_rss() -> int:
+    """The most bytes of host memory that the process has had since `reset_rss`."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return 1024 * int(line.split()[1])
+
+
+# ------------------------------------------------------------------------------------------------------------
+# A model without files
+
+
+def smaller(backbone: Backbone, layers: int | None, heads: int | None, vae_channels: int | None, home: Path) -> Path:
+    """A folder like the model's configurations, of networks with so many blocks, heads and channels; None: as many."""
+    folder = home / "model"
+    shutil.copytree(backbone.layout.configs, folder)
+    for part in (*backbone.variant.parts.values(), "vae"):
+        file = folder / part / "config.json"
+        shape = json.loads(file.read_text())
+        if part == "vae":
+            more = {} if vae_channels is None else {"base_dim": vae_channels, "decoder_base_dim": vae_channels}
+        else:
+            more = {} if layers is None else {"num_layers": layers}
+            if heads is not None:
+                width = shape["ffn_dim"] * heads // shape["num_attention_heads"]
+                more |= {"num_attention_heads": heads, "ffn_dim": width}
+        file.write_text(json.dumps(shape | {key: value for key, value in more.items() if key in shape}))
+    return folder
+
+
+def fill(model: nn.Module, device: torch.device, home: torch.device, seed: int) -> None:
+    """Give a model on the meta device weights that keep activations' scale: drawn on `device`, kept at `home`."""
+    generator, state = torch.Generator(device).manual_seed(seed), {}
+    for name, wanted in model.named_parameters():
+        value = torch.empty(wanted.shape, dtype=wanted.dtype, device=device)
+        if wanted.numel() == max(wanted.shape):
+            value.fill_(0 if name.endswith("bias") else 1)  # else a norm's weight
+        else:
+            value.normal_(0, math.prod(wanted.shape[1:]) ** -0.5, generator=generator)
+        state[name] = value.to(home)
+    model.load_state_dict(state, assign=True)
+    model.requires_grad_(False).eval()
+
+
+def new_expert(
+    cfg: RewardFlConfig, backbone: Backbone, name: str, device: torch.device, checkpointed: Callable | None
+) -> nn.Module:
+    """An expert where `experts` says. checkpointed: what calls the blocks of one that is trained; None: it is not."""
+    made = files.config_of(backbone.layout, backbone.variant.parts[name])
+    expert: WanTransformer3DModel = wan.new_expert(made, DTYPES[cfg.model.dtype], made["num_layers"], None)
+    where = cfg.experts.untrained if checkpointed is None else cfg.experts.trained
+    home = torch.device("cpu") if where == "cpu_swap" else device
+    fill(expert, device, home, cfg.run.seed)
+    expert.rope = WanRotaryPosEmbed(made["attention_head_dim"], made["patch_size"], made["rope_max_seq_len"]).to(home)
+    if checkpointed is not None:
+        rank, targets = cfg.lora.lora_rank, lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names)
+        lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed)
+        generator = torch.Generator().manual_seed(cfg.run.seed)
+        for parameter_name, parameter in expert.named_parameters():
+            if "lora_B" in parameter_name:
+                drawn = torch.randn(parameter.shape, generator=generator)
+                parameter.data = (ADAPTED * rank**-0.5 * drawn).to(parameter)
+        if cfg.train.use_gradient_checkpointing:
+            expert.enable_gradient_checkpointing(checkpointed)
+    return offload.place(expert, where, device, backbone.block_classes)
+
+
+def new_decoder(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -> WanDecoder:
+    with torch.device("meta"):
+        vae = AutoencoderKLWan.from_config(files.config_of(backbone.layout, "vae"))
+    vae.encoder = vae.quant_conv = None
+    for parameter in vae.parameters():
+        parameter.data = parameter.data.to(DTYPES[cfg.model.dtype])
+    fill(vae, device, device, cfg.run.seed)
+    return WanDecoder(vae, frame_given=backbone.variant.image == "frame")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The modes
+
+
+@dataclass(frozen=True)
+class Update:
+    """What every mode's update begins with."""
+
+    cfg: RewardFlConfig
+    velocity: Velocity
+    decoder: WanDecoder
+    x: Tensor  # (B, C, T, h, w), the noise
+    cotangent: Callable[[Tensor], Tensor]  # of a video: the gradient of the loss, the KL aside
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        return config.active_steps(self.cfg)
+
+    @property
+    def kl_weight(self) -> float:
+        return self.cfg.reward.kl_weight / len(self.x)
+
+
+def replayed(update: Update, meter: Meter, keeps_graphs: bool) -> None:
+    """As train_reward_fl.py does it."""
+    cfg, velocity, decoder, x = update.cfg, update.velocity, update.decoder, update.x
+    sigmas, given = velocity.schedule.sigmas, velocity.conditioning
+    with_graph = offload.InputsOnHost(x.device).whole_graph if keeps_graphs else None
+    first = velocity.schedule.handover if cfg.experts.untrained == "boundary_cache" else 0
+    with meter("rollout"):
+        trajectory = reward_flow.rollout(velocity, x, sigmas, update.active, first, with_graph)
+    with meter("decode"):
+        decoded = decoder.decode_with_caches(trajectory.x0, cfg.train.decode_caches, given)
+    video = decoded.video.float()  # alive during the VJP, as in training
+    grad_video = update.cotangent(video)
+    with meter("decode VJP"):
+        grad_x0 = decoder.vjp(trajectory.x0, grad_video, decoded, given)
+    del decoded, video, grad_video
+    with meter("replay"):
+        reward_flow.replay(
+            velocity, trajectory, sigmas, update.active, grad_x0, config.resolved_coupling(cfg),
+            reference=velocity.reference, kl_weight=update.kl_weight, kl_gradient=cfg.reward.kl_gradient,
+        )  # fmt: skip
+
+
+def full_graph(update: Update, meter: Meter, decode: Callable[[WanDecoder, Tensor, Conditioning], Tensor]) -> None:
+    """One graph from the first active step to the frames, by autograd alone."""
+    velocity, x, kl = update.velocity, update.x, 0.0
+    sigmas, active = velocity.schedule.sigmas, update.active
+    first = velocity.schedule.handover if update.cfg.experts.untrained == "boundary_cache" else 0
+    with meter("forward"):
+        for i in range(first, len(sigmas) - 1):
+            with torch.set_grad_enabled(i in active):  # the other steps' velocities are constants
+                v = velocity(x, i)
+            if i in active and update.kl_weight:
+                with torch.no_grad():
+                    v_reference = velocity.reference(x, i)
+                kl = kl + flow.velocity_kl(v, v_reference, sigmas[i]).sum() / len(active)
+            x = flow.euler_step(x, v, sigmas[i], sigmas[i + 1])
+        video = decode(update.decoder, x, velocity.conditioning).float()
+    cotangent = update.cotangent(video)
+    with meter("backward"):
+        ((video * cotangent).sum() + update.kl_weight * kl).backward()
+
+
+def decode_whole(decoder: WanDecoder, latents: Tensor, given: Conditioning) -> Tensor:
+    """(B, 3, F, H, W) by diffusers' own loop over the latent frames."""
+    if decoder.frame_given:
+        latents = torch.cat([given["image"].to(latents), latents], 2)
+    vae = decoder.vae
+    latents = latents.to(vae.dtype)
+    mean, std = (latents.new_tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
+    return vae.decode(latents / (1.0 / std) + mean, return_dict=False)[0]
+
+
+def decode_tiled(decoder: WanDecoder, latents: Tensor, given: Conditioning) -> Tensor:
+    """The same from overlapping tiles, each checkpointed as a whole, whose borders are blended."""
+    if decoder.frame_given:
+        latents = torch.cat([given["image"].to(latents), latents], 2)
+    decoder, height, width = replace(decoder, frame_given=False), *latents.shape[-2:]
+    scale = min(1.0, max(height, width) / TILED)
+    size, strides = max(2, round(scale * TILE)), [max(1, round(scale * stride)) for stride in STRIDES]
+    video, weights = 0.0, 0.0
+    for top in tops(height, size, strides[0]):
+        for left in tops(width, size, strides[1]):
+            tile = latents[..., top : top + size, left : left + size]
+            frames = checkpoint(decode_whole, decoder, tile, given, use_reentrant=False)
+            factor = frames.shape[-1] // tile.shape[-1]
+            mask = ramp(frames.shape[-2], (size - strides[0]) * factor, frames)[:, None]
+            mask = mask * ramp(frames.shape[-1], (size - strides[1]) * factor, frames)
+            room = [left, width - left - tile.shape[-1], top, height - top - tile.shape[-2]]
+            padding = [factor * amount for amount in room]
+            video = video + nn.functional.pad(frames * mask, padding)
+            weights = weights + nn.functional.pad(mask, padding)
+    return video / weights
+
+
+def tops(length: int, size: int, stride: int) -> list[int]:
+    """Where tiles of `size` begin that cover `length`."""
+    return [0, *(top for top in range(stride, length, stride) if top - stride + size < length)]
+
+
+def ramp(length: int, border: int, like: Tensor) -> Tensor:
+    """(length,) that rises to 1 over `border` values, and falls again."""
+    distance = torch.arange(1, length + 1, device=like.device)
+    distance = torch.minimum(distance, distance.flip(0))
+    return (distance / max(1, min(border, (length + 1) // 2))).clamp(max=1).to(like)
+
+
+def one_by_one(block: Callable[..., Tensor], *inputs: object) -> Tensor:
+    """A checkpointed block whose inputs wait in pageable host memory (torch's save_on_cpu does nothing on a CPU)."""
+
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        return tensor.device, tensor.cpu() if tensor.is_cuda else in_host(tensor)
+
+    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        device, host = packed
+        return host.to(device) if device.type == "cuda" else torch.empty_like(host).copy_(host)
+
+    with saved_tensors_hooks(pack, unpack):
+        return checkpoint(block, *inputs, use_reentrant=False)
+
+
+def in_host(tensor: Tensor) -> Tensor:
+    """offload.to_host for a CPU that stands for a GPU: a copy that is not counted as living on the device."""
+    memory = swap.host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    return memory.copy_(tensor)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# One mode, all modes
+
+
+@dataclass(frozen=True)
+class Size:
+    """What all modes have in common: the model and one video of it."""
+
+    cfg: RewardFlConfig
+    backbone: Backbone
+    costs: Costs
+    latents: Tensor  # (B, C, T, h, w)
+    conditioning: Conditioning
+
+
+def size_of(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -> Size:
+    asked, generator = work.work_of(cfg, backbone, None, None, 1), torch.Generator(device).manual_seed(cfg.run.seed)
+    video, batch = asked.video, asked.batch
+    parts = backbone.on_meta(video.height, video.width, video.num_frames)
+
+    def drawn(shape: Sequence[int]) -> Tensor:
+        return torch.randn(batch, *shape, generator=generator, device=device)
+
+    given = {name: drawn(value.shape[1:]).to(value.dtype) for name, value in parts.conditioning.items()}
+    return Size(cfg, backbone, measure_costs(video), drawn(parts.shape), given)
+
+
+def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dict[str, Any], Tensor]:
+    """(the mode's figures, its first gradient, flat, float32, in host memory)."""
+    gc.collect()  # of the mode before: hooks refer to their modules in circles
+    torch.cuda.empty_cache()
+    reset_rss()
+    device, backbone, counted = size.latents.device, size.backbone, Counted(size.latents.device)
+    asked = replace(work.work_of(cfg, backbone, None, None, 1), pack_bytes=0)
+    checkpointed = one_by_one if mode == "legacy" else None
+    if checkpointed is None:
+        of_network = offload.InputsOnHost(device) if cfg.train.use_gradient_checkpointing_offload else plain
+        checkpointed = of_network
+    with counted:
+        untrained = [asked.untrained] if asked.untrained else []
+        cached = cfg.experts.untrained == "boundary_cache"  # there is no such expert then
+        experts = {one: None if cached else new_expert(cfg, backbone, one, device, None) for one in untrained}
+        experts |= {one: new_expert(cfg, backbone, one, device, copy.copy(checkpointed)) for one in asked.trained}
+        model = Experts({name: experts[name] for name in backbone.experts}, untrained)
+        decoder = new_decoder(cfg, backbone, device)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay)
+
+    def cotangent(video: Tensor) -> Tensor:
+        generator = torch.Generator(device).manual_seed(cfg.run.seed)
+        return torch.randn(video.shape, generator=generator, device=device) / video.numel()
+
+    velocity = Velocity(backbone, model, size.conditioning, work.schedule_of(cfg, backbone))
+    update, found, gradient = Update(cfg, velocity, decoder, size.latents, cotangent), [], torch.empty(0)
+    torch.cuda.empty_cache()  # what building left is not to count as reserved
+    for i in range(1 + steps):
+        meter = Meter(device, counted if i == 0 else None)
+        with mock.patch.object(wan_decoder, "to_host", offload.to_host if device.type == "cuda" else in_host):
+            if mode in ("full_graph", "legacy"):
+                full_graph(update, meter, decode_tiled if mode == "legacy" else decode_whole)
+            else:
+                replayed(update, meter, asked.keeps_graphs)
+        if i == 0:
+            gradient = torch.cat([parameter.grad.flatten().cpu() for parameter in parameters])
+        with meter("optimizer"):
+            nn.utils.clip_grad_norm_(parameters, cfg.train.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(meter.found)
+    figures = {
+        "mode": mode,
+        "rows": phase_rows(found, size.costs, asked),
+        "copied_in": counted.copied_in, "copied_out": counted.copied_out, "rss": highest_rss(),
+    }  # fmt: skip
+    return figures, gradient
+
+
+def plain(block: Callable[..., Tensor], *inputs: object) -> Tensor:
+    """A checkpointed block whose inputs stay where they are."""
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def phase_rows(found: Sequence[Measured], costs: Costs, asked: work.Work) -> list[dict[str, Any]]:
+    """A row for each phase, beside the plan where that has it, and one for the whole update."""
+    planned_flops, memory, table = needs.flops(costs, asked), needs.memory(costs, asked), []
+    planned = set(found[0].seconds) == set(PHASES)
+    for name in found[0].seconds:
+        seconds = statistics.median(one.seconds[name] for one in found[1:])
+        row = {"phase": name, "seconds": seconds, "peak": max(one.peaks[name] for one in found)}
+        if planned:
+            row["plan_flops"] = asked.batch * sum(planned_flops[part] for part in PHASES[name])
+            row["plan_bytes"] = memory.of(name) if name in memory.phases else sum(memory.resident.values())
+        table.append(row)
+    wholes = {"seconds": sum, "peak": max} | ({"plan_flops": sum, "plan_bytes": max} if planned else {})
+    return [*table, {"phase": "update"} | {key: whole(row[key] for row in table) for key, whole in wholes.items()}]
+
+
+def difference(gradient: Tensor, first: Tensor) -> float:
+    """The largest difference of two gradients, in units of the first one's largest value."""
+    return float((gradient - first).abs().max() / first.abs().max())
+
+
+def side_by_side(
+    size: Size, modes: Sequence[str], load: Callable[[str], RewardFlConfig], steps: int
+) -> Iterator[dict[str, Any]]:
+    """Every mode's figures; what does not fit is said in one line and left out."""
+    first: Tensor | None = None
+    for mode in modes:
+        try:
+            figures, gradient = measure(mode, size, load(mode), steps)
+        except torch.OutOfMemoryError as error:
+            print(f"**{mode}**: {str(error).splitlines()[0]}\n", flush=True)
+            continue
+        first = gradient if first is None else first
+        yield figures | {"gradient_difference": difference(gradient, first), "norm": float(gradient.norm())}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What is printed
+
+
+def gb(amount: float | None) -> str:
+    return f"{amount / 1e9:.4g}" if amount else "-"
+
+
+def summary(found: Sequence[Mapping[str, Any]], peak_flops: float, cap: float | None) -> Iterator[str]:
+    """Markdown, a row for each mode."""
+    yield "| mode | s/step | / first | peak GB | first / | plan GB | in, out GB | host GB | TFLOP/s, of matmul's | gradient |"
+    yield 10 * "|---" + "|"
+    first = found[0]["rows"][-1]
+    for one in found:
+        whole = one["rows"][-1]
+        seconds, peak, flops = whole["seconds"], whole["peak"], whole.get("plan_flops")
+        speed = f"{flops / seconds / 1e12:.3g}, {flops / seconds / peak_flops:.0%}" if flops else "-"
+        over = " (over the cap)" if cap and peak > 1e9 * cap else ""
+        yield (
+            f"| {one['mode']} | {seconds:.3g} | {seconds / first['seconds']:.2f} | {gb(peak)}{over} | "
+            f"{first['peak'] / peak:.2f} | {gb(whole.get('plan_bytes'))} | {gb(one['copied_in'])}, "
+            f"{gb(one['copied_out'])} | {gb(one['rss'])} | {speed} | {one['gradient_difference']:.2g} |"
+        )
+
+
+def by_phase(one: Mapping[str, Any]) -> Iterator[str]:
+    """Markdown, a row for each phase of a mode."""
+    yield f"\n**{one['mode']}**, gradient's norm {one['norm']:.6g}\n"
+    yield "| phase | s | TFLOP, plan | TFLOP/s | peak GB | plan GB | peak / plan |"
+    yield 7 * "|---" + "|"
+    for row in one["rows"]:
+        flops, planned, seconds = row.get("plan_flops"), row.get("plan_bytes"), row["seconds"]
+        computed = f"{flops / 1e12:.4g} | {flops / 1e12 / seconds:.3g}" if flops else "- | -"
+        ratio = f"{row['peak'] / planned:.3f}" if planned else "-"
+        yield f"| {row['phase']} | {seconds:.3g} | {computed} | {gb(row['peak'])} | {gb(planned)} | {ratio} |"
+
+
+def draw(report: Mapping[str, Any], file: Path) -> None:
+    """Peak bytes and seconds of the modes: bars, or lines over the setting that --vary names."""
+    import matplotlib  # here: the figures need none of it
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    sizes = report["sizes"]
+    names = list(dict.fromkeys(one["mode"] for size in sizes for one in size["modes"]))
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, (key, unit, label) in zip(axes, [("peak", 1e9, "peak, GB"), ("seconds", 1, "s per update")], strict=True):
+        for i, name in enumerate(names):
+            points = [
+                (n, one["rows"][-1][key] / unit)
+                for n, size in enumerate(sizes)
+                for one in size["modes"]
+                if one["mode"] == name
+            ]
+            if len(sizes) > 1:
+                axis.plot([n for n, _ in points], [value for _, value in points], marker="o", label=name)
+            else:
+                axis.bar(i, points[0][1], label=name)
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+        if len(sizes) > 1:
+            axis.set_xticks(range(len(sizes)), [size["vary"].split("=")[1] for size in sizes])
+            axis.set_xlabel(sizes[0]["vary"].split("=")[0])
+        else:
+            axis.set_xticks([])
+    axes[0].legend()
+    figure.savefig(file, dpi=110)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument(
+        "--modes", default="full_graph,replay,keep_on_host,swap,legacy", help="the first is compared with"
+    )
+    parser.add_argument("--steps", type=int, default=2, help="updates whose time is taken, after one whose is not")
+    parser.add_argument("--memory-cap", type=float, metavar="GB", help="what a GPU may give; on a CPU only said")
+    parser.add_argument("--layers", type=int, help="blocks of each expert")
+    parser.add_argument("--heads", type=int, help="attention heads of each expert, which set its width")
+    parser.add_argument("--vae-channels", type=int, help="the VAE's channels at full size")
+    parser.add_argument("--vary", metavar="section.key=value,value ...", help="all modes at each of these values")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write there what is printed")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_args()
+    args.modes = args.modes.split(",")
+    if unknown := [mode for mode in args.modes if mode not in MODES]:
+        parser.error(f"--modes: {unknown[0]!r} is none of {', '.join(MODES)}")
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, got {args.steps}")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.memory_cap and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 1e9 * args.memory_cap / total), device)
+    key, _, values = (args.vary or "").partition("=")
+    points = [f"{key}={value}" for value in values.split(",")] if args.vary else [""]
+    base = config.load(args.config, [*args.overrides, *filter(None, points[:1])])
+    peak_flops = matmul_flops(DTYPES[base.model.dtype], device)
+    report = {
+        "command": shlex.join(["python", "benchmarks/reward_step.py", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} thr.",
+        **library_versions(("torch", "diffusers", "peft")),
+        "commit": git_commit(Path(__file__).parent),
+        "seed": base.run.seed,
+        "matmul TFLOP/s": peak_flops / 1e12,
+    }
+    print("\n".join(f"- {name}: {value}" for name, value in report.items()) + f"\n\n{NOTE}\n", flush=True)
+    report["sizes"] = []
+    with tempfile.TemporaryDirectory() as home:
+        described = backbones.describe(base.model.model_name, start.model_source(base))
+        folder = smaller(described, args.layers, args.heads, args.vae_channels, Path(home))
+        for point in points:
+            more = [*args.overrides, *filter(None, [point]), f"model.model_paths={folder}"]
+
+            def load(mode: str, more: Sequence[str] = more) -> RewardFlConfig:
+                return config.load(args.config, [*more, *(EXACT if mode != "as_configured" else []), *MODES[mode]])
+
+            cfg = load(args.modes[0])
+            size = size_of(cfg, backbones.describe(cfg.model.model_name, start.model_source(cfg)), device)
+            shape, tokens = (
+                "x".join(map(str, size.latents.shape)),
+                max(one.tokens for one in size.costs.experts.values()),
+            )
+            steps = len(config.active_steps(cfg))
+            print(f"{point} latents {shape}, {tokens} tokens, {steps} active steps\n".lstrip(), flush=True)
+            entry = {"vary": point, "latents": shape, "tokens": tokens, "active_steps": steps, "modes": []}
+            report["sizes"].append(entry)
+            for figures in side_by_side(size, args.modes, load, args.steps):
+                entry["modes"].append(figures)
+                print("\n".join(by_phase(figures)), flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps(report, indent=2) + "\n")
+            print("\n" + "\n".join(summary(entry["modes"], peak_flops, args.memory_cap)) + "\n", flush=True)
+    if args.plot:
+        draw(report, args.plot)
+
+
+if __name__ == "__main__":
+    main()
