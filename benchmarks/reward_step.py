@@ -42,11 +42,10 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from rewardfl import backbones, config, flow, lora, offload, reward_flow, swap
-from rewardfl.backbones.seam import DTYPES, Backbone, Conditioning, Experts, Velocity, rows
+from rewardfl.backbones.seam import DTYPES, Backbone, Conditioning, Experts, Velocity
 from rewardfl.backbones.wan import decoder as wan_decoder
 from rewardfl.backbones.wan import files
 from rewardfl.backbones.wan import model as wan
@@ -497,17 +496,18 @@ def gb(amount: float | None) -> str:
 
 def summary(found: Sequence[Mapping[str, Any]], peak_flops: float, cap: float | None) -> Iterator[str]:
     """Markdown, a row for each mode."""
-    yield "| mode | s/step | / first | peak GB | first / | plan GB | in, out GB | host GB | TFLOP/s, of matmul's | gradient |"
-    yield 10 * "|---" + "|"
+    columns = "mode, s/step, / first, peak GB, first /, plan GB, in GB, out GB, host GB, TFLOP/s, of matmul's, gradient"
+    yield f"| {columns.replace(', ', ' | ')} |"
+    yield 12 * "|---" + "|"
     first = found[0]["rows"][-1]
     for one in found:
         whole = one["rows"][-1]
         seconds, peak, flops = whole["seconds"], whole["peak"], whole.get("plan_flops")
-        speed = f"{flops / seconds / 1e12:.3g}, {flops / seconds / peak_flops:.0%}" if flops else "-"
+        speed = f"{flops / seconds / 1e12:.3g} | {flops / seconds / peak_flops:.0%}" if flops else "- | -"
         over = " (over the cap)" if cap and peak > 1e9 * cap else ""
         yield (
             f"| {one['mode']} | {seconds:.3g} | {seconds / first['seconds']:.2f} | {gb(peak)}{over} | "
-            f"{first['peak'] / peak:.2f} | {gb(whole.get('plan_bytes'))} | {gb(one['copied_in'])}, "
+            f"{first['peak'] / peak:.2f} | {gb(whole.get('plan_bytes'))} | {gb(one['copied_in'])} | "
             f"{gb(one['copied_out'])} | {gb(one['rss'])} | {speed} | {one['gradient_difference']:.2g} |"
         )
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from diffusers import ModelMixin
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from rewardfl.swap import BlockSwap, host_memory
+from rewardfl.swap import BlockSwap, Packed, host_memory, pack_into_host
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -131,19 +131,25 @@ class Waiting:
         return tensor
 
 
-def place(expert: ModelMixin, where: str, device: torch.device, block_classes: Sequence[str]) -> ModelMixin:
+def place(
+    expert: ModelMixin,
+    where: str,
+    device: torch.device,
+    block_classes: Sequence[str],
+    pack: Callable[[Sequence[nn.Parameter]], Packed] = pack_into_host,
+) -> ModelMixin:
     """Put an expert where its frozen weights are to live; it answers on `device` in every case.
 
     where: gpu (all of it on `device`), cpu_swap (its blocks' weights in host memory, from where they come for their
     turn: rewardfl.swap; a graph through it must then be a checkpointed one), fp8 (on `device`, linear weights stored as
     float8_e4m3fn and cast to the expert's dtype in turn; norms and embeddings stay as they are. Not for an expert with
     an adapter: diffusers then keeps peft from casting the layers' inputs to the adapter's float32). block_classes: the
-    names of the classes of its blocks.
+    names of the classes of its blocks. pack: what moves a block's weights into host memory, as BlockSwap wants it.
     """
     if where == "gpu":
         return expert.to(device)
     if where == "cpu_swap":
-        return swapped(expert, device, block_classes)
+        return _swapped(expert, device, block_classes, pack)
     if where == "fp8":
         # diffusers leaves out embeddings, norms, the output layer and adapters
         expert.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=expert.dtype)
@@ -151,9 +157,14 @@ def place(expert: ModelMixin, where: str, device: torch.device, block_classes: S
     raise ValueError(f"where must be gpu, cpu_swap or fp8, got {where!r}")
 
 
-def swapped(expert: ModelMixin, device: torch.device, block_classes: Sequence[str]) -> ModelMixin:
+def _swapped(
+    expert: ModelMixin,
+    device: torch.device,
+    block_classes: Sequence[str],
+    pack: Callable[[Sequence[nn.Parameter]], Packed],
+) -> ModelMixin:
     """The expert with its blocks' frozen weights in host memory, and all else on `device`."""
-    swap = BlockSwap([module for module in expert.modules() if type(module).__name__ in block_classes], device)
+    swap = BlockSwap([module for module in expert.modules() if type(module).__name__ in block_classes], device, pack)
     waiting = {id(parameter) for packed in swap.packed for parameter in packed.parameters}
     for parameter in expert.parameters():
         if id(parameter) not in waiting:

@@ -12,13 +12,18 @@ from a graph that still needs them.
 """
 
 import mmap
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 ALIGNMENT = 64  # bytes; a parameter begins at a multiple of this in its block's memory
+
+
+class NotShared(ValueError):
+    """A process cannot use the weights that the first one of its machine has in host memory."""
 
 
 @dataclass(frozen=True)
@@ -38,26 +43,92 @@ class Packed:
 
 def pack_into_host(parameters: Sequence[nn.Parameter]) -> Packed:
     """Move the parameters, wherever they lie, into one piece of host memory."""
+    return _pack(parameters, host_memory, fill=True)
+
+
+def _pack(parameters: Sequence[nn.Parameter], memory: Callable[[int], Tensor], fill: bool) -> Packed:
+    """The parameters in what `memory` gives, (bytes,) uint8. fill: else it holds them, or NotShared."""
     places, end = [], 0
     for parameter in parameters:
         places.append(end)
         end += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
-    packed, values = Packed(parameters, places, host_memory(end)), [parameter.data for parameter in parameters]
+    packed, values = Packed(parameters, places, memory(end)), [parameter.data for parameter in parameters]
     packed.lie_in(packed.host)
     for parameter, value in zip(parameters, values, strict=True):
-        parameter.data.copy_(value)
+        if fill:
+            parameter.data.copy_(value)
+        elif not torch.equal(_octets(parameter.data), _octets(value.cpu())):
+            raise NotShared(
+                "a block's frozen weights are not those that the first process of this machine has loaded; start "
+                "again, and check the files of model.model_paths (sha256sum) if it is said again"
+            )
     return packed
 
 
-def host_memory(size: int) -> Tensor:
+def _octets(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def host_memory(size: int, file: int = -1) -> Tensor:
     """(size,) uint8 of host memory, page-locked where there is a GPU, which then copies without the CPU.
 
-    torch's own page-locked memory comes in powers of two: 1.07 GB for a block of 0.70.
+    file: a descriptor of what lies there; by default it is nobody else's. torch's own page-locked memory comes in
+    powers of two: 1.07 GB for a block of 0.70.
     """
-    memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    memory = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
     if torch.cuda.is_available():
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)))
     return memory
+
+
+class Lender:
+    """Packs blocks for BlockSwap into memory that other processes of the machine can use, too: see Borrower."""
+
+    def __init__(self) -> None:
+        self.files: list[int] = []  # descriptors of this process, in the order of the blocks
+
+    def pack(self, parameters: Sequence[nn.Parameter]) -> Packed:
+        return _pack(parameters, self._memory, fill=True)
+
+    def _memory(self, size: int) -> Tensor:
+        self.files.append(os.memfd_create("rewardfl"))  # no file's name, and not in /dev/shm, which may be small
+        os.ftruncate(self.files[-1], size)
+        return host_memory(size, self.files[-1])
+
+    def close(self) -> None:
+        """Let nobody else in. The memory is there as long as one of those who are in it lives."""
+        while self.files:
+            os.close(self.files.pop())
+
+
+class Borrower:
+    """Packs equal blocks in the same order into a Lender's memory, which this process then has no copy of.
+
+    NotShared where they are not equal to the last bit, and where the system does not let one process into the memory of
+    another.
+    """
+
+    def __init__(self, process: int, files: Sequence[int]):
+        """process: the lender's number; files: its descriptors."""
+        self.files = [f"/proc/{process}/fd/{file}" for file in files]
+
+    def pack(self, parameters: Sequence[nn.Parameter]) -> Packed:
+        return _pack(parameters, self._memory, fill=False)
+
+    def _memory(self, size: int) -> Tensor:
+        path = self.files.pop(0)
+        try:
+            file = os.open(path, os.O_RDWR)
+        except OSError as error:
+            raise NotShared(
+                f"experts: cpu_swap has one copy of the weights for all processes of a machine, and {path} of the "
+                f"first one cannot be opened ({error.strerror}); let the processes run as one user in one container, "
+                "or set experts.trained and experts.untrained to something else"
+            ) from error
+        try:
+            return host_memory(size, file)
+        finally:
+            os.close(file)
 
 
 class BlockSwap:
@@ -71,9 +142,14 @@ class BlockSwap:
     torch.utils.checkpoint, without reentry): that one keeps its copy on the device alive until it has been walked back.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], device: torch.device):
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        device: torch.device,
+        pack: Callable[[Sequence[nn.Parameter]], Packed] = pack_into_host,
+    ):
         self.device = device
-        self.packed = [pack_into_host([p for p in block.parameters() if not p.requires_grad]) for block in blocks]
+        self.packed = [pack([p for p in block.parameters() if not p.requires_grad]) for block in blocks]
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.last: int | None = None  # whose turn it was in this pass
         self.ahead: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # what was sent for: see `fetch`

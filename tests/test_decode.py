@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanRMS_norm
 from pipelines import FRAMES, random_pipeline, residual_vae
 
 from rewardfl.backbones.wan import decoder as wan_decoder
@@ -149,6 +150,20 @@ def test_parts_that_are_computed_again_give_the_same_bits(residual, monkeypatch)
     assert not any("forward" in vars(module) for module in vae.decoder.modules())  # left as it was
     monkeypatch.setattr(wan_decoder, "parts_checkpointed", lambda decoder: contextlib.nullcontext())
     assert torch.equal(again, decoder.vjp(latents, cotangent))
+
+
+def test_norms_in_strips_give_the_same_gradient(monkeypatch):
+    torch.manual_seed(1)
+    vae, latents = random_pipeline().vae, torch.randn(1, 16, 3, 5, 4)
+    decoder = WanDecoder(vae)
+    cotangent = torch.randn(decoder.decode(latents).shape)
+    whole = decoder.vjp(latents, cotangent)
+    normed, forward = [], WanRMS_norm.forward
+    monkeypatch.setattr(WanRMS_norm, "forward", lambda norm, x: (normed.append(x), forward(norm, x))[1])
+    monkeypatch.setattr(wan_decoder, "STRIP", 700)
+    strips = decoder.vjp(latents, cotangent)
+    assert max(x.numel() for x in normed if x.requires_grad) < 40 * 32 * 4 * 8 / 8  # of the largest picture
+    assert (strips - whole).abs().max() < 1e-6 * whole.abs().max()
 
 
 def test_a_part_of_a_chunk_lives_at_once(monkeypatch):

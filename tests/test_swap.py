@@ -1,13 +1,16 @@
 """Weights that come from host memory for a block's turn: the same numbers, the order of the copies, their number."""
 
+import multiprocessing
+import os
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from pipelines import LAYERS as TARGETS
 
 from rewardfl import lora, offload
-from rewardfl.swap import BlockSwap, pack_into_host
+from rewardfl.swap import BlockSwap, Borrower, Lender, NotShared, pack_into_host
 from rewardfl_tools.tiny_world.video import new_expert
 
 DEVICE, LAYERS = torch.device("cpu"), 5
@@ -157,3 +160,52 @@ def test_parameters_of_several_dtypes_begin_where_kernels_can_read_them():
     packed = pack_into_host(parameters)
     assert [parameter.data_ptr() % 64 for parameter in parameters] == [0, 0, 0] and len(packed.host) == 3 * 64
     assert all(torch.equal(parameter, value) for parameter, value in zip(parameters, values, strict=True))
+
+
+def mapped(parameter):
+    """What of this process's memory a parameter lies in: the last word of its line in /proc/self/maps."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(one, 16) for one in line.split()[0].split("-"))
+        if begin <= parameter.data_ptr() < end:
+            return line.split(maxsplit=5)[-1]
+    raise AssertionError("no memory")
+
+
+def borrow(process, files, change, answers):
+    """In another process: an equal expert, whose blocks' weights are the first process's."""
+    model = expert(layers=2)
+    if change:
+        with torch.no_grad():
+            model.blocks[1].ffn.net[2].weight[3, 1] += 1e-6
+    try:
+        BlockSwap(list(model.blocks), DEVICE, Borrower(process, files).pack)
+    except NotShared as error:
+        answers.put(str(error))
+        return
+    weight = model.blocks[1].ffn.net[2].weight
+    answers.put(mapped(weight))
+    weight.data[3, 1] = 7.0  # one memory: the other process sees it
+    answers.put("written")
+
+
+def test_processes_of_a_machine_have_one_copy():
+    model, lender = expert(layers=2), Lender()
+    BlockSwap(list(model.blocks), DEVICE, lender.pack)
+    assert len(lender.files) == 2 and "memfd:rewardfl" in mapped(model.blocks[0].attn1.to_q.weight)
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    for change, wrong in ((True, False), (False, True), (False, False)):
+        files = [10_000 + file for file in lender.files] if wrong else lender.files
+        process = context.Process(target=borrow, args=(os.getpid(), files, change, answers))
+        process.start()
+        said = answers.get(timeout=120)
+        if change:
+            assert "not those that the first process" in said
+        elif wrong:
+            assert "No such file" in said and "cpu_swap" in said
+        else:
+            assert "memfd:rewardfl" in said and answers.get(timeout=120) == "written"
+        process.join()
+    assert model.blocks[1].ffn.net[2].weight[3, 1] == 7.0
+    lender.close()
+    assert not lender.files

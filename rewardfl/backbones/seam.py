@@ -154,7 +154,7 @@ class ChunksOnMeta:
     chunk: Callable[[int], Tensor]  # the input of chunk i; all but the first are alike
     run: Callable[[Tensor, Caches, bool], tuple[Tensor, Caches]]  # input, caches, whether it is the first
     caches: Caches  # before the first chunk
-    # within, `run` keeps for the backward pass what training keeps of it, and computes the rest again
+    # around `run` and its backward pass, which keeps what training keeps of it, and computes the rest again
     checkpointed: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
 

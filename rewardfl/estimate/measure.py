@@ -221,6 +221,7 @@ class Costs:
     itemsize: int  # bytes of one number of the frozen weights' dtype
     experts: Mapping[str, ExpertCost]  # by name
     vae_weights: int
+    decoder_weights: int  # the VAE's without what only encoding needs, as training has it
     chunks: tuple[ChunkCost, ...]  # by latent frame
     vision_weights: int  # of what else sees the image, 0 for nothing
     text_weights: int
@@ -312,12 +313,9 @@ def measure_decoder(decoder: ChunksOnMeta) -> tuple[ChunkCost, ...]:
             frames, after = decoder.run(x, start, first)
             return [frames, *(c for c in after if isinstance(c, Tensor))]
 
-        def checkpointed(forward: Callable[[], list[Tensor]] = forward) -> list[Tensor]:
-            with decoder.checkpointed():
-                return forward()
-
-        plain, graph = with_graph(forward, [x, *held], weights), with_graph(checkpointed, [x, *held], weights)
-        frozen, peak = without_graph(forward, [*weights, x, *held]), peak_with_graph(checkpointed, [x, *held], weights)
+        plain, frozen = with_graph(forward, [x, *held], weights), without_graph(forward, [*weights, x, *held])
+        with decoder.checkpointed():
+            graph, peak = with_graph(forward, [x, *held], weights), peak_with_graph(forward, [x, *held], weights)
         costs.append(ChunkCost(nbytes(held), plain.saved, frozen.peak, peak, graph.forward, graph.backward))
         with torch.no_grad():
             _, caches = decoder.run(x, start, first)
@@ -355,6 +353,9 @@ def measure(video: Video) -> Costs:
         itemsize=parts.dtype.itemsize,
         experts={name: measured[id(kinds)] for name, kinds in parts.experts.items()},
         vae_weights=nbytes(parts.vae.parameters()),
+        decoder_weights=nbytes(
+            one for name, one in parts.vae.named_parameters() if name.split(".")[0] not in ("encoder", "quant_conv")
+        ),
         chunks=measure_decoder(parts.decoder),
         vision_weights=0 if parts.vision is None else nbytes(parts.vision.parameters()),
         text_weights=nbytes(text.parameters()),

@@ -138,7 +138,7 @@ def _resident(costs: Costs, work: Work) -> tuple[dict[str, int], dict[str, int]]
     waiting = work.waiting * kept_bytes(costs, work)
     resident |= {
         "LoRA, gradient, Adam": adapter,
-        "VAE": costs.vae_weights,
+        "VAE's decoder": costs.decoder_weights,
         "face networks' weights": work.pack_bytes,
         "averaged LoRA": FLOAT32 * parameters // (work.processes if work.sharding == "fsdp2" else 1) * work.averaged,
         "the epoch's samples": waiting if work.samples_on == "gpu" else 0,

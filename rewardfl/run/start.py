@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
+from diffusers import ModelMixin
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rewardfl import backbones, data, groups, grpo, lora, offload
+from rewardfl import backbones, data, groups, grpo, lora, offload, swap
 from rewardfl import config as configuration
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import Adapter, Backbone, Conditioning, Experts, Source
@@ -69,6 +70,7 @@ REFUSALS = (
     face_parity.FaceParityError,
     LaunchError,
     prepare.CacheError,
+    swap.NotShared,
     grpo.RatioError,
 )
 
@@ -493,20 +495,50 @@ def load_experts(
     model_of: dict[str, nn.Module | None] = dict.fromkeys(backbone.experts)  # one at a time: the host holds one expert
     for name in outside:
         if name not in skip:
-            model_of[name] = offload.place(
-                backbone.load_expert(name), cfg.experts.untrained, job.device, backbone.block_classes
-            )
+            load = partial(backbone.load_expert, name)
+            model_of[name] = _placed(load, cfg.experts.untrained, job.device, backbone, job)
     trained, rank, targets = {}, cfg.lora.lora_rank, work.lora_targets(cfg, backbone)
-    for i, name in enumerate(names):
+
+    def adapted(name: str, seed: int) -> ModelMixin:
         expert = backbone.load_expert(name)
-        lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed + i * SEED_STRIDE)
-        offload.place(expert, cfg.experts.trained, job.home, backbone.block_classes)
+        lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, seed)
+        return expert
+
+    for i, name in enumerate(names):
+        load = partial(adapted, name, cfg.run.seed + i * SEED_STRIDE)
+        expert = _placed(load, cfg.experts.trained, job.home, backbone, job)
         if cfg.train.use_gradient_checkpointing_offload:
             expert.enable_gradient_checkpointing(offload.InputsOnHost(job.device))
         elif cfg.train.use_gradient_checkpointing:
             expert.enable_gradient_checkpointing()
         trained[name] = model_of[name] = expert
     return Experts(model_of, outside), trained
+
+
+def _placed(
+    load: Callable[[], ModelMixin], where: str, device: torch.device, backbone: Backbone, job: Job
+) -> ModelMixin:
+    """The expert that `load` gives, where offload.place puts it.
+
+    Weights that wait in host memory are there once for all processes of a machine: the first one's are the others', who
+    load theirs one after the other, compare every bit, and let go of them.
+    """
+
+    def place(pack: Callable[[Sequence[nn.Parameter]], swap.Packed]) -> ModelMixin:
+        return offload.place(load(), where, device, backbone.block_classes, pack)
+
+    if where != "cpu_swap" or job.world == 1:
+        return place(swap.pack_into_host)
+    lender = swap.Lender()
+    if job.rank_here == 0:
+        expert = place(lender.pack)
+    process, files = job.gather_lists([(os.getpid(), list(lender.files))])[job.rank - job.rank_here]
+    for turn in range(1, job.largest(job.rank_here) + 1):
+        if turn == job.rank_here:
+            expert = place(swap.Borrower(process, files).pack)
+        job.wait()
+    lender.close()
+    return expert
 
 
 def fill_adapters(model: Experts, trained: Mapping[str, nn.Module], backbone: Backbone, resumed: ResumedRun) -> None:

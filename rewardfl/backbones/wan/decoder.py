@@ -19,6 +19,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
     WanDecoder3d,
     WanResample,
     WanResidualBlock,
+    WanRMS_norm,
     unpatchify,
 )
 from torch import Tensor
@@ -27,6 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rewardfl.backbones.seam import Caches, Conditioning, Decoded
 from rewardfl.offload import to_host
+
+STRIP = 2**24  # numbers of a strip of pictures whose norm is computed again at a time; it takes five float32 copies
 
 
 @dataclass(frozen=True)
@@ -99,19 +102,20 @@ class WanDecoder:
             start = [
                 c.detach().to(latents.device).requires_grad_() if isinstance(c, Tensor) else c for c in segment.pop(i)
             ]
+            leaves = [x] + [c for c in start if isinstance(c, Tensor)]
             with torch.enable_grad(), parts_checkpointed(self.vae.decoder):
                 frames, after = self._chunk(x, start, first=i == 0)
                 frames = frames.clamp(-1, 1)
-            # where the graph begins, and not the values: there is no more use for them
-            outputs = [get_gradient_edge(frames)]
-            cotangents = [grad_video[:, :, slice(*frames_of[i])].to(frames.dtype)]
-            for cache, cotangent in zip(after, grad_caches, strict=True):
-                if cotangent is not None and isinstance(cache, Tensor):
-                    outputs.append(get_gradient_edge(cache))
-                    cotangents.append(cotangent)
-            del frames, after, cache
-            # not torch.autograd.grad: its answers for the caches are parts of larger tensors, which they keep alive
-            torch.autograd.backward(outputs, cotangents, inputs=[x] + [c for c in start if isinstance(c, Tensor)])
+                # where the graph begins, and not the values: there is no more use for them
+                outputs = [get_gradient_edge(frames)]
+                cotangents = [grad_video[:, :, slice(*frames_of[i])].to(frames.dtype)]
+                for cache, cotangent in zip(after, grad_caches, strict=True):
+                    if cotangent is not None and isinstance(cache, Tensor):
+                        outputs.append(get_gradient_edge(cache))
+                        cotangents.append(cotangent)
+                del frames, after, cache
+                # not torch.autograd.grad: its answers for the caches are parts of larger tensors, which they keep alive
+                torch.autograd.backward(outputs, cotangents, inputs=leaves)
             del outputs, cotangents
             grad_latents[:, :, i : i + 1] = x.grad
             grad_caches = [c.grad if isinstance(c, Tensor) else None for c in start]
@@ -153,17 +157,27 @@ def _waiting(caches: Caches) -> Caches:
 def parts_checkpointed(decoder: WanDecoder3d) -> Iterator[None]:
     """Within, a graph through the decoder keeps of its residual blocks and upsamplers what goes into them alone.
 
-    The backward pass computes each of them again. The gradients are the same to the last bit: the graph is the same,
-    and only what its nodes keep is made anew. diffusers' own `enable_gradient_checkpointing` does nothing here.
+    The backward pass, which belongs within, computes each of them again, and norms, which take most, in strips. The
+    gradients are the same: the graph is the same, and only what its nodes keep is made anew. They are so to the last
+    bit where there is one strip; of several the channels may be summed in another order than those of a whole picture.
+    diffusers' own `enable_gradient_checkpointing` does nothing here.
     """
-    parts = [one for one in decoder.modules() if isinstance(one, WanResidualBlock | WanResample)]
+    how = {WanResidualBlock: _checkpointed, WanResample: _checkpointed, WanRMS_norm: _in_strips}
+    parts = [one for one in decoder.modules() if type(one) in how]
     for part in parts:
-        part.forward = partial(_checkpointed, part.forward)
+        part.forward = partial(how[type(part)], part.forward)
     try:
         yield
     finally:
         for part in parts:
             del part.forward  # the class's own is left
+
+
+def _in_strips(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`forward(x)` of what looks at every position alone, (..., h, w); each strip is computed again in its turn."""
+    rows = max(1, STRIP * x.shape[-2] // x.numel())
+    again = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+    return again(x) if rows >= x.shape[-2] else torch.cat([again(strip) for strip in x.split(rows, -2)], -2)
 
 
 def _checkpointed(forward: Callable[..., Tensor], x: Tensor, feat_cache: Caches, feat_idx: list[int]) -> Tensor:
