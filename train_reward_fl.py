@@ -148,11 +148,12 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     reward = torch.stack(normalised).sum(0)  # (B,)
                     (grad_video,) = torch.autograd.grad(-reward.sum() / per_process, video)
                     reward, judged = reward.detach(), [one.at_rest() for one in judged]
+                    del video, normalised  # up to 2 GB that nothing has a use for
 
                 # 3. Back through the decoder.
                 with timer("decode"):
                     grad_x0 = decoder.vjp(trajectory.x0, grad_video, decoded, batch.conditioning)
-                del decoded, video, grad_video, normalised  # up to 38 GB that replay has no use for
+                del decoded, grad_video  # up to 38 GB that replay has no use for
 
                 # 4. Back through the active steps, each forward pass anew unless its graph was kept; here the KL joins.
                 with timer("replay"):

@@ -273,11 +273,10 @@ def replayed(update: Update, meter: Meter, keeps_graphs: bool) -> None:
         trajectory = reward_flow.rollout(velocity, x, sigmas, update.active, first, with_graph)
     with meter("decode"):
         decoded = decoder.decode_with_caches(trajectory.x0, cfg.train.decode_caches, given)
-    video = decoded.video.float()  # alive during the VJP, as in training
-    grad_video = update.cotangent(video)
+    grad_video = update.cotangent(decoded.video.float())
     with meter("decode VJP"):
         grad_x0 = decoder.vjp(trajectory.x0, grad_video, decoded, given)
-    del decoded, video, grad_video
+    del decoded, grad_video
     with meter("replay"):
         reward_flow.replay(
             velocity, trajectory, sigmas, update.active, grad_x0, config.resolved_coupling(cfg),

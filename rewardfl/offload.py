@@ -4,6 +4,7 @@ import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from diffusers import ModelMixin
@@ -18,6 +19,16 @@ def to_host(tensor: Tensor) -> Tensor:
     """A copy in host memory; page-locked where there is a GPU, which makes the copies several times faster."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
     return host.copy_(tensor)
+
+
+@dataclass(frozen=True)
+class InHost:
+    """A tensor that waits in host memory until it comes back; on a CPU the same copies are made."""
+
+    host: Tensor
+
+    def back(self, device: torch.device) -> Tensor:
+        return torch.empty_like(self.host, device=device).copy_(self.host)
 
 
 class InputsOnHost:

@@ -221,7 +221,9 @@ RUNS = [
 
 def test_every_option_is_a_setting():
     """Each key and value is one that the configuration takes, and reading it gives the option's own run."""
-    keys, fields = set(), ("trained_placement", "placement", "checkpointing", "offload_inputs", "batch", "samples_on")
+    keys, fields = set(), (
+        "trained_placement", "placement", "checkpointing", "offload_inputs", "moments_on", "batch", "samples_on"
+    )  # fmt: skip
     for run in RUNS:
         for option in options(run):
             wanted = {field: getattr(run, field) for field in fields} | option.fields

@@ -88,7 +88,7 @@ class Decoded:
     """
 
     video: Tensor
-    caches: dict[int, Caches]
+    caches: dict[int, list[Any]]
 
 
 class Decoder(Protocol):

@@ -524,6 +524,8 @@ class GrpoTrainConfig(Section):
     use_gradient_checkpointing: Free[bool] = True
     # Keep what checkpointing stores (the blocks' inputs) in host memory until the backward pass.
     use_gradient_checkpointing_offload: Free[bool] = False
+    # AdamW's two moments: gpu, or cpu: in host memory, from where they come a few at a time (1.2 GB at rank 32).
+    moments_on: Free[Literal["gpu", "cpu"]] = "gpu"
     # Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
     max_nonfinite: Free[Whole] = 3
 

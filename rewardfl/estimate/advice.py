@@ -13,6 +13,7 @@ KEYS = {
     "placement": "experts.untrained",
     "checkpointing": "train.use_gradient_checkpointing",
     "offload_inputs": "train.use_gradient_checkpointing_offload",
+    "moments_on": "train.moments_on",
     "decode_caches": "train.decode_caches",
     "batch": "train.per_device_train_batch_size",
     "accumulation": "train.gradient_accumulation_steps",
@@ -57,6 +58,8 @@ def options(work: Work) -> list[Option]:
         found.append(Option({"placement": "cpu_swap"}))
     if work.reward_gradient:
         found += [Option({"decode_caches": place}) for place in ("offload", "segment") if place != work.decode_caches]
+    if work.sharding == "none":
+        found.append(Option({"moments_on": "cpu"}))
     if work.checkpointing and work.sharding == "none":
         found.append(Option({"trained_placement": "cpu_swap"}))
     if work.untrained:

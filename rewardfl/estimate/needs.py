@@ -19,6 +19,7 @@ from rewardfl.run.work import Sampling, Work
 RESERVE = 2e9  # bytes of a GPU that no tensor gets: CUDA context, workspaces, fragmentation
 ADAM_BYTES = 16  # per LoRA parameter: float32 weight, gradient and two moments
 FLOAT32 = 4
+SHARED = "swapped experts"  # what the processes of a machine have one copy of in its host memory
 SHARDINGS = ("none", "zero2", "fsdp2")  # of the optimizer into host memory, of all that is trained: running_wan.md 9
 
 # ------------------------------------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ def _resident(costs: Costs, work: Work) -> tuple[dict[str, int], dict[str, int]]
         "the epoch's samples": waiting if work.samples_on == "gpu" else 0,
     }
     host = {
-        "swapped experts": sum(cost.weights - cost.other_weights for cost in _swapped_experts(costs, work)),
+        SHARED: sum(cost.weights - cost.other_weights for cost in _swapped_experts(costs, work)),
         "optimizer": optimizer,
         "the epoch's samples": waiting if work.samples_on == "cpu" else 0,
     }
@@ -177,13 +178,15 @@ def adapter_bytes(work: Work, parameters: int) -> tuple[int, int]:
     """Bytes that training so many parameters takes on each GPU, the forward and backward passes apart, and in the host.
 
     zero2: weight and gradient whole, and a buffer to reduce it; the part of a process, in float32 with its gradient and
-    moments, in the host. fsdp2: all four in parts, and the gradient whole until an update's last backward.
+    moments, in the host. fsdp2: all four in parts, and the gradient whole until an update's last backward. Without:
+    the moments may wait in the host.
     """
     if work.sharding == "zero2":
         return 2 * FLOAT32 * parameters + FLOAT32 * REDUCE_BUCKET, ADAM_BYTES * parameters // work.processes
     if work.sharding == "fsdp2":
         return ADAM_BYTES * parameters // work.processes + FLOAT32 * parameters, 0
-    return ADAM_BYTES * parameters, 0
+    in_host = 2 * FLOAT32 * parameters if work.moments_on == "cpu" else 0
+    return ADAM_BYTES * parameters - in_host, in_host
 
 
 def kept_bytes(costs: Costs, work: Work) -> int:
@@ -202,26 +205,29 @@ def _decoding(costs: Costs, work: Work) -> dict[str, dict[str, int]]:
             "decode": {"one chunk, its caches and the next's": chunk} | frames,
             "reward": {"frames, also float32": decoded + pixels},
         }
-    caches, segment, _ = decode_caches(costs.chunks, work.decode_caches)
-    judged = {"frames, also float32, and gradient": decoded + 2 * pixels}
+    kept, in_turn, _ = decode_caches(costs.chunks, work.decode_caches)
     chunk, vjp = max(chunk.peak for chunk in costs.chunks), max(chunk.peak_vjp for chunk in costs.chunks)
     return {
-        "decode": {"decoder caches": caches, "one chunk, no graph": chunk} | frames,
-        "reward": {"decoder caches": caches} | judged,
-        "decode VJP": {"decoder caches": caches + segment, "one chunk, forward and backward": vjp} | judged,
+        "decode": {"decoder caches": kept + in_turn, "one chunk, no graph": chunk} | frames,
+        "reward": {"decoder caches": kept, "frames, also float32, and gradient": decoded + 2 * pixels},
+        "decode VJP": {
+            "decoder caches": kept + in_turn,
+            "one chunk, forward and backward": vjp,
+            "frames and gradient": decoded + pixels,
+        },
     }
 
 
 def decode_caches(chunks: Sequence[ChunkCost], place: str) -> tuple[int, int, int]:
-    """Bytes of one video's decoder caches: on the GPU, there during the VJP besides, and in the host."""
+    """Bytes of one video's decoder caches: all along on the GPU, there for a chunk's turn, and in the host."""
     sizes = [chunk.caches_in for chunk in chunks]
     if place == "keep":
         return sum(sizes), 0, 0
     if place == "offload":
-        return 2 * max(sizes), 0, sum(sizes)
+        return 0, max(sizes), sum(sizes)
     length = math.ceil(math.sqrt(len(sizes)))
     segment = max(sum(sizes[i : i + length]) for i in range(0, len(sizes), length))
-    return 2 * max(sizes), 0, sum(sizes[::length]) + segment
+    return 0, max(sizes), sum(sizes[::length]) + segment
 
 
 def _replay(costs: Costs, work: Work) -> tuple[dict[str, int], int]:

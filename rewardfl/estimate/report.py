@@ -10,6 +10,7 @@ from rewardfl.estimate.advice import fits, recommend, with_options
 from rewardfl.estimate.measure import Costs, measure
 from rewardfl.estimate.needs import (
     RESERVE,
+    SHARED,
     Memory,
     checkpoint_bytes,
     clip_cache_bytes,
@@ -98,7 +99,9 @@ def memory_lines(needs: Memory) -> list[str]:
     lines.append(
         _memory_line("peak", needs.peak, f"in {phase}; with {size(RESERVE)} for CUDA, libraries, fragmentation")
     )
-    lines.append(f"host memory of one process: {_parts(needs.host) if needs.host else 'nothing pinned or swapped'}")
+    own = {name: amount for name, amount in needs.host.items() if name != SHARED}
+    shared = f"; once on each machine: {_parts({SHARED: needs.host[SHARED]})}" if SHARED in needs.host else ""
+    lines.append(f"host memory of one process: {_parts(own) if own else 'nothing'}{shared}")
     return lines
 
 

@@ -38,7 +38,7 @@ def check_graphs(cfg: RewardFlConfig, num_processes: int) -> None:
 
 
 def check_sharding(cfg: AnyConfig, sharding: str) -> None:
-    """ConfigError where the trained expert's weights are to wait in host memory and the processes share them out.
+    """ConfigError where what the processes share out is to wait in host memory: weights, or AdamW's moments.
 
     sharding: none, zero2 or fsdp2, over the processes.
     """
@@ -46,6 +46,11 @@ def check_sharding(cfg: AnyConfig, sharding: str) -> None:
         raise ConfigError(
             f"experts.trained cpu_swap brings each process whole blocks from host memory, and {sharding} puts them "
             "elsewhere; set experts.trained: gpu, or launch with configs/accelerate/ddp.yaml"
+        )
+    if cfg.train.moments_on == "cpu" and sharding != "none":
+        raise ConfigError(
+            f"train.moments_on cpu is for moments that each process has whole, and {sharding} shares them out; set it "
+            "to gpu, or launch with configs/accelerate/ddp.yaml"
         )
 
 

@@ -28,7 +28,7 @@ from rewardfl.backbones.seam import Adapter, Backbone, Conditioning, Experts, So
 from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
 from rewardfl.files import model_digest, printable
-from rewardfl.optim import learning_rate_factor
+from rewardfl.optim import HostAdamW, learning_rate_factor
 from rewardfl.rewards import FaceIdentityReward, blackbox
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.face import parity as face_parity
@@ -589,7 +589,8 @@ def make_learner(
     """
     train = cfg.train
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
+    kind = HostAdamW if train.moments_on == "cpu" else torch.optim.AdamW
+    optimizer = kind(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
     # a plain scheduler: accelerate's steps once per process
     factor = learning_rate_factor(train.lr_scheduler_type, train.warmup_steps, steps)
     scheduler = LambdaLR(optimizer, factor)

@@ -27,8 +27,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from rewardfl.backbones.seam import Caches, Conditioning, Decoded
-from rewardfl.offload import to_host
+from rewardfl.offload import InHost, to_host
 
+Kept = list[Tensor | InHost | str | None]  # caches for a VJP to come
 STRIP = 2**24  # numbers of a strip of pictures whose norm is computed again at a time; it takes five float32 copies
 
 
@@ -95,12 +96,13 @@ class WanDecoder:
         grad_caches: list[Tensor | None] = [None] * len(decoded.caches[0])
         while end > 0 and not grad_video[:, :, slice(*frames_of[end - 1])].any():
             end -= 1
-        segment: dict[int, Caches] = {}
+        segment: dict[int, Kept] = {}
         for i in reversed(range(sampled, end)):
             segment = segment if i in segment else self._segment(latents, decoded.caches, i)
             x = latents[:, :, i : i + 1].detach().requires_grad_()
             start = [
-                c.detach().to(latents.device).requires_grad_() if isinstance(c, Tensor) else c for c in segment.pop(i)
+                c.detach().requires_grad_() if isinstance(c, Tensor) else c
+                for c in _there(segment.pop(i), latents.device)
             ]
             leaves = [x] + [c for c in start if isinstance(c, Tensor)]
             with torch.enable_grad(), parts_checkpointed(self.vae.decoder):
@@ -122,11 +124,11 @@ class WanDecoder:
         return grad_latents[:, :, sampled:]
 
     @torch.no_grad()
-    def _segment(self, latents: Tensor, kept: dict[int, Caches], last: int) -> dict[int, Caches]:
+    def _segment(self, latents: Tensor, kept: dict[int, Kept], last: int) -> dict[int, Kept]:
         """The caches that chunks start from, from the nearest kept one up to chunk `last`; the others in the host."""
         first = max(i for i in kept if i <= last)
         found = {first: kept[first]}
-        caches = [c.to(latents.device) if isinstance(c, Tensor) else c for c in kept[first]]
+        caches: Caches = _there(kept[first], latents.device) if first < last else []
         for i in range(first, last):
             caches = self._chunk(latents[:, :, i : i + 1], caches, first=i == 0)[1]
             found[i + 1] = _waiting(caches)
@@ -148,9 +150,14 @@ class WanDecoder:
         return [(0, 1)] + [(1 + factor * i, 1 + factor * (i + 1)) for i in range(num_latents - 1)]
 
 
-def _waiting(caches: Caches) -> Caches:
+def _waiting(caches: Caches) -> Kept:
     """The same caches in host memory."""
-    return [to_host(cache) if isinstance(cache, Tensor) else cache for cache in caches]
+    return [InHost(to_host(cache)) if isinstance(cache, Tensor) else cache for cache in caches]
+
+
+def _there(kept: Kept, device: torch.device) -> Caches:
+    """The same caches on the device, where they may have stayed."""
+    return [cache.back(device) if isinstance(cache, InHost) else cache for cache in kept]
 
 
 @contextlib.contextmanager
@@ -162,7 +169,11 @@ def parts_checkpointed(decoder: WanDecoder3d) -> Iterator[None]:
     bit where there is one strip; of several the channels may be summed in another order than those of a whole picture.
     diffusers' own `enable_gradient_checkpointing` does nothing here.
     """
-    how = {WanResidualBlock: _checkpointed, WanResample: _checkpointed, WanRMS_norm: _in_strips}
+    how: dict[type, Callable[..., Tensor]] = {
+        WanResidualBlock: _checkpointed,
+        WanResample: _checkpointed,
+        WanRMS_norm: _in_strips,
+    }
     parts = [one for one in decoder.modules() if type(one) in how]
     for part in parts:
         part.forward = partial(how[type(part)], part.forward)
