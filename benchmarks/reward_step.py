@@ -422,7 +422,8 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
 
     velocity = Velocity(backbone, model, size.conditioning, work.schedule_of(cfg, backbone))
     update, found, gradient = Update(cfg, velocity, decoder, size.latents, cotangent), [], torch.empty(0)
-    torch.cuda.empty_cache()  # what building left is not to count as reserved
+    torch.cuda.empty_cache()  # what building left is not to count
+    counted.copied_in = counted.copied_out = 0
     for i in range(1 + steps):
         meter = Meter(device, counted if i == 0 else None)
         with mock.patch.object(wan_decoder, "to_host", offload.to_host if device.type == "cuda" else in_host):
