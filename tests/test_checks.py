@@ -34,6 +34,17 @@ def test_check_batch():
         checks.check_batch(load(*geometry, "train.train_batch_size=3"), 4)
 
 
+@pytest.mark.parametrize("setting", ["experts.trained=cpu_swap", "train.moments_on=cpu"])
+def test_what_waits_in_host_memory_is_not_shared_out(setting):
+    checks.check_sharding(load(setting), "none")
+    for sharding in ("zero2", "fsdp2"):
+        with pytest.raises(
+            ConfigError, match=f"^{setting.replace('=', ' ')} .*{sharding}.*configs/accelerate/ddp.yaml"
+        ):
+            checks.check_sharding(load(setting), sharding)
+        checks.check_sharding(load(), sharding)
+
+
 def test_check_paths(tmp_path):
     pipeline, pack, judge = tmp_path / "pipe", tmp_path / "pack", tmp_path / "judge"
     overrides = [
