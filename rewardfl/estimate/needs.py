@@ -109,9 +109,9 @@ def memory(costs: Costs, work: Work) -> Memory:
         "activations": max(costs.text.peak, costs.image.peak),
     }
     phases = {phase: {name: work.batch * amount for name, amount in parts.items()} for phase, parts in phases.items()}
-    if swapped := _swapped_experts(costs, work):  # none of their blocks is on the GPU between their passes
-        for phase in ("rollout", "replay"):
-            phases[phase]["two blocks' weights"] = 2 * max(cost.block_weights for cost in swapped)
+    for phase, passes in (("rollout", work.rollout), ("replay", work.replay)):  # between them no block is on the GPU
+        if swapped := [costs.experts[name].block_weights for name in _swapped_experts(work) if name in passes]:
+            phases[phase]["two blocks' weights"] = 2 * max(swapped)
     if work.traced:  # clip by clip, whatever the batch
         graphs = [detector_graph(one, work.video.height, work.video.width) for one in work.traced]
         phases["reward"]["a chunk of the detector's graph"] = max(graphs)
@@ -145,7 +145,7 @@ def _resident(costs: Costs, work: Work) -> tuple[dict[str, int], dict[str, int]]
         "the epoch's samples": waiting if work.samples_on == "gpu" else 0,
     }
     host = {
-        SHARED: sum(cost.weights - cost.other_weights for cost in _swapped_experts(costs, work)),
+        SHARED: sum(costs.experts[name].weights - costs.experts[name].other_weights for name in _swapped_experts(work)),
         "optimizer": optimizer,
         "the epoch's samples": waiting if work.samples_on == "cpu" else 0,
     }
@@ -156,11 +156,10 @@ def trained_parameters(costs: Costs, work: Work) -> int:
     return sum(costs.experts[expert].adapter_parameters for expert in work.trained)
 
 
-def _swapped_experts(costs: Costs, work: Work) -> list[ExpertCost]:
+def _swapped_experts(work: Work) -> tuple[str, ...]:
     """Those whose blocks come from host memory, each for its turn."""
     names = work.trained if work.trained_placement == "cpu_swap" else ()
-    names += (work.untrained,) if work.untrained and work.placement == "cpu_swap" else ()
-    return [costs.experts[name] for name in names]
+    return names + ((work.untrained,) if work.untrained and work.placement == "cpu_swap" else ())
 
 
 def trained_weights(work: Work, cost: ExpertCost) -> int:
