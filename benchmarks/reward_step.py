@@ -64,11 +64,16 @@ RESIDENT = [
 ]  # fmt: skip
 IN_HOST = ["train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true"]
 MODES = {
-    "full_graph": RESIDENT,
+    "full_graph": [*RESIDENT, "train.keep_attention=false"],
     "replay": RESIDENT,
-    "keep_on_host": ["experts.trained=gpu", "train.active_graphs=keep_on_host", *IN_HOST],
+    "keep_on_host": [
+        "experts.trained=gpu",
+        "train.active_graphs=keep_on_host",
+        "train.keep_attention=false",
+        *IN_HOST,
+    ],
     "swap": ["experts.trained=cpu_swap", "train.active_graphs=replay", *IN_HOST],
-    "legacy": RESIDENT,
+    "legacy": [*RESIDENT, "train.keep_attention=false"],
     "as_configured": [],
 }
 PHASES = {
@@ -402,10 +407,8 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
     reset_rss()
     device, backbone, counted = size.latents.device, size.backbone, Counted(size.latents.device)
     asked = replace(work.work_of(cfg, backbone, None, None, 1), pack_bytes=0)
-    checkpointed = one_by_one if mode == "legacy" else None
-    if checkpointed is None:
-        of_network = offload.InputsOnHost(device) if cfg.train.use_gradient_checkpointing_offload else plain
-        checkpointed = of_network
+    checkpointed = offload.checkpointing(device, cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention)
+    checkpointed = one_by_one if mode == "legacy" else checkpointed
     with counted:
         untrained = [asked.untrained] if asked.untrained else []
         cached = cfg.experts.untrained == "boundary_cache"  # there is no such expert then
@@ -444,11 +447,6 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
         "copied_in": counted.copied_in, "copied_out": counted.copied_out, "rss": highest_rss(),
     }  # fmt: skip
     return figures, gradient
-
-
-def plain(block: Callable[..., Tensor], *inputs: object) -> Tensor:
-    """A checkpointed block whose inputs stay where they are."""
-    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def phase_rows(found: Sequence[Measured], costs: Costs, asked: work.Work) -> list[dict[str, Any]]:

@@ -5,13 +5,15 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from rewardfl.attention import Contexts, keeping_outputs
 from rewardfl.swap import BlockSwap, Packed, host_memory, pack_into_host
 
 
@@ -40,8 +42,9 @@ class InputsOnHost:
     the device once, and stays.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, contexts: Callable[[], Contexts] = noop_context_fn):
+        """contexts: checkpoint's context_fn."""
+        self.device, self.checkpoint = device, _checkpoint(contexts)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.rooms: dict[int, list[Tensor]] = defaultdict(list)  # by bytes: host memory that nobody uses
         self.given: list[weakref.ref[Tensor]] = []  # inputs of the block before
@@ -62,8 +65,7 @@ class InputsOnHost:
             return packed if isinstance(packed, Tensor) else waiting.take(packed)
 
         with saved_tensors_hooks(pack, unpack):
-            # these models have no dropout: the generators' states need not be kept for the recomputation
-            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+            return self.checkpoint(block, *inputs)
 
     @contextlib.contextmanager
     def whole_graph(self) -> Iterator[None]:
@@ -86,6 +88,23 @@ class InputsOnHost:
             yield
         for tensor in tensors:
             tensor.record_stream(self.stream)
+
+
+def checkpointing(device: torch.device, inputs_on_host: bool, keep_attention: bool) -> Callable[..., Tensor]:
+    """For diffusers' `enable_gradient_checkpointing(func)`: how one network's blocks are computed with a graph.
+
+    inputs_on_host: where their inputs wait for the backward pass; else on `device`. keep_attention: their
+    self-attention is not computed again.
+    """
+    contexts = keeping_outputs if keep_attention else noop_context_fn
+    if inputs_on_host:
+        return InputsOnHost(device, contexts)
+    return _checkpoint(contexts)
+
+
+def _checkpoint(contexts: Callable[[], Contexts]) -> Callable[..., Tensor]:
+    # these models have no dropout: the generators' states need not be kept for the recomputation
+    return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 class Waiting:

@@ -352,6 +352,24 @@ def change(measured, phase, **fields):
     return (needs.memory(measured, RUN).of(phase) - needs.memory(measured, with_levers(**fields)).of(phase)) / 1e9
 
 
+def test_attention_that_is_kept_takes_memory_and_saves_its_own_work(published):
+    measured, tokens = published("480x832", ADAPTER), 21 * 30 * 52
+    one = tokens * (5120 * 2 + 40 * 4)  # the output in bf16, and a float32 for each head
+    assert change(measured, "replay", keep_attention=True) == pytest.approx(-39 * one / 1e9)
+    before, after = needs.flops(measured, RUN), needs.flops(measured, with_levers(keep_attention=True))
+    assert before.pop("replay recompute") - after.pop("replay recompute") == 4 * 40 * 4 * tokens**2 * 5120
+    assert before == after
+
+
+def test_room_that_saves_time_is_named(published):
+    measured = published("480x832", ADAPTER)
+    peak = needs.memory(measured, with_levers(keep_attention=True)).peak + needs.RESERVE
+    (line,) = report.verdict(measured, RUN, peak)[1:]
+    assert "train.keep_attention: true" in line and "-7.5 % time" in line
+    assert len(report.verdict(measured, RUN, peak - 1)) == 1
+    assert len(report.verdict(measured, with_levers(keep_attention=True), peak)) == 1
+
+
 def test_settings_take_from_the_phase_they_are_for(published):
     measured = published("480x832", ADAPTER)
     assert change(measured, "replay", offload_inputs=True) == pytest.approx(38 * 0.3355, rel=0.001)  # 2 of 40 stay

@@ -218,13 +218,15 @@ RUNS = [
     dataclasses.replace(RUN, batch=12, checkpointing=False),
     dataclasses.replace(RUN, graphs=2, batch=2, waiting=2400),
     asked("model.trainable_models=dit,dit2", windows=((2, 3),)),
+    dataclasses.replace(RUN, keep_attention=True),
 ]
 
 
 def test_every_option_is_a_setting():
     """Each key and value is one that the configuration takes, and reading it gives the option's own run."""
     keys, fields = set(), (
-        "trained_placement", "placement", "checkpointing", "offload_inputs", "moments_on", "batch", "samples_on"
+        "trained_placement", "placement", "checkpointing", "offload_inputs", "keep_attention", "moments_on", "batch",
+        "samples_on",
     )  # fmt: skip
     for run in RUNS:
         for option in options(run):

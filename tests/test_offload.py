@@ -6,8 +6,9 @@ import pytest
 import torch
 from pipelines import experts_of, random_pipeline
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rewardfl import lora, offload, optim
+from rewardfl import attention, lora, offload, optim
 from rewardfl.offload import Waiting
 from rewardfl.swap import BlockSwap
 from rewardfl_tools.tiny_world.video import new_expert
@@ -87,6 +88,54 @@ def test_the_blocks_inputs_alone_go_to_the_host_and_come_back_ahead_of_their_tur
     assert asked == [3, 2, 1, 0, 0, 0]
     for block in range(last):  # sent for before it is asked for
         assert log.index(("fetch", block)) < log.index(("take", block))
+
+
+class Attentions(TorchDispatchMode):
+    """Counts the attentions that are computed: of the clip's tokens to each other, and of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = self.all = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.own += attention.is_self_attention(func, args)
+        self.all += func in attention.KERNELS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("on_host", [False, True], ids=["inputs there", "inputs in the host"])
+def test_attention_that_is_kept_is_not_computed_again_and_changes_nothing(on_host):
+    plain = gradients(adapted())
+    for keep in (False, True):
+        expert = adapted(offload.checkpointing(DEVICE, on_host, keep))
+        with Attentions() as forward:
+            out = answer(expert)
+        assert (forward.own, forward.all) == (LAYERS, 2 * LAYERS)  # and the text's
+        with Attentions() as backward:
+            out.square().sum().backward()
+        assert (backward.own, backward.all) == ((0, LAYERS) if keep else (LAYERS, 2 * LAYERS))
+        found = {name: p.grad for name, p in expert.named_parameters() if p.requires_grad}
+        assert plain.keys() == found.keys() and all(torch.equal(plain[name], found[name]) for name in plain)
+
+
+def test_what_is_kept_of_attention_dies_block_by_block_with_the_backward_pass(monkeypatch):
+    kept, alive = weakref.WeakSet(), []
+
+    class Noting(Attentions):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if attention.is_self_attention(func, args):
+                kept.add(out[0].untyped_storage())
+            return out
+
+    expert = adapted(offload.checkpointing(DEVICE, False, True))
+    blocks = [module for module in expert.modules() if type(module).__name__ in BLOCKS]
+    with Noting():
+        out = answer(expert)
+    for block in blocks:
+        block.register_forward_pre_hook(lambda *_: alive.append(len(kept)))
+    out.square().sum().backward()
+    assert alive == [LAYERS, LAYERS - 1, LAYERS - 2, LAYERS - 3] and not kept
 
 
 def test_two_blocks_inputs_are_back_on_the_device_at_once(traffic, monkeypatch):

@@ -133,6 +133,7 @@ def _names(text: str) -> list[str]:
 
 
 TRAINABLE = ("dit", "dit2")  # a model's experts in the order in which they answer; a model with one has the first
+TORCHS_ATTENTION = ("native", "_native_cudnn", "_native_efficient", "_native_flash")  # diffusers' names
 COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0}
 # reward/<name> of the scripts themselves, and of face_identity's parts where alarms and documents mean those
 OWN_METRICS = ("mean", "std_in_group", "valid_fraction", "failed", "score", "held_out", "coverage", "motion")
@@ -201,6 +202,9 @@ class ModelConfig(Section):
     max_timestep_boundary: Number = 1.0
     # Guidance that the network is told, where it has learned from a guided one (FLUX.1-dev: 3.5); null for others.
     embedded_guidance: Annotated[Number, Field(ge=0, le=100)] | None = None
+    # What computes attention, by diffusers' name: native is torch's choice; flash and _flash_3 need their packages.
+    # One without a right gradient on this machine is refused at the start (rewardfl/attention.py: check_backward).
+    attention_backend: Text = "native"
     # What the frozen weights are loaded as. The adapter is always float32.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
@@ -524,6 +528,9 @@ class GrpoTrainConfig(Section):
     use_gradient_checkpointing: Free[bool] = True
     # Keep what checkpointing stores (the blocks' inputs) in host memory until the backward pass.
     use_gradient_checkpointing_offload: Free[bool] = False
+    # The backward pass computes a block again without its self-attention, whose output stays on the GPU (13.6 GB at
+    # 480x832x81, where it is half of a block's work). Needs use_gradient_checkpointing; not with keep_on_host.
+    keep_attention: Free[bool] = False
     # AdamW's two moments: gpu, or cpu: in host memory, from where they come a few at a time (1.2 GB at rank 32).
     moments_on: Free[Literal["gpu", "cpu"]] = "gpu"
     # Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
@@ -534,6 +541,11 @@ class GrpoTrainConfig(Section):
             yield (
                 "train.use_gradient_checkpointing_offload keeps what gradient checkpointing stores; set "
                 "train.use_gradient_checkpointing: true, or remove it"
+            )
+        if self.keep_attention and not self.use_gradient_checkpointing:
+            yield (
+                "train.keep_attention says what gradient checkpointing does not compute again, and "
+                "train.use_gradient_checkpointing is false, which computes nothing again; remove one of them"
             )
 
 
@@ -560,6 +572,11 @@ class TrainConfig(GrpoTrainConfig):
             yield (
                 "train.active_graphs keep_on_host keeps the blocks' inputs of all steps, in host memory; set "
                 "train.use_gradient_checkpointing_offload: true, or active_graphs: replay"
+            )
+        if self.active_graphs == "keep_on_host" and self.keep_attention:
+            yield (
+                "train.keep_attention keeps attention's outputs on the GPU, and active_graphs keep_on_host those of "
+                "all steps; set keep_attention: false, or active_graphs: replay"
             )
 
 
@@ -726,6 +743,12 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
         yield (
             f"lora.lora_base_model must be model.trainable_models {shown(trained)} (training without an adapter is "
             f"not offered), got {shown(base_model)}; remove it"
+        )
+    backend = cfg.model.attention_backend
+    if cfg.train.keep_attention and backend not in TORCHS_ATTENTION:
+        yield (
+            f"train.keep_attention knows torch's kernels, and model.attention_backend is {backend}; set it to one of "
+            f"{', '.join(TORCHS_ATTENTION)}, or keep_attention: false"
         )
     if cfg.experts.trained == "cpu_swap" and not cfg.train.use_gradient_checkpointing:
         yield (

@@ -13,6 +13,7 @@ KEYS = {
     "placement": "experts.untrained",
     "checkpointing": "train.use_gradient_checkpointing",
     "offload_inputs": "train.use_gradient_checkpointing_offload",
+    "keep_attention": "train.keep_attention",
     "moments_on": "train.moments_on",
     "decode_caches": "train.decode_caches",
     "batch": "train.per_device_train_batch_size",
@@ -37,6 +38,9 @@ class Option:
         return {KEYS[field]: value for field, value in self.fields.items()}
 
 
+KEEP_ATTENTION = Option({"keep_attention": True})  # what room can be given for
+
+
 def options(work: Work) -> list[Option]:
     """What can be switched on in this run; where two take the same time, the first is preferred.
 
@@ -46,6 +50,8 @@ def options(work: Work) -> list[Option]:
     found = []
     if work.kept:
         found.append(Option({"samples_on": "cpu"}))
+    if work.keep_attention:
+        found.append(Option({"keep_attention": False}))
     if not work.checkpointing:
         found.append(Option({"checkpointing": True}))
     elif not work.offload_inputs:

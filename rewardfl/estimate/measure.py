@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from rewardfl.attention import is_self_attention
 from rewardfl.backbones.seam import Adapter, Caches, ChunksOnMeta, ExpertOnMeta
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.view import View
@@ -41,6 +42,21 @@ class _Flash(TorchFunctionMode):
         query, key, value = args or (kwargs["query"], kwargs["key"], kwargs["value"])
         # the CPU's fused kernel keeps what the GPU's keep (q, k, v, out, logsumexp) and runs on meta and CPU alike
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+
+
+class _SelfAttention(TorchDispatchMode):
+    """Sums up what self-attention takes: FLOPs, and the bytes that train.keep_attention keeps of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops = self.kept = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if is_self_attention(func, args):
+            self.flops += sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+            self.kept += nbytes(out)
+        return out
 
 
 class Living(TorchDispatchMode):
@@ -175,6 +191,7 @@ class ExpertCost:
     adapter_parameters: int  # a number
     block_input: int
     stored: int  # what checkpointing stores of one forward pass: every block's input
+    attention_kept: int  # what train.keep_attention keeps of one, but of the block that is computed again
     saved: int  # for the backward pass, with the adapter, by all blocks
     block_saved: int
     block_peak: int  # the most that lives in one block's forward and backward pass, its input not counted
@@ -182,6 +199,7 @@ class ExpertCost:
     forward: int  # with the adapter
     forward_frozen: int  # without: the reference, the other expert
     backward: int
+    attention: int  # the forward pass's that train.keep_attention does not compute again
 
 
 @dataclass(frozen=True)
@@ -198,6 +216,8 @@ class BlockCost:
     graph: Cost
     adapted: Cost  # without a graph
     frozen: Cost  # without adapter and graph
+    attention: int  # as in ExpertCost
+    attention_kept: int
 
 
 @dataclass(frozen=True)
@@ -255,6 +275,7 @@ def measure_expert(kinds: Sequence[ExpertOnMeta], dtype: torch.dtype, adapter: A
         adapter_parameters=total(lambda block: block.adapter_parameters),
         block_input=largest(lambda block: block.given),
         stored=total(lambda block: block.given),
+        attention_kept=total(lambda block: block.attention_kept) - largest(lambda block: block.attention_kept),
         saved=total(lambda block: block.graph.saved),
         block_saved=largest(lambda block: block.graph.saved),
         block_peak=largest(lambda block: block.graph.peak),
@@ -262,6 +283,7 @@ def measure_expert(kinds: Sequence[ExpertOnMeta], dtype: torch.dtype, adapter: A
         forward=whole.forward - blocks[0].graph.forward + total(lambda block: block.graph.forward),
         forward_frozen=frozen_whole.forward - blocks[0].frozen.forward + total(lambda block: block.frozen.forward),
         backward=whole.backward - blocks[0].graph.backward + total(lambda block: block.graph.backward),
+        attention=total(lambda block: block.attention),
     )
 
 
@@ -278,6 +300,8 @@ def _measure_block(kind: ExpertOnMeta, dtype: torch.dtype, adapter: Adapter | No
         without_graph(partial(kind.run_block, one), [*of.parameters(), *kind.block_inputs, *kind.block_shared])
         for one, of in ((bare_block, bare), (model_block, model))
     )
+    with torch.no_grad(), _Flash(), _SelfAttention() as attention:
+        kind.run_block(bare_block)
     weights, other_weights = _weights(bare, bare_block)
     bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
     weights_fp8, other_fp8 = _weights(bare, bare_block)
@@ -292,6 +316,8 @@ def _measure_block(kind: ExpertOnMeta, dtype: torch.dtype, adapter: Adapter | No
         graph=graph,
         adapted=adapted,
         frozen=frozen,
+        attention=attention.flops,
+        attention_kept=attention.kept,
     )
 
 

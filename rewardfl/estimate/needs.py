@@ -39,9 +39,12 @@ def flops(costs: Costs, work: Work) -> dict[str, float]:
     def total(passes: Mapping[str, float], of_one: Callable[[ExpertCost], int]) -> float:
         return sum(count * of_one(costs.experts[expert]) for expert, count in passes.items())
 
+    def recomputed(expert: ExpertCost) -> int:
+        return expert.forward - expert.attention if work.keep_attention else expert.forward
+
     return parts | {
         "replay forward": 0 if work.keeps_graphs else total(work.replay, lambda expert: expert.forward),
-        "replay recompute": total(work.pulled, lambda expert: expert.forward) if work.checkpointing else 0,
+        "replay recompute": total(work.pulled, recomputed) if work.checkpointing else 0,
         "replay backward": total(work.pulled, lambda expert: expert.backward),
         "reference": total(work.reference, lambda expert: expert.forward_frozen),
     }
@@ -236,6 +239,8 @@ def _replay(costs: Costs, work: Work) -> tuple[dict[str, int], int]:
         backward = largest.block_peak - largest.block_saved
         return {"all blocks, saved": work.graphs * largest.saved, "backward of one": backward}, 0
     recompute = {"recompute and backward of one": largest.block_peak}
+    if work.keep_attention:
+        recompute["attention's outputs"] = round(work.graphs * largest.attention_kept)
     if work.offload_inputs:
         return {"two block inputs": 2 * largest.block_input} | recompute, largest.stored
     return {"block inputs": work.graphs * largest.stored} | recompute, 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from rewardfl.estimate.advice import fits, recommend, with_options
+from rewardfl.estimate.advice import KEEP_ATTENTION, Option, fits, recommend, with_options
 from rewardfl.estimate.measure import Costs, measure
 from rewardfl.estimate.needs import (
     RESERVE,
@@ -125,20 +125,34 @@ def verdict(costs: Costs, work: Work, gpu_memory: float) -> list[str]:
     """Whether the run fits `gpu_memory` bytes, and what to set when it does not."""
     need = f"{size(memory(costs, work).peak + RESERVE)} of {size(gpu_memory)}"
     if fits(costs, work, gpu_memory):
-        return [f"fits: {need}"]
+        return [f"fits: {need}", *_room(costs, work, gpu_memory)]
     lines, before, base = [f"does not fit: {need}"], work, sum(flops(costs, work).values())
     for option in recommend(costs, work, gpu_memory):
         after = with_options(before, [option])
         saved = memory(costs, before).peak - memory(costs, after).peak
         share = 100 * (sum(flops(costs, after).values()) - sum(flops(costs, before).values())) / base
-        settings = ", ".join(f"{key}: {json.dumps(value).strip(chr(34))}" for key, value in option.settings.items())
-        lines.append(f"  set {settings} (saves {size(saved)}, {share:+.1f} % time{option.note})")
+        lines.append(f"  set {_settings(option)} (saves {size(saved)}, {share:+.1f} % time{option.note})")
         before = after
     closest = memory(costs, before)
     needs = f"{size(closest.peak + RESERVE)} on the GPU and {size(sum(closest.host.values()))} in the host"
     if fits(costs, before, gpu_memory):
         return [*lines, f"  then it takes {needs}"]
     return [*lines, f"no setting makes it fit; the closest takes {needs}"]
+
+
+def _room(costs: Costs, work: Work, gpu_memory: float) -> list[str]:
+    """What saves time and fits, too."""
+    after = with_options(work, [KEEP_ATTENTION])
+    if not work.checkpointing or work.keeps_graphs or work.keep_attention or not fits(costs, after, gpu_memory):
+        return []
+    more = memory(costs, after).peak - memory(costs, work).peak
+    before = sum(flops(costs, work).values())
+    share = 100 * (sum(flops(costs, after).values()) - before) / before
+    return [f"  there is room for {_settings(KEEP_ATTENTION)} (takes {size(more)} more, {share:+.1f} % time)"]
+
+
+def _settings(option: Option) -> str:
+    return ", ".join(f"{key}: {json.dumps(value).strip(chr(34))}" for key, value in option.settings.items())
 
 
 def _parts(parts: Mapping[str, float]) -> str:

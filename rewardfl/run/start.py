@@ -21,10 +21,10 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rewardfl import backbones, data, groups, grpo, lora, offload, swap
+from rewardfl import attention, backbones, data, groups, grpo, lora, offload, swap
 from rewardfl import config as configuration
 from rewardfl.backbones import seam
-from rewardfl.backbones.seam import Adapter, Backbone, Conditioning, Experts, Source
+from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Experts, Source
 from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
 from rewardfl.files import model_digest, printable
@@ -72,6 +72,7 @@ REFUSALS = (
     prepare.CacheError,
     swap.NotShared,
     grpo.RatioError,
+    attention.CannotTrain,
 )
 
 
@@ -126,6 +127,9 @@ def open_model(cfg: AnyConfig) -> Backbone:
     lora.check_targets(work.lora_targets(cfg, backbone), backbone.linear_layers(), backbone.layer_names)
     backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
     init_adapters(cfg, backbone)
+    if cfg.model.attention_backend != attention.NATIVE or attention.VARIABLE in os.environ:
+        network = next(iter(backbone.on_meta(512, 512, cfg.data.num_frames).experts.values()))[0].build(None)
+        attention.check_name(cfg.model.attention_backend, network, cfg.model.allow_download)
     return backbone
 
 
@@ -134,6 +138,7 @@ def open_job(cfg: AnyConfig) -> Job:
     several = len(configuration.trained_positions(cfg)) > 1
     job = Job(cfg.train.max_grad_norm, unused_parameters=several, cpu_threads=cfg.run.cpu_threads)
     checks.check_sharding(cfg, job.sharding)
+    attention.check_backward(cfg.model.attention_backend, DTYPES[cfg.model.dtype], job.device)
     return job
 
 
@@ -493,24 +498,29 @@ def load_experts(
     names = work.trained_experts(cfg, backbone.experts)
     outside = [name for name in backbone.experts if name not in names]
     model_of: dict[str, nn.Module | None] = dict.fromkeys(backbone.experts)  # one at a time: the host holds one expert
+
+    def loaded(name: str) -> ModelMixin:
+        expert = backbone.load_expert(name)
+        if cfg.model.attention_backend != attention.NATIVE:
+            expert.set_attention_backend(cfg.model.attention_backend)
+        return expert
+
     for name in outside:
         if name not in skip:
-            load = partial(backbone.load_expert, name)
-            model_of[name] = _placed(load, cfg.experts.untrained, job.device, backbone, job)
+            model_of[name] = _placed(partial(loaded, name), cfg.experts.untrained, job.device, backbone, job)
     trained, rank, targets = {}, cfg.lora.lora_rank, work.lora_targets(cfg, backbone)
 
     def adapted(name: str, seed: int) -> ModelMixin:
-        expert = backbone.load_expert(name)
+        expert = loaded(name)
         lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, seed)
         return expert
 
     for i, name in enumerate(names):
         load = partial(adapted, name, cfg.run.seed + i * SEED_STRIDE)
         expert = _placed(load, cfg.experts.trained, job.home, backbone, job)
-        if cfg.train.use_gradient_checkpointing_offload:
-            expert.enable_gradient_checkpointing(offload.InputsOnHost(job.device))
-        elif cfg.train.use_gradient_checkpointing:
-            expert.enable_gradient_checkpointing()
+        if cfg.train.use_gradient_checkpointing:
+            on_host, keep_attention = cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention
+            expert.enable_gradient_checkpointing(offload.checkpointing(job.device, on_host, keep_attention))
         trained[name] = model_of[name] = expert
     return Experts(model_of, outside), trained
 

@@ -384,6 +384,7 @@ class Work:
     placement: str = "gpu"  # of the untrained expert
     checkpointing: bool = True
     offload_inputs: bool = False
+    keep_attention: bool = False
     moments_on: str = "gpu"
     batch: int = 1
     accumulation: int | None = None  # None: an epoch has a fixed number of videos
@@ -418,6 +419,7 @@ def work_of(
         placement=cfg.experts.untrained,
         checkpointing=cfg.train.use_gradient_checkpointing,
         offload_inputs=cfg.train.use_gradient_checkpointing_offload,
+        keep_attention=cfg.train.keep_attention,
         moments_on=cfg.train.moments_on,
         batch=cfg.train.per_device_train_batch_size,
     )

@@ -1,0 +1,127 @@
+"""What computes attention, and whether the backward pass of checkpointed blocks computes it again."""
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from diffusers.models.attention import AttentionModuleMixin
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
+from diffusers.models.attention_processor import Attention
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+# torch's own kernels, whose first two inputs are queries and keys, (B, heads, tokens, head_dim)
+KERNELS = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+NATIVE = "native"  # torch chooses among its kernels
+VARIABLE = "DIFFUSERS_ATTN_BACKEND"  # of the environment, what diffusers takes by default
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of a gradient's norm: rounding stays far below, faults above
+WHAT = ("an output", "a queries' gradient", "a keys' gradient", "a values' gradient")
+Contexts = tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]
+
+
+def is_self_attention(operator: Callable[..., Any], inputs: tuple[Any, ...]) -> bool:
+    """Whether an operator is attention of tokens to just as many, which is what takes the time of a long video.
+
+    That to a prompt's few hundred tokens is computed again in a moment, and keeps as much.
+    """
+    return operator in KERNELS and inputs[0].shape[-2] == inputs[1].shape[-2]
+
+
+def keeping_outputs() -> Contexts:
+    """For checkpoint's context_fn: self-attention's outputs stay until the backward pass, all else is computed again.
+
+    They stay where they are, with the sums that the kernel's backward pass needs: tokens x heads x (head_dim numbers of
+    the model's dtype and one float32) in each block. What the backward pass computes is the same to the last bit.
+    """
+
+    def policy(context: Any, operator: Callable[..., Any], *inputs: Any, **settings: Any) -> CheckpointPolicy:
+        kept = is_self_attention(operator, inputs)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class CannotTrain(ValueError):
+    """A run cannot use the attention backend that it asks for."""
+
+
+def check_name(name: str, expert: ModelMixin, may_download: bool) -> None:
+    """CannotTrain where diffusers has no such backend, or this kind of network would not use it.
+
+    expert: of the run's architecture, of any size, on any device.
+    """
+    if os.environ.get(VARIABLE, name) != name:
+        raise CannotTrain(
+            f"the environment's {VARIABLE} is {os.environ[VARIABLE]} and model.attention_backend is {name}; unset the "
+            "one and say it with the other"
+        )
+    if name == NATIVE:
+        return
+    if name not in [known.value for known in AttentionBackendName]:
+        names = ", ".join(known.value for known in AttentionBackendName)
+        raise CannotTrain(f"model.attention_backend {name} is none of diffusers': {names}")
+    if name.endswith("_hub") and not may_download:
+        raise CannotTrain(
+            f"model.attention_backend {name} is a kernel that would be downloaded; set model.allow_download: true, or "
+            f"attention_backend: {NATIVE}"
+        )
+    modules = [one for one in expert.modules() if isinstance(one, Attention | AttentionModuleMixin)]
+    deaf = {type(one.processor) for one in modules if "_attention_backend" not in vars(type(one.processor))}
+    if deaf:
+        kinds = ", ".join(sorted(kind.__name__ for kind in deaf))
+        raise CannotTrain(
+            f"model.attention_backend {name} would change nothing in this model, whose {kinds} calls torch's own "
+            f"attention; set it to {NATIVE}"
+        )
+
+
+def check_backward(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """CannotTrain where the backend is not installed, does not run on `device`, or has no right gradient there.
+
+    A small attention's output and gradients are compared with those of plain matrix products in float32.
+    """
+    if name == NATIVE:
+        return
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, 256, 2, 128, generator=generator) for _ in range(4)]  # q, k, v and a cotangent
+    *leaves, cotangent = (one.to(device, dtype) for one in drawn)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    try:
+        with attention_backend(name):
+            out = dispatch_attention_fn(*leaves)
+        gradients = torch.autograd.grad(out, leaves, cotangent) if out.requires_grad else ()
+    except (RuntimeError, NotImplementedError, ImportError, ValueError) as error:
+        (first, *_) = str(error).splitlines() or [type(error).__name__]
+        raise CannotTrain(
+            f"model.attention_backend {name} cannot train on {device.type} in {dtype}: {first}; set it to {NATIVE}"
+        ) from error
+    if not gradients:
+        raise CannotTrain(
+            f"model.attention_backend {name} has no backward pass, and every layer before it would learn nothing; set "
+            f"it to {NATIVE}, or to another with one"
+        )
+    wanted = _by_products([one.detach().float() for one in leaves], cotangent.float())
+    for what, mine, right in zip(WHAT, (out.detach(), *gradients), wanted, strict=True):
+        error = float((mine.float() - right).norm() / right.norm())
+        if not error <= TOLERANCE[dtype]:
+            raise CannotTrain(
+                f"model.attention_backend {name} gives {what} that is {error:.1%} away from attention's on this "
+                f"machine, where {TOLERANCE[dtype]:.1%} would be rounding; set it to {NATIVE}"
+            )
+
+
+def _by_products(leaves: list[Tensor], cotangent: Tensor) -> tuple[Tensor, ...]:
+    """Attention of (B, tokens, heads, head_dim), and its gradients, by its definition."""
+    q, k, v = (leaf.requires_grad_() for leaf in leaves)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+    return (out.detach(), *torch.autograd.grad(out, (q, k, v), cotangent))
