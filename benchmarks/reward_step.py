@@ -523,7 +523,7 @@ def by_phase(one: Mapping[str, Any]) -> Iterator[str]:
 
 
 def draw(report: Mapping[str, Any], file: Path) -> None:
-    """Peak bytes and seconds of the modes: bars, or lines over the setting that --vary names."""
+    """Peak bytes of the modes and a GPU's seconds: bars, or lines over the setting that --vary names."""
     import matplotlib  # here: the figures need none of it
 
     matplotlib.use("Agg")
@@ -531,8 +531,11 @@ def draw(report: Mapping[str, Any], file: Path) -> None:
 
     sizes = report["sizes"]
     names = list(dict.fromkeys(one["mode"] for size in sizes for one in size["modes"]))
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, (key, unit, label) in zip(axes, [("peak", 1e9, "peak, GB"), ("seconds", 1, "s per update")], strict=True):
+    shown = [("peak", 1e9, "peak, GB"), ("seconds", 1, "s per update")]
+    if report["device"].startswith("CPU"):
+        del shown[1]  # they stand for no GPU's
+    figure, axes = plt.subplots(1, len(shown), figsize=(5 * len(shown), 4), layout="constrained", squeeze=False)
+    for axis, (key, unit, label) in zip(axes[0], shown, strict=True):
         for i, name in enumerate(names):
             points = [
                 (n, one["rows"][-1][key] / unit)
@@ -551,7 +554,7 @@ def draw(report: Mapping[str, Any], file: Path) -> None:
             axis.set_xlabel(sizes[0]["vary"].split("=")[0])
         else:
             axis.set_xticks([])
-    axes[0].legend()
+    axes[0][0].legend()
     figure.savefig(file, dpi=110)
 
 
