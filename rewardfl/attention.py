@@ -11,7 +11,7 @@ from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # torch's own kernels, whose first two inputs are queries and keys, (B, heads, tokens, head_dim)
 KERNELS = {
@@ -25,6 +25,7 @@ VARIABLE = "DIFFUSERS_ATTN_BACKEND"  # of the environment, what diffusers takes 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of a gradient's norm: rounding stays far below, faults above
 WHAT = ("an output", "a queries' gradient", "a keys' gradient", "a values' gradient")
 Contexts = tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]
+Kept = tuple[Any, ...]  # an attention's outputs, tensors and plain numbers
 
 
 def is_self_attention(operator: Callable[..., Any], inputs: tuple[Any, ...]) -> bool:
@@ -35,18 +36,53 @@ def is_self_attention(operator: Callable[..., Any], inputs: tuple[Any, ...]) -> 
     return operator in KERNELS and inputs[0].shape[-2] == inputs[1].shape[-2]
 
 
-def keeping_outputs() -> Contexts:
+def keeping_outputs() -> tuple["_Keep", "_Take"]:
     """For checkpoint's context_fn: self-attention's outputs stay until the backward pass, all else is computed again.
 
-    They stay where they are, with the sums that the kernel's backward pass needs: tokens x heads x (head_dim numbers of
+    They stay on their device, with the sums that the kernel's backward pass needs: tokens x heads x (head_dim numbers of
     the model's dtype and one float32) in each block. What the backward pass computes is the same to the last bit.
+    torch's own create_selective_checkpoint_contexts wants both passes to be one list of operations, and the copies of
+    rewardfl.swap are others in each.
     """
+    kept: list[Kept] = []
+    return _Keep(kept), _Take(kept)
 
-    def policy(context: Any, operator: Callable[..., Any], *inputs: Any, **settings: Any) -> CheckpointPolicy:
-        kept = is_self_attention(operator, inputs)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+class _Keep(TorchDispatchMode):
+    """The forward pass: keeps self-attention's outputs."""
+
+    def __init__(self, kept: list[Kept]):
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outputs = func(*args, **(kwargs or {}))
+        if is_self_attention(func, args):
+            self.kept.append(_copied(outputs))
+        return outputs
+
+
+class _Take(TorchDispatchMode):
+    """The block is computed again: what has been kept is taken, in order. A graph may be walked back twice."""
+
+    def __init__(self, kept: list[Kept]):
+        super().__init__()
+        self.kept, self.taken = kept, 0
+
+    def __enter__(self):
+        self.taken = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not is_self_attention(func, args):
+            return func(*args, **(kwargs or {}))
+        outputs, self.taken = self.kept[self.taken], self.taken + 1
+        return _copied(outputs)
+
+
+def _copied(outputs: Kept) -> Kept:
+    """A model may change its own in place; and those of a forward pass will hold the graph, which holds these."""
+    return tuple(one.clone() if isinstance(one, Tensor) else one for one in outputs)
 
 
 class CannotTrain(ValueError):

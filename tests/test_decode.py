@@ -59,7 +59,8 @@ def test_the_residual_decoder_with_a_frame_that_is_given_equals_autograd():
     given = {"image": first}
     for caches in ("keep", "segment"):
         decoded = decoder.decode_with_caches(latents, caches, given)
-        assert torch.equal(decoded.video, video.detach())
+        # a chunk's first product has fewer columns than the clip's, which not every CPU computes in one order
+        torch.testing.assert_close(decoded.video, video.detach(), rtol=0, atol=1e-13)
         actual = decoder.vjp(latents, cotangent, decoded, given)
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12 * float(expected.abs().max()))
 

@@ -103,11 +103,12 @@ class Attentions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("where", ["gpu", "cpu_swap"])
 @pytest.mark.parametrize("on_host", [False, True], ids=["inputs there", "inputs in the host"])
-def test_attention_that_is_kept_is_not_computed_again_and_changes_nothing(on_host):
+def test_attention_that_is_kept_is_not_computed_again_and_changes_nothing(on_host, where):
     plain = gradients(adapted())
     for keep in (False, True):
-        expert = adapted(offload.checkpointing(DEVICE, on_host, keep))
+        expert = offload.place(adapted(offload.checkpointing(DEVICE, on_host, keep)), where, DEVICE, BLOCKS)
         with Attentions() as forward:
             out = answer(expert)
         assert (forward.own, forward.all) == (LAYERS, 2 * LAYERS)  # and the text's
@@ -118,22 +119,30 @@ def test_attention_that_is_kept_is_not_computed_again_and_changes_nothing(on_hos
         assert plain.keys() == found.keys() and all(torch.equal(plain[name], found[name]) for name in plain)
 
 
-def test_what_is_kept_of_attention_dies_block_by_block_with_the_backward_pass(monkeypatch):
-    kept, alive = weakref.WeakSet(), []
-
-    class Noting(Attentions):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-            if attention.is_self_attention(func, args):
-                kept.add(out[0].untyped_storage())
-            return out
-
+def test_a_graph_with_kept_attention_is_walked_back_twice():
     expert = adapted(offload.checkpointing(DEVICE, False, True))
-    blocks = [module for module in expert.modules() if type(module).__name__ in BLOCKS]
-    with Noting():
+    out = answer(expert).square().sum()
+    parameters = [p for p in expert.parameters() if p.requires_grad]
+    once, again = (torch.autograd.grad(out, parameters, retain_graph=keep) for keep in (True, False))
+    assert all(map(torch.equal, once, again))
+
+
+def test_a_model_may_change_an_attentions_output_in_place(monkeypatch):
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: sdpa(*a, **k).mul_(2))
+    plain, kept = (gradients(adapted(offload.checkpointing(DEVICE, False, keep))) for keep in (False, True))
+    assert all(torch.equal(plain[name], kept[name]) for name in plain)
+
+
+def test_what_is_kept_of_attention_dies_block_by_block_with_the_backward_pass(monkeypatch):
+    kept, alive, copied = weakref.WeakSet(), [], attention._copied
+    expert = adapted(offload.checkpointing(DEVICE, False, True))
+    with monkeypatch.context() as forward:
+        forward.setattr(attention, "_copied", lambda outputs: (own := copied(outputs), kept.add(own[0]))[0])
         out = answer(expert)
-    for block in blocks:
-        block.register_forward_pre_hook(lambda *_: alive.append(len(kept)))
+    for module in expert.modules():
+        if type(module).__name__ in BLOCKS:
+            module.register_forward_pre_hook(lambda *_: alive.append(len(kept)))
     out.square().sum().backward()
     assert alive == [LAYERS, LAYERS - 1, LAYERS - 2, LAYERS - 3] and not kept
 

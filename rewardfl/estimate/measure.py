@@ -191,7 +191,7 @@ class ExpertCost:
     adapter_parameters: int  # a number
     block_input: int
     stored: int  # what checkpointing stores of one forward pass: every block's input
-    attention_kept: int  # what train.keep_attention keeps of one, but of the block that is computed again
+    attention_kept: int  # what train.keep_attention keeps of one
     saved: int  # for the backward pass, with the adapter, by all blocks
     block_saved: int
     block_peak: int  # the most that lives in one block's forward and backward pass, its input not counted
@@ -275,7 +275,7 @@ def measure_expert(kinds: Sequence[ExpertOnMeta], dtype: torch.dtype, adapter: A
         adapter_parameters=total(lambda block: block.adapter_parameters),
         block_input=largest(lambda block: block.given),
         stored=total(lambda block: block.given),
-        attention_kept=total(lambda block: block.attention_kept) - largest(lambda block: block.attention_kept),
+        attention_kept=total(lambda block: block.attention_kept),
         saved=total(lambda block: block.graph.saved),
         block_saved=largest(lambda block: block.graph.saved),
         block_peak=largest(lambda block: block.graph.peak),
