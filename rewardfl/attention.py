@@ -39,10 +39,10 @@ def is_self_attention(operator: Callable[..., Any], inputs: tuple[Any, ...]) -> 
 def keeping_outputs() -> tuple["_Keep", "_Take"]:
     """For checkpoint's context_fn: self-attention's outputs stay until the backward pass, all else is computed again.
 
-    They stay on their device, with the sums that the kernel's backward pass needs: tokens x heads x (head_dim numbers of
-    the model's dtype and one float32) in each block. What the backward pass computes is the same to the last bit.
-    torch's own create_selective_checkpoint_contexts wants both passes to be one list of operations, and the copies of
-    rewardfl.swap are others in each.
+    They stay on their device, with the sums that the kernel's backward pass needs: in each block tokens x heads x
+    (head_dim numbers of the model's dtype and one float32). Gradients are the same to the last bit. torch's own
+    create_selective_checkpoint_contexts wants both passes to be one list of operations, and the copies of rewardfl.swap
+    are others in each.
     """
     kept: list[Kept] = []
     return _Keep(kept), _Take(kept)
