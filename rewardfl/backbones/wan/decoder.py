@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import (
+    WanCausalConv3d,
     WanDecoder3d,
     WanResample,
     WanResidualBlock,
@@ -164,15 +165,17 @@ def _there(kept: Kept, device: torch.device) -> Caches:
 def parts_checkpointed(decoder: WanDecoder3d) -> Iterator[None]:
     """Within, a graph through the decoder keeps of its residual blocks and upsamplers what goes into them alone.
 
-    The backward pass, which belongs within, computes each of them again, and norms, which take most, in strips. The
-    gradients are the same: the graph is the same, and only what its nodes keep is made anew. They are so to the last
-    bit where there is one strip; of several the channels may be summed in another order than those of a whole picture.
-    diffusers' own `enable_gradient_checkpointing` does nothing here.
+    The backward pass, which belongs within, computes each of them again: norms, which take most, in strips, and a
+    convolution's input before its cache and its padding are put around it. The gradients are the same: the graph is
+    the same, and only what its nodes keep is made anew. They are so to the last bit where there is one strip; of
+    several the channels may be summed in another order than those of a whole picture. diffusers' own
+    `enable_gradient_checkpointing` does nothing here.
     """
     how: dict[type, Callable[..., Tensor]] = {
         WanResidualBlock: _checkpointed,
         WanResample: _checkpointed,
         WanRMS_norm: _in_strips,
+        WanCausalConv3d: _before_padding,
     }
     parts = [one for one in decoder.modules() if type(one) in how]
     for part in parts:
@@ -189,6 +192,11 @@ def _in_strips(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     rows = max(1, STRIP * x.shape[-2] // x.numel())
     again = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     return again(x) if rows >= x.shape[-2] else torch.cat([again(strip) for strip in x.split(rows, -2)], -2)
+
+
+def _before_padding(forward: Callable[..., Tensor], x: Tensor, cache_x: Tensor | None = None) -> Tensor:
+    """A convolution's `forward(x, cache_x)`. It is not computed again: it needs no more than its padded input."""
+    return checkpoint(forward, x, cache_x, use_reentrant=False, preserve_rng_state=False)
 
 
 def _checkpointed(forward: Callable[..., Tensor], x: Tensor, feat_cache: Caches, feat_idx: list[int]) -> Tensor:
