@@ -14,10 +14,6 @@ ROOT = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = str(ROOT)  # what tests start is this checkout's, whichever is installed
 os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
 os.environ["OMP_NUM_THREADS"] = "1"  # the suite runs several workers
-CPU = Path("/proc/cpuinfo")
-if CPU.exists() and "GenuineIntel" not in CPU.read_text():
-    # MKL's products depend there on where in memory their operands lie, and tests compare bits: CONTRIBUTING.md
-    os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 import pytest  # noqa: E402
 import zygote  # noqa: E402
