@@ -74,7 +74,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
-    model, trained = start.load_experts(cfg, backbone, job)
+    model, trained = start.load_experts(cfg, backbone, job, conditions, samples)
     start.fill_adapters(model, trained, backbone, resumed)
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
     policy, optimizer, scheduler, parameters = learner.policy, learner.optimizer, learner.scheduler, learner.parameters

@@ -80,7 +80,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
     with_graph = offload.InputsOnHost(job.device).whole_graph if cfg.train.active_graphs == "keep_on_host" else None
-    model, trained = start.load_experts(cfg, backbone, job, skip=backbone.experts[:1] if cached else ())
+    model, trained = start.load_experts(cfg, backbone, job, conditions, samples)
     start.fill_adapters(model, trained, backbone, resumed)
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler

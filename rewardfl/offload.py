@@ -9,12 +9,12 @@ from functools import partial
 
 import torch
 from diffusers import ModelMixin
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from rewardfl.attention import Contexts, keeping_outputs
-from rewardfl.swap import BlockSwap, Packed, host_memory, pack_into_host
+from rewardfl.swap import OWN, BlockSwap, Room, host_memory
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -166,36 +166,39 @@ def place(
     where: str,
     device: torch.device,
     block_classes: Sequence[str],
-    pack: Callable[[Sequence[nn.Parameter]], Packed] = pack_into_host,
+    room: Room = OWN,
 ) -> ModelMixin:
     """Put an expert where its frozen weights are to live; it answers on `device` in every case.
 
     where: gpu (all of it on `device`), cpu_swap (its blocks' weights in host memory, from where they come for their
-    turn: rewardfl.swap; a graph through it must then be a checkpointed one), fp8 (on `device`, linear weights stored as
-    float8_e4m3fn and cast to the expert's dtype in turn; norms and embeddings stay as they are. Not for an expert with
-    an adapter: diffusers then keeps peft from casting the layers' inputs to the adapter's float32). block_classes: the
-    names of the classes of its blocks. pack: what moves a block's weights into host memory, as BlockSwap wants it.
+    turn: rewardfl.swap; a graph through it must then be a checkpointed one), cpu_swap_int8 (the same, its blocks'
+    matrices in 8 bits, and with them those of an adapter that is not trained), fp8 (on `device`, linear weights stored
+    as float8_e4m3fn and cast to the expert's dtype in turn; norms and embeddings stay as they are. Not for an expert
+    with an adapter: diffusers then keeps peft from casting the layers' inputs to the adapter's float32).
+    block_classes: the names of the classes of its blocks. room: of the host's memory.
     """
     if where == "gpu":
         return expert.to(device)
-    if where == "cpu_swap":
-        return _swapped(expert, device, block_classes, pack)
+    if where in ("cpu_swap", "cpu_swap_int8"):
+        return _swapped(expert, device, block_classes, room, in_8_bits=where == "cpu_swap_int8")
     if where == "fp8":
         # diffusers leaves out embeddings, norms, the output layer and adapters
         expert.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=expert.dtype)
         return expert.to(device)
-    raise ValueError(f"where must be gpu, cpu_swap or fp8, got {where!r}")
+    raise ValueError(f"where must be gpu, cpu_swap, cpu_swap_int8 or fp8, got {where!r}")
 
 
 def _swapped(
     expert: ModelMixin,
     device: torch.device,
     block_classes: Sequence[str],
-    pack: Callable[[Sequence[nn.Parameter]], Packed],
+    room: Room,
+    in_8_bits: bool,
 ) -> ModelMixin:
     """The expert with its blocks' frozen weights in host memory, and all else on `device`."""
-    swap = BlockSwap([module for module in expert.modules() if type(module).__name__ in block_classes], device, pack)
-    waiting = {id(parameter) for packed in swap.packed for parameter in packed.parameters}
+    blocks = [module for module in expert.modules() if type(module).__name__ in block_classes]
+    swap = BlockSwap(blocks, device, room, in_8_bits)
+    waiting = {id(one.parameter) for packed in swap.packed for one in packed.stored}
     for parameter in expert.parameters():
         if id(parameter) not in waiting:
             parameter.data = parameter.data.to(device)

@@ -9,17 +9,23 @@ last bit.
 A block of Wan2.2-A14B has 0.70 GB of them: 28 ms at 25 GB/s, while it computes 42 TFLOP at 480x832x81. diffusers' group
 offloading prefetches in the order of the forward pass alone (hooks/group_offloading.py), and takes the weights away
 from a graph that still needs them.
+
+Where host memory is short, the matrices wait as 8-bit integers with one float32 scale for each row, half the bytes, and
+are made numbers of their dtype again on the device. The network is then another one, of rounded weights: each is off by
+at most 1/254 of the largest of its row.
 """
 
 import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 ALIGNMENT = 64  # bytes; a parameter begins at a multiple of this in its block's memory
+LARGEST = 127  # of an 8-bit integer's values
 
 
 class NotShared(ValueError):
@@ -27,46 +33,104 @@ class NotShared(ValueError):
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A frozen parameter in its block's memory. scales: where its rows' begin if it is integers there, else None."""
+
+    parameter: nn.Parameter
+    dtype: torch.dtype  # that the network computes with
+    begin: int  # bytes
+    scales: int | None
+
+    def fill(self, memory: Tensor, value: Tensor) -> None:
+        """Store `value`, of the parameter's shape."""
+        if self.scales is None:
+            self.view(memory).copy_(value)
+            return
+        scales = value.float().abs().amax(1, keepdim=True) / LARGEST
+        scales.masked_fill_(scales == 0, 1)
+        self.scale_view(memory).copy_(scales)
+        self.view(memory).copy_((value.float() / scales).round())
+
+    def view(self, memory: Tensor) -> Tensor:
+        """What is stored, of the parameter's shape."""
+        dtype = self.dtype if self.scales is None else torch.int8
+        octets = memory[self.begin : self.begin + self.parameter.numel() * dtype.itemsize]
+        return octets.view(dtype).view(self.parameter.shape)
+
+    def scale_view(self, memory: Tensor) -> Tensor:
+        """(rows, 1) float32."""
+        rows = self.parameter.shape[0]
+        return memory[self.scales : self.scales + rows * torch.float32.itemsize].view(torch.float32).view(rows, 1)
+
+    def numbers(self, memory: Tensor) -> Tensor:
+        """The parameter's value, in its dtype: in `memory`, or made from the integers there."""
+        if self.scales is None:
+            return self.view(memory)
+        made = torch.empty(self.parameter.shape, dtype=self.dtype, device=memory.device)
+        return torch.mul(self.view(memory), self.scale_view(memory), out=made)  # one rounding, from float32
+
+
+@dataclass(frozen=True)
 class Packed:
     """A block's frozen parameters in one piece of host memory, so that one copy brings them all."""
 
-    parameters: Sequence[nn.Parameter]
-    places: Sequence[int]  # where each begins, in bytes
+    stored: Sequence[Stored]
     host: Tensor  # (bytes,) uint8, page-locked where there is a GPU
 
-    def lie_in(self, memory: Tensor) -> None:
-        """Let the parameters lie in `memory`, (bytes,) uint8, which holds what `host` does."""
-        for parameter, place in zip(self.parameters, self.places, strict=True):
-            octets = memory[place : place + parameter.numel() * parameter.element_size()]
-            parameter.data = octets.view(parameter.dtype).view(parameter.shape)
+    def work_from(self, memory: Tensor) -> None:
+        """Let the parameters be numbers to compute with. memory: `host`, or a copy of it on the device."""
+        for one in self.stored:
+            one.parameter.data = one.numbers(memory)
+
+    def rest(self) -> None:
+        """Let the parameters lie in host memory as they are stored there."""
+        for one in self.stored:
+            one.parameter.data = one.view(self.host)
 
 
-def pack_into_host(parameters: Sequence[nn.Parameter]) -> Packed:
-    """Move the parameters, wherever they lie, into one piece of host memory."""
-    return _pack(parameters, host_memory, fill=True)
+@dataclass(frozen=True)
+class Room:
+    """Where one block's parameters after another are packed.
+
+    new: gives (bytes,) uint8 of host memory. filled: equal parameters are there already.
+    """
+
+    new: Callable[[int], Tensor]
+    filled: bool = False
 
 
-def _pack(parameters: Sequence[nn.Parameter], memory: Callable[[int], Tensor], fill: bool) -> Packed:
-    """The parameters in what `memory` gives, (bytes,) uint8. fill: else it holds them, or NotShared."""
-    places, end = [], 0
-    for parameter in parameters:
-        places.append(end)
-        end += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
-    packed, values = Packed(parameters, places, memory(end)), [parameter.data for parameter in parameters]
-    packed.lie_in(packed.host)
-    for parameter, value in zip(parameters, values, strict=True):
-        if fill:
-            parameter.data.copy_(value)
-        elif not torch.equal(_octets(parameter.data), _octets(value.cpu())):
-            raise NotShared(
-                "a block's frozen weights are not those that the first process of this machine has loaded; start "
-                "again, and check the files of model.model_paths (sha256sum) if it is said again"
-            )
+def pack(parameters: Sequence[nn.Parameter], room: Room, in_8_bits: bool) -> Packed:
+    """Move frozen parameters, wherever they lie, into one piece of the room's memory.
+
+    in_8_bits: the matrices among them as integers. NotShared where the room is filled with others.
+    """
+    stored, size = laid_out(parameters, in_8_bits)
+    packed = Packed(stored, room.new(size))
+    mine = torch.zeros(size, dtype=torch.uint8) if room.filled else packed.host
+    for one in stored:
+        one.fill(mine, one.parameter.data)
+    if room.filled and not torch.equal(mine, packed.host):
+        raise NotShared(
+            "a block's frozen weights are not those that the first process of this machine has loaded; start again, "
+            "and check the files of model.model_paths (sha256sum) if it is said again"
+        )
+    packed.rest()
     return packed
 
 
-def _octets(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+def laid_out(parameters: Sequence[nn.Parameter], in_8_bits: bool) -> tuple[list[Stored], int]:
+    """(where each begins in a block's memory, the bytes that this has)."""
+    stored, end = [], 0
+    for parameter in parameters:
+        integers = in_8_bits and parameter.dim() == 2
+        begin, end = end, end + _aligned(parameter.numel() * (1 if integers else parameter.element_size()))
+        stored.append(Stored(parameter, parameter.dtype, begin, end if integers else None))
+        end += _aligned(parameter.shape[0] * torch.float32.itemsize) if integers else 0
+    return stored, end
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def host_memory(size: int, file: int = -1) -> Tensor:
@@ -81,14 +145,16 @@ def host_memory(size: int, file: int = -1) -> Tensor:
     return memory
 
 
+OWN = Room(host_memory)
+PASSING = Room(partial(torch.zeros, dtype=torch.uint8))  # for a while: page-locked memory is not given back
+
+
 class Lender:
-    """Packs blocks for BlockSwap into memory that other processes of the machine can use, too: see Borrower."""
+    """Has room for blocks that other processes of the machine can use, too: see Borrower."""
 
     def __init__(self) -> None:
         self.files: list[int] = []  # descriptors of this process, in the order of the blocks
-
-    def pack(self, parameters: Sequence[nn.Parameter]) -> Packed:
-        return _pack(parameters, self._memory, fill=True)
+        self.room = Room(self._memory)
 
     def _memory(self, size: int) -> Tensor:
         self.files.append(os.memfd_create("rewardfl"))  # no file's name, and not in /dev/shm, which may be small
@@ -102,7 +168,7 @@ class Lender:
 
 
 class Borrower:
-    """Packs equal blocks in the same order into a Lender's memory, which this process then has no copy of.
+    """Has a Lender's room for equal blocks in the same order, which this process then has no copy of.
 
     NotShared where they are not equal to the last bit, and where the system does not let one process into the memory of
     another.
@@ -111,9 +177,7 @@ class Borrower:
     def __init__(self, process: int, files: Sequence[int]):
         """process: the lender's number; files: its descriptors."""
         self.files = [f"/proc/{process}/fd/{file}" for file in files]
-
-    def pack(self, parameters: Sequence[nn.Parameter]) -> Packed:
-        return _pack(parameters, self._memory, fill=False)
+        self.room = Room(self._memory, filled=True)
 
     def _memory(self, size: int) -> Tensor:
         path = self.files.pop(0)
@@ -146,10 +210,13 @@ class BlockSwap:
         self,
         blocks: Sequence[nn.Module],
         device: torch.device,
-        pack: Callable[[Sequence[nn.Parameter]], Packed] = pack_into_host,
+        room: Room = OWN,
+        in_8_bits: bool = False,
     ):
         self.device = device
-        self.packed = [pack([p for p in block.parameters() if not p.requires_grad]) for block in blocks]
+        self.packed = [
+            pack([p for p in block.parameters() if not p.requires_grad], room, in_8_bits) for block in blocks
+        ]
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.last: int | None = None  # whose turn it was in this pass
         self.ahead: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # what was sent for: see `fetch`
@@ -161,7 +228,7 @@ class BlockSwap:
     def begin(self, turn: int) -> None:
         """Let block `turn` have its weights on the device, and send for those of the next one."""
         memory = self.take(turn)
-        self.packed[turn].lie_in(memory)
+        self.packed[turn].work_from(memory)
         following = self.following(turn)
         self.last = None if following is None else turn
         if following == turn:
@@ -171,7 +238,7 @@ class BlockSwap:
 
     def end(self, turn: int) -> None:
         """Let block `turn` have its weights in host memory."""
-        self.packed[turn].lie_in(self.packed[turn].host)
+        self.packed[turn].rest()
 
     def following(self, turn: int) -> int | None:
         """Whose turn is next after block `turn`, None at the end of a pass.

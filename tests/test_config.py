@@ -503,7 +503,11 @@ def test_the_largest_values(write):
         (["experts.trained=cpu_swap", "train.use_gradient_checkpointing=false"], "cpu_swap needs train.use_gradient_c"),
         (
             ["experts.untrained=fp8", "model.distill_lora_low=x", "model.distill_lora_mode=adapter"],
-            "fp8 takes no adapter; set model.distill_lora_mode: fuse",
+            "fp8 takes no distillation's adapter; set model.distill_lora_mode: fuse",
+        ),
+        (
+            ["experts.trained=cpu_swap_int8", "model.distill_lora_low=x", "model.distill_lora_mode=adapter"],
+            "experts.trained cpu_swap_int8 takes no distillation's adapter",
         ),
         (["experts.untrained=boundary_cache"], "sample.noises_per_sample is fresh; set it to, for example, 4"),
         (

@@ -207,6 +207,9 @@ def test_one_expert_costs_what_its_placement_says(published):
         assert "two blocks' weights" not in need.phases["decode VJP"]
     assert [need.phases["replay"].get("two blocks' weights") for need in swapped] == [None, 2 * expert.block_weights]
     assert swapped[0].of("decode") - swapped[1].of("decode") == blocks
+    integers = needs.memory(measured, with_levers(placement="cpu_swap_int8", trained_placement="cpu_swap_int8"))
+    assert (integers.resident, integers.phases) != ({}, {}) and integers.peak == swapped[1].peak
+    assert integers.host["swapped experts"] == 2 * expert.blocks_int8 == pytest.approx(blocks, rel=0.01)
     both = dataclasses.replace(RUN, trained=("high_noise", "low_noise"), untrained=None)
     assert sum(needs.memory(measured, both).resident.values()) / 1e9 == pytest.approx(
         2 * (28.64 + 2.45) + 0.25, rel=0.01

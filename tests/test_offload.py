@@ -228,7 +228,7 @@ def test_fp8_rounds_the_blocks_linear_weights_alone():
 
 
 def test_unknown_places_are_refused():
-    with pytest.raises(ValueError, match="gpu, cpu_swap or fp8, got 'disk'"):
+    with pytest.raises(ValueError, match="gpu, cpu_swap, cpu_swap_int8 or fp8, got 'disk'"):
         offload.place(random_pipeline().transformer, "disk", DEVICE, BLOCKS)
 
 

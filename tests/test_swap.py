@@ -5,21 +5,24 @@ import os
 import weakref
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from pipelines import LAYERS as TARGETS
 
 from rewardfl import lora, offload
-from rewardfl.swap import BlockSwap, Borrower, Lender, NotShared, pack_into_host
+from rewardfl.run import invariants
+from rewardfl.swap import OWN, BlockSwap, Borrower, Lender, NotShared, pack
 from rewardfl_tools.tiny_world.video import new_expert
 
 DEVICE, LAYERS = torch.device("cpu"), 5
 
 
-def expert(where="gpu", checkpoint=None, layers=LAYERS):
+def expert(where="gpu", checkpoint=None, layers=LAYERS, change=lambda model: None):
     """With an adapter that answers, checkpointed by `checkpoint` (by torch's own where it is None)."""
     torch.manual_seed(0)
     model = new_expert(layers, 2, 12).requires_grad_(False).eval()
+    change(model)
     lora.inject(model, 2, 2, TARGETS, seed=0)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -86,6 +89,64 @@ def test_gradients_are_the_same_to_the_last_bit(checkpoint, layers):
         with lora.reference(bare):
             assert torch.equal(reference, answer(bare, *inputs(bare)))
         assert not torch.equal(reference, answer(swapped, *inputs(swapped)))
+
+
+def by_the_definition(weight):
+    """A matrix rounded to whole 127ths of each row's largest, by numpy, in float64."""
+    exact = weight.double().numpy()
+    scales = (numpy.abs(exact).max(1, keepdims=True) / 127).astype(numpy.float32).astype(numpy.float64)
+    whole = numpy.rint(numpy.divide(exact, scales, out=numpy.zeros_like(exact), where=scales > 0))
+    return torch.from_numpy(whole * scales).to(weight.dtype)
+
+
+@pytest.mark.parametrize("checkpoint", [None, offload.InputsOnHost(DEVICE)], ids=["kept", "host"])
+def test_in_8_bits_it_is_the_network_of_rounded_weights(checkpoint):
+    def without_a_scale(model):
+        model.blocks[0].ffn.net[2].weight[3].zero_()
+
+    rounded, swapped = (
+        expert(where, one, layers=2, change=without_a_scale)
+        for where, one in (("gpu", None), ("cpu_swap_int8", checkpoint))
+    )
+    exact = gradients(rounded)
+    matrices = [name for name, value in rounded.blocks.named_parameters() if value.dim() == 2 and "lora" not in name]
+    assert len(matrices) == 2 * 10
+    for name in matrices:
+        weight = rounded.blocks.get_parameter(name)
+        weight.data = by_the_definition(weight.data)
+    plain = gradients(rounded)
+    for _ in range(2):
+        found = gradients(swapped)
+        assert plain.keys() == found.keys() and all(torch.equal(plain[name], found[name]) for name in plain)
+    away = (found["x"] - exact["x"]).norm() / exact["x"].norm()
+    assert 1e-4 < away < 0.05
+
+
+@pytest.mark.parametrize("dtype, relative", [(torch.float32, 1e-6), (torch.bfloat16, 2.0**-8)])
+def test_no_weight_is_further_off_than_half_a_step(dtype, relative):
+    weight = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    parameters = [torch.nn.Parameter(value, requires_grad=False) for value in (weight, weight[0])]
+    packed = pack(parameters, OWN, in_8_bits=True)
+    assert parameters[0].dtype == torch.int8 and len(packed.host) < 40 * 300 + 40 * 4 + 300 * 4 + 3 * 64
+    assert packed.host[40 * 300 : 12032].eq(0).all()  # nothing but zeros between two of them
+    packed.work_from(packed.host.clone())
+    matrix, row = parameters
+    half = weight.float().abs().amax(1, keepdim=True) / 254
+    off = (matrix.float() - weight.float()).abs()
+    assert matrix.dtype == dtype and (off <= half * (1 + 1e-5) + relative * weight.float().abs()).all()
+    assert off.max() > 0.9 * half.min() and torch.equal(row, weight[0])  # what is no matrix is as it was
+    packed.rest()
+    assert matrix.dtype == torch.int8 and matrix.abs().amax(1).eq(127).all()
+
+
+def test_what_waits_in_8_bits_is_watched(watched):
+    model = expert("cpu_swap_int8", layers=2)
+    gradients(model)
+    assert watched.most == 2 and not watched.alive
+    weight = model.blocks[1].attn2.to_v.weight
+    before = invariants.bit_sums([weight])
+    weight.data[2, 1] += 1
+    assert weight.dtype == torch.int8 and (invariants.bit_sums([weight]) != before).all()
 
 
 def sent_ahead(happened):
@@ -157,7 +218,7 @@ def test_between_its_turns_a_block_lies_in_one_piece_of_host_memory():
 def test_parameters_of_several_dtypes_begin_where_kernels_can_read_them():
     values = [torch.ones(3, dtype=torch.bfloat16), torch.full((2, 5), 2.0), torch.full((1,), 3.0, dtype=torch.float64)]
     parameters = [torch.nn.Parameter(value.clone(), requires_grad=False) for value in values]
-    packed = pack_into_host(parameters)
+    packed = pack(parameters, OWN, in_8_bits=False)
     assert [parameter.data_ptr() % 64 for parameter in parameters] == [0, 0, 0] and len(packed.host) == 3 * 64
     assert all(torch.equal(parameter, value) for parameter, value in zip(parameters, values, strict=True))
 
@@ -171,32 +232,33 @@ def mapped(parameter):
     raise AssertionError("no memory")
 
 
-def borrow(process, files, change, answers):
+def borrow(process, files, change, in_8_bits, answers):
     """In another process: an equal expert, whose blocks' weights are the first process's."""
     model = expert(layers=2)
     if change:
         with torch.no_grad():
-            model.blocks[1].ffn.net[2].weight[3, 1] += 1e-6
+            model.blocks[1].ffn.net[2].weight[3, 1] += 0.01 if in_8_bits else 1e-6
     try:
-        BlockSwap(list(model.blocks), DEVICE, Borrower(process, files).pack)
+        BlockSwap(list(model.blocks), DEVICE, Borrower(process, files).room, in_8_bits)
     except NotShared as error:
         answers.put(str(error))
         return
     weight = model.blocks[1].ffn.net[2].weight
     answers.put(mapped(weight))
-    weight.data[3, 1] = 7.0  # one memory: the other process sees it
+    weight.data[3, 1] = 7  # one memory: the other process sees it
     answers.put("written")
 
 
-def test_processes_of_a_machine_have_one_copy():
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_processes_of_a_machine_have_one_copy(in_8_bits):
     model, lender = expert(layers=2), Lender()
-    BlockSwap(list(model.blocks), DEVICE, lender.pack)
+    BlockSwap(list(model.blocks), DEVICE, lender.room, in_8_bits)
     assert len(lender.files) == 2 and "memfd:rewardfl" in mapped(model.blocks[0].attn1.to_q.weight)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     for change, wrong in ((True, False), (False, True), (False, False)):
         files = [10_000 + file for file in lender.files] if wrong else lender.files
-        process = context.Process(target=borrow, args=(os.getpid(), files, change, answers))
+        process = context.Process(target=borrow, args=(os.getpid(), files, change, in_8_bits, answers))
         process.start()
         said = answers.get(timeout=120)
         if change:
@@ -206,6 +268,6 @@ def test_processes_of_a_machine_have_one_copy():
         else:
             assert "memfd:rewardfl" in said and answers.get(timeout=120) == "written"
         process.join()
-    assert model.blocks[1].ffn.net[2].weight[3, 1] == 7.0
+    assert model.blocks[1].ffn.net[2].weight[3, 1] == 7
     lender.close()
     assert not lender.files

@@ -10,6 +10,7 @@ from rewardfl.config.schema import (
     MARKS,
     OWN_METRICS,
     SECTIONS,
+    SWAPPED,
     TRAINABLE,
     Alike,
     AnyConfig,

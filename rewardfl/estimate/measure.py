@@ -27,6 +27,7 @@ from rewardfl.backbones.seam import Adapter, Caches, ChunksOnMeta, ExpertOnMeta
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.view import View
 from rewardfl.run.work import TracedDetector, Video
+from rewardfl.swap import laid_out
 
 # ------------------------------------------------------------------------------------------------------------
 # Measuring
@@ -188,6 +189,7 @@ class ExpertCost:
     block_weights: int
     other_weights: int
     weights_fp8: int  # of the whole expert under diffusers' layerwise casting
+    blocks_int8: int  # of all blocks as rewardfl.swap stores them in 8 bits
     adapter_parameters: int  # a number
     block_input: int
     stored: int  # what checkpointing stores of one forward pass: every block's input
@@ -211,6 +213,7 @@ class BlockCost:
     other_weights: int
     weights_fp8: int
     other_fp8: int
+    weights_int8: int
     adapter_parameters: int
     given: int
     graph: Cost
@@ -272,6 +275,7 @@ def measure_expert(kinds: Sequence[ExpertOnMeta], dtype: torch.dtype, adapter: A
         block_weights=largest(lambda block: block.weights),
         other_weights=blocks[0].other_weights,
         weights_fp8=total(lambda block: block.weights_fp8) + blocks[0].other_fp8,
+        blocks_int8=total(lambda block: block.weights_int8),
         adapter_parameters=total(lambda block: block.adapter_parameters),
         block_input=largest(lambda block: block.given),
         stored=total(lambda block: block.given),
@@ -303,6 +307,7 @@ def _measure_block(kind: ExpertOnMeta, dtype: torch.dtype, adapter: Adapter | No
     with torch.no_grad(), _Flash(), _SelfAttention() as attention:
         kind.run_block(bare_block)
     weights, other_weights = _weights(bare, bare_block)
+    _, weights_int8 = laid_out(list(bare_block.parameters()), in_8_bits=True)
     bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
     weights_fp8, other_fp8 = _weights(bare, bare_block)
     return BlockCost(
@@ -311,6 +316,7 @@ def _measure_block(kind: ExpertOnMeta, dtype: torch.dtype, adapter: Adapter | No
         other_weights=other_weights,
         weights_fp8=weights_fp8,
         other_fp8=other_fp8,
+        weights_int8=weights_int8,
         adapter_parameters=sum(parameter.numel() for parameter in trained),
         given=nbytes(kind.block_inputs),
         graph=graph,

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rewardfl.config import SWAPPED
 from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost, detector_graph
 from rewardfl.run.job import REDUCE_BUCKET
 from rewardfl.run.work import Sampling, Work
@@ -134,6 +135,7 @@ def _resident(costs: Costs, work: Work) -> tuple[dict[str, int], dict[str, int]]
         resident[f"{work.untrained} expert ({work.placement})"] = {
             "gpu": cost.weights,
             "cpu_swap": cost.other_weights,
+            "cpu_swap_int8": cost.other_weights,
             "fp8": cost.weights_fp8,
             "boundary_cache": 0,
         }[work.placement]
@@ -148,7 +150,7 @@ def _resident(costs: Costs, work: Work) -> tuple[dict[str, int], dict[str, int]]
         "the epoch's samples": waiting if work.samples_on == "gpu" else 0,
     }
     host = {
-        SHARED: sum(costs.experts[name].weights - costs.experts[name].other_weights for name in _swapped_experts(work)),
+        SHARED: sum(_in_host(costs.experts[name], place) for name, place in _swapped_experts(work).items()),
         "optimizer": optimizer,
         "the epoch's samples": waiting if work.samples_on == "cpu" else 0,
     }
@@ -159,15 +161,22 @@ def trained_parameters(costs: Costs, work: Work) -> int:
     return sum(costs.experts[expert].adapter_parameters for expert in work.trained)
 
 
-def _swapped_experts(work: Work) -> tuple[str, ...]:
-    """Those whose blocks come from host memory, each for its turn."""
-    names = work.trained if work.trained_placement == "cpu_swap" else ()
-    return names + ((work.untrained,) if work.untrained and work.placement == "cpu_swap" else ())
+def _swapped_experts(work: Work) -> dict[str, str]:
+    """The places of those whose blocks come from host memory, each for its turn."""
+    places = dict.fromkeys(work.trained, work.trained_placement)
+    if work.untrained:
+        places[work.untrained] = work.placement
+    return {name: place for name, place in places.items() if place in SWAPPED}
+
+
+def _in_host(cost: ExpertCost, place: str) -> int:
+    """Bytes of the blocks of an expert that waits in host memory."""
+    return cost.blocks_int8 if place == "cpu_swap_int8" else cost.weights - cost.other_weights
 
 
 def trained_weights(work: Work, cost: ExpertCost) -> int:
     """Bytes of a trained expert's frozen weights that stay on each GPU."""
-    if work.trained_placement == "cpu_swap":
+    if work.trained_placement in SWAPPED:
         return cost.other_weights
     if work.sharding != "fsdp2":
         return cost.weights

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from rewardfl.config import SWAPPED
 from rewardfl.estimate.advice import KEEP_ATTENTION, Option, fits, recommend, with_options
 from rewardfl.estimate.measure import Costs, measure
 from rewardfl.estimate.needs import (
@@ -50,7 +51,8 @@ def work_table(costs: Costs, work: Work, tflops: float) -> list[str]:
     for name, amount in (parts | {"total": total}).items():
         digits = f"{amount / 1e12:.0f}" if amount >= 1e14 else f"{amount / 1e12:.3g}"
         lines.append(f"  {name:20s}{digits:>10s}{amount / second:10.3g}")
-    if work.offload_inputs or "cpu_swap" in (work.placement, work.trained_placement) or work.decode_caches == "offload":
+    swapped = work.placement in SWAPPED or work.trained_placement in SWAPPED
+    if work.offload_inputs or swapped or work.decode_caches == "offload":
         lines.append("  assuming that copies to and from the host are hidden behind computing")
     for span in work.spans:
         spent = _spent(work.processes, span.videos * total, span.of_process * total / second)

@@ -35,7 +35,7 @@ from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe_packs, file_hashes
 from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.terms import RewardError, Term
-from rewardfl.run import checkpoint, checks, invariants, prepare, trackers, work
+from rewardfl.run import checkpoint, checks, invariants, prepare, rounding, trackers, work
 from rewardfl.run.job import Job, LaunchError
 from rewardfl.run.log import Log
 from rewardfl.run.signals import Interruption
@@ -489,15 +489,17 @@ def _check_init(where: str, given: lora_files.Lora, rank: int, alpha: float, wan
 
 
 def load_experts(
-    cfg: AnyConfig, backbone: Backbone, job: Job, skip: Sequence[str] = ()
+    cfg: AnyConfig, backbone: Backbone, job: Job, conditions: prepare.Conditions, samples: Sequence[prepare.Sample]
 ) -> tuple[Experts, dict[str, nn.Module]]:
     """(all experts in their places, the trained ones by name with their LoRA, where `job.prepare` wants them).
 
-    skip: experts that nothing will ask.
+    samples: by one of them it is measured what weights in 8 bits do.
     """
     names = work.trained_experts(cfg, backbone.experts)
     outside = [name for name in backbone.experts if name not in names]
     model_of: dict[str, nn.Module | None] = dict.fromkeys(backbone.experts)  # one at a time: the host holds one expert
+    places = {cfg.experts.trained, cfg.experts.untrained}
+    probe = _probe_of(cfg, backbone, job, conditions, samples) if places & rounding.IN_8_BITS else None
 
     def loaded(name: str) -> ModelMixin:
         expert = backbone.load_expert(name)
@@ -505,9 +507,18 @@ def load_experts(
             expert.set_attention_backend(cfg.model.attention_backend)
         return expert
 
-    for name in outside:
-        if name not in skip:
-            model_of[name] = _placed(partial(loaded, name), cfg.experts.untrained, job.device, backbone, job)
+    def placed(name: str, load: Callable[[], ModelMixin], where: str, device: torch.device) -> ModelMixin:
+        # loaded twice then: two in the host at once would take what is to be saved
+        measures = probe is not None and job.main and where in rounding.IN_8_BITS and name in probe.schedule.experts
+        exact = probe.exact(name, load) if measures else None
+        expert = _placed(load, where, device, backbone, job)
+        if exact is not None:
+            job.say(probe.note(name, where, expert, exact))
+        return expert
+
+    if cfg.experts.untrained != "boundary_cache":  # which nothing will ask
+        for name in outside:
+            model_of[name] = placed(name, partial(loaded, name), cfg.experts.untrained, job.device)
     trained, rank, targets = {}, cfg.lora.lora_rank, work.lora_targets(cfg, backbone)
 
     def adapted(name: str, seed: int) -> ModelMixin:
@@ -517,12 +528,21 @@ def load_experts(
 
     for i, name in enumerate(names):
         load = partial(adapted, name, cfg.run.seed + i * SEED_STRIDE)
-        expert = _placed(load, cfg.experts.trained, job.home, backbone, job)
+        expert = placed(name, load, cfg.experts.trained, job.home)
         if cfg.train.use_gradient_checkpointing:
             on_host, keep_attention = cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention
             expert.enable_gradient_checkpointing(offload.checkpointing(job.device, on_host, keep_attention))
         trained[name] = model_of[name] = expert
     return Experts(model_of, outside), trained
+
+
+def _probe_of(
+    cfg: AnyConfig, backbone: Backbone, job: Job, conditions: prepare.Conditions, samples: Sequence[prepare.Sample]
+) -> rounding.Probe:
+    row, conditioning = conditions.readable(samples, 0, cfg.data.skip_bad_rows)
+    shape = conditions.shape_of(samples[row])
+    noise = groups.noise((1, *shape), groups.noise_seed(cfg.run.seed, 0, "8 bits"), torch.device("cpu"))
+    return rounding.Probe(backbone, work.schedule_of(cfg, backbone, shape), noise, conditioning, job.device)
 
 
 def _placed(
@@ -534,18 +554,18 @@ def _placed(
     load theirs one after the other, compare every bit, and let go of them.
     """
 
-    def place(pack: Callable[[Sequence[nn.Parameter]], swap.Packed]) -> ModelMixin:
-        return offload.place(load(), where, device, backbone.block_classes, pack)
+    def place(room: swap.Room) -> ModelMixin:
+        return offload.place(load(), where, device, backbone.block_classes, room)
 
-    if where != "cpu_swap" or job.world == 1:
-        return place(swap.pack_into_host)
+    if where not in configuration.SWAPPED or job.world == 1:
+        return place(swap.OWN)
     lender = swap.Lender()
     if job.rank_here == 0:
-        expert = place(lender.pack)
+        expert = place(lender.room)
     process, files = job.gather_lists([(os.getpid(), list(lender.files))])[job.rank - job.rank_here]
     for turn in range(1, job.largest(job.rank_here) + 1):
         if turn == job.rank_here:
-            expert = place(swap.Borrower(process, files).pack)
+            expert = place(swap.Borrower(process, files).room)
         job.wait()
     lender.close()
     return expert
