@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from rewardfl.attention import Contexts, keeping_outputs
-from rewardfl.swap import OWN, BlockSwap, Room, host_memory
+from rewardfl.swap import BlockSwap, Room, host_memory
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def place(
     where: str,
     device: torch.device,
     block_classes: Sequence[str],
-    room: Room = OWN,
+    room: Room | None = None,
 ) -> ModelMixin:
     """Put an expert where its frozen weights are to live; it answers on `device` in every case.
 
@@ -175,7 +175,7 @@ def place(
     matrices in 8 bits, and with them those of an adapter that is not trained), fp8 (on `device`, linear weights stored
     as float8_e4m3fn and cast to the expert's dtype in turn; norms and embeddings stay as they are. Not for an expert
     with an adapter: diffusers then keeps peft from casting the layers' inputs to the adapter's float32).
-    block_classes: the names of the classes of its blocks. room: of the host's memory.
+    block_classes: the names of the classes of its blocks. room: gives the host's memory; None: this process's own.
     """
     if where == "gpu":
         return expert.to(device)
@@ -192,7 +192,7 @@ def _swapped(
     expert: ModelMixin,
     device: torch.device,
     block_classes: Sequence[str],
-    room: Room,
+    room: Room | None,
     in_8_bits: bool,
 ) -> ModelMixin:
     """The expert with its blocks' frozen weights in host memory, and all else on `device`."""

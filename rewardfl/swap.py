@@ -17,9 +17,8 @@ at most 1/254 of the largest of its row.
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +35,8 @@ class NotShared(ValueError):
 class Stored:
     """A frozen parameter in its block's memory. scales: where its rows' begin if it is integers there, else None."""
 
+    module: nn.Module  # whose it is
+    name: str  # that it has there
     parameter: nn.Parameter
     dtype: torch.dtype  # that the network computes with
     begin: int  # bytes
@@ -78,33 +79,43 @@ class Packed:
     host: Tensor  # (bytes,) uint8, page-locked where there is a GPU
 
     def work_from(self, memory: Tensor) -> None:
-        """Let the parameters be numbers to compute with. memory: `host`, or a copy of it on the device."""
+        """Let the block compute with numbers. memory: `host`, or a copy of it on the device.
+
+        They are parameters of their own: a graph keeps those that an operator has saved, and would find the block's own
+        in host memory when it is walked back.
+        """
         for one in self.stored:
-            one.parameter.data = one.numbers(memory)
+            setattr(one.module, one.name, nn.Parameter(one.numbers(memory), requires_grad=False))
 
     def rest(self) -> None:
-        """Let the parameters lie in host memory as they are stored there."""
+        """Let the block have its own parameters, which lie in host memory as they are stored there."""
         for one in self.stored:
-            one.parameter.data = one.view(self.host)
+            setattr(one.module, one.name, one.parameter)
 
 
-@dataclass(frozen=True)
 class Room:
-    """Where one block's parameters after another are packed.
+    """Gives the host memory that one block's parameters after another are packed into: this process's own."""
 
-    new: gives (bytes,) uint8 of host memory. filled: equal parameters are there already.
-    """
+    filled = False  # equal parameters are there already
 
-    new: Callable[[int], Tensor]
-    filled: bool = False
+    def new(self, size: int) -> Tensor:
+        """(size,) uint8."""
+        return host_memory(size)
 
 
-def pack(parameters: Sequence[nn.Parameter], room: Room, in_8_bits: bool) -> Packed:
-    """Move frozen parameters, wherever they lie, into one piece of the room's memory.
+class Passing(Room):
+    """For a while: page-locked memory is not given back."""
+
+    def new(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8)
+
+
+def pack(block: nn.Module, room: Room, in_8_bits: bool) -> Packed:
+    """Move a block's frozen parameters, wherever they lie, into one piece of the room's memory.
 
     in_8_bits: the matrices among them as integers. NotShared where the room is filled with others.
     """
-    stored, size = laid_out(parameters, in_8_bits)
+    stored, size = laid_out(block, in_8_bits)
     packed = Packed(stored, room.new(size))
     mine = torch.zeros(size, dtype=torch.uint8) if room.filled else packed.host
     for one in stored:
@@ -114,17 +125,21 @@ def pack(parameters: Sequence[nn.Parameter], room: Room, in_8_bits: bool) -> Pac
             "a block's frozen weights are not those that the first process of this machine has loaded; start again, "
             "and check the files of model.model_paths (sha256sum) if it is said again"
         )
-    packed.rest()
+    for one in stored:
+        one.parameter.data = one.view(packed.host)
     return packed
 
 
-def laid_out(parameters: Sequence[nn.Parameter], in_8_bits: bool) -> tuple[list[Stored], int]:
-    """(where each begins in a block's memory, the bytes that this has)."""
+def laid_out(block: nn.Module, in_8_bits: bool) -> tuple[list[Stored], int]:
+    """(where each frozen parameter begins in the block's memory, the bytes that this has)."""
     stored, end = [], 0
-    for parameter in parameters:
+    owned = ((module, *named) for module in block.modules() for named in module.named_parameters(recurse=False))
+    for module, name, parameter in owned:
+        if parameter.requires_grad:
+            continue
         integers = in_8_bits and parameter.dim() == 2
         begin, end = end, end + _aligned(parameter.numel() * (1 if integers else parameter.element_size()))
-        stored.append(Stored(parameter, parameter.dtype, begin, end if integers else None))
+        stored.append(Stored(module, name, parameter, parameter.dtype, begin, end if integers else None))
         end += _aligned(parameter.shape[0] * torch.float32.itemsize) if integers else 0
     return stored, end
 
@@ -145,18 +160,13 @@ def host_memory(size: int, file: int = -1) -> Tensor:
     return memory
 
 
-OWN = Room(host_memory)
-PASSING = Room(partial(torch.zeros, dtype=torch.uint8))  # for a while: page-locked memory is not given back
-
-
-class Lender:
-    """Has room for blocks that other processes of the machine can use, too: see Borrower."""
+class Lender(Room):
+    """Memory that other processes of the machine can use, too: see Borrower."""
 
     def __init__(self) -> None:
         self.files: list[int] = []  # descriptors of this process, in the order of the blocks
-        self.room = Room(self._memory)
 
-    def _memory(self, size: int) -> Tensor:
+    def new(self, size: int) -> Tensor:
         self.files.append(os.memfd_create("rewardfl"))  # no file's name, and not in /dev/shm, which may be small
         os.ftruncate(self.files[-1], size)
         return host_memory(size, self.files[-1])
@@ -167,19 +177,20 @@ class Lender:
             os.close(self.files.pop())
 
 
-class Borrower:
-    """Has a Lender's room for equal blocks in the same order, which this process then has no copy of.
+class Borrower(Room):
+    """A Lender's memory for equal blocks in the same order, which this process then has no copy of.
 
     NotShared where they are not equal to the last bit, and where the system does not let one process into the memory of
     another.
     """
 
+    filled = True
+
     def __init__(self, process: int, files: Sequence[int]):
         """process: the lender's number; files: its descriptors."""
         self.files = [f"/proc/{process}/fd/{file}" for file in files]
-        self.room = Room(self._memory, filled=True)
 
-    def _memory(self, size: int) -> Tensor:
+    def new(self, size: int) -> Tensor:
         path = self.files.pop(0)
         try:
             file = os.open(path, os.O_RDWR)
@@ -210,13 +221,11 @@ class BlockSwap:
         self,
         blocks: Sequence[nn.Module],
         device: torch.device,
-        room: Room = OWN,
+        room: Room | None = None,
         in_8_bits: bool = False,
     ):
         self.device = device
-        self.packed = [
-            pack([p for p in block.parameters() if not p.requires_grad], room, in_8_bits) for block in blocks
-        ]
+        self.packed = [pack(block, room or Room(), in_8_bits) for block in blocks]
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.last: int | None = None  # whose turn it was in this pass
         self.ahead: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # what was sent for: see `fetch`

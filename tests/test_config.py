@@ -506,6 +506,11 @@ def test_the_largest_values(write):
             "fp8 takes no distillation's adapter; set model.distill_lora_mode: fuse",
         ),
         (
+            ["experts.untrained=fp8", "train.compile_blocks=true"],
+            "compile_blocks does not go with experts.untrained fp8",
+        ),
+        (["train.keep_attention=true", "train.compile_blocks=true"], "compile_blocks leaves none to be seen"),
+        (
             ["experts.trained=cpu_swap_int8", "model.distill_lora_low=x", "model.distill_lora_mode=adapter"],
             "experts.trained cpu_swap_int8 takes no distillation's adapter",
         ),

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from host import apart
 from pipelines import LAYERS as TARGETS
 
 from rewardfl import lora, offload
 from rewardfl.run import invariants
-from rewardfl.swap import OWN, BlockSwap, Borrower, Lender, NotShared, pack
+from rewardfl.swap import BlockSwap, Borrower, Lender, NotShared, Room, pack
 from rewardfl_tools.tiny_world.video import new_expert
 
 DEVICE, LAYERS = torch.device("cpu"), 5
@@ -122,21 +123,39 @@ def test_in_8_bits_it_is_the_network_of_rounded_weights(checkpoint):
     assert 1e-4 < away < 0.05
 
 
+@pytest.mark.parametrize("where", ["cpu_swap", "cpu_swap_int8"])
+@pytest.mark.parametrize(
+    "in_host, keep", [(False, False), (True, False), (False, True)], ids=["", "inputs", "attention"]
+)
+def test_only_copies_read_memory_of_the_host(monkeypatch, where, in_host, keep):
+    """A graph that kept a block's own parameters would find them in the host, where a GPU cannot read them."""
+    with apart(monkeypatch) as seen:
+        model = expert(where, offload.checkpointing(DEVICE, in_host, keep), layers=2)
+        seen.copied = 0
+        gradients(model)
+        with torch.no_grad(), lora.reference(model):
+            answer(model, *inputs(model))
+    # up, and down for the first alone, and up; inputs leave and come back
+    assert seen.copied >= 2 + 1 + 2 + 4 * in_host
+
+
 @pytest.mark.parametrize("dtype, relative", [(torch.float32, 1e-6), (torch.bfloat16, 2.0**-8)])
 def test_no_weight_is_further_off_than_half_a_step(dtype, relative):
     weight = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
-    parameters = [torch.nn.Parameter(value, requires_grad=False) for value in (weight, weight[0])]
-    packed = pack(parameters, OWN, in_8_bits=True)
+    parameters = [torch.nn.Parameter(value, requires_grad=False) for value in (weight, weight[0].clone())]
+    block = torch.nn.ParameterList(parameters)
+    packed = pack(block, Room(), in_8_bits=True)
     assert parameters[0].dtype == torch.int8 and len(packed.host) < 40 * 300 + 40 * 4 + 300 * 4 + 3 * 64
     assert packed.host[40 * 300 : 12032].eq(0).all()  # nothing but zeros between two of them
     packed.work_from(packed.host.clone())
-    matrix, row = parameters
+    matrix, row = block
     half = weight.float().abs().amax(1, keepdim=True) / 254
     off = (matrix.float() - weight.float()).abs()
     assert matrix.dtype == dtype and (off <= half * (1 + 1e-5) + relative * weight.float().abs()).all()
     assert off.max() > 0.9 * half.min() and torch.equal(row, weight[0])  # what is no matrix is as it was
     packed.rest()
-    assert matrix.dtype == torch.int8 and matrix.abs().amax(1).eq(127).all()
+    assert all(mine is own for mine, own in zip(block, parameters, strict=True))
+    assert block[0].dtype == torch.int8 and block[0].abs().amax(1).eq(127).all()
 
 
 def test_what_waits_in_8_bits_is_watched(watched):
@@ -217,8 +236,8 @@ def test_between_its_turns_a_block_lies_in_one_piece_of_host_memory():
 
 def test_parameters_of_several_dtypes_begin_where_kernels_can_read_them():
     values = [torch.ones(3, dtype=torch.bfloat16), torch.full((2, 5), 2.0), torch.full((1,), 3.0, dtype=torch.float64)]
-    parameters = [torch.nn.Parameter(value.clone(), requires_grad=False) for value in values]
-    packed = pack(parameters, OWN, in_8_bits=False)
+    parameters = torch.nn.ParameterList([torch.nn.Parameter(value.clone(), requires_grad=False) for value in values])
+    packed = pack(parameters, Room(), in_8_bits=False)
     assert [parameter.data_ptr() % 64 for parameter in parameters] == [0, 0, 0] and len(packed.host) == 3 * 64
     assert all(torch.equal(parameter, value) for parameter, value in zip(parameters, values, strict=True))
 
@@ -239,7 +258,7 @@ def borrow(process, files, change, in_8_bits, answers):
         with torch.no_grad():
             model.blocks[1].ffn.net[2].weight[3, 1] += 0.01 if in_8_bits else 1e-6
     try:
-        BlockSwap(list(model.blocks), DEVICE, Borrower(process, files).room, in_8_bits)
+        BlockSwap(list(model.blocks), DEVICE, Borrower(process, files), in_8_bits)
     except NotShared as error:
         answers.put(str(error))
         return
@@ -252,7 +271,7 @@ def borrow(process, files, change, in_8_bits, answers):
 @pytest.mark.parametrize("in_8_bits", [False, True])
 def test_processes_of_a_machine_have_one_copy(in_8_bits):
     model, lender = expert(layers=2), Lender()
-    BlockSwap(list(model.blocks), DEVICE, lender.room, in_8_bits)
+    BlockSwap(list(model.blocks), DEVICE, lender, in_8_bits)
     assert len(lender.files) == 2 and "memfd:rewardfl" in mapped(model.blocks[0].attn1.to_q.weight)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()

@@ -536,6 +536,9 @@ class GrpoTrainConfig(Section):
     # The backward pass computes a block again without its self-attention, whose output stays on the GPU (13.6 GB at
     # 480x832x81, where it is half of a block's work). Needs use_gradient_checkpointing; not with keep_on_host.
     keep_attention: Free[bool] = False
+    # The experts' blocks are compiled by torch at their first call: fewer and larger kernels, which round otherwise.
+    # Minutes at the start, and again for clips of another size. Not with keep_attention or fp8, FSDP2 or ZeRO-2.
+    compile_blocks: bool = False
     # AdamW's two moments: gpu, or cpu: in host memory, from where they come a few at a time (1.2 GB at rank 32).
     moments_on: Free[Literal["gpu", "cpu"]] = "gpu"
     # Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
@@ -551,6 +554,11 @@ class GrpoTrainConfig(Section):
             yield (
                 "train.keep_attention says what gradient checkpointing does not compute again, and "
                 "train.use_gradient_checkpointing is false, which computes nothing again; remove one of them"
+            )
+        if self.keep_attention and self.compile_blocks:
+            yield (
+                "train.keep_attention watches a block's operators, and compile_blocks leaves none to be seen; set one "
+                "of them to false"
             )
 
 
@@ -763,6 +771,11 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     untrained = cfg.experts.untrained
     if untrained != "gpu" and len(trained_positions(cfg)) != 1:
         yield f"experts.untrained {untrained} needs one expert that is not trained; set model.trainable_models to one"
+    if untrained == "fp8" and cfg.train.compile_blocks:
+        yield (
+            "train.compile_blocks does not go with experts.untrained fp8, whose weights change their dtype around each "
+            "layer; set experts.untrained: cpu_swap_int8, or compile_blocks: false"
+        )
     for key, where in (("experts.trained", cfg.experts.trained), ("experts.untrained", untrained)):
         if where in ("fp8", "cpu_swap_int8") and cfg.model.distill_lora_mode == "adapter":
             yield f"{key} {where} takes no distillation's adapter; set model.distill_lora_mode: fuse"

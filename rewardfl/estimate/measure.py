@@ -307,7 +307,7 @@ def _measure_block(kind: ExpertOnMeta, dtype: torch.dtype, adapter: Adapter | No
     with torch.no_grad(), _Flash(), _SelfAttention() as attention:
         kind.run_block(bare_block)
     weights, other_weights = _weights(bare, bare_block)
-    _, weights_int8 = laid_out(list(bare_block.parameters()), in_8_bits=True)
+    _, weights_int8 = laid_out(bare_block, in_8_bits=True)
     bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
     weights_fp8, other_fp8 = _weights(bare, bare_block)
     return BlockCost(

@@ -38,7 +38,7 @@ def check_graphs(cfg: RewardFlConfig, num_processes: int) -> None:
 
 
 def check_sharding(cfg: AnyConfig, sharding: str) -> None:
-    """ConfigError where what the processes share out is to wait in host memory: weights, or AdamW's moments.
+    """ConfigError where what the processes share out is to wait in host memory or to be compiled.
 
     sharding: none, zero2 or fsdp2, over the processes.
     """
@@ -46,6 +46,11 @@ def check_sharding(cfg: AnyConfig, sharding: str) -> None:
         raise ConfigError(
             f"experts.trained {cfg.experts.trained} brings each process whole blocks from host memory, and "
             f"{sharding} puts them elsewhere; set experts.trained: gpu, or launch with configs/accelerate/ddp.yaml"
+        )
+    if cfg.train.compile_blocks and sharding != "none":
+        raise ConfigError(
+            f"train.compile_blocks has not been tried with {sharding}; set it to false, or launch with "
+            "configs/accelerate/ddp.yaml"
         )
     if cfg.train.moments_on == "cpu" and sharding != "none":
         raise ConfigError(

@@ -32,7 +32,7 @@ class Probe:
 
     def exact(self, name: str, load: Callable[[], ModelMixin]) -> Tensor:
         """The velocity of the network that `load` gives, whose blocks come to the device one at a time."""
-        expert = offload.place(load(), "cpu_swap", self.device, self.backbone.block_classes, swap.PASSING)
+        expert = offload.place(load(), "cpu_swap", self.device, self.backbone.block_classes, swap.Passing())
         return self.velocity(name, expert)
 
     def note(self, name: str, where: str, expert: ModelMixin, exact: Tensor) -> str:

@@ -21,7 +21,7 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rewardfl import attention, backbones, data, groups, grpo, lora, offload, swap
+from rewardfl import attention, backbones, compiling, data, groups, grpo, lora, offload, swap
 from rewardfl import config as configuration
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Experts, Source
@@ -139,6 +139,8 @@ def open_job(cfg: AnyConfig) -> Job:
     job = Job(cfg.train.max_grad_norm, unused_parameters=several, cpu_threads=cfg.run.cpu_threads)
     checks.check_sharding(cfg, job.sharding)
     attention.check_backward(cfg.model.attention_backend, DTYPES[cfg.model.dtype], job.device)
+    if cfg.train.compile_blocks:
+        compiling.check_compiler(job.device)
     return job
 
 
@@ -505,6 +507,8 @@ def load_experts(
         expert = backbone.load_expert(name)
         if cfg.model.attention_backend != attention.NATIVE:
             expert.set_attention_backend(cfg.model.attention_backend)
+        if cfg.train.compile_blocks:
+            compiling.compile_blocks(expert, backbone.block_classes)
         return expert
 
     def placed(name: str, load: Callable[[], ModelMixin], where: str, device: torch.device) -> ModelMixin:
@@ -558,14 +562,14 @@ def _placed(
         return offload.place(load(), where, device, backbone.block_classes, room)
 
     if where not in configuration.SWAPPED or job.world == 1:
-        return place(swap.OWN)
+        return place(swap.Room())
     lender = swap.Lender()
     if job.rank_here == 0:
-        expert = place(lender.room)
+        expert = place(lender)
     process, files = job.gather_lists([(os.getpid(), list(lender.files))])[job.rank - job.rank_here]
     for turn in range(1, job.largest(job.rank_here) + 1):
         if turn == job.rank_here:
-            expert = place(swap.Borrower(process, files).room)
+            expert = place(swap.Borrower(process, files))
         job.wait()
     lender.close()
     return expert

@@ -1,0 +1,37 @@
+"""Blocks that torch compiles: fewer and larger kernels for the same function, which round otherwise."""
+
+from collections.abc import Sequence
+
+import torch
+from diffusers import ModelMixin
+
+from rewardfl.attention import CannotTrain
+
+
+def compile_blocks(expert: ModelMixin, block_classes: Sequence[str]) -> None:
+    """Let torch compile the blocks' forward passes, each kind of block once, when they are first called.
+
+    block_classes: the names of their classes. What hangs on a block's call stays outside, above all the hooks that
+    bring its weights (rewardfl.swap); diffusers' compile_repeated_blocks compiles the call, hooks included, and fails.
+    """
+    for module in expert.modules():
+        if type(module).__name__ in block_classes:
+            module.forward = torch.compile(module.forward)
+
+
+def check_compiler(device: torch.device) -> None:
+    """CannotTrain where torch cannot compile a function with a gradient for `device`: no compiler, no Triton."""
+
+    @torch.compile
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    x = torch.ones(64, device=device, requires_grad=True)
+    try:
+        double(x).sum().backward()
+    except RuntimeError as error:
+        (first, *_) = str(error).splitlines() or [type(error).__name__]
+        raise CannotTrain(
+            f"train.compile_blocks: torch cannot compile for {device.type} on this machine: {first}; install what it "
+            "asks for (a C++ compiler, for a GPU Triton), or set compile_blocks: false"
+        ) from error

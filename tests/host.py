@@ -1,0 +1,55 @@
+"""What a GPU would not let pass: an operator that takes memory of the host together with what is on the device."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rewardfl import offload, optim, swap
+from rewardfl.backbones.wan import decoder
+
+COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
+
+
+class HostIsApart(TorchDispatchMode):
+    """Fails where an operator other than a copy mixes the two. On a CPU the device is all that is not `host`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: dict[int, Tensor] = {}  # by where it begins; kept, so that no other memory begins there
+        self.copied = 0
+
+    def lies(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.host
+
+    def remember(self, tensor: Tensor) -> Tensor:
+        self.host[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.dim() and one.numel()]
+        there = [self.lies(one) for one in given]
+        if func in COPIES:
+            self.copied += any(there) and not all(there)
+        elif any(there) and not all(there):
+            pytest.fail(f"{func} takes memory of the host and of the device")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def apart(monkeypatch):
+    """Within, memory that rewardfl says is the host's is a GPU's host's. Gives what has been seen."""
+    seen, new, to_host = HostIsApart(), swap.host_memory, offload.to_host
+
+    def remembered(size, *file):
+        return seen.remember(new(size, *file))
+
+    with monkeypatch.context() as patch, seen:
+        for module in (swap, offload):
+            patch.setattr(module, "host_memory", remembered)
+        for module in (offload, optim, decoder):
+            patch.setattr(module, "to_host", lambda tensor: seen.remember(to_host(tensor)))
+        yield seen
