@@ -141,7 +141,8 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     done, score = resumed.step, None
     progress = tqdm(range(done, steps), initial=done, total=steps, disable=not job.accelerator.is_local_main_process)
     clip_low, clip_high = cfg.grpo.clip_range, cfg.grpo.clip_range_high or cfg.grpo.clip_range
-    tolerance = grpo.ratio_tolerance(cfg.grpo.ratio_tolerance, cfg.model.dtype, clip_low)
+    exact = cfg.model.dtype == "float32" and not cfg.train.compile_blocks
+    tolerance = grpo.ratio_tolerance(cfg.grpo.ratio_tolerance, exact, clip_low)
     if held_out and opened.path is None:
         log.write(0, evaluate())
     for epoch in range(done // per_epoch, steps // per_epoch):

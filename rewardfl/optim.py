@@ -8,7 +8,7 @@ import torch
 from diffusers.training_utils import EMAModel
 from torch import nn
 
-from rewardfl.offload import to_host
+from rewardfl.offload import InHost, to_host
 
 AT_ONCE = 32  # parameters whose moments are on the device
 
@@ -26,7 +26,7 @@ class HostAdamW(torch.optim.AdamW):
             for group in groups:
                 for begin in range(0, len(group["params"]), AT_ONCE):
                     part = group["params"][begin : begin + AT_ONCE]
-                    self._move(part, lambda moment, parameter: moment.to(parameter.device))
+                    self._move(part, lambda moment, parameter: InHost(moment).back(parameter.device))
                     self.param_groups = [group | {"params": part}]
                     super().step()
                     self._move(part, lambda moment, parameter: to_host(moment))

@@ -110,7 +110,7 @@ class Passing(Room):
         return torch.zeros(size, dtype=torch.uint8)
 
 
-def pack(block: nn.Module, room: Room, in_8_bits: bool) -> Packed:
+def pack_block(block: nn.Module, room: Room, in_8_bits: bool) -> Packed:
     """Move a block's frozen parameters, wherever they lie, into one piece of the room's memory.
 
     in_8_bits: the matrices among them as integers. NotShared where the room is filled with others.
@@ -225,7 +225,7 @@ class BlockSwap:
         in_8_bits: bool = False,
     ):
         self.device = device
-        self.packed = [pack(block, room or Room(), in_8_bits) for block in blocks]
+        self.packed = [pack_block(block, room or Room(), in_8_bits) for block in blocks]
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.last: int | None = None  # whose turn it was in this pass
         self.ahead: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # what was sent for: see `fetch`

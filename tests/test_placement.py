@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from host import apart
 from runs import FAST, GRPO_FAST, adapter, call, call_grpo, launch, metrics
 
 from rewardfl import data, lora
@@ -47,6 +48,16 @@ def assert_same(run, plain):
 def test_what_waits_in_host_memory_changes_nothing(plain, tmp_path, settings):
     launch(f"run.output_dir={tmp_path / 'run'}", f"data.cache_dir={plain / 'cache'}", *TWO_NOISES, *settings)
     assert_same(tmp_path / "run", plain)
+
+
+@pytest.mark.parametrize("settings", [HOST, KEPT], ids=["replay", "graphs kept"])
+def test_only_copies_read_what_waits_in_host_memory(plain, tmp_path, monkeypatch, capsys, settings):
+    """On a CPU anything may; a GPU would stop there."""
+    arguments = [*FAST, *TWO_NOISES, *settings, f"data.cache_dir={plain / 'cache'}", f"run.output_dir={tmp_path}"]
+    with apart(monkeypatch) as seen:
+        code, _, error = call(monkeypatch, capsys, *arguments)
+    assert code == 0, error
+    assert seen.copied > 500 and metrics(tmp_path) == metrics(plain)
 
 
 IN_8_BITS = re.compile(r"note: with its weights in 8 bits \((\w+)\) the (\w+) expert's velocity is (\d+\.\d+)% away")

@@ -13,7 +13,7 @@ from pipelines import LAYERS as TARGETS
 
 from rewardfl import lora, offload
 from rewardfl.run import invariants
-from rewardfl.swap import BlockSwap, Borrower, Lender, NotShared, Room, pack
+from rewardfl.swap import BlockSwap, Borrower, Lender, NotShared, Room, pack_block
 from rewardfl_tools.tiny_world.video import new_expert
 
 DEVICE, LAYERS = torch.device("cpu"), 5
@@ -144,7 +144,7 @@ def test_no_weight_is_further_off_than_half_a_step(dtype, relative):
     weight = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
     parameters = [torch.nn.Parameter(value, requires_grad=False) for value in (weight, weight[0].clone())]
     block = torch.nn.ParameterList(parameters)
-    packed = pack(block, Room(), in_8_bits=True)
+    packed = pack_block(block, Room(), in_8_bits=True)
     assert parameters[0].dtype == torch.int8 and len(packed.host) < 40 * 300 + 40 * 4 + 300 * 4 + 3 * 64
     assert packed.host[40 * 300 : 12032].eq(0).all()  # nothing but zeros between two of them
     packed.work_from(packed.host.clone())
@@ -237,7 +237,7 @@ def test_between_its_turns_a_block_lies_in_one_piece_of_host_memory():
 def test_parameters_of_several_dtypes_begin_where_kernels_can_read_them():
     values = [torch.ones(3, dtype=torch.bfloat16), torch.full((2, 5), 2.0), torch.full((1,), 3.0, dtype=torch.float64)]
     parameters = torch.nn.ParameterList([torch.nn.Parameter(value.clone(), requires_grad=False) for value in values])
-    packed = pack(parameters, Room(), in_8_bits=False)
+    packed = pack_block(parameters, Room(), in_8_bits=False)
     assert [parameter.data_ptr() % 64 for parameter in parameters] == [0, 0, 0] and len(packed.host) == 3 * 64
     assert all(torch.equal(parameter, value) for parameter, value in zip(parameters, values, strict=True))
 

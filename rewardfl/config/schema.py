@@ -644,7 +644,7 @@ class GrpoConfig(Section):
     advantage_of: IfNamed[Literal["sum", "per_reward"]] = "sum"
     advantage_clip: IfNamed[Positive] = 5.0
     # Largest |log-probability of the replay - of the rollout| before an epoch's first update; more stops the run.
-    # null: 0 in float32, 0.1 * clip_range in bfloat16.
+    # null: 0 in float32, 0.1 * clip_range in bfloat16 or with train.compile_blocks.
     ratio_tolerance: Free[NonNegative | None] = None
     # The averaged weights, which are evaluated, shown and saved: weight of the old average at each update (rising from
     # 0.1 to this). 0: the last weights themselves.

@@ -1,0 +1,73 @@
+"""Blocks that torch compiles compute what they computed, to rounding, wherever their weights are."""
+
+import json
+
+import pytest
+import torch
+from runs import adapter, launch, launch_grpo, metrics
+from test_swap import DEVICE, answer, expert, gradients, inputs
+
+from rewardfl import compiling, lora, offload
+from rewardfl.attention import CannotTrain
+
+BLOCKS = ["WanTransformerBlock"]
+
+
+def compiled(model):
+    compiling.compile_blocks(model, BLOCKS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["gpu", "cpu_swap", "cpu_swap_int8"])
+def test_gradients_and_references_are_the_same(where):
+    checkpoints = [offload.checkpointing(DEVICE, on_host, False) for on_host in (False, True)]
+    plain = expert(where, checkpoints[0])
+    wanted, graphs = gradients(plain), torch._dynamo.utils.counters["stats"]
+    for checkpoint in checkpoints:
+        model = expert(where, checkpoint, change=compiled)
+        for _ in range(2):
+            found = gradients(model)
+            assert found.keys() == wanted.keys() and len(found) > 50
+            for name, gradient in wanted.items():
+                assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+        with torch.no_grad():
+            rolled = answer(model, *inputs(model))
+            with lora.reference(model), lora.reference(plain):
+                assert torch.allclose(
+                    answer(model, *inputs(model)), answer(plain, *inputs(plain)), rtol=1e-4, atol=1e-5
+                )
+        assert torch.allclose(rolled, answer(model, *inputs(model)), rtol=1e-5, atol=1e-6)  # replay
+    assert 0 < graphs["unique_graphs"] < 10  # not one for every block
+
+
+@pytest.mark.long
+def test_runs_are_the_same_to_rounding(tmp_path):
+    def run(start, name, *settings):
+        one = ["train.max_steps=2", "train.use_gradient_checkpointing=true", f"run.output_dir={tmp_path / name}"]
+        start(*one, *settings)
+        return metrics(tmp_path / name), adapter(tmp_path / name, 2)
+
+    for start, name in ((launch, "fl"), (launch_grpo, "grpo")):
+        (plain, before), (lines, after) = (
+            run(start, f"{name}{on}", f"train.compile_blocks={json.dumps(on)}") for on in (False, True)
+        )
+        for mine, theirs in zip(lines, plain, strict=True):
+            for key in ("reward/mean", "grad_norm"):
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-4), (name, key)
+        assert before.keys() == after.keys() and any(not torch.equal(before[key], after[key]) for key in before)
+        for key, value in before.items():
+            assert (after[key] - value).norm() <= 1e-3 * value.norm(), (name, key)
+
+
+def test_a_machine_without_a_compiler_is_refused(monkeypatch):
+    """The message names what is missing, and the way out."""
+
+    def cannot(function):
+        def failing(*given):
+            raise RuntimeError("InvalidCxxCompiler: no working C++ compiler\nmore")
+
+        return failing
+
+    monkeypatch.setattr(torch, "compile", cannot)
+    with pytest.raises(CannotTrain, match=r"^train.compile_blocks: .* cpu .*InvalidCxxCompiler.*compiler; .*false$"):
+        compiling.check_compiler(DEVICE)
