@@ -1,11 +1,16 @@
 """Blocks that torch compiles: fewer and larger kernels for the same function, which round otherwise."""
 
 from collections.abc import Sequence
+from types import MethodType
 
 import torch
 from diffusers import ModelMixin
 
 from rewardfl.attention import CannotTrain
+
+# In which one expert's blocks may be compiled: with a graph and without, the adapter on and off, a clip's shape, then
+# any shape, a batch of one and of several. torch's own limit is 8 for all experts together.
+FORMS = 32
 
 
 def compile_blocks(expert: ModelMixin, block_classes: Sequence[str]) -> None:
@@ -13,10 +18,15 @@ def compile_blocks(expert: ModelMixin, block_classes: Sequence[str]) -> None:
 
     block_classes: the names of their classes. What hangs on a block's call stays outside, above all the hooks that
     bring its weights (rewardfl.swap); diffusers' compile_repeated_blocks compiles the call, hooks included, and fails.
+    A block that torch cannot compile as a whole, or would compile in more than FORMS forms, is an error: torch would
+    otherwise run it as it is, and at most say so in a warning.
     """
-    for module in expert.modules():
-        if type(module).__name__ in block_classes:
-            module.forward = torch.compile(module.forward)
+    blocks = [module for module in expert.modules() if type(module).__name__ in block_classes]
+    for kind in {type(block) for block in blocks}:
+        forward = torch.compile(kind.forward, fullgraph=True, recompile_limit=FORMS, isolate_recompiles=True)
+        for block in blocks:
+            if type(block) is kind:
+                block.forward = MethodType(forward, block)
 
 
 def check_compiler(device: torch.device) -> None:
