@@ -65,9 +65,9 @@ def measured_before():
     return measured
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def measured_once(monkeypatch):
-    """What an estimate measures on the meta device is measured once for each video in a process."""
+    """What an estimate measures on the meta device, which is the same each time, is measured once in a process."""
     from rewardfl.estimate import report
 
     monkeypatch.setattr(report, "measure", measured_before())

@@ -14,6 +14,7 @@ import torch
 import yaml
 from conftest import ROOT
 from pipelines import FRAMES, HEIGHT, I2V, LAYERS, WIDTH, encode, random_variant
+from torch.utils.flop_counter import FlopCounterMode
 
 from rewardfl import backbones, config, flow, lora
 from rewardfl.backbones.seam import Adapter, Experts, Source
@@ -42,7 +43,6 @@ SIZES = {"480x832": (480, 832), "480x480": (480, 480)}
 PIPELINE = ROOT / "assets" / "tiny_world" / "pipeline"
 TINY = Video(described(PIPELINE, "float32"), 64, 64, 9, Adapter(16, TARGETS))
 SIGMAS = tuple(flow.linear_sigmas(8, 5.0).tolist())
-pytestmark = pytest.mark.usefixtures("measured_once")
 BF16 = torch.bfloat16
 LAST_FOUR = {"low_noise": 4}  # of 8 steps, of which the low-noise expert has 5 at boundary 0.9
 RUN = Work(
@@ -231,12 +231,21 @@ def test_peak_counts_what_lives_at_once():
     assert measure.without_graph(run, [x]).peak == 4000 + 3960
     assert measure.without_graph(lambda: (x * 2, x.add_(1)), [x]).peak == 4000
     leaf = x.clone().requires_grad_()
-    cost = measure.with_graph(lambda: [(leaf * x).exp()], [leaf], [x])  # exp keeps its result; x and the leaf are given
-    assert (cost.saved, cost.peak) == (4000, 4 * 4000)  # with it the cotangent, and a gradient made from another
+
+    def peak(graph, **how):
+        leaf.grad = None  # else the gradient is added to memory that is there
+        return measure.with_graph(graph, [leaf], [x], **how).peak
+
+    def exp():
+        return [(leaf * x).exp()]  # which keeps its result; x and the leaf are given
+
+    assert measure.saved_by(exp, [leaf, x]) == 4000
+    # with it the cotangent, and a gradient made from another, when the graph has let go of the result
+    assert (peak(exp), peak(exp, keep=False)) == (4 * 4000, 3 * 4000)
 
 
 def hooked_bytes(forward, given):
-    """As `measure.with_graph`, of real tensors and by their addresses."""
+    """What `measure.saved_by` counts, of real tensors and by their addresses."""
     known, saved = {tensor.untyped_storage().data_ptr() for tensor in given}, {}
 
     def pack(tensor):
@@ -251,8 +260,8 @@ def hooked_bytes(forward, given):
 
 
 def counted(run):
-    """FLOPs as torch counts them on the CPU, with its CPU attention, and what `run` gives."""
-    with measure.counter() as counter:
+    """FLOPs as torch's own counter has them on the CPU, with its CPU attention, and what `run` gives."""
+    with FlopCounterMode(display=False, custom_mapping=measure.FUSED) as counter:
         result = run()
     return counter.get_total_flops(), result
 

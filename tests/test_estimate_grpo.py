@@ -17,7 +17,6 @@ from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_option
 from rewardfl.run import work
 from rewardfl_tools import plan_run
 
-pytestmark = pytest.mark.usefixtures("measured_once")
 ADAPTER = Adapter(32, tuple(LAYERS))
 SCHEDULE = wan.schedule(8, 5.0, I2V.experts, 0.9)
 SIGMAS, EXPERTS = tuple(SCHEDULE.sigmas.tolist()), SCHEDULE.experts  # three steps of high noise, five of low

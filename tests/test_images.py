@@ -68,8 +68,14 @@ def settings(name, folder):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("how", ["reward_fl", "flow_grpo"])
+LEARNING = [
+    *(("reward_fl", name) for name in MODELS),
+    *(("flow_grpo", name) for name in ("sd3", "flux")),
+    *(pytest.param("flow_grpo", name, marks=pytest.mark.long) for name in ("qwen_image", "flux2_klein", "z_image")),
+]
+
+
+@pytest.mark.parametrize("how, name", LEARNING)
 def test_a_colour_is_learned(folder_of, name, how, tmp_path):
     common = [
         *settings(name, folder_of(name)), "train.learning_rate=2e-2", "train.warmup_steps=0", "train.max_steps=12",
@@ -133,9 +139,9 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
     def network(_, **inputs):
         return model(**inputs, return_dict=False)[0]
 
-    with torch.no_grad(), measure.counter() as flops:
+    with torch.no_grad(), measure.Flops() as flops:
         velocity = backbone.velocity(network, x, 0, schedule, told)
-    assert velocity.shape == x.shape and flops.get_total_flops() == predicted.forward_frozen
+    assert velocity.shape == x.shape and flops.total == predicted.forward_frozen
     lora.inject(model, 4, 4, list(targets), seed=0)
     assert predicted.adapter_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
     decoder = measure.measure_decoder(parts.decoder)

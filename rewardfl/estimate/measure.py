@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
 from rewardfl.attention import is_self_attention
 from rewardfl.backbones.seam import Adapter, Caches, ChunksOnMeta, ExpertOnMeta
@@ -96,16 +96,31 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def counter() -> FlopCounterMode:
-    """A counter of the FLOPs of matrix products, convolutions and attentions, the CPU's fused one included."""
-    fused = torch.ops.aten
-    known = {
-        fused._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-        fused._scaled_dot_product_flash_attention_for_cpu_backward: (
-            lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
-        ),
-    }
-    return FlopCounterMode(display=False, custom_mapping=known)
+# torch's formulas know the GPU's fused attentions and not the CPU's, which stands for them on the meta device
+FUSED = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
+FORMULAS = flop_registry | {operator: shape_wrapper(formula) for operator, formula in FUSED.items()}
+
+
+class Flops(TorchDispatchMode):
+    """Adds up the FLOPs of matrix products, convolutions and attentions, by torch's formulas.
+
+    torch's own counter also tells modules apart, by hooks that keep alive what a checkpoint computes again.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in FORMULAS:
+            self.total += FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 @dataclass(frozen=True)
@@ -114,17 +129,11 @@ class Cost:
 
     peak: int  # the most that lived at once
     forward: int
-    saved: int = 0  # for the backward pass, each storage once
     backward: int = 0
 
 
-def with_graph(forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor], given: Iterable[Tensor]) -> Cost:
-    """The cost of the tensors `forward()` and of their gradients, which the leaves are left with.
-
-    given: bytes that are not counted. leaves: those that require a gradient, not counted in the peak and in what is
-    saved only where the graph keeps them.
-    """
-    given = list(given)
+def saved_by(forward: Callable[[], object], given: Iterable[Tensor]) -> int:
+    """Bytes that a graph through `forward()` keeps for the backward pass, each storage once, `given` ones not."""
     known, saved = {_storage(tensor) for tensor in given}, {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -132,34 +141,35 @@ def with_graph(forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor]
             saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor  # kept alive by the graph, so that no address is used twice
 
-    with _Flash(), counter() as flops, Living([*given, *leaves]) as living:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = forward()
-        there = flops.get_total_flops()
-        cotangents = [torch.empty_like(output) for output in outputs]
-        torch.autograd.backward(outputs, cotangents)  # autograd.grad and the counter's module hooks do not go together
-    return Cost(living.peak, there, sum(saved.values()), flops.get_total_flops() - there)
+    with _Flash(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        graph = forward()
+    del graph  # it had to be alive until all was counted
+    return sum(saved.values())
 
 
-def peak_with_graph(forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor], given: Iterable[Tensor]) -> int:
-    """The most that lives while the gradients of the tensors `forward()` are computed, as `with_graph` counts it.
+def with_graph(
+    forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor], given: Iterable[Tensor], keep: bool = True
+) -> Cost:
+    """The cost of the tensors `forward()` and of their gradients, which the leaves are left with.
 
-    For a graph of which parts are computed again: torch's FLOP counter would keep these alive. The values of what
-    `forward` gives are let go before the backward pass.
+    given: bytes that are not counted in the peak. leaves: those that require a gradient, not counted either. keep:
+    whether the values of what `forward` gives live through the backward pass.
     """
-    with _Flash(), Living([*given, *leaves]) as living:
+    with _Flash(), Flops() as flops, Living([*given, *leaves]) as living:
         outputs = forward()
+        there = flops.total
         edges, cotangents = [get_gradient_edge(one) for one in outputs], [torch.empty_like(one) for one in outputs]
-        del outputs
+        if not keep:
+            del outputs
         torch.autograd.backward(edges, cotangents)
-    return living.peak
+    return Cost(living.peak, there, flops.total - there)
 
 
 def without_graph(run: Callable[[], Any], given: Iterable[Tensor]) -> Cost:
     """The cost of `run()` without gradients; given: bytes that are not counted."""
-    with torch.no_grad(), _Flash(), counter() as flops, Living(given) as living:
+    with torch.no_grad(), _Flash(), Flops() as flops, Living(given) as living:
         run()
-    return Cost(living.peak, flops.get_total_flops())
+    return Cost(living.peak, flops.total)
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -216,6 +226,7 @@ class BlockCost:
     weights_int8: int
     adapter_parameters: int
     given: int
+    saved: int
     graph: Cost
     adapted: Cost  # without a graph
     frozen: Cost  # without adapter and graph
@@ -280,8 +291,8 @@ def measure_expert(kinds: Sequence[ExpertOnMeta], dtype: torch.dtype, adapter: A
         block_input=largest(lambda block: block.given),
         stored=total(lambda block: block.given),
         attention_kept=total(lambda block: block.attention_kept),
-        saved=total(lambda block: block.graph.saved),
-        block_saved=largest(lambda block: block.graph.saved),
+        saved=total(lambda block: block.saved),
+        block_saved=largest(lambda block: block.saved),
         block_peak=largest(lambda block: block.graph.peak),
         block_peak_frozen=largest(lambda block: block.adapted.peak),
         forward=whole.forward - blocks[0].graph.forward + total(lambda block: block.graph.forward),
@@ -295,11 +306,9 @@ def _measure_block(kind: ExpertOnMeta, dtype: torch.dtype, adapter: Adapter | No
     model, bare = kind.build(adapter), kind.build(None)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     (model_block,), (bare_block,) = kind.blocks(model), kind.blocks(bare)
-    graph = with_graph(
-        lambda: kind.run_block(model_block),
-        [*kind.block_inputs, *trained],
-        [*model.parameters(), *kind.block_shared],
-    )
+    given = [*model.parameters(), *kind.block_shared]
+    saved = saved_by(partial(kind.run_block, model_block), given)
+    graph = with_graph(partial(kind.run_block, model_block), [*kind.block_inputs, *trained], given)
     frozen, adapted = (
         without_graph(partial(kind.run_block, one), [*of.parameters(), *kind.block_inputs, *kind.block_shared])
         for one, of in ((bare_block, bare), (model_block, model))
@@ -319,6 +328,7 @@ def _measure_block(kind: ExpertOnMeta, dtype: torch.dtype, adapter: Adapter | No
         weights_int8=weights_int8,
         adapter_parameters=sum(parameter.numel() for parameter in trained),
         given=nbytes(kind.block_inputs),
+        saved=saved,
         graph=graph,
         adapted=adapted,
         frozen=frozen,
@@ -337,20 +347,22 @@ def measure_decoder(decoder: ChunksOnMeta) -> tuple[ChunkCost, ...]:
     """The cost of each latent frame's chunk."""
     caches, costs, weights = decoder.caches, [], list(decoder.module.parameters())
     for i in range(min(decoder.count, 3)):  # the caches have two frames from the third chunk on, nothing changes then
-        x, first = decoder.chunk(i), i == 0
-        start = [c.detach().requires_grad_() if isinstance(c, Tensor) else c for c in caches]
+        x, start = decoder.chunk(i), [c.detach().requires_grad_() if isinstance(c, Tensor) else c for c in caches]
         held = [c for c in start if isinstance(c, Tensor)]
 
-        def forward(first: bool = first, x: Tensor = x, start: Caches = start) -> list[Tensor]:
+        def forward(first: bool = i == 0, x: Tensor = x, start: Caches = start) -> list[Tensor]:
             frames, after = decoder.run(x, start, first)
             return [frames, *(c for c in after if isinstance(c, Tensor))]
 
-        plain, frozen = with_graph(forward, [x, *held], weights), without_graph(forward, [*weights, x, *held])
+        def go_on(first: bool = i == 0, x: Tensor = x, start: Caches = start) -> Tensor:
+            nonlocal caches
+            frames, caches = decoder.run(x, start, first)
+            return frames
+
+        saved, frozen = saved_by(forward, weights), without_graph(go_on, [*weights, x, *held])
         with decoder.checkpointed():
-            graph, peak = with_graph(forward, [x, *held], weights), peak_with_graph(forward, [x, *held], weights)
-        costs.append(ChunkCost(nbytes(held), plain.saved, frozen.peak, peak, graph.forward, graph.backward))
-        with torch.no_grad():
-            _, caches = decoder.run(x, start, first)
+            graph = with_graph(forward, [x, *held], weights, keep=False)
+        costs.append(ChunkCost(nbytes(held), saved, frozen.peak, graph.peak, graph.forward, graph.backward))
     return tuple(costs + costs[-1:] * (decoder.count - len(costs)))
 
 
