@@ -1,6 +1,5 @@
 """Weights that come from host memory for a block's turn: the same numbers, the order of the copies, their number."""
 
-import multiprocessing
 import os
 import weakref
 from pathlib import Path
@@ -8,6 +7,8 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+import zygote
+from conftest import ROOT
 from host import apart
 from pipelines import LAYERS as TARGETS
 
@@ -251,8 +252,8 @@ def mapped(parameter):
     raise AssertionError("no memory")
 
 
-def borrow(process, files, change, in_8_bits, answers):
-    """In another process: an equal expert, whose blocks' weights are the first process's."""
+def borrow(process, files, change, in_8_bits):
+    """In another process: an equal expert, whose blocks' weights are the first process's. Prints what became of it."""
     model = expert(layers=2)
     if change:
         with torch.no_grad():
@@ -260,12 +261,11 @@ def borrow(process, files, change, in_8_bits, answers):
     try:
         BlockSwap(list(model.blocks), DEVICE, Borrower(process, files), in_8_bits)
     except NotShared as error:
-        answers.put(str(error))
+        print(error)
         return
     weight = model.blocks[1].ffn.net[2].weight
-    answers.put(mapped(weight))
+    print(mapped(weight))
     weight.data[3, 1] = 7  # one memory: the other process sees it
-    answers.put("written")
 
 
 @pytest.mark.parametrize("in_8_bits", [False, True])
@@ -273,20 +273,17 @@ def test_processes_of_a_machine_have_one_copy(in_8_bits):
     model, lender = expert(layers=2), Lender()
     BlockSwap(list(model.blocks), DEVICE, lender, in_8_bits)
     assert len(lender.files) == 2 and "memfd:rewardfl" in mapped(model.blocks[0].attn1.to_q.weight)
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
     for change, wrong in ((True, False), (False, True), (False, False)):
         files = [10_000 + file for file in lender.files] if wrong else lender.files
-        process = context.Process(target=borrow, args=(os.getpid(), files, change, in_8_bits, answers))
-        process.start()
-        said = answers.get(timeout=120)
+        words = f"import test_swap; test_swap.borrow({os.getpid()}, {files}, {change}, {in_8_bits})"
+        done = zygote.run(["-c", words], cwd=ROOT / "tests")
+        assert done.returncode == 0, done.stderr
         if change:
-            assert "not those that the first process" in said
+            assert "not those that the first process" in done.stdout
         elif wrong:
-            assert "No such file" in said and "cpu_swap" in said
+            assert "No such file" in done.stdout and "cpu_swap" in done.stdout
         else:
-            assert "memfd:rewardfl" in said and answers.get(timeout=120) == "written"
-        process.join()
+            assert "memfd:rewardfl" in done.stdout
     assert model.blocks[1].ffn.net[2].weight[3, 1] == 7
     lender.close()
     assert not lender.files
