@@ -28,7 +28,6 @@ from rewardfl.run import checkpoint, start
 from rewardfl.run.job import Job
 from rewardfl_tools import _generate, evaluate, generate
 
-
 # -- runs
 
 
