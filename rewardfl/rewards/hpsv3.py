@@ -1,6 +1,6 @@
 """Which of two images would people prefer for this prompt? HPSv3, Ma et al. 2025, arXiv 2508.03789.
 
-Facts of the published scorer are from github.com/MizzenAI/HPSv3 and its package hpsv3 1.0.0, by file and line.
+Facts of the published scorer are from its package hpsv3 1.0.0 (github.com/MizzenAI/HPSv3), by file and line.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ QUESTION = Question(
     vision="<|image_pad|>",
     answers=("<|Reward|>",),
 )
-PIXELS = 256 * 28 * 28  # of an image, at least and at most, inference.py:97
-WIDTHS = (1024, 16, 2)  # of the head's layers, qwen2vl_trainer.py:106; the last is mu and sigma
+PIXELS = 256 * 28 * 28  # of an image, at least and at most, inference.py:98
+WIDTHS = (1024, 16, 2)  # of the head's layers, qwen2vl_trainer.py:99; the last is mu and sigma
 
 
 class Hpsv3Reward(FrameReward):
     """mu, the mean of the preference that a Qwen2-VL-7B with a head of three layers gives a frame for its prompt.
 
-    sigma, the head's other number, its doubt, is not used; the authors' score is mu too (inference.py, last lines).
+    sigma, the head's other number, its doubt, is not used; the authors' score is mu too (inference.py:166).
 
     checkpoint: HPSv3.safetensors of MizzenAI/HPSv3. model_dir: Qwen/Qwen2-VL-7B-Instruct, of which config.json and the
     tokenizer are used. prompt_file: hpsv3/dataset/data_collator_qwen.py of github.com/MizzenAI/HPSv3, whose question

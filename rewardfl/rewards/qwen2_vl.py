@@ -4,9 +4,8 @@ What the published scorers do to bytes (PIL or torchvision, then transformers' p
 floats, so that the gradient reaches the frames; tests/test_rewards_vlm.py compares both.
 
 Positions are 0, 1, 2, ... for text and patches alike. Qwen2-VL itself gives patches the place of their frame, row and
-column, but both scorers call the language model with embeddings and without `position_ids` (VideoAlign trainer.py:115,
-HPSv3 qwen2vl_trainer.py:201), which counts tokens (transformers 4.45.2, modeling_qwen2_vl.py, "the hard coded `3`");
-they were trained and are published so.
+column, but both scorers call the text model with embeddings and without `position_ids` (VideoAlign trainer.py:115,
+hpsv3 1.0.0 qwen2vl_trainer.py:179), which then counts tokens; they were trained and are published so.
 """
 
 import ast
