@@ -41,7 +41,7 @@ class Hpsv3Reward(FrameReward):
     weights = (
         "HPSv3.safetensors of MizzenAI/HPSv3; config and tokenizer of Qwen/Qwen2-VL-7B-Instruct; data_collator_qwen.py"
     )
-    licence = "MIT (github.com/MizzenAI/HPSv3); Qwen2-VL-7B: Apache-2.0"
+    licence = "code: MIT (github.com/MizzenAI/HPSv3); Qwen2-VL-7B: Apache-2.0; weights: as their page says"
     range = "any; over published image models from -0.2 (SD2) to 10.6 (Kolors)"
 
     def __init__(
