@@ -24,11 +24,13 @@ REWARDS: dict[str, str] = {
     "face_judge": "face_judge:FaceJudge",
     "face_motion": "face.motion:FaceMotionReward",
     "hpsv2": "hpsv2:Hpsv2Reward",
+    "hpsv3": "hpsv3:Hpsv3Reward",
     "jpeg_size": "jpeg_size:JpegSizeReward",
     "motion": "motion:MotionReward",
     "optical_flow": "optical_flow:OpticalFlowReward",
     "pickscore": "pickscore:PickScoreReward",
     "remote": "remote:RemoteReward",
+    "video_align": "video_align:VideoAlignReward",
 }
 
 

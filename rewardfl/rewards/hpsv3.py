@@ -1,0 +1,87 @@
+"""Which of two images would people prefer for this prompt? HPSv3, Ma et al. 2025, arXiv 2508.03789.
+
+Facts of the published scorer are from its package hpsv3 1.0.0 (github.com/MizzenAI/HPSv3), by file and line.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from rewardfl.rewards.clip import normalise, resize, unit_range
+from rewardfl.rewards.frames import FrameReward
+from rewardfl.rewards.qwen2_vl import JudgeFiles, Published, Question, load_judge, open_state, shown_size
+
+QUESTION = Question(
+    literals=("INSTRUCTION", "prompt_with_special_token"),
+    digest="f6ee57479d4e9eee76b49c00dc962e1e696a5a2b3cc32cebd9b1fa76fe27502c",
+    source="hpsv3/dataset/data_collator_qwen.py of github.com/MizzenAI/HPSv3",
+    vision="<|image_pad|>",
+    answers=("<|Reward|>",),
+)
+PIXELS = 256 * 28 * 28  # of an image, at least and at most, inference.py:98
+WIDTHS = (1024, 16, 2)  # of the head's layers, qwen2vl_trainer.py:99; the last is mu and sigma
+
+
+class Hpsv3Reward(FrameReward):
+    """mu, the mean of the preference that a Qwen2-VL-7B with a head of three layers gives a frame for its prompt.
+
+    sigma, the head's other number, its doubt, is not used; the authors' score is mu too (inference.py:166).
+
+    checkpoint: HPSv3.safetensors of MizzenAI/HPSv3. model_dir: Qwen/Qwen2-VL-7B-Instruct, of which config.json and the
+    tokenizer are used. prompt_file: hpsv3/dataset/data_collator_qwen.py of github.com/MizzenAI/HPSv3, whose question
+    is read from it. dtype: of the backbone, bfloat16 or float32; the head is float32 as published. Other settings:
+    FrameReward; four frames, one at a time, since each is a forward of seven billion parameters.
+    """
+
+    name = "hpsv3"
+    differentiable = True
+    uses_prompt = True
+    compares_with = "nothing"  # but the prompt
+    weights = (
+        "HPSv3.safetensors of MizzenAI/HPSv3; config and tokenizer of Qwen/Qwen2-VL-7B-Instruct; data_collator_qwen.py"
+    )
+    licence = "code: MIT (github.com/MizzenAI/HPSv3); Qwen2-VL-7B: Apache-2.0; weights: as their page says"
+    range = "any; over published image models from -0.2 (SD2) to 10.6 (Kolors)"
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        model_dir: str | Path,
+        prompt_file: str | Path,
+        frames: str | int = 4,
+        pooling: str = "mean",
+        first_frame: bool = False,
+        chunk: int = 1,
+        dtype: str = "bfloat16",
+    ):
+        super().__init__(frames, pooling, first_frame, chunk)
+        files = JudgeFiles(model_dir, prompt_file)
+        self.judge, self.head = load_judge(QUESTION, files, Published(open_state(checkpoint)), dtype, ranknet)
+        self.digest = files.digest()
+
+    def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
+        """The question about an image of this prompt as `tokens` (L,); ValueError without one."""
+        if not prompt:
+            raise ValueError("reward 'hpsv3' compares a clip with its prompt, and there is none")
+        return {"tokens": self.judge.ask(prompt)}
+
+    def fingerprint(self) -> dict[str, object]:
+        return {"name": self.name, "question": self.digest}
+
+    def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:
+        height, width = frames.shape[2:]
+        size = shown_size(height, width, self.judge.factor, PIXELS, PIXELS)
+        images = normalise(resize(unit_range(frames.to(next(self.head.parameters()))), *size))
+        depth = self.judge.vision.temporal_patch_size  # an image is shown as a video that stands still
+        answers = self.judge(images.repeat_interleave(depth, 0), depth, reference["tokens"].to(frames.device))
+        return self.head(answers[:, 0].to(images))[:, 0]
+
+
+def ranknet(width: int) -> nn.Sequential:
+    """The head, (..., width) hidden states -> (..., 2). The places are the names of its tensors in the file."""
+    first, second, last = WIDTHS
+    # at place 2 the published one has a dropout, which does nothing outside of training
+    return nn.Sequential(
+        nn.Linear(width, first), nn.ReLU(), nn.Identity(), nn.Linear(first, second), nn.ReLU(), nn.Linear(second, last)
+    )
