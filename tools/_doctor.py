@@ -22,7 +22,7 @@ from rewardfl import backbones, config, data
 from rewardfl.backbones.seam import Source
 from rewardfl.files import printable, sha256
 from rewardfl.rewards import FaceIdentityReward, build_terms
-from rewardfl.rewards.face import FaceIdentity
+from rewardfl.rewards.face import FaceIdentity, FacePool
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.onnx_file import read_graph
 from rewardfl.rewards.face.pack import describe_packs, file_hashes, pack_files
@@ -278,46 +278,46 @@ def faces(case: Case) -> Finding:
     """
     packs = identities(case)
     if not packs or not case.clips:
-        missing = "the configuration names no face pack" if case.clips else "no row names a video"
-        return Finding(NOT_DONE, missing)
+        return Finding(NOT_DONE, "the configuration names no face pack" if case.clips else "no row names a video")
     clips = {row.line: start.example_of(case.cfg, row).reference.to(case.device) for row in case.clips}
-    facts, problems, table = {}, [], []
+    facts: dict[str, Any] = {}
+    problems, skipped, table = [], [], []
     for label, identity in packs.items():
         try:
-            facts[f"parity of {label}"] = str(face_parity.check(identity, next(iter(clips.values()))))
+            parity = face_parity.check(identity, next(iter(clips.values())))
+            facts[f"parity of {label}"] = str(parity)
+            skipped += [f"{label}: {parity}"] if parity.skipped else []
         except face_parity.FaceParityError as error:
             facts[f"parity of {label}"] = str(error)
             problems.append(f"{label}: {error}")
-        for line, clip in clips.items():
-            pool = identity.pool(clip)
-            if pool is None:
-                problems.append(f"{label}: no face in the clip of line {line}")
-                table.append({"pack": label, "line": line, "coverage": 0.0})
-                continue
-            widths = pool.boxes[:, 2] - pool.boxes[:, 0]
-            table.append(
-                {
-                    "pack": label, "line": line, "coverage": pool.coverage, "mean width, px": float(widths.mean()),
-                    "least width, px": float(widths.min()), "self-similarity": pool.cap,
-                    "landmark speed": pool.speed, "non-rigid": pool.nonrigid,
-                }
-            )  # fmt: skip
+        pools = {line: identity.pool(clip) for line, clip in clips.items()}
+        problems += [f"{label}: no face in the clip of line {line}" for line, pool in pools.items() if pool is None]
+        table += [{"pack": label, "line": line, **seen(pool)} for line, pool in pools.items()]
     facts["clips"] = table
     if problems:
         return Finding(DIFFERS, problems[0], facts)
-    skipped = [text for text in facts.values() if isinstance(text, str) and "skipped" in text]
-    widths = [record["mean width, px"] for record in table]
-    small = (
-        f", {sum(width < SMALL_FACE for width in widths)} narrower than {SMALL_FACE} px"
-        if min(widths) < SMALL_FACE
-        else ""
-    )
+    widths = [float(record["mean width, px"]) for record in table]
+    narrow = sum(width < SMALL_FACE for width in widths)
+    small = f", {narrow} of {len(widths)} narrower than {SMALL_FACE} px" if narrow else ""
     said = f"a face in all {len(clips)} clips, {min(widths):.0f} to {max(widths):.0f} px wide{small}"
-    return (
-        Finding(NOT_DONE, f"{skipped[0]}; {said}", facts)
-        if skipped
-        else Finding(OK, f"as insightface sees it; {said}", facts)
-    )
+    if skipped:
+        return Finding(NOT_DONE, f"{skipped[0]}; {said}", facts)
+    return Finding(OK, f"as insightface sees it; {said}", facts)
+
+
+def seen(pool: FacePool | None) -> dict[str, Any]:
+    """What a pack finds in a clip, whose boxes are in its frames' pixels."""
+    if pool is None:
+        return {"coverage": 0.0}
+    widths = pool.boxes[:, 2] - pool.boxes[:, 0]
+    return {
+        "coverage": pool.coverage,
+        "mean width, px": float(widths.mean()),
+        "least width, px": float(widths.min()),
+        "self-similarity": pool.cap,
+        "landmark speed": pool.speed,
+        "non-rigid": pool.nonrigid,
+    }
 
 
 CHECKS: dict[str, Callable[[Case], Finding]] = {

@@ -103,11 +103,11 @@ class OurSigmas(FlowMatchEulerDiscreteScheduler):
 class Turn(nn.Module):
     """What stands in the stock pipeline for an expert, and answers by `ask`; as the expert, but for its weights."""
 
-    def __init__(self, case: Case, name: str, ask: Callable[[dict[str, Tensor]], Tensor]):
+    def __init__(self, backbone: Wan, name: str, device: torch.device, ask: Callable[[dict[str, Tensor]], Tensor]):
         super().__init__()
-        config = wan_files.config_of(case.backbone.layout, case.backbone.variant.parts[name])
-        empty = wan.new_expert(config, case.backbone.dtype, config["num_layers"], None)
-        self.config, self.dtype, self.device, self.ask = empty.config, empty.dtype, case.device, ask
+        config = wan_files.config_of(backbone.layout, backbone.variant.parts[name])
+        empty = wan.new_expert(config, backbone.dtype, config["num_layers"], None)
+        self.config, self.dtype, self.device, self.ask = empty.config, empty.dtype, device, ask
 
     def cache_context(self, name: str) -> contextlib.AbstractContextManager:
         """diffusers' for caches over the steps, of which there are none."""
@@ -138,7 +138,7 @@ def stock(case: Case) -> Finding:
     given = backbone.text_encoder(case.device)(row.prompt)
     given |= backbone.image_encoder(case.device)(image, frames)
     noise = groups.noise((1, *shape), SEED, case.device).to(backbone.dtype).float()  # that rounding changes nothing
-    theirs = sample_stock(case, schedule, given["text"], picture, noise, (height, width, frames))
+    theirs = sample_stock(case, backbone, schedule, given["text"], picture, noise, (height, width, frames))
     steps, x0 = sample_ours(case, schedule, given, noise, theirs)
     video = backbone.load_decoder(case.device).decode(x0, given).float().cpu()
     last = theirs.latents[-1][:, :, theirs.given :].float()
@@ -171,14 +171,19 @@ def judged(facts: dict[str, Any], steps: Sequence[Mapping[str, Any]], dtype: tor
 
 
 def sample_stock(
-    case: Case, schedule: Schedule, text: Tensor, picture: Tensor | None, noise: Tensor, size: tuple[int, int, int]
+    case: Case,
+    backbone: Wan,
+    schedule: Schedule,
+    text: Tensor,
+    picture: Tensor | None,
+    noise: Tensor,
+    size: tuple[int, int, int],
 ) -> Sampled:
     """The stock pipeline's call; picture: (H, W, 3) uint8; size: height, width, frames.
 
     Where it has a transformer there is a Turn, which has that expert loaded and the other one dropped.
     """
-    backbone, variant = case.backbone, case.backbone.variant
-    load, weights = stock_experts(backbone)
+    variant, (load, weights) = backbone.variant, stock_experts(backbone)
     experts, answers, asked = OneAtATime(placed(case, load)), [], []
 
     def ask(name: str, inputs: dict[str, Tensor]) -> Tensor:
@@ -187,9 +192,9 @@ def sample_stock(
         return answers[-1]
 
     parts = backbone.load(["vae", "image_encoder"] if variant.clip else ["vae"])
-    components = {part: Turn(case, name, partial(ask, name)) for name, part in variant.parts.items()} | {
-        "vae": parts.vae.to(case.device)
-    }
+    components = {
+        part: Turn(backbone, name, case.device, partial(ask, name)) for name, part in variant.parts.items()
+    } | {"vae": parts.vae.to(case.device)}
     if variant.clip:
         components |= {"image_encoder": parts.image_encoder.to(case.device), "image_processor": parts.image_processor}
     pipe = pipeline_class("WanPipeline" if variant.image == "none" else "WanImageToVideoPipeline")(

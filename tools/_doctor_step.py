@@ -31,9 +31,8 @@ ONE_UPDATE = [
     "run.resume_with_changes=[]", "run.keep_last=null",
 ]  # fmt: skip
 ONE_PROCESS = ["train.train_batch_size=null"]  # of train_reward_fl.py: which counts the clips of all processes
-ONE_GROUP = [
-    "grpo.groups=1", "grpo.updates_per_epoch=1", "grpo.inner_epochs=1", "evaluation.eval_clips=null",
-]  # fmt: skip
+# of train_flow_grpo.py
+ONE_EPOCH = ["grpo.updates_per_epoch=1", "grpo.inner_epochs=1", "evaluation.eval_clips=null"]
 
 
 def step(case: Case) -> Finding:
