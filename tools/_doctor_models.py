@@ -109,8 +109,8 @@ class Turn(nn.Module):
         empty = wan.new_expert(config, backbone.dtype, config["num_layers"], None)
         self.config, self.dtype, self.device, self.ask = empty.config, empty.dtype, device, ask
 
-    def cache_context(self, name: str) -> contextlib.AbstractContextManager:
-        """diffusers' for caches over the steps, of which there are none."""
+    def cache_context(self, name: str, **step: float) -> contextlib.AbstractContextManager:
+        """diffusers' for caches over the steps, of which there are none, whatever is told of the step."""
         return contextlib.nullcontext()
 
     def forward(self, attention_kwargs: None, return_dict: bool, **inputs: Tensor | None) -> tuple[Tensor]:
