@@ -324,7 +324,11 @@ def forking(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "configuration, settings", [(CONFIG, FAST), (GRPO_CONFIG, [*GRPO_FAST, "train.per_device_train_batch_size=4"])]
+    "configuration, settings",
+    [
+        (CONFIG, FAST),
+        pytest.param(GRPO_CONFIG, [*GRPO_FAST, "train.per_device_train_batch_size=4"], marks=pytest.mark.long),
+    ],
 )
 def test_one_update_is_measured_beside_the_estimate(forking, tmp_path, configuration, settings):
     """In Flow-GRPO four videos of two groups, as a forward pass takes four and a group has two."""
@@ -352,6 +356,7 @@ def test_one_update_is_measured_beside_the_estimate(forking, tmp_path, configura
     assert f"{found['estimated peak, GB'] * 1e3:.1f} MB   in " in plan
 
 
+@pytest.mark.long
 def test_a_page_may_be_made_again(forking, tmp_path):
     """The run of an earlier one is replaced."""
     out = tmp_path / "doctor"
