@@ -31,7 +31,7 @@ def pytest_unconfigure():
 # The files that launch runs or measure whole models, the longest first
 SLOW = (
     "distributed", "chaos", "train_reward_fl", "images", "train_flow_grpo", "train_rewards", "image_sizes", "launch",
-    "golden", "estimate_grpo",
+    "golden", "estimate_grpo", "doctor",
     "tiny_world", "invariants", "estimate", "wan_load", "accelerate", "face_parity", "placement",
     "lora", "merge_lora", "security", "step_benchmark",
 )  # fmt: skip

@@ -112,7 +112,7 @@ def violations(sources: Sources) -> list[str]:
         if "accelerate" in below and room != "run":
             found.append(f"{name}: accelerate is for run/ and the scripts")
         if room != "estimate" and any(child(other, "") == "estimate" for other in below & house.keys()):
-            found.append(f"{name}: the estimate is for --dry-run, tools/plan_run.py and benchmarks")
+            found.append(f"{name}: the estimate is for --dry-run, plan_run, doctor and benchmarks")
         if any(other.startswith(".") for other in below):
             found.append(f"{name}: a relative import")
     for folder in ["", *{name.rpartition(".")[0] for name in house if "." in name}]:
@@ -156,6 +156,15 @@ def test_a_broken_rule_is_seen(sources, file, line, broken):
     file = f"rewardfl/{file}"
     found = violations(sources | {file: f"{sources[file]}\n{line}\n"})
     assert any(one.startswith(broken) for one in found), found
+
+
+def test_two_tools_estimate():
+    tools = {str(Path("rewardfl", path.name)): path.read_text() for path in (ROOT / "tools").glob("*.py")}
+    estimate = {"rewardfl/estimate/report.py": "", "rewardfl/estimate/measure.py": "", "rewardfl/estimate/needs.py": ""}
+    found = {
+        name for name, below in house_of(tools | estimate).items() if any(child(n, "") == "estimate" for n in below)
+    }
+    assert found == {"plan_run", "_doctor_step"}
 
 
 def declared():
