@@ -55,7 +55,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- data, rewards, what was done
     opened = start.open_run(cfg, run_folder, job, backbone)
-    terms = build_terms(configuration.wanted_rewards(cfg), job.device)
+    terms = build_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token), job.device)
     places = blackbox.places(terms, cfg.reward.reward_timeout)
     parts = configuration.part_weights(cfg)
     store = start.open_cache(cfg)

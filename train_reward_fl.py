@@ -53,7 +53,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- data, rewards, what was done
     opened = start.open_run(cfg, run_folder, job, backbone)
-    terms = build_terms(configuration.wanted_rewards(cfg), job.device)
+    terms = build_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token), job.device)
     check_trainable(terms)
     store = start.open_cache(cfg)
     samples = start.find_samples(cfg, rows.train, terms, store, job)
@@ -157,7 +157,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
                 # 4. Back through the active steps, each forward pass anew unless its graph was kept; here the KL joins.
                 with timer("replay"):
-                    kl = reward_flow.replay(
+                    replayed = reward_flow.replay(
                         velocity,
                         trajectory,
                         sigmas,
@@ -169,11 +169,13 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                         kl_gradient=cfg.reward.kl_gradient,
                         backward=job.backward,
                         micro_batch=partial(job.micro_batch, policy),
-                    )  # (B,)
+                    )
+                    kl = replayed.kl  # (B,)
                 seen.append(
                     {
                         "reward": reward,
                         "kl": kl,
+                        "cotangent": replayed.cotangents * per_process,  # (B, K) of the sample's own loss
                         "valid": judged[0].output.valid.float().to(job.device),
                         "finite": (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & kl.isfinite(),
                         "signal": grad_x0.flatten(1).any(1) | (kl > 0),  # what the sample has to teach
@@ -200,6 +202,8 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
             "data/replaced": float(seen["replaced"].sum()),
         }
         metrics |= reward_metrics.means(terms, judgements, "reward", metrics, score="mean")
+        sizes = seen["cotangent"].mean(0).tolist()
+        metrics |= {f"grad_norm/step_{i}": size for i, size in zip(active, sizes, strict=True)}
         metrics |= {"grad_norm": norm, "lr": rate, "train/no_signal": invariants.no_signal(done, norm, seen["signal"])}
         due = interruption.agreed(job.largest) or done % cfg.run.save_steps == 0 or done == steps
         if step == resumed.step or due:

@@ -46,8 +46,9 @@ def test_a_run_leaves_what_the_design_says(straight):
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     wanted = {
         "actor/loss", "actor/face_score", "actor/kl_loss", "reward/mean", "reward/coverage", "reward/motion",
-        "reward/held_out", "reward/valid_fraction", "grad_norm", "lr",
+        "reward/held_out", "reward/valid_fraction", "grad_norm", "grad_norm/step_2", "grad_norm/step_3", "lr",
         *(f"reward/held_out/{part}" for part in ("flow", "face_flow", "pixel_change", "sharpness", "reversals")),
+        *(f"reward/held_out/{part}" for part in ("grid", "saturation", "red", "green", "blue")),
     }  # fmt: skip
     assert wanted <= lines[0].keys()
     assert lines[0]["actor/kl_loss"] == 0 and lines[-1]["actor/kl_loss"] > 0  # B starts at zero

@@ -829,8 +829,11 @@ class WantedReward:
     std: float = 1.0
 
 
-def wanted_rewards(cfg: AnyConfig) -> list[WantedReward]:
-    """What is trained first, then the held-out judge and the motion beside the face if wanted, then the others."""
+def wanted_rewards(cfg: AnyConfig, pixels_per_token: int = 0) -> list[WantedReward]:
+    """What is trained first, then the held-out judge and the motion beside the face if wanted, then the others.
+
+    pixels_per_token: of the model, in whose period the judge looks for a grid; 0: it does not.
+    """
     reward = cfg.reward
     face = {"det_size": reward.det_size, "chunk": reward.recogniser_chunk}
     if reward.name == "face_identity":
@@ -840,7 +843,7 @@ def wanted_rewards(cfg: AnyConfig) -> list[WantedReward]:
     mean, std = (cfg.reward.reward_mean, cfg.reward.reward_std) if isinstance(cfg, RewardFlConfig) else (0.0, 1.0)
     wanted = [WantedReward(key, "score", reward.name, settings, reward.reward_weight, mean, std)]
     if reward.held_out_model_path is not None:
-        judge = {"pack_dir": reward.held_out_model_path, "cap": "none"} | face
+        judge = {"pack_dir": reward.held_out_model_path, "cap": "none", "grid_period": pixels_per_token} | face
         wanted.append(WantedReward("reward.held_out_model_path", "held_out", "face_judge", judge, weight=0.0))
     if isinstance(cfg, RewardFlConfig) and cfg.reward.motion_weight:
         settings = {"pack_dir": reward.reward_model_path} | face

@@ -43,14 +43,18 @@ def grid(frames: np.ndarray, periods: Sequence[int]) -> float:
     multiple, M: a grid looks alike in all of them, what else a picture shows does not. In white noise of standard
     deviation s a sine of amplitude a along an axis of N pixels raises its one ratio by M N a^2 / (6 s^2).
 
+    Of periods that are multiples of each other the longest says all: its harmonics are the others', too. None: NaN.
+
     An axis with fewer than 4 M pixels cannot tell the periods from others, one that lies across fewer than M has no
     band, and neither is measured; NaN when both axes are out, and for a clip of one frame.
     """
+    if len(frames) < 2 or not periods:
+        return math.nan
     common = math.lcm(*periods)
     grey = [cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY) for frame in frames[1:]]
     ratios: list[float] = []
     for frames_of_lines in (grey, [frame.T for frame in grey]):
-        if not grey or frames_of_lines[0].shape[1] < FEWEST * common or frames_of_lines[0].shape[0] < common:
+        if frames_of_lines[0].shape[1] < FEWEST * common or frames_of_lines[0].shape[0] < common:
             continue
         energy = np.mean([_energy(lines, common) for lines in frames_of_lines], axis=0)
         length = frames_of_lines[0].shape[1] // common * common
