@@ -26,7 +26,7 @@ from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.terms import check_trainable, score_terms
 from rewardfl.run import checks, invariants, prepare, start, work
 from rewardfl.run.checkpoint import RunFolder
-from rewardfl.run.monitor import Timer, peak_memory_gb, recent_mean
+from rewardfl.run.monitor import Timer, peak_memory_gb
 from rewardfl.run.signals import Interruption
 
 
@@ -97,13 +97,12 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         x0 = reward_flow.rollout(velocity, batch.x, sigmas, keep=(), start=batch.start).x0
         return batch.rows[0], decoder.decode(x0, batch.conditioning)[0]
 
-    def save(done: int) -> None:
+    def save(done: int, last: bool) -> None:
         """A checkpoint and sample videos. On all processes, which may hold parts of the weights and moments."""
         # `best` is by the steps since the last save that the configuration asks for: a resumed run finds the same
         since = (done - 1) // cfg.run.save_steps * cfg.run.save_steps
-        judged = recent_mean(log.history, since, ["reward/held_out", "reward/mean"])
+        judged = log.score_for_best(done, since, ["reward/held_out", "reward/mean"])
         state = start.state_of(job, learner, resumed, log, done) | batches
-        last = done == steps or interruption.number != 0
         start.save(cfg, job, backbone, learner, log, state, judged, last)
         if not interruption.number:  # who sent a signal may not wait for videos
             log.tracker.videos(done, start.sample_videos(cfg, samples, generate, job, done))
@@ -117,7 +116,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- Go!
     interruption.listen()
-    done = resumed.step
+    done, stopped = resumed.step, ""
     progress = tqdm(range(done, steps), initial=done, total=steps, disable=not job.accelerator.is_local_main_process)
     for step in progress:
         start.seed_generators(cfg.run.seed, step, job.rank)
@@ -205,7 +204,9 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         sizes = seen["cotangent"].mean(0).tolist()
         metrics |= {f"grad_norm/step_{i}": size for i, size in zip(active, sizes, strict=True)}
         metrics |= {"grad_norm": norm, "lr": rate, "train/no_signal": invariants.no_signal(done, norm, seen["signal"])}
-        due = interruption.agreed(job.largest) or done % cfg.run.save_steps == 0 or done == steps
+        stopped = log.early_stop(done, metrics)
+        last = interruption.agreed(job.largest) or done == steps or stopped != ""
+        due = last or done % cfg.run.save_steps == 0
         if step == resumed.step or due:
             with timer("invariants"):
                 learner.watched.check(done)
@@ -224,10 +225,10 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         log.say_once(done, [f"{one}; it is only measured, so the run goes on (reward/failed)" for one in problems])
         log.stop_if_stuck(done, why)
         if due:
-            save(done)
-        if interruption.number:
+            save(done, last)
+        if last:
             break
-    return start.close_run(cfg, job, log, interruption, done)
+    return start.close_run(cfg, job, log, interruption, done, stopped)
 
 
 def main() -> int:

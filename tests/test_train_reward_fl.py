@@ -24,7 +24,7 @@ from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.data import clips as clip_files
 from rewardfl.estimate import report
 from rewardfl.rewards.face import parity as face_parity
-from rewardfl.run import checkpoint, start
+from rewardfl.run import checkpoint, monitor, start
 from rewardfl.run.job import Job
 from rewardfl_tools import _generate, evaluate, generate
 
@@ -188,7 +188,7 @@ def test_what_computes_the_same_may_change(straight, tmp_path):
     )  # fmt: skip
     assert metrics(run) == metrics(straight)
     mine, theirs = adapter(run, 6), adapter(straight, 6)
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine | theirs)
+    assert equal(mine, theirs)
     assert json.loads((run / "run.json").read_text())["changes"] == []
 
 
@@ -232,6 +232,56 @@ def test_other_content_is_refused(monkeypatch, capsys, clips, tmp_path):
     assert "run.resume_with_changes=[reward.held_out_model_path]" in error
     error = refusal(*packs, "run.resume_with_changes=[reward.held_out_model_path]")
     assert "something else in reward.reward_model_path: " in error and "resume_with_changes" not in error
+
+
+def equal(mine, theirs):
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+# breaks at any loss of motion, or any more grid: what one clip after another does
+TOUCHY = "train.early_stop={window: 2, patience: 1, motion: 1, grid: 1}"
+
+
+def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tmp_path):
+    """It leaves what a run of as many steps leaves, resumed or not; another rule lets it go on as if nothing was."""
+    settings = [*FAST, "run.save_steps=3", "run.sample_videos=0", "train.max_steps=6"]
+    for run in (tmp_path / "run", cut(straight, tmp_path / "resumed", 3)):
+        code, out, _ = call(monkeypatch, capsys, *settings, f"run.output_dir={run}", TOUCHY)
+        assert (
+            code == 0 and "stopped at step 4: train.early_stop: " in out and f"{run}/checkpoints/best is step-" in out
+        )
+        assert metrics(run) == metrics(straight)[:4]
+        assert (run / "checkpoints" / "latest").resolve().name == "step-000004"
+    assert equal(adapter(tmp_path / "run", 4), adapter(tmp_path / "resumed", 4))
+    before = (run / "metrics.jsonl").read_text()
+    code, out, _ = call(monkeypatch, capsys, *settings, f"run.output_dir={run}", TOUCHY)
+    assert code == 0 and "nothing to train: " in out and "train.early_stop=null" in out
+    assert (run / "metrics.jsonl").read_text() == before
+    call(monkeypatch, capsys, *settings, f"run.output_dir={run}")
+    assert metrics(run) == metrics(straight) and equal(adapter(run, 6), adapter(straight, 6))
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        ([TOUCHY, "reward.held_out_model_path=null"], "reward.held_out_model_path is null"),
+        (["train.early_stop={}", "train.max_steps=14"], "train.max_steps 14"),
+    ],
+)
+def test_an_early_stop_that_cannot_work_is_refused(monkeypatch, capsys, tmp_path, overrides, words):
+    code, _, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}", *overrides)
+    assert code == 2 and "train.early_stop" in error and words in error and not (tmp_path / "run").exists()
+
+
+def test_a_broken_guard_keeps_a_checkpoint_from_being_the_best(monkeypatch, capsys, tmp_path):
+    """No motion is enough for the last updates: none of theirs is taken, however high its score."""
+    monkeypatch.setattr(monitor, "WINDOW", 2)
+    settings = [*FAST, "run.save_steps=1", "run.sample_videos=0", "train.max_steps=4", "reward.motion_alarm=100"]
+    code, out, _ = call(monkeypatch, capsys, *settings, f"run.output_dir={tmp_path}")
+    assert code == 0 and "step 3: this checkpoint does not become checkpoints/best: " in out
+    scores = [checkpoint._manifest(checkpoint.folder_of(tmp_path, step))["score"] for step in (1, 2, 3, 4)]
+    assert None not in scores[:2] and scores[2:] == [None, None]
+    assert (tmp_path / "checkpoints" / "best").resolve().name in ("step-000001", "step-000002")
 
 
 def test_another_learning_rate_and_weight(straight, monkeypatch, capsys, tmp_path):
