@@ -15,12 +15,11 @@ import sys
 from functools import partial
 
 import torch
-from diffusers.training_utils import EMAModel
 from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import config as configuration
-from rewardfl import flow, groups, grpo, reward_flow, sde, sharding
+from rewardfl import flow, groups, grpo, reward_flow, sde
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import Conditioning, Schedule, Velocity
 from rewardfl.config import FlowGrpoConfig
@@ -78,10 +77,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     start.fill_adapters(model, trained, backbone, resumed)
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
     policy, optimizer, scheduler, parameters = learner.policy, learner.optimizer, learner.scheduler, learner.parameters
-    average = EMAModel(parameters, decay=cfg.grpo.ema_decay)
-    if resumed.state:
-        average.load_state_dict(resumed.state.pop("average"))
-        average.shadow_params = list(map(sharding.placed, average.shadow_params, parameters))
+    average = start.make_average(cfg.grpo.ema_decay, parameters, resumed)
     last_line = -1 if opened.path is None else resumed.step
     log = start.open_log(cfg, job, run_folder, resumed, steps, last_line)
 
@@ -117,8 +113,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     def save(done: int, last: bool) -> None:
         """A checkpoint of the averaged weights, with all that going on takes, and sample videos. On all processes."""
         state = start.state_of(job, learner, resumed, log, done)
-        state["parameters"] = sharding.gathered(parameters)  # not the averaged ones
-        state["average"] = average.state_dict() | {"shadow_params": sharding.gathered(average.shadow_params)}
+        state |= start.state_of_average(average, parameters)
         # `best` is the checkpoint with the highest score among those whose own weights were evaluated
         score = log.score_for_best(done, done - 1, ["eval/held_out", "eval/score"])
         with averaged(average, parameters):

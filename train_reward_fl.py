@@ -10,6 +10,7 @@ One update, for every sample of the batch:
     accelerate launch train_reward_fl.py --config configs/tiny_face.yaml [--dry-run] [section.key=value ...]
 """
 
+import math
 import sys
 from functools import partial
 
@@ -21,6 +22,7 @@ from rewardfl import config as configuration
 from rewardfl import data, offload, reward_flow
 from rewardfl.backbones.seam import Velocity
 from rewardfl.config import RewardFlConfig
+from rewardfl.optim import averaged
 from rewardfl.rewards import build_terms
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.terms import check_trainable, score_terms
@@ -84,6 +86,8 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     start.fill_adapters(model, trained, backbone, resumed)
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler
+    decay = cfg.train.ema_decay
+    average = start.make_average(decay, learner.parameters, resumed) if decay else None
     log = start.open_log(cfg, job, run_folder, resumed, steps, last_line=resumed.step)
 
     def velocity_of(network: nn.Module, batch: prepare.Batch) -> Velocity:
@@ -103,9 +107,12 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         since = (done - 1) // cfg.run.save_steps * cfg.run.save_steps
         judged = log.score_for_best(done, since, ["reward/held_out", "reward/mean"])
         state = start.state_of(job, learner, resumed, log, done) | batches
-        start.save(cfg, job, backbone, learner, log, state, judged, last)
-        if not interruption.number:  # who sent a signal may not wait for videos
-            log.tracker.videos(done, start.sample_videos(cfg, samples, generate, job, done))
+        if average is not None:
+            state |= start.state_of_average(average, learner.parameters)
+        with averaged(average, learner.parameters):
+            start.save(cfg, job, backbone, learner, log, state, judged, last)
+            if not interruption.number:  # who sent a signal may not wait for videos
+                log.tracker.videos(done, start.sample_videos(cfg, samples, generate, job, done))
 
     floor = {}
     if cfg.reward.kl_weight != 0 and cfg.model.dtype == "bfloat16":
@@ -191,6 +198,8 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
             with timer("optimizer"):
                 rate = float(scheduler.get_last_lr()[0])
                 norm = job.step(optimizer, learner.parameters, cfg.train.max_grad_norm)
+                if average is not None and math.isfinite(norm):
+                    average.step(learner.parameters)
                 scheduler.step()
         done = step + 1
         metrics = {

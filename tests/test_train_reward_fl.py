@@ -284,6 +284,48 @@ def test_a_broken_guard_keeps_a_checkpoint_from_being_the_best(monkeypatch, caps
     assert (tmp_path / "checkpoints" / "best").resolve().name in ("step-000001", "step-000002")
 
 
+def test_an_averaged_adapter(straight, tmp_path):
+    """It is what is saved; what is trained is as without it; a resumed run goes on with it, bit for bit."""
+    settings = ["train.ema_decay=0.9", "run.save_steps=3", "run.sample_videos=0"]
+    run, resumed = tmp_path / "run", tmp_path / "resumed"
+    launch(f"run.output_dir={run}", "train.max_steps=6", *settings)
+    launch(f"run.output_dir={cut(run, resumed, 3)}", "train.max_steps=6", *settings)
+    assert metrics(run) == metrics(resumed) == metrics(straight)
+    assert equal(adapter(run, 6), adapter(resumed, 6))
+    states = [checkpoint.load_state(one / "checkpoints" / "step-000006") for one in (run, resumed)]
+    for mine, theirs in zip(
+        *(state["parameters"] + state["average"]["shadow_params"] for state in states), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    last, average = states[0]["parameters"], states[0]["average"]["shadow_params"]
+    sums = [sorted(float(one.double().sum()) for one in adapter(folder, 6).values()) for folder in (straight, run)]
+    assert sums[0] == pytest.approx(sorted(float(one.double().sum()) for one in last), abs=1e-12)
+    assert sums[1] == pytest.approx(sorted(float(one.double().sum()) for one in average), abs=1e-12)
+    assert not equal(adapter(run, 6), adapter(straight, 6))
+
+
+def test_a_reward_weight_changes_only_by_name(straight, monkeypatch, capsys, tmp_path):
+    """Of the trained reward and of one of the others; refused without their names, listed and said with them."""
+    run, hue = tmp_path / "run", "reward.others.hue"
+    settings = [*FAST, f"run.output_dir={run}", "run.sample_videos=0", f"{hue}.name=colour"]
+    launch(*settings[len(FAST) :], f"{hue}.weight=0.1", "train.max_steps=1")
+    before = (run / "metrics.jsonl").read_text()
+    for changed, key in ((f"{hue}.weight=0.2", "reward.others"), ("reward.reward_weight=0.5", "reward.reward_weight")):
+        overrides = [*settings, f"{hue}.weight=0.1", changed, "train.max_steps=2"]
+        code, _, error = call(monkeypatch, capsys, *overrides)
+        assert code == 2 and f"run.resume_with_changes=[{key}]" in error
+        assert (run / "metrics.jsonl").read_text() == before
+    keys = "run.resume_with_changes=[reward.others,reward.reward_weight]"
+    code, out, _ = call(
+        monkeypatch, capsys, *settings, f"{hue}.weight=0.2", "reward.reward_weight=0.5", "train.max_steps=2", keys
+    )
+    assert code == 0 and "changed at step 1: reward.reward_weight 0.1 -> 0.5" in out
+    assert "changed at step 1: reward.others " in out
+    others, weight = json.loads((run / "run.json").read_text())["changes"]
+    assert (weight["key"], weight["old"], weight["new"], weight["step"]) == ("reward.reward_weight", 0.1, 0.5, 1)
+    assert [others[when]["hue"]["weight"] for when in ("old", "new")] == [0.1, 0.2] and others["step"] == 1
+
+
 def test_another_learning_rate_and_weight(straight, monkeypatch, capsys, tmp_path):
     run, groups = cut(straight, tmp_path / "run", 3), []
     changes = ["train.learning_rate=5e-4", "train.weight_decay=0.5", "reward.kl_weight=3", "train.max_steps=4"]

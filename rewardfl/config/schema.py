@@ -609,6 +609,9 @@ class TrainConfig(GrpoTrainConfig):
     # when its turn to go back has come. keep_on_host: the graphs of the rollout, whose blocks' inputs wait in host
     # memory (13.4 GB for each step at 480x832x81), so that one forward pass of each step is saved. For one process.
     active_graphs: Free[Literal["replay", "keep_on_host"]] = "replay"
+    # An average of the weights, which is shown and saved instead of the last ones: weight of the old average at each
+    # update (rising from 0.1 to this). 0: the last weights themselves. What is trained and judged is not touched.
+    ema_decay: Annotated[Number, Field(ge=0, lt=1)] = 0.0
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()

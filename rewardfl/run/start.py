@@ -18,10 +18,11 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from diffusers import ModelMixin
+from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rewardfl import attention, backbones, compiling, data, groups, grpo, lora, offload, swap
+from rewardfl import attention, backbones, compiling, data, groups, grpo, lora, offload, sharding, swap
 from rewardfl import config as configuration
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Experts, Source
@@ -658,6 +659,24 @@ def load_schedule(scheduler: LambdaLR, state: dict[str, Any], train: configurati
     scheduler.load_state_dict(state | {"base_lrs": [train.learning_rate] * len(rates), "_last_lr": rates})
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group |= {"initial_lr": train.learning_rate, "lr": rate, "weight_decay": train.weight_decay}
+
+
+def make_average(decay: float, parameters: Sequence[nn.Parameter], resumed: ResumedRun) -> EMAModel:
+    """The average of the parameters, which are in place; where the checkpoint left it.
+
+    decay: weight of the old average at each of its steps, to which that rises from 0.1.
+    """
+    average = EMAModel(parameters, decay=decay)
+    if resumed.state:
+        average.load_state_dict(resumed.state.pop("average"))
+        average.shadow_params = list(map(sharding.placed, average.shadow_params, parameters))
+    return average
+
+
+def state_of_average(average: EMAModel, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """What going on takes where a checkpoint's adapter is an average. On all processes, which may hold parts of it."""
+    shadows = {"shadow_params": sharding.gathered(average.shadow_params)}
+    return {"parameters": sharding.gathered(parameters), "average": average.state_dict() | shadows}
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:
