@@ -15,12 +15,11 @@ import sys
 from functools import partial
 
 import torch
-from diffusers.training_utils import EMAModel
 from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import config as configuration
-from rewardfl import flow, groups, grpo, reward_flow, sde, sharding
+from rewardfl import flow, groups, grpo, reward_flow, sde
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import Conditioning, Schedule, Velocity
 from rewardfl.config import FlowGrpoConfig
@@ -55,7 +54,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- data, rewards, what was done
     opened = start.open_run(cfg, run_folder, job, backbone)
-    terms = build_terms(configuration.wanted_rewards(cfg), job.device)
+    terms = build_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token), job.device)
     places = blackbox.places(terms, cfg.reward.reward_timeout)
     parts = configuration.part_weights(cfg)
     store = start.open_cache(cfg)
@@ -78,10 +77,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     start.fill_adapters(model, trained, backbone, resumed)
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
     policy, optimizer, scheduler, parameters = learner.policy, learner.optimizer, learner.scheduler, learner.parameters
-    average = EMAModel(parameters, decay=cfg.grpo.ema_decay)
-    if resumed.state:
-        average.load_state_dict(resumed.state.pop("average"))
-        average.shadow_params = list(map(sharding.placed, average.shadow_params, parameters))
+    average = start.make_average(cfg.grpo.ema_decay, parameters, resumed)
     last_line = -1 if opened.path is None else resumed.step
     log = start.open_log(cfg, job, run_folder, resumed, steps, last_line)
 
@@ -114,13 +110,13 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         with averaged(average, parameters):
             return start.evaluate(cfg, job, terms, places, held_out, partial(sample_clean, held_out))
 
-    def save(done: int, score: float | None) -> None:
+    def save(done: int, last: bool) -> None:
         """A checkpoint of the averaged weights, with all that going on takes, and sample videos. On all processes."""
         state = start.state_of(job, learner, resumed, log, done)
-        state["parameters"] = sharding.gathered(parameters)  # not the averaged ones
-        state["average"] = average.state_dict() | {"shadow_params": sharding.gathered(average.shadow_params)}
+        state |= start.state_of_average(average, parameters)
+        # `best` is the checkpoint with the highest score among those whose own weights were evaluated
+        score = log.score_for_best(done, done - 1, ["eval/held_out", "eval/score"])
         with averaged(average, parameters):
-            last = done == steps or interruption.number != 0
             start.save(cfg, job, backbone, learner, log, state, score, last)
             if not interruption.number:  # who sent a signal may not wait for videos
                 shown = held_out or samples
@@ -138,7 +134,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- Go!
     interruption.listen()
-    done, score = resumed.step, None
+    done, stopped = resumed.step, ""
     progress = tqdm(range(done, steps), initial=done, total=steps, disable=not job.accelerator.is_local_main_process)
     clip_low, clip_high = cfg.grpo.clip_range, cfg.grpo.clip_range_high or cfg.grpo.clip_range
     exact = cfg.model.dtype == "float32" and not cfg.train.compile_blocks
@@ -270,30 +266,32 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             log.say_skipped(done, norm, ids, seen["log_prob"].isfinite())
             metrics |= of_epoch | {"memory/peak_gb": peak_memory_gb(job.device)}
             last = n == per_epoch - 1
-            save_due = groups.is_due(done, per_epoch, cfg.run.save_steps, steps)
+            stopped = log.early_stop(done, metrics) if last else ""
+            save_due = groups.is_due(done, per_epoch, cfg.run.save_steps, steps) or stopped != ""
             due = last and (interruption.agreed(job.largest) or save_due)
             if due or done == resumed.step + 1:
                 with timer("invariants"):
                     learner.watched.check(done)
-            if last and held_out and groups.is_due(done, per_epoch, cfg.evaluation.eval_steps, steps):
+            eval_due = groups.is_due(done, per_epoch, cfg.evaluation.eval_steps, steps) or stopped != ""
+            if last and held_out and eval_due:
                 metrics |= evaluate()
             metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
             log.write(done, metrics)
             timer = Timer()
             log.stop_if_stuck(done, why)
         progress.set_postfix(reward=f"{metrics['reward/mean']:.3f}", spread=f"{metrics['reward/std_in_group']:.3f}")
-        # `best` is the checkpoint with the highest score among those whose own weights were evaluated
-        score = metrics.get("eval/score")
         if interruption.number:
             break
         if due:
-            save(done, score)
+            save(done, last=done == steps or stopped != "")
+        if stopped:
+            break
     if interruption.number:  # after an epoch, or in the rollouts of one, which have changed nothing
         if job.largest(int(done > 0 and not folder_of(cfg.run.output_dir, done).exists())):
             learner.watched.check(done)
-            save(done, score)
+            save(done, last=True)
         job.wait()
-    return start.close_run(cfg, job, log, interruption, done)
+    return start.close_run(cfg, job, log, interruption, done, stopped)
 
 
 SEEN = ("advantage", "ratio", "kl", "log_prob", "old_log_prob", "row")  # of each sample and step of an update

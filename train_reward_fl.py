@@ -10,6 +10,7 @@ One update, for every sample of the batch:
     accelerate launch train_reward_fl.py --config configs/tiny_face.yaml [--dry-run] [section.key=value ...]
 """
 
+import math
 import sys
 from functools import partial
 
@@ -21,12 +22,13 @@ from rewardfl import config as configuration
 from rewardfl import data, offload, reward_flow
 from rewardfl.backbones.seam import Velocity
 from rewardfl.config import RewardFlConfig
+from rewardfl.optim import averaged
 from rewardfl.rewards import build_terms
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.terms import check_trainable, score_terms
 from rewardfl.run import checks, invariants, prepare, start, work
 from rewardfl.run.checkpoint import RunFolder
-from rewardfl.run.monitor import Timer, peak_memory_gb, recent_mean
+from rewardfl.run.monitor import Timer, peak_memory_gb
 from rewardfl.run.signals import Interruption
 
 
@@ -53,7 +55,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- data, rewards, what was done
     opened = start.open_run(cfg, run_folder, job, backbone)
-    terms = build_terms(configuration.wanted_rewards(cfg), job.device)
+    terms = build_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token), job.device)
     check_trainable(terms)
     store = start.open_cache(cfg)
     samples = start.find_samples(cfg, rows.train, terms, store, job)
@@ -84,6 +86,8 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     start.fill_adapters(model, trained, backbone, resumed)
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler
+    decay = cfg.train.ema_decay
+    average = start.make_average(decay, learner.parameters, resumed) if decay else None
     log = start.open_log(cfg, job, run_folder, resumed, steps, last_line=resumed.step)
 
     def velocity_of(network: nn.Module, batch: prepare.Batch) -> Velocity:
@@ -97,16 +101,18 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         x0 = reward_flow.rollout(velocity, batch.x, sigmas, keep=(), start=batch.start).x0
         return batch.rows[0], decoder.decode(x0, batch.conditioning)[0]
 
-    def save(done: int) -> None:
+    def save(done: int, last: bool) -> None:
         """A checkpoint and sample videos. On all processes, which may hold parts of the weights and moments."""
         # `best` is by the steps since the last save that the configuration asks for: a resumed run finds the same
         since = (done - 1) // cfg.run.save_steps * cfg.run.save_steps
-        judged = recent_mean(log.history, since, ["reward/held_out", "reward/mean"])
+        judged = log.score_for_best(done, since, ["reward/held_out", "reward/mean"])
         state = start.state_of(job, learner, resumed, log, done) | batches
-        last = done == steps or interruption.number != 0
-        start.save(cfg, job, backbone, learner, log, state, judged, last)
-        if not interruption.number:  # who sent a signal may not wait for videos
-            log.tracker.videos(done, start.sample_videos(cfg, samples, generate, job, done))
+        if average is not None:
+            state |= start.state_of_average(average, learner.parameters)
+        with averaged(average, learner.parameters):
+            start.save(cfg, job, backbone, learner, log, state, judged, last)
+            if not interruption.number:  # who sent a signal may not wait for videos
+                log.tracker.videos(done, start.sample_videos(cfg, samples, generate, job, done))
 
     floor = {}
     if cfg.reward.kl_weight != 0 and cfg.model.dtype == "bfloat16":
@@ -117,7 +123,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- Go!
     interruption.listen()
-    done = resumed.step
+    done, stopped = resumed.step, ""
     progress = tqdm(range(done, steps), initial=done, total=steps, disable=not job.accelerator.is_local_main_process)
     for step in progress:
         start.seed_generators(cfg.run.seed, step, job.rank)
@@ -157,7 +163,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
                 # 4. Back through the active steps, each forward pass anew unless its graph was kept; here the KL joins.
                 with timer("replay"):
-                    kl = reward_flow.replay(
+                    replayed = reward_flow.replay(
                         velocity,
                         trajectory,
                         sigmas,
@@ -169,11 +175,13 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                         kl_gradient=cfg.reward.kl_gradient,
                         backward=job.backward,
                         micro_batch=partial(job.micro_batch, policy),
-                    )  # (B,)
+                    )
+                    kl = replayed.kl  # (B,)
                 seen.append(
                     {
                         "reward": reward,
                         "kl": kl,
+                        "cotangent": replayed.cotangents * per_process,  # (B, K) of the sample's own loss
                         "valid": judged[0].output.valid.float().to(job.device),
                         "finite": (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & kl.isfinite(),
                         "signal": grad_x0.flatten(1).any(1) | (kl > 0),  # what the sample has to teach
@@ -190,6 +198,8 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
             with timer("optimizer"):
                 rate = float(scheduler.get_last_lr()[0])
                 norm = job.step(optimizer, learner.parameters, cfg.train.max_grad_norm)
+                if average is not None and math.isfinite(norm):
+                    average.step(learner.parameters)
                 scheduler.step()
         done = step + 1
         metrics = {
@@ -200,8 +210,12 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
             "data/replaced": float(seen["replaced"].sum()),
         }
         metrics |= reward_metrics.means(terms, judgements, "reward", metrics, score="mean")
+        sizes = seen["cotangent"].mean(0).tolist()
+        metrics |= {f"grad_norm/step_{i}": size for i, size in zip(active, sizes, strict=True)}
         metrics |= {"grad_norm": norm, "lr": rate, "train/no_signal": invariants.no_signal(done, norm, seen["signal"])}
-        due = interruption.agreed(job.largest) or done % cfg.run.save_steps == 0 or done == steps
+        stopped = log.early_stop(done, metrics)
+        last = interruption.agreed(job.largest) or done == steps or stopped != ""
+        due = last or done % cfg.run.save_steps == 0
         if step == resumed.step or due:
             with timer("invariants"):
                 learner.watched.check(done)
@@ -220,10 +234,10 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         log.say_once(done, [f"{one}; it is only measured, so the run goes on (reward/failed)" for one in problems])
         log.stop_if_stuck(done, why)
         if due:
-            save(done)
-        if interruption.number:
+            save(done, last)
+        if last:
             break
-    return start.close_run(cfg, job, log, interruption, done)
+    return start.close_run(cfg, job, log, interruption, done, stopped)
 
 
 def main() -> int:

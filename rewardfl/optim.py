@@ -54,8 +54,11 @@ def learning_rate_factor(kind: str, warmup_steps: int, steps: int) -> Callable[[
 
 
 @contextlib.contextmanager
-def averaged(average: EMAModel, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within, the parameters have the average's values; afterwards their own again, bit for bit."""
+def averaged(average: EMAModel | None, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within, the parameters have the average's values, if there is one; afterwards their own again, bit for bit."""
+    if average is None:
+        yield
+        return
     average.store(parameters)
     average.copy_to(parameters)
     try:

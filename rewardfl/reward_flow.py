@@ -33,6 +33,18 @@ class Trajectory:
     graphs: dict[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """kl: (B,) of each sample; cotangents: (B, K) norms of what each active step was handed. Both without a graph.
+
+    A step i is handed the gradient of what is minimised with respect to x_{i+1}, as the steps after it leave it; the
+    columns are the active steps from first to last.
+    """
+
+    kl: Tensor
+    cotangents: Tensor
+
+
 @torch.no_grad()
 def rollout(
     velocity: Velocity,
@@ -86,8 +98,8 @@ def replay(
     kl_gradient: str = "through_trajectory",
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
     micro_batch: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-) -> Tensor:
-    """Accumulate the parameters' gradients of  <grad_x0, x0> + kl_weight * sum_b KL_b ; returns KL_b, (B,), detached.
+) -> Replayed:
+    """Accumulate the parameters' gradients of  <grad_x0, x0> + kl_weight * sum_b KL_b ; returns KL_b and norms.
 
     grad_x0: (B, ...) gradient of the loss with respect to the rollout's x0, with every averaging over the
     batch and the accumulation already in it; `kl_weight` likewise multiplies a sum over samples. active: step
@@ -114,12 +126,14 @@ def replay(
         raise ValueError(f"kl_gradient must be through_trajectory or fixed_trajectory, got {kl_gradient!r}")
     g = grad_x0
     kl = grad_x0.new_zeros(len(grad_x0))
+    cotangents: list[Tensor] = []
     order = sorted(active, reverse=True)
     for i in order:
         couples = coupling != 0 and i != order[-1]  # the first active step has nobody to hand its cotangent to
         v, x = trajectory.graphs.pop(i, None), trajectory.kept[i]
         x = x.detach().requires_grad_(couples) if v is None else x
         h = sigmas[i + 1] - sigmas[i]
+        cotangents.append(g.detach().flatten(1).norm(dim=1))
         with micro_batch():
             if kl_weight != 0:  # before the policy's forward: no graph is alive on the device yet
                 with torch.no_grad():
@@ -141,4 +155,4 @@ def replay(
             backward(loss)
         if couples:
             g = g + coupling * (x.grad if chain is None else chain)
-    return kl
+    return Replayed(kl, torch.stack(cotangents[::-1], 1))

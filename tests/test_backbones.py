@@ -278,6 +278,8 @@ def assert_close(one, other, relative):
 def test_every_member_of_the_seam_is_there(backbone):
     members = {name for name in vars(Backbone) if not name.startswith("_")} | set(Backbone.__annotations__)
     assert [name for name in sorted(members) if not hasattr(backbone, name)] == []
+    _, _, height, width = backbone.latent_shape(HEIGHT, WIDTH, frames_of(backbone))
+    assert HEIGHT / height == WIDTH / width == backbone.pixels_per_token / 2  # all of them pack 2 x 2 latents
     classes = {type(module).__name__ for module in backbone.load_expert(backbone.experts[0]).modules()}
     assert set(backbone.block_classes) <= classes
 
@@ -338,7 +340,9 @@ def test_what_waits_in_host_memory_changes_no_bit(backbone):
         noise, sigmas = noise_of(backbone, 2), schedule.sigmas
         kept = reward_flow.rollout(velocity, noise, sigmas, active, with_graph=with_graph if waits else None)
         grad = torch.randn(noise.shape, generator=torch.Generator().manual_seed(1))
-        kl = reward_flow.replay(velocity, kept, sigmas, active, grad, 1.0, reference=velocity.reference, kl_weight=0.3)
+        kl = reward_flow.replay(
+            velocity, kept, sigmas, active, grad, 1.0, reference=velocity.reference, kl_weight=0.3
+        ).kl
         found.append(gradients(experts) | {"x0": kept.x0, "kl": kl})
     plain, waiting = found
     assert plain.keys() == waiting.keys() and all(torch.equal(plain[name], waiting[name]) for name in plain)

@@ -167,6 +167,15 @@ def test_an_override_of_one_key_within_a_key(write):
     assert raw == before and others["flow"].name == "optical_flow"
 
 
+def test_a_section_that_may_be_null(write):
+    judged = ["reward.held_out_model_path=judge", "train.early_stop.patience=3"]
+    assert config.load(write()).train.early_stop is None
+    cfg = config.load(write(), judged)
+    assert (cfg.train.early_stop.patience, cfg.train.early_stop.motion) == (3, 0.8)
+    assert config.parse(yaml.safe_load(config.dump(cfg))) == cfg
+    assert config.load(write(), [*judged, "train.early_stop=null"]).train.early_stop is None
+
+
 @pytest.mark.parametrize(
     "override, message",
     [
@@ -176,6 +185,9 @@ def test_an_override_of_one_key_within_a_key(write):
         ("run.output_dir.x=1", "override 'run.output_dir.x=1': run.output_dir holds "),
         ("train.zzz.x=1", "unknown key 'train.zzz'"),
         ("train.weight_decay.x=1", "train.weight_decay must be a number, got {'x': 1}"),
+        ("train.early_stop.patinece=1", "unknown key 'train.early_stop.patinece', did you mean 'patience'?"),
+        ("train.early_stop.grid=0.5", "train.early_stop.grid must be at least 1, got 0.5"),
+        ("train.early_stop=true", "section 'train.early_stop' must hold keys, got True"),
     ],
 )
 def test_wrong_keys_within_a_key(write, override, message):

@@ -9,6 +9,7 @@ from face_nets import SIZE, clip, magenta_pack
 
 from rewardfl import data, rewards
 from rewardfl.rewards import FaceIdentityReward
+from rewardfl.rewards.canaries import canaries
 from rewardfl.rewards.face.reward import PARTS
 from rewardfl.rewards.video_motion import video_motion
 
@@ -16,6 +17,8 @@ MOUTH = [0.0, 0.1, 0.3, 0.2]
 REAL = clip([(2, 2), (2, 2), (3, 2), (3, 3)], seed=1, mouth=MOUTH)
 GENERATED = clip([(2, 2), (3, 2), None, (4, 2)], seed=2, mouth=MOUTH)
 MEASURED = ("flow", "face_flow", "pixel_change", "sharpness", "reversals")
+CANARIES = ("grid", "saturation", "red", "green", "blue")
+PERIOD = 8
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,7 @@ def pack(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def judge(pack):
-    return rewards.build("face_judge", {"pack_dir": pack, "cap": "none", "det_size": SIZE})
+    return rewards.build("face_judge", {"pack_dir": pack, "cap": "none", "det_size": SIZE, "grid_period": PERIOD})
 
 
 def parts(judge, video, reference):
@@ -48,7 +51,9 @@ def test_it_says_of_faces_what_face_identity_says(judge, pack):
 def test_its_cached_clips_are_its_own(judge, pack):
     mine, theirs = judge.fingerprint(), FaceIdentityReward(pack, cap="none", det_size=SIZE).fingerprint()
     assert mine != theirs and mine["weights"] == theirs["weights"]
-    assert judge.reference(REAL).keys() >= set(MEASURED)
+    assert judge.reference(REAL).keys() >= {*MEASURED, *CANARIES}
+    other = rewards.build("face_judge", {"pack_dir": pack, "det_size": SIZE, "grid_period": 16})
+    assert other.fingerprint() != mine  # another period is another figure of the real clip
 
 
 def test_figures_are_of_the_8_bit_frames_over_the_real_clips(judge):
@@ -67,6 +72,30 @@ def test_figures_are_of_the_8_bit_frames_over_the_real_clips(judge):
 def test_the_real_clip_is_the_unit(judge):
     found, _ = parts(judge, REAL, judge.reference(REAL))
     assert [found[name] for name in MEASURED] == pytest.approx([1, 1, 1, 1, 0], abs=1e-6)
+    assert [found[name] for name in CANARIES] == pytest.approx([1, 1, 0, 0, 0], abs=1e-6)
+
+
+def test_canaries_are_the_generated_clips_beside_the_real_ones(judge, pack):
+    """A red film, and lines of the model's period: a judge that is not told the period looks for none."""
+    reference = judge.reference(REAL)
+    film = torch.tensor([0.2, 0.0, 0.0]).view(3, 1, 1, 1)
+    red, _ = parts(judge, (REAL + film).clamp(-1, 1), reference)
+    frames = np.stack(list(data.to_uint8((REAL + film).clamp(-1, 1)).contiguous().numpy()))
+    made, real = canaries(frames, [PERIOD]), canaries(data.to_uint8(REAL).contiguous().numpy(), [PERIOD])
+    assert red["red"] == pytest.approx(made.colour[0] - real.colour[0], abs=1e-6) and red["red"] > 0.05
+    assert [red["green"], red["blue"]] == pytest.approx([0, 0], abs=1e-6)
+    assert red["saturation"] == pytest.approx(made.saturation / real.saturation)
+    lines = torch.where(torch.arange(REAL.shape[-1]) % PERIOD == 0, 0.1, 0.0)
+    assert parts(judge, (REAL + lines).clamp(-1, 1), reference)[0]["grid"] > 2
+    untold = rewards.build("face_judge", {"pack_dir": pack, "cap": "none", "det_size": SIZE})
+    found, _ = parts(untold, REAL, untold.reference(REAL))
+    assert math.isnan(found["grid"]) and found["saturation"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("period", [7, -2])
+def test_a_period_that_no_model_has_is_refused(pack, period):
+    with pytest.raises(ValueError, match=f"grid_period .*{period}"):
+        rewards.build("face_judge", {"pack_dir": pack, "grid_period": period})
 
 
 def test_a_frozen_clip_a_trembling_one_and_a_blurred_one(judge):

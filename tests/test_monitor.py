@@ -1,11 +1,20 @@
 """What a script tells of itself."""
 
+import json
 import math
 
 import pytest
 import torch
 
-from rewardfl.run.monitor import alarms, peak_memory_gb, recent_mean, suspects
+from rewardfl.run.monitor import (
+    alarms,
+    broken_guards,
+    early_stop,
+    peak_memory_gb,
+    recent_mean,
+    score_for_best,
+    suspects,
+)
 from rewardfl.run.prepare import Share
 
 
@@ -69,9 +78,13 @@ def test_alarms_sound_after_each_window_from_the_second_on(first):
         ("flow", (0.9, 0.6), True), ("flow", (0.9, 0.8), False), ("flow", (0.4, 0.4), False),
         ("motion", (0.6, 0.4), True), ("sharpness", (0.9, 0.6), True), ("sharpness", (0.9, 1.4), False),
         ("reversals", (0.0, 0.2), True), ("reversals", (0.5, 0.45), False), ("reversals", (-0.1, -0.05), False),
+        ("coverage", (1.0, 0.7), True), ("coverage", (0.9, 0.8), False),
+        ("grid", (0.9, 1.4), True), ("grid", (0.9, 1.3), False), ("grid", (1.4, 0.9), False),
+        ("saturation", (1.0, 1.3), True), ("saturation", (1.0, 0.75), True), ("saturation", (0.9, 1.1), False),
+        ("red", (0.01, 0.07), True), ("blue", (0.0, -0.06), True), ("green", (0.06, 0.02), False),
     ],
 )  # fmt: skip
-def test_the_judge_compares_motion_with_the_first_updates(part, values, loud):
+def test_the_judge_compares_with_the_first_updates(part, values, loud):
     """Each alone: at reward.motion_alarm 0.8, of the means over the first and the last ten of thirty updates."""
     key = f"reward/held_out/{part}"
     history = [line | {key: values[0] if line["step"] <= 10 else values[1]} for line in HEALTHY]
@@ -87,6 +100,69 @@ def test_a_reward_that_falls_is_said():
         warnings = list(alarms(history, 0.8))
         assert len(warnings) == loud, low
         assert not loud or (f"reward/mean is {low:.3f}, it was 1.000" in warnings[0] and "unlearns" in warnings[0])
+
+
+def test_a_judge_that_falls_is_said():
+    """By more than its first updates differ: 0.45, 0.55, 0.45, ... has a standard deviation of 0.05."""
+    first = [{"step": i, "reward/held_out": 0.45 + 0.1 * (i % 2)} for i in range(10)]
+    for low, loud in ((0.46, False), (0.44, True)):
+        found = broken_guards(first, [{"step": 20, "reward/held_out": low}], 0.8)
+        assert len(found) == loud and all("(reward/held_out) went from 0.500 to 0.440" in line for line in found)
+
+
+RULE = {"window": 3, "patience": 2, "motion": 0.8, "grid": 1.5}
+
+
+def with_flow(*windows, window=3):
+    """Updates whose judge sees this much flow, window by window, after an evaluation of the base model."""
+    values = [value for value in windows for _ in range(window)]
+    return [{"step": 0, "eval/score": 0.1}, *({"step": i + 1, "reward/held_out/flow": v} for i, v in enumerate(values))]
+
+
+def stops_at(history, **rule):
+    """The step after which early_stop first ends a run that goes through this history."""
+    ended = [line["step"] for i, line in enumerate(history) if early_stop(history[: i + 1], **RULE | rule)]
+    return ended[0] if ended else None
+
+
+def test_a_run_ends_after_windows_in_a_row_that_break_a_guard():
+    assert stops_at(with_flow(0.9, 0.5, 0.5, 0.5)) == 9 and stops_at(with_flow(0.9, 0.5)) is None
+    assert stops_at(with_flow(0.9, 0.5, 0.9, 0.5, 0.5)) == 15  # in between all was well
+    assert stops_at(with_flow(0.9, 0.5), patience=1) == 6 and stops_at(with_flow(0.9, 0.5, 0.5), patience=3) is None
+    assert stops_at(with_flow(0.9, 0.5, 0.5), motion=0.5) is None and stops_at(with_flow(0.9, 0.8, 0.8)) is None
+    grid = [{"step": i + 1, "reward/held_out/grid": 1.0 if i < 3 else 1.4} for i in range(9)]
+    assert stops_at(grid) is None and stops_at(grid, grid=1.3) == 9
+    assert stops_at(HEALTHY, window=10) is None and stops_at(HACKED, window=10) == 30
+    assert stops_at([]) is None and stops_at(with_flow(math.nan, 0.5, 0.5)) is None
+
+
+def test_what_ended_a_run_is_said_with_figures_and_steps():
+    line = early_stop(with_flow(0.9, 0.5, 0.4), **RULE)
+    assert "steps 4 to 9" in line and "(reward/held_out/flow) went from 0.900 to 0.400" in line and "\n" not in line
+
+
+def test_a_run_ends_at_the_same_step_by_its_file_alone():
+    """What metrics.jsonl has of a history, nan as null and numbers as text, ends where the history itself does."""
+    history = [line | {"reward/held_out/grid": math.nan} for line in with_flow(0.9, 1 / 3, 0.7199999999999999)]
+    read = [
+        json.loads(json.dumps({key: None if value != value else value for key, value in line.items()}))
+        for line in history
+    ]
+    assert stops_at(read) == stops_at(history) == 9
+    assert early_stop(read, **RULE) == early_stop(history, **RULE)
+
+
+def test_a_checkpoint_with_a_broken_guard_does_not_become_the_best():
+    keys = ["reward/held_out", "reward/mean"]
+    for name, history in (("hacked", HACKED), ("healthy", HEALTHY)):
+        score, broken = score_for_best(history, 20, keys, 0.8)
+        assert (score is None) == bool(broken) == (name == "hacked")
+        assert score in (None, recent_mean(history, 20, keys))
+    assert score_for_best(HACKED[:10], 0, keys, 0.8)[0] is not None  # nothing to be compared with
+    froze = with_flow(*[0.9] * 5, *[0.3] * 3)[1:]  # 15 updates, and 9 that move less
+    assert score_for_best(froze[:16], 15, keys, 0.8)[1] == []  # one in ten
+    assert score_for_best(froze, 23, keys, 0.8)[1] and score_for_best(froze, 15, keys, 0.8)[1]
+    assert score_for_best(froze, 15, keys, 0.0)[1] == []
 
 
 def test_alarms_of_what_is_not_measured_keep_silent():

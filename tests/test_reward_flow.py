@@ -83,7 +83,7 @@ def replay_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradi
     kl = reward_flow.replay(
         velocity, trajectory, sigmas, active, grad_x0, coupling,
         reference=velocity.reference, kl_weight=kl_weight, kl_gradient=kl_gradient,
-    )  # fmt: skip
+    ).kl  # fmt: skip
     assert not trajectory.graphs  # given up one by one
     return gradients(model), trajectory.x0, kl
 
@@ -290,6 +290,24 @@ def test_only_one_step_is_alive_and_the_base_is_untouched():
         if not parameter.requires_grad:
             assert parameter.grad is None
             assert torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize("coupling", [1.0, 0.2, 0.0])
+def test_what_each_replayed_step_is_handed(coupling):
+    """Of v = a_i x an active step multiplies the gradient by 1 + coupling h_i a_i, and one between two by nothing."""
+    rates = torch.tensor([0.5, -2.0, 3.0, 1.5], requires_grad=True)
+    sigmas, x = (
+        torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0]),
+        torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0)),
+    )
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    trajectory = reward_flow.rollout(lambda x, i: rates[i] * x, x, sigmas, [0, 1, 3])
+    found = reward_flow.replay(lambda x, i: rates[i] * x, trajectory, sigmas, [0, 1, 3], grad, coupling)
+    last = grad.flatten(1).norm(dim=1)
+    second = last * abs(1 + coupling * (0.0 - 0.2) * 1.5)
+    first = second * abs(1 + coupling * (0.5 - 0.8) * -2.0)
+    torch.testing.assert_close(found.cotangents, torch.stack([first, second, last], 1))
+    assert not found.cotangents.requires_grad and found.kl.tolist() == [0, 0, 0]
 
 
 def test_zero_cotangent_still_calls_every_micro_batch():

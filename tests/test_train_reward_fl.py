@@ -24,7 +24,7 @@ from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.data import clips as clip_files
 from rewardfl.estimate import report
 from rewardfl.rewards.face import parity as face_parity
-from rewardfl.run import checkpoint, start
+from rewardfl.run import checkpoint, monitor, start
 from rewardfl.run.job import Job
 from rewardfl_tools import _generate, evaluate, generate
 
@@ -44,8 +44,9 @@ def test_a_run_leaves_what_the_design_says(straight):
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     wanted = {
         "actor/loss", "actor/face_score", "actor/kl_loss", "reward/mean", "reward/coverage", "reward/motion",
-        "reward/held_out", "reward/valid_fraction", "grad_norm", "lr",
+        "reward/held_out", "reward/valid_fraction", "grad_norm", "grad_norm/step_2", "grad_norm/step_3", "lr",
         *(f"reward/held_out/{part}" for part in ("flow", "face_flow", "pixel_change", "sharpness", "reversals")),
+        *(f"reward/held_out/{part}" for part in ("grid", "saturation", "red", "green", "blue")),
     }  # fmt: skip
     assert wanted <= lines[0].keys()
     assert lines[0]["actor/kl_loss"] == 0 and lines[-1]["actor/kl_loss"] > 0  # B starts at zero
@@ -185,7 +186,7 @@ def test_what_computes_the_same_may_change(straight, tmp_path):
     )  # fmt: skip
     assert metrics(run) == metrics(straight)
     mine, theirs = adapter(run, 6), adapter(straight, 6)
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine | theirs)
+    assert equal(mine, theirs)
     assert json.loads((run / "run.json").read_text())["changes"] == []
 
 
@@ -229,6 +230,98 @@ def test_other_content_is_refused(monkeypatch, capsys, clips, tmp_path):
     assert "run.resume_with_changes=[reward.held_out_model_path]" in error
     error = refusal(*packs, "run.resume_with_changes=[reward.held_out_model_path]")
     assert "something else in reward.reward_model_path: " in error and "resume_with_changes" not in error
+
+
+def equal(mine, theirs):
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+# breaks at any loss of motion, or any more grid: what one clip after another does
+TOUCHY = "train.early_stop={window: 2, patience: 1, motion: 1, grid: 1}"
+
+
+def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tmp_path):
+    """It leaves what a run of as many steps leaves, resumed or not; another rule lets it go on as if nothing was."""
+    settings = [*FAST, "run.save_steps=3", "run.sample_videos=0", "train.max_steps=6"]
+    for run in (tmp_path / "run", cut(straight, tmp_path / "resumed", 3)):
+        code, out, _ = call(monkeypatch, capsys, *settings, f"run.output_dir={run}", TOUCHY)
+        assert (
+            code == 0 and "stopped at step 4: train.early_stop: " in out and f"{run}/checkpoints/best is step-" in out
+        )
+        assert metrics(run) == metrics(straight)[:4]
+        assert (run / "checkpoints" / "latest").resolve().name == "step-000004"
+    assert equal(adapter(tmp_path / "run", 4), adapter(tmp_path / "resumed", 4))
+    before = (run / "metrics.jsonl").read_text()
+    code, out, _ = call(monkeypatch, capsys, *settings, f"run.output_dir={run}", TOUCHY)
+    assert code == 0 and "nothing to train: " in out and "train.early_stop=null" in out
+    assert (run / "metrics.jsonl").read_text() == before
+    call(monkeypatch, capsys, *settings, f"run.output_dir={run}")
+    assert metrics(run) == metrics(straight) and equal(adapter(run, 6), adapter(straight, 6))
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        ([TOUCHY, "reward.held_out_model_path=null"], "reward.held_out_model_path is null"),
+        (["train.early_stop={}", "train.max_steps=14"], "train.max_steps 14"),
+    ],
+)
+def test_an_early_stop_that_cannot_work_is_refused(monkeypatch, capsys, tmp_path, overrides, words):
+    code, _, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}", *overrides)
+    assert code == 2 and "train.early_stop" in error and words in error and not (tmp_path / "run").exists()
+
+
+def test_a_broken_guard_keeps_a_checkpoint_from_being_the_best(monkeypatch, capsys, tmp_path):
+    """No motion is enough for the last updates: none of theirs is taken, however high its score."""
+    monkeypatch.setattr(monitor, "WINDOW", 2)
+    settings = [*FAST, "run.save_steps=1", "run.sample_videos=0", "train.max_steps=4", "reward.motion_alarm=100"]
+    code, out, _ = call(monkeypatch, capsys, *settings, f"run.output_dir={tmp_path}")
+    assert code == 0 and "step 3: this checkpoint does not become checkpoints/best: " in out
+    scores = [checkpoint._manifest(checkpoint.folder_of(tmp_path, step))["score"] for step in (1, 2, 3, 4)]
+    assert None not in scores[:2] and scores[2:] == [None, None]
+    assert (tmp_path / "checkpoints" / "best").resolve().name in ("step-000001", "step-000002")
+
+
+def test_an_averaged_adapter(straight, tmp_path):
+    """It is what is saved; what is trained is as without it; a resumed run goes on with it, bit for bit."""
+    settings = ["train.ema_decay=0.9", "run.save_steps=3", "run.sample_videos=0"]
+    run, resumed = tmp_path / "run", tmp_path / "resumed"
+    launch(f"run.output_dir={run}", "train.max_steps=6", *settings)
+    launch(f"run.output_dir={cut(run, resumed, 3)}", "train.max_steps=6", *settings)
+    assert metrics(run) == metrics(resumed) == metrics(straight)
+    assert equal(adapter(run, 6), adapter(resumed, 6))
+    states = [checkpoint.load_state(one / "checkpoints" / "step-000006") for one in (run, resumed)]
+    for mine, theirs in zip(
+        *(state["parameters"] + state["average"]["shadow_params"] for state in states), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    last, average = states[0]["parameters"], states[0]["average"]["shadow_params"]
+    sums = [sorted(float(one.double().sum()) for one in adapter(folder, 6).values()) for folder in (straight, run)]
+    assert sums[0] == pytest.approx(sorted(float(one.double().sum()) for one in last), abs=1e-12)
+    assert sums[1] == pytest.approx(sorted(float(one.double().sum()) for one in average), abs=1e-12)
+    assert not equal(adapter(run, 6), adapter(straight, 6))
+
+
+def test_a_reward_weight_changes_only_by_name(straight, monkeypatch, capsys, tmp_path):
+    """Of the trained reward and of one of the others; refused without their names, listed and said with them."""
+    run, hue = tmp_path / "run", "reward.others.hue"
+    settings = [*FAST, f"run.output_dir={run}", "run.sample_videos=0", f"{hue}.name=colour"]
+    launch(*settings[len(FAST) :], f"{hue}.weight=0.1", "train.max_steps=1")
+    before = (run / "metrics.jsonl").read_text()
+    for changed, key in ((f"{hue}.weight=0.2", "reward.others"), ("reward.reward_weight=0.5", "reward.reward_weight")):
+        overrides = [*settings, f"{hue}.weight=0.1", changed, "train.max_steps=2"]
+        code, _, error = call(monkeypatch, capsys, *overrides)
+        assert code == 2 and f"run.resume_with_changes=[{key}]" in error
+        assert (run / "metrics.jsonl").read_text() == before
+    keys = "run.resume_with_changes=[reward.others,reward.reward_weight]"
+    code, out, _ = call(
+        monkeypatch, capsys, *settings, f"{hue}.weight=0.2", "reward.reward_weight=0.5", "train.max_steps=2", keys
+    )
+    assert code == 0 and "changed at step 1: reward.reward_weight 0.1 -> 0.5" in out
+    assert "changed at step 1: reward.others " in out
+    others, weight = json.loads((run / "run.json").read_text())["changes"]
+    assert (weight["key"], weight["old"], weight["new"], weight["step"]) == ("reward.reward_weight", 0.1, 0.5, 1)
+    assert [others[when]["hue"]["weight"] for when in ("old", "new")] == [0.1, 0.2] and others["step"] == 1
 
 
 def test_another_learning_rate_and_weight(straight, monkeypatch, capsys, tmp_path):

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
         backbone = start.open_model(cfg)
-        terms = build_terms(configuration.wanted_rewards(cfg), device)
+        terms = build_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token), device)
         check_trainable(terms)
         examples, references = find_clips(cfg, terms, args.rows, device)
         videos = sample(cfg, backbone, examples, args.experts, device)

@@ -109,6 +109,10 @@ class ImageModel:
         """Pixels on a side of one latent."""
         return pixels_per_latent(self.configs)
 
+    @property
+    def pixels_per_token(self) -> int:
+        return self.spatial * self.kind.patch
+
     def described_by(self) -> str:
         published = PUBLISHED in self.folder.parents
         return f"{self.folder}{' (published; no configurations in model.model_paths)' if published else ''}"
@@ -130,7 +134,7 @@ class ImageModel:
 
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
         problems, most = [], self.kind.longest_side(self.configs)
-        multiple = self.spatial * self.kind.patch
+        multiple = self.pixels_per_token
         if num_frames != 1:
             problems.append(f"data.num_frames must be 1, got {num_frames}: {self.kind.published} makes images")
         if max_pixels is None:

@@ -201,6 +201,10 @@ class Backbone(Protocol):
     def takes_image(self) -> bool:
         """Whether a clip's first frame, or the image given for it, is among what the networks are told."""
 
+    @property
+    def pixels_per_token(self) -> int:
+        """Pixels on a side of what the network knows as one place: the VAE's factor times the patch."""
+
     # ---- what headers and configurations tell
 
     def described_by(self) -> str:

@@ -15,6 +15,7 @@ from rewardfl.config.schema import (
     Alike,
     AnyConfig,
     DataConfig,
+    EarlyStopConfig,
     EvaluationConfig,
     FlowGrpoConfig,
     GrpoTrainConfig,

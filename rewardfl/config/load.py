@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rewardfl.config.schema import SECTIONS, AnyConfig, FlowGrpoConfig, RewardFlConfig, did_you_mean, shown
+from rewardfl.config.schema import SECTIONS, AnyConfig, FlowGrpoConfig, RewardFlConfig, Section, did_you_mean, shown
 
 
 class ConfigError(ValueError):
@@ -291,13 +291,21 @@ def _annotation(schema: type[AnyConfig], key: Sequence[int | str]) -> Any:
     for part in key:
         if isinstance(part, int):
             return int  # all lists of ours hold one type of item, and none may be null
+        kind = _keys_of(kind)
         kind = get_args(kind)[1] if get_origin(kind) is dict else kind.model_fields[part].annotation
     return kind
 
 
+def _keys_of(kind: Any) -> Any:
+    """A section's type without the null that may stand for it; another type as it is."""
+    if get_origin(kind) is dict:
+        return kind
+    return next((one for one in get_args(kind) if isinstance(one, type) and issubclass(one, Section)), kind)
+
+
 def _unknown(key: Sequence[int | str], schema: type[AnyConfig]) -> str:
     """What to say of a key or section that `schema` does not have: its place, its script or its nearest name."""
-    name, last, known = _dotted(key), key[-1], _annotation(schema, key[:-1]).model_fields
+    name, last, known = _dotted(key), key[-1], _keys_of(_annotation(schema, key[:-1])).model_fields
     for owner, sections in ({schema: SECTIONS[schema]} | SECTIONS).items() if len(key) <= 2 else ():
         place = next((section for section, kind in sections.items() if last in kind.model_fields), None)
         if place is not None and owner is schema:

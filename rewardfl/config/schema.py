@@ -438,7 +438,7 @@ class SharedRewardConfig(Section):
     # Faces embedded at a time; a smaller number takes less memory, and rounds otherwise.
     recogniser_chunk: IfNamed[Count] = 8
     # A warning is logged when the mean motion, as a ratio to the real clip's, falls below this, or the judge's flow,
-    # landmark motion or sharpness below this share of what it was in the run's first updates.
+    # landmark motion, sharpness or coverage below this share of what it was in the run's first updates.
     motion_alarm: Free[NonNegative] = 0.8
     # More rewards by any label, which the metrics carry (reward/<label>): trained with their weight, or only measured.
     others: IfNamed[dict[Label, GrpoTermConfig]] = Field(default_factory=dict)
@@ -507,6 +507,28 @@ class GrpoRewardConfig(SharedRewardConfig):
             yield "reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained"
 
 
+class EarlyStopConfig(Section):
+    """`train.early_stop` of both scripts: when a run ends because its judge says that it goes wrong.
+
+    The updates are cut into windows. The run ends, as after its last step, when each of `patience` whole windows in a
+    row breaks a guard beside the run's first window: the mean of reward/held_out has fallen by more than the standard
+    deviation of the first window's updates, or has seen less than half of what the trained face score gained; the
+    judge's flow, landmark motion, sharpness or coverage are below `motion` of what they were; its grid is above `grid`
+    times what it was; its reversals, saturation or mean colours have gone as far as a warning would say
+    (rewardfl/run/monitor.py: broken_guards).
+    What is read is reward/held_out and reward/held_out/... of the videos that are trained on, in metrics.jsonl.
+    """
+
+    # Updates in a window, and windows in a row that must break a guard. The first window is the measure: it should end
+    # before the run can have gone wrong.
+    window: Annotated[Count, Field(ge=2)] = 5
+    patience: Count = 2
+    # The share of flow, landmark motion, sharpness and coverage that must be left; 0 does not look at them.
+    motion: Share = 0.8
+    # How many times what it was grid may be.
+    grid: Annotated[Positive, Field(ge=1)] = 1.5
+
+
 class GrpoTrainConfig(Section):
     """Section `train` of train_flow_grpo.py, and what train_reward_fl.py shares of it."""
 
@@ -543,6 +565,9 @@ class GrpoTrainConfig(Section):
     moments_on: Free[Literal["gpu", "cpu"]] = "gpu"
     # Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
     max_nonfinite: Free[Whole] = 3
+    # When the held-out judge ends the run, with exit code 0 and a checkpoint; null: never. Flow-GRPO asks at the end of
+    # an epoch. A run that it has ended goes on when this is null or more patient.
+    early_stop: Free[EarlyStopConfig | None] = None
 
     def conflicts(self) -> Iterator[str]:
         if self.use_gradient_checkpointing_offload and not self.use_gradient_checkpointing:
@@ -559,6 +584,12 @@ class GrpoTrainConfig(Section):
             yield (
                 "train.keep_attention watches a block's operators, and compile_blocks leaves none to be seen; set one "
                 "of them to false"
+            )
+        rule, steps = self.early_stop, self.max_steps
+        if rule is not None and steps is not None and steps < rule.window * (rule.patience + 1):
+            yield (
+                f"train.early_stop looks at 1 + patience {rule.patience} windows of {rule.window} updates, and "
+                f"train.max_steps {steps} are fewer; make window or patience smaller, or remove early_stop"
             )
 
 
@@ -578,6 +609,9 @@ class TrainConfig(GrpoTrainConfig):
     # when its turn to go back has come. keep_on_host: the graphs of the rollout, whose blocks' inputs wait in host
     # memory (13.4 GB for each step at 480x832x81), so that one forward pass of each step is saved. For one process.
     active_graphs: Free[Literal["replay", "keep_on_host"]] = "replay"
+    # An average of the weights, which is shown and saved instead of the last ones: weight of the old average at each
+    # update (rising from 0.1 to this). 0: the last weights themselves. What is trained and judged is not touched.
+    ema_decay: Annotated[Number, Field(ge=0, lt=1)] = 0.0
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
@@ -751,6 +785,11 @@ MARKS: dict[str, list[object]] = {
 
 def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     yield from _resume_conflicts(cfg)
+    if cfg.train.early_stop is not None and cfg.reward.held_out_model_path is None:
+        yield (
+            "train.early_stop is the held-out judge's, and reward.held_out_model_path is null; name the judge's face "
+            "pack there, or remove early_stop"
+        )
     trained, base_model = cfg.model.trainable_models, cfg.lora.lora_base_model
     if base_model is not None and set(_names(base_model)) != set(_names(trained)):
         yield (
@@ -829,8 +868,11 @@ class WantedReward:
     std: float = 1.0
 
 
-def wanted_rewards(cfg: AnyConfig) -> list[WantedReward]:
-    """What is trained first, then the held-out judge and the motion beside the face if wanted, then the others."""
+def wanted_rewards(cfg: AnyConfig, pixels_per_token: int = 0) -> list[WantedReward]:
+    """What is trained first, then the held-out judge and the motion beside the face if wanted, then the others.
+
+    pixels_per_token: of the model, in whose period the judge looks for a grid; 0: it does not.
+    """
     reward = cfg.reward
     face = {"det_size": reward.det_size, "chunk": reward.recogniser_chunk}
     if reward.name == "face_identity":
@@ -840,7 +882,7 @@ def wanted_rewards(cfg: AnyConfig) -> list[WantedReward]:
     mean, std = (cfg.reward.reward_mean, cfg.reward.reward_std) if isinstance(cfg, RewardFlConfig) else (0.0, 1.0)
     wanted = [WantedReward(key, "score", reward.name, settings, reward.reward_weight, mean, std)]
     if reward.held_out_model_path is not None:
-        judge = {"pack_dir": reward.held_out_model_path, "cap": "none"} | face
+        judge = {"pack_dir": reward.held_out_model_path, "cap": "none", "grid_period": pixels_per_token} | face
         wanted.append(WantedReward("reward.held_out_model_path", "held_out", "face_judge", judge, weight=0.0))
     if isinstance(cfg, RewardFlConfig) and cfg.reward.motion_weight:
         settings = {"pack_dir": reward.reward_model_path} | face

@@ -1,6 +1,7 @@
-"""The held-out judge: who is seen, and what the clip does, by measures that nothing was trained against."""
+"""The held-out judge: who is seen, how the clip moves and looks, by measures that nothing was trained against."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -8,55 +9,90 @@ from torch import Tensor
 
 from rewardfl import data
 from rewardfl.rewards.base import RewardOutput
+from rewardfl.rewards.canaries import GRAIN, canaries
 from rewardfl.rewards.face.identity import FaceScore
 from rewardfl.rewards.face.reward import PARTS, FaceIdentityReward, ratio
 from rewardfl.rewards.motion import MIN_CHANGE
 from rewardfl.rewards.video_motion import FARNEBACK, LONG_SIDE, VideoMotion, video_motion
 
-# A real clip with less gives no ratio, which would divide by noise: pixels per frame; levels of 255 squared.
-LEAST_FLOW, LEAST_SHARPNESS = 0.05, 0.1
+# A real clip with less gives no ratio, which would divide by noise: pixels per frame; levels of 255 squared; two levels
+# of 255, as far as the channels of a grey clip are apart after a video codec.
+LEAST_FLOW, LEAST_SHARPNESS, LEAST_SATURATION = 0.05, 0.1, 2 / 255
+COLOURS = ("red", "green", "blue")
 
 
 class FaceJudge(FaceIdentityReward):
-    """`face_identity` without gradient, and beside it how the clip moves by measures that nothing was trained against.
+    """`face_identity` without gradient, and beside it what the clip does by measures that nothing was trained against.
 
     Parts beside face_identity's: flow (mean optical flow of the frame), face_flow (within the face's box), pixel_change
     and sharpness, each over the real clip's, NaN where that stands still; reversals, the generated clip's minus the
-    real clip's, in [-2, 2]: above 0 it trembles more. They are taken of the 8-bit frames, on the CPU, whether or not
-    the generated clip shows a face. Their definitions: rewards/video_motion.py.
+    real clip's, in [-2, 2]: above 0 it trembles more. Of the canaries grid and saturation, over the real clip's; red,
+    green and blue, the mean of that colour minus the real clip's, in [-1, 1]. They are taken of the 8-bit frames, on
+    the CPU, whether or not the generated clip shows a face. Their definitions: rewards/video_motion.py and
+    rewards/canaries.py.
+
+    grid_period: pixels on a side of the generating model's tokens, in whose period a grid is looked for; with 0 grid is
+    not measured, NaN.
     """
 
     name = "face_judge"
     fewest_frames = 2
     differentiable = False
-    part_names = (*PARTS, "flow", "face_flow", "pixel_change", "sharpness", "reversals")
+    part_names = (
+        *PARTS, "flow", "face_flow", "pixel_change", "sharpness", "reversals", "grid", "saturation", *COLOURS
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        pack_dir: str | Path,
+        cap: str | float = "self_similarity",
+        det_size: int = 640,
+        chunk: int = 8,
+        grid_period: int = 0,
+    ):
+        if grid_period < 0 or grid_period % 2:
+            raise ValueError(f"grid_period must be 0 or an even number of pixels, got {grid_period}")
+        super().__init__(pack_dir, cap, det_size, chunk)
+        self.grid_period = grid_period
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
-        """face_identity's, with the figures of the real clip's own motion."""
+        """face_identity's, with the figures of the real clip's own motion and of its canaries."""
         pool = super().reference(video, prompt)
         if pool is None:
             return None
-        figures = video_motion(_frames(video), pool["boxes"].numpy())
-        return pool | {name: torch.tensor(value) for name, value in vars(figures).items()}
+        frames = _frames(video)
+        figures = vars(video_motion(frames, pool["boxes"].numpy())) | self._canaries(frames)
+        return pool | {name: torch.tensor(value) for name, value in figures.items()}
 
     def fingerprint(self) -> dict[str, object]:
-        """face_identity's, and how flow is taken."""
-        return super().fingerprint() | {"flow": [*FARNEBACK, LONG_SIDE]}
+        """face_identity's, how flow is taken, and where a grid is looked for."""
+        return super().fingerprint() | {"flow": [*FARNEBACK, LONG_SIDE], "grid": [self.grid_period, GRAIN]}
 
     @torch.no_grad()
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         return super().forward(video, batch)
 
     def measured(self, video: Tensor, face: FaceScore | None, reference: Mapping[str, Tensor]) -> dict[str, float]:
-        made = video_motion(_frames(video), None if face is None else face.boxes.numpy())
+        frames = _frames(video)
+        made = video_motion(frames, None if face is None else face.boxes.numpy())
         real = VideoMotion(**{name: float(reference[name]) for name in vars(made)})
+        looks = self._canaries(frames)
+        looked = {name: float(reference[name]) for name in looks}
         return {
             "flow": ratio(made.flow, real.flow, LEAST_FLOW),
             "face_flow": ratio(made.face_flow, real.face_flow, LEAST_FLOW),
             "pixel_change": ratio(made.pixel_change, real.pixel_change, MIN_CHANGE),
             "sharpness": ratio(made.sharpness, real.sharpness, LEAST_SHARPNESS),
             "reversals": made.reversals - real.reversals,
+            "grid": looks["grid"] / looked["grid"],
+            "saturation": ratio(looks["saturation"], looked["saturation"], LEAST_SATURATION),
+            **{name: looks[name] - looked[name] for name in COLOURS},
         }
+
+    def _canaries(self, frames: np.ndarray) -> dict[str, float]:
+        """grid, saturation and the COLOURS of the frames."""
+        found = canaries(frames, [self.grid_period] if self.grid_period else [])
+        return {"grid": found.grid, "saturation": found.saturation, **dict(zip(COLOURS, found.colour, strict=True))}
 
 
 def _frames(video: Tensor) -> np.ndarray:

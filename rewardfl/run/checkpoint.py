@@ -172,7 +172,7 @@ STRAYS = (f"{RUN_JSON}.tmp-*", "metrics.jsonl.tmp-*", "checkpoints/*.tmp-*")
 SHARED_STRAYS = ("samples/*/*.tmp-*", "cache/*/*/*.tmp-*")
 
 # {key that a run.json of an earlier version lacks: the value by which it did what it did}
-ABSENT = {"reward.motion_weight": 0.0}
+ABSENT = {"reward.motion_weight": 0.0, "train.ema_decay": 0.0}
 
 
 @dataclass(frozen=True)

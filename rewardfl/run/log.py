@@ -15,7 +15,7 @@ from rewardfl.files import printable
 from rewardfl.rewards.base import RewardError
 from rewardfl.run import checkpoint
 from rewardfl.run.job import Job
-from rewardfl.run.monitor import alarms, suspects
+from rewardfl.run.monitor import alarms, early_stop, score_for_best, suspects
 from rewardfl.run.trackers import Tracker
 
 
@@ -65,6 +65,23 @@ class Log:
             self.tracker.log(step, metrics)
         for warning in alarms(self.history, self.cfg.reward.motion_alarm):
             tqdm.write(f"step {step}: {warning}")
+
+    def early_stop(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Why train.early_stop ends the run with this step, whose line is still to be written; "" where it goes on.
+
+        On all processes, which do as the main one's history says.
+        """
+        rule = self.cfg.train.early_stop
+        if rule is None:
+            return ""
+        return self.job.by_main(lambda: early_stop([*self.history, {"step": step, **metrics}], **dict(rule)), ())
+
+    def score_for_best(self, step: int, since: int, keys: Sequence[str]) -> float | None:
+        """What checkpoints/best is chosen by: see monitor.score_for_best. None on other processes than the main one."""
+        score, broken = score_for_best(self.history, since, keys, self.cfg.reward.motion_alarm)
+        if broken:
+            self.say(step, f"this checkpoint does not become checkpoints/best: {'; '.join(broken)}")
+        return score
 
     def count(self, norm: float, why_nothing: str) -> None:
         """Count an update that taught nothing, and forget those before one that did. On all processes.

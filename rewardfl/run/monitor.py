@@ -11,9 +11,18 @@ from pathlib import Path
 import torch
 
 PROCESS = Path("/proc/self")
-# How much the judge's mean reversals may rise before a warning: a clip that goes on as it does has -1, one that goes
-# back and forth with every frame has 1.
-REVERSALS_ALARM = 0.1
+WINDOW = 10  # updates whose means are compared
+# How much the judge's mean reversals may rise: a clip that goes on as it does has -1, one that goes back and forth with
+# every frame has 1.
+REVERSALS_GUARD = 0.1
+# By what factor the judge's grid may rise, where 1 is a picture without one, and its saturation rise or fall. On the
+# tiny world, over five updates, a healthy run's go by 1.08 and 1.04; one that trains on a colour reaches 10 and 3.
+GRID_GUARD = 1.5
+SATURATION_GUARD = 1.25
+# How far the clips' mean red, green or blue may move, of 1: 13 levels of 255 over a whole picture are a tint.
+COLOUR_GUARD = 0.05
+# The reward is taken for hacked when the trained face score has gained this much and the judge less than this share.
+GAIN_GUARD, SHARE_GUARD = 0.05, 0.5
 
 
 class Timer:
@@ -81,23 +90,22 @@ def suspects(ids: Sequence[str], finite: Sequence[bool]) -> str:
     return f"in the backward pass of {', '.join(dict.fromkeys(ids))}"
 
 
-def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int = 10) -> Iterator[str]:
-    """Warnings about the last `window` updates: the reward falls, the faces freeze, or the judge does not see the gain.
+def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int = WINDOW) -> Iterator[str]:
+    """Warnings about the last `window` updates: the reward falls, the faces freeze, or the judge speaks against them.
 
-    The last window is compared with the run's first. The reward may fall by the first one's standard deviation; by the
-    held-out judge, flow, landmark motion and sharpness may fall to `motion_alarm` of what they were, and reversals rise
-    by REVERSALS_ALARM.
+    The last window is compared with the run's first. The reward may fall by the first one's standard deviation, the
+    trained detector's motion to `motion_alarm` of the real clips'; for the judge see `broken_guards`.
 
     history: the lines of metrics.jsonl; an evaluation before the first update is none of them. To be asked after every
     update, whatever of them is logged elsewhere: it speaks after each `window` of them, from the second on.
     """
-    history = [line for line in history if line["step"] > 0]
+    history = _updates(history)
     if len(history) < 2 * window or len(history) % window:
         return
 
     first, last = history[:window], history[-window:]
     was, now = (_mean("reward/mean", steps) for steps in (first, last))
-    spread = statistics.pstdev(_finite("reward/mean", first) or [0.0])
+    spread = _spread("reward/mean", first)
     if now < was - spread:
         yield (
             f"reward/mean is {now:.3f}, it was {was:.3f} (standard deviation {spread:.3f}) in the first {window} "
@@ -106,20 +114,100 @@ def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int
     motion = _mean("reward/motion", last)
     if motion < motion_alarm:
         yield f"motion is {motion:.2f} of the real clips', below reward.motion_alarm {motion_alarm:g}"
-    gain = _mean("actor/face_score", last) - _mean("actor/face_score", first)
-    judged = _mean("reward/held_out", last) - _mean("reward/held_out", first)
-    if gain > 0.05 and judged < 0.5 * gain:
-        yield f"the face score gained {gain:.3f} but the held-out judge saw {judged:.3f}: the reward may be hacked"
-    for part, words in (("flow", "optical flow"), ("motion", "landmark motion"), ("sharpness", "sharpness")):
-        was, now = (_mean(f"reward/held_out/{part}", steps) for steps in (first, last))
-        if was > 0 and now < motion_alarm * was:
-            yield (
-                f"the held-out judge's {words} (reward/held_out/{part}) is {now / was:.2f} of what it was in the first "
-                f"{window} updates, below reward.motion_alarm {motion_alarm:g}"
-            )
-    was, now = (_mean("reward/held_out/reversals", steps) for steps in (first, last))
-    if now - was > REVERSALS_ALARM:
-        yield (
-            f"the held-out judge's reversals (reward/held_out/reversals) rose from {was:.2f} to {now:.2f}, by more "
-            f"than {REVERSALS_ALARM:g}: the clips tremble"
+    yield from broken_guards(first, last, motion_alarm)
+
+
+def broken_guards(
+    first: Sequence[dict[str, float]], last: Sequence[dict[str, float]], motion: float, grid: float = GRID_GUARD
+) -> list[str]:
+    """What the held-out judge has against the updates `last`, beside the run's `first`: a line for each broken guard.
+
+    Of the means over the updates, reward/held_out may fall by the first ones' standard deviation; flow, landmark
+    motion, sharpness and coverage to `motion` of what they were; reversals may rise by REVERSALS_GUARD, grid to `grid`
+    times what it was; saturation may go to SATURATION_GUARD times what it was or to what it was over that, red, green
+    and blue by COLOUR_GUARD either way. And where the trained face score has gained more than GAIN_GUARD, the judge
+    must have seen SHARE_GUARD of that. What was not measured breaks nothing.
+    """
+    found = []
+
+    def means(key: str) -> tuple[float, float]:
+        return _mean(key, first), _mean(key, last)
+
+    def judge(part: str, words: str, was: float, now: float, limit: str) -> None:
+        found.append(f"the held-out judge's {words} (reward/held_out{part}) went from {was:.3f} to {now:.3f}, {limit}")
+
+    was, now = means("reward/held_out")
+    spread = _spread("reward/held_out", first)
+    if now < was - spread:
+        judge("", "score", was, now, f"by more than its standard deviation {spread:.3f}")
+    (score_was, score_now), gain = means("actor/face_score"), now - was
+    if score_now - score_was > GAIN_GUARD and gain < SHARE_GUARD * (score_now - score_was):
+        found.append(
+            f"the face score (actor/face_score) went from {score_was:.3f} to {score_now:.3f}, and the held-out judge "
+            f"(reward/held_out) from {was:.3f} to {now:.3f}: the reward may be hacked"
         )
+    parts = {"flow": "optical flow", "motion": "landmark motion", "sharpness": "sharpness", "coverage": "coverage"}
+    for part, words in parts.items():
+        was, now = means(f"reward/held_out/{part}")
+        if was > 0 and now < motion * was:
+            judge(f"/{part}", words, was, now, f"{now / was:.2f} of what it was, below {motion:g}")
+    was, now = means("reward/held_out/reversals")
+    if now - was > REVERSALS_GUARD:
+        judge("/reversals", "reversals", was, now, f"by more than {REVERSALS_GUARD:g}: the clips tremble")
+    was, now = means("reward/held_out/grid")
+    if now > grid * was:
+        judge("/grid", "grid", was, now, f"{now / was:.2f} of what it was, above {grid:g}: the model's tokens show")
+    was, now = means("reward/held_out/saturation")
+    if was > 0 and not was / SATURATION_GUARD <= now <= was * SATURATION_GUARD and math.isfinite(now):
+        judge("/saturation", "saturation", was, now, f"by more than a factor of {SATURATION_GUARD:g}")
+    for colour in ("red", "green", "blue"):
+        was, now = means(f"reward/held_out/{colour}")
+        if abs(now - was) > COLOUR_GUARD:
+            judge(f"/{colour}", colour, was, now, f"by more than {COLOUR_GUARD:g}: the clips take on a tint")
+    return found
+
+
+def early_stop(history: Sequence[dict[str, float]], *, window: int, patience: int, motion: float, grid: float) -> str:
+    """Why train.early_stop ends a run with this history, in one line; "" where the run goes on.
+
+    The updates are cut into windows. The run ends when each of the last `patience` whole windows, compared with the
+    first, breaks one of `broken_guards`. A function of metrics.jsonl alone: a resumed run ends at the same update.
+
+    history: the lines of metrics.jsonl. motion, grid: of broken_guards.
+    """
+    updates = _updates(history)
+    windows = [updates[end - window : end] for end in range(window, len(updates) + 1, window)]
+    if len(windows) <= patience:
+        return ""
+    broken = [broken_guards(windows[0], one, motion, grid) for one in windows[-patience:]]
+    if not all(broken):
+        return ""
+    since, until = windows[-patience][0]["step"], windows[-1][-1]["step"]
+    return (
+        f"train.early_stop: beside steps {windows[0][0]['step']} to {windows[0][-1]['step']}, steps {since} to {until} "
+        f"break guards (window {window}, patience {patience}); in the last window {'; '.join(broken[-1])}"
+    )
+
+
+def score_for_best(
+    history: Sequence[dict[str, float]], since: int, keys: Sequence[str], motion: float
+) -> tuple[float | None, list[str]]:
+    """(what checkpoints/best is chosen by, the guards that keep this checkpoint from it, which then has None).
+
+    The score is `recent_mean` after step `since`. The guards are broken_guards of the updates since then, at least
+    WINDOW of them, beside the run's first WINDOW, which have nothing to be compared with.
+    """
+    updates = _updates(history)
+    asked = max(WINDOW, sum(line["step"] > since for line in updates))
+    broken = broken_guards(updates[:WINDOW], updates[WINDOW:][-asked:], motion)
+    return None if broken else recent_mean(history, since, keys), broken
+
+
+def _updates(history: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """Without an evaluation before the first update."""
+    return [line for line in history if line["step"] > 0]
+
+
+def _spread(key: str, lines: Sequence[dict[str, float]]) -> float:
+    """Standard deviation over the lines that have a finite number; 0 where none has."""
+    return statistics.pstdev(_finite(key, lines) or [0.0])

@@ -18,10 +18,11 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from diffusers import ModelMixin
+from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rewardfl import attention, backbones, compiling, data, groups, grpo, lora, offload, swap
+from rewardfl import attention, backbones, compiling, data, groups, grpo, lora, offload, sharding, swap
 from rewardfl import config as configuration
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Experts, Source
@@ -35,7 +36,7 @@ from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe_packs, file_hashes
 from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.terms import RewardError, Term
-from rewardfl.run import checkpoint, checks, invariants, prepare, rounding, trackers, work
+from rewardfl.run import checkpoint, checks, invariants, monitor, prepare, rounding, trackers, work
 from rewardfl.run.job import Job, LaunchError
 from rewardfl.run.log import Log
 from rewardfl.run.signals import Interruption
@@ -56,6 +57,7 @@ VERSIONED = (
     "deepspeed",
 )
 
+AFTER_EARLY_STOP = "to go on, set train.early_stop=null or raise its patience"
 PROMPT_FPS = 16  # frames per second of sample videos that no real clip gives a rate
 SEED_STRIDE = 1_000_003  # between the adapters of two experts, which must not start from equal matrices
 
@@ -263,7 +265,17 @@ def resume(
 
 
 def is_finished(cfg: AnyConfig, opened: checkpoint.Resumption, steps: int, job: Job) -> bool:
-    """Whether the run has all its `steps` already, which is then said."""
+    """Whether the run has all its `steps` already, or train.early_stop has ended it, which is then said."""
+
+    def ended() -> str:
+        history = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl").read()
+        return monitor.early_stop([line for line in history if line["step"] <= opened.step], **dict(rule))
+
+    rule = cfg.train.early_stop
+    why = "" if rule is None or opened.path is None else job.by_main(ended, checkpoint.CheckpointError)
+    if why:
+        job.say(f"nothing to train: {opened.path} is the last step's; {why}; {best_of(cfg)}; {AFTER_EARLY_STOP}")
+        return True
     if opened.step < steps:
         return False
     key = "train.num_train_epochs" if cfg.train.max_steps is None else "train.max_steps"
@@ -649,6 +661,24 @@ def load_schedule(scheduler: LambdaLR, state: dict[str, Any], train: configurati
         group |= {"initial_lr": train.learning_rate, "lr": rate, "weight_decay": train.weight_decay}
 
 
+def make_average(decay: float, parameters: Sequence[nn.Parameter], resumed: ResumedRun) -> EMAModel:
+    """The average of the parameters, which are in place; where the checkpoint left it.
+
+    decay: weight of the old average at each of its steps, to which that rises from 0.1.
+    """
+    average = EMAModel(parameters, decay=decay)
+    if resumed.state:
+        average.load_state_dict(resumed.state.pop("average"))
+        average.shadow_params = list(map(sharding.placed, average.shadow_params, parameters))
+    return average
+
+
+def state_of_average(average: EMAModel, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """What going on takes where a checkpoint's adapter is an average. On all processes, which may hold parts of it."""
+    shadows = {"shadow_params": sharding.gathered(average.shadow_params)}
+    return {"parameters": sharding.gathered(parameters), "average": average.state_dict() | shadows}
+
+
 def seed_generators(seed: int, step: int, rank: int) -> None:
     """Python's, numpy's and torch's own generators, which nothing here draws from but a reward of the user's may.
 
@@ -827,12 +857,20 @@ def _write_video(path: Path, video: Tensor, fps: float) -> None:
             data.write_video(path, video, fps=fps)
 
 
-def close_run(cfg: AnyConfig, job: Job, log: Log, interruption: Interruption, step: int) -> int:
-    """Close everything after the last step of this process group; the exit code."""
+def best_of(cfg: AnyConfig) -> str:
+    """Which checkpoint checkpoints/best is, in words."""
+    best = Path(cfg.run.output_dir) / "checkpoints" / "best"
+    return f"{best} is {best.resolve().name}" if best.exists() else f"no checkpoint became {best}"
+
+
+def close_run(cfg: AnyConfig, job: Job, log: Log, interruption: Interruption, step: int, stopped: str) -> int:
+    """Close everything after the last step of this process group; the exit code. stopped: by train.early_stop, why."""
     log.tracker.close()
     job.accelerator.end_training()
     if interruption.number:
         job.say(f"{interruption.name}: stopped after step {step}; the same command goes on from there")
         return interruption.exit_code
+    if stopped:
+        job.say(f"stopped at step {step}: {stopped}; {best_of(cfg)}; {AFTER_EARLY_STOP}")
     job.say(f"done: {cfg.run.output_dir}/checkpoints/latest")
     return 0

@@ -442,6 +442,7 @@ def _reward_fl(common: Work, cfg: RewardFlConfig) -> Work:
         rollout=_times(answers, Counter(experts)) + (replay if answers == 2 and not both else Counter()),
         replay=_times(1 + both, replay),
         pulled=_times(1 + both, replay + Counter(experts[i] for i in twice)),
+        averaged=cfg.train.ema_decay > 0,
         reference=_times(answers, replay) if kl else {},
         graphs=1 + both,
         reward_gradient=True,

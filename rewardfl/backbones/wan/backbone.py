@@ -28,6 +28,9 @@ if TYPE_CHECKING:  # its module asks transformers for torchvision, aloud
 Load = Callable[[Sequence[str]], "WanImageToVideoPipeline"]  # parts -> a frozen pipeline that has them, on the CPU
 
 
+PATCH = 2  # latents on a side of one token, of every published transformer
+
+
 @dataclass(frozen=True)
 class Wan:
     """The seam's Backbone.
@@ -65,6 +68,10 @@ class Wan:
     def layer_names(self) -> Mapping[str, str]:
         return self.variant.layer_names
 
+    @property
+    def pixels_per_token(self) -> int:
+        return self.spatial * PATCH
+
     def described_by(self) -> str:
         published = files.PUBLISHED in self.layout.configs.parents
         return f"{self.layout.configs}{' (published; no configurations in model.model_paths)' if published else ''}"
@@ -81,9 +88,8 @@ class Wan:
 
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
         problems = []
-        # 16 is what diffusers' pipeline demands of every model, so that the trained one can be used there; 2 is the
-        # transformer's patch
-        multiple = math.lcm(16, self.spatial * 2)
+        # 16 is what diffusers' pipeline demands of every model, so that the trained one can be used there
+        multiple = math.lcm(16, self.pixels_per_token)
         if max_pixels is not None and multiple != 16:
             problems.append(
                 f"data.max_pixels gives sides in multiples of 16, this VAE takes multiples of {multiple}; remove "
@@ -97,7 +103,7 @@ class Wan:
         if num_frames % self.temporal != 1 % self.temporal or num_frames <= 1:
             near = _neighbours(num_frames, self.temporal, 1)
             problems.append(f"data.num_frames must be {self.temporal}k+1 for this VAE, got {num_frames}; try {near}")
-        side = self.positions * self.spatial * 2
+        side = self.positions * self.pixels_per_token
         most = {"num_frames": (num_frames, (self.positions - 1) * self.temporal + 1)}
         if max_pixels is None:
             most |= {"height": (height, side), "width": (width, side)}
@@ -199,8 +205,8 @@ class Wan:
             latents = torch.cat([x, given["image"].to(x.dtype)], 1)
         elif self.variant.image == "frame":
             latents = torch.cat([given["image"].to(x.dtype), x], 2)
-        if self.variant.token_times:  # patches of 2 x 2, as the pipeline has it; a given frame's time is 0
-            tokens, frames_given = x.shape[3] // 2 * (x.shape[4] // 2), latents.shape[2] - x.shape[2]
+        if self.variant.token_times:  # of patches, as the pipeline has it; a given frame's time is 0
+            tokens, frames_given = x.shape[3] // PATCH * (x.shape[4] // PATCH), latents.shape[2] - x.shape[2]
             time = torch.cat([time.new_zeros(tokens * frames_given), time.expand(tokens * x.shape[2])])
         if self.variant.clip:
             more["encoder_hidden_states_image"] = given["clip"].to(self.dtype)
