@@ -9,7 +9,7 @@ from torch import Tensor
 from rewardfl import data
 from rewardfl.rewards.base import RewardOutput
 from rewardfl.rewards.face.identity import FaceScore
-from rewardfl.rewards.face.reward import PARTS, FaceIdentityReward, ratio
+from rewardfl.rewards.face.reward import FaceIdentityReward, ratio
 from rewardfl.rewards.motion import MIN_CHANGE
 from rewardfl.rewards.video_motion import FARNEBACK, LONG_SIDE, VideoMotion, video_motion
 
@@ -20,16 +20,19 @@ LEAST_FLOW, LEAST_SHARPNESS = 0.05, 0.1
 class FaceJudge(FaceIdentityReward):
     """`face_identity` without gradient, and beside it how the clip moves by measures that nothing was trained against.
 
-    Parts beside face_identity's: flow (mean optical flow of the frame), face_flow (within the face's box), pixel_change
-    and sharpness, each over the real clip's, NaN where that stands still; reversals, the generated clip's minus the
-    real clip's, in [-2, 2]: above 0 it trembles more. They are taken of the 8-bit frames, on the CPU, whether or not
-    the generated clip shows a face. Their definitions: rewards/video_motion.py.
+    Parts beside face_identity's: flow (mean optical flow of the frame), face_flow (within the face's box; the mean over
+    people), pixel_change and sharpness, each over the real clip's, NaN where that stands still; reversals, the
+    generated clip's minus the real clip's, in [-2, 2]: above 0 it trembles more. They are taken of the 8-bit frames, on
+    the CPU, whether or not the generated clip shows a face. Their definitions: rewards/video_motion.py.
     """
 
     name = "face_judge"
     fewest_frames = 2
     differentiable = False
-    part_names = (*PARTS, "flow", "face_flow", "pixel_change", "sharpness", "reversals")
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        return (*super().part_names, "flow", "face_flow", "pixel_change", "sharpness", "reversals")
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """face_identity's, with the figures of the real clip's own motion."""
@@ -47,8 +50,11 @@ class FaceJudge(FaceIdentityReward):
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         return super().forward(video, batch)
 
-    def measured(self, video: Tensor, face: FaceScore | None, reference: Mapping[str, Tensor]) -> dict[str, float]:
-        made = video_motion(_frames(video), None if face is None else face.boxes.numpy())
+    def measured(
+        self, video: Tensor, faces: Sequence[FaceScore | None], reference: Mapping[str, Tensor]
+    ) -> dict[str, float]:
+        boxes = [face.boxes.numpy() for face in faces if face is not None]
+        made = video_motion(_frames(video), np.stack(boxes) if boxes else None)
         real = VideoMotion(**{name: float(reference[name]) for name in vars(made)})
         return {
             "flow": ratio(made.flow, real.flow, LEAST_FLOW),

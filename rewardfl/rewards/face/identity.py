@@ -4,6 +4,7 @@ Template, normalisation, decoding and suppression are insightface's, so that sco
 its packs; tests/test_face.py holds every stage against insightface itself.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from rewardfl.rewards.face.track import (
     follow_known,
     landmark_motion,
 )
+from rewardfl.rewards.face.view import seed_of
 
 
 @dataclass
@@ -61,16 +63,21 @@ class FaceScore:
 class FaceIdentity(nn.Module):
     """Detector and recogniser of one insightface-style pack, frozen; scores videos (3, F, H, W) in [-1, 1].
 
-    `pack_dir` is what face_pack.pack_files takes; `files` are the detector's and the recogniser's that it found.
+    `pack_dir` is what face_pack.pack_files takes; `files` are the detector's and the recogniser's that it found. With
+    `second_pack_dir` each cosine is the mean of two, by the recognisers of both packs on the same crops.
     Everything is computed in float32, also under autocast; the detector sees no gradient. Frame 0 of a clip is
     the given image: it starts the tracks and is neither pooled nor scored. Whose face is whose later on: track.py.
     """
 
-    def __init__(self, pack_dir: str | Path, det_size: int = 640, chunk: int = 8):
+    def __init__(
+        self, pack_dir: str | Path, det_size: int = 640, chunk: int = 8, second_pack_dir: str | Path | None = None
+    ):
         super().__init__()
         self.files = pack_files(pack_dir)
         self.detector = FaceDetector(self.files[0], det_size)
         self.recogniser = FaceRecogniser(self.files[1], chunk)
+        self.second_file = None if second_pack_dir is None else pack_files(second_pack_dir)[1]
+        self.second = None if self.second_file is None else FaceRecogniser(self.second_file, chunk)
 
     def pool(self, video: Tensor) -> FacePool | None:
         """The pool of the largest face of a real clip's first frame with one; None when no later one shows it."""
@@ -106,11 +113,12 @@ class FaceIdentity(nn.Module):
         """`scores` of one person."""
         return self.scores(video, [pool])[0]
 
-    def scores(self, video: Tensor, pools: Sequence[Tensor]) -> list[FaceScore | None]:
+    def scores(self, video: Tensor, pools: Sequence[Tensor], jitter: float = 0.0) -> list[FaceScore | None]:
         """The scores of the people of a generated clip, differentiable to the video; None for one who is not found.
 
         pools: the embeddings of a FacePool each. Where the detector loses a face, it is looked for at its last
-        landmarks: hiding it costs score.
+        landmarks: hiding it costs score. jitter: landmarks by which faces are cut out are moved by normal noise of this
+        deviation, in widths of their boxes, drawn from the clip itself.
         """
         with torch.autocast(video.device.type, enabled=False):
             frames = frames_of(video)
@@ -120,9 +128,14 @@ class FaceIdentity(nn.Module):
             found = [track for track in tracks if track is not None]
             if not found:
                 return [None] * len(pools)
-            matrices = [similarity_transform(track.landmarks[1:], ARCFACE_TEMPLATE) for track in found]
-            crops = align_each(frames[1:], torch.stack(matrices))
-            embeddings = iter(self.recogniser(crops).split(len(frames) - 1))
+            landmarks = torch.stack([track.landmarks[1:] for track in found])  # (people, F - 1, 5, 2)
+            if jitter > 0:
+                widths = torch.stack([track.width[1:] for track in found])[..., None, None]
+                drawn = torch.Generator().manual_seed(seed_of(video, "landmarks"))
+                landmarks = landmarks + jitter * widths * torch.randn(landmarks.shape, generator=drawn)
+            matrices = similarity_transform(landmarks.flatten(0, 1), ARCFACE_TEMPLATE)
+            crops = align_each(frames[1:], matrices.unflatten(0, landmarks.shape[:2]))
+            embeddings = iter(self._recognise(crops).split(len(frames) - 1))
             return [
                 None if track is None else _score(next(embeddings), pool, track)
                 for track, pool in zip(tracks, pools, strict=True)
@@ -143,7 +156,12 @@ class FaceIdentity(nn.Module):
         return Embeddings(embed)
 
     def _embed(self, frames: Tensor, landmarks: Tensor) -> Tensor:
-        return self.recogniser(align(frames, similarity_transform(landmarks, ARCFACE_TEMPLATE)))
+        return self._recognise(align(frames, similarity_transform(landmarks, ARCFACE_TEMPLATE)))
+
+    def _recognise(self, crops: Tensor) -> Tensor:
+        """(N, D) unit embeddings of crops; of two recognisers side by side, so that a product is their mean cosine."""
+        first = self.recogniser(crops)
+        return first if self.second is None else torch.cat([first, self.second(crops)], 1) / math.sqrt(2)
 
 
 def _score(embeddings: Tensor, pool: Tensor, track: Track) -> FaceScore:
