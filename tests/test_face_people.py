@@ -313,7 +313,10 @@ def test_the_score_is_the_mean_over_people_each_with_a_cap_of_her_own(everybody,
     assert output.score.item() == pytest.approx(sum(map(min, means, caps)) / 2, abs=1e-4)
     assert parts["motion_speed"] == pytest.approx(sum(speeds) / 2, rel=1e-3)
     assert parts["motion"] == pytest.approx(sum(motions) / 2, rel=1e-3)
-    # one person's cap is no other's: the one above hers is paid hers
+    # one person's cap is no other's: a clip is more alike to its own pools than they are among themselves
+    own, parts = score(everybody, two, two)
+    assert own.score.item() == pytest.approx(sum(caps) / 2, abs=1e-4) and abs(caps[0] - caps[1]) > 0.01
+    assert parts["face_score"] > own.score.item() + 2e-3
     capped = score(reward_of(cap=sum(means) / 2), changed(two), two)[0]
     assert capped.score.item() == pytest.approx((min(means) + sum(means) / 2) / 2, abs=1e-4)
 

@@ -587,6 +587,10 @@ class TrainConfig(GrpoTrainConfig):
 
     # As in GrpoTrainConfig; the reward's own gradient is far less noisy than a policy gradient, and drifts sooner.
     learning_rate: IfNamed[Annotated[Positive, Field(le=1)]] = 2.5e-6
+    # The norm that the gradient of one sample's loss by its frames is scaled down to where it is larger, so that no
+    # clip outweighs the others; null: no limit. With it, metrics have train/sample_norm, the median before: a limit of
+    # 1e9 only measures, and twice the median is a place to begin.
+    max_sample_norm: IfNamed[Positive | None] = None
     # Forward passes per process and step.
     gradient_accumulation_steps: Free[Batch] = 1
     # Clips per step over all processes, as a check: must equal per device x accumulation x processes.

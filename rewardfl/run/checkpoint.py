@@ -178,6 +178,7 @@ ABSENT: dict[str, Any] = {
     "reward.min_face_size": 0.0,
     "reward.second_model_path": None,
     "reward.landmark_jitter": 0.0,
+    "train.max_sample_norm": None,
 }
 
 
