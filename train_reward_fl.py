@@ -153,6 +153,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     ]
                     reward = torch.stack(normalised).sum(0)  # (B,)
                     (grad_video,) = torch.autograd.grad(-reward.sum() / per_process, video)
+                    grad_video, norms = reward_flow.limited(grad_video, cfg.train.max_sample_norm, per_process)
                     reward, judged = reward.detach(), [one.at_rest() for one in judged]
                     del video, normalised  # up to 2 GB that nothing has a use for
 
@@ -184,6 +185,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                         "cotangent": replayed.cotangents * per_process,  # (B, K) of the sample's own loss
                         "valid": judged[0].output.valid.float().to(job.device),
                         "finite": (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & kl.isfinite(),
+                        "sample_norm": norms,
                         "signal": grad_x0.flatten(1).any(1) | (kl > 0),  # what the sample has to teach
                         "row": torch.tensor(batch.rows, device=job.device),
                         "replaced": torch.tensor(batch.replaced, device=job.device),
@@ -208,6 +210,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
             "reward/valid_fraction": float(seen["valid"].mean()),
             "reward/failed": reward_metrics.failed_fraction(judgements),
             "data/replaced": float(seen["replaced"].sum()),
+            "train/sample_norm": float(seen["sample_norm"].median()),
         }
         metrics |= reward_metrics.means(terms, judgements, "reward", metrics, score="mean")
         sizes = seen["cotangent"].mean(0).tolist()

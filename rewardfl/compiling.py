@@ -23,7 +23,9 @@ def compile_blocks(expert: ModelMixin, block_classes: Sequence[str]) -> None:
     """
     blocks = [module for module in expert.modules() if type(module).__name__ in block_classes]
     for kind in {type(block) for block in blocks}:
-        forward = torch.compile(kind.forward, fullgraph=True, recompile_limit=FORMS, isolate_recompiles=True)
+        forward = torch.compile(  # type: ignore[call-overload]  # the overloads that torch declares lack the last two
+            kind.forward, fullgraph=True, recompile_limit=FORMS, isolate_recompiles=True
+        )
         for block in blocks:
             if type(block) is kind:
                 block.forward = MethodType(forward, block)

@@ -156,3 +156,16 @@ def replay(
         if couples:
             g = g + coupling * (x.grad if chain is None else chain)
     return Replayed(kl, torch.stack(cotangents[::-1], 1))
+
+
+def limited(gradient: Tensor, most: float | None, share: float) -> tuple[Tensor, Tensor]:
+    """The gradient (B, ...) with no sample's norm above `most`, None for no limit; the norms (B,) before.
+
+    Norms are of a sample's own loss, of which the gradient has 1 / `share` each. A sample within the limit, and one
+    whose norm is no number, keeps its gradient to the bit.
+    """
+    norms = share * torch.linalg.vector_norm(gradient.flatten(1), dim=1)
+    if most is None:
+        return gradient, norms
+    factors = torch.where(norms > most, most / norms, 1)
+    return gradient * factors.view(-1, *[1] * (gradient.ndim - 1)), norms

@@ -110,6 +110,25 @@ def test_a_judge_that_shares_a_file_is_refused(tmp_path, shared, task):
     checks.check_judge(load(*trained["reward.reward_model_path"], held_out))
 
 
+def test_a_second_recogniser_is_another_than_the_first_and_the_judges(tmp_path):
+    pack, second, judge = (magenta_pack(tmp_path / name) for name in ("pack", "second", "judge"))
+    both = [f"reward.reward_model_path={pack}", f"reward.second_model_path={second}"]
+    with pytest.raises(ConfigError) as refused:
+        checks.check_second_recogniser(load(*both))
+    assert str(refused.value).startswith(f"reward.second_model_path: the recogniser {second / 'rec.onnx'} ")
+    marked(second / "rec.onnx")
+    checks.check_second_recogniser(load(*both))
+    checks.check_second_recogniser(load(both[0]))
+    for file in judge.glob("*.onnx"):
+        marked(file)
+    for task, file in (("recogniser", "rec.onnx"), ("detector", "det.onnx")):
+        marked(second / file)  # as the judge's is: the same bytes
+        with pytest.raises(ConfigError) as refused:
+            checks.check_judge(load(*both, f"reward.held_out_model_path={judge}"))
+        assert str(refused.value).startswith(f"reward.held_out_model_path: the {task} {judge / file} ")
+        assert f"{second / file} of reward.second_model_path" in str(refused.value)
+
+
 def test_check_threads():
     checks.check_threads(None, 2)
     checks.check_threads(8, 2)

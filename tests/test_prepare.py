@@ -217,7 +217,7 @@ class Face(FaceIdentityReward):
 
     def __init__(self):
         torch.nn.Module.__init__(self)
-        self.identity = SimpleNamespace(files=())
+        self.identity = SimpleNamespace(files=(), second_file=None)
 
 
 def check_packs(cfg, processes, reward):
@@ -228,6 +228,23 @@ def check_packs(cfg, processes, reward):
         return start._check_face_packs(cfg, terms, [sample], job)
 
     return together(processes, work)
+
+
+def test_a_second_recogniser_is_recorded_under_its_own_key(cfg, monkeypatch, tmp_path):
+    """Published packs name their recognisers alike."""
+    first, second = (tmp_path / name / "glintr100.onnx" for name in ("first", "second"))
+    for file in (first, second):
+        file.parent.mkdir()
+        file.write_text(file.parent.name)
+    reward = Face()
+    reward.identity = SimpleNamespace(files=(first,), second_file=second)
+    monkeypatch.setattr(face_parity, "check_packs", lambda packs, clip: [])
+    ((hashes, said),) = check_packs(cfg, 1, reward)
+    assert {key: list(files) for key, files in hashes.items()} == {
+        key: ["glintr100.onnx"] for key in ("reward.reward_model_path", "reward.second_model_path")
+    }
+    assert len({files["glintr100.onnx"] for files in hashes.values()}) == 2
+    assert [line.split(":")[0] for line in said][:2] == ["reward.reward_model_path", "reward.second_model_path"]
 
 
 def test_one_process_asks_insightface_and_all_hear(cfg, monkeypatch, counted):

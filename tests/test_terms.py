@@ -103,7 +103,11 @@ def test_terms_of_a_configuration():
     ]  # fmt: skip
     face = config.parse(base | {"reward": {"reward_model_path": "a", "held_out_model_path": "b", "cap": 0.5}})
     own, judge = config.wanted_rewards(face)
-    assert own.settings == {"pack_dir": "a", "cap": 0.5, "det_size": 640, "chunk": 8} and own.weight == 0.1
+    who = {"people": "largest", "min_face_size": 0}
+    assert own.settings == {
+        "pack_dir": "a", "cap": 0.5, "det_size": 640, "chunk": 8, "second_pack_dir": None, "landmark_jitter": 0
+    } | who and own.weight == 0.1  # fmt: skip
+    assert who.items() <= judge.settings.items() and not {"second_pack_dir", "landmark_jitter"} & judge.settings.keys()
     assert judge.settings["pack_dir"] == "b" and judge.settings["cap"] == "none" and judge.weight == 0
     others["square"]["settings"] = {"powr": 2}
     with pytest.raises(RewardError, match=r"reward.others.square.settings: .*powr"):
@@ -169,3 +173,24 @@ def with_others(*labels):
         "run": {"output_dir": "out"}, "model": {"model_paths": "m"}, "lora": {}, "data": {"file_name": "d.csv"},
         "sample": {}, "train": {}, "reward": {"name": "colour", "others": others},
     }  # fmt: skip
+
+
+def test_settings_of_faces_are_refused_where_nothing_reads_them():
+    base = {
+        "run": {"output_dir": "out"}, "model": {"model_paths": "m"}, "lora": {}, "data": {"file_name": "d.csv"},
+        "sample": {}, "train": {},
+    }  # fmt: skip
+    settings = {"second_model_path": "c", "people": "all", "min_face_size": 30.0, "landmark_jitter": 0.02}
+    face = {"reward_model_path": "a", "held_out_model_path": "b"}
+    own, judge = config.wanted_rewards(config.parse(base | {"reward": face | settings}))
+    assert (own.settings["people"], own.settings["min_face_size"]) == ("all", 30)
+    assert (judge.settings["people"], judge.settings["min_face_size"]) == ("all", 30)
+    assert (own.settings["second_pack_dir"], own.settings["landmark_jitter"]) == ("c", 0.02)
+    for key, value in settings.items():
+        with pytest.raises(config.ConfigError, match=f"^reward.{key} "):
+            config.parse(base | {"reward": {"name": "colour", key: value}})
+    judged = config.parse(base | {"reward": {"name": "colour", "held_out_model_path": "b", "people": "all"}})
+    assert config.wanted_rewards(judged)[1].settings["people"] == "all"
+    for key, value in (("people", "both"), ("min_face_size", -1.0), ("landmark_jitter", 0.2)):
+        with pytest.raises(config.ConfigError, match=f"^reward.{key} "):
+            config.parse(base | {"reward": face | {key: value}})

@@ -743,3 +743,18 @@ def test_no_video_is_held_while_the_steps_are_replayed(monkeypatch, tmp_path):
     monkeypatch.setattr(reward_flow, "replay", seen_replay)
     launch(f"run.output_dir={tmp_path}", "train.max_steps=2", "run.sample_videos=0")
     assert len(videos) == 2 and alive == [0, 0]
+
+
+def test_a_samples_gradient_is_limited_before_the_decoder(monkeypatch, capsys, tmp_path):
+    """All that follows is linear in it: half of the norm by the frames is half of the adapter's gradient."""
+    plain = [*FAST, "reward.kl_weight=0", "train.max_steps=1", "run.sample_videos=0", "reward.held_out_model_path=null"]
+    lines = {}
+    for name in ("off", "high", "half"):
+        norm = lines["off"]["train/sample_norm"] if lines else None
+        limit = {"off": "null", "high": 1e9, "half": norm and norm / 2}[name]
+        settings = [f"run.output_dir={tmp_path / name}", f"train.max_sample_norm={limit}"]
+        assert call(monkeypatch, capsys, *plain, *settings)[0] == 0
+        (lines[name],) = metrics(tmp_path / name)
+    assert lines["off"]["grad_norm"] == lines["high"]["grad_norm"] > 0
+    assert lines["half"]["train/sample_norm"] == lines["off"]["train/sample_norm"] > 0
+    assert lines["half"]["grad_norm"] == pytest.approx(lines["off"]["grad_norm"] / 2, rel=1e-4)

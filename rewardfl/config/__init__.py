@@ -25,6 +25,7 @@ from rewardfl.config.schema import (
     active_steps,
     part_weights,
     resolved_coupling,
+    second_pack_key,
     trained_positions,
     wanted_rewards,
 )

@@ -431,6 +431,15 @@ class SharedRewardConfig(Section):
     # A second such folder that only judges (metrics reward/held_out and reward/held_out/...) and is never trained on;
     # null: no judge. It must share neither the detector's nor the recogniser's file with a pack that is trained on.
     held_out_model_path: ByContent[IfNamed[PathText | None]] = None
+    # Another such folder, or null: each cosine of face_identity is then the mean of two, by the recognisers of both on
+    # the same crops. It must share no file with the judge's, and its recogniser not be that of reward_model_path.
+    second_model_path: ByContent[IfNamed[PathText | None]] = None
+    # Who is scored by face_identity and by the judge. largest: whose face is the largest in the real clip's first frame
+    # with one; all: everybody whose face is in it, each with a pool and a cap of her own, and the mean is trained.
+    people: Literal["largest", "all"] = "largest"
+    # A face whose box in that frame of the real clip is less than this many pixels wide, in frames of the size that is
+    # trained on, is nobody's; a clip without a larger one is of no use. Generated faces may have any size.
+    min_face_size: NonNegative = 0.0
     # Side in pixels of the square that frames are fitted into for face detection.
     det_size: Annotated[int, Field(ge=1, le=4_096)] = 640
     # Likeness above the cap is not paid for. self_similarity: the real clip's own mean pairwise likeness.
@@ -449,6 +458,12 @@ class SharedRewardConfig(Section):
         if self.name == "face_identity" and self.settings:
             names = shown(list(self.settings))
             yield f"reward.settings: face_identity takes none, its keys stand in reward itself; got {names}"
+        if self.name != "face_identity" and self.second_model_path is not None:
+            yield f"reward.second_model_path is for face_identity, not {shown(self.name)}; remove it"
+        if self.name != "face_identity" and self.held_out_model_path is None:
+            for key, default in (("people", "largest"), ("min_face_size", 0)):
+                if getattr(self, key) != default:
+                    yield f"reward.{key} is for face_identity and the judge, and there is neither; remove it"
         for label in self.others:
             spread_of = label.removesuffix("_std")  # eval/<label>_std is what eval/<label> varies by
             if label in OWN_METRICS or (spread_of != label and spread_of in ("score", "held_out", *self.others)):
@@ -468,6 +483,9 @@ class RewardConfig(SharedRewardConfig):
     # Weight of the reward face_motion beside face_identity, by the same pack, det_size and recogniser_chunk, with its
     # own settings at their defaults: at most the real clip's landmark motion is paid, with a gradient. 0: no such term.
     motion_weight: IfNamed[NonNegative] = 0.0
+    # Deviation, in face widths, of the noise that moves the landmarks by which face_identity cuts a generated face out,
+    # drawn from the clip itself, so that it is not one fixed crop that is trained on. 0: none; 0.02 is a pixel of 50.
+    landmark_jitter: IfNamed[Annotated[NonNegative, Field(le=0.1)]] = 0.0
     # 0 skips the reference model's forward passes.
     kl_weight: IfNamed[NonNegative] = 1.0
     # Whether the KL's gradient also travels back along the trajectory, or only into the step it is taken at.
@@ -480,6 +498,8 @@ class RewardConfig(SharedRewardConfig):
                 f"reward.motion_weight is for face_identity, not {shown(self.name)}; remove it, or put face_motion in "
                 "reward.others"
             )
+        if self.name != "face_identity" and self.landmark_jitter:
+            yield f"reward.landmark_jitter is for face_identity, not {shown(self.name)}; remove it"
         if self.motion_weight and "face_motion" in self.others:
             yield (
                 "reward.others.face_motion: reward.motion_weight adds a reward of that label; choose another label, or "
@@ -598,6 +618,10 @@ class TrainConfig(GrpoTrainConfig):
 
     # As in GrpoTrainConfig; the reward's own gradient is far less noisy than a policy gradient, and drifts sooner.
     learning_rate: IfNamed[Annotated[Positive, Field(le=1)]] = 2.5e-6
+    # The norm that the gradient of one sample's loss by its frames is scaled down to where it is larger, so that no
+    # clip outweighs the others; null: no limit. The metric train/sample_norm is their median before: twice that is a
+    # place to begin.
+    max_sample_norm: IfNamed[Positive | None] = None
     # Forward passes per process and step.
     gradient_accumulation_steps: Free[Batch] = 1
     # Clips per step over all processes, as a check: must equal per device x accumulation x processes.
@@ -875,14 +899,18 @@ def wanted_rewards(cfg: AnyConfig, pixels_per_token: int = 0) -> list[WantedRewa
     """
     reward = cfg.reward
     face = {"det_size": reward.det_size, "chunk": reward.recogniser_chunk}
+    who = {"people": reward.people, "min_face_size": reward.min_face_size}
     if reward.name == "face_identity":
         key, settings = "reward.reward_model_path", {"pack_dir": reward.reward_model_path, "cap": reward.cap} | face
+        settings |= who | {"second_pack_dir": reward.second_model_path}
+        if isinstance(cfg, RewardFlConfig):
+            settings["landmark_jitter"] = cfg.reward.landmark_jitter
     else:
         key, settings = "reward.name", reward.settings
     mean, std = (cfg.reward.reward_mean, cfg.reward.reward_std) if isinstance(cfg, RewardFlConfig) else (0.0, 1.0)
     wanted = [WantedReward(key, "score", reward.name, settings, reward.reward_weight, mean, std)]
     if reward.held_out_model_path is not None:
-        judge = {"pack_dir": reward.held_out_model_path, "cap": "none", "grid_period": pixels_per_token} | face
+        judge = {"pack_dir": reward.held_out_model_path, "cap": "none", "grid_period": pixels_per_token} | face | who
         wanted.append(WantedReward("reward.held_out_model_path", "held_out", "face_judge", judge, weight=0.0))
     if isinstance(cfg, RewardFlConfig) and cfg.reward.motion_weight:
         settings = {"pack_dir": reward.reward_model_path} | face
@@ -892,6 +920,11 @@ def wanted_rewards(cfg: AnyConfig, pixels_per_token: int = 0) -> list[WantedRewa
     return wanted + [
         WantedReward(f"reward.others.{label}", label, **vars(term)) for label, term in reward.others.items()
     ]
+
+
+def second_pack_key(key: str) -> str:
+    """Where the configuration names the second pack of the face_identity that it names at `key`."""
+    return "reward.second_model_path" if key == "reward.reward_model_path" else f"{key}.settings.second_pack_dir"
 
 
 def trained_positions(cfg: AnyConfig) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from rewardfl import data
 from rewardfl.rewards.base import RewardOutput
 from rewardfl.rewards.canaries import GRAIN, canaries
 from rewardfl.rewards.face.identity import FaceScore
-from rewardfl.rewards.face.reward import PARTS, FaceIdentityReward, ratio
+from rewardfl.rewards.face.reward import FaceIdentityReward, ratio
 from rewardfl.rewards.motion import MIN_CHANGE
 from rewardfl.rewards.video_motion import FARNEBACK, LONG_SIDE, VideoMotion, video_motion
 
@@ -19,17 +19,18 @@ from rewardfl.rewards.video_motion import FARNEBACK, LONG_SIDE, VideoMotion, vid
 # of 255, as far as the channels of a grey clip are apart after a video codec.
 LEAST_FLOW, LEAST_SHARPNESS, LEAST_SATURATION = 0.05, 0.1, 2 / 255
 COLOURS = ("red", "green", "blue")
+MEASURED = ("flow", "face_flow", "pixel_change", "sharpness", "reversals", "grid", "saturation", *COLOURS)
 
 
 class FaceJudge(FaceIdentityReward):
     """`face_identity` without gradient, and beside it what the clip does by measures that nothing was trained against.
 
-    Parts beside face_identity's: flow (mean optical flow of the frame), face_flow (within the face's box), pixel_change
-    and sharpness, each over the real clip's, NaN where that stands still; reversals, the generated clip's minus the
-    real clip's, in [-2, 2]: above 0 it trembles more. Of the canaries grid and saturation, over the real clip's; red,
-    green and blue, the mean of that colour minus the real clip's, in [-1, 1]. They are taken of the 8-bit frames, on
-    the CPU, whether or not the generated clip shows a face. Their definitions: rewards/video_motion.py and
-    rewards/canaries.py.
+    Parts beside face_identity's: flow (mean optical flow of the frame), face_flow (within the face's box; the mean over
+    people), pixel_change and sharpness, each over the real clip's, NaN where that stands still; reversals, the
+    generated clip's minus the real clip's, in [-2, 2]: above 0 it trembles more. Of the canaries grid and saturation,
+    over the real clip's; red, green and blue, the mean of that colour minus the real clip's, in [-1, 1]. They are
+    taken of the 8-bit frames, on the CPU, whether or not the generated clip shows a face. Their definitions:
+    rewards/video_motion.py and rewards/canaries.py.
 
     grid_period: pixels on a side of the generating model's tokens, in whose period a grid is looked for; with 0 grid is
     not measured, NaN.
@@ -38,9 +39,6 @@ class FaceJudge(FaceIdentityReward):
     name = "face_judge"
     fewest_frames = 2
     differentiable = False
-    part_names = (
-        *PARTS, "flow", "face_flow", "pixel_change", "sharpness", "reversals", "grid", "saturation", *COLOURS
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -48,12 +46,18 @@ class FaceJudge(FaceIdentityReward):
         cap: str | float = "self_similarity",
         det_size: int = 640,
         chunk: int = 8,
+        people: str = "largest",
+        min_face_size: float = 0.0,
         grid_period: int = 0,
     ):
         if grid_period < 0 or grid_period % 2:
             raise ValueError(f"grid_period must be 0 or an even number of pixels, got {grid_period}")
-        super().__init__(pack_dir, cap, det_size, chunk)
+        super().__init__(pack_dir, cap, det_size, chunk, people, min_face_size)
         self.grid_period = grid_period
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        return (*super().part_names, *MEASURED)
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """face_identity's, with the figures of the real clip's own motion and of its canaries."""
@@ -72,9 +76,11 @@ class FaceJudge(FaceIdentityReward):
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         return super().forward(video, batch)
 
-    def measured(self, video: Tensor, face: FaceScore | None, reference: Mapping[str, Tensor]) -> dict[str, float]:
-        frames = _frames(video)
-        made = video_motion(frames, None if face is None else face.boxes.numpy())
+    def measured(
+        self, video: Tensor, faces: Sequence[FaceScore | None], reference: Mapping[str, Tensor]
+    ) -> dict[str, float]:
+        frames, boxes = _frames(video), [face.boxes.numpy() for face in faces if face is not None]
+        made = video_motion(frames, np.stack(boxes) if boxes else None)
         real = VideoMotion(**{name: float(reference[name]) for name in vars(made)})
         looks = self._canaries(frames)
         looked = {name: float(reference[name]) for name in looks}

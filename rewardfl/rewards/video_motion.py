@@ -32,11 +32,16 @@ class VideoMotion:
 
 
 def video_motion(frames: np.ndarray, boxes: np.ndarray | None = None) -> VideoMotion:
-    """The figures of a clip (F, H, W, 3) uint8; boxes: (F, 4) left, top, right, bottom of its face in pixels."""
+    """The figures of a clip (F, H, W, 3) uint8.
+
+    boxes: (F, 4) left, top, right, bottom of its face in pixels, or (K, F, 4) of K faces, of which the mean is taken.
+    """
     fields = flow_fields(frames)
+    faces = np.reshape([] if boxes is None else boxes * _shrink(frames), (-1, len(frames), 4))
+    of_faces = [mean_flow_inside(fields, face) for face in faces]
     return VideoMotion(
         flow=mean_flow(fields),
-        face_flow=math.nan if boxes is None else mean_flow_inside(fields, boxes * _shrink(frames)),
+        face_flow=_mean([flow for flow in of_faces if not math.isnan(flow)]),
         pixel_change=pixel_change(frames),
         sharpness=sharpness(frames),
         reversals=reversals(fields),

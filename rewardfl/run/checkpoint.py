@@ -172,7 +172,15 @@ STRAYS = (f"{RUN_JSON}.tmp-*", "metrics.jsonl.tmp-*", "checkpoints/*.tmp-*")
 SHARED_STRAYS = ("samples/*/*.tmp-*", "cache/*/*/*.tmp-*")
 
 # {key that a run.json of an earlier version lacks: the value by which it did what it did}
-ABSENT = {"reward.motion_weight": 0.0, "train.ema_decay": 0.0}
+ABSENT: dict[str, Any] = {
+    "reward.motion_weight": 0.0,
+    "reward.people": "largest",
+    "reward.min_face_size": 0.0,
+    "reward.second_model_path": None,
+    "reward.landmark_jitter": 0.0,
+    "train.ema_decay": 0.0,
+    "train.max_sample_norm": None,
+}
 
 
 @dataclass(frozen=True)

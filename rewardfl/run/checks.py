@@ -81,7 +81,7 @@ def check_paths(cfg: AnyConfig) -> None:
     problems = [
         f"{key}: no such file or folder: {path}" for key, path in wanted.items() if path and not Path(path).exists()
     ]
-    for key in ("reward_model_path", "held_out_model_path"):
+    for key in ("reward_model_path", "held_out_model_path", "second_model_path"):
         folder = getattr(cfg.reward, key)
         try:
             if folder is not None:
@@ -90,7 +90,21 @@ def check_paths(cfg: AnyConfig) -> None:
             problems.append(f"reward.{key}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
+    check_second_recogniser(cfg)
     check_judge(cfg)
+
+
+def check_second_recogniser(cfg: AnyConfig) -> None:
+    """ConfigError when the second recogniser of face_identity is its first."""
+    first, second = cfg.reward.reward_model_path, cfg.reward.second_model_path
+    if first is None or second is None:
+        return
+    mine, theirs = (face_pack.pack_files(folder)[1] for folder in (second, first))
+    if sha256(mine) == sha256(theirs):
+        raise ConfigError(
+            f"reward.second_model_path: the recogniser {mine} has the bytes of {theirs} of reward.reward_model_path, "
+            "and the mean of a cosine with itself is that cosine; name a pack with another recogniser, or leave it out"
+        )
 
 
 def check_judge(cfg: AnyConfig) -> None:
@@ -98,7 +112,10 @@ def check_judge(cfg: AnyConfig) -> None:
     judge = cfg.reward.held_out_model_path
     if judge is None:
         return
-    trained = {"reward.reward_model_path": cfg.reward.reward_model_path}
+    trained = {
+        "reward.reward_model_path": cfg.reward.reward_model_path,
+        "reward.second_model_path": cfg.reward.second_model_path,
+    }
     for term in wanted_rewards(cfg):
         packs = {key: value for key, value in term.settings.items() if key.endswith("pack_dir") and value}
         trained |= {f"{term.key}.settings.{key}": str(value) for key, value in packs.items() if term.weight > 0}

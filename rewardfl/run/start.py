@@ -428,6 +428,9 @@ def _check_face_packs(
 
     def ask() -> tuple[dict[str, dict[str, str]], list[str]]:
         hashes = {key: file_hashes(identity.files) for key, identity in packs.items()}
+        for key, identity in packs.items():
+            if identity.second_file is not None:
+                hashes[configuration.second_pack_key(key)] = file_hashes([identity.second_file])
         clip = example_of(cfg, samples[0].row).reference.to(job.device)
         return hashes, describe_packs(hashes) + face_parity.check_packs(packs, clip)
 
@@ -843,7 +846,8 @@ def write_beside(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Pa
         sizes = " x ".join(map(str, real.shape[1:])), " x ".join(map(str, video.shape[1:]))
         raise data.DataError(f"{sample.row.video}: is {sizes[0]} (frames x height x width) now, it was {sizes[1]}")
     if "boxes" in (sample.references[0] or {}) and sample.row.reference_video is None:
-        real = data.draw_boxes(real, sample.references[0]["boxes"])  # whom the reward follows
+        for boxes in sample.references[0]["boxes"]:  # of those whom the reward follows
+            real = data.draw_boxes(real, boxes)
     fps = cfg.data.fps or data.frame_rate(sample.row.video)
     _write_video(path, torch.cat([real, video.float().cpu()], -1), fps)
 

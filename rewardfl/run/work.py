@@ -546,7 +546,9 @@ def _traced_detectors(cfg: AnyConfig) -> tuple[TracedDetector, ...]:
 
 def _pack_bytes(cfg: AnyConfig) -> int:
     """Bytes of the weights of the packs that face_identity has, as far as they are on disk."""
-    folders = [Path(folder) for folder in (cfg.reward.reward_model_path, cfg.reward.held_out_model_path) if folder]
+    reward = cfg.reward
+    named = (reward.reward_model_path, reward.held_out_model_path, reward.second_model_path)
+    folders = [Path(folder) for folder in named if folder]
     return sum(file.stat().st_size for folder in folders for file in folder.rglob("*.onnx"))
 
 

@@ -50,16 +50,27 @@ def align(frames: Tensor, matrices: Tensor, size: int = CROP_SIZE) -> Tensor:
 
     Bilinear, black (-1) outside the frame, differentiable to the frames: cv2.warpAffine of the same matrices.
     """
+    return align_each(frames, matrices[None], size)
+
+
+def align_each(frames: Tensor, matrices: Tensor, size: int = CROP_SIZE) -> Tensor:
+    """(P * N, 3, size, size) crops as by `align`: P faces of each of the N frames, under (P, N, 2, 3) similarities.
+
+    The crops of a frame are one below the other to the operator, so that a graph keeps the frames once for all P.
+    """
+    people, count = matrices.shape[:2]
     height, width = frames.shape[-2:]
-    matrices = matrices.to(frames)
+    matrices = matrices.flatten(0, 1).to(frames)
     # the inverse of a scaled rotation is its transpose over the squared scale
     scale = matrices[:, 0, :2].square().sum(1).clamp(min=1e-12)
-    inverse = matrices[:, :, :2].mT / scale[:, None, None]  # (N, 2, 2)
+    inverse = matrices[:, :, :2].mT / scale[:, None, None]  # (P * N, 2, 2)
     pixel = torch.arange(size, device=frames.device, dtype=frames.dtype)
     y, x = torch.meshgrid(pixel, pixel, indexing="ij")
-    crop = torch.stack([x, y], -1).view(1, -1, 2) - matrices[:, None, :, 2]  # (N, size * size, 2)
-    source = (crop @ inverse.mT).view(-1, size, size, 2)  # frame pixels
+    crop = torch.stack([x, y], -1).view(1, -1, 2) - matrices[:, None, :, 2]  # (P * N, size * size, 2)
+    source = (crop @ inverse.mT).view(people, count, size, size, 2)  # frame pixels
     # align_corners=True puts -1 and 1 on the centres of the outer pixels, which are W - 1 apart (not W)
     grid = 2 * source / torch.tensor([width - 1, height - 1], device=frames.device, dtype=frames.dtype) - 1
+    grid = grid.transpose(0, 1).flatten(1, 2)  # (N, P * size, size, 2)
     # grid_sample pads with 0, which is grey in [-1, 1]
-    return F.grid_sample(frames + 1, grid, mode="bilinear", padding_mode="zeros", align_corners=True) - 1
+    crops = F.grid_sample(frames + 1, grid, mode="bilinear", padding_mode="zeros", align_corners=True) - 1
+    return crops.unflatten(2, (people, size)).permute(2, 0, 1, 3, 4).flatten(0, 1)

@@ -4,17 +4,35 @@ Template, normalisation, decoding and suppression are insightface's, so that sco
 its packs; tests/test_face.py holds every stage against insightface itself.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, align, frames_of, similarity_transform
+from rewardfl.rewards.face.align import (
+    ARCFACE_TEMPLATE,
+    Faces,
+    align,
+    align_each,
+    frames_of,
+    similarity_transform,
+)
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.embed import FaceRecogniser
 from rewardfl.rewards.face.pack import pack_files
-from rewardfl.rewards.face.track import Track, landmark_motion, track_largest
+from rewardfl.rewards.face.track import (
+    Embeddings,
+    Place,
+    Track,
+    first_frame,
+    follow_first,
+    follow_known,
+    landmark_motion,
+)
+from rewardfl.rewards.face.view import seed_of
 
 
 @dataclass
@@ -45,51 +63,112 @@ class FaceScore:
 class FaceIdentity(nn.Module):
     """Detector and recogniser of one insightface-style pack, frozen; scores videos (3, F, H, W) in [-1, 1].
 
-    `pack_dir` is what face_pack.pack_files takes; `files` are the detector's and the recogniser's that it found.
+    `pack_dir` is what face_pack.pack_files takes; `files` are the detector's and the recogniser's that it found. With
+    `second_pack_dir` each cosine is the mean of two, by the recognisers of both packs on the same crops.
     Everything is computed in float32, also under autocast; the detector sees no gradient. Frame 0 of a clip is
-    the given image: it starts the track and is neither pooled nor scored.
+    the given image: it starts the tracks and is neither pooled nor scored. Whose face is whose later on: track.py.
     """
 
-    def __init__(self, pack_dir: str | Path, det_size: int = 640, chunk: int = 8):
+    def __init__(
+        self, pack_dir: str | Path, det_size: int = 640, chunk: int = 8, second_pack_dir: str | Path | None = None
+    ):
         super().__init__()
         self.files = pack_files(pack_dir)
         self.detector = FaceDetector(self.files[0], det_size)
         self.recogniser = FaceRecogniser(self.files[1], chunk)
+        self.second_file = None if second_pack_dir is None else pack_files(second_pack_dir)[1]
+        self.second = None if self.second_file is None else FaceRecogniser(self.second_file, chunk)
+
+    def pool(self, video: Tensor) -> FacePool | None:
+        """The pool of the largest face of a real clip's first frame with one; None when no later one shows it."""
+        return next(iter(self.pools(video)), None)
 
     @torch.no_grad()
-    def pool(self, video: Tensor) -> FacePool | None:
-        """The pool of a real clip; None when no frame after the first shows the face."""
-        with torch.autocast(video.device.type, enabled=False):
-            frames = frames_of(video)
-            track = track_largest(self.detector.detect(frames))
-            if track is None or not track.detected[1:].any():
-                return None
-            shown = track.detected.nonzero().flatten()
-            shown = shown[shown > 0]
-            embeddings = self._embed(frames[shown.to(frames.device)], track.landmarks[shown])
-            speed, nonrigid = landmark_motion(track)
-            return FacePool(embeddings, self_similarity(embeddings), speed, nonrigid, _coverage(track), track.boxes)
+    def pools(self, video: Tensor, everybody: bool = False, least: float = 0.0) -> list[FacePool]:
+        """The pools of the people of a real clip, largest face first; none of one whom no later frame shows.
 
-    def score(self, video: Tensor, pool: Tensor) -> FaceScore | None:
-        """The score of a generated clip, differentiable to the video; None when no frame shows a face.
-
-        pool: a FacePool's embeddings. Where the detector finds nothing, the face is looked for at its last landmarks:
-        hiding it costs score.
+        They are the largest face of the first frame that has one, or all of its faces (`everybody`), whose box there
+        is at least `least` pixels wide.
         """
         with torch.autocast(video.device.type, enabled=False):
             frames = frames_of(video)
-            track = track_largest(self.detector.detect(frames))
-            if track is None:
-                return None
-            embeddings = self._embed(frames[1:], track.landmarks[1:])
-            # all are unit vectors, so the mean of the cosines is the product with the mean embedding
-            per_frame = embeddings @ pool.to(embeddings).mean(0)
-            speed, nonrigid = landmark_motion(track)
-            coverage = _coverage(track)
-            return FaceScore(per_frame, per_frame.mean(), track.detected, speed, nonrigid, coverage, track.boxes)
+            faces = self.detector.detect(frames)
+            start = first_frame(faces)
+            if start is None:
+                return []
+            widths = faces[start].boxes[:, 2] - faces[start].boxes[:, 0]
+            rows = (widths >= least).nonzero().flatten().tolist()
+            rows = rows if everybody else [row for row in rows if row == 0]
+            tracks = follow_first(faces, rows, self._embeddings(frames, faces))
+            return [self._pool(frames, track) for track in tracks if track.detected[1:].any()]
+
+    def _pool(self, frames: Tensor, track: Track) -> FacePool:
+        shown = track.detected.nonzero().flatten()
+        shown = shown[shown > 0]
+        embeddings = self._embed(frames[shown.to(frames.device)], track.landmarks[shown])
+        speed, nonrigid = landmark_motion(track)
+        return FacePool(embeddings, self_similarity(embeddings), speed, nonrigid, _coverage(track), track.boxes)
+
+    def score(self, video: Tensor, pool: Tensor) -> FaceScore | None:
+        """`scores` of one person."""
+        return self.scores(video, [pool])[0]
+
+    def scores(self, video: Tensor, pools: Sequence[Tensor], jitter: float = 0.0) -> list[FaceScore | None]:
+        """The scores of the people of a generated clip, differentiable to the video; None for one who is not found.
+
+        pools: the embeddings of a FacePool each. Where the detector loses a face, it is looked for at its last
+        landmarks: hiding it costs score. jitter: landmarks by which faces are cut out are moved by normal noise of this
+        deviation, in widths of their boxes, drawn from the clip itself.
+        """
+        with torch.autocast(video.device.type, enabled=False):
+            frames = frames_of(video)
+            faces = self.detector.detect(frames)
+            known = [pool.float().cpu() for pool in pools]
+            tracks = follow_known(faces, known, self._embeddings(frames, faces))
+            found = [track for track in tracks if track is not None]
+            if not found:
+                return [None] * len(pools)
+            landmarks = torch.stack([track.landmarks[1:] for track in found])  # (people, F - 1, 5, 2)
+            if jitter > 0:
+                widths = torch.stack([track.width[1:] for track in found])[..., None, None]
+                drawn = torch.Generator().manual_seed(seed_of(video, "landmarks"))
+                landmarks = landmarks + jitter * widths * torch.randn(landmarks.shape, generator=drawn)
+            matrices = similarity_transform(landmarks.flatten(0, 1), ARCFACE_TEMPLATE)
+            crops = align_each(frames[1:], matrices.unflatten(0, landmarks.shape[:2]))
+            embeddings = iter(self._recognise(crops).split(len(frames) - 1))
+            return [
+                None if track is None else _score(next(embeddings), pool, track)
+                for track, pool in zip(tracks, pools, strict=True)
+            ]
+
+    def _embeddings(self, frames: Tensor, faces: Sequence[Faces]) -> Embeddings:
+        """Of what was detected in the frames, by which faces are told apart: without a gradient."""
+
+        @torch.no_grad()
+        def embed(places: Sequence[Place]) -> Tensor:
+            found = []
+            for i in range(0, len(places), self.recogniser.chunk):  # a chunk's frames are copied
+                part = places[i : i + self.recogniser.chunk]
+                landmarks = torch.stack([faces[j].landmarks[row] for j, row in part])
+                found.append(self._embed(frames[[j for j, _ in part]], landmarks).cpu())
+            return torch.cat(found)
+
+        return Embeddings(embed)
 
     def _embed(self, frames: Tensor, landmarks: Tensor) -> Tensor:
-        return self.recogniser(align(frames, similarity_transform(landmarks, ARCFACE_TEMPLATE)))
+        return self._recognise(align(frames, similarity_transform(landmarks, ARCFACE_TEMPLATE)))
+
+    def _recognise(self, crops: Tensor) -> Tensor:
+        """(N, D) unit embeddings of crops; of two recognisers side by side, so that a product is their mean cosine."""
+        first = self.recogniser(crops)
+        return first if self.second is None else torch.cat([first, self.second(crops)], 1) / math.sqrt(2)
+
+
+def _score(embeddings: Tensor, pool: Tensor, track: Track) -> FaceScore:
+    # all are unit vectors, so the mean of the cosines is the product with the mean embedding
+    per_frame = embeddings @ pool.to(embeddings).mean(0)
+    speed, nonrigid = landmark_motion(track)
+    return FaceScore(per_frame, per_frame.mean(), track.detected, speed, nonrigid, _coverage(track), track.boxes)
 
 
 def _coverage(track: Track) -> float:

@@ -1,6 +1,5 @@
 """Does the generated face move as the real one does? By a detector's landmarks, with gradient."""
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -16,7 +15,7 @@ from rewardfl.rewards.face.align import frames_of
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.pack import pack_files
 from rewardfl.rewards.face.track import MIN_MOTION, Track, step_motion, step_reversals, track_largest
-from rewardfl.rewards.face.view import View
+from rewardfl.rewards.face.view import View, seed_of
 from rewardfl.rewards.motion import MIN_CHANGE, alike, mean_change
 
 # Half of the detector's finest stride to each side: every place of a face between two of its cells comes up.
@@ -173,16 +172,11 @@ class FaceMotionReward(Reward):
             return FaceMotion(speed, nonrigid, nothing if back is None else back, changes[0], changes[1], lost)
 
     def _draw(self, video: Tensor) -> tuple[int, View | None]:
-        """Which detector sees this clip, and how; the first and the frames as they are where no gradient is wanted.
-
-        Drawn from the clip's mean, to 1e-4: the same in a run that goes on, and, as float sums in another order differ
-        by far less, on other numbers of processes. It is another for another noise, and in the next step.
-        """
+        """Which detector sees this clip, and how; the first and the frames as they are where no gradient is wanted."""
         if not (torch.is_grad_enabled() and video.requires_grad):
             return 0, None
-        mean = round(video.detach().double().mean().nan_to_num().item() * 1e4)
-        seed = int.from_bytes(hashlib.sha256(str(mean).encode()).digest()[:7], "big")  # alike means, unlike draws
-        which, *places = torch.rand(4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
+        drawn = torch.Generator().manual_seed(seed_of(video))
+        which, *places = torch.rand(4, generator=drawn, dtype=torch.float64).tolist()
         x, y, zoom = (2 * place - 1 for place in places)
         shift = self._most_shifted(video)
         view = View(1 + MAX_ZOOM * zoom, (shift * x, shift * y)) if self.jitter else None

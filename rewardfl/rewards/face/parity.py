@@ -4,12 +4,14 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, similarity_transform
+from rewardfl.rewards.face.embed import FaceRecogniser
 from rewardfl.rewards.face.identity import FaceIdentity
 
 MAX_COSINE_DISTANCE = 1e-3  # insightface rounds its crop to bytes: about 1e-5 on trained networks, 3e-4 on random ones
@@ -30,7 +32,7 @@ class FaceParity:
     box_error: float = math.nan  # largest difference of a side, in frame pixels
     landmark_error: float = math.nan  # largest difference of a coordinate, in frame pixels
     crop_error: float = math.nan  # mean absolute difference, in levels of 0..255
-    cosine_distance: float = math.nan  # 1 - cosine of the two embeddings
+    cosine_distance: float = math.nan  # 1 - cosine of the two embeddings; of two recognisers the larger one
     skipped: str = ""  # why nothing was compared
 
     def __str__(self) -> str:
@@ -80,7 +82,7 @@ def check(identity: FaceIdentity, video: Tensor) -> FaceParity:
     levels = ((frame + 1) * 127.5).round().byte()  # (1, 3, H, W)
     bgr = np.ascontiguousarray(levels[0].flip(0).permute(1, 2, 0).cpu().numpy())
     ours = identity.detector
-    detector, recogniser = (get_model(str(file), providers=["CPUExecutionProvider"]) for file in identity.files)
+    detector = get_model(str(identity.files[0]), providers=["CPUExecutionProvider"])
     threshold = ours.threshold - SCORE_MARGIN
     detector.prepare(-1, input_size=(ours.det_size, ours.det_size), det_thresh=threshold, nms_thresh=ours.nms_iou)
     boxes, landmarks = (torch.from_numpy(array) for array in detector.detect(bgr))  # (n, 5) with scores, (n, 5, 2)
@@ -96,19 +98,33 @@ def check(identity: FaceIdentity, video: Tensor) -> FaceParity:
         warnings.simplefilter("ignore", FutureWarning)  # insightface calls a deprecated method of skimage
         their_crop = norm_crop(bgr, landmarks[same].numpy())
     crop_levels = (crop[0].flip(0).permute(1, 2, 0).cpu() + 1) * 127.5
-    embedding = identity.recogniser(crop)[0].cpu().double()
-    theirs = torch.from_numpy(recogniser.get_feat(their_crop)[0]).double()
     result = FaceParity(
         box_error=(boxes[same, :4] - box).abs().max().item(),
         landmark_error=(landmarks[same] - faces.landmarks[0]).abs().max().item(),
         crop_error=(crop_levels - torch.from_numpy(their_crop)).abs().mean().item(),
-        cosine_distance=1 - torch.nn.functional.cosine_similarity(embedding, theirs, dim=0).item(),
+        # torch's max, for Python's would pass a NaN over
+        cosine_distance=torch.stack([_distance(*one, crop, their_crop) for one in _recognisers(identity)]).max().item(),
     )
     if not result.cosine_distance <= MAX_COSINE_DISTANCE:  # NaN is refused too
-        raise FaceParityError(
-            f"{result}, where at most {MAX_COSINE_DISTANCE:g} is allowed, with {[str(file) for file in identity.files]}"
-        )
+        files = [str(file) for file in (*identity.files, identity.second_file) if file is not None]
+        raise FaceParityError(f"{result}, where at most {MAX_COSINE_DISTANCE:g} is allowed, with {files}")
     return result
+
+
+def _recognisers(identity: FaceIdentity) -> list[tuple[FaceRecogniser, Path]]:
+    first = [(identity.recogniser, identity.files[1])]
+    if identity.second is None or identity.second_file is None:
+        return first
+    return [*first, (identity.second, identity.second_file)]
+
+
+def _distance(recogniser: FaceRecogniser, file: Path, crop: Tensor, their_crop: np.ndarray) -> Tensor:
+    """() 1 - cosine of our embedding of our crop (1, 3, 112, 112) and insightface's of its own."""
+    from insightface.model_zoo import get_model
+
+    theirs = get_model(str(file), providers=["CPUExecutionProvider"]).get_feat(their_crop)[0]
+    ours = recogniser(crop)[0].cpu().double()
+    return 1 - torch.nn.functional.cosine_similarity(ours, torch.from_numpy(theirs).double(), dim=0)
 
 
 def _first_face(identity: FaceIdentity, video: Tensor) -> tuple[Tensor, Faces] | None:

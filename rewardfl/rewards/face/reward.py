@@ -3,30 +3,41 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rewardfl.files import sha256
-from rewardfl.rewards.base import Reward, RewardOutput, by_sample
+from rewardfl.rewards.base import Reward, RewardOutput, by_sample, no_score
 from rewardfl.rewards.face.identity import FaceIdentity, FaceScore
 from rewardfl.rewards.face.track import MIN_MOTION
 
 PARTS = ("face_score", "cap", "coverage", "motion_speed", "motion_nonrigid", "motion")
+NUMBERS = ("cap", "speed", "nonrigid", "coverage")  # of a FacePool
+MOST_JITTER = 0.1  # face widths: beyond it the crop is no face's any more
+PARTS_OF_ALL = ("people", "worst_person")  # beside these, where everybody is scored
 
 
 class FaceIdentityReward(Reward):
-    """R = min(mean_j s_j, cap): s_j is the mean cosine of generated frame j >= 1 with the real clip's pool.
+    """R = mean over people of min(mean_j s_j, cap): s_j is the mean cosine of generated frame j >= 1 with her pool.
+
+    `people` is "largest", the one person whose face is the largest in the real clip's first frame with one, or "all" of
+    that frame, one to one with those of the generated clip (rewards/face/track.py); who is not found there scores 0.
+    A face whose box there is less than `min_face_size` pixels wide is nobody's; generated faces may have any size.
 
     `cap` is "self_similarity" (the real clip's own mean pairwise cosine: more likeness than the person has to
     herself is not paid for), "none", or a number in (0, 1]. Above the cap the gradient is zero.
 
-    Parts: face_score, the mean before the cap; cap (1 for "none"); coverage, the share of generated frames
-    with a detection; motion_speed and motion_nonrigid, landmark motion over the real clip's, NaN where that
-    hardly moves; motion, the smaller of the two. A sample is invalid when its real clip has no usable face,
-    the generated clip shows no face in any frame, or the score is not finite.
+    `second_pack_dir`: a pack whose recogniser's cosines are averaged with the first's, detector and landmarks being
+    the first's. `landmark_jitter`: deviation, in face widths, of what the landmarks are moved by before a face of a
+    clip that is given a gradient is cut out, another at each visit.
+
+    Parts, means over people: face_score, the mean before the cap; cap (1 for "none"); coverage, the share of generated
+    frames with a detection; motion_speed and motion_nonrigid, landmark motion over the real clip's, NaN where that
+    hardly moves; motion, the smaller of the two. With "all" also people, their number, and worst_person, the smallest
+    of their face_scores. A sample is invalid when its real clip has no usable face, the generated clip shows nobody in
+    any frame, or the score is not finite.
     """
 
     name = "face_identity"
@@ -37,46 +48,111 @@ class FaceIdentityReward(Reward):
     range = "[-1, 1], at most the cap"
     nothing_found = "no face was found in"
     compares_with = "picture"
-    part_names: tuple[str, ...] = PARTS
 
-    def __init__(self, pack_dir: str | Path, cap: str | float = "self_similarity", det_size: int = 640, chunk: int = 8):
+    def __init__(
+        self,
+        pack_dir: str | Path,
+        cap: str | float = "self_similarity",
+        det_size: int = 640,
+        chunk: int = 8,
+        people: str = "largest",
+        min_face_size: float = 0.0,
+        second_pack_dir: str | Path | None = None,
+        landmark_jitter: float = 0.0,
+    ):
         super().__init__()
         named = cap in ("self_similarity", "none")
         if not named and (isinstance(cap, str) or not 0 < cap <= 1):
             raise ValueError(f"reward.cap must be self_similarity, none or a number in (0, 1], got {cap!r}")
-        self.cap = cap
-        self.identity = FaceIdentity(pack_dir, det_size, chunk)
-        self._weights = [sha256(file) for file in self.identity.files]
+        if people not in ("largest", "all"):
+            raise ValueError(f"people must be largest or all, got {people!r}")
+        if not 0 <= min_face_size < math.inf:
+            raise ValueError(f"min_face_size must be a width of at least 0 pixels, got {min_face_size}")
+        if not 0 <= landmark_jitter <= MOST_JITTER:
+            raise ValueError(f"landmark_jitter must be 0 to {MOST_JITTER} face widths, got {landmark_jitter}")
+        self.cap, self.people, self.min_face_size, self.landmark_jitter = cap, people, min_face_size, landmark_jitter
+        if min_face_size:
+            self.nothing_found = f"no face at least {min_face_size:g} pixels wide (min_face_size) was found in"
+        self.identity = FaceIdentity(pack_dir, det_size, chunk, second_pack_dir)
+        self._weights = [sha256(file) for file in (*self.identity.files, self.identity.second_file) if file]
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        return PARTS if self.people == "largest" else PARTS + PARTS_OF_ALL
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
-        """The face pool of a real clip (3, F, H, W); None when no frame after the first shows the face."""
-        pool = self.identity.pool(video)
-        return None if pool is None else {field: torch.as_tensor(value) for field, value in vars(pool).items()}
+        """The face pools of a real clip (3, F, H, W), fields of K people; None when no later frame shows any of them.
+
+        embeddings (P, D) of all of them, one person after the other; owner (P,) whose each is; boxes (K, F, 4); the
+        other fields of FacePool (K,).
+        """
+        pools = self.identity.pools(video, self.people == "all", self.min_face_size)
+        if not pools:
+            return None
+        owner = torch.cat([torch.full((len(pool.embeddings),), k) for k, pool in enumerate(pools)])
+        numbers = {name: torch.tensor([getattr(pool, name) for pool in pools]) for name in NUMBERS}
+        boxes = torch.stack([pool.boxes for pool in pools])
+        return {"embeddings": torch.cat([pool.embeddings for pool in pools]), "owner": owner, "boxes": boxes} | numbers
 
     def fingerprint(self) -> dict[str, object]:
-        """The networks and the size at which faces are looked for; the cap takes no part in the pool."""
-        return {"name": self.name, "weights": self._weights, "det_size": self.identity.detector.det_size}
+        """The networks, the size at which faces are looked for, and who is; the cap takes no part in the pools."""
+        return {
+            "name": self.name,
+            "weights": self._weights,
+            "det_size": self.identity.detector.det_size,
+            "people": self.people,
+            "min_face_size": self.min_face_size,
+        }
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         return by_sample(video, batch, self._sample, self.part_names)
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
         """Score and what is known of the parts of one clip (3, F, H, W)."""
-        caps: dict[object, Any] = {"self_similarity": reference["cap"].item(), "none": 1.0}
-        cap = caps.get(self.cap, self.cap)
-        face = self.identity.score(video, reference["embeddings"])
-        parts = {"cap": cap, "coverage": face.coverage if face else 0.0} | self.measured(video, face, reference)
-        if face is None or not face.mean.isfinite():
+        pools = [reference["embeddings"][reference["owner"] == k] for k in range(len(reference["cap"]))]
+        jitter = self.landmark_jitter if torch.is_grad_enabled() and video.requires_grad else 0.0
+        faces = self.identity.scores(video, pools, jitter)
+        columns = [reference[name].tolist() for name in NUMBERS]
+        real = [dict(zip(NUMBERS, row, strict=True)) for row in zip(*columns, strict=True)]
+        caps = [self._cap(one["cap"]) for one in real]
+        parts = {"cap": float(np.mean(caps)), "people": float(len(pools))}
+        parts["coverage"] = float(np.mean([0.0 if face is None else face.coverage for face in faces]))
+        parts |= self.measured(video, faces, reference)
+        means = [no_score(video) if face is None else face.mean for face in faces]
+        if all(face is None for face in faces) or not all(mean.isfinite() for mean in means):
             return None, parts
-        speed = ratio(face.speed, reference["speed"].item(), MIN_MOTION)
-        nonrigid = ratio(face.nonrigid, reference["nonrigid"].item(), MIN_MOTION)
-        # fmin: a part that was not measured, NaN, leaves the other
-        parts |= {"motion_speed": speed, "motion_nonrigid": nonrigid, "motion": float(np.fmin(speed, nonrigid))}
-        return face.mean.clamp(max=cap), parts | {"face_score": face.mean.item()}
+        parts |= _motion(faces, real)
+        of_each = [mean.item() for mean in means]
+        parts |= {"face_score": float(np.mean(of_each)), "worst_person": min(of_each)}
+        return torch.stack([mean.clamp(max=cap) for mean, cap in zip(means, caps, strict=True)]).mean(), parts
 
-    def measured(self, video: Tensor, face: FaceScore | None, reference: Mapping[str, Tensor]) -> dict[str, float]:
+    def _cap(self, own: float) -> float:
+        """The cap of a person whose mean pairwise cosine in the real clip is `own`."""
+        named = {"self_similarity": own, "none": 1.0}
+        return named[self.cap] if isinstance(self.cap, str) else self.cap
+
+    def measured(
+        self, video: Tensor, faces: Sequence[FaceScore | None], reference: Mapping[str, Tensor]
+    ) -> dict[str, float]:
         """More parts of one clip, of a subclass that has more `part_names`."""
         return {}
+
+
+def _motion(faces: Sequence[FaceScore | None], real: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The parts of landmark motion, means over the people for whom they could be measured."""
+    rows = []
+    for face, one in zip(faces, real, strict=True):
+        speed = ratio(0.0 if face is None else face.speed, one["speed"], MIN_MOTION)
+        nonrigid = ratio(0.0 if face is None else face.nonrigid, one["nonrigid"], MIN_MOTION)
+        # fmin: a part that was not measured, NaN, leaves the other
+        rows.append((speed, nonrigid, float(np.fmin(speed, nonrigid))))
+    names = ("motion_speed", "motion_nonrigid", "motion")
+    return {name: _mean_of_known(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+def _mean_of_known(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def ratio(made: float, real: float, least: float) -> float:
