@@ -4,7 +4,7 @@ Or, of an image model: are the pictures of prompts it never saw better, by every
     python tools/evaluate.py --run outputs/tiny_face --data assets/tiny_world/eval/metadata.csv --seeds 2
 
     # several adapters, strengths and step counts, from the same noises; two GPUs share the work
-    torchrun --nproc_per_node 2 tools/evaluate.py --run outputs/my --data held_out/metadata.csv \\
+    torchrun --nproc_per_node 2 -- tools/evaluate.py --run outputs/my --data held_out/metadata.csv \\
         --adapter outputs/my/checkpoints/best --adapter outputs/other/checkpoints/best --strengths 0.5,1 --steps 8,20
 
     # videos of other tools; no model is loaded
