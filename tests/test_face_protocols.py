@@ -61,7 +61,9 @@ def published(image, frames, count):
 
 def ours(name, image, frames):
     (reference,) = protocols.largest_faces(data.to_float(torch.from_numpy(image[None])).transpose(0, 1), *NETS)
-    return protocols.score(protocols.PROTOCOLS[name], data.to_float(torch.from_numpy(frames)), reference, *NETS)
+    return protocols.protocol_score(
+        protocols.PROTOCOLS[name], data.to_float(torch.from_numpy(frames)), reference, *NETS
+    )
 
 
 @pytest.mark.parametrize("name,count", [("consisid", 16), ("opens2v", 32)])
@@ -86,8 +88,8 @@ def test_equals_the_published_procedure(people, name, count):
 
 
 def test_frames_are_chosen_from_the_first_to_the_last_and_rounded_down():
-    assert protocols.chosen_frames(81, 16) == [int(i * 80 / 15) for i in range(16)]
-    assert protocols.chosen_frames(3, 5) == [0, 0, 1, 1, 2]
+    assert protocols.compared_frames(81, 16) == [int(i * 80 / 15) for i in range(16)]
+    assert protocols.compared_frames(3, 5) == [0, 0, 1, 1, 2]
 
 
 def test_cosines_are_cut_off_and_faceless_frames_left_out():

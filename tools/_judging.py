@@ -32,7 +32,7 @@ class Judges:
     """Everything that judges. faces: the recognisers, the held-out one last; its detector finds the face for all."""
 
     faces: dict[str, face.FaceIdentity]
-    protocols: dict[str, protocols.Protocol]
+    protocols: dict[str, protocols.FaceProtocol]
     detectors: dict[str, face.FaceDetector]  # of the protocols, by recogniser
     terms: Sequence[Term]
     dino: ViTModel | None
@@ -204,7 +204,7 @@ def _protocol_figures(judges: Judges, video: Tensor, kept: Kept) -> Figures:
     """Of each protocol by each recogniser; None where the input image shows no face, as the authors leave it out."""
     found: Figures = {}
     for name, detector in judges.detectors.items():
-        face_sim = partial(protocols.score, detector=detector, recogniser=judges.faces[name].recogniser)
+        face_sim = partial(protocols.protocol_score, detector=detector, recogniser=judges.faces[name].recogniser)
         for label, protocol in judges.protocols.items():
             reference = kept.get(f"input/{name}")
             found[f"{label}/{name}"] = None if reference is None else face_sim(protocol, _rounded(video), reference)

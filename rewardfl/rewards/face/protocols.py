@@ -33,16 +33,16 @@ BORDER = 4  # the frame's height and width over the border's
 
 
 @dataclass(frozen=True)
-class Protocol:
+class FaceProtocol:
     """How many frames of a clip are compared, from the first to the last."""
 
     frames: int
 
 
-PROTOCOLS = {"consisid": Protocol(frames=16), "opens2v": Protocol(frames=32)}
+PROTOCOLS = {"consisid": FaceProtocol(frames=16), "opens2v": FaceProtocol(frames=32)}
 
 
-def chosen_frames(count: int, wanted: int) -> list[int]:
+def compared_frames(count: int, wanted: int) -> list[int]:
     """Indices of `wanted` frames of `count`, evenly from the first to the last, rounded down; they may repeat."""
     return np.linspace(0, count - 1, wanted).astype(int).tolist()
 
@@ -68,9 +68,11 @@ def largest_faces(frames: Tensor, detector: FaceDetector, recogniser: FaceRecogn
     return found
 
 
-def score(protocol: Protocol, video: Tensor, reference: Tensor, detector: FaceDetector, recogniser: FaceRecogniser):
+def protocol_score(
+    protocol: FaceProtocol, video: Tensor, reference: Tensor, detector: FaceDetector, recogniser: FaceRecogniser
+) -> float:
     """The protocol's FaceSim of a clip (3, F, H, W) in [-1, 1]; reference: largest_faces of the input image."""
-    indices = chosen_frames(video.shape[1], protocol.frames)
+    indices = compared_frames(video.shape[1], protocol.frames)
     once = sorted(set(indices))
     faces = dict(zip(once, largest_faces(frames_of(video)[once], detector, recogniser), strict=True))
     return face_sim(reference, [faces[i] for i in indices])
