@@ -1,139 +1,268 @@
-"""The statistics of tools/evaluate.py on clips whose answers are known; what it refuses."""
+"""The statistics of tools/evaluate.py on records whose answers are known; what it makes of folders; what it refuses."""
 
-import dataclasses
 import json
 import math
 import sys
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 
 from rewardfl import config, data
 from rewardfl.rewards import face
-from rewardfl.rewards.video_motion import VideoMotion, video_motion
-from rewardfl_tools import _arms, _evaluate, evaluate
+from rewardfl.rewards.video_motion import dynamic_degree, fastest, video_motion
+from rewardfl_tools import _arms, _evaluate, _evaluate_pictures, _judging, _records, _statistics, _videos, evaluate
+from rewardfl_tools._arms import Arm
+from rewardfl_tools._evaluate_table import table
+from rewardfl_tools._statistics import Reading
+
+JUDGE = "held_out"
+ARMS = [Arm("base", 8), Arm("latest", 8, ROOT)]
+FIGURES = {
+    "face_sim": 0.5, "coverage": 1.0, "speed": 0.02, "nonrigid": 0.01, "flow": 1.0, "face_flow": 2.0,
+    "pixel_change": 0.1, "sharpness": 50.0, "reversals": -0.8, "dynamic_degree": 0.0, "temporal_flickering": 0.9,
+    "grid": 1.0, "saturation": 0.2, "red": 0.5, "green": 0.5, "blue": 0.5,
+}  # fmt: skip
+BLOCKS = {
+    JUDGE: ("face_sim", "coverage", "speed", "nonrigid"),
+    "motion": ("flow", "face_flow", "pixel_change", "sharpness", "reversals", "dynamic_degree"),
+    "still": ("temporal_flickering",),
+    "canary": ("grid", "saturation", "red", "green", "blue"),
+}
 
 
-def score(value, frames=9, coverage=1.0, speed=0.02, nonrigid=0.01):
-    per_frame = torch.full((frames - 1,), value)
-    seen, boxes = torch.ones(frames, dtype=torch.bool), torch.zeros(frames, 4)
-    return face.FaceScore(per_frame, per_frame.mean(), seen, speed, nonrigid, coverage, boxes)
+def record(person, arm, seed=0, curve=None, **figures):
+    """What is known of a video: FIGURES but for those given; its FaceSim is that of the curve."""
+    own = FIGURES | figures
+    curve = [own["face_sim"]] * 8 if curve is None else curve
+    own["face_sim"] = float(np.mean(curve))
+    named = {f"{block}/{key}": own[key] for block, keys in BLOCKS.items() for key in keys}
+    place = {"row": person, "line": 2, "index": ord(person[0]), "arm": arm, "seed": seed, "steps": 8, "decoded": False}
+    return place | {"file": "x.mp4", "figures": named, "curves": {JUDGE: curve}, "detected": {JUDGE: [True] * 9}}
 
 
-MOVES = VideoMotion(flow=1.0, face_flow=2.0, pixel_change=0.1, sharpness=50.0, reversals=-0.8)
+def real(person, width=60.0, **figures):
+    one = record(person, "real", None, **{"flow": 4.0, "face_sim": 0.9} | figures)
+    one["figures"][f"{JUDGE}/cap"] = 0.9
+    return one | {"size": [16, 16], "face_width": width, "fps": 16}
 
 
-def clip(person, seed, before, after, after_speed=0.02, **after_moves):
-    row = data.Row(0, 2, person, Path("x.mp4"), "a person")
-    scores = {"before": before, "after": after}
-    scores = {arm: s if s is None or isinstance(s, face.FaceScore) else score(s) for arm, s in scores.items()}
-    if isinstance(after, float):
-        scores["after"] = score(after, speed=after_speed)
-    frames = torch.zeros(9, 16, 16, 3, dtype=torch.uint8)
-    motion = {
-        "real": dataclasses.replace(MOVES, flow=4.0),
-        "before": MOVES,
-        "after": dataclasses.replace(MOVES, **after_moves),
-    }
-    return _evaluate.Clip(row, seed, frames, {"before": frames, "after": frames}, {"held_out": scores}, motion)
+def pair(person, seed, before, after, **figures):
+    return [record(person, "base", seed, face_sim=before), record(person, "latest", seed, face_sim=after, **figures)]
 
 
-def pools(*people):
-    return {"held_out": {p: face.FacePool(torch.eye(2), 0.9, 0.02, 0.01, 1.0, torch.zeros(9, 4)) for p in people}}
+def summary(*records, arms=ARMS, reading=Reading()):  # noqa: B008
+    people = dict.fromkeys(one["row"] for one in records if one["arm"] != "real")
+    known = {one["row"] for one in records if one["arm"] == "real"}
+    return _statistics.summarise([*records, *(real(one) for one in people if one not in known)], arms, reading)
+
+
+def close(value):
+    return {"mean": pytest.approx(value), "low": pytest.approx(value), "high": pytest.approx(value)}
 
 
 def test_gain_is_paired_and_relative():
-    clips = [clip("a", 0, 0.4, 0.6), clip("b", 0, 0.6, 0.8)]
-    figures = _evaluate.summarise(clips, pools("a", "b"))["recognisers"]["held_out"]
-    assert figures["gain"]["absolute"] == {
-        "mean": pytest.approx(0.2), "low": pytest.approx(0.2), "high": pytest.approx(0.2),
-    }  # fmt: skip
+    report = summary(*pair("a", 0, 0.4, 0.6), *pair("b", 0, 0.6, 0.8))
+    figures = report["recognisers"][JUDGE]
+    assert figures["gain"]["absolute"] == close(0.2)
     assert figures["gain"]["relative"]["mean"] == pytest.approx(0.7 / 0.5 - 1)
-    assert figures["gain"]["people_improved"] == 1.0
+    assert figures["gain"]["people_improved"] == 1.0 and figures["cap"] == pytest.approx(0.9)
     assert figures["before"]["face_sim"]["mean"] == pytest.approx(0.5)
     assert figures["after"]["per_frame"] == [pytest.approx(0.7)] * 8
+    assert report["arms"][1]["compared"][f"{JUDGE}/face_sim"]["difference"] == figures["gain"]["absolute"]
+    assert report["arms"][0]["against"] is None and report["arms"][1]["against"] == "base"
 
 
 def test_more_noises_of_the_same_people_do_not_narrow_the_interval():
-    values = torch.linspace(0.3, 0.8, 6)
-    once = [clip(str(i), 0, float(v), float(v)) for i, v in enumerate(values)]
-    twice = once + [clip(str(i), 1, float(v), float(v)) for i, v in enumerate(values)]
-    people = pools(*map(str, range(6)))
-    intervals = [_evaluate.summarise(c, people)["recognisers"]["held_out"]["before"]["face_sim"] for c in (once, twice)]
+    values = torch.linspace(0.3, 0.8, 6).tolist()
+    once = [one for name, v in zip("abcdef", values, strict=True) for one in pair(name, 0, v, v)]
+    twice = once + [one for name, v in zip("abcdef", values, strict=True) for one in pair(name, 1, v, v)]
+    intervals = [summary(*records)["recognisers"][JUDGE]["before"]["face_sim"] for records in (once, twice)]
     assert intervals[0] == pytest.approx(intervals[1])
-    spread = float(values.std()) / 6**0.5
+    spread = float(np.std(values, ddof=1)) / 6**0.5
     assert intervals[0]["high"] - intervals[0]["low"] == pytest.approx(2 * 1.96 * spread, rel=0.25)
 
 
-def test_a_clip_without_a_face_counts_as_zero():
-    clips = [clip("a", 0, 0.5, None), clip("b", 0, 0.5, 0.5)]
-    figures = _evaluate.summarise(clips, pools("a", "b"))["recognisers"]["held_out"]
-    assert figures["after"]["face_sim"]["mean"] == pytest.approx(0.25)
-    assert figures["after"]["coverage"]["mean"] == pytest.approx(0.5)
-    assert figures["gain"]["absolute"]["mean"] < 0
+def test_clips_are_compared_with_the_same_noise():
+    """A noise that only one arm has counts in neither."""
+    report = summary(*pair("a", 0, 0.4, 0.5), record("a", "latest", 1, face_sim=0.9))
+    found = report["arms"][1]["compared"][f"{JUDGE}/face_sim"]
+    assert found["difference"] == close(0.1) and found["left_out"] == 1
 
 
 def test_motion_ratios_see_a_frozen_face():
-    clips = [clip(p, 0, 0.5, 0.9, after_speed=0.002) for p in "ab"]
-    figures = _evaluate.summarise(clips, pools("a", "b"))["recognisers"]["held_out"]
+    report = summary(*pair("a", 0, 0.5, 0.9, speed=0.002), *pair("b", 0, 0.5, 0.9, speed=0.002))
+    figures = report["recognisers"][JUDGE]
     assert figures["motion_after_to_before"]["speed"]["mean"] == pytest.approx(0.1)
     assert figures["motion_after_to_real"]["speed"]["median_per_clip"] == pytest.approx(0.1)
     assert figures["motion_after_to_real"]["nonrigid"]["mean"] == pytest.approx(1.0)
 
 
+def test_frozen_share_counts_clips_below_half_of_their_base():
+    clips = [pair("a", 0, 0.5, 0.6, nonrigid=0.0049), pair("a", 1, 0.5, 0.6), pair("b", 0, 0.5, 0.6, nonrigid=0.0051)]
+    still = [record("c", "base", nonrigid=0.0), record("c", "latest", nonrigid=0.0)]  # has no half to fall below
+    assert summary(*sum(clips, []), *still)["arms"][1]["frozen_share"]["mean"] == pytest.approx(0.25)  # 1/2 and 0
+
+
 def test_motion_without_a_network_is_a_ratio_of_means_over_people():
-    clips = [clip("a", 0, 0.5, 0.6, flow=0.5), clip("a", 1, 0.5, 0.6, flow=0.7), clip("b", 0, 0.5, 0.6, reversals=-0.6)]
-    figures = _evaluate.summarise(clips, pools("a", "b"))["motion"]
+    clips = [
+        *pair("a", 0, 0.5, 0.6, flow=0.5),
+        *pair("a", 1, 0.5, 0.6, flow=0.7),
+        *pair("b", 0, 0.5, 0.6, reversals=-0.6),
+    ]
+    figures = summary(*clips)["motion"]
     assert [figures[arm]["flow"] for arm in ("real", "before", "after")] == pytest.approx([4, 1, 0.8])  # 0.6 and 1
     assert figures["after_to_before"]["flow"] == pytest.approx({"mean": 0.8, "low": 0.6, "high": 1.0})
-    assert figures["after_to_before"]["sharpness"] == pytest.approx({"mean": 1, "low": 1, "high": 1})
-    assert figures["after"].keys() == figures["after_to_before"].keys() == {*_evaluate.AMOUNTS}
+    assert figures["after_to_before"]["sharpness"] == close(1)
+    assert figures["after"].keys() == figures["after_to_before"].keys() == {*_statistics.AMOUNTS}
     reversals = figures["reversals"]
     assert [reversals[arm] for arm in ("real", "before", "after")] == pytest.approx([-0.8, -0.8, -0.7])
     assert reversals["after_minus_before"] == pytest.approx({"mean": 0.1, "low": 0.0, "high": 0.2})
 
 
 def test_who_has_no_face_flow_is_left_out_of_it_alone():
-    clips = [clip("a", 0, 0.5, None, face_flow=math.nan, flow=0.5), clip("b", 0, 0.5, 0.6, face_flow=1.0)]
-    report = _evaluate.summarise(clips, pools("a", "b"))
+    first = pair("a", 0, 0.5, 0.0, face_flow=None, flow=0.5)
+    report = summary(*first, *pair("b", 0, 0.5, 0.6, face_flow=1.0))
     assert report["motion"]["after_to_before"]["face_flow"]["mean"] == pytest.approx(0.5)
     assert report["motion"]["after_to_before"]["flow"]["mean"] == pytest.approx(0.75)
     assert report["per_clip"][0]["motion"]["after"]["face_flow"] is None
-    alone = _evaluate.summarise(clips[:1], pools("a"))
+    alone = summary(*first)
     assert alone["motion"]["after_to_before"]["face_flow"] is alone["motion"]["after"]["face_flow"] is None
-    assert "nothing to measure" in _evaluate.table(alone)
+    assert "nothing to measure" in table(alone)
     json.dumps(alone, allow_nan=False)  # other readers of JSON know no NaN
+
+
+def test_the_shape_of_a_curve():
+    curve = [0.9 - 0.02 * i for i in range(20)]
+    assert _statistics.drift(curve) == pytest.approx(-0.02)
+    noisy = np.random.default_rng(0).uniform(size=13)
+    assert _statistics.drift(noisy) == pytest.approx(np.polyfit(np.arange(13), noisy, 1)[0])
+    assert math.isnan(_statistics.drift([0.5]))
+    assert _statistics.worst_tenth(curve) == pytest.approx(0.53) and _statistics.worst_tenth([0.4, 0.8]) == 0.4
+    assert _statistics.above([0.4, 0.41, 0.5, 0.1], 0.4) == 0.5 and _statistics.last_quarter(curve) == pytest.approx(
+        0.56
+    )
+    figures = summary(*pair("a", 0, 0.5, 0.5), record("b", "base", curve=curve[:8]), arms=ARMS[:1])["arms"][0][
+        "figures"
+    ]
+    assert figures[f"{JUDGE}/drift"]["mean"] == pytest.approx(-0.01)
+
+
+def test_strata_are_by_the_real_clips_face_and_small_ones_are_only_counted():
+    widths = {"a": 39.0, "b": 40.0, "c": 80.0, "d": 81.0}
+    people = [pair(name, 0, 0.5, after) for name, after in zip("abcd", (0.9, 0.6, 0.8, 0.5), strict=True)]
+    report = summary(*sum(people, []), *(real(name, width) for name, width in widths.items()))
+    assert report["face_sizes"] == {"< 40 px": 1, "40-80 px": 2, "> 80 px": 1}
+    strata = report["arms"][1]["strata"]
+    assert [*strata] == ["40-80 px", "> 80 px"]
+    assert strata["40-80 px"]["figures"][f"{JUDGE}/face_sim"]["mean"] == pytest.approx(0.7)
+    assert strata["40-80 px"]["compared"][f"{JUDGE}/face_sim"]["difference"]["mean"] == pytest.approx(0.2)
+    assert "too small to score" in table(report)
+    assert "too small" not in table(summary(*people[0], real("a", 39.0), reading=Reading(edges=(20.0,))))
+
+
+def test_canaries_are_held_against_the_base():
+    after = {"red": 0.53, "green": 0.46, "grid": 3.0, "saturation": 0.3}
+    arm = summary(*pair("a", 0, 0.5, 0.6, **after), *pair("b", 0, 0.5, 0.6, **after))["arms"][1]
+    assert arm["colour_shift"] == close(0.05)
+    assert arm["compared"]["canary/grid"]["ratio"] == close(3) and arm["compared"]["canary/red"]["difference"] == close(
+        0.03
+    )
+    assert "ratio" not in arm["compared"]["canary/red"]
+
+
+def test_every_arm_is_compared_with_the_base_of_its_steps():
+    arms = [Arm("base", 8), Arm("latest", 8, ROOT), Arm("base_20steps", 20), Arm("latest_20steps", 20, ROOT)]
+    values = (0.4, 0.5, 0.6, 0.9)
+    records = [record("a", arm.name, face_sim=value) for arm, value in zip(arms, values, strict=True)]
+    found = summary(*records, arms=arms)["arms"]
+    assert [one["against"] for one in found] == [None, "base", None, "base_20steps"]
+    assert found[3]["compared"][f"{JUDGE}/face_sim"]["difference"] == close(0.3)
+
+
+def test_a_real_clips_own_likeness_leaves_each_frame_out_of_its_pool():
+    embeddings = torch.nn.functional.normalize(torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), dim=1)
+    with_itself = (embeddings @ embeddings.mean(0)).tolist()
+    found = _judging.without_itself([*with_itself, 0.3], [True] * 5 + [False], 5)
+    for i in range(5):
+        others = torch.cat([embeddings[:i], embeddings[i + 1 :]])
+        assert found[i] == pytest.approx(float((others @ embeddings[i]).mean()), abs=1e-6)
+    assert found[5] == 0.3  # no face of this frame is in the pool
+    assert np.mean(found[:5]) == pytest.approx(face.identity.self_similarity(embeddings), abs=1e-6)
+
+
+def shifting(pixels, frames=17, size=64):
+    """Noise that moves to the right by so many pixels a frame."""
+    noise = np.random.default_rng(0).integers(0, 255, (size // 4, frames * 8 + size // 4, 3), np.uint8)
+    large = np.kron(noise, np.ones((4, 4, 1), np.uint8))
+    return np.stack([large[:, round(i * pixels) : round(i * pixels) + size] for i in range(frames)])
+
+
+def test_dynamic_degree_is_vbenchs_rule():
+    """6 min(H, W) / 256 pixels are 1.5 here, in a quarter of the pairs of every second frame at 16 a second."""
+    assert dynamic_degree(shifting(2), 16) and not dynamic_degree(shifting(0), 16)
+    assert dynamic_degree(shifting(1), 16) and not dynamic_degree(shifting(1), 8)  # 2 pixels a pair, and 1
+    assert dynamic_degree(shifting(2), 8) and not dynamic_degree(shifting(2), 4)  # at 4 a second twice as far is asked
+    mixed = np.concatenate([shifting(2)[:3], np.repeat(shifting(2)[2:3], 14, 0)])
+    assert not dynamic_degree(mixed, 8)  # two of 17 frames' pairs, four are asked
+    field = np.zeros((10, 10, 2))
+    field[0, :5] = [3, 4]
+    assert fastest(field) == 5 and fastest(field, 0.1) == 2.5
 
 
 def test_the_real_clips_motion_is_taken_of_its_own_frames():
     world = ROOT / "assets" / "tiny_world"
-    video = data.load_example(data.load_metadata(world / "eval" / "metadata.csv")[0], 64, 64, 9).video
-    detector = face.FaceDetector(world / "faces" / "judge" / "detector.onnx", 128)
-    found = _evaluate.motion_of_real(detector, video, "cpu")
-    (box, *_) = face.track_largest(detector.detect(video.transpose(0, 1))).boxes.split(1)
-    frames = data.to_uint8(video).contiguous().numpy()
-    assert dataclasses.replace(found, face_flow=0) == dataclasses.replace(video_motion(frames), face_flow=0)
-    assert found.face_flow == pytest.approx(video_motion(frames, box.expand(9, 4).numpy()).face_flow, rel=0.2)
-    nobody = _evaluate.motion_of_real(detector, torch.zeros(3, 9, 64, 64), "cpu")
-    assert math.isnan(nobody.face_flow)
+    row = data.load_metadata(world / "eval" / "metadata.csv")[0]
+    example = data.load_example(row, 64, 64, 9)
+    judge = face.FaceIdentity(world / "faces" / "judge", 128)
+    judges = _judging.Judges({"held_out": judge}, {}, {}, [], None, (8,), "cpu")
+    found = _judging.judge_real(judges, row, example, 16)
+    pool = judge.pool(example.video)
+    figures, frames = found.record["figures"], data.to_uint8(example.video).contiguous().numpy()
+    motion = video_motion(frames, pool.boxes.numpy())
+    assert [figures[f"motion/{key}"] for key in vars(motion)] == pytest.approx([*vars(motion).values()])
+    assert figures["held_out/cap"] == pytest.approx(pool.cap) and figures["held_out/face_sim"] == pytest.approx(
+        pool.cap
+    )
+    assert figures["held_out/speed"] == pool.speed and figures["canary/saturation"] > 0
+    assert figures["still/temporal_flickering"] == pytest.approx(
+        1 - np.abs(np.diff(frames.astype(int), axis=0)).mean() / 255
+    )
+    assert 10 < found.record["face_width"] < 64 and found.record["size"] == [64, 64]
+    nobody = data.Example((64, 64), torch.zeros(3, 9, 64, 64), torch.zeros(3, 64, 64), torch.zeros(3, 9, 64, 64))
+    assert "no face was found" in _judging.judge_real(judges, row, nobody, 16)
+    black = _judging.judge_video(judges, torch.full((3, 9, 64, 64), -1.0), found.kept, 16)
+    assert black["figures"]["held_out/face_sim"] == 0 and black["curves"]["held_out"] == [0] * 8
+    assert black["figures"]["motion/face_flow"] is None and not any(black["detected"]["held_out"])
 
 
 def test_table_and_pictures(tmp_path):
-    clips = [clip(p, s, 0.5, 0.6) for p in "ab" for s in (0, 1)]
-    report = _evaluate.summarise(clips, pools("a", "b"))
-    text = _evaluate.table(report)
+    records = [one for name in "ab" for seed in (0, 1) for one in pair(name, seed, 0.5, 0.6)]
+    third = [record(name, "latest_x0.5", seed, face_sim=0.55) for name in "ab" for seed in (0, 1)]
+    arms = [*ARMS, Arm("latest_x0.5", 8, ROOT, 0.5)]
+    report = summary(*records, *third, arms=arms)
+    text = table(report)
     (flow,) = [line for line in text.splitlines() if line.strip().startswith("flow")]
     assert "real 4 " in flow and "after / before 1.000 [1.000, 1.000]" in flow
     assert "2 people, 4 clips" in text and "held-out judge" in text and "+20.0% [+20.0, +20.0] relative" in text
-    _evaluate.draw_curves(report, tmp_path / "curves.png")
-    _evaluate.draw_grid(clips, tmp_path / "grid.png")
-    assert (tmp_path / "curves.png").stat().st_size > 1000 and (tmp_path / "grid.png").stat().st_size > 500
+    assert text.index("these reward stillness: may only fall") < text.index("temporal flickering")
+    rows = [ord("a"), ord("b")]
+    for row in rows:
+        for name in ("real", *(arm.name for arm in arms)):
+            _evaluate_pictures.write_strip(
+                _evaluate_pictures.strip_file(tmp_path, row, name), torch.zeros(3, 9, 16, 16)
+            )
+    for picture in _evaluate_pictures.draw(report, tmp_path, arms, [*records, *third], rows):
+        assert picture.stat().st_size > 500
+    assert (tmp_path / "front.png").is_file()
+
+
+# ---- arms, folders, records
 
 
 def test_batches_hold_clips_of_one_size():
-    rows = [data.Row(i, i + 2, str(i), Path("x.mp4"), "a person") for i in range(5)]
+    rows = [data.Row(i, i + 2, str(i), None, "a person") for i in range(5)]
     jobs = [(row, seed) for seed in (0, 1) for row in rows]
     assert _arms.batches(jobs, dict.fromkeys("01234", (64, 64)), 4) == [jobs[:4], jobs[4:8], jobs[8:]]
     sizes = {"0": (64, 64), "1": (64, 80), "2": (64, 64), "3": (64, 80), "4": (64, 64)}
@@ -141,6 +270,69 @@ def test_batches_hold_clips_of_one_size():
     assert sorted(map(jobs.index, sum(mixed, []))) == list(range(10))
     assert [len(batch) for batch in mixed] == [4, 2, 4]
     assert all(len({sizes[row.id] for row, _ in batch}) == 1 for batch in mixed)
+
+
+def test_arms_are_named_by_what_tells_them_apart(tmp_path):
+    one, two = tmp_path / "a" / "latest", tmp_path / "b" / "latest"
+    arms = _arms.planned([(one, 1.0), (one, 0.5), (two, 1.0)], [8, 20], 8)
+    assert [arm.name for arm in arms[:4]] == ["base", "a_latest", "a_latest_x0.5", "b_latest"]
+    assert [arm.name for arm in arms[4:6]] == ["base_20steps", "a_latest_20steps"]
+    assert len({arm.name for arm in arms}) == 8 and arms[5].steps == 20 and arms[2].strength == 0.5
+    with pytest.raises(ValueError, match="--adapter"):
+        _arms.planned([(one, 1.0), (one, 1.0)], [8], 8)
+    assert _arms.names_of([tmp_path / "base"]) != ["base"]
+
+
+def test_a_folder_of_videos_is_told_by_place_or_id(tmp_path):
+    rows = [data.Row(i, i + 2, f"clips/{i}.mp4#ab", None, "x") for i in range(3)]
+    for name in ("000.mp4", "1_seed1.mp4", "1.mp4", "clips_2.mp4_ab.mp4", "notes.mp4", "007.mp4"):
+        (tmp_path / name).touch()
+    found = _videos.files_of(tmp_path, rows)
+    assert {key: path.name for key, path in found.items()} == {
+        (rows[0].id, 0): "000.mp4", (rows[1].id, 0): "1.mp4", (rows[1].id, 1): "1_seed1.mp4",
+        (rows[2].id, 0): "clips_2.mp4_ab.mp4",
+    }  # fmt: skip
+    (tmp_path / "002.mp4").touch()
+    with pytest.raises(ValueError, match="002.mp4"):
+        _videos.files_of(tmp_path, rows)
+    (tmp_path / "002.mp4").unlink()
+    with pytest.raises(ValueError, match="line 5"):
+        _videos.files_of(tmp_path, [*rows, data.Row(3, 5, "3", None, "x")])
+
+
+def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path):
+    writer = _records.open_own(tmp_path, 0)
+    first, second = pair("a", 0, 0.4, 0.6)
+    writer.add(first)
+    whole = (tmp_path / "records.jsonl").read_bytes()
+    (tmp_path / "records.jsonl").write_bytes(whole + json.dumps(second).encode()[:50])
+    assert [*_records.read(tmp_path)] == [("a", "base", 0)]
+    _records.open_own(tmp_path, 0).add(second)
+    _records.open_own(tmp_path, 3).add(real("a"))
+    assert [one["arm"] for one in _records.join(tmp_path)] == ["real", "base", "latest"]
+    assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
+    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 3
+
+
+def test_records_of_other_settings_are_refused(tmp_path):
+    settings = {"judges": {"held_out": "1"}, "adapters": {"latest": "a"}}
+    _records.agree(tmp_path, settings)
+    _records.agree(tmp_path, settings | {"adapters": {"best": "b"}})  # one more adapter
+    for other, said in (
+        ({"judges": {"held_out": "2"}}, "held_out was 1, and is 2"),
+        ({"adapters": {"latest": "c"}}, "latest was a, and is c"),
+        ({"judges": {"held_out": "1", "consisid": "1"}}, "consisid was not there"),
+    ):
+        with pytest.raises(_records.OtherSettings, match=f"{said}.*--force"):
+            _records.agree(tmp_path, settings | other)
+    _records.clear(tmp_path)
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / "videos").mkdir()
+    _records.clear(tmp_path)
+    assert (tmp_path / "videos").is_dir()  # no evaluation has written it
+
+
+# ---- refusals
 
 
 def test_refuses_what_is_no_run(tmp_path):
@@ -152,9 +344,10 @@ def test_a_run_with_another_reward_names_the_way_out(tmp_path, monkeypatch, caps
     """A judge that the run had not, given as an override."""
     world = ROOT / "assets" / "tiny_world"
     settings = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
-    settings += ["reward.motion_weight=0", "data.num_frames=5"]
+    settings += ["reward.motion_weight=0", "data.num_frames=5", f"model.model_paths={world}/pipeline"]
     cfg = config.load(str(ROOT / "configs" / "tiny_flow_grpo.yaml"), settings, config.FlowGrpoConfig)
     (tmp_path / "run.json").write_text(json.dumps({"config": config.to_dict(cfg)}))
+    (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
     data.write_video(tmp_path / "nobody.mp4", torch.full((5, 64, 64, 3), 90, dtype=torch.uint8), 16)
     (tmp_path / "metadata.csv").write_text("video,prompt\nnobody.mp4,x\n")
     command = ["evaluate.py", "--run", str(tmp_path), "--data", str(tmp_path / "metadata.csv"), "--device", "cpu"]
@@ -162,3 +355,28 @@ def test_a_run_with_another_reward_names_the_way_out(tmp_path, monkeypatch, caps
     assert evaluate.main() == 2 and "reward.held_out_model_path=FOLDER" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*command, f"reward.held_out_model_path={world}/faces/judge"])
     assert evaluate.main() == 2 and "shows a face" in capsys.readouterr().err  # it has looked for one
+    monkeypatch.setattr(sys, "argv", [*command, "--strengths", "0.5", "--adapter", "x:2"])
+    assert evaluate.main() == 2 and "--strengths" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*command, "--adapter", "nowhere"])
+    assert evaluate.main() == 2 and "name a checkpoint with --adapter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--strengths", "a"], ["--steps", "0"], ["--face-sizes", "80,40"], ["--seeds", "0"], ["--config", "x"]]
+)
+def test_options_that_cannot_be_are_refused_at_once(monkeypatch, capsys, words):
+    source = [] if words[0] == "--config" else ["--run", "x"]
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--data", "x", *source, *words])
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main()
+    assert words[0] in capsys.readouterr().err
+
+
+def test_sampling_settings_leave_out_the_files():
+    cfg = config.load(str(ROOT / "configs" / "tiny_face.yaml"))
+    rows = data.load_metadata(ROOT / "assets" / "tiny_world" / "eval" / "metadata.csv")[:2]
+    settings = _evaluate.settings_of(cfg, rows, [Arm("x", 8)], None, {})
+    assert {"data.height", "sample.shift", "model.dtype"} <= settings["sampling"].keys()
+    assert not any("file_name" in key or "paths" in key for key in settings["sampling"])
+    other = _evaluate.settings_of(cfg, rows[:1], [Arm("x", 8)], None, {})
+    assert _records.difference(settings, other).startswith("data: --data was")

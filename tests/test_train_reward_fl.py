@@ -519,7 +519,7 @@ def test_evaluate_reports_both_arms(straight, tmp_path, monkeypatch, capsys):
             all(value > 0 for value in report["motion"][arm].values()) and -1 <= report["motion"]["reversals"][arm] <= 1
         )
     assert report["motion"]["before"] != report["motion"]["after"]
-    for file in ("grid.png", "curves.png", "videos/000_seed0.mp4"):
+    for file in ("grid.png", "curves.png", "videos/base/000_seed0.mp4", "videos/latest/000_seed0.mp4"):
         assert (tmp_path / "out" / file).stat().st_size > 0
 
 

@@ -1,23 +1,26 @@
-"""Before and after an adapter, from the same noise: how both are sampled, and the statistics of pairs."""
+"""What an evaluation samples from the same noises: the base model, and adapters at strengths and step counts."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rewardfl import config, data, groups, offload, reward_flow
-from rewardfl.backbones.seam import Backbone, Conditioning, Decoder, Experts, Velocity
+from rewardfl import config, data, groups, lora, offload, reward_flow
+from rewardfl.backbones.seam import Backbone, Conditioning, Decoder, Experts, Schedule, Shape, Velocity
 from rewardfl.run import work
 
-ARMS = ("before", "after")
-RESAMPLES = 10_000
+BASE = "base"
+TAKEN = (BASE, "real")  # names that no adapter's or tool's arm may have
+NEGATIVE = ""  # the id, which no row has, of the prompt that a run is guided away from
 Job = tuple[data.Row, int]  # of a row of the table the noise of this number
 
 
 def run_config(run: Path, overrides: list[str]) -> config.AnyConfig:
+    """The configuration that a run was trained with, and the overrides. FileNotFoundError where there is no run."""
     path = run / "run.json"
     if not path.is_file():
         raise FileNotFoundError(f"--run: {path} is missing; name the output_dir of a training run")
@@ -25,64 +28,113 @@ def run_config(run: Path, overrides: list[str]) -> config.AnyConfig:
 
 
 @dataclass(frozen=True)
+class Arm:
+    """One way in which every row's video comes about. The name is a file's, too."""
+
+    name: str
+    steps: int = 0  # sampling steps; 0 for videos that were made elsewhere
+    adapter: Path | None = None  # a checkpoint; None: the model as it was before training
+    strength: float = 1.0  # of the adapter
+    videos: Path | None = None  # a folder of videos that are judged as they are; nothing is sampled
+
+
+def planned(adapters: Sequence[tuple[Path, float]], steps: Sequence[int], usual: int) -> list[Arm]:
+    """Of each step count the base model, then every adapter at its strength. usual: the count that no name says.
+
+    ValueError for an adapter at one strength, or a step count, that is named twice.
+    """
+    for option, given in (("--adapter", adapters), ("--steps", steps)):
+        if twice := [one for i, one in enumerate(given) if one in given[:i]]:
+            raise ValueError(f"{option}: {twice[0]} is named twice; remove one")
+    folders = list(dict.fromkeys(folder for folder, _ in adapters))
+    names = dict(zip(folders, names_of(folders), strict=True))
+    arms = []
+    for count in steps:
+        tail = "" if count == usual else f"_{count}steps"
+        arms.append(Arm(BASE + tail, count))
+        for adapter, strength in adapters:
+            at = "" if strength == 1 else f"_x{strength:g}"
+            arms.append(Arm(f"{names[adapter]}{at}{tail}", count, adapter, strength))
+    return arms
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """The folders' own names, with as many of those around them as it takes to tell them apart; fit for a file's."""
+    paths, names = [folder.absolute() for folder in folders], []
+    for count in range(1, max((len(path.parts) for path in paths), default=0) + 1):
+        names = ["_".join(path.parts[-count:]) for path in paths]
+        names = [re.sub(r"[^\w.-]", "_", name) for name in names]
+        if len(set(names)) == len(names) and not {*TAKEN} & {*names}:
+            return names
+    return [f"{i}_{name}" for i, name in enumerate(names)]
+
+
+@dataclass(frozen=True)
 class Sampler:
-    """A model with an adapter that may be off, and what it is told of each row, by the row's id. sizes: likewise."""
+    """A model with an adapter that may be off. told: what it is told of a row, by the row's id; sizes: (H, W) likewise.
+
+    Where the run is guided, `told` also knows NEGATIVE.
+    """
 
     cfg: config.AnyConfig
     backbone: Backbone
     experts: Experts
     decoder: Decoder
-    told: Mapping[str, Conditioning]
+    told: Callable[[str], Conditioning]
     sizes: Mapping[str, tuple[int, int]]
-    negative: Conditioning | None
     device: torch.device
 
-    def both(self, batch: Sequence[Job]) -> dict[str, Tensor]:
-        """{arm: (B, 3, F, H, W) in [-1, 1]} of jobs of one size, by the ODE."""
-        conditioning = self.backbone.collate([self.told[row.id] for row, _ in batch])
+    def sample(self, batch: Sequence[Job], arm: Arm) -> Tensor:
+        """(B, 3, F, H, W) in [-1, 1] of jobs of one size, by the ODE. A job has the same noise in every arm."""
+        conditioning = self.backbone.collate([self.told(row.id) for row, _ in batch])
         shape = self.backbone.latent_shape(*self.sizes[batch[0][0].id], self.cfg.data.num_frames)
-        schedule = work.schedule_of(self.cfg, self.backbone, shape)
+        schedule = schedule_of(self.cfg, self.backbone, shape, arm.steps)
         guidance = self.cfg.sample.guidance_scale  # as it was trained
-        velocity = Velocity(self.backbone, self.experts, conditioning, schedule, self.negative, guidance)
+        negative = self.told(NEGATIVE) if guidance != 1 else None
+        velocity = Velocity(self.backbone, self.experts, conditioning, schedule, negative, guidance)
         seeds = [groups.noise_seed(seed, 0, row.id) for row, seed in batch]
         noise = torch.cat([groups.noise((1, *shape), seed, self.device) for seed in seeds])
-        samplers: dict[str, Callable[[Tensor, int], Tensor]] = {"before": velocity.reference, "after": velocity}
-        return {
-            arm: self.decoder.decode(
-                reward_flow.rollout(samplers[arm], noise, schedule.sigmas, keep=()).x0, conditioning
-            ).float()
-            for arm in ARMS
-        }
+        lora.set_strength(self.experts, arm.strength)
+        answer = velocity.reference if arm.adapter is None else velocity
+        x0 = reward_flow.rollout(answer, noise, schedule.sigmas, keep=()).x0
+        return self.decoder.decode(x0, conditioning).float()
 
 
-def sampler(
-    cfg: config.AnyConfig,
-    backbone: Backbone,
-    examples: Mapping[str, tuple[data.Row, data.Example]],
-    adapter: Path,
-    experts: str,
-    device: torch.device,
-) -> Sampler:
-    """The run's model with the checkpoint's adapter. examples: by the row's id. experts: as offload.place takes it.
+def schedule_of(cfg: config.AnyConfig, backbone: Backbone, shape: Shape, steps: int) -> Schedule:
+    """The denoising steps of an arm: those of the run where the count is its own, else all of that many."""
+    if steps == cfg.sample.num_inference_steps:
+        return work.schedule_of(cfg, backbone, shape)
+    return backbone.schedule(steps, cfg.sample.shift, shape)
 
-    FileNotFoundError where there is no adapter.
+
+def encoded(
+    cfg: config.AnyConfig, backbone: Backbone, asked: Iterable[tuple[data.Row, Tensor | None]], device: torch.device
+) -> Iterator[tuple[str, Conditioning]]:
+    """What the model is told of each row and its image, (3, H, W) in [-1, 1], one at a time: by the row's id.
+
+    First of all, where the run is guided, what it is guided away from: by NEGATIVE.
     """
-    if not adapter.is_dir():  # said before anything loads
-        raise FileNotFoundError(f"{adapter}: no such folder; name a checkpoint with --adapter")
     encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
-    told = {
-        key: encode_text(row.prompt) | encode_image(example.image, cfg.data.num_frames)
-        for key, (row, example) in examples.items()
-    }
-    negative = encode_text(cfg.sample.negative_prompt) if cfg.sample.guidance_scale != 1 else None
-    del encode_text, encode_image  # the text encoder alone is 11 GB
+    if cfg.sample.guidance_scale != 1:
+        yield NEGATIVE, encode_text(cfg.sample.negative_prompt)
+    for row, image in asked:
+        yield row.id, encode_text(row.prompt) | encode_image(image, cfg.data.num_frames)
+
+
+def check_adapter(folder: Path) -> None:
+    """FileNotFoundError where there is no such folder: said before anything loads."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder; name a checkpoint with --adapter")
+
+
+def load_model(backbone: Backbone, adapter: Path | None, experts: str, device: torch.device) -> tuple[Experts, Decoder]:
+    """The model with the checkpoint's adapter, if there is one. experts: as offload.place takes it."""
     decoder = backbone.load_decoder(device)
     loaded = {name: backbone.load_expert(name) for name in backbone.experts}
-    backbone.attach_adapters(loaded, adapter)
+    if adapter is not None:
+        backbone.attach_adapters(loaded, adapter)
     placed = {name: offload.place(expert, experts, device, backbone.block_classes) for name, expert in loaded.items()}
-    model = Experts(placed)
-    sizes = {key: example.size for key, (_, example) in examples.items()}
-    return Sampler(cfg, backbone, model, decoder, told, sizes, negative, device)
+    return Experts(placed), decoder
 
 
 def batches(jobs: Sequence[Job], sizes: Mapping[str, tuple[int, int]], count: int) -> list[list[Job]]:
@@ -91,18 +143,3 @@ def batches(jobs: Sequence[Job], sizes: Mapping[str, tuple[int, int]], count: in
     for row, seed in jobs:
         alike.setdefault(sizes[row.id], []).append((row, seed))
     return [group[i : i + count] for group in alike.values() for i in range(0, len(group), count)]
-
-
-def resampled(count: int) -> Tensor:
-    """(RESAMPLES, count) indices drawn with replacement, always the same."""
-    return torch.randint(0, count, (RESAMPLES, count), generator=torch.Generator().manual_seed(0))
-
-
-def interval(values: Tensor) -> dict[str, float]:
-    """Mean of (n,) values and the ends of its 95 % bootstrap interval."""
-    means = values[resampled(len(values))].mean(1)
-    return {
-        "mean": float(values.mean()),
-        "low": float(means.quantile(0.025)),
-        "high": float(means.quantile(0.975)),
-    }

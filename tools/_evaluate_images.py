@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,10 @@ from rewardfl.rewards.checked import NONFINITE
 from rewardfl.rewards.terms import Reference, Term, judge
 from rewardfl.run import start, work
 from rewardfl_tools import _arms
-from rewardfl_tools._arms import ARMS, interval
+from rewardfl_tools._arms import Arm
+from rewardfl_tools._intervals import interval
 
+ARMS = ("before", "after")
 SHOWN, SIDE = 24, 96  # pairs in the grid, and the least height of a picture in it
 
 
@@ -40,11 +42,11 @@ class Pair:
     scores: dict[str, dict[str, float]]
 
 
-def run(cfg: config.AnyConfig, args: argparse.Namespace, out: Path) -> int:
+def run(cfg: config.AnyConfig, arm: Arm, args: argparse.Namespace, out: Path) -> int:
     """Before and after an adapter, by the run's rewards: the exit code. Raises what is wrong with the input."""
     (out / "images").mkdir(parents=True, exist_ok=True)  # a folder that cannot be written is said at once
     terms = build_terms(config.wanted_rewards(cfg), torch.device(args.device))
-    pairs = evaluate(cfg, terms, args.adapter or args.run / "checkpoints" / "latest", args)
+    pairs = evaluate(cfg, terms, arm, args)
     report = summarise(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
     for pair in pairs:
         beside = torch.cat([pair.made[arm] for arm in ARMS], 1)
@@ -57,7 +59,7 @@ def run(cfg: config.AnyConfig, args: argparse.Namespace, out: Path) -> int:
 
 
 @torch.no_grad()
-def evaluate(cfg: config.AnyConfig, terms: Sequence[Term], adapter: Path, args: argparse.Namespace) -> list[Pair]:
+def evaluate(cfg: config.AnyConfig, terms: Sequence[Term], arm: Arm, args: argparse.Namespace) -> list[Pair]:
     """Sample and score every prompt and seed."""
     backbone, device = start.open_model(cfg), torch.device(args.device)
     rows = look_at_rows(cfg, backbone, terms)
@@ -66,11 +68,12 @@ def evaluate(cfg: config.AnyConfig, terms: Sequence[Term], adapter: Path, args: 
         key: [term.reward.reference(example.reference.to(device), row.prompt) for term in terms]
         for key, (row, example) in examples.items()
     }
-    sampler = _arms.sampler(cfg, backbone, examples, adapter, args.experts, device)
+    sampler = sampler_of(cfg, backbone, examples, arm.adapter, args.experts, device)
+    arms = {"before": Arm(_arms.BASE, arm.steps), "after": arm}
     jobs = [(row, seed) for seed in range(args.seeds) for row in rows]
     pairs = []
     for batch in tqdm(_arms.batches(jobs, sampler.sizes, args.batch), desc="evaluating"):
-        pictures = sampler.both(batch)
+        pictures = {name: sampler.sample(batch, arm) for name, arm in arms.items()}
         told = [kept[row.id] for row, _ in batch]
         scores = {arm: scores_of(terms, pictures[arm], told) for arm in ARMS}
         for i, (row, seed) in enumerate(batch):
@@ -78,6 +81,25 @@ def evaluate(cfg: config.AnyConfig, terms: Sequence[Term], adapter: Path, args: 
             both = {name: {arm: float(scores[arm][name][i]) for arm in ARMS} for name in scores["before"]}
             pairs.append(Pair(row, seed, made, both))
     return pairs
+
+
+def sampler_of(
+    cfg: config.AnyConfig,
+    backbone: Backbone,
+    examples: Mapping[str, tuple[data.Row, data.Example]],
+    adapter: Path,
+    experts: str,
+    device: torch.device,
+) -> _arms.Sampler:
+    """The run's model with the checkpoint's adapter. examples: by the row's id. experts: as offload.place takes it.
+
+    FileNotFoundError where there is no adapter.
+    """
+    _arms.check_adapter(adapter)
+    told = dict(_arms.encoded(cfg, backbone, ((row, one.image) for row, one in examples.values()), device))
+    sizes = {key: example.size for key, (_, example) in examples.items()}
+    model, decoder = _arms.load_model(backbone, adapter, experts, device)
+    return _arms.Sampler(cfg, backbone, model, decoder, told.__getitem__, sizes, device)
 
 
 def look_at_rows(cfg: config.AnyConfig, backbone: Backbone, terms: Sequence[Term]) -> list[data.Row]:

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -217,7 +218,7 @@ def train_and_judge(one: Run, launch: Sequence[str], config: str, table: str, no
         return True
     log = one.folder.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    (one.folder / "evaluation" / "report.json").unlink(missing_ok=True)  # of other settings
+    shutil.rmtree(one.folder / "evaluation", ignore_errors=True)  # of other settings
     commands = {"training": training(one, launch, config),
                 "judging": [sys.executable, "-m", "rewardfl_tools.evaluate", *judging]}  # fmt: skip
     with log.open("a") as out:

@@ -81,6 +81,27 @@ def mean_flow_inside(fields: Sequence[np.ndarray], boxes: np.ndarray) -> float:
     return _mean(means)
 
 
+def dynamic_degree(frames: np.ndarray, fps: float) -> bool:
+    """VBench's dynamic degree of one clip (vbench/dynamic_degree.py), by Farneback's flow in place of RAFT's.
+
+    Of every round(fps / 8)-th of the n frames that are left, a pair moves where the fastest 5 % of its places move, in
+    the mean, by more than 6 min(H, W) / 256 pixels (8 / fps times that below 8 frames per second). The clip is dynamic
+    where round(n / 4) of its pairs move, and at least one. A benchmark's figure is the share of clips that are. The
+    whole frame counts: a still face before a moving camera is dynamic.
+    """
+    chosen = frames[:: max(1, round(fps / 8))]
+    threshold = max(1.0, 8 / fps) * 6 * min(frames.shape[1:3]) / 256
+    needed = max(1, round(4 * len(chosen) / 16))
+    moving = sum(fastest(field) > threshold for field in flow_fields(chosen))
+    return moving >= needed
+
+
+def fastest(field: np.ndarray, share: float = 0.05) -> float:
+    """Mean magnitude of a flow field (h, w, 2) over this share of its places, those that move most."""
+    speeds = np.sort(np.linalg.norm(field, axis=-1), axis=None)
+    return float(speeds[-max(1, int(share * speeds.size)) :].mean())
+
+
 def reversals(fields: Sequence[np.ndarray]) -> float:
     """Minus the cosine of each flow field with the next one, mean over the clip, in [-1, 1].
 

@@ -1,0 +1,166 @@
+"""tools/evaluate.py on a run of the tiny world: stopped and resumed, arms, videos of other tools, processes, memory."""
+
+import gc
+import json
+import sys
+import weakref
+
+import pytest
+import zygote
+from conftest import ROOT
+from runs import CONFIG, QUICK, environment, launch, table
+
+from rewardfl import data
+from rewardfl.rewards.face import protocols
+from rewardfl_tools import _arms, _records, evaluate
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of one step, and a table of two people beside it."""
+    folder = tmp_path_factory.mktemp("run")
+    launch(f"run.output_dir={folder / 'run'}", "train.max_steps=1", "run.save_steps=1")
+    table(folder / "metadata.csv", "eval", 2)
+    return folder
+
+
+def words(run, out, *more):
+    return ["evaluate.py", "--run", str(run / "run"), "--data", str(run / "metadata.csv"), "--seeds", "2",
+            "--out", str(out), "--batch", "2", "--device", "cpu", *more]  # fmt: skip
+
+
+def call(monkeypatch, capsys, arguments, expect=0):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [*map(str, arguments)])
+    code, said = evaluate.main(), capsys.readouterr()
+    assert code == expect, said.err
+    return said.out + said.err
+
+
+def left(out):
+    """What an evaluation leaves, apart from how it was called."""
+    report = json.loads((out / "report.json").read_text())
+    del report["command"]
+    return report, (out / "records.jsonl").read_text(), (out / "grid.png").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def straight(run, tmp_path_factory):
+    """An evaluation that nothing stops, of two strengths and two step counts."""
+    out = tmp_path_factory.mktemp("straight") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(sys, "argv", words(run, out, "--strengths", "0,1", "--steps", "4,2"))
+        assert evaluate.main() == 0
+    return out
+
+
+def test_arms_share_their_noises(straight):
+    """At strength 0 an adapter is the base, to the last figure; other steps and strengths are other videos."""
+    report, records, _ = left(straight)
+    by_name = {arm["name"]: arm for arm in report["arms"]}
+    assert [*by_name] == ["base", "latest_x0", "latest", "base_2steps", "latest_x0_2steps", "latest_2steps"]
+    for tail in ("", "_2steps"):
+        base, off, on = (by_name[name + tail]["figures"] for name in ("base", "latest_x0", "latest"))
+        assert base == off and base != on
+    assert by_name["base"]["figures"] != by_name["base_2steps"]["figures"]
+    assert len(records.splitlines()) == 2 + 6 * 4 and report["clips"] == 4
+    assert (straight / "front.png").is_file() and (straight / "videos" / "latest_2steps" / "001_seed1.mp4").is_file()
+    assert not (straight / "prepared").exists()
+
+
+@pytest.mark.parametrize("videos", [1, 3, 9])
+def test_stopped_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_path, monkeypatch, capsys, videos):
+    add, count = _records.Writer.add, []
+
+    def stop(self, record):
+        count.append(record)
+        if len(count) > videos:
+            raise KeyboardInterrupt
+        add(self, record)
+
+    arguments = words(run, tmp_path, "--strengths", "0,1", "--steps", "4,2")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_records.Writer, "add", stop)
+        call(patch, capsys, arguments)
+    known = (tmp_path / "records.jsonl").read_text()
+    assert len(known.splitlines()) == videos
+    call(monkeypatch, capsys, arguments)
+    assert left(tmp_path) == left(straight)
+
+
+def test_what_is_known_is_not_sampled_again_and_others_are_refused(run, straight, monkeypatch, capsys):
+    before = left(straight)
+    with monkeypatch.context() as patch:
+        patch.setattr(_arms, "load_model", None)  # whoever asks for it fails
+        call(patch, capsys, words(run, straight, "--strengths", "0,1", "--steps", "4,2"))
+        assert left(straight) == before
+        said = call(patch, capsys, words(run, straight, "sample.shift=3"), expect=2)
+        assert "sample.shift was 5.0, and is 3.0" in said and "--force" in said
+        said = call(patch, capsys, words(run, straight, "--periods", "4"), expect=2)
+        assert "--periods was 8 16, and is 4" in said
+    assert left(straight) == before
+
+
+def test_memory_does_not_grow_with_the_number_of_clips(run, tmp_path, monkeypatch, capsys):
+    """While a batch is sampled the one before it is alive at most; while a clip is read none of those before it."""
+    alive = {"sample": [], "example": []}
+    most = {"sample": 0, "example": 0}
+    sample, load = _arms.Sampler.sample, data.load_example
+
+    def count(kind, found):
+        gc.collect()
+        most[kind] = max(most[kind], sum(one() is not None for one in alive[kind]))
+        alive[kind].append(weakref.ref(found))
+
+    def sampled(self, batch, arm):
+        found = sample(self, batch, arm)
+        count("sample", found)
+        return found
+
+    def loaded(*arguments, **settings):
+        found = load(*arguments, **settings)
+        count("example", found.video)
+        return found
+
+    monkeypatch.setattr(_arms.Sampler, "sample", sampled)
+    monkeypatch.setattr(data, "load_example", loaded)
+    table(run / "metadata.csv", "eval", 4)
+    try:
+        call(monkeypatch, capsys, words(run, tmp_path, "--batch", "1", "--seeds", "1"))
+    finally:
+        table(run / "metadata.csv", "eval", 2)
+    assert len(alive["sample"]) == 8 and len(alive["example"]) == 4
+    assert most["sample"] <= 1 and most["example"] <= 1
+
+
+def test_videos_of_other_tools_need_no_model(run, straight, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_arms, "load_model", None)
+    monkeypatch.setattr(protocols, "DET_SIZE", 128)  # the tiny world's detector was trained at
+    sizes = [word for word in QUICK if word.startswith("data.") and "file_name" not in word]
+    videos = [word for name in ("base", "latest") for word in ("--videos", straight / "videos" / name)]
+    source = ["evaluate.py", "--config", CONFIG, "--data", run / "metadata.csv", "--device", "cpu"]
+    said = call(monkeypatch, capsys, [*source, "--out", tmp_path, *videos, "--protocol", "consisid", *sizes])
+    report, made = left(tmp_path)[0], left(straight)[0]
+    assert "decoded from mp4" in said and "consisid/held_out" in said
+    assert [arm["decoded"] for arm in report["arms"]] == [True, True] and report["clips"] == 4
+    assert report["arms"][1]["against"] == report["arms"][0]["name"]
+    mine, theirs = (one["arms"][0]["figures"]["held_out/face_sim"]["mean"] for one in (report, made))
+    assert mine == pytest.approx(theirs, abs=0.1) and mine != theirs  # the codec's part
+    assert report["arms"][0]["figures"]["consisid/held_out"]["mean"] > 0
+
+
+@pytest.mark.long
+def test_two_processes_are_as_one(run, straight, tmp_path):
+    start = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--",
+        "tools/evaluate.py",
+    ]  # torchrun has a --run-path
+    arguments = words(run, tmp_path, "--strengths", "0,1", "--steps", "4,2")[1:]
+    done = zygote.run([*start, *arguments], cwd=ROOT, env=environment())
+    assert (tmp_path / "report.json").is_file(), done.stderr
+    assert left(tmp_path)[1:] == left(straight)[1:]
+    assert left(tmp_path)[0]["arms"] == left(straight)[0]["arms"]

@@ -1,0 +1,40 @@
+"""Means with bootstrap intervals. What is resampled are people (or prompts): one person's clips are not independent."""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+RESAMPLES = 10_000
+LEAST = 1e-9  # what a ratio is divided by at least
+Interval = dict[str, float]  # mean, low, high: the ends of the 95 % interval
+
+
+@functools.lru_cache(maxsize=4)
+def resampled(count: int) -> Tensor:
+    """(RESAMPLES, count) indices drawn with replacement, always the same."""
+    return torch.randint(0, count, (RESAMPLES, count), generator=torch.Generator().manual_seed(0))
+
+
+def interval(values: Tensor) -> Interval:
+    """Mean of (n,) values and the ends of its 95 % bootstrap interval."""
+    return _ends(values.mean(), values[resampled(len(values))].mean(1))
+
+
+def ratio(mine: Tensor, theirs: Tensor, least: float = LEAST) -> Interval:
+    """The mean of (n,) values over that of others, which is taken as `least` at least, with its interval."""
+    rows = resampled(len(mine))
+    ratios = mine[rows].mean(1) / theirs[rows].mean(1).clamp(min=least)
+    return _ends(mine.mean() / theirs.mean().clamp(min=least), ratios)
+
+
+def relative(mine: Tensor, theirs: Tensor) -> Interval:
+    """mean(mine) / mean(theirs) - 1, with its interval."""
+    found = ratio(mine, theirs, -math.inf)
+    return {key: value - 1 for key, value in found.items()}
+
+
+def _ends(mean: Tensor, means: Tensor) -> Interval:
+    low, high = means.quantile(torch.tensor([0.025, 0.975])).tolist()
+    return {"mean": float(mean), "low": low, "high": high}

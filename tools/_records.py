@@ -1,0 +1,146 @@
+"""What is known of an evaluation while it goes on: one JSON line per judged video, and the settings they belong to.
+
+A line of a generated video, and of the real clip likewise, with arm `real`, seed null, its size (height, width), its
+rate fps and face_width in pixels:
+
+    row, line, index   the row of the table: its id, its line, its place
+    arm, seed, steps   how the video came about; steps 0 where it was made elsewhere
+    decoded            whether its pixels went through a video codec
+    file               the video: below the folder of the evaluation, or elsewhere by its whole path
+    figures            {name: number, null where there was nothing to measure}; a name is block/figure
+    curves             {recogniser: FaceSim of frames 1 .. F - 1}
+    detected           {recogniser: whether its detector found the face, frames 0 .. F - 1}
+
+Each process appends to a file of its own; the first one joins them when all is done.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rewardfl.files import atomic_write
+
+Record = dict[str, Any]
+Key = tuple[str, str, int | None]  # row id, arm, seed
+Settings = Mapping[str, Mapping[str, str]]  # block -> name -> value
+REAL = "real"
+FORMAT = 1  # to be raised when a figure is computed in another way: records of both must not be compared
+FILE, SETTINGS = "records.jsonl", "settings.json"
+# what an evaluation leaves in its folder, beside what it is for; --force removes no more than this
+LEFT = ("videos", "strips", "prepared")
+GROWING = ("model", "adapters", "videos")  # blocks of the settings whose names may come and go
+WAY_OUT = "give --out another folder, or --force to throw away what is there"
+
+
+class OtherSettings(ValueError):
+    """Records that were made by other settings. The message names the first difference and the way out."""
+
+
+def key_of(record: Record) -> Key:
+    return record["row"], record["arm"], record["seed"]
+
+
+def file_of(out: Path, rank: int) -> Path:
+    """Where a process appends."""
+    return out / FILE if rank == 0 else out / f"records-{rank}.jsonl"
+
+
+def read(out: Path) -> dict[Key, Record]:
+    """All records of the folder, also of processes that are no longer. What was cut off while written is no record."""
+    found = {}
+    for path in _files(out):
+        *lines, _ = path.read_bytes().split(b"\n")  # the last is empty, or was cut off
+        for line in lines:
+            record = json.loads(line)
+            found[key_of(record)] = record
+    return found
+
+
+def open_own(out: Path, rank: int) -> "Writer":
+    """The file of this process, to append to; what was cut off at its end is removed."""
+    path = file_of(out, rank)
+    if path.is_file():
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            atomic_write(path, content[: content.rfind(b"\n") + 1])
+    return Writer(path)
+
+
+class Writer:
+    """Appends records to a file, each whole and on the disk's side of a kill."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def add(self, record: Record) -> None:
+        with self.path.open("ab", buffering=0) as file:  # one system call: a kill leaves all of it, or none
+            file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+
+
+def join(out: Path) -> list[Record]:
+    """All records in one file, sorted, and those of other processes removed: as one process would have left them."""
+    records = sorted(read(out).values(), key=_place)
+    atomic_write(out / FILE, "".join(json.dumps(one, allow_nan=False) + "\n" for one in records))
+    for path in _files(out):
+        if path != out / FILE:
+            path.unlink()
+    return records
+
+
+def _place(record: Record) -> tuple:
+    return record["index"], record["arm"] != REAL, record["arm"], record["seed"] or 0
+
+
+def _files(out: Path) -> list[Path]:
+    return sorted(path for path in (out / FILE, *out.glob("records-*.jsonl")) if path.is_file())
+
+
+def agree(out: Path, settings: Settings) -> None:
+    """Remember the settings of the folder's records, or hold them against those that are there.
+
+    Adapters and folders of videos may come to the others. OtherSettings names what differs.
+    """
+    path = out / SETTINGS
+    old: dict[str, dict[str, str]] = {}
+    if path.is_file():
+        old = json.loads(path.read_text())
+        if problem := difference(old, settings):
+            raise OtherSettings(f"{out} holds records of other settings: {problem}; {WAY_OUT}")
+    elif _files(out):
+        raise OtherSettings(f"{out} holds records, and no {SETTINGS} that says of what; {WAY_OUT}")
+    kept = {block: {**old.get(block, {}), **values} for block, values in settings.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, json.dumps(kept, indent=2) + "\n")
+
+
+def difference(old: Settings, new: Settings) -> str:
+    """What differs first, in words; empty where nothing does."""
+    for block in dict.fromkeys((*old, *new)):
+        was, now = old.get(block, {}), new.get(block, {})
+        for name in dict.fromkeys((*was, *now)):
+            if name in was and name in now and was[name] != now[name]:
+                return f"{block}: {name} was {was[name]}, and is {now[name]}"
+            if (name in was) != (name in now) and block not in GROWING:
+                return f"{block}: {name} was {was.get(name, 'not there')}, and is {now.get(name, 'not there')}"
+    return ""
+
+
+def clear(out: Path) -> None:
+    """Remove an earlier evaluation from the folder, and nothing else: a folder without settings holds none."""
+    if not (out / SETTINGS).is_file():
+        return
+    for path in (*_files(out), out / SETTINGS, out / "report.json"):
+        path.unlink(missing_ok=True)
+    for name in LEFT:
+        shutil.rmtree(out / name, ignore_errors=True)
+
+
+def missing(records: Mapping[Key, Record], wanted: Iterable[Key]) -> list[Key]:
+    """Those of the keys without a record."""
+    return [key for key in wanted if key not in records]
+
+
+def of_arm(records: Sequence[Record], arm: str) -> list[Record]:
+    return [record for record in records if record["arm"] == arm]

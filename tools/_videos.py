@@ -1,0 +1,44 @@
+"""Videos that another tool has made of the rows of a table: which file is of which row."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rewardfl import data
+
+# NAME.mp4 or NAME_seedN.mp4
+NAMED = re.compile(r"(.+?)(?:_seed(\d+))?\.mp4")
+
+
+def plain(row_id: str) -> str:
+    """A row's id as a file may be called."""
+    return re.sub(r"[^\w.-]", "_", row_id)
+
+
+def files_of(folder: Path, rows: Sequence[data.Row]) -> dict[tuple[str, int], Path]:
+    """{(row id, number of the noise): file}. A file is named by the row's place in the table, from 0, or by its id.
+
+    007.mp4, 7.mp4 and 007_seed0.mp4 are the first video of row 7, 007_seed1.mp4 the second. Other files are passed
+    over. ValueError where the folder is missing, has no video of a row, or two for one noise.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--videos: {folder}: no such folder")
+    by_name = {plain(row.id): row.id for row in rows}
+    by_place = {row.index: row.id for row in rows}
+    found: dict[tuple[str, int], Path] = {}
+    for path in sorted(folder.glob("*.mp4")):
+        name, seed = NAMED.fullmatch(path.name).groups()
+        row = by_name.get(name) or (by_place.get(int(name)) if name.isdecimal() else None)
+        if row is None:
+            continue
+        key = (row, int(seed or 0))
+        if key in found:
+            raise ValueError(f"--videos: {path} and {found[key].name} are both noise {key[1]} of one row; remove one")
+        found[key] = path
+    if lacking := [row for row in rows if all(key[0] != row.id for key in found)]:
+        row = lacking[0]
+        raise ValueError(
+            f"--videos: {folder} has no video of {len(lacking)} rows, the first is line {row.line}: name it "
+            f"{row.index:03d}.mp4 or {plain(row.id)}.mp4, with _seed1, _seed2 before .mp4 for further noises"
+        )
+    return found
