@@ -130,7 +130,7 @@ def scaled(load):
     return loaded
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_a_changed_weight_of_the_stock_pipeline_is_seen(monkeypatch, tmp_path, dtype):
     monkeypatch.setattr(WanTransformer3DModel, "from_pretrained", scaled(WanTransformer3DModel.from_pretrained))
     text, page = call(tmp_path / "doctor", "--only", "stock", f"model.dtype={dtype}", expect=1)
@@ -157,7 +157,9 @@ def test_another_expert_is_seen(monkeypatch, tmp_path):
     assert [step["stock's"] for step in page["stock"]["steps"]] == ["high_noise"] * 3 + ["low_noise"]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [name if name == "wan2_2" else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS]
+)
 def test_every_wan_model_is_compared(tmp_path, name):
     """With the weights as diffusers loads them; a text-to-video model from a prompt alone."""
     random_variant(name).save_pretrained(tmp_path / "model")
