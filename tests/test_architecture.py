@@ -249,3 +249,8 @@ def test_names_are_defined_once_and_functions_are_short(sources):
 @pytest.mark.parametrize("script, most", [("train_reward_fl.py", 260), ("train_flow_grpo.py", 340)])
 def test_a_script_stays_readable(script, most):
     assert len((ROOT / script).read_text().splitlines()) <= most
+
+
+def test_no_tool_hides_a_module_of_python():
+    """`python tools/evaluate.py` looks for modules in tools/ first, also for those that Python's own ask for."""
+    assert not {path.stem for path in (ROOT / "tools").glob("*")} & sys.stdlib_module_names

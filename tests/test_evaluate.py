@@ -12,10 +12,10 @@ from conftest import ROOT
 from rewardfl import config, data
 from rewardfl.rewards import face
 from rewardfl.rewards.video_motion import dynamic_degree, fastest, video_motion
-from rewardfl_tools import _arms, _evaluate, _evaluate_pictures, _judging, _records, _statistics, _videos, evaluate
+from rewardfl_tools import _arms, _evaluate, _evaluate_pictures, _figures, _judging, _records, _videos, evaluate
 from rewardfl_tools._arms import Arm
 from rewardfl_tools._evaluate_table import table
-from rewardfl_tools._statistics import Reading
+from rewardfl_tools._figures import Reading
 
 JUDGE = "held_out"
 ARMS = [Arm("base", 8), Arm("latest", 8, ROOT)]
@@ -55,7 +55,7 @@ def pair(person, seed, before, after, **figures):
 def summary(*records, arms=ARMS, reading=Reading()):  # noqa: B008
     people = dict.fromkeys(one["row"] for one in records if one["arm"] != "real")
     known = {one["row"] for one in records if one["arm"] == "real"}
-    return _statistics.summarise([*records, *(real(one) for one in people if one not in known)], arms, reading)
+    return _figures.summarise([*records, *(real(one) for one in people if one not in known)], arms, reading)
 
 
 def close(value):
@@ -115,7 +115,7 @@ def test_motion_without_a_network_is_a_ratio_of_means_over_people():
     assert [figures[arm]["flow"] for arm in ("real", "before", "after")] == pytest.approx([4, 1, 0.8])  # 0.6 and 1
     assert figures["after_to_before"]["flow"] == pytest.approx({"mean": 0.8, "low": 0.6, "high": 1.0})
     assert figures["after_to_before"]["sharpness"] == close(1)
-    assert figures["after"].keys() == figures["after_to_before"].keys() == {*_statistics.AMOUNTS}
+    assert figures["after"].keys() == figures["after_to_before"].keys() == {*_figures.AMOUNTS}
     reversals = figures["reversals"]
     assert [reversals[arm] for arm in ("real", "before", "after")] == pytest.approx([-0.8, -0.8, -0.7])
     assert reversals["after_minus_before"] == pytest.approx({"mean": 0.1, "low": 0.0, "high": 0.2})
@@ -135,12 +135,12 @@ def test_who_has_no_face_flow_is_left_out_of_it_alone():
 
 def test_the_shape_of_a_curve():
     curve = [0.9 - 0.02 * i for i in range(20)]
-    assert _statistics.drift(curve) == pytest.approx(-0.02)
+    assert _figures.drift(curve) == pytest.approx(-0.02)
     noisy = np.random.default_rng(0).uniform(size=13)
-    assert _statistics.drift(noisy) == pytest.approx(np.polyfit(np.arange(13), noisy, 1)[0])
-    assert math.isnan(_statistics.drift([0.5]))
-    assert _statistics.worst_tenth(curve) == pytest.approx(0.53) and _statistics.worst_tenth([0.4, 0.8]) == 0.4
-    assert _statistics.above([0.4, 0.41, 0.5, 0.1], 0.4) == 0.5 and _statistics.last_quarter(curve) == pytest.approx(
+    assert _figures.drift(noisy) == pytest.approx(np.polyfit(np.arange(13), noisy, 1)[0])
+    assert math.isnan(_figures.drift([0.5]))
+    assert _figures.worst_tenth(curve) == pytest.approx(0.53) and _figures.worst_tenth([0.4, 0.8]) == 0.4
+    assert _figures.above([0.4, 0.41, 0.5, 0.1], 0.4) == 0.5 and _figures.last_quarter(curve) == pytest.approx(
         0.56
     )
     figures = summary(*pair("a", 0, 0.5, 0.5), record("b", "base", curve=curve[:8]), arms=ARMS[:1])["arms"][0][

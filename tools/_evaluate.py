@@ -1,7 +1,7 @@
 """Are people kept, and do they still move? The work of tools/evaluate.py, from its options to the report.
 
 What is sampled is in _arms, what is measured of a video in _judging, what is kept of it in _records, the order of the
-work in _study, what is made of many records in _statistics.
+work in _study, what is made of many records in _figures.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from rewardfl.run import start
 from rewardfl_tools import _arms, _common, _evaluate_images, _evaluate_pictures, _records, _videos
 from rewardfl_tools._arms import Arm
 from rewardfl_tools._evaluate_table import table
+from rewardfl_tools._figures import Reading, summarise
 from rewardfl_tools._judging import identify, judges_of
 from rewardfl_tools._processes import Processes, connected
-from rewardfl_tools._statistics import Reading, summarise
 from rewardfl_tools._study import Study
 
 # of the configuration: what decides how a video is sampled or a clip is read. Files are told by digests.

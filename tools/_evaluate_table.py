@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from rewardfl_tools._figures import AMOUNTS, FROZEN
 from rewardfl_tools._intervals import Interval
-from rewardfl_tools._statistics import AMOUNTS, FROZEN
 
 STILL = "these reward stillness: may only fall"
 CANARIES = "canaries: by what hacking is recognised; after - base, and after / base where that is given"
