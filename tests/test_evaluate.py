@@ -140,9 +140,7 @@ def test_the_shape_of_a_curve():
     assert _figures.drift(noisy) == pytest.approx(np.polyfit(np.arange(13), noisy, 1)[0])
     assert math.isnan(_figures.drift([0.5]))
     assert _figures.worst_tenth(curve) == pytest.approx(0.53) and _figures.worst_tenth([0.4, 0.8]) == 0.4
-    assert _figures.above([0.4, 0.41, 0.5, 0.1], 0.4) == 0.5 and _figures.last_quarter(curve) == pytest.approx(
-        0.56
-    )
+    assert _figures.above([0.4, 0.41, 0.5, 0.1], 0.4) == 0.5 and _figures.last_quarter(curve) == pytest.approx(0.56)
     figures = summary(*pair("a", 0, 0.5, 0.5), record("b", "base", curve=curve[:8]), arms=ARMS[:1])["arms"][0][
         "figures"
     ]
