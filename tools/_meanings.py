@@ -89,7 +89,10 @@ MEANINGS = {
     "consisid": Meaning("FaceSim-Arc as ConsisID", "The published protocol, its frame choice and faults included."),
     "opens2v": Meaning("FaceSim-Arc as OpenS2V", "The published protocol, its frame choice and faults included."),
     "colour_shift": Meaning("colour shift", "Distance of the clip's mean colour from the base's, in RGB of [0, 1]."),
-    "frozen_share": Meaning("frozen clips", "Share of the clips with less than half of the base's non-rigid motion."),
+    "frozen_share": Meaning(
+        "frozen clips",
+        f"Share of the clips with less than half of the base's non-rigid motion (healthy: {FROZEN_MOST:g} at most).",
+    ),
 }  # fmt: skip
 MOVES = ("face/speed", "face/nonrigid", "motion/flow", "motion/face_flow")  # by which motion is kept or paid
 CANARIES = (
@@ -132,13 +135,17 @@ def outside(found: Mapping | None, bounds: Meaning) -> str:
         low, high = limits
         if not low <= found[key]["mean"] <= high:
             mean = f"{found[key]['mean']:{'.3f' if key == 'ratio' else '+.3f'}} {words}"
-            return f"{bounds.label[0].upper()}{bounds.label[1:]} is {mean} ({healthy(bounds)}): {bounds.broken}"
+            return f"{bounds.label[0].upper()}{bounds.label[1:]} is {mean}{healthy(bounds)}: {bounds.broken}"
     return ""
 
 
 def healthy(bounds: Meaning) -> str:
-    """The healthy values in words."""
+    """The healthy values, as a remark in brackets; empty where nothing is known of them."""
+    if bounds.ratio is None and bounds.change is None:
+        return ""
     low, high = bounds.ratio or bounds.change
     if high == UP:
-        return f"healthy: {low:g} and more"
-    return f"healthy: at most {high:+g}" if low == -UP else f"healthy: {low:g} to {high:g}"
+        return f" (healthy: {low:g} of the base's and more)"
+    if bounds.ratio:
+        return f" (healthy: {low:g} to {high:g} of the base's)"
+    return f" (healthy: {high:+g} at most)" if low == -UP else f" (healthy: {low:+g} to {high:+g})"

@@ -49,6 +49,7 @@ figcaption { font-size: .85rem; } .controls { display: flex; gap: .75rem; align-
 svg.strip { width: 100%; height: 2rem; display: block; background: var(--card); } .strip .score { fill: var(--c0); }
 .strip .hidden { fill: var(--bad); } .strip .cursor { fill: var(--ink); opacity: .55; }
 thead small { white-space: normal; min-width: 8rem; } .ends { white-space: nowrap; }
+.tight .ends { display: block; font-size: .8rem; }
 @media (max-width: 40rem) { .ends { display: block; font-size: .75rem; } tbody th { min-width: 7rem; }
   th, td { padding: .3rem .4rem; } .verdict p { font-size: 1rem; } svg.picture { font-size: 15px; } }
 pre { white-space: pre-wrap; background: var(--card); padding: .6rem; margin: .5rem 0; font-size: .85rem; }
@@ -77,14 +78,16 @@ for (const clip of document.querySelectorAll('details.clip')) {
   function follow() {
     const [lead, ...others] = ready();
     if (!playing || !lead) return;
+    if (lead.ended) {
+      seek(0);
+      for (const video of ready()) video.play();
+    }
     const share = lead.currentTime / lead.duration;
     for (const video of others) {
       video.playbackRate = video.duration / lead.duration;
       if (Math.abs(video.currentTime - share * video.duration) > 0.06) video.currentTime = share * video.duration;
-      if (video.paused && !video.ended) video.play();
     }
     show(share);
-    if (lead.ended) { seek(0); lead.play(); }
     requestAnimationFrame(follow);
   }
   function set(on) {
@@ -92,6 +95,7 @@ for (const clip of document.querySelectorAll('details.clip')) {
     button.textContent = playing ? 'Pause' : 'Play';
     for (const video of ready()) playing ? video.play() : video.pause();
     if (playing) follow();
+    else if (ready().length) seek(ready()[0].currentTime / ready()[0].duration);
   }
   const load = () => videos.forEach(video => {
     if (video && video.preload == 'none') { video.preload = 'auto'; video.load(); }
@@ -123,16 +127,20 @@ def figure(value: Mapping[str, float] | None, signed: bool = False) -> str:
     if value is None:
         return "-"
     largest = max(map(abs, value.values()))
-    digits = 1 if largest >= 100 else 3 if largest >= 0.1 else 4
+    digits = 1 if largest >= 100 else 4 if 0 < largest < 0.1 else 3
     mean, low, high = (f"{value[key]:{'+' if signed else ''}.{digits}f}" for key in ("mean", "low", "high"))
     return f'{mean} <span class="ends">[{low}, {high}]</span>'
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Rows of cells, each with the row's name first, in a box that scrolls by itself. All of it is HTML already."""
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], tight: bool = False) -> str:
+    """Rows of cells, each with the row's name first, in a box that scrolls by itself. All of it is HTML already.
+
+    tight: intervals stand below their means.
+    """
     top = "".join(f"<th>{cell}</th>" for cell in head)
     lines = "".join(f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for name, *cells in rows)
-    return f'<div class="box"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+    box = "box tight" if tight else "box"
+    return f'<div class="{box}"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
 def words_table(values: Mapping[str, str], head: Sequence[str]) -> str:

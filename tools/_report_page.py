@@ -99,7 +99,7 @@ def figures_table(report: Mapping, names: Sequence[str]) -> str:
     rows = []
     for name in names:
         known = meaning(name, judges)
-        says = known.says + (f" ({healthy(known)})" if known.ratio or known.change else "")
+        says = known.says + healthy(known)
         real = _page.figure(report["real"]["figures"].get(name))
         rows.append([_page.explained(known.label, says), *(_cell(arm, name, judges) for arm in report["arms"]), real])
     return _page.table(head, rows)
@@ -107,20 +107,28 @@ def figures_table(report: Mapping, names: Sequence[str]) -> str:
 
 def _cell(arm: Mapping, name: str, judges: Sequence[str]) -> str:
     if name in ("frozen_share", "colour_shift"):  # of an arm and its base together
-        own = _page.figure(arm[name] if arm["against"] else None)
-        return f'<span class="out">⚠ {own}</span>' if name == "frozen_share" and frozen(arm) else own
+        if not arm["against"]:
+            return _page.figure(None)
+        return frozen_cell(arm) if name == "frozen_share" else _page.figure(arm[name])
     found = (arm.get("compared") or {}).get(name)
     return _page.figure(arm["figures"].get(name)) + change(found, outside(found, meaning(name, judges)))
 
 
+def frozen_cell(arm: Mapping) -> str:
+    """The share of an arm's frozen clips, marked where it is not healthy."""
+    text = _page.figure(arm["frozen_share"])
+    return f'<span class="out">⚠ {text}</span>' if frozen(arm) else text
+
+
 def change(found: Mapping | None, problem: str) -> str:
     """What has become of a figure, as a line of its own, marked where it is not healthy."""
-    if not found:
-        return ""
-    by_ratio = "ratio" in found
-    text = f"base {'× ' if by_ratio else ''}{_page.figure(found['ratio' if by_ratio else 'difference'], not by_ratio)}"
-    mark = f' class="out" title="{escape(problem)}"' if problem else ""
-    return f"<small{mark}>{'⚠ ' if problem else ''}{text}</small>"
+    return f"<small>base {against_base(found, problem)}</small>" if found else ""
+
+
+def against_base(found: Mapping, problem: str) -> str:
+    """× the ratio where that means something, else + the difference; marked where that is not healthy."""
+    text = f"× {_page.figure(found['ratio'])}" if "ratio" in found else _page.figure(found["difference"], signed=True)
+    return f'<span class="out" title="{escape(problem)}">⚠ {text}</span>' if problem else text
 
 
 def _strata(report: Mapping) -> str:

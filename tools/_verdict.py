@@ -64,7 +64,8 @@ def _person(report: Mapping, arm: Mapping) -> tuple[int, str]:
 def _motion(report: Mapping, arm: Mapping, person: int) -> tuple[bool | None, str]:
     judge = main_judge(report)
     bases = {one["name"]: one for one in report["arms"]}
-    kept, lost = [], []
+    kept: list[str] = []
+    lost: list[str] = []
     for key in MOVES:
         name = key.replace("face/", f"{judge}/")
         found, before = arm["compared"].get(name), bases[arm["against"]]["figures"].get(name)
