@@ -146,9 +146,11 @@ def test_frozen_clips_few_people_and_a_trained_recogniser_are_warned_of():
             found |= {"reward" + name.removeprefix(JUDGE): value for name, value in found.items() if JUDGE in name}
     both["real"]["per_frame"] = {name: both["real"]["per_frame"][name] for name in ("reward", JUDGE)}
     gain = both["arms"][1]["compared"]["reward/face_sim"] = {"difference": {"mean": 0.06, "low": 0.05, "high": 0.07}}
-    assert any("may be hacked" in line for line in said(both).warnings)  # 0.02 is less than half of it
-    gain["difference"]["mean"] = 0.039
-    assert not said(both).warnings
+    seen = both["arms"][1]["compared"][f"{JUDGE}/face_sim"]["difference"]
+    # a gain of more than 0.05, of which the judge has seen less than half
+    for trained, judge, hacked in ((0.06, 0.029, 1), (0.06, 0.031, 0), (0.049, 0.01, 0), (0.051, 0.01, 1)):
+        gain["difference"]["mean"], seen["mean"] = trained, judge
+        assert sum("may be hacked" in line for line in said(both).warnings) == hacked
 
 
 def test_healthy_values_are_those_of_the_guide():

@@ -119,10 +119,10 @@ def _body(found: Sequence[Evaluated], problem: str) -> Iterator[str]:
     yield f'<div class="pictures"><div>{front_of(places, judge)}</div></div>'
     yield "<h2>FaceSim along the clip</h2>" + CURVES_SAY
     yield f'<div class="pictures"><div>{_svg.curves(curves_of(found), ("frame", "FaceSim"), (0, 1))}</div></div>'
-    if any(one.metrics for one in found):
-        yield '<h2>While they trained</h2><div class="pictures">'
-        yield from (f"<div><h3>{key}</h3>{training(found, key)}</div>" for key in TRAINING if training(found, key))
-        yield "</div>"
+    drawn = {key: training(found, key) for key in TRAINING}
+    if any(drawn.values()):
+        parts = "".join(f"<div><h3>{key}</h3>{picture}</div>" for key, picture in drawn.items() if picture)
+        yield f'<h2>While they trained</h2><div class="pictures">{parts}</div>'
     yield "<h2>In words</h2>"
     for one in found:
         yield f"<h3>{escape(one.name)}</h3>"
