@@ -24,7 +24,7 @@ from rewardfl import data
 
 ROOT = Path(__file__).parent.parent
 WORLD = ROOT / "assets" / "tiny_world"
-WIDTHS = {1280: 2400, 390: 2600}  # of the window, and the height of its picture
+WIDTHS = (1280, 390)  # of the window
 NARROWEST = 500  # that a window of chromium can be: a narrower page is shown in a frame
 OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
@@ -52,8 +52,11 @@ onload = async () => {
     clip.querySelector('input').value = 0.5;
     clip.querySelector('input').dispatchEvent(new Event('input'));
     await wait(300);
+    if (videos.some(video => Math.abs(video.currentTime / video.duration - 0.5) > 0.05))
+      console.error('the slider moves nothing');
   }
-  console.log('measured ' + innerWidth + ' ' + document.documentElement.scrollWidth);
+  console.log('measured ' + innerWidth + ' ' + document.documentElement.scrollWidth + ' ' +
+    document.documentElement.scrollHeight);
 };
 """
 
@@ -77,30 +80,37 @@ def made(folder: Path) -> Path:
 
 
 def look(chromium: str, page: Path, width: int, picture: Path) -> list[str]:
-    """Take the picture of the page at this width: what is wrong with it."""
+    """Take a picture of the whole page at this width: what is wrong with it."""
+    height, problems = shown(chromium, page, width, 1000, picture)
+    if height:
+        _, problems = shown(chromium, page, width, height, picture)
+        with Image.open(picture) as image:  # a palette is a third of the bytes
+            cropped = image.convert("RGB").crop((0, 0, width, height)).quantize(72)
+        cropped.save(picture, optimize=True)
+    return problems
+
+
+def shown(chromium: str, page: Path, width: int, height: int, picture: Path) -> tuple[int, list[str]]:
+    """The page's own height in a window of this size, and what is wrong with it; its picture is taken."""
     with tempfile.TemporaryDirectory() as folder:
-        probed, shown, window = Path(folder, "page.html"), Path(folder, "page.html"), max(width, NARROWEST)
+        probed, opened, window = Path(folder, "page.html"), Path(folder, "page.html"), max(width, NARROWEST)
         probed.write_text(page.read_text().replace("</body>", f"<script>{PROBE}</script></body>"))
         if width < NARROWEST:
-            shown = Path(folder, "frame.html")
-            frame = f'<iframe src="page.html" width="{width}" height="{WIDTHS[width]}" style="border: 0"></iframe>'
-            shown.write_text(f'<!DOCTYPE html><body style="margin: 0">{frame}</body>')
-        command = [chromium, *OPTIONS, f"--user-data-dir={folder}/profile", f"--window-size={window},{WIDTHS[width]}"]
-        done = subprocess.run(
-            [*command, f"--screenshot={picture}", shown.as_uri()], capture_output=True, text=True, timeout=120
-        )
-    with Image.open(picture) as image:  # a palette is a third of the bytes
-        cropped = image.convert("RGB").crop((0, 0, width, WIDTHS[width])).quantize(128)
-    cropped.save(picture, optimize=True)
+            opened = Path(folder, "frame.html")
+            frame = f'<iframe src="page.html" width="{width}" height="{height}" style="border: 0"></iframe>'
+            opened.write_text(f'<!DOCTYPE html><body style="margin: 0">{frame}</body>')
+        command = [chromium, *OPTIONS, f"--user-data-dir={folder}/profile", f"--window-size={window},{height}"]
+        command += [f"--screenshot={picture}", opened.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     said = re.findall(r"CONSOLE:\d+\] \"(.*)\", source:", done.stderr)
-    measured = [line.split()[1:] for line in said if line.startswith("measured ")]
+    measured = [list(map(int, line.split()[1:])) for line in said if line.startswith("measured ")]
     problems = [line for line in said if not line.startswith("measured ")]
     if not measured:
-        return [*problems, f"the page never said how wide it is: {done.stderr[-500:]}"]
-    ((inner, scrolled),) = measured
-    if int(inner) != width or int(scrolled) > width:
-        problems.append(f"the page is {scrolled} pixels wide, the window {inner}")
-    return problems
+        return 0, [*problems, f"the page never said how wide it is: {done.stderr[-500:]}"]
+    ((inner, wide, high),) = measured
+    if inner != width or wide > width:
+        problems.append(f"the page is {wide} pixels wide, the window {inner}")
+    return high, problems
 
 
 def main() -> int:

@@ -136,6 +136,8 @@ def test_frozen_clips_few_people_and_a_trained_recogniser_are_warned_of():
         return said(finished(summary(*sum(clips, []))))
 
     assert not of_nine(1).warnings and "frozen" in of_nine(2).warnings[-1]  # 1/18 and 2/18
+    ten = [pair(n, 0, 0.5, 0.6, nonrigid=0.004 if n == "a" else 0.0105) for n in NAMES + "j"]
+    assert not said(finished(summary(*sum(ten, [])))).warnings  # one in ten is the border, and 0.1 in float32 is more
     few = finished(summary(*sum((pair(name, 0, 0.5, 0.6) for name in NAMES[:7]), [])))
     assert any("7 people are few" in line for line in said(few).warnings)
     alone = json.loads(json.dumps(changed()).replace(JUDGE, "reward"))

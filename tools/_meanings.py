@@ -133,10 +133,15 @@ def outside(found: Mapping | None, bounds: Meaning) -> str:
         if limits is None or not found.get(key):
             continue
         low, high = limits
-        if not low <= found[key]["mean"] <= high:
+        if not low <= as_told(found[key]["mean"]) <= high:
             mean = f"{found[key]['mean']:{'.3f' if key == 'ratio' else '+.3f'}} {words}"
             return f"{bounds.label[0].upper()}{bounds.label[1:]} is {mean}{healthy(bounds)}: {bounds.broken}"
     return ""
+
+
+def as_told(mean: float) -> float:
+    """A mean of float32 without the digits that it does not have: 0.1 is no more than 0.1."""
+    return round(mean, 6)
 
 
 def healthy(bounds: Meaning) -> str:

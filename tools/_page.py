@@ -103,7 +103,11 @@ for (const clip of document.querySelectorAll('details.clip')) {
   for (const video of videos) if (video) video.controls = false;
   clip.querySelector('.controls').hidden = false;
   button.addEventListener('click', () => set(!playing));
-  range.addEventListener('input', () => { set(false); seek(Number(range.value)); });
+  range.addEventListener('input', () => {
+    const share = Number(range.value);
+    set(false);
+    seek(share);
+  });
   clip.addEventListener('toggle', () => clip.open ? load() : set(false));
   if (clip.open) load();
 }

@@ -10,6 +10,7 @@ from rewardfl_tools._meanings import (
     FROZEN_MOST,
     MEANINGS,
     MOVES,
+    as_told,
     judge_words,
     main_judge,
     meaning,
@@ -85,7 +86,7 @@ def _motion(report: Mapping, arm: Mapping, person: int) -> tuple[bool | None, st
 def frozen(arm: Mapping) -> bool:
     """Whether more of the arm's clips are frozen than is healthy."""
     share = arm["frozen_share"] if arm["against"] else None
-    return share is not None and share["mean"] > FROZEN_MOST
+    return share is not None and as_told(share["mean"]) > FROZEN_MOST
 
 
 def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
@@ -100,7 +101,8 @@ def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
         )
     for name, found in compared.items():
         if name.startswith("still/") and found and found["difference"]["low"] > 0:
-            yield f"{meaning(name, judges).label} has risen by {show(found['difference'])}, which rewards stillness."
+            label = meaning(name, judges).label.capitalize()
+            yield f"{label} has risen by {show(found['difference'])}, which rewards stillness."
     trained, seen = (compared[f"{one}/face_sim"] for one in (judges[0], judge))
     if judges[0] != judge and trained and seen:
         gains = [one["difference"]["mean"] for one in (trained, seen)]
