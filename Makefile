@@ -9,7 +9,7 @@ RUN := outputs/tiny_face
 # What decides: the interpreter of .venv, and PYTHON as long as there is no .venv
 INTERPRETER = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test quick long lint check chaos format clean interpreter
+.PHONY: demo test quick long lint check chaos report-check format clean interpreter
 
 demo: $(READY)
 	$(BIN)/accelerate launch train_reward_fl.py --config configs/tiny_face.yaml run.output_dir=$(RUN)
@@ -40,6 +40,10 @@ check: lint test
 chaos: $(READY)
 	CHAOS_KILLS=10 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load tests/test_chaos.py -k killed
 	PLACES=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_distributed.py -k place_of_the_boundary
+
+# The page of an evaluation in a browser, Debian's chromium, at two widths; pictures in outputs/report_check
+report-check: $(READY)
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/report_check.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -170,6 +170,16 @@ def test_canaries_are_held_against_the_base():
     assert "ratio" not in arm["compared"]["canary/red"]
 
 
+def test_a_reward_that_is_called_like_a_motion_has_no_ratio():
+    """Its scale is its own, and may go through 0."""
+    clips = pair("a", 0, 0.5, 0.6)
+    for one, score in zip(clips, (0.1, -0.8), strict=True):
+        one["figures"]["rewards/flow"] = score
+    found = summary(*clips)["arms"][1]["compared"]
+    assert found["rewards/flow"]["difference"] == close(-0.9) and "ratio" not in found["rewards/flow"]
+    assert "ratio" in found["motion/flow"]
+
+
 def test_every_arm_is_compared_with_the_base_of_its_steps():
     arms = [Arm("base", 8), Arm("latest", 8, ROOT), Arm("base_20steps", 20), Arm("latest_20steps", 20, ROOT)]
     values = (0.4, 0.5, 0.6, 0.9)

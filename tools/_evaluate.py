@@ -23,6 +23,7 @@ from rewardfl_tools._evaluate_table import table
 from rewardfl_tools._figures import Reading, summarise
 from rewardfl_tools._judging import identify, judges_of
 from rewardfl_tools._processes import Processes, connected
+from rewardfl_tools._report_page import report_page
 from rewardfl_tools._study import Study
 
 # of the configuration: what decides how a video is sampled or a clip is read. Files are told by digests.
@@ -159,6 +160,8 @@ def finish(study: Study, rows: Sequence[data.Row], settings: _records.Settings, 
     atomic_write(out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     shown = [row.index for row in rows[: _evaluate_pictures.PEOPLE]]
     pictures = _evaluate_pictures.draw(report, out, study.arms, records, shown)
+    atomic_write(out / "report.html", report_page(report, out))
     shutil.rmtree(out / "prepared", ignore_errors=True)
     print(table(report))
-    print(f"\nreport: {out / 'report.json'}\npictures: {', '.join(map(str, pictures))}\nvideos: {out / 'videos'}")
+    print(f"\nreport: {out / 'report.html'}, {out / 'report.json'}")
+    print(f"pictures: {', '.join(map(str, pictures))}\nvideos: {out / 'videos'}")

@@ -234,9 +234,13 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata:
 
 def compare_all(table: Table, arm: str, base: str) -> dict:
     """{figure: what `compared` says} of all that the arm has."""
+
+    def by_ratio(name: str) -> bool:
+        block, _, key = name.rpartition("/")
+        return block != "rewards" and key in RATIOS  # a reward may have any name, and its scale any zero
+
     return {
-        name: compared(table.values(arm, name), table.values(base, name), name.rpartition("/")[2] in RATIOS)
-        for name in table.names(arm)
+        name: compared(table.values(arm, name), table.values(base, name), by_ratio(name)) for name in table.names(arm)
     }
 
 

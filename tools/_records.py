@@ -131,7 +131,7 @@ def clear(out: Path) -> None:
     """Remove an earlier evaluation from the folder, and nothing else: a folder without settings holds none."""
     if not (out / SETTINGS).is_file():
         return
-    for path in (*_files(out), out / SETTINGS, out / "report.json"):
+    for path in (*_files(out), out / SETTINGS, out / "report.json", out / "report.html"):
         path.unlink(missing_ok=True)
     for name in LEFT:
         shutil.rmtree(out / name, ignore_errors=True)

@@ -14,11 +14,12 @@ Or, of an image model: are the pictures of prompts it never saw better, by every
     python tools/evaluate.py --run outputs/tiny_image --data assets/tiny_images/eval.txt --seeds 4
 
 The base model and every adapter are sampled from the same noises and compared with the real clips. OUT
-(RUN/evaluation) gets records.jsonl (a line per video), report.json, curves.png, grid.png, front.png (gain against
-motion) and videos/ARM/ROW_seedN.mp4. A command that was stopped goes on when it is given again, and one with more
-seeds, adapters or strengths samples only those. What every figure means: docs/evaluate.md. Images are
-judged by the run's rewards, those of weight 0 in reward.others, which are not trained on, among them (more by
-reward.others.NAME.name=... as overrides): report.json with the win rate, grid.png and images/*.png (before | after).
+(RUN/evaluation) gets records.jsonl (a line per video), report.html (one page to send, with the videos in it),
+report.json, curves.png, grid.png, front.png (gain against motion) and videos/ARM/ROW_seedN.mp4. A command
+that was stopped goes on when it is given again, and one with more seeds, adapters or strengths samples only those.
+What every figure means: docs/evaluate.md. Images are judged by the run's rewards, those of weight 0 in reward.others,
+which are not trained on, among them (more by reward.others.NAME.name=... as overrides): report.json with the win rate,
+grid.png and images/*.png (before | after).
 """
 
 import argparse

@@ -1,0 +1,32 @@
+"""Evaluations of two or more runs beside each other, on one page that opens without a network.
+
+    python tools/compare_runs.py outputs/a outputs/b --out comparison.html
+    python tools/compare_runs.py outputs/a/evaluation outputs/compared --out comparison.html
+
+Each is a run that tools/evaluate.py has judged, or the --out of an evaluation. A row per run and arm, gain against
+motion, FaceSim along the clip, and of runs the curves of their training. Evaluations of other people, sampling or
+judges are refused, unless --anyway is given: then the page says how they differ.
+
+Exit code 0: written; 2: an evaluation is missing, or they are not alike.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("evaluations", nargs="+", type=Path, metavar="RUN_OR_EVALUATION", help="two or more folders")
+    parser.add_argument("--out", type=Path, required=True, metavar="PAGE.html", help="the page to write")
+    parser.add_argument("--anyway", action="store_true", help="compare what was not evaluated alike, and say so")
+    args = parser.parse_args()
+    if len(args.evaluations) < 2:
+        parser.error("RUN_OR_EVALUATION: name two or more")
+    from rewardfl_tools import _compare_runs  # not before: --help and mistakes are answered without torch
+
+    return _compare_runs.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
