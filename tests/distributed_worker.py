@@ -10,6 +10,7 @@ knows FSDP only there.
 
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import importlib
 import itertools
@@ -34,6 +35,7 @@ def digest(parameters):
 
 def lent():
     """The inodes of what this process has mapped of rewardfl.swap.Lender's memory."""
+    gc.collect()  # of earlier runs, which may lie in cycles
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sorted({line.split()[4] for line in lines if "memfd:rewardfl" in line})
 
