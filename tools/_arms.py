@@ -39,7 +39,7 @@ class Arm:
 
 
 def planned(adapters: Sequence[tuple[Path, float]], steps: Sequence[int], usual: int) -> list[Arm]:
-    """Of each step count the base model, then every adapter at its strength. usual: the count that no name says.
+    """The base model of each step count, then every adapter at its strength. usual: the count that no name says.
 
     ValueError for an adapter at one strength, or a step count, that is named twice.
     """

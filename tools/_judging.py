@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ def identify(judges: Judges, cfg: config.AnyConfig, dino: str | None) -> dict[st
         found |= {f"{name}'s {file}": digest[:16] for file, digest in hashes.items()}
     found |= {f"reward.others.{term.label}": str(term.reward.fingerprint()) for term in judges.terms}
     found |= {f"protocol {name}": f"version {protocols.VERSION}" for name in judges.protocols}
-    found |= {"--dino": model_digest([_subject_consistency.Path(dino)])[:16] if dino else "none"}
+    found |= {"--dino": model_digest([Path(dino)])[:16] if dino else "none"}
     return found | {"--periods": " ".join(map(str, judges.periods)), "reward.det_size": str(cfg.reward.det_size)}
 
 

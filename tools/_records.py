@@ -16,7 +16,7 @@ Each process appends to a file of its own; the first one joins them when all is 
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +135,3 @@ def clear(out: Path) -> None:
         path.unlink(missing_ok=True)
     for name in LEFT:
         shutil.rmtree(out / name, ignore_errors=True)
-
-
-def missing(records: Mapping[Key, Record], wanted: Iterable[Key]) -> list[Key]:
-    """Those of the keys without a record."""
-    return [key for key in wanted if key not in records]
-
-
-def of_arm(records: Sequence[Record], arm: str) -> list[Record]:
-    return [record for record in records if record["arm"] == arm]

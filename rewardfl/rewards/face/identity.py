@@ -142,7 +142,7 @@ class FaceIdentity(nn.Module):
             ]
 
     def _embeddings(self, frames: Tensor, faces: Sequence[Faces]) -> Embeddings:
-        """Of what was detected in the frames, by which faces are told apart: without a gradient."""
+        """The embeddings of what was detected in the frames, by which faces are told apart: without a gradient."""
 
         @torch.no_grad()
         def embed(places: Sequence[Place]) -> Tensor:

@@ -79,7 +79,7 @@ def protocol_score(
 
 
 def _embedded(frames: Tensor, faces: Sequence[Faces], recogniser: FaceRecogniser) -> list[Tensor | None]:
-    """Of each frame the embedding of its first face, which is its largest."""
+    """The embedding of each frame's first face, which is its largest."""
     seen = [i for i, one in enumerate(faces) if len(one.scores)]
     found: list[Tensor | None] = [None] * len(faces)
     if seen:
