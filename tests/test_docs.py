@@ -1,9 +1,12 @@
 """What the documents tell a new user to do, done, and what they point at, looked up."""
 
 import fnmatch
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,6 +150,43 @@ def test_what_is_brought_over_from_others_is_a_configuration():
     blocks = re.findall(r"^```yaml$(.*?)^```$", (ROOT / "docs" / "compare.md").read_text(), re.M | re.S)
     read = [config.parse(yaml.safe_load(block)) for block in blocks]
     assert [cfg.run.output_dir for cfg in read] == ["outputs/from_roll", "outputs/from_unirl"]
+
+
+def worked_change(letter):
+    """(its patch, its bash blocks) of a chapter of docs/change_the_algorithm.md."""
+    text = (ROOT / "docs" / "change_the_algorithm.md").read_text()
+    (chapter,) = re.findall(rf"^## \({letter}\).*?(?=^## )", text, re.M | re.S)
+    patch, scripts = (re.findall(rf"^```{kind}$\n(.*?)^```$", chapter, re.M | re.S) for kind in ("diff", "bash"))
+    return "".join(patch), scripts
+
+
+@pytest.mark.parametrize("letter", ["a", "b"])
+def test_a_worked_change_applies_to_the_code_as_it_is(letter):
+    patch, _ = worked_change(letter)
+    subprocess.run(["git", "apply", "--check", "-"], input=patch, text=True, cwd=ROOT, check=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("letter", ["a", "b"])
+def test_a_worked_change_does_what_is_said_of_it(tmp_path, letter):
+    """Its commands, in a copy of the code with its patch: of the adapters the first two are one, and a third is not."""
+    patch, scripts = worked_change(letter)
+    for name in ("rewardfl", "tests/golden"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("train_reward_fl.py", "train_flow_grpo.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
+    subprocess.run(["git", "apply", "-"], input=patch, text=True, cwd=tmp_path, check=True)
+    found = []
+    for script in scripts:
+        commands = script.replace("/tmp/", f"{tmp_path}/").replace("python ", f"{sys.executable} ")
+        done = subprocess.run(
+            ["bash", "-c", commands], cwd=tmp_path, text=True, capture_output=True, env=os.environ | {"PYTHONPATH": ""}
+        )
+        found.append((done.returncode, re.findall(r"^([0-9a-f]{64})  ", done.stdout, re.M), done.stderr))
+    runs, *refusals = found
+    assert runs[0] == 0 and runs[1][0] == runs[1][1] and len(set(runs[1][1:])) == len(runs[1]) - 1, runs
+    assert [code for code, _, _ in refusals] == [2] * (letter == "a"), refusals
 
 
 def test_the_reward_that_is_written_from_nothing_works(tmp_path):
