@@ -3,8 +3,9 @@
 benchmarks/ablation/points.yaml names them; docs/results/reward_ablation.md has what they learn.
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from rewardfl.rewards.face.identity import FaceIdentity
 from rewardfl.rewards.face.reward import FaceIdentityReward
 
 
@@ -26,19 +27,18 @@ class OneReference(FaceIdentityReward):
 
 
 class SwappedColours(FaceIdentityReward):
-    """Faces reach the recogniser as BGR, although it was trained on RGB; those of the real clip, too."""
+    """Faces reach the recogniser as BGR, although it was trained on RGB; those of the real clip, too.
+
+    The swap is behind the comparison with insightface at a run's start, which otherwise refuses to train.
+    """
 
     name = "face_swapped_colours"
 
     def __init__(self, pack_dir: str, det_size: int = 640):
         super().__init__(pack_dir, det_size=det_size)
-        self.identity.recogniser = _Swapped(self.identity.recogniser)  # type: ignore[assignment]
+        self.identity = _Swapped(pack_dir, det_size)
 
 
-class _Swapped(nn.Module):
-    def __init__(self, recogniser: nn.Module):
-        super().__init__()
-        self.recogniser, self.chunk = recogniser, recogniser.chunk
-
-    def forward(self, crops: Tensor) -> Tensor:
-        return self.recogniser(crops.flip(1))
+class _Swapped(FaceIdentity):
+    def _recognise(self, crops: Tensor) -> Tensor:
+        return super()._recognise(crops.flip(1))
