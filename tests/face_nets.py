@@ -268,6 +268,94 @@ class SCRFD(nn.Module):
         return tuple(row for rows in outputs for row in rows)
 
 
+class _DepthwiseUnit(nn.Module):
+    """ConvDPUnit of libfacedetection.train: across channels, then each channel alone."""
+
+    def __init__(self, inside: int, outside: int, plain: bool = False):
+        super().__init__()
+        self.across = nn.Conv2d(inside, outside, 1)
+        self.alone = nn.Conv2d(outside, outside, 3, 1, 1, groups=outside)
+        self.rest = nn.Identity() if plain else nn.Sequential(nn.BatchNorm2d(outside), nn.ReLU())
+
+    def forward(self, x):
+        return self.rest(self.alone(self.across(x)))
+
+
+class YuNet(nn.Module):
+    """yunet_n of libfacedetection.train, 75,856 parameters, with the twelve outputs of OpenCV's file of March 2023."""
+
+    CHANNELS = {"cls": 1, "obj": 1, "bbox": 4, "kps": 10}
+
+    def __init__(self):
+        super().__init__()
+        stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), _DepthwiseUnit(16, 16))
+        widths = [(16, 64), *[(64, 64)] * 4]
+        blocks = [nn.Sequential(_DepthwiseUnit(a, a), _DepthwiseUnit(a, b)) for a, b in widths]
+        self.stages = nn.ModuleList([stem, *blocks])
+        self.lateral = nn.ModuleList(_DepthwiseUnit(64, 64) for _ in range(3))
+        self.shared = nn.ModuleList(_DepthwiseUnit(64, 64) for _ in range(3))
+        self.heads = nn.ModuleDict(
+            {
+                name: nn.ModuleList(_DepthwiseUnit(64, channels, plain=True) for _ in range(3))
+                for name, channels in self.CHANNELS.items()
+            }
+        )
+
+    def levels(self, x):
+        found = []
+        for i, stage in enumerate(self.stages):
+            x = stage(x)
+            if i >= 3:
+                found.append(x)
+            if i in (0, 2, 3, 4):
+                x = F.max_pool2d(x, 2)
+        for i in (2, 1, 0):
+            found[i] = self.lateral[i](found[i])
+            if i > 0:
+                found[i - 1] = found[i - 1] + F.interpolate(found[i], scale_factor=2.0, mode="nearest")
+        return [unit(level) for unit, level in zip(self.shared, found, strict=True)]
+
+    def forward(self, x):
+        levels, outputs = self.levels(x), []
+        for name, heads in self.heads.items():
+            for head, level in zip(heads, levels, strict=True):
+                out = head(level).permute(0, 2, 3, 1).flatten(1, 2)
+                outputs.append(torch.sigmoid(out) if name in ("cls", "obj") else out)
+        return tuple(outputs)
+
+
+YUNET_OUTPUTS = [f"{name}_{stride}" for name in YuNet.CHANNELS for stride in (8, 16, 32)]
+
+
+def yunet_file(path: Path, levels: Tensor, fixed: bool = False) -> Path:
+    """A YuNet with random weights that finds some faces in levels (1, 3, H, W) of 0..255, RGB."""
+    net, x = YuNet(), levels.flip(1)
+    _calibrate(net, x)
+    template = torch.tensor([[-18, -4], [18, -4], [0, 16], [-14, 36], [14, 36]]).flatten() / 20
+    centres = {"cls": torch.zeros(1), "obj": torch.full((1,), 5.0), "bbox": torch.tensor([0.0, 0, 1.5, 1.5])}
+    spreads = {"cls": 1.0, "obj": 0.1, "bbox": 0.1, "kps": 0.1}
+    with torch.no_grad():
+        for name, heads in net.heads.items():
+            for head, level in zip(heads, net.levels(x), strict=True):
+                out = head(level)
+                scale = spreads[name] / out.std()
+                head.alone.weight *= scale
+                head.alone.bias *= scale
+                head.alone.bias += centres.get(name, template) - scale * out.mean((0, 2, 3))
+                if name == "cls":  # the threshold of 0.9, of a score whose square this is, into the widest gap
+                    best = head(level).flatten().sort(descending=True).values[2:6]
+                    gap = (best[:-1] - best[1:]).argmax()
+                    head.alone.bias += 1.45 - (best[gap] + best[gap + 1]) / 2
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        free = None if fixed else {"input": {2: "height", 3: "width"}}
+        torch.onnx.export(
+            net.eval(), (x,), str(path), dynamo=False, opset_version=11, input_names=["input"],
+            output_names=YUNET_OUTPUTS, dynamic_axes=free,
+        )  # fmt: skip
+    return path
+
+
 def _calibrate(net: nn.Module, batch: Tensor) -> None:
     """Random affine parameters, and the statistics of the batch, so that activations neither die nor explode."""
     for module in net.modules():

@@ -114,7 +114,7 @@ def test_frames_are_scaled_to_the_detector_as_in_insightface(tmp_path, height, w
 @pytest.mark.parametrize("height,width", [(150, 200), (200, 120), (40, 56), (192, 192), (96, 70), (64, 64)])
 def test_the_detector_sees_what_insightfaces_sees(scrfd, height, width):
     image = picture(height, width)
-    (seen,), scale = FaceDetector(scrfd, 96)._fit(tensor(image))
+    (seen,), scale = FaceDetector(scrfd, 96).fit(tensor(image))
     canvas = np.zeros((96, 96, 3), np.uint8)
     h, w = (int(side * 96 / max(height, width)) for side in (height, width))
     assert scale == h / height
@@ -185,7 +185,7 @@ def test_suppression_equals_insightface(scrfd):
     detector = get_model(str(scrfd), providers=CPU)
     for iou in (0.1, 0.4, 0.7):
         detector.nms_thresh = iou
-        assert detect._suppress(torch.from_numpy(boxes[:, :4].copy()), iou) == detector.nms(boxes)
+        assert detect._suppress(torch.from_numpy(boxes[:, :4].copy()), iou, 1) == detector.nms(boxes)
 
 
 @pytest.mark.parametrize("det_size", [0, 100, -32])

@@ -111,8 +111,8 @@ def test_the_traced_faces_are_the_detected_ones_to_the_bit(detector, real):
 @pytest.mark.parametrize("height,width", [(150, 200), (72, 60), (64, 64)])
 def test_what_the_detector_sees_does_not_hang_on_the_gradient(detector, height, width):
     frames = torch.rand(2, 3, height, width) * 2.2 - 1.1
-    seen, _ = detector._fit(frames)
-    assert torch.equal(seen, detector._fit(frames.requires_grad_())[0])
+    seen, _ = detector.fit(frames)
+    assert torch.equal(seen, detector.fit(frames.requires_grad_())[0])
 
 
 @pytest.mark.parametrize("height,width", [(90, 128), (128, 90)])
@@ -120,7 +120,7 @@ def test_the_gradient_of_the_rounded_input_is_that_of_the_resize(detector, heigh
     frames = torch.rand(1, 3, height, width) * 1.8 - 0.9
     weights = torch.randn(1, 3, 128, 128)
     ours, smooth = frames.clone().requires_grad_(), frames.clone().requires_grad_()
-    (detector._fit(ours)[0] * weights).sum().backward()
+    (detector.fit(ours)[0] * weights).sum().backward()
     resized = F.interpolate(smooth, scale_factor=128 / max(height, width), mode="bilinear", align_corners=False)
     (resized * 127.5 / 128 * weights[:, :, : resized.shape[2], : resized.shape[3]]).sum().backward()
     torch.testing.assert_close(ours.grad, smooth.grad, atol=1e-5, rtol=1e-4)

@@ -210,8 +210,8 @@ def test_a_nan_is_refused(magenta):
 
 def test_a_face_that_insightface_does_not_see_is_refused(magenta):
     identity = FaceIdentity(magenta.files[0].parent, SIZE)
-    fit = identity.detector._fit
-    identity.detector._fit = lambda frames: fit(VIDEO[None, :, 2])
+    fit = identity.detector.fit
+    identity.detector.fit = lambda frames: fit(VIDEO[None, :, 2])
     with pytest.raises(FaceParityError, match=r"insightface finds no face where rewardfl finds one \(score 1\.0.*det"):
         check(identity, VIDEO[:, :2])
 
@@ -220,8 +220,8 @@ def test_a_face_at_the_threshold_does_not_decide(magenta):
     """Ours sees it just above the threshold, insightface just below."""
     identity = FaceIdentity(magenta.files[0].parent, SIZE)
     (theirs,) = identity.detector.detect(VIDEO[None, :, 2])
-    fit = identity.detector._fit
-    identity.detector._fit = lambda frames: (fit(frames)[0] * 1.002, 1.0)
+    fit = identity.detector.fit
+    identity.detector.fit = lambda frames: (fit(frames)[0] * 1.002, 1.0)
     (ours,) = identity.detector.detect(VIDEO[None, :, 2])
     identity.detector.threshold = (ours.scores[0] + theirs.scores[0]).item() / 2
     assert ours.scores[0] > identity.detector.threshold > theirs.scores[0]

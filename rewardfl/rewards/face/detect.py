@@ -1,11 +1,13 @@
-"""Faces in frames, by a SCRFD detector with landmarks; the landmarks also with gradient.
+"""Faces in frames, by a SCRFD or YuNet detector with landmarks; the landmarks also with gradient.
 
 Frames are (N, 3, H, W), RGB in [-1, 1]. Pixel coordinates are OpenCV's: (x, y) from the top left, pixel centres at
-integers. Decoding and suppression are insightface's; tests/test_face.py holds them against insightface itself.
+integers. Decoding and suppression are insightface's of SCRFD and OpenCV's of YuNet (FaceDetectorYN);
+tests/test_face.py and tests/test_face_yunet.py hold them against these themselves.
 """
 
 import functools
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,30 +18,99 @@ from rewardfl.rewards.face.align import Faces
 from rewardfl.rewards.face.onnx_module import OnnxModule
 from rewardfl.rewards.face.view import View
 
+STRIDES = (8, 16, 32)
+
+
+class Family(Protocol):
+    """What the published code of a kind of detector does with its network. All tensors may have leading dimensions."""
+
+    anchors: int  # answers a cell
+    threshold: float  # of the score
+    nms_iou: float
+    last_pixel: int  # what a box's sides are longer by than the difference of its corners
+
+    def given(self, levels: Tensor) -> Tensor:
+        """The network's input of RGB levels (B, 3, H, W) of 0..255."""
+        ...
+
+    def read(self, outputs: list[Tensor], cells: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores (B, n, 1), corners of boxes (B, n, 4) and landmarks (B, n, 10) in pixels of the input.
+
+        outputs: of this stride, (B, n, ...) each; cells: (n, 2), where each answer's cell begins.
+        """
+        ...
+
+
+class Scrfd:
+    """insightface's, model_zoo/retinaface.py: two anchors a cell, boxes as distances of their sides from the cell."""
+
+    anchors, threshold, nms_iou, last_pixel = 2, 0.5, 0.4, 1
+
+    def given(self, levels: Tensor) -> Tensor:
+        return (levels - 127.5) / 128
+
+    def read(self, outputs: list[Tensor], cells: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
+        scores, distances, offsets = outputs
+        distances = distances * stride
+        boxes = torch.cat([cells - distances[..., :2], cells + distances[..., 2:]], -1)
+        return scores, boxes, cells.repeat(1, 5) + offsets * stride
+
+
+class YuNet:
+    """OpenCV's FaceDetectorYN, modules/objdetect/src/face_detect.cpp: BGR bytes, one answer a cell, boxes by centre."""
+
+    anchors, threshold, nms_iou, last_pixel = 1, 0.9, 0.3, 0
+
+    def given(self, levels: Tensor) -> Tensor:
+        return levels.float().flip(-3)
+
+    def read(self, outputs: list[Tensor], cells: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
+        kinds, objects, places, offsets = outputs
+        scores = (kinds.clamp(0, 1) * objects.clamp(0, 1)).sqrt()
+        centres, half = cells + places[..., :2] * stride, places[..., 2:].exp() * (stride / 2)
+        return scores, torch.cat([centres - half, centres + half], -1), cells.repeat(1, 5) + offsets * stride
+
+
+YUNET_OUTPUTS = [f"{kind}_{stride}" for kind in ("cls", "obj", "bbox", "kps") for stride in STRIDES]
+
+
+def family_of(names: list[str], path: str | Path) -> tuple[Family, list[int]]:
+    """Of a detector whose outputs have these names: how it is read, and the order in which. ValueError for another."""
+    if sorted(names) == sorted(YUNET_OUTPUTS):
+        return YuNet(), [names.index(name) for name in YUNET_OUTPUTS]
+    if len(names) == 9:
+        return Scrfd(), list(range(9))
+    raise ValueError(
+        f"{path} has {len(names)} outputs; SCRFD with landmarks (bnkps) has 9, YuNet of 2023 has {len(YUNET_OUTPUTS)}, "
+        f"{', '.join(YUNET_OUTPUTS)}"
+    )
+
 
 class FaceDetector(nn.Module):
-    """SCRFD with landmarks: scores, boxes and landmarks at strides 8, 16, 32, two anchors a cell.
+    """SCRFD or YuNet with landmarks: scores, boxes and landmarks at strides 8, 16, 32.
 
     A frame is scaled to fit `det_size` x `det_size`, top left, and padded with black. Detections below
-    `threshold` and those overlapping a better one by more than `nms_iou` are dropped.
+    `threshold` and those overlapping a better one by more than `nms_iou` are dropped; None takes what the detector's
+    own code does, 0.5 and 0.4 of SCRFD, 0.9 and 0.3 of YuNet.
     """
 
-    STRIDES = (8, 16, 32)
-    ANCHORS = 2
     CHUNK = 8  # frames at a time
 
-    def __init__(self, path: str | Path, det_size: int = 640, threshold: float = 0.5, nms_iou: float = 0.4):
+    def __init__(
+        self, path: str | Path, det_size: int = 640, threshold: float | None = None, nms_iou: float | None = None
+    ):
         super().__init__()
         if det_size <= 0 or det_size % 32:
             raise ValueError(f"det_size must be a multiple of 32, the coarsest stride, got {det_size}; try 640")
         self.net = OnnxModule(path)
-        if len(self.net.output_names) != 9:
-            raise ValueError(f"{path} has {len(self.net.output_names)} outputs; SCRFD with landmarks (bnkps) has 9")
+        self.family, self._order = family_of(self.net.output_names, path)
         fixed = [size for size in self.net.input_shape[2:] if size is not None]
         if any(size != det_size for size in fixed):
             raise ValueError(f"{path} only takes {fixed} pixels, det_size is {det_size}; set det_size={fixed[0]}")
         self.net.check_size(torch.Size([1, 3, det_size, det_size]))
-        self.det_size, self.threshold, self.nms_iou = det_size, threshold, nms_iou
+        self.det_size = det_size
+        self.threshold = self.family.threshold if threshold is None else threshold
+        self.nms_iou = self.family.nms_iou if nms_iou is None else nms_iou
 
     @torch.no_grad()
     def detect(self, frames: Tensor) -> list[Faces]:
@@ -65,14 +136,15 @@ class FaceDetector(nn.Module):
         return [self._faces(frame, scale) for frame in rows]
 
     def rows(self, frames: Tensor, view: View | None = None) -> tuple[Tensor, float]:
-        """(N, n, 15) rows as _decode makes them, with gradient in the landmarks alone, and _fit's scale."""
-        x, scale = self._fit(frames if view is None else view.of(frames))
+        """(N, n, 15) rows as _decode makes them, with gradient in the landmarks alone, and fit's scale."""
+        x, scale = self.fit(frames if view is None else view.of(frames))
         # The published graphs were exported for one frame and end in rows that do not say which frame they are of:
         # under vmap each frame is a batch of one to the graph, and yet all frames are one batch to the operators.
         outputs = [output.flatten(1, -2) for output in torch.vmap(self.net)(x[:, None])]
-        return torch.cat([self._decode(outputs[i::3], stride) for i, stride in enumerate(self.STRIDES)], 1), scale
+        outputs = [outputs[i] for i in self._order]
+        return torch.cat([self._decode(outputs[i::3], stride) for i, stride in enumerate(STRIDES)], 1), scale
 
-    def _fit(self, frames: Tensor) -> tuple[Tensor, float]:
+    def fit(self, frames: Tensor) -> tuple[Tensor, float]:
         """The detector's input (N, 3, det_size, det_size), and its pixels per frame pixel.
 
         Its values are rounded to 8 bits, twice; its gradient is that of the bilinear resize without rounding.
@@ -88,19 +160,18 @@ class FaceDetector(nn.Module):
         if levels.requires_grad:
             smooth = F.interpolate(levels, fitted, mode="bilinear", align_corners=False)
             seen = seen + (smooth - smooth.detach())  # the difference is exactly 0: no value changes
-        return (F.pad(seen, (0, limit - fitted[1], 0, limit - fitted[0])) - 127.5) / 128, scale
+        return self.family.given(F.pad(seen, (0, limit - fitted[1], 0, limit - fitted[0]))), scale
 
     def _decode(self, outputs: list[Tensor], stride: int) -> Tensor:
-        """Scores (B, n, 1), box distances (B, n, 4) and landmark offsets (B, n, 10) in strides from the
-        anchors' cell -> (B, n, 15) rows of score, box, landmarks in detector pixels.
+        """The network's answers of a stride, (B, n, ...) each -> (B, n, 15) rows of score, box, landmarks in detector
+        pixels.
         """
-        scores, distances, offsets = outputs
-        scores, distances = scores.detach(), distances.detach()  # no backward through heads that need none
-        cells = torch.arange(self.det_size // stride, device=scores.device) * stride
+        *others, offsets = outputs
+        others = [output.detach() for output in others]  # no backward through heads that need none
+        cells = torch.arange(self.det_size // stride, device=offsets.device) * stride
         y, x = torch.meshgrid(cells, cells, indexing="ij")
-        centre = torch.stack([x, y], -1).reshape(-1, 2).repeat_interleave(self.ANCHORS, 0)  # (n, 2)
-        boxes = torch.cat([centre - distances[..., :2] * stride, centre + distances[..., 2:] * stride], -1)
-        return torch.cat([scores, boxes, centre.repeat(1, 5) + offsets * stride], -1)
+        corners = torch.stack([x, y], -1).reshape(-1, 2).repeat_interleave(self.family.anchors, 0)  # (n, 2)
+        return torch.cat(self.family.read([*others, offsets], corners, stride), -1)
 
     def _faces(self, rows: Tensor, scale: float) -> Faces:
         """One frame's (n, 15) rows -> its faces: what non-maximum suppression leaves, in frame pixels."""
@@ -111,7 +182,7 @@ class FaceDetector(nn.Module):
             rows[:, 1:5].detach() / scale,
             rows[:, 5:].view(-1, 5, 2) / scale,
         )
-        kept = torch.tensor(_suppress(boxes, self.nms_iou), dtype=torch.long)
+        kept = torch.tensor(_suppress(boxes, self.nms_iou, self.family.last_pixel), dtype=torch.long)
         area = (boxes[kept, 2:] - boxes[kept, :2]).prod(-1)
         order = kept[area.argsort(descending=True, stable=True)]
         return Faces(boxes[order], scores[order], landmarks[order])
@@ -145,18 +216,18 @@ def _resize_taps(size: int, out: int, device: torch.device) -> tuple[Tensor, Ten
     return low, high, near, far
 
 
-def _suppress(boxes: Tensor, iou: float) -> list[int]:
+def _suppress(boxes: Tensor, iou: float, last_pixel: int) -> list[int]:
     """Rows of (n, 4) boxes, best first, that overlap no kept better one by more than `iou`.
 
-    Sizes count both end pixels (+1), as insightface's do.
+    Sizes are longer by `last_pixel` than the differences of corners: insightface counts both end pixels.
     """
-    areas = (boxes[:, 2:] - boxes[:, :2] + 1).prod(-1)
+    areas = (boxes[:, 2:] - boxes[:, :2] + last_pixel).prod(-1)
     kept: list[int] = []
     left = torch.arange(len(boxes))
     while len(left):
         best, left = int(left[0]), left[1:]
         kept.append(best)
-        size = torch.minimum(boxes[left, 2:], boxes[best, 2:]) - torch.maximum(boxes[left, :2], boxes[best, :2]) + 1
-        overlap = size.clamp(min=0).prod(-1)
+        near, far = torch.maximum(boxes[left, :2], boxes[best, :2]), torch.minimum(boxes[left, 2:], boxes[best, 2:])
+        overlap = (far - near + last_pixel).clamp(min=0).prod(-1)
         left = left[overlap / (areas[left] + areas[best] - overlap) <= iou]
     return kept

@@ -8,12 +8,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rewardfl.files import sha256
 from rewardfl.rewards.face.align import CROP_SIZE
 from rewardfl.rewards.face.onnx_module import OnnxModule
 
+# face_recognition_sface_2021dec.onnx of github.com/opencv/opencv_zoo
+SFACE = ("0ba9fbfa01b5270c96627c4ef784da859931e02f04419c829e83484087c34e79",)
+
+
+def is_sface(path: str | Path) -> bool:
+    """Whether the file is the published SFace, which its graph need not tell from an ArcFace."""
+    return sha256(Path(path)) in SFACE
+
 
 class FaceRecogniser(nn.Module):
-    """ArcFace: crops (N, 3, 112, 112), RGB in [-1, 1] -> unit embeddings (N, D), with gradient to the crops.
+    """ArcFace or SFace: crops (N, 3, 112, 112), RGB in [-1, 1] -> unit embeddings (N, D), with gradient to the crops.
 
     `chunk` crops are embedded at a time; when a gradient is asked for, only their inputs are kept and each
     chunk is run again in the backward, so that a clip holds one chunk's graph and not one per frame.
@@ -32,7 +41,8 @@ class FaceRecogniser(nn.Module):
         first = self.net.first_nodes
         subtracts = any(name.startswith(("Sub", "_minus")) for name in first)
         multiplies = any(name.startswith(("Mul", "_mul")) for name in first)
-        self.wants_bytes = subtracts and multiplies
+        # OpenCV gives SFace levels of 0..255 (modules/objdetect/src/face_recognize.cpp: feature)
+        self.wants_bytes = (subtracts and multiplies) or is_sface(path)
 
     def forward(self, crops: Tensor) -> Tensor:
         x = (crops + 1) * 127.5 if self.wants_bytes else crops  # 0..255, or (0..255 - 127.5) / 127.5

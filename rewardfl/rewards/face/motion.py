@@ -12,14 +12,14 @@ from torch import Tensor
 from rewardfl.files import sha256
 from rewardfl.rewards.base import Reward, RewardOutput, by_sample
 from rewardfl.rewards.face.align import frames_of
-from rewardfl.rewards.face.detect import FaceDetector
+from rewardfl.rewards.face.detect import STRIDES, FaceDetector
 from rewardfl.rewards.face.pack import pack_files
 from rewardfl.rewards.face.track import MIN_MOTION, Track, step_motion, step_reversals, track_largest
 from rewardfl.rewards.face.view import View, seed_of
 from rewardfl.rewards.motion import MIN_CHANGE, alike, mean_change
 
 # Half of the detector's finest stride to each side: every place of a face between two of its cells comes up.
-MAX_SHIFT = FaceDetector.STRIDES[0] / 2  # detector pixels
+MAX_SHIFT = STRIDES[0] / 2  # detector pixels
 MAX_ZOOM = 0.03
 # A real clip that moves less gives no ratio.
 LEAST = {"speed": MIN_MOTION, "nonrigid": MIN_MOTION, "face_change": MIN_CHANGE, "background_change": MIN_CHANGE}
@@ -64,8 +64,8 @@ class FaceMotionReward(Reward):
     name = "face_motion"
     differentiable = True
     fewest_frames = 2
-    weights = "insightface pack: SCRFD detector (.onnx)"
-    licence = "insightface's packs: non-commercial research"
+    weights = "face pack: SCRFD or YuNet detector (.onnx)"
+    licence = "insightface's packs: non-commercial research; YuNet MIT"
     range = "at most 1; [0, 1] without reversals"
     nothing_found = "no moving face was found in"
 

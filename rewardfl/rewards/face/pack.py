@@ -1,7 +1,8 @@
 """A face pack as users have it: which file detects, which recognises, what they hash to, who may use them.
 
 Files are told apart by the inputs and outputs of their graphs, never by name: insightface's rule
-(model_zoo/model_zoo.py, ModelRouter). Its packs, antelopev2 and buffalo_l among them, and AuraFace all fit.
+(model_zoo/model_zoo.py, ModelRouter). Its packs, antelopev2 and buffalo_l among them, and AuraFace all fit, and so does
+a folder of OpenCV's YuNet and SFace.
 """
 
 import json
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rewardfl.files import sha256
+from rewardfl.rewards.face.embed import SFACE
 from rewardfl.rewards.face.onnx_file import graph_inputs, read_graph, value_shape
 
 TASKS = ("detector", "recogniser")
@@ -87,8 +89,9 @@ def _nothing_usable(root: Path, found: dict[Path, dict[Path, str]]) -> str:
         used = [name for name, task in tasks.items() if task in TASKS]
         return f"{root} has no folder with both a detector and a recogniser: put these into one: {used}"
     return (
-        f"{root} has no {' and no '.join(missing)} among its .onnx files {list(tasks)}; a detector has nine "
-        f"outputs (scrfd_10g_bnkps.onnx), a recogniser one 112 x 112 input and one output (glintr100.onnx){_zips(root)}"
+        f"{root} has no {' and no '.join(missing)} among its .onnx files {list(tasks)}; a detector has nine outputs "
+        "(scrfd_10g_bnkps.onnx) or twelve (face_detection_yunet_2023mar.onnx), a recogniser one 112 x 112 input and "
+        f"one output (glintr100.onnx){_zips(root)}"
     )
 
 
@@ -135,6 +138,8 @@ def file_hashes(files: Iterable[Path]) -> dict[str, str]:
 
 _INSIGHTFACE = "insightface's model zoo: non-commercial research only"
 _AURAFACE = "fal/AuraFace-v1: Apache-2.0 by its model card"
+_YUNET = "OpenCV's model zoo, YuNet: MIT"
+_SFACE = "OpenCV's model zoo, SFace: Apache-2.0"
 
 _LICENCE_BY_HASH = {
     # scrfd_10g_bnkps.onnx of antelopev2 and of AuraFace, det_10g.onnx of buffalo_l: one and the same file
@@ -144,7 +149,8 @@ _LICENCE_BY_HASH = {
     "4c06341c33c2ca1f86781dab0e829f88ad5b64be9fba56e56bc9ebdefc619e43": _INSIGHTFACE,  # w600k_r50.onnx, buffalo_l
     "9cc6e4a75f0e2bf0b1aed94578f144d15175f357bdc05e815e5c4a02b319eb4f": _INSIGHTFACE,  # w600k_mbf.onnx, buffalo_s
     "a7933ea5330113b01c9b60351d8f4c33003f145d8470ac5f0e52ee2effe25c60": _AURAFACE,  # glintr100.onnx
-}
+    "8f2383e4dd3cfbb4553ea8718107fc0423210dc964f9f4280604804ed2552fa4": _YUNET,  # face_detection_yunet_2023mar.onnx
+} | dict.fromkeys(SFACE, _SFACE)
 _INSIGHTFACE_NAMES = ("scrfd_", "det_10g", "det_2.5g", "det_500m", "glintr100", "w600k_")
 
 

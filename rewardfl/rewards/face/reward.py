@@ -43,8 +43,8 @@ class FaceIdentityReward(Reward):
     name = "face_identity"
     differentiable = True
     fewest_frames = 2
-    weights = "insightface pack: SCRFD detector, ArcFace recogniser (.onnx)"
-    licence = "insightface's packs: non-commercial research"
+    weights = "face pack: SCRFD or YuNet detector, ArcFace or SFace recogniser (.onnx)"
+    licence = "insightface's packs: non-commercial research; YuNet MIT, SFace and AuraFace's recogniser Apache-2.0"
     range = "[-1, 1], at most the cap"
     nothing_found = "no face was found in"
     compares_with = "picture"
