@@ -2,15 +2,21 @@
 
 import gc
 import json
+import signal
+import subprocess
 import sys
+import time
 import weakref
+from pathlib import Path
 
+import clip_files
+import numpy as np
 import pytest
 import zygote
 from conftest import ROOT
 from runs import CONFIG, QUICK, environment, launch, table
 
-from rewardfl import data
+from rewardfl import data, rewards
 from rewardfl.rewards.face import protocols
 from rewardfl_tools import _arms, _records, evaluate
 
@@ -150,6 +156,41 @@ def test_videos_of_other_tools_need_no_model(run, straight, tmp_path, monkeypatc
     mine, theirs = (one["arms"][0]["figures"]["held_out/face_sim"]["mean"] for one in (report, made))
     assert mine == pytest.approx(theirs, abs=0.1) and mine != theirs  # the codec's part
     assert report["arms"][0]["figures"]["consisid/held_out"]["mean"] > 0
+
+
+def test_agreement_with_the_text_is_a_column(run, straight, tmp_path, monkeypatch, capsys):
+    """clip_score on the videos, each with the prompt of its row, as the reward itself scores what the files hold."""
+    folder = clip_files.write_clip(tmp_path / "clip")
+    sizes = [word for word in QUICK if word.startswith("data.") and "file_name" not in word]
+    source = ["evaluate.py", "--config", CONFIG, "--data", run / "metadata.csv", "--device", "cpu"]
+    others = f"reward.others={{text: {{name: clip_score, settings: {{model_dir: {folder}}}}}}}"
+    made = straight / "videos" / "latest"
+    said = call(monkeypatch, capsys, [*source, "--out", tmp_path / "out", "--videos", made, *sizes, others])
+    (arm,) = left(tmp_path / "out")[0]["arms"]
+    reward = rewards.build("clip_score", {"model_dir": folder})
+    scores = []
+    for row in data.load_metadata(run / "metadata.csv"):
+        for file in sorted(made.glob(f"{Path(row.video).stem}_seed*.mp4")):
+            video = data.to_float(data.read_video(file))
+            scores.append(reward(video[None], [reward.reference(video, row.prompt)]).score.item())
+    assert len(scores) == 4 and "text" in said
+    assert arm["figures"]["rewards/text"]["mean"] == pytest.approx(np.mean(scores), abs=1e-5)
+
+
+@pytest.mark.long
+def test_killed_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_path):
+    """SIGKILL, when some of the videos are judged."""
+    arguments = [sys.executable, "tools/evaluate.py", *words(run, tmp_path, "--strengths", "0,1", "--steps", "4,2")[1:]]
+    records = tmp_path / "records.jsonl"
+    with subprocess.Popen(arguments, cwd=ROOT, env=environment()) as process:
+        while process.poll() is None and (not records.is_file() or records.read_text().count("\n") < 5):
+            time.sleep(0.02)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL and not (tmp_path / "report.json").exists()
+    assert 5 <= records.read_text().count("\n") < 26
+    subprocess.run(arguments, cwd=ROOT, env=environment(), check=True)
+    assert left(tmp_path)[1:] == left(straight)[1:]
+    assert left(tmp_path)[0]["arms"] == left(straight)[0]["arms"]
 
 
 @pytest.mark.long
