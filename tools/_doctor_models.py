@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ModelMixin, WanTransformer3DModel
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rewardfl import data, groups, offload, reward_flow
@@ -26,6 +27,7 @@ from rewardfl.rewards.face_judge import LEAST_FLOW
 from rewardfl.rewards.video_motion import video_motion
 from rewardfl.run import start, work
 from rewardfl.run.monitor import peak_memory_gb
+from rewardfl.weights import wan_names
 from rewardfl_tools._doctor_page import DIFFERS, NOT_DONE, OK, Case, Finding
 
 STEPS, SIDE, SEED = 4, 256, 0  # of the comparison with the stock pipeline; sides in pixels, at most
@@ -220,17 +222,33 @@ def sample_stock(
 
 
 def stock_experts(backbone: Wan) -> tuple[Callable[[str], ModelMixin], str]:
-    """(what loads an expert for the stock pipeline, whose loading that is): diffusers' where it can read the files."""
-    folders = {name: backbone.layout.configs / part for name, part in backbone.variant.parts.items()}
+    """(what loads an expert for the stock pipeline, whose loading that is): diffusers' where it can read the files.
+
+    Of a model in its original layout diffusers reads the tensors of all shards in one (from_single_file).
+    """
+    layout, parts, dtype = backbone.layout, backbone.variant.parts, backbone.dtype
     if any(backbone.source.distilled[:2]):
         return backbone.load_expert, "the same loaded weights in both, since a distillation is part of them"
-    if any(backbone.layout.experts[name] != [folder] for name, folder in folders.items()):
-        return backbone.load_expert, "the same loaded weights in both, since diffusers has no loader for these files"
+    in_folders = all(layout.experts[name] == [layout.configs / part] for name, part in parts.items())
+    shards = wan_files.files(layout)
+    if not in_folders and any(file.suffix != ".safetensors" for name in parts for file in shards[name]):
+        return backbone.load_expert, "the same loaded weights in both, since they are no .safetensors"
 
     def load(name: str) -> ModelMixin:
-        expert = WanTransformer3DModel.from_pretrained(folders[name], torch_dtype=backbone.dtype, local_files_only=True)
-        for parameter in expert.parameters():  # mapped from the file they lie at odd addresses: a CPU's sums differ
-            parameter.data = parameter.data.clone()
+        if in_folders:
+            folder = layout.configs / parts[name]
+            expert = WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype, local_files_only=True)
+        else:
+            tensors: dict[str, Tensor] = {}
+            for file in shards[name]:
+                tensors |= load_file(file)
+            expert = WanTransformer3DModel.from_single_file(
+                tensors, config=str(layout.configs), subfolder=parts[name], local_files_only=True
+            )  # not torch_dtype, which would round the parts that from_pretrained keeps in float32
+        for key, parameter in expert.named_parameters():
+            kind = torch.float32 if wan_names.stays_float32(key) else dtype
+            # a copy: mapped from the file they lie at odd addresses, and a CPU's sums differ
+            parameter.data = parameter.data.to(kind, copy=True)
         return expert.eval().requires_grad_(False)
 
     return load, "weights as diffusers loads them and as rewardfl does"
