@@ -78,7 +78,7 @@ def write(folder: Path, layers: int, width: int) -> tuple[Path, Path]:
 
 
 def measure(config: str, folder: str, lora: str) -> dict[str, float]:
-    """Of this process: seconds, the expert's size, and the peak over it."""
+    """What this process took: seconds, the expert's size, and the peak over it."""
     distilled = lora_files.assign(lora_files.read_lora(lora), "high_noise") if lora else []
     checkpoint = shards.open_checkpoint(Path(folder))
     before, start = status("VmRSS"), time.perf_counter()

@@ -73,7 +73,7 @@ def path_and_strength(text: str) -> tuple[str, float]:
 
 
 def number_or_null(text: str) -> float | None:
-    """Of an option that says null as a configuration does."""
+    """The value of an option that says null as a configuration does."""
     return None if text == "null" else float(text)
 
 

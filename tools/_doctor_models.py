@@ -287,7 +287,7 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 
 def psnr(one: Tensor, other: Tensor) -> float:
-    """In dB, of videos in [-1, 1]; inf where they are equal."""
+    """The PSNR in dB of videos in [-1, 1]; inf where they are equal."""
     error = float((one - other).square().mean())
     return 10 * math.log10(4 / error) if error else math.inf
 
@@ -426,6 +426,6 @@ def means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of those that are numbers; NaN where none is."""
+    """The mean of those that are numbers; NaN where none is."""
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan

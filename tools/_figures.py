@@ -85,7 +85,7 @@ class Table:
 
     @property
     def widths(self) -> dict[str, float]:
-        """Of the real clip's face, in pixels, by row id."""
+        """The width of the real clip's face in pixels, by row id."""
         return {row: record["face_width"] for (row, _), record in self.records[REAL].items()}
 
     def values(self, arm: str, name: str) -> Values:

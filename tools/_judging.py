@@ -202,7 +202,7 @@ def _pixel_figures(frames: np.ndarray, boxes: np.ndarray | None, periods: Sequen
 
 
 def _protocol_figures(judges: Judges, video: Tensor, kept: Kept) -> Figures:
-    """Of each protocol by each recogniser; None where the input image shows no face, as the authors leave it out."""
+    """Each protocol's score by each recogniser; None where the input image shows no face: the authors leave it out."""
     found: Figures = {}
     for name, detector in judges.detectors.items():
         face_sim = partial(protocols.protocol_score, detector=detector, recogniser=judges.faces[name].recogniser)

@@ -121,7 +121,7 @@ def meaning(name: str, judges: Sequence[str]) -> Meaning:
 
 
 def outside(found: Mapping | None, bounds: Meaning) -> str:
-    """In words how what has become of a figure is not healthy; empty where it is, or nothing is known of it.
+    """Words on how what has become of a figure is not healthy; empty where it is, or nothing is known of it.
 
     found: what _figures.compared says of it. Its mean decides, and the border itself is healthy.
     """

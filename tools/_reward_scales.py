@@ -182,7 +182,7 @@ def deviation(values: Tensor) -> float:
 
 
 def shares(scales: Sequence[Scale]) -> list[float]:
-    """Of each reward in the sum of all weighted gradients' norms; 0 for those that only measure."""
+    """Each reward's share of the sum of all weighted gradients' norms; 0 for those that only measure."""
     pulls = [scale.pull if scale.term.weight > 0 else 0.0 for scale in scales]
     total = sum(pull for pull in pulls if not math.isnan(pull))
     return [pull / total if total > 0 else math.nan for pull in pulls]

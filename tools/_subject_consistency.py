@@ -26,7 +26,7 @@ def load(folder: str, device: str) -> ViTModel:
 
 
 def subject_consistency(model: ViTModel, frames: np.ndarray) -> float:
-    """Of a clip (F, H, W, 3) uint8, in [0, 1]: vbench/subject_consistency.py.
+    """Subject consistency of a clip (F, H, W, 3) uint8, in [0, 1]: vbench/subject_consistency.py.
 
     Mean over the frames after the first of half of max(0, cosine with the frame before) and max(0, cosine with the
     first). Positions are interpolated by transformers' rule for frames that are not square.

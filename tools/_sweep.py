@@ -242,7 +242,7 @@ def _report(folder: Path) -> dict:
 
 
 def read_figures(folder: Path) -> dict[str, Figure]:
-    """Of evaluate's report: the gain, and after over before of each motion and of sharpness, by the held-out judge.
+    """Evaluate's report: the gain, and after over before of each motion and of sharpness, by the held-out judge.
 
     Without one, by the reward's own recogniser. reversals is after minus before, and has no interval.
     """

@@ -18,7 +18,7 @@ class OneReference(FaceIdentityReward):
     name = "face_one_reference"
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
-        """As FaceIdentityReward, with one embedding, that of frame 0; None where it shows no face."""
+        """FaceIdentityReward's reference with one embedding, that of frame 0; None where that shows no face."""
         whole = super().reference(video, prompt)
         given = super().reference(video[:, :1].expand(-1, 2, -1, -1), prompt)  # its later frame is the first again
         if whole is None or given is None:

@@ -188,7 +188,7 @@ class ImageModel:
         return [expert]
 
     def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
-        """With the decoder's whole graph, of which `vjp` keeps an up-block's: torch measures no recomputation there."""
+        """The cost with the decoder's whole graph; `vjp` keeps an up-block's, but torch measures no recomputation."""
         shape = self.latent_shape(height, width, num_frames)
         with torch.device("meta"):
             vae = stock.cast(self.kind.vae.from_config(self.configs["vae"]), self.dtype).requires_grad_(False)

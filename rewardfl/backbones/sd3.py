@@ -38,7 +38,7 @@ def _ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -
 
 
 def _longest_side(configs: Configs) -> int:
-    """Of the images, by the positions that the network can tell apart."""
+    """The longest side that images may have in pixels, by the positions that the network can tell apart."""
     config = configs[EXPERT]
     return config["pos_embed_max_size"] * config["patch_size"] * images.pixels_per_latent(configs)
 

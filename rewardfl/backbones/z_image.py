@@ -50,7 +50,7 @@ def _guide(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
 
 
 def _longest_side(configs: Configs) -> int:
-    """Of the images, by the rows and columns that the network can tell apart."""
+    """The longest side that images may have in pixels, by the rows and columns that the network can tell apart."""
     return min(configs[EXPERT]["axes_lens"][1:]) * PATCH * images.pixels_per_latent(configs)
 
 

@@ -66,7 +66,7 @@ def any_judged(terms: Sequence[Term], judged: Sequence[Sequence[Judged]]) -> boo
 
 
 def why_nothing_was_judged(terms: Sequence[Term], judged: Sequence[Sequence[Judged]]) -> str:
-    """In one line: what the rewards that are trained on made of the samples."""
+    """One line on what the rewards that are trained on made of the samples."""
     accounts = []
     for i, term in enumerate(terms):
         if term.weight > 0:

@@ -32,7 +32,7 @@ class Judged:
     problems: tuple[str, ...] = ()
 
     def at_rest(self) -> "Judged":
-        """In float32 on the CPU and without a graph, as what is logged."""
+        """The same in float32 on the CPU and without a graph, as what is logged."""
         parts = {name: part.detach().float().cpu() for name, part in self.output.parts.items()}
         output = RewardOutput(self.output.score.detach().float().cpu(), self.output.valid.cpu(), parts)
         return Judged(output, self.failed, self.problems)

@@ -75,7 +75,7 @@ YUNET_OUTPUTS = [f"{kind}_{stride}" for kind in ("cls", "obj", "bbox", "kps") fo
 
 
 def family_of(names: list[str], path: str | Path) -> tuple[Family, list[int]]:
-    """Of a detector whose outputs have these names: how it is read, and the order in which. ValueError for another."""
+    """How a detector whose outputs have these names is read, and in which order; ValueError for another detector."""
     if sorted(names) == sorted(YUNET_OUTPUTS):
         return YuNet(), [names.index(name) for name in YUNET_OUTPUTS]
     if len(names) == 9:

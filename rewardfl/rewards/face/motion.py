@@ -152,7 +152,7 @@ class FaceMotionReward(Reward):
         return torch.stack(weighted).sum() / sum(weights.values())
 
     def _measure(self, video: Tensor, which: int, view: View | None) -> FaceMotion | None:
-        """With gradient where a term has a weight; None when no frame shows a face."""
+        """How the clip moves, with gradient where a term has a weight; None when no frame shows a face."""
         detector = cast(FaceDetector, self.detectors[which])
         with torch.autocast(video.device.type, enabled=False):
             frames = frames_of(video)

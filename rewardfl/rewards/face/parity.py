@@ -130,7 +130,7 @@ def _found_by_insightface(identity: FaceIdentity, picture: np.ndarray, get_model
 
 
 def _found_by_opencv(identity: FaceIdentity, frame: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of OpenCV, with a YuNet: of the frame as ours has fitted it, since OpenCV does not resize."""
+    """What OpenCV finds with a YuNet in the frame as ours has fitted it, since OpenCV does not resize."""
     import cv2
 
     ours = identity.detector
