@@ -12,6 +12,7 @@ from pathlib import Path
 import clip_files
 import numpy as np
 import pytest
+import torch
 import zygote
 from conftest import ROOT
 from runs import CONFIG, QUICK, environment, launch, table
@@ -175,6 +176,21 @@ def test_agreement_with_the_text_is_a_column(run, straight, tmp_path, monkeypatc
             scores.append(reward(video[None], [reward.reference(video, row.prompt)]).score.item())
     assert len(scores) == 4 and "text" in said
     assert arm["figures"]["rewards/text"]["mean"] == pytest.approx(np.mean(scores), abs=1e-5)
+
+
+def test_everybody_is_a_column_where_everybody_is_trained(run, tmp_path, monkeypatch, capsys):
+    """Two people side by side; as they are, and with one of them in the other's place, whose likeness then counts 0."""
+    (one, other) = (data.read_video(row.video) for row in data.load_metadata(run / "metadata.csv"))
+    for name, pair in (("real", (one, other)), ("both/000", (one, other)), ("twice/000", (one, one))):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        data.write_video(tmp_path / f"{name}.mp4", torch.cat(pair, 2), 8)
+    (tmp_path / "metadata.csv").write_text("video,prompt\nreal.mp4,two people\n")
+    source = ["evaluate.py", "--config", CONFIG, "--data", tmp_path / "metadata.csv", "--device", "cpu"]
+    videos = [word for name in ("both", "twice") for word in ("--videos", tmp_path / name)]
+    settings = ["data.width=128", "reward.det_size=256", "reward.people=all"]
+    call(monkeypatch, capsys, [*source, "--out", tmp_path / "out", *videos, *settings])
+    both, twice = (arm["figures"]["rewards/everybody"]["mean"] for arm in left(tmp_path / "out")[0]["arms"])
+    assert both > 0.9 and twice == pytest.approx(both / 2, abs=0.1)
 
 
 @pytest.mark.long

@@ -74,10 +74,18 @@ def judges_of(cfg: config.AnyConfig, args: argparse.Namespace) -> Judges:
 
 
 def columns(cfg: config.AnyConfig) -> list[config.WantedReward]:
-    """The rewards that are measured beside the faces: reward.others, and what is trained where that is no face."""
+    """The rewards that are measured beside the faces: reward.others, and what is trained where that is no face.
+
+    Where everybody is trained (reward.people: all) also `everybody`: their mean likeness by the pack that judges.
+    """
     wanted = config.wanted_rewards(cfg)
-    first = [wanted[0]] if cfg.reward.name != "face_identity" else []
-    return first + [one for one in wanted if one.key.startswith("reward.others.")]
+    found = [wanted[0]] if cfg.reward.name != "face_identity" else []
+    if cfg.reward.people == "all":
+        judge = cfg.reward.held_out_model_path or cfg.reward.reward_model_path
+        settings = {"pack_dir": judge, "cap": "none", "det_size": cfg.reward.det_size, "people": "all"}
+        settings["min_face_size"] = cfg.reward.min_face_size
+        found.append(config.WantedReward("reward.people", "everybody", "face_identity", settings, weight=0.0))
+    return found + [one for one in wanted if one.key.startswith("reward.others.")]
 
 
 def identify(judges: Judges, cfg: config.AnyConfig, dino: str | None) -> dict[str, str]:
