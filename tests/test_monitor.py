@@ -155,14 +155,16 @@ def test_a_run_ends_at_the_same_step_by_its_file_alone():
 def test_a_checkpoint_with_a_broken_guard_does_not_become_the_best():
     keys = ["reward/held_out", "reward/mean"]
     for name, history in (("hacked", HACKED), ("healthy", HEALTHY)):
-        score, broken = score_for_best(history, 20, keys, 0.8)
+        score, broken = score_for_best(history, 20, keys, motion=0.8)
         assert (score is None) == bool(broken) == (name == "hacked")
         assert score in (None, recent_mean(history, 20, keys))
-    assert score_for_best(HACKED[:10], 0, keys, 0.8)[0] is not None  # nothing to be compared with
+    assert score_for_best(HACKED[:10], 0, keys, motion=0.8)[0] is not None  # nothing to be compared with
     froze = with_flow(*[0.9] * 5, *[0.3] * 3)[1:]  # 15 updates, and 9 that move less
-    assert score_for_best(froze[:16], 15, keys, 0.8)[1] == []  # one in ten
-    assert score_for_best(froze, 23, keys, 0.8)[1] and score_for_best(froze, 15, keys, 0.8)[1]
-    assert score_for_best(froze, 15, keys, 0.0)[1] == []
+    assert score_for_best(froze[:16], 15, keys, motion=0.8)[1] == []  # one in ten
+    assert score_for_best(froze, 23, keys, motion=0.8)[1] and score_for_best(froze, 15, keys, motion=0.8)[1]
+    assert score_for_best(froze, 15, keys, motion=0.0)[1] == []
+    soon = with_flow(0.9, 0.3, 0.3)  # in the first ten updates, which train.early_stop cuts into windows
+    assert score_for_best(soon, 0, keys, window=3, motion=0.8)[1] and not score_for_best(soon, 0, keys, motion=0.8)[1]
 
 
 def test_alarms_of_what_is_not_measured_keep_silent():

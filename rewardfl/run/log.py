@@ -77,8 +77,16 @@ class Log:
         return self.job.by_main(lambda: early_stop([*self.history, {"step": step, **metrics}], **dict(rule)), ())
 
     def score_for_best(self, step: int, since: int, keys: Sequence[str]) -> float | None:
-        """What checkpoints/best is chosen by: see monitor.score_for_best. None on other processes than the main one."""
-        score, broken = score_for_best(self.history, since, keys, self.cfg.reward.motion_alarm)
+        """What checkpoints/best is chosen by: see monitor.score_for_best. None on other processes than the main one.
+
+        Its windows and limits are train.early_stop's where that is set: what counts towards a stop becomes no `best`.
+        """
+        rule, alarm = self.cfg.train.early_stop, self.cfg.reward.motion_alarm
+        if rule is None:
+            score, broken = score_for_best(self.history, since, keys, motion=alarm)
+        else:
+            limits = {"motion": rule.motion, "grid": rule.grid}
+            score, broken = score_for_best(self.history, since, keys, window=rule.window, **limits)
         if broken:
             self.say(step, f"this checkpoint does not become checkpoints/best: {'; '.join(broken)}")
         return score

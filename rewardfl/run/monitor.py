@@ -190,16 +190,22 @@ def early_stop(history: Sequence[dict[str, float]], *, window: int, patience: in
 
 
 def score_for_best(
-    history: Sequence[dict[str, float]], since: int, keys: Sequence[str], motion: float
+    history: Sequence[dict[str, float]],
+    since: int,
+    keys: Sequence[str],
+    *,
+    window: int = WINDOW,
+    motion: float,
+    grid: float = GRID_GUARD,
 ) -> tuple[float | None, list[str]]:
     """(what checkpoints/best is chosen by, the guards that keep this checkpoint from it, which then has None).
 
     The score is `recent_mean` after step `since`. The guards are broken_guards of the updates since then, at least
-    WINDOW of them, beside the run's first WINDOW, which have nothing to be compared with.
+    `window` of them, beside the run's first `window`, which have nothing to be compared with.
     """
     updates = _updates(history)
-    asked = max(WINDOW, sum(line["step"] > since for line in updates))
-    broken = broken_guards(updates[:WINDOW], updates[WINDOW:][-asked:], motion)
+    asked = max(window, sum(line["step"] > since for line in updates))
+    broken = broken_guards(updates[:window], updates[window:][-asked:], motion, grid)
     return None if broken else recent_mean(history, since, keys), broken
 
 
