@@ -7,6 +7,7 @@ before, of reversals after minus before, of colour the larger shift of a channel
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Report], float], Callable[..., float]]] 
 
 def _gain(report: Report, judge: str) -> float:
     found = report["recognisers"].get(judge)
-    return 100 * found["gain"]["relative"]["mean"] if found else float("nan")
+    return 100 * found["gain"]["relative"]["mean"] if found else math.nan
 
 
 def _after(report: Report) -> dict:
@@ -55,8 +56,9 @@ def main() -> None:
         cells = []
         for shape, of, worst in COLUMNS.values():
             values = [of(report) for report in reports]
-            mean = sum(values) / len(values)
-            cells.append(shape.format(mean) + (f" ({shape.format(worst(values))})" if len(values) > 1 else ""))
+            mean, several = sum(values) / len(values), len(values) > 1
+            shown = shape.format(mean) + (f" ({shape.format(worst(values))})" if several else "")
+            cells.append("" if math.isnan(mean) else shown)
         print(f"| {point.name} ({len(reports)}) | {' | '.join(cells)} |")
 
 
