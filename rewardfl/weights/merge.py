@@ -4,13 +4,12 @@ All arithmetic is float32 with one rounding at the end. A bfloat16 file cannot h
 arithmetic: a weight that moves by less than half its spacing does not move. So `Kept` measures what survived.
 """
 
-import os
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
-from typing import TypeVar
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -20,10 +19,9 @@ from rewardfl.weights.lora_files import TORCH_DTYPES, WAN, Lora, Update, as_byte
 from rewardfl.weights.shards import BLOCK_BYTES, Checkpoint, Entry, Part, Refused, copy_of
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --dtype
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 # adds to rows of a tensor in place; it is given them, as the base has them, and which of the tensor's rows they are
 Term = Callable[[Tensor, Tensor, slice], Tensor]
+ADDING = Lock()  # of one Kept, to which the tensors of a plan add in threads
 SAMPLE_ROWS = 64  # of each merged tensor, for the dry run's estimate and for verification
 
 
@@ -257,41 +255,28 @@ def column_lengths(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Tens
 
 def _merging(
     entry: Entry, updates: Sequence[tuple[Update, float]], stored: str, kept: Kept
-) -> Callable[[], Iterator[memoryview]]:
-    """The content of a tensor with its updates, or with none, in another dtype; what arrives is added to `kept`."""
+) -> Callable[[], Iterator[Callable[[], memoryview]]]:
+    """The pieces of a tensor with its updates, or with none, in another dtype; what arrives is added to `kept`."""
 
-    def content() -> Iterator[memoryview]:
+    def pieces() -> Iterator[Callable[[], memoryview]]:
         add = adder(entry, updates)
         blocks = list(row_blocks(entry))
         sampled = blocks[len(blocks) // 2] if updates else None
 
-        def merged(block: tuple[int, int]) -> memoryview:
-            first, count = block
+        def merged(first: int, count: int) -> memoryview:
+            torch.set_num_threads(1)  # of this thread: torch's own would wait for each other at every operation
             rows = read_rows(entry, first, count)
-            before = rows[:SAMPLE_ROWS].clone() if block == sampled else None
+            before = rows[:SAMPLE_ROWS].clone() if (first, count) == sampled else None
             rows = add(rows, first)
-            if before is not None:  # once per tensor, so no two threads add at a time
+            if before is not None:
                 wanted = rows[:SAMPLE_ROWS]
-                kept.add(before, wanted, wanted.to(TORCH_DTYPES[stored]).float())
+                with ADDING:
+                    kept.add(before, wanted, wanted.to(TORCH_DTYPES[stored]).float())
             return to_bytes(rows, stored, f"{entry.name} of {entry.file}{' after merging' if updates else ''}")
 
-        return _in_threads(merged, blocks)
+        return (partial(merged, *block) for block in blocks)
 
-    return content
-
-
-def _in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """work(item) of each item, in order; a few are worked on at a time while the caller writes the one before."""
-    threads = min(4, os.cpu_count() or 1)
-    waiting: deque[Future[Result]] = deque()
-    # one thread per block: torch's own would wait for each other at every operation
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for item in items:
-            waiting.append(pool.submit(work, item))
-            if len(waiting) > threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+    return pieces
 
 
 def merged_tensor(entry: Entry, updates: Sequence[tuple[Update, float]], dtype: torch.dtype) -> Tensor:
@@ -342,7 +327,7 @@ def verify(plan: Plan, written: Checkpoint, progress: Callable[[int], object]) -
         if name in plan.merged:
             _verify_merged(entry, plan.merged[name], output)
         elif output.dtype == entry.dtype:
-            if any(a != b for a, b in zip(entry.blocks(), output.blocks(), strict=True)):
+            if any(a() != b() for a, b in zip(entry.pieces(), output.pieces(), strict=True)):
                 raise Refused(f"{written.path}: {part.name} is not a copy of {entry.name} in {entry.file}")
         else:
             for first, count in row_blocks(entry):

@@ -8,13 +8,15 @@ complete state dicts only; the format is a length, a JSON header and the tensors
 import json
 import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from io import BufferedReader
+from functools import partial
 from math import prod
 from pathlib import Path
 from reprlib import Repr
+from typing import TypeVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -24,10 +26,12 @@ ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
-BLOCK_BYTES = 4 << 20  # what is read, changed and written at a time
+BLOCK_BYTES = 2 << 20  # what is read, changed and written at a time
 STEM = "diffusion_pytorch_model"  # of the files in a diffusers or Wan-AI expert folder
 QUANTISED_LEAVES = ("scale_weight", "scale_input", "weight_scale", "comfy_quant", "scaled_fp8")  # beside the weights
 MAX_DIMENSIONS = 64  # as torch
+Bytes = bytes | bytearray | memoryview
+Result = TypeVar("Result")
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
 
@@ -87,27 +91,20 @@ class Entry:
 
     def read(self, first_row: int = 0, rows: int | None = None) -> bytearray:
         """The bytes of `rows` slices along the first dimension (all by default), from `first_row`."""
-        size = self.nbytes if rows is None else rows * self.row_bytes
+        return self._read(first_row * self.row_bytes, self.nbytes if rows is None else rows * self.row_bytes)
+
+    def pieces(self) -> Iterator[Callable[[], bytearray]]:
+        """All bytes, BLOCK_BYTES at a time, each piece read when it is called."""
+        for start in range(0, self.nbytes, BLOCK_BYTES):
+            yield partial(self._read, start, min(BLOCK_BYTES, self.nbytes - start))
+
+    def _read(self, start: int, size: int) -> bytearray:
         buffer = bytearray(size)
         with self.file.open("rb") as file:
-            file.seek(self.offset + first_row * self.row_bytes)
-            _fill(file, memoryview(buffer))
+            file.seek(self.offset + start)
+            if file.readinto(buffer) < size:
+                raise OSError(f"{self.file} ended while it was read; did something overwrite it?")
         return buffer
-
-    def blocks(self) -> Iterator[memoryview]:
-        """All bytes, BLOCK_BYTES at a time; each view is overwritten by the next."""
-        buffer = memoryview(bytearray(min(BLOCK_BYTES, self.nbytes)))
-        with self.file.open("rb") as file:
-            file.seek(self.offset)
-            for start in range(0, self.nbytes, BLOCK_BYTES):
-                view = buffer[: min(BLOCK_BYTES, self.nbytes - start)]
-                _fill(file, view)
-                yield view
-
-
-def _fill(file: BufferedReader, view: memoryview) -> None:
-    if file.readinto(view) < len(view):
-        raise OSError(f"{file.name} ended while it was read; did something overwrite it?")
 
 
 @dataclass(frozen=True)
@@ -127,12 +124,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor to write: its bytes come from `content()` in any number of pieces."""
+    """A tensor to write: its bytes are those of its pieces, each computed when it is called, in any thread."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    content: Callable[[], Iterable[bytes | bytearray | memoryview]] = field(compare=False)
+    pieces: Callable[[], Iterable[Callable[[], Bytes]]] = field(compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -141,7 +138,23 @@ class Part:
 
 def copy_of(entry: Entry, name: str | None = None) -> Part:
     """`entry` as it is, perhaps under another name."""
-    return Part(name or entry.name, entry.dtype, entry.shape, entry.blocks)
+    return Part(name or entry.name, entry.dtype, entry.shape, entry.pieces)
+
+
+def in_threads(pieces: Iterable[Callable[[], Result]]) -> Iterator[Result]:
+    """What each piece gives, in order; the next few are computed while the caller uses the one before.
+
+    There are more of them than cores, for some wait for the disk.
+    """
+    threads = min(8, 2 + (os.cpu_count() or 1))
+    waiting: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for piece in pieces:
+            waiting.append(pool.submit(piece))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -334,13 +347,21 @@ def write_file(
     text += b" " * (-len(text) % 8)
     with atomic_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
+        whose: deque[str] = deque()
+        written: Counter[str] = Counter()
+
+        def pieces() -> Iterator[Callable[[], Bytes]]:
+            for part in ordered:
+                for piece in part.pieces():
+                    whose.append(part.name)
+                    yield piece
+
+        for content in in_threads(pieces()):  # over the borders of tensors
+            written[whose.popleft()] += file.write(content)
+            progress(len(content))
         for part in ordered:
-            written = 0
-            for piece in part.content():
-                written += file.write(piece)
-                progress(len(piece))
-            if written != part.nbytes:
-                raise RuntimeError(f"tensor {part.name} came as {written} bytes of {part.nbytes}")
+            if written[part.name] != part.nbytes:
+                raise RuntimeError(f"tensor {part.name} came as {written[part.name]} bytes of {part.nbytes}")
         file.flush()
         os.fsync(file.fileno())
         before_replacing()
