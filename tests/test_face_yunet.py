@@ -10,7 +10,8 @@ from torch import nn
 
 from rewardfl import rewards
 from rewardfl.files import sha256
-from rewardfl.rewards.face import FaceDetector, FaceIdentity, FaceRecogniser, embed
+from rewardfl.rewards.face import FaceDetector, FaceIdentity, FaceRecogniser
+from rewardfl.rewards.face import pack as pack_of_files
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe_packs, file_hashes, pack_files
 
@@ -45,7 +46,7 @@ class Normalise(nn.Module):
 @pytest.fixture
 def published(pack, monkeypatch):
     """The pack, its recogniser taken for the published one."""
-    monkeypatch.setattr(embed, "SFACE", (sha256(pack_files(pack)[1]),))
+    monkeypatch.setattr(pack_of_files, "SFACE", (sha256(pack_files(pack)[1]),))
     return pack
 
 
@@ -130,7 +131,7 @@ def test_a_clip_is_scored_and_traced(published):
 
 
 def test_what_the_licences_are(pack, monkeypatch):
-    lines = describe_packs({"reward.reward_model_path": {"a.onnx": embed.SFACE[0]}})
+    lines = describe_packs({"reward.reward_model_path": {"a.onnx": pack_of_files.SFACE[0]}})
     assert lines[-1] == "licence of a.onnx: weights of OpenCV's model zoo, SFace: Apache-2.0"
     (line,) = [one for one in describe_packs({"x": file_hashes(pack_files(pack)[:1])}) if one.startswith("licence")]
     assert "unknown origin" in line

@@ -226,20 +226,23 @@ def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_
 
 def test_a_run_that_its_judge_ends_is_finished(monkeypatch, capsys, tmp_path, held_out):
     """At the end of an epoch, with a checkpoint and an evaluation of its weights, by whose judge `best` is chosen."""
-    settings = [
-        *GRPO_FAST, *EPOCHS, held_out, f"run.output_dir={tmp_path}", "run.sample_videos=0", "train.max_steps=12",
-        "run.save_steps=100", "evaluation.eval_steps=100", f"reward.held_out_model_path={WORLD}/faces/judge",
-        "train.early_stop={window: 3, patience: 1, motion: 1, grid: 1}",  # any loss of motion; an epoch has 4 updates
+    common = [
+        *GRPO_FAST, *EPOCHS, held_out, "run.sample_videos=0", "run.save_steps=100", "evaluation.eval_steps=100",
+        f"reward.held_out_model_path={WORLD}/faces/judge",
     ]  # fmt: skip
+    rule = "train.early_stop={window: 3, patience: 1, motion: 1, grid: 1}"  # any loss of motion; an epoch has 4 updates
+    settings = [*common, f"run.output_dir={tmp_path}", "train.max_steps=12", rule]
     code, out, error = call_grpo(monkeypatch, capsys, *settings)
     assert code == 0 and "stopped at step 8: train.early_stop: beside steps 1 to 3, steps 4 to 6 " in out, error
+    assert "no checkpoint became" in out  # by the same rule
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(9))
     assert [line["step"] for line in lines if "eval/held_out/grid" in line] == [0, 8]
-    (score,) = [checkpoint._manifest(path)["score"] for path in (tmp_path / "checkpoints").glob("step-*")]
-    assert score == lines[8]["eval/held_out"] != lines[8]["eval/score"]
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
     assert code == 0 and "nothing to train: " in out and "step-000008" in out and metrics(tmp_path) == lines
+    code, _, _ = call_grpo(monkeypatch, capsys, *common, f"run.output_dir={tmp_path / 'free'}", "train.max_steps=8")
+    (score,) = [checkpoint._manifest(path)["score"] for path in (tmp_path / "free" / "checkpoints").glob("step-*")]
+    assert code == 0 and score == lines[8]["eval/held_out"] != lines[8]["eval/score"]
 
 
 @pytest.mark.long

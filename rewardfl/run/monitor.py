@@ -194,16 +194,16 @@ def score_for_best(
     since: int,
     keys: Sequence[str],
     *,
-    window: int = WINDOW,
+    window: int | None = None,
     motion: float,
     grid: float = GRID_GUARD,
 ) -> tuple[float | None, list[str]]:
     """(what checkpoints/best is chosen by, the guards that keep this checkpoint from it, which then has None).
 
     The score is `recent_mean` after step `since`. The guards are broken_guards of the updates since then, at least
-    `window` of them, beside the run's first `window`, which have nothing to be compared with.
+    `window` of them, beside the run's first `window`, which have nothing to be compared with; None: WINDOW.
     """
-    updates = _updates(history)
+    updates, window = _updates(history), window or WINDOW
     asked = max(window, sum(line["step"] > since for line in updates))
     broken = broken_guards(updates[:window], updates[window:][-asked:], motion, grid)
     return None if broken else recent_mean(history, since, keys), broken

@@ -8,17 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rewardfl.files import sha256
 from rewardfl.rewards.face.align import CROP_SIZE
 from rewardfl.rewards.face.onnx_module import OnnxModule
-
-# face_recognition_sface_2021dec.onnx of github.com/opencv/opencv_zoo
-SFACE = ("0ba9fbfa01b5270c96627c4ef784da859931e02f04419c829e83484087c34e79",)
-
-
-def is_sface(path: str | Path) -> bool:
-    """Whether the file is the published SFace, which its graph need not tell from an ArcFace."""
-    return sha256(Path(path)) in SFACE
+from rewardfl.rewards.face.pack import is_sface
 
 
 class FaceRecogniser(nn.Module):

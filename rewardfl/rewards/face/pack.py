@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rewardfl.files import sha256
-from rewardfl.rewards.face.embed import SFACE
 from rewardfl.rewards.face.onnx_file import graph_inputs, read_graph, value_shape
 
 TASKS = ("detector", "recogniser")
@@ -136,6 +135,8 @@ def file_hashes(files: Iterable[Path]) -> dict[str, str]:
     return {file.name: sha256(file) for file in files}
 
 
+# face_recognition_sface_2021dec.onnx of github.com/opencv/opencv_zoo
+SFACE = ("0ba9fbfa01b5270c96627c4ef784da859931e02f04419c829e83484087c34e79",)
 _INSIGHTFACE = "insightface's model zoo: non-commercial research only"
 _AURAFACE = "fal/AuraFace-v1: Apache-2.0 by its model card"
 _YUNET = "OpenCV's model zoo, YuNet: MIT"
@@ -152,6 +153,11 @@ _LICENCE_BY_HASH = {
     "8f2383e4dd3cfbb4553ea8718107fc0423210dc964f9f4280604804ed2552fa4": _YUNET,  # face_detection_yunet_2023mar.onnx
 } | dict.fromkeys(SFACE, _SFACE)
 _INSIGHTFACE_NAMES = ("scrfd_", "det_10g", "det_2.5g", "det_500m", "glintr100", "w600k_")
+
+
+def is_sface(path: str | Path) -> bool:
+    """Whether the file is the published SFace, which its graph need not tell from an ArcFace."""
+    return sha256(Path(path)) in SFACE
 
 
 def describe_packs(packs: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, similarity_transform
 from rewardfl.rewards.face.detect import YuNet
-from rewardfl.rewards.face.embed import FaceRecogniser, is_sface
+from rewardfl.rewards.face.embed import FaceRecogniser
 from rewardfl.rewards.face.identity import FaceIdentity
+from rewardfl.rewards.face.pack import is_sface
 
 MAX_COSINE_DISTANCE = 1e-3  # insightface rounds its crop to bytes: about 1e-5 on trained networks, 3e-4 on random ones
 
