@@ -94,7 +94,7 @@ def identify(judges: Judges, cfg: config.AnyConfig, dino: str | None) -> dict[st
     for name, one in judges.faces.items():
         hashes = file_hashes(one.files)
         found |= {f"{name}'s {file}": digest[:16] for file, digest in hashes.items()}
-    found |= {f"reward.others.{term.label}": str(term.reward.fingerprint()) for term in judges.terms}
+    found |= {term.key: str(term.reward.fingerprint()) for term in judges.terms}
     found |= {f"protocol {name}": f"version {protocols.VERSION}" for name in judges.protocols}
     found |= {"--dino": model_digest([Path(dino)])[:16] if dino else "none"}
     return found | {"--periods": " ".join(map(str, judges.periods)), "reward.det_size": str(cfg.reward.det_size)}

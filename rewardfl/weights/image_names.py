@@ -99,7 +99,7 @@ def _flux_original() -> dict[str, tuple[Place, ...]]:
 
 
 def _aliases(table: dict[str, tuple[Place, ...]]) -> dict[str, tuple[Place, ...]]:
-    """The tensors under names in which underscores stand for dots, as kohya and OneTrainer write them."""
+    """The table, also by the names in which underscores stand for dots, as kohya and OneTrainer write them."""
     return table | {name.replace(".", "_"): found for name, found in table.items()}
 
 

@@ -31,7 +31,7 @@ class FaceParityError(ValueError):
 class FaceParity:
     """How far ours is from a pack's own code on one frame, for the largest face; NaN where nothing was compared."""
 
-    code: str  # that ours was compared with
+    code: str  # that ours was compared with; a published SFace is OpenCV's whatever the detector
 
     box_error: float = math.nan  # largest difference of a side, in frame pixels
     landmark_error: float = math.nan  # largest difference of a coordinate, in frame pixels
