@@ -30,8 +30,8 @@ ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
-BLOCK_BYTES = 2 << 20  # what is read, changed and written at a time
-AHEAD = 24  # pieces that may wait for the writer
+BLOCK_BYTES = 1 << 20  # of a file, read and written at a time
+AHEAD = 8  # pieces that may wait for the writer
 STEM = "diffusion_pytorch_model"  # of the files in a diffusers or Wan-AI expert folder
 QUANTISED_LEAVES = ("scale_weight", "scale_input", "weight_scale", "comfy_quant", "scaled_fp8")  # beside the weights
 MAX_DIMENSIONS = 64  # as torch
