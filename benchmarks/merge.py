@@ -38,6 +38,16 @@ if lora:
             state[target] = (state[target].float() + delta).to(state[target].dtype)
 save_file(state, out)
 """
+LOAD_TRAINED = """
+import sys, torch
+from pathlib import Path
+from rewardfl.weights import lora_files, merge, shards
+base, lora = sys.argv[1:]
+checkpoint = shards.open_checkpoint(Path(base))
+updates = [(one, 1.0) for one in lora_files.read_lora(Path(lora))] if lora else []
+merged = merge.plan_merge(checkpoint, updates, "keep", "diffusers").merged
+state = {n: merge.merged_tensor(e, merged.get(n, []), torch.bfloat16) for n, e in checkpoint.tensors.items()}
+"""
 
 
 def make_inputs(work: Path, blocks: int, rank: int) -> tuple[Path, Path]:
@@ -99,6 +109,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="an empty or earlier folder on the disk to measure")
     parser.add_argument("--blocks", type=int, default=4, help="of Wan-A14B's 40 (default: 4)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", help="jobs to run, by name, with commas (all by default); cp -r always runs")
     args = parser.parse_args()
     # in a process of its own: the kernel counts what a parent held at the fork as its children's peak
     with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -124,7 +135,12 @@ def main() -> None:
         "merge_lora": merge,
         "merge_lora --dtype fp16": [*merge, "--dtype", "fp16"],
         "load all, merge, save": [python, "-c", LOAD_ALL, str(base), str(lora), f"{out}/m.safetensors"],
+        # what a run does with each expert (rewardfl/backbones/wan/load.py: load_expert); it writes nothing
+        "load as a run does": [python, "-c", LOAD_TRAINED, str(base), ""],
+        "load, distillation fused": [python, "-c", LOAD_TRAINED, str(base), str(lora)],
     }
+    if args.only:
+        jobs = {name: jobs[name] for name in ("cp -r", *args.only.split(","))}
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in jobs}
     for _ in range(args.rounds):
         for name, command in jobs.items():
