@@ -19,6 +19,7 @@ from conftest import ROOT, measured_before, run_tool
 from diffusers import WanTransformer3DModel
 from pipelines import random_variant
 from runs import CONFIG, FAST, GRPO_CONFIG, GRPO_FAST, SMALL, WORLD
+from safetensors.torch import load_file, save_file
 
 from rewardfl import backbones, config, data
 from rewardfl.backbones.seam import Source
@@ -230,6 +231,73 @@ def test_published_files_in_diffusers_layout_and_without_digests(tmp_path):
     dtypes = {kind for record in records if record["part"] == "low_noise" for kind in record["dtypes"]}
     assert dtypes == {"BF16", "F32"}  # with its islands
     assert "as diffusers loads them" in page["stock"]["weights of the stock pipeline"]
+
+
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory):
+    """(settings of a model with a distillation for each expert in Lightning's form, the files)."""
+    folder, pipe = tmp_path_factory.mktemp("distilled"), wan_files.small_pipeline()
+    model = wan_files.write_diffusers(pipe, folder / "model", torch.float32)
+    files = {}
+    for seed, part in enumerate(("transformer", "transformer_2")):
+        values = wan_files.lightning(pipe.components[part], seed)
+        files[part] = wan_files.write_lightning(values, folder / f"{part}.safetensors")
+    chosen = [f"model.model_paths={model}"]
+    chosen += [
+        f"model.distill_lora_{which}={path}" for which, path in zip(("high", "low"), files.values(), strict=True)
+    ]
+    return chosen, files
+
+
+@pytest.mark.parametrize(
+    "dtype, mode",
+    [("float32", "fuse"), ("bfloat16", "fuse"), pytest.param("float32", "adapter", marks=pytest.mark.long)],
+)
+def test_a_distillation_is_compared_with_diffusers_own_adapter(distilled, tmp_path, dtype, mode):
+    settings = [*distilled[0], f"model.dtype={dtype}", f"model.distill_lora_mode={mode}"]
+    _, page = call(tmp_path / "doctor", "--only", "stock", *settings)
+    found = page["stock"]
+    assert found["status"] == "ok" and "as diffusers loads them" in found["weights of the stock pipeline"]
+    least, most = {"float32": (0, 1e-5), "bfloat16": (1e-4, 0.03)}[dtype]
+    assert all(least <= step["network"] <= most for step in found["steps"])
+    assert all(step["by the distillation"] > 0.2 for step in found["steps"])
+    assert "its distillation moves it by" in found["said"]
+
+
+def test_a_distillation_of_one_expert_alone(distilled, tmp_path):
+    _, page = call(tmp_path / "doctor", "--only", "stock", *distilled[0][:1], distilled[0][2])
+    moved = [step["by the distillation"] > 0 for step in page["stock"]["steps"]]
+    assert page["stock"]["status"] == "ok" and moved == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    "dtype, factor",
+    [("float32", 0.8), *(pytest.param("bfloat16", factor, marks=pytest.mark.long) for factor in (0.8, 0.0))],
+)
+def test_a_distillation_that_is_not_the_same_differs(distilled, monkeypatch, tmp_path, dtype, factor):
+    real = _doctor_models.WanLoraLoaderMixin.lora_state_dict
+
+    def weaker(values):
+        changed = all(torch.equal(values[key], value.float()) for key, value in second.items())
+        return {
+            key: value * (factor if changed and "lora_B" in key else 1.0) for key, value in real(dict(values)).items()
+        }
+
+    second = load_file(distilled[1]["transformer_2"])
+
+    monkeypatch.setattr(_doctor_models.WanLoraLoaderMixin, "lora_state_dict", weaker)
+    text, page = call(tmp_path / "doctor", "--only", "stock", *distilled[0], f"model.dtype={dtype}", expect=1)
+    assert checks(page) == {"stock": "differs"} and "stock: differs: the low_noise expert's answer at step" in text
+
+
+def test_a_distillation_that_diffusers_reads_in_part_is_not_compared_so(distilled, tmp_path):
+    state = load_file(distilled[1]["transformer"])
+    state["diffusion_model.head.head.diff_b"] = torch.zeros(64)
+    save_file(state, tmp_path / "high_noise.safetensors")
+    settings = [*distilled[0], f"model.distill_lora_high={tmp_path / 'high_noise.safetensors'}"]
+    _, page = call(tmp_path / "doctor", "--only", "stock", *settings)
+    assert page["stock"]["status"] == "ok" and all(step["network"] == 0 for step in page["stock"]["steps"])
+    assert "the same loaded weights in both, since diffusers reads less of the distillation" in page["stock"]["said"]
 
 
 def test_a_damaged_pickle_differs(original, tmp_path):

@@ -172,7 +172,7 @@ def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str
 
 
 def row_blocks(entry: Entry) -> Iterator[tuple[int, int]]:
-    """(first row, number of rows) of pieces of about BLOCK_BYTES in bfloat16, so twice as much while they are merged."""
+    """(first row, number of rows) of pieces of about BLOCK_BYTES in bfloat16, twice that while they are merged."""
     total = entry.rows
     rows = max(1, BLOCK_BYTES // max(1, 2 * prod(entry.shape[1:])))
     for first in range(0, total, rows):
