@@ -38,7 +38,7 @@ def test_every_point_is_a_configuration(monkeypatch):
     monkeypatch.chdir(ROOT)
     points = yaml.safe_load((FILE.parent / "points.yaml").read_text())
     known = [config.load(ROOT / "configs" / "tiny_face.yaml", point["overrides"]) for point in points]
-    assert len({str(config.to_dict(one)) for one in known}) == len(points) == 11
+    assert len({str(config.to_dict(one)) for one in known}) == len(points) == 12
     flow = {
         str(one.reward.others.get("flow"))
         for one, point in zip(known, points, strict=True)
