@@ -11,7 +11,7 @@ from conftest import ROOT
 
 from rewardfl import config, data
 from rewardfl.rewards import face
-from rewardfl.rewards.video_motion import dynamic_degree, fastest, video_motion
+from rewardfl.rewards.video_motion import dynamic_degree, fastest, motion_smoothness, video_motion
 from rewardfl_tools import _arms, _evaluate, _evaluate_pictures, _figures, _judging, _records, _videos, evaluate
 from rewardfl_tools._arms import Arm
 from rewardfl_tools._evaluate_table import table
@@ -22,12 +22,12 @@ ARMS = [Arm("base", 8), Arm("latest", 8, ROOT)]
 FIGURES = {
     "face_sim": 0.5, "coverage": 1.0, "speed": 0.02, "nonrigid": 0.01, "flow": 1.0, "face_flow": 2.0,
     "pixel_change": 0.1, "sharpness": 50.0, "reversals": -0.8, "dynamic_degree": 0.0, "temporal_flickering": 0.9,
-    "grid": 1.0, "saturation": 0.2, "red": 0.5, "green": 0.5, "blue": 0.5,
+    "motion_smoothness": 0.95, "grid": 1.0, "saturation": 0.2, "red": 0.5, "green": 0.5, "blue": 0.5,
 }  # fmt: skip
 BLOCKS = {
     JUDGE: ("face_sim", "coverage", "speed", "nonrigid"),
     "motion": ("flow", "face_flow", "pixel_change", "sharpness", "reversals", "dynamic_degree"),
-    "still": ("temporal_flickering",),
+    "still": ("temporal_flickering", "motion_smoothness"),
     "canary": ("grid", "saturation", "red", "green", "blue"),
 }
 
@@ -237,6 +237,7 @@ def test_the_real_clips_motion_is_taken_of_its_own_frames():
     assert figures["still/temporal_flickering"] == pytest.approx(
         1 - np.abs(np.diff(frames.astype(int), axis=0)).mean() / 255
     )
+    assert figures["still/motion_smoothness"] == motion_smoothness(frames)
     assert 10 < found.record["face_width"] < 64 and found.record["size"] == [64, 64]
     nobody = data.Example((64, 64), torch.zeros(3, 9, 64, 64), torch.zeros(3, 64, 64), torch.zeros(3, 9, 64, 64))
     assert "no face was found" in _judging.judge_real(judges, row, nobody, 16)
@@ -255,6 +256,7 @@ def test_table_and_pictures(tmp_path):
     assert "real 4 " in flow and "after / before 1.000 [1.000, 1.000]" in flow
     assert "2 people, 4 clips" in text and "held-out judge" in text and "+20.0% [+20.0, +20.0] relative" in text
     assert text.index("these reward stillness: may only fall") < text.index("temporal flickering")
+    assert "motion smoothness (Farneback)" in text
     rows = [ord("a"), ord("b")]
     for row in rows:
         for name in ("real", *(arm.name for arm in arms)):

@@ -107,6 +107,27 @@ def test_blur_costs_sharpness_also_of_a_single_edge():
     assert measures.sharpness(soft) < 0.5 * measures.sharpness(edge)
 
 
+def test_smoothness_is_how_well_neighbours_tell_a_frame():
+    """Steady motion nearly as well as none; far better than a mean of the two would; trembling not at all."""
+    still = np.repeat(STEADY[:1], 5, 0)
+    assert measures.motion_smoothness(still) > 0.999
+    steady, trembling = (measures.motion_smoothness(clip) for clip in (STEADY, TREMBLING))
+    means = (STEADY[:-2:2].astype(float) + STEADY[2::2]) / 2  # of frames 0 and 2, and so on
+    faded = 1 - np.abs(means - STEADY[1:-1:2]).mean() / 255
+    assert 1 - steady < 0.25 * (1 - faded)
+    change = np.abs(TREMBLING[1].astype(float) - TREMBLING[0]).mean() / 255
+    assert trembling == pytest.approx(1 - change, abs=0.1 * change)
+
+
+def test_smoothness_asks_for_every_second_frame_alone():
+    """The odd frames, of which the last has no frame after it where their number is even."""
+    odd = STEADY[:5].copy()
+    odd[3] = 255 - odd[3]
+    assert measures.motion_smoothness(odd) < measures.motion_smoothness(STEADY[:5]) - 0.05
+    assert measures.motion_smoothness(STEADY[:4]) == measures.motion_smoothness(STEADY[:3])
+    assert np.isnan(measures.motion_smoothness(STEADY[:2]))
+
+
 def test_large_frames_are_shrunk_and_measured_in_their_own_pixels():
     picture = cv2.resize(texture(160, 200), None, fx=4, fy=4, interpolation=cv2.INTER_CUBIC)
     clip = np.stack([picture[100:700, 100 + 10 * i : 900 + 10 * i] for i in range(3)])

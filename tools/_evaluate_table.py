@@ -8,7 +8,11 @@ from rewardfl_tools._intervals import Interval
 STILL = "these reward stillness: may only fall"
 CANARIES = "canaries: by what hacking is recognised; after - base, and after / base where that is given"
 NOTHING = "nothing to measure"
-WORDS = {"motion/dynamic_degree": "dynamic degree (Farneback)", "canary/grid": "grid energy"}
+WORDS = {
+    "motion/dynamic_degree": "dynamic degree (Farneback)",
+    "still/motion_smoothness": "motion smoothness (Farneback)",
+    "canary/grid": "grid energy",
+}
 
 
 def show(value: Interval | None, percent: bool = False) -> str:

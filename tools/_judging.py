@@ -19,7 +19,7 @@ from rewardfl.rewards.canaries import canaries
 from rewardfl.rewards.face import protocols
 from rewardfl.rewards.face.pack import file_hashes
 from rewardfl.rewards.terms import Reference, Term, judge
-from rewardfl.rewards.video_motion import dynamic_degree, video_motion
+from rewardfl.rewards.video_motion import dynamic_degree, motion_smoothness, video_motion
 from rewardfl.run import start
 from rewardfl_tools import _subject_consistency
 
@@ -203,6 +203,7 @@ def _pixel_figures(frames: np.ndarray, boxes: np.ndarray | None, periods: Sequen
         **{f"motion/{name}": value for name, value in vars(motion).items()},
         "motion/dynamic_degree": float(dynamic_degree(frames, fps)),
         "still/temporal_flickering": 1 - motion.pixel_change,  # vbench/temporal_flickering.py
+        "still/motion_smoothness": motion_smoothness(frames),
         "canary/grid": seen.grid,
         "canary/saturation": seen.saturation,
         **{f"canary/{name}": value for name, value in zip(("red", "green", "blue"), seen.colour, strict=True)},

@@ -68,6 +68,10 @@ MEANINGS = {
     "still/temporal_flickering": Meaning(
         "temporal flickering", "VBench's: 1 - mean absolute change of a pixel. A still picture has 1."
     ),
+    "still/motion_smoothness": Meaning(
+        "motion smoothness (Farneback)",
+        "VBench's rule, by another flow: how well the frames beside it tell every second one. A still picture has 1.",
+    ),
     "still/subject_consistency": Meaning(
         "subject consistency", "VBench's: likeness of the frames' DINO features. A still picture has 1."
     ),

@@ -26,7 +26,7 @@ Record = dict[str, Any]
 Key = tuple[str, str, int | None]  # row id, arm, seed
 Settings = Mapping[str, Mapping[str, str]]  # block -> name -> value
 REAL = "real"
-FORMAT = 1  # to be raised when a figure is computed in another way: records of both must not be compared
+FORMAT = 2  # to be raised when a figure comes or is computed in another way: records of both must not be compared
 FILE, SETTINGS = "records.jsonl", "settings.json"
 # what an evaluation leaves in its folder, beside what it is for; --force removes no more than this
 LEFT = ("videos", "strips", "prepared")

@@ -96,6 +96,34 @@ def dynamic_degree(frames: np.ndarray, fps: float) -> bool:
     return moving >= needed
 
 
+def motion_smoothness(frames: np.ndarray) -> float:
+    """VBench's motion smoothness of one clip (vbench/motion_smoothness.py), by Farneback's flow in place of AMT's.
+
+    Every second frame is made anew from the two beside it: each of them moved half of the way to the other along the
+    flow, and the mean of the two. 1 minus the mean absolute difference from the frame that was there, as a share of
+    255: 1 where nothing moves, less where the motion is not the one of constant speed. NaN for fewer than 3 frames.
+    """
+    between = [
+        float(cv2.absdiff(_halfway(before, after), frame).mean()) / 255
+        for before, frame, after in zip(frames[:-2:2], frames[1:-1:2], frames[2::2], strict=True)
+    ]
+    return 1 - _mean(between)
+
+
+def _halfway(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """The frame (H, W, 3) uint8 between two."""
+    height, width = before.shape[:2]
+    y, x = np.mgrid[:height, :width].astype(np.float32)
+    moved = []
+    for here, there in ((before, after), (after, before)):
+        (field,) = flow_fields(np.stack([here, there]))
+        half = cv2.resize(field, (width, height)) / 2
+        moved.append(
+            cv2.remap(here, x - half[..., 0], y - half[..., 1], cv2.INTER_LINEAR, borderMode=cv2.BORDER_REFLECT)
+        )
+    return cv2.addWeighted(moved[0], 0.5, moved[1], 0.5, 0)
+
+
 def fastest(field: np.ndarray, share: float = 0.05) -> float:
     """Mean magnitude of a flow field (h, w, 2) over this share of its places, those that move most."""
     speeds = np.sort(np.linalg.norm(field, axis=-1), axis=None)
