@@ -137,10 +137,12 @@ def main() -> None:
         "load all, merge, save": [python, "-c", LOAD_ALL, str(base), str(lora), f"{out}/m.safetensors"],
         # what a run does with each expert (rewardfl/backbones/wan/load.py: load_expert); it writes nothing
         "load as a run does": [python, "-c", LOAD_TRAINED, str(base), ""],
-        "load, distillation fused": [python, "-c", LOAD_TRAINED, str(base), str(lora)],
+        "load with a distillation": [python, "-c", LOAD_TRAINED, str(base), str(lora)],
     }
-    if args.only:
-        jobs = {name: jobs[name] for name in ("cp -r", *args.only.split(","))}
+    chosen = ("cp -r", *args.only.split(",")) if args.only else tuple(jobs)
+    if unknown := set(chosen) - jobs.keys():
+        parser.error(f"--only names {sorted(unknown)[0]!r}; there are {', '.join(jobs)}")
+    jobs = {name: jobs[name] for name in chosen}
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in jobs}
     for _ in range(args.rounds):
         for name, command in jobs.items():
