@@ -21,7 +21,10 @@ from rewardfl.run import checkpoint, start
 
 pytestmark = pytest.mark.timeout(1500)  # a test may come with the runs that it is compared with
 # DeepSpeed compiles its optimizer where it has not run before: minutes
-KINDS = ["ddp", "fsdp2", pytest.param("zero2_offload", marks=[needs_deepspeed, pytest.mark.long])]
+KINDS = [
+    "ddp", pytest.param("fsdp2", marks=pytest.mark.long),
+    pytest.param("zero2_offload", marks=[needs_deepspeed, pytest.mark.long]),
+]  # fmt: skip
 REALLY = {  # by yaml: what must have run
     "cpu": {"type": "NO", "processes": 1, "wrapper": "Experts"},
     "ddp": {"type": "MULTI_CPU", "processes": 2, "wrapper": "DistributedDataParallel"},

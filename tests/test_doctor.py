@@ -213,6 +213,7 @@ def test_published_files_of_the_original_layout(original, tmp_path):
     assert "as diffusers loads them" in page["stock"]["weights of the stock pipeline"]
 
 
+@pytest.mark.long
 def test_published_files_of_the_original_layout_in_bfloat16(original, tmp_path):
     """As the A14B is trained: diffusers' loader and ours keep the same parts in float32."""
     settings = [f"model.model_paths={original}", "model.dtype=bfloat16"]
@@ -264,6 +265,7 @@ def test_a_distillation_is_compared_with_diffusers_own_adapter(distilled, tmp_pa
     assert "its distillation moves it by" in found["said"]
 
 
+@pytest.mark.long
 def test_a_distillation_of_one_expert_alone(distilled, tmp_path):
     _, page = call(tmp_path / "doctor", "--only", "stock", *distilled[0][:1], distilled[0][2])
     moved = [step["by the distillation"] > 0 for step in page["stock"]["steps"]]

@@ -80,7 +80,10 @@ def published():
 
 @pytest.mark.parametrize(
     "size, tokens, forward, backward, decode, encode",
-    [("480x832", 32760, 1678, 3018, 274, 162), ("480x480", 18900, 755, 1205, 158, 94)],  # TFLOP [section 5, 3]
+    [
+        pytest.param("480x832", 32760, 1678, 3018, 274, 162, marks=pytest.mark.long),
+        ("480x480", 18900, 755, 1205, 158, 94),
+    ],  # TFLOP [section 5, 3]
 )
 def test_flops_of_the_parts(published, size, tokens, forward, backward, decode, encode):
     bare = published(size, None)
@@ -97,7 +100,7 @@ def test_flops_of_the_parts(published, size, tokens, forward, backward, decode, 
 
 
 @pytest.mark.parametrize(
-    "size, replayed, full", [("480x832", 46.6, 39.9), ("480x480", 20.5, 17.5)]
+    "size, replayed, full", [pytest.param("480x832", 46.6, 39.9, marks=pytest.mark.long), ("480x480", 20.5, 17.5)]
 )  # PFLOP [section 5]
 def test_flops_of_a_clip(published, size, replayed, full):
     measured = published(size, ADAPTER)

@@ -78,7 +78,9 @@ def test_arms_share_their_noises(straight):
     assert not (straight / "prepared").exists()
 
 
-@pytest.mark.parametrize("videos", [1, 3, 9])
+@pytest.mark.parametrize(
+    "videos", [pytest.param(1, marks=pytest.mark.long), 3, pytest.param(9, marks=pytest.mark.long)]
+)
 def test_stopped_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_path, monkeypatch, capsys, videos):
     add, count = _records.Writer.add, []
 
@@ -111,6 +113,7 @@ def test_what_is_known_is_not_sampled_again_and_others_are_refused(run, straight
     assert left(straight) == before
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_number_of_clips(run, tmp_path, monkeypatch, capsys):
     """While a batch is sampled the one before it is alive at most; while a clip is read none of those before it."""
     alive = {"sample": [], "example": []}

@@ -239,7 +239,7 @@ TERMS = {
 
 
 @pytest.mark.parametrize("term", TERMS)
-@pytest.mark.parametrize("faster", [False, True], ids=["slower", "faster"])
+@pytest.mark.parametrize("faster", [False, pytest.param(True, marks=pytest.mark.long)], ids=["slower", "faster"])
 def test_every_term_against_finite_differences(in_double, real, slow, term, faster):
     if term == "landmarks" and faster:
         pytest.skip("above the cap there is no gradient: see the next test")

@@ -70,8 +70,8 @@ def settings(name, folder):
 
 LEARNING = [
     *(("reward_fl", name) for name in MODELS),
-    *(("flow_grpo", name) for name in ("qwen_image", "z_image")),  # whose prompts are short
-    *(pytest.param("flow_grpo", name, marks=pytest.mark.long) for name in ("sd3", "flux", "flux2_klein")),
+    ("flow_grpo", "qwen_image"),  # whose prompts are short
+    *(pytest.param("flow_grpo", name, marks=pytest.mark.long) for name in ("sd3", "flux", "flux2_klein", "z_image")),
 ]
 
 

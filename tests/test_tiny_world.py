@@ -99,7 +99,7 @@ def test_size_and_metadata():
 @pytest.mark.parametrize("pack", PACKS)
 def test_detector_finds_faces_and_their_landmarks(pack):
     detector = face.FaceDetector(WORLD / "faces" / pack / "detector.onnx", det_size=128)
-    figures = measure.detection(detector, seed=4321, count=40)
+    figures = measure.detection(detector, seed=4321, count=20)
     assert figures["found"] >= 0.98 and figures["landmark_error"] <= 0.03
 
 

@@ -154,7 +154,11 @@ def trained(monkeypatch, capsys, run, *settings, max_steps=1):
         ["grpo.sde=cps", "grpo.window=list", "grpo.window_steps=[3]", "grpo.samples_on=cpu"],
         ["sample.guidance_scale=2", "sample.negative_prompt=ugly", "grpo.window=fraction", "grpo.kl_weight=0.1"],
         ["model.trainable_models=dit,dit2", "grpo.window_size=4", "grpo.advantage_std=none"],
-        ["model.trainable_models=dit", "grpo.window_steps=[0]", "grpo.window=list", "model.dtype=bfloat16"],
+        ["model.trainable_models=dit", "grpo.window_steps=[0]", "grpo.window=list"],
+        pytest.param(
+            ["model.trainable_models=dit", "grpo.window_steps=[0]", "grpo.window=list", "model.dtype=bfloat16"],
+            marks=pytest.mark.long,
+        ),
         ["train.use_gradient_checkpointing=true", "experts.untrained=cpu_swap", "experts.trained=cpu_swap"],
     ],
 )

@@ -234,6 +234,7 @@ def test_flow_grpo_without_its_server_stops_with_the_way_out(monkeypatch, capsys
     assert "(4 samples)" in out
 
 
+@pytest.mark.long
 def test_everybody_of_clips_with_one_person_is_that_person(tmp_path):
     """A whole run of each: only the parts that count people are new."""
     runs = {}
