@@ -291,9 +291,8 @@ def stock_experts(backbone: Wan) -> StockWeights:
             # a copy: mapped from the file they lie at odd addresses, and a CPU's sums differ
             parameter.data = parameter.data.to(kind, copy=True)
         if name in loras:
-            values = {
-                key: value.float() for key, value in load_file(loras[name]).items()
-            }  # which it scales as they are
+            # in float32: diffusers scales the factors in the precision that they come in
+            values = {key: value.float() for key, value in load_file(loras[name]).items()}
             WanLoraLoaderMixin.load_lora_into_transformer(WanLoraLoaderMixin.lora_state_dict(values), expert)
         return expert.eval().requires_grad_(False)
 
