@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -42,11 +41,10 @@ def run(name: str, folder: Path, forked: bool = False) -> dict:
     """{metrics: by step, without times and memory; adapter: digest of all trained weights} of a script in `folder`."""
     command = [sys.executable, SCRIPTS[name], "--config", str(GOLDEN / f"{name}.yaml"), f"run.output_dir={folder}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    # one of them by Python's own start, which the other tests spare themselves
-    start = (
-        partial(zygote.run, command[1:]) if forked else partial(subprocess.run, command, capture_output=True, text=True)
-    )
-    done = start(cwd=ROOT, env=environment, timeout=280)
+    if forked:
+        done = zygote.run(command[1:], cwd=ROOT, env=environment, timeout=280)
+    else:  # by Python's own start, which the other tests spare themselves
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]

@@ -1,6 +1,6 @@
 """A third recogniser of the tiny world, for reward.second_model_path: people that no other one has seen, another width.
 
-    python benchmarks/ablation/second_pack.py outputs/second_pack        # four minutes on one core
+    python benchmarks/ablation/second_pack.py outputs/second_pack        # seven minutes on one core
 
 It is trained as the others are (tools/tiny_world/faces.py); its detector is the reward's, which it shares crops with.
 """

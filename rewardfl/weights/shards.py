@@ -329,7 +329,7 @@ def check_unquantised(base: Checkpoint, why: str = MERGING_QUANTISED) -> None:
 class UncachedFile:
     """Fills a new file around the page cache where its file system can (O_DIRECT), through the cache elsewhere.
 
-    The kernel's copies into the cache were a quarter of a merge's CPU time, for a file that does not fit into it.
+    The kernel's copies into the cache were about a fifth of a merge's CPU time, for a file that does not fit into it.
     """
 
     def __init__(self, descriptor: int):
