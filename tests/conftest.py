@@ -5,6 +5,7 @@ It imports nothing heavy: pytest's first process, which only hands out tests, re
 
 import contextlib
 import functools
+import gc
 import io
 import os
 import sys
@@ -47,6 +48,16 @@ def pytest_collection_modifyitems(items):
         if item.path.name in place:
             item.add_marker("slow")
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+# Garbage would be looked for among all that is imported, half of the time that collecting the tests takes
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @functools.cache
