@@ -4,11 +4,14 @@ It imports nothing heavy: pytest's first process, which only hands out tests, re
 """
 
 import contextlib
-import functools
 import gc
+import hashlib
 import io
 import os
+import pickle
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -20,12 +23,18 @@ import pytest  # noqa: E402
 import zygote  # noqa: E402
 
 
+SHARED = "REWARDFL_TEST_SHARED"  # of the environment: a folder of all workers
+
+
 def pytest_configure(config):
     if zygote.ADDRESS not in os.environ:  # a worker has its parent's
         zygote.start()
+        os.environ[SHARED] = tempfile.mkdtemp(prefix="rewardfl-test-shared-")
 
 
 def pytest_unconfigure():
+    if zygote.server is not None:
+        shutil.rmtree(os.environ[SHARED])
     zygote.stop()
 
 
@@ -60,28 +69,26 @@ def pytest_collection_finish():
     gc.enable()
 
 
-@functools.cache
-def measured_before():
+def measured_before(video):
+    """What rewardfl.estimate.measure.measure gives, of this process or of another worker."""
     from rewardfl.estimate import measure
 
-    known = {}
-
-    def measured(video):
-        model = (video.backbone.described_by(), video.backbone.dtype)
-        key = (*model, video.height, video.width, video.num_frames, video.adapter)
-        if key not in known:
-            known[key] = measure.measure(video)
-        return known[key]
-
-    return measured
+    model = (video.backbone.described_by(), video.backbone.dtype)
+    key = repr((*model, video.height, video.width, video.num_frames, video.adapter))
+    file = Path(os.environ[SHARED], hashlib.sha256(key.encode()).hexdigest())
+    if not file.exists():
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_bytes(pickle.dumps(measure.measure(video)))
+        part.rename(file)
+    return pickle.loads(file.read_bytes())
 
 
 @pytest.fixture(autouse=True)
 def measured_once(monkeypatch):
-    """What an estimate measures on the meta device, which is the same each time, is measured once in a process."""
+    """What an estimate measures on the meta device, which is the same each time, is measured once for all workers."""
     from rewardfl.estimate import report
 
-    monkeypatch.setattr(report, "measure", measured_before())
+    monkeypatch.setattr(report, "measure", measured_before)
 
 
 @pytest.fixture

@@ -457,7 +457,7 @@ def test_a_script_that_refuses_differs_with_its_own_words(forking, tmp_path):
 
 @pytest.mark.parametrize("peak, status", [(0.06, "ok"), (1.9, "ok"), (2.5, "differs")])
 def test_a_gpu_peak_above_the_estimate_differs(monkeypatch, tmp_path, peak, status):
-    monkeypatch.setattr(_doctor_step, "measure", measured_before())
+    monkeypatch.setattr(_doctor_step, "measure", measured_before)
     cfg = config.load(CONFIG, SMALL)
     backbone = backbones.open("wan2_2", Source(cfg.model.model_paths, dtype="float32"))
     case = _doctor_page.Case(CONFIG, [], cfg, backbone, [], torch.device("cuda"), tmp_path)

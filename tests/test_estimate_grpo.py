@@ -49,7 +49,7 @@ RUN = asked()
 @pytest.fixture(scope="module")
 def published():
     """The published model in bfloat16, 480x832x17."""
-    return measured_before()(VIDEO)
+    return measured_before(VIDEO)
 
 
 # ---- compute ----
@@ -487,10 +487,8 @@ IMAGES = [
 ]  # test_estimate.py fits them
 
 
-@pytest.mark.parametrize(
-    "file, memory",
-    [pytest.param(*one, marks=[] if one[0] == FULL else [pytest.mark.long]) for one in NEEDS.items()],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("file, memory", NEEDS.items())
 def test_the_files_fit_the_gpus_that_they_name(monkeypatch, capsys, file, memory):
     code, out, _ = tool(monkeypatch, capsys, file, "--processes", "8", "--gpu-memory", str(memory))
     assert code == 0 and "\nfits: " in out
