@@ -9,6 +9,7 @@ import itertools
 import re
 import sys
 import tomllib
+from collections.abc import Container
 from importlib import metadata
 from pathlib import Path
 
@@ -24,12 +25,14 @@ Sources = dict[str, str]  # by file, such as rewardfl/data/clips.py
 House = dict[str, set[str]]  # by module, such as data.clips: what it imports; of other packages the first name
 
 
-parsed = functools.cache(ast.parse)  # the same files again and again
+@functools.cache  # the same files again and again
+def nodes_of(text: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text)))
 
 
 def house_of(sources: Sources) -> House:
-    names = {name_of(file): parsed(text) for file, text in sources.items()}
-    return {name: {found for node in ast.walk(tree) for found in imported(node, names)} for name, tree in names.items()}
+    names = {name_of(file): nodes_of(text) for file, text in sources.items()}
+    return {name: {found for node in nodes for found in imported(node, names)} for name, nodes in names.items()}
 
 
 def name_of(file: str) -> str:
@@ -38,7 +41,7 @@ def name_of(file: str) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(node: ast.AST, names: dict[str, ast.AST]) -> set[str]:
+def imported(node: ast.AST, names: Container[str]) -> set[str]:
     if isinstance(node, ast.Import):
         return {short(alias.name, names) for alias in node.names}
     if isinstance(node, ast.ImportFrom):
@@ -46,7 +49,7 @@ def imported(node: ast.AST, names: dict[str, ast.AST]) -> set[str]:
     return set()
 
 
-def short(full: str, names: dict[str, ast.AST]) -> str:
+def short(full: str, names: Container[str]) -> str:
     """rewardfl.data.clips.fit -> data.clips; torch.nn -> torch; a relative import as it is."""
     package, _, name = full.partition(".")
     if package != "rewardfl":
@@ -88,9 +91,10 @@ def floors(graph: dict[str, set[str]]) -> int:
 MODEL = re.compile("wan(?!t(?!r)|db)|(high|low)_noise", re.I)
 
 
+@functools.cache
 def names_a_model(text: str) -> bool:
     """Whether code names Wan or an expert of it, by an identifier, a module or a key; sentences decide nothing."""
-    for node in ast.walk(parsed(text)):
+    for node in nodes_of(text):
         words = [vars(node).get(field) for field in ("id", "attr", "name", "module", "value", "arg")]
         if any(isinstance(word, str) and " " not in word and MODEL.search(word) for word in words):
             return True
@@ -223,10 +227,10 @@ def habits(sources):
     """What breaks the habits that can be counted: names that are defined twice, functions that are long or wide."""
     homes, found = {}, []
     for file, text in sources.items():
-        for node in parsed(text).body:
+        for node in nodes_of(text)[0].body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(name_of(file))
-        for node in ast.walk(parsed(text)):
+        for node in nodes_of(text):
             if isinstance(node, ast.FunctionDef) and (name := f"{name_of(file)}.{node.name}") not in ODD:
                 lines, parameters = node.end_lineno - node.lineno + 1, [*node.args.args, *node.args.kwonlyargs]
                 width = sum(parameter.arg not in ("self", "cls") for parameter in parameters)

@@ -368,7 +368,10 @@ def test_what_waits_in_host_memory_changes_no_bit(backbone):
     assert plain.keys() == waiting.keys() and all(torch.equal(plain[name], waiting[name]) for name in plain)
 
 
-@pytest.mark.parametrize("guidance, differentiated", [(1.0, "both"), (3.5, "both"), (3.5, "conditional")])
+@pytest.mark.parametrize(
+    "guidance, differentiated",
+    [pytest.param(1.0, "both", marks=pytest.mark.long), (3.5, "both"), (3.5, "conditional")],
+)
 def test_replay_is_autograd_through_the_chain(backbone, guidance, differentiated):
     """Of a random cotangent of x0, two samples, steps of every expert, with the KL; guided, by its formula."""
     schedule, active, both = schedule_of(backbone), [1, 3, 5], differentiated == "both"
@@ -410,7 +413,7 @@ def test_replay_is_autograd_through_the_chain(backbone, guidance, differentiated
     assert_close(*grads, 1e-9)
 
 
-@pytest.mark.parametrize("differentiated", ["both", "conditional"])
+@pytest.mark.parametrize("differentiated", ["both", pytest.param("conditional", marks=pytest.mark.long)])
 def test_a_guided_gradient_is_that_of_finite_differences(backbone, differentiated):
     """Of the chain, along a random direction of the adapters; `conditional` holds the other answers as they were."""
     schedule, model, scale = schedule_of(backbone), backbone_at(backbone, torch.float64), 3.5

@@ -44,10 +44,12 @@ RIVALS = 0.5 if KILLS else 0.0  # share of the lives in which a second process i
 pytestmark = pytest.mark.timeout(1800 if KILLS else 600)
 LAST = 10 + 2 * KILLS  # a life lasts for two steps or so
 STEPS = [f"train.max_steps={LAST}", "run.save_steps=2", "run.keep_last=2"]
-GRPO_LAST = 8 + 4 * KILLS  # or for an epoch of four updates
+INNER = 2 if KILLS else 1
+EPOCH = 2 * INNER  # updates
+GRPO_LAST = EPOCH * (2 + KILLS)  # or for an epoch
 EPOCHS = [
-    f"train.max_steps={GRPO_LAST}", "run.save_steps=4", "grpo.updates_per_epoch=2", "grpo.inner_epochs=2",
-    "run.sample_videos=0", "evaluation.eval_steps=4", "evaluation.eval_inference_steps=1",
+    f"train.max_steps={GRPO_LAST}", f"run.save_steps={EPOCH}", "grpo.updates_per_epoch=2", f"grpo.inner_epochs={INNER}",
+    "run.sample_videos=0", f"evaluation.eval_steps={EPOCH}", "evaluation.eval_inference_steps=1",
 ]  # fmt: skip
 
 
@@ -148,7 +150,7 @@ def straight(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def epochs(tmp_path_factory):
-    """Settings of epochs of four updates, with an evaluation on one person after each."""
+    """Settings of epochs of several updates, with an evaluation on one person after each."""
     path = table(tmp_path_factory.mktemp("held_out") / "metadata.csv", "eval", 1)
     return [*EPOCHS, f"evaluation.eval_clips={path}"]
 
@@ -209,16 +211,16 @@ def send_sigterm(monkeypatch, owner, name, when):
 def test_sigterm_in_the_updates_finishes_the_epoch(straight_grpo, epochs, monkeypatch, capsys, tmp_path):
     """And the same command goes on to what an uninterrupted run would have been."""
     settings = [*GRPO_FAST, f"run.output_dir={tmp_path}", *epochs, "run.save_steps=100"]
-    send_sigterm(monkeypatch, checkpoint.MetricsFile, "append", lambda _self, step, _values: step == 2)
+    send_sigterm(monkeypatch, checkpoint.MetricsFile, "append", lambda _self, step, _values: step == EPOCH - 1)
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
-    assert code == 143 and "SIGTERM: stopped after step 4; the same command goes on from there" in out
-    assert metrics(tmp_path) == metrics(straight_grpo)[:5]
-    assert checkpoint.find_checkpoint(tmp_path, "auto").name == "step-000004"
+    assert code == 143 and f"SIGTERM: stopped after step {EPOCH}; the same command goes on from there" in out
+    assert metrics(tmp_path) == metrics(straight_grpo)[: EPOCH + 1]
+    assert checkpoint.find_checkpoint(tmp_path, "auto").name == f"step-{EPOCH:06d}"
     monkeypatch.undo()
-    checkpoint.MetricsFile(tmp_path / "metrics.jsonl").append(5, {"actor/loss": 123.0})  # begun, and killed
+    checkpoint.MetricsFile(tmp_path / "metrics.jsonl").append(EPOCH + 1, {"actor/loss": 123.0})  # begun, and killed
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
-    assert code == 0 and "step-000004 at step 4" in out
-    assert_same(tmp_path, straight_grpo, 8)
+    assert code == 0 and f"step-{EPOCH:06d} at step {EPOCH}" in out
+    assert_same(tmp_path, straight_grpo, GRPO_LAST)
 
 
 def test_sigterm_in_the_rollouts_saves_the_epoch_before(monkeypatch, capsys, tmp_path):

@@ -238,7 +238,7 @@ TERMS = {
 }
 
 
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("term", [pytest.param(t, marks=[] if t == "all" else pytest.mark.long) for t in TERMS])
 @pytest.mark.parametrize("faster", [False, pytest.param(True, marks=pytest.mark.long)], ids=["slower", "faster"])
 def test_every_term_against_finite_differences(in_double, real, slow, term, faster):
     if term == "landmarks" and faster:

@@ -44,7 +44,8 @@ def assert_same(run, plain):
     assert (data.read_video(run / name).int() - data.read_video(plain / name).int()).abs().max() <= 1
 
 
-@pytest.mark.parametrize("settings", [HOST, pytest.param(KEPT, marks=pytest.mark.long)], ids=["replay", "graphs kept"])
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [HOST, KEPT], ids=["replay", "graphs kept"])
 def test_what_waits_in_host_memory_changes_nothing(plain, tmp_path, settings):
     launch(f"run.output_dir={tmp_path / 'run'}", f"data.cache_dir={plain / 'cache'}", *TWO_NOISES, *settings)
     assert_same(tmp_path / "run", plain)
@@ -57,7 +58,8 @@ def test_only_copies_read_what_waits_in_host_memory(plain, tmp_path, monkeypatch
     with apart(monkeypatch) as seen:
         code, _, error = call(monkeypatch, capsys, *arguments)
     assert code == 0, error
-    assert seen.copied > 500 and metrics(tmp_path) == metrics(plain)
+    assert seen.copied > 500
+    assert_same(tmp_path, plain)
 
 
 IN_8_BITS = re.compile(r"note: with its weights in 8 bits \((\w+)\) the (\w+) expert's velocity is (\d+\.\d+)% away")

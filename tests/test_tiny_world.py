@@ -1,4 +1,7 @@
-"""The committed world keeps its promises, its networks are what the real ones are, and it can be rebuilt."""
+"""The committed world keeps its promises, its networks are what the real ones are, and it can be rebuilt.
+
+What is asked of the assets alone is long: no change of the code makes them worse.
+"""
 
 import dataclasses
 import hashlib
@@ -96,6 +99,7 @@ def test_size_and_metadata():
     assert not hashes["train"] & hashes["eval"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pack", PACKS)
 def test_detector_finds_faces_and_their_landmarks(pack):
     detector = face.FaceDetector(WORLD / "faces" / pack / "detector.onnx", det_size=128)
@@ -117,6 +121,7 @@ def test_the_packs_share_no_file_and_no_architecture():
     assert len({hashlib.sha256(file.read_bytes()).hexdigest() for file in files}) == len(files) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pack", PACKS)
 def test_recognisers_tell_strangers_apart(pack):
     recogniser = face.FaceRecogniser(WORLD / "faces" / pack / "recogniser.onnx")
@@ -125,6 +130,7 @@ def test_recognisers_tell_strangers_apart(pack):
     assert figures["auc"] >= 0.97
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, folder, boundary, channels", [("wan2_2", "pipeline", 0.9, 34), ("wan2_2_ti2v", "pipeline_ti2v", None, 16)]
 )
@@ -188,6 +194,7 @@ def test_quick_rebuild(tmp_path):
     assert "training low" in run.stdout
 
 
+@pytest.mark.long
 def test_strangers_are_found_and_told_apart(tmp_path, monkeypatch):
     """People of another drawing program, as a table that evaluate reads, by the world's own face packs."""
     command = ["make_tiny_world.py", "--strangers", tmp_path, "--count", 6, "--seed", 2, "--out", WORLD]
