@@ -25,7 +25,8 @@ test: $(READY)
 quick: $(READY)
 	$(PYTEST) -m "not slow and not long"
 
-# What says once more, at full size, in a process of its own or of other launchers, what a test has said
+# What says once more, at full size, of further models and cases, in a process of its own or of other launchers, what a
+# test has said; and what is asked of the assets alone
 long: $(READY)
 	$(PYTEST) -m long
 

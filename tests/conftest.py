@@ -22,7 +22,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # the suite runs several workers
 import pytest  # noqa: E402
 import zygote  # noqa: E402
 
-
 SHARED = "REWARDFL_TEST_SHARED"  # of the environment: a folder of all workers
 
 

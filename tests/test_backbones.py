@@ -347,6 +347,11 @@ def test_in_bfloat16_the_network_is_asked_what_the_stock_pipeline_asks(tenant, m
             assert torch.equal(mine.to(value.dtype), value), name
 
 
+@pytest.mark.parametrize(
+    "tenant",
+    [pytest.param(n, marks=[] if n in ("wan2_2", "flux2_klein") else pytest.mark.long) for n in backbones.MODULES],
+    indirect=True,
+)
 def test_what_waits_in_host_memory_changes_no_bit(backbone):
     """Weights of blocks, their inputs, and the graphs of the active steps; the KL on, guided, two samples."""
     schedule, active, found = schedule_of(backbone), [1, 3, 5], []

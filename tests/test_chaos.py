@@ -244,7 +244,7 @@ class Noisy(ColourReward):
 """
 
 
-@pytest.mark.parametrize("start", [call, call_grpo])
+@pytest.mark.parametrize("start", [call, pytest.param(call_grpo, marks=pytest.mark.long)])
 def test_a_reward_that_draws_numbers_goes_on_with_the_same(start, monkeypatch, capsys, tmp_path):
     (tmp_path / "noisy.py").write_text(NOISY)
     settings = [
