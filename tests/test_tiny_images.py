@@ -122,6 +122,7 @@ def test_it_is_small():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_tool_builds_it_from_a_seed(tmp_path):
     run = zygote.run(["tools/make_tiny_images.py", "--quick", "--out", tmp_path / "images"], cwd=ROOT)
     assert run.returncode == 0, run.stderr
