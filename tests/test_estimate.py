@@ -251,6 +251,28 @@ def test_peak_counts_what_lives_at_once():
     assert (peak(exp), peak(exp, keep=False)) == (4 * 4000, 3 * 4000)
 
 
+def test_layouts_that_are_remembered_are_torchs_own(monkeypatch):
+    """Of what has the same shape and another order in memory or dtype, of what shares its memory, of a whole model."""
+    square = torch.empty(6, 6, 4, device="meta")
+    asked = [square, square.transpose(0, 1), square.double()]
+    operators = [torch.clone, lambda x: x + x[:1], lambda x: torch.cat([x, x]), lambda x: x.sum(0, keepdim=True)]
+
+    def answers():
+        found = [operator(x) for x in asked for operator in operators]
+        return [(one.shape, one.stride(), one.dtype, one.device) for one in found]
+
+    expected = answers()
+    for _ in range(2):  # the second time out of its memory
+        with measure._Layouts():
+            assert answers() == expected
+            shared = torch.ops.aten._unsafe_view(square, (36, 4))
+        assert shared.untyped_storage()._cdata == square.untyped_storage()._cdata
+    small = Video(described(PIPELINE, "float32"), 32, 32, 5, Adapter(4, TARGETS))
+    remembered = measure.measure(small)
+    monkeypatch.setattr(measure, "_makes_one_tensor", lambda func: False)
+    assert measure.measure(small) == remembered
+
+
 def hooked_bytes(forward, given):
     """What `measure.saved_by` counts, of real tensors and by their addresses."""
     known, saved = {tensor.untyped_storage().data_ptr() for tensor in given}, {}
