@@ -72,7 +72,7 @@ def measured_before(video):
     """What rewardfl.estimate.measure.measure gives, of this process or of another worker."""
     from rewardfl.estimate import measure
 
-    model = (video.backbone.described_by(), video.backbone.dtype)
+    model = (os.path.abspath(video.backbone.described_by()), video.backbone.dtype)  # a path, and words
     key = repr((*model, video.height, video.width, video.num_frames, video.adapter))
     file = Path(os.environ[SHARED], hashlib.sha256(key.encode()).hexdigest())
     if not file.exists():

@@ -346,6 +346,7 @@ def test_no_clip_is_left(monkeypatch, capsys, tmp_path):
     assert code == 2 and re.search("no clip of the size of .*.mp4#.* can be read from the cache any more", error)
 
 
+@pytest.mark.long
 def test_members_of_a_lost_clip_leave_their_group(monkeypatch, capsys, tmp_path):
     """Both groups are of other clips: the one that is left is trained on."""
     settings = [*GRPO_FAST, *loses_images(monkeypatch, tmp_path, 1), "train.max_steps=2", "data.skip_bad_rows=true"]
