@@ -6,6 +6,7 @@ import yaml
 from conftest import ROOT
 from face_nets import SIZE, clip, magenta_pack
 
+from benchmarks.ablation.two_people import further_away
 from rewardfl import config, rewards
 
 FILE = ROOT / "benchmarks" / "ablation" / "rewards.py"
@@ -45,3 +46,13 @@ def test_every_point_is_a_configuration(monkeypatch):
         if point["name"] != "hacked"
     }
     assert len(flow) == 1  # what another reward's overrides say of it is what the configuration says
+
+
+def test_who_is_further_away_is_smaller():
+    """A square of 20 pixels becomes one of 10, on the ground; what is around it goes on."""
+    frames = torch.full((2, 40, 40, 3), 50, dtype=torch.uint8)
+    frames[:, 20:, 10:30] = 200
+    seen = further_away(frames, 0.5)
+    assert seen.shape == frames.shape and seen.dtype == torch.uint8
+    inside = (seen > 125).any(-1)
+    assert inside[:, 30:, 15:25].all() and inside.sum() == 2 * 100 and (seen[:, :28] == 50).all()
