@@ -78,8 +78,8 @@ class _Layouts(TorchDispatchMode):
             size, stride, dtype = layout
             return torch.empty_strided(size, stride, dtype=dtype, device="meta")
         out = func(*args, **kwargs)
-        given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         if key not in self.known:
+            given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
             fresh = out.device.type == "meta" and _storage(out) not in given  # _unsafe_view does not say what it shares
             self.known[key] = (out.shape, out.stride(), out.dtype) if fresh else None
         return out
