@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
-# Garbage would be looked for among all that is imported, half of the time that collecting the tests takes
+# Garbage would be looked for among all that is imported, a third of the time that collecting the tests takes
 gc.disable()
 
 

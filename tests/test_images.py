@@ -68,7 +68,7 @@ def settings(name, folder):
     ]  # fmt: skip
 
 
-SHORT = {("reward_fl", "flux"), ("reward_fl", "qwen_image"), ("flow_grpo", "qwen_image")}  # whose prompts are short
+SHORT = {("reward_fl", "flux"), ("reward_fl", "qwen_image"), ("flow_grpo", "qwen_image")}  # of few tokens
 LEARNING = [
     pytest.param(how, name, marks=[] if (how, name) in SHORT else pytest.mark.long)
     for how in ("reward_fl", "flow_grpo")

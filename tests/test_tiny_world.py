@@ -1,6 +1,6 @@
 """The committed world keeps its promises, its networks are what the real ones are, and it can be rebuilt.
 
-What is asked of the assets alone is long: no change of the code makes them worse.
+How good the assets are is asked by long tests alone.
 """
 
 import dataclasses
