@@ -448,11 +448,11 @@ def test_jitter_is_drawn_from_the_clip_where_a_gradient_is_wanted(monkeypatch, t
     def scored(reward, video, wanted=True):
         return reward(video.clone().requires_grad_(wanted)[None], [reference]).score.item()
 
-    assert scored(shaken, video) == scored(shaken, video) != scored(plain, video)
-    assert scored(shaken, video, False) == scored(plain, video, False)
-    others = [(video + 0.001 * i).clamp(-1, 1) for i in range(4)]
-    assert len({round(scored(shaken, other) - scored(plain, other), 3) for other in others}) > 1
-    assert scored(shaken, video) == pytest.approx(scored(plain, video), abs=0.15)
+    score, exact = scored(shaken, video), scored(plain, video)
+    assert scored(shaken, video) == score != exact and score == pytest.approx(exact, abs=0.15)
+    assert scored(shaken, video, False) == exact
+    other = (video + 0.002).clamp(-1, 1)
+    assert scored(shaken, other) - scored(plain, other) != pytest.approx(score - exact, abs=1e-3)
     # the noise itself, in face widths: by the landmarks that faces are cut out with
     seen, matrices = [], identity.similarity_transform
     monkeypatch.setattr(identity, "similarity_transform", lambda *given: seen.append(given[0]) or matrices(*given))

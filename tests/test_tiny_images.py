@@ -107,6 +107,7 @@ def test_prompts_are_no_longer_than_the_tokenizers_allow():
     assert {name: value.shape for name, value in told.items()} == {name: value.shape for name, value in wanted.items()}
 
 
+@pytest.mark.long
 def test_the_base_draws_what_the_figures_say():
     """It obeys in part: enough to learn from, and far from all."""
     pipe = build.load_pipeline(IMAGES)
