@@ -15,13 +15,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from rewardfl.sharding import whole
-from rewardfl.weights.lora_files import Lora, load_tensor, read_lora
+from rewardfl.weights.lora_files import Lora, load_tensor
 from rewardfl.weights.shards import Refused
 
-__all__ = [
-    "POLICY", "adapter_state", "attach_adapter", "attach_frozen", "check_targets", "inject", "load_adapter",
-    "order_metadata", "read_adapter", "read_lora", "reference", "start_from", "target_modules",
-]  # fmt: skip
 POLICY = "default"  # the name of the adapter that is trained
 DISTILLED = "distilled"  # of one that belongs to the base model
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
@@ -127,18 +123,13 @@ def attach_frozen(model: ModelMixin, distilled: Lora) -> None:
         r=max(ranks.values()), lora_alpha=1, target_modules=list(ranks), rank_pattern=ranks, alpha_pattern=alphas
     )
     model.add_adapter(config, adapter_name=DISTILLED)
-    state = {}
-    for name, update in distilled.updates.items():
-        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = (
-            load_tensor(update.down),
-            load_tensor(update.up),
-        )
+    for name in distilled.updates:
         layer = model.get_submodule(name)
         # float32 whatever the base's dtype, as the trained adapter is: peft makes them in the base's
         layer.lora_A[DISTILLED].float()
         layer.lora_B[DISTILLED].float()
         _compute_as(PreciseLinear, layer, DISTILLED)
-    set_peft_model_state_dict(model, state, adapter_name=DISTILLED)
+    set_peft_model_state_dict(model, _matrices(distilled), adapter_name=DISTILLED)
     model.requires_grad_(False)
 
 
@@ -215,13 +206,12 @@ def load_adapter(model: ModelMixin, folder: Path) -> None:
 
 def start_from(model: ModelMixin, given: Lora) -> None:
     """Fill an injected adapter with a LoRA of its rank, scale and layers (start.init_adapters has compared them)."""
-    state = {}
-    for name, update in given.updates.items():
-        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = (
-            load_tensor(update.down),
-            load_tensor(update.up),
-        )
-    set_peft_model_state_dict(model, state, adapter_name=POLICY)
+    set_peft_model_state_dict(model, _matrices(given), adapter_name=POLICY)
+
+
+def _matrices(given: Lora) -> dict[str, Tensor]:
+    updates, halves = given.updates.items(), (("lora_A", "down"), ("lora_B", "up"))
+    return {f"{name}.{to}.weight": load_tensor(getattr(one, role)) for name, one in updates for to, role in halves}
 
 
 def read_adapter(path: Path) -> tuple[dict[str, Tensor], dict]:

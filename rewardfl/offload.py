@@ -162,11 +162,7 @@ class Waiting:
 
 
 def place(
-    expert: ModelMixin,
-    where: str,
-    device: torch.device,
-    block_classes: Sequence[str],
-    room: Room | None = None,
+    expert: ModelMixin, where: str, device: torch.device, block_classes: Sequence[str], room: Room | None = None
 ) -> ModelMixin:
     """Put an expert where its frozen weights are to live; it answers on `device` in every case.
 
@@ -189,11 +185,7 @@ def place(
 
 
 def _swapped(
-    expert: ModelMixin,
-    device: torch.device,
-    block_classes: Sequence[str],
-    room: Room | None,
-    in_8_bits: bool,
+    expert: ModelMixin, device: torch.device, block_classes: Sequence[str], room: Room | None, in_8_bits: bool
 ) -> ModelMixin:
     """The expert with its blocks' frozen weights in host memory, and all else on `device`."""
     blocks = [module for module in expert.modules() if type(module).__name__ in block_classes]

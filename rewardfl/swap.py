@@ -218,11 +218,7 @@ class BlockSwap:
     """
 
     def __init__(
-        self,
-        blocks: Sequence[nn.Module],
-        device: torch.device,
-        room: Room | None = None,
-        in_8_bits: bool = False,
+        self, blocks: Sequence[nn.Module], device: torch.device, room: Room | None = None, in_8_bits: bool = False
     ):
         self.device = device
         self.packed = [pack_block(block, room or Room(), in_8_bits) for block in blocks]

@@ -179,7 +179,9 @@ def test_peak_memory_of_the_plans(published, fields, expected, size):
 def test_what_sharding_leaves_on_a_gpu(published, processes):
     """In parts: 16 bytes of 153.4 million under fsdp2, and 27.9 GB of blocks; zero2 takes the moments away."""
     measured, run = published("480x832", ADAPTER), dataclasses.replace(RUN, processes=processes)
-    found = {name: needs.memory(measured, dataclasses.replace(run, sharding=name)) for name in needs.SHARDINGS}
+    found = {
+        name: needs.memory(measured, dataclasses.replace(run, sharding=name)) for name in ("none", "zero2", "fsdp2")
+    }
     expert, lora = "low_noise expert", "LoRA, gradient, Adam"
     trained = measured.experts["low_noise"].adapter_parameters
     block = measured.experts["low_noise"].block_weights

@@ -32,7 +32,7 @@ from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan import variants
 from rewardfl.backbones.wan.variants import TWO_EXPERTS, VARIANTS
 from rewardfl.run import start
-from rewardfl.weights import lora_files, shards
+from rewardfl.weights import shards
 from rewardfl.weights.shards import Refused
 from rewardfl_tools import generate
 
@@ -422,10 +422,6 @@ def test_distillations_that_do_not_fit_are_refused(files, given, tmp_path):
     with pytest.raises(Refused, match="more than a low-rank update .* set model.distill_lora_mode: fuse"):
         odd = wan_load.read_distilled(I2V.experts, "", str(tmp_path / "low.safetensors"))
         load(given(), torch.float32, distilled=odd, distill_mode="adapter")
-
-
-def test_every_dialects_reader_is_there():
-    assert lora.read_lora is lora_files.read_lora
 
 
 # -- refusals

@@ -1,9 +1,9 @@
 """The models that can be trained, by their `model.model_name`. Each is imported when it is asked for."""
 
-import difflib
 import importlib
 
 from rewardfl.backbones.seam import Backbone, Source
+from rewardfl.config import did_you_mean
 from rewardfl.weights.shards import Refused
 
 WAN = "rewardfl.backbones.wan.backbone"
@@ -29,7 +29,6 @@ def describe(name: str, source: Source) -> Backbone:
 
 def _module(name: str) -> str:
     if name not in MODULES:
-        close = difflib.get_close_matches(name[:80], MODULES, n=1)
-        hint = f", did you mean {close[0]!r}?" if close else "; set it to one of them"
+        hint = did_you_mean(name, MODULES) or "; set it to one of them"
         raise Refused(f"model.model_name must be {' or '.join(MODULES)}, got {name[:80]!r}{hint}")
     return MODULES[name]

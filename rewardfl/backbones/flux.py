@@ -9,17 +9,16 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel
+from diffusers import FluxTransformer2DModel
 from diffusers.loaders import FluxLoraLoaderMixin
 from torch import Tensor, nn
 from transformers import CLIPTextModel, T5EncoderModel
 
 from rewardfl.backbones import images
-from rewardfl.backbones.images import EXPERT, Configs, Kind
+from rewardfl.backbones.images import EXPERT, PATCH, Configs, Kind
 from rewardfl.backbones.seam import Conditioning, ExpertOnMeta, Shape
 
 CLIP_TOKENS, T5_TOKENS = 77, 512  # the lengths that diffusers' pipeline pads prompts to
-PATCH = 2
 
 
 def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
@@ -110,22 +109,13 @@ FLUX = Kind(
     transformer=FluxTransformer2DModel,
     block_classes=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
     layer_names={
-        "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ff.net.0.proj", "ffn.2": "ff.net.2",
-        "add_q": "add_q_proj", "add_k": "add_k_proj", "add_v": "add_v_proj", "add_o": "to_add_out",
-        "mlp": "proj_mlp",
+        **images.ATTENTION, "ffn.0": "ff.net.0.proj", "ffn.2": "ff.net.2", **images.JOINT, "mlp": "proj_mlp",
     },
     encoders={"text_encoder": CLIPTextModel, "text_encoder_2": T5EncoderModel},
     tokenizers=("tokenizer", "tokenizer_2"),
     encode=_encode,
     ask=_ask,
     answer=unpack,
-    guide=images.guide_away,
-    patch=PATCH,
-    vae=AutoencoderKL,
-    decode=images.decode_flat,
-    sigmas=images.sigmas_to_last,
-    mu=images.mu_by_tokens,
-    longest_side=lambda configs: None,
     network_on_meta=_network_on_meta,
     told_on_meta=_told_on_meta,
 )  # fmt: skip

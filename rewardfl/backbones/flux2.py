@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
 from rewardfl.backbones import images
-from rewardfl.backbones.flux import PATCH, pack, unpack
-from rewardfl.backbones.images import EXPERT, Configs, Kind
+from rewardfl.backbones.flux import pack, unpack
+from rewardfl.backbones.images import EXPERT, PATCH, Configs, Kind
 from rewardfl.backbones.seam import Conditioning, ExpertOnMeta, Shape
 
 TOKENS, LAYERS = 512, (9, 18, 27)  # the length that diffusers' pipeline pads prompts to; of the text encoder
@@ -124,22 +124,16 @@ FLUX2_KLEIN = Kind(
     transformer=Flux2Transformer2DModel,
     block_classes=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
     layer_names={
-        "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ff.linear_in", "ffn.2": "ff.linear_out",
-        "add_q": "add_q_proj", "add_k": "add_k_proj", "add_v": "add_v_proj", "add_o": "to_add_out",
+        **images.ATTENTION, "ffn.0": "ff.linear_in", "ffn.2": "ff.linear_out", **images.JOINT,
         "qkv_mlp": "to_qkv_mlp_proj", "o_mlp": "attn.to_out",
     },
     encoders={"text_encoder": Qwen3ForCausalLM},
-    tokenizers=("tokenizer",),
     encode=_encode,
     ask=_ask,
     answer=unpack,
-    guide=images.guide_away,
-    patch=PATCH,
     vae=AutoencoderKLFlux2,
     decode=_decode,
-    sigmas=images.sigmas_to_last,
     mu=_mu,
-    longest_side=lambda configs: None,
     network_on_meta=_network_on_meta,
     told_on_meta=_told_on_meta,
 )  # fmt: skip

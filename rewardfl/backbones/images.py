@@ -37,6 +37,33 @@ EXPERT = "transformer"  # the one network, by the name that the pipelines give i
 # configurations of published models by their names: pipeline folders without weights; docs/images.md has the sources
 PUBLISHED = Path(__file__).parent / "published"
 Configs = Mapping[str, Mapping[str, Any]]  # by part: what its config.json holds
+PATCH = 2  # latents on a side of one token
+# the layers by their short names: of an image's stream, and beside them of the text's where that has its own
+ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0"}
+JOINT = {"add_q": "add_q_proj", "add_k": "add_k_proj", "add_v": "add_v_proj", "add_o": "to_add_out"}
+
+
+def decode_flat(vae: AutoencoderKL, latents: Tensor) -> Tensor:
+    """(B, C, 1, h, w) -> (B, 3, 1, H, W) by a two-dimensional VAE, in the pipelines' own arithmetic."""
+    flat = latents.squeeze(2) / vae.config.scaling_factor + vae.config.shift_factor
+    return vae.decode(flat, return_dict=False)[0].unsqueeze(2)
+
+
+def guide_away(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
+    """Classifier-free guidance."""
+    return away + scale * (velocity - away)
+
+
+def sigmas_to_last(steps: int) -> list[float]:
+    """An even range from 1 to 1 / steps, as most of diffusers' pipelines make it."""
+    return np.linspace(1.0, 1 / steps, steps).tolist()
+
+
+def mu_by_tokens(tokens: int, steps: int, config: Mapping[str, Any]) -> float:
+    """The logarithm of the shift, linear in an image's tokens, as in diffusers' pipelines (calculate_shift)."""
+    few, base = config["base_image_seq_len"], config["base_shift"]
+    slope = (config["max_shift"] - base) / (config["max_image_seq_len"] - few)
+    return tokens * slope + (base - slope * few)
 
 
 @dataclass(frozen=True)
@@ -62,19 +89,19 @@ class Kind:
     block_classes: tuple[str, ...]
     layer_names: Mapping[str, str]
     encoders: Mapping[str, type[PreTrainedModel]]
-    tokenizers: tuple[str, ...]
     encode: Callable[[Any, str, torch.device], Conditioning]
     ask: Callable[[Tensor, Tensor, Conditioning, float | None], dict[str, Any]]
     answer: Callable[[Any, Tensor], Tensor]
-    guide: Callable[[Tensor, Tensor, float], Tensor]
-    patch: int
-    vae: type[ModelMixin]
-    decode: Callable[[Any, Tensor], Tensor]
-    sigmas: Callable[[int], Sequence[float] | None]
-    mu: Callable[[int, int, Mapping[str, Any]], float]
-    longest_side: Callable[[Configs], int | None]
     network_on_meta: Callable[[Configs, torch.dtype, Shape], tuple[ExpertOnMeta, ...]]
     told_on_meta: Callable[[Configs, Mapping[str, nn.Module]], Conditioning]
+    tokenizers: tuple[str, ...] = ("tokenizer",)
+    guide: Callable[[Tensor, Tensor, float], Tensor] = guide_away
+    patch: int = PATCH
+    vae: type[ModelMixin] = AutoencoderKL
+    decode: Callable[[Any, Tensor], Tensor] = decode_flat
+    sigmas: Callable[[int], Sequence[float] | None] = sigmas_to_last
+    mu: Callable[[int, int, Mapping[str, Any]], float] = mu_by_tokens
+    longest_side: Callable[[Configs], int | None] = lambda configs: None
 
 
 @dataclass(frozen=True)
@@ -312,11 +339,7 @@ class ImageDecoder:
         return Decoded(self.decode(latents), {})
 
     def vjp(
-        self,
-        latents: Tensor,
-        grad_video: Tensor,
-        decoded: Decoded | None = None,
-        given: Conditioning | None = None,
+        self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None, given: Conditioning | None = None
     ) -> Tensor:
         """(B, C, 1, h, w); an image at a time, since one graph is as large as all else of a step together."""
         found: list[Tensor] = []
@@ -339,29 +362,6 @@ def pixels_per_latent(configs: Configs) -> int:
 def prompt_tokens(configs: Configs, tokenizer: str, most: int) -> int:
     """The length that prompts are padded to: `most`, as published, or less where the tokenizer allows less."""
     return min(most, configs.get(tokenizer, {}).get("model_max_length", most))
-
-
-def decode_flat(vae: AutoencoderKL, latents: Tensor) -> Tensor:
-    """(B, C, 1, h, w) -> (B, 3, 1, H, W) by a two-dimensional VAE, in the pipelines' own arithmetic."""
-    flat = latents.squeeze(2) / vae.config.scaling_factor + vae.config.shift_factor
-    return vae.decode(flat, return_dict=False)[0].unsqueeze(2)
-
-
-def guide_away(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
-    """Classifier-free guidance."""
-    return away + scale * (velocity - away)
-
-
-def sigmas_to_last(steps: int) -> list[float]:
-    """An even range from 1 to 1 / steps, as most of diffusers' pipelines make it."""
-    return np.linspace(1.0, 1 / steps, steps).tolist()
-
-
-def mu_by_tokens(tokens: int, steps: int, config: Mapping[str, Any]) -> float:
-    """The logarithm of the shift, linear in an image's tokens, as in diffusers' pipelines (calculate_shift)."""
-    few, base = config["base_image_seq_len"], config["base_shift"]
-    slope = (config["max_shift"] - base) / (config["max_image_seq_len"] - few)
-    return tokens * slope + (base - slope * few)
 
 
 def _frozen(model: Any) -> Any:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rewardfl.backbones import images
-from rewardfl.backbones.flux import PATCH, pack, unpack
-from rewardfl.backbones.images import EXPERT, Configs, Kind
+from rewardfl.backbones.flux import pack, unpack
+from rewardfl.backbones.images import EXPERT, PATCH, Configs, Kind
 from rewardfl.backbones.seam import Conditioning, ExpertOnMeta, Shape
 
 TOKENS = 128  # of a prompt, for the estimate alone: prompts are as long as they are
@@ -49,10 +49,9 @@ def _guide(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
 
 def _decode(vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
     mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1, 1)
-        for values in (vae.config.latents_mean, 1 / torch.tensor(vae.config.latents_std))
+        torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
     )
-    return vae.decode(latents / std.to(latents) + mean.to(latents), return_dict=False)[0]
+    return vae.decode(latents / (1 / std).to(latents) + mean.to(latents), return_dict=False)[0]
 
 
 def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
@@ -99,22 +98,15 @@ QWEN_IMAGE = Kind(
     transformer=QwenImageTransformer2DModel,
     block_classes=("QwenImageTransformerBlock",),
     layer_names={
-        "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "img_mlp.net.0.proj",
-        "ffn.2": "img_mlp.net.2", "add_q": "add_q_proj", "add_k": "add_k_proj", "add_v": "add_v_proj",
-        "add_o": "to_add_out",
+        **images.ATTENTION, "ffn.0": "img_mlp.net.0.proj", "ffn.2": "img_mlp.net.2", **images.JOINT,
     },
     encoders={"text_encoder": Qwen2_5_VLForConditionalGeneration},
-    tokenizers=("tokenizer",),
     encode=_encode,
     ask=_ask,
     answer=unpack,
     guide=_guide,
-    patch=PATCH,
     vae=AutoencoderKLQwenImage,
     decode=_decode,
-    sigmas=images.sigmas_to_last,
-    mu=images.mu_by_tokens,
-    longest_side=lambda configs: None,
     network_on_meta=_network_on_meta,
     told_on_meta=_told_on_meta,
 )  # fmt: skip

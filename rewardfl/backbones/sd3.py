@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, SD3Transformer2DModel
+from diffusers import SD3Transformer2DModel
 from diffusers.loaders import SD3LoraLoaderMixin
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, T5EncoderModel
@@ -106,8 +106,7 @@ SD3 = Kind(
     transformer=SD3Transformer2DModel,
     block_classes=("JointTransformerBlock",),
     layer_names={
-        "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ff.net.0.proj", "ffn.2": "ff.net.2",
-        "add_q": "add_q_proj", "add_k": "add_k_proj", "add_v": "add_v_proj", "add_o": "to_add_out",
+        **images.ATTENTION, "ffn.0": "ff.net.0.proj", "ffn.2": "ff.net.2", **images.JOINT,
     },
     encoders={
         "text_encoder": CLIPTextModelWithProjection,
@@ -118,12 +117,7 @@ SD3 = Kind(
     encode=_encode,
     ask=_ask,
     answer=lambda output, x: output,
-    guide=images.guide_away,
-    patch=2,
-    vae=AutoencoderKL,
-    decode=images.decode_flat,
     sigmas=lambda steps: None,
-    mu=images.mu_by_tokens,
     longest_side=_longest_side,
     network_on_meta=_network_on_meta,
     told_on_meta=_told_on_meta,

@@ -104,11 +104,7 @@ class Decoder(Protocol):
         """The video, for a `vjp` to come; caches: train.decode_caches."""
 
     def vjp(
-        self,
-        latents: Tensor,
-        grad_video: Tensor,
-        decoded: Decoded | None = None,
-        given: Conditioning | None = None,
+        self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None, given: Conditioning | None = None
     ) -> Tensor:
         """(d video / d latents)^T grad_video, (B, C, T, h, w)."""
 

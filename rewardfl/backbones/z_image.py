@@ -9,19 +9,18 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, ZImageTransformer2DModel
+from diffusers import ZImageTransformer2DModel
 from diffusers.loaders import ZImageLoraLoaderMixin
 from torch import Tensor, nn
 from transformers import Qwen3Model
 
 from rewardfl.backbones import images
-from rewardfl.backbones.images import EXPERT, Configs, Kind
+from rewardfl.backbones.images import EXPERT, PATCH, Configs, Kind
 from rewardfl.backbones.seam import Adapter, Conditioning, ExpertOnMeta, Shape
 
 # The length to which diffusers' pipeline pads a prompt for the text encoder alone, and that of a prompt for the
 # estimate: prompts are as long as they are. The network pads both streams of tokens to multiples of 32.
 PADDED, TOKENS, MULTIPLE = 512, 128, 32
-PATCH = 2
 
 
 def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
@@ -109,20 +108,14 @@ Z_IMAGE = Kind(
     transformer=ZImageTransformer2DModel,
     block_classes=("ZImageTransformerBlock",),
     layer_names={
-        "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "feed_forward.w1", "ffn.2": "feed_forward.w2",
-        "ffn.3": "feed_forward.w3",
+        **images.ATTENTION, "ffn.0": "feed_forward.w1", "ffn.2": "feed_forward.w2", "ffn.3": "feed_forward.w3",
     },
     encoders={"text_encoder": Qwen3Model},
-    tokenizers=("tokenizer",),
     encode=_encode,
     ask=_ask,
     answer=_answer,
     guide=_guide,
-    patch=PATCH,
-    vae=AutoencoderKL,
-    decode=images.decode_flat,
     sigmas=lambda steps: torch.linspace(1, 1 / steps, steps).tolist(),  # float32, as the pipeline's own
-    mu=images.mu_by_tokens,
     longest_side=_longest_side,
     network_on_meta=_network_on_meta,
     told_on_meta=_told_on_meta,

@@ -23,9 +23,11 @@ from rewardfl.config.schema import (
     RewardFlConfig,
     WantedReward,
     active_steps,
+    did_you_mean,
     part_weights,
     resolved_coupling,
     second_pack_key,
+    shown,
     trained_positions,
     wanted_rewards,
 )

@@ -21,7 +21,6 @@ RESERVE = 2e9  # bytes of a GPU that no tensor gets: CUDA context, workspaces, f
 ADAM_BYTES = 16  # per LoRA parameter: float32 weight, gradient and two moments
 FLOAT32 = 4
 SHARED = "swapped experts"  # what the processes of a machine have one copy of in its host memory
-SHARDINGS = ("none", "zero2", "fsdp2")  # of the optimizer into host memory, of all that is trained: running_wan.md 9
 
 # ------------------------------------------------------------------------------------------------------------
 # Compute

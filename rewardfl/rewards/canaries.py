@@ -60,7 +60,7 @@ def grid(frames: np.ndarray, periods: Sequence[int]) -> float:
         length = frames_of_lines[0].shape[1] // common * common
         places = {k * length // period for period in periods for k in range(1, period // 2 + 1)}
         ratios += [float(energy[place] / _beside(energy, place, length // common)) for place in sorted(places)]
-    return _mean(ratios)
+    return mean(ratios)
 
 
 def saturation(frames: np.ndarray) -> float:
@@ -70,12 +70,12 @@ def saturation(frames: np.ndarray) -> float:
     brightness and is noise where a picture is dark. NaN for a clip of one frame.
     """
     channels = (cv2.split(frame) for frame in frames[1:])
-    return _mean([float((cv2.max(cv2.max(r, g), b) - cv2.min(cv2.min(r, g), b)).mean()) / 255 for r, g, b in channels])
+    return mean([float((cv2.max(cv2.max(r, g), b) - cv2.min(cv2.min(r, g), b)).mean()) / 255 for r, g, b in channels])
 
 
 def colour(frames: np.ndarray) -> tuple[float, float, float]:
     """Mean red, green and blue, in [0, 1]; NaN for a clip of one frame."""
-    red, green, blue = (_mean([float(frame[..., i].mean()) / 255 for frame in frames[1:]]) for i in range(3))
+    red, green, blue = (mean([float(frame[..., i].mean()) / 255 for frame in frames[1:]]) for i in range(3))
     return red, green, blue
 
 
@@ -100,5 +100,5 @@ def _beside(energy: np.ndarray, place: int, spacing: int) -> float:
     return float(energy[nyquist - np.abs(nyquist - np.concatenate([place - ways, place + ways]))].mean())
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan

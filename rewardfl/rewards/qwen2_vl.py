@@ -174,14 +174,6 @@ def open_state(path: str | Path) -> StateFile:
     return StateFile(path, {name: tuple(value.shape) for name, value in state.items()}, state.__getitem__)
 
 
-@dataclass(frozen=True)
-class LowRank:
-    """Names of a LoRA's two matrices in a file."""
-
-    down: str  # lora_A, (rank, in)
-    up: str  # lora_B, (out, rank)
-
-
 # as transformers names the model's halves since 4.52 and before (VideoAlign issue 15) -> as Qwen2VLModel does
 HALVES = {
     "model.language_model.": "language_model.", "model.visual.": "visual.", "visual.": "visual.",
@@ -219,9 +211,10 @@ class Published:
                 raise ValueError(f"{self.path} has one tensor under two names, {self.names[own]} and {name}")
             else:
                 self.names[own] = name
+        # names of the two matrices: lora_A, (rank, in), and lora_B, (out, rank)
         self.adapters = {own: self._adapter(own, pair) for own, pair in sides.items()}
 
-    def _adapter(self, own: str, pair: Mapping[str, str]) -> LowRank:
+    def _adapter(self, own: str, pair: Mapping[str, str]) -> tuple[str, str]:
         shapes = {side: self.file.shapes[name] for side, name in pair.items()}
         base = self.file.shapes[self.names[own]] if own in self.names else ()
         if len(base) != 2 or shapes != {"A": (self.rank, base[1]), "B": (base[0], self.rank)}:
@@ -229,7 +222,7 @@ class Published:
                 f"{self.path}: the LoRA of {own} ({shapes}) does not fit the layer's {base} with the rank that the "
                 f"configuration says, {self.rank or 'none'}"
             )
-        return LowRank(pair["A"], pair["B"])
+        return pair["A"], pair["B"]
 
     def shape(self, own: str) -> tuple[int, ...]:
         """() for one that is not there."""
@@ -239,7 +232,7 @@ class Published:
         """A tensor of its own memory, with its LoRA merged in float32."""
         value = self.file.read(self.names[own])
         if own in self.adapters:
-            down, up = (self.file.read(name).float() for name in (self.adapters[own].down, self.adapters[own].up))
+            down, up = (self.file.read(name).float() for name in self.adapters[own])
             value = value.float() + self.factor * (up @ down)
         return value.to(dtype, copy=True)
 

@@ -1,16 +1,15 @@
 """Rewards by their name in the config."""
 
-import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from rewardfl.config import WantedReward
+from rewardfl.config import WantedReward, did_you_mean
 from rewardfl.rewards.base import Reward, RewardError
 from rewardfl.rewards.checked import checked
 from rewardfl.rewards.terms import Term
@@ -48,7 +47,7 @@ def construct(cls: type[Reward], name: str, settings: dict[str, object]) -> Rewa
     known, required = settings_of(cls)
     for key in settings:
         if key not in known:
-            raise ValueError(f"reward {name!r} has no setting {key!r}{_did_you_mean(key, known)}; {_takes(known)}")
+            raise ValueError(f"reward {name!r} has no setting {key!r}{did_you_mean(key, known)}; {_takes(known)}")
     missing = [key for key in required if key not in settings]
     if missing:
         raise ValueError(f"reward {name!r} needs the setting {missing[0]!r}; {_takes(known)}")
@@ -95,13 +94,13 @@ def find_reward(name: str) -> type[Reward]:
     if not colon:
         choices = ", ".join(sorted(REWARDS))
         raise ValueError(
-            f"reward.name {name!r} is not a reward{_did_you_mean(name, REWARDS)}; choose from {choices}, or name a "
+            f"reward.name {name!r} is not a reward{did_you_mean(name, REWARDS)}; choose from {choices}, or name a "
             "class of your own as module:Class or path/to/file.py:Class"
         )
     module = _module_of_file(Path(place)) if place.endswith(".py") else _module(place)
     cls = vars(module).get(attribute)
     if cls is None:
-        raise ValueError(f"{place} defines no {attribute!r}{_did_you_mean(attribute, vars(module))}")
+        raise ValueError(f"{place} defines no {attribute!r}{did_you_mean(attribute, vars(module))}")
     if not isinstance(cls, type) or not issubclass(cls, Reward):
         raise ValueError(f"{name} must be a subclass of rewardfl.rewards.Reward, and it is none")
     if not cls.name:
@@ -135,11 +134,6 @@ def _module_of_file(path: Path):
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
 
 
 def _takes(known: list[str]) -> str:

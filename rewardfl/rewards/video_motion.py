@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 
+from rewardfl.rewards.canaries import mean
+
 # cv2.calcOpticalFlowFarneback: pyramid scale, levels, window, iterations, poly_n, poly_sigma, flags
 FARNEBACK = (0.5, 3, 11, 5, 5, 1.1, 0)
 # Larger frames are shrunk to this many pixels on their long side: all that is measured here of 81 frames of 480 x 832
@@ -41,7 +43,7 @@ def video_motion(frames: np.ndarray, boxes: np.ndarray | None = None) -> VideoMo
     of_faces = [mean_flow_inside(fields, face) for face in faces]
     return VideoMotion(
         flow=mean_flow(fields),
-        face_flow=_mean([flow for flow in of_faces if not math.isnan(flow)]),
+        face_flow=mean([flow for flow in of_faces if not math.isnan(flow)]),
         pixel_change=pixel_change(frames),
         sharpness=sharpness(frames),
         reversals=reversals(fields),
@@ -64,7 +66,7 @@ def flow_fields(frames: np.ndarray) -> list[np.ndarray]:
 
 def mean_flow(fields: Sequence[np.ndarray]) -> float:
     """Mean magnitude over places and pairs, pixels per frame; NaN for a clip of one frame."""
-    return _mean([float(np.linalg.norm(field, axis=-1).mean()) for field in fields])
+    return mean([float(np.linalg.norm(field, axis=-1).mean()) for field in fields])
 
 
 def mean_flow_inside(fields: Sequence[np.ndarray], boxes: np.ndarray) -> float:
@@ -78,7 +80,7 @@ def mean_flow_inside(fields: Sequence[np.ndarray], boxes: np.ndarray) -> float:
         inside = field[rows, max(0, math.floor(left)) : max(0, math.ceil(right))]
         if inside.size:
             means.append(float(np.linalg.norm(inside, axis=-1).mean()))
-    return _mean(means)
+    return mean(means)
 
 
 def dynamic_degree(frames: np.ndarray, fps: float) -> bool:
@@ -107,7 +109,7 @@ def motion_smoothness(frames: np.ndarray) -> float:
         float(cv2.absdiff(_halfway(before, after), frame).mean()) / 255
         for before, frame, after in zip(frames[:-2:2], frames[1:-1:2], frames[2::2], strict=True)
     ]
-    return 1 - _mean(between)
+    return 1 - mean(between)
 
 
 def _halfway(before: np.ndarray, after: np.ndarray) -> np.ndarray:
@@ -141,13 +143,13 @@ def reversals(fields: Sequence[np.ndarray]) -> float:
         sizes = [float(np.linalg.norm(field)) for field in (first, second)]
         if min(mean_flow([first]), mean_flow([second])) >= DIRECTED:
             cosines.append(float(np.vdot(first, second)) / (sizes[0] * sizes[1]))
-    return -_mean(cosines)
+    return -mean(cosines)
 
 
 def pixel_change(frames: np.ndarray) -> float:
     """Mean absolute change of a pixel's channels from frame to frame, in [0, 1]; NaN for a clip of one frame."""
     pairs = zip(frames[:-1], frames[1:], strict=True)
-    return _mean([float(cv2.absdiff(first, second).mean()) / 255 for first, second in pairs])
+    return mean([float(cv2.absdiff(first, second).mean()) / 255 for first, second in pairs])
 
 
 def sharpness(frames: np.ndarray) -> float:
@@ -158,13 +160,9 @@ def sharpness(frames: np.ndarray) -> float:
     grain counts as detail. NaN for a clip of one frame.
     """
     grey = (cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY) for frame in frames[1:])
-    return _mean([float(cv2.Laplacian(frame, cv2.CV_32F).var()) for frame in grey])
+    return mean([float(cv2.Laplacian(frame, cv2.CV_32F).var()) for frame in grey])
 
 
 def _shrink(frames: np.ndarray) -> float:
     """By what frames are scaled before their flow is taken: at most 1."""
     return min(1.0, LONG_SIDE / max(frames.shape[1:3]))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan

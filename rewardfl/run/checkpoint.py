@@ -27,7 +27,7 @@ import psutil
 import torch
 
 import rewardfl
-from rewardfl.config import BY_CONTENT, FREE, IF_NAMED, MARKS, Alike
+from rewardfl.config import BY_CONTENT, FREE, IF_NAMED, MARKS, Alike, shown
 from rewardfl.files import atomic_directory, atomic_write, is_left_behind, sha256, temporary_path
 
 
@@ -295,12 +295,7 @@ def _refusal(run_dir: Path, refused: Sequence[Mapping[str, Any]]) -> str:
 
 def listing(changes: Sequence[Mapping[str, Any]]) -> str:
     """Changes (key, old, new) in words."""
-    return ", ".join(f"{one['key']} {_short(one['old'])} -> {_short(one['new'])}" for one in changes)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return ", ".join(f"{one['key']} {shown(one['old'])} -> {shown(one['new'])}" for one in changes)
 
 
 def _read_run_json(path: Path) -> dict[str, Any]:
@@ -416,7 +411,7 @@ class MetricsFile:
             whole = False
         if not whole:
             raise CheckpointError(
-                f"{self.path}, line {number} is no line of metrics ({_short(line)}); mend or delete it, then the same "
+                f"{self.path}, line {number} is no line of metrics ({shown(line)}); mend or delete it, then the same "
                 "command goes on"
             )
         return values

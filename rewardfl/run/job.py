@@ -269,10 +269,7 @@ def _places(parameter: nn.Parameter) -> tuple[slice, slice] | None:
     if mapping is None:
         return None
     inside, outside = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-    return (
-        slice(inside.start, inside.start + inside.numel),
-        slice(outside.start, outside.start + outside.numel),
-    )
+    return (slice(inside.start, inside.start + inside.numel), slice(outside.start, outside.start + outside.numel))
 
 
 def _copy_part(parameter: nn.Parameter, value: Tensor, vector: Tensor) -> None:

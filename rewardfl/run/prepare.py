@@ -230,11 +230,7 @@ def _entry(reference: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
 
 
 def samples(
-    store: Cache,
-    rows: Sequence[data.Row],
-    keys: Mapping[int, Key],
-    found: Sequence[Found],
-    rewards: Sequence[Reward],
+    store: Cache, rows: Sequence[data.Row], keys: Mapping[int, Key], found: Sequence[Found], rewards: Sequence[Reward]
 ) -> list[Sample]:
     """The rows, which `references` found usable, as samples. found: of all processes."""
     sizes = {one.line: one.size for one in found}
@@ -287,11 +283,7 @@ class Conditions:
         fill(self.store, [(self._image_key(sample), sample) for sample in samples], image_encoder, share, "images")
 
     def fill_boundary(
-        self,
-        noises: Sequence[tuple[Sample, int]],
-        schedules: Schedules,
-        device: torch.device,
-        share: Share,
+        self, noises: Sequence[tuple[Sample, int]], schedules: Schedules, device: torch.device, share: Share
     ) -> None:
         """Compute, on `device`, the boundary latents that are missing for samples with noise seeds.
 

@@ -44,18 +44,9 @@ from rewardfl.weights import lora_files, merge
 from rewardfl.weights.shards import Refused
 
 VERSIONED = (
-    "rewardfl",
-    "torch",
-    "accelerate",
-    "diffusers",
-    "transformers",
-    "peft",
-    "safetensors",
-    "onnx",
-    "numpy",
-    "av",
+    "rewardfl", "torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av",
     "deepspeed",
-)
+)  # fmt: skip
 
 AFTER_EARLY_STOP = "to go on, set train.early_stop=null or raise its patience"
 PROMPT_FPS = 16  # frames per second of sample videos that no real clip gives a rate

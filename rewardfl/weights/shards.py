@@ -398,11 +398,7 @@ def write_file(
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for part in ordered:
-        header[part.name] = {
-            "dtype": part.dtype,
-            "shape": list(part.shape),
-            "data_offsets": [end, end + part.nbytes],
-        }
+        header[part.name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [end, end + part.nbytes]}
         end += part.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -444,11 +440,7 @@ def shard(parts: list[Part], max_bytes: int) -> dict[str, list[Part]]:
 
 
 def write_folder(
-    folder: Path,
-    parts: list[Part],
-    metadata: Mapping[str, str],
-    max_bytes: int,
-    progress: Callable[[int], object],
+    folder: Path, parts: list[Part], metadata: Mapping[str, str], max_bytes: int, progress: Callable[[int], object]
 ) -> None:
     """Fill an existing folder with one file or with shards and their index.json, under the names loaders expect."""
     files = shard(parts, max_bytes)

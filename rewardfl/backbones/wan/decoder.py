@@ -77,11 +77,7 @@ class WanDecoder:
         return Decoded(torch.cat(chunks, 2).clamp(-1, 1), kept)
 
     def vjp(
-        self,
-        latents: Tensor,
-        grad_video: Tensor,
-        decoded: Decoded | None = None,
-        given: Conditioning | None = None,
+        self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None, given: Conditioning | None = None
     ) -> Tensor:
         """grad_latents (B, C, T, h, w) = (d video / d latents)^T grad_video, equal to autograd through `vae.decode`.
 

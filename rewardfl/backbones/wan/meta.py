@@ -11,6 +11,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchif
 from torch import Tensor
 from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
+from rewardfl.backbones import stock
 from rewardfl.backbones.seam import Caches, ChunksOnMeta, ExpertOnMeta, OnMeta, Shape
 from rewardfl.backbones.wan import files
 from rewardfl.backbones.wan.decoder import parts_checkpointed
@@ -32,9 +33,7 @@ def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple
         vae = AutoencoderKLWan.from_config(files.config_of(layout, "vae"))
         text = UMT5EncoderModel(UMT5Config(**files.config_of(layout, "text_encoder"))).to(dtype).eval()
         tokens = torch.empty(1, TEXT_LENGTH, dtype=torch.long)
-    vae.requires_grad_(False)
-    for parameter in vae.parameters():
-        parameter.data = parameter.data.to(dtype)
+    stock.cast(vae, dtype).requires_grad_(False)
     configs = {name: files.config_of(layout, part) for name, part in variant.parts.items()}
     whole = (shape[0], shape[1] + (variant.image == "frame"), *shape[2:])  # with a frame that is given
     experts: dict[str, tuple[ExpertOnMeta, ...]] = {}

@@ -1,23 +1,10 @@
 """The likeness of a face: detect, track, align, embed, and compare with the pool of a real clip."""
 
+# ruff: noqa: F401  (this file only re-exports)
+
 from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, similarity_transform
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.embed import FaceRecogniser
 from rewardfl.rewards.face.identity import FaceIdentity, FacePool, FaceScore
 from rewardfl.rewards.face.onnx_module import OnnxModule
 from rewardfl.rewards.face.track import landmark_motion, track_largest
-
-__all__ = [
-    "ARCFACE_TEMPLATE",
-    "FaceDetector",
-    "FaceIdentity",
-    "FacePool",
-    "FaceRecogniser",
-    "FaceScore",
-    "Faces",
-    "OnnxModule",
-    "align",
-    "landmark_motion",
-    "similarity_transform",
-    "track_largest",
-]

@@ -96,9 +96,7 @@ class FaceDetector(nn.Module):
 
     CHUNK = 8  # frames at a time
 
-    def __init__(
-        self, path: str | Path, det_size: int = 640, threshold: float | None = None, nms_iou: float | None = None
-    ):
+    def __init__(self, path: str | Path, det_size: int = 640, threshold: float | None = None):
         super().__init__()
         if det_size <= 0 or det_size % 32:
             raise ValueError(f"det_size must be a multiple of 32, the coarsest stride, got {det_size}; try 640")
@@ -110,12 +108,13 @@ class FaceDetector(nn.Module):
         self.net.check_size(torch.Size([1, 3, det_size, det_size]))
         self.det_size = det_size
         self.threshold = self.family.threshold if threshold is None else threshold
-        self.nms_iou = self.family.nms_iou if nms_iou is None else nms_iou
+        self.nms_iou = self.family.nms_iou
 
     @torch.no_grad()
     def detect(self, frames: Tensor) -> list[Faces]:
         """The faces of each of the (N, 3, H, W) frames: N `Faces`, in frame pixels."""
-        return [faces for chunk in frames.split(self.CHUNK) for faces in self._detect_chunk(chunk)]
+        found = (self.rows(chunk) for chunk in frames.split(self.CHUNK))
+        return [self._faces(frame, scale) for rows, scale in found for frame in rows]
 
     def trace(self, frames: Tensor, chunk: int, view: View | None = None) -> list[Faces]:
         """`detect` with a gradient from the landmarks to the frames; boxes, scores and the choice of rows have none.
@@ -130,10 +129,6 @@ class FaceDetector(nn.Module):
             rows, scale = run(part, view)
             found += [self._faces(frame, scale) for frame in rows]
         return found if view is None else [view.undo(faces, frames) for faces in found]
-
-    def _detect_chunk(self, frames: Tensor) -> list[Faces]:
-        rows, scale = self.rows(frames)
-        return [self._faces(frame, scale) for frame in rows]
 
     def rows(self, frames: Tensor, view: View | None = None) -> tuple[Tensor, float]:
         """(N, n, 15) rows as _decode makes them, with gradient in the landmarks alone, and fit's scale."""

@@ -12,14 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rewardfl.rewards.face.align import (
-    ARCFACE_TEMPLATE,
-    Faces,
-    align,
-    align_each,
-    frames_of,
-    similarity_transform,
-)
+from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, align_each, frames_of, similarity_transform
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.embed import FaceRecogniser
 from rewardfl.rewards.face.pack import pack_files

@@ -15,7 +15,6 @@ with 0); here, as there, they stay in. Both papers' recogniser is buffalo_l's, s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,14 +31,7 @@ GREY = 128 / 127.5 - 1  # of the border
 BORDER = 4  # the frame's height and width over the border's
 
 
-@dataclass(frozen=True)
-class FaceProtocol:
-    """How many frames of a clip are compared, from the first to the last."""
-
-    frames: int
-
-
-PROTOCOLS = {"consisid": FaceProtocol(frames=16), "opens2v": FaceProtocol(frames=32)}
+PROTOCOLS = {"consisid": 16, "opens2v": 32}  # how many frames of a clip are compared, from the first to the last
 
 
 def compared_frames(count: int, wanted: int) -> list[int]:
@@ -69,10 +61,13 @@ def largest_faces(frames: Tensor, detector: FaceDetector, recogniser: FaceRecogn
 
 
 def protocol_score(
-    protocol: FaceProtocol, video: Tensor, reference: Tensor, detector: FaceDetector, recogniser: FaceRecogniser
+    wanted: int, video: Tensor, reference: Tensor, detector: FaceDetector, recogniser: FaceRecogniser
 ) -> float:
-    """The protocol's FaceSim of a clip (3, F, H, W) in [-1, 1]; reference: largest_faces of the input image."""
-    indices = compared_frames(video.shape[1], protocol.frames)
+    """The protocol's FaceSim of a clip (3, F, H, W) in [-1, 1]; reference: largest_faces of the input image.
+
+    wanted: of PROTOCOLS.
+    """
+    indices = compared_frames(video.shape[1], wanted)
     once = sorted(set(indices))
     faces = dict(zip(once, largest_faces(frames_of(video)[once], detector, recogniser), strict=True))
     return face_sim(reference, [faces[i] for i in indices])

@@ -1,5 +1,5 @@
 """A reward that another process computes: the client, its server (tools/serve_reward.py) and what they say (wire)."""
 
-from rewardfl.rewards.remote.client import RemoteReward, RewardServerError
+# ruff: noqa: F401  (this file only re-exports)
 
-__all__ = ["RemoteReward", "RewardServerError"]
+from rewardfl.rewards.remote.client import RemoteReward, RewardServerError

@@ -55,7 +55,8 @@ class RemoteReward(Reward):
     timeouts and 5xx. token_env: the environment variable with the server's token; no secret stands in a config.
     frames: "all", or n for every n-th frame from the first. send_reference: the real clip goes along, for a reward that
     compares with it. max_bytes: of one request; a batch is split into requests below it and below what the server
-    takes. parallel: batches that one process sends at a time, as many more wait as uint8 frames (see blackbox).
+    takes. parallel: batches that one process sends at a time, as many more wait as uint8 frames (see blackbox). These
+    nine parameters are the reward's settings in a config.
 
     A sample is invalid when its reference is None, its pixels are not finite (it is not sent), or the server says so
     or scores it with a number that is not finite. Anything else that goes wrong is a RewardServerError.
