@@ -38,6 +38,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     backbone = start.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
     answering, trained_names = work.schedule_of(cfg, backbone).experts, work.trained_experts(cfg, backbone.experts)
     windows = work.windows_of(cfg, answering, trained_names)
+    wanted = start.find_rewards(cfg, backbone)
     window_size = len(groups.window(windows, 0, cfg.run.seed))  # of every epoch
     job = start.open_job(cfg)
     geometry = work.geometry_of(cfg, job.world)
@@ -45,7 +46,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     job.backwards = per_update * window_size  # each scored step is one; the last one of an update synchronises
     rows = start.look_at_rows(cfg, job, backbone)
     steps = work.steps_of_run(cfg, len(rows.train), job.world)
-    start.say_plan(cfg, backbone, rows, steps, job)
+    start.say_plan(cfg, backbone, wanted, rows, steps, job)
     if dry_run:
         from rewardfl.estimate import report  # training must not need what it measures with
 
@@ -54,7 +55,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- data, rewards, what was done
     opened = start.open_run(cfg, run_folder, job, backbone)
-    terms = build_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token), job.device)
+    terms = build_terms(wanted, job.device)
     places = blackbox.places(terms, cfg.reward.reward_timeout)
     parts = configuration.part_weights(cfg)
     store = start.open_cache(cfg)

@@ -25,7 +25,7 @@ from rewardfl.config import RewardFlConfig
 from rewardfl.optim import averaged
 from rewardfl.rewards import build_terms
 from rewardfl.rewards import metrics as reward_metrics
-from rewardfl.rewards.terms import check_trainable, score_terms
+from rewardfl.rewards.terms import score_terms
 from rewardfl.run import checks, invariants, prepare, start, work
 from rewardfl.run.checkpoint import RunFolder
 from rewardfl.run.monitor import Timer, peak_memory_gb
@@ -38,6 +38,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     backbone = start.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
     active, coupling = configuration.active_steps(cfg), configuration.resolved_coupling(cfg)
     work.check_active_experts(cfg, backbone)
+    wanted = start.find_rewards(cfg, backbone)
     job = start.open_job(cfg)
     accumulation, batch_size = cfg.train.gradient_accumulation_steps, cfg.train.per_device_train_batch_size
     job.backwards = accumulation * len(active)  # each replayed step is one; the last one of an update synchronises
@@ -46,7 +47,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     checks.check_graphs(cfg, job.world)
     rows = start.look_at_rows(cfg, job, backbone)
     steps = work.steps_of_run(cfg, len(rows.train), job.world)
-    start.say_plan(cfg, backbone, rows, steps, job)
+    start.say_plan(cfg, backbone, wanted, rows, steps, job)
     if dry_run:
         from rewardfl.estimate import report  # training must not need what it measures with
 
@@ -55,8 +56,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- data, rewards, what was done
     opened = start.open_run(cfg, run_folder, job, backbone)
-    terms = build_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token), job.device)
-    check_trainable(terms)
+    terms = build_terms(wanted, job.device)
     store = start.open_cache(cfg)
     samples = start.find_samples(cfg, rows.train, terms, store, job)
     sizes = [sample.size for sample in samples]  # one forward pass takes clips of one

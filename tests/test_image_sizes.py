@@ -14,7 +14,7 @@ from test_variants import folder_of as video_folder_of  # noqa: F401
 from rewardfl import backbones, config, data, lora, reward_flow, sde
 from rewardfl.backbones.flux import pack
 from rewardfl.backbones.seam import Experts, Velocity
-from rewardfl.rewards import build_terms
+from rewardfl.rewards import build_terms, find_terms
 from rewardfl.run import prepare, start, work
 from rewardfl_tools import check_dataset, plan_run
 
@@ -83,7 +83,7 @@ def opened(words):
     cfg = config.load(CONFIG, words)
     backbone, job = start.open_model(cfg), start.open_job(cfg)
     store, rows = start.open_cache(cfg), start.look_at_rows(cfg, job, backbone).train
-    terms = build_terms(config.wanted_rewards(cfg), job.device)
+    terms = build_terms(find_terms(config.wanted_rewards(cfg)), job.device)
     samples = start.find_samples(cfg, rows, terms, store, job)
     conditions = start.conditions_of(cfg, backbone, start.identify(backbone), store)
     start.fill_conditions(cfg, conditions, samples, job)

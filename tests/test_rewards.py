@@ -38,7 +38,7 @@ def test_the_registry_builds_by_name(pack):
     settings = {"pack_dir": pack, "cap": 0.5, "det_size": SIZE, "chunk": 4}
     built = rewards.build("face_identity", settings)
     assert isinstance(built, FaceIdentityReward) and built.cap == 0.5 and built.differentiable
-    with pytest.raises(ValueError, match="reward.name 'face' is not a reward.*; choose from .*face_identity"):
+    with pytest.raises(ValueError, match="'face' is not a reward.*; choose from .*face_identity"):
         rewards.build("face", settings)
     with pytest.raises(ValueError, match="reward 'face_identity' has no setting 'caps', did you mean 'cap'"):
         rewards.build("face_identity", {"pack_dir": pack, "caps": 0.5})

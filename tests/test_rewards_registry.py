@@ -40,7 +40,7 @@ def test_transformers_is_not_imported_for_those_that_do_without():
 @pytest.mark.parametrize(
     "name, settings, message",
     [
-        ("asthetic", {}, "reward.name 'asthetic' is not a reward, did you mean 'aesthetic'?; choose from aesthetic, "),
+        ("asthetic", {}, "'asthetic' is not a reward, did you mean 'aesthetic'?; choose from aesthetic, "),
         ("xyz", {}, "'xyz' is not a reward; choose from .*, or name a class of your own as module:Class or path"),
         ("colour", {"rd": 1}, "reward 'colour' has no setting 'rd', did you mean 'red'?; it takes red, green, blue, "),
         ("motion", {"chunk": 1}, "reward 'motion' has no setting 'chunk'; it takes none"),
@@ -316,7 +316,7 @@ def test_metadata_gives_prompt_and_real_clip(capsys, clips, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--reward", "colours", "x.mp4"], "error: reward.name 'colours' is not a reward, did you mean 'colour'?"),
+        (["--reward", "colours", "x.mp4"], "error: 'colours' is not a reward, did you mean 'colour'?"),
         (["--reward", "colour", "x.mp4"], "error: x.mp4: no such file"),
         (["--reward", "colour", "--settings", "red", "--", "x.mp4"], "error: --settings 'red': write key=value"),
         (["--reward", "motion", "--metadata", "none.csv", "x.mp4"], "error: data.file_name: no such file: none.csv"),

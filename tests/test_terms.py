@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rewardfl import config
-from rewardfl.rewards import Reward, RewardError, RewardOutput, build_terms
-from rewardfl.rewards.terms import Term, check_trainable, score_terms
+from rewardfl.rewards import Reward, RewardError, RewardOutput, build_terms, find_terms, registry
+from rewardfl.rewards.terms import Term, score_terms
 
 OWN = f"{__file__}:Brightness"  # a user's own class in a file
 VIDEO = torch.rand(3, 3, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -80,13 +80,17 @@ def test_a_sample_that_one_reward_cannot_score_is_scored_by_the_others():
 
 
 def test_what_cannot_be_trained_is_refused():
-    blind = Brightness()
-    blind.differentiable = False
-    with pytest.raises(RewardError, match="reward.others.x: brightness has no gradient; measure it .weight 0."):
-        check_trainable([Term("reward.others.x", "x", blind, 0.1, 0.0, 1.0)])
+    class Blind(Brightness):
+        differentiable = False
+
+    def wanted(weight):
+        return config.WantedReward("reward.others.x", "x", "blind", {}, weight)
+
+    with pytest.raises(RewardError, match="reward.others.x: brightness has no gradient.*measure it .weight 0."):
+        registry.check_trainable([(wanted(0.1), Blind)])
     with pytest.raises(RewardError, match="nothing is trained"):
-        check_trainable([Term("reward.others.x", "x", blind, 0.0, 0.0, 1.0)])
-    check_trainable([Term("reward.name", "score", Brightness(), 1.0, 0.0, 1.0), Term("k", "x", blind, 0.0, 0.0, 1.0)])
+        registry.check_trainable([(wanted(0), Blind)])
+    registry.check_trainable([(wanted(1), Brightness), (wanted(0), Blind)])
 
 
 def test_terms_of_a_configuration():
@@ -97,7 +101,7 @@ def test_terms_of_a_configuration():
     others = {"square": {"name": OWN, "weight": 2, "std": 4, "settings": {"power": 2}}}
     reward = {"name": OWN, "reward_weight": 0.3, "reward_mean": 0.2, "reward_std": 0.1, "others": others}
     wanted = config.wanted_rewards(config.parse(base | {"reward": reward}))
-    built = build_terms(wanted, torch.device("cpu"))
+    built = build_terms(find_terms(wanted), torch.device("cpu"))
     assert [(term.label, term.weight, term.mean, term.std, term.reward.power) for term in built] == [
         ("score", 0.3, 0.2, 0.1, 1), ("square", 2.0, 0.0, 4.0, 2),
     ]  # fmt: skip
@@ -111,7 +115,7 @@ def test_terms_of_a_configuration():
     assert judge.settings["pack_dir"] == "b" and judge.settings["cap"] == "none" and judge.weight == 0
     others["square"]["settings"] = {"powr": 2}
     with pytest.raises(RewardError, match=r"reward.others.square.settings: .*powr"):
-        build_terms(config.wanted_rewards(config.parse(base | {"reward": reward})), torch.device("cpu"))
+        find_terms(config.wanted_rewards(config.parse(base | {"reward": reward})))
     for change, message in [
         ({"name": "face_identity"}, "reward.reward_model_path is required for face_identity"),
         ({"name": "face_identity", "reward_model_path": "a", "settings": {"x": 1}}, "face_identity takes none"),

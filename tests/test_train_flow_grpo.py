@@ -306,7 +306,7 @@ def test_what_the_judge_says_of_motion_is_opencvs_flow(monkeypatch, tmp_path):
         (["grpo.window_size=3"], "no 3 steps in a row among the usable [2, 3]"),
         (["grpo.window=fraction", "grpo.window_fraction=0"], "grpo.window_fraction must be greater than 0, got 0"),
         (["model.trainable_models=dit,dit2", "grpo.window_bounds=[0, 2]"], "low_noise answers at no step that"),
-        (["reward.name=color"], "reward.name 'color' is not a reward, did you mean 'colour'"),
+        (["reward.name=color"], "reward.name: 'color' is not a reward, did you mean 'colour'"),
         (["model.model_paths=nowhere"], "model.model_paths: no such file or folder"),
         (["lora.lora_target_modules=q,kk"], "lora.lora_target_modules: 'kk' matches no linear layer"),
         (["evaluation.eval_clips=gone.csv"], "evaluation.eval_clips: no such file: gone.csv"),

@@ -14,7 +14,7 @@ from conftest import ROOT
 from runs import CONFIG, FAST, GRPO_FAST, adapter, call, call_grpo, environment, launch, launch_grpo, metrics
 
 from rewardfl import config, rewards
-from rewardfl.rewards import build_terms, registry
+from rewardfl.rewards import build_terms, find_terms, registry
 
 OWN = ROOT / "tests" / "grpo_rewards.py"
 COLOUR = ["reward.name=colour", "reward.held_out_model_path=null", "reward.reward_mean=0", "reward.reward_std=0.1"]
@@ -80,20 +80,53 @@ def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["reward.name=color"], "reward.name 'color' is not a reward, did you mean 'colour'"),
+        (["reward.name=color"], "reward.name: 'color' is not a reward, did you mean 'colour'"),
         (["reward.name=colour", "reward.settings={rad: 1}"], "has no setting 'rad', did you mean 'red'"),
-        (["reward.name=jpeg_size"], "jpeg_size has no gradient; measure it (weight 0), or train on it by policy"),
+        (["reward.name=jpeg_size"], "jpeg_size has no gradient, as its class says"),
         ([others(x={"name": "jpeg_size", "weight": 1})], "reward.others.x: jpeg_size has no gradient"),
         (["reward.name=examples/my_reward.py:Mine"], "examples/my_reward.py defines no 'Mine'"),
         ([others(x={"name": "aesthetic", "settings": {}})], "reward.others.x.settings: reward 'aesthetic' needs"),
-        ([others(x={"name": "remote", "settings": {"url": "h:9"}})], "reward.others.x.settings: reward 'remote': url"),
+        ([others(x={"name": "lost.py:Mine"})], "reward.others.x.name: there is no file lost.py"),
+        ([others(x={"name": "examples/my_reward.py"})], "or examples/my_reward.py:Class"),
         ([others(motion={"name": "motion"})], "reward.others.motion: "),
         (["reward.reward_weight=0"], "nothing is trained"),
     ],
 )  # fmt: skip
 def test_rewards_that_cannot_be_had(monkeypatch, capsys, tmp_path, overrides, message):
-    code, _, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}", *overrides)
-    assert code == 2 and message in error
+    """Before anything is read or written, and by a dry run likewise."""
+    for dry in ([], ["--dry-run"]):
+        code, out, error = call(monkeypatch, capsys, *dry, *FAST, f"run.output_dir={tmp_path / 'run'}", *overrides)
+        assert code == 2 and message in error and not out and not (tmp_path / "run").exists()
+
+
+def test_settings_that_a_reward_itself_refuses(monkeypatch, capsys, tmp_path):
+    remote = others(x={"name": "remote", "settings": {"url": "h:9"}})
+    code, _, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path}", remote)
+    assert code == 2 and "reward.others.x.settings: reward 'remote': url" in error
+
+
+def test_what_breaks_the_contract_is_named_by_its_key(monkeypatch, capsys, tmp_path):
+    (tmp_path / "odd.py").write_text(
+        "from rewardfl.rewards import Reward, RewardOutput\n"
+        "class Odd(Reward):\n"
+        "    name, differentiable = 'odd', True\n"
+        "    def forward(self, video, batch):\n"
+        "        return RewardOutput(video.mean(), video.new_ones(len(video)).bool(), {})\n"
+    )
+    odd = others(x={"name": f"{tmp_path / 'odd.py'}:Odd", "weight": 1})
+    code, _, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}", odd)
+    assert code == 2 and "reward.others.x: reward Odd: score must hold one value per video" in error
+
+
+def test_the_plan_says_what_is_trained_on(monkeypatch, capsys, tmp_path):
+    settings = [
+        *FAST,
+        f"run.output_dir={tmp_path}",
+        others(red={"name": "colour", "weight": 0.5}, blue={"name": "colour"}),
+    ]
+    _, out, _ = call(monkeypatch, capsys, "--dry-run", *settings)
+    assert "trained on 0.1 x score (face_identity) + 0.5 x red (colour); only measured: held_out (face_judge), " in out
+    assert "blue (colour)" in out
 
 
 ONE_STEP = [*COLOUR, "train.max_steps=1", "run.sample_videos=0"]
@@ -139,7 +172,7 @@ def test_the_documented_yaml_is_what_the_config_takes(tmp_path):
     for section in ("", "grpo: {}\n"):
         (tmp_path / "run.yaml").write_text(shared + section + block)
         cfg = config.load(tmp_path / "run.yaml")
-        first, judge = build_terms(config.wanted_rewards(cfg), torch.device("cpu"))
+        first, judge = build_terms(find_terms(config.wanted_rewards(cfg)), torch.device("cpu"))
         assert first.reward.client.url == "http://127.0.0.1:8400" and not first.reward.send_reference
         assert judge.reward.client.url == "http://127.0.0.1:8401" and judge.reward.send_reference
         assert (first.reward.place, judge.reward.place) == ("reward.settings", "reward.others.judge.settings")

@@ -16,7 +16,7 @@ from test_train_rewards import served
 
 from rewardfl import config, data, lora
 from rewardfl.backbones.wan.variants import VARIANTS
-from rewardfl.rewards import build_terms
+from rewardfl.rewards import build_terms, find_terms
 from rewardfl.run import start
 from rewardfl_tools import convert_lora, generate, merge_lora
 
@@ -135,7 +135,7 @@ def test_a_picture_says_who_is_asked_for(folder_of, tmp_path):
     cfg = config.load(CONFIG, [*FAST, *model(text, folder_of(text)), *table, *places])
     backbone, job = start.open_model(cfg), start.open_job(cfg)
     assert not backbone.takes_image
-    terms = build_terms(config.wanted_rewards(cfg), job.device)
+    terms = build_terms(find_terms(config.wanted_rewards(cfg)), job.device)
     rows = start.look_at_rows(cfg, job, backbone)
     (sample,) = start.find_samples(cfg, rows.train, terms, start.open_cache(cfg), job)
     face, judge = sample.references

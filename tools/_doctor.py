@@ -21,7 +21,7 @@ import torch
 from rewardfl import backbones, config, data
 from rewardfl.backbones.seam import Source
 from rewardfl.files import printable, sha256
-from rewardfl.rewards import FaceIdentityReward, build_terms
+from rewardfl.rewards import FaceIdentityReward, build_terms, find_terms
 from rewardfl.rewards.face import FaceIdentity, FacePool
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.onnx_file import read_graph
@@ -265,7 +265,7 @@ def pack_hashes(case: Case) -> dict[str, dict[str, str]]:
 def identities(case: Case) -> dict[str, FaceIdentity]:
     """{reward or held_out: the networks} of the face rewards, on the device. RewardError as training raises it."""
     faces = [one for one in config.wanted_rewards(case.cfg) if one.name in ("face_identity", "face_judge")]
-    terms = build_terms(faces, case.device)
+    terms = build_terms(find_terms(faces), case.device)
     packs = {term.label: term.reward.identity for term in terms if isinstance(term.reward, FaceIdentityReward)}
     return {"reward" if label == "score" else label: identity for label, identity in packs.items()}
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from rewardfl import config, data
 from rewardfl.backbones.seam import Backbone
 from rewardfl.files import printable
-from rewardfl.rewards import RewardError, build_terms
+from rewardfl.rewards import RewardError, build_terms, find_terms
 from rewardfl.rewards.checked import NONFINITE
 from rewardfl.rewards.terms import Reference, Term, judge
 from rewardfl.run import start, work
@@ -45,7 +45,9 @@ class Pair:
 def run(cfg: config.AnyConfig, arm: Arm, args: argparse.Namespace, out: Path) -> int:
     """Before and after an adapter, by the run's rewards: the exit code. Raises what is wrong with the input."""
     (out / "images").mkdir(parents=True, exist_ok=True)  # a folder that cannot be written is said at once
-    terms = build_terms(config.wanted_rewards(cfg), torch.device(args.device))
+    found = find_terms(config.wanted_rewards(cfg))
+    start.check_frames(cfg, found)
+    terms = build_terms(found, torch.device(args.device))
     pairs = evaluate(cfg, terms, arm, args)
     report = summarise(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
     for pair in pairs:
@@ -103,11 +105,7 @@ def sampler_of(
 
 
 def look_at_rows(cfg: config.AnyConfig, backbone: Backbone, terms: Sequence[Term]) -> list[data.Row]:
-    """The rows that every reward can judge. DataError lists all others, unless data.skip_bad_rows: then they are said.
-
-    ConfigError for a reward that judges more than one picture at a time.
-    """
-    start.check_frames(cfg, terms)
+    """The rows that every reward can judge. DataError lists all others; data.skip_bad_rows: they are said."""
     rows = data.load_metadata(cfg.data.file_name, "--data")
     takes, problems = backbone.takes_image, []
     for row in rows:

@@ -14,7 +14,7 @@ from transformers import ViTModel
 
 from rewardfl import config, data
 from rewardfl.files import model_digest
-from rewardfl.rewards import RewardError, build_terms, face
+from rewardfl.rewards import RewardError, build_terms, face, find_terms
 from rewardfl.rewards.canaries import canaries
 from rewardfl.rewards.face import protocols
 from rewardfl.rewards.face.pack import file_hashes
@@ -67,8 +67,9 @@ def judges_of(cfg: config.AnyConfig, args: argparse.Namespace) -> Judges:
         for name, one in faces.items()
         if wanted
     }
-    terms = build_terms(columns(cfg), torch.device(args.device))
-    start.check_frames(cfg, terms)
+    found = find_terms(columns(cfg))
+    start.check_frames(cfg, found)
+    terms = build_terms(found, torch.device(args.device))
     dino = _subject_consistency.load(args.dino, args.device) if args.dino else None
     return Judges(faces, wanted, detectors, terms, dino, args.periods, args.device)
 

@@ -17,7 +17,7 @@ from rewardfl.backbones.seam import Backbone, Experts, Velocity
 from rewardfl.config import AnyConfig, RewardFlConfig
 from rewardfl.files import printable
 from rewardfl.rewards import build_terms
-from rewardfl.rewards.terms import Reference, Term, check_trainable, judge
+from rewardfl.rewards.terms import Reference, Term, judge
 from rewardfl.run import start, work
 from rewardfl.run.monitor import Timer
 
@@ -46,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
         backbone = start.open_model(cfg)
-        terms = build_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token), device)
-        check_trainable(terms)
+        terms = build_terms(start.find_rewards(cfg, backbone), device)
         examples, references = find_clips(cfg, terms, args.rows, device)
         videos = sample(cfg, backbone, examples, args.experts, device)
         scales = measure(terms, videos, references)

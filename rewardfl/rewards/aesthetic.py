@@ -55,6 +55,8 @@ def load_head(path: str | Path) -> nn.Sequential:
     """The predictor's layers, frozen: (N, 768) unit embeddings -> (N, 1); ValueError for another or a broken file."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no file {path}") from error
     except UNREADABLE as error:
         raise ValueError(f"{path} cannot be read as a .pth file, fetch it again ({error})") from error
     wanted = {

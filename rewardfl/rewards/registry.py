@@ -14,6 +14,7 @@ from rewardfl.rewards.base import Reward, RewardError
 from rewardfl.rewards.checked import checked
 from rewardfl.rewards.terms import Term
 
+Found = tuple[WantedReward, type[Reward]]
 # name -> module and class within this package, imported when asked for: some take transformers, which loads slowly
 REWARDS: dict[str, str] = {
     "aesthetic": "aesthetic:AestheticReward",
@@ -39,11 +40,13 @@ def build(name: str, settings: dict[str, object]) -> Reward:
     name: as for find. Raises ValueError for an unknown name, a class that is no reward, and unknown or missing
     settings.
     """
-    return construct(find_reward(name), name, settings)
+    cls = find_reward(name)
+    check_settings(cls, name, settings)
+    return checked(cls(**settings))
 
 
-def construct(cls: type[Reward], name: str, settings: dict[str, object]) -> Reward:
-    """`build` of a class that `find` has found under this name."""
+def check_settings(cls: type[Reward], name: str, settings: dict[str, object]) -> None:
+    """ValueError for settings that the class of this name does not take, and for some that it needs and are missing."""
     known, required = settings_of(cls)
     for key in settings:
         if key not in known:
@@ -51,20 +54,43 @@ def construct(cls: type[Reward], name: str, settings: dict[str, object]) -> Rewa
     missing = [key for key in required if key not in settings]
     if missing:
         raise ValueError(f"reward {name!r} needs the setting {missing[0]!r}; {_takes(known)}")
-    return checked(cls(**settings))
 
 
-def build_terms(wanted: Sequence[WantedReward], device: torch.device) -> list[Term]:
-    """The rewards, on the device. RewardError for an unknown one, or settings or weights that do not fit it."""
-    terms = []
+def find_terms(wanted: Sequence[WantedReward]) -> list[Found]:
+    """The rewards with their classes, of which none is made yet. RewardError for an unknown one, or other settings."""
+    found = []
     for one in wanted:
+        place = f"{one.key}.name" if one.key.startswith("reward.others.") else one.key
         try:
             cls = find_reward(one.name)
+            place = _place_of_settings(one.key)
+            check_settings(cls, one.name, one.settings)
         except ValueError as error:
-            raise RewardError(f"{one.key}: {error}") from error
+            raise RewardError(f"{place}: {error}") from error
+        found.append((one, cls))
+    return found
+
+
+def check_trainable(found: Sequence[Found]) -> None:
+    """RewardError when a reward that is to be trained on by its gradient has none, or no reward has a weight."""
+    for one, cls in found:
+        if one.weight > 0 and not cls.differentiable:
+            raise RewardError(
+                f"{one.key}: {cls.name} has no gradient, as its class says (differentiable = False); measure it "
+                "(weight 0), train on it by policy gradient (train_flow_grpo.py), or, if its score does have one, set "
+                "differentiable = True in the class"
+            )
+    if not any(one.weight > 0 for one, _ in found):
+        raise RewardError("reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained")
+
+
+def build_terms(found: Sequence[Found], device: torch.device) -> list[Term]:
+    """The rewards, on the device. RewardError for settings or weights that do not fit one."""
+    terms = []
+    for one, cls in found:
         place = _place_of_settings(one.key)
         try:
-            reward = construct(cls, one.name, one.settings).to(device)
+            reward = checked(cls(**one.settings)).to(device)
         except ValueError as error:
             raise RewardError(f"{place}: {error}") from error
         reward.place = place
@@ -94,8 +120,8 @@ def find_reward(name: str) -> type[Reward]:
     if not colon:
         choices = ", ".join(sorted(REWARDS))
         raise ValueError(
-            f"reward.name {name!r} is not a reward{did_you_mean(name, REWARDS)}; choose from {choices}, or name a "
-            "class of your own as module:Class or path/to/file.py:Class"
+            f"{name!r} is not a reward{did_you_mean(name, REWARDS)}; choose from {choices}, or name a class of your "
+            f"own as module:Class or {name if name.endswith('.py') else 'path/to/file.py'}:Class"
         )
     module = _module_of_file(Path(place)) if place.endswith(".py") else _module(place)
     cls = vars(module).get(attribute)

@@ -38,18 +38,6 @@ class Judged:
         return Judged(output, self.failed, self.problems)
 
 
-def check_trainable(terms: Sequence[Term]) -> None:
-    """RewardError when a reward that is to be trained on has no gradient, or none has a weight."""
-    for term in terms:
-        if term.weight > 0 and not term.reward.differentiable:
-            raise RewardError(
-                f"{term.key}: {term.reward.name} has no gradient; measure it (weight 0), or train on it by policy "
-                "gradient (train_flow_grpo.py)"
-            )
-    if not any(term.weight > 0 for term in terms):
-        raise RewardError("reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained")
-
-
 def score_terms(terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]]) -> list[Judged]:
     """Every term of videos (B, 3, F, H, W): with its gradient where it has a weight, else as `judge` has it.
 
@@ -59,10 +47,13 @@ def score_terms(terms: Sequence[Term], video: Tensor, references: Sequence[Seque
     judged = []
     for i, term in enumerate(terms):
         batch = [reference[i] for reference in references]
-        if term.weight > 0:
-            judged.append(Judged(term.reward(video, batch), torch.zeros(len(video)).bool()))
-        else:
+        if term.weight == 0:
             judged.append(judge(term.reward, video, batch))
+            continue
+        try:
+            judged.append(Judged(term.reward(video, batch), torch.zeros(len(video)).bool()))
+        except RewardError as error:
+            raise RewardError(f"{term.key}: {error}") from error
     return judged
 
 

@@ -30,7 +30,7 @@ from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
 from rewardfl.files import model_digest, printable
 from rewardfl.optim import HostAdamW, learning_rate_factor
-from rewardfl.rewards import FaceIdentityReward, blackbox
+from rewardfl.rewards import FaceIdentityReward, blackbox, registry
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe_packs, file_hashes
@@ -126,6 +126,29 @@ def open_model(cfg: AnyConfig) -> Backbone:
     return backbone
 
 
+def find_rewards(cfg: AnyConfig, backbone: Backbone) -> list[registry.Found]:
+    """The rewards by their classes alone, before anything is read or written.
+
+    RewardError for one that is not there, does not take its settings, or has no gradient to be trained on; ConfigError
+    for one that the clips are too short for.
+    """
+    found = registry.find_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token))
+    check_frames(cfg, found)
+    if isinstance(cfg, configuration.RewardFlConfig):
+        registry.check_trainable(found)
+    return found
+
+
+def check_frames(cfg: AnyConfig, found: Sequence[registry.Found]) -> None:
+    """ConfigError where a reward looks at what changes from frame to frame, and the frames are too few."""
+    for one, cls in found:
+        if cfg.data.num_frames < cls.fewest_frames:
+            raise configuration.ConfigError(
+                f"{one.key} judges at least {cls.fewest_frames} frames, and data.num_frames is {cfg.data.num_frames}; "
+                "take a reward that judges each picture (docs/rewards.md), or remove it"
+            )
+
+
 def open_job(cfg: AnyConfig) -> Job:
     """The run's processes, connected. LaunchError or ConfigError when what runs is not what was asked for."""
     several = len(configuration.trained_positions(cfg)) > 1
@@ -179,11 +202,21 @@ def _look_at(
     return good, [*said, *(f"note: {table}: {note}" for note in notes)]
 
 
-def say_plan(cfg: AnyConfig, backbone: Backbone, rows: Rows, steps: int, job: Job) -> None:
-    """Print what the run will do: where it differs from the checkpoint, its configuration, arithmetic and sigmas."""
+def say_plan(
+    cfg: AnyConfig, backbone: Backbone, wanted: Sequence[registry.Found], rows: Rows, steps: int, job: Job
+) -> None:
+    """Print what the run will do: where it differs from the checkpoint, its configuration, rewards, arithmetic, sigmas.
+
+    wanted: find_rewards'.
+    """
+    trained = [f"{one.weight:g} x {one.label} ({one.name})" for one, _ in wanted if one.weight > 0]
+    if isinstance(cfg, configuration.FlowGrpoConfig):
+        trained += [f"{weight:g} x {part}" for part, weight in configuration.part_weights(cfg).items()]
+    measured = [f"{one.label} ({one.name})" for one, _ in wanted if one.weight == 0]
+    rewards = f"trained on {' + '.join(trained)}; only measured: {', '.join(measured) or 'nothing'}"
     notes = [f"note: {note}" for note in backbone.differences(cfg.sample.shift, cfg.sample.guidance_scale)]
     overview = work.overview(cfg, backbone, len(rows.train), steps, job.world)
-    for line in [*notes, *rows.said, configuration.dump(cfg), overview]:
+    for line in [*notes, *rows.said, configuration.dump(cfg), rewards, overview]:
         job.say(line)
 
 
@@ -362,7 +395,6 @@ def find_samples(
     """
     if not rows:
         return []
-    check_frames(cfg, terms)
     rewards = [term.reward for term in terms]
     size = {name: getattr(cfg.data, name) for name in ("height", "width", "num_frames", "max_pixels", "fps")}
     hashes, unreadable = prepare.hash_files(rows, job.share, job.gather_lists)
@@ -380,16 +412,6 @@ def find_samples(
     for line in bad:
         job.say(f"skipped: {line}")
     return prepare.samples(store, rows, keys, found, rewards)
-
-
-def check_frames(cfg: AnyConfig, terms: Sequence[Term]) -> None:
-    """ConfigError where a reward looks at what changes from frame to frame, and the frames are too few."""
-    for term in terms:
-        if cfg.data.num_frames < term.reward.fewest_frames:
-            raise configuration.ConfigError(
-                f"{term.key} judges at least {term.reward.fewest_frames} frames, and data.num_frames is "
-                f"{cfg.data.num_frames}; take a reward that judges each picture (docs/rewards.md), or remove it"
-            )
 
 
 def nothing_to_compare(cfg: AnyConfig, row: data.Row, terms: Sequence[Term]) -> list[str]:
