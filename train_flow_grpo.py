@@ -232,6 +232,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                                 ratio = grpo.log_ratio(cfg.grpo.objective, log_prob, mean, step, kernel.kind).exp()
                                 clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
                                 loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio).mean()
+                                clipped = grpo.clipped(ratio, advantage, clip_low, clip_high)  # teaches nothing
                                 if cfg.grpo.objective == "guard":  # each step's gradient is proportional to |dt|
                                     loss = loss / abs(kernel.dt(i))
                                 kl = torch.zeros_like(log_prob)  # (B,)
@@ -240,10 +241,9 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                                     loss = loss + cfg.grpo.kl_weight * kl.mean()
                                 job.backward(loss / job.backwards)
                             losses.append(loss.detach())
-                            of_step = (advantage, ratio, kl, log_prob, step.log_prob, row)
+                            of_step = (advantage, ratio, clipped, kl, log_prob, step.log_prob, row)
                             seen.append([value.detach() for value in of_step])
                 seen = job.gather(dict(zip(SEEN, map(torch.cat, zip(*seen, strict=True)), strict=True)))  # (N,) each
-                seen["clipped"] = grpo.clipped(seen["ratio"], seen["advantage"], clip_low, clip_high)
                 if n == 0:  # nothing was updated since the rollout
                     grpo.check_ratio(seen["log_prob"], seen["old_log_prob"], tolerance, window, geometry.batch)
                 with timer("optimizer"):
@@ -295,7 +295,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     return start.close_run(cfg, job, log, interruption, done, stopped)
 
 
-SEEN = ("advantage", "ratio", "kl", "log_prob", "old_log_prob", "row")  # of each sample and step of an update
+SEEN = ("advantage", "ratio", "clipped", "kl", "log_prob", "old_log_prob", "row")  # of each sample and step
 
 
 def main() -> int:
