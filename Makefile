@@ -15,8 +15,9 @@ demo: $(READY)
 	$(BIN)/accelerate launch train_reward_fl.py --config configs/tiny_face.yaml run.output_dir=$(RUN)
 	$(BIN)/python tools/evaluate.py --run $(RUN) --data assets/tiny_world/eval/metadata.csv --seeds 1
 
-# Whole files to two workers, in the order of tests/conftest.py
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Whole files to the workers, in the order of tests/conftest.py
+WORKERS = 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
 	$(PYTEST) -m "not long"

@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT
 
 ALGORITHMS = ("flow", "reward_flow", "sde", "grpo", "groups", "scheduler")
-# inside a room one more than DESIGN section 2 says: a face goes through file, graph, detector, identity and reward
+# inside a room: a face goes through file, graph, detector, identity and reward
 ROOM_FLOORS, MODULE_FLOORS = 7, 5
 # model.model_name has a default; no other module outside of backbones/ and weights/ names a model or one of its parts
 NAMES_A_MODEL = {"config.schema"}

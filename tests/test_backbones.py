@@ -1,4 +1,4 @@
-"""The contract of a backbone (DESIGN section 11), for every registered one, through the seam alone.
+"""The contract of a backbone, for every registered one, through the seam alone.
 
 A tenant is a small random model of the kind in its published layout, and its stock pipeline. Two processes against one
 and exact resumption are shown on whole runs, in test_distributed.py and test_chaos.py.

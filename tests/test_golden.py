@@ -82,12 +82,16 @@ def differences(record: list[dict], found: list[dict], tolerance: float) -> list
 def test_golden_curve(name, tmp_path):
     record, found = json.loads((GOLDEN / f"{name}.json").read_text()), run(name, tmp_path, name == "flow_grpo")
     here = made_with()
-    if record["made_with"] == here:
+    other = {key: (record["made_with"].get(key), value) for key, value in here.items()}
+    other = {key: (was, now) for key, (was, now) in other.items() if was != now}
+    near = f"within {NEAR} for {NEAR_STEPS} steps, since these differ (as recorded, here): {other}"
+    print(f"{name} is compared {near if other else 'to the last bit'}")
+    if not other:
         assert differences(record["metrics"], found["metrics"], 0) == []
         assert found["adapter"] == record["adapter"]
     else:
         steps = slice(0, NEAR_STEPS)
-        assert differences(record["metrics"][steps], found["metrics"][steps], NEAR) == [], (record["made_with"], here)
+        assert differences(record["metrics"][steps], found["metrics"][steps], NEAR) == [], other
 
 
 def test_a_difference_is_seen():
