@@ -69,6 +69,7 @@ def open_case(args: argparse.Namespace) -> Case:
     if args.out.is_dir() and any(args.out.iterdir()) and not (args.out / PAGE).is_file():
         raise config.ConfigError(f"--out: {args.out} holds something else than an earlier page; name a new folder")
     backbone = start.open_model(cfg)
+    start.find_rewards(cfg, backbone)
     rows = first_rows(cfg, backbone.takes_image, args.clips)
     args.out.mkdir(parents=True, exist_ok=True)
     return Case(args.config, args.overrides, cfg, backbone, rows, device, args.out, not args.no_digests)
