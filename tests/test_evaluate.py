@@ -11,11 +11,12 @@ from conftest import ROOT
 
 from rewardfl import config, data
 from rewardfl.rewards import face
-from rewardfl.rewards.video_motion import dynamic_degree, fastest, motion_smoothness, video_motion
+from rewardfl.rewards.video_motion import video_motion
 from rewardfl_tools import _arms, _evaluate, _evaluate_pictures, _figures, _judging, _records, _videos, evaluate
 from rewardfl_tools._arms import Arm
 from rewardfl_tools._evaluate_table import table
 from rewardfl_tools._figures import Reading
+from rewardfl_tools._vbench import dynamic_degree, fastest, motion_smoothness
 
 JUDGE = "held_out"
 ARMS = [Arm("base", 8), Arm("latest", 8, ROOT)]

@@ -18,8 +18,8 @@ from conftest import ROOT
 from runs import CONFIG, QUICK, environment, launch, table
 
 from rewardfl import data, rewards
-from rewardfl.rewards.face import protocols
 from rewardfl_tools import _arms, _records, evaluate
+from rewardfl_tools import _face_protocols as protocols
 
 
 @pytest.fixture(scope="module")

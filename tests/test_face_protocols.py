@@ -10,7 +10,7 @@ from insightface.utils.face_align import norm_crop
 
 from rewardfl import data
 from rewardfl.rewards import face
-from rewardfl.rewards.face import protocols
+from rewardfl_tools import _face_protocols as protocols
 
 PACK = ROOT / "assets" / "tiny_world" / "faces" / "judge"
 SIZE = 128  # the tiny world's detector was trained at

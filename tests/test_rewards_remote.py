@@ -31,12 +31,13 @@ import rewardfl_tools
 from rewardfl import data, rewards
 from rewardfl.data import cache
 from rewardfl.rewards.checked import checked
-from rewardfl.rewards.remote import RemoteReward, RewardServerError, client, server, wire
+from rewardfl.rewards.remote import RemoteReward, RewardServerError, client, wire
 from rewardfl.rewards.remote.client import delay, split
-from rewardfl.rewards.remote.server import RewardServer, Service
 from rewardfl.rewards.remote.wire import Clip, WireError
 from rewardfl.rewards.terms import judge
+from rewardfl_tools import _reward_server as server
 from rewardfl_tools import _serve_reward, serve_reward
+from rewardfl_tools._reward_server import RewardServer, Service
 
 PROMPTS = ["a person, talking", "", "eine Frau in München", "他在说话", 'quotes " and \\ and \x01']
 MB = 1_000_000

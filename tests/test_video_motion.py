@@ -7,6 +7,7 @@ import torch
 
 from rewardfl.rewards import video_motion as measures
 from rewardfl.rewards.motion import mean_change
+from rewardfl_tools._vbench import motion_smoothness
 
 ROOM = 24  # pixels of texture around a frame, for it to be shifted over
 
@@ -110,8 +111,8 @@ def test_blur_costs_sharpness_also_of_a_single_edge():
 def test_smoothness_is_how_well_neighbours_tell_a_frame():
     """Steady motion nearly as well as none; far better than a mean of the two would; trembling not at all."""
     still = np.repeat(STEADY[:1], 5, 0)
-    assert measures.motion_smoothness(still) > 0.999
-    steady, trembling = (measures.motion_smoothness(clip) for clip in (STEADY, TREMBLING))
+    assert motion_smoothness(still) > 0.999
+    steady, trembling = (motion_smoothness(clip) for clip in (STEADY, TREMBLING))
     means = (STEADY[:-2:2].astype(float) + STEADY[2::2]) / 2  # of frames 0 and 2, and so on
     faded = 1 - np.abs(means - STEADY[1:-1:2]).mean() / 255
     assert 1 - steady < 0.25 * (1 - faded)
@@ -123,9 +124,9 @@ def test_smoothness_asks_for_every_second_frame_alone():
     """The odd frames, of which the last has no frame after it where their number is even."""
     odd = STEADY[:5].copy()
     odd[3] = 255 - odd[3]
-    assert measures.motion_smoothness(odd) < measures.motion_smoothness(STEADY[:5]) - 0.05
-    assert measures.motion_smoothness(STEADY[:4]) == measures.motion_smoothness(STEADY[:3])
-    assert np.isnan(measures.motion_smoothness(STEADY[:2]))
+    assert motion_smoothness(odd) < motion_smoothness(STEADY[:5]) - 0.05
+    assert motion_smoothness(STEADY[:4]) == motion_smoothness(STEADY[:3])
+    assert np.isnan(motion_smoothness(STEADY[:2]))
 
 
 def test_large_frames_are_shrunk_and_measured_in_their_own_pixels():

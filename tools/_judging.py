@@ -16,12 +16,13 @@ from rewardfl import config, data
 from rewardfl.files import model_digest
 from rewardfl.rewards import RewardError, build_terms, face, find_terms
 from rewardfl.rewards.canaries import canaries
-from rewardfl.rewards.face import protocols
 from rewardfl.rewards.face.pack import file_hashes
 from rewardfl.rewards.terms import Reference, Term, judge
-from rewardfl.rewards.video_motion import dynamic_degree, motion_smoothness, video_motion
+from rewardfl.rewards.video_motion import video_motion
 from rewardfl.run import start
+from rewardfl_tools import _face_protocols as protocols
 from rewardfl_tools import _subject_consistency
+from rewardfl_tools._vbench import dynamic_degree, motion_smoothness
 
 FACE = ("face_sim", "coverage", "speed", "nonrigid")  # the figures of a recogniser
 Kept = dict[str, Tensor]  # what a row's videos are compared with; of a judge that needs several tensors, name/part

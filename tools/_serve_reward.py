@@ -10,8 +10,8 @@ import threading
 from rewardfl import rewards
 from rewardfl.files import printable
 from rewardfl.rewards.remote.client import token_of
-from rewardfl.rewards.remote.server import DRAIN_SECONDS, RewardServer, Service, check_host
 from rewardfl_tools import _common
+from rewardfl_tools._reward_server import DRAIN_SECONDS, RewardServer, Service, check_host
 
 STOPPED, NO_ADDRESS, REFUSED = 0, 1, 2  # exit codes
 

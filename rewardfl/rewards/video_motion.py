@@ -83,55 +83,6 @@ def mean_flow_inside(fields: Sequence[np.ndarray], boxes: np.ndarray) -> float:
     return mean(means)
 
 
-def dynamic_degree(frames: np.ndarray, fps: float) -> bool:
-    """VBench's dynamic degree of one clip (vbench/dynamic_degree.py), by Farneback's flow in place of RAFT's.
-
-    Of every round(fps / 8)-th of the n frames that are left, a pair moves where the fastest 5 % of its places move, in
-    the mean, by more than 6 min(H, W) / 256 pixels (8 / fps times that below 8 frames per second). The clip is dynamic
-    where round(n / 4) of its pairs move, and at least one. A benchmark's figure is the share of clips that are. The
-    whole frame counts: a still face before a moving camera is dynamic.
-    """
-    chosen = frames[:: max(1, round(fps / 8))]
-    threshold = max(1.0, 8 / fps) * 6 * min(frames.shape[1:3]) / 256
-    needed = max(1, round(4 * len(chosen) / 16))
-    moving = sum(fastest(field) > threshold for field in flow_fields(chosen))
-    return moving >= needed
-
-
-def motion_smoothness(frames: np.ndarray) -> float:
-    """VBench's motion smoothness of one clip (vbench/motion_smoothness.py), by Farneback's flow in place of AMT's.
-
-    Every second frame is made anew from the two beside it: each of them moved half of the way to the other along the
-    flow, and the mean of the two. 1 minus the mean absolute difference from the frame that was there, as a share of
-    255: 1 where nothing moves, less where the motion is not the one of constant speed. NaN for fewer than 3 frames.
-    """
-    between = [
-        float(cv2.absdiff(_halfway(before, after), frame).mean()) / 255
-        for before, frame, after in zip(frames[:-2:2], frames[1:-1:2], frames[2::2], strict=True)
-    ]
-    return 1 - mean(between)
-
-
-def _halfway(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """The frame (H, W, 3) uint8 between two."""
-    height, width = before.shape[:2]
-    y, x = np.mgrid[:height, :width].astype(np.float32)
-    moved = []
-    for here, there in ((before, after), (after, before)):
-        (field,) = flow_fields(np.stack([here, there]))
-        half = cv2.resize(field, (width, height)) / 2
-        moved.append(
-            cv2.remap(here, x - half[..., 0], y - half[..., 1], cv2.INTER_LINEAR, borderMode=cv2.BORDER_REFLECT)
-        )
-    return cv2.addWeighted(moved[0], 0.5, moved[1], 0.5, 0)
-
-
-def fastest(field: np.ndarray, share: float = 0.05) -> float:
-    """Mean magnitude of a flow field (h, w, 2) over this share of its places, those that move most."""
-    speeds = np.sort(np.linalg.norm(field, axis=-1), axis=None)
-    return float(speeds[-max(1, int(share * speeds.size)) :].mean())
-
-
 def reversals(fields: Sequence[np.ndarray]) -> float:
     """Minus the cosine of each flow field with the next one, mean over the clip, in [-1, 1].
 

@@ -1,4 +1,4 @@
-"""A reward that another process computes: the client, its server (tools/serve_reward.py) and what they say (wire)."""
+"""A reward that another process computes: the client, and what it says to its server (wire)."""
 
 # ruff: noqa: F401  (this file only re-exports)
 
