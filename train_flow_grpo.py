@@ -66,6 +66,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     steps = work.steps_of_run(cfg, len(samples), job.world)
     if start.is_finished(cfg, opened, steps, job):
         return 0
+    start.try_rewards(cfg, job, terms, samples)
 
     # ---------------------------------------------------------------------------------- what the cache lacks
     conditions = start.conditions_of(cfg, backbone, opened.base, store)

@@ -71,7 +71,7 @@ class Unnamed(Names):
 
 
 class Dies(Names):
-    """Has a score for the first two batches alone."""
+    """Has a score for the clip on which it is tried, and for the first two batches, alone."""
 
     differentiable = False
 
@@ -82,7 +82,7 @@ class Dies(Names):
     def forward(self, video, batch):
         self.batches += 1
         output = super().forward(video, batch)
-        return RewardOutput(output.score * (1.0 if self.batches <= 2 else torch.nan), output.valid, output.parts)
+        return RewardOutput(output.score * (1.0 if self.batches <= 3 else torch.nan), output.valid, output.parts)
 
 
 class Never(Reward):

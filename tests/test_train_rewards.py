@@ -15,6 +15,7 @@ from runs import CONFIG, FAST, GRPO_FAST, adapter, call, call_grpo, environment,
 
 from rewardfl import config, rewards
 from rewardfl.rewards import build_terms, find_terms, registry
+from rewardfl.run import start
 
 OWN = ROOT / "tests" / "grpo_rewards.py"
 COLOUR = ["reward.name=colour", "reward.held_out_model_path=null", "reward.reward_mean=0", "reward.reward_std=0.1"]
@@ -105,17 +106,39 @@ def test_settings_that_a_reward_itself_refuses(monkeypatch, capsys, tmp_path):
     assert code == 2 and "reward.others.x.settings: reward 'remote': url" in error
 
 
-def test_what_breaks_the_contract_is_named_by_its_key(monkeypatch, capsys, tmp_path):
-    (tmp_path / "odd.py").write_text(
-        "from rewardfl.rewards import Reward, RewardOutput\n"
-        "class Odd(Reward):\n"
-        "    name, differentiable = 'odd', True\n"
-        "    def forward(self, video, batch):\n"
-        "        return RewardOutput(video.mean(), video.new_ones(len(video)).bool(), {})\n"
-    )
-    odd = others(x={"name": f"{tmp_path / 'odd.py'}:Odd", "weight": 1})
-    code, _, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}", odd)
+ODD = """
+from rewardfl.rewards import Reward, RewardOutput
+
+class Odd(Reward):
+    name, differentiable = "odd", True
+
+    def forward(self, video, batch):
+        return RewardOutput(video.mean(), video.new_ones(len(video)).bool(), {})
+
+class Late(Odd):
+    def forward(self, video, batch):
+        raise KeyError("no such key")
+"""
+
+
+@pytest.mark.parametrize("start_of, weight", [(call, 1), (call, 0), (call_grpo, 1)])
+def test_what_breaks_the_contract_is_found_before_a_model_is_loaded(monkeypatch, capsys, tmp_path, start_of, weight):
+    (tmp_path / "odd.py").write_text(ODD)
+    monkeypatch.setattr(start, "load_experts", lambda *_: pytest.fail("the model was loaded"))
+    odd = others(x={"name": f"{tmp_path / 'odd.py'}:Odd", "weight": weight})
+    fast = FAST if start_of is call else GRPO_FAST
+    code, _, error = start_of(monkeypatch, capsys, *fast, f"run.output_dir={tmp_path / 'run'}", odd)
     assert code == 2 and "reward.others.x: reward Odd: score must hold one value per video" in error
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_what_else_a_reward_raises_is_said_and_left_to_training(monkeypatch, capsys, tmp_path):
+    (tmp_path / "odd.py").write_text(ODD)
+    monkeypatch.setattr(start, "load_experts", lambda *_: pytest.exit("far enough"))
+    late = others(x={"name": f"{tmp_path / 'odd.py'}:Late"})
+    with pytest.raises(pytest.exit.Exception):
+        call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}", late)
+    assert "note: reward.others.x does not judge the first clip: KeyError: 'no such key'" in capsys.readouterr().out
 
 
 def test_the_plan_says_what_is_trained_on(monkeypatch, capsys, tmp_path):

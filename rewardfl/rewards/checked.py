@@ -13,10 +13,14 @@ NONFINITE = "nonfinite"  # the part that counts scores that were not finite
 PART_NAME = re.compile(r"[\w.-]+")  # it becomes a piece of a metric's key
 
 
+class ContractError(RewardError):
+    """A reward gives something else than RewardOutput promises."""
+
+
 def checked(reward: Reward) -> Reward:
     """`reward` itself, whose calls (video, batch) from now on either keep what RewardOutput promises or raise.
 
-    RewardError, naming the class, for a score that is not (B,) floating point, a valid that is not (B,) bool, parts
+    ContractError, naming the class, for a score that is not (B,) floating point, a valid that is not (B,) bool, parts
     that are not (B,) or change their names, and a score without gradient from a reward that says it is
     differentiable. The names are those of the first call with a valid sample; a call without one may leave all parts
     out, and they are then NaN.
@@ -42,21 +46,21 @@ def _check(frozen: dict[str, tuple[str, ...]], reward: Reward, args: tuple, outp
     """frozen: this reward's part names, once they are known, under "names"."""
     video, who, count = args[0], f"reward {type(reward).__qualname__}", len(args[0])
     if not isinstance(output, RewardOutput):
-        raise RewardError(f"{who} must return a RewardOutput, it returned a {type(output).__name__}")
+        raise ContractError(f"{who} must return a RewardOutput, it returned a {type(output).__name__}")
     _check_shape(f"{who}: score", output.score, count)
     _check_shape(f"{who}: valid", output.valid, count)
     if not output.score.is_floating_point():
-        raise RewardError(f"{who}: score must be floating point, it is {output.score.dtype}")
+        raise ContractError(f"{who}: score must be floating point, it is {output.score.dtype}")
     if output.valid.dtype != torch.bool:
-        raise RewardError(f"{who}: valid must be bool, it is {output.valid.dtype}")
+        raise ContractError(f"{who}: valid must be bool, it is {output.valid.dtype}")
     for name, part in output.parts.items():
         _check_shape(f"{who}: parts[{name!r}]", part, count)
         if not isinstance(name, str) or not PART_NAME.fullmatch(name):
-            raise RewardError(f"{who}: parts[{name!r}] is no name for a metric: letters, digits, _ - and . are")
+            raise ContractError(f"{who}: parts[{name!r}] is no name for a metric: letters, digits, _ - and . are")
     parts = _under_frozen_names(who, output, frozen)
     wants_gradient = reward.differentiable and torch.is_grad_enabled() and video.requires_grad
     if wants_gradient and output.valid.any() and not output.score.requires_grad:
-        raise RewardError(f"{who} says that it is differentiable, but its score has no gradient to the video")
+        raise ContractError(f"{who} says that it is differentiable, but its score has no gradient to the video")
 
     finite = output.score.isfinite()
     valid = output.valid & finite
@@ -78,12 +82,14 @@ def _under_frozen_names(who: str, output: RewardOutput, frozen: dict[str, tuple[
     names = frozen.setdefault("names", tuple(output.parts))
     if set(names) != set(output.parts):
         now, first = ", ".join(output.parts) or "none", ", ".join(names) or "none"
-        raise RewardError(f"{who} must name its parts alike at every call: they were {first}, and now are {now}")
+        raise ContractError(f"{who} must name its parts alike at every call: they were {first}, and now are {now}")
     return output.parts
 
 
 def _check_shape(what: str, value: object, count: int) -> None:
     if not isinstance(value, Tensor):
-        raise RewardError(f"{what} must be a tensor, it is a {type(value).__name__}")
+        raise ContractError(f"{what} must be a tensor, it is a {type(value).__name__}")
     if value.shape != (count,):
-        raise RewardError(f"{what} must hold one value per video, shape ({count},), it has shape {tuple(value.shape)}")
+        way_out = "; view(-1) makes that of it" if value.numel() == count else ""
+        shape = tuple(value.shape)
+        raise ContractError(f"{what} must hold one value per video, shape ({count},), it has shape {shape}{way_out}")

@@ -153,7 +153,7 @@ def _module(name: str):
 
 def _module_of_file(path: Path):
     if not path.is_file():
-        raise ValueError(f"there is no file {path} to take a reward from")
+        raise ValueError(f"there is no file {path} to take a reward from; a relative path is seen from {Path.cwd()}")
     name = f"rewardfl_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)

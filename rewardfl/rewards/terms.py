@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rewardfl.rewards.base import Reward, RewardError, RewardOutput, Unavailable
+from rewardfl.rewards.checked import ContractError
 
 Reference = Mapping[str, Tensor] | None
 
@@ -36,6 +37,18 @@ class Judged:
         parts = {name: part.detach().float().cpu() for name, part in self.output.parts.items()}
         output = RewardOutput(self.output.score.detach().float().cpu(), self.output.valid.cpu(), parts)
         return Judged(output, self.failed, self.problems)
+
+
+def try_out(term: Term, video: Tensor, reference: Reference, with_gradient: bool) -> str:
+    """What it raises for one video (3, F, H, W), in words, or nothing. RewardError where it breaks its contract."""
+    try:
+        with torch.set_grad_enabled(with_gradient):
+            term.reward(video[None].requires_grad_(with_gradient), [reference])
+    except ContractError as error:  # no later call would keep it
+        raise RewardError(f"{term.key}: {error}") from error
+    except Exception as error:  # whatever the user's code raises
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def score_terms(terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]]) -> list[Judged]:

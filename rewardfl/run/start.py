@@ -35,7 +35,7 @@ from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe_packs, file_hashes
 from rewardfl.rewards.remote import RewardServerError
-from rewardfl.rewards.terms import RewardError, Term
+from rewardfl.rewards.terms import RewardError, Term, try_out
 from rewardfl.run import checkpoint, checks, invariants, monitor, prepare, rounding, trackers, work
 from rewardfl.run.job import Job, LaunchError
 from rewardfl.run.log import Log
@@ -448,6 +448,31 @@ def _check_face_packs(
         return hashes, describe_packs(hashes) + face_parity.check_packs(packs, clip)
 
     return job.by_main(ask, (face_parity.FaceParityError, data.DataError))
+
+
+def try_rewards(cfg: AnyConfig, job: Job, terms: Sequence[Term], samples: Sequence[prepare.Sample]) -> None:
+    """Let each reward judge a video before there is a model to make one: the first sample's clip, or noise.
+
+    RewardError for one that breaks its contract (rewards.checked). Whatever else it raises is said: training goes on
+    without what it cannot judge, or ends there by the same error. One that waits for somebody else (concurrent) is not
+    asked: it would be waited for here.
+    """
+
+    def judge() -> list[str]:
+        first = samples[0]
+        video = example_of(cfg, first.row).video
+        if video is None:
+            video = groups.noise((3, cfg.data.num_frames, *first.size), cfg.run.seed, torch.device("cpu")).clamp(-1, 1)
+        by_gradient = isinstance(cfg, configuration.RewardFlConfig)
+        found = {
+            term.key: try_out(term, video.to(job.device, copy=True), reference, by_gradient and term.weight > 0)
+            for term, reference in zip(terms, first.references, strict=True)
+            if not term.reward.concurrent
+        }
+        return [f"note: {key} does not judge the first clip: {why}" for key, why in found.items() if why]
+
+    for line in job.by_main(judge, (RewardError, data.DataError)):
+        job.say(line)
 
 
 def conditions_of(cfg: AnyConfig, backbone: Backbone, base: Mapping[str, str], store: Cache) -> prepare.Conditions:
