@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -144,6 +145,13 @@ def test_keys_that_documents_name_exist():
         for section, key in set(re.findall(r"`(\w+)\.(?!json`|lock`)(\w+)(?:[:=][^`]*)?`", document.read_text())):
             fields = [kind.model_fields for name, kind in sections if name == section]
             assert not fields or any(key in one for one in fields), f"{document.name} names {section}.{key}"
+
+
+def test_every_reward_and_objective_is_described():
+    objective = config.SECTIONS[config.FlowGrpoConfig]["grpo"].model_fields["objective"]
+    for document, names in (("rewards.md", rewards.REWARDS), ("flow_grpo.md", get_args(objective.annotation))):
+        text = (ROOT / "docs" / document).read_text()
+        assert [name for name in names if f"`{name}`" not in text] == [], document
 
 
 def test_what_is_brought_over_from_others_is_a_configuration():
