@@ -45,7 +45,7 @@ from rewardfl.weights import lora_files, merge, shards
 base, lora = sys.argv[1:]
 checkpoint = shards.open_checkpoint(Path(base))
 updates = [(one, 1.0) for one in lora_files.read_lora(Path(lora))] if lora else []
-merged = merge.plan_merge(checkpoint, updates, "keep", "diffusers").merged
+merged = merge.updates_by_tensor(checkpoint, updates)
 state = {n: merge.merged_tensor(e, merged.get(n, []), torch.bfloat16) for n, e in checkpoint.tensors.items()}
 """
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rewardfl.weights import shards
-from rewardfl_tools import merge_shards
+from rewardfl_tools import _writing, merge_shards
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 
@@ -231,7 +231,7 @@ def test_a_disk_error_while_writing_is_exit_1(sharded, tmp_path, monkeypatch):
     def full(file):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shards.os, "fsync", full)
+    monkeypatch.setattr(_writing.os, "fsync", full)
     out = tmp_path / "out.safetensors"
     assert "No space left" in run("--input", sharded, "--out", out, expect=1)
     assert not out.exists() and not list(tmp_path.glob("*.tmp-*"))
@@ -243,7 +243,7 @@ def test_files_are_written_around_the_cache_where_their_file_system_can(tmp_path
     sizes, direct, written = (3, shards.BLOCK_BYTES, 5 * shards.BLOCK_BYTES + 70_001, 1, 0), [False], []
 
     def control(descriptor, command, flags=0):
-        if command == shards.fcntl.F_GETFL:
+        if command == _writing.fcntl.F_GETFL:
             return os.O_WRONLY | (os.O_DIRECT if direct[0] else 0)
         if flags & os.O_DIRECT and which == "has none":
             raise OSError(errno.EINVAL, "Invalid argument")
@@ -258,11 +258,11 @@ def test_files_are_written_around_the_cache_where_their_file_system_can(tmp_path
         return real_write(descriptor, content)
 
     real_write = os.write
-    monkeypatch.setattr(shards.fcntl, "fcntl", control)
-    monkeypatch.setattr(shards.os, "write", write)
+    monkeypatch.setattr(_writing.fcntl, "fcntl", control)
+    monkeypatch.setattr(_writing.os, "write", write)
     contents = [os.urandom(size) for size in sizes]
     with (tmp_path / "file").open("wb") as file:
-        uncached = shards.UncachedFile(file.fileno())
+        uncached = _writing.UncachedFile(file.fileno())
         assert [uncached.write(content) for content in contents] == list(sizes)
         uncached.finish()
     assert (tmp_path / "file").read_bytes() == b"".join(contents)
@@ -273,7 +273,7 @@ def test_files_are_written_around_the_cache_where_their_file_system_can(tmp_path
 def test_files_are_written_around_the_cache_here(tmp_path):
     """By the kernel's own word, unless this machine's file system has no such way."""
     with (tmp_path / "file").open("wb") as file:
-        shards.UncachedFile(file.fileno())
+        _writing.UncachedFile(file.fileno())
         flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
         if not flags & os.O_DIRECT:
             with pytest.raises(OSError, match="Invalid argument"):

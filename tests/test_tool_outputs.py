@@ -170,14 +170,14 @@ def test_large_files_are_known_by_size_and_time(world, place, monkeypatch):
 
 def test_what_came_to_the_place_while_writing_is_kept(world, place, monkeypatch):
     """A merge takes minutes: the check at its start is not enough."""
-    write = _output.shards.write_file
+    write = _output._writing.write_file
 
     def slowly(path, parts, metadata, progress, *rest):
         for name in ("out", "out.safetensors"):
             (place / name).write_text("mine")
         return write(path, parts, metadata, progress, *rest)
 
-    monkeypatch.setattr(_output.shards, "write_file", slowly)
+    monkeypatch.setattr(_output._writing, "write_file", slowly)
     for name in ("out", "out.safetensors"):
         call("merge_shards", world, "--out", place / name, expect=2)
         assert (place / name).read_text() == "mine" and not list(place.glob("*.tmp-*"))
@@ -359,10 +359,10 @@ def test_a_kill_while_a_folder_is_written_is_cleared_up(world, place):
     before = snapshot(out)
     code = (
         "import time\nfrom rewardfl_tools import merge_shards\n"
-        "from rewardfl.weights import shards\n"
-        "write = shards.write_file\n"
+        "from rewardfl_tools import _writing\n"
+        "write = _writing.write_file\n"
         "def hang(count): print('writing', flush=True); time.sleep(600)\n"
-        "shards.write_file = lambda path, parts, metadata, progress: write(path, parts, metadata, hang)\n"
+        "_writing.write_file = lambda path, parts, metadata, progress: write(path, parts, metadata, hang)\n"
         "merge_shards.main()"
     )
     arguments = ["--input", world / "pipeline" / "transformer_2", "--out", out, "--force"]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from rewardfl.weights.shards import Part, Refused
+from rewardfl.weights.shards import Refused
+from rewardfl_tools._writing import Part
 
 MERGED, IO_ERROR, REFUSED = 0, 1, 2  # exit codes
 LONGEST_LINE = 2000  # characters of a message: names come from files

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from rewardfl.files import sha256
-from rewardfl.weights import lora_files, merge, shards, wan_names
+from rewardfl.weights import lora_files, merge, wan_names
 from rewardfl.weights.lora_files import Lora, Update, load_tensor
-from rewardfl.weights.shards import Part, Refused
-from rewardfl_tools import _common, _output
+from rewardfl.weights.shards import Refused
+from rewardfl_tools import _common, _output, _writing
 from rewardfl_tools._output import Output
+from rewardfl_tools._writing import Part
 
 TOOL = "rewardfl convert_lora 1"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
             for lora, state, metadata in states:
                 place = folder / file_name(args, lora)
                 place.parent.mkdir(exist_ok=True)
-                shards.write_file(place, parts_of(state), metadata, lambda count: None)
+                _writing.write_file(place, parts_of(state), metadata, lambda count: None)
     if args.verify:
         verify(loras, lora_files.read_lora(args.out), DTYPES[args.dtype])
         print("verified: read back, every update equals the input's")

@@ -12,7 +12,7 @@ from rewardfl.files import sha256
 from rewardfl.weights import image_names, lora_files, merge, shards
 from rewardfl.weights.lora_files import FLOAT32, Lora
 from rewardfl.weights.shards import Refused
-from rewardfl_tools import _common, _output
+from rewardfl_tools import _common, _merging, _output, _writing
 from rewardfl_tools._output import Output
 
 TOOL = "rewardfl merge_lora 1"
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     _output.check(output, [args.base, config, *read_files])
     routed = route(given, list(bases))
     plans = {
-        expert: merge.plan_merge(bases[expert], loras, args.dtype, args.rename)
+        expert: _merging.plan_merge(bases[expert], loras, args.dtype, args.rename)
         for expert, loras in routed.items()
         if loras or args.dtype != "keep"
     }
@@ -143,7 +143,7 @@ def describe(
     args: argparse.Namespace,
     given: list[Given],
     routed: dict[str | None, list[tuple[Lora, float]]],
-    plans: dict[str | None, merge.Plan],
+    plans: dict[str | None, _merging.Plan],
     largest: dict[str, float],
 ) -> dict:
     """What is about to happen: lines for the user, a record for the file's metadata, figures for --json."""
@@ -184,7 +184,7 @@ def span(values: Sequence[float]) -> str:
     return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g}..{values[-1]:g}"
 
 
-def warn_of_loss(expert: str | None, kept: merge.Kept, plan: merge.Plan, report: dict) -> None:
+def warn_of_loss(expert: str | None, kept: _merging.Kept, plan: _merging.Plan, report: dict) -> None:
     """Print how much of the update the stored dtype holds."""
     if not kept.intended:
         return
@@ -228,7 +228,7 @@ def write(
     args: argparse.Namespace,
     output: Output,
     layout: dict[str, str] | None,
-    plans: dict[str | None, merge.Plan],
+    plans: dict[str | None, _merging.Plan],
     rest: list[tuple[Path, Path]],
     config: Path | None,
     report: dict,
@@ -241,7 +241,7 @@ def write(
     _output.check_space(args.out, total)
     if args.dry_run:
         for expert, plan in plans.items():
-            warn_of_loss(expert, merge.estimate_kept(plan), plan, report)
+            warn_of_loss(expert, _merging.estimate_kept(plan), plan, report)
         print(f"dry run: nothing written; {_common.gigabytes(total)} would be")
         _output.write_report(output, report)
         return
@@ -260,7 +260,7 @@ def write(
         for expert, plan in plans.items():
             place = args.out / layout[expert] if layout else args.out
             with _common.progress_bar(plan.parts, f"verifying {place}") as bar:
-                merge.verify(plan, shards.open_checkpoint(place), bar.update)
+                _merging.verify(plan, shards.open_checkpoint(place), bar.update)
         print("verified: copies are equal byte by byte, merged rows equal base + LoRA")
     print(_common.one_line(f"written: {args.out}"))
     _output.write_report(output, report)
@@ -269,7 +269,7 @@ def write(
 def write_pipeline(
     args: argparse.Namespace,
     output: Output,
-    plans: dict[str, merge.Plan],
+    plans: dict[str, _merging.Plan],
     rest: list[tuple[Path, Path]],
     metadata: dict[str, str],
 ) -> None:
@@ -287,7 +287,7 @@ def write_pipeline(
         for name, plan in plans.items():
             (folder / name).mkdir(exist_ok=True)
             with _common.progress_bar(plan.parts, name) as bar:
-                shards.write_folder(folder / name, plan.parts, metadata, args.max_shard_size, bar.update)
+                _writing.write_folder(folder / name, plan.parts, metadata, args.max_shard_size, bar.update)
 
 
 def may_link(source: Path, device: int) -> bool:

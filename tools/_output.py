@@ -20,8 +20,9 @@ import psutil
 
 from rewardfl.files import atomic_directory, atomic_write, fsync, sha256
 from rewardfl.weights import shards
-from rewardfl.weights.shards import Part, Refused
-from rewardfl_tools import _common
+from rewardfl.weights.shards import Refused
+from rewardfl_tools import _common, _writing
+from rewardfl_tools._writing import Part
 
 MANIFEST = "rewardfl_manifest.json"  # in an output folder: the tool, its folders and its files
 HASHED_BYTES = 16 << 20  # larger files are known by their size and time: hashing them would take as long as writing
@@ -301,7 +302,7 @@ def write_file(
 ) -> None:
     """Write the output, a .safetensors file. Refused when something came to its place that may not be replaced."""
     output.path.parent.mkdir(parents=True, exist_ok=True)
-    shards.write_file(output.path, parts, metadata, progress, lambda: check_replaceable(output))
+    _writing.write_file(output.path, parts, metadata, progress, lambda: check_replaceable(output))
 
 
 def write_model(
@@ -317,7 +318,7 @@ def write_model(
         write_file(output, parts, metadata, progress)
         return
     with folder(output) as place:
-        shards.write_folder(place, parts, metadata, max_bytes, progress)
+        _writing.write_folder(place, parts, metadata, max_bytes, progress)
         if config:
             (place / "config.json").write_bytes(config.read_bytes())
 

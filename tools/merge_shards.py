@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 from rewardfl.weights import shards, wan_names
-from rewardfl.weights.shards import Checkpoint, Part, Refused
+from rewardfl.weights.shards import Checkpoint, Refused
 from rewardfl_tools import _common, _output
 from rewardfl_tools._output import Output
+from rewardfl_tools._writing import Part, copy_of
 
 TOOL = "rewardfl merge_shards 1"
 
@@ -79,16 +80,15 @@ def main() -> None:
 def plan(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
     """The tensors to write. Refused where names or dtypes are to change and the model is not a Wan transformer."""
     if dtype == "keep" and rename == "keep":
-        return [shards.copy_of(entry) for entry in model.tensors.values()]
+        return [copy_of(entry) for entry in model.tensors.values()]
     if dtype == "keep":
         _, commons = wan_names.naming(model)
         return [
-            shards.copy_of(entry, wan_names.output_name(commons[name], name, rename))
-            for name, entry in model.tensors.items()
+            copy_of(entry, wan_names.output_name(commons[name], name, rename)) for name, entry in model.tensors.items()
         ]
-    from rewardfl.weights import merge
+    from rewardfl_tools import _merging
 
-    return merge.plan_merge(model, [], dtype, rename).parts
+    return _merging.plan_merge(model, [], dtype, rename).parts
 
 
 def verify(model: Checkpoint, parts: list[Part], written: Checkpoint, progress) -> None:

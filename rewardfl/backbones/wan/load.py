@@ -92,7 +92,7 @@ def load_expert(
 
     distilled: LoRAs added in float32 before the one rounding. Refused as by `sources`, and for LoRAs that do not fit.
     """
-    merged = merge.plan_merge(checkpoint, [(one, 1.0) for one in distilled], "keep", "diffusers").merged
+    merged = merge.updates_by_tensor(checkpoint, [(one, 1.0) for one in distilled])
     state = {}
     for target, name in sources(checkpoint, config).items():
         stored = torch.float32 if wan_names.stays_float32(target) else dtype
