@@ -37,7 +37,7 @@ REWARDS: dict[str, str] = {
 def build(name: str, settings: dict[str, object]) -> Reward:
     """The reward called `name`, `settings` its constructor's arguments, every call of it checked (see checked).
 
-    name: as for find. Raises ValueError for an unknown name, a class that is no reward, and unknown or missing
+    name: as for find_reward. Raises ValueError for an unknown name, a class that is no reward, and unknown or missing
     settings.
     """
     cls = find_reward(name)
