@@ -86,7 +86,7 @@ def test_what_cannot_be_trained_is_refused():
     def wanted(weight):
         return config.WantedReward("reward.others.x", "x", "blind", {}, weight)
 
-    with pytest.raises(RewardError, match="reward.others.x: brightness has no gradient.*measure it .weight 0."):
+    with pytest.raises(RewardError, match="reward.others.x: blind has no gradient.*measure it .weight 0."):
         registry.check_trainable([(wanted(0.1), Blind)])
     with pytest.raises(RewardError, match="nothing is trained"):
         registry.check_trainable([(wanted(0), Blind)])

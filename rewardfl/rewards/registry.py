@@ -76,7 +76,7 @@ def check_trainable(found: Sequence[Found]) -> None:
     for one, cls in found:
         if one.weight > 0 and not cls.differentiable:
             raise RewardError(
-                f"{one.key}: {cls.name} has no gradient, as its class says (differentiable = False); measure it "
+                f"{one.key}: {one.name} has no gradient, as its class says (differentiable = False); measure it "
                 "(weight 0), train on it by policy gradient (train_flow_grpo.py), or, if its score does have one, set "
                 "differentiable = True in the class"
             )
