@@ -115,20 +115,27 @@ class Odd(Reward):
     def forward(self, video, batch):
         return RewardOutput(video.mean(), video.new_ones(len(video)).bool(), {})
 
+class Mean(Odd):
+    def forward(self, video, batch):
+        return RewardOutput(video.mean()[None], video.new_ones(len(video)).bool(), {})
+
 class Late(Odd):
     def forward(self, video, batch):
         raise KeyError("no such key")
 """
 
 
-@pytest.mark.parametrize("start_of, weight", [(call, 1), (call, 0), (call_grpo, 1)])
-def test_what_breaks_the_contract_is_found_before_a_model_is_loaded(monkeypatch, capsys, tmp_path, start_of, weight):
+@pytest.mark.parametrize("start_of, weight, name", [(call, 1, "Odd"), (call, 0, "Odd"), (call_grpo, 1, "Mean")])
+def test_what_breaks_the_contract_is_found_before_a_model_is_loaded(
+    monkeypatch, capsys, tmp_path, start_of, weight, name
+):
+    """Mean gives what one video asks for, and GRPO_FAST takes two at a time."""
     (tmp_path / "odd.py").write_text(ODD)
     monkeypatch.setattr(start, "load_experts", lambda *_: pytest.fail("the model was loaded"))
-    odd = others(x={"name": f"{tmp_path / 'odd.py'}:Odd", "weight": weight})
+    odd = others(x={"name": f"{tmp_path / 'odd.py'}:{name}", "weight": weight})
     fast = FAST if start_of is call else GRPO_FAST
     code, _, error = start_of(monkeypatch, capsys, *fast, f"run.output_dir={tmp_path / 'run'}", odd)
-    assert code == 2 and "reward.others.x: reward Odd: score must hold one value per video" in error
+    assert code == 2 and f"reward.others.x: reward {name}: score must hold one value per video" in error
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

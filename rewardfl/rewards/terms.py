@@ -39,11 +39,14 @@ class Judged:
         return Judged(output, self.failed, self.problems)
 
 
-def try_out(term: Term, video: Tensor, reference: Reference, with_gradient: bool) -> str:
-    """What it raises for one video (3, F, H, W), in words, or nothing. RewardError where it breaks its contract."""
+def try_out(term: Term, video: Tensor, reference: Reference, count: int, with_gradient: bool) -> str:
+    """What the reward raises for a video (3, F, H, W), `count` times, in words, or nothing.
+
+    RewardError where it breaks its contract.
+    """
     try:
         with torch.set_grad_enabled(with_gradient):
-            term.reward(video[None].requires_grad_(with_gradient), [reference])
+            term.reward(video.repeat(count, 1, 1, 1, 1).requires_grad_(with_gradient), [reference] * count)
     except ContractError as error:  # no later call would keep it
         raise RewardError(f"{term.key}: {error}") from error
     except Exception as error:  # whatever the user's code raises

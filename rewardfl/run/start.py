@@ -464,8 +464,9 @@ def try_rewards(cfg: AnyConfig, job: Job, terms: Sequence[Term], samples: Sequen
         if video is None:
             video = groups.noise((3, cfg.data.num_frames, *first.size), cfg.run.seed, torch.device("cpu")).clamp(-1, 1)
         by_gradient = isinstance(cfg, configuration.RewardFlConfig)
+        count = min(2, cfg.train.per_device_train_batch_size)  # two tell a mean over the batch from one over a video
         found = {
-            term.key: try_out(term, video.to(job.device, copy=True), reference, by_gradient and term.weight > 0)
+            term.key: try_out(term, video.to(job.device), reference, count, by_gradient and term.weight > 0)
             for term, reference in zip(terms, first.references, strict=True)
             if not term.reward.concurrent
         }
