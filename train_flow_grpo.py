@@ -233,7 +233,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                                 ratio = grpo.log_ratio(cfg.grpo.objective, log_prob, mean, step, kernel.kind).exp()
                                 clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
                                 loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio).mean()
-                                clipped = grpo.clipped(ratio, advantage, clip_low, clip_high)  # teaches nothing
+                                clipped = grpo.clipped(ratio, advantage, clip_low, clip_high)  # these give no gradient
                                 if cfg.grpo.objective == "guard":  # each step's gradient is proportional to |dt|
                                     loss = loss / abs(kernel.dt(i))
                                 kl = torch.zeros_like(log_prob)  # (B,)

@@ -210,8 +210,11 @@ def start_from(model: ModelMixin, given: Lora) -> None:
 
 
 def _matrices(given: Lora) -> dict[str, Tensor]:
-    updates, halves = given.updates.items(), (("lora_A", "down"), ("lora_B", "up"))
-    return {f"{name}.{to}.weight": load_tensor(getattr(one, role)) for name, one in updates for to, role in halves}
+    """By peft's names."""
+    state: dict[str, Tensor] = {}
+    for name, one in given.updates.items():
+        state |= {f"{name}.lora_A.weight": load_tensor(one.down), f"{name}.lora_B.weight": load_tensor(one.up)}
+    return state
 
 
 def read_adapter(path: Path) -> tuple[dict[str, Tensor], dict]:

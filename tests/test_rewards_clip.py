@@ -303,7 +303,7 @@ def test_wrong_hps_checkpoints_are_refused(files, tmp_path):
     state = torch.load(files / "hps.pt")["state_dict"]
     last = "visual.transformer.resblocks.1.mlp.c_fc.weight"
     for write, message in (
-        (lambda: None, "hps.pt cannot be read as a .pt file"),
+        (lambda: None, "there is no file .*hps.pt"),
         (lambda: (shutil.copy(files / "hps.pt", path), truncate(path)), "hps.pt cannot be read as a .pt file"),
         (lambda: torch.save(state, path), "hps.pt holds no 'state_dict'"),
         (lambda: save(path, {"logit_scale": state["logit_scale"]}), "is no CLIP of open_clip: it lacks ln_final.bias"),

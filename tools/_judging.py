@@ -34,7 +34,7 @@ class Judges:
     """Everything that judges. faces: the recognisers, the held-out one last; its detector finds the face for all."""
 
     faces: dict[str, face.FaceIdentity]
-    protocols: dict[str, int]
+    protocols: dict[str, int]  # how many frames each compares
     detectors: dict[str, face.FaceDetector]  # of the protocols, by recogniser
     terms: Sequence[Term]
     dino: ViTModel | None

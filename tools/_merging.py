@@ -13,7 +13,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from rewardfl.weights import merge, shards, wan_names
+from rewardfl.weights import merge, wan_names
 from rewardfl.weights.lora_files import TORCH_DTYPES, WAN, Lora, Update, as_bytes, load_tensor
 from rewardfl.weights.shards import Checkpoint, Entry, Refused
 from rewardfl_tools._writing import Part, copy_of
@@ -69,12 +69,11 @@ def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str
     bf16 and fp16 leave those tensors in float32 that diffusers keeps in float32. Refused for whatever does not
     fit (see rewardfl/weights/merge.py).
     """
-    shards.check_unquantised(base)
+    merged = merge.updates_by_tensor(base, loras)
     models, naming, commons = merge.base_names(base)
     is_wan = models == (WAN,)
     if not is_wan and names in ("original", "comfy"):
         raise Refused(f"{base.path} is {' or '.join(models)}; --rename {names} knows the names of {WAN} alone")
-    merged = merge.updates_by_tensor(base, loras)
     kept = Kept()
     parts = []
     for name, entry in base.tensors.items():

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
-from rewardfl.rewards.clip import UNREADABLE, ImageTower, load_clip, some
+from rewardfl.rewards.clip import ImageTower, load_clip, load_weights, some
 from rewardfl.rewards.frames import FrameReward
 
 # github.com/christophschuhmann/improved-aesthetic-predictor: linear layers without activations between them; the
@@ -53,12 +52,7 @@ class AestheticReward(FrameReward):
 
 def load_head(path: str | Path) -> nn.Sequential:
     """The predictor's layers, frozen: (N, 768) unit embeddings -> (N, 1); ValueError for another or a broken file."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise ValueError(f"there is no file {path}") from error
-    except UNREADABLE as error:
-        raise ValueError(f"{path} cannot be read as a .pth file, fetch it again ({error})") from error
+    state = load_weights(path)
     wanted = {
         f"layers.{place}.{part}": (after, before)[: 2 if part == "weight" else 1]
         for place, before, after in zip(PLACES, WIDTHS, WIDTHS[1:], strict=False)

@@ -101,4 +101,5 @@ def _beside(energy: np.ndarray, place: int, spacing: int) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
+    """NaN where there are none."""
     return sum(values) / len(values) if values else math.nan

@@ -8,6 +8,7 @@ import json
 import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,16 @@ MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757
 
 # What reading a missing, truncated or foreign weights file raises in torch.load and from_pretrained.
 UNREADABLE = (OSError, EOFError, KeyError, RuntimeError, ValueError, SafetensorError, pickle.UnpicklingError)
+
+
+def load_weights(path: str | Path) -> Any:
+    """What torch.load takes from a file of tensors and plain values; ValueError for a missing, broken or other one."""
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path}")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except UNREADABLE as error:
+        raise ValueError(f"{path} cannot be read as a {Path(path).suffix} file, fetch it again ({error})") from error
 
 
 # ---- pixels ----

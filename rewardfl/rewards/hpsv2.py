@@ -4,12 +4,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
-from rewardfl.rewards.clip import UNREADABLE, PromptReward, normalise, some, unit_range
+from rewardfl.rewards.clip import PromptReward, load_weights, normalise, some, unit_range
 
 # open_clip's ViT-H-14: 1280 / head_width 80 in the image tower, 1024 / 64 in the text tower
 HEADS = 16
@@ -85,10 +84,7 @@ def letterbox(frames: Tensor, size: int) -> Tensor:
 
 def load_open_clip(path: str | Path) -> CLIPModel:
     """A checkpoint of open_clip's ViT-H-14 as transformers' CLIPModel, float32; ValueError for any other file."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except UNREADABLE as error:
-        raise ValueError(f"{path} cannot be read as a .pt file, fetch it again ({error})") from error
+    checkpoint = load_weights(path)
     if not isinstance(checkpoint, Mapping) or not isinstance(checkpoint.get("state_dict"), Mapping):
         raise ValueError(f"{path} holds no 'state_dict'; HPS_v2.1_compressed.pt of xswu/HPSv2 does")
     state = checkpoint["state_dict"]

@@ -14,7 +14,7 @@ from rewardfl.rewards.base import Reward, RewardError
 from rewardfl.rewards.checked import checked
 from rewardfl.rewards.terms import Term
 
-Found = tuple[WantedReward, type[Reward]]
+Chosen = tuple[WantedReward, type[Reward]]
 # name -> module and class within this package, imported when asked for: some take transformers, which loads slowly
 REWARDS: dict[str, str] = {
     "aesthetic": "aesthetic:AestheticReward",
@@ -56,7 +56,7 @@ def check_settings(cls: type[Reward], name: str, settings: dict[str, object]) ->
         raise ValueError(f"reward {name!r} needs the setting {missing[0]!r}; {_takes(known)}")
 
 
-def find_terms(wanted: Sequence[WantedReward]) -> list[Found]:
+def find_terms(wanted: Sequence[WantedReward]) -> list[Chosen]:
     """The rewards with their classes, of which none is made yet. RewardError for an unknown one, or other settings."""
     found = []
     for one in wanted:
@@ -71,7 +71,7 @@ def find_terms(wanted: Sequence[WantedReward]) -> list[Found]:
     return found
 
 
-def check_trainable(found: Sequence[Found]) -> None:
+def check_trainable(found: Sequence[Chosen]) -> None:
     """RewardError when a reward that is to be trained on by its gradient has none, or no reward has a weight."""
     for one, cls in found:
         if one.weight > 0 and not cls.differentiable:
@@ -84,7 +84,7 @@ def check_trainable(found: Sequence[Found]) -> None:
         raise RewardError("reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained")
 
 
-def build_terms(found: Sequence[Found], device: torch.device) -> list[Term]:
+def build_terms(found: Sequence[Chosen], device: torch.device) -> list[Term]:
     """The rewards, on the device. RewardError for settings or weights that do not fit one."""
     terms = []
     for one, cls in found:

@@ -126,7 +126,7 @@ def open_model(cfg: AnyConfig) -> Backbone:
     return backbone
 
 
-def find_rewards(cfg: AnyConfig, backbone: Backbone) -> list[registry.Found]:
+def find_rewards(cfg: AnyConfig, backbone: Backbone) -> list[registry.Chosen]:
     """The rewards by their classes alone, before anything is read or written.
 
     RewardError for one that is not there, does not take its settings, or has no gradient to be trained on; ConfigError
@@ -139,7 +139,7 @@ def find_rewards(cfg: AnyConfig, backbone: Backbone) -> list[registry.Found]:
     return found
 
 
-def check_frames(cfg: AnyConfig, found: Sequence[registry.Found]) -> None:
+def check_frames(cfg: AnyConfig, found: Sequence[registry.Chosen]) -> None:
     """ConfigError where a reward looks at what changes from frame to frame, and the frames are too few."""
     for one, cls in found:
         if cfg.data.num_frames < cls.fewest_frames:
@@ -203,7 +203,7 @@ def _look_at(
 
 
 def say_plan(
-    cfg: AnyConfig, backbone: Backbone, wanted: Sequence[registry.Found], rows: Rows, steps: int, job: Job
+    cfg: AnyConfig, backbone: Backbone, wanted: Sequence[registry.Chosen], rows: Rows, steps: int, job: Job
 ) -> None:
     """Print what the run will do: where it differs from the checkpoint, its configuration, rewards, arithmetic, sigmas.
 

@@ -90,8 +90,8 @@ class FaceDetector(nn.Module):
     """SCRFD or YuNet with landmarks: scores, boxes and landmarks at strides 8, 16, 32.
 
     A frame is scaled to fit `det_size` x `det_size`, top left, and padded with black. Detections below
-    `threshold` and those overlapping a better one by more than `nms_iou` are dropped; None takes what the detector's
-    own code does, 0.5 and 0.4 of SCRFD, 0.9 and 0.3 of YuNet.
+    `threshold` are dropped, None being what the detector's own code takes (SCRFD 0.5, YuNet 0.9), and so are those that
+    overlap a better one by more than its own code allows (0.4, 0.3).
     """
 
     CHUNK = 8  # frames at a time
@@ -108,7 +108,6 @@ class FaceDetector(nn.Module):
         self.net.check_size(torch.Size([1, 3, det_size, det_size]))
         self.det_size = det_size
         self.threshold = self.family.threshold if threshold is None else threshold
-        self.nms_iou = self.family.nms_iou
 
     @torch.no_grad()
     def detect(self, frames: Tensor) -> list[Faces]:
@@ -177,7 +176,7 @@ class FaceDetector(nn.Module):
             rows[:, 1:5].detach() / scale,
             rows[:, 5:].view(-1, 5, 2) / scale,
         )
-        kept = torch.tensor(_suppress(boxes, self.nms_iou, self.family.last_pixel), dtype=torch.long)
+        kept = torch.tensor(_suppress(boxes, self.family.nms_iou, self.family.last_pixel), dtype=torch.long)
         area = (boxes[kept, 2:] - boxes[kept, :2]).prod(-1)
         order = kept[area.argsort(descending=True, stable=True)]
         return Faces(boxes[order], scores[order], landmarks[order])

@@ -125,7 +125,7 @@ def _found_by_insightface(identity: FaceIdentity, picture: np.ndarray, get_model
     ours = identity.detector
     theirs = get_model(str(identity.files[0]), providers=["CPUExecutionProvider"])
     threshold = ours.threshold - SCORE_MARGIN
-    theirs.prepare(-1, input_size=(ours.det_size, ours.det_size), det_thresh=threshold, nms_thresh=ours.nms_iou)
+    theirs.prepare(-1, input_size=(ours.det_size, ours.det_size), det_thresh=threshold, nms_thresh=ours.family.nms_iou)
     boxes, landmarks = theirs.detect(picture)  # boxes with scores
     return torch.from_numpy(boxes)[:, :4], torch.from_numpy(landmarks)
 
@@ -137,7 +137,7 @@ def _found_by_opencv(identity: FaceIdentity, frame: Tensor) -> tuple[Tensor, Ten
     ours = identity.detector
     fitted, scale = ours.fit(frame)
     size, threshold = (ours.det_size, ours.det_size), ours.threshold - SCORE_MARGIN
-    theirs = cv2.FaceDetectorYN.create(str(identity.files[0]), "", size, threshold, ours.nms_iou)
+    theirs = cv2.FaceDetectorYN.create(str(identity.files[0]), "", size, threshold, ours.family.nms_iou)
     _, rows = theirs.detect(_picture(fitted.flip(1)))  # n times x, y, width, height, five points, score
     found = torch.zeros(0, 15) if rows is None else torch.from_numpy(rows)
     boxes = torch.cat([found[:, :2], found[:, :2] + found[:, 2:4]], 1)
