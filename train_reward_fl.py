@@ -10,6 +10,8 @@ One update, for every sample of the batch:
     accelerate launch train_reward_fl.py --config configs/tiny_face.yaml [--dry-run] [section.key=value ...]
 """
 
+import rewardfl  # noqa: F401, I001  before torch: it sets how OpenMP's threads wait (rewardfl/cpu.py)
+
 import math
 import sys
 from functools import partial

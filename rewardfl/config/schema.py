@@ -164,9 +164,9 @@ class RunConfig(Section):
     log_with: Free[Literal["tensorboard", "wandb", "none"]] = "tensorboard"
     # How many clips of sample videos are written at each save.
     sample_videos: Free[Whole] = 2
-    # Threads per process when there is no GPU; null divides the cores among the processes (accelerate launch
-    # would leave each with one), at most four for each core of the machine. As on another machine, their number changes
-    # the rounding.
+    # Threads per process when there is no GPU. null divides the usable cores (at most the container's CPU quota) among
+    # the processes; accelerate launch would leave each with one. At most four for each usable core. As on another
+    # machine, their number changes the rounding.
     cpu_threads: Free[Count | None] = None
 
     def conflicts(self) -> Iterator[str]:

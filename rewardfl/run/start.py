@@ -22,7 +22,7 @@ from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rewardfl import attention, backbones, compiling, data, groups, grpo, lora, offload, sharding, swap
+from rewardfl import attention, backbones, compiling, cpu, data, groups, grpo, lora, offload, sharding, swap
 from rewardfl import config as configuration
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Experts, Source
@@ -114,7 +114,7 @@ def model_source(cfg: AnyConfig) -> Source:
 def open_model(cfg: AnyConfig) -> Backbone:
     """The model: all of its files are checked by their headers alone, and so is what the run wants of them."""
     trackers.check_installed(cfg.run.log_with)
-    checks.check_threads(cfg.run.cpu_threads, os.cpu_count())
+    checks.check_threads(cfg.run.cpu_threads, cpu.usable_cores())
     checks.check_paths(cfg)
     backbone = backbones.open(cfg.model.model_name, model_source(cfg))
     lora.check_targets(work.lora_targets(cfg, backbone), backbone.linear_layers(), backbone.layer_names)
