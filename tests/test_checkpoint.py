@@ -487,7 +487,6 @@ def test_both_scripts_say_the_same_of_a_key():
         ("experts__untrained", "cpu_swap", "gpu", True),
         ("experts__trained", "gpu", "cpu_swap", True),
         ("experts__untrained", "gpu", "fp8", False),
-        ("experts__trained", "cpu_swap", "cpu_swap_int8", False),
         ("experts__untrained", "boundary_cache", "cpu_swap", False),
         ("train__lr_scheduler_type", "constant", "constant_with_warmup", True),
         ("train__lr_scheduler_type", "constant", "cosine", False),

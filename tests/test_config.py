@@ -522,10 +522,6 @@ def test_the_largest_values(write):
             "compile_blocks does not go with experts.untrained fp8",
         ),
         (["train.keep_attention=true", "train.compile_blocks=true"], "compile_blocks leaves none to be seen"),
-        (
-            ["experts.trained=cpu_swap_int8", "model.distill_lora_low=x", "model.distill_lora_mode=adapter"],
-            "experts.trained cpu_swap_int8 takes no distillation's adapter",
-        ),
         (["experts.untrained=boundary_cache"], "sample.noises_per_sample is fresh; set it to, for example, 4"),
         (
             ["experts.untrained=boundary_cache", "model.trainable_models=dit", "sample.noises_per_sample=2"],

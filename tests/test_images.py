@@ -129,7 +129,9 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
         *(backbone.layer_names[one] for one in ("add_k", "o_mlp") if one in backbone.layer_names),
     )
     parts = backbone.on_meta(SIDE, 2 * SIDE, 1)
-    predicted = measure.measure_expert(parts.experts["transformer"], torch.float32, Adapter(4, targets))
+    predicted = measure.measure_expert(
+        parts.experts["transformer"], torch.float32, backbone.block_classes, Adapter(4, targets)
+    )
     model = backbone.load_expert("transformer")
     assert predicted.weights == measure.nbytes([*model.parameters(), *model.buffers()])
     schedule = backbone.schedule(4, None, parts.shape)
@@ -147,7 +149,7 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
     assert velocity.shape == x.shape and flops.total == predicted.forward_frozen
     lora.inject(model, 4, 4, list(targets), seed=0)
     assert predicted.adapter_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    decoder = measure.measure_decoder(parts.decoder)
+    decoder = measure.measure_chunks(parts.decoder)
     assert len(decoder) == 1 and decoder[0].backward > decoder[0].forward > 0
 
 

@@ -13,7 +13,7 @@ import torch
 
 from rewardfl import data
 from rewardfl.backbones.seam import Backbone
-from rewardfl.config import SWAPPED, AnyConfig
+from rewardfl.config import AnyConfig
 from rewardfl.files import atomic_write, printable
 from rewardfl.run import work
 
@@ -46,7 +46,7 @@ class Case:
         """gpu or cpu_swap: where an expert's weights are to live, as offload.place takes it, without other rounding."""
         trained = expert in work.trained_experts(self.cfg, self.backbone.experts)
         where = self.cfg.experts.trained if trained else self.cfg.experts.untrained
-        return "cpu_swap" if where in SWAPPED else "gpu"
+        return "cpu_swap" if where == "cpu_swap" else "gpu"
 
 
 @dataclass(frozen=True)

@@ -125,20 +125,13 @@ class Source:
 
 @dataclass(frozen=True)
 class ExpertOnMeta:
-    """A network of one block on the meta device, and one sample's inputs: what its cost is measured on.
-
-    A network that has several kinds of blocks is one of these for each kind.
-    """
+    """A network of one block on the meta device. A network that has several kinds of blocks is one for each kind."""
 
     count: int  # how many blocks of this kind the whole network has
-    tokens: int
     build: Callable[[Adapter | None], ModelMixin]  # the network of one block, frozen but for the adapter
-    x: Tensor  # the latents that go in; requires a gradient
-    run: Callable[[ModelMixin], Tensor]
-    blocks: Callable[[ModelMixin], nn.ModuleList]
-    block_inputs: tuple[Tensor, ...]  # which require a gradient; what checkpointing keeps of a block
-    block_shared: tuple[Tensor, ...]  # what all blocks get
-    run_block: Callable[[nn.Module], list[Tensor]]
+    x: Tensor  # one sample's latents; requires a gradient
+    run: Callable[[ModelMixin], Tensor]  # the network's answer to x
+    streams: tuple[str, ...]  # a block's arguments that a gradient goes back through, and checkpointing keeps
 
 
 @dataclass(frozen=True)

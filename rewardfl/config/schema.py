@@ -133,7 +133,6 @@ def _names(text: str) -> list[str]:
 
 
 TRAINABLE = ("dit", "dit2")  # a model's experts in the order in which they answer; a model with one has the first
-SWAPPED = ("cpu_swap", "cpu_swap_int8")  # an expert's places in host memory
 TORCHS_ATTENTION = ("native", "_native_cudnn", "_native_efficient", "_native_flash")  # diffusers' names
 COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0}
 # reward/<name> of the scripts themselves, and of face_identity's parts where alarms and documents mean those
@@ -236,29 +235,25 @@ class SharedExpertsConfig(Section):
 
     # Where the frozen weights of the trained expert live. gpu: on the GPU. cpu_swap: in host memory; its blocks' are
     # copied to the GPU one ahead of their turn, in the forward pass and back (needs train.use_gradient_checkpointing,
-    # and each process with all of the model: not FSDP2 and not ZeRO-2). cpu_swap_int8: the same in half the memory,
-    # their matrices in 8 bits: another base, by how much the run says at its start.
-    trained: Annotated[Literal["gpu", "cpu_swap", "cpu_swap_int8"], Alike(("gpu", "cpu_swap"))] = "gpu"
+    # and each process with all of the model: not FSDP2 and not ZeRO-2). Each process has a copy of its own.
+    trained: Annotated[Literal["gpu", "cpu_swap"], Alike(("gpu", "cpu_swap"))] = "gpu"
 
 
 class ExpertsConfig(SharedExpertsConfig):
     """Section `experts` of train_reward_fl.py."""
 
     # Where the expert that is not trained lives. gpu: beside the trained one. cpu_swap: in host memory, its
-    # blocks are copied to the GPU one ahead of their turn. cpu_swap_int8: there, their matrices rounded to 8 bits with
-    # a scale for each row. fp8: on the GPU in 8 bits, half the size, its weights rounded by about 3 %. boundary_cache:
-    # nowhere while training; the latents that it hands over at the boundary are computed once per clip and noise, and
-    # read from the cache (needs sample.noises_per_sample: n).
-    untrained: Annotated[
-        Literal["gpu", "cpu_swap", "cpu_swap_int8", "fp8", "boundary_cache"], Alike(("gpu", "cpu_swap"))
-    ] = "gpu"
+    # blocks are copied to the GPU one ahead of their turn. fp8: on the GPU in 8 bits, half the size, its weights are
+    # rounded by about 3 %. boundary_cache: nowhere while training; the latents that it hands over at the boundary are
+    # computed once per clip and noise, and read from the cache (needs sample.noises_per_sample: n).
+    untrained: Annotated[Literal["gpu", "cpu_swap", "fp8", "boundary_cache"], Alike(("gpu", "cpu_swap"))] = "gpu"
 
 
 class GrpoExpertsConfig(SharedExpertsConfig):
     """Section `experts` of train_flow_grpo.py: every rollout starts from new noise, so no boundary could be cached."""
 
     # As in ExpertsConfig.
-    untrained: Annotated[Literal["gpu", "cpu_swap", "cpu_swap_int8", "fp8"], Alike(("gpu", "cpu_swap"))] = "gpu"
+    untrained: Annotated[Literal["gpu", "cpu_swap", "fp8"], Alike(("gpu", "cpu_swap"))] = "gpu"
 
 
 class LoraConfig(Section):
@@ -581,8 +576,6 @@ class GrpoTrainConfig(Section):
     # The experts' blocks are compiled by torch at their first call: fewer and larger kernels, which round otherwise.
     # Minutes at the start, and again for clips of another size. Not with keep_attention or fp8, FSDP2 or ZeRO-2.
     compile_blocks: bool = False
-    # AdamW's two moments: gpu, or cpu: in host memory, from where they come a few at a time (1.2 GB at rank 32).
-    moments_on: Free[Literal["gpu", "cpu"]] = "gpu"
     # Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
     max_nonfinite: Free[Whole] = 3
     # When the held-out judge ends the run, with exit code 0 and a checkpoint; null: never. Flow-GRPO asks at the end of
@@ -826,9 +819,9 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
             f"train.keep_attention knows torch's kernels, and model.attention_backend is {backend}; set it to one of "
             f"{', '.join(TORCHS_ATTENTION)}, or keep_attention: false"
         )
-    if cfg.experts.trained in SWAPPED and not cfg.train.use_gradient_checkpointing:
+    if cfg.experts.trained == "cpu_swap" and not cfg.train.use_gradient_checkpointing:
         yield (
-            f"experts.trained {cfg.experts.trained} needs train.use_gradient_checkpointing: true, it is false: without "
+            "experts.trained cpu_swap needs train.use_gradient_checkpointing: true, it is false: without "
             "it every block's weights would have to stay for the backward pass"
         )
     untrained = cfg.experts.untrained
@@ -837,11 +830,10 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     if untrained == "fp8" and cfg.train.compile_blocks:
         yield (
             "train.compile_blocks does not go with experts.untrained fp8, whose weights change their dtype around each "
-            "layer; set experts.untrained: cpu_swap_int8, or compile_blocks: false"
+            "layer; set experts.untrained: cpu_swap, or compile_blocks: false"
         )
-    for key, where in (("experts.trained", cfg.experts.trained), ("experts.untrained", untrained)):
-        if where in ("fp8", "cpu_swap_int8") and cfg.model.distill_lora_mode == "adapter":
-            yield f"{key} {where} takes no distillation's adapter; set model.distill_lora_mode: fuse"
+    if untrained == "fp8" and cfg.model.distill_lora_mode == "adapter":
+        yield "experts.untrained fp8 takes no distillation's adapter; set model.distill_lora_mode: fuse"
 
 
 def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:

@@ -5,7 +5,7 @@ Each raises ConfigError, or returns what it looked up.
 
 from pathlib import Path
 
-from rewardfl.config import SWAPPED, AnyConfig, ConfigError, RewardFlConfig, wanted_rewards
+from rewardfl.config import AnyConfig, ConfigError, RewardFlConfig, wanted_rewards
 from rewardfl.files import sha256
 from rewardfl.rewards.face import pack as face_pack
 
@@ -42,20 +42,15 @@ def check_sharding(cfg: AnyConfig, sharding: str) -> None:
 
     sharding: none, zero2 or fsdp2, over the processes.
     """
-    if cfg.experts.trained in SWAPPED and sharding != "none":
+    if cfg.experts.trained == "cpu_swap" and sharding != "none":
         raise ConfigError(
-            f"experts.trained {cfg.experts.trained} brings each process whole blocks from host memory, and "
+            "experts.trained cpu_swap brings each process whole blocks from host memory, and "
             f"{sharding} puts them elsewhere; set experts.trained: gpu, or launch with configs/accelerate/ddp.yaml"
         )
     if cfg.train.compile_blocks and sharding != "none":
         raise ConfigError(
             f"train.compile_blocks has not been tried with {sharding}; set it to false, or launch with "
             "configs/accelerate/ddp.yaml"
-        )
-    if cfg.train.moments_on == "cpu" and sharding != "none":
-        raise ConfigError(
-            f"train.moments_on cpu is for moments that each process has whole, and {sharding} shares them out; set it "
-            "to gpu, or launch with configs/accelerate/ddp.yaml"
         )
 
 

@@ -72,7 +72,6 @@ class Job:
         self.accelerator = make_accelerator(max_grad_norm, unused_parameters)
         self.device = self.accelerator.device
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
-        self.rank_here = self.accelerator.local_process_index  # among the machine's processes
         self.main = self.accelerator.is_main_process
         self.share = Share(self.rank, self.world, quiet=not self.main)
         if self.device.type == "cpu":

@@ -22,14 +22,14 @@ from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rewardfl import attention, backbones, compiling, cpu, data, groups, grpo, lora, offload, sharding, swap
+from rewardfl import attention, backbones, compiling, cpu, data, groups, grpo, lora, offload, sharding
 from rewardfl import config as configuration
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Experts, Source
 from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
 from rewardfl.files import model_digest, printable
-from rewardfl.optim import HostAdamW, learning_rate_factor
+from rewardfl.optim import learning_rate_factor
 from rewardfl.rewards import FaceIdentityReward, blackbox, registry
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.face import parity as face_parity
@@ -63,7 +63,6 @@ REFUSALS = (
     face_parity.FaceParityError,
     LaunchError,
     prepare.CacheError,
-    swap.NotShared,
     grpo.RatioError,
     attention.CannotTrain,
 )
@@ -549,13 +548,11 @@ def load_experts(
 ) -> tuple[Experts, dict[str, nn.Module]]:
     """(all experts in their places, the trained ones by name with their LoRA, where `job.prepare` wants them).
 
-    samples: by one of them it is measured what weights in 8 bits do.
+    samples: by one of them it is measured how far an expert's velocity in fp8 is from the exact one.
     """
     names = work.trained_experts(cfg, backbone.experts)
     outside = [name for name in backbone.experts if name not in names]
     model_of: dict[str, nn.Module | None] = dict.fromkeys(backbone.experts)  # one at a time: the host holds one expert
-    places = {cfg.experts.trained, cfg.experts.untrained}
-    probe = _probe_of(cfg, backbone, job, conditions, samples) if places & rounding.IN_8_BITS else None
 
     def loaded(name: str) -> ModelMixin:
         expert = backbone.load_expert(name)
@@ -565,28 +562,22 @@ def load_experts(
             compiling.compile_blocks(expert, backbone.block_classes)
         return expert
 
-    def placed(name: str, load: Callable[[], ModelMixin], where: str, device: torch.device) -> ModelMixin:
-        # loaded twice then: two in the host at once would take what is to be saved
-        measures = probe is not None and job.main and where in rounding.IN_8_BITS and name in probe.schedule.experts
-        exact = probe.exact(name, load) if measures else None
-        expert = _placed(load, where, device, backbone, job)
-        if exact is not None:
-            job.say(probe.note(name, where, expert, exact))
-        return expert
-
     if cfg.experts.untrained != "boundary_cache":  # which nothing will ask
+        probe = _probe_of(cfg, backbone, job, conditions, samples) if cfg.experts.untrained == "fp8" else None
         for name in outside:
-            model_of[name] = placed(name, partial(loaded, name), cfg.experts.untrained, job.device)
+            measures = probe is not None and job.main and name in probe.schedule.experts
+            # loaded twice then: two in the host at once would take what is to be saved
+            exact = probe.exact(name, partial(loaded, name)) if measures else None
+            expert = offload.place(loaded(name), cfg.experts.untrained, job.device, backbone.block_classes)
+            if exact is not None:
+                job.say(probe.note(name, expert, exact))
+            model_of[name] = expert
     trained, rank, targets = {}, cfg.lora.lora_rank, work.lora_targets(cfg, backbone)
 
-    def adapted(name: str, seed: int) -> ModelMixin:
-        expert = loaded(name)
-        lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, seed)
-        return expert
-
     for i, name in enumerate(names):
-        load = partial(adapted, name, cfg.run.seed + i * SEED_STRIDE)
-        expert = placed(name, load, cfg.experts.trained, job.home)
+        expert = loaded(name)
+        lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed + i * SEED_STRIDE)
+        expert = offload.place(expert, cfg.experts.trained, job.home, backbone.block_classes)
         if cfg.train.use_gradient_checkpointing:
             on_host, keep_attention = cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention
             expert.enable_gradient_checkpointing(offload.checkpointing(job.device, on_host, keep_attention))
@@ -601,32 +592,6 @@ def _probe_of(
     shape = conditions.shape_of(samples[row])
     noise = groups.noise((1, *shape), groups.noise_seed(cfg.run.seed, 0, "8 bits"), torch.device("cpu"))
     return rounding.Probe(backbone, work.schedule_of(cfg, backbone, shape), noise, conditioning, job.device)
-
-
-def _placed(
-    load: Callable[[], ModelMixin], where: str, device: torch.device, backbone: Backbone, job: Job
-) -> ModelMixin:
-    """The expert that `load` gives, where offload.place puts it.
-
-    Weights that wait in host memory are there once for all processes of a machine: the first one's are the others', who
-    load theirs one after the other, compare every bit, and let go of them.
-    """
-
-    def place(room: swap.Room) -> ModelMixin:
-        return offload.place(load(), where, device, backbone.block_classes, room)
-
-    if where not in configuration.SWAPPED or job.world == 1:
-        return place(swap.Room())
-    lender = swap.Lender()
-    if job.rank_here == 0:
-        expert = place(lender)
-    process, files = job.gather_lists([(os.getpid(), list(lender.files))])[job.rank - job.rank_here]
-    for turn in range(1, job.largest(job.rank_here) + 1):
-        if turn == job.rank_here:
-            expert = place(swap.Borrower(process, files))
-        job.wait()
-    lender.close()
-    return expert
 
 
 def fill_adapters(model: Experts, trained: Mapping[str, nn.Module], backbone: Backbone, resumed: ResumedRun) -> None:
@@ -677,8 +642,7 @@ def make_learner(
     """
     train = cfg.train
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    kind = HostAdamW if train.moments_on == "cpu" else torch.optim.AdamW
-    optimizer = kind(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
+    optimizer = torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
     # a plain scheduler: accelerate's steps once per process
     factor = learning_rate_factor(train.lr_scheduler_type, train.warmup_steps, steps)
     scheduler = LambdaLR(optimizer, factor)

@@ -385,7 +385,6 @@ class Work:
     checkpointing: bool = True
     offload_inputs: bool = False
     keep_attention: bool = False
-    moments_on: str = "gpu"
     batch: int = 1
     accumulation: int | None = None  # None: an epoch has a fixed number of videos
     decode_caches: str = "keep"
@@ -420,7 +419,6 @@ def work_of(
         checkpointing=cfg.train.use_gradient_checkpointing,
         offload_inputs=cfg.train.use_gradient_checkpointing_offload,
         keep_attention=cfg.train.keep_attention,
-        moments_on=cfg.train.moments_on,
         batch=cfg.train.per_device_train_batch_size,
     )
     return _flow_grpo(common, cfg) if isinstance(cfg, FlowGrpoConfig) else _reward_fl(common, cfg)
