@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from functools import partial
 from typing import Any
 
 import torch
@@ -183,7 +182,7 @@ def parts_of(state: dict[str, Tensor]) -> list[Part]:
     names = {dtype: name for name, dtype in lora_files.TORCH_DTYPES.items()}
 
     def part(name: str, value: Tensor) -> Part:
-        return Part(name, names[value.dtype], tuple(value.shape), lambda: [partial(lora_files.as_bytes, value)])
+        return Part(name, names[value.dtype], tuple(value.shape), lambda: [lora_files.as_bytes(value)])
 
     return [part(*item) for item in state.items()]
 

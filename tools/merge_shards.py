@@ -101,7 +101,7 @@ def verify(model: Checkpoint, parts: list[Part], written: Checkpoint, progress) 
             raise Refused(f"{written.path}: {part.name} is missing or of another kind")
         with output.file.open("rb") as file:
             file.seek(output.offset)
-            if any(file.read(len(content)) != content for content in (piece() for piece in part.pieces())):
+            if any(file.read(len(content)) != content for content in part.pieces()):
                 raise Refused(f"{written.path}: {part.name} differs from the input")
         progress(part.nbytes)
 

@@ -215,7 +215,8 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
     keys = {key: _parse(path, key) for key in sources}
     if not keys:
         raise Refused(f"{path} holds no tensors")
-    models, places = _placed(path, keys)
+    rows = _rows(keys, sources)
+    models, places = _placed(path, keys, rows)
     sorted_keys: dict[str | None, dict[str, dict[str, Source]]] = {}
     called: dict[str, str] = {}  # a module's name in this file
     both = any(key.startswith(("transformer_2.", "pipe.dit2.")) for key in sources)
@@ -226,7 +227,7 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
             found = sorted_keys.setdefault(expert, {}).setdefault(place.module, {})
             if role in found:
                 raise Refused(f"{path}: two keys give the {role} of {place.module}, the second is {key}")
-            found[role] = _part(path, key, role, sources[key], place)
+            found[role] = _part(path, key, role, sources[key], place, rows.get(name, 0))
             called[place.module] = name
     loras = []
     for expert, modules in sorted_keys.items():
@@ -254,14 +255,24 @@ def _parse(path: Path, key: str) -> tuple[str, str, str | None]:
     return _split(key) or (key, "", None)
 
 
+def _rows(keys: Mapping[str, tuple[str, str, str | None]], sources: Mapping[str, Source]) -> dict[str, int]:
+    """Return {name of a module: how many outputs it has}, by its `up` or, without one, by its other tensors."""
+    rows: dict[str, int] = {}
+    for key, (name, role, _) in keys.items():
+        if role not in ("down", "alpha") and (role == "up" or name not in rows):
+            rows[name] = (sources[key].shape or (1,))[0]
+    return rows
+
+
 def _placed(
-    path: Path, keys: Mapping[str, tuple[str, str, str | None]]
+    path: Path, keys: Mapping[str, tuple[str, str, str | None]], rows: Mapping[str, int]
 ) -> tuple[tuple[str, ...], dict[str, tuple[Place, ...]]]:
     """(the models all of whose modules have such names, {name: where the module is in them}). Refused: none has."""
     models: list[str] | None = None
     found: dict[str, dict[str, tuple[Place, ...]]] = {}
     for key, (name, role, expert) in keys.items():
-        found[name] = image_names.places_of(name) if role and expert is None else {}
+        outputs = rows.get(name, image_names.ALL_ROWS)
+        found[name] = image_names.places_of(name, outputs) if role and expert is None else {}
         if role and (module := resolve(name)) is not None:
             found[name][WAN] = (Place(module),)
         before, models = models, [model for model in models or found[name] if model in found[name]]
@@ -270,8 +281,8 @@ def _placed(
                 raise Refused(f"{path}: {key[:_LONGEST_KEY]} and others speak of {other}; {_READ}")
             whose = f"{' or '.join(before)}, whose names other keys have" if before else f"a transformer; {_READ}"
             raise Refused(
-                f"{path}: {key[:_LONGEST_KEY]} (as {quoted(name)}) names no module of {whose}; nothing was merged, "
-                "because a key that is skipped is lost silently"
+                f"{path}: {key[:_LONGEST_KEY]} (as {quoted(name)}, {outputs} rows) names no module of {whose}; nothing "
+                "was merged, because a key that is skipped is lost silently"
             )
     assert models
     if any(places[model] != places[models[0]] for places in found.values() for model in models):
@@ -279,23 +290,20 @@ def _placed(
     return tuple(models), {name: places[models[0]] for name, places in found.items()}
 
 
-def _part(path: Path, key: str, role: str, source: Source, place: Place) -> Source:
+def _part(path: Path, key: str, role: str, source: Source, place: Place, rows: int) -> Source:
     """What of a tensor belongs to the place: some of its rows, where the file has several layers in one."""
-    if place.of == 1 or role in ("down", "alpha"):
+    if not place.rows or role in ("down", "alpha"):
         return source
-    rows = source.shape[0] if source.shape else 1
-    if rows % place.of:
+    if source.shape[:1] != (rows,):
         raise Refused(
-            f"{path}: {key} has {rows} rows, which cannot be {place.of} equal parts, one or more of them for "
-            f"{place.module}; it is of another model, or its magnitude is not of the outputs"
+            f"{path}: {key} has shape {quoted(tuple(source.shape))}, but its layer has {rows} outputs, which belong to "
+            f"{place.module} and others; give magnitudes and biases of the outputs"
         )
-    size, first = rows // place.of, place.parts[0]
-    if place.parts != tuple(range(first, first + len(place.parts))):
-        return torch.cat([load_tensor(source)[part * size : (part + 1) * size] for part in place.parts])
-    if isinstance(source, Tensor):
-        return source[first * size : (first + len(place.parts)) * size]
-    shape = (len(place.parts) * size, *source.shape[1:])
-    return replace(source, shape=shape, offset=source.offset + first * size * source.row_bytes)
+    if isinstance(source, Tensor) or len(place.rows) > 1:
+        values = load_tensor(source)
+        return torch.cat([values[part.start : part.stop] for part in place.rows])
+    (part,) = place.rows
+    return replace(source, shape=(len(part), *source.shape[1:]), offset=source.offset + part.start * source.row_bytes)
 
 
 def _files_in(folder: Path) -> list[Path]:
