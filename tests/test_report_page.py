@@ -1,7 +1,9 @@
 """report.html and the page of tools/compare_runs.py, from reports as evaluate makes them; nothing is sampled."""
 
 import base64
+import itertools
 import json
+import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -13,6 +15,7 @@ from test_evaluate import ARMS, JUDGE, pair, real, record, summary
 from rewardfl.run.checkpoint import MetricsFile
 from rewardfl_tools import _meanings, _page, _svg, compare_runs
 from rewardfl_tools._arms import Arm
+from rewardfl_tools._evaluate_pictures import front
 from rewardfl_tools._report_page import report_page, worst_first
 from rewardfl_tools._verdict import verdict
 
@@ -169,6 +172,17 @@ def test_healthy_values_are_those_of_the_guide():
 
 
 # ---- the page
+
+
+def test_front_against_every_pair():
+    """By its definition, over all orders of a few places; more motion than before counts as 1."""
+    places = [(0.2, 0.9), (0.5, 0.8), (0.5, 0.7), (0.1, 0.95), (0.4, 0.6), (0.1, 0.95)]
+    for order in itertools.permutations(range(len(places))):
+        shuffled = [places[i] for i in order]
+        found = [shuffled[i] for i in front(shuffled)]
+        assert found == [(0.1, 0.95), (0.1, 0.95), (0.2, 0.9), (0.5, 0.8)]
+    assert front([(0.3, 1.4), (0.4, 1.0)]) == [1]  # trembling is not better
+    assert front([(math.nan, 1.0), (0.1, 0.5), (0.9, math.nan)]) == [1]
 
 
 @pytest.fixture

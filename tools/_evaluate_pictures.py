@@ -1,5 +1,6 @@
 """The pictures of an evaluation: FaceSim along the clip, gain against motion, and frames beside each other."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from torch import Tensor
 from rewardfl import data
 from rewardfl_tools._arms import Arm
 from rewardfl_tools._records import REAL, Record
-from rewardfl_tools._sweep import front
 
 PEOPLE, SHOWN, HEIGHT = 8, 4, 96  # rows of the grid, frames of each clip in it, and their height
 GAP, HEAD, FOOT = 10, 16, 14  # pixels between clips, above all, and below each row
@@ -79,6 +79,21 @@ def draw_front(report: dict, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def front(places: Sequence[tuple[float, float]]) -> list[int]:
+    """Return which of (gain, motion) no other one beats, by rising gain.
+
+    One is beaten by what has at least as much of both and more of one. More motion than before is worth no more: it may
+    be trembling. A place with a NaN is on no front.
+    """
+    worth = [(gain, min(motion, 1.0)) for gain, motion in places]
+    known = [i for i, place in enumerate(worth) if not any(map(math.isnan, place))]
+
+    def beaten(i: int) -> bool:
+        return any(worth[j] != worth[i] and all(a >= b for a, b in zip(worth[j], worth[i], strict=True)) for j in known)
+
+    return sorted((i for i in known if not beaten(i)), key=lambda i: worth[i])
 
 
 # --------------------------------------------------------------------------------------------------------------------

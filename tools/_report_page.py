@@ -9,11 +9,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 from rewardfl_tools import _page, _svg
+from rewardfl_tools._evaluate_pictures import front
 from rewardfl_tools._evaluate_table import STILL
 from rewardfl_tools._figures import FROZEN
 from rewardfl_tools._meanings import healthy, judge_words, main_judge, meaning, outside
 from rewardfl_tools._records import REAL
-from rewardfl_tools._sweep import front
 from rewardfl_tools._verdict import Verdict, frozen, verdict
 
 PAGE = 40_000_000  # bytes of a page at most, the videos in it included
