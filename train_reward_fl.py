@@ -113,7 +113,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         with averaged(average, learner.parameters):
             start.save(cfg, job, backbone, learner, log, state, judged, last)
             if not interruption.number:  # who sent a signal may not wait for videos
-                log.tracker.videos(done, start.sample_videos(cfg, samples, generate, job, done))
+                log.show_samples(done, start.sample_videos(cfg, samples, generate, job, done))
 
     floor = {}
     if cfg.reward.kl_weight != 0 and cfg.model.dtype == "bfloat16":
@@ -241,7 +241,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
             save(done, last)
         if last:
             break
-    return start.close_run(cfg, job, log, interruption, done, stopped)
+    return start.close_run(cfg, job, interruption, done, stopped)
 
 
 def main() -> int:

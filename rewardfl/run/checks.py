@@ -5,6 +5,8 @@ Each raises ConfigError, or returns what it looked up.
 
 from pathlib import Path
 
+from accelerate.tracking import get_available_trackers
+
 from rewardfl.config import SWAPPED, AnyConfig, ConfigError, RewardFlConfig, wanted_rewards
 from rewardfl.files import sha256
 from rewardfl.rewards.face import pack as face_pack
@@ -56,6 +58,15 @@ def check_sharding(cfg: AnyConfig, sharding: str) -> None:
         raise ConfigError(
             f"train.moments_on cpu is for moments that each process has whole, and {sharding} shares them out; set it "
             "to gpu, or launch with configs/accelerate/ddp.yaml"
+        )
+
+
+def check_tracker(name: str) -> None:
+    """ConfigError for a run.log_with whose package is missing."""
+    if name not in ("none", *map(str, get_available_trackers())):
+        raise ConfigError(
+            f"run.log_with is {name}, which is not installed: pip install {name}, or set run.log_with: none "
+            "(metrics.jsonl is always written)"
         )
 
 

@@ -36,9 +36,9 @@ from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe_packs, file_hashes
 from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.terms import RewardError, Term, try_out
-from rewardfl.run import checkpoint, checks, invariants, monitor, prepare, rounding, trackers, work
+from rewardfl.run import checkpoint, checks, invariants, monitor, prepare, rounding, work
 from rewardfl.run.job import Job, LaunchError
-from rewardfl.run.log import Log
+from rewardfl.run.log import Log, start_tracker
 from rewardfl.run.signals import Interruption
 from rewardfl.weights import lora_files, merge
 from rewardfl.weights.shards import Refused
@@ -113,7 +113,7 @@ def model_source(cfg: AnyConfig) -> Source:
 
 def open_model(cfg: AnyConfig) -> Backbone:
     """The model: all of its files are checked by their headers alone, and so is what the run wants of them."""
-    trackers.check_installed(cfg.run.log_with)
+    checks.check_tracker(cfg.run.log_with)
     checks.check_threads(cfg.run.cpu_threads, os.cpu_count())
     checks.check_paths(cfg)
     backbone = backbones.open(cfg.model.model_name, model_source(cfg))
@@ -152,7 +152,7 @@ def check_frames(cfg: AnyConfig, found: Sequence[registry.Chosen]) -> None:
 def open_job(cfg: AnyConfig) -> Job:
     """The run's processes, connected. LaunchError or ConfigError when what runs is not what was asked for."""
     several = len(configuration.trained_positions(cfg)) > 1
-    job = Job(cfg.train.max_grad_norm, unused_parameters=several, cpu_threads=cfg.run.cpu_threads)
+    job = Job(cfg.train.max_grad_norm, several, cfg.run.cpu_threads, cfg.run.log_with, cfg.run.output_dir)
     checks.check_sharding(cfg, job.sharding)
     attention.check_backward(cfg.model.attention_backend, DTYPES[cfg.model.dtype], job.device)
     if cfg.train.compile_blocks:
@@ -350,17 +350,10 @@ def _load_state(
 
 def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     """What is different in content, in words; empty when nothing is."""
-    found = {
-        "gone": [name for name in old if name not in new],
-        "new": [name for name in new if name not in old],
-        "of other content": [name for name in old if name in new and old[name] != new[name]],
-    }
-    words = [
-        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-        for what, names in found.items()
-        if names
-    ]
-    return ", ".join(words) or ("in another order" if list(old) != list(new) else "")
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if names:
+        return f"{len(names)} gone, new or of other content ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+    return "in another order" if list(old) != list(new) else ""
 
 
 def _changed_content(folder: Path, key: str, words: str) -> str:
@@ -744,7 +737,7 @@ def open_log(
         job.say(note)
 
     def begin() -> None:
-        folder.keep()
+        folder.check_present()
         metrics.cut_back(last_line)
         packs = {key: files for key, files in resumed.content.items() if key.startswith("reward.")}
         folder.write_run_json(
@@ -761,9 +754,8 @@ def open_log(
         )
 
     job.by_main(begin, checkpoint.CheckpointError)
-    shown_by = cfg.run.log_with if job.main else "none"
-    tracker = trackers.open_tracker(shown_by, cfg.run.output_dir, configuration.flat(cfg), opened.step)
-    return Log(cfg, job, folder, metrics, tracker, steps, resumed.state.get("skipped_in_a_row", 0))
+    start_tracker(cfg, job, opened.step)
+    return Log(cfg, job, folder, metrics, steps, resumed.state.get("skipped_in_a_row", 0))
 
 
 def notes_on_changes(named: Sequence[str], changes: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -808,7 +800,7 @@ def save(
 
     if job.main:
         with checkpoint.tolerant(job.say, state["step"], last=last):
-            log.folder.keep()
+            log.folder.check_present()
             checkpoint.save_checkpoint(cfg.run.output_dir, state["step"], write, state, score, cfg.run.keep_last)
 
 
@@ -906,9 +898,8 @@ def best_of(cfg: AnyConfig) -> str:
     return f"{best} is {best.resolve().name}" if best.exists() else f"no checkpoint became {best}"
 
 
-def close_run(cfg: AnyConfig, job: Job, log: Log, interruption: Interruption, step: int, stopped: str) -> int:
+def close_run(cfg: AnyConfig, job: Job, interruption: Interruption, step: int, stopped: str) -> int:
     """Close everything after the last step of this process group; the exit code. stopped: by train.early_stop, why."""
-    log.tracker.close()
     job.accelerator.end_training()
     if interruption.number:
         job.say(f"{interruption.name}: stopped after step {step}; the same command goes on from there")
