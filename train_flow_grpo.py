@@ -80,8 +80,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
     policy, optimizer, scheduler, parameters = learner.policy, learner.optimizer, learner.scheduler, learner.parameters
     average = start.make_average(cfg.grpo.ema_decay, parameters, resumed)
-    last_line = -1 if opened.path is None else resumed.step
-    log = start.open_log(cfg, job, run_folder, resumed, steps, last_line)
+    log = start.open_log(cfg, job, run_folder, resumed, steps)
 
     # ---------------------------------------------------------------------------------- who rolls out what
     def plan_of(epoch: int, rank: int = job.rank) -> list[list[groups.Member]]:

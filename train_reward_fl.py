@@ -89,7 +89,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler
     decay = cfg.train.ema_decay
     average = start.make_average(decay, learner.parameters, resumed) if decay else None
-    log = start.open_log(cfg, job, run_folder, resumed, steps, last_line=resumed.step)
+    log = start.open_log(cfg, job, run_folder, resumed, steps)
 
     def velocity_of(network: nn.Module, batch: prepare.Batch) -> Velocity:
         guidance, both = cfg.sample.guidance_scale, cfg.sample.guidance_gradient == "both"

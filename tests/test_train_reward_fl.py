@@ -280,7 +280,7 @@ def test_a_broken_guard_keeps_a_checkpoint_from_being_the_best(monkeypatch, caps
     settings = [*FAST, "run.save_steps=1", "run.sample_videos=0", "train.max_steps=4", "reward.motion_alarm=100"]
     code, out, _ = call(monkeypatch, capsys, *settings, f"run.output_dir={tmp_path}")
     assert code == 0 and "step 3: this checkpoint does not become checkpoints/best: " in out
-    scores = [checkpoint._manifest(checkpoint.folder_of(tmp_path, step))["score"] for step in (1, 2, 3, 4)]
+    scores = [checkpoint._manifest(checkpoint.folder_of(tmp_path, step)).score for step in (1, 2, 3, 4)]
     assert None not in scores[:2] and scores[2:] == [None, None]
     assert (tmp_path / "checkpoints" / "best").resolve().name in ("step-000001", "step-000002")
 

@@ -12,6 +12,7 @@ import os
 import pickle
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import warnings
@@ -189,14 +190,41 @@ def prepare_output_dir(run_folder: RunFolder, config: dict[str, dict], base_mode
             "it: run.resume_from_checkpoint=auto"
         )
     _changes(output_dir, config, base_model)
-    MetricsFile(output_dir / "metrics.jsonl").read()
+    path = found.path if named else find_checkpoint(output_dir, resume)
+    if path is not None:
+        _check_metrics(output_dir / "metrics.jsonl", path)
     if not named:
-        path = find_checkpoint(output_dir, resume)
         found = _resumption(path, config, base_model) if path else Resumption()
         # a kill may have come between a checkpoint and its links, and the last one may be damaged
         with writing(output_dir / "checkpoints" / "latest", "the checkpoints are as they were"):
             _point_links(output_dir, path)
     return found
+
+
+def _check_metrics(metrics: Path, folder: Path) -> None:
+    """CheckpointError unless metrics.jsonl begins with the lines that the checkpoint was saved with.
+
+    Early stop, alarms and `best` are computed from them. What comes after the checkpoint may be cut off.
+    """
+    saved = load_metrics(folder).encode()
+    lines = metrics.read_bytes() if metrics.is_file() else b""
+    if not lines.startswith(saved):
+        number = saved.count(b"\n", 0, len(os.path.commonprefix([lines, saved]))) + 1
+        raise CheckpointError(
+            f"{metrics} has lost or changed lines: line {number} is not the one that {folder} was saved with; put the "
+            f"checkpoint's copy back: {shlex.join(['cp', str(folder / METRICS), str(metrics)])}"
+        )
+
+
+def load_metrics(folder: Path) -> str:
+    """Return metrics.jsonl as it was when the checkpoint was saved."""
+    try:
+        return (folder / METRICS).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} was not written by this version of rewardfl; resume with the version that wrote it, or start a "
+            f"new run in another run.output_dir from its adapter: lora.init_from={folder}"
+        ) from None
 
 
 def _remove(path: Path) -> None:
@@ -343,35 +371,42 @@ class _Line(BaseModel):
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object per step. Call `cut_back` before the first `append` of a process."""
+    """metrics.jsonl: one JSON object per step. Call `start` before the first `append` of a process.
 
-    def __init__(self, path: str | Path):
+    text: the lines up to the checkpoint that the run resumes from, then all of the run. Each checkpoint has a copy.
+    """
+
+    def __init__(self, path: str | Path, text: str = ""):
         self.path = Path(path)
+        self.text = text
         self.waiting = ""  # lines that the disk did not take
+
+    def start(self) -> None:
+        """Drop what the file has after the checkpoint, and what a kill or a power cut left at its end."""
+        with writing(self.path, "it is as it was"):
+            atomic_write(self.path, self.text)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line {"step": step, **values}; nan and inf, which JSON cannot say, are written as null.
 
         WriteError when that fails; the line then waits, and is written with the next one that can be.
         """
-        line = {"step": step} | {key: value if math.isfinite(value) else None for key, value in values.items()}
-        self.waiting += json.dumps(line) + "\n"
+        record = {"step": step} | {key: value if math.isfinite(value) else None for key, value in values.items()}
+        line = json.dumps(record) + "\n"
+        self.text += line
+        self.waiting += line
         with writing(self.path, "the lines since then are kept in memory and written when they can be"):
             length = self.path.stat().st_size if self.path.exists() else 0
             try:
                 with self.path.open("a", encoding="utf-8") as file:
                     file.write(self.waiting)
+                    file.flush()
+                    os.fsync(file.fileno())  # a power cut may not take lines that a checkpoint counts on
             except OSError:
                 if self.path.exists():
                     os.truncate(self.path, length)  # half a line would spoil the next one
                 raise
         self.waiting = ""
-
-    def cut_back(self, step: int) -> None:
-        """Drop the lines after `step` and a last line that a kill cut off."""
-        lines = [json.dumps(line) + "\n" for line in self.read() if line["step"] <= step]
-        with writing(self.path, "it is as it was"):
-            atomic_write(self.path, "".join(lines))
 
     def read(self) -> list[dict[str, Any]]:
         """All lines, without a last one that is cut off; none when there is no file yet.
@@ -398,6 +433,7 @@ class MetricsFile:
 
 MANIFEST = "manifest.json"
 STATE = Path("state") / "state.pt"
+METRICS = Path("state") / "metrics.jsonl"  # a copy, of the lines up to the checkpoint
 
 
 def folder_of(output_dir: str | Path, step: int) -> Path:
@@ -411,14 +447,15 @@ def save_checkpoint(
     state: dict[str, Any],
     score: float | None = None,
     keep_last: int | None = None,
+    metrics: str = "",
 ) -> Path:
     """Write checkpoints/step-<step> atomically, point `latest` and `best` at what they mean, and return its path.
 
     write_adapter: puts the adapter's files into the folder it is given; OSError when it cannot. state: optimizer,
     scheduler, position and so on, as tensors, numbers, strings, and dicts and lists of them: `load_state` reads no
     more. score: larger is better; None or nan never becomes `best`. keep_last: older checkpoints than the last that
-    many are deleted, `latest` and `best` excepted; None keeps all. WriteError when the disk does not take it:
-    the checkpoints before are as they were, and nothing of this one is left.
+    many are deleted, `latest` and `best` excepted; None keeps all. metrics: the lines of metrics.jsonl. WriteError when
+    the disk does not take it: the checkpoints before are as they were, and nothing of this one is left.
     """
     path = folder_of(output_dir, step)
     record = {"step": step, "score": score if score is not None and math.isfinite(score) else None}
@@ -426,6 +463,7 @@ def save_checkpoint(
         with atomic_directory(path) as folder:
             write_adapter(folder)
             _save_state(state, folder / STATE)
+            (folder / METRICS).write_text(metrics, encoding="utf-8")
             listing = {
                 str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
                 for file in _files(folder)

@@ -3,6 +3,7 @@
 And how many updates in a row have taught nothing: a run that has stopped learning is stopped.
 """
 
+import json
 import math
 import uuid
 from collections.abc import Mapping, Sequence
@@ -33,12 +34,12 @@ class Log:
     cfg: AnyConfig
     job: Job
     folder: checkpoint.RunFolder
-    metrics: checkpoint.MetricsFile  # cut back to the step that the run goes on from
+    metrics: checkpoint.MetricsFile
     last_step: int  # of the whole run
     skipped_in_a_row: int = 0  # updates that taught nothing, before this start and then until now
 
     def __post_init__(self):
-        self.history: list[dict[str, float]] = self.metrics.read() if self.job.main else []
+        self.history: list[dict[str, float]] = [json.loads(line) for line in self.metrics.text.splitlines()]
         self.told: set[str] = set()
 
     def say(self, step: int, line: str) -> None:

@@ -6,6 +6,7 @@ weight is read.
 
 import argparse
 import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -292,8 +293,8 @@ def is_finished(cfg: AnyConfig, opened: checkpoint.Resumption, steps: int, job: 
     """Whether the run has all its `steps` already, or train.early_stop has ended it, which is then said."""
 
     def ended() -> str:
-        history = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl").read()
-        return monitor.early_stop([line for line in history if line["step"] <= opened.step], **dict(rule))
+        history = map(json.loads, checkpoint.load_metrics(opened.path).splitlines())
+        return monitor.early_stop(list(history), **dict(rule))
 
     rule = cfg.train.early_stop
     why = "" if rule is None or opened.path is None else job.by_main(ended, checkpoint.CheckpointError)
@@ -321,11 +322,6 @@ def _load_state(
     if folder is None:
         return {}, []
     state = checkpoint.load_state(folder)
-    if "content" not in state or state["step"] != opened.step:
-        raise checkpoint.CheckpointError(
-            f"{folder} was not written by this version of rewardfl; go on with the version that wrote it, or start a "
-            f"new run in another run.output_dir from its adapter: lora.init_from={folder}"
-        )
     for key in sorted(state["content"].keys() | content.keys()):
         old, new = state["content"].get(key, {}), content.get(key, {})
         words = _difference(old, new)
@@ -726,11 +722,11 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 # What a run leaves
 
 
-def open_log(
-    cfg: AnyConfig, job: Job, folder: checkpoint.RunFolder, resumed: ResumedRun, steps: int, last_line: int
-) -> Log:
-    """Begin to write: run.json, and metrics.jsonl after step `last_line`. steps: of the whole run."""
-    opened, metrics = resumed.opened, checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
+def open_log(cfg: AnyConfig, job: Job, folder: checkpoint.RunFolder, resumed: ResumedRun, steps: int) -> Log:
+    """Begin to write run.json and metrics.jsonl. steps: of the whole run."""
+    opened = resumed.opened
+    before = "" if opened.path is None else checkpoint.load_metrics(opened.path)
+    metrics = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl", before)
     if opened.path is not None:
         job.say(f"resuming from {opened.path} at step {opened.step}")
     for note in notes_on_changes(cfg.run.resume_with_changes, resumed.changes):
@@ -738,7 +734,7 @@ def open_log(
 
     def begin() -> None:
         folder.check_present()
-        metrics.cut_back(last_line)
+        metrics.start()
         packs = {key: files for key, files in resumed.content.items() if key.startswith("reward.")}
         folder.write_run_json(
             {
@@ -801,7 +797,8 @@ def save(
     if job.main:
         with checkpoint.tolerant(job.say, state["step"], last=last):
             log.folder.check_present()
-            checkpoint.save_checkpoint(cfg.run.output_dir, state["step"], write, state, score, cfg.run.keep_last)
+            keep_last, lines = cfg.run.keep_last, log.metrics.text
+            checkpoint.save_checkpoint(cfg.run.output_dir, state["step"], write, state, score, keep_last, lines)
 
 
 @torch.no_grad()
