@@ -82,8 +82,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
     policy, optimizer, scheduler, parameters = learner.policy, learner.optimizer, learner.scheduler, learner.parameters
     average = start.make_average(cfg.grpo.ema_decay, parameters, resumed)
-    last_line = -1 if opened.path is None else resumed.step
-    log = start.open_log(cfg, job, run_folder, resumed, steps, last_line)
+    log = start.open_log(cfg, job, run_folder, resumed, steps)
 
     # ---------------------------------------------------------------------------------- who rolls out what
     def plan_of(epoch: int, rank: int = job.rank) -> list[list[groups.Member]]:
@@ -124,7 +123,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             start.save(cfg, job, backbone, learner, log, state, score, last)
             if not interruption.number:  # who sent a signal may not wait for videos
                 shown = held_out or samples
-                log.tracker.videos(done, start.sample_videos(cfg, shown, partial(sample_clean, shown), job, done))
+                log.show_samples(done, start.sample_videos(cfg, shown, partial(sample_clean, shown), job, done))
 
     floor = {}
     if cfg.grpo.kl_weight != 0 and cfg.model.dtype == "bfloat16":
@@ -295,7 +294,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             learner.watched.check(done)
             save(done, last=True)
         job.wait()
-    return start.close_run(cfg, job, log, interruption, done, stopped)
+    return start.close_run(cfg, job, interruption, done, stopped)
 
 
 SEEN = ("advantage", "ratio", "clipped", "kl", "log_prob", "old_log_prob", "row")  # of each sample and step

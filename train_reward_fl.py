@@ -91,7 +91,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler
     decay = cfg.train.ema_decay
     average = start.make_average(decay, learner.parameters, resumed) if decay else None
-    log = start.open_log(cfg, job, run_folder, resumed, steps, last_line=resumed.step)
+    log = start.open_log(cfg, job, run_folder, resumed, steps)
 
     def velocity_of(network: nn.Module, batch: prepare.Batch) -> Velocity:
         guidance, both = cfg.sample.guidance_scale, cfg.sample.guidance_gradient == "both"
@@ -115,7 +115,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         with averaged(average, learner.parameters):
             start.save(cfg, job, backbone, learner, log, state, judged, last)
             if not interruption.number:  # who sent a signal may not wait for videos
-                log.tracker.videos(done, start.sample_videos(cfg, samples, generate, job, done))
+                log.show_samples(done, start.sample_videos(cfg, samples, generate, job, done))
 
     floor = {}
     if cfg.reward.kl_weight != 0 and cfg.model.dtype == "bfloat16":
@@ -243,7 +243,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
             save(done, last)
         if last:
             break
-    return start.close_run(cfg, job, log, interruption, done, stopped)
+    return start.close_run(cfg, job, interruption, done, stopped)
 
 
 def main() -> int:

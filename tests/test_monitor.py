@@ -4,13 +4,11 @@ import json
 import math
 
 import pytest
-import torch
 
 from rewardfl.run.monitor import (
     alarms,
     broken_guards,
     early_stop,
-    peak_memory_gb,
     recent_mean,
     score_for_best,
     suspects,
@@ -171,13 +169,3 @@ def test_alarms_of_what_is_not_measured_keep_silent():
     missing = [line | {"reward/motion": math.nan, "reward/held_out": None, "reward/mean": None} for line in FREEZES]
     missing = [line | {"reward/held_out/flow": math.nan, "reward/held_out/reversals": None} for line in missing]
     assert not list(alarms(missing, 0.8)) and not list(alarms([], 0.8))
-
-
-def test_the_peak_of_memory_falls_again():
-    device = torch.device("cpu")
-    peak_memory_gb(device)
-    content = torch.ones(100_000_000)
-    while_there = peak_memory_gb(device)
-    del content
-    peak_memory_gb(device)
-    assert while_there - peak_memory_gb(device) > 0.3

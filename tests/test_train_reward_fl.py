@@ -222,14 +222,14 @@ def test_other_content_is_refused(monkeypatch, capsys, clips, tmp_path):
     write(path, [rows[0], rows[2], rows[1], rows[3]])
     assert "something else in data.file_name: in another order" in refusal()
     write(path, rows[:3])
-    assert f"something else in data.file_name: 1 gone ({rows[3][0]}#" in refusal()
+    assert f"something else in data.file_name: 1 gone, new or of other content ({rows[3][0]}#" in refusal()
     write(path, rows)
     shutil.copy(WORLD / "train" / rows[2][0], tmp_path / rows[1][0])
-    assert f"something else in data.file_name: 1 of other content ({rows[1][0]}#" in refusal()
+    assert f"something else in data.file_name: 1 gone, new or of other content ({rows[1][0]}#" in refusal()
     shutil.copy(WORLD / "train" / rows[1][0], tmp_path / rows[1][0])
     packs = [f"reward.reward_model_path={WORLD}/faces/judge", "reward.held_out_model_path=null"]
     error = refusal(*packs)
-    assert "something else in reward.held_out_model_path: 2 gone (" in error
+    assert "something else in reward.held_out_model_path: 2 gone, new or of other content (" in error
     assert "run.resume_with_changes=[reward.held_out_model_path]" in error
     error = refusal(*packs, "run.resume_with_changes=[reward.held_out_model_path]")
     assert "something else in reward.reward_model_path: " in error and "resume_with_changes" not in error
@@ -280,7 +280,7 @@ def test_a_broken_guard_keeps_a_checkpoint_from_being_the_best(monkeypatch, caps
     settings = [*FAST, "run.save_steps=1", "run.sample_videos=0", "train.max_steps=4", "reward.motion_alarm=100"]
     code, out, _ = call(monkeypatch, capsys, *settings, f"run.output_dir={tmp_path}")
     assert code == 0 and "step 3: this checkpoint does not become checkpoints/best: " in out
-    scores = [checkpoint._manifest(checkpoint.folder_of(tmp_path, step))["score"] for step in (1, 2, 3, 4)]
+    scores = [checkpoint._manifest(checkpoint.folder_of(tmp_path, step)).score for step in (1, 2, 3, 4)]
     assert None not in scores[:2] and scores[2:] == [None, None]
     assert (tmp_path / "checkpoints" / "best").resolve().name in ("step-000001", "step-000002")
 
@@ -374,7 +374,7 @@ def test_a_run_starts_from_another_ones_adapter(straight, monkeypatch, capsys, t
     other = ["train.max_steps=2", f"lora.init_from={straight / 'checkpoints' / 'step-000003'}"]
     more = ["train.gradient_accumulation_steps=2"]  # of one process for two
     code, _, error = call(monkeypatch, capsys, *FAST, *settings, *more, *other)
-    assert code == 2 and "something else in lora.init_from: 1 of other content (low_noise)" in error
+    assert code == 2 and "something else in lora.init_from: 1 gone, new or of other content (low_noise)" in error
     assert "run.resume_with_changes=[lora.init_from]" in error
     file = shutil.copy(given / "transformer_2" / lora.WEIGHTS_NAME, tmp_path / "low_noise.safetensors")
     reach_the_weights(monkeypatch)

@@ -5,6 +5,8 @@ Each raises ConfigError, or returns what it looked up.
 
 from pathlib import Path
 
+from accelerate.tracking import get_available_trackers
+
 from rewardfl.config import AnyConfig, ConfigError, RewardFlConfig, wanted_rewards
 from rewardfl.files import sha256
 from rewardfl.rewards.face import pack as face_pack
@@ -51,6 +53,15 @@ def check_sharding(cfg: AnyConfig, sharding: str) -> None:
         raise ConfigError(
             f"train.compile_blocks has not been tried with {sharding}; set it to false, or launch with "
             "configs/accelerate/ddp.yaml"
+        )
+
+
+def check_tracker(name: str) -> None:
+    """ConfigError for a run.log_with whose package is missing."""
+    if name not in ("none", *map(str, get_available_trackers())):
+        raise ConfigError(
+            f"run.log_with is {name}, which is not installed: pip install {name}, or set run.log_with: none "
+            "(metrics.jsonl is always written)"
         )
 
 

@@ -6,11 +6,9 @@ import resource
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
-PROCESS = Path("/proc/self")
 WINDOW = 10  # updates whose means are compared
 # How much the judge's mean reversals may rise: a clip that goes on as it does has -1, one that goes back and forth with
 # every frame has 1.
@@ -41,20 +39,12 @@ class Timer:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Peak since it was last asked, in 1e9 bytes: of the device's allocator, or on a CPU of the process's memory.
-
-    Where the system does not let a process reset its own peak, it is that since the start.
-    """
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return peak / 1e9
-    if not PROCESS.is_dir():
+    """Peak in 1e9 bytes: of a GPU's allocator since it was last asked, on a CPU of the process since its start."""
+    if device.type != "cuda":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    (line,) = (line for line in (PROCESS / "status").read_text().splitlines() if line.startswith("VmHWM"))
-    with contextlib.suppress(OSError):  # a container may forbid it
-        (PROCESS / "clear_refs").write_text("5")  # proc(5): resets the peak resident set size
-    return int(line.split()[1]) * 1024 / 1e9
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak / 1e9
 
 
 def total_memory(device: torch.device) -> int | None:

@@ -6,6 +6,7 @@ weight is read.
 
 import argparse
 import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -36,9 +37,9 @@ from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe_packs, file_hashes
 from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.terms import RewardError, Term, try_out
-from rewardfl.run import checkpoint, checks, invariants, monitor, prepare, rounding, trackers, work
+from rewardfl.run import checkpoint, checks, invariants, monitor, prepare, rounding, work
 from rewardfl.run.job import Job, LaunchError
-from rewardfl.run.log import Log
+from rewardfl.run.log import Log, start_tracker
 from rewardfl.run.signals import Interruption
 from rewardfl.weights import lora_files, merge
 from rewardfl.weights.shards import Refused
@@ -112,7 +113,7 @@ def model_source(cfg: AnyConfig) -> Source:
 
 def open_model(cfg: AnyConfig) -> Backbone:
     """The model: all of its files are checked by their headers alone, and so is what the run wants of them."""
-    trackers.check_installed(cfg.run.log_with)
+    checks.check_tracker(cfg.run.log_with)
     checks.check_threads(cfg.run.cpu_threads, cpu.usable_cores())
     checks.check_paths(cfg)
     backbone = backbones.open(cfg.model.model_name, model_source(cfg))
@@ -151,7 +152,7 @@ def check_frames(cfg: AnyConfig, found: Sequence[registry.Chosen]) -> None:
 def open_job(cfg: AnyConfig) -> Job:
     """The run's processes, connected. LaunchError or ConfigError when what runs is not what was asked for."""
     several = len(configuration.trained_positions(cfg)) > 1
-    job = Job(cfg.train.max_grad_norm, unused_parameters=several, cpu_threads=cfg.run.cpu_threads)
+    job = Job(cfg.train.max_grad_norm, several, cfg.run.cpu_threads, cfg.run.log_with, cfg.run.output_dir)
     checks.check_sharding(cfg, job.sharding)
     attention.check_backward(cfg.model.attention_backend, DTYPES[cfg.model.dtype], job.device)
     if cfg.train.compile_blocks:
@@ -291,8 +292,8 @@ def is_finished(cfg: AnyConfig, opened: checkpoint.Resumption, steps: int, job: 
     """Whether the run has all its `steps` already, or train.early_stop has ended it, which is then said."""
 
     def ended() -> str:
-        history = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl").read()
-        return monitor.early_stop([line for line in history if line["step"] <= opened.step], **dict(rule))
+        history = map(json.loads, checkpoint.load_metrics(opened.path).splitlines())
+        return monitor.early_stop(list(history), **dict(rule))
 
     rule = cfg.train.early_stop
     why = "" if rule is None or opened.path is None else job.by_main(ended, checkpoint.CheckpointError)
@@ -320,11 +321,6 @@ def _load_state(
     if folder is None:
         return {}, []
     state = checkpoint.load_state(folder)
-    if "content" not in state or state["step"] != opened.step:
-        raise checkpoint.CheckpointError(
-            f"{folder} was not written by this version of rewardfl; go on with the version that wrote it, or start a "
-            f"new run in another run.output_dir from its adapter: lora.init_from={folder}"
-        )
     for key in sorted(state["content"].keys() | content.keys()):
         old, new = state["content"].get(key, {}), content.get(key, {})
         words = _difference(old, new)
@@ -349,17 +345,10 @@ def _load_state(
 
 def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     """What is different in content, in words; empty when nothing is."""
-    found = {
-        "gone": [name for name in old if name not in new],
-        "new": [name for name in new if name not in old],
-        "of other content": [name for name in old if name in new and old[name] != new[name]],
-    }
-    words = [
-        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-        for what, names in found.items()
-        if names
-    ]
-    return ", ".join(words) or ("in another order" if list(old) != list(new) else "")
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if names:
+        return f"{len(names)} gone, new or of other content ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+    return "in another order" if list(old) != list(new) else ""
 
 
 def _changed_content(folder: Path, key: str, words: str) -> str:
@@ -697,19 +686,19 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 # What a run leaves
 
 
-def open_log(
-    cfg: AnyConfig, job: Job, folder: checkpoint.RunFolder, resumed: ResumedRun, steps: int, last_line: int
-) -> Log:
-    """Begin to write: run.json, and metrics.jsonl after step `last_line`. steps: of the whole run."""
-    opened, metrics = resumed.opened, checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
+def open_log(cfg: AnyConfig, job: Job, folder: checkpoint.RunFolder, resumed: ResumedRun, steps: int) -> Log:
+    """Begin to write run.json and metrics.jsonl. steps: of the whole run."""
+    opened = resumed.opened
+    before = "" if opened.path is None else checkpoint.load_metrics(opened.path)
+    metrics = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl", before)
     if opened.path is not None:
         job.say(f"resuming from {opened.path} at step {opened.step}")
     for note in notes_on_changes(cfg.run.resume_with_changes, resumed.changes):
         job.say(note)
 
     def begin() -> None:
-        folder.keep()
-        metrics.cut_back(last_line)
+        folder.check_present()
+        metrics.start()
         packs = {key: files for key, files in resumed.content.items() if key.startswith("reward.")}
         folder.write_run_json(
             {
@@ -725,9 +714,8 @@ def open_log(
         )
 
     job.by_main(begin, checkpoint.CheckpointError)
-    shown_by = cfg.run.log_with if job.main else "none"
-    tracker = trackers.open_tracker(shown_by, cfg.run.output_dir, configuration.flat(cfg), opened.step)
-    return Log(cfg, job, folder, metrics, tracker, steps, resumed.state.get("skipped_in_a_row", 0))
+    start_tracker(cfg, job, opened.step)
+    return Log(cfg, job, folder, metrics, steps, resumed.state.get("skipped_in_a_row", 0))
 
 
 def notes_on_changes(named: Sequence[str], changes: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -772,8 +760,9 @@ def save(
 
     if job.main:
         with checkpoint.tolerant(job.say, state["step"], last=last):
-            log.folder.keep()
-            checkpoint.save_checkpoint(cfg.run.output_dir, state["step"], write, state, score, cfg.run.keep_last)
+            log.folder.check_present()
+            keep_last, lines = cfg.run.keep_last, log.metrics.text
+            checkpoint.save_checkpoint(cfg.run.output_dir, state["step"], write, state, score, keep_last, lines)
 
 
 @torch.no_grad()
@@ -870,9 +859,8 @@ def best_of(cfg: AnyConfig) -> str:
     return f"{best} is {best.resolve().name}" if best.exists() else f"no checkpoint became {best}"
 
 
-def close_run(cfg: AnyConfig, job: Job, log: Log, interruption: Interruption, step: int, stopped: str) -> int:
+def close_run(cfg: AnyConfig, job: Job, interruption: Interruption, step: int, stopped: str) -> int:
     """Close everything after the last step of this process group; the exit code. stopped: by train.early_stop, why."""
-    log.tracker.close()
     job.accelerator.end_training()
     if interruption.number:
         job.say(f"{interruption.name}: stopped after step {step}; the same command goes on from there")
