@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rewardfl.run.monitor import (
+    Timer,
     alarms,
     broken_guards,
     early_stop,
@@ -181,3 +182,13 @@ def test_the_peak_of_memory_falls_again():
     del content
     peak_memory_gb(device)
     assert while_there - peak_memory_gb(device) > 0.3
+
+
+def test_a_timer_waits_for_the_runs_own_device(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for device in (torch.device("cpu"), torch.device("cuda", 1)):
+        with Timer(device)("decode"):
+            pass
+    assert waited == [torch.device("cuda", 1)]
