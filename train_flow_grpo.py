@@ -145,7 +145,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     if held_out and opened.path is None:
         log.write(0, evaluate())
     for epoch in range(done // per_epoch, steps // per_epoch):
-        window, timer = groups.window(windows, epoch, cfg.run.seed), Timer()
+        window, timer = groups.window(windows, epoch, cfg.run.seed), Timer(job.device)
         start.seed_generators(cfg.run.seed, done, job.rank)
         with timer("step"):  # of an epoch's first update: with all that it takes to get there
             # 1. Roll out this process's videos; only the window's steps are stochastic, and kept.
@@ -280,7 +280,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                 metrics |= evaluate()
             metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
             log.write(done, metrics)
-            timer = Timer()
+            timer = Timer(job.device)
             log.stop_if_stuck(done, why)
         progress.set_postfix(reward=f"{metrics['reward/mean']:.3f}", spread=f"{metrics['reward/std_in_group']:.3f}")
         if interruption.number:

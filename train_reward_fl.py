@@ -130,7 +130,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     progress = tqdm(range(done, steps), initial=done, total=steps, disable=not job.accelerator.is_local_main_process)
     for step in progress:
         start.seed_generators(cfg.run.seed, step, job.rank)
-        timer, seen, judgements = Timer(), [], []
+        timer, seen, judgements = Timer(job.device), [], []
         with timer("step"), job.one_update():
             for micro in range(accumulation):
                 with timer("encode"):

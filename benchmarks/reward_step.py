@@ -369,7 +369,7 @@ def one_by_one(block: Callable[..., Tensor], *inputs: object) -> Tensor:
 
 def in_host(tensor: Tensor) -> Tensor:
     """offload.to_host for a CPU that stands for a GPU: a copy that is not counted as living on the device."""
-    memory = swap.host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    memory = swap.host_memory(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
     return memory.copy_(tensor)
 
 

@@ -18,8 +18,8 @@ from rewardfl.swap import BlockSwap, host_memory
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory; page-locked where there is a GPU, which makes the copies several times faster."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+    """Return a copy in host memory; page-locked for a GPU's tensor, which makes the copies several times faster."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return host.copy_(tensor)
 
 
@@ -128,7 +128,7 @@ class Waiting:
         """Send a tensor to the host; the number to ask for it by."""
         octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
         free = self.home.rooms[len(octets)]
-        self.hosts.append(free.pop() if free else host_memory(len(octets)))
+        self.hosts.append(free.pop() if free else host_memory(len(octets), self.home.device))
         self.kinds.append((tensor.shape, tensor.dtype))
         with self.home.copying([octets]):
             self.hosts[-1].copy_(octets, non_blocking=True)

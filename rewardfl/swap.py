@@ -12,6 +12,7 @@ from a graph that still needs them.
 """
 
 import mmap
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,29 +59,46 @@ class Packed:
             setattr(one.module, one.name, one.parameter)
 
 
-def pack_block(block: nn.Module) -> Packed:
-    """Move a block's frozen parameters, wherever they lie, into one piece of host memory."""
+def pack_block(block: nn.Module, device: torch.device) -> Packed:
+    """Move a block's frozen parameters, wherever they lie, into one piece of host memory; device: where it computes."""
     stored, size = [], 0
     for module in block.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad:
                 stored.append(Stored(module, name, parameter, size))
                 size += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
-    packed = Packed(stored, host_memory(size))
+    packed = Packed(stored, host_memory(size, device))
     for one in stored:
         one.view(packed.host).copy_(one.parameter.data)
         one.parameter.data = one.view(packed.host)
     return packed
 
 
-def host_memory(size: int) -> Tensor:
-    """(size,) uint8 of host memory, page-locked where there is a GPU, which then copies without the CPU.
+class _Pages(mmap.mmap):
+    """Host memory of this process, which a GPU may have locked.
+
+    It is unlocked before the system gives its addresses to somebody else: CUDA would refuse to lock these again, and
+    would keep the old pages.
+    """
+
+    locked_at: int | None = None  # the address that CUDA knows
+
+    def __del__(self) -> None:
+        if self.locked_at is not None and not sys.is_finalizing():
+            torch.cuda.synchronize()  # a copy may still be at work in it
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.locked_at)))
+
+
+def host_memory(size: int, device: torch.device) -> Tensor:
+    """Return (size,) uint8 of host memory, page-locked for a GPU as `device`, which then copies without the CPU.
 
     torch's own page-locked memory comes in powers of two: 1.07 GB for a block of 0.70.
     """
-    memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-    if torch.cuda.is_available():
+    pages = _Pages(-1, size)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    if device.type == "cuda":
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)))
+        pages.locked_at = memory.data_ptr()
     return memory
 
 
@@ -97,7 +115,7 @@ class BlockSwap:
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device):
         self.device = device
-        self.packed = [pack_block(block) for block in blocks]
+        self.packed = [pack_block(block, device) for block in blocks]
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.last: int | None = None  # whose turn it was in this pass
         self.ahead: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # what was sent for: see `fetch`

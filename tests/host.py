@@ -44,8 +44,8 @@ def apart(monkeypatch):
     """Within, memory that rewardfl says is the host's is a GPU's host's. Gives what has been seen."""
     seen, new, to_host = HostIsApart(), swap.host_memory, offload.to_host
 
-    def remembered(size):
-        return seen.remember(new(size))
+    def remembered(size, device):
+        return seen.remember(new(size, device))
 
     with monkeypatch.context() as patch, seen:
         for module in (swap, offload):

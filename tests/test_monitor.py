@@ -4,8 +4,10 @@ import json
 import math
 
 import pytest
+import torch
 
 from rewardfl.run.monitor import (
+    Timer,
     alarms,
     broken_guards,
     early_stop,
@@ -169,3 +171,13 @@ def test_alarms_of_what_is_not_measured_keep_silent():
     missing = [line | {"reward/motion": math.nan, "reward/held_out": None, "reward/mean": None} for line in FREEZES]
     missing = [line | {"reward/held_out/flow": math.nan, "reward/held_out/reversals": None} for line in missing]
     assert not list(alarms(missing, 0.8)) and not list(alarms([], 0.8))
+
+
+def test_a_timer_waits_for_the_runs_own_device(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for device in (torch.device("cpu"), torch.device("cuda", 1)):
+        with Timer(device)("decode"):
+            pass
+    assert waited == [torch.device("cuda", 1)]

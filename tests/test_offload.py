@@ -174,7 +174,7 @@ def test_what_has_been_sent_for_is_not_sent_for_again():
 def test_what_waits_dies_with_its_graph_and_leaves_its_room_to_the_next(traffic, monkeypatch):
     _, alive = traffic
     made, new = [], offload.host_memory
-    monkeypatch.setattr(offload, "host_memory", lambda size: (made.append(size), new(size))[1])
+    monkeypatch.setattr(offload, "host_memory", lambda size, device: (made.append(size), new(size, device))[1])
     expert = adapted(offload.InputsOnHost(DEVICE))
     for _ in range(2):
         gradients(expert)

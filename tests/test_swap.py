@@ -1,6 +1,8 @@
 """Weights that come from host memory for a block's turn: the same numbers, the order of the copies, their number."""
 
+import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from host import apart
 from pipelines import LAYERS as TARGETS
 
 from rewardfl import lora, offload
-from rewardfl.swap import BlockSwap, pack_block
+from rewardfl.swap import BlockSwap, host_memory, pack_block
 from rewardfl_tools.tiny_world.video import new_expert
 
 DEVICE, LAYERS = torch.device("cpu"), 5
@@ -171,6 +173,55 @@ def test_between_its_turns_a_block_lies_in_one_piece_of_host_memory():
 def test_parameters_of_several_dtypes_begin_where_kernels_can_read_them():
     values = [torch.ones(3, dtype=torch.bfloat16), torch.full((2, 5), 2.0), torch.full((1,), 3.0, dtype=torch.float64)]
     parameters = torch.nn.ParameterList([torch.nn.Parameter(value.clone(), requires_grad=False) for value in values])
-    packed = pack_block(parameters)
+    packed = pack_block(parameters, DEVICE)
     assert [parameter.data_ptr() % 64 for parameter in parameters] == [0, 0, 0] and len(packed.host) == 3 * 64
     assert all(torch.equal(parameter, value) for parameter, value in zip(parameters, values, strict=True))
+
+
+class FakeCudart:
+    """Keeps which memory is page-locked, and refuses what CUDA refuses."""
+
+    def __init__(self):
+        self.locked = {}
+
+    def cudaHostRegister(self, address, size, flags):
+        overlaps = any(begin < address + size and address < begin + length for begin, length in self.locked.items())
+        self.locked[address] = size
+        return 712 if overlaps else 0
+
+    def cudaHostUnregister(self, address):
+        ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        mapped = any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+        return 0 if self.locked.pop(address, None) and mapped else 713
+
+
+@pytest.fixture
+def cudart(monkeypatch):
+    fake = FakeCudart()
+
+    def check(code):
+        assert code == 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return fake
+
+
+def test_memory_is_unlocked_before_its_addresses_are_given_away(cudart):
+    """A swapped expert is dropped and the next is loaded, as in doctor; the system reuses the addresses."""
+    for _ in range(5):
+        block = torch.nn.Linear(512, 512).requires_grad_(False)
+        packed = pack_block(block, torch.device("cuda"))
+        assert cudart.locked == {packed.host.data_ptr(): len(packed.host)}
+        del packed
+        assert len(cudart.locked) == 1  # the parameters lie in it
+        del block
+        gc.collect()
+        assert not cudart.locked
+
+
+def test_a_run_on_the_cpu_locks_no_memory(cudart, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    memory = host_memory(4096, DEVICE)
+    assert not cudart.locked and not offload.to_host(memory).is_pinned()

@@ -129,7 +129,7 @@ def measure(terms: Sequence[Term], videos: Sequence[Tensor], references: Sequenc
     first: list[Tensor | None] = []
     scales = []
     for i, term in enumerate(terms):
-        timer, rows = Timer(), []
+        timer, rows = Timer(videos[0].device), []
         for n, (video, kept) in enumerate(zip(videos, references, strict=True)):
             with timer("score"):
                 score, gradient = score_and_gradient(term, video, kept[i])

@@ -24,17 +24,18 @@ GAIN_GUARD, SHARE_GUARD = 0.05, 0.5
 
 
 class Timer:
-    """Seconds by name: `with timer("decode"): ...` adds up."""
+    """Seconds by name: `with timer("decode"): ...` adds up. device: whose work is waited for."""
 
-    def __init__(self):
+    def __init__(self, device: torch.device):
+        self.device = device
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
