@@ -57,7 +57,8 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
     settings = settings_of(cfg, rows, arms, backbone, identify(judges, cfg, args.dino))
     study = Study(cfg, folder.path, tuple(arms), judges, processes, files)
     names = study.names(rows, args.seeds)
-    processes.by_main(partial(take, folder, names, settings, args.force, lock), (ValueError, OSError))
+    records = [str(_records.file_of(Path(), rank)) for rank in range(processes.count)]  # these grow, and get no hash
+    processes.by_main(partial(take, folder, [*names, *records], settings, args.force, lock), (ValueError, OSError))
     rows = study.read_real(rows, args.seeds)
     study.sample(backbone, rows, args)
     study.judge_files(rows)
@@ -151,12 +152,12 @@ def take(
 
     Raise Refused for a file in their way, and OtherSettings for records of others.
     """
-    folder.check([*names, *REPORTS, _records.FILE, _records.SETTINGS])
+    folder.check([*names, *REPORTS, _records.SETTINGS])
     lock.enter_context(folder.locked())
     if force:
         folder.remove(folder.listed())
     merged = _records.agree(folder.path, settings)
-    folder.claim([*names, _records.FILE, _records.SETTINGS])
+    folder.claim([*names, _records.SETTINGS])
     atomic_write(folder.path / _records.SETTINGS, json.dumps(merged, indent=2) + "\n")
 
 

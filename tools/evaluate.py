@@ -125,13 +125,7 @@ def add_figures(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     args = parsed()
-
-    def work() -> int:
-        from rewardfl_tools import _evaluate  # not before: --help and mistakes are answered without torch
-
-        return _evaluate.run(args)
-
-    return _common.exit_code(work)
+    return _common.run("_evaluate", args)
 
 
 if __name__ == "__main__":
