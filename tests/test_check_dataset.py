@@ -222,3 +222,17 @@ def test_the_examples_are_what_is_read():
     rows = data.load_metadata(ROOT / "examples" / "metadata.csv")
     assert all(not row.problem and row.prompt for row in rows)
     assert any(row.image for row in rows) and any(row.reference_video for row in rows)
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "clip.mp4", "mine.png", "sheet.foo", "metadata.csv/sheet.png"])
+def test_a_sheet_replaces_sheets_alone(call, tmp_path, name):
+    path = write_csv(tmp_path, ["clip.mp4", "x"], header=("video", "prompt"))
+    data.write_video(tmp_path / "clip.mp4", person(), 8)
+    (tmp_path / "mine.png").write_text("mine")
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    arguments = ("--data", path, "--height", 64, "--width", 64, "--num-frames", 5)
+    code, _, error = call(*arguments, "--sheet", tmp_path / name)
+    assert code == 2 and error.startswith("error: --sheet") and error.count("\n") == 1
+    assert before == {file: file.read_bytes() for file in tmp_path.iterdir()}
+    for _ in range(2):  # the tool's own sheet is replaced
+        assert call(*arguments, "--sheet", tmp_path / "sheet.png")[0] == 0

@@ -357,9 +357,58 @@ def test_what_is_no_evaluation_is_refused(runs, monkeypatch, capsys):
     code, text = call(monkeypatch, capsys, runs / "a", runs, *out)
     assert code == 2 and f"{runs}: holds no report.json" in text
     path = runs / "b" / "evaluation" / "report.json"
-    for content, words in (("{", "is no JSON"), ('{"arms": []}', "has no settings")):
+    for content, words in (("{", "Invalid JSON"), ('{"arms": []}', "people is not as evaluate.py")):
         path.write_text(content)
         code, text = call(monkeypatch, capsys, runs / "a", runs / "b", *out)
         assert code == 2 and words in text and str(path) in text
     with pytest.raises(SystemExit, match="2"):
         call(monkeypatch, capsys, runs / "a", *out)
+
+
+def broken(value, path=()):
+    """Every way in which one place of a report can hold something else: the path, and what is put there."""
+    if path:
+        yield from ((path, other) for other in (None, 3, "x", [], {}, [None], {"x": 1}))
+        yield path, "gone"
+    if isinstance(value, dict):
+        for key in list(value)[: None if len(path) < 2 else 3]:
+            yield from broken(value[key], (*path, key))
+    elif isinstance(value, list) and value:
+        yield from broken(value[-1], (*path, len(value) - 1))
+
+
+def test_a_foreign_report_is_refused_or_compared(runs, monkeypatch, capsys):
+    """No report ends in a traceback; a place that the page needs is named."""
+    path, out = runs / "b" / "evaluation" / "report.json", runs / "page.html"
+    whole = json.loads(path.read_text())
+    del whole["per_clip"], whole["recognisers"], whole["face_sizes"]  # of no use to this page
+    for arm in whole["arms"]:
+        del arm["strata"]
+    codes = []
+    for place, value in broken(whole):
+        report = json.loads(json.dumps(whole))
+        *above, last = place
+        inner = report
+        for key in above:
+            inner = inner[key]
+        if value == "gone":
+            del inner[last]
+        else:
+            inner[last] = value
+        path.write_text(json.dumps(report))
+        code, text = call(monkeypatch, capsys, runs / "a", runs / "b", "--anyway", "--out", out)
+        codes.append(code)
+        assert code == 0 or (code == 2 and "report.json" in text and text.count("\n") == 1), (place, value)
+    assert codes.count(0) > 100 and codes.count(2) > 100
+
+
+@pytest.mark.parametrize("place", ["own.html", "a/metrics.jsonl", "a/evaluation/report.json", "a", "link.html"])
+def test_a_page_replaces_pages_of_this_tool_alone(runs, monkeypatch, capsys, place):
+    (runs / "own.html").write_text("<p>mine</p>")
+    (runs / "link.html").symlink_to("own.html")
+    before = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
+    code, text = call(monkeypatch, capsys, runs / "a", runs / "b", "--out", runs / place)
+    assert code == 2 and text.startswith(f"error: --out {runs / place} ")
+    assert before == {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
+    for _ in range(2):  # the tool's own page is replaced
+        assert call(monkeypatch, capsys, runs / "a", runs / "b", "--out", runs / "new" / "page.html")[0] == 0

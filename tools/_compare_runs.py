@@ -1,17 +1,18 @@
-"""Evaluations beside each other on one page: the work of tools/compare_runs.py."""
+"""Evaluations next to each other on one page: the work of tools/compare_runs.py."""
 
 import argparse
 import itertools
 import json
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
-from rewardfl.files import atomic_write, printable
-from rewardfl.run.checkpoint import CheckpointError
-from rewardfl_tools import _records, plot_metrics
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError, model_validator
+
+from rewardfl.config.schema import shown
+from rewardfl_tools import _output, _records, plot_metrics
 from rewardfl_tools._charts import Chart, Curve, arm_curves, colour, curves_chart, front_chart, places, real_curve
 from rewardfl_tools._meanings import CANARIES, MEANINGS, MOVES, healthy, judge_words, main_judge
 from rewardfl_tools._report_page import figure_cell
@@ -21,6 +22,62 @@ from rewardfl_tools._verdict import verdict
 ALIKE = ("records", "data", "sampling", "judges")  # blocks of the settings that must agree
 COMPARED, WHOLE = ("face/face_sim", *MOVES, *CANARIES), ("colour_shift", "frozen_share")
 TRAINING = ("reward/held_out", "reward/held_out/flow", "grad_norm")
+
+
+class Interval(BaseModel):
+    """A mean and its 95 % interval."""
+
+    mean: FiniteFloat
+    low: FiniteFloat
+    high: FiniteFloat
+
+
+class Change(BaseModel):
+    """A figure of an arm against its base."""
+
+    difference: Interval
+    people_with_more: FiniteFloat
+    ratio: Interval | None = None
+
+
+class Figures(BaseModel):
+    """The figures of an arm or of the real clips. per_frame: by recogniser."""
+
+    figures: dict[str, Interval | None]
+    per_frame: Annotated[dict[str, list[FiniteFloat]], Field(min_length=1)]
+
+
+class ArmReport(Figures):
+    """An arm of a report."""
+
+    name: str
+    clips: int
+    decoded: bool
+    against: str | None
+    compared: dict[str, Change | None] = {}
+    frozen_share: Interval | None = None
+    colour_shift: Interval | None = None
+
+
+class Report(BaseModel):
+    """What the page needs of a report.json."""
+
+    people: int
+    version: str
+    command: list[str]
+    settings: dict[str, dict[str, str]]
+    real: Figures
+    arms: Annotated[list[ArmReport], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "Report":
+        """Raise ValueError where an arm lacks a judge, its base, or what has become of its FaceSim."""
+        judges, names = list(self.real.per_frame), [arm.name for arm in self.arms]
+        for arm in self.arms:
+            lacking = [judge for judge in judges if arm.against and f"{judge}/face_sim" not in arm.compared]
+            if lacking or list(arm.per_frame) != judges or arm.against not in (None, *names):
+                raise ValueError(f"arm {shown(arm.name)} lacks a base or a judge")
+        return self
 
 
 @dataclass(frozen=True)
@@ -38,15 +95,17 @@ class Evaluated:
 
 def run(args: argparse.Namespace) -> int:
     """Read, compare, write: the exit code."""
-    try:
-        found = read_all(args.evaluations)
-        problem = unlike(found)
-        if problem and not args.anyway:
-            raise ValueError(f"{problem}; evaluate them alike, or give --anyway to see them all the same")
-        atomic_write(args.out, comparison_page(found, problem))
-    except (ValueError, OSError, CheckpointError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
+    inputs = (report_file(folder) for folder in args.evaluations)
+    metrics = (folder / "metrics.jsonl" for folder in args.evaluations)
+    page = _output.File(
+        option="--out", path=args.out, tool="rewardfl compare_runs", inputs=tuple(itertools.chain(inputs, metrics))
+    )
+    page.check()
+    found = read_all(args.evaluations)
+    problem = unlike(found)
+    if problem and not args.anyway:
+        raise ValueError(f"{problem}; evaluate them alike, or give --anyway to see them all the same")
+    page.write(comparison_page(found, problem).encode())
     print(args.out)
     return 0
 
@@ -61,19 +120,27 @@ def read_all(folders: Sequence[Path]) -> list[Evaluated]:
     ]
 
 
-def read_report(folder: Path) -> dict:
-    """FileNotFoundError where the folder holds no evaluation of videos; ValueError for a report that is none."""
+def report_file(folder: Path) -> Path:
+    """Return the place of an evaluation's report. FileNotFoundError where the folder holds none."""
     places = (folder / "report.json", folder / "evaluation" / "report.json")
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         raise FileNotFoundError(f"{folder}: holds no report.json; name a run that was evaluated, or evaluate's --out")
+    return path
+
+
+def read_report(folder: Path) -> dict:
+    """Return the report of an evaluation of videos. ValueError for one of something else."""
+    path = report_file(folder)
     try:
-        report = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: is no JSON ({error}); evaluate again") from None
-    if missing := [key for key in ("arms", "settings", "real") if key not in report]:
-        raise ValueError(f"{path}: has no {missing[0]}, it is of images or of an older version; evaluate again")
-    return report
+        Report.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise ValueError(
+            f"{path}: {where or 'it'} is not as evaluate.py writes it of videos ({problem['msg']}); evaluate again"
+        ) from None
+    return json.loads(path.read_bytes())
 
 
 def unlike(found: Sequence[Evaluated]) -> str:
@@ -93,7 +160,7 @@ def unlike(found: Sequence[Evaluated]) -> str:
 def comparison_page(found: Sequence[Evaluated], problem: str) -> str:
     """Return the page. problem: how the evaluations differ, which the page then says first."""
     judge = main_judge(found[0].report)
-    shown = [MEANINGS[key] for key in (*COMPARED, *WHOLE)]
+    columns = [MEANINGS[key] for key in (*COMPARED, *WHOLE)]
     arms = [place for one in found for place in places(one.report, f"{one.name}: ", one.colour)]
     runs = [
         {
@@ -107,7 +174,7 @@ def comparison_page(found: Sequence[Evaluated], problem: str) -> str:
     values = {
         "title": f"Comparison of {', '.join(one.name for one in found)}",
         "problem": problem,
-        "head": [("run: arm", ""), *((one.label, one.says + healthy(one)) for one in shown)],
+        "head": [("run: arm", ""), *((one.label, one.says + healthy(one)) for one in columns)],
         "rows": rows(found),
         "front": front_chart(arms, judge),
         "curves": [curves_chart(f"By {judge_words(judge)}", curves(found))],

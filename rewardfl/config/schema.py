@@ -100,6 +100,7 @@ _not_tiny = _must_be("0 or at least 1e-12", lambda value: not 0 < value < 1e-12)
 Positive = Annotated[Number, Field(gt=0, le=1e12), _not_tiny]
 NonNegative = Annotated[Number, Field(ge=0, le=1e12), _not_tiny]
 Share = Annotated[Number, Field(ge=0, le=1)]
+FrameRate = Annotated[Number, Field(ge=0.1, le=1_000)]
 PlainText = Annotated[str, _must_be("free of control characters", _is_plain)]
 Line = Annotated[PlainText, _must_be("a text of one line", lambda text: "\n" not in text and "\t" not in text)]
 Text = Annotated[Line, _must_be("a text that is not empty", lambda text: text.strip() != "")]
@@ -293,7 +294,7 @@ class DataConfig(Section):
     num_frames: Annotated[int, Field(ge=1, le=10_000)] = 81
     # Frames taken per second of a clip, by their times (Wan was trained at 16); clips that have fewer are refused.
     # null: the frames as they are stored, whatever their rate.
-    fps: Annotated[Number, Field(ge=0.1, le=1_000)] | None = None
+    fps: FrameRate | None = None
     # Folder for what is computed once per clip: text embeddings, image latents, face pools, boundary latents. null:
     # <run.output_dir>/cache. Runs may share one; all processes must see the same.
     cache_dir: Free[PathText | None] = None
