@@ -163,7 +163,7 @@ WORDS = {"alpha": "alpha", "pattern": "alpha", "hostile": "(.*)*(.*)*y", "unclos
 def test_damaged_lora_metadata(world, tmp_path, kind, place):
     """In the file's metadata, by component or not, and in peft's adapter_config.json beside it."""
     given, state = CONFIGS[kind], load_file(world / "pytorch_lora_weights.safetensors")
-    path = damaged = tmp_path / "low" / "lora.safetensors"
+    path = damaged = tmp_path / "low" / "adapter_model.safetensors"
     path.parent.mkdir()
     if place == "component" and isinstance(given, dict):
         given = {f"transformer.{key}": value for key, value in given.items()}

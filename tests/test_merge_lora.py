@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from rewardfl.files import sha256
 from rewardfl.weights import lora_files, merge, shards, wan_names
-from rewardfl_tools import _merging, _writing, merge_lora, merge_shards
+from rewardfl_tools import _merge_lora, _merging, _writing, merge_lora, merge_shards
 
 
 @pytest.fixture(scope="module")
@@ -511,33 +511,55 @@ def test_experts_that_do_not_fit(world, values, tmp_path):
     lora = DIALECTS["d5"](tmp_path, values)
     out = tmp_path / "out"
     assert "@high or" in refuse(out, "--base", world, "--lora", lora)  # nothing says which
-    high = tmp_path / "my_HIGH_lora.safetensors"
+    high = tmp_path / "my_high_noise_lora.safetensors"
     shutil.copy(lora, high)
     text = refuse(out, "--base", world / "transformer_2", "--lora", high)
-    assert "high_noise" in text and "low_noise" in text
-    assert "not for low_noise" in refuse(out, "--base", world, "--lora", f"{high}@low")
+    assert "high_noise" in text and "low_noise" in text and "PATH@high" in text
     base = tmp_path / "somewhere.safetensors"
     shutil.copy(next((world / "transformer_2").glob("*.safetensors")), base)
     both = tmp_path / "both"
     for part in ("transformer", "transformer_2"):
         (both / part).mkdir(parents=True)
         shutil.copy(DIALECTS["d1"](tmp_path, values), both / part)
+    assert "not for low_noise" in refuse(out, "--base", world, "--lora", f"{both}@low")
     assert "--expert" in refuse(out, "--base", base, "--lora", both)
     run("--base", base, "--lora", both, "--expert", "low", "--out", out)
 
 
-def test_names_that_speak_of_an_expert(tmp_path):
-    for name, expert in (
-        ("wan2.2_i2v_A14b_low_noise_lora.safetensors", "low_noise"),
-        ("Wan22-I2V-HIGH-4steps.safetensors", "high_noise"),
-        ("HighNoise.safetensors", "high_noise"),
-        ("flow_slow.safetensors", None),
-        ("high_and_low.safetensors", None),
-        ("highres.safetensors", None),
-        ("transformer_2/pytorch_lora_weights.safetensors", "low_noise"),
-        ("low_noise_model/x.safetensors", "low_noise"),
-    ):
-        assert lora_files.expert_in_path(tmp_path / name) == expert, name
+@pytest.mark.parametrize(
+    "name, meaning",
+    [
+        ("wan2.2_i2v_A14b_low_noise_lora.safetensors", "low_noise"), ("HighNoise.safetensors", "high_noise"),
+        ("Wan2.2-Fun-A14B-InP-high-noise-HPS2.1.safetensors", "high_noise"),
+        ("low_noise_model/x.safetensors", "low_noise"), ("low_rank/face.safetensors", None),
+        ("transformer_2/pytorch_lora_weights.safetensors", "low_noise"), ("flow_slow.safetensors", None),
+        ("high_noise_and_low_noise.safetensors", None), ("high_quality_face.safetensors", None),
+        ("low_light_portrait.safetensors", None), ("face-low-vram.safetensors", None),
+        ("Wan22-I2V-HIGH-4steps.safetensors", None), ("low/high/x.safetensors", None), ("lownoises.safetensors", None),
+    ],
+)  # fmt: skip
+def test_only_published_names_speak_of_an_expert_and_the_user_outranks_them(world, values, tmp_path, name, meaning):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(DIALECTS["d5"](tmp_path, values), path)
+    (lora,) = lora_files.read_lora(path)
+    assert lora.expert == meaning
+    for word in ("high", "low"):
+        (lora,) = _merge_lora.read(f"{path}@{word}:0.5", None).loras
+        assert lora.expert == f"{word}_noise"
+    if meaning is None:
+        text = refuse(tmp_path / "out", "--base", world, "--lora", path)
+        assert "PATH@high or PATH@low" in text and name in text
+
+
+@pytest.mark.parametrize("name", ("face.sft", "0123456789abcdef", "face.safetensors.bin"))
+def test_a_lora_is_read_by_its_content(values, tmp_path, name):
+    path = shutil.copy(DIALECTS["d5"](tmp_path, values), tmp_path / name)
+    (lora,) = lora_files.read_lora(path)
+    assert lora.updates.keys() == values.keys()
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(shards.Refused, match="cut off, damaged or not a safetensors file"):
+        lora_files.read_lora(path)
 
 
 @pytest.mark.parametrize("kind", ("fp8", "scale tensor", "truncated", "not wan", "text", "in the way", "stale index"))

@@ -124,6 +124,14 @@ def test_a_copy_imports_no_torch(sharded, tmp_path):
         assert done.returncode == 0 and (tmp_path / rename).is_dir(), done.stderr
 
 
+def test_a_quantised_model_cannot_be_cast(tmp_path):
+    path = tmp_path / "fp8.safetensors"
+    save_file({"blocks.0.self_attn.q.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}, path)
+    text = run("--input", path, "--out", tmp_path / "out.safetensors", "--dtype", "bf16", expect=2)
+    assert "fp8.safetensors is quantised" in text and "--dtype keep" in text and "update" not in text
+    run("--input", path, "--out", tmp_path / "out.safetensors")
+
+
 def test_other_models_can_be_joined_but_not_renamed(tmp_path):
     save_file({"encoder.weight": torch.ones(3), "shared.weight": torch.zeros(2, 2)}, tmp_path / "umt5.safetensors")
     run("--input", tmp_path / "umt5.safetensors", "--out", tmp_path / "copy.safetensors")

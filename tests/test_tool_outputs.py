@@ -36,7 +36,7 @@ TOOLS = {"merge_lora": merge_lora, "merge_shards": merge_shards, "convert_lora":
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A pipeline in diffusers' layout, beside a LoRA for its low-noise expert."""
-    folder = tmp_path_factory.mktemp("world")
+    folder = tmp_path_factory.mktemp("low_noise_world")
     pipe = random_pipeline()
     pipe.save_pretrained(folder / "pipeline")
     (folder / "lora_low").mkdir()

@@ -38,6 +38,18 @@ class Kept:
         self.unchanged += int((after == before).sum())
         self.elements += before.numel()
 
+    def add_products(self, intended: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]) -> None:
+        """Add a LoRA's (up, down) as intended and as stored, by products of their small sides."""
+
+        def inner(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+            return float(((a[0].T @ b[0]) * (a[1] @ b[1].T)).sum())
+
+        pairs = [tuple(factor.flatten(1).double() for factor in pair) for pair in (intended, stored)]
+        along, whole = inner(pairs[0], pairs[1]), inner(pairs[0], pairs[0])
+        self.along += along
+        self.intended += whole
+        self.error += max(0.0, whole - 2 * along + inner(pairs[1], pairs[1]))
+
     @property
     def share(self) -> float:
         """1 when the file moved as far as the LoRA says, on average; nan when the LoRA moves nothing."""

@@ -88,6 +88,7 @@ def plan(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
         ]
     from rewardfl_tools import _merging
 
+    shards.check_unquantised(model, "its values cannot be cast; give --dtype keep, or the fp32, fp16 or bf16 files")
     return _merging.plan_merge(model, [], dtype, rename).parts
 
 

@@ -29,7 +29,7 @@ from rewardfl.backbones import seam
 from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Experts, Source
 from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
-from rewardfl.files import model_digest, printable
+from rewardfl.files import escape_unencodable_output, model_digest, printable
 from rewardfl.optim import learning_rate_factor
 from rewardfl.rewards import FaceIdentityReward, blackbox, registry
 from rewardfl.rewards import metrics as reward_metrics
@@ -73,6 +73,7 @@ def main(
     description: str, kind: type[AnyConfig], train: Callable[[Any, bool, Interruption, checkpoint.RunFolder], int]
 ) -> int:
     """A script: its command line, `train`, and the exit code of what it gives or raises."""
+    escape_unencodable_output()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument(

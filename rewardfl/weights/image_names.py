@@ -113,16 +113,16 @@ def _flux_places(name: str, rows: int) -> tuple[Place, ...]:
     except (ValueError, AssertionError):  # a name, or a number of rows, that it does not know
         return ()
     numbers = {
-        key.removeprefix("transformer.").removesuffix(".lora_B.weight"): [int(number) for number in value.flatten()]
+        key.removeprefix("transformer.").removesuffix(".lora_B.weight"): value.flatten().int().tolist()
         for key, value in converted.items()
         if key.endswith(".lora_B.weight")
     }
-    known = all(_template(module)[0] in MODULES["FLUX.1"] for module in numbers)
-    if not known or sorted(sum(numbers.values(), [])) != list(range(rows)):
+    if any(_template(module)[0] not in MODULES["FLUX.1"] for module in numbers):
         return ()
-    return tuple(
-        Place(module, _ranges(found) if len(found) < rows or found[0] else ()) for module, found in numbers.items()
-    )
+    whole = list(range(rows))
+    if sorted(number for part in numbers.values() for number in part) != whole:
+        return ()
+    return tuple(Place(module, () if part == whole else _ranges(part)) for module, part in numbers.items())
 
 
 def _ranges(numbers: list[int]) -> tuple[range, ...]:

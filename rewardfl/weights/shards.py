@@ -116,6 +116,13 @@ class Checkpoint:
 # Reading
 
 
+def is_safetensors(path: Path) -> bool:
+    """Return whether a file begins as a safetensors file does: a length within the file, then a JSON object."""
+    with path.open("rb") as file:
+        head = file.read(9)
+    return head[8:] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size
+
+
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """The tensors and the metadata of a safetensors file, from its header alone.
 
