@@ -100,7 +100,7 @@ _not_tiny = _must_be("0 or at least 1e-12", lambda value: not 0 < value < 1e-12)
 Positive = Annotated[Number, Field(gt=0, le=1e12), _not_tiny]
 NonNegative = Annotated[Number, Field(ge=0, le=1e12), _not_tiny]
 Share = Annotated[Number, Field(ge=0, le=1)]
-# of scores, whose ranges `python -m rewardfl.rewards` lists: none goes beyond 100
+# of scores: beyond these, weight * (score - mean) / std would be a constant
 Mean = Annotated[Number, Field(ge=-1e6, le=1e6)]
 Deviation = Annotated[Number, Field(ge=1e-6, le=1e6)]
 PlainText = Annotated[str, _must_be("free of control characters", _is_plain)]
