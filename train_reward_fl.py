@@ -50,6 +50,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     rows = start.look_at_rows(cfg, job, backbone)
     steps = work.steps_of_run(cfg, len(rows.train), job.world)
     start.say_plan(cfg, backbone, wanted, rows, steps, job)
+    opened = start.open_run(cfg, None if dry_run else run_folder, job, backbone)
     if dry_run:
         from rewardfl.estimate import report  # training must not need what it measures with
 
@@ -57,7 +58,6 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         return report.dry_run(asked, job.device, job.say)
 
     # ---------------------------------------------------------------------------------- data, rewards, what was done
-    opened = start.open_run(cfg, run_folder, job, backbone)
     terms = build_terms(wanted, job.device)
     store = start.open_cache(cfg)
     samples = start.find_samples(cfg, rows.train, terms, store, job)

@@ -201,7 +201,10 @@ def test_sizes_under_max_pixels(call, tmp_path):
         (["--data", "{csv}", "--height", "60"], "data.height must be a multiple of 16, got 60; try 48 or 64"),
         (["--data", "{csv}", "--max-pixels", "255"], "data.max_pixels must be at least 256, got 255"),
         (["--data", "{csv}", "--fps", "0"], "data.fps must be at least 0.1, got 0"),
-        (["--data", "{csv}", "--num-frames", "1"], "data.num_frames must be 4k+1 for this VAE, got 1; try 5"),
+        (
+            ["--data", "{csv}", "--num-frames", "1"],
+            "data.num_frames must be at least 5, got 1: this model makes videos",
+        ),
     ],
 )
 def test_what_cannot_be_checked(call, tmp_path, arguments, message):

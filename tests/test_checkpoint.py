@@ -868,6 +868,49 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
         start(tmp_path / "out")
 
 
+def test_a_dry_run_looks_and_changes_nothing(tmp_path):
+    """Not the folder of a run that resumes, and none that is not there yet."""
+    resumable(tmp_path / "old")
+    before = tree(tmp_path)
+    for name, step in (("old", 3), ("new", 0)):
+        config = changed(run__output_dir=str(tmp_path / name))
+        assert checkpoint.prepare_output_dir(None, config, BASE).step == step
+    assert tree(tmp_path) == before and names(tmp_path) == ["old"]
+
+
+@pytest.mark.parametrize(
+    "output_dir, settings, message",
+    [
+        ("file", {}, "run.output_dir .*file could not be written .*file is no folder"),
+        ("file/deeper/out", {}, "run.output_dir .*file/deeper/out could not be written .*file is no folder"),
+        ("nowhere", {}, "nowhere could not be written .*nowhere is no folder"),
+        ("new", {"run__resume_from_checkpoint": "missing"}, "run.resume_from_checkpoint: no such folder: missing"),
+        ("old", {"run__resume_from_checkpoint": False}, "already holds a run"),
+        ("old", {"train__learning_rate": 1.0}, "other settings: train.learning_rate"),
+        ("spoilt", {}, "metrics.jsonl has lost or changed lines"),
+    ],
+)
+def test_a_dry_run_is_refused_what_a_start_is_refused(tmp_path, output_dir, settings, message):
+    (tmp_path / "file").touch()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for name in ("old", "spoilt"):
+        resumable(tmp_path / name)
+    (tmp_path / "spoilt" / "metrics.jsonl").unlink()
+    before = tree(tmp_path)
+    config = changed(run__output_dir=str(tmp_path / output_dir), **settings)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.prepare_output_dir(None, config, BASE)
+    assert tree(tmp_path) == before
+    with RunFolder() as run_folder, pytest.raises(CheckpointError):
+        checkpoint.prepare_output_dir(run_folder, config, BASE)
+
+
+def test_a_dry_run_finds_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(WriteError, match=f"{tmp_path}/out could not be written .{tmp_path} may not be written"):
+        checkpoint.prepare_output_dir(None, changed(run__output_dir=str(tmp_path / "out")), BASE)
+
+
 def test_tolerant():
     said = []
     with checkpoint.tolerant(said.append, 3, last=False):

@@ -701,5 +701,5 @@ def test_the_motion_term_is_counted(monkeypatch):
     other = f"reward.others={{m: {{name: face_motion, settings: {{pack_dir: {TINY_PACK}, chunk: 2}}, weight: 1}}}}"
     assert configured(pack, "reward.motion_weight=0", other).traced == (TracedDetector(file, 640, 2),)
     assert configured(pack, "reward.motion_weight=0", other.replace("weight: 1", "weight: 0")).traced == ()
-    with pytest.raises(config.ConfigError, match="^reward.motion_weight: det_size"):
-        configured(pack, "reward.motion_weight=0.1", "reward.det_size=100")
+    with pytest.raises(config.ConfigError, match="^reward.others.m: det_size"):
+        configured(pack, "reward.motion_weight=0", other.replace("chunk: 2", "det_size: 100"))

@@ -21,9 +21,10 @@ from runs import CONFIG, GRPO_FAST, call, launch, launch_grpo, metrics
 from rewardfl import backbones, config, data, groups, lora
 from rewardfl.backbones import images, qwen_image, z_image
 from rewardfl.backbones.flux import pack
-from rewardfl.backbones.seam import Adapter, Source
+from rewardfl.backbones.seam import Adapter, Schedule, Source
 from rewardfl.estimate import measure
 from rewardfl.run import start
+from rewardfl.weights.shards import Refused
 from rewardfl_tools import _evaluate_images, evaluate, generate
 
 RED = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
@@ -363,3 +364,16 @@ def test_evaluate_names_a_reward_that_fails_and_judges_each_size(folder_of, untr
     assert not any(
         "nonfinite" in name for name in json.loads((untrained / "evaluation/report.json").read_text())["figures"]
     )
+
+
+def test_a_schedule_that_does_not_fall_is_refused():
+    """Qwen-Image's for one step is not a number: its time shift divides 0 by 0."""
+    backbone = backbones.describe("qwen_image", Source(model_paths="Qwen-Image"))
+    shape = backbone.latent_shape(512, 512, 1)
+    assert len(backbone.schedule(2, None, shape)) == 2
+    with pytest.raises(Refused, match="^sample.num_inference_steps: 1 steps give this model the sigmas nan, 0, which"):
+        backbone.schedule(1, None, shape)
+    for sigmas in ([1.0, 0.5, 0.5, 0.0], [0.5, 1.0, 0.0], [float("inf"), 1.0, 0.0]):
+        sigmas = torch.tensor(sigmas)
+        with pytest.raises(Refused, match="^sample.num_inference_steps: . steps"):
+            Schedule(sigmas, 1000 * sigmas[:-1], ("one",) * (len(sigmas) - 1))

@@ -143,9 +143,8 @@ def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
     ],
 )
 def test_what_cannot_train_is_refused_before_anything_is_written(settings, words, tmp_path, monkeypatch, capsys):
-    for dry in ([], ["--dry-run"]):
-        code, _, err = call(monkeypatch, capsys, *dry, *FAST, *settings, f"run.output_dir={tmp_path / 'run'}")
-        assert code == 2 and all(word in err for word in words), err
+    code, _, err = call(monkeypatch, capsys, *FAST, *settings, f"run.output_dir={tmp_path / 'run'}")
+    assert code == 2 and all(word in err for word in words), err
     assert not (tmp_path / "run").exists()
 
 
@@ -573,10 +572,13 @@ def write(path, rows):
         ("model.model_paths=nowhere", "model.model_paths: no such file or folder"),
         ("reward.reward_model_path=nowhere", "reward.reward_model_path: no face pack at nowhere"),
         ("train.train_batch_size=3", "train.train_batch_size is 3"),
+        ("run.output_dir=README.md", "README.md"),
+        ("run.resume_from_checkpoint=nowhere", "run.resume_from_checkpoint: no such folder: nowhere"),
     ],
 )
-def test_bad_settings(monkeypatch, capsys, no_weights, override, message):
-    code, _, error = call(monkeypatch, capsys, "run.output_dir=/nonexistent/never", override)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_bad_settings(monkeypatch, capsys, no_weights, override, message, dry):
+    code, _, error = call(monkeypatch, capsys, *dry, "run.output_dir=/nonexistent/never", override)
     assert code == 2 and message in error
 
 
@@ -705,7 +707,9 @@ def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
     assert "320 tokens" in out and "memory of one GPU" in out and "fit" not in out  # there is no GPU to fit
     assert "note:" not in out
     assert "--dry-run" not in out  # which it is
-    _, out, _ = call(monkeypatch, capsys, "--dry-run", "sample.shift=3", "model.min_timestep_boundary=0.875")
+    changes = ["sample.shift=3", "model.min_timestep_boundary=0.875", "train.warmup_steps=999"]
+    _, out, _ = call(monkeypatch, capsys, "--dry-run", f"run.output_dir={tmp_path / 'run'}", *changes)
+    assert "note: train.warmup_steps 999 do not end within the run's " in out
     assert "note: model.min_timestep_boundary is 0.875, the checkpoint says 0.9" in out
     assert "note: sample.shift is 3, the checkpoint says 5" in out
 

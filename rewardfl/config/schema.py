@@ -101,6 +101,9 @@ Positive = Annotated[Number, Field(gt=0, le=1e12), _not_tiny]
 NonNegative = Annotated[Number, Field(ge=0, le=1e12), _not_tiny]
 Share = Annotated[Number, Field(ge=0, le=1)]
 FrameRate = Annotated[Number, Field(ge=0.1, le=1_000)]
+# of scores: beyond these, weight * (score - mean) / std would be a constant
+Mean = Annotated[Number, Field(ge=-1e6, le=1e6)]
+Deviation = Annotated[Number, Field(ge=1e-6, le=1e6)]
 PlainText = Annotated[str, _must_be("free of control characters", _is_plain)]
 Line = Annotated[PlainText, _must_be("a text of one line", lambda text: "\n" not in text and "\t" not in text)]
 Text = Annotated[Line, _must_be("a text that is not empty", lambda text: text.strip() != "")]
@@ -302,6 +305,10 @@ class DataConfig(Section):
     # entries are lost during the run, train on the next one instead, and count it (data/replaced).
     skip_bad_rows: Free[bool] = False
 
+    def conflicts(self) -> Iterator[str]:
+        if self.num_frames == 1 and self.fps is not None:
+            yield f"data.fps is for videos, got {self.fps:g} with data.num_frames 1; remove it"
+
 
 class SharedSampleConfig(Section):
     """What both scripts know of section `sample`."""
@@ -409,8 +416,8 @@ class TermConfig(GrpoTermConfig):
     """One of `reward.others` of train_reward_fl.py."""
 
     # What is trained is weight * (score - mean) / std.
-    mean: Number = 0.0
-    std: Positive = 1.0
+    mean: Mean = 0.0
+    std: Deviation = 1.0
 
 
 class SharedRewardConfig(Section):
@@ -437,9 +444,9 @@ class SharedRewardConfig(Section):
     # trained on, is nobody's; a clip without a larger one is of no use. Generated faces may have any size.
     min_face_size: NonNegative = 0.0
     # Side in pixels of the square that frames are fitted into for face detection.
-    det_size: Annotated[int, Field(ge=1, le=4_096)] = 640
+    det_size: Annotated[int, Field(ge=32, le=4_096, multiple_of=32)] = 640
     # Likeness above the cap is not paid for. self_similarity: the real clip's own mean pairwise likeness.
-    cap: IfNamed[Literal["self_similarity", "none"] | Number] = "self_similarity"
+    cap: IfNamed[Literal["self_similarity", "none"] | Annotated[Number, Field(gt=0, le=1)]] = "self_similarity"
     # Faces embedded at a time; a smaller number takes less memory, and rounds otherwise.
     recogniser_chunk: IfNamed[Count] = 8
     # A warning is logged when the mean motion, as a ratio to the real clip's, falls below this, or the judge's flow,
@@ -474,8 +481,8 @@ class RewardConfig(SharedRewardConfig):
     # loss = -reward_weight * (reward - reward_mean) / reward_std + kl_weight * KL. The mean and std are those
     # of the untrained model's reward, so that reward_weight means the same for every recogniser.
     reward_weight: IfNamed[NonNegative] = 0.1
-    reward_mean: IfNamed[Number] = 0.54
-    reward_std: IfNamed[Positive] = 0.16
+    reward_mean: IfNamed[Mean] = 0.54
+    reward_std: IfNamed[Deviation] = 0.16
     # Weight of the reward face_motion beside face_identity, by the same pack, det_size and recogniser_chunk, with its
     # own settings at their defaults: at most the real clip's landmark motion is paid, with a gradient. 0: no such term.
     motion_weight: IfNamed[NonNegative] = 0.0
@@ -803,6 +810,9 @@ MARKS: dict[str, list[object]] = {
 
 def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     yield from _resume_conflicts(cfg)
+    widest = cfg.data.width if cfg.data.max_pixels is None else cfg.data.max_pixels // 16
+    if cfg.reward.min_face_size > widest:
+        yield f"reward.min_face_size {cfg.reward.min_face_size:g} is wider than a frame ({widest}), so no face counts"
     if cfg.train.early_stop is not None and cfg.reward.held_out_model_path is None:
         yield (
             "train.early_stop is the held-out judge's, and reward.held_out_model_path is null; name the judge's face "

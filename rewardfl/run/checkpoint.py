@@ -163,8 +163,12 @@ class Resumption:
     base: Mapping[str, str] = field(default_factory=dict)  # {part of the base model: digest of its files}
 
 
-def prepare_output_dir(run_folder: RunFolder, config: dict[str, dict], base_model: Mapping[str, str]) -> Resumption:
+def prepare_output_dir(
+    run_folder: RunFolder | None, config: dict[str, dict], base_model: Mapping[str, str]
+) -> Resumption:
     """Take and create the run's folder, or make sure that what it holds is this run; remove what a kill left behind.
+
+    run_folder: None for a dry run, which is refused what a start is refused, and changes nothing.
 
     config: as config.to_dict gives it; base_model: {part: digest of its weights}. A run that never finished a step
     holds nothing and may be replaced. Raises CheckpointError for a folder that another process is using, for another
@@ -172,14 +176,11 @@ def prepare_output_dir(run_folder: RunFolder, config: dict[str, dict], base_mode
     for damaged files, and for a folder that cannot be written.
     """
     output_dir, resume = Path(config["run"]["output_dir"]), config["run"]["resume_from_checkpoint"]
-    run_folder.take(output_dir)
-    with writing(output_dir, "nothing was changed"):
-        (output_dir / "checkpoints").mkdir(exist_ok=True)
-        (output_dir / f"{RUN_JSON}.tmp-probe").write_bytes(b"x" * 4096)  # refused now, not after the weights are loaded
-        ours = [path for pattern in STRAYS for path in output_dir.glob(pattern)]
-        shared = [path for pattern in SHARED_STRAYS for path in output_dir.glob(pattern) if is_left_behind(path)]
-        for stray in ours + shared:
-            _remove(stray)
+    if run_folder is None:
+        _check_writable(output_dir)
+    else:
+        run_folder.take(output_dir)
+        _clean(output_dir)
     named = resume not in (False, "auto")
     found = _resumption(find_checkpoint(output_dir, resume), config, base_model) if named else Resumption()
     if not _holds_steps(output_dir):
@@ -195,10 +196,30 @@ def prepare_output_dir(run_folder: RunFolder, config: dict[str, dict], base_mode
         _check_metrics(output_dir / "metrics.jsonl", path)
     if not named:
         found = _resumption(path, config, base_model) if path else Resumption()
+    if not named and run_folder is not None:
         # a kill may have come between a checkpoint and its links, and the last one may be damaged
         with writing(output_dir / "checkpoints" / "latest", "the checkpoints are as they were"):
             _point_links(output_dir, path)
     return found
+
+
+def _check_writable(output_dir: Path) -> None:
+    """WriteError for a folder that could not be made, or not be written to."""
+    existing = next(path for path in (output_dir, *output_dir.parents) if os.path.lexists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        why = "may not be written" if existing.is_dir() else "is no folder"
+        raise WriteError(f"run.output_dir {output_dir} could not be written ({existing} {why}); take another folder")
+
+
+def _clean(output_dir: Path) -> None:
+    """Try whether the folder takes a file, and remove what a kill left behind."""
+    with writing(output_dir, "nothing was changed"):
+        (output_dir / "checkpoints").mkdir(exist_ok=True)
+        (output_dir / f"{RUN_JSON}.tmp-probe").write_bytes(b"x" * 4096)  # refused now, not after the weights are loaded
+        ours = [path for pattern in STRAYS for path in output_dir.glob(pattern)]
+        shared = [path for pattern in SHARED_STRAYS for path in output_dir.glob(pattern) if is_left_behind(path)]
+        for stray in ours + shared:
+            _remove(stray)
 
 
 def _check_metrics(metrics: Path, folder: Path) -> None:

@@ -3,13 +3,16 @@
 Each raises ConfigError, or returns what it looked up.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate.tracking import get_available_trackers
 
 from rewardfl.config import AnyConfig, ConfigError, RewardFlConfig, wanted_rewards
+from rewardfl.data import Row
 from rewardfl.files import sha256
 from rewardfl.rewards.face import pack as face_pack
+from rewardfl.rewards.face.detect import FaceDetector
 
 
 def check_batch(cfg: RewardFlConfig, num_processes: int) -> int:
@@ -74,6 +77,22 @@ def check_threads(cpu_threads: int | None, cores: int) -> None:
         )
 
 
+def check_held_out(rows: Sequence[Row], held_out: Sequence[Row]) -> list[str]:
+    """Return a note on clips that are trained on and evaluated. ConfigError where all of the evaluated ones are."""
+
+    def content(row: Row) -> tuple[str | Path, ...]:
+        return (row.prompt, *(path.resolve() for path in row.files.values() if path is not None))
+
+    trained = {content(row) for row in rows}
+    shared = sum(content(row) in trained for row in held_out)
+    if held_out and shared == len(held_out):
+        raise ConfigError(
+            f"evaluation.eval_clips: all of its {shared} rows are rows of data.file_name, so nothing is held out; name "
+            "other clips, or null"
+        )
+    return [f"note: {shared} of {len(held_out)} rows of evaluation.eval_clips are trained on, too"] if shared else []
+
+
 def check_paths(cfg: AnyConfig) -> None:
     """ConfigError naming every path of the configuration that is not there, or no face pack where it must be one."""
     wanted = {
@@ -91,7 +110,9 @@ def check_paths(cfg: AnyConfig) -> None:
         folder = getattr(cfg.reward, key)
         try:
             if folder is not None:
-                face_pack.pack_files(folder)
+                detector, _ = face_pack.pack_files(folder)
+                if key != "second_model_path":  # of which the recogniser alone is used
+                    FaceDetector(detector, cfg.reward.det_size)
         except (OSError, ValueError) as error:
             problems.append(f"reward.{key}: {error}")
     if problems:

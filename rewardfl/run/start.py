@@ -180,7 +180,7 @@ def look_at_rows(cfg: AnyConfig, job: Job, backbone: Backbone) -> Rows:
     if isinstance(cfg, configuration.FlowGrpoConfig) and cfg.evaluation.eval_clips:
         others = data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips")
         held_out, more = _look_at(cfg, others, job, backbone)
-        said = said + more
+        said = [*said, *more, *checks.check_held_out(rows, held_out)]
     return Rows(rows, held_out, said)
 
 
@@ -216,6 +216,8 @@ def say_plan(
     measured = [f"{one.label} ({one.name})" for one, _ in wanted if one.weight == 0]
     rewards = f"trained on {' + '.join(trained)}; only measured: {', '.join(measured) or 'nothing'}"
     notes = [f"note: {note}" for note in backbone.differences(cfg.sample.shift, cfg.sample.guidance_scale)]
+    if cfg.train.warmup_steps > steps:
+        notes.append(f"note: train.warmup_steps {cfg.train.warmup_steps} do not end within the run's {steps} steps")
     overview = work.overview(cfg, backbone, len(rows.train), steps, job.world)
     for line in [*notes, *rows.said, configuration.dump(cfg), rewards, overview]:
         job.say(line)
@@ -252,8 +254,13 @@ def identify(backbone: Backbone) -> dict[str, str]:
     return parts | {"settings": digest(backbone.settings())}
 
 
-def open_run(cfg: AnyConfig, run_folder: checkpoint.RunFolder, job: Job, backbone: Backbone) -> checkpoint.Resumption:
-    """Take the folder: the main process locks it and looks at it, the others do as it says."""
+def open_run(
+    cfg: AnyConfig, run_folder: checkpoint.RunFolder | None, job: Job, backbone: Backbone
+) -> checkpoint.Resumption:
+    """Take the folder: the main process locks it and looks at it, the others do as it says.
+
+    run_folder: None for a dry run, which only looks.
+    """
     base = identify(backbone)
     take = partial(checkpoint.prepare_output_dir, run_folder, configuration.to_dict(cfg), base)
     return replace(job.by_main(take, checkpoint.CheckpointError), base=base)
@@ -864,6 +871,8 @@ def close_run(cfg: AnyConfig, job: Job, interruption: Interruption, step: int, s
     """Close everything after the last step of this process group; the exit code. stopped: by train.early_stop, why."""
     job.accelerator.end_training()
     if interruption.number:
+        if cfg.run.sample_videos:
+            job.say(f"note: {interruption.name} came before the sample videos of step {step}, which are left out")
         job.say(f"{interruption.name}: stopped after step {step}; the same command goes on from there")
         return interruption.exit_code
     if stopped:
