@@ -54,7 +54,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         from rewardfl.estimate import report  # training must not need what it measures with
 
         asked = work.work_of(cfg, backbone, len(rows.train), steps, job.world, job.sharding)
-        return report.dry_run(asked, job.device, job.say)
+        return report.dry_run(asked, job)
 
     # ---------------------------------------------------------------------------------- data, rewards, what was done
     terms = build_terms(wanted, job.device)

@@ -406,7 +406,7 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
     torch.cuda.empty_cache()
     reset_rss()
     device, backbone, counted = size.latents.device, size.backbone, Counted(size.latents.device)
-    asked = replace(work.work_of(cfg, backbone, None, None, 1), pack_bytes=0)
+    asked = replace(work.work_of(cfg, backbone, None, None, 1), reward_bytes=0)
     checkpointed = offload.checkpointing(device, cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention)
     checkpointed = one_by_one if mode == "legacy" else checkpointed
     with counted:

@@ -5,6 +5,7 @@ section in brackets): its own hooks and counters on the meta device, and arithme
 """
 
 import dataclasses
+import gc
 import json
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from conftest import ROOT, measured_before
 from pipelines import FRAMES, HEIGHT, I2V, LAYERS, WIDTH, encode, random_variant
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import UMT5EncoderModel
 
 from rewardfl import backbones, config, flow, lora
 from rewardfl.backbones.seam import Adapter, Experts, Source
@@ -25,9 +27,10 @@ from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.decoder import WanDecoder, parts_checkpointed
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.estimate import measure, needs, report
-from rewardfl.estimate.advice import KEYS, fits, options, recommend, with_options
+from rewardfl.estimate.advice import KEYS, Machine, fits, options, recommend, with_options
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.view import View
+from rewardfl.run import monitor
 from rewardfl.run.work import Span, TracedDetector, Video, Work, work_of
 from rewardfl_tools import plan_run
 
@@ -377,9 +380,10 @@ def test_room_that_saves_time_is_named(published):
     run = with_levers(placement="cpu_swap", decode_caches="offload")  # its peak is in the replay
     kept = dataclasses.replace(run, keep_attention=True)
     peak = needs.memory(measured, kept).peak + needs.RESERVE
-    (line,) = report.verdict(measured, run, peak)[1:]
+    (line,) = report.verdict(measured, run, Machine(peak))[1:]
     assert "train.keep_attention: true" in line and "13.6 GB more, -7.5 % time" in line
-    assert len(report.verdict(measured, run, peak - 1)) == len(report.verdict(measured, kept, peak)) == 1
+    assert len(report.verdict(measured, run, Machine(peak - 1))) == 1
+    assert len(report.verdict(measured, kept, Machine(peak))) == 1
 
 
 def test_settings_take_from_the_phase_they_are_for(published):
@@ -496,17 +500,17 @@ def test_options_are_possible():
 def test_recommendation(published, run, memory):
     """Each recommended setting is needed, and printed; where none is enough, nothing lowers the peak any more."""
     measured = published("480x832", ADAPTER)
-    chosen = recommend(measured, run, memory * 1e9)
+    chosen = recommend(measured, run, Machine(memory * 1e9))
     after = with_options(run, chosen)
-    fit = fits(measured, after, memory * 1e9)
-    assert chosen and fit == (memory > 10) and not fits(measured, run, memory * 1e9)
+    fit = fits(measured, after, Machine(memory * 1e9))
+    assert chosen and fit == (memory > 10) and not fits(measured, run, Machine(memory * 1e9))
     if fit:
         for option in chosen:
-            assert not fits(measured, with_options(run, [o for o in chosen if o is not option]), memory * 1e9)
+            assert not fits(measured, with_options(run, [o for o in chosen if o is not option]), Machine(memory * 1e9))
     else:
         peak = needs.memory(measured, after).peak
         assert all(needs.memory(measured, with_options(after, [o])).peak >= peak for o in options(after))
-    text = "\n".join(report.verdict(measured, run, memory * 1e9))
+    text = "\n".join(report.verdict(measured, run, Machine(memory * 1e9)))
     assert "does not fit" in text and ("no setting makes it fit" in text) == (not fit)
     for option in chosen:
         for key, value in option.settings.items():
@@ -516,19 +520,19 @@ def test_recommendation(published, run, memory):
 def test_some_memory_is_left_to_cuda(published):
     measured = published("480x832", ADAPTER)
     need = needs.memory(measured, RUN).peak + 2e9
-    assert fits(measured, RUN, need) and not fits(measured, RUN, need - 1)
+    assert fits(measured, RUN, Machine(need)) and not fits(measured, RUN, Machine(need - 1))
 
 
 def test_the_cheapest_comes_first(published):
     """One setting is enough for 100 GB; of those that do and take no FLOPs, swapping is the first."""
     measured = published("480x832", ADAPTER)
-    (first,) = recommend(measured, RUN, 100e9)
+    (first,) = recommend(measured, RUN, Machine(100e9))
     assert first.settings == {"experts.untrained": "cpu_swap"}
     # what changes the numbers comes last, though the cache saves time
-    assert all(option.exact for option in recommend(measured, RUN, 80e9))
+    assert all(option.exact for option in recommend(measured, RUN, Machine(80e9)))
     # a batch of 4 that does not fit is taken one at a time, with the same clips per update
     settings = {}
-    for option in recommend(measured, with_levers(batch=4, accumulation=2), 80e9):
+    for option in recommend(measured, with_levers(batch=4, accumulation=2), Machine(80e9)):
         settings |= option.settings
     assert settings["train.per_device_train_batch_size"] == 1 and settings["train.gradient_accumulation_steps"] == 8
 
@@ -538,7 +542,7 @@ def test_the_cheapest_comes_first(published):
 
 def tool(monkeypatch, capsys, *arguments):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["plan_run.py", "--config", *arguments])
+    monkeypatch.setattr(sys, "argv", ["plan_run.py", "--host-gb", "1000", "--config", *arguments])
     code = plan_run.main()
     out = capsys.readouterr()
     return code, out.out, out.err
@@ -607,10 +611,10 @@ def test_run_of_a_configuration(monkeypatch):
         video=dataclasses.replace(RUN.video, height=480, width=480), trained=("high_noise", "low_noise"),
         untrained=None, rollout={"high_noise": 2, "low_noise": 1}, replay={"high_noise": 2, "low_noise": 1},
         pulled={"high_noise": 2, "low_noise": 1}, reward_gradient=True, accumulation=8, saves=2, steps=12, clips=30,
-        pack_bytes=pack, traced=(TracedDetector(files / "detector.onnx", 640, 8),), processes=2, sharding="zero2",
+        reward_bytes=pack, traced=(TracedDetector(files / "detector.onnx", 640, 8),), processes=2, sharding="zero2",
         spans=(Span("one update of 8 clips per GPU", 8, 8),),
     )  # fmt: skip
-    assert needs.memory(measured_before(TINY), run).resident["face networks' weights"] == pack > 1e6
+    assert needs.memory(measured_before(TINY), run).resident["reward networks' weights"] == pack > 1e6
     as_shipped = configured()
     assert (as_shipped.rollout, as_shipped.replay) == ({"high_noise": 3, "low_noise": 5}, LAST_FOUR)
     assert as_shipped.pulled == as_shipped.reference == LAST_FOUR and as_shipped.cacheable
@@ -629,6 +633,90 @@ def test_run_of_a_configuration(monkeypatch):
     apart = configured("reward.kl_gradient=fixed_trajectory")
     assert (apart.replay, apart.pulled) == (LAST_FOUR, {"low_noise": 7})
     assert configured("reward.kl_gradient=fixed_trajectory", "sample.gradient_mode=drtune").pulled == LAST_FOUR
+
+
+# ---- the host's memory ----
+
+
+@pytest.mark.parametrize("processes", [1, 8])
+def test_the_processes_host_memory_is_one_sum_in_the_verdict(published, processes):
+    measured = published("480x832", ADAPTER)
+    run = with_levers(placement="cpu_swap", decode_caches="offload")
+    each = sum(needs.memory(measured, run).host.values())
+    enough = Machine(80e9, processes * each, processes)
+    (line, *_) = report.verdict(measured, run, enough)
+    assert fits(measured, run, enough) and line.startswith("fits: ")
+    assert f"{report.size(processes * each)} of {report.size(processes * each)} in host memory" in line
+    less = dataclasses.replace(enough, host=processes * each - 1)
+    lines = report.verdict(measured, run, less)
+    assert not fits(measured, run, less) and lines[0].startswith("does not fit: ")
+    # half of the caches wait in host memory then; a GPU's bytes are not what is lacking
+    assert lines[1].startswith("  set train.decode_caches: segment (saves 19.8 GB of host memory"), lines
+    assert not any(option.settings.get("experts.trained") for option in recommend(measured, run, less))
+
+
+def test_no_advice_asks_for_more_host_memory_than_there_is(published):
+    measured = published("480x832", ADAPTER)
+    chosen = recommend(measured, RUN, Machine(80e9, 30e9))
+    assert fits(measured, with_options(RUN, chosen), Machine(80e9, 30e9))
+    text = "\n".join(report.verdict(measured, with_levers(placement="cpu_swap"), Machine(None, 1e9, 8)))
+    assert "does not fit: 224.7 GB of 1.0 GB in host memory for 8 processes" in text
+    assert "no setting makes it fit" not in text  # experts.untrained: fp8 does
+
+
+def test_plan_run_judges_the_host(monkeypatch, capsys, published):
+    monkeypatch.setattr(report, "measure", lambda video: published("480x832", ADAPTER))
+    arguments = ["configs/wan22_face.yaml", "experts.untrained=cpu_swap", "train.decode_caches=offload"]
+    for host, processes, code in (("70", "1", 0), ("60", "1", 2), ("520", "8", 0), ("510", "8", 2)):
+        found, out, _ = tool(monkeypatch, capsys, *arguments, "--host-gb", host, "--processes", processes)
+        assert found == code and ("\nfits: " in out) == (code == 0) and ("\ndoes not fit: " in out) == (code == 2)
+    monkeypatch.setattr(monitor, "machine_memory", lambda: 24e9)
+    monkeypatch.setattr(sys, "argv", ["plan_run.py", "--config", *arguments])  # this machine's
+    assert plan_run.main() == 2 and "of 24.0 GB in host memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--tflops", "--gpu-memory", "--host-gb"])
+@pytest.mark.parametrize("number", ["0", "-1", "nan", "inf"])
+def test_numbers_that_are_no_amounts_are_refused(monkeypatch, capsys, option, number):
+    code, out, error = tool(monkeypatch, capsys, "configs/tiny_face.yaml", f"{option}={number}")
+    assert (code, out) == (2, "") and error == f"error: {option}: must be a number above 0, got {number}\n"
+
+
+def test_rewards_are_there_while_prompts_and_clips_are_encoded(tmp_path):
+    """All weights that a reward's settings name, of one format each; they are loaded before the encoders."""
+    model, judge = tmp_path / "model", tmp_path / "judge.pt"
+    model.mkdir()
+    for name, size in (("model.safetensors", 5000), ("pytorch_model.bin", 5000), ("config.json", 70)):
+        (model / name).write_bytes(bytes(size))
+    judge.write_bytes(bytes(300))
+    hps = {"name": "hpsv2", "weight": 1, "settings": {"checkpoint": str(judge), "tokenizer_dir": "nowhere"}}
+    pick = {"name": "pickscore", "weight": 1, "settings": {"model_dir": str(model)}}
+    others = f"reward.others={json.dumps({'hps': hps, 'pick': pick})}"
+    run = configured("reward.reward_model_path=nowhere", "reward.held_out_model_path=null", others)
+    assert run.reward_bytes == 5300
+    measured = measured_before(TINY)
+    more, none = (needs.memory(measured, dataclasses.replace(RUN, reward_bytes=n)).by_phase for n in (5300, 0))
+    assert {phase: more[phase] - none[phase] for phase in more} == dict.fromkeys(more, 5300)
+    assert {"encode text", "encode clip"} < more.keys()
+
+
+def test_the_text_encoder_is_gone_before_the_vae_comes():
+    """By its last reference, not by a collection of garbage."""
+    backbone = backbones.open("wan2_2", Source(str(PIPELINE), dtype="float32"))
+
+    def encoders():
+        return [one for one in gc.get_objects() if type(one) is UMT5EncoderModel]
+
+    gc.collect()
+    gc.disable()
+    try:
+        before, encode = len(encoders()), backbone.text_encoder(torch.device("cpu"))
+        encode("a person")
+        assert len(encoders()) == before + 1
+        del encode
+        assert len(encoders()) == before
+    finally:
+        gc.enable()
 
 
 def test_what_is_measured_is_what_the_configuration_says():
@@ -689,7 +777,7 @@ def test_the_motion_term_is_counted(monkeypatch):
     traced = configured(pack, "reward.motion_weight=0.1", "reward.det_size=128")
     file = TINY_PACK / "detector.onnx"
     assert without.traced == () and traced.traced == (TracedDetector(file, 128, 8),)
-    assert traced.pack_bytes == without.pack_bytes + file.stat().st_size
+    assert traced.reward_bytes == without.reward_bytes + file.stat().st_size
     costs = measured_before(TINY)
     phases = needs.memory(costs, dataclasses.replace(traced, batch=2)).phases
     before = needs.memory(costs, dataclasses.replace(without, batch=2)).phases

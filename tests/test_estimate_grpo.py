@@ -13,7 +13,7 @@ from rewardfl import backbones, config, flow, groups, sde
 from rewardfl.backbones.seam import Adapter, Source
 from rewardfl.backbones.wan import model as wan
 from rewardfl.estimate import needs, report
-from rewardfl.estimate.advice import fits, options, recommend, with_options
+from rewardfl.estimate.advice import Machine, fits, options, recommend, with_options
 from rewardfl.run import work
 from rewardfl_tools import plan_run
 
@@ -156,7 +156,8 @@ def test_memory(published):
     assert found.phases["replay"] == {
         "block inputs": expert.stored, "recompute and backward of one": expert.block_peak,
     }  # fmt: skip
-    assert list(found.by_phase) == ["rollout", "decode", "reward", "replay", "encode"]  # no VJP of the decoder
+    # no VJP of the decoder
+    assert list(found.by_phase) == ["rollout", "decode", "reward", "replay", "encode text", "encode clip"]
     for phase, parts in needs.memory(published, dataclasses.replace(RUN, batch=4)).phases.items():
         assert parts == {name: 4 * amount for name, amount in found.phases[phase].items()}
     guided = needs.memory(published, asked("sample.guidance_scale=2")).phases
@@ -204,8 +205,8 @@ def test_disk(published):
 
 def test_what_is_recommended(published):
     def settings(run, memory):
-        chosen = recommend(published, run, memory * 1e9)
-        assert fits(published, with_options(run, chosen), memory * 1e9)
+        chosen = recommend(published, run, Machine(memory * 1e9))
+        assert fits(published, with_options(run, chosen), Machine(memory * 1e9))
         return {key: value for option in chosen for key, value in option.settings.items()}
 
     assert settings(RUN, 80) == {}
@@ -249,7 +250,7 @@ def test_run_of_a_configuration(monkeypatch):
             work.Span("the run of 2 epochs, without its evaluations", 96, 24),
         ),
         evaluation=work.Sampling({"high_noise": 4, "low_noise": 4}, 4, 48, 3), steps=12, saves=1, clips=48,
-        pack_bytes=sum(file.stat().st_size for pack in packs for file in pack.glob("*.onnx")),
+        reward_bytes=sum(file.stat().st_size for pack in packs for file in pack.glob("*.onnx")),
         processes=4, sharding="fsdp2", placement="fp8", offload_inputs=True, batch=2, samples_on="cpu",
     )  # fmt: skip
     cfg = config.load(TINY, [*SIX, "evaluation.eval_clips=null"])  # nothing is known of its length
@@ -371,7 +372,7 @@ def test_costs_in_words(published):
 
 def tool(monkeypatch, capsys, *arguments):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["plan_run.py", "--config", *arguments])
+    monkeypatch.setattr(sys, "argv", ["plan_run.py", "--host-gb", "1000", "--config", *arguments])
     code = plan_run.main()
     out = capsys.readouterr()
     return code, out.out, out.err

@@ -725,7 +725,7 @@ def test_dry_run_refuses_files_that_do_not_fit(monkeypatch, capsys, no_weights, 
 def test_dry_run_that_does_not_fit_the_gpu(monkeypatch, capsys, no_weights, tmp_path):
     monkeypatch.setattr(report, "total_memory", lambda device: 2.04e9)
     code, out, _ = call(monkeypatch, capsys, "--dry-run", f"run.output_dir={tmp_path / 'run'}")
-    assert code == 2 and "does not fit: 2.1 GB of 2.0 GB\n  set " in out
+    assert code == 2 and "does not fit: 2.1 GB of 2.0 GB on the GPU" in out and "\n  set " in out
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

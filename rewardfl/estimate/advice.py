@@ -1,5 +1,6 @@
 """Whether a run fits a GPU, and what to set when it does not."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,26 +66,42 @@ def options(work: Work) -> list[Option]:
     return [option for option in all_options if replace(work, **option.fields) != work]
 
 
-def fits(costs: Costs, work: Work, gpu_memory: float) -> bool:
-    return memory(costs, work).peak + RESERVE <= gpu_memory
+@dataclass(frozen=True)
+class Machine:
+    """Bytes of one GPU, None where there is none, and of the host's memory, for so many of the run's processes."""
+
+    gpu: float | None
+    host: float = math.inf
+    processes: int = 1
 
 
-def recommend(costs: Costs, work: Work, gpu_memory: float) -> list[Option]:
-    """Return what makes the run fit `gpu_memory` bytes, or comes closest.
+def lacking(costs: Costs, work: Work, machine: Machine) -> tuple[float, float]:
+    """Return the bytes that the run needs and the machine does not have: of a GPU, and of the host's memory."""
+    found = memory(costs, work)
+    gpu = 0.0 if machine.gpu is None else found.peak + RESERVE - machine.gpu
+    return max(0.0, gpu), max(0.0, machine.processes * sum(found.host.values()) - machine.host)
 
-    Of what lowers the peak always the one that adds the fewest FLOPs, what computes the same numbers before what does
-    not. What turns out to be unnecessary is left out again.
+
+def fits(costs: Costs, work: Work, machine: Machine) -> bool:
+    return sum(lacking(costs, work, machine)) == 0
+
+
+def recommend(costs: Costs, work: Work, machine: Machine) -> list[Option]:
+    """Return what makes the run fit the machine, or comes closest.
+
+    Of what lowers the bytes that are lacking always the one that adds the fewest FLOPs, what computes the same numbers
+    before what does not. What turns out to be unnecessary is left out again.
     """
     chosen: list[Option] = []
-    while not fits(costs, now := with_options(work, chosen), gpu_memory):
-        peak = memory(costs, now).peak
-        lower = [one for one in options(now) if memory(costs, with_options(now, [one])).peak < peak]
+    while not fits(costs, now := with_options(work, chosen), machine):
+        missing = sum(lacking(costs, now, machine))
+        lower = [one for one in options(now) if sum(lacking(costs, with_options(now, [one]), machine)) < missing]
         if not lower:
             return chosen
         chosen.append(min(lower, key=lambda one: (not one.exact, sum(flops(costs, with_options(now, [one])).values()))))
     for option in reversed(chosen):
         rest = [other for other in chosen if other is not option]
-        if fits(costs, with_options(work, rest), gpu_memory):
+        if fits(costs, with_options(work, rest), machine):
             chosen = rest
     return chosen
 

@@ -2,9 +2,10 @@
 
 `measure` has one block and one chunk; how many of them there are is arithmetic, and here. Memory is that of one GPU.
 
-Of the rewards' networks at work only a detector that a gradient goes through is counted (face_motion). Not counted: the
-others; videos that a concurrent reward still has; a distillation LoRA kept as an adapter; DDP's copy of the gradients
-(the LoRA's size). RESERVE stands for the CUDA context, the libraries' workspaces and the allocator's fragmentation.
+Of the rewards' networks the weights are counted, where their files are there, and of those at work only a detector that
+a gradient goes through (face_motion). Not counted: videos that a concurrent reward still has; a distillation LoRA kept
+as an adapter; DDP's copy of the gradients (the LoRA's size). RESERVE stands for the CUDA context, the libraries'
+workspaces and the allocator's fragmentation.
 """
 
 import math
@@ -54,14 +55,14 @@ def sampled(costs: Costs, work: Work, passes: Mapping[str, float]) -> float:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. resident: on the GPU all through training; phases: what each adds; encode: before the experts load.
+    """Bytes. resident: on the GPU all through training; phases: what each adds; host: of one process.
 
-    host: of one process.
+    encode: by phase, all of what is there before the experts load. The text encoder goes before the VAE comes.
     """
 
     resident: Mapping[str, int]
     phases: Mapping[str, Mapping[str, int]]
-    encode: Mapping[str, int]
+    encode: Mapping[str, Mapping[str, int]]
     host: Mapping[str, int]
 
     def of(self, phase: str) -> int:
@@ -71,7 +72,8 @@ class Memory:
     @property
     def by_phase(self) -> dict[str, int]:
         """The GPU's bytes in every phase."""
-        return {phase: self.of(phase) for phase in self.phases} | {"encode": sum(self.encode.values())}
+        before = {phase: sum(parts.values()) for phase, parts in self.encode.items()}
+        return {phase: self.of(phase) for phase in self.phases} | before
 
     @property
     def peak(self) -> int:
@@ -99,7 +101,7 @@ def memory(costs: Costs, work: Work) -> Memory:
     resident = _resident_weights(costs, work) | {
         "LoRA, gradient, Adam": adapter,
         "VAE's decoder": costs.decoder_weights,
-        "face networks' weights": work.pack_bytes,
+        "reward networks' weights": work.reward_bytes,
         "averaged LoRA": work.averaged * FLOAT32 * parameters // (work.processes if work.sharding == "fsdp2" else 1),
         "the epoch's samples": samples if work.samples_on == "gpu" else 0,
     }
@@ -110,13 +112,20 @@ def memory(costs: Costs, work: Work) -> Memory:
         "block inputs": work.batch * round(graphs * inputs),
         "decoder caches": work.batch * caches,
     }
+    rewards = {"reward networks' weights": work.reward_bytes}  # which are loaded first
     encode = {
-        "text encoder": costs.text_weights,
-        "VAE": costs.vae_weights,
-        "image encoder": costs.vision_weights,
-        "activations": max(costs.text.peak, costs.image.peak),
+        "encode text": {"text encoder": costs.text_weights, "activations": costs.text.peak} | rewards,
+        "encode clip": {
+            "VAE": costs.vae_weights,
+            "image encoder": costs.vision_weights,
+            "activations": costs.image.peak,
+            **rewards,
+        },
     }
-    return Memory(_without_zeros(resident), phases, _without_zeros(encode), _without_zeros(host))
+    if not costs.image.peak:
+        del encode["encode clip"]
+    before = {phase: _without_zeros(parts) for phase, parts in encode.items()}
+    return Memory(_without_zeros(resident), phases, before, _without_zeros(host))
 
 
 def _without_zeros(amounts: Mapping[str, int]) -> dict[str, int]:

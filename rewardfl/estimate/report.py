@@ -2,33 +2,31 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
 from rewardfl.estimate import needs
-from rewardfl.estimate.advice import Option, fits, recommend, with_options
+from rewardfl.estimate.advice import Machine, Option, fits, lacking, recommend, with_options
 from rewardfl.estimate.measure import Costs, measure
-from rewardfl.run.monitor import total_memory
+from rewardfl.run.job import Job
+from rewardfl.run.monitor import machine_memory, total_memory
 from rewardfl.run.work import Sampling, Work
 
 TFLOPS = 400.0  # TFLOP/s that an H100 reaches in bfloat16, when nothing else is said
 
 
-def estimate(work: Work, gpu_memory: float | None, tflops: float = TFLOPS) -> tuple[str, bool]:
-    """(what the run takes, as text, and whether it fits). gpu_memory: of one GPU, in bytes; anything fits in None."""
+def estimate(work: Work, machine: Machine, tflops: float = TFLOPS) -> tuple[str, bool]:
+    """(what the run takes, as text, and whether it fits)."""
     costs = measure(work.video)
-    sections = [work_table(costs, work, tflops), memory_lines(needs.memory(costs, work)), disk_table(costs, work)]
-    if gpu_memory is not None:
-        sections.append(verdict(costs, work, gpu_memory))
-    return "\n\n".join("\n".join(lines) for lines in sections), gpu_memory is None or fits(costs, work, gpu_memory)
+    tables = [work_table(costs, work, tflops), memory_lines(needs.memory(costs, work)), disk_table(costs, work)]
+    sections = [*tables, verdict(costs, work, machine)]
+    return "\n\n".join("\n".join(lines) for lines in sections), fits(costs, work, machine)
 
 
-def dry_run(work: Work, device: torch.device, say: Callable[[str], None]) -> int:
-    """Say what the run takes. The exit code: 2 where it does not fit the GPU that is there."""
-    text, enough = estimate(work, total_memory(device))
-    say(text)
+def dry_run(work: Work, job: Job) -> int:
+    """Print what the run takes. Return the exit code: 2 where it does not fit the machine that it is on."""
+    text, enough = estimate(work, Machine(total_memory(job.device), machine_memory(), job.processes_here()))
+    job.say(text)
     return 0 if enough else 2
 
 
@@ -73,12 +71,12 @@ def _spent(processes: int, amount: float, time: float) -> str:
 def memory_lines(found: needs.Memory) -> list[str]:
     rows = [("resident", sum(found.resident.values()), _parts(found.resident))]
     rows += [(phase, found.of(phase), f"resident + {_parts(parts)}") for phase, parts in found.phases.items()]
-    rows.append(("encode", sum(found.encode.values()), f"before the experts: {_parts(found.encode)}"))
+    for phase, parts in found.encode.items():
+        rows.append((phase, sum(parts.values()), f"before the experts: {_parts(parts)}"))
     phase = max(found.by_phase, key=found.by_phase.get)
     rows.append(("peak", found.peak, f"in {phase}; with {size(needs.RESERVE)} for CUDA, libraries, fragmentation"))
-    lines = [f"  {name:11s}{size(amount):>9s}   {parts}" for name, amount, parts in rows]
-    host = f"host memory of one process: {_parts(found.host) if found.host else 'nothing'}"
-    return ["memory of one GPU", *lines, host]
+    rows.append(("host", sum(found.host.values()), f"of each process: {_parts(found.host) or 'nothing'}"))
+    return ["memory of one GPU", *(f"  {name:11s}{size(amount):>9s}   {parts}" for name, amount, parts in rows)]
 
 
 def disk_table(costs: Costs, work: Work) -> list[str]:
@@ -93,29 +91,45 @@ def disk_table(costs: Costs, work: Work) -> list[str]:
     return ["disk", saved, cached]
 
 
-def verdict(costs: Costs, work: Work, gpu_memory: float) -> list[str]:
-    """Whether the run fits `gpu_memory` bytes, and what to set when it does not."""
-    need = f"{size(needs.memory(costs, work).peak + needs.RESERVE)} of {size(gpu_memory)}"
-    if fits(costs, work, gpu_memory):
-        return [f"fits: {need}", *_room(costs, work, gpu_memory)]
-    lines, before = [f"does not fit: {need}"], work
-    for option in recommend(costs, work, gpu_memory):
+def verdict(costs: Costs, work: Work, machine: Machine) -> list[str]:
+    """Whether the run fits the machine, and what to set when it does not."""
+    needed = _needed(needs.memory(costs, work), machine)
+    if fits(costs, work, machine):
+        return [f"fits: {needed}", *_room(costs, work, machine)]
+    lines, before = [f"does not fit: {needed}"], work
+    for option in recommend(costs, work, machine):
         after = with_options(before, [option])
         saved = needs.memory(costs, before).peak - needs.memory(costs, after).peak
         share = _more_time(costs, work, before, after)
-        lines.append(f"  set {_settings(option)} (saves {size(saved)}, {share}{option.note})")
+        of_host = _in_host(costs, before, machine) - _in_host(costs, after, machine)
+        saves = f"{size(saved)}" if saved > 0 else f"{size(of_host)} of host memory"
+        lines.append(f"  set {_settings(option)} (saves {saves}, {share}{option.note})")
         before = after
-    closest = needs.memory(costs, before)
-    takes = f"{size(closest.peak + needs.RESERVE)} on the GPU and {size(sum(closest.host.values()))} in the host"
-    if fits(costs, before, gpu_memory):
-        return [*lines, f"  then it takes {takes}"]
-    return [*lines, f"no setting makes it fit; the closest takes {takes}"]
+    closest = f"takes {_needed(needs.memory(costs, before), machine)}"
+    if fits(costs, before, machine):
+        return [*lines, f"  then it {closest}"]
+    if lacking(costs, before, machine)[1]:
+        lines.append("  fewer processes on the machine, or less that waits in host memory, take less of it")
+    return [*lines, f"no setting makes it fit; the closest {closest}"]
 
 
-def _room(costs: Costs, work: Work, gpu_memory: float) -> list[str]:
+def _needed(found: needs.Memory, machine: Machine) -> str:
+    """The bytes that a run takes of what the machine has, in words."""
+    gpu = [] if machine.gpu is None else [f"{size(found.peak + needs.RESERVE)} of {size(machine.gpu)} on the GPU"]
+    host = machine.processes * sum(found.host.values())
+    each = f" for {machine.processes} processes" if machine.processes > 1 else ""
+    known = f" of {size(machine.host)}" if machine.host < math.inf else ""
+    return ", ".join([*gpu, f"{size(host)}{known} in host memory{each}"])
+
+
+def _in_host(costs: Costs, work: Work, machine: Machine) -> int:
+    return machine.processes * sum(needs.memory(costs, work).host.values())
+
+
+def _room(costs: Costs, work: Work, machine: Machine) -> list[str]:
     """What saves time and fits, too."""
     after = replace(work, keep_attention=True)
-    if not work.checkpointing or work.keeps_graphs or work.keep_attention or not fits(costs, after, gpu_memory):
+    if not work.checkpointing or work.keeps_graphs or work.keep_attention or not fits(costs, after, machine):
         return []
     more = size(needs.memory(costs, after).peak - needs.memory(costs, work).peak)
     share = _more_time(costs, work, work, after)

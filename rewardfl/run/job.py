@@ -122,6 +122,10 @@ class Job:
             raise found[1]
         return found[0]
 
+    def processes_here(self) -> int:
+        """Return the number of processes of the machine that has the most."""
+        return self.largest(self.accelerator.local_process_index) + 1
+
     @property
     def sharding(self) -> str:
         """What is spread over the processes: none, zero2 or fsdp2."""
