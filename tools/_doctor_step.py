@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import rewardfl
-from rewardfl import config, data
+from rewardfl import config, data, trust
 from rewardfl.config import FlowGrpoConfig
 from rewardfl.estimate.measure import measure
 from rewardfl.estimate.needs import RESERVE, flops, memory
@@ -56,7 +56,7 @@ def step(case: Case) -> Finding:
     cfg = config.load(case.config, overrides)
     asked = work.work_of(cfg, case.backbone, len(case.rows), 1, processes=1)
     log = case.out / "run.log"
-    command = [sys.executable, str(script), "--config", case.config, *overrides]
+    command = [sys.executable, str(script), "--config", case.config, *trust.arguments(), *overrides]
     with log.open("w") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment(case))
     if done.returncode:

@@ -22,6 +22,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from rewardfl import trust
+
 CHECKS = ("environment", "files", "stock", "faces", "base", "step")
 
 
@@ -45,6 +47,7 @@ def main() -> int:
         "--no-digests", action="store_true", help="no sha256 of whole files, which reads all of them: minutes"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu")
+    trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()
     if args.clips < 1:

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from rewardfl import trust
 from rewardfl_tools._common import path_and_strength
 
 T = TypeVar("T", int, float)
@@ -83,6 +84,7 @@ def parsed() -> argparse.Namespace:
         "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
     )
     add_figures(parser)
+    trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run's configuration")
     args = parser.parse_args()
     if args.seeds < 1 or args.batch < 1:

@@ -12,6 +12,7 @@ every reward to its own scale. The KL is no reward, and not in here.
 import argparse
 import sys
 
+from rewardfl import trust
 from rewardfl_tools import _common
 
 
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument(
         "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
     )
+    trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()
     if args.rows < 1:
