@@ -12,6 +12,7 @@ from face_nets import SIZE, clip, magenta_pack
 from benchmarks.ablation.two_people import further_away
 from rewardfl import config, rewards
 
+pytestmark = pytest.mark.usefixtures("trusts_code")
 FILE = ROOT / "benchmarks" / "ablation" / "rewards.py"
 VIDEO = clip([(3, 3), (4, 3), (4, 4), (3, 4)])
 

@@ -339,7 +339,7 @@ def test_the_table_of_the_update_is_the_rows_own(tmp_path):
         (["model.model_paths=no/model"], "no/model"),
         (["data.file_name=no/clips.csv"], "no/clips.csv"),
         (["train.learning_rat=1"], "learning_rat"),
-        (["reward.others={x: {name: lost.py:Mine}}"], "reward.others.x.name: there is no file lost.py"),
+        (["reward.others={x: {name: lost.py:Mine}}"], "x.name: lost.py:Mine is code of lost.py; --trust"),
         (["--device", "cuda"], "--device"),
         (["--clips", "0"], "--clips"),
         (["--only", "file"], "file"),

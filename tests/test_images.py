@@ -348,12 +348,13 @@ def test_what_evaluate_cannot_judge_is_refused_before_weights_load(folder_of, un
     monkeypatch.setattr(images.ImageModel, "_check_weights", None)
     words, said = ([word.replace("RUN", str(untrained)) for word in words], said.replace("RUN", str(untrained)))
     prompts = folder_of("sd3") / "prompts.csv"
-    assert said in run_tool(evaluate.main, "--run", untrained, "--data", prompts, "--device", "cpu", *words, expect=2)
+    words = ["--run", untrained, "--data", prompts, "--device", "cpu", "--trust-code", *words]
+    assert said in run_tool(evaluate.main, *words, expect=2)
 
 
 def test_evaluate_names_a_reward_that_fails_and_judges_each_size(folder_of, untrained):
     own = f"reward.others={{own: {{name: '{untrained}/own.py:Broken', weight: 0}}}}"
-    words = ["--run", untrained, "--device", "cpu", "--seeds", 1, "--data"]
+    words = ["--trust-code", "--run", untrained, "--device", "cpu", "--seeds", 1, "--data"]
     said = run_tool(evaluate.main, *words, folder_of("sd3") / "prompts.csv", own, expect=2)
     assert "error: reward.others.own: RuntimeError: out of order" in said
     (untrained / "two.csv").write_text("prompt,height,width\na ball,,\na ball,32,64\nbad,36,32\n")

@@ -20,8 +20,8 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-import remote_rewards
 import torch
+from conftest import ROOT
 from remote_rewards import Likeness
 from safetensors.torch import save
 
@@ -342,7 +342,7 @@ def test_unauthorised(monkeypatch):
 @pytest.mark.parametrize("token", ["", "a b", "a\nX: y", "ä"])
 def test_tokens_that_no_header_can_hold(monkeypatch, token):
     monkeypatch.setenv("MINE", token)
-    with pytest.raises(ValueError, match="token_env: .*('MINE' is not set; export MINE=|must be ASCII without spaces)"):
+    with pytest.raises(ValueError, match="(that is set: export MINE=<the token>|is ASCII without spaces)"):
         remote("http://127.0.0.1:1", token_env="MINE")
 
 
@@ -422,33 +422,24 @@ def test_something_else_than_a_reward_server(body):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"url": "127.0.0.1:8400"}, "url must be like http://127.0.0.1:8400, got '127.0.0.1:8400'"),
-        ({"url": "http://"}, "url"),
-        ({"url": "ftp://host"}, "url"),
-        ({"url": "http://host:port"}, "url"),
-        ({"url": "http://user:secret@host"}, "url"),
-        ({"url": "http://host/?x=1"}, "url"),
-        ({"url": "http://host/a b"}, "url"),
-        ({"timeout": 0}, "timeout must be seconds above 0, got 0"),
-        ({"timeout": "1m"}, "timeout"),
-        ({"retries": -1}, "retries must be a whole number, 0 or more, got -1"),
-        ({"retries": 1.5}, "retries"),
-        ({"retries": True}, "retries"),
-        ({"frames": 0}, "frames must be all, or n >= 1 for every n-th frame, got 0"),
-        ({"frames": "some"}, "frames"),
-        ({"frames": 1.5}, "frames"),
-        ({"parallel": 0}, "parallel must be a whole number, 1 or more, got 0"),
-        ({"parallel": 1.5}, "parallel"),
-        ({"wait": -1}, "wait must be seconds, 0 or more, got -1"),
-        ({"max_bytes": 0}, "max_bytes"),
-        ({"max_bytes": "1GB"}, "max_bytes"),
-    ],
+    ("setting", "values"),
+    {
+        "url": [None, "127.0.0.1:8400", "http://", "ftp://host", "http://host:port", "http://user:secret@host"]
+        + ["http://host/?x=1", "http://host/a b"],
+        "timeout": [0, "1m", math.inf],
+        "retries": [-1, 1.5, True],
+        "frames": [0, "some", 1.5],
+        "parallel": [0, 1.5],
+        "wait": [-1, None],
+        "max_bytes": [0, "1GB"],
+        "send_reference": ["no", 1],
+        "token_env": [5, "NOT_SET"],
+    }.items(),
 )
-def test_settings_that_cannot_work(settings, message):
-    with pytest.raises(ValueError, match=f"reward 'remote': {message}"):
-        RemoteReward(**{"url": "http://127.0.0.1:8400"} | settings)
+def test_settings_that_cannot_work(setting, values):
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^settings.{setting} must be .*, got [^\n]*$"):
+            rewards.build("remote", {"url": "http://127.0.0.1:8400", setting: value})
 
 
 def test_a_url_may_have_a_path():
@@ -729,28 +720,29 @@ def tool(monkeypatch, capsys, *arguments):
     return serve_reward.main(), capsys.readouterr().err
 
 
+OWN = str(Path(__file__).with_name("remote_rewards.py")) + ":Likeness"
+
+
 def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
-    monkeypatch.setattr(rewards, "build", remote_rewards.build)
     monkeypatch.delenv("NO_TOKEN", raising=False)
     cases = {
         ("--reward", "lightness"): "'lightness' is not a reward",
-        ("--reward", "likeness", "--settings", "gains=2"): "gains",
-        ("--reward", "likeness", "--settings", "gains=2", "--host", "0.0.0.0"): "without a token",
-        ("--reward", "likeness", "--token-env", "NO_TOKEN"): "--token-env: the environment variable 'NO_TOKEN'",
-        ("--reward", "likeness", "--batch", 0): "--batch must be 1 or more",
-        ("--reward", "likeness", "--device", "abacus"): "abacus",
-        ("--reward", "likeness", "--port", 99999): "--port must be 0 (a free one) to 65535, got 99999",
-        ("--reward", "likeness", "--port", -1): "--port must be 0 (a free one) to 65535, got -1",
-        ("--reward", "likeness", "--max-mb", "inf"): "--max-mb must be",
-        ("--reward", "likeness", "--max-mb", "nan"): "--max-mb must be",
-        ("--reward", "likeness", "--max-mb", 0): "--max-mb must be",
+        ("--settings", "gains=2"): "unknown key '--settings.gains', did you mean 'gain'",
+        ("--settings", "gain=two"): "--settings.gain must be a number, got 'two'",
+        ("--settings", "gains=2", "--host", "0.0.0.0"): "without a token",
+        ("--token-env", "NO_TOKEN"): "--token-env must be the name of an environment variable that is set",
+        ("--batch", 0): "--batch must be 1 or more",
+        ("--device", "abacus"): "abacus",
+        ("--port", 99999): "--port must be 0 (a free one) to 65535, got 99999",
+        ("--max-mb", "inf"): "--max-mb must be",
+        ("--max-mb", "nan"): "--max-mb must be",
     }
     for arguments, message in cases.items():
-        code, error = tool(monkeypatch, capsys, *arguments)
+        code, error = tool(monkeypatch, capsys, "--trust-code", "--reward", OWN, *arguments)
         assert code == _serve_reward.REFUSED and message in error, arguments
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        code, error = tool(monkeypatch, capsys, "--reward", "likeness", "--port", port)
+        code, error = tool(monkeypatch, capsys, "--trust-code", "--reward", OWN, "--port", port)
     assert code == _serve_reward.NO_ADDRESS and f"--port {port}" in error
 
 
@@ -760,7 +752,7 @@ def test_without_its_libraries_the_tool_says_what_to_install(monkeypatch, capsys
     monkeypatch.delitem(sys.modules, server.__name__)
     monkeypatch.delitem(sys.modules, _serve_reward.__name__)
     monkeypatch.delattr(rewardfl_tools, "_serve_reward")
-    code, error = tool(monkeypatch, capsys, "--reward", "likeness")
+    code, error = tool(monkeypatch, capsys, "--reward", "colour")
     assert code == _serve_reward.REFUSED and error.count("\n") == 1
     assert name in error and "pip install" in error
 
@@ -793,8 +785,8 @@ def test_settings_are_yaml():
 
 @pytest.mark.long
 def test_in_another_process(monkeypatch):
-    script = Path(__file__).with_name("remote_rewards.py")
-    arguments = ["--reward", "likeness", "--settings", "gain=1", "seconds=0.3", "--port", 0, "--batch", 3]
+    script = ROOT / "tools" / "serve_reward.py"
+    arguments = ["--trust-code", "--reward", OWN, "--settings", "gain=1", "seconds=0.3", "--port", 0, "--batch", 3]
     monkeypatch.setenv("MINE", "s3cret")
     command = [sys.executable, script, *arguments, "--token-env", "MINE", "--device", "cpu"]
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

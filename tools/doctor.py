@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from rewardfl import trust
+
 CHECKS = ("environment", "weights", "faces", "step")
 
 
@@ -27,6 +29,7 @@ def main() -> int:
     parser.add_argument("--only", choices=CHECKS, action="append", help="this check; may be given several times")
     parser.add_argument("--clips", type=int, default=4, help="how many of the data's first rows (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu")
+    trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()
     if args.clips < 1:

@@ -34,6 +34,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from rewardfl import trust
 from rewardfl.config import schema
 from rewardfl_tools import _common
 
@@ -93,6 +94,7 @@ def parsed() -> argparse.Namespace:
         "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
     )
     add_figures(parser)
+    trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run's configuration")
     args = parser.parse_args()
     if args.config and (not args.videos or args.adapter or args.steps or args.strengths or not args.out):

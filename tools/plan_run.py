@@ -15,6 +15,8 @@ import math
 import sys
 from pathlib import Path
 
+from rewardfl import trust
+
 FITS, DOES_NOT = 0, 2  # exit codes
 
 
@@ -33,6 +35,7 @@ def main() -> int:
         default="none",
         help="as zero2_offload.yaml or fsdp2.yaml spread the run",
     )
+    trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
     if args.processes < 1:
@@ -50,13 +53,13 @@ def main() -> int:
     from rewardfl.estimate.report import TFLOPS, estimate
     from rewardfl.files import printable
     from rewardfl.run import monitor, start, work
-    from rewardfl.weights.shards import Refused
 
     try:
         cfg = configuration.load(args.config, args.overrides)
         rows = data.load_metadata(cfg.data.file_name) if Path(cfg.data.file_name).is_file() else None
         backbone = backbones.describe(cfg.model.model_name, start.model_source(cfg))
         backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
+        start.find_rewards(cfg, backbone, here=False)
         if rows is not None:
             problems = [(row.line, said) for row in rows if (said := work.size_problem(cfg, backbone, row.size))]
             rows, _ = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
@@ -66,7 +69,7 @@ def main() -> int:
         steps = work.steps_of_run(cfg, clips, args.processes)
         told = work.overview(cfg, backbone, clips, steps, args.processes)
         asked = work.work_of(cfg, backbone, clips, steps, args.processes, args.sharding)
-    except (configuration.ConfigError, data.DataError, Refused) as error:
+    except start.REFUSALS as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return DOES_NOT
     print(f"model's shape from {backbone.described_by()}")

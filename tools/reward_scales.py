@@ -11,6 +11,7 @@ every reward to its own scale. The KL is no reward, and not in here.
 
 import sys
 
+from rewardfl import trust
 from rewardfl.config import schema
 from rewardfl_tools import _common
 
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument(
         "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
     )
+    trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()
     return _common.run("_reward_scales", args)

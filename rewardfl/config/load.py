@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rewardfl.config.schema import SECTIONS, AnyConfig, FlowGrpoConfig, RewardFlConfig, Section, did_you_mean, shown
@@ -47,7 +47,7 @@ def parse(raw: Mapping[str, Any], overrides: Sequence[str] = ()) -> AnyConfig:
     try:
         cfg = schema.model_validate(sections)
     except ValidationError as error:
-        raise _refused([*problems, *_lines(error, sections, schema)]) from None
+        raise _refused([*problems, *describe(error, sections, schema)]) from None
     problems += [line for part in (*dict(cfg).values(), cfg) for line in part.conflicts()]
     if problems:
         raise _refused(problems)
@@ -192,7 +192,7 @@ _TYPES = {
 }
 
 
-def _lines(error: ValidationError, raw: Mapping[str, Any], schema: type[AnyConfig]) -> Iterator[str]:
+def describe(error: ValidationError, raw: Mapping[str, Any], schema: type[BaseModel]) -> Iterator[str]:
     """A line per key, which unites what pydantic says of it for each member of a union."""
     errors = error.errors(include_url=False)
     refused_names = [found["loc"][:-1] for found in errors if found["loc"][-1:] == ("[key]",)]
@@ -218,7 +218,7 @@ def _key(found: ErrorDetails, raw: Any) -> tuple[int | str, ...]:
     return found["loc"]
 
 
-def _line(key: tuple[int | str, ...], errors: Sequence[ErrorDetails], schema: type[AnyConfig]) -> str:
+def _line(key: tuple[int | str, ...], errors: Sequence[ErrorDetails], schema: type[BaseModel]) -> str:
     kind, value, name = errors[0]["type"], errors[0]["input"], _dotted(key)
     if kind in ("extra_forbidden", "invalid_key"):
         return _unknown(key, schema)
@@ -248,7 +248,7 @@ def _dotted(key: Sequence[int | str]) -> str:
     return ".".join(map(str, key)) or "the file"
 
 
-def _annotation(schema: type[AnyConfig], key: Sequence[int | str]) -> Any:
+def _annotation(schema: type[BaseModel], key: Sequence[int | str]) -> Any:
     """The type of what stands at `key`."""
     kind: Any = schema
     for part in key:
@@ -266,7 +266,7 @@ def _keys_of(kind: Any) -> Any:
     return next((one for one in get_args(kind) if isinstance(one, type) and issubclass(one, Section)), kind)
 
 
-def _unknown(key: Sequence[int | str], schema: type[AnyConfig]) -> str:
+def _unknown(key: Sequence[int | str], schema: Any) -> str:
     """What to say of a key or section that `schema` does not have: its place, its script or its nearest name."""
     name, last, known = _dotted(key), key[-1], _keys_of(_annotation(schema, key[:-1])).model_fields
     for owner, sections in ({schema: SECTIONS[schema]} | SECTIONS).items() if len(key) <= 2 else ():

@@ -52,7 +52,7 @@ ByContent = Annotated[T, BY_CONTENT]
 IfNamed = Annotated[T, IF_NAMED]
 
 
-def _must_be(words: str, holds: Callable[[Any], bool]) -> AfterValidator:
+def must_be(words: str, holds: Callable[[Any], object]) -> AfterValidator:
     def check(value: T) -> T:
         if not holds(value):
             raise ValueError(words)
@@ -88,15 +88,16 @@ Batch = Annotated[int, Field(ge=1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=100_000)]
 Denoising = Annotated[int, Field(ge=1, le=1_000)]  # sampling steps: the model knows 1000 timesteps
 Side = Annotated[int, Field(ge=1, le=16_384)]
+DetectionSide = Annotated[int, Field(ge=32, le=4_096, multiple_of=32)]  # of the coarsest stride of a face detector
 Pixels = Annotated[int, Field(ge=16 * 16, le=16_384**2)]
 # float32 would make a smaller or larger number 0 or infinite, here or in a product
 Number = Annotated[
     float,
     BeforeValidator(_from_text),
     Field(allow_inf_nan=False),
-    _must_be("0 or of a size in 1e-30..1e30", lambda value: value == 0 or 1e-30 <= abs(value) <= 1e30),
+    must_be("0 or of a size in 1e-30..1e30", lambda value: value == 0 or 1e-30 <= abs(value) <= 1e30),
 ]
-_not_tiny = _must_be("0 or at least 1e-12", lambda value: not 0 < value < 1e-12)
+_not_tiny = must_be("0 or at least 1e-12", lambda value: not 0 < value < 1e-12)
 Positive = Annotated[Number, Field(gt=0, le=1e12), _not_tiny]
 NonNegative = Annotated[Number, Field(ge=0, le=1e12), _not_tiny]
 Share = Annotated[Number, Field(ge=0, le=1)]
@@ -104,20 +105,21 @@ FrameRate = Annotated[Number, Field(ge=0.1, le=1_000)]
 # of scores: beyond these, weight * (score - mean) / std would be a constant
 Mean = Annotated[Number, Field(ge=-1e6, le=1e6)]
 Deviation = Annotated[Number, Field(ge=1e-6, le=1e6)]
-PlainText = Annotated[str, _must_be("free of control characters", _is_plain)]
-Line = Annotated[PlainText, _must_be("a text of one line", lambda text: "\n" not in text and "\t" not in text)]
-Text = Annotated[Line, _must_be("a text that is not empty", lambda text: text.strip() != "")]
-_fits = _must_be("short enough for the name of a file", _is_path)
+Cap = Literal["self_similarity", "none"] | Annotated[Number, Field(gt=0, le=1)]
+PlainText = Annotated[str, must_be("free of control characters", _is_plain)]
+Line = Annotated[PlainText, must_be("a text of one line", lambda text: "\n" not in text and "\t" not in text)]
+Text = Annotated[Line, must_be("a text that is not empty", lambda text: text.strip() != "")]
+_fits = must_be("short enough for the name of a file", _is_path)
 PathLine = Annotated[Line, _fits]
 PathText = Annotated[Text, _fits]
 Off = Annotated[Literal[False], BeforeValidator(lambda value: None if value == 0 and value is not False else value)]
 Listed = Annotated[tuple[T, ...], Field(strict=False)]  # strictly, a tuple is no list of YAML's
 Name = Annotated[
-    str, _must_be("names of 1 to 80 printable characters", lambda name: name.isprintable() and 1 <= len(name) <= 80)
+    str, must_be("names of 1 to 80 printable characters", lambda name: name.isprintable() and 1 <= len(name) <= 80)
 ]
 _is_label = re.compile(r"[\w-]{1,80}").fullmatch  # it names the metric reward/<label>
-Label = Annotated[str, _must_be("names of 1 to 80 letters, digits, _ and -", lambda text: _is_label(text) is not None)]
-Setting = PlainText | bool | int | Number | None
+Label = Annotated[str, must_be("names of 1 to 80 letters, digits, _ and -", lambda text: _is_label(text) is not None)]
+Setting = PlainText | bool | int | Number | dict[Name, Number] | None
 
 
 def shown(value: object) -> str:
@@ -444,9 +446,9 @@ class SharedRewardConfig(Section):
     # trained on, is nobody's; a clip without a larger one is of no use. Generated faces may have any size.
     min_face_size: NonNegative = 0.0
     # Side in pixels of the square that frames are fitted into for face detection.
-    det_size: Annotated[int, Field(ge=32, le=4_096, multiple_of=32)] = 640
+    det_size: DetectionSide = 640
     # Likeness above the cap is not paid for. self_similarity: the real clip's own mean pairwise likeness.
-    cap: IfNamed[Literal["self_similarity", "none"] | Annotated[Number, Field(gt=0, le=1)]] = "self_similarity"
+    cap: IfNamed[Cap] = "self_similarity"
     # Faces embedded at a time; a smaller number takes less memory, and rounds otherwise.
     recogniser_chunk: IfNamed[Count] = 8
     # A warning is logged when the mean motion, as a ratio to the real clip's, falls below this, or the judge's flow,

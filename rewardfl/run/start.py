@@ -23,7 +23,7 @@ from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rewardfl import attention, backbones, compiling, cpu, data, groups, grpo, lora, offload, sharding
+from rewardfl import attention, backbones, compiling, cpu, data, groups, grpo, lora, offload, sharding, trust
 from rewardfl import config as configuration
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Experts, Source
@@ -79,6 +79,7 @@ def main(
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved plan and stop before loading weights"
     )
+    trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()  # settings may stand on both sides of an option
     try:
@@ -127,13 +128,13 @@ def open_model(cfg: AnyConfig) -> Backbone:
     return backbone
 
 
-def find_rewards(cfg: AnyConfig, backbone: Backbone) -> list[registry.Chosen]:
+def find_rewards(cfg: AnyConfig, backbone: Backbone, here: bool = True) -> list[registry.Chosen]:
     """The rewards by their classes alone, before anything is read or written.
 
     RewardError for one that is not there, does not take its settings, or has no gradient to be trained on; ConfigError
-    for one that the clips are too short for.
+    for one that the clips are too short for. here: whether the files that settings name must exist.
     """
-    found = registry.find_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token))
+    found = registry.find_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token), here)
     check_frames(cfg, found)
     if isinstance(cfg, configuration.RewardFlConfig):
         registry.check_trainable(found)

@@ -8,9 +8,11 @@ a folder of OpenCV's YuNet and SFace.
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated
 
 from rewardfl.files import sha256
 from rewardfl.rewards.face.onnx_file import graph_inputs, read_graph, value_shape
+from rewardfl.rewards.settings import PathSetting, on_this_machine
 
 TASKS = ("detector", "recogniser")
 
@@ -42,6 +44,16 @@ def pack_files(pack_dir: str | Path) -> tuple[Path, Path]:
     if len(packs) > 1:
         raise ValueError(f"{root} holds several face packs; name one of {[str(pack) for pack in packs]}")
     return _only(packs[0], found[packs[0]], "detector"), _only(packs[0], found[packs[0]], "recogniser")
+
+
+def _check_pack(folder: str) -> None:
+    try:
+        pack_files(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the folder of a face pack: {error}") from error
+
+
+PackFolder = Annotated[PathSetting, on_this_machine(_check_pack)]
 
 
 def _search(folder: Path, depth: int) -> dict[Path, dict[Path, str]]:

@@ -12,7 +12,7 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rewardfl import data
+from rewardfl.config.schema import Count, NonNegative, Positive, Whole, must_be
 from rewardfl.rewards.base import Reward, RewardOutput, Unavailable
 from rewardfl.rewards.remote.wire import (
     CONTENT_TYPE,
@@ -33,6 +34,7 @@ from rewardfl.rewards.remote.wire import (
     pack_request,
     unpack_answer,
 )
+from rewardfl.rewards.settings import on_this_machine
 
 MAX_ANSWER_BYTES = 1 << 24  # a few numbers per clip; a server that sends more is not ours
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds before a retry
@@ -44,6 +46,30 @@ class RewardServerError(RuntimeError):
 
 class ServerAwayError(RewardServerError, Unavailable):
     """It is down, busy or does not answer in time."""
+
+
+def read_token(variable: str) -> str:
+    """Return the token in an environment variable. ValueError for none or one that no header can hold."""
+    token = os.environ.get(variable, "")
+    if not token:
+        raise ValueError(f"the name of an environment variable that is set: export {variable}=<the token>")
+    if not all("!" <= character <= "~" for character in token):
+        raise ValueError("the name of an environment variable whose token is ASCII without spaces or line breaks")
+    return token
+
+
+def _is_url(url: str) -> bool:
+    try:
+        address = urlsplit(url)
+        plain = all("!" <= character <= "~" for character in url) and not (address.query or address.fragment)
+        usable = plain and address.scheme in ("http", "https") and address.hostname and address.port != 0
+    except ValueError:  # a port that is no number
+        return False
+    return bool(usable) and address.username is None
+
+
+Url = Annotated[str, must_be("like http://127.0.0.1:8400", _is_url)]
+TokenVariable = Annotated[str, on_this_machine(read_token)]
 
 
 class RemoteReward(Reward):
@@ -73,23 +99,20 @@ class RemoteReward(Reward):
 
     def __init__(
         self,
-        url: str,
-        timeout: float = 120.0,
-        retries: int = 4,
-        token_env: str = "",
-        frames: str | int = "all",
+        url: Url,
+        timeout: Positive = 120.0,
+        retries: Whole = 4,
+        token_env: TokenVariable | Literal[""] = "",
+        frames: Literal["all"] | Count = "all",
         send_reference: bool = False,
-        max_bytes: int = 400_000_000,
-        parallel: int = PLACES,
-        wait: float = 600.0,
+        max_bytes: Count = 400_000_000,
+        parallel: Count = PLACES,
+        wait: NonNegative = 600.0,
     ):
         super().__init__()
-        _check("frames", frames, "all, or n >= 1 for every n-th frame", frames == "all" or _is_whole(frames, 1))
-        _check("max_bytes", max_bytes, "a number of bytes", _is_number(max_bytes) and max_bytes >= 1)
-        _check("parallel", parallel, "a whole number, 1 or more", _is_whole(parallel, 1))
-        self.stride = 1 if frames == "all" else int(frames)
+        self.stride = 1 if frames == "all" else frames
         self.send_reference = send_reference
-        self.max_bytes, self.parallel = int(max_bytes), int(parallel)
+        self.max_bytes, self.parallel = max_bytes, parallel
         self.client = Client(url, timeout, retries, token_env, wait)
 
     @property
@@ -178,13 +201,9 @@ class Client:
     """
 
     def __init__(self, url: str, timeout: float, retries: int, token_env: str, wait: float):
-        _check_url(url)
         self.url = url.rstrip("/")
-        _check("timeout", timeout, "seconds above 0", _is_number(timeout) and timeout > 0)
-        _check("retries", retries, "a whole number, 0 or more", _is_whole(retries, 0))
-        _check("wait", wait, "seconds, 0 or more", _is_number(wait) and wait >= 0)
-        self.timeout, self.retries, self.token_env, self.wait = timeout, int(retries), token_env, wait
-        self.token = token_of(token_env, "reward 'remote': token_env") if token_env else ""
+        self.timeout, self.retries, self.token_env, self.wait = timeout, retries, token_env, wait
+        self.token = read_token(token_env) if token_env else ""
         self.place = "settings"  # in the configuration, for messages
         self.sleep: Callable[[float], None] = time.sleep
         self.random = random.Random()  # the global one belongs to the training, which resumes exactly
@@ -202,7 +221,7 @@ class Client:
         """status, reward, version, max_bytes, as GET /health says; RewardServerError for any other answer."""
         answer = self._ask("GET", "/health", b"")
         health = _json(answer)
-        if not isinstance(health, dict) or health.get("version") != VERSION or not _is_number(health.get("max_bytes")):
+        if not isinstance(health, dict) or health.get("version") != VERSION or "max_bytes" not in health:
             raise self._error(
                 f"GET /health should answer JSON with version {VERSION} and max_bytes, got {answer[:80]!r}; is that a "
                 "reward server (tools/serve_reward.py) of the same release?"
@@ -300,40 +319,6 @@ def _seconds(retry_after: str) -> float:
 def delay(attempt: int, jitter: float) -> float:
     """Seconds before retry `attempt` = 1, 2, ...: doubling; jitter in [0, 1) spreads clients that failed together."""
     return min(FIRST_DELAY * 2 ** (attempt - 1), LONGEST_DELAY) * (0.5 + jitter / 2)
-
-
-def token_of(variable: str, setting: str) -> str:
-    """The token in an environment variable; ValueError, naming `setting`, for none or one that no header can hold."""
-    token = os.environ.get(variable, "")
-    if not token:
-        raise ValueError(f"{setting}: the environment variable {variable!r} is not set; export {variable}=<the token>")
-    if not all("!" <= character <= "~" for character in token):
-        raise ValueError(f"{setting}: the token in {variable!r} must be ASCII without spaces or line breaks")
-    return token
-
-
-def _check_url(url: str) -> None:
-    try:
-        address = urlsplit(url)
-        plain = all("!" <= character <= "~" for character in url) and not (address.query or address.fragment)
-        usable = plain and address.scheme in ("http", "https") and address.hostname and address.port != 0
-    except ValueError:  # a port that is no number
-        usable = False
-    if not usable or address.username is not None:
-        raise ValueError(f"reward 'remote': url must be like http://127.0.0.1:8400, got {url!r}")
-
-
-def _check(setting: str, value: object, wanted: str, fits: bool) -> None:
-    if not fits:
-        raise ValueError(f"reward 'remote': {setting} must be {wanted}, got {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_whole(value: Any, least: int) -> bool:
-    return _is_number(value) and value == int(value) and value >= least
 
 
 def _message(answer: bytes) -> str:
