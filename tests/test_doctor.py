@@ -22,7 +22,7 @@ from pipelines import random_variant
 from runs import CONFIG, FAST, GRPO_CONFIG, GRPO_FAST, SMALL, WORLD
 from safetensors.torch import load_file, save_file
 
-from rewardfl import attention, backbones, config, data
+from rewardfl import backbones, config, data
 from rewardfl.backbones.seam import Source
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl_tools import _doctor, _doctor_models, doctor
@@ -87,40 +87,34 @@ def test_folders_and_hosts_are_replaced(monkeypatch):
     assert told == "no file ./x.onnx, ~/a b/y on (host): 0.1235, 2.13.0, 3.0"
 
 
-@pytest.mark.parametrize("checks", [["faces"], ["environment"]])
-def test_what_is_there_is_not_replaced(tmp_path, checks):
-    (tmp_path / "page.md").write_text("mine")
-    text, _ = call(tmp_path / "page.md", checks, expect=2)
-    assert "--out" in text and (tmp_path / "page.md").read_text() == "mine"
-    text, _ = call(tmp_path, checks, expect=2)
-    assert "--out" in text and [path.name for path in tmp_path.iterdir()] == ["page.md"]
+def test_what_is_there_is_not_replaced(tmp_path):
+    (tmp_path / "doctor.md").write_text("mine")
+    for out in (tmp_path, tmp_path / "doctor.md"):
+        assert "--out" in run_tool(doctor.main, "--config", CONFIG, "--out", out, "--only", "environment", expect=2)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
 # ---- weights
 
 
-def scaled(load):
-    """Return from_pretrained whose second expert has one tensor by 1.01."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_changed_weight_is_seen(monkeypatch, tmp_path, dtype):
+    """One tensor of the second expert, as diffusers loads it, times 1.01."""
+    real = WanTransformer3DModel.from_pretrained
 
-    def loaded(folder, **how):
-        expert = load(folder, **how)
+    def scaled(folder, **how):
+        expert = real(folder, **how)
         if Path(folder).name == "transformer_2":
             expert.blocks[0].attn1.to_q.weight.data *= 1.01
         return expert
 
-    return loaded
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_changed_weight_is_seen(monkeypatch, tmp_path, dtype):
-    monkeypatch.setattr(WanTransformer3DModel, "from_pretrained", scaled(WanTransformer3DModel.from_pretrained))
+    monkeypatch.setattr(WanTransformer3DModel, "from_pretrained", scaled)
     text, found = call(tmp_path / "page.md", ["weights"], f"model.dtype={dtype}", expect=1)
     assert "weights: differs: low_noise's velocity differs by" in text
     assert [record["from diffusers'"] > 0 for record in found["weights"]["experts"].values()] == [False, True]
 
 
-@pytest.mark.parametrize("script", [CONFIG, GRPO_CONFIG])
-def test_attention_that_is_another_kernel_with_a_graph_is_measured(monkeypatch, tmp_path, script):
+def test_attention_that_is_another_kernel_with_a_graph_is_measured(monkeypatch, tmp_path):
     """As a GPU's dispatcher may choose: planted in the attention of diffusers' processors."""
     from diffusers.models.transformers import transformer_wan
 
@@ -130,34 +124,25 @@ def test_attention_that_is_another_kernel_with_a_graph_is_measured(monkeypatch, 
         return real(query, *rest, **settings) * (1 + 1e-3 * query.requires_grad)
 
     monkeypatch.setattr(transformer_wan, "dispatch_attention_fn", other)
-    text, found = call(tmp_path / "page.md", ["weights"], configuration=script)
+    text, found = call(tmp_path / "page.md", ["weights"], configuration=GRPO_CONFIG)
     assert found["weights"]["status"] == "ok" and "model.attention_backend: _native_flash" in text
     assert 1e-6 < found["weights"]["experts"]["low_noise"]["with a graph"] < 1e-2
 
 
 def test_one_expert_is_in_memory_at_a_time(monkeypatch):
-    """Ours and diffusers' in turn, with the weights swapped; the attention is the run's."""
-    case, alive, most = opened([*SWAPPED]), [], []
+    """Ours and diffusers' in turn, with the weights swapped; the attention of both is the run's."""
+    case, alive, most = opened([*SWAPPED, "model.attention_backend=_native_math"]), [], []
     real = _doctor_models.offload.place
 
     def place(expert, where, *rest):
         alive.append(weakref.ref(expert))
         most.append(sum(one() is not None for one in alive))
-        assert where == "cpu_swap"
+        used = {str(block.attn1.processor._attention_backend) for block in expert.blocks}
+        assert where == "cpu_swap" and used == {"AttentionBackendName._NATIVE_MATH"}
         return real(expert, where, *rest)
 
     monkeypatch.setattr(_doctor_models.offload, "place", place)
     assert _doctor_models.weights(case).status == "ok" and most == [1, 1, 1, 1]
-
-
-def test_the_configured_attention_is_that_of_both(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(WanTransformer3DModel, "set_attention_backend", lambda self, name: chosen.append(name))
-    case = opened()
-    cfg = dataclasses.replace(case, cfg=case.cfg.model_copy(deep=True)).cfg
-    cfg.model.__dict__["attention_backend"] = "_native_math"
-    _doctor_models.weights(dataclasses.replace(case, cfg=cfg))
-    assert chosen == ["_native_math"] * 4 and cfg.model.attention_backend != attention.NATIVE
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def open_case(args: argparse.Namespace) -> Case:
-    """Return what is looked at. Raised before anything is written: what training would refuse."""
+    """Return the case. Raised before anything is written: all that training would refuse."""
     cfg = config.load(args.config, args.overrides)
     device = torch.device(_common.device(args.device))
     if device.type == "cuda" and not torch.cuda.is_available():

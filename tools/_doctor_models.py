@@ -48,7 +48,7 @@ ONE_EPOCH = ["grpo.updates_per_epoch=1", "grpo.inner_epochs=1", "evaluation.eval
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is looked at: a configuration, its model by the headers, and the first rows of its data, which are read."""
+    """A configuration, its model by the headers, and the first rows of its data, which are read."""
 
     args: argparse.Namespace
     cfg: config.AnyConfig
@@ -109,8 +109,8 @@ def velocity(case: Case) -> Callable[[str, ModelMixin], Tensor]:
 def measured(case: Case, name: str, ask: Callable[[str, ModelMixin], Tensor], compare: bool) -> dict[str, float]:
     """Return the distances of an expert's velocities: the largest difference over the largest absolute value.
 
-    Of our loading the same again, and of what is trained with a graph, whose attention may be another kernel; of
-    diffusers' loading, and what a distillation moves there. One of the two is in memory at a time.
+    Of our loading the same again, and of a trained expert with a graph, whose attention may be another kernel; of
+    diffusers' loading, and how far a distillation moves there. One of the two is in memory at a time.
     """
 
     def apart(one: Tensor, other: Tensor) -> float:
