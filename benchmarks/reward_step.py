@@ -1,7 +1,7 @@
 """One update of Reward FL in several modes, side by side in one run: seconds, bytes, copies and gradients.
 
     python benchmarks/reward_step.py --config configs/wan22_face_80gb.yaml [section.key=value ...] [--steps 2]
-        [--modes full_graph,replay,keep_on_host,swap,swap_int8,legacy] [--memory-cap GB] [--layers N] [--heads N]
+        [--modes full_graph,replay,keep_on_host,swap,legacy] [--memory-cap GB] [--layers N] [--heads N]
         [--vae-channels N] [--vary section.key=value,value ...] [--json FILE] [--plot FILE]
 
 It needs no weights, clips or faces: the model has random weights and the configured one's shape (the published one's
@@ -12,7 +12,6 @@ each of these values of a setting. The modes, beside the configuration as it is 
     replay        one step's graph at a time, and one decoder chunk's
     keep_on_host  the graphs of the rollout's active steps, with the blocks' inputs in host memory
     swap          replay with these in host memory, and the trained expert's weights
-    swap_int8     the same with its matrices in 8 bits, which is another network
     legacy        full_graph as the pipelines before this one have it: the blocks' inputs are copied to pageable host
                   memory one by one, and the decoder runs in overlapping tiles, each of them checkpointed
 
@@ -74,7 +73,6 @@ MODES = {
         *IN_HOST,
     ],
     "swap": ["experts.trained=cpu_swap", "train.active_graphs=replay", *IN_HOST],
-    "swap_int8": ["experts.trained=cpu_swap_int8", "train.active_graphs=replay", *IN_HOST],
     "legacy": [*RESIDENT, "train.keep_attention=false"],
     "as_configured": [],
 }
@@ -371,7 +369,7 @@ def one_by_one(block: Callable[..., Tensor], *inputs: object) -> Tensor:
 
 def in_host(tensor: Tensor) -> Tensor:
     """offload.to_host for a CPU that stands for a GPU: a copy that is not counted as living on the device."""
-    memory = swap.host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    memory = swap.host_memory(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
     return memory.copy_(tensor)
 
 
@@ -408,7 +406,7 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
     torch.cuda.empty_cache()
     reset_rss()
     device, backbone, counted = size.latents.device, size.backbone, Counted(size.latents.device)
-    asked = replace(work.work_of(cfg, backbone, None, None, 1), pack_bytes=0)
+    asked = replace(work.work_of(cfg, backbone, None, None, 1), reward_bytes=0)
     checkpointed = offload.checkpointing(device, cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention)
     checkpointed = one_by_one if mode == "legacy" else checkpointed
     with counted:
@@ -564,7 +562,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument(
-        "--modes", default="full_graph,replay,keep_on_host,swap,swap_int8,legacy", help="the first is compared with"
+        "--modes", default="full_graph,replay,keep_on_host,swap,legacy", help="the first is compared with"
     )
     parser.add_argument("--steps", type=int, default=2, help="updates whose time is taken, after one whose is not")
     parser.add_argument("--memory-cap", type=float, metavar="GB", help="what a GPU may give; on a CPU only said")

@@ -14,12 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from rewardfl.attention import Contexts, keeping_outputs
-from rewardfl.swap import BlockSwap, Room, host_memory
+from rewardfl.swap import BlockSwap, host_memory
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory; page-locked where there is a GPU, which makes the copies several times faster."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+    """Return a copy in host memory; page-locked for a GPU's tensor, which makes the copies several times faster."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return host.copy_(tensor)
 
 
@@ -128,7 +128,7 @@ class Waiting:
         """Send a tensor to the host; the number to ask for it by."""
         octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
         free = self.home.rooms[len(octets)]
-        self.hosts.append(free.pop() if free else host_memory(len(octets)))
+        self.hosts.append(free.pop() if free else host_memory(len(octets), self.home.device))
         self.kinds.append((tensor.shape, tensor.dtype))
         with self.home.copying([octets]):
             self.hosts[-1].copy_(octets, non_blocking=True)
@@ -161,35 +161,30 @@ class Waiting:
         return tensor
 
 
-def place(
-    expert: ModelMixin, where: str, device: torch.device, block_classes: Sequence[str], room: Room | None = None
-) -> ModelMixin:
+def place(expert: ModelMixin, where: str, device: torch.device, block_classes: Sequence[str]) -> ModelMixin:
     """Put an expert where its frozen weights are to live; it answers on `device` in every case.
 
     where: gpu (all of it on `device`), cpu_swap (its blocks' weights in host memory, from where they come for their
-    turn: rewardfl.swap; a graph through it must then be a checkpointed one), cpu_swap_int8 (the same, its blocks'
-    matrices in 8 bits, and with them those of an adapter that is not trained), fp8 (on `device`, linear weights stored
+    turn: rewardfl.swap; a graph through it must then be a checkpointed one), fp8 (on `device`, linear weights stored
     as float8_e4m3fn and cast to the expert's dtype in turn; norms and embeddings stay as they are. Not for an expert
     with an adapter: diffusers then keeps peft from casting the layers' inputs to the adapter's float32).
-    block_classes: the names of the classes of its blocks. room: gives the host's memory; None: this process's own.
+    block_classes: the names of the classes of its blocks.
     """
     if where == "gpu":
         return expert.to(device)
-    if where in ("cpu_swap", "cpu_swap_int8"):
-        return _swapped(expert, device, block_classes, room, in_8_bits=where == "cpu_swap_int8")
+    if where == "cpu_swap":
+        return _swapped(expert, device, block_classes)
     if where == "fp8":
         # diffusers leaves out embeddings, norms, the output layer and adapters
         expert.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=expert.dtype)
         return expert.to(device)
-    raise ValueError(f"where must be gpu, cpu_swap, cpu_swap_int8 or fp8, got {where!r}")
+    raise ValueError(f"where must be gpu, cpu_swap or fp8, got {where!r}")
 
 
-def _swapped(
-    expert: ModelMixin, device: torch.device, block_classes: Sequence[str], room: Room | None, in_8_bits: bool
-) -> ModelMixin:
+def _swapped(expert: ModelMixin, device: torch.device, block_classes: Sequence[str]) -> ModelMixin:
     """The expert with its blocks' frozen weights in host memory, and all else on `device`."""
     blocks = [module for module in expert.modules() if type(module).__name__ in block_classes]
-    swap = BlockSwap(blocks, device, room, in_8_bits)
+    swap = BlockSwap(blocks, device)
     waiting = {id(one.parameter) for packed in swap.packed for one in packed.stored}
     for parameter in expert.parameters():
         if id(parameter) not in waiting:

@@ -1,44 +1,11 @@
-"""AdamW with its moments in host memory, learning-rate schedules, and a model with its averaged weights."""
+"""Learning-rate schedules, and a model with its averaged weights."""
 
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from diffusers.training_utils import EMAModel
 from torch import nn
-
-from rewardfl.offload import InHost, to_host
-
-AT_ONCE = 32  # parameters whose moments are on the device
-
-
-class HostAdamW(torch.optim.AdamW):
-    """AdamW whose two moments wait in host memory, and are on the device of their parameters for these' turn.
-
-    The same numbers to the last bit. 8 of the 16 bytes that a float32 parameter takes are in the host.
-    """
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        groups = self.param_groups
-        try:
-            for group in groups:
-                for begin in range(0, len(group["params"]), AT_ONCE):
-                    part = group["params"][begin : begin + AT_ONCE]
-                    self._move(part, lambda moment, parameter: InHost(moment).back(parameter.device))
-                    self.param_groups = [group | {"params": part}]
-                    super().step()
-                    self._move(part, lambda moment, parameter: to_host(moment))
-        finally:
-            self.param_groups = groups
-
-    def _move(
-        self, parameters: Sequence[nn.Parameter], to: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
-    ) -> None:
-        for parameter in parameters:
-            if state := self.state.get(parameter):  # none before a parameter's first update
-                state |= {name: to(state[name], parameter) for name in ("exp_avg", "exp_avg_sq")}
 
 
 def learning_rate_factor(kind: str, warmup_steps: int, steps: int) -> Callable[[int], float]:

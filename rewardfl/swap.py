@@ -9,14 +9,10 @@ last bit.
 A block of Wan2.2-A14B has 0.70 GB of them: 28 ms at 25 GB/s, while it computes 42 TFLOP at 480x832x81. diffusers' group
 offloading prefetches in the order of the forward pass alone (hooks/group_offloading.py), and takes the weights away
 from a graph that still needs them.
-
-Where host memory is short, the matrices wait as 8-bit integers with one float32 scale for each row, half the bytes, and
-are made numbers of their dtype again on the device. The network is then another one, of rounded weights: each is off by
-at most 1/254 of the largest of its row.
 """
 
 import mmap
-import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,51 +20,21 @@ import torch
 from torch import Tensor, nn
 
 ALIGNMENT = 64  # bytes; a parameter begins at a multiple of this in its block's memory
-LARGEST = 127  # of an 8-bit integer's values
-
-
-class NotShared(ValueError):
-    """A process cannot use the weights that the first one of its machine has in host memory."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A frozen parameter in its block's memory. scales: where its rows' begin if it is integers there, else None."""
+    """A frozen parameter in its block's memory."""
 
     module: nn.Module  # whose it is
     name: str  # that it has there
     parameter: nn.Parameter
-    dtype: torch.dtype  # that the network computes with
     begin: int  # bytes
-    scales: int | None
-
-    def fill(self, memory: Tensor, value: Tensor) -> None:
-        """Store `value`, of the parameter's shape."""
-        if self.scales is None:
-            self.view(memory).copy_(value)
-            return
-        scales = value.float().abs().amax(1, keepdim=True) / LARGEST
-        scales.masked_fill_(scales == 0, 1)
-        self.scale_view(memory).copy_(scales)
-        self.view(memory).copy_((value.float() / scales).round())
 
     def view(self, memory: Tensor) -> Tensor:
-        """What is stored, of the parameter's shape."""
-        dtype = self.dtype if self.scales is None else torch.int8
-        octets = memory[self.begin : self.begin + self.parameter.numel() * dtype.itemsize]
-        return octets.view(dtype).view(self.parameter.shape)
-
-    def scale_view(self, memory: Tensor) -> Tensor:
-        """(rows, 1) float32."""
-        rows = self.parameter.shape[0]
-        return memory[self.scales : self.scales + rows * torch.float32.itemsize].view(torch.float32).view(rows, 1)
-
-    def numbers(self, memory: Tensor) -> Tensor:
-        """The parameter's value, in its dtype: in `memory`, or made from the integers there."""
-        if self.scales is None:
-            return self.view(memory)
-        made = torch.empty(self.parameter.shape, dtype=self.dtype, device=memory.device)
-        return torch.mul(self.view(memory), self.scale_view(memory), out=made)  # one rounding, from float32
+        """Return the parameter's value in `memory`, of its shape and dtype."""
+        octets = memory[self.begin : self.begin + self.parameter.nbytes]
+        return octets.view(self.parameter.dtype).view(self.parameter.shape)
 
 
 @dataclass(frozen=True)
@@ -85,125 +51,55 @@ class Packed:
         in host memory when it is walked back.
         """
         for one in self.stored:
-            setattr(one.module, one.name, nn.Parameter(one.numbers(memory), requires_grad=False))
+            setattr(one.module, one.name, nn.Parameter(one.view(memory), requires_grad=False))
 
     def rest(self) -> None:
-        """Let the block have its own parameters, which lie in host memory as they are stored there."""
+        """Let the block have its own parameters, which lie in host memory."""
         for one in self.stored:
             setattr(one.module, one.name, one.parameter)
 
 
-class Room:
-    """Gives the host memory that one block's parameters after another are packed into: this process's own."""
-
-    filled = False  # equal parameters are there already
-
-    def new(self, size: int) -> Tensor:
-        """(size,) uint8."""
-        return host_memory(size)
-
-
-class Passing(Room):
-    """For a while: page-locked memory is not given back."""
-
-    def new(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.uint8)
-
-
-def pack_block(block: nn.Module, room: Room, in_8_bits: bool) -> Packed:
-    """Move a block's frozen parameters, wherever they lie, into one piece of the room's memory.
-
-    in_8_bits: the matrices among them as integers. NotShared where the room is filled with others.
-    """
-    stored, size = laid_out(block, in_8_bits)
-    packed = Packed(stored, room.new(size))
-    mine = torch.zeros(size, dtype=torch.uint8) if room.filled else packed.host
+def pack_block(block: nn.Module, device: torch.device) -> Packed:
+    """Move a block's frozen parameters, wherever they lie, into one piece of host memory; device: where it computes."""
+    stored, size = [], 0
+    for module in block.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad:
+                stored.append(Stored(module, name, parameter, size))
+                size += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+    packed = Packed(stored, host_memory(size, device))
     for one in stored:
-        one.fill(mine, one.parameter.data)
-    if room.filled and not torch.equal(mine, packed.host):
-        raise NotShared(
-            "a block's frozen weights are not those that the first process of this machine has loaded; start again, "
-            "and check the files of model.model_paths (sha256sum) if it is said again"
-        )
-    for one in stored:
+        one.view(packed.host).copy_(one.parameter.data)
         one.parameter.data = one.view(packed.host)
     return packed
 
 
-def laid_out(block: nn.Module, in_8_bits: bool) -> tuple[list[Stored], int]:
-    """(where each frozen parameter begins in the block's memory, the bytes that this has)."""
-    stored, end = [], 0
-    owned = ((module, *named) for module in block.modules() for named in module.named_parameters(recurse=False))
-    for module, name, parameter in owned:
-        if parameter.requires_grad:
-            continue
-        integers = in_8_bits and parameter.dim() == 2
-        begin, end = end, end + _aligned(parameter.numel() * (1 if integers else parameter.element_size()))
-        stored.append(Stored(module, name, parameter, parameter.dtype, begin, end if integers else None))
-        end += _aligned(parameter.shape[0] * torch.float32.itemsize) if integers else 0
-    return stored, end
+class _Pages(mmap.mmap):
+    """Host memory of this process, which a GPU may have locked.
 
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def host_memory(size: int, file: int = -1) -> Tensor:
-    """(size,) uint8 of host memory, page-locked where there is a GPU, which then copies without the CPU.
-
-    file: a descriptor of what lies there; by default it is nobody else's. torch's own page-locked memory comes in
-    powers of two: 1.07 GB for a block of 0.70.
+    It is unlocked before the system gives its addresses to somebody else: CUDA would refuse to lock these again, and
+    would keep the old pages.
     """
-    memory = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
-    if torch.cuda.is_available():
+
+    locked_at: int | None = None  # the address that CUDA knows
+
+    def __del__(self) -> None:
+        if self.locked_at is not None and not sys.is_finalizing():
+            torch.cuda.synchronize()  # a copy may still be at work in it
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.locked_at)))
+
+
+def host_memory(size: int, device: torch.device) -> Tensor:
+    """Return (size,) uint8 of host memory, page-locked for a GPU as `device`, which then copies without the CPU.
+
+    torch's own page-locked memory comes in powers of two: 1.07 GB for a block of 0.70.
+    """
+    pages = _Pages(-1, size)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    if device.type == "cuda":
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)))
+        pages.locked_at = memory.data_ptr()
     return memory
-
-
-class Lender(Room):
-    """Memory that other processes of the machine can use, too: see Borrower."""
-
-    def __init__(self) -> None:
-        self.files: list[int] = []  # descriptors of this process, in the order of the blocks
-
-    def new(self, size: int) -> Tensor:
-        self.files.append(os.memfd_create("rewardfl"))  # no file's name, and not in /dev/shm, which may be small
-        os.ftruncate(self.files[-1], size)
-        return host_memory(size, self.files[-1])
-
-    def close(self) -> None:
-        """Let nobody else in. The memory is there as long as one of those who are in it lives."""
-        while self.files:
-            os.close(self.files.pop())
-
-
-class Borrower(Room):
-    """A Lender's memory for equal blocks in the same order, which this process then has no copy of.
-
-    NotShared where they are not equal to the last bit, and where the system does not let one process into the memory of
-    another.
-    """
-
-    filled = True
-
-    def __init__(self, process: int, files: Sequence[int]):
-        """process: the lender's number; files: its descriptors."""
-        self.files = [f"/proc/{process}/fd/{file}" for file in files]
-
-    def new(self, size: int) -> Tensor:
-        path = self.files.pop(0)
-        try:
-            file = os.open(path, os.O_RDWR)
-        except OSError as error:
-            raise NotShared(
-                f"experts: cpu_swap has one copy of the weights for all processes of a machine, and {path} of the "
-                f"first one cannot be opened ({error.strerror}); let the processes run as one user in one container, "
-                "or set experts.trained and experts.untrained to something else"
-            ) from error
-        try:
-            return host_memory(size, file)
-        finally:
-            os.close(file)
 
 
 class BlockSwap:
@@ -217,11 +113,9 @@ class BlockSwap:
     torch.utils.checkpoint, without reentry): that one keeps its copy on the device alive until it has been walked back.
     """
 
-    def __init__(
-        self, blocks: Sequence[nn.Module], device: torch.device, room: Room | None = None, in_8_bits: bool = False
-    ):
+    def __init__(self, blocks: Sequence[nn.Module], device: torch.device):
         self.device = device
-        self.packed = [pack_block(block, room or Room(), in_8_bits) for block in blocks]
+        self.packed = [pack_block(block, device) for block in blocks]
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.last: int | None = None  # whose turn it was in this pass
         self.ahead: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # what was sent for: see `fetch`

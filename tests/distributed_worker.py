@@ -10,7 +10,6 @@ knows FSDP only there.
 
 import contextlib
 import dataclasses
-import gc
 import hashlib
 import importlib
 import itertools
@@ -33,13 +32,6 @@ def digest(parameters):
     return hashlib.sha256(b"".join(p.numpy().tobytes() for p in sharding.gathered(parameters))).hexdigest()
 
 
-def lent():
-    """The inodes of what this process has mapped of rewardfl.swap.Lender's memory."""
-    gc.collect()  # of earlier runs, which may lie in cycles
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return sorted({line.split()[4] for line in lines if "memfd:rewardfl" in line})
-
-
 @contextlib.contextmanager
 def watched(seen, faceless, breaking):
     """Within, what a script does is written to `seen`; with the faults that the environment names."""
@@ -54,7 +46,7 @@ def watched(seen, faceless, breaking):
         policy, optimizer, parameters = prepare(job, model, optimizer, block_classes)
         seen["trained"] = sum(sharding.whole(parameter.detach()).nbytes for parameter in parameters)
         seen.update(type=job.accelerator.distributed_type.value, processes=job.world)
-        seen.update(wrapper=type(policy).__name__, updates=[], lent=lent())
+        seen.update(wrapper=type(policy).__name__, updates=[])
         return policy, optimizer, parameters
 
     def watched_step(job, optimizer, parameters, max_norm):

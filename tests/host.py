@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rewardfl import offload, optim, swap
+from rewardfl import offload, swap
 from rewardfl.backbones.wan import decoder
 
 COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
@@ -44,12 +44,12 @@ def apart(monkeypatch):
     """Within, memory that rewardfl says is the host's is a GPU's host's. Gives what has been seen."""
     seen, new, to_host = HostIsApart(), swap.host_memory, offload.to_host
 
-    def remembered(size, *file):
-        return seen.remember(new(size, *file))
+    def remembered(size, device):
+        return seen.remember(new(size, device))
 
     with monkeypatch.context() as patch, seen:
         for module in (swap, offload):
             patch.setattr(module, "host_memory", remembered)
-        for module in (offload, optim, decoder):
+        for module in (offload, decoder):
             patch.setattr(module, "to_host", lambda tensor: seen.remember(to_host(tensor)))
         yield seen

@@ -26,7 +26,7 @@ def compiled(model):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("where", ["gpu", "cpu_swap", "cpu_swap_int8"])
+@pytest.mark.parametrize("where", ["gpu", "cpu_swap"])
 def test_gradients_and_references_are_the_same(where, graphs):
     checkpoints = [offload.checkpointing(DEVICE, on_host, False) for on_host in (False, True)]
     plain = expert(where, checkpoints[0])

@@ -157,10 +157,8 @@ def two(request, one, tmp_path_factory):
     rewards = [*REWARD_FL, "train.gradient_accumulation_steps=2", "train.max_steps=3"]
     places = placed_runs(out, accumulation=1)
     if request.param == "ddp":  # the same numbers, whose weights wait in host memory
-        places = [[*words, "experts.trained=cpu_swap", "train.moments_on=cpu"] for words in places]
+        places = [[*words, "experts.trained=cpu_swap"] for words in places]
     accounts = run(request.param, out, rewards, GRPO, *places, NOBODY_ON="3", BREAK_GRADIENT="1:0")
-    for first, second in accounts[2:]:  # one copy for both processes
-        assert first["lent"] == second["lent"] and bool(first["lent"]) == (request.param == "ddp")
     return request.param, accounts, out
 
 

@@ -21,9 +21,10 @@ from runs import CONFIG, GRPO_FAST, call, launch, launch_grpo, metrics
 from rewardfl import backbones, config, data, groups, lora
 from rewardfl.backbones import images, qwen_image, z_image
 from rewardfl.backbones.flux import pack
-from rewardfl.backbones.seam import Adapter, Source
+from rewardfl.backbones.seam import Adapter, Schedule, Source
 from rewardfl.estimate import measure
 from rewardfl.run import start
+from rewardfl.weights.shards import Refused
 from rewardfl_tools import _evaluate_images, evaluate, generate
 
 RED = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
@@ -129,7 +130,9 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
         *(backbone.layer_names[one] for one in ("add_k", "o_mlp") if one in backbone.layer_names),
     )
     parts = backbone.on_meta(SIDE, 2 * SIDE, 1)
-    predicted = measure.measure_expert(parts.experts["transformer"], torch.float32, Adapter(4, targets))
+    predicted = measure.measure_expert(
+        parts.experts["transformer"], torch.float32, backbone.block_classes, Adapter(4, targets)
+    )
     model = backbone.load_expert("transformer")
     assert predicted.weights == measure.nbytes([*model.parameters(), *model.buffers()])
     schedule = backbone.schedule(4, None, parts.shape)
@@ -147,7 +150,7 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
     assert velocity.shape == x.shape and flops.total == predicted.forward_frozen
     lora.inject(model, 4, 4, list(targets), seed=0)
     assert predicted.adapter_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    decoder = measure.measure_decoder(parts.decoder)
+    decoder = measure.measure_chunks(parts.decoder)
     assert len(decoder) == 1 and decoder[0].backward > decoder[0].forward > 0
 
 
@@ -361,3 +364,16 @@ def test_evaluate_names_a_reward_that_fails_and_judges_each_size(folder_of, untr
     assert not any(
         "nonfinite" in name for name in json.loads((untrained / "evaluation/report.json").read_text())["figures"]
     )
+
+
+def test_a_schedule_that_does_not_fall_is_refused():
+    """Qwen-Image's for one step is not a number: its time shift divides 0 by 0."""
+    backbone = backbones.describe("qwen_image", Source(model_paths="Qwen-Image"))
+    shape = backbone.latent_shape(512, 512, 1)
+    assert len(backbone.schedule(2, None, shape)) == 2
+    with pytest.raises(Refused, match="^sample.num_inference_steps: 1 steps give this model the sigmas nan, 0, which"):
+        backbone.schedule(1, None, shape)
+    for sigmas in ([1.0, 0.5, 0.5, 0.0], [0.5, 1.0, 0.0], [float("inf"), 1.0, 0.0]):
+        sigmas = torch.tensor(sigmas)
+        with pytest.raises(Refused, match="^sample.num_inference_steps: . steps"):
+            Schedule(sigmas, 1000 * sigmas[:-1], ("one",) * (len(sigmas) - 1))

@@ -19,7 +19,7 @@ FAST = [
     "data.height=32", "data.width=32", "data.num_frames=9", "train.per_device_train_batch_size=2",
     "experts.untrained=cpu_swap", "train.decode_caches=offload",
 ]  # fmt: skip
-MODES = ["full_graph", "replay", "keep_on_host", "swap", "swap_int8", "legacy"]
+MODES = ["full_graph", "replay", "keep_on_host", "swap", "legacy"]
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -43,8 +43,6 @@ def test_modes_stand_side_by_side(monkeypatch, capsys, tmp_path):
     # the same gradient to the last bit, and stock autograd's; blended tiles are another decoder
     assert all(found[mode]["gradient_difference"] == 0 for mode in MODES[:4]), found
     assert 1e-4 < found["legacy"]["gradient_difference"] < 2
-    assert 1e-5 < found["swap_int8"]["gradient_difference"] < 0.1  # another network, near this one
-    assert found["swap_int8"]["copied_in"] < 0.8 * found["swap"]["copied_in"]
     cfg = config.load(CONFIG, [*FAST, *reward_step.RESIDENT])
     backbone = backbones.describe(cfg.model.model_name, start.model_source(cfg))
     costs = reward_step.measure_costs(work.work_of(cfg, backbone, None, None, 1).video)
@@ -65,7 +63,7 @@ def test_modes_stand_side_by_side(monkeypatch, capsys, tmp_path):
         printed = re.search(rf"^\| {mode} \| \S+ \| \S+ \| (\S+) \| (\S+) \|", table, re.M)
         assert float(printed[1]) == pytest.approx(peaks[mode] / 1e9, rel=1e-3)
         assert float(printed[2]) == pytest.approx(peaks["full_graph"] / peaks[mode], rel=5e-3)
-    assert len(re.findall(r"^\*\*\w+\*\*, gradient's norm", out, re.M)) == 6
+    assert len(re.findall(r"^\*\*\w+\*\*, gradient's norm", out, re.M)) == 5
 
 
 @pytest.mark.long

@@ -18,9 +18,9 @@ STOPPED, NO_ADDRESS, REFUSED = 0, 1, 2  # exit codes
 
 def run(args: argparse.Namespace) -> int:
     """Serving a reward: the exit code."""
-    args.device = _common.device(args.device)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
+        args.device = _common.device(args.device)
         server = listen(args)
     except (ValueError, TypeError, RuntimeError, FileNotFoundError) as error:
         print(printable(f"error: {error}"), file=sys.stderr)

@@ -1,15 +1,17 @@
 """What a run takes, before there is a GPU or a model: compute, memory, disk, and what to set when it is too much.
 
-    python tools/plan_run.py --config configs/wan22_face.yaml [--gpu-memory 80] [--tflops 400] [--processes 8]
-        [--sharding zero2|fsdp2] [section.key=value ...]
+    python tools/plan_run.py --config configs/wan22_face.yaml [--gpu-memory 80] [--host-gb 512] [--tflops 400]
+        [--processes 8] [--sharding zero2|fsdp2] [section.key=value ...]
 
 Of train_reward_fl.py or train_flow_grpo.py, as the file's sections say. The model's shape is read from the configured
 model's folder when it is there, else from the published configurations that come with rewardfl (of an image model, by
 the last part of model.model_paths).
-Exits with 0 when the run fits the GPU's memory as it is set, 2 when it does not or when it cannot work at all.
+Exits with 0 when the run fits the memory of the GPU and of the host as it is set, 2 when it does not or cannot work at
+all. The host's memory is this machine's, or its container's limit, unless --host-gb names another's.
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -20,6 +22,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="of one GPU, in 1e9 bytes")
+    parser.add_argument(
+        "--host-gb", type=float, metavar="GB", help="host memory for all processes together (default: this machine's)"
+    )
     parser.add_argument("--tflops", type=float, help="TFLOP/s that the GPU reaches in practice (default: 400, an H100)")
     parser.add_argument("--processes", type=int, default=1, help="GPUs of the run, one process each")
     parser.add_argument(
@@ -32,13 +37,19 @@ def main() -> int:
     args = parser.parse_args()
     if args.processes < 1:
         parser.error("--processes must be at least 1")
+    numbers = {"--gpu-memory": args.gpu_memory, "--host-gb": args.host_gb, "--tflops": args.tflops}
+    for name, number in numbers.items():
+        if number is not None and not 0 < number < math.inf:
+            print(f"error: {name}: must be a number above 0, got {number:g}", file=sys.stderr)
+            return DOES_NOT
     # not before: --help and mistakes in the arguments are answered without torch
     from rewardfl import backbones, data
     from rewardfl import config as configuration
     from rewardfl.config import RewardFlConfig
+    from rewardfl.estimate.advice import Machine
     from rewardfl.estimate.report import TFLOPS, estimate
     from rewardfl.files import printable
-    from rewardfl.run import start, work
+    from rewardfl.run import monitor, start, work
     from rewardfl.weights.shards import Refused
 
     try:
@@ -60,7 +71,8 @@ def main() -> int:
         return DOES_NOT
     print(f"model's shape from {backbone.described_by()}")
     print(f"data: {'not there yet' if clips is None else f'{clips} clips'}: {cfg.data.file_name}\n")
-    text, fits = estimate(asked, args.gpu_memory * 1e9, args.tflops or TFLOPS)
+    host = monitor.machine_memory() if args.host_gb is None else args.host_gb * 1e9
+    text, fits = estimate(asked, Machine(args.gpu_memory * 1e9, host, args.processes), args.tflops or TFLOPS)
     print(told, text, sep="\n")
     return FITS if fits else DOES_NOT
 

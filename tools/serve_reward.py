@@ -29,9 +29,9 @@ def main() -> int:
     try:
         from rewardfl_tools import _serve_reward  # not before: --help and mistakes are answered without torch
     except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] not in ("h11", "starlette", "uvicorn"):
+        if str(error.name).partition(".")[0] not in ("starlette", "uvicorn"):
             raise
-        print(f"error: {error}; a reward server needs: pip install h11 starlette uvicorn", file=sys.stderr)
+        print(f"error: {error}; a reward server needs: pip install starlette uvicorn", file=sys.stderr)
         return MISSING
     return _serve_reward.run(args)
 

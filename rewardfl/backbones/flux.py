@@ -5,7 +5,6 @@ Its conditioning: text (B, 512, d) of T5; pooled (B, p) of CLIP.
 
 from collections.abc import Mapping
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, T5EncoderModel
 
 from rewardfl.backbones import images
-from rewardfl.backbones.images import EXPERT, PATCH, Configs, Kind
-from rewardfl.backbones.seam import Conditioning, ExpertOnMeta, Shape
+from rewardfl.backbones.images import PATCH, Configs, Kind
+from rewardfl.backbones.seam import Conditioning
 
 CLIP_TOKENS, T5_TOKENS = 77, 512  # the lengths that diffusers' pipeline pads prompts to
 
@@ -64,44 +63,6 @@ def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Condit
     return {"text": found["text_encoder_2"][0], "pooled": found["text_encoder"].pooler_output}
 
 
-def _network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tuple[ExpertOnMeta, ...]:
-    """Two kinds of blocks: of two streams, and of one."""
-    config = configs[EXPERT]
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    tokens = shape[2] // PATCH * (shape[3] // PATCH)
-    empty = partial(torch.empty, dtype=dtype, device="meta")
-    x, time = empty(1, shape[0], *shape[2:], requires_grad=True), torch.empty(1, device="meta")
-    told = {
-        "text": empty(1, T5_TOKENS, config["joint_attention_dim"]),
-        "pooled": empty(1, config["pooled_projection_dim"]),
-    }
-    asked = _ask(x, time, told, 1.0 if config["guidance_embeds"] else None)
-    hidden, context = empty(1, tokens, width, requires_grad=True), empty(1, T5_TOKENS, width, requires_grad=True)
-    embedding = empty(1, width)
-    rotary = [torch.empty(T5_TOKENS + tokens, config["attention_head_dim"], device="meta") for _ in range(2)]
-    layers = {"transformer_blocks": "num_layers", "single_transformer_blocks": "num_single_layers"}
-    return tuple(
-        ExpertOnMeta(
-            count=config[key],
-            tokens=tokens + T5_TOKENS,
-            build=partial(
-                images.empty_as_trained,
-                FluxTransformer2DModel,
-                {**config, **{other: int(other == key) for other in layers.values()}},
-                dtype,
-            ),
-            x=x,
-            run=lambda model: model(**asked, return_dict=False)[0],
-            blocks=attrgetter(name),
-            block_inputs=(hidden, context),
-            block_shared=(embedding, *rotary),
-            run_block=lambda block: list(block(hidden, context, embedding, tuple(rotary))),
-        )
-        for name, key in layers.items()
-        if config[key]
-    )
-
-
 FLUX = Kind(
     published="FLUX.1",
     pipeline="FluxPipeline",
@@ -116,7 +77,6 @@ FLUX = Kind(
     encode=_encode,
     ask=_ask,
     answer=unpack,
-    network_on_meta=_network_on_meta,
     told_on_meta=_told_on_meta,
 )  # fmt: skip
 

@@ -6,7 +6,6 @@ patches of 128 channels. Its conditioning: text (B, 512, 3 d), three of the enco
 
 from collections.abc import Mapping
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from transformers import Qwen3ForCausalLM
 
 from rewardfl.backbones import images
 from rewardfl.backbones.flux import pack, unpack
-from rewardfl.backbones.images import EXPERT, PATCH, Configs, Kind
-from rewardfl.backbones.seam import Conditioning, ExpertOnMeta, Shape
+from rewardfl.backbones.images import PATCH, Configs, Kind
+from rewardfl.backbones.seam import Conditioning
 
 TOKENS, LAYERS = 512, (9, 18, 27)  # the length that diffusers' pipeline pads prompts to; of the text encoder
 
@@ -69,54 +68,6 @@ def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Condit
     return {"text": torch.cat([hidden[layer] for layer in LAYERS], -1)}
 
 
-def _network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tuple[ExpertOnMeta, ...]:
-    """Two kinds of blocks: of two streams, and of one. What modulates them is shared by all blocks of a kind."""
-    config = configs[EXPERT]
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    tokens = shape[2] // PATCH * (shape[3] // PATCH)
-    empty = partial(torch.empty, dtype=dtype, device="meta")
-    x, time = empty(1, shape[0], *shape[2:], requires_grad=True), torch.empty(1, device="meta")
-    told = {"text": empty(1, TOKENS, config["joint_attention_dim"])}
-    asked = _ask(x, time, told, 1.0 if config["guidance_embeds"] else None)
-    hidden, context, both = (empty(1, n, width, requires_grad=True) for n in (tokens, TOKENS, TOKENS + tokens))
-    of_image, of_text, of_both = (empty(1, n * width) for n in (6, 6, 3))
-    rotary = tuple(torch.empty(TOKENS + tokens, config["attention_head_dim"], device="meta") for _ in range(2))
-    kinds = {
-        "num_layers": (
-            "transformer_blocks",
-            (hidden, context),
-            (of_image, of_text),
-            lambda block: list(block(hidden, context, of_image, of_text, rotary)),
-        ),
-        "num_single_layers": (
-            "single_transformer_blocks",
-            (both,),
-            (of_both,),
-            lambda block: [block(both, None, of_both, rotary)],
-        ),
-    }
-    return tuple(
-        ExpertOnMeta(
-            count=config[key],
-            tokens=tokens + TOKENS,
-            build=partial(
-                images.empty_as_trained,
-                Flux2Transformer2DModel,
-                {**config, **{other: int(other == key) for other in kinds}},
-                dtype,
-            ),
-            x=x,
-            run=lambda model: model(**asked, return_dict=False)[0],
-            blocks=attrgetter(name),
-            block_inputs=inputs,
-            block_shared=(*shared, *rotary),
-            run_block=run,
-        )
-        for key, (name, inputs, shared, run) in kinds.items()
-        if config[key]
-    )
-
-
 FLUX2_KLEIN = Kind(
     published="FLUX.2 klein",
     pipeline="Flux2KleinPipeline",
@@ -134,7 +85,6 @@ FLUX2_KLEIN = Kind(
     vae=AutoencoderKLFlux2,
     decode=_decode,
     mu=_mu,
-    network_on_meta=_network_on_meta,
     told_on_meta=_told_on_meta,
 )  # fmt: skip
 

@@ -5,6 +5,7 @@ An image is a video of one frame: latents (B, C, 1, h, w), pixels (B, 3, 1, H, W
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -78,8 +79,8 @@ class Kind:
     patch: latents on a side of one token. vae: its class; decode: (it, latents as they are sampled) -> pixels, of one
     frame both. sigmas: (steps) -> what the pipeline gives the scheduler, None where that is left to its own; mu:
     (tokens, steps, the scheduler's configuration) -> the logarithm of a shift by size. longest_side: of the images, in
-    pixels, by the configurations, None for any. network_on_meta: (configurations, dtype, shape of the latents);
-    told_on_meta: (configurations, text encoders on the meta device) -> what `encode` would give.
+    pixels, by the configurations, None for any. told_on_meta: (configurations, text encoders on the meta device) ->
+    what `encode` would give, a mask with its numbers. streams: as in ExpertOnMeta.
     """
 
     published: str
@@ -92,7 +93,6 @@ class Kind:
     encode: Callable[[Any, str, torch.device], Conditioning]
     ask: Callable[[Tensor, Tensor, Conditioning, float | None], dict[str, Any]]
     answer: Callable[[Any, Tensor], Tensor]
-    network_on_meta: Callable[[Configs, torch.dtype, Shape], tuple[ExpertOnMeta, ...]]
     told_on_meta: Callable[[Configs, Mapping[str, nn.Module]], Conditioning]
     tokenizers: tuple[str, ...] = ("tokenizer",)
     guide: Callable[[Tensor, Tensor, float], Tensor] = guide_away
@@ -102,6 +102,7 @@ class Kind:
     sigmas: Callable[[int], Sequence[float] | None] = sigmas_to_last
     mu: Callable[[int, int, Mapping[str, Any]], float] = mu_by_tokens
     longest_side: Callable[[Configs], int | None] = lambda configs: None
+    streams: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
 
 
 @dataclass(frozen=True)
@@ -223,13 +224,14 @@ class ImageModel:
                 name: stock.cast(kind(kind.config_class(**self.configs[name])), self.dtype).eval()
                 for name, kind in self.kind.encoders.items()
             }
-        told = {name: torch.empty_like(value) for name, value in self.kind.told_on_meta(self.configs, encoders).items()}
+        with torch.no_grad():
+            told = self.kind.told_on_meta(self.configs, encoders)
         latents = torch.empty(1, *shape, dtype=self.dtype, device="meta", requires_grad=True)
         return OnMeta(
             shape=shape,
             video=(3, num_frames, height, width),
             dtype=self.dtype,
-            experts={EXPERT: self.kind.network_on_meta(self.configs, self.dtype, shape)},
+            experts={EXPERT: self._network_on_meta(latents, told)},
             vae=vae,
             decoder=ChunksOnMeta(vae, 1, lambda _: latents, lambda x, *_: (self.kind.decode(vae, x), []), []),
             image_encoder=None,
@@ -238,6 +240,32 @@ class ImageModel:
             encode_text=lambda: self.kind.told_on_meta(self.configs, encoders),
             conditioning=told,
         )
+
+    def _network_on_meta(self, latents: Tensor, told: Conditioning) -> tuple[ExpertOnMeta, ...]:
+        """Return a network of one block for each kind of blocks: those of one list whose weights have one layout."""
+        flat, time = latents.detach().squeeze(2).requires_grad_(), torch.empty(1, device="meta")
+        guidance = 1.0 if self.configs[EXPERT].get("guidance_embeds") else None
+
+        def run(model: ModelMixin) -> Tensor:
+            asked = self.kind.ask(flat, time, told, guidance)
+            return self.kind.answer(model(**asked, return_dict=False)[0], flat)
+
+        places: dict[tuple, list[int]] = {}
+        for name, blocks in _block_lists(self._empty(), self.block_classes):
+            for i, block in enumerate(blocks):
+                layout = tuple((key, value.shape) for key, value in block.named_parameters())
+                places.setdefault((name, layout), []).append(i)
+        return tuple(
+            ExpertOnMeta(len(found), partial(self._one_block, name, found[0]), flat, run, self.kind.streams)
+            for (name, _), found in places.items()
+        )
+
+    def _one_block(self, name: str, place: int, adapter: Adapter | None) -> ModelMixin:
+        """Return a network of the block at `place` of the list `name` alone, on the meta device."""
+        model = self._empty()
+        for other, blocks in _block_lists(model, self.block_classes):
+            setattr(model, other, nn.ModuleList([blocks[place]] if other == name else []))
+        return on_meta_as_trained(model, self.dtype, adapter)
 
     def text_encoder(self, device: torch.device) -> Callable[[str], Conditioning]:
         pipe = self._pipeline(self._load_encoders()).to(device)
@@ -374,11 +402,13 @@ def empty(transformer: type[Network], config: Mapping[str, Any]) -> Network:
         return transformer.from_config(dict(config))
 
 
-def empty_as_trained(
-    transformer: type[Network], config: Mapping[str, Any], dtype: torch.dtype, adapter: Adapter | None
-) -> Network:
-    """`on_meta_as_trained` of a network of this configuration."""
-    return on_meta_as_trained(empty(transformer, config), dtype, adapter)
+def _block_lists(model: nn.Module, block_classes: Sequence[str]) -> list[tuple[str, nn.ModuleList]]:
+    """Return the lists of blocks, by the network's names of them."""
+    return [
+        (name, module)
+        for name, module in model.named_children()
+        if isinstance(module, nn.ModuleList) and any(type(block).__name__ in block_classes for block in module)
+    ]
 
 
 def on_meta_as_trained(model: Network, dtype: torch.dtype, adapter: Adapter | None) -> Network:

@@ -15,8 +15,8 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rewardfl.backbones import images
 from rewardfl.backbones.flux import pack, unpack
-from rewardfl.backbones.images import EXPERT, PATCH, Configs, Kind
-from rewardfl.backbones.seam import Conditioning, ExpertOnMeta, Shape
+from rewardfl.backbones.images import PATCH, Configs, Kind
+from rewardfl.backbones.seam import Conditioning
 
 TOKENS = 128  # of a prompt, for the estimate alone: prompts are as long as they are
 
@@ -58,37 +58,7 @@ def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Condit
     model: Any = encoders["text_encoder"].model  # its eyes stay closed
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     text = model.language_model(input_ids=ids).last_hidden_state
-    return {"text": text, "mask": torch.ones(1, TOKENS, dtype=torch.long, device="meta")}
-
-
-def _network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tuple[ExpertOnMeta, ...]:
-    config = configs[EXPERT]
-    head, width = config["attention_head_dim"], config["num_attention_heads"] * config["attention_head_dim"]
-    tokens = shape[2] // PATCH * (shape[3] // PATCH)
-    empty = partial(torch.empty, dtype=dtype, device="meta")
-    x, time = empty(1, shape[0], *shape[2:], requires_grad=True), torch.empty(1, device="meta")
-    inputs = {
-        "hidden_states": pack(x),
-        "timestep": time,
-        "encoder_hidden_states": empty(1, TOKENS, config["joint_attention_dim"]),
-        "img_shapes": [[(1, shape[2] // PATCH, shape[3] // PATCH)]],
-    }
-    hidden, context = empty(1, tokens, width, requires_grad=True), empty(1, TOKENS, width, requires_grad=True)
-    embedding = empty(1, width)
-    rotary = [torch.empty(n, head // 2, dtype=torch.complex64, device="meta") for n in (tokens, TOKENS)]
-    return (
-        ExpertOnMeta(
-            count=config["num_layers"],
-            tokens=tokens + TOKENS,
-            build=partial(images.empty_as_trained, QwenImageTransformer2DModel, {**config, "num_layers": 1}, dtype),
-            x=x,
-            run=lambda model: model(**inputs, return_dict=False)[0],
-            blocks=lambda model: model.transformer_blocks,
-            block_inputs=(hidden, context),
-            block_shared=(embedding, *rotary),
-            run_block=lambda block: list(block(hidden, context, None, embedding, tuple(rotary))),
-        ),
-    )
+    return {"text": text, "mask": torch.ones(1, TOKENS, dtype=torch.long)}
 
 
 QWEN_IMAGE = Kind(
@@ -107,7 +77,6 @@ QWEN_IMAGE = Kind(
     guide=_guide,
     vae=AutoencoderKLQwenImage,
     decode=_decode,
-    network_on_meta=_network_on_meta,
     told_on_meta=_told_on_meta,
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
 from rewardfl.backbones import images
 from rewardfl.backbones.images import EXPERT, Configs, Kind
-from rewardfl.backbones.seam import Adapter, Conditioning, ExpertOnMeta, Shape
+from rewardfl.backbones.seam import Conditioning
 
 CLIP_TOKENS, T5_TOKENS = 77, 256  # the lengths that diffusers' pipeline pads prompts to; a tokenizer may allow less
 
@@ -60,45 +60,6 @@ def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Condit
     return {"text": torch.cat([clip, t5], -2), "pooled": torch.cat([one[0] for one in clips], -1)}
 
 
-def _one_block(
-    config: Mapping[str, Any], dtype: torch.dtype, place: int, adapter: Adapter | None
-) -> SD3Transformer2DModel:
-    """A network of the block at `place` alone, on the meta device."""
-    model = images.empty(SD3Transformer2DModel, config)
-    model.transformer_blocks = model.transformer_blocks[place : place + 1]
-    return images.on_meta_as_trained(model, dtype, adapter)
-
-
-def _network_on_meta(configs: Configs, dtype: torch.dtype, shape: Shape) -> tuple[ExpertOnMeta, ...]:
-    """Three kinds of blocks: with a second attention, with one, and the last, which leaves the text behind."""
-    config = configs[EXPERT]
-    width, patch = config["num_attention_heads"] * config["attention_head_dim"], config["patch_size"]
-    tokens, told = shape[2] // patch * (shape[3] // patch), sum(_lengths(configs))
-    empty = partial(torch.empty, dtype=dtype, device="meta")
-    x, time = empty(1, config["in_channels"], *shape[2:], requires_grad=True), torch.empty(1, device="meta")
-    text, pooled = empty(1, told, config["joint_attention_dim"]), empty(1, config["pooled_projection_dim"])
-    hidden, context = empty(1, tokens, width, requires_grad=True), empty(1, told, width, requires_grad=True)
-    embedding = empty(1, width)
-    last = config["num_layers"] - 1
-    dual = [i for i in config.get("dual_attention_layers", ()) if i < last]
-    plain = [i for i in range(last) if i not in dual]
-    return tuple(
-        ExpertOnMeta(
-            count=len(places),
-            tokens=tokens + told,
-            build=partial(_one_block, config, dtype, places[0]),
-            x=x,
-            run=lambda model: model(x, text, pooled, time, return_dict=False)[0],
-            blocks=lambda model: model.transformer_blocks,
-            block_inputs=(hidden, context),
-            block_shared=(embedding,),
-            run_block=lambda block: [one for one in block(hidden, context, embedding) if one is not None],
-        )
-        for places in (dual, plain, [last])
-        if places
-    )
-
-
 SD3 = Kind(
     published="Stable Diffusion 3",
     pipeline="StableDiffusion3Pipeline",
@@ -119,7 +80,6 @@ SD3 = Kind(
     answer=lambda output, x: output,
     sigmas=lambda steps: None,
     longest_side=_longest_side,
-    network_on_meta=_network_on_meta,
     told_on_meta=_told_on_meta,
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from rewardfl import lora
+from rewardfl.weights.shards import Refused
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of the frozen weights, by config word
 # what the networks are told of a batch, every tensor (B, ...), under names that only the backbone knows
@@ -43,6 +44,14 @@ class Schedule:
     sigmas: Tensor  # (N + 1,) float32, descending; the last is 0
     timesteps: Tensor  # (N,) float32, what the experts are told: 1000 * sigma
     experts: tuple[str, ...]  # (N,) the name of the one that answers
+
+    def __post_init__(self):
+        if not bool(self.sigmas.isfinite().all() and (self.sigmas.diff() < 0).all()):
+            listed = ", ".join(f"{sigma:g}" for sigma in self.sigmas[:8].tolist())
+            raise Refused(
+                f"sample.num_inference_steps: {len(self)} steps give this model the sigmas {listed}, which must be "
+                "finite and fall from step to step; take another number of steps, or another sample.shift"
+            )
 
     def __len__(self) -> int:
         """The number of steps."""
@@ -125,20 +134,13 @@ class Source:
 
 @dataclass(frozen=True)
 class ExpertOnMeta:
-    """A network of one block on the meta device, and one sample's inputs: what its cost is measured on.
-
-    A network that has several kinds of blocks is one of these for each kind.
-    """
+    """A network of one block on the meta device. A network that has several kinds of blocks is one for each kind."""
 
     count: int  # how many blocks of this kind the whole network has
-    tokens: int
     build: Callable[[Adapter | None], ModelMixin]  # the network of one block, frozen but for the adapter
-    x: Tensor  # the latents that go in; requires a gradient
-    run: Callable[[ModelMixin], Tensor]
-    blocks: Callable[[ModelMixin], nn.ModuleList]
-    block_inputs: tuple[Tensor, ...]  # which require a gradient; what checkpointing keeps of a block
-    block_shared: tuple[Tensor, ...]  # what all blocks get
-    run_block: Callable[[nn.Module], list[Tensor]]
+    x: Tensor  # one sample's latents; requires a gradient
+    run: Callable[[ModelMixin], Tensor]  # the network's answer to x
+    streams: tuple[str, ...]  # a block's arguments that a gradient goes back through, and checkpointing keeps
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from rewardfl.config.schema import (
     MARKS,
     OWN_METRICS,
     SECTIONS,
-    SWAPPED,
     TRAINABLE,
     Alike,
     AnyConfig,

@@ -100,6 +100,10 @@ _not_tiny = _must_be("0 or at least 1e-12", lambda value: not 0 < value < 1e-12)
 Positive = Annotated[Number, Field(gt=0, le=1e12), _not_tiny]
 NonNegative = Annotated[Number, Field(ge=0, le=1e12), _not_tiny]
 Share = Annotated[Number, Field(ge=0, le=1)]
+FrameRate = Annotated[Number, Field(ge=0.1, le=1_000)]
+# of scores: beyond these, weight * (score - mean) / std would be a constant
+Mean = Annotated[Number, Field(ge=-1e6, le=1e6)]
+Deviation = Annotated[Number, Field(ge=1e-6, le=1e6)]
 PlainText = Annotated[str, _must_be("free of control characters", _is_plain)]
 Line = Annotated[PlainText, _must_be("a text of one line", lambda text: "\n" not in text and "\t" not in text)]
 Text = Annotated[Line, _must_be("a text that is not empty", lambda text: text.strip() != "")]
@@ -133,7 +137,6 @@ def _names(text: str) -> list[str]:
 
 
 TRAINABLE = ("dit", "dit2")  # a model's experts in the order in which they answer; a model with one has the first
-SWAPPED = ("cpu_swap", "cpu_swap_int8")  # an expert's places in host memory
 TORCHS_ATTENTION = ("native", "_native_cudnn", "_native_efficient", "_native_flash")  # diffusers' names
 COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0}
 # reward/<name> of the scripts themselves, and of face_identity's parts where alarms and documents mean those
@@ -164,9 +167,9 @@ class RunConfig(Section):
     log_with: Free[Literal["tensorboard", "wandb", "none"]] = "tensorboard"
     # How many clips of sample videos are written at each save.
     sample_videos: Free[Whole] = 2
-    # Threads per process when there is no GPU; null divides the cores among the processes (accelerate launch
-    # would leave each with one), at most four for each core of the machine. As on another machine, their number changes
-    # the rounding.
+    # Threads per process when there is no GPU. null divides the usable cores (at most the container's CPU quota) among
+    # the processes; accelerate launch would leave each with one. At most four for each usable core. As on another
+    # machine, their number changes the rounding.
     cpu_threads: Free[Count | None] = None
 
     def conflicts(self) -> Iterator[str]:
@@ -236,29 +239,25 @@ class SharedExpertsConfig(Section):
 
     # Where the frozen weights of the trained expert live. gpu: on the GPU. cpu_swap: in host memory; its blocks' are
     # copied to the GPU one ahead of their turn, in the forward pass and back (needs train.use_gradient_checkpointing,
-    # and each process with all of the model: not FSDP2 and not ZeRO-2). cpu_swap_int8: the same in half the memory,
-    # their matrices in 8 bits: another base, by how much the run says at its start.
-    trained: Annotated[Literal["gpu", "cpu_swap", "cpu_swap_int8"], Alike(("gpu", "cpu_swap"))] = "gpu"
+    # and each process with all of the model: not FSDP2 and not ZeRO-2). Each process has a copy of its own.
+    trained: Annotated[Literal["gpu", "cpu_swap"], Alike(("gpu", "cpu_swap"))] = "gpu"
 
 
 class ExpertsConfig(SharedExpertsConfig):
     """Section `experts` of train_reward_fl.py."""
 
     # Where the expert that is not trained lives. gpu: beside the trained one. cpu_swap: in host memory, its
-    # blocks are copied to the GPU one ahead of their turn. cpu_swap_int8: there, their matrices rounded to 8 bits with
-    # a scale for each row. fp8: on the GPU in 8 bits, half the size, its weights rounded by about 3 %. boundary_cache:
-    # nowhere while training; the latents that it hands over at the boundary are computed once per clip and noise, and
-    # read from the cache (needs sample.noises_per_sample: n).
-    untrained: Annotated[
-        Literal["gpu", "cpu_swap", "cpu_swap_int8", "fp8", "boundary_cache"], Alike(("gpu", "cpu_swap"))
-    ] = "gpu"
+    # blocks are copied to the GPU one ahead of their turn. fp8: on the GPU in 8 bits, half the size, its weights are
+    # rounded by about 3 %. boundary_cache: nowhere while training; the latents that it hands over at the boundary are
+    # computed once per clip and noise, and read from the cache (needs sample.noises_per_sample: n).
+    untrained: Annotated[Literal["gpu", "cpu_swap", "fp8", "boundary_cache"], Alike(("gpu", "cpu_swap"))] = "gpu"
 
 
 class GrpoExpertsConfig(SharedExpertsConfig):
     """Section `experts` of train_flow_grpo.py: every rollout starts from new noise, so no boundary could be cached."""
 
     # As in ExpertsConfig.
-    untrained: Annotated[Literal["gpu", "cpu_swap", "cpu_swap_int8", "fp8"], Alike(("gpu", "cpu_swap"))] = "gpu"
+    untrained: Annotated[Literal["gpu", "cpu_swap", "fp8"], Alike(("gpu", "cpu_swap"))] = "gpu"
 
 
 class LoraConfig(Section):
@@ -298,13 +297,17 @@ class DataConfig(Section):
     num_frames: Annotated[int, Field(ge=1, le=10_000)] = 81
     # Frames taken per second of a clip, by their times (Wan was trained at 16); clips that have fewer are refused.
     # null: the frames as they are stored, whatever their rate.
-    fps: Annotated[Number, Field(ge=0.1, le=1_000)] | None = None
+    fps: FrameRate | None = None
     # Folder for what is computed once per clip: text embeddings, image latents, face pools, boundary latents. null:
     # <run.output_dir>/cache. Runs may share one; all processes must see the same.
     cache_dir: Free[PathText | None] = None
     # Leave out rows that cannot be used (and say which) instead of stopping with a list of them; of a clip whose cache
     # entries are lost during the run, train on the next one instead, and count it (data/replaced).
     skip_bad_rows: Free[bool] = False
+
+    def conflicts(self) -> Iterator[str]:
+        if self.num_frames == 1 and self.fps is not None:
+            yield f"data.fps is for videos, got {self.fps:g} with data.num_frames 1; remove it"
 
 
 class SharedSampleConfig(Section):
@@ -413,8 +416,8 @@ class TermConfig(GrpoTermConfig):
     """One of `reward.others` of train_reward_fl.py."""
 
     # What is trained is weight * (score - mean) / std.
-    mean: Number = 0.0
-    std: Positive = 1.0
+    mean: Mean = 0.0
+    std: Deviation = 1.0
 
 
 class SharedRewardConfig(Section):
@@ -441,9 +444,9 @@ class SharedRewardConfig(Section):
     # trained on, is nobody's; a clip without a larger one is of no use. Generated faces may have any size.
     min_face_size: NonNegative = 0.0
     # Side in pixels of the square that frames are fitted into for face detection.
-    det_size: Annotated[int, Field(ge=1, le=4_096)] = 640
+    det_size: Annotated[int, Field(ge=32, le=4_096, multiple_of=32)] = 640
     # Likeness above the cap is not paid for. self_similarity: the real clip's own mean pairwise likeness.
-    cap: IfNamed[Literal["self_similarity", "none"] | Number] = "self_similarity"
+    cap: IfNamed[Literal["self_similarity", "none"] | Annotated[Number, Field(gt=0, le=1)]] = "self_similarity"
     # Faces embedded at a time; a smaller number takes less memory, and rounds otherwise.
     recogniser_chunk: IfNamed[Count] = 8
     # A warning is logged when the mean motion, as a ratio to the real clip's, falls below this, or the judge's flow,
@@ -478,8 +481,8 @@ class RewardConfig(SharedRewardConfig):
     # loss = -reward_weight * (reward - reward_mean) / reward_std + kl_weight * KL. The mean and std are those
     # of the untrained model's reward, so that reward_weight means the same for every recogniser.
     reward_weight: IfNamed[NonNegative] = 0.1
-    reward_mean: IfNamed[Number] = 0.54
-    reward_std: IfNamed[Positive] = 0.16
+    reward_mean: IfNamed[Mean] = 0.54
+    reward_std: IfNamed[Deviation] = 0.16
     # Weight of the reward face_motion beside face_identity, by the same pack, det_size and recogniser_chunk, with its
     # own settings at their defaults: at most the real clip's landmark motion is paid, with a gradient. 0: no such term.
     motion_weight: IfNamed[NonNegative] = 0.0
@@ -586,8 +589,6 @@ class GrpoTrainConfig(Section):
     # The experts' blocks are compiled by torch at their first call: fewer and larger kernels, which round otherwise.
     # Minutes at the start, and again for clips of another size. Not with keep_attention or fp8, FSDP2 or ZeRO-2.
     compile_blocks: bool = False
-    # AdamW's two moments: gpu, or cpu: in host memory, from where they come a few at a time (1.2 GB at rank 32).
-    moments_on: Free[Literal["gpu", "cpu"]] = "gpu"
     # Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
     max_nonfinite: Free[Whole] = 3
     # When the held-out judge ends the run, with exit code 0 and a checkpoint; null: never. Flow-GRPO asks at the end of
@@ -814,6 +815,9 @@ MARKS: dict[str, list[object]] = {
 
 def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     yield from _resume_conflicts(cfg)
+    widest = cfg.data.width if cfg.data.max_pixels is None else cfg.data.max_pixels // 16
+    if cfg.reward.min_face_size > widest:
+        yield f"reward.min_face_size {cfg.reward.min_face_size:g} is wider than a frame ({widest}), so no face counts"
     if cfg.train.early_stop is not None and cfg.reward.held_out_model_path is None:
         yield (
             "train.early_stop is the held-out judge's, and reward.held_out_model_path is null; name the judge's face "
@@ -831,9 +835,9 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
             f"train.keep_attention knows torch's kernels, and model.attention_backend is {backend}; set it to one of "
             f"{', '.join(TORCHS_ATTENTION)}, or keep_attention: false"
         )
-    if cfg.experts.trained in SWAPPED and not cfg.train.use_gradient_checkpointing:
+    if cfg.experts.trained == "cpu_swap" and not cfg.train.use_gradient_checkpointing:
         yield (
-            f"experts.trained {cfg.experts.trained} needs train.use_gradient_checkpointing: true, it is false: without "
+            "experts.trained cpu_swap needs train.use_gradient_checkpointing: true, it is false: without "
             "it every block's weights would have to stay for the backward pass"
         )
     untrained = cfg.experts.untrained
@@ -842,11 +846,10 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     if untrained == "fp8" and cfg.train.compile_blocks:
         yield (
             "train.compile_blocks does not go with experts.untrained fp8, whose weights change their dtype around each "
-            "layer; set experts.untrained: cpu_swap_int8, or compile_blocks: false"
+            "layer; set experts.untrained: cpu_swap, or compile_blocks: false"
         )
-    for key, where in (("experts.trained", cfg.experts.trained), ("experts.untrained", untrained)):
-        if where in ("fp8", "cpu_swap_int8") and cfg.model.distill_lora_mode == "adapter":
-            yield f"{key} {where} takes no distillation's adapter; set model.distill_lora_mode: fuse"
+    if untrained == "fp8" and cfg.model.distill_lora_mode == "adapter":
+        yield "experts.untrained fp8 takes no distillation's adapter; set model.distill_lora_mode: fuse"
 
 
 def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:

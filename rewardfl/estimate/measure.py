@@ -7,12 +7,14 @@ and FLOPs are plain integers.
 The meta device takes torch's composite rms_norm, which keeps more for the backward pass than the GPU's fused one.
 """
 
+import inspect
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +29,6 @@ from rewardfl.backbones.seam import Adapter, Caches, ChunksOnMeta, ExpertOnMeta
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.view import View
 from rewardfl.run.work import TracedDetector, Video
-from rewardfl.swap import laid_out
-
-# ------------------------------------------------------------------------------------------------------------
-# Measuring
 
 
 class _Flash(TorchFunctionMode):
@@ -43,63 +41,6 @@ class _Flash(TorchFunctionMode):
         query, key, value = args or (kwargs["query"], kwargs["key"], kwargs["value"])
         # the CPU's fused kernel keeps what the GPU's keep (q, k, v, out, logsumexp) and runs on meta and CPU alike
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
-
-
-class _SelfAttention(TorchDispatchMode):
-    """Sums up what self-attention takes: FLOPs, and the bytes that train.keep_attention keeps of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.flops = self.kept = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if is_self_attention(func, args):
-            self.flops += sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
-            self.kept += nbytes(out)
-        return out
-
-
-class _Layouts(TorchDispatchMode):
-    """Answers an operator on the meta device that it has seen before by an empty tensor of the same layout.
-
-    torch works layouts out in Python, and a decoder's chunks, and what is computed again, ask for the same ones: this
-    halves the time of `measure`. Operators that change or share the memory of what they are given always run.
-    """
-
-    known: ClassVar[dict[Hashable, tuple[torch.Size, tuple[int, ...], torch.dtype] | None]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if not _makes_one_tensor(func):
-            return func(*args, **kwargs)
-        key = (func, _layout(args), _layout(tuple(kwargs.items())))
-        if (layout := self.known.get(key)) is not None:
-            size, stride, dtype = layout
-            return torch.empty_strided(size, stride, dtype=dtype, device="meta")
-        out = func(*args, **kwargs)
-        if key not in self.known:
-            given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
-            fresh = out.device.type == "meta" and _storage(out) not in given  # _unsafe_view does not say what it shares
-            self.known[key] = (out.shape, out.stride(), out.dtype) if fresh else None
-        return out
-
-
-@cache
-def _makes_one_tensor(func: torch._ops.OpOverload) -> bool:
-    """By its schema, which says what of its arguments it changes or gives back."""
-    returns = func._schema.returns
-    changes = any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments)
-    return len(returns) == 1 and str(returns[0].type) == "Tensor" and returns[0].alias_info is None and not changes
-
-
-def _layout(value: Any) -> Hashable:
-    """All of an argument that the layout of an answer depends on."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, list | tuple):
-        return tuple(map(_layout, value))
-    return type(value), value
 
 
 class Living(TorchDispatchMode):
@@ -151,67 +92,71 @@ FORMULAS = flop_registry | {operator: shape_wrapper(formula) for operator, formu
 class Flops(TorchDispatchMode):
     """Adds up the FLOPs of matrix products, convolutions and attentions, by torch's formulas.
 
-    torch's own counter also tells modules apart, by hooks that keep alive what a checkpoint computes again.
+    attention, kept: FLOPs of self-attention's forward passes alone, and the bytes that train.keep_attention keeps of
+    them. torch's own counter has hooks that keep alive what a checkpoint computes again.
     """
 
     def __init__(self):
         super().__init__()
-        self.total = 0
+        self.total = self.attention = self.kept = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in FORMULAS:
-            self.total += FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+            amount = FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+            self.total += amount
+            if is_self_attention(func, args):
+                self.attention += amount
+                self.kept += nbytes(out)
         return out
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What running something once takes. Bytes and FLOPs."""
+    """Bytes and FLOPs of running something once."""
 
     peak: int  # the most that lived at once
     forward: int
     backward: int = 0
-
-
-def saved_by(forward: Callable[[], object], given: Iterable[Tensor]) -> int:
-    """Bytes that a graph through `forward()` keeps for the backward pass, each storage once, `given` ones not."""
-    known, saved = {_storage(tensor) for tensor in given}, {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in known:
-            saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor  # kept alive by the graph, so that no address is used twice
-
-    with _Flash(), _Layouts(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        graph = forward()
-    del graph  # it had to be alive until all was counted
-    return sum(saved.values())
+    attention: int = 0  # self-attention's part of `forward`
+    attention_kept: int = 0  # bytes of what train.keep_attention keeps
+    saved: int = 0  # bytes that the graph keeps for the backward pass
 
 
 def with_graph(
     forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor], given: Iterable[Tensor], keep: bool = True
 ) -> Cost:
-    """The cost of the tensors `forward()` and of their gradients, which the leaves are left with.
+    """Return the cost of the tensors `forward()` and of their gradients, which the leaves are left with.
 
-    given: bytes that are not counted in the peak. leaves: those that require a gradient, not counted either. keep:
-    whether the values of what `forward` gives live through the backward pass.
+    given: bytes that are not counted. leaves: those that require a gradient, not counted in the peak. keep: whether the
+    values of what `forward` gives live through the backward pass.
     """
-    with _Flash(), _Layouts(), Flops() as flops, Living([*given, *leaves]) as living:
-        outputs = forward()
-        there = flops.total
+    given, saved = list(given), dict[int, int]()
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor  # kept alive by the graph, so that no address is used twice
+
+    with _Flash(), Flops() as flops, Living([*given, *leaves]) as living:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            outputs = forward()
+        there, known = flops.total, {_storage(tensor) for tensor in given}
         edges, cotangents = [get_gradient_edge(one) for one in outputs], [torch.empty_like(one) for one in outputs]
         if not keep:
             del outputs
         torch.autograd.backward(edges, cotangents)
-    return Cost(living.peak, there, flops.total - there)
+    kept = sum(size for storage, size in saved.items() if storage not in known)
+    return Cost(peak=living.peak, forward=there, backward=flops.total - there, saved=kept)
 
 
 def without_graph(run: Callable[[], Any], given: Iterable[Tensor]) -> Cost:
     """The cost of `run()` without gradients; given: bytes that are not counted."""
-    with torch.no_grad(), _Flash(), _Layouts(), Flops() as flops, Living(given) as living:
+    with torch.no_grad(), _Flash(), Flops() as flops, Living(given) as living:
         run()
-    return Cost(living.peak, flops.total)
+    return Cost(peak=living.peak, forward=flops.total, attention=flops.attention, attention_kept=flops.kept)
+
+
+FULL_CACHES = 3  # from the third chunk on a VAE's caches have two frames, and nothing changes any more
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -227,21 +172,15 @@ def detector_graph(traced: TracedDetector, height: int, width: int) -> int:
     return with_graph(lambda: [detector.rows(frames, view)[0]], [frames], detector.buffers()).peak
 
 
-# ------------------------------------------------------------------------------------------------------------
-# What the model's parts cost
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExpertCost:
     """One expert and one video. Bytes of weights; of activations, of its largest block and of all; FLOPs of all."""
 
-    layers: int
     tokens: int
     weights: int
     block_weights: int
     other_weights: int
     weights_fp8: int  # of the whole expert under diffusers' layerwise casting
-    blocks_int8: int  # of all blocks as rewardfl.swap stores them in 8 bits
     adapter_parameters: int  # a number
     block_input: int
     stored: int  # what checkpointing stores of one forward pass: every block's input
@@ -257,31 +196,10 @@ class ExpertCost:
 
 
 @dataclass(frozen=True)
-class BlockCost:
-    """One block, of which the network has `count`; as in ExpertCost. given: bytes of its input."""
-
-    count: int
-    weights: int
-    other_weights: int
-    weights_fp8: int
-    other_fp8: int
-    weights_int8: int
-    adapter_parameters: int
-    given: int
-    saved: int
-    graph: Cost
-    adapted: Cost  # without a graph
-    frozen: Cost  # without adapter and graph
-    attention: int  # as in ExpertCost
-    attention_kept: int
-
-
-@dataclass(frozen=True)
 class ChunkCost:
-    """One latent frame's pass through the VAE's decoder. Bytes and FLOPs."""
+    """One chunk's pass through a half of the VAE: a latent frame of its decoder. Bytes and FLOPs."""
 
     caches_in: int
-    saved: int  # for the backward pass, by plain autograd
     peak: int  # without a graph; the caches that go in are not counted, those that come out are
     peak_vjp: int  # forward, backward and the cotangents, as training has it; the caches that go in are not counted
     forward: int
@@ -306,123 +224,119 @@ class Costs:
     cached: Mapping[str, int]  # bytes of one sample's conditioning, by its parts
 
 
-def measure_expert(kinds: Sequence[ExpertOnMeta], dtype: torch.dtype, adapter: Adapter | None) -> ExpertCost:
-    """One network's cost, from one of each kind of its blocks; dtype: of its frozen weights. Without an adapter it is
-    that of the bare network."""
-    first, blocks = kinds[0], [_measure_block(kind, dtype, adapter) for kind in kinds]
-    model, bare = first.build(adapter), first.build(None)
+def measure_expert(
+    kinds: Sequence[ExpertOnMeta], dtype: torch.dtype, block_classes: Sequence[str], adapter: Adapter | None
+) -> ExpertCost:
+    """Return one network's cost, from one of each kind of its blocks. dtype: of its frozen weights."""
+    blocks = [_measure_block(kind, dtype, block_classes, adapter) for kind in kinds]
+    outside, largest = blocks[0][2], Counter[str]()
+    sums = Counter(outside)
+    for kind, (of_all, of_one, _) in zip(kinds, blocks, strict=True):
+        sums.update({name: kind.count * amount for name, amount in of_all.items()})
+        largest |= of_one
+    return ExpertCost(other_weights=outside["weights"], **sums, **largest)
+
+
+def _measure_block(
+    kind: ExpertOnMeta, dtype: torch.dtype, block_classes: Sequence[str], adapter: Adapter | None
+) -> tuple[dict[str, int], Counter[str], dict[str, int]]:
+    """Return fields of ExpertCost: what all blocks add up, what the largest has, what is outside of the blocks."""
+    model, bare, fp8 = kind.build(adapter), kind.build(None), kind.build(None)
+    fp8.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
+    block, bare_block, fp8_block = (
+        next(module for module in network.modules() if type(module).__name__ in block_classes)
+        for network in (model, bare, fp8)
+    )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    whole = with_graph(lambda: [first.run(model)], [first.x, *trained], model.parameters())
-    frozen_whole = without_graph(lambda: first.run(bare), bare.parameters())
+    given, inputs = block_arguments(kind, bare, bare_block)
+    shared = [one for one in _tensors(tree_leaves(given)) if not one.requires_grad]
 
-    def total(of: Callable[[BlockCost], int]) -> int:
-        return sum(block.count * of(block) for block in blocks)
+    def run(block: nn.Module) -> list[Tensor]:
+        return _tensors(tree_leaves(block(**given)))
 
-    def largest(of: Callable[[BlockCost], int]) -> int:
-        return max(map(of, blocks))
-
-    return ExpertCost(
-        layers=total(lambda block: 1),
-        tokens=first.tokens,
-        weights=total(lambda block: block.weights) + blocks[0].other_weights,
-        block_weights=largest(lambda block: block.weights),
-        other_weights=blocks[0].other_weights,
-        weights_fp8=total(lambda block: block.weights_fp8) + blocks[0].other_fp8,
-        blocks_int8=total(lambda block: block.weights_int8),
-        adapter_parameters=total(lambda block: block.adapter_parameters),
-        block_input=largest(lambda block: block.given),
-        stored=total(lambda block: block.given),
-        attention_kept=total(lambda block: block.attention_kept),
-        saved=total(lambda block: block.saved),
-        block_saved=largest(lambda block: block.saved),
-        block_peak=largest(lambda block: block.graph.peak),
-        block_peak_frozen=largest(lambda block: block.adapted.peak),
-        forward=whole.forward - blocks[0].graph.forward + total(lambda block: block.graph.forward),
-        forward_frozen=frozen_whole.forward - blocks[0].frozen.forward + total(lambda block: block.frozen.forward),
-        backward=whole.backward - blocks[0].graph.backward + total(lambda block: block.graph.backward),
-        attention=total(lambda block: block.attention),
+    graph = with_graph(lambda: run(block), [*inputs, *trained], [*model.parameters(), *shared])
+    adapted = without_graph(lambda: run(block), [*model.parameters(), *inputs, *shared])
+    frozen = without_graph(lambda: run(bare_block), [*bare.parameters(), *inputs, *shared])
+    network = with_graph(lambda: [kind.run(model)], [kind.x, *trained], model.parameters())
+    network_frozen = without_graph(lambda: kind.run(bare), bare.parameters())
+    of_all = {
+        "weights": nbytes(bare_block.parameters()),
+        "weights_fp8": nbytes(fp8_block.parameters()),
+        "adapter_parameters": sum(parameter.numel() for parameter in trained),
+        "stored": nbytes(inputs),
+        "attention_kept": frozen.attention_kept,
+        "saved": graph.saved,
+        "forward": graph.forward,
+        "forward_frozen": frozen.forward,
+        "backward": graph.backward,
+        "attention": frozen.attention,
+    }
+    of_one = Counter(
+        tokens=sum(one.shape[1] for one in inputs),
+        block_weights=of_all["weights"],
+        block_input=nbytes(inputs),
+        block_saved=graph.saved,
+        block_peak=graph.peak,
+        block_peak_frozen=adapted.peak,
     )
+    outside = {
+        "weights": nbytes([*bare.parameters(), *bare.buffers()]) - of_all["weights"],
+        "weights_fp8": nbytes([*fp8.parameters(), *fp8.buffers()]) - of_all["weights_fp8"],
+        "forward": network.forward - graph.forward,
+        "forward_frozen": network_frozen.forward - frozen.forward,
+        "backward": network.backward - graph.backward,
+    }
+    return of_all, of_one, outside
 
 
-def _measure_block(kind: ExpertOnMeta, dtype: torch.dtype, adapter: Adapter | None) -> BlockCost:
-    model, bare = kind.build(adapter), kind.build(None)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    (model_block,), (bare_block,) = kind.blocks(model), kind.blocks(bare)
-    given = [*model.parameters(), *kind.block_shared]
-    saved = saved_by(partial(kind.run_block, model_block), given)
-    graph = with_graph(partial(kind.run_block, model_block), [*kind.block_inputs, *trained], given)
-    frozen, adapted = (
-        without_graph(partial(kind.run_block, one), [*of.parameters(), *kind.block_inputs, *kind.block_shared])
-        for one, of in ((bare_block, bare), (model_block, model))
-    )
-    with torch.no_grad(), _Flash(), _SelfAttention() as attention:
-        kind.run_block(bare_block)
-    weights, other_weights = _weights(bare, bare_block)
-    _, weights_int8 = laid_out(bare_block, in_8_bits=True)
-    bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
-    weights_fp8, other_fp8 = _weights(bare, bare_block)
-    return BlockCost(
-        count=kind.count,
-        weights=weights,
-        other_weights=other_weights,
-        weights_fp8=weights_fp8,
-        other_fp8=other_fp8,
-        weights_int8=weights_int8,
-        adapter_parameters=sum(parameter.numel() for parameter in trained),
-        given=nbytes(kind.block_inputs),
-        saved=saved,
-        graph=graph,
-        adapted=adapted,
-        frozen=frozen,
-        attention=attention.flops,
-        attention_kept=attention.kept,
-    )
+def block_arguments(kind: ExpertOnMeta, model: nn.Module, block: nn.Module) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return a block's arguments by name in a pass through the network, and those that a gradient goes back through."""
+    found: dict[str, Any] = {}
+
+    def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        found.update(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+
+    hook = block.register_forward_pre_hook(note, with_kwargs=True)
+    with torch.no_grad():
+        kind.run(model)
+    hook.remove()
+    for name in kind.streams:
+        if found.get(name) is not None:
+            found[name] = torch.empty_like(found[name], requires_grad=True)
+    return found, [found[name] for name in kind.streams if found.get(name) is not None]
 
 
-def _weights(model: nn.Module, block: nn.Module) -> tuple[int, int]:
-    """Bytes of a one-block network's block, and of the rest."""
-    inside = nbytes(block.parameters())
-    return inside, nbytes([*model.parameters(), *model.buffers()]) - inside
+def measure_chunks(chunks: ChunksOnMeta) -> tuple[ChunkCost, ...]:
+    """Return the cost of each chunk; with a backward pass where the input requires a gradient."""
+    caches, costs, weights = chunks.caches, [], list(chunks.module.parameters())
+    for i in range(min(chunks.count, FULL_CACHES)):
+        x, vjp = chunks.chunk(i), Cost(0, 0)
+        start = [c.detach().requires_grad_(x.requires_grad) if isinstance(c, Tensor) else c for c in caches]
+        held, forward = _tensors(start), partial(_run_chunk, chunks, x, start, i == 0)
+        frozen = without_graph(forward, [*weights, x, *held])
+        if x.requires_grad:
+            with chunks.checkpointed():
+                vjp = with_graph(forward, [x, *held], weights, keep=False)
+        costs.append(ChunkCost(nbytes(held), frozen.peak, vjp.peak, frozen.forward, vjp.backward))
+        with torch.no_grad():
+            _, caches = chunks.run(x, caches, i == 0)
+    return tuple(costs + costs[-1:] * (chunks.count - len(costs)))
 
 
-def measure_decoder(decoder: ChunksOnMeta) -> tuple[ChunkCost, ...]:
-    """The cost of each latent frame's chunk."""
-    caches, costs, weights = decoder.caches, [], list(decoder.module.parameters())
-    for i in range(min(decoder.count, 3)):  # the caches have two frames from the third chunk on, nothing changes then
-        x, start = decoder.chunk(i), [c.detach().requires_grad_() if isinstance(c, Tensor) else c for c in caches]
-        held = [c for c in start if isinstance(c, Tensor)]
-
-        def forward(first: bool = i == 0, x: Tensor = x, start: Caches = start) -> list[Tensor]:
-            frames, after = decoder.run(x, start, first)
-            return [frames, *(c for c in after if isinstance(c, Tensor))]
-
-        def go_on(first: bool = i == 0, x: Tensor = x, start: Caches = start) -> Tensor:
-            nonlocal caches
-            frames, caches = decoder.run(x, start, first)
-            return frames
-
-        saved, frozen = saved_by(forward, weights), without_graph(go_on, [*weights, x, *held])
-        with decoder.checkpointed():
-            graph = with_graph(forward, [x, *held], weights, keep=False)
-        costs.append(ChunkCost(nbytes(held), saved, frozen.peak, graph.peak, graph.forward, graph.backward))
-    return tuple(costs + costs[-1:] * (decoder.count - len(costs)))
+def _clip_cost(encoder: ChunksOnMeta, video: Sequence[int]) -> Cost:
+    """Return the cost of encoding a whole clip (3, F, H, W), which is there in float32."""
+    chunks = measure_chunks(encoder)
+    peak = 4 * math.prod(video) + max(chunk.caches_in + chunk.peak for chunk in chunks)
+    return Cost(peak, sum(chunk.forward for chunk in chunks))
 
 
-def measure_encoder(encoder: ChunksOnMeta, video: Sequence[int]) -> Cost:
-    """A whole clip (3, F, H, W), chunk by chunk; the peak has the clip in float32 in it."""
-    caches, costs, weights = encoder.caches, [], list(encoder.module.parameters())
-    for i in range(min(encoder.count, 3)):
-        x, held = encoder.chunk(i), [c for c in caches if isinstance(c, Tensor)]
+def _run_chunk(chunks: ChunksOnMeta, x: Tensor, caches: Caches, first: bool) -> list[Tensor]:
+    values, after = chunks.run(x, caches, first)
+    return [values, *_tensors(after)]
 
-        def forward(first: bool = i == 0, x: Tensor = x, start: Caches = caches) -> Tensor:
-            nonlocal caches
-            latents, caches = encoder.run(x, start, first)
-            return latents
 
-        cost = without_graph(forward, [*weights, x, *held])
-        costs.append(Cost(cost.peak + nbytes(held), cost.forward))
-    costs += costs[-1:] * (encoder.count - len(costs))
-    return Cost(4 * math.prod(video) + max(cost.peak for cost in costs), sum(cost.forward for cost in costs))
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def measure(video: Video) -> Costs:
@@ -431,7 +345,7 @@ def measure(video: Video) -> Costs:
     measured: dict[int, ExpertCost] = {}  # by identity: equal ones are measured once
     for kinds in parts.experts.values():
         if id(kinds) not in measured:
-            measured[id(kinds)] = measure_expert(kinds, parts.dtype, video.adapter)
+            measured[id(kinds)] = measure_expert(kinds, parts.dtype, video.backbone.block_classes, video.adapter)
     text = parts.text_encoder
     return Costs(
         shape=parts.shape,
@@ -442,10 +356,10 @@ def measure(video: Video) -> Costs:
         decoder_weights=nbytes(
             one for name, one in parts.vae.named_parameters() if name.split(".")[0] not in ("encoder", "quant_conv")
         ),
-        chunks=measure_decoder(parts.decoder),
+        chunks=measure_chunks(parts.decoder),
         vision_weights=0 if parts.vision is None else nbytes(parts.vision.parameters()),
         text_weights=nbytes(text.parameters()),
         text=without_graph(parts.encode_text, [*text.parameters(), *text.buffers()]),
-        image=Cost(0, 0) if parts.image_encoder is None else measure_encoder(parts.image_encoder, parts.video),
+        image=_clip_cost(parts.image_encoder, parts.video) if parts.image_encoder else Cost(0, 0),
         cached={name: nbytes([value]) for name, value in parts.conditioning.items()},
     )

@@ -2,56 +2,44 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 
-import torch
-
-from rewardfl.config import SWAPPED
-from rewardfl.estimate.advice import KEEP_ATTENTION, Option, fits, recommend, with_options
+from rewardfl.estimate import needs
+from rewardfl.estimate.advice import Machine, Option, fits, lacking, recommend, with_options
 from rewardfl.estimate.measure import Costs, measure
-from rewardfl.estimate.needs import (
-    RESERVE,
-    SHARED,
-    Memory,
-    checkpoint_bytes,
-    clip_cache_bytes,
-    evaluation_flops,
-    flops,
-    full_graph,
-    memory,
-)
-from rewardfl.run.monitor import total_memory
+from rewardfl.run.job import Job
+from rewardfl.run.monitor import machine_memory, total_memory
 from rewardfl.run.work import Sampling, Work
 
 TFLOPS = 400.0  # TFLOP/s that an H100 reaches in bfloat16, when nothing else is said
 
 
-def estimate(work: Work, gpu_memory: float | None, tflops: float = TFLOPS) -> tuple[str, bool]:
-    """(what the run takes, as text, and whether it fits). gpu_memory: of one GPU, in bytes; anything fits in None."""
+def estimate(work: Work, machine: Machine, tflops: float = TFLOPS) -> tuple[str, bool]:
+    """(what the run takes, as text, and whether it fits)."""
     costs = measure(work.video)
-    sections = [work_table(costs, work, tflops), memory_table(costs, work), disk_table(costs, work)]
-    if gpu_memory is not None:
-        sections.append(verdict(costs, work, gpu_memory))
-    return "\n\n".join("\n".join(lines) for lines in sections), gpu_memory is None or fits(costs, work, gpu_memory)
+    tables = [work_table(costs, work, tflops), memory_lines(needs.memory(costs, work)), disk_table(costs, work)]
+    sections = [*tables, verdict(costs, work, machine)]
+    return "\n\n".join("\n".join(lines) for lines in sections), fits(costs, work, machine)
 
 
-def dry_run(work: Work, device: torch.device, say: Callable[[str], None]) -> int:
-    """Say what the run takes. The exit code: 2 where it does not fit the GPU that is there."""
-    text, enough = estimate(work, total_memory(device))
-    say(text)
+def dry_run(work: Work, job: Job) -> int:
+    """Print what the run takes. Return the exit code: 2 where it does not fit the machine that it is on."""
+    text, enough = estimate(work, Machine(total_memory(job.device), machine_memory(), job.processes_here()))
+    job.say(text)
     return 0 if enough else 2
 
 
 def work_table(costs: Costs, work: Work, tflops: float) -> list[str]:
     """FLOPs by part, and seconds at `tflops` TFLOP/s: of one video, and of parts of the run."""
     tokens, shape = costs.experts[work.trained[0]].tokens, "x".join(map(str, costs.shape))
-    parts = flops(costs, work)
+    parts = needs.flops(costs, work)
     total, second = sum(parts.values()), tflops * 1e12  # FLOPs of a second
     lines = [f"{tokens} tokens, latents {shape}", f"compute, one video         TFLOP   s at {tflops:g} TFLOP/s"]
     for name, amount in (parts | {"total": total}).items():
         digits = f"{amount / 1e12:.0f}" if amount >= 1e14 else f"{amount / 1e12:.3g}"
         lines.append(f"  {name:20s}{digits:>10s}{amount / second:10.3g}")
-    swapped = work.placement in SWAPPED or work.trained_placement in SWAPPED
+    swapped = "cpu_swap" in (work.placement, work.trained_placement)
     if work.offload_inputs or swapped or work.decode_caches == "offload":
         lines.append("  assuming that copies to and from the host are hidden behind computing")
     for span in work.spans:
@@ -64,7 +52,7 @@ def work_table(costs: Costs, work: Work, tflops: float) -> list[str]:
 
 
 def _evaluation_line(costs: Costs, work: Work, evaluation: Sampling, second: float) -> str:
-    one = evaluation_flops(costs, work, evaluation)
+    one = needs.sampled(costs, work, evaluation.passes) + sum(chunk.forward for chunk in costs.chunks)
     if evaluation.videos is None:
         return f"a video of the evaluation ({evaluation.steps} steps): {_spent(1, one, one / second)}"
     times = f"; {evaluation.times} in the run" if evaluation.times else ""
@@ -80,40 +68,20 @@ def _spent(processes: int, amount: float, time: float) -> str:
     return f"{amount / 1e15:.4g} PFLOP, {spent}{hours}"
 
 
-def memory_table(costs: Costs, work: Work) -> list[str]:
-    lines = memory_lines(memory(costs, work))
-    if work.reward_gradient:
-        inputs, decode, chunks = (work.batch * amount for amount in full_graph(costs, work))
-        lines.append(
-            f"plain autograd through {sum(work.replay.values())} steps and the decoder would keep "
-            f"{size(inputs + decode)}: block inputs {size(inputs)}, decoder {size(decode)} ({size(chunks)} "
-            "checkpointed by chunk)"
-        )
-    return lines
-
-
-def memory_lines(needs: Memory) -> list[str]:
-    lines = ["memory of one GPU", _memory_line("resident", sum(needs.resident.values()), _parts(needs.resident))]
-    for phase, parts in needs.phases.items():
-        lines.append(_memory_line(phase, needs.of(phase), f"resident + {_parts(parts)}"))
-    lines.append(_memory_line("encode", sum(needs.encode.values()), f"before the experts: {_parts(needs.encode)}"))
-    phase = max(needs.by_phase, key=needs.by_phase.get)
-    lines.append(
-        _memory_line("peak", needs.peak, f"in {phase}; with {size(RESERVE)} for CUDA, libraries, fragmentation")
-    )
-    own = {name: amount for name, amount in needs.host.items() if name != SHARED}
-    shared = f"; once on each machine: {_parts({SHARED: needs.host[SHARED]})}" if SHARED in needs.host else ""
-    lines.append(f"host memory of one process: {_parts(own) if own else 'nothing'}{shared}")
-    return lines
-
-
-def _memory_line(name: str, amount: float, parts: str) -> str:
-    return f"  {name:11s}{size(amount):>9s}   {parts}"
+def memory_lines(found: needs.Memory) -> list[str]:
+    rows = [("resident", sum(found.resident.values()), _parts(found.resident))]
+    rows += [(phase, found.of(phase), f"resident + {_parts(parts)}") for phase, parts in found.phases.items()]
+    for phase, parts in found.encode.items():
+        rows.append((phase, sum(parts.values()), f"before the experts: {_parts(parts)}"))
+    phase = max(found.by_phase, key=found.by_phase.get)
+    rows.append(("peak", found.peak, f"in {phase}; with {size(needs.RESERVE)} for CUDA, libraries, fragmentation"))
+    rows.append(("host", sum(found.host.values()), f"of each process: {_parts(found.host) or 'nothing'}"))
+    return ["memory of one GPU", *(f"  {name:11s}{size(amount):>9s}   {parts}" for name, amount, parts in rows)]
 
 
 def disk_table(costs: Costs, work: Work) -> list[str]:
-    adapter, state = checkpoint_bytes(costs, work)
-    cache = clip_cache_bytes(costs, work)
+    adapter, state = needs.checkpoint_bytes(costs, work)
+    cache = needs.clip_cache_bytes(costs, work)
     saved = f"  a checkpoint: {size(adapter + state)} (adapter {size(adapter)}, state {size(state)})"
     if work.saves is not None:
         saved += f"; {work.saves} in {work.steps} steps: {size(work.saves * (adapter + state))}"
@@ -123,34 +91,55 @@ def disk_table(costs: Costs, work: Work) -> list[str]:
     return ["disk", saved, cached]
 
 
-def verdict(costs: Costs, work: Work, gpu_memory: float) -> list[str]:
-    """Whether the run fits `gpu_memory` bytes, and what to set when it does not."""
-    need = f"{size(memory(costs, work).peak + RESERVE)} of {size(gpu_memory)}"
-    if fits(costs, work, gpu_memory):
-        return [f"fits: {need}", *_room(costs, work, gpu_memory)]
-    lines, before, base = [f"does not fit: {need}"], work, sum(flops(costs, work).values())
-    for option in recommend(costs, work, gpu_memory):
+def verdict(costs: Costs, work: Work, machine: Machine) -> list[str]:
+    """Whether the run fits the machine, and what to set when it does not."""
+    needed = _needed(needs.memory(costs, work), machine)
+    if fits(costs, work, machine):
+        return [f"fits: {needed}", *_room(costs, work, machine)]
+    lines, before = [f"does not fit: {needed}"], work
+    for option in recommend(costs, work, machine):
         after = with_options(before, [option])
-        saved = memory(costs, before).peak - memory(costs, after).peak
-        share = 100 * (sum(flops(costs, after).values()) - sum(flops(costs, before).values())) / base
-        lines.append(f"  set {_settings(option)} (saves {size(saved)}, {share:+.1f} % time{option.note})")
+        saved = needs.memory(costs, before).peak - needs.memory(costs, after).peak
+        share = _more_time(costs, work, before, after)
+        of_host = _in_host(costs, before, machine) - _in_host(costs, after, machine)
+        saves = f"{size(saved)}" if saved > 0 else f"{size(of_host)} of host memory"
+        lines.append(f"  set {_settings(option)} (saves {saves}, {share}{option.note})")
         before = after
-    closest = memory(costs, before)
-    needs = f"{size(closest.peak + RESERVE)} on the GPU and {size(sum(closest.host.values()))} in the host"
-    if fits(costs, before, gpu_memory):
-        return [*lines, f"  then it takes {needs}"]
-    return [*lines, f"no setting makes it fit; the closest takes {needs}"]
+    closest = f"takes {_needed(needs.memory(costs, before), machine)}"
+    if fits(costs, before, machine):
+        return [*lines, f"  then it {closest}"]
+    if lacking(costs, before, machine)[1]:
+        lines.append("  fewer processes on the machine, or less that waits in host memory, take less of it")
+    return [*lines, f"no setting makes it fit; the closest {closest}"]
 
 
-def _room(costs: Costs, work: Work, gpu_memory: float) -> list[str]:
+def _needed(found: needs.Memory, machine: Machine) -> str:
+    """The bytes that a run takes of what the machine has, in words."""
+    gpu = [] if machine.gpu is None else [f"{size(found.peak + needs.RESERVE)} of {size(machine.gpu)} on the GPU"]
+    host = machine.processes * sum(found.host.values())
+    each = f" for {machine.processes} processes" if machine.processes > 1 else ""
+    known = f" of {size(machine.host)}" if machine.host < math.inf else ""
+    return ", ".join([*gpu, f"{size(host)}{known} in host memory{each}"])
+
+
+def _in_host(costs: Costs, work: Work, machine: Machine) -> int:
+    return machine.processes * sum(needs.memory(costs, work).host.values())
+
+
+def _room(costs: Costs, work: Work, machine: Machine) -> list[str]:
     """What saves time and fits, too."""
-    after = with_options(work, [KEEP_ATTENTION])
-    if not work.checkpointing or work.keeps_graphs or work.keep_attention or not fits(costs, after, gpu_memory):
+    after = replace(work, keep_attention=True)
+    if not work.checkpointing or work.keeps_graphs or work.keep_attention or not fits(costs, after, machine):
         return []
-    more = memory(costs, after).peak - memory(costs, work).peak
-    before = sum(flops(costs, work).values())
-    share = 100 * (sum(flops(costs, after).values()) - before) / before
-    return [f"  there is room for {_settings(KEEP_ATTENTION)} (takes {size(more)} more, {share:+.1f} % time)"]
+    more = size(needs.memory(costs, after).peak - needs.memory(costs, work).peak)
+    share = _more_time(costs, work, work, after)
+    return [f"  there is room for train.keep_attention: true (takes {more} more, {share})"]
+
+
+def _more_time(costs: Costs, work: Work, before: Work, after: Work) -> str:
+    """How many more FLOPs `after` has than `before`, in words, as a share of what `work` has."""
+    base, one, other = (sum(needs.flops(costs, run).values()) for run in (work, before, after))
+    return f"{100 * (other - one) / base:+.1f} % time"
 
 
 def _settings(option: Option) -> str:

@@ -15,13 +15,14 @@ import torch
 import yaml
 
 from rewardfl import data
-from rewardfl.files import printable
+from rewardfl.files import escape_unencodable_output, printable
 from rewardfl.rewards import REWARDS, Reward, build, find_reward
 
 COLUMNS = ("name", "differentiable", "range", "weights", "licence")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    escape_unencodable_output()
     parser = argparse.ArgumentParser(
         prog="python -m rewardfl.rewards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -7,11 +7,9 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor
 
-from rewardfl import offload, swap
+from rewardfl import offload
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import Backbone, Conditioning, Experts, Schedule
-
-IN_8_BITS = {"cpu_swap_int8", "fp8"}  # of the places of an expert
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,14 @@ class Probe:
 
     def exact(self, name: str, load: Callable[[], ModelMixin]) -> Tensor:
         """The velocity of the network that `load` gives, whose blocks come to the device one at a time."""
-        expert = offload.place(load(), "cpu_swap", self.device, self.backbone.block_classes, swap.Passing())
+        expert = offload.place(load(), "cpu_swap", self.device, self.backbone.block_classes)
         return self.velocity(name, expert)
 
-    def note(self, name: str, where: str, expert: ModelMixin, exact: Tensor) -> str:
+    def note(self, name: str, expert: ModelMixin, exact: Tensor) -> str:
         """What is said of the expert as it is placed."""
         step = self.schedule.experts.index(name)
         away = float((self.velocity(name, expert) - exact).norm() / exact.norm())
         return (
-            f"note: with its weights in 8 bits ({where}) the {name} expert's velocity is {away:.2%} away from the "
+            f"note: with its weights in 8 bits (fp8) the {name} expert's velocity is {away:.2%} away from the "
             f"exact one's, in the first clip at step {step}: the run knows another base than the adapter is merged into"
         )

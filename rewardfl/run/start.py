@@ -6,6 +6,7 @@ weight is read.
 
 import argparse
 import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,23 +22,23 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rewardfl import attention, backbones, compiling, data, groups, grpo, lora, offload, sharding, swap
+from rewardfl import attention, backbones, compiling, cpu, data, groups, grpo, lora, offload, sharding
 from rewardfl import config as configuration
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Experts, Source
 from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
-from rewardfl.files import model_digest, printable
-from rewardfl.optim import Average, HostAdamW, learning_rate_factor
+from rewardfl.files import escape_unencodable_output, model_digest, printable
+from rewardfl.optim import Average, learning_rate_factor
 from rewardfl.rewards import FaceIdentityReward, blackbox, registry
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe_packs, file_hashes
 from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.terms import RewardError, Term, try_out
-from rewardfl.run import checkpoint, checks, invariants, monitor, prepare, rounding, trackers, work
+from rewardfl.run import checkpoint, checks, invariants, monitor, prepare, rounding, work
 from rewardfl.run.job import Job, LaunchError
-from rewardfl.run.log import Log
+from rewardfl.run.log import Log, start_tracker
 from rewardfl.run.signals import Interruption
 from rewardfl.weights import lora_files, merge
 from rewardfl.weights.shards import Refused
@@ -62,7 +63,6 @@ REFUSALS = (
     face_parity.FaceParityError,
     LaunchError,
     prepare.CacheError,
-    swap.NotShared,
     grpo.RatioError,
     attention.CannotTrain,
 )
@@ -72,6 +72,7 @@ def main(
     description: str, kind: type[AnyConfig], train: Callable[[Any, bool, Interruption, checkpoint.RunFolder], int]
 ) -> int:
     """A script: its command line, `train`, and the exit code of what it gives or raises."""
+    escape_unencodable_output()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument(
@@ -112,8 +113,8 @@ def model_source(cfg: AnyConfig) -> Source:
 
 def open_model(cfg: AnyConfig) -> Backbone:
     """The model: all of its files are checked by their headers alone, and so is what the run wants of them."""
-    trackers.check_installed(cfg.run.log_with)
-    checks.check_threads(cfg.run.cpu_threads, os.cpu_count())
+    checks.check_tracker(cfg.run.log_with)
+    checks.check_threads(cfg.run.cpu_threads, cpu.usable_cores())
     checks.check_paths(cfg)
     backbone = backbones.open(cfg.model.model_name, model_source(cfg))
     lora.check_targets(work.lora_targets(cfg, backbone), backbone.linear_layers(), backbone.layer_names)
@@ -151,7 +152,7 @@ def check_frames(cfg: AnyConfig, found: Sequence[registry.Chosen]) -> None:
 def open_job(cfg: AnyConfig) -> Job:
     """The run's processes, connected. LaunchError or ConfigError when what runs is not what was asked for."""
     several = len(configuration.trained_positions(cfg)) > 1
-    job = Job(cfg.train.max_grad_norm, unused_parameters=several, cpu_threads=cfg.run.cpu_threads)
+    job = Job(cfg.train.max_grad_norm, several, cfg.run.cpu_threads, cfg.run.log_with, cfg.run.output_dir)
     checks.check_sharding(cfg, job.sharding)
     attention.check_backward(cfg.model.attention_backend, DTYPES[cfg.model.dtype], job.device)
     if cfg.train.compile_blocks:
@@ -178,7 +179,7 @@ def look_at_rows(cfg: AnyConfig, job: Job, backbone: Backbone) -> Rows:
     if isinstance(cfg, configuration.FlowGrpoConfig) and cfg.evaluation.eval_clips:
         others = data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips")
         held_out, more = _look_at(cfg, others, job, backbone)
-        said = said + more
+        said = [*said, *more, *checks.check_held_out(rows, held_out)]
     return Rows(rows, held_out, said)
 
 
@@ -216,6 +217,8 @@ def say_plan(
     notes = [f"note: {note}" for note in backbone.differences(cfg.sample.shift, cfg.sample.guidance_scale)]
     if isinstance(cfg, configuration.RewardFlConfig) and cfg.reward.kl_gradient == "through_trajectory":
         notes.append("note: reward.kl_gradient: through_trajectory is now reference_constant; the old name will go")
+    if cfg.train.warmup_steps > steps:
+        notes.append(f"note: train.warmup_steps {cfg.train.warmup_steps} do not end within the run's {steps} steps")
     overview = work.overview(cfg, backbone, len(rows.train), steps, job.world)
     for line in [*notes, *rows.said, configuration.dump(cfg), rewards, overview]:
         job.say(line)
@@ -252,8 +255,13 @@ def identify(backbone: Backbone) -> dict[str, str]:
     return parts | {"settings": digest(backbone.settings())}
 
 
-def open_run(cfg: AnyConfig, run_folder: checkpoint.RunFolder, job: Job, backbone: Backbone) -> checkpoint.Resumption:
-    """Take the folder: the main process locks it and looks at it, the others do as it says."""
+def open_run(
+    cfg: AnyConfig, run_folder: checkpoint.RunFolder | None, job: Job, backbone: Backbone
+) -> checkpoint.Resumption:
+    """Take the folder: the main process locks it and looks at it, the others do as it says.
+
+    run_folder: None for a dry run, which only looks.
+    """
     base = identify(backbone)
     take = partial(checkpoint.prepare_output_dir, run_folder, configuration.to_dict(cfg), base)
     return replace(job.by_main(take, checkpoint.CheckpointError), base=base)
@@ -293,8 +301,8 @@ def is_finished(cfg: AnyConfig, opened: checkpoint.Resumption, steps: int, job: 
     """Whether the run has all its `steps` already, or train.early_stop has ended it, which is then said."""
 
     def ended() -> str:
-        history = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl").read()
-        return monitor.early_stop([line for line in history if line["step"] <= opened.step], **dict(rule))
+        history = map(json.loads, checkpoint.load_metrics(opened.path).splitlines())
+        return monitor.early_stop(list(history), **dict(rule))
 
     rule = cfg.train.early_stop
     why = "" if rule is None or opened.path is None else job.by_main(ended, checkpoint.CheckpointError)
@@ -322,11 +330,6 @@ def _load_state(
     if folder is None:
         return {}, []
     state = checkpoint.load_state(folder)
-    if "content" not in state or state["step"] != opened.step:
-        raise checkpoint.CheckpointError(
-            f"{folder} was not written by this version of rewardfl; go on with the version that wrote it, or start a "
-            f"new run in another run.output_dir from its adapter: lora.init_from={folder}"
-        )
     for key in sorted(state["content"].keys() | content.keys()):
         old, new = state["content"].get(key, {}), content.get(key, {})
         words = _difference(old, new)
@@ -351,17 +354,10 @@ def _load_state(
 
 def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     """What is different in content, in words; empty when nothing is."""
-    found = {
-        "gone": [name for name in old if name not in new],
-        "new": [name for name in new if name not in old],
-        "of other content": [name for name in old if name in new and old[name] != new[name]],
-    }
-    words = [
-        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-        for what, names in found.items()
-        if names
-    ]
-    return ", ".join(words) or ("in another order" if list(old) != list(new) else "")
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if names:
+        return f"{len(names)} gone, new or of other content ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+    return "in another order" if list(old) != list(new) else ""
 
 
 def _changed_content(folder: Path, key: str, words: str) -> str:
@@ -550,13 +546,11 @@ def load_experts(
 ) -> tuple[Experts, dict[str, nn.Module]]:
     """(all experts in their places, the trained ones by name with their LoRA, where `job.prepare` wants them).
 
-    samples: by one of them it is measured what weights in 8 bits do.
+    samples: by one of them it is measured how far an expert's velocity in fp8 is from the exact one.
     """
     names = work.trained_experts(cfg, backbone.experts)
     outside = [name for name in backbone.experts if name not in names]
     model_of: dict[str, nn.Module | None] = dict.fromkeys(backbone.experts)  # one at a time: the host holds one expert
-    places = {cfg.experts.trained, cfg.experts.untrained}
-    probe = _probe_of(cfg, backbone, job, conditions, samples) if places & rounding.IN_8_BITS else None
 
     def loaded(name: str) -> ModelMixin:
         expert = backbone.load_expert(name)
@@ -566,28 +560,22 @@ def load_experts(
             compiling.compile_blocks(expert, backbone.block_classes)
         return expert
 
-    def placed(name: str, load: Callable[[], ModelMixin], where: str, device: torch.device) -> ModelMixin:
-        # loaded twice then: two in the host at once would take what is to be saved
-        measures = probe is not None and job.main and where in rounding.IN_8_BITS and name in probe.schedule.experts
-        exact = probe.exact(name, load) if measures else None
-        expert = _placed(load, where, device, backbone, job)
-        if exact is not None:
-            job.say(probe.note(name, where, expert, exact))
-        return expert
-
     if cfg.experts.untrained != "boundary_cache":  # which nothing will ask
+        probe = _probe_of(cfg, backbone, job, conditions, samples) if cfg.experts.untrained == "fp8" else None
         for name in outside:
-            model_of[name] = placed(name, partial(loaded, name), cfg.experts.untrained, job.device)
+            measures = probe is not None and job.main and name in probe.schedule.experts
+            # loaded twice then: two in the host at once would take what is to be saved
+            exact = probe.exact(name, partial(loaded, name)) if measures else None
+            expert = offload.place(loaded(name), cfg.experts.untrained, job.device, backbone.block_classes)
+            if exact is not None:
+                job.say(probe.note(name, expert, exact))
+            model_of[name] = expert
     trained, rank, targets = {}, cfg.lora.lora_rank, work.lora_targets(cfg, backbone)
 
-    def adapted(name: str, seed: int) -> ModelMixin:
-        expert = loaded(name)
-        lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, seed)
-        return expert
-
     for i, name in enumerate(names):
-        load = partial(adapted, name, cfg.run.seed + i * SEED_STRIDE)
-        expert = placed(name, load, cfg.experts.trained, job.home)
+        expert = loaded(name)
+        lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed + i * SEED_STRIDE)
+        expert = offload.place(expert, cfg.experts.trained, job.home, backbone.block_classes)
         if cfg.train.use_gradient_checkpointing:
             on_host, keep_attention = cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention
             expert.enable_gradient_checkpointing(offload.checkpointing(job.device, on_host, keep_attention))
@@ -602,32 +590,6 @@ def _probe_of(
     shape = conditions.shape_of(samples[row])
     noise = groups.noise((1, *shape), groups.noise_seed(cfg.run.seed, 0, "8 bits"), torch.device("cpu"))
     return rounding.Probe(backbone, work.schedule_of(cfg, backbone, shape), noise, conditioning, job.device)
-
-
-def _placed(
-    load: Callable[[], ModelMixin], where: str, device: torch.device, backbone: Backbone, job: Job
-) -> ModelMixin:
-    """The expert that `load` gives, where offload.place puts it.
-
-    Weights that wait in host memory are there once for all processes of a machine: the first one's are the others', who
-    load theirs one after the other, compare every bit, and let go of them.
-    """
-
-    def place(room: swap.Room) -> ModelMixin:
-        return offload.place(load(), where, device, backbone.block_classes, room)
-
-    if where not in configuration.SWAPPED or job.world == 1:
-        return place(swap.Room())
-    lender = swap.Lender()
-    if job.rank_here == 0:
-        expert = place(lender)
-    process, files = job.gather_lists([(os.getpid(), list(lender.files))])[job.rank - job.rank_here]
-    for turn in range(1, job.largest(job.rank_here) + 1):
-        if turn == job.rank_here:
-            expert = place(swap.Borrower(process, files))
-        job.wait()
-    lender.close()
-    return expert
 
 
 def fill_adapters(model: Experts, trained: Mapping[str, nn.Module], backbone: Backbone, resumed: ResumedRun) -> None:
@@ -678,8 +640,7 @@ def make_learner(
     """
     train = cfg.train
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    kind = HostAdamW if train.moments_on == "cpu" else torch.optim.AdamW
-    optimizer = kind(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
+    optimizer = torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
     # a plain scheduler: accelerate's steps once per process
     factor = learning_rate_factor(train.lr_scheduler_type, train.warmup_steps, steps)
     scheduler = LambdaLR(optimizer, factor)
@@ -734,19 +695,19 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 # What a run leaves
 
 
-def open_log(
-    cfg: AnyConfig, job: Job, folder: checkpoint.RunFolder, resumed: ResumedRun, steps: int, last_line: int
-) -> Log:
-    """Begin to write: run.json, and metrics.jsonl after step `last_line`. steps: of the whole run."""
-    opened, metrics = resumed.opened, checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
+def open_log(cfg: AnyConfig, job: Job, folder: checkpoint.RunFolder, resumed: ResumedRun, steps: int) -> Log:
+    """Begin to write run.json and metrics.jsonl. steps: of the whole run."""
+    opened = resumed.opened
+    before = "" if opened.path is None else checkpoint.load_metrics(opened.path)
+    metrics = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl", before)
     if opened.path is not None:
         job.say(f"resuming from {opened.path} at step {opened.step}")
     for note in notes_on_changes(cfg.run.resume_with_changes, resumed.changes):
         job.say(note)
 
     def begin() -> None:
-        folder.keep()
-        metrics.cut_back(last_line)
+        folder.check_present()
+        metrics.start()
         packs = {key: files for key, files in resumed.content.items() if key.startswith("reward.")}
         folder.write_run_json(
             {
@@ -762,9 +723,8 @@ def open_log(
         )
 
     job.by_main(begin, checkpoint.CheckpointError)
-    shown_by = cfg.run.log_with if job.main else "none"
-    tracker = trackers.open_tracker(shown_by, cfg.run.output_dir, configuration.flat(cfg), opened.step)
-    return Log(cfg, job, folder, metrics, tracker, steps, resumed.state.get("skipped_in_a_row", 0))
+    start_tracker(cfg, job, opened.step)
+    return Log(cfg, job, folder, metrics, steps, resumed.state.get("skipped_in_a_row", 0))
 
 
 def notes_on_changes(named: Sequence[str], changes: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -809,8 +769,9 @@ def save(
 
     if job.main:
         with checkpoint.tolerant(job.say, state["step"], last=last):
-            log.folder.keep()
-            checkpoint.save_checkpoint(cfg.run.output_dir, state["step"], write, state, score, cfg.run.keep_last)
+            log.folder.check_present()
+            keep_last, lines = cfg.run.keep_last, log.metrics.text
+            checkpoint.save_checkpoint(cfg.run.output_dir, state["step"], write, state, score, keep_last, lines)
 
 
 @torch.no_grad()
@@ -907,11 +868,12 @@ def best_of(cfg: AnyConfig) -> str:
     return f"{best} is {best.resolve().name}" if best.exists() else f"no checkpoint became {best}"
 
 
-def close_run(cfg: AnyConfig, job: Job, log: Log, interruption: Interruption, step: int, stopped: str) -> int:
+def close_run(cfg: AnyConfig, job: Job, interruption: Interruption, step: int, stopped: str) -> int:
     """Close everything after the last step of this process group; the exit code. stopped: by train.early_stop, why."""
-    log.tracker.close()
     job.accelerator.end_training()
     if interruption.number:
+        if cfg.run.sample_videos:
+            job.say(f"note: {interruption.name} came before the sample videos of step {step}, which are left out")
         job.say(f"{interruption.name}: stopped after step {step}; the same command goes on from there")
         return interruption.exit_code
     if stopped:

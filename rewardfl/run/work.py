@@ -5,6 +5,7 @@ what the run takes.
 """
 
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from rewardfl.weights.shards import Refused
 
 SIZES_SAID = 5  # of those that rows have
 EPOCHS = 100  # whose windows stand for the run's, where its length is not known
+WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # by format, of which the first that is there counts
 KINDS = ("flow", "dance", "cps")  # of stochastic steps
 
 # ------------------------------------------------------------------------------------------------------------
@@ -374,7 +376,7 @@ class Work:
     steps: int | None = None  # updates of the run
     saves: int | None = None  # its checkpoints
     clips: int | None = None
-    pack_bytes: int = 0  # of the face networks' weights, where they are on disk
+    reward_bytes: int = 0  # of the reward networks' weights, where they are on disk
     traced: tuple[TracedDetector, ...] = ()  # of them, those that a gradient goes through
     processes: int = 1  # one for each GPU
     sharding: str = "none"  # none, zero2 or fsdp2, over the processes
@@ -385,7 +387,6 @@ class Work:
     checkpointing: bool = True
     offload_inputs: bool = False
     keep_attention: bool = False
-    moments_on: str = "gpu"
     batch: int = 1
     accumulation: int | None = None  # None: an epoch has a fixed number of videos
     decode_caches: str = "keep"
@@ -411,7 +412,7 @@ def work_of(
         untrained=next((name for name in backbone.experts if name not in trained), None),
         steps=steps,
         clips=clips,
-        pack_bytes=_pack_bytes(cfg) + sum(detector.file.stat().st_size for detector in traced),
+        reward_bytes=_reward_bytes(cfg) + sum(detector.file.stat().st_size for detector in traced),
         traced=traced,
         processes=processes,
         sharding=sharding,
@@ -420,7 +421,6 @@ def work_of(
         checkpointing=cfg.train.use_gradient_checkpointing,
         offload_inputs=cfg.train.use_gradient_checkpointing_offload,
         keep_attention=cfg.train.keep_attention,
-        moments_on=cfg.train.moments_on,
         batch=cfg.train.per_device_train_batch_size,
     )
     return _flow_grpo(common, cfg) if isinstance(cfg, FlowGrpoConfig) else _reward_fl(common, cfg)
@@ -545,12 +545,21 @@ def _traced_detectors(cfg: AnyConfig) -> tuple[TracedDetector, ...]:
     return tuple(found)
 
 
-def _pack_bytes(cfg: AnyConfig) -> int:
-    """Bytes of the weights of the packs that face_identity has, as far as they are on disk."""
-    reward = cfg.reward
-    named = (reward.reward_model_path, reward.held_out_model_path, reward.second_model_path)
-    folders = [Path(folder) for folder in named if folder]
-    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*.onnx"))
+def _reward_bytes(cfg: AnyConfig) -> int:
+    """Return the bytes of the weights that the rewards' settings name, as far as they are on disk.
+
+    Without face_motion's, of which only the detector is loaded.
+    """
+    wanted = [one.settings for one in configuration.wanted_rewards(cfg) if one.name != "face_motion"]
+    places = [value for settings in wanted for value in settings.values() if isinstance(value, str)]
+    return sum(_weight_bytes(Path(place)) for place in places if place and os.path.exists(place))
+
+
+def _weight_bytes(place: Path) -> int:
+    """Return the bytes of a file of weights, or of a folder's: of one format, where the same are there in several."""
+    files = [place] if place.is_file() else list(place.rglob("*"))
+    sizes = [sum(file.stat().st_size for file in files if file.suffix in suffixes) for suffixes in WEIGHTS]
+    return next((size for size in sizes if size), 0)
 
 
 # ------------------------------------------------------------------------------------------------------------

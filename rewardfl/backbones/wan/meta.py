@@ -19,11 +19,7 @@ from rewardfl.backbones.wan.model import TEXT_LENGTH, new_expert
 from rewardfl.backbones.wan.variants import Variant
 
 CLIP_TOKENS = 257  # of a picture: CLIP-H's 16 x 16 patches and its class
-
-
-def meta(*shape: int, dtype: torch.dtype, grad: bool = False) -> Tensor:
-    """A tensor that has no numbers."""
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+meta = partial(torch.empty, device="meta")
 
 
 def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple[int, int, int]) -> OnMeta:
@@ -38,16 +34,15 @@ def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple
     whole = (shape[0], shape[1] + (variant.image == "frame"), *shape[2:])  # with a frame that is given
     experts: dict[str, tuple[ExpertOnMeta, ...]] = {}
     for name, config in configs.items():
-        alike = next((other for other in experts if configs[other] == config), None)
-        experts[name] = experts[alike] if alike else (expert_on_meta(config, dtype, whole, variant),)
+        same = next((other for other in experts if configs[other] == config), None)
+        experts[name] = experts[same] if same else (expert_on_meta(config, dtype, whole, variant),)
     last = configs[variant.experts[-1]]
     conditioning = {"text": meta(1, TEXT_LENGTH, last["text_dim"], dtype=dtype)}
     # diffusers' pipeline makes what comes from the VAE float32, whatever the VAE's dtype
     if variant.image == "channels":
-        mask = vae.config.scale_factor_temporal
-        conditioning["image"] = meta(1, mask + shape[0], *shape[1:], dtype=torch.float32)
+        conditioning["image"] = meta(1, vae.config.scale_factor_temporal + shape[0], *shape[1:])
     elif variant.image == "frame":
-        conditioning["image"] = meta(1, shape[0], 1, *shape[2:], dtype=torch.float32)
+        conditioning["image"] = meta(1, shape[0], 1, *shape[2:])
     if variant.clip:
         conditioning["clip"] = meta(1, CLIP_TOKENS, last["image_dim"], dtype=dtype)
     return OnMeta(
@@ -56,16 +51,16 @@ def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple
         dtype=dtype,
         experts=experts,
         vae=vae,
-        decoder=decoder_on_meta(vae, dtype, whole),
-        image_encoder=encoder_on_meta(vae, dtype, video),
-        vision=vision_on_meta(layout, dtype) if variant.clip else None,
+        decoder=_decoder_on_meta(vae, dtype, whole),
+        image_encoder=_encoder_on_meta(vae, dtype, video),
+        vision=_vision_on_meta(layout, dtype) if variant.clip else None,
         text_encoder=text,
         encode_text=lambda: text(tokens),
         conditioning=conditioning,
     )
 
 
-def vision_on_meta(layout: files.Layout, dtype: torch.dtype) -> CLIPVisionModel:
+def _vision_on_meta(layout: files.Layout, dtype: torch.dtype) -> CLIPVisionModel:
     """CLIP's encoder of images."""
     folder = layout.configs if (layout.configs / "image_encoder").is_dir() else files.published(layout.variant)
     with torch.device("meta"):
@@ -75,47 +70,34 @@ def vision_on_meta(layout: files.Layout, dtype: torch.dtype) -> CLIPVisionModel:
 def expert_on_meta(config: Mapping[str, Any], dtype: torch.dtype, shape: Shape, variant: Variant) -> ExpertOnMeta:
     """An expert of one block, and one sample's inputs; shape: (C, T, h, w) of what goes in, image's channels aside."""
     tokens = math.prod(size // patch for size, patch in zip(shape[1:], config["patch_size"], strict=True))
-    head, width = config["attention_head_dim"], config["attention_head_dim"] * config["num_attention_heads"]
-    times = (1, tokens) if variant.token_times else (1,)
-    x = meta(1, config["in_channels"], *shape[1:], dtype=dtype, grad=True)
-    timestep, prompt = meta(*times, dtype=torch.float32), meta(1, TEXT_LENGTH, config["text_dim"], dtype=dtype)
+    x = meta(1, config["in_channels"], *shape[1:], dtype=dtype, requires_grad=True)
+    timestep = meta(1, tokens) if variant.token_times else meta(1)
+    prompt = meta(1, TEXT_LENGTH, config["text_dim"], dtype=dtype)
     clip = meta(1, CLIP_TOKENS, config["image_dim"], dtype=dtype) if variant.clip else None
-    # what a block gets: hidden (B, S, D), text and CLIP's tokens (B, n, D), time (B, [S,] 6, D), rotary
-    hidden = meta(1, tokens, width, dtype=dtype, grad=True)
-    told = TEXT_LENGTH + CLIP_TOKENS * variant.clip
-    text, time = meta(1, told, width, dtype=dtype), meta(*times, 6, width, dtype=dtype)
-    rotary = meta(1, tokens, 1, head, dtype=torch.float32), meta(1, tokens, 1, head, dtype=torch.float32)
-    return ExpertOnMeta(
-        count=config["num_layers"],
-        tokens=tokens,
-        build=partial(new_expert, config, dtype, 1),
-        x=x,
-        run=lambda model: model(x, timestep, prompt, clip, return_dict=False)[0],
-        blocks=lambda model: model.blocks,
-        block_inputs=(hidden,),
-        block_shared=(text, time, *rotary),
-        run_block=lambda block: [block(hidden, text, time, rotary)],
-    )
+
+    def run(model: Any) -> Tensor:
+        return model(x, timestep, prompt, clip, return_dict=False)[0]
+
+    return ExpertOnMeta(config["num_layers"], partial(new_expert, config, dtype, 1), x, run, ("hidden_states",))
 
 
-def decoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Shape) -> ChunksOnMeta:
+def _decoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Shape) -> ChunksOnMeta:
     """The VAE's decoder, a latent frame at a time."""
     channels, frames, height, width = shape
 
     def run(x: Tensor, caches: Caches, first: bool) -> tuple[Tensor, Caches]:
-        after = list(caches)
+        after, patch = list(caches), vae.config.patch_size
         video = vae.decoder(vae.post_quant_conv(x), feat_cache=after, feat_idx=[0], first_chunk=first)
-        patch = vae.config.patch_size
         return (video if patch is None else unpatchify(video, patch)).clamp(-1, 1), after
 
-    def frame_of(_: int) -> Tensor:
-        return meta(1, channels, 1, height, width, dtype=dtype, grad=True)
+    def frame(_: int) -> Tensor:
+        return meta(1, channels, 1, height, width, dtype=dtype, requires_grad=True)
 
     caches: Caches = [None] * vae._cached_conv_counts["decoder"]
-    return ChunksOnMeta(vae, frames, frame_of, run, caches, partial(parts_checkpointed, vae.decoder))
+    return ChunksOnMeta(vae, frames, frame, run, caches, partial(parts_checkpointed, vae.decoder))
 
 
-def encoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, video: tuple[int, int, int]) -> ChunksOnMeta:
+def _encoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, video: tuple[int, int, int]) -> ChunksOnMeta:
     """The VAE's encoder on a whole clip of these frames, height and width, chunk by chunk."""
     frames, height, width = video
     factor = vae.config.scale_factor_temporal
