@@ -14,8 +14,8 @@ outgrows the first: D is 65 thousand for an image and 2.1 million for 480x832x81
 update at rel = 2 % a clip range of 1e-4 silences every sample of negative advantage and none of positive. The
 objective `guard` removes that term. Clip ranges are not transferable between resolutions or objectives.
 
-Exponential moving average of the policy: diffusers.training_utils.EMAModel(parameters, decay=0.9), whose own
-warmup is Flow-GRPO's, min(decay, (1 + n) / (10 + n)). Give it the trainable parameters as one list, always the
+Exponential moving average of the policy: optim.Average(parameters, decay=0.9), diffusers' EMAModel with Flow-GRPO's
+warm-up, min(decay, (1 + n) / (10 + n)) after n updates. Give it the trainable parameters as one list, always the
 same; call `step` once per optimizer update, not once per micro-batch; evaluate between `store`, `copy_to` and
 `restore`; save and load its `state_dict`, then `to(device)`. The reference and the ratio use the live weights.
 """

@@ -143,8 +143,8 @@ def reference(model: nn.Module) -> Iterator[None]:
     """Within, the policy adapter does not answer; other adapters (a distillation LoRA) stay on.
 
     Only peft's list of active adapters changes: peft's own disable and enable touch requires_grad of every
-    adapter. A checkpointed forward must be backpropagated outside: it recomputes with whatever is active
-    then.
+    adapter. A checkpointed forward recomputes with whatever is active then: one made within is backpropagated within
+    (seam.Velocity.reference does this), one made outside is backpropagated outside.
     """
     layers = _layers(model)
     active = [list(layer.active_adapters) for layer in layers]

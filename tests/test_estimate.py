@@ -630,9 +630,13 @@ def test_run_of_a_configuration(monkeypatch):
     one = configured(*half)  # the other answer is a pass without a graph
     assert one.rollout == {"high_noise": 6, "low_noise": 14} and one.graphs == 1
     assert one.replay == one.pulled == LAST_FOUR and one.reference == times(2, LAST_FOUR)
-    apart = configured("reward.kl_gradient=fixed_trajectory")
-    assert (apart.replay, apart.pulled) == (LAST_FOUR, {"low_noise": 7})
-    assert configured("reward.kl_gradient=fixed_trajectory", "sample.gradient_mode=drtune").pulled == LAST_FOUR
+    for apart in (
+        "reward.kl_gradient=fixed_trajectory",
+        "reward.kl_gradient=exact",
+    ):  # one more backward a coupled step
+        assert (configured(apart).replay, configured(apart).pulled) == (LAST_FOUR, {"low_noise": 7})
+        assert configured(apart, "sample.gradient_mode=drtune").pulled == LAST_FOUR
+    assert configured("reward.kl_gradient=exact", *guided).pulled == {"low_noise": 14}
 
 
 # ---- the host's memory ----

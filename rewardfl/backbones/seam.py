@@ -317,9 +317,32 @@ class Velocity:
         return self.backbone.guide(velocity, away, self.guidance)
 
     def reference(self, x: Tensor, step: int) -> Tensor:
-        """The velocity of the model as it was before training: the policy adapter is off."""
+        """Return the velocity of the model as it was before training: the policy adapter is off.
+
+        Where gradients are enabled and x requires one, it can be differentiated by x, once.
+        """
+        if torch.is_grad_enabled() and x.requires_grad:
+            return _Reference.apply(x, self, step)
         with lora.reference(self.model):
             return self(x, step)
+
+
+class _Reference(torch.autograd.Function):
+    """A reference velocity whose graph is also walked back with the adapter off: checkpoints compute blocks again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, velocity: Velocity, step: int) -> Tensor:
+        ctx.x, ctx.model = x.detach().requires_grad_(), velocity.model
+        with torch.enable_grad(), lora.reference(ctx.model):
+            ctx.graph = velocity(ctx.x, step)
+        return ctx.graph.detach()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
+        with torch.enable_grad(), lora.reference(ctx.model):
+            (pull,) = torch.autograd.grad(ctx.graph, ctx.x, cotangent)
+        del ctx.graph
+        return pull, None, None
 
 
 def to(conditioning: Conditioning, device: str | torch.device) -> Conditioning:

@@ -493,8 +493,13 @@ class RewardConfig(SharedRewardConfig):
     landmark_jitter: IfNamed[Annotated[NonNegative, Field(le=0.1)]] = 0.0
     # 0 skips the reference model's forward passes.
     kl_weight: IfNamed[NonNegative] = 1.0
-    # Whether the KL's gradient also travels back along the trajectory, or only into the step it is taken at.
-    kl_gradient: IfNamed[Literal["through_trajectory", "fixed_trajectory"]] = "through_trajectory"
+    # How the KL's gradient travels back along the trajectory to earlier active steps: exact (the gradient of the KL,
+    # with the steps that are not active held fixed), fixed_trajectory (it does not) or reference_constant (as in ROLL:
+    # the reference's velocity is taken as a constant). through_trajectory is an old name of the last.
+    kl_gradient: Annotated[
+        IfNamed[Literal["exact", "fixed_trajectory", "reference_constant", "through_trajectory"]],
+        Alike(("reference_constant", "through_trajectory")),
+    ] = "reference_constant"
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()

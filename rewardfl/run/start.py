@@ -19,7 +19,6 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from diffusers import ModelMixin
-from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -30,7 +29,7 @@ from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Exp
 from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
 from rewardfl.files import escape_unencodable_output, model_digest, printable
-from rewardfl.optim import learning_rate_factor
+from rewardfl.optim import Average, learning_rate_factor
 from rewardfl.rewards import FaceIdentityReward, blackbox, registry
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.face import parity as face_parity
@@ -217,6 +216,8 @@ def say_plan(
     measured = [f"{one.label} ({one.name})" for one, _ in wanted if one.weight == 0]
     rewards = f"trained on {' + '.join(trained)}; only measured: {', '.join(measured) or 'nothing'}"
     notes = [f"note: {note}" for note in backbone.differences(cfg.sample.shift, cfg.sample.guidance_scale)]
+    if isinstance(cfg, configuration.RewardFlConfig) and cfg.reward.kl_gradient == "through_trajectory":
+        notes.append("note: reward.kl_gradient: through_trajectory is now reference_constant; the old name will go")
     if cfg.train.warmup_steps > steps:
         notes.append(f"note: train.warmup_steps {cfg.train.warmup_steps} do not end within the run's {steps} steps")
     overview = work.overview(cfg, backbone, len(rows.train), steps, job.world)
@@ -665,19 +666,19 @@ def load_schedule(scheduler: LambdaLR, state: dict[str, Any], train: configurati
         group |= {"initial_lr": train.learning_rate, "lr": rate, "weight_decay": train.weight_decay}
 
 
-def make_average(decay: float, parameters: Sequence[nn.Parameter], resumed: ResumedRun) -> EMAModel:
+def make_average(decay: float, parameters: Sequence[nn.Parameter], resumed: ResumedRun) -> Average:
     """The average of the parameters, which are in place; where the checkpoint left it.
 
     decay: weight of the old average at each of its steps, to which that rises from 0.1.
     """
-    average = EMAModel(parameters, decay=decay)
+    average = Average(parameters, decay=decay)
     if resumed.state:
         average.load_state_dict(resumed.state.pop("average"))
         average.shadow_params = list(map(sharding.placed, average.shadow_params, parameters))
     return average
 
 
-def state_of_average(average: EMAModel, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+def state_of_average(average: Average, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
     """What going on takes where a checkpoint's adapter is an average. On all processes, which may hold parts of it."""
     shadows = {"shadow_params": sharding.gathered(average.shadow_params)}
     return {"parameters": sharding.gathered(parameters), "average": average.state_dict() | shadows}
