@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import rewardfl
-from rewardfl import attention, config, data, groups, offload
+from rewardfl import attention, config, data, groups, offload, trust
 from rewardfl.backbones.seam import Backbone, Experts
 from rewardfl.backbones.wan import files as wan_files
 from rewardfl.backbones.wan.backbone import Wan
@@ -212,7 +212,7 @@ def step(case: Case) -> Finding:
             once = [*ONE_EPOCH, f"grpo.groups={batch // math.gcd(batch, case.cfg.grpo.group_size)}"]
         paths = [f"run.output_dir={json.dumps(str(folder))}", f"data.file_name={json.dumps(str(table))}"]
         overrides = [*case.args.overrides, *ONE_UPDATE, *once, *paths]
-        command = [sys.executable, str(script), "--config", case.args.config, *overrides]
+        command = [sys.executable, str(script), "--config", case.args.config, *trust.arguments(), *overrides]
         environment = os.environ | ({"ACCELERATE_USE_CPU": "true"} if case.device.type == "cpu" else {})
         with log.open("w") as output:
             done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
