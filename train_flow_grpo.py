@@ -10,7 +10,7 @@ One epoch:
     accelerate launch train_flow_grpo.py --config configs/tiny_flow_grpo.yaml [--dry-run] [section.key=value ...]
 """
 
-import rewardfl  # noqa: F401, I001  before torch: it sets how OpenMP's threads wait (rewardfl/cpu.py)
+import rewardfl  # noqa: F401, I001  before torch: it sets how OpenMP's threads wait (rewardfl/machine.py)
 
 import math
 import sys

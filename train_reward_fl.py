@@ -10,7 +10,7 @@ One update, for every sample of the batch:
     accelerate launch train_reward_fl.py --config configs/tiny_face.yaml [--dry-run] [section.key=value ...]
 """
 
-import rewardfl  # noqa: F401, I001  before torch: it sets how OpenMP's threads wait (rewardfl/cpu.py)
+import rewardfl  # noqa: F401, I001  before torch: it sets how OpenMP's threads wait (rewardfl/machine.py)
 
 import math
 import sys

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import UMT5EncoderModel
 
-from rewardfl import backbones, config, flow, lora
+from rewardfl import backbones, config, flow, lora, machine
 from rewardfl.backbones.seam import Adapter, Experts, Source
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import meta
@@ -30,7 +30,6 @@ from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, Machine, fits, options, recommend, with_options
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.view import View
-from rewardfl.run import monitor
 from rewardfl.run.work import Span, TracedDetector, Video, Work, work_of
 from rewardfl_tools import plan_run
 
@@ -674,7 +673,7 @@ def test_plan_run_judges_the_host(monkeypatch, capsys, published):
     for host, processes, code in (("70", "1", 0), ("60", "1", 2), ("520", "8", 0), ("510", "8", 2)):
         found, out, _ = tool(monkeypatch, capsys, *arguments, "--host-gb", host, "--processes", processes)
         assert found == code and ("\nfits: " in out) == (code == 0) and ("\ndoes not fit: " in out) == (code == 2)
-    monkeypatch.setattr(monitor, "machine_memory", lambda: 24e9)
+    monkeypatch.setattr(machine, "memory", lambda: 24e9)
     monkeypatch.setattr(sys, "argv", ["plan_run.py", "--config", *arguments])  # this machine's
     assert plan_run.main() == 2 and "of 24.0 GB in host memory" in capsys.readouterr().out
 

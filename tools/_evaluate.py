@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from rewardfl import __version__, config, cpu, data
+from rewardfl import __version__, config, data, machine
 from rewardfl.backbones.seam import Backbone
 from rewardfl.data import cache
 from rewardfl.files import atomic_write, model_digest, printable
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
 def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -> int:
     """Judge everything. lock: entered once the folder is held against other evaluations."""
     cfg = configuration_of(args)
-    torch.set_num_threads(min(torch.get_num_threads(), cpu.threads_of_process(cfg.run.cpu_threads, processes.count)))
+    share = machine.threads_of_process(cfg.run.cpu_threads, processes.count)
+    torch.set_num_threads(min(torch.get_num_threads(), share))
     folder = _output.Folder(args.out or args.run / "evaluation", "rewardfl evaluate 1")
     arms = arms_of(args, cfg)
     for arm in arms:

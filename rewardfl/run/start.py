@@ -22,7 +22,7 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rewardfl import attention, backbones, compiling, cpu, data, groups, grpo, lora, offload, sharding, trust
+from rewardfl import attention, backbones, compiling, data, groups, grpo, lora, machine, offload, sharding, trust
 from rewardfl import config as configuration
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Experts, Source
@@ -115,7 +115,7 @@ def model_source(cfg: AnyConfig) -> Source:
 def open_model(cfg: AnyConfig) -> Backbone:
     """The model: all of its files are checked by their headers alone, and so is what the run wants of them."""
     checks.check_tracker(cfg.run.log_with)
-    checks.check_threads(cfg.run.cpu_threads, cpu.usable_cores())
+    checks.check_threads(cfg.run.cpu_threads, machine.usable_cores())
     checks.check_paths(cfg)
     backbone = backbones.open(cfg.model.model_name, model_source(cfg))
     lora.check_targets(work.lora_targets(cfg, backbone), backbone.linear_layers(), backbone.layer_names)
