@@ -760,7 +760,7 @@ def test_bad_pickles_are_refused(files, given, tmp_path, part):
     refused([1], "is not a flat dictionary of tensors")
     torch.save(state, bad)
     cut(bad)
-    with pytest.raises(Refused, match="bad.pth is damaged"):
+    with pytest.raises(Refused, match="bad.pth, read as a torch file, is damaged"):
         load(given(**{part: str(bad)}), torch.float32)
 
 
