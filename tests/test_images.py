@@ -129,18 +129,18 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
         "to_out.0",
         *(backbone.layer_names[one] for one in ("add_k", "o_mlp") if one in backbone.layer_names),
     )
-    parts = backbone.on_meta(SIDE, 2 * SIDE, 1)
+    parts, shape = backbone.on_meta(SIDE, 2 * SIDE, 1), backbone.latent_shape(SIDE, 2 * SIDE, 1)
     predicted = measure.measure_expert(
         parts.experts["transformer"], torch.float32, backbone.block_classes, Adapter(4, targets)
     )
     model = backbone.load_expert("transformer")
     assert predicted.weights == measure.nbytes([*model.parameters(), *model.buffers()])
-    schedule = backbone.schedule(4, None, parts.shape)
+    schedule = backbone.schedule(4, None, shape)
     told = backbone.text_encoder(torch.device("cpu"))(PROMPTS[0])
     if name in TOKENS:
         told = {key: torch.cat([value] * TOKENS[name], 1)[:, : TOKENS[name]] for key, value in told.items()}
     assert {k: v.shape for k, v in told.items()} == {k: v.shape for k, v in parts.conditioning.items()}
-    x = torch.randn(1, *parts.shape)
+    x = torch.randn(1, *shape)
 
     def network(_, **inputs):
         return model(**inputs, return_dict=False)[0]
