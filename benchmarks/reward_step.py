@@ -57,7 +57,7 @@ from rewardfl.estimate.measure import measure as measure_costs
 from rewardfl.run import start, work
 from rewardfl.run.checkpoint import git_commit, library_versions
 
-EXACT = ["sample.gradient_mode=chain", "sample.coupling=null", "reward.kl_gradient=through_trajectory"]
+EXACT = ["sample.gradient_mode=chain", "sample.coupling=null", "reward.kl_gradient=reference_constant"]
 RESIDENT = [
     "experts.trained=gpu", "train.active_graphs=replay", "train.use_gradient_checkpointing=true",
     "train.use_gradient_checkpointing_offload=false",

@@ -25,6 +25,8 @@ plain=(reward.settings="$settings" reward.reward_model_path=null reward.motion_w
 
 point full train.early_stop={}
 point no_kl reward.kl_weight=0
+point exact_kl reward.kl_gradient=exact  # docs/results/kl_gradient.md
+point fixed_kl reward.kl_gradient=fixed_trajectory
 point no_cap reward.cap=none
 point no_pool reward.name=benchmarks/ablation/rewards.py:OneReference "${plain[@]}"  # likeness to the given image alone
 point swapped_colours reward.name=benchmarks/ablation/rewards.py:SwappedColours "${plain[@]}"  # the recogniser wants RGB

@@ -93,7 +93,9 @@ def memory(costs: Costs, work: Work) -> Memory:
     parameters = trained_parameters(costs, work)
     adapter, optimizer = adapter_bytes(work, parameters)
     samples = work.waiting * kept_bytes(costs, work)
-    graphs = sum(work.replay.values()) if work.keeps_graphs else work.graphs
+    graphs: float = work.graphs
+    if work.keeps_graphs:  # next to those that are kept, the reference's of one step (reward.kl_gradient: exact)
+        graphs = sum(work.replay.values()) + (work.graphs if work.pulled != work.replay else 0)
     caches = decode_caches(costs.chunks, work.decode_caches)[2] if work.reward_gradient else 0
     resident = _resident_weights(costs, work) | {
         "LoRA, gradient, Adam": adapter,
