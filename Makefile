@@ -9,7 +9,7 @@ RUN := outputs/tiny_face
 # What decides: the interpreter of .venv, and PYTHON as long as there is no .venv
 INTERPRETER = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test quick long lint check chaos report-check format clean interpreter
+.PHONY: demo test quick long lint check chaos golden golden-record pretend report-check format clean interpreter
 
 demo: $(READY)
 	$(BIN)/accelerate launch train_reward_fl.py --config configs/tiny_face.yaml run.output_dir=$(RUN)
@@ -42,6 +42,17 @@ check: lint test
 chaos: $(READY)
 	CHAOS_KILLS=10 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load tests/test_chaos.py -k killed
 	PLACES=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_distributed.py -k place_of_the_boundary
+
+# Whole updates on a GPU that torch is made to pretend
+pretend: $(READY)
+	$(PYTEST) -m pretend
+
+# To the last bit, on one machine: golden-record at the commit before a change, golden after it.
+golden-record: $(READY)
+	$(BIN)/python tests/test_golden.py record outputs/golden
+
+golden: $(READY)
+	$(BIN)/python tests/test_golden.py compare outputs/golden
 
 # The page of an evaluation in a browser, Debian's chromium, at two widths; pictures in outputs/report_check
 report-check: $(READY)

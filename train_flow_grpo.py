@@ -10,6 +10,8 @@ One epoch:
     accelerate launch train_flow_grpo.py --config configs/tiny_flow_grpo.yaml [--dry-run] [section.key=value ...]
 """
 
+import rewardfl  # noqa: F401, I001  before torch: it sets how OpenMP's threads wait (rewardfl/machine.py)
+
 import math
 import sys
 from functools import partial
@@ -47,6 +49,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     rows = start.look_at_rows(cfg, job, backbone)
     steps = work.steps_of_run(cfg, len(rows.train), job.world)
     start.say_plan(cfg, backbone, wanted, rows, steps, job)
+    opened = start.open_run(cfg, None if dry_run else run_folder, job, backbone)
     if dry_run:
         from rewardfl.estimate import report  # training must not need what it measures with
 
@@ -54,7 +57,6 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         return report.dry_run(asked, job)
 
     # ---------------------------------------------------------------------------------- data, rewards, what was done
-    opened = start.open_run(cfg, run_folder, job, backbone)
     terms = build_terms(wanted, job.device)
     places = blackbox.places(terms, cfg.reward.reward_timeout)
     parts = configuration.part_weights(cfg)
@@ -80,8 +82,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
     policy, optimizer, scheduler, parameters = learner.policy, learner.optimizer, learner.scheduler, learner.parameters
     average = start.make_average(cfg.grpo.ema_decay, parameters, resumed)
-    last_line = -1 if opened.path is None else resumed.step
-    log = start.open_log(cfg, job, run_folder, resumed, steps, last_line)
+    log = start.open_log(cfg, job, run_folder, resumed, steps)
 
     # ---------------------------------------------------------------------------------- who rolls out what
     def plan_of(epoch: int, rank: int = job.rank) -> list[list[groups.Member]]:
@@ -122,7 +123,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             start.save(cfg, job, backbone, learner, log, state, score, last)
             if not interruption.number:  # who sent a signal may not wait for videos
                 shown = held_out or samples
-                log.tracker.videos(done, start.sample_videos(cfg, shown, partial(sample_clean, shown), job, done))
+                log.show_samples(done, start.sample_videos(cfg, shown, partial(sample_clean, shown), job, done))
 
     floor = {}
     if cfg.grpo.kl_weight != 0 and cfg.model.dtype == "bfloat16":
@@ -293,7 +294,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             learner.watched.check(done)
             save(done, last=True)
         job.wait()
-    return start.close_run(cfg, job, log, interruption, done, stopped)
+    return start.close_run(cfg, job, interruption, done, stopped)
 
 
 SEEN = ("advantage", "ratio", "clipped", "kl", "log_prob", "old_log_prob", "row")  # of each sample and step

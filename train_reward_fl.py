@@ -10,6 +10,8 @@ One update, for every sample of the batch:
     accelerate launch train_reward_fl.py --config configs/tiny_face.yaml [--dry-run] [section.key=value ...]
 """
 
+import rewardfl  # noqa: F401, I001  before torch: it sets how OpenMP's threads wait (rewardfl/machine.py)
+
 import math
 import sys
 from functools import partial
@@ -48,6 +50,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     rows = start.look_at_rows(cfg, job, backbone)
     steps = work.steps_of_run(cfg, len(rows.train), job.world)
     start.say_plan(cfg, backbone, wanted, rows, steps, job)
+    opened = start.open_run(cfg, None if dry_run else run_folder, job, backbone)
     if dry_run:
         from rewardfl.estimate import report  # training must not need what it measures with
 
@@ -55,7 +58,6 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         return report.dry_run(asked, job)
 
     # ---------------------------------------------------------------------------------- data, rewards, what was done
-    opened = start.open_run(cfg, run_folder, job, backbone)
     terms = build_terms(wanted, job.device)
     store = start.open_cache(cfg)
     samples = start.find_samples(cfg, rows.train, terms, store, job)
@@ -89,7 +91,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler
     decay = cfg.train.ema_decay
     average = start.make_average(decay, learner.parameters, resumed) if decay else None
-    log = start.open_log(cfg, job, run_folder, resumed, steps, last_line=resumed.step)
+    log = start.open_log(cfg, job, run_folder, resumed, steps)
 
     def velocity_of(network: nn.Module, batch: prepare.Batch) -> Velocity:
         guidance, both = cfg.sample.guidance_scale, cfg.sample.guidance_gradient == "both"
@@ -113,7 +115,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         with averaged(average, learner.parameters):
             start.save(cfg, job, backbone, learner, log, state, judged, last)
             if not interruption.number:  # who sent a signal may not wait for videos
-                log.tracker.videos(done, start.sample_videos(cfg, samples, generate, job, done))
+                log.show_samples(done, start.sample_videos(cfg, samples, generate, job, done))
 
     floor = {}
     if cfg.reward.kl_weight != 0 and cfg.model.dtype == "bfloat16":
@@ -241,7 +243,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
             save(done, last)
         if last:
             break
-    return start.close_run(cfg, job, log, interruption, done, stopped)
+    return start.close_run(cfg, job, interruption, done, stopped)
 
 
 def main() -> int:

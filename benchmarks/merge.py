@@ -38,16 +38,6 @@ if lora:
             state[target] = (state[target].float() + delta).to(state[target].dtype)
 save_file(state, out)
 """
-LOAD_TRAINED = """
-import sys, torch
-from pathlib import Path
-from rewardfl.weights import lora_files, merge, shards
-base, lora = sys.argv[1:]
-checkpoint = shards.open_checkpoint(Path(base))
-updates = [(one, 1.0) for one in lora_files.read_lora(Path(lora))] if lora else []
-merged = merge.updates_by_tensor(checkpoint, updates)
-state = {n: merge.merged_tensor(e, merged.get(n, []), torch.bfloat16) for n, e in checkpoint.tensors.items()}
-"""
 
 
 def make_inputs(work: Path, blocks: int, rank: int) -> tuple[Path, Path]:
@@ -116,28 +106,15 @@ def main() -> None:
         base, lora = pool.apply(make_inputs, (args.work, args.blocks, 64))
     out = args.work / "out"
     python, tools = sys.executable, ROOT / "tools"
-    shards = [python, f"{tools}/merge_shards.py", "--input", str(base), "--out", f"{out}/m.safetensors"]
-    merge = [
-        python,
-        f"{tools}/merge_lora.py",
-        "--base",
-        str(base),
-        "--lora",
-        str(lora),
-        "--out",
-        f"{out}/m.safetensors",
-    ]
+    result, load_all = f"{out}/m.safetensors", [python, "-c", LOAD_ALL, str(base)]
+    merge = [python, f"{tools}/merge_lora.py", "--base", str(base), "--lora", str(lora), "--out", result]
     jobs = {
         "cp -r": ["cp", "-r", str(base), str(out)],
-        "merge_shards": shards,
-        "merge_shards --rename": [*shards, "--rename", "diffusers"],
-        "load all, save": [python, "-c", LOAD_ALL, str(base), "", f"{out}/m.safetensors"],
+        "merge_shards": [python, f"{tools}/merge_shards.py", "--input", str(base), "--out", result],
+        "load all, save": [*load_all, "", result],
         "merge_lora": merge,
         "merge_lora --dtype fp16": [*merge, "--dtype", "fp16"],
-        "load all, merge, save": [python, "-c", LOAD_ALL, str(base), str(lora), f"{out}/m.safetensors"],
-        # what a run does with each expert (rewardfl/backbones/wan/load.py: load_expert); it writes nothing
-        "load as a run does": [python, "-c", LOAD_TRAINED, str(base), ""],
-        "load with a distillation": [python, "-c", LOAD_TRAINED, str(base), str(lora)],
+        "load all, merge, save": [*load_all, str(lora), result],
     }
     chosen = ("cp -r", *args.only.split(",")) if args.only else tuple(jobs)
     if unknown := set(chosen) - jobs.keys():

@@ -1,4 +1,4 @@
-"""A reward of one's own: python -m rewardfl.rewards score --reward examples/my_reward.py:Contrast -- videos/*.mp4"""
+"""Your own reward: python -m rewardfl.rewards score --trust-code --reward examples/my_reward.py:Contrast -- V.mp4"""
 
 import torch
 

@@ -1,10 +1,12 @@
 """Files and folders that are written whole or not at all. No torch here."""
 
 import hashlib
+import io
 import os
 import platform
 import re
 import shutil
+import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,12 @@ import psutil
 
 CONTROL = {"Cc", "Cs"}  # Unicode's categories of what a terminal obeys, and of what cannot be printed
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # read of a model's file to identify it
+
+
+def escape_unencodable_output() -> None:
+    """Let standard output escape what its encoding lacks, as standard error does: consoles and locales differ."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def printable(text: str) -> str:

@@ -14,8 +14,8 @@ outgrows the first: D is 65 thousand for an image and 2.1 million for 480x832x81
 update at rel = 2 % a clip range of 1e-4 silences every sample of negative advantage and none of positive. The
 objective `guard` removes that term. Clip ranges are not transferable between resolutions or objectives.
 
-Exponential moving average of the policy: diffusers.training_utils.EMAModel(parameters, decay=0.9), whose own
-warmup is Flow-GRPO's, min(decay, (1 + n) / (10 + n)). Give it the trainable parameters as one list, always the
+Exponential moving average of the policy: optim.Average(parameters, decay=0.9), diffusers' EMAModel with Flow-GRPO's
+warm-up, min(decay, (1 + n) / (10 + n)) after n updates. Give it the trainable parameters as one list, always the
 same; call `step` once per optimizer update, not once per micro-batch; evaluate between `store`, `copy_to` and
 `restore`; save and load its `state_dict`, then `to(device)`. The reference and the ratio use the live weights.
 """
@@ -232,5 +232,7 @@ def check_ratio(
         f"before the first update the ratio must be 1, but |log_prob - old_log_prob| is {listed} (tolerance "
         f"{tolerance:g}). Rollout and replay differ. Likely: dropout (train() against eval()), batches of another "
         f"size or order, another dtype or autocast, latents stored in a narrower dtype than was scored, guidance "
-        f"(CFG) on in one of them, or another adapter state (reference or EMA weights, a merged adapter)"
+        f"(CFG) on in one of them, another adapter state (reference or EMA weights, a merged adapter), or on a GPU "
+        f"another attention kernel where a graph is kept: tools/doctor.py measures it, and "
+        f"model.attention_backend: _native_flash avoids it"
     )

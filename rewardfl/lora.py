@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from rewardfl.sharding import whole
+from rewardfl.weights import adapter_config
 from rewardfl.weights.lora_files import Lora, load_tensor
 from rewardfl.weights.shards import Refused
 
@@ -142,8 +143,8 @@ def reference(model: nn.Module) -> Iterator[None]:
     """Within, the policy adapter does not answer; other adapters (a distillation LoRA) stay on.
 
     Only peft's list of active adapters changes: peft's own disable and enable touch requires_grad of every
-    adapter. A checkpointed forward must be backpropagated outside: it recomputes with whatever is active
-    then.
+    adapter. A checkpointed forward recomputes with whatever is active then: one made within is backpropagated within
+    (seam.Velocity.reference does this), one made outside is backpropagated outside.
     """
     layers = _layers(model)
     active = [list(layer.active_adapters) for layer in layers]
@@ -223,7 +224,10 @@ def read_adapter(path: Path) -> tuple[dict[str, Tensor], dict]:
         raise FileNotFoundError(f"no adapter at {path}")
     with safe_open(path, "pt") as file:
         state = {name.removeprefix("transformer."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        metadata = json.loads(file.metadata()["lora_adapter_metadata"])
+        config, _ = adapter_config.read_adapter_config(path, file.metadata(), "transformer", {})
+        metadata = json.loads(file.metadata()[adapter_config.IN_FILE])
+    if config.alphas or len(config.ranks) > 1 or config.use_rslora or config.use_dora or config.lora_bias:
+        raise Refused(f"{path} has more than one rank and alpha for all layers; merge it with tools/merge_lora.py")
     return state, {name.removeprefix("transformer."): value for name, value in metadata.items()}
 
 

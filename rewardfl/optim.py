@@ -20,6 +20,14 @@ def learning_rate_factor(kind: str, warmup_steps: int, steps: int) -> Callable[[
     return factor
 
 
+class Average(EMAModel):
+    """diffusers' average of parameters with Flow-GRPO's warm-up: it starts at 0.1, where diffusers starts at 0."""
+
+    def get_decay(self, optimization_step: int) -> float:
+        """Return the weight of the old average at update `optimization_step`, counted from 1."""
+        return min(self.decay, optimization_step / (9 + optimization_step))
+
+
 @contextlib.contextmanager
 def averaged(average: EMAModel | None, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Within, the parameters have the average's values, if there is one; afterwards their own again, bit for bit."""

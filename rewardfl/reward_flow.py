@@ -18,6 +18,9 @@ from torch import Tensor
 from rewardfl import flow
 from rewardfl.flow import euler_step, velocity_kl
 
+# how the KL's gradient travels, see `replay`; the last is an old name of reference_constant
+KL_GRADIENTS = ("exact", "fixed_trajectory", "reference_constant", "through_trajectory")
+
 Velocity = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> velocity (B, ...)
 
 
@@ -25,12 +28,14 @@ Velocity = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> ve
 class Trajectory:
     """x0: (B, ...) the end of a rollout; kept: x_i (B, ...) by step index i, for the steps that were asked for.
 
-    graphs: velocity(x_i, i) (B, ...) with its graph, which begins at x_i; of the same steps, or none.
+    graphs: velocity(x_i, i) (B, ...) with its graph, which begins at x_i; of the same steps, or none. velocities: the
+    same values without a graph, of all these steps.
     """
 
     x0: Tensor
     kept: dict[int, Tensor]
     graphs: dict[int, Tensor] = field(default_factory=dict)
+    velocities: dict[int, Tensor] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def rollout(
     from. start: a step later than 0 where x is what the steps before it give. with_graph: the context in which the
     velocities of the steps in `keep` are computed with a graph, which `replay` then goes back through; None: without.
     """
-    kept, graphs = {}, {}
+    kept, graphs, velocities = {}, {}, {}
     for i in range(start, len(sigmas) - 1):
         if i in keep:
             kept[i] = x
@@ -69,8 +74,10 @@ def rollout(
             with torch.enable_grad(), with_graph():
                 graphs[i] = velocity(kept[i], i)
         v = graphs[i].detach() if i in graphs else velocity(x, i)
+        if i in keep:
+            velocities[i] = v
         x = euler_step(x, v, sigmas[i], sigmas[i + 1])
-    return Trajectory(x, kept, graphs)
+    return Trajectory(x, kept, graphs, velocities=velocities)
 
 
 @torch.no_grad()
@@ -95,7 +102,7 @@ def replay(
     *,
     reference: Velocity | None = None,
     kl_weight: float = 0.0,
-    kl_gradient: str = "through_trajectory",
+    kl_gradient: str = "reference_constant",
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
     micro_batch: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Replayed:
@@ -106,9 +113,14 @@ def replay(
     indices whose velocity is differentiated; the steps between them pass the cotangent on unchanged. KL_b is
     `flow.velocity_kl` against `reference`, averaged over the active steps.
 
-    kl_gradient, how the KL reaches the parameters: through_trajectory (x_i is a function of the parameters of
-    earlier active steps, with the same coupling) or fixed_trajectory (x_i is a constant for the KL; one more
-    backward per coupled step).
+    kl_gradient, how the KL reaches the parameters of earlier active steps, of which x_i is a function; with coupling 0
+    it does not, and the three are equal:
+
+        exact               the gradient of the KL, with the same coupling; the reference's velocity depends on x_i,
+                            too, so `reference` must have a graph from x_i (one more backward per coupled step)
+        fixed_trajectory    x_i is a constant for the KL (one more backward per coupled step)
+        reference_constant  the reference's velocity is a constant, as in ROLL: close to the base model this is not the
+                            KL's gradient. through_trajectory is its old name.
 
     Every active step must have something to differentiate: parameters of its own, or with a coupling an active step
     before it that has (ValueError). A backward that were left out would be one that the other processes wait for, or,
@@ -122,8 +134,8 @@ def replay(
     accumulation count, and then the cotangent read from x_i shrinks with it, so a caller's `backward` must undo
     that. micro_batch: the context of one forward and backward; called once per active step, in every case.
     """
-    if kl_gradient not in ("through_trajectory", "fixed_trajectory"):
-        raise ValueError(f"kl_gradient must be through_trajectory or fixed_trajectory, got {kl_gradient!r}")
+    if kl_gradient not in KL_GRADIENTS:
+        raise ValueError(f"kl_gradient must be one of {', '.join(KL_GRADIENTS)}, got {kl_gradient!r}")
     g = grad_x0
     kl = grad_x0.new_zeros(len(grad_x0))
     cotangents: list[Tensor] = []
@@ -134,10 +146,11 @@ def replay(
         x = x.detach().requires_grad_(couples) if v is None else x
         h = sigmas[i + 1] - sigmas[i]
         cotangents.append(g.detach().flatten(1).norm(dim=1))
+        pull = None
         with micro_batch():
             if kl_weight != 0:  # before the policy's forward: no graph is alive on the device yet
-                with torch.no_grad():
-                    v_reference = reference(x, i)
+                weight = kl_weight / len(active) if couples and kl_gradient == "exact" else 0.0
+                v_reference, pull = _reference_velocity(reference, trajectory, i, sigmas[i], weight)
             v = velocity(x, i) if v is None else v
             loss = (v * (h * g).detach()).sum()
             chain = None
@@ -154,8 +167,27 @@ def replay(
                 )
             backward(loss)
         if couples:
-            g = g + coupling * (x.grad if chain is None else chain)
+            chain = x.grad if chain is None else chain
+            g = g + coupling * (chain if pull is None else chain + pull)
     return Replayed(kl, torch.stack(cotangents[::-1], 1))
+
+
+def _reference_velocity(
+    reference: Velocity, trajectory: Trajectory, step: int, sigma: Tensor, weight: float
+) -> tuple[Tensor, Tensor | None]:
+    """Return the reference's velocity at x_i, without a graph, and what the KL pulls at x_i through it.
+
+    The second is d/dx_i of weight * sum_b KL_b(v, v_ref(x_i)), with the policy's velocity v as in the rollout; None for
+    weight 0. Its graph is gone when this returns, so that it is never alive together with the policy's.
+    """
+    x = trajectory.kept[step].detach().requires_grad_(weight != 0)
+    with torch.set_grad_enabled(weight != 0):
+        v = reference(x, step)
+        if weight == 0:
+            return v, None
+        kl = velocity_kl(trajectory.velocities[step], v, sigma).sum()
+        (pull,) = torch.autograd.grad(weight * kl, x)
+    return v.detach(), pull
 
 
 def limited(gradient: Tensor, most: float | None, share: float) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,16 @@
 
     pipe.scheduler = FlowMatchSDEScheduler.from_config(pipe.scheduler.config, noise_level=0.7, noise_window=[0, 1])
 
+has the pipeline's own sigmas; FlowMatchSDEScheduler(shift=5.0) those of `flow.linear_sigmas`, as Wan2.2-Lightning has.
+
 Stock pipelines take `step(...)[0]` alone. Who wants the log-probabilities calls `step` in a loop of their own, or
 replays the latents that `callback_on_step_end` hands out: step(velocity, t, x, step_index=i, next_sample=x_next).
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -18,6 +21,11 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from rewardfl import flow
+
+# arguments of FlowMatchEulerDiscreteScheduler by which its sigmas are not those of a shift alone
+NOT_LINEAR = (
+    "use_dynamic_shifting", "shift_terminal", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas",
+)  # fmt: skip
 
 
 @dataclass
@@ -37,8 +45,9 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     """Steps in the noise window are drawn from `flow.transition`, the others are Euler steps of the ODE.
 
     kind, noise_level: as in flow.py; noise_level 0 is the ODE throughout. noise_window: indices of inference steps,
-    None for all but the last, whose noise nothing would remove. The other arguments, all fourteen, are those of
-    FlowMatchEulerDiscreteScheduler.
+    None for all but the last, whose noise nothing would remove. schedule: where a pipeline gives no sigmas, stock makes
+    those of FlowMatchEulerDiscreteScheduler, and linear those of `flow.linear_sigmas`, for a config that has a shift
+    alone. The other arguments, all fourteen, are those of FlowMatchEulerDiscreteScheduler.
 
     Steps are counted from 0 or from `set_begin_index`, never looked up by the timestep's value.
     """
@@ -63,6 +72,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         kind: str = "flow",
         noise_level: float = 0.7,
         noise_window: Sequence[int] | None = None,
+        schedule: Literal["linear", "stock"] = "linear",
     ):
         if invert_sigmas or stochastic_sampling:
             raise ValueError("invert_sigmas and stochastic_sampling are another flow and another noise: not supported")
@@ -87,6 +97,22 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         self.noise_window: tuple[int, ...] = ()  # of the schedule that set_timesteps makes
         self._wanted_window: Iterable[int] | None = noise_window
 
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Self:
+        """Make the scheduler of a config; one of FlowMatchEulerDiscreteScheduler keeps its schedule.
+
+        kwargs: as diffusers has it, arguments that replace those of the config. ValueError for the config of another
+        scheduler, whose sigmas are made otherwise.
+        """
+        name = config.get("_class_name", FlowMatchEulerDiscreteScheduler.__name__)
+        if name not in (FlowMatchEulerDiscreteScheduler.__name__, FlowMatchSDEScheduler.__name__, cls.__name__):
+            raise ValueError(
+                f"{name} makes its sigmas in a way of its own, which FlowMatchSDEScheduler does not have; give it the "
+                "config of a FlowMatchEulerDiscreteScheduler, or make FlowMatchSDEScheduler(shift=...) directly"
+            )
+        schedule = "stock" if name == FlowMatchEulerDiscreteScheduler.__name__ else "linear"
+        return super().from_config({"schedule": schedule, **config}, return_unused_kwargs, **kwargs)
+
     def set_noise_window(self, steps: Iterable[int] | None) -> None:
         """Draw these steps from the next `set_timesteps` on: for a window that changes from rollout to rollout."""
         self._wanted_window = steps
@@ -98,15 +124,17 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         sigmas: Sequence[float] | None = None,
         mu: float | None = None,
     ) -> None:
-        """Make the schedule: `flow.linear_sigmas`, or the stock scheduler's where the pipeline has its own.
+        """Make the schedule, as the argument `schedule` says.
 
         sigmas: what diffusers' image pipelines pass, without the last 0 and before shifting; mu: their shift by
         resolution, used when the config says use_dynamic_shifting. Sigmas stay on the CPU: they are read as numbers.
         """
         super().set_timesteps(num_inference_steps, sigmas=sigmas, mu=mu)
-        if sigmas is None and not self.config.use_dynamic_shifting:
+        if sigmas is None and self.config.schedule == "linear" and not any(self.config[key] for key in NOT_LINEAR):
             self.sigmas = flow.linear_sigmas(num_inference_steps, self.shift)
             self.timesteps = self.config.num_train_timesteps * self.sigmas[:-1]
+        if not (self.sigmas[0] <= 1 and (self.sigmas.diff() < 0).all()):  # so for one step with shift_terminal: nan
+            raise ValueError(f"the sigmas {self.sigmas.tolist()} do not walk down from at most 1: take more steps")
         self.timesteps = self.timesteps.to(device)
         self.noise_window = self._checked_window()
 

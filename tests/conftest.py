@@ -37,6 +37,14 @@ def pytest_unconfigure():
     zygote.stop()
 
 
+@pytest.fixture
+def trusts_code(monkeypatch):
+    """Allow rewards of the tests' own files, as --trust-code does."""
+    from rewardfl import trust
+
+    monkeypatch.setattr(trust, "_allowed", True)
+
+
 # The files that launch runs or measure whole models, the longest first
 SLOW = (
     "distributed", "chaos", "train_reward_fl", "images", "train_flow_grpo", "train_rewards", "image_sizes", "launch",

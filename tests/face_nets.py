@@ -122,6 +122,25 @@ class MagentaDetector(nn.Module):
         return tuple(outputs[0] + outputs[1] + outputs[2])
 
 
+class TiedAnchors(nn.Module):
+    """Gives both anchors of every cell of stride 8 one score, and boxes and landmarks that differ."""
+
+    def forward(self, x):
+        outputs = [[], [], []]
+        for stride in (8, 16, 32):
+            level = F.avg_pool2d(x, stride).mean(1) * 0
+            score = level + (0.75 if stride == 8 else 0.0)
+            for output, first, second in (
+                (outputs[0], [0.0], [0.0]),
+                (outputs[1], [1.5] * 4, [1.0, 2.0, 1.7, 1.4]),
+                (outputs[2], MagentaDetector.LANDMARKS.flatten() / 8, MagentaDetector.LANDMARKS.flatten() / 12),
+            ):
+                base = score if output is outputs[0] else level
+                anchors = [base[..., None] + torch.as_tensor(values) for values in (first, second)]
+                output.append(torch.stack(anchors, -2).reshape(-1, len(first)))
+        return tuple(outputs[0] + outputs[1] + outputs[2])
+
+
 def magenta_pack(folder: Path) -> Path:
     """A pack whose detector finds magenta cells in frames of 64 x 64, with a small random recogniser."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,10 @@
-"""Rewards that test_rewards_remote.py serves; as a script, tools/serve_reward.py with these among its rewards."""
+"""A reward that test_rewards_remote.py serves."""
 
-import sys
 import time
 
 import torch
 
-from rewardfl import rewards
 from rewardfl.rewards import Reward, RewardOutput
-from rewardfl_tools import serve_reward
 
 
 class Likeness(Reward):
@@ -54,13 +51,3 @@ class Likeness(Reward):
         mean = video.mean()
         away = torch.nan_to_num((mean - reference["real"]).abs())
         return self.gain * len(prompt) * mean - away, True, mean, reference["real"]
-
-
-def build(name, settings, build=rewards.build):
-    """rewards.build, which also knows Likeness."""
-    return Likeness(**settings) if name == Likeness.name else build(name, settings)
-
-
-if __name__ == "__main__":
-    rewards.build = build
-    sys.exit(serve_reward.main())

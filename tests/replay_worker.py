@@ -70,7 +70,7 @@ def update(accumulation: int, batch: int, coupling: float, naive: bool) -> tuple
         grad_x0 = WanDecoder(pipe.vae).vjp(trajectory.x0, grad_video, decoded)
         reward_flow.replay(
             velocity, trajectory, SCHEDULE.sigmas, active, grad_x0, coupling,
-            reference=velocity.reference, kl_weight=KL_WEIGHT / per_process, backward=backward,
+            reference=velocity.reference, kl_weight=KL_WEIGHT / per_process, kl_gradient="exact", backward=backward,
             micro_batch=lambda: accelerator.accumulate(policy),
         )  # fmt: skip
     return gradients(model), type(policy).__name__, synchronised

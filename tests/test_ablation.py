@@ -1,14 +1,18 @@
 """The rewards and points of benchmarks/ablation."""
 
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
-import yaml
 from conftest import ROOT
 from face_nets import SIZE, clip, magenta_pack
 
 from benchmarks.ablation.two_people import further_away
 from rewardfl import config, rewards
 
+pytestmark = pytest.mark.usefixtures("trusts_code")
 FILE = ROOT / "benchmarks" / "ablation" / "rewards.py"
 VIDEO = clip([(3, 3), (4, 3), (4, 4), (3, 4)])
 
@@ -35,17 +39,26 @@ def test_swapped_colours_are_those_of_another_clip(settings):
     assert torch.allclose(swapped["embeddings"], ours.reference(VIDEO.flip(0))["embeddings"], atol=1e-5)
 
 
-def test_every_point_is_a_configuration(monkeypatch):
+def test_every_point_is_a_configuration_and_what_is_judged_is_left_alone(tmp_path, monkeypatch):
+    """The script's own commands, started by a `python` that writes them down."""
     monkeypatch.chdir(ROOT)
-    points = yaml.safe_load((FILE.parent / "points.yaml").read_text())
-    known = [config.load(ROOT / "configs" / "tiny_face.yaml", point["overrides"]) for point in points]
-    assert len({str(config.to_dict(one)) for one in known}) == len(points) == 12
-    flow = {
-        str(one.reward.others.get("flow"))
-        for one, point in zip(known, points, strict=True)
-        if point["name"] != "hacked"
-    }
-    assert len(flow) == 1  # what another reward's overrides say of it is what the configuration says
+    stub = tmp_path / "python"
+    stub.write_text('#!/bin/sh\nprintf "%s\\0" "$@" END >> "$CALLS"\n')
+    stub.chmod(0o755)
+    (tmp_path / "out/no_kl/seed7/evaluation").mkdir(parents=True)
+    (tmp_path / "out/no_kl/seed7/evaluation/report.json").touch()
+    places = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
+    subprocess.run([FILE.parent / "points.sh", tmp_path / "out", "7"], env=os.environ | places, check=True)
+    calls = [call.split("\0") for call in (tmp_path / "calls").read_text().split("END\0")[:-1]]
+    training = [call[3:-1] for call in calls if call[0] == "train_reward_fl.py"]
+    assert len(training) == 11 and len(calls) == 22
+    known = {}
+    for overrides in training:
+        cfg = config.load("configs/tiny_face.yaml", overrides)
+        known[Path(cfg.run.output_dir).parent.name] = cfg
+    assert len(known) == 11 and "no_kl" not in known
+    # what another reward's overrides say of it is what the configuration says
+    assert len({str(cfg.reward.others.get("flow")) for name, cfg in known.items() if name != "hacked"}) == 1
 
 
 def test_who_is_further_away_is_smaller():

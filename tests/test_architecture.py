@@ -168,7 +168,7 @@ def test_two_tools_estimate():
     found = {
         name for name, below in house_of(tools | estimate).items() if any(child(n, "") == "estimate" for n in below)
     }
-    assert found == {"plan_run", "_doctor_step"}
+    assert found == {"plan_run", "_doctor_models"}
 
 
 def declared():

@@ -201,7 +201,10 @@ def test_sizes_under_max_pixels(call, tmp_path):
         (["--data", "{csv}", "--height", "60"], "data.height must be a multiple of 16, got 60; try 48 or 64"),
         (["--data", "{csv}", "--max-pixels", "255"], "data.max_pixels must be at least 256, got 255"),
         (["--data", "{csv}", "--fps", "0"], "data.fps must be at least 0.1, got 0"),
-        (["--data", "{csv}", "--num-frames", "1"], "data.num_frames must be 4k+1 for this VAE, got 1; try 5"),
+        (
+            ["--data", "{csv}", "--num-frames", "1"],
+            "data.num_frames must be at least 5, got 1: this model makes videos",
+        ),
     ],
 )
 def test_what_cannot_be_checked(call, tmp_path, arguments, message):
@@ -222,3 +225,17 @@ def test_the_examples_are_what_is_read():
     rows = data.load_metadata(ROOT / "examples" / "metadata.csv")
     assert all(not row.problem and row.prompt for row in rows)
     assert any(row.image for row in rows) and any(row.reference_video for row in rows)
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "clip.mp4", "mine.png", "sheet.foo", "metadata.csv/sheet.png"])
+def test_a_sheet_replaces_sheets_alone(call, tmp_path, name):
+    path = write_csv(tmp_path, ["clip.mp4", "x"], header=("video", "prompt"))
+    data.write_video(tmp_path / "clip.mp4", person(), 8)
+    (tmp_path / "mine.png").write_text("mine")
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    arguments = ("--data", path, "--height", 64, "--width", 64, "--num-frames", 5)
+    code, _, error = call(*arguments, "--sheet", tmp_path / name)
+    assert code == 2 and error.startswith("error: --sheet") and error.count("\n") == 1
+    assert before == {file: file.read_bytes() for file in tmp_path.iterdir()}
+    for _ in range(2):  # the tool's own sheet is replaced
+        assert call(*arguments, "--sheet", tmp_path / "sheet.png")[0] == 0

@@ -33,7 +33,7 @@ from rewardfl.run.checkpoint import (
 )
 
 CONFIG = {
-    "run": {"output_dir": "out", "save_steps": 25, "resume_from_checkpoint": "auto"},
+    "run": {"output_dir": "out", "save_steps": 25, "resume_from_checkpoint": "auto", "resume_with_changes": []},
     "train": {"learning_rate": 1e-5, "max_steps": None},
 }
 BASE = {"high_noise": "aa", "low_noise": "bb"}
@@ -69,12 +69,12 @@ def start(*arguments, **settings):
     return opened(*arguments, **settings).path
 
 
-def save(output_dir, step, score=None, keep_last=None):
+def save(output_dir, step, score=None, keep_last=None, metrics=""):
     def write_adapter(folder):
         (folder / "transformer").mkdir()
         save_file({"w": torch.full((3,), float(step))}, folder / "transformer" / "lora.safetensors")
 
-    return checkpoint.save_checkpoint(output_dir, step, write_adapter, {"step": step}, score, keep_last)
+    return checkpoint.save_checkpoint(output_dir, step, write_adapter, {"step": step}, score, keep_last, metrics)
 
 
 def names(folder):
@@ -161,7 +161,7 @@ def test_files_have_the_mode_of_the_umask(tmp_path):
     plain = (tmp_path / "plain").stat().st_mode
     assert plain & 0o777 != 0o600, "the umask hides what this test is after"
     files = [file for file in [*path.rglob("*"), tmp_path / "run.json"] if file.is_file()]
-    assert len(files) == 4 and all(file.stat().st_mode == plain for file in files)
+    assert len(files) == 5 and all(file.stat().st_mode == plain for file in files)
 
 
 # ---- the run folder
@@ -194,12 +194,13 @@ def test_another_runs_folder_is_refused(tmp_path):
     )
     with pytest.raises(CheckpointError, match=message):
         start(tmp_path, changed(train__learning_rate=2e-5, run__save_steps=3))
-    with pytest.raises(CheckpointError, match="train.new None -> 1; set"):
-        start(tmp_path, changed(train__new=1))
-    start(tmp_path, changed(train__new=None))  # a later version's key, switched off
-    start(tmp_path, changed(reward__motion_weight=0.0))
-    with pytest.raises(CheckpointError, match="reward.motion_weight 0.0 -> 0.1; .*resume_with_changes"):
-        start(tmp_path, changed(reward__motion_weight=0.1))
+
+
+def test_the_run_of_another_version_is_refused(tmp_path):
+    start(tmp_path)
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="run.json was written by another version .*train.new.; resume with that"):
+        start(tmp_path, changed(train__new=None))
 
 
 def test_a_run_is_not_overwritten(tmp_path):
@@ -364,58 +365,23 @@ def test_temporaries_of_others_stay(tmp_path):
 # ---- the folder goes while the run is on
 
 
-@pytest.fixture
-def running(tmp_path):
-    """(the folder of a run at step 2, its lock, its metrics)."""
+@pytest.mark.parametrize("lost", ["folder", "moved", "lock", "another run"])
+def test_a_run_stops_when_its_folder_is_gone_or_another_ones(tmp_path, lost):
+    """And writes nothing there any more."""
     path = tmp_path / "out"
-    with RunFolder() as run_folder:
-        config = changed(run__output_dir=str(path))
-        checkpoint.prepare_output_dir(run_folder, config, BASE)
-        metrics = MetricsFile(path / "metrics.jsonl")
-        metrics.cut_back(0)
-        run_folder.write_run_json(record(config))
-        for step in (1, 2):
-            run_folder.keep()
-            metrics.append(step, {"loss": 1.0})
-        yield path, run_folder, metrics
-
-
-def test_a_deleted_folder_is_made_again(running):
-    path, run_folder, metrics = running
-    run_json = (path / "run.json").read_text()
-    shutil.rmtree(path)
-    with pytest.warns(UserWarning, match=f"run.output_dir {path} was deleted"):
-        run_folder.keep()
-    metrics.append(3, {"loss": 1.0})
-    save(path, 3)
-    assert (path / "run.json").read_text() == run_json and [line["step"] for line in metrics.read()] == [1, 2, 3]
-    with pytest.raises(CheckpointError, match="is in use"):
-        start(path)
-    run_folder.__exit__()
-    assert start(path).name == "step-000003"
-
-
-def test_a_lock_file_that_somebody_tidied_away_is_made_again(running):
-    path, run_folder, _ = running
-    (path / "run.lock").unlink()
-    run_folder.keep()
-    with pytest.raises(CheckpointError, match="is in use"):
-        start(path)
-
-
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_run_does_not_write_into_another_ones_folder(running, ended):
-    path, run_folder, _ = running
-    shutil.rmtree(path)
-    with RunFolder() as other:
-        other.take(path)
-        other.write_run_json(record(CONFIG, command=["other.py"]))
-        if ended:
+    with RunFolder() as run_folder, RunFolder() as other:
+        run_folder.take(path)
+        run_folder.check_present()
+        if lost == "lock":
             (path / "run.lock").unlink()
-        before = tree(path)
-        with pytest.raises(CheckpointError, match=f"run.output_dir {path} was deleted .* another run is there now"):
-            run_folder.keep()
-        assert tree(path) == before
+        else:
+            path.rename(tmp_path / "elsewhere") if lost == "moved" else shutil.rmtree(path)
+        if lost == "another run":
+            other.take(path)
+        before = tree(tmp_path)
+        with pytest.raises(CheckpointError, match=f"run.output_dir {path} was deleted, moved away or replaced"):
+            run_folder.check_present()
+        assert tree(tmp_path) == before
 
 
 # ---- what may change when a run goes on
@@ -515,7 +481,7 @@ def test_values_that_compute_the_same(tmp_path, key, old, new, goes_on):
 )
 def test_more_steps_are_free_unless_the_rate_decays(tmp_path, kind, old, new, goes_on):
     def config(length, named=()):
-        run = {"output_dir": "out", "resume_with_changes": list(named)}
+        run = {"output_dir": "out", "resume_from_checkpoint": "auto", "resume_with_changes": list(named)}
         return {"run": run, "train": {"lr_scheduler_type": kind, **length}}
 
     start(tmp_path, config(old))
@@ -552,8 +518,9 @@ DEEP = "[" * 100_000
 DAMAGED_RUN_JSON = {
     "empty": "", "cut": '{"config": {"run"', "list": "[]", "number": "3", "deep": DEEP, "no config": "{}",
     "config is a list": '{"config": []}', "a section is a list": '{"config": {"run": []}}',
-    "changes are numbers": '{"config": {}, "changes": [1]}', "an empty change": '{"config": {}, "changes": [{}]}',
-    "base model is a list": '{"config": {}, "base_model": [1]}',
+    "changes are numbers": '{"config": {}, "base_model": {}, "changes": [1]}',
+    "an empty change": '{"config": {}, "base_model": {}, "changes": [{}]}',
+    "base model is a list": '{"config": {}, "base_model": [1], "changes": []}', "no text": b"\xff\xfe",
 }  # fmt: skip
 
 
@@ -561,18 +528,78 @@ DAMAGED_RUN_JSON = {
 def test_damaged_run_json(tmp_path, text):
     start(tmp_path)
     save(tmp_path, 1)
-    (tmp_path / "run.json").write_text(text)
+    content = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "run.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{tmp_path}/run.json is damaged.*; put it back") as error:
         start(tmp_path)
-    assert "\n" not in str(error.value) and (tmp_path / "run.json").read_text() == text
+    assert "\n" not in str(error.value) and (tmp_path / "run.json").read_bytes() == content
 
 
-def test_run_json_that_is_no_text(tmp_path):
-    start(tmp_path)
-    save(tmp_path, 1)
-    (tmp_path / "run.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(CheckpointError, match="run.json is damaged"):
+def resumable(folder, steps=3):
+    """The metrics.jsonl of a run with a checkpoint after its last step."""
+    start(folder)
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    for step in range(1, steps + 1):
+        metrics.append(step, {"loss": step / 10, "none": float("nan")})
+    save(folder, steps, metrics=metrics.text)
+    return metrics.path
+
+
+CHANGES = {
+    "deleted": (None, 1),
+    "emptied": (lambda lines: b"", 1),
+    "first lost": (lambda lines: b"".join(lines[1:]), 1),
+    "one lost": (lambda lines: lines[0] + lines[2], 2),
+    "cut off": (lambda lines: b"".join(lines)[:-9], 3),
+    "reordered": (lambda lines: lines[0] + lines[2] + lines[1], 2),
+    "doubled": (lambda lines: lines[0] * 2 + lines[1] + lines[2], 2),
+    "another number": (lambda lines: b"".join(lines).replace(b"0.2", b"0.3"), 2),
+    "no text": (lambda lines: b"\xff" * 99, 1),
+    "zeros": (lambda lines: lines[0] + lines[1] + b"\0" * len(lines[2]), 3),
+}
+
+
+@pytest.mark.parametrize("change, line", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize("named", [False, True])
+def test_lost_or_changed_lines_of_metrics_are_refused(tmp_path, change, line, named):
+    """Early stop, alarms and `best` are computed from them; the message says how to put them back."""
+    metrics = resumable(tmp_path / "a run")
+    whole, resume = metrics.read_bytes(), str(metrics.parent / "checkpoints" / "latest") if named else "auto"
+    metrics.unlink() if change is None else metrics.write_bytes(change(whole.splitlines(keepends=True)))
+    before = tree(metrics.parent / "checkpoints")
+    with pytest.raises(CheckpointError, match=f"{metrics} has lost or changed lines: line {line} is not") as error:
+        start(metrics.parent, resume=resume)
+    assert "\n" not in str(error.value) and tree(metrics.parent / "checkpoints") == before
+    subprocess.run(str(error.value).partition("copy back: ")[2], shell=True, check=True)
+    assert metrics.read_bytes() == whole and start(metrics.parent, resume=resume) is not None
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"step": 4, "lo', b'{"step": 4, "loss": 1}\n', b"\0" * 40, b"garbage\n\n"])
+def test_what_comes_after_the_checkpoint_is_dropped(tmp_path, tail):
+    path = resumable(tmp_path)
+    whole = path.read_text()
+    with path.open("ab") as file:
+        file.write(tail)
+    found = opened(tmp_path)
+    metrics = MetricsFile(path, checkpoint.load_metrics(found.path))
+    metrics.start()
+    assert path.read_text() == whole
+    metrics.append(4, {})
+    assert [line["step"] for line in metrics.read()] == [1, 2, 3, 4] and path.read_text() == metrics.text
+
+
+def test_the_checkpoint_of_another_version_is_refused(tmp_path):
+    """Its metrics are nowhere."""
+    path = resumable(tmp_path).parent / "checkpoints" / "step-000003"
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["state/metrics.jsonl"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "state" / "metrics.jsonl").unlink()
+    with pytest.raises(CheckpointError, match=f"{path} was not written by this version of rewardfl; resume with"):
         start(tmp_path)
+
+
+# ---- metrics.jsonl
 
 
 @pytest.mark.parametrize(
@@ -580,62 +607,23 @@ def test_run_json_that_is_no_text(tmp_path):
     ["garbage", "[1]", "3", "null", "{}", '{"step": -1}', '{"step": "2"}', '{"step": true}', '{"step": 2, "a": "b"}',
      DEEP, "\0\0"],
 )  # fmt: skip
-def test_damaged_metrics(tmp_path, line):
-    """Refused before anything loads; the file is the user's to mend."""
-    start(tmp_path)
-    save(tmp_path, 1)
-    text = f'{{"step": 1}}\n{line}\n{{"step": 3}}\n'
-    (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/metrics.jsonl, line 2 ") as error:
-        start(tmp_path)
-    assert len(str(error.value)) < 400 and (tmp_path / "metrics.jsonl").read_text() == text
-
-
-def test_empty_lines_of_metrics_are_passed_over(tmp_path):
+def test_a_line_that_is_none_of_metrics(tmp_path, line):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.path.write_text('\n{"step": 1}\n \n\n{"step": 2}\n')
-    assert [line["step"] for line in metrics.read()] == [1, 2]
-
-
-# ---- metrics.jsonl
+    metrics.path.write_text(f'{{"step": 1}}\n \n{line}\n{{"step": 3}}\n')
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/metrics.jsonl, line 3 ") as error:
+        metrics.read()
+    assert len(str(error.value)) < 400
 
 
 def test_metrics(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     assert metrics.read() == []
-    metrics.cut_back(0)
-    for step in range(1, 5):
-        metrics.append(step, {"lr": 1e-6, "actor/loss": step / 2})
-    metrics.append(5, {"grad_norm": float("nan"), "actor/loss": float("-inf")})
-    assert metrics.read()[1] == {"step": 2, "lr": 1e-6, "actor/loss": 1.0}
-    assert metrics.read()[4] == {"step": 5, "grad_norm": None, "actor/loss": None}
-    metrics.cut_back(3)
-    metrics.append(4, {"lr": 2.0})
-    assert [line["step"] for line in metrics.read()] == [1, 2, 3, 4] and metrics.read()[3]["lr"] == 2
+    for step in (1, 2):
+        metrics.append(step, {"lr": 1e-6, "actor/loss": step / 2, "epoch": step})
+    metrics.append(3, {"grad_norm": float("nan"), "actor/loss": float("-inf")})
+    assert metrics.read()[1] == {"step": 2, "lr": 1e-6, "actor/loss": 1.0, "epoch": 2}
+    assert metrics.read()[2] == {"step": 3, "grad_norm": None, "actor/loss": None}
     assert names(tmp_path) == ["metrics.jsonl"]
-
-
-@pytest.mark.parametrize("tail", ['{"step": 3, "lo', '{"step": 3, "loss": 1}', "\0\0\0"])
-def test_a_cut_off_last_line(tmp_path, tail):
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.append(1, {"loss": 0.0})
-    metrics.append(2, {"loss": 0.0})
-    with metrics.path.open("a") as file:
-        file.write(tail)
-    assert [line["step"] for line in metrics.read()] == [1, 2]
-    metrics.cut_back(2)
-    metrics.append(3, {"loss": 0.0})
-    assert [line["step"] for line in metrics.read()] == [1, 2, 3]
-
-
-def test_a_killed_cut_back_leaves_the_old_lines(tmp_path, monkeypatch):
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.append(1, {})
-    metrics.append(2, {})
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(WriteError, match="metrics.jsonl could not be written .disk full.; it is as it was"):
-        metrics.cut_back(1)
-    assert [line["step"] for line in metrics.read()] == [1, 2]
 
 
 # ---- checkpoints
@@ -878,6 +866,49 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
     monkeypatch.setattr(Path, "write_bytes", lambda *_: fail())
     with pytest.raises(CheckpointError, match="could not be written .disk full"):
         start(tmp_path / "out")
+
+
+def test_a_dry_run_looks_and_changes_nothing(tmp_path):
+    """Not the folder of a run that resumes, and none that is not there yet."""
+    resumable(tmp_path / "old")
+    before = tree(tmp_path)
+    for name, step in (("old", 3), ("new", 0)):
+        config = changed(run__output_dir=str(tmp_path / name))
+        assert checkpoint.prepare_output_dir(None, config, BASE).step == step
+    assert tree(tmp_path) == before and names(tmp_path) == ["old"]
+
+
+@pytest.mark.parametrize(
+    "output_dir, settings, message",
+    [
+        ("file", {}, "run.output_dir .*file could not be written .*file is no folder"),
+        ("file/deeper/out", {}, "run.output_dir .*file/deeper/out could not be written .*file is no folder"),
+        ("nowhere", {}, "nowhere could not be written .*nowhere is no folder"),
+        ("new", {"run__resume_from_checkpoint": "missing"}, "run.resume_from_checkpoint: no such folder: missing"),
+        ("old", {"run__resume_from_checkpoint": False}, "already holds a run"),
+        ("old", {"train__learning_rate": 1.0}, "other settings: train.learning_rate"),
+        ("spoilt", {}, "metrics.jsonl has lost or changed lines"),
+    ],
+)
+def test_a_dry_run_is_refused_what_a_start_is_refused(tmp_path, output_dir, settings, message):
+    (tmp_path / "file").touch()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for name in ("old", "spoilt"):
+        resumable(tmp_path / name)
+    (tmp_path / "spoilt" / "metrics.jsonl").unlink()
+    before = tree(tmp_path)
+    config = changed(run__output_dir=str(tmp_path / output_dir), **settings)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.prepare_output_dir(None, config, BASE)
+    assert tree(tmp_path) == before
+    with RunFolder() as run_folder, pytest.raises(CheckpointError):
+        checkpoint.prepare_output_dir(run_folder, config, BASE)
+
+
+def test_a_dry_run_finds_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(WriteError, match=f"{tmp_path}/out could not be written .{tmp_path} may not be written"):
+        checkpoint.prepare_output_dir(None, changed(run__output_dir=str(tmp_path / "out")), BASE)
 
 
 def test_tolerant():

@@ -1,3 +1,6 @@
+import dataclasses
+from pathlib import Path
+
 import pytest
 from conftest import ROOT
 from face_nets import magenta_pack, marked
@@ -5,6 +8,7 @@ from face_nets import magenta_pack, marked
 from rewardfl import backbones, config
 from rewardfl.backbones.seam import Source
 from rewardfl.config import ConfigError
+from rewardfl.data import Row
 from rewardfl.run import checks, work
 
 REQUIRED = {
@@ -53,6 +57,7 @@ def test_check_paths(tmp_path):
         f"data.file_name={tmp_path / 'm.csv'}",
         f"reward.reward_model_path={pack}",
         f"reward.held_out_model_path={judge}",
+        "reward.det_size=64",
     ]
     cfg = load(*overrides)
     with pytest.raises(ConfigError) as error:
@@ -180,3 +185,31 @@ def test_active_steps_that_do_not(active, trained, coupling, words):
     with pytest.raises(ConfigError) as refused:
         check_active(active, trained, coupling)
     assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def rows(*names):
+    return [Row(i, i + 2, name, Path("clips") / f"{name}.mp4", f"a {name}") for i, name in enumerate(names)]
+
+
+def test_evaluated_clips_that_are_trained_on():
+    """All of them are refused, under whatever name the table has; some are said."""
+    trained = rows("a", "b", "c")
+    again = [dataclasses.replace(row, video=row.video.absolute(), table="evaluation.eval_clips") for row in trained]
+    for held_out in (again, again[::-1], again[1:]):
+        with pytest.raises(ConfigError, match="evaluation.eval_clips: all of its . rows are rows of data.file_name"):
+            checks.check_held_out(trained, held_out)
+    (note,) = checks.check_held_out(trained, rows("c", "d"))
+    assert note == "note: 1 of 2 rows of evaluation.eval_clips are trained on, too"
+    other_prompt = [dataclasses.replace(row, prompt="another") for row in trained]
+    for held_out in (rows("d"), other_prompt, []):
+        assert checks.check_held_out(trained, held_out) == []
+
+
+def test_a_detector_that_does_not_take_det_size(tmp_path):
+    """Found before anything else is made."""
+    (tmp_path / "m.csv").touch()
+    paths = [f"model.model_paths={tmp_path}", f"data.file_name={tmp_path / 'm.csv'}"]
+    paths += [f"reward.reward_model_path={magenta_pack(tmp_path / 'pack')}"]
+    checks.check_paths(load(*paths, "reward.det_size=64"))
+    with pytest.raises(ConfigError, match="^reward.reward_model_path: .* only takes .64, 64. pixels, det_size is 640"):
+        checks.check_paths(load(*paths))

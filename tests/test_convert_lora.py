@@ -9,7 +9,7 @@ from pipelines import LAYERS, random_pipeline, save_adapter
 from safetensors.torch import load_file, save_file
 
 from rewardfl import lora
-from rewardfl.weights import lora_files, shards
+from rewardfl.weights import lora_files, shards, wan_names
 from rewardfl_tools import _convert_lora, convert_lora
 
 
@@ -42,11 +42,31 @@ def test_every_dialect_to_both_formats(values, dialect, to, tmp_path):
         torch.testing.assert_close(found[name], SCALE * up @ down)
 
 
+def comfy_loads(expert):
+    """Return the LoRA keys that comfy/lora.py loads for Wan: of its tensors' whole names, but for the end .weight."""
+    keys = set()
+    for name in (f"diffusion_model.{wan_names.to_original(name)}" for name in expert.state_dict()):
+        ends = [".diff", ".lora_down.weight", ".lora_up.weight", ".alpha", ".dora_scale"]
+        ends += [".diff_b"] if name.endswith(".weight") else []
+        keys |= {name.removesuffix(".weight") + end for end in ends}
+    return keys
+
+
 def test_comfy_keys_are_what_comfy_reads(values, tmp_path):
     """Names, alpha = rank, and the scale inside the weights: right for readers with and without alpha."""
-    run("--lora", DIALECTS["d5"](tmp_path, values), "--to", "comfy", "--out", tmp_path / "out.safetensors")
+    source = load_file(DIALECTS["d5"](tmp_path, values)) | {
+        "diffusion_model.blocks.0.norm3.diff": torch.rand(24),
+        "diffusion_model.blocks.1.diff_m": torch.rand(1, 6, 24),
+        "diffusion_model.head.diff_m": torch.rand(1, 2, 24),
+        "diffusion_model.blocks.1.self_attn.q.diff_b": torch.rand(24),
+    }
+    save_file(source, tmp_path / "all.safetensors")
+    run("--lora", tmp_path / "all.safetensors", "--to", "comfy", "--out", tmp_path / "out.safetensors", "--verify")
     state = load_file(tmp_path / "out.safetensors")
-    assert "diffusion_model.blocks.1.cross_attn.o.lora_down.weight" in state and len(state) == 3 * len(values)
+    assert state.keys() <= comfy_loads(random_pipeline().transformer_2) and len(state) == 3 * len(values) + 4
+    for table in ("blocks.1", "head"):
+        stem = f"diffusion_model.{table}"
+        assert torch.equal(state[f"{stem}.modulation.diff"], source[f"{stem}.diff_m"])
     assert all(float(value) == RANK for name, value in state.items() if name.endswith(".alpha"))
     stem = "diffusion_model.blocks.0.self_attn.q"
     down, up = values["blocks.0.attn1.to_q"]
@@ -92,12 +112,10 @@ def test_differences_and_dora_travel_in_comfy_and_are_refused_for_diffusers(valu
         "transformer.blocks.0.attn1.to_q.lora_magnitude_vector": torch.rand(up.shape[0]),
         "transformer.blocks.0.attn1.to_q.lora_B.bias": torch.rand(up.shape[0]),
         "diffusion_model.blocks.0.norm3.diff": torch.rand(24),
-        "diffusion_model.blocks.1.diff_m": torch.rand(1, 6, 24),
     }
     save_file(state, tmp_path / "low.safetensors")
     run("--lora", tmp_path / "low.safetensors", "--to", "comfy", "--out", tmp_path / "out.safetensors", "--verify")
     written = load_file(tmp_path / "out.safetensors")
-    assert torch.equal(written["diffusion_model.blocks.1.diff_m"], state["diffusion_model.blocks.1.diff_m"])
     assert written["diffusion_model.blocks.0.self_attn.q.dora_scale"].shape == (up.shape[0], 1)
     assert torch.equal(written["diffusion_model.blocks.0.norm3.diff"], state["diffusion_model.blocks.0.norm3.diff"])
     out = tmp_path / "no.safetensors"
@@ -150,10 +168,36 @@ def test_dtype_and_overflow(values, tmp_path):
     source = DIALECTS["d5"](tmp_path, values)
     run("--lora", source, "--to", "comfy", "--out", tmp_path / "half.safetensors", "--dtype", "bf16", "--verify")
     assert {e.dtype for e in shards.read_header(tmp_path / "half.safetensors")[0].values()} == {"BF16"}
-    huge = {name: (down, 1e6 * up) for name, (down, up) in values.items()}
+    huge = {name: (down, 1e12 * up) for name, (down, up) in values.items()}
     out = tmp_path / "out.safetensors"
     text = run("--lora", DIALECTS["d5"](tmp_path, huge), "--to", "comfy", "--out", out, "--dtype", "fp16", expect=2)
     assert "fp32" in text and not out.exists()
+
+
+@pytest.mark.parametrize("to", ("comfy", "diffusers"))
+@pytest.mark.parametrize("size", (1, 2e-5, 2e-8))
+@pytest.mark.parametrize("dtype, tolerance", [("fp16", 2e-3), ("bf16", 8e-3)])
+def test_a_small_update_arrives_and_its_loss_is_printed(values, tmp_path, to, size, dtype, tolerance):
+    """fp16 has no numbers below 6e-8: the factors share their size. alpha 1 at a rank of 64 brings more of it."""
+    small = {name: (down, size * up) for name, (down, up) in values.items()}
+    source, out = DIALECTS["d10"](tmp_path, small), tmp_path / "out.safetensors"
+    text = run("--lora", source, "--to", to, "--out", out, "--dtype", dtype, "--verify")
+    for name, (down, up) in small.items():
+        wanted = SCALE * up.double() @ down.double()
+        assert (products(out)[name].double() - wanted).norm() < tolerance * wanted.norm()
+    assert "update kept 100.0%" in text and "WARNING" not in text
+
+
+def test_a_loss_that_cannot_be_avoided_is_warned_of(tmp_path):
+    """A difference has no factors."""
+    save_file({"blocks.0.norm2.diff": 3e-8 * torch.randn(24)}, tmp_path / "low.safetensors")
+    out, given = tmp_path / "out.safetensors", ["--lora", tmp_path / "low.safetensors", "--to", "comfy", "--out"]
+    text = run(*given, out, "--dtype", "fp16")
+    difference = load_file(tmp_path / "low.safetensors")["blocks.0.norm2.diff"].double()
+    stored = load_file(out)["diffusion_model.blocks.0.norm3.diff"].double()
+    error = (stored - difference).norm() / difference.norm()
+    assert error > 0.1 and f"error {error:.2%} of it" in text and "WARNING: fp16 loses part of the update" in text
+    assert "WARNING" not in run(*given, tmp_path / "whole.safetensors", "--dtype", "bf16")
 
 
 def test_places_that_are_refused(values, tmp_path):

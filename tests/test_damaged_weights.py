@@ -53,34 +53,18 @@ def file_of(path, header, data=b""):
 
 
 def entry(**changes):
-    """The header of one tensor of six float32, with changes; None removes a field."""
-    fields = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | changes
-    return {"transformer.proj_out.diff": {key: value for key, value in fields.items() if value is not ...}}
+    """The header of one tensor of six float32, with changes."""
+    return {"transformer.proj_out.diff": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | changes}
 
 
-HEADERS = {
-    "a list": [], "a number": 3, "null": None, "a text": '"x"', "no JSON": "{", "deep": DEEP, "digits": DIGITS,
-    "deep in it": '{"a":' + DEEP, "not UTF-8": b'{"\xff": 1}', "empty": b"",
-    "tensor: null": {"a": None}, "tensor: list": {"a": [1]}, "tensor: number": {"a": 5}, "tensor: text": {"a": "b"},
-    "no dtype": entry(dtype=...), "no shape": entry(shape=...), "no offsets": entry(data_offsets=...),
-    "dtype: number": entry(dtype=5), "dtype: list": entry(dtype=["F32"]), "dtype: unknown": entry(dtype="F33"),
-    "dtype: null": entry(dtype=None), "shape: null": entry(shape=None), "shape: number": entry(shape=6),
-    "shape: text": entry(shape="23"), "shape: negative": entry(shape=[-2, -3]), "shape: float": entry(shape=[2.0, 3]),
-    "shape: true": entry(shape=[True, 6]), "shape: huge": entry(shape=[10**40, 0]),
-    "shape: long": entry(shape=[1] * 99),
-    "shape: dict": entry(shape={"0": 2}), "shape: other": entry(shape=[2, 2]), "shape: nested": entry(shape=[[2], 3]),
-    "offsets: one": entry(data_offsets=[0]), "offsets: three": entry(data_offsets=[0, 24, 24]),
-    "offsets: text": entry(data_offsets=["0", "24"]), "offsets: negative": entry(data_offsets=[-24, 0]),
-    "offsets: backwards": entry(data_offsets=[24, 0]), "offsets: float": entry(data_offsets=[0.0, 24.0]),
-    "offsets: null": entry(data_offsets=None), "offsets: true": entry(data_offsets=[False, 24]),
-    "offsets: huge": entry(data_offsets=[0, 10**30]), "offsets: hole": entry(data_offsets=[4, 28]),
-    "metadata: list": entry() | {"__metadata__": []},
-    "metadata: number": entry() | {"__metadata__": {"format": 1}},
+HEADERS = {  # what the safetensors library refuses, and what it lets through
+    "a list": [], "no JSON": "{", "deep": DEEP, "digits": DIGITS, "not UTF-8": b'{"\xff": 1}', "empty": b"",
+    "tensor: null": {"a": None}, "dtype: unknown": entry(dtype="F33"), "shape: negative": entry(shape=[-2, -3]),
+    "shape: huge": entry(shape=[10**40, 0]), "shape: long": entry(shape=[1] * 99), "shape: other": entry(shape=[2, 2]),
+    "offsets: backwards": entry(data_offsets=[24, 0]), "offsets: hole": entry(data_offsets=[4, 28]),
     "metadata: nested": entry() | {"__metadata__": {"format": {"a": "pt"}}},
     "surrogate in a name": entry() | {"\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [24, 24]}},
-    "surrogate in metadata": entry() | {"__metadata__": {"a": "\udcff"}},
-    "a name twice": '{"a": {}, "a": {}}',
-    "only metadata": {"__metadata__": {"format": "pt"}},
+    "a name twice": '{"a": {}, "a": {}}', "only metadata": {"__metadata__": {"format": "pt"}},
 }  # fmt: skip
 
 
@@ -117,19 +101,15 @@ def test_a_fifo_among_the_shards_is_no_endless_wait(world, tmp_path):
 
 
 INDICES = {
-    "a number": 3, "a list": [], "null": None, "no JSON": "{", "deep": DEEP, "digits": DIGITS,
-    "not UTF-8": b"\xff\xfe{",
-    "no map": {}, "map: list": {"weight_map": []}, "map: empty": {"weight_map": {}}, "map: null": {"weight_map": None},
-    "shard: number": {"weight_map": {"a": 5}}, "shard: list": {"weight_map": {"a": ["x"]}},
-    "shard: null": {"weight_map": {"a": None}}, "shard: empty": {"weight_map": {"a": ""}},
+    "a list": [], "no JSON": "{", "deep": DEEP, "digits": DIGITS, "not UTF-8": b"\xff\xfe{",
+    "no map": {}, "map: list": {"weight_map": []}, "map: empty": {"weight_map": {}},
+    "shard: number": {"weight_map": {"a": 5}}, "shard: empty": {"weight_map": {"a": ""}},
     "shard: above": {"weight_map": {"a": "../x.safetensors"}}, "shard: absolute": {"weight_map": {"a": "/etc/passwd"}},
-    "shard: folder": {"weight_map": {"a": "."}}, "shard: NUL": {"weight_map": {"a": "x\0.safetensors"}},
-    "shard: long": {"weight_map": {"a": "x" * 300 + ".safetensors"}},
+    "shard: NUL": {"weight_map": {"a": "x\0.safetensors"}},
     "shard: surrogate": {"weight_map": {"a": "\ud800.safetensors"}},
-    "metadata: list": {"metadata": [5]}, "metadata: number": {"metadata": 5}, "metadata: text": {"metadata": "x"},
+    "shard: long": {"weight_map": {"a": "x" * 300 + ".safetensors"}}, "metadata: list": {"metadata": [5]},
     "size: text": {"metadata": {"total_size": "5"}}, "size: true": {"metadata": {"total_size": True}},
-    "size: list": {"metadata": {"total_size": [5]}}, "size: NaN": {"metadata": {"total_size": float("nan")}},
-    "size: wrong": {"metadata": {"total_size": -1}},
+    "size: NaN": {"metadata": {"total_size": float("nan")}}, "size: wrong": {"metadata": {"total_size": -1}},
 }  # fmt: skip
 
 
@@ -183,7 +163,7 @@ WORDS = {"alpha": "alpha", "pattern": "alpha", "hostile": "(.*)*(.*)*y", "unclos
 def test_damaged_lora_metadata(world, tmp_path, kind, place):
     """In the file's metadata, by component or not, and in peft's adapter_config.json beside it."""
     given, state = CONFIGS[kind], load_file(world / "pytorch_lora_weights.safetensors")
-    path = damaged = tmp_path / "low" / "lora.safetensors"
+    path = damaged = tmp_path / "low" / "adapter_model.safetensors"
     path.parent.mkdir()
     if place == "component" and isinstance(given, dict):
         given = {f"transformer.{key}": value for key, value in given.items()}

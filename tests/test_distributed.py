@@ -36,13 +36,13 @@ COMMON = [
     "train.lr_scheduler_type=constant", "train.learning_rate=1e-4", "train.warmup_steps=0", "train.max_grad_norm=0.01",
     f"data.cache_dir={CACHE}", f"data.file_name={table(f'{CACHE}/four.csv', 'train', 4)}",
 ]  # fmt: skip
-# two replayed steps, one of each expert, so that neither adapter takes part in every backward; and the KL whose chain
-# takes a gradient outside of `backward`. The second update has an infinite gradient on the last process, and in none of
-# them is there anybody to be seen in the fourth clip
+# two replayed steps, one of each expert, so that neither adapter takes part in every backward; and the KL of which a
+# gradient is taken outside of `backward`, through the wrapped model with the adapter off. The second update has an
+# infinite gradient on the last process, and in none of them is there anybody to be seen in the fourth clip
 REWARD_FL = [
     "train_reward_fl.py", "--config", "configs/tiny_face.yaml", *COMMON, "sample.num_inference_steps=3",
     "sample.mid_timestep=1", "sample.final_timestep=2", "sample.gradient_mode=chain", "model.trainable_models=dit,dit2",
-    "reward.kl_gradient=fixed_trajectory", "train.per_device_train_batch_size=1", "run.save_steps=1",
+    "reward.kl_gradient=exact", "train.per_device_train_batch_size=1", "run.save_steps=1",
     "reward.held_out_model_path=null", "reward.kl_weight=9",
 ]  # fmt: skip
 # two updates an epoch, each of a group of four whose members are on both processes

@@ -197,6 +197,7 @@ def test_a_worked_change_does_what_is_said_of_it(tmp_path, letter):
     assert [code for code, _, _ in refusals] == [2] * (letter == "a"), refusals
 
 
+@pytest.mark.usefixtures("trusts_code")
 def test_the_reward_that_is_written_from_nothing_works(tmp_path):
     text = (ROOT / "docs" / "change_the_algorithm.md").read_text()
     (code,) = [block for block in re.findall(r"^```python$(.*?)^```$", text, re.M | re.S) if "class Sharpness" in block]

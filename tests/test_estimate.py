@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import UMT5EncoderModel
 
-from rewardfl import backbones, config, lora
+from rewardfl import backbones, config, lora, machine
 from rewardfl.backbones.seam import Adapter, Experts, Source
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import meta
@@ -28,7 +28,6 @@ from rewardfl.backbones.wan.decoder import WanDecoder, parts_checkpointed
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, Machine, fits, options, recommend, with_options
-from rewardfl.run import monitor
 from rewardfl.run.work import Span, Video, Work, work_of
 from rewardfl_tools import plan_run
 
@@ -616,9 +615,13 @@ def test_run_of_a_configuration(monkeypatch):
     one = configured(*half)  # the other answer is a pass without a graph
     assert one.rollout == {"high_noise": 6, "low_noise": 14} and one.graphs == 1
     assert one.replay == one.pulled == LAST_FOUR and one.reference == times(2, LAST_FOUR)
-    apart = configured("reward.kl_gradient=fixed_trajectory")
-    assert (apart.replay, apart.pulled) == (LAST_FOUR, {"low_noise": 7})
-    assert configured("reward.kl_gradient=fixed_trajectory", "sample.gradient_mode=drtune").pulled == LAST_FOUR
+    for apart in (
+        "reward.kl_gradient=fixed_trajectory",
+        "reward.kl_gradient=exact",
+    ):  # one more backward a coupled step
+        assert (configured(apart).replay, configured(apart).pulled) == (LAST_FOUR, {"low_noise": 7})
+        assert configured(apart, "sample.gradient_mode=drtune").pulled == LAST_FOUR
+    assert configured("reward.kl_gradient=exact", *guided).pulled == {"low_noise": 14}
 
 
 # ---- the host's memory ----
@@ -656,7 +659,7 @@ def test_plan_run_judges_the_host(monkeypatch, capsys, published):
     for host, processes, code in (("70", "1", 0), ("60", "1", 2), ("520", "8", 0), ("510", "8", 2)):
         found, out, _ = tool(monkeypatch, capsys, *arguments, "--host-gb", host, "--processes", processes)
         assert found == code and ("\nfits: " in out) == (code == 0) and ("\ndoes not fit: " in out) == (code == 2)
-    monkeypatch.setattr(monitor, "machine_memory", lambda: 24e9)
+    monkeypatch.setattr(machine, "memory", lambda: 24e9)
     monkeypatch.setattr(sys, "argv", ["plan_run.py", "--config", *arguments])  # this machine's
     assert plan_run.main() == 2 and "of 24.0 GB in host memory" in capsys.readouterr().out
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from rewardfl import config, data
+from rewardfl import config, data, lora
 from rewardfl.rewards import face
 from rewardfl.rewards.video_motion import video_motion
 from rewardfl_tools import _arms, _evaluate, _evaluate_pictures, _figures, _judging, _records, _videos, evaluate
@@ -327,8 +327,8 @@ def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path):
 
 def test_records_of_other_settings_are_refused(tmp_path):
     settings = {"judges": {"held_out": "1"}, "adapters": {"latest": "a"}}
-    _records.agree(tmp_path, settings)
-    _records.agree(tmp_path, settings | {"adapters": {"best": "b"}})  # one more adapter
+    for known in (settings, settings | {"adapters": {"best": "b"}}):  # one more adapter
+        (tmp_path / _records.SETTINGS).write_text(json.dumps(_records.agree(tmp_path, known)))
     for other, said in (
         ({"judges": {"held_out": "2"}}, "held_out was 1, and is 2"),
         ({"adapters": {"latest": "c"}}, "latest was a, and is c"),
@@ -336,11 +336,10 @@ def test_records_of_other_settings_are_refused(tmp_path):
     ):
         with pytest.raises(_records.OtherSettings, match=f"{said}.*--force"):
             _records.agree(tmp_path, settings | other)
-    _records.clear(tmp_path)
-    assert not [*tmp_path.iterdir()]
-    (tmp_path / "videos").mkdir()
-    _records.clear(tmp_path)
-    assert (tmp_path / "videos").is_dir()  # no evaluation has written it
+    for damaged in ("3", "null", "{", '{"judges": 3}'):
+        (tmp_path / _records.SETTINGS).write_text(damaged)
+        with pytest.raises(_records.OtherSettings, match="settings.json holds no settings"):
+            _records.agree(tmp_path, settings)
 
 
 # ---- refusals
@@ -358,7 +357,8 @@ def test_a_run_with_another_reward_names_the_way_out(tmp_path, monkeypatch, caps
     settings += ["reward.motion_weight=0", "data.num_frames=5", f"model.model_paths={world}/pipeline"]
     cfg = config.load(str(ROOT / "configs" / "tiny_flow_grpo.yaml"), settings, config.FlowGrpoConfig)
     (tmp_path / "run.json").write_text(json.dumps({"config": config.to_dict(cfg)}))
-    (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest" / "transformer").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest" / "transformer" / lora.WEIGHTS_NAME).touch()
     data.write_video(tmp_path / "nobody.mp4", torch.full((5, 64, 64, 3), 90, dtype=torch.uint8), 16)
     (tmp_path / "metadata.csv").write_text("video,prompt\nnobody.mp4,x\n")
     command = ["evaluate.py", "--run", str(tmp_path), "--data", str(tmp_path / "metadata.csv"), "--device", "cpu"]
@@ -373,14 +373,57 @@ def test_a_run_with_another_reward_names_the_way_out(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize(
-    "words", [["--strengths", "a"], ["--steps", "0"], ["--face-sizes", "80,40"], ["--seeds", "0"], ["--config", "x"]]
-)
+    "words",
+    [
+        ["--strengths", "a"], ["--strengths", "inf"], ["--steps", "0"], ["--steps", "100000"], ["--seeds", "0"],
+        ["--seeds", "-1"], ["--face-sizes", "80,40"], ["--face-sizes", "40,inf"], ["--face-sizes", "nan"],
+        ["--threshold", "nan"], ["--threshold", "inf"], ["--batch", "0"], ["--periods", "1"], ["--periods", "8,,16"],
+        ["--adapter", "x:1e999"], ["--config", "x"],
+    ],
+)  # fmt: skip
 def test_options_that_cannot_be_are_refused_at_once(monkeypatch, capsys, words):
     source = [] if words[0] == "--config" else ["--run", "x"]
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "--data", "x", *source, *words])
     with pytest.raises(SystemExit, match="2"):
         evaluate.main()
-    assert words[0] in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words[0] in line
+
+
+@pytest.mark.parametrize("name", ["foo", "cuda:99", "meta"])
+def test_a_device_that_is_none_is_refused(monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--data", "x", "--run", "x", "--device", name])
+    assert evaluate.main() == 2 and "error: --device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["[1]", "{}", '{"config": 3}', '{"config": {"model": 3}}', '{"conf', "\xff"])
+def test_a_damaged_run_is_refused(tmp_path, monkeypatch, capsys, content):
+    (tmp_path / "run.json").write_bytes(content.encode("latin-1"))
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--data", "x", "--run", str(tmp_path), "--device", "cpu"])
+    assert evaluate.main() == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        None, 3, {}, {"row": None}, {"seed": None}, {"index": "x"}, {"figures": {"a": "b"}}, {"curves": {}},
+        {"curves": 3}, {"detected": {"other": [True]}}, {"arm": "real", "seed": None},
+    ],
+)  # fmt: skip
+def test_a_damaged_record_is_refused(tmp_path, change):
+    whole = pair("a", 0, 0.4, 0.6)[0]
+    changed = whole | change if isinstance(change, dict) and change else change
+    (tmp_path / "records.jsonl").write_text(f"{json.dumps(whole)}\n{json.dumps(changed)}\n")
+    with pytest.raises(ValueError, match=r"records\.jsonl: line 2 is no record .*--force"):
+        _records.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", [".mp4", "0\n0.mp4", "_seed1.mp4"])
+def test_videos_of_odd_names_are_passed_over(tmp_path, name):
+    rows = [data.Row(0, 2, "a", None, "x")]
+    for file in (name, "000.mp4"):
+        (tmp_path / file).touch()
+    assert _videos.files_of(tmp_path, rows) == {("a", 0): tmp_path / "000.mp4"}
 
 
 def test_sampling_settings_leave_out_the_files():

@@ -1,7 +1,9 @@
 """tools/evaluate.py on a run of the tiny world: stopped and resumed, arms, videos of other tools, processes, memory."""
 
+import base64
 import gc
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from conftest import ROOT
 from runs import CONFIG, QUICK, environment, launch, table
 
 from rewardfl import data, rewards
-from rewardfl_tools import _arms, _records, evaluate
+from rewardfl_tools import _arms, _evaluate, _output, _records, evaluate
 from rewardfl_tools import _face_protocols as protocols
 
 
@@ -91,9 +93,9 @@ def test_stopped_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_pa
         add(self, record)
 
     arguments = words(run, tmp_path, "--strengths", "0,1", "--steps", "4,2")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(_records.Writer, "add", stop)
-        call(patch, capsys, arguments)
+        assert call(patch, capsys, arguments, expect=130).endswith("\ninterrupted\n")
     known = (tmp_path / "records.jsonl").read_text()
     assert len(known.splitlines()) == videos
     call(monkeypatch, capsys, arguments)
@@ -111,6 +113,96 @@ def test_what_is_known_is_not_sampled_again_and_others_are_refused(run, straight
         said = call(patch, capsys, words(run, straight, "--periods", "4"), expect=2)
         assert "--periods was 8 16, and is 4" in said
     assert left(straight) == before
+
+
+@pytest.fixture
+def copied(straight, tmp_path):
+    """A finished evaluation that a test may damage."""
+    return shutil.copytree(straight, tmp_path / "out")
+
+
+SAME = ("--strengths", "0,1", "--steps", "4,2")
+
+
+def test_a_record_that_was_cut_off_is_made_again(run, straight, copied, monkeypatch, capsys):
+    records = copied / "records.jsonl"
+    records.write_bytes(records.read_bytes()[:-50])
+    call(monkeypatch, capsys, words(run, copied, *SAME))
+    assert left(copied) == left(straight)
+    assert not (copied / "prepared").exists()
+
+
+def all_files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "rewardfl.lock"}
+
+
+@pytest.mark.parametrize("name", ["report.html", "settings.json", "videos/base/000_seed1.mp4", "grid.png", "strips"])
+def test_a_file_of_the_users_is_refused_with_and_without_force(run, tmp_path, monkeypatch, capsys, name):
+    mine = tmp_path / "out" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text('{"editor.tabSize": 4}')
+    for force in ((), ("--force",)):
+        said = call(monkeypatch, capsys, words(run, tmp_path / "out", *force), expect=2)
+        assert f"error: {mine} is in the way" in said
+        assert [*all_files(tmp_path)] == [mine]
+
+
+def test_force_removes_what_the_evaluation_wrote(run, copied, monkeypatch, capsys):
+    """And nothing else: neither clips next to its own, nor a video that was changed since."""
+    mine = [copied / name for name in ("videos/holiday.mp4", "strips/mine.txt", "prepared/thesis.txt", "notes.txt")]
+    mine += [copied / "videos" / "latest_x0" / "000_seed0.mp4"]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    monkeypatch.setattr(_arms, "load_model", stop)
+    call(monkeypatch, capsys, words(run, copied, "sample.shift=3", "--force"), expect=130)
+    assert all(path.read_text() == "mine" for path in mine)
+    files = {str(path.relative_to(copied)) for path in all_files(copied / "videos")}
+    assert files == {
+        "videos/holiday.mp4",
+        "videos/latest_x0/000_seed0.mp4",
+        "videos/real/000.mp4",
+        "videos/real/001.mp4",
+    }
+
+
+def stop(*_):
+    raise KeyboardInterrupt
+
+
+def test_no_input_is_written(run, copied, monkeypatch, capsys):
+    before = all_files(copied)
+    videos = ["--videos", copied / "videos" / "base"]
+    for out, inputs in ((copied, videos), (copied / "videos" / "base" / "x", videos), (run, []), (run / "run", [])):
+        said = call(monkeypatch, capsys, words(run, out, *inputs, "--force"), expect=2)
+        assert said.startswith(f"error: --out {out} is, holds or lies in the input")
+    assert all_files(copied) == before
+
+
+def test_one_evaluation_works_in_a_folder(run, copied, monkeypatch, capsys):
+    with _output.Folder(copied, "rewardfl evaluate 1").locked():
+        assert "another process" in call(monkeypatch, capsys, words(run, copied, *SAME), expect=2)
+
+
+def test_a_record_names_no_file_of_its_own(run, straight, copied, tmp_path, monkeypatch, capsys):
+    """An edited record cannot bring another file into the page."""
+    (tmp_path / "secret.mp4").write_text("secret")
+    records = copied / "records.jsonl"
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    for line, file in zip(lines, ("../secret.mp4", str(tmp_path / "secret.mp4"), "settings.json"), strict=False):
+        line["file"] = file
+    records.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    call(monkeypatch, capsys, words(run, copied, *SAME))
+    assert left(copied)[0] == left(straight)[0]
+    page = (copied / "report.html").read_text()
+    assert "secret" not in page and base64.b64encode(b"secret").decode() not in page
+
+
+def test_an_adapter_that_is_none_is_found_before_anything_is_judged(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_evaluate, "judges_of", None)
+    (tmp_path / "empty").mkdir()
+    said = call(monkeypatch, capsys, words(run, tmp_path / "out", "--adapter", tmp_path / "empty"), expect=2)
+    assert "--adapter" in said and not (tmp_path / "out").exists()
 
 
 @pytest.mark.long

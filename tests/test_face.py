@@ -4,12 +4,13 @@ import functools
 import warnings
 
 import cv2
+import insightface
 import numpy as np
 import onnx
 import pytest
 import torch
 import torch.nn.functional as F
-from face_nets import SIZE, MiniArcFace, MiniSCRFD, clip, export, magenta_pack
+from face_nets import SIZE, MiniArcFace, MiniSCRFD, TiedAnchors, clip, export, magenta_pack
 from insightface.app import FaceAnalysis
 from insightface.model_zoo import get_model
 from insightface.utils.face_align import arcface_dst, norm_crop
@@ -186,6 +187,21 @@ def test_suppression_equals_insightface(scrfd):
     for iou in (0.1, 0.4, 0.7):
         detector.nms_thresh = iou
         assert detect._suppress(torch.from_numpy(boxes[:, :4].copy()), iou, 1) == detector.nms(boxes)
+
+
+@pytest.mark.skipif(int(insightface.__version__[0]) < 2, reason="its versions below 2 keep the last of equal scores")
+def test_of_equal_scores_the_same_is_kept_as_by_insightface(tmp_path):
+    path = export(TiedAnchors(), torch.zeros(1, 3, SIZE, SIZE), tmp_path / "tied.onnx")
+    image = picture(SIZE, SIZE)
+    boxes, landmarks = found_by_insightface(path, image, SIZE)
+    (faces,) = FaceDetector(path, SIZE).detect(tensor(image))
+    assert_same_faces(faces, boxes[:, :4], boxes[:, 4], landmarks, 1e-3)
+    scores = np.repeat([0.9, 0.8, 0.7], 50)
+    rng = np.random.default_rng(0)
+    corner, size = rng.uniform(0, 60, (150, 2)), rng.uniform(2, 30, (150, 2))
+    rows = np.hstack([corner, corner + size, scores[:, None]]).astype(np.float32)
+    detector = get_model(str(path), providers=CPU)
+    assert detect._suppress(torch.from_numpy(rows[:, :4].copy()), detector.nms_thresh, 1) == detector.nms(rows)
 
 
 @pytest.mark.parametrize("det_size", [0, 100, -32])

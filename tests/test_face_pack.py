@@ -1,12 +1,16 @@
 """Packs as users have them: which files are taken from which folders, what is refused, hashes and licences."""
 
 import hashlib
+import re
 
+import onnx
 import pytest
 import torch
 from face_nets import MiniArcFace, export, magenta_pack
 from insightface.model_zoo import get_model
+from onnx import TensorProto, helper
 
+from rewardfl.rewards.face import FaceDetector
 from rewardfl.rewards.face import pack as face_pack
 from rewardfl.rewards.face.pack import describe_packs, file_hashes, pack_files
 
@@ -80,6 +84,49 @@ def test_what_is_no_pack(write, tmp_path):
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ValueError, match="rec.onnx .* is not a whole ONNX file"):
         pack_files(file.parent)
+
+
+SEEN = {  # by file: side of its input, shapes of its outputs, what the message says of it
+    "version-RFB-320.onnx": (240, [(1, 4420, 2), (1, 4420, 4)], "UltraFace .*without the five landmarks"),
+    "blazeface.onnx": (128, [(1, 896, 16), (1, 896, 1)], "BlazeFace: six landmarks"),
+    "pnet.onnx": (12, [(1, 2, "h", "w"), (1, 4, "h", "w")], "one of MTCNN's three networks"),
+    "rnet.onnx": (24, [("n", 4), ("n", 2)], "one of MTCNN's three networks"),
+    "onet.onnx": (48, [("n", 4), ("n", 10), ("n", 2)], "one of MTCNN's three networks"),
+    "retinaface_mobile025.onnx": (640, [(1, 16800, 4), (1, 16800, 2), (1, 16800, 10)], "RetinaFace with other anchors"),
+    "yolov5n-face.onnx": (640, [(1, 25200, 16)], "a YOLO"),
+    "w600k_r50.onnx": (112, [("n", 512)], "a recogniser, which finds no faces"),
+    "2d106det.onnx": (192, [(1, 212)], "landmarks or attributes of a face that has been found"),
+    "centerface.onnx": (32, [(1, 1, 8, 8), (1, 2, 8, 8), (1, 2, 8, 8), (1, 10, 8, 8)], "no layout that is read here"),
+}
+
+
+def named(name, shape):
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+
+
+@pytest.mark.parametrize("file", SEEN)
+def test_what_is_there_instead_of_a_detector_is_described(file, tmp_path):
+    side, shapes, words = SEEN[file]
+    outputs = [named(f"y{i}", shape) for i, shape in enumerate(shapes)]
+    nodes = [helper.make_node("Identity", ["x"], [output.name]) for output in outputs]
+    graph = helper.make_graph(nodes, "g", [named("x", (1, 3, side, side))], outputs)
+    onnx.save(helper.make_model(graph), tmp_path / file)
+    (tmp_path / "face_detection_front.tflite").touch()
+    given = ", ".join(" x ".join("?" if isinstance(n, str) else str(n) for n in shape) for shape in shapes)
+    described = rf"; {file} \(takes 1 x 3 x {side} x {side}, gives {re.escape(given)}\) .*{words}"
+    with pytest.raises(
+        FileNotFoundError, match=f"has no detector.*{described}.*; face_detection_front.tflite is no .onnx"
+    ):
+        pack_files(tmp_path)
+
+
+def test_a_detector_without_landmarks_is_described(tmp_path):
+    outputs = [named(f"y{i}", (None, 1 + 3 * (i > 2))) for i in range(6)]
+    nodes = [helper.make_node("Identity", ["x"], [output.name]) for output in outputs]
+    graph = helper.make_graph(nodes, "g", [named("x", (1, 3, 64, 64))], outputs)
+    onnx.save(helper.make_model(graph), tmp_path / "scrfd_10g.onnx")
+    with pytest.raises(ValueError, match="has 6 outputs; .*SCRFD without landmarks: take the file .* bnkps"):
+        FaceDetector(tmp_path / "scrfd_10g.onnx", 64)
 
 
 def test_what_could_be_meant_twice(write, tmp_path):

@@ -10,9 +10,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from face_nets import SCRFD, SIZE, IResNet, clip, magenta_pack, published_pack
+from face_nets import SCRFD, SIZE, IResNet, TiedAnchors, clip, export, magenta_pack, published_pack
 from insightface.data import get_image
 from insightface.model_zoo import get_model
+from insightface.model_zoo.retinaface import RetinaFace
+from insightface.model_zoo.scrfd import SCRFD as SCRFD_OF_INSIGHTFACE
 from insightface.utils.face_align import norm_crop
 
 from rewardfl.rewards.face import ARCFACE_TEMPLATE, FaceIdentity, FaceRecogniser, align, similarity_transform
@@ -214,6 +216,15 @@ def test_a_face_that_insightface_does_not_see_is_refused(magenta):
     identity.detector.fit = lambda frames: fit(VIDEO[None, :, 2])
     with pytest.raises(FaceParityError, match=r"insightface finds no face where rewardfl finds one \(score 1\.0.*det"):
         check(identity, VIDEO[:, :2])
+
+
+@pytest.mark.parametrize("nms", [SCRFD_OF_INSIGHTFACE.nms, RetinaFace.nms])
+def test_of_equal_scores_either_may_be_kept(nms, tmp_path, monkeypatch):
+    """The first is kept by insightface's SCRFD, the last by its RetinaFace and by its SCRFD before version 2."""
+    monkeypatch.setattr(SCRFD_OF_INSIGHTFACE, "nms", nms)
+    folder = magenta_pack(tmp_path)
+    export(TiedAnchors(), torch.zeros(1, 3, SIZE, SIZE), folder / "det.onnx")
+    assert check(FaceIdentity(folder, SIZE), VIDEO).cosine_distance < 1e-3
 
 
 def test_a_face_at_the_threshold_does_not_decide(magenta):

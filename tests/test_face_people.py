@@ -476,5 +476,5 @@ def test_jitter_is_drawn_from_the_clip_where_a_gradient_is_wanted(monkeypatch, t
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings, key):
-    with pytest.raises(ValueError, match=f"^{key} must be .* got"):
+    with pytest.raises(ValueError, match=f"^settings.{key} must be .* got"):
         reward_of(**settings)

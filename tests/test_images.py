@@ -21,9 +21,10 @@ from runs import CONFIG, GRPO_FAST, call, launch, launch_grpo, metrics
 from rewardfl import backbones, config, data, groups, lora
 from rewardfl.backbones import images, qwen_image, z_image
 from rewardfl.backbones.flux import pack
-from rewardfl.backbones.seam import Adapter, Source
+from rewardfl.backbones.seam import Adapter, Schedule, Source
 from rewardfl.estimate import measure
 from rewardfl.run import start
+from rewardfl.weights.shards import Refused
 from rewardfl_tools import _evaluate_images, evaluate, generate
 
 RED = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
@@ -347,12 +348,13 @@ def test_what_evaluate_cannot_judge_is_refused_before_weights_load(folder_of, un
     monkeypatch.setattr(images.ImageModel, "_check_weights", None)
     words, said = ([word.replace("RUN", str(untrained)) for word in words], said.replace("RUN", str(untrained)))
     prompts = folder_of("sd3") / "prompts.csv"
-    assert said in run_tool(evaluate.main, "--run", untrained, "--data", prompts, "--device", "cpu", *words, expect=2)
+    words = ["--run", untrained, "--data", prompts, "--device", "cpu", "--trust-code", *words]
+    assert said in run_tool(evaluate.main, *words, expect=2)
 
 
 def test_evaluate_names_a_reward_that_fails_and_judges_each_size(folder_of, untrained):
     own = f"reward.others={{own: {{name: '{untrained}/own.py:Broken', weight: 0}}}}"
-    words = ["--run", untrained, "--device", "cpu", "--seeds", 1, "--data"]
+    words = ["--trust-code", "--run", untrained, "--device", "cpu", "--seeds", 1, "--data"]
     said = run_tool(evaluate.main, *words, folder_of("sd3") / "prompts.csv", own, expect=2)
     assert "error: reward.others.own: RuntimeError: out of order" in said
     (untrained / "two.csv").write_text("prompt,height,width\na ball,,\na ball,32,64\nbad,36,32\n")
@@ -363,3 +365,16 @@ def test_evaluate_names_a_reward_that_fails_and_judges_each_size(folder_of, untr
     assert not any(
         "nonfinite" in name for name in json.loads((untrained / "evaluation/report.json").read_text())["figures"]
     )
+
+
+def test_a_schedule_that_does_not_fall_is_refused():
+    """Qwen-Image's for one step is not a number: its time shift divides 0 by 0."""
+    backbone = backbones.describe("qwen_image", Source(model_paths="Qwen-Image"))
+    shape = backbone.latent_shape(512, 512, 1)
+    assert len(backbone.schedule(2, None, shape)) == 2
+    with pytest.raises(Refused, match="^sample.num_inference_steps: 1 steps give this model the sigmas nan, 0, which"):
+        backbone.schedule(1, None, shape)
+    for sigmas in ([1.0, 0.5, 0.5, 0.0], [0.5, 1.0, 0.0], [float("inf"), 1.0, 0.0]):
+        sigmas = torch.tensor(sigmas)
+        with pytest.raises(Refused, match="^sample.num_inference_steps: . steps"):
+            Schedule(sigmas, 1000 * sigmas[:-1], ("one",) * (len(sigmas) - 1))

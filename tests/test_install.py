@@ -64,6 +64,7 @@ def test_the_wheel_has_the_package_its_data_and_nothing_else(wheel):
     modules = [("rewardfl", path) for path in (ROOT / "rewardfl").rglob("*.py")]
     modules += [("rewardfl_tools", path) for path in (ROOT / "tools").rglob("*.py")]
     data = [path for path in (ROOT / "rewardfl").rglob("*") if path.suffix == ".json" or path.name == "py.typed"]
+    modules += [("rewardfl_tools", path) for path in (ROOT / "tools" / "templates").iterdir()]
     expected = {f"{package}/{path.relative_to(ROOT / path.relative_to(ROOT).parts[0])}" for package, path in modules}
     assert names == expected | {str(path.relative_to(ROOT)) for path in data}
     assert "rewardfl/backbones/wan/published/Wan2.2-I2V-A14B/transformer_2/config.json" in names
@@ -84,7 +85,7 @@ def test_commands_run_anywhere_and_answer_without_torch(installed, tmp_path, nam
         f"import sys, {module}\n"
         "sys.argv[1:] = ['--help']\n"
         f"try: {module}.main()\n"
-        "finally: assert not {'torch', 'matplotlib'} & set(sys.modules)"
+        "finally: assert not {'torch', 'matplotlib', 'jinja2'} & set(sys.modules)"
     )
     call(installed / "python", "-c", code, cwd=tmp_path)
 

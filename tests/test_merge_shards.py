@@ -1,9 +1,6 @@
 """tools/merge_shards.py: every byte accounted for, loaders agree, and a plain copy needs no torch."""
 
-import errno
-import fcntl
 import json
-import mmap
 import os
 import shutil
 import subprocess
@@ -19,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rewardfl.weights import shards
-from rewardfl_tools import _writing, merge_shards
+from rewardfl_tools import merge_shards
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 
@@ -127,6 +124,14 @@ def test_a_copy_imports_no_torch(sharded, tmp_path):
         assert done.returncode == 0 and (tmp_path / rename).is_dir(), done.stderr
 
 
+def test_a_quantised_model_cannot_be_cast(tmp_path):
+    path = tmp_path / "fp8.safetensors"
+    save_file({"blocks.0.self_attn.q.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}, path)
+    text = run("--input", path, "--out", tmp_path / "out.safetensors", "--dtype", "bf16", expect=2)
+    assert "fp8.safetensors is quantised" in text and "--dtype keep" in text and "update" not in text
+    run("--input", path, "--out", tmp_path / "out.safetensors")
+
+
 def test_other_models_can_be_joined_but_not_renamed(tmp_path):
     save_file({"encoder.weight": torch.ones(3), "shared.weight": torch.zeros(2, 2)}, tmp_path / "umt5.safetensors")
     run("--input", tmp_path / "umt5.safetensors", "--out", tmp_path / "copy.safetensors")
@@ -231,53 +236,10 @@ def test_a_disk_error_while_writing_is_exit_1(sharded, tmp_path, monkeypatch):
     def full(file):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_writing.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     out = tmp_path / "out.safetensors"
     assert "No space left" in run("--input", sharded, "--out", out, expect=1)
     assert not out.exists() and not list(tmp_path.glob("*.tmp-*"))
-
-
-@pytest.mark.parametrize("which", ["agrees", "has none", "agrees and refuses", "writes half"])
-def test_files_are_written_around_the_cache_where_their_file_system_can(tmp_path, monkeypatch, which):
-    """Whatever it answers, the bytes are the same, over the borders of the buffer and with an odd rest."""
-    sizes, direct, written = (3, shards.BLOCK_BYTES, 5 * shards.BLOCK_BYTES + 70_001, 1, 0), [False], []
-
-    def control(descriptor, command, flags=0):
-        if command == _writing.fcntl.F_GETFL:
-            return os.O_WRONLY | (os.O_DIRECT if direct[0] else 0)
-        if flags & os.O_DIRECT and which == "has none":
-            raise OSError(errno.EINVAL, "Invalid argument")
-        direct[0] = bool(flags & os.O_DIRECT)
-
-    def write(descriptor, content):
-        written.append(direct[0])
-        assert not direct[0] or len(content) % mmap.PAGESIZE == 0
-        if direct[0] and which == "agrees and refuses":
-            raise OSError(errno.EINVAL, "Invalid argument")
-        content = content[: max(1, len(content) // 2)] if which == "writes half" and not direct[0] else content
-        return real_write(descriptor, content)
-
-    real_write = os.write
-    monkeypatch.setattr(_writing.fcntl, "fcntl", control)
-    monkeypatch.setattr(_writing.os, "write", write)
-    contents = [os.urandom(size) for size in sizes]
-    with (tmp_path / "file").open("wb") as file:
-        uncached = _writing.UncachedFile(file.fileno())
-        assert [uncached.write(content) for content in contents] == list(sizes)
-        uncached.finish()
-    assert (tmp_path / "file").read_bytes() == b"".join(contents)
-    assert not written[-1] and written[0] is (which != "has none")
-    assert sum(written) == {"has none": 0, "agrees and refuses": 1}.get(which, 6)
-
-
-def test_files_are_written_around_the_cache_here(tmp_path):
-    """By the kernel's own word, unless this machine's file system has no such way."""
-    with (tmp_path / "file").open("wb") as file:
-        _writing.UncachedFile(file.fileno())
-        flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
-        if not flags & os.O_DIRECT:
-            with pytest.raises(OSError, match="Invalid argument"):
-                fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags | os.O_DIRECT)
 
 
 def test_dry_run_and_report(sharded, tmp_path):

@@ -101,7 +101,7 @@ def test_what_cannot_be_compared():
     assert not output.valid and output.score == 0 and math.isnan(output.parts["ratio"])
     pair = reward(real[None, :, :2], [reward.reference(real[:, :2])])  # two frames: nothing can reverse
     assert pair.valid and pair.score.item() == pytest.approx(1) and pair.parts["reversals"].isnan()
-    with pytest.raises(ValueError, match="reversals must be a weight of at least 0, got -1"):
+    with pytest.raises(ValueError, match="reversals must be at least 0, got -1"):
         rewards.build("optical_flow", {"reversals": -1})
 
 
@@ -118,7 +118,7 @@ def test_a_wanted_motion_stands_for_the_real_clips():
     for words, said in (
         ({"wanted_flow": 1.0}, "give both or none"),
         (wanted | {"wanted_flow": 0.0}, "wanted_flow must be at least 0.02"),
-        (wanted | {"wanted_reversals": 2.0}, "wanted_reversals must be from -1 to 1"),
+        (wanted | {"wanted_reversals": 2.0}, "wanted_reversals must be at most 1"),
     ):
         with pytest.raises(ValueError, match=said):
             rewards.build("optical_flow", words)

@@ -1,19 +1,24 @@
 """report.html and the page of tools/compare_runs.py, from reports as evaluate makes them; nothing is sampled."""
 
 import base64
+import itertools
 import json
+import math
 import re
 import sys
 from html.parser import HTMLParser
 
 import pytest
 from conftest import ROOT
+from matplotlib.figure import Figure
 from test_evaluate import ARMS, JUDGE, pair, real, record, summary
 
 from rewardfl.run.checkpoint import MetricsFile
-from rewardfl_tools import _meanings, _page, _svg, compare_runs
+from rewardfl_tools import _charts, _evaluate_pictures, _meanings, compare_runs
 from rewardfl_tools._arms import Arm
+from rewardfl_tools._charts import front
 from rewardfl_tools._report_page import report_page, worst_first
+from rewardfl_tools._templates import digits
 from rewardfl_tools._verdict import verdict
 
 VOID = {"meta", "input", "br", "link", "img"}
@@ -40,10 +45,6 @@ class Document(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attributes]
-
     def handle_endtag(self, tag):
         self.wrong += [] if self.open and self.open[-1] == tag else [tag]
         self.open = self.open[:-1]
@@ -58,6 +59,10 @@ class Document(HTMLParser):
     @property
     def text(self):
         return " ".join(" ".join(self.words).split())
+
+
+def videos(page):
+    return [one for one in page.values("src") if not one.startswith("data:image/svg+xml;base64,")]
 
 
 def finished(report, **settings):
@@ -84,10 +89,7 @@ def test_the_person_is_kept_where_the_whole_interval_says_so():
     assert "9 people" in better.sentences[0] and "100%" in better.sentences[0]
     assert "less than base" in worse.sentences[0] and "cannot be told" in open_.sentences[0]
     assert better.moves and "The motion is kept" in better.sentences[1] and better.warnings == ()
-
-
-def test_an_interval_that_begins_at_nothing_tells_nothing():
-    report = changed()
+    report = changed()  # an interval that begins at nothing tells nothing
     change = report["arms"][1]["compared"][f"{JUDGE}/face_sim"]["difference"]
     for low, high, person in ((0.0, 0.2, 0), (1e-6, 0.2, 1), (-0.2, 0.0, 0), (-0.2, -1e-6, -1)):
         change |= {"low": low, "high": high}
@@ -107,10 +109,12 @@ def test_motion_is_paid_for_below_what_is_healthy(name, base, least):
     assert "Motion is lost" in lost.sentences[1] and "paid" not in lost.sentences[1]
 
 
-def test_what_stands_still_has_no_motion_to_keep():
+def test_nothing_is_said_of_what_stands_still_or_has_no_base(tmp_path):
     still = {"speed": 0.0, "nonrigid": 0.0, "flow": 0.0, "face_flow": 0.0}
     clips = [record(name, arm, **still) for name in NAMES for arm in ("base", "latest")]
     assert said(finished(summary(*clips))).moves is None
+    page = Document(report_page(finished(summary(record("a", "base"), arms=ARMS[:1])), tmp_path))
+    assert page.wrong == [] and "nothing to compare it with" in page.text and "costs in motion" not in page.text
 
 
 @pytest.mark.parametrize(
@@ -171,6 +175,17 @@ def test_healthy_values_are_those_of_the_guide():
 # ---- the page
 
 
+def test_front_against_every_pair():
+    """By its definition, over all orders of a few places; more motion than before counts as 1."""
+    places = [(0.2, 0.9), (0.5, 0.8), (0.5, 0.7), (0.1, 0.95), (0.4, 0.6), (0.1, 0.95)]
+    for order in itertools.permutations(range(len(places))):
+        shuffled = [places[i] for i in order]
+        found = [shuffled[i] for i in front(shuffled)]
+        assert found == [(0.1, 0.95), (0.1, 0.95), (0.2, 0.9), (0.5, 0.8)]
+    assert front([(0.3, 1.4), (0.4, 1.0)]) == [1]  # trembling is not better
+    assert front([(math.nan, 1.0), (0.1, 0.5), (0.9, math.nan)]) == [1]
+
+
 @pytest.fixture
 def evaluation(tmp_path):
     """A report of three people and three arms, and a folder of their videos, 3000 bytes each; b is the worst."""
@@ -192,8 +207,10 @@ def test_the_page_is_whole_and_asks_no_network(evaluation):
     text = report_page(report, folder)
     page = Document(text)
     assert page.wrong == []
-    sources = page.values("src", "href", "poster", "data", "srcset", "action")
+    assert page.values("href", "poster", "data", "srcset", "action") == []
+    sources = videos(page)
     assert len(sources) == 12 and all(source.startswith("data:video/mp4;base64,") for source in sources)
+    assert len(page.values("src")) == 12 + 2  # FaceSim along the clip, gain against motion
     assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttp|WebSocket", text) and "default-src 'none'" in text
     assert base64.b64decode(sources[0].partition(",")[2]).startswith(b"real of b")
     for name in report["arms"][1]["figures"]:
@@ -205,7 +222,7 @@ def test_the_page_is_whole_and_asks_no_network(evaluation):
     ]  # fmt: skip
     assert page.text.index("latest keeps") < page.text.index("Is the person kept?")
     assert all(words in page.text for words in ("rewardfl 9.9", "evaluate.py --run x", "held_out's w.onnx 12"))
-    assert text.count("<polyline") == 4 + 1  # three arms, the real clips; the front
+    assert text == report_page(report, folder)
 
 
 def test_names_are_text(evaluation):
@@ -226,7 +243,7 @@ def test_the_worst_come_first_and_the_limit_leaves_the_others_beside_the_page(ev
     whole = len(report_page(report, folder).encode())
     for limit, inside in ((whole + 3000, 3), (whole - 1000, 2), (whole - 20_000, 1), (whole - 40_000, 0)):
         text = report_page(report, folder, limit)
-        sources = Document(text).values("src")
+        sources = videos(Document(text))
         assert len(text.encode()) <= limit and sum(one.startswith("data:") for one in sources) == 4 * inside
         linked = [one for one in sources if not one.startswith("data:")]
         assert all((folder / one).is_file() for one in linked) and len(sources) == 12
@@ -243,25 +260,29 @@ def test_a_video_that_is_gone_and_an_arm_that_lacks_a_clip_are_said(evaluation):
     assert [clip["id"] for clip in worst_first(report)] == ["b", "c", "a"] and text.count("<figure") == 11
 
 
-def test_one_arm_alone_has_no_verdict(tmp_path):
-    report = finished(summary(record("a", "base"), arms=ARMS[:1]))
-    page = Document(report_page(report, tmp_path))
-    assert page.wrong == [] and "nothing to compare it with" in page.text and "costs in motion" not in page.text
+def test_scores_are_steps_and_figures_have_digits_that_tell_something(evaluation):
+    report, folder = evaluation
+    clip = next(one for one in report["per_clip"] if one["id"] == "b")
+    clip["real"] |= {"curves": {JUDGE: [0.5, 2, -1]}, "detected": {JUDGE: [True, True, False, True]}}
+    text = report_page(report, folder)
+    assert 'd="M1 1V0.500h1V-1.000h1V2.000h1V1z"' in text and 'd="M2 .88h1v.12h-1z"' in text
+    assert 'viewBox="0 0 4 1"' in text and 'data-scores="0.500 2.000 -1.000"' in text
+    shown = [digits(dict.fromkeys(("mean", "low", "high"), value))[0] for value in (0.0123, 0.5, 351.2, 0.0)]
+    assert shown == ["0.0123", "0.500", "351.2", "0.000"]
 
 
-def test_digits_are_those_that_tell_something():
-    shown = [_page.figure(dict.fromkeys(("mean", "low", "high"), value)) for value in (0.0123, 0.5, 351.2, 0.0)]
-    assert [one.partition(" ")[0] for one in shown] == ["0.0123", "0.500", "351.2", "0.000"]
-    assert _page.figure(None) == "-" and _page.figure({"mean": 0.2, "low": 0, "high": 1}, True).startswith("+0.200")
-
-
-def test_pictures_put_points_where_they_belong():
-    axes = _svg.Axes((0, 10), (0, 1), ("x", "y"))
-    assert axes.at(0, 0) == (_svg.LEFT, _svg.HEIGHT - _svg.BELOW)
-    assert axes.at(10, 1) == (_svg.WIDTH - _svg.EDGE, _svg.EDGE)
-    assert _svg.curves([], ("x", "y")) == "" and _svg.wide([2, 2], 0.1) == (1.5, 2.5)
-    steps = _svg.strip([0.5, 2, -1], [True, True, False, True])
-    assert "M1 24V12.0h1V0.0h1V24.0h1V24z" in steps and 'class="hidden" d="M2 21h1v3h-1z"' in steps
+def test_charts_have_the_figures_and_any_name(evaluation, tmp_path):
+    report, _ = evaluation
+    report["arms"][1]["name"] = "_latest $\\frac$"  # to matplotlib no entry of a legend, and a formula
+    axis = Figure().subplots()
+    _charts.draw_front(axis, _charts.places(report), "the judge")
+    base = axis.lines[-1]
+    assert (base.get_xdata()[0], base.get_ydata()[0]) == (0, 1)
+    change = report["arms"][1]["compared"]
+    assert change[f"{JUDGE}/face_sim"]["difference"]["mean"] in axis.lines[0].get_xdata()
+    _evaluate_pictures.save_curves(report, tmp_path / "curves.png")
+    _evaluate_pictures.save_front(report, tmp_path / "front.png")
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("curves.png", "front.png"))
 
 
 # ---- comparing
@@ -292,12 +313,13 @@ def test_two_runs_on_one_page(runs, monkeypatch, capsys):
     assert code == 0 and "page.html" in text
     html = (runs / "page.html").read_text()
     page = Document(html)
-    assert page.wrong == [] and page.values("src", "href") == []
+    assert page.wrong == [] and videos(page) == page.values("href") == []
     assert "a: latest" in page.text and "evaluation: latest" in page.text and "--anyway" not in page.text
     assert "+0.100 [" in page.text and "+0.200 [" in page.text
     assert "reward/held_out" in page.text and "reward/held_out/flow" not in page.text  # nobody has it
-    # FaceSim: the base once, two arms, the real clips; the front; two metrics of the one run that was named as such
-    assert html.count("<polyline") == 4 + 1 + 2
+    arms = ["a: latest", "evaluation: latest"]  # the base once; two metrics of the one run that was named as such
+    assert re.findall("</i>(.*?)</span>", html) == [*arms, "base", "a: base", *arms, "real clips", "a", "a"]
+    assert len(page.values("src")) == 4
 
 
 @pytest.mark.parametrize(
@@ -320,9 +342,58 @@ def test_what_is_no_evaluation_is_refused(runs, monkeypatch, capsys):
     code, text = call(monkeypatch, capsys, runs / "a", runs, *out)
     assert code == 2 and f"{runs}: holds no report.json" in text
     path = runs / "b" / "evaluation" / "report.json"
-    for content, words in (("{", "is no JSON"), ('{"arms": []}', "has no settings")):
+    for content, words in (("{", "Invalid JSON"), ('{"arms": []}', "people is not as evaluate.py")):
         path.write_text(content)
         code, text = call(monkeypatch, capsys, runs / "a", runs / "b", *out)
         assert code == 2 and words in text and str(path) in text
     with pytest.raises(SystemExit, match="2"):
         call(monkeypatch, capsys, runs / "a", *out)
+
+
+def broken(value, path=()):
+    """Every way in which one place of a report can hold something else: the path, and what is put there."""
+    if path:
+        yield from ((path, other) for other in (None, 3, "x", [], {}, [None], {"x": 1}))
+        yield path, "gone"
+    if isinstance(value, dict):
+        for key in list(value)[: None if len(path) < 2 else 3]:
+            yield from broken(value[key], (*path, key))
+    elif isinstance(value, list) and value:
+        yield from broken(value[-1], (*path, len(value) - 1))
+
+
+def test_a_foreign_report_is_refused_or_compared(runs, monkeypatch, capsys):
+    """No report ends in a traceback; a place that the page needs is named."""
+    path, out = runs / "b" / "evaluation" / "report.json", runs / "page.html"
+    whole = json.loads(path.read_text())
+    del whole["per_clip"], whole["recognisers"], whole["face_sizes"]  # of no use to this page
+    for arm in whole["arms"]:
+        del arm["strata"]
+    codes = []
+    for place, value in broken(whole):
+        report = json.loads(json.dumps(whole))
+        *above, last = place
+        inner = report
+        for key in above:
+            inner = inner[key]
+        if value == "gone":
+            del inner[last]
+        else:
+            inner[last] = value
+        path.write_text(json.dumps(report))
+        code, text = call(monkeypatch, capsys, runs / "a", runs / "b", "--anyway", "--out", out)
+        codes.append(code)
+        assert code == 0 or (code == 2 and "report.json" in text and text.count("\n") == 1), (place, value)
+    assert codes.count(0) > 100 and codes.count(2) > 100
+
+
+@pytest.mark.parametrize("place", ["own.html", "a/metrics.jsonl", "a/evaluation/report.json", "a", "link.html"])
+def test_a_page_replaces_pages_of_this_tool_alone(runs, monkeypatch, capsys, place):
+    (runs / "own.html").write_text("<p>mine</p>")
+    (runs / "link.html").symlink_to("own.html")
+    before = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
+    code, text = call(monkeypatch, capsys, runs / "a", runs / "b", "--out", runs / place)
+    assert code == 2 and text.startswith(f"error: --out {runs / place} ")
+    assert before == {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
+    for _ in range(2):  # the tool's own page is replaced
+        assert call(monkeypatch, capsys, runs / "a", runs / "b", "--out", runs / "new" / "page.html")[0] == 0

@@ -1,6 +1,7 @@
 """Replay against plain autograd through the whole chain, and the accounting of accumulation, batches and processes."""
 
 import contextlib
+import weakref
 
 import pytest
 import torch
@@ -52,9 +53,12 @@ def autograd_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gra
         if i in active:
             scaled = coupling * x + (1 - coupling) * x.detach()
             v = velocity(scaled, i)
-            with torch.no_grad():
-                v_ref = velocity.reference(x.detach(), i)
-            anchor = v if kl_gradient == "through_trajectory" else velocity(x.detach(), i)
+            seen = x.detach() if kl_gradient == "fixed_trajectory" else scaled
+            anchor = v if seen is scaled else velocity(seen, i)
+            with lora.reference(model):  # not Velocity.reference, which has a graph of its own
+                v_ref = velocity(seen, i)
+            if kl_gradient != "exact":
+                v_ref = v_ref.detach()
             if kl_weight:
                 kl = kl + flow.velocity_kl(anchor, v_ref, sigmas[i]) / len(active)
         else:
@@ -98,13 +102,14 @@ def assert_same(actual, expected, relative):
 
 CASES = [
     # active, coupling, kl_weight, kl_gradient
-    ([3, 4, 5], 1.0, 0.0, "through_trajectory"),
-    ([3, 4, 5], 1.0, 0.7, "through_trajectory"),
+    ([3, 4, 5], 1.0, 0.0, "exact"),
+    ([3, 4, 5], 1.0, 0.7, "exact"),
     ([3, 4, 5], 1.0, 0.7, "fixed_trajectory"),
-    ([3, 4, 5], 0.0, 0.7, "through_trajectory"),
+    ([3, 4, 5], 0.0, 0.7, "exact"),
     ([3, 4, 5], 0.2, 0.7, "fixed_trajectory"),
-    ([1, 3, 5], 1.0, 0.7, "through_trajectory"),  # gaps, and both experts
-    ([5], 1.0, 0.7, "through_trajectory"),
+    ([1, 3, 5], 0.2, 0.7, "exact"),  # gaps, and both experts
+    ([1, 3, 5], 1.0, 0.7, "reference_constant"),
+    ([5], 1.0, 0.7, "exact"),
 ]
 
 
@@ -122,7 +127,7 @@ def test_replay_equals_autograd(active, coupling, kl_weight, kl_gradient, dtype,
     torch.testing.assert_close(x0, x0_replay, rtol=1e-5, atol=1e-5)
     if kl_weight:
         torch.testing.assert_close(kl.detach(), kl_replay)
-    if kl_gradient == "fixed_trajectory":  # two backward passes per step, and diffusers' norms round to float32 inside
+    if kl_gradient != "reference_constant":  # two backward passes per step; diffusers' norms round to float32 inside
         relative = max(relative, 1e-7)
     assert_same(actual, expected, relative)
     trained = {name.split(".")[1] for name in actual}  # inside.<expert>.
@@ -145,7 +150,7 @@ def test_stopping_early_decodes_the_x0_prediction():
     results = []
     for run in (autograd_gradients, replay_gradients):
         pipe, model = lora_model(torch.float64)
-        results.append(run(pipe, model, cond, x, [3, 4], 1.0, 0.3, "through_trajectory", shortened))
+        results.append(run(pipe, model, cond, x, [3, 4], 1.0, 0.3, "exact", shortened))
     assert_same(results[1][0], results[0][0], 1e-9)
 
 
@@ -196,12 +201,70 @@ def test_the_floor_of_the_kl_is_what_a_tiny_update_reads(dtype, low, high):
     assert policy_floor / 3 < float(torch.stack(of_policy).mean()) < 3 * policy_floor
 
 
+def test_exact_is_the_gradient_of_the_kl_that_is_reported():
+    """By differences of replay's own KL, along a direction; close to the base model the others are not."""
+    generator, errors = torch.Generator().manual_seed(0), {}
+    base, update, x, direction = (torch.randn(n, 4, generator=generator).double() for n in (4, 4, 2, 4))
+    weight = (0.01 * update).requires_grad_()
+    sigmas, active = flow.linear_sigmas(4, 3.0).double(), (0, 1, 2, 3)
+
+    def policy(x, i):
+        return torch.tanh(x @ (0.8 * base + weight))
+
+    def kl(mode):
+        trajectory = reward_flow.rollout(policy, x, sigmas, active)
+        return reward_flow.replay(
+            policy, trajectory, sigmas, active, torch.zeros_like(x), 1.0,
+            reference=lambda x, i: torch.tanh(0.8 * x @ base), kl_weight=1.0, kl_gradient=mode,
+        ).kl.sum()  # fmt: skip
+
+    for mode in ("exact", "fixed_trajectory", "reference_constant"):
+        weight.grad = None
+        kl(mode)
+        found, values, eps = float((weight.grad * direction).sum()), [], 1e-6
+        for offset in (eps, -2 * eps, eps):
+            weight.data += offset * direction
+            values.append(float(kl(mode)))
+        errors[mode] = abs(found * 2 * eps / (values[0] - values[1]) - 1)
+    assert errors["exact"] < 1e-6
+    assert errors["fixed_trajectory"] > 1e-3 and errors["reference_constant"] > 1e-3
+
+
+def test_the_references_graph_is_gone_before_the_policys_is_made():
+    """As many tensors are saved for the backward pass at a time as where the reference has no graph."""
+    most = {}
+    for mode in ("exact", "reference_constant"):
+        pipe, model = lora_model(torch.float32)
+        cond, x = conditioning(1, torch.float32, pipe)
+        alive, counts = weakref.WeakSet(), []
+
+        class Saved:
+            def __init__(self, tensor, alive=alive, counts=counts):
+                self.tensor = tensor
+                alive.add(self)
+                counts.append(len(alive))
+
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            replay_gradients(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, mode, SCHEDULE)
+        most[mode] = max(counts)
+    assert most["exact"] == most["reference_constant"] > 100
+
+
+def test_an_old_name_of_a_kl_gradient():
+    results = []
+    for mode in ("through_trajectory", "reference_constant"):
+        pipe, model = lora_model(torch.float64)
+        cond, x = conditioning(1, torch.float64, pipe)
+        results.append(replay_gradients(pipe, model, cond, x, [3, 4, 5], 0.2, 0.7, mode, SCHEDULE)[0])
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[1])
+
+
 def test_chain_against_finite_differences():
     """The whole reward as a function of one direction in LoRA space."""
     pipe, model = lora_model(torch.float64)
     cond, x = conditioning(1, torch.float64, pipe)
     active = list(range(6))
-    grads, _, _ = replay_gradients(pipe, model, cond, x, active, 1.0, 0.0, "through_trajectory", SCHEDULE)
+    grads, _, _ = replay_gradients(pipe, model, cond, x, active, 1.0, 0.0, "exact", SCHEDULE)
     generator = torch.Generator().manual_seed(9)
     direction = {n: torch.randn(g.shape, generator=generator, dtype=g.dtype) for n, g in grads.items()}
     analytic = sum(float((grads[n] * d).sum()) for n, d in direction.items())
@@ -221,13 +284,13 @@ def test_chain_against_finite_differences():
 
 def test_checkpointing_changes_nothing():
     results = []
-    for checkpointing in (False, True):
+    for checkpointing in (False, True):  # the reference's blocks, too, are computed again with its adapter off
         pipe, model = lora_model(torch.float64)
         if checkpointing:
             model.inside.low_noise.enable_gradient_checkpointing()
             model.train()
         cond, x = conditioning(2, torch.float64, pipe)
-        results.append(replay_gradients(pipe, model, cond, x, [3, 4, 5], 0.2, 0.7, "fixed_trajectory", SCHEDULE)[0])
+        results.append(replay_gradients(pipe, model, cond, x, [3, 4, 5], 0.2, 0.7, "exact", SCHEDULE)[0])
     assert_same(results[1], results[0], 1e-12)
 
 
@@ -276,13 +339,11 @@ def test_a_graph_that_is_kept_leaves_little_on_the_device():
 def test_a_batch_is_its_samples():
     pipe, model = lora_model(torch.float64)
     cond, x = conditioning(2, torch.float64, pipe)
-    both = replay_gradients(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, "through_trajectory", SCHEDULE)[0]
+    both = replay_gradients(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, "exact", SCHEDULE)[0]
     pipe, model = lora_model(torch.float64)
     for i in range(2):  # gradients accumulate
         one = seam.rows(cond, [i])
-        single = replay_gradients(pipe, model, one, x[i : i + 1], [3, 4, 5], 1.0, 0.7, "through_trajectory", SCHEDULE)[
-            0
-        ]
+        single = replay_gradients(pipe, model, one, x[i : i + 1], [3, 4, 5], 1.0, 0.7, "exact", SCHEDULE)[0]
     assert_same(single, both, 1e-10)
 
 
@@ -290,7 +351,7 @@ def test_only_one_step_is_alive_and_the_base_is_untouched():
     pipe, model = lora_model(torch.float32)
     before = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     cond, x = conditioning(1, torch.float32, pipe)
-    replay_gradients(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, "through_trajectory", SCHEDULE)
+    replay_gradients(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, "exact", SCHEDULE)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             assert parameter.grad is None

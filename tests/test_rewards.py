@@ -40,7 +40,7 @@ def test_the_registry_builds_by_name(pack):
     assert isinstance(built, FaceIdentityReward) and built.cap == 0.5 and built.differentiable
     with pytest.raises(ValueError, match="'face' is not a reward.*; choose from .*face_identity"):
         rewards.build("face", settings)
-    with pytest.raises(ValueError, match="reward 'face_identity' has no setting 'caps', did you mean 'cap'"):
+    with pytest.raises(ValueError, match="unknown key 'settings.caps', did you mean 'cap'"):
         rewards.build("face_identity", {"pack_dir": pack, "caps": 0.5})
 
 
@@ -59,10 +59,10 @@ def test_a_reward_that_keeps_nothing_calls_every_clip_usable():
         Reward()(REAL[None], [()])
 
 
-@pytest.mark.parametrize("cap", ["self", "0.5", 0, -0.2, 1.5])
-def test_bad_caps_are_refused(tmp_path, cap):
-    with pytest.raises(ValueError, match="reward.cap must be self_similarity, none or a number"):
-        FaceIdentityReward(tmp_path, cap=cap)
+@pytest.mark.parametrize("cap", ["self", 0, -0.2, 1.5])
+def test_bad_caps_are_refused(pack, cap):
+    with pytest.raises(ValueError, match="settings.cap must be"):
+        rewards.build("face_identity", {"pack_dir": pack, "cap": cap})
 
 
 def test_the_score_is_the_mean_over_generated_frames(reward):

@@ -42,16 +42,15 @@ def test_what_their_scores_come_to():
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ({"frames": "some"}, "frames must be all, first_middle_last or a number of frames, got 'some'"),
-        ({"frames": 0}, "a number of frames, got 0"),
-        ({"frames": 2.5}, "a number of frames, got 2.5"),
-        ({"pooling": "max"}, "pooling must be mean, min or worst-k with a number k, as worst-4, got 'max'"),
+        ({"frames": "some"}, "settings.frames must be 'all' or 'first_middle_last' or a whole number, got 'some'"),
+        ({"frames": 0}, "settings.frames must be at least 1, got 0"),
+        ({"pooling": "max"}, "settings.pooling must be mean, min or worst-k with a number k, as worst-4, got 'max'"),
         ({"pooling": "worst-0"}, "got 'worst-0'"),
-        ({"chunk": 0}, "chunk must be at least 1 frame, got 0"),
+        ({"chunk": 0}, "settings.chunk must be at least 1, got 0"),
     ],
 )
 def test_bad_frame_settings_are_refused(setting, message):
-    with pytest.raises(ValueError, match=f"reward 'colour': .*{message}"):
+    with pytest.raises(ValueError, match=message):
         rewards.build("colour", setting)
 
 
@@ -130,7 +129,7 @@ def test_jpeg_size_is_that_of_pil():
     output = reward(torch.stack([VIDEO, smooth]).requires_grad_(), [{}, {}])
     assert output.score[0].item() == pytest.approx(-sum(sizes) / len(sizes)) and not output.score.requires_grad
     assert output.score[0] < output.score[1] < 0 and not reward.differentiable
-    with pytest.raises(ValueError, match="quality must be from 1 to 95, got 100"):
+    with pytest.raises(ValueError, match="quality must be at most 95, got 100"):
         rewards.build("jpeg_size", {"quality": 100})
 
 

@@ -222,7 +222,7 @@ def test_scales_are_settings(files, built):
     )
     torch.testing.assert_close(papers.from_cosine(torch.tensor([-0.2, 0.2])), torch.tensor([0.0, 0.5]))
     for name, setting in (("pickscore", "divisor"), ("clip_score", "weight")):
-        with pytest.raises(ValueError, match=f"reward '{name}': {setting} must be positive, got 0"):
+        with pytest.raises(ValueError, match=f"settings.{setting} must be greater than 0, got 0"):
             rewards.build(name, settings(files, name) | {setting: 0})
 
 
@@ -285,7 +285,7 @@ def test_wrong_heads_are_refused(files, tmp_path):
     path = tmp_path / "head.pth"
     other = settings(files, "aesthetic") | {"head": path}
     for write, message in (
-        (lambda: None, "there is no file .*head.pth"),
+        (lambda: None, "head must be a file or folder that exists"),
         (lambda: path.write_text("<html>"), "head.pth cannot be read as a .pth file"),
         (lambda: torch.save(nn.Linear(2, 2), path), "head.pth cannot be read as a .pth file"),  # code, not weights
         (lambda: torch.save(nn.Linear(2, 2).state_dict(), path), "head.pth is not the head .* it differs in bias, "),

@@ -16,6 +16,7 @@ from rewardfl.rewards.checked import checked
 from rewardfl.run import prepare
 
 VIDEO = 1.8 * torch.rand(2, 3, 4, 16, 16, generator=torch.Generator().manual_seed(0)) - 0.9
+pytestmark = pytest.mark.usefixtures("trusts_code")
 EXAMPLE = ROOT / "examples" / "my_reward.py"
 
 
@@ -42,9 +43,9 @@ def test_transformers_is_not_imported_for_those_that_do_without():
     [
         ("asthetic", {}, "'asthetic' is not a reward, did you mean 'aesthetic'?; choose from aesthetic, "),
         ("xyz", {}, "'xyz' is not a reward; choose from .*, or name a class of your own as module:Class or path"),
-        ("colour", {"rd": 1}, "reward 'colour' has no setting 'rd', did you mean 'red'?; it takes red, green, blue, "),
-        ("motion", {"chunk": 1}, "reward 'motion' has no setting 'chunk'; it takes none"),
-        ("aesthetic", {"head": "x"}, "reward 'aesthetic' needs the setting 'model_dir'; it takes model_dir, head, "),
+        ("colour", {"rd": 1}, "unknown key 'settings.rd', did you mean 'red'?; it takes red, green, blue, "),
+        ("motion", {"chunk": 1}, "unknown key 'settings.chunk'; it takes none"),
+        ("aesthetic", {"head": "x"}, "settings.model_dir is required; it takes model_dir, head, "),
         ("nowhere.py:Mine", {}, "there is no file nowhere.py to take a reward from"),
         ("rewardfl.nowhere:Mine", {}, "there is no module 'rewardfl.nowhere' to take a reward from"),
         ("nowhere:Mine", {}, "there is no module 'nowhere' to take a reward from; is its folder in PYTHONPATH?"),
@@ -52,7 +53,7 @@ def test_transformers_is_not_imported_for_those_that_do_without():
         ("rewardfl.rewards.base:no_score", {}, "must be a subclass of rewardfl.rewards.Reward, and it is none"),
         ("rewardfl.rewards:RewardOutput", {}, "must be a subclass of rewardfl.rewards.Reward, and it is none"),
         ("rewardfl.rewards.base:Reward", {}, "must have a class attribute `name`"),
-        (f"{EXAMPLE}:Contrast", {"aim": 1}, "my_reward.py:Contrast' has no setting 'aim'; it takes target"),
+        (f"{EXAMPLE}:Contrast", {"aim": 1}, "unknown key 'settings.aim'; it takes target"),
     ],
 )
 def test_what_cannot_be_built_is_refused(name, settings, message):
@@ -282,7 +283,7 @@ def test_files_are_scored(capsys, clips):
     )
     video = data.to_float(data.read_video(moving))
     assert code == 0 and float(scores(out)[0]) == pytest.approx(((video[1, 1:] + 1) / 2).mean().item(), abs=1e-4)
-    code, out, _ = call(capsys, "score", "--reward", f"{EXAMPLE}:Contrast", moving)
+    code, out, _ = call(capsys, "score", "--trust-code", "--reward", f"{EXAMPLE}:Contrast", moving)
     assert code == 0 and "brightness" in out
     # a clip is its own real clip where none is given
     assert scores(call(capsys, "score", "--reward", "motion", moving, still)[1]) == ["1.0000", "-"]
@@ -307,7 +308,7 @@ def test_metadata_gives_prompt_and_real_clip(capsys, clips, monkeypatch):
         def forward(self, video, batch):
             return RewardOutput(video.mean((1, 2, 3, 4)), torch.tensor([True]), {})
 
-    monkeypatch.setattr(__main__, "build", lambda name, settings: Reads())
+    monkeypatch.setattr(__main__, "build", lambda *_: Reads())
     assert call(capsys, "score", "--reward", "r", "--metadata", table, made, clips / "still.mp4")[0] == 0
     assert call(capsys, "score", "--reward", "r", "--prompt", "a wave", made)[0] == 0
     assert asked == ["a child", "a stone", "a wave"]

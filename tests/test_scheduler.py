@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from conftest import ROOT
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from pipelines import FRAMES, HEIGHT, I2V, WIDTH, LinearFlowEuler, backbone_of, encode, experts_of, latent_shape
 from test_wan import PROMPT, picture
 
@@ -17,6 +17,7 @@ from rewardfl.scheduler import FlowMatchSDEScheduler
 
 STOCHASTIC = ["flow", "dance", "cps"]
 STOCK = FlowMatchEulerDiscreteScheduler(shift=5.0).config
+LINEAR = FlowMatchSDEScheduler(shift=5.0).config
 
 
 class Recording(FlowMatchSDEScheduler):
@@ -59,15 +60,15 @@ def seeded(*seeds):
 def test_without_noise_the_pipeline_samples_as_linear_flow_euler_bit_for_bit(pipe, steps):
     expected = sampled(pipe, LinearFlowEuler.from_config(STOCK), steps)
     for arguments in ({"noise_level": 0.0}, {"kind": "ode"}, {"noise_window": []}):
-        assert torch.equal(sampled(pipe, FlowMatchSDEScheduler.from_config(STOCK, **arguments), steps), expected)
+        assert torch.equal(sampled(pipe, FlowMatchSDEScheduler.from_config(LINEAR, **arguments), steps), expected)
     torch.manual_seed(0)
-    assert not torch.allclose(sampled(pipe, FlowMatchSDEScheduler.from_config(STOCK), steps), expected, atol=1e-2)
+    assert not torch.allclose(sampled(pipe, FlowMatchSDEScheduler.from_config(LINEAR), steps), expected, atol=1e-2)
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
 def test_the_pipelines_latents_replay_to_the_recorded_log_prob_exactly(pipe, kind):
     """Both experts in the window; the velocity of the replay is ours, at the latents that the pipeline went through."""
-    scheduler = Recording.from_config(STOCK, kind=kind, noise_window=[1, 2])
+    scheduler = Recording.from_config(LINEAR, kind=kind, noise_window=[1, 2])
     scheduler.records = []
     torch.manual_seed(1)
     final = sampled(pipe, scheduler)
@@ -142,8 +143,44 @@ def test_given_sigmas_are_treated_as_the_stock_scheduler_treats_them(config, arg
             ours.set_timesteps(6)
 
 
+@pytest.mark.parametrize("steps", [1, 4, 28])
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"shift": 3.0},  # SD3's and SD3.5's
+        {"shift": 1.0, "num_train_timesteps": 500},
+        *({"shift": 3.0, f"use_{name}_sigmas": True} for name in ("karras", "exponential", "beta")),
+        {"shift": 3.0, "shift_terminal": 0.1},
+        {"use_dynamic_shifting": True, "shift_terminal": 0.02, "use_karras_sigmas": True},
+    ],
+)
+def test_the_config_of_a_stock_scheduler_keeps_its_schedule(config, saved, steps, tmp_path):
+    stock = FlowMatchEulerDiscreteScheduler(**config)
+    mu = {"mu": 0.7} if "use_dynamic_shifting" in config else {}
+    stock.set_timesteps(steps, **mu)
+    if saved:
+        stock.save_pretrained(tmp_path)
+        ours = FlowMatchSDEScheduler.from_pretrained(tmp_path, noise_level=0.0)
+    else:
+        ours = FlowMatchSDEScheduler.from_config(stock.config, noise_level=0.0)
+    if not stock.sigmas.isfinite().all():
+        with pytest.raises(ValueError, match="do not walk down from at most 1: take more steps"):
+            ours.set_timesteps(steps, **mu)
+        return
+    for scheduler in (ours, FlowMatchSDEScheduler.from_config(ours.config)):
+        scheduler.set_timesteps(steps, **mu)
+        assert torch.equal(scheduler.sigmas, stock.sigmas) and torch.equal(scheduler.timesteps, stock.timesteps)
+
+
+def test_the_config_of_another_scheduler_is_refused(tmp_path):
+    UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=5.0).save_pretrained(tmp_path)  # Wan's own
+    with pytest.raises(ValueError, match="UniPCMultistepScheduler makes its sigmas in a way of its own"):
+        FlowMatchSDEScheduler.from_pretrained(tmp_path)
+
+
 def test_config_round_trip(tmp_path, caplog):
-    scheduler = FlowMatchSDEScheduler.from_config(STOCK, kind="cps", noise_level=0.8, noise_window=[1, 2])
+    scheduler = FlowMatchSDEScheduler.from_config(LINEAR, kind="cps", noise_level=0.8, noise_window=[1, 2])
     scheduler.save_config(tmp_path)
     saved = json.loads((tmp_path / "scheduler_config.json").read_text())
     assert saved["_class_name"] == "FlowMatchSDEScheduler"

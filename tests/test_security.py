@@ -2,18 +2,21 @@
 
 import ast
 import csv
+import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
-from runs import FAST, QUICK, WORLD, call
+from conftest import ROOT, run_tool
+from runs import CONFIG, FAST, GRPO_CONFIG, QUICK, WORLD, call
 
-from rewardfl import files
+import train_flow_grpo
+import train_reward_fl
+from rewardfl import config, files, trust
 from rewardfl.backbones.wan import load as wan_load
+from rewardfl.rewards.__main__ import main as score_main
 from rewardfl.run.job import Job
-from rewardfl_tools import check_dataset
+from rewardfl_tools import _arms, check_dataset, doctor, evaluate, plan_run, reward_scales, serve_reward
 
 SOURCES = sorted(
     path
@@ -125,16 +128,73 @@ def test_what_is_printed(text, shown, capsys):
     assert capsys.readouterr().out == shown + "\n" and files.printable(shown) == shown
 
 
-def test_a_reward_of_ones_own_is_imported_only_when_it_is_named(monkeypatch, capsys, tmp_path):
-    reward = tmp_path / "my_reward.py"
-    reward.write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\nclass Mine: pass\n")
+# Every command that makes rewards, with the options that it needs in front of a configuration's overrides
+COMMANDS = {
+    "train_reward_fl": (train_reward_fl.main, ["--config", CONFIG, "--dry-run"]),
+    "train_flow_grpo": (train_flow_grpo.main, ["--config", GRPO_CONFIG, "--dry-run"]),
+    "plan_run": (plan_run.main, ["--config", CONFIG]),
+    "doctor": (doctor.main, ["--config", CONFIG, "--device", "cpu", "--out", "OUT/doctor"]),
+    "reward_scales": (reward_scales.main, ["--config", CONFIG, "--device", "cpu"]),
+    "evaluate": (evaluate.main, ["--config", CONFIG, "--data", "OUT/eval.csv", "--videos", "OUT", "--out", "OUT/e"]),
+    "evaluate a run": (evaluate.main, ["--run", "OUT", "--data", "OUT/eval.csv", "--device", "cpu"]),
+    "serve_reward": (serve_reward.main, ["--device", "cpu", "--reward", "OUT/own.py:Own"]),
+    "score": (score_main, ["score", "--reward", "OUT/own.py:Own"]),
+}
+OWN = """
+open(__file__ + ".ran", "w").close()
+from rewardfl.rewards.colour import ColourReward
+
+class Own(ColourReward):
+    def __init__(self, red: float):
+        super().__init__()
+"""
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """A folder with code, which is a module as well, and a run.json that names it."""
+    (tmp_path / "own.py").write_text(OWN)
+    cfg = config.to_dict(config.load(CONFIG, [f"reward.others={{x: {{name: '{tmp_path}/own.py:Own'}}}}"]))
+    (tmp_path / "run.json").write_text(json.dumps({"config": cfg}))
+    checkpoint = tmp_path / "checkpoints" / "latest"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "0.mp4").write_bytes(next((WORLD / "eval" / "videos").iterdir()).read_bytes())
+    (tmp_path / "eval.csv").write_text("video,prompt\n0.mp4,a person\n")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(wan_load, "load_pipeline", lambda *_: pytest.fail("weights were loaded"))
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    call(monkeypatch, capsys, *QUICK, f"run.output_dir={tmp_path / 'run'}", "--dry-run")
-    assert not (tmp_path / "imported").exists()
-    code, _, error = call(
-        monkeypatch, capsys, *QUICK, f"run.output_dir={tmp_path / 'run'}", f"reward.name={reward}:Mine",
-        "reward.reward_model_path=null", "reward.held_out_model_path=null",
-    )  # fmt: skip
-    assert code == 2 and "must be a subclass of rewardfl.rewards.Reward" in error
-    assert (tmp_path / "imported").exists() and Path.cwd() != tmp_path
+    monkeypatch.setattr(_arms, "check_adapter", lambda _: None)
+    return tmp_path
+
+
+def command_of(name, stranger, source="own.py"):
+    main, words = COMMANDS[name]
+    words = [word.replace("OUT", str(stranger)) for word in words]
+    if words[0] == "--config":
+        words.append(f"reward.others={{x: {{name: '{stranger}/own.py:Own', settings: {{red: a}}}}}}")
+    return main, [word.replace(f"{stranger}/own.py", "own") if source == "own" else word for word in words]
+
+
+@pytest.mark.parametrize("source", ["own.py", "own"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_code_that_a_configuration_names_is_not_run(stranger, name, source):
+    """Neither a file nor a module of another package, whatever an earlier command line of the process allowed."""
+    if (name, source) == ("evaluate a run", "own"):
+        return
+    trust.allow(True)
+    main, words = command_of(name, stranger, source)
+    words += ["--", "0.mp4"] if name == "score" else []
+    said = run_tool(main, *words, expect=2)
+    refused = f"{stranger}/own.py:Own is code of {stranger}/own.py" if source == "own.py" else "own:Own is code of own"
+    assert f"{refused}; --trust-code on the command line loads it" in said
+    assert said.count("\n") == 1 and said.startswith("error: ")
+    assert not (stranger / "own.py.ran").exists() and "own" not in sys.modules
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_code_is_run_where_the_command_line_says_so_and_its_settings_are_checked(stranger, name):
+    main, words = command_of(name, stranger)
+    words += ["--trust-code"] if name != "score" else ["--trust-code", "--", "0.mp4"]
+    said = run_tool(main, *words, expect=2)
+    assert (stranger / "own.py.ran").exists()
+    assert "settings.red" in said and said.count("\n") == 1, "the constructor's annotation, and it has no default"

@@ -1,5 +1,7 @@
 """Where the merging tools write: only an earlier output of theirs is replaced, and nothing of the user's is lost."""
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -8,15 +10,25 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from xml.etree import ElementTree
 
+import av
+import cv2
+import numpy as np
 import pytest
+import torch
 from conftest import ROOT, run_tool
 from lora_dialects import DIALECTS, factors
+from PIL import Image
 from pipelines import random_pipeline
 from safetensors.torch import load_file
+from tqdm import tqdm
 
+from rewardfl import data
 from rewardfl.files import atomic_directory, temporary_path
-from rewardfl_tools import _output, convert_lora, merge_lora, merge_shards
+from rewardfl.weights import shards
+from rewardfl_tools import _common, _output, convert_lora, generate, merge_lora, merge_shards
 
 TOOLS = {"merge_lora": merge_lora, "merge_shards": merge_shards, "convert_lora": convert_lora}
 
@@ -24,7 +36,7 @@ TOOLS = {"merge_lora": merge_lora, "merge_shards": merge_shards, "convert_lora":
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A pipeline in diffusers' layout, beside a LoRA for its low-noise expert."""
-    folder = tmp_path_factory.mktemp("world")
+    folder = tmp_path_factory.mktemp("low_noise_world")
     pipe = random_pipeline()
     pipe.save_pretrained(folder / "pipeline")
     (folder / "lora_low").mkdir()
@@ -475,3 +487,184 @@ def test_a_folder_is_written_over_no_link_and_no_file(place, kind):
     with pytest.raises(FileExistsError), atomic_directory(place / "out"):
         pytest.fail("the block ran")
     assert snapshot(place) == before
+
+
+# ---- the rule for tools that do not merge: one file, and a folder that is filled bit by bit
+
+
+def contents():
+    """A file of each kind, and what its reader gives."""
+    frames = np.arange(5 * 16 * 16 * 3, dtype=np.uint8).reshape(5, 16, 16, 3)
+    npy, png, jpg = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    np.save(npy, frames)
+    Image.fromarray(frames[0]).save(png, "png")
+    Image.fromarray(frames[0]).save(jpg, "jpeg")
+    return {
+        "npy": (npy.getvalue(), lambda path: np.load(path)),
+        "png": (png.getvalue(), lambda path: cv2.imread(str(path))),
+        "jpg": (jpg.getvalue(), lambda path: cv2.imread(str(path))),
+        "mp4": (
+            data.encode_video(torch.from_numpy(frames), 8),
+            lambda path: np.stack([frame.to_ndarray(format="rgb24") for frame in av.open(str(path)).decode(video=0)]),
+        ),
+        "svg": (b"<svg xmlns='x'><g/></svg>", lambda path: len(ElementTree.parse(path).getroot())),
+        "html": (b"<p>x</p>", lambda path: path.read_text().startswith("<p>x</p>")),
+    }
+
+
+@pytest.mark.parametrize("suffix", contents())
+def test_a_file_is_replaced_where_it_is_as_the_tool_wrote_it(tmp_path, suffix):
+    content, read = contents()[suffix]
+    path = tmp_path / "new" / f"x.{suffix}"
+    (tmp_path / f"plain.{suffix}").write_bytes(content)
+    file = _output.File(option="--out", path=path, tool="rewardfl a", inputs=())
+    file.write(content)
+    file.write(content)
+    assert np.array_equal(read(path), read(tmp_path / f"plain.{suffix}"))
+    whole = path.read_bytes()
+    for other in (replace(file, tool="rewardfl b"), replace(file, inputs=(path,)), replace(file, inputs=(tmp_path,))):
+        with pytest.raises(shards.Refused, match=f"--out {path}"):
+            other.write(content)
+    for edited in (content, whole + b"x", whole[:3] + b"x" + whole[3:], b""):
+        path.write_bytes(edited)
+        with pytest.raises(shards.Refused, match="move it away"):
+            file.write(content)
+        assert path.read_bytes() == edited
+    shutil.rmtree(path.parent)
+    path.parent.write_text("a file")
+    with pytest.raises(shards.Refused, match="is no folder"):
+        file.write(content)
+
+
+NAMES = ("report.html", "videos/base/000.mp4")
+
+
+@pytest.fixture
+def filled(tmp_path):
+    """A folder of a finished tool."""
+    folder = _output.Folder(tmp_path / "out", "rewardfl evaluate 1")
+    folder.path.mkdir()
+    folder.claim(NAMES)
+    (folder.path / "videos" / "base").mkdir(parents=True)
+    for name in NAMES:
+        (folder.path / name).write_text("ours")
+    folder.seal([*NAMES, "never written"])
+    return folder
+
+
+def test_a_folder_is_filled_again(filled):
+    filled.check(NAMES)
+    filled.claim(NAMES)
+    (filled.path / NAMES[0]).write_text("half")  # and then it is killed
+    filled.claim(NAMES)
+    filled.remove(filled.listed())
+    assert [path.name for path in filled.path.iterdir()] == [_output.MANIFEST] and filled.listed() == {}
+
+
+def link(path):
+    elsewhere = shutil.copytree(path.parent, path.parents[3] / "elsewhere")
+    shutil.rmtree(path.parent)
+    path.parent.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.write_text("edited"),
+        lambda path: (path.rename(path.with_name("other")), path.symlink_to("other")),
+        lambda path: (path.unlink(), path.mkdir()),
+        lambda path: (shutil.rmtree(path.parent), path.parent.write_text("file")),
+        link,
+    ],
+    ids=["edited", "linked", "a folder", "a file for a folder", "a linked folder"],
+)
+def test_what_is_no_longer_ours_is_in_the_way_and_stays(filled, change):
+    change(filled.path / NAMES[1])
+    (filled.path / "videos" / "holiday.mp4").write_text("mine")
+    before = {path: path.read_bytes() for path in filled.path.parent.rglob("*") if path.is_file()}
+    with pytest.raises(shards.Refused, match="videos/base.* is in the way.*move it away, or give another --out"):
+        filled.claim(NAMES)
+    assert before == {path: path.read_bytes() for path in filled.path.parent.rglob("*") if path.is_file()}
+    filled.remove(filled.listed())
+    left = {path: path.read_bytes() for path in filled.path.parent.rglob("*") if path.is_file()}
+    assert before.items() - left.items() <= {
+        (filled.path / n, before[filled.path / n]) for n in (NAMES[0], _output.MANIFEST)
+    }
+
+
+@pytest.mark.parametrize("name", ["../mine.txt", "{out}/../mine.txt", "link/mine.txt"])
+def test_a_manifest_cannot_give_away_what_lies_elsewhere(filled, name):
+    mine = filled.path.parent / "mine.txt"
+    mine.write_text("mine")
+    (filled.path / "link").symlink_to("..")
+    manifest = json.loads((filled.path / _output.MANIFEST).read_text())
+    manifest["files"] |= {name.format(out=filled.path): None}
+    (filled.path / _output.MANIFEST).write_text(json.dumps(manifest))
+    filled.remove(filled.listed())
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}', "x", '{"tool": "rewardfl merge_lora 1", "folders": [], "files": {}}'])
+def test_a_folder_of_something_else_is_refused(tmp_path, content):
+    (tmp_path / _output.MANIFEST).write_text(content)
+    with pytest.raises(shards.Refused, match="not an output of this tool"):
+        _output.Folder(tmp_path, "rewardfl evaluate 1").claim(["x"])
+    assert (tmp_path / _output.MANIFEST).read_text() == content
+
+
+def test_one_process_fills_a_folder(tmp_path):
+    folder = _output.Folder(tmp_path / "out", "rewardfl evaluate 1")
+    with folder.locked(), pytest.raises(shards.Refused, match="another process"), folder.locked():
+        pass
+    with folder.locked():
+        pass
+
+
+# ---- exit codes
+
+
+@pytest.mark.parametrize(
+    "error, code, line",
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (ValueError("--x: no"), 2, "error: --x: no"),
+        (OSError(errno.EROFS, "Read-only file system", "a/b"), 2, "error: a/b: Read-only file system"),
+    ],
+)
+def test_an_error_is_one_line_after_the_bar(capsys, error, code, line):
+    def work():
+        with tqdm([1, 2], file=sys.stderr) as bar:
+            for _ in bar:
+                raise error
+
+    assert _common.exit_code(work) == code
+    assert capsys.readouterr().err.splitlines()[-1] == line
+
+
+GENERATE = ["--model", "x", "--prompt", "x", "--out", "x.mp4"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--shift", "nan"], ["--shift", "0"], ["--guidance", "nan"], ["--guidance", "-1"], ["--adapter", "x:1e999"],
+        ["--adapter", "x:1e30"], ["--fps", "0"], ["--fps", "null"], ["--fps", "inf"], ["--steps", "100000"],
+        ["--steps", "0"], ["--height", "0"], ["--width", "1e9"], ["--num-frames", "0"], ["--seed", "-1"],
+        ["--embedded-guidance", "nan"], ["--negative-prompt", "x"],
+    ],
+)  # fmt: skip
+def test_generates_options_are_those_of_the_schema(words):
+    (line,) = run_tool(generate.main, *GENERATE, *words, expect=2).splitlines()
+    assert line.startswith(f"error: {words[0]}: ")
+
+
+@pytest.mark.parametrize("name", ["mine.mp4", "folder", "x.gif", "image.png", "model/x.mp4"])
+def test_generate_replaces_only_what_it_wrote(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "model").mkdir()
+    for file in ("mine.mp4", "image.png"):
+        (tmp_path / file).write_text("mine")
+    arguments = ["--model", tmp_path / "model", "--image", tmp_path / "image.png", "--device", "cpu", "--prompt", "x"]
+    (line,) = run_tool(generate.main, *arguments, "--out", tmp_path / name, expect=2).splitlines()
+    assert line.startswith("error: --out") and name in line and "diffusers" not in line
+    assert (tmp_path / "mine.mp4").read_text() == (tmp_path / "image.png").read_text() == "mine"

@@ -90,7 +90,7 @@ def test_other_clips_are_evaluated_only_when_that_is_said(straight, monkeypatch,
     one = f"evaluation.eval_clips={table(tmp_path / 'one.csv', 'eval', 1)}"
     settings = [*GRPO_FAST, f"run.output_dir={run}", *EPOCHS, JUDGE, one, "train.max_steps=8"]
     code, _, error = call_grpo(monkeypatch, capsys, *settings)
-    assert code == 2 and "something else in evaluation.eval_clips: 1 gone (" in error
+    assert code == 2 and "something else in evaluation.eval_clips: 1 gone, new or of other content (" in error
     assert "run.resume_with_changes=[evaluation.eval_clips]" in error
     named = "run.resume_with_changes=[evaluation.eval_clips]"
     code, out, _ = call_grpo(monkeypatch, capsys, *settings, named)

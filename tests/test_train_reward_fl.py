@@ -143,9 +143,8 @@ def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
     ],
 )
 def test_what_cannot_train_is_refused_before_anything_is_written(settings, words, tmp_path, monkeypatch, capsys):
-    for dry in ([], ["--dry-run"]):
-        code, _, err = call(monkeypatch, capsys, *dry, *FAST, *settings, f"run.output_dir={tmp_path / 'run'}")
-        assert code == 2 and all(word in err for word in words), err
+    code, _, err = call(monkeypatch, capsys, *FAST, *settings, f"run.output_dir={tmp_path / 'run'}")
+    assert code == 2 and all(word in err for word in words), err
     assert not (tmp_path / "run").exists()
 
 
@@ -222,14 +221,14 @@ def test_other_content_is_refused(monkeypatch, capsys, clips, tmp_path):
     write(path, [rows[0], rows[2], rows[1], rows[3]])
     assert "something else in data.file_name: in another order" in refusal()
     write(path, rows[:3])
-    assert f"something else in data.file_name: 1 gone ({rows[3][0]}#" in refusal()
+    assert f"something else in data.file_name: 1 gone, new or of other content ({rows[3][0]}#" in refusal()
     write(path, rows)
     shutil.copy(WORLD / "train" / rows[2][0], tmp_path / rows[1][0])
-    assert f"something else in data.file_name: 1 of other content ({rows[1][0]}#" in refusal()
+    assert f"something else in data.file_name: 1 gone, new or of other content ({rows[1][0]}#" in refusal()
     shutil.copy(WORLD / "train" / rows[1][0], tmp_path / rows[1][0])
     packs = [f"reward.reward_model_path={WORLD}/faces/judge", "reward.held_out_model_path=null"]
     error = refusal(*packs)
-    assert "something else in reward.held_out_model_path: 2 gone (" in error
+    assert "something else in reward.held_out_model_path: 2 gone, new or of other content (" in error
     assert "run.resume_with_changes=[reward.held_out_model_path]" in error
     error = refusal(*packs, "run.resume_with_changes=[reward.held_out_model_path]")
     assert "something else in reward.reward_model_path: " in error and "resume_with_changes" not in error
@@ -280,7 +279,7 @@ def test_a_broken_guard_keeps_a_checkpoint_from_being_the_best(monkeypatch, caps
     settings = [*FAST, "run.save_steps=1", "run.sample_videos=0", "train.max_steps=4", "reward.motion_alarm=100"]
     code, out, _ = call(monkeypatch, capsys, *settings, f"run.output_dir={tmp_path}")
     assert code == 0 and "step 3: this checkpoint does not become checkpoints/best: " in out
-    scores = [checkpoint._manifest(checkpoint.folder_of(tmp_path, step))["score"] for step in (1, 2, 3, 4)]
+    scores = [checkpoint._manifest(checkpoint.folder_of(tmp_path, step)).score for step in (1, 2, 3, 4)]
     assert None not in scores[:2] and scores[2:] == [None, None]
     assert (tmp_path / "checkpoints" / "best").resolve().name in ("step-000001", "step-000002")
 
@@ -374,7 +373,7 @@ def test_a_run_starts_from_another_ones_adapter(straight, monkeypatch, capsys, t
     other = ["train.max_steps=2", f"lora.init_from={straight / 'checkpoints' / 'step-000003'}"]
     more = ["train.gradient_accumulation_steps=2"]  # of one process for two
     code, _, error = call(monkeypatch, capsys, *FAST, *settings, *more, *other)
-    assert code == 2 and "something else in lora.init_from: 1 of other content (low_noise)" in error
+    assert code == 2 and "something else in lora.init_from: 1 gone, new or of other content (low_noise)" in error
     assert "run.resume_with_changes=[lora.init_from]" in error
     file = shutil.copy(given / "transformer_2" / lora.WEIGHTS_NAME, tmp_path / "low_noise.safetensors")
     reach_the_weights(monkeypatch)
@@ -573,10 +572,13 @@ def write(path, rows):
         ("model.model_paths=nowhere", "model.model_paths: no such file or folder"),
         ("reward.reward_model_path=nowhere", "reward.reward_model_path: no face pack at nowhere"),
         ("train.train_batch_size=3", "train.train_batch_size is 3"),
+        ("run.output_dir=README.md", "README.md"),
+        ("run.resume_from_checkpoint=nowhere", "run.resume_from_checkpoint: no such folder: nowhere"),
     ],
 )
-def test_bad_settings(monkeypatch, capsys, no_weights, override, message):
-    code, _, error = call(monkeypatch, capsys, "run.output_dir=/nonexistent/never", override)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_bad_settings(monkeypatch, capsys, no_weights, override, message, dry):
+    code, _, error = call(monkeypatch, capsys, *dry, "run.output_dir=/nonexistent/never", override)
     assert code == 2 and message in error
 
 
@@ -705,7 +707,9 @@ def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
     assert "320 tokens" in out and "memory of one GPU" in out and "fit" not in out  # there is no GPU to fit
     assert "note:" not in out
     assert "--dry-run" not in out  # which it is
-    _, out, _ = call(monkeypatch, capsys, "--dry-run", "sample.shift=3", "model.min_timestep_boundary=0.875")
+    changes = ["sample.shift=3", "model.min_timestep_boundary=0.875", "train.warmup_steps=999"]
+    _, out, _ = call(monkeypatch, capsys, "--dry-run", f"run.output_dir={tmp_path / 'run'}", *changes)
+    assert "note: train.warmup_steps 999 do not end within the run's " in out
     assert "note: model.min_timestep_boundary is 0.875, the checkpoint says 0.9" in out
     assert "note: sample.shift is 3, the checkpoint says 5" in out
 

@@ -403,8 +403,10 @@ def test_adapter_under_checkpointing_with_a_reference_in_between(files, given, d
 
 def test_distillations_that_do_not_fit_are_refused(files, given, tmp_path):
     high, low = files.loras["high_noise"], files.loras["low_noise"]
-    with pytest.raises(Refused, match="is for the low_noise expert, not for high_noise"):
+    with pytest.raises(Refused, match="have each other's names; swap them"):
         wan_load.read_distilled(I2V.experts, low, high)
+    (one,) = wan_load.read_distilled(I2V.experts, "", high)  # the key outranks the name of a file
+    assert one.expert == "low_noise"
     neutral = [shutil.copy(high, tmp_path / f"{letter}.safetensors") for letter in "ab"]
     with pytest.raises(Refused, match="are the same LoRA; each expert has its own"):
         wan_load.read_distilled(I2V.experts, str(neutral[0]), str(neutral[1]))
@@ -750,7 +752,7 @@ def test_bad_pickles_are_refused(files, given, tmp_path, part):
         with pytest.raises(Refused, match=message):
             load(given(**{part: str(bad)}), torch.float32)
 
-    refused(state | {"extra": Malicious(tmp_path / "touched")}, "holds code beside tensors, which is not run")
+    refused(state | {"extra": Malicious(tmp_path / "touched")}, "holds code, which is not run")
     assert not (tmp_path / "touched").exists()
     refused({key: value for key, value in state.items() if key != name}, r"it has no .* \(1 names differ\)")
     refused(state | {"more.weight": torch.zeros(1)}, "it has a surplus more.weight")
@@ -758,7 +760,7 @@ def test_bad_pickles_are_refused(files, given, tmp_path, part):
     refused([1], "is not a flat dictionary of tensors")
     torch.save(state, bad)
     cut(bad)
-    with pytest.raises(Refused, match="bad.pth is damaged"):
+    with pytest.raises(Refused, match="bad.pth, read as a torch file, is damaged"):
         load(given(**{part: str(bad)}), torch.float32)
 
 

@@ -1,12 +1,13 @@
 """What an evaluation samples from the same noises: the base model, and adapters at strengths and step counts."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from rewardfl import config, data, groups, lora, offload, reward_flow
@@ -24,7 +25,12 @@ def run_config(run: Path, overrides: list[str]) -> config.AnyConfig:
     path = run / "run.json"
     if not path.is_file():
         raise FileNotFoundError(f"--run: {path} is missing; name the output_dir of a training run")
-    return config.parse(json.loads(path.read_text())["config"], overrides)
+    try:
+        content = TypeAdapter(dict[str, Any]).validate_json(path.read_bytes())
+        sections = TypeAdapter(dict[str, Any]).validate_python(content.get("config"))
+    except ValidationError:
+        raise ValueError(f"--run: {path} is not as training writes it; name the output_dir of a training run") from None
+    return config.parse(sections, overrides)
 
 
 @dataclass(frozen=True)
@@ -122,9 +128,9 @@ def encoded(
 
 
 def check_adapter(folder: Path) -> None:
-    """FileNotFoundError where there is no such folder: said before anything loads."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder; name a checkpoint with --adapter")
+    """Raise FileNotFoundError where the folder holds no adapter, before anything loads."""
+    if not any(folder.glob(f"*/{lora.WEIGHTS_NAME}")):
+        raise FileNotFoundError(f"{folder}: holds no */{lora.WEIGHTS_NAME}; name a checkpoint with --adapter")
 
 
 def load_model(backbone: Backbone, adapter: Path | None, experts: str, device: torch.device) -> tuple[Experts, Decoder]:

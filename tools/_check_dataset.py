@@ -1,8 +1,8 @@
 """Looking at clips before they are trained on: the work of tools/check_dataset.py."""
 
 import argparse
+import io
 import math
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from rewardfl.files import printable
 from rewardfl.rewards import face
 from rewardfl.rewards.face import pack as face_pack
 from rewardfl.run import work
-from rewardfl_tools import _common
+from rewardfl_tools import _common, _output
 
 USABLE, UNUSABLE = 0, 2  # exit codes
 ENLARGED, CROPPED = 1.05, 0.75  # warnings: enlarged more than this many times; less than this share of a picture left
@@ -49,15 +49,12 @@ class Report:
 def run(args: argparse.Namespace) -> int:
     """Looking at clips before they are trained on: the exit code."""
     args.device = _common.device(args.device)
-    try:
-        cfg, backbone = resolve(args)
-        rows = data.load_metadata(cfg.data.file_name, "--data" if args.data else "data.file_name")
-        detector = None
-        if args.faces:
-            detector = face.FaceDetector(face_pack.pack_files(args.faces)[0], cfg.reward.det_size).to(args.device)
-    except (ValueError, FileNotFoundError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return UNUSABLE
+    cfg, backbone = resolve(args)
+    rows = data.load_metadata(cfg.data.file_name, "--data" if args.data else "data.file_name")
+    sheet = sheet_file(args, rows, cfg.data.file_name) if args.sheet else None
+    detector = None
+    if args.faces:
+        detector = face.FaceDetector(face_pack.pack_files(args.faces)[0], cfg.reward.det_size).to(args.device)
     check = partial(inspect, settings=cfg.data, detector=detector, device=args.device, takes_image=backbone.takes_image)
     with ThreadPoolExecutor(4) as pool:
         reports = list(tqdm(pool.map(check, rows), total=len(rows), desc="checking", disable=None))
@@ -66,11 +63,23 @@ def run(args: argparse.Namespace) -> int:
             report.problems.append(said)
     warn_of_repeats(reports)
     print(printable("\n".join([*listing(reports), *notes(rows, reports, cfg.data), *summary(reports)])))
-    if args.sheet:
-        args.sheet.parent.mkdir(parents=True, exist_ok=True)
-        contact_sheet(reports).save(args.sheet)
+    if sheet:
+        content = io.BytesIO()
+        contact_sheet(reports).save(content, Image.registered_extensions()[args.sheet.suffix.lower()])
+        sheet.write(content.getvalue())
         print(f"sheet: {args.sheet}")
     return UNUSABLE if any(report.problems for report in reports) else USABLE
+
+
+def sheet_file(args: argparse.Namespace, rows: Sequence[data.Row], table: str) -> _output.File:
+    """Return the place of the contact sheet. Raise Refused for one that may not be written, before anything is read."""
+    if Image.registered_extensions().get(args.sheet.suffix.lower()) not in Image.SAVE:
+        raise ValueError(f"--sheet {args.sheet}: no picture is called so; give NAME.png")
+    inputs = [Path(table), *([Path(args.config)] if args.config else []), *([args.faces] if args.faces else [])]
+    inputs += [Path(path) for row in rows for path in row.files.values() if path]
+    file = _output.File(option="--sheet", path=args.sheet, tool="rewardfl check_dataset", inputs=tuple(inputs))
+    file.check()
+    return file
 
 
 def resolve(args: argparse.Namespace) -> tuple[config.AnyConfig, Backbone]:

@@ -1,19 +1,83 @@
-"""What tools share: exit codes and options of those that merge, progress, the device. No torch at import."""
+"""What tools share: command lines, exit codes, options of those that merge, the device. No torch at import."""
 
 import argparse
 import functools
+import importlib
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
+from pydantic import Field, TypeAdapter, ValidationError
 from tqdm import tqdm
 
+from rewardfl.config.schema import Number, Section, shown
+from rewardfl.files import printable
 from rewardfl.weights.shards import Refused
 from rewardfl_tools._writing import Part
 
-MERGED, IO_ERROR, REFUSED = 0, 1, 2  # exit codes
+MERGED, IO_ERROR, REFUSED, INTERRUPTED = 0, 1, 2, 130  # exit codes; 130 is the shell's for Ctrl-C
 LONGEST_LINE = 2000  # characters of a message: names come from files
+Strength = Annotated[Number, Field(ge=-1000, le=1000)]  # of an adapter
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line with the tool's docstring as its help. A mistake is one line that names the option."""
+
+    def __init__(self, description: str | None):
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(REFUSED, one_line(f"error: {message.removeprefix('argument ')}") + "\n")
+
+
+def option(kind: Any) -> Callable[[str], Any]:
+    """Return a reader of an option's text, for `type=`: kind is a type of the schema's, `null` stands for None."""
+    adapter: TypeAdapter = TypeAdapter(kind)
+
+    def read(text: str) -> Any:
+        try:
+            return adapter.validate_python(None if text == "null" else text)
+        except ValidationError as error:
+            words = error.errors()[0]["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+            raise argparse.ArgumentTypeError(f"must be {words}, got {shown(text)}") from None
+
+    return read
+
+
+def setting(section: type[Section], key: str) -> Callable[[str], Any]:
+    """Return a reader of an option that is what a key of the configuration is."""
+    return option(section.model_fields[key].rebuild_annotation())
+
+
+def run(module: str, args: argparse.Namespace) -> int:
+    """Return the exit code of a module's work. It is imported here: help and mistakes are answered without torch."""
+    return exit_code(lambda: importlib.import_module(f"rewardfl_tools.{module}").run(args))
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """Return the tool's exit code: 2 with one line for a refusal or the disk's error, 130 with one for Ctrl-C."""
+    try:
+        return work()
+    except KeyboardInterrupt:
+        code, line = INTERRUPTED, "interrupted"
+    except _refusals() as error:
+        code, line = REFUSED, f"error: {_words(error)}"
+    print(printable(line), file=sys.stderr)  # here the frames that drew a progress bar are gone, and it has ended
+    return code
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    from rewardfl.run import start  # here: it imports torch
+
+    return (*start.REFUSALS, ValueError, OSError)
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'the disk'}: {error.strerror}"
+    return str(error)
 
 
 def command(work: Callable[[], None]) -> Callable[[], int]:
@@ -73,9 +137,10 @@ def path_and_strength(text: str) -> tuple[str, float]:
     return (found[1], float(found[2])) if found else (text, 1.0)
 
 
-def number_or_null(text: str) -> float | None:
-    """The value of an option that says null as a configuration does."""
-    return None if text == "null" else float(text)
+def adapter(text: str) -> tuple[str, float]:
+    """Return a checkpoint folder and the strength of its adapter, as --adapter names them."""
+    path, strength = path_and_strength(text)
+    return path, option(Strength)(str(strength))
 
 
 def one_line(text: str) -> str:
@@ -84,11 +149,18 @@ def one_line(text: str) -> str:
     return line + (" ..." if len(text) > LONGEST_LINE else "")
 
 
-def device(asked: str | None) -> str:
-    """`asked`; without it cuda where there is one, else cpu."""
+def device(name: str | None) -> str:
+    """Return the device of this name; without one cuda where there is a GPU, else cpu. Raise Refused for no device."""
     import torch  # here: a copy of shards does without
 
-    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        raise Refused(f"--device: {shown(name)} is no device of these tools; give cpu or cuda, or leave it out")
+    place = torch.device(name)
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise Refused(f"--device: this torch sees no GPU {name}; give cpu, or leave it out")
+    return name
 
 
 def gigabytes(nbytes: int) -> str:

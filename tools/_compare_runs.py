@@ -1,34 +1,83 @@
-"""Evaluations beside each other on one page: the work of tools/compare_runs.py."""
+"""Evaluations next to each other on one page: the work of tools/compare_runs.py."""
 
 import argparse
 import itertools
 import json
 import shlex
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
-from rewardfl.files import atomic_write, printable
-from rewardfl.run.checkpoint import CheckpointError
-from rewardfl_tools import _page, _records, _svg, plot_metrics
-from rewardfl_tools._meanings import CANARIES, MEANINGS, MOVES, healthy, judge_words, main_judge, outside
-from rewardfl_tools._report_page import (
-    CURVES_SAY,
-    FRONT_SAYS,
-    against_base,
-    arm_curves,
-    front_of,
-    frozen_cell,
-    places_of,
-    real_curve,
-    said,
-)
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError, model_validator
+
+from rewardfl.config.schema import shown
+from rewardfl_tools import _output, _records, plot_metrics
+from rewardfl_tools._charts import Chart, Curve, arm_curves, colour, curves_chart, front_chart, places, real_curve
+from rewardfl_tools._meanings import CANARIES, MEANINGS, MOVES, healthy, judge_words, main_judge
+from rewardfl_tools._report_page import figure_cell
+from rewardfl_tools._templates import Row, render
 from rewardfl_tools._verdict import verdict
 
 ALIKE = ("records", "data", "sampling", "judges")  # blocks of the settings that must agree
+COMPARED, WHOLE = ("face/face_sim", *MOVES, *CANARIES), ("colour_shift", "frozen_share")
 TRAINING = ("reward/held_out", "reward/held_out/flow", "grad_norm")
+
+
+class Interval(BaseModel):
+    """A mean and its 95 % interval."""
+
+    mean: FiniteFloat
+    low: FiniteFloat
+    high: FiniteFloat
+
+
+class Change(BaseModel):
+    """A figure of an arm against its base."""
+
+    difference: Interval
+    people_with_more: FiniteFloat
+    ratio: Interval | None = None
+
+
+class Figures(BaseModel):
+    """The figures of an arm or of the real clips. per_frame: by recogniser."""
+
+    figures: dict[str, Interval | None]
+    per_frame: Annotated[dict[str, list[FiniteFloat]], Field(min_length=1)]
+
+
+class ArmReport(Figures):
+    """An arm of a report."""
+
+    name: str
+    clips: int
+    decoded: bool
+    against: str | None
+    compared: dict[str, Change | None] = {}
+    frozen_share: Interval | None = None
+    colour_shift: Interval | None = None
+
+
+class Report(BaseModel):
+    """What the page needs of a report.json."""
+
+    people: int
+    version: str
+    command: list[str]
+    settings: dict[str, dict[str, str]]
+    real: Figures
+    arms: Annotated[list[ArmReport], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "Report":
+        """Raise ValueError where an arm lacks a judge, its base, or what has become of its FaceSim."""
+        judges, names = list(self.real.per_frame), [arm.name for arm in self.arms]
+        for arm in self.arms:
+            lacking = [judge for judge in judges if arm.against and f"{judge}/face_sim" not in arm.compared]
+            if lacking or list(arm.per_frame) != judges or arm.against not in (None, *names):
+                raise ValueError(f"arm {shown(arm.name)} lacks a base or a judge")
+        return self
 
 
 @dataclass(frozen=True)
@@ -46,15 +95,17 @@ class Evaluated:
 
 def run(args: argparse.Namespace) -> int:
     """Read, compare, write: the exit code."""
-    try:
-        found = read_all(args.evaluations)
-        problem = unlike(found)
-        if problem and not args.anyway:
-            raise ValueError(f"{problem}; evaluate them alike, or give --anyway to see them all the same")
-        atomic_write(args.out, comparison_page(found, problem))
-    except (ValueError, OSError, CheckpointError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
+    inputs = (report_file(folder) for folder in args.evaluations)
+    metrics = (folder / "metrics.jsonl" for folder in args.evaluations)
+    page = _output.File(
+        option="--out", path=args.out, tool="rewardfl compare_runs", inputs=tuple(itertools.chain(inputs, metrics))
+    )
+    page.check()
+    found = read_all(args.evaluations)
+    problem = unlike(found)
+    if problem and not args.anyway:
+        raise ValueError(f"{problem}; evaluate them alike, or give --anyway to see them all the same")
+    page.write(comparison_page(found, problem).encode())
     print(args.out)
     return 0
 
@@ -69,19 +120,27 @@ def read_all(folders: Sequence[Path]) -> list[Evaluated]:
     ]
 
 
-def read_report(folder: Path) -> dict:
-    """FileNotFoundError where the folder holds no evaluation of videos; ValueError for a report that is none."""
+def report_file(folder: Path) -> Path:
+    """Return the place of an evaluation's report. FileNotFoundError where the folder holds none."""
     places = (folder / "report.json", folder / "evaluation" / "report.json")
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         raise FileNotFoundError(f"{folder}: holds no report.json; name a run that was evaluated, or evaluate's --out")
+    return path
+
+
+def read_report(folder: Path) -> dict:
+    """Return the report of an evaluation of videos. ValueError for one of something else."""
+    path = report_file(folder)
     try:
-        report = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: is no JSON ({error}); evaluate again") from None
-    if missing := [key for key in ("arms", "settings", "real") if key not in report]:
-        raise ValueError(f"{path}: has no {missing[0]}, it is of images or of an older version; evaluate again")
-    return report
+        Report.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise ValueError(
+            f"{path}: {where or 'it'} is not as evaluate.py writes it of videos ({problem['msg']}); evaluate again"
+        ) from None
+    return json.loads(path.read_bytes())
 
 
 def unlike(found: Sequence[Evaluated]) -> str:
@@ -99,72 +158,66 @@ def unlike(found: Sequence[Evaluated]) -> str:
 
 
 def comparison_page(found: Sequence[Evaluated], problem: str) -> str:
-    """problem: how they are not alike, which the page then says first."""
-    title = f"Comparison of {', '.join(one.name for one in found)}"
-    return _page.page(title, [f"<h1>{escape(title)}</h1>", *_body(found, problem)])
+    """Return the page. problem: how the evaluations differ, which the page then says first."""
+    judge = main_judge(found[0].report)
+    columns = [MEANINGS[key] for key in (*COMPARED, *WHOLE)]
+    arms = [place for one in found for place in places(one.report, f"{one.name}: ", one.colour)]
+    runs = [
+        {
+            "name": one.name,
+            "verdicts": [verdict(one.report, arm) for arm in one.report["arms"] if arm["against"]],
+            "version": one.report["version"],
+            "command": shlex.join(one.report["command"]),
+        }
+        for one in found
+    ]
+    values = {
+        "title": f"Comparison of {', '.join(one.name for one in found)}",
+        "problem": problem,
+        "head": [("run: arm", ""), *((one.label, one.says + healthy(one)) for one in columns)],
+        "rows": rows(found),
+        "front": front_chart(arms, judge),
+        "curves": [curves_chart(f"By {judge_words(judge)}", curves(found))],
+        "training": [chart for key in TRAINING for chart in training(found, key)],
+        "runs": runs,
+    }
+    return render("comparison.html", values)
 
 
-def _body(found: Sequence[Evaluated], problem: str) -> Iterator[str]:
-    if problem:
-        words = f"{problem}. They are shown because of --anyway, and a difference between them may come from that."
-        yield f'<div class="verdict bad"><p>{escape(words)}</p></div>'
-    yield (
-        '<p class="soft">Every arm is held against the base of its own evaluation: × a ratio, + or - a difference, '
-        "with 95 % bootstrap intervals over people; ⚠ where that is not healthy.</p>"
-    )
-    yield rows_table(found)
-    yield "<h2>What likeness costs in motion</h2>" + FRONT_SAYS
-    places = [place for one in found for place in places_of(one.report, f"{one.name}: ", one.colour)]
-    judge = judge_words(main_judge(found[0].report))
-    yield f'<div class="pictures"><div>{front_of(places, judge)}</div></div>'
-    yield "<h2>FaceSim along the clip</h2>" + CURVES_SAY
-    yield f'<div class="pictures"><div>{_svg.curves(curves_of(found), ("frame", "FaceSim"), (0, 1))}</div></div>'
-    drawn = {key: training(found, key) for key in TRAINING}
-    if any(drawn.values()):
-        parts = "".join(f"<div><h3>{key}</h3>{picture}</div>" for key, picture in drawn.items() if picture)
-        yield f'<h2>While they trained</h2><div class="pictures">{parts}</div>'
-    yield "<h2>In words</h2>"
-    for one in found:
-        yield f"<h3>{escape(one.name)}</h3>"
-        yield from (said(verdict(one.report, arm)) for arm in one.report["arms"] if arm["against"])
-        yield f"<p>rewardfl {escape(one.report['version'])}</p><pre>{escape(shlex.join(one.report['command']))}</pre>"
-
-
-def rows_table(found: Sequence[Evaluated]) -> str:
-    """A row for each arm that has a base; a column for each figure."""
-    keys = ("face/face_sim", *MOVES, *CANARIES)
-    known = [*(MEANINGS[key] for key in keys), MEANINGS["colour_shift"], MEANINGS["frozen_share"]]
+def rows(found: Sequence[Evaluated]) -> list[Row]:
+    """Return a row for each arm that has a base, with a cell for each figure."""
     rows = []
     for one in found:
         judge = main_judge(one.report)
         for arm in (arm for arm in one.report["arms"] if arm["against"]):
-            cells = []
-            for key in keys:
-                figure = arm["compared"].get(key.replace("face/", f"{judge}/"))
-                cells.append(against_base(figure, outside(figure, MEANINGS[key])) if figure else "-")
-            own = [_page.figure(arm["colour_shift"]), frozen_cell(arm)]
+            names = [key.replace("face/", f"{judge}/") for key in COMPARED]
+            cells = [replace(figure_cell(arm, name, [judge]), figure=None) for name in names]
+            cells += [figure_cell(arm, name, [judge]) for name in WHOLE]
             people = f"{one.report['people']} people, {arm['clips']} clips"
-            rows.append([_page.explained(f"{one.name}: {arm['name']}", people), *cells, *own])
-    head = ["run: arm", *(_page.explained(one.label, one.says + healthy(one)) for one in known)]
-    return _page.table(head, rows, tight=True)
+            rows.append(Row((f"{one.name}: {arm['name']}", people), cells))
+    return rows
 
 
-def curves_of(found: Sequence[Evaluated]) -> list[_svg.Curve]:
-    """Every arm's curve by its main judge, a base that several have once, and the first one's real clips."""
-    curves: list[_svg.Curve] = []
+def curves(found: Sequence[Evaluated]) -> list[Curve]:
+    """Return every arm's curve by its main judge, a base that several have once, and the first one's real clips."""
+    curves: list[Curve] = []
     for one in found:
-        own = arm_curves(one.report, main_judge(one.report), f"{one.name}: ", one.colour)
+        drawn = arm_curves(one.report, main_judge(one.report), f"{one.name}: ", one.colour)
         known = [other.points for other in curves]
-        for curve, arm in zip(own, one.report["arms"], strict=True):
+        for curve, arm in zip(drawn, one.report["arms"], strict=True):
             if arm["against"] or curve.points not in known:
                 curves.append(curve)
     return [*curves, real_curve(found[0].report, main_judge(found[0].report))]
 
 
-def training(found: Sequence[Evaluated], key: str) -> str:
-    """The curves of a metric over each other; empty where no run has it. A run has the colour of its first adapter."""
+def training(found: Sequence[Evaluated], key: str) -> list[Chart]:
+    """Return the curves of a metric over each other; nothing where no run has it.
+
+    A run has the colour of its first adapter.
+    """
     lines = [
-        _svg.Curve(one.name, list(zip(*plot_metrics.points(one.metrics, key), strict=True)), one.colour + 1)
+        Curve(one.name, list(zip(*plot_metrics.points(one.metrics, key), strict=True)), colour(one.colour + 1))
         for one in found
     ]
-    return _svg.curves([line for line in lines if line.points], ("step", key))
+    drawn = [line for line in lines if line.points]
+    return [curves_chart(key, drawn, ("step", key))] if drawn else []

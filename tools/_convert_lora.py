@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from functools import partial
+import math
 from typing import Any
 
 import torch
@@ -13,10 +13,13 @@ from rewardfl.weights import lora_files, merge, wan_names
 from rewardfl.weights.lora_files import Lora, Update, load_tensor
 from rewardfl.weights.shards import Refused
 from rewardfl_tools import _common, _output, _writing
+from rewardfl_tools._merging import Kept
 from rewardfl_tools._output import Output
 from rewardfl_tools._writing import Part
 
 TOOL = "rewardfl convert_lora 1"
+DOWN = (".lora_down.weight", ".lora_A.weight")
+UP = (".lora_up.weight", ".lora_B.weight")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # where the file of each expert goes in an output folder, and that of a model without experts
 NAMES = {
@@ -50,7 +53,12 @@ def run(args: argparse.Namespace) -> None:
         for text in (line, *(f"note: {note}" for note in notes(lora, args.to))):
             print(_common.one_line(text))
         report["files"][str(name)] = line
-    states = [(lora, *converted(lora, args.to, DTYPES[args.dtype])) for lora in loras]
+    states = []
+    for lora in loras:
+        state, metadata, arrived = converted(lora, args.to, DTYPES[args.dtype])
+        states.append((lora, state, metadata))
+        for text in loss(lora, arrived, args.dtype):
+            print(_common.one_line(text))
     _output.clear_strays(output, args.dry_run)
     _output.check_space(args.out, sum(value.nbytes for _, state, _ in states for value in state.values()))
     if args.dry_run:
@@ -71,6 +79,16 @@ def run(args: argparse.Namespace) -> None:
         print("verified: read back, every update equals the input's")
     print(_common.one_line(f"written: {args.out}"))
     _output.write_report(output, report)
+
+
+def loss(lora: Lora, arrived: Kept, dtype: str) -> list[str]:
+    """Return the lines on how much of the update is in the file, in a dtype that rounds."""
+    if dtype == "fp32" or not arrived.intended:
+        return []
+    lines = [f"{lora.path}: update kept {arrived.share:.1%}, error {arrived.relative_error:.2%} of it"]
+    if arrived.relative_error > 0.01:
+        lines.append(f"WARNING: {dtype} loses part of the update; use --dtype fp32")
+    return lines
 
 
 def is_wan(lora: Lora) -> bool:
@@ -95,8 +113,11 @@ def file_name(args: argparse.Namespace, lora: Lora) -> str:
     return NAMES[args.to][lora.expert].format(args.out.name)
 
 
-def converted(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The LoRA's tensors under the names of `to`, and the file's metadata. Refused for what `to` cannot carry."""
+def converted(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, str], Kept]:
+    """Return the LoRA's tensors under the names of `to`, the file's metadata, and how much of the update they hold.
+
+    Refused for what `to` cannot carry.
+    """
     state: dict[str, Tensor] = {}
     for update in lora.updates.values():
         state |= comfy_tensors(update) if to == "comfy" and is_wan(lora) else diffusers_tensors(lora, update)
@@ -109,11 +130,41 @@ def converted(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor
     metadata = {"format": "pt", "rewardfl": TOOL, "rewardfl_source": f"{source} {sha256(lora.path)}"}
     if to == "diffusers":
         metadata["lora_adapter_metadata"] = json.dumps(diffusers_config(lora), indent=2, sort_keys=True)
+    if dtype == torch.float16:
+        balance(state)
     rounded = {name: value.to(dtype).contiguous() for name, value in state.items()}
     for name, value in rounded.items():
         if not bool(torch.isfinite(value).all()):
             raise Refused(f"{lora.path}: {name} does not fit into {dtype}; use --dtype fp32")
-    return rounded, metadata
+    return rounded, metadata, measure_loss(state, rounded)
+
+
+def balance(state: dict[str, Tensor]) -> None:
+    """Share a power of two between the factors of each product, so that neither underflows in float16. Exact."""
+    for name, down in state.items():
+        if name.endswith(DOWN):
+            up = partner(name)
+            sizes = [float(state[key].abs().max()) for key in (name, up)]
+            if min(sizes) > 0:
+                factor = 2.0 ** round(math.log2(sizes[1] / sizes[0]) / 2)
+                state[name], state[up] = down * factor, state[up] / factor
+
+
+def partner(name: str) -> str:
+    """Return the key of the factor that stands left of a `down` factor."""
+    return name.replace(".lora_down.", ".lora_up.").replace(".lora_A.", ".lora_B.")
+
+
+def measure_loss(state: dict[str, Tensor], rounded: dict[str, Tensor]) -> Kept:
+    """Measure how much of the products, differences and biases the stored tensors hold."""
+    total = Kept()
+    for name, value in state.items():
+        if name.endswith(DOWN):
+            up = partner(name)
+            total.add_products((state[up], value), (rounded[up], rounded[name]))
+        elif not name.endswith((*UP, ".alpha", "dora_scale", "lora_magnitude_vector")):
+            total.add(torch.zeros_like(value), value, rounded[name].float())
+    return total
 
 
 def comfy_tensors(update: Update) -> dict[str, Tensor]:
@@ -128,9 +179,7 @@ def comfy_tensors(update: Update) -> dict[str, Tensor]:
         shape = [1] * len(update.down.shape)
         shape[0 if update.wd_on_output else 1] = -1
         state[f"{name}.dora_scale"] = load_tensor(update.magnitude).reshape(shape)
-    if update.diff is not None and original.endswith("modulation"):
-        state[f"{name.removesuffix('.modulation')}.diff_m"] = load_tensor(update.diff)
-    elif update.diff is not None:
+    if update.diff is not None:  # of a table, such as blocks.0.modulation, too: ComfyUI reads no diff_m
         state[f"{name}.diff"] = load_tensor(update.diff)
     if bias := [load_tensor(source) * factor for source, factor in update.biases()]:
         state[f"{name}.diff_b"] = sum(bias[1:], bias[0])
@@ -183,7 +232,7 @@ def parts_of(state: dict[str, Tensor]) -> list[Part]:
     names = {dtype: name for name, dtype in lora_files.TORCH_DTYPES.items()}
 
     def part(name: str, value: Tensor) -> Part:
-        return Part(name, names[value.dtype], tuple(value.shape), lambda: [partial(lora_files.as_bytes, value)])
+        return Part(name, names[value.dtype], tuple(value.shape), lambda: [lora_files.as_bytes(value)])
 
     return [part(*item) for item in state.items()]
 

@@ -6,18 +6,20 @@ work in _study, what is made of many records in _figures.
 
 import argparse
 import json
-import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from rewardfl import __version__, config, data
+import torch
+
+from rewardfl import __version__, config, data, machine
 from rewardfl.backbones.seam import Backbone
 from rewardfl.data import cache
 from rewardfl.files import atomic_write, model_digest, printable
 from rewardfl.run import start
-from rewardfl_tools import _arms, _common, _evaluate_images, _evaluate_pictures, _records, _videos
+from rewardfl_tools import _arms, _common, _evaluate_images, _evaluate_pictures, _output, _records, _videos
 from rewardfl_tools._arms import Arm
 from rewardfl_tools._evaluate_table import table
 from rewardfl_tools._figures import Reading, summarise
@@ -29,41 +31,47 @@ from rewardfl_tools._study import Study
 # of the configuration: what decides how a video is sampled or a clip is read. Files are told by digests.
 SAMPLING = ("data.height", "data.width", "data.num_frames", "data.max_pixels", "data.fps", "sample.", "model.dtype")
 MANY = ("config", "videos", "strengths", "protocol", "dino")  # options for videos alone
+REPORTS = ("report.json", "report.html", "grid.png", "curves.png", "front.png")  # written when all is judged
 
 
 def run(args: argparse.Namespace) -> int:
     """Judge, report, draw: the exit code."""
-    try:
-        with connected() as processes:
-            args.device = processes.own(_common.device(args.device))
-            return judge_all(args, processes)
-    except (*start.REFUSALS, ValueError, OSError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
+    with connected() as processes, ExitStack() as lock:
+        args.device = processes.own(_common.device(args.device))
+        return judge_all(args, processes, lock)
 
 
-def judge_all(args: argparse.Namespace, processes: Processes) -> int:
+def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -> int:
+    """Judge everything. lock: entered once the folder is held against other evaluations."""
     cfg = configuration_of(args)
-    out = args.out or args.run / "evaluation"
+    share = machine.threads_of_process(cfg.run.cpu_threads, processes.count)
+    torch.set_num_threads(min(torch.get_num_threads(), share))
+    folder = _output.Folder(args.out or args.run / "evaluation", "rewardfl evaluate 1")
     arms = arms_of(args, cfg)
     for arm in arms:
         if arm.adapter is not None:
             _arms.check_adapter(arm.adapter)
+    _output.check_inputs("--out", folder.path, inputs_of(args, arms))
     if cfg.data.num_frames == 1:
-        return judge_images(cfg, arms, args, out, processes)
+        return judge_images(cfg, arms, args, folder, processes, lock)
     rows = rows_of(cfg, args, processes)
     files = {arm.name: _videos.files_of(arm.videos, rows) for arm in arms if arm.videos is not None}
     judges = judges_of(cfg, args)
     backbone = start.open_model(cfg) if any(arm.videos is None for arm in arms) else None
     settings = settings_of(cfg, rows, arms, backbone, identify(judges, cfg, args.dino))
-    processes.by_main(partial(take, out, settings, args.force), (_records.OtherSettings, OSError))
-    study = Study(cfg, out, tuple(arms), judges, processes, files)
+    study = Study(cfg, folder.path, tuple(arms), judges, processes, files)
+    names = study.names(rows, args.seeds)
+    records = [str(_records.file_of(Path(), rank)) for rank in range(processes.count)]  # these grow, and get no hash
+    processes.by_main(partial(take, folder, [*names, *records], settings, args.force, lock), (ValueError, OSError))
     rows = study.read_real(rows, args.seeds)
     study.sample(backbone, rows, args)
     study.judge_files(rows)
     processes.wait()
     if processes.main:
+        folder.claim(REPORTS)
         finish(study, rows, settings, Reading(args.face_sizes, args.threshold))
+        folder.remove(study.prepared(rows))
+        folder.seal([*REPORTS, *names, _records.SETTINGS])
     return 0
 
 
@@ -132,28 +140,51 @@ def settings_of(
     }
 
 
-def take(out: Path, settings: _records.Settings, force: bool) -> None:
-    """The folder for these settings. OtherSettings where it holds records of others."""
+def inputs_of(args: argparse.Namespace, arms: Sequence[Arm]) -> Iterator[Path]:
+    """Yield what is read: files, and folders that hold nothing else."""
+    yield Path(args.config) if args.config else args.run / "run.json"
+    yield Path(args.data)
+    for row in data.load_metadata(args.data, "--data"):
+        yield from (Path(path) for path in row.files.values() if path)
+    yield from (path for arm in arms for path in (arm.adapter, arm.videos) if path)
+
+
+def take(
+    folder: _output.Folder, names: Sequence[str], settings: _records.Settings, force: bool, lock: ExitStack
+) -> None:
+    """Hold the folder and list the names that are going to be written there. force: remove an earlier evaluation.
+
+    Raise Refused for a file in their way, and OtherSettings for records of others.
+    """
+    folder.check([*names, *REPORTS, _records.SETTINGS])
+    lock.enter_context(folder.locked())
     if force:
-        _records.clear(out)
-    _records.agree(out, settings)
+        folder.remove(folder.listed())
+    merged = _records.agree(folder.path, settings)
+    folder.claim([*names, _records.SETTINGS])
+    atomic_write(folder.path / _records.SETTINGS, json.dumps(merged, indent=2) + "\n")
 
 
 def judge_images(
-    cfg: config.AnyConfig, arms: Sequence[Arm], args: argparse.Namespace, out: Path, processes: Processes
+    cfg: config.AnyConfig,
+    arms: Sequence[Arm],
+    args: argparse.Namespace,
+    folder: _output.Folder,
+    processes: Processes,
+    lock: ExitStack,
 ) -> int:
     """An image model's one adapter. ValueError for options that are for videos alone."""
     if given := [f"--{name}" for name in MANY if getattr(args, name) not in (None, [], ["ours"])]:
         raise ValueError(f"{given[0]}: is for videos, and data.num_frames is 1; remove it")
     if len(arms) > 2 or processes.count > 1:
         raise ValueError("--adapter: images are judged by one process, before and after one adapter; name one")
-    return _evaluate_images.run(cfg, arms[-1], args, out)
+    lock.enter_context(folder.locked())
+    return _evaluate_images.run(cfg, arms[-1], args, folder)
 
 
 def finish(study: Study, rows: Sequence[data.Row], settings: _records.Settings, reading: Reading) -> None:
-    """Write the report, draw and print; what was kept for the work goes."""
-    out, ids = study.out, {row.id for row in rows}
-    records = [record for record in _records.join(out) if record["row"] in ids]
+    """Write the report, draw and print."""
+    out, records = study.out, study.join(rows)
     report = summarise(records, study.arms, reading)
     plain = {block: dict(values) for block, values in settings.items()}
     report |= {"command": sys.argv, "version": __version__, "settings": plain}
@@ -161,7 +192,6 @@ def finish(study: Study, rows: Sequence[data.Row], settings: _records.Settings, 
     shown = [row.index for row in rows[: _evaluate_pictures.PEOPLE]]
     pictures = _evaluate_pictures.draw(report, out, study.arms, records, shown)
     atomic_write(out / "report.html", report_page(report, out))
-    shutil.rmtree(out / "prepared", ignore_errors=True)
     print(table(report))
     print(f"\nreport: {out / 'report.html'}, {out / 'report.json'}")
     print(f"pictures: {', '.join(map(str, pictures))}\nvideos: {out / 'videos'}")

@@ -21,7 +21,7 @@ from rewardfl.rewards import RewardError, build_terms, find_terms
 from rewardfl.rewards.checked import NONFINITE
 from rewardfl.rewards.terms import Reference, Term, judge
 from rewardfl.run import start, work
-from rewardfl_tools import _arms
+from rewardfl_tools import _arms, _output
 from rewardfl_tools._arms import Arm
 from rewardfl_tools._intervals import interval
 
@@ -42,9 +42,13 @@ class Pair:
     scores: dict[str, dict[str, float]]
 
 
-def run(cfg: config.AnyConfig, arm: Arm, args: argparse.Namespace, out: Path) -> int:
+def run(cfg: config.AnyConfig, arm: Arm, args: argparse.Namespace, folder: _output.Folder) -> int:
     """Before and after an adapter, by the run's rewards: the exit code. Raises what is wrong with the input."""
-    (out / "images").mkdir(parents=True, exist_ok=True)  # a folder that cannot be written is said at once
+    out, places = folder.path, [row.index for row in data.load_metadata(cfg.data.file_name, "--data")]
+    names = [picture_file(index, seed) for index in places for seed in range(args.seeds)]
+    names += ["report.json", "grid.png"]
+    folder.claim(names)
+    (out / "images").mkdir(exist_ok=True)
     found = find_terms(config.wanted_rewards(cfg))
     start.check_frames(cfg, found)
     terms = build_terms(found, torch.device(args.device))
@@ -52,12 +56,18 @@ def run(cfg: config.AnyConfig, arm: Arm, args: argparse.Namespace, out: Path) ->
     report = summarise(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
     for pair in pairs:
         beside = torch.cat([pair.made[arm] for arm in ARMS], 1)
-        data.write_picture(out / "images" / f"{pair.row.index:04d}_seed{pair.seed}.png", beside[None])
+        data.write_picture(out / picture_file(pair.row.index, pair.seed), beside[None])
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     draw_grid(pairs, out / "grid.png")
+    folder.seal(names)
     print(table(report))
     print(f"\nreport: {out / 'report.json'}\npictures: {out / 'grid.png'}, {out / 'images'}")
     return 0
+
+
+def picture_file(index: int, seed: int) -> str:
+    """Return the name of a pair's picture, below the evaluation's folder."""
+    return f"images/{index:04d}_seed{seed}.png"
 
 
 @torch.no_grad()
@@ -74,14 +84,15 @@ def evaluate(cfg: config.AnyConfig, terms: Sequence[Term], arm: Arm, args: argpa
     arms = {"before": Arm(_arms.BASE, arm.steps), "after": arm}
     jobs = [(row, seed) for seed in range(args.seeds) for row in rows]
     pairs = []
-    for batch in tqdm(_arms.batches(jobs, sampler.sizes, args.batch), desc="evaluating"):
-        pictures = {name: sampler.sample(batch, arm) for name, arm in arms.items()}
-        told = [kept[row.id] for row, _ in batch]
-        scores = {arm: scores_of(terms, pictures[arm], told) for arm in ARMS}
-        for i, (row, seed) in enumerate(batch):
-            made = {arm: data.to_uint8(pictures[arm][i])[0].cpu() for arm in ARMS}
-            both = {name: {arm: float(scores[arm][name][i]) for arm in ARMS} for name in scores["before"]}
-            pairs.append(Pair(row, seed, made, both))
+    with tqdm(_arms.batches(jobs, sampler.sizes, args.batch), desc="evaluating") as bar:
+        for batch in bar:
+            pictures = {name: sampler.sample(batch, arm) for name, arm in arms.items()}
+            told = [kept[row.id] for row, _ in batch]
+            scores = {arm: scores_of(terms, pictures[arm], told) for arm in ARMS}
+            for i, (row, seed) in enumerate(batch):
+                made = {arm: data.to_uint8(pictures[arm][i])[0].cpu() for arm in ARMS}
+                both = {name: {arm: float(scores[arm][name][i]) for arm in ARMS} for name in scores["before"]}
+                pairs.append(Pair(row, seed, made, both))
     return pairs
 
 

@@ -3,45 +3,41 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 
 from rewardfl import data
 from rewardfl_tools._arms import Arm
+from rewardfl_tools._charts import STYLE, arm_curves, draw_curves, draw_front, places, real_curve
+from rewardfl_tools._meanings import judge_words, main_judge
 from rewardfl_tools._records import REAL, Record
-from rewardfl_tools._sweep import front
 
 PEOPLE, SHOWN, HEIGHT = 8, 4, 96  # rows of the grid, frames of each clip in it, and their height
 GAP, HEAD, FOOT = 10, 16, 14  # pixels between clips, above all, and below each row
 
 
-def draw_curves(report: dict, path: Path) -> None:
-    """FaceSim along the clip of all arms and the real clips, by each recogniser; of the first two arms clip by clip."""
+@STYLE
+def save_curves(report: dict, path: Path) -> None:
+    """Draw FaceSim along the clip of all arms and the real clips, by each recogniser; of two arms clip by clip."""
     judges, pairs = list(report["real"]["per_frame"]), "compared" in report
     count = len(judges) + pairs
-    figure, axes = plt.subplots(1, count, figsize=(5 * count, 4), squeeze=False)
-    for axis, judge in zip(axes[0], judges, strict=False):
-        for arm in report["arms"]:
-            curve = arm["per_frame"][judge]
-            axis.plot(range(1, len(curve) + 1), curve, marker="o", markersize=3, label=arm["name"])
-        real = report["real"]["per_frame"][judge]
-        axis.plot(range(1, len(real) + 1), real, color="grey", linestyle="--", label="real clips")
-        axis.set(title=f"FaceSim by the {judge} recogniser", xlabel="frame", ylabel="cosine", ylim=(0, 1))
-        axis.legend(fontsize="small")
+    figure = Figure(figsize=(5 * count, 4), layout="constrained")
+    axes = figure.subplots(1, count, squeeze=False)[0]
+    for axis, judge in zip(axes, judges, strict=False):
+        curves = [*arm_curves(report, judge), real_curve(report, judge)]
+        draw_curves(axis, curves)
+        axis.set_title(f"By {judge_words(judge)}")
+        axis.legend(axis.lines, [curve.name for curve in curves], fontsize="small")
     if pairs:
-        _draw_clips(report, judges, axes[0][-1])
-    figure.tight_layout()
+        _draw_clips(report, judges, axes[-1])
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
-def _draw_clips(report: dict, judges: Sequence[str], axis: plt.Axes) -> None:
+def _draw_clips(report: dict, judges: Sequence[str], axis: Axes) -> None:
     lowest = 0.0  # a cosine may be below 0
     for judge, colour in zip(judges, ("tab:orange", "tab:green"), strict=False):
         found = [(clip[f"{judge}/before"], clip[f"{judge}/after"]) for clip in report["per_clip"]]
@@ -55,30 +51,17 @@ def _draw_clips(report: dict, judges: Sequence[str], axis: plt.Axes) -> None:
     axis.legend()
 
 
-def draw_front(report: dict, path: Path) -> None:
-    """Gain in FaceSim against the face's own motion, both over the base's, by the held-out judge (or the only one).
-
-    A line joins the arms that no other one beats; more motion than the base counts as no more.
-    """
-    judge = list(report["real"]["per_frame"])[-1]
-    arms = [arm for arm in report["arms"] if arm["against"]]
-    gains = [arm["compared"][f"{judge}/face_sim"]["difference"] for arm in arms]
-    moves = [arm["compared"][f"{judge}/nonrigid"]["ratio"] for arm in arms]
-    figure, axis = plt.subplots(figsize=(7, 5))
-    for arm, gain, motion in zip(arms, gains, moves, strict=True):
-        reach = [[[one["mean"] - one["low"]], [one["high"] - one["mean"]]] for one in (gain, motion)]
-        axis.errorbar(gain["mean"], motion["mean"], xerr=reach[0], yerr=reach[1], fmt="o", capsize=2)
-        axis.annotate(arm["name"], (gain["mean"], motion["mean"]), xytext=(4, 4), textcoords="offset points")
-    best = front([(gain["mean"], motion["mean"]) for gain, motion in zip(gains, moves, strict=True)])
-    axis.plot([gains[i]["mean"] for i in best], [moves[i]["mean"] for i in best], color="grey", linewidth=1)
-    axis.plot(0, 1, "k+", markersize=10)
+@STYLE
+def save_front(report: dict, path: Path) -> None:
+    """Draw gain in FaceSim against the face's own motion, both over the base's, by the main judge."""
+    figure, found = Figure(figsize=(7, 5), layout="constrained"), places(report)
+    axis = figure.subplots()
+    draw_front(axis, found, judge_words(main_judge(report)))
+    for place in found:
+        where = (place.gain["mean"], place.motion["mean"])
+        axis.annotate(place.name, where, xytext=(4, 4), textcoords="offset points")
     axis.annotate("base", (0, 1), xytext=(4, -12), textcoords="offset points")
-    axis.axhline(1, color="grey", linewidth=0.5)
-    axis.axvline(0, color="grey", linewidth=0.5)
-    axis.set(xlabel=f"gain in FaceSim ({judge})", ylabel="non-rigid motion over the base's")
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -137,9 +120,9 @@ def _write_scores(pen: ImageDraw.ImageDraw, left: int, top: int, width: int, cur
 def draw(report: Mapping, out: Path, arms: Sequence[Arm], records: Sequence[Record], rows: Sequence[int]) -> list[Path]:
     """All pictures of an evaluation, and where they are."""
     pictures = [out / "grid.png", out / "curves.png"]
-    draw_curves(dict(report), out / "curves.png")
+    save_curves(dict(report), out / "curves.png")
     draw_grid(out, rows, arms, records, list(report["real"]["per_frame"])[-1])
     if sum(arm["against"] is not None for arm in report["arms"]) > 1:
-        draw_front(dict(report), out / "front.png")
+        save_front(dict(report), out / "front.png")
         pictures.append(out / "front.png")
     return pictures

@@ -2,9 +2,7 @@
 
 import argparse
 import io
-import sys
-from collections.abc import Callable
-from functools import partial
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,48 +11,53 @@ from PIL import Image
 
 from rewardfl import backbones, data, groups, lora, offload, reward_flow
 from rewardfl.backbones.seam import Experts, Source, Velocity
-from rewardfl.files import atomic_directory, atomic_write, printable
-from rewardfl_tools import _common
+from rewardfl.files import atomic_directory
+from rewardfl_tools import _common, _output
 
 
 def run(args: argparse.Namespace) -> int:
     """One video from an image and a prompt: the exit code."""
     args.device = _common.device(args.device)
-    try:
-        write = writer(args.out, args.fps)
-        video = generate(args)
-    except (ValueError, FileNotFoundError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write(args.out, video)
+    named = [args.image, args.model, args.tokenizer, args.distill_lora_high, args.distill_lora_low]
+    inputs = tuple(Path(path) for path in (*named, *(args.adapter or ())[:1]) if path)
+    file = _output.File(option="--out", path=args.out, tool="rewardfl generate", inputs=inputs)
+    check_out(file)
+    video = generate(args)
+    if not video.isfinite().all():
+        raise ValueError("the video is not finite, so it would be black; look for NaN in the model and the adapter")
+    if args.out.suffix:
+        file.write(encoded(video, args.out.suffix, args.fps))
+    else:
+        write_pngs(args.out, video)
     print(args.out)
     return 0
 
 
-def writer(out: Path, fps: float) -> Callable[[Path, torch.Tensor], None]:
-    """What writes a video to `out`, by its name. ValueError for another suffix, and for a folder that is not new."""
-    if out.suffix == ".mp4":
-        return partial(data.write_video, fps=fps)
-    if out.suffix == ".npy":
-        return write_npy
-    if out.suffix == ".png":
-        return data.write_picture
-    if out.suffix:
+def check_out(file: _output.File) -> None:
+    """Raise ValueError for another suffix, a folder that is not new, and a file that this tool did not write."""
+    if file.path.suffix not in ("", ".mp4", ".npy", ".png"):
         raise ValueError(
-            f"--out: {out}: give NAME.mp4, NAME.npy, for an image NAME.png, or for PNG files of all frames a folder "
-            "without a dot in its name"
+            f"--out: {file.path}: give NAME.mp4, NAME.npy, for an image NAME.png, or for PNG files of all frames a "
+            "folder without a dot in its name"
         )
-    if out.exists():
-        raise ValueError(f"--out: {out} is there already; name a new folder")
-    return write_pngs
+    if not file.path.suffix and os.path.lexists(file.path):
+        raise ValueError(f"--out: {file.path} is there already; name a new folder")
+    file.check()
 
 
-def write_npy(path: str | Path, video: torch.Tensor) -> None:
-    """Write a video (3, F, H, W) in [-1, 1] as numpy's uint8 array (F, H, W, 3) in RGB, atomically and losslessly."""
-    content = io.BytesIO()
-    np.save(content, data.to_uint8(video).cpu().numpy())
-    atomic_write(path, content.getvalue())
+def encoded(video: torch.Tensor, suffix: str, fps: float) -> bytes:
+    """Return a video (3, F, H, W) in [-1, 1] as .mp4, as .png of its one frame, or as .npy.
+
+    The latter two keep the pixels: numpy's array is uint8 (F, H, W, 3) in RGB.
+    """
+    if suffix == ".mp4":
+        return data.encode_video(video, fps)
+    frames, content = data.to_uint8(video).cpu().numpy(), io.BytesIO()
+    if suffix == ".png":
+        Image.fromarray(frames[0]).save(content, "png")
+    else:
+        np.save(content, frames)
+    return content.getvalue()
 
 
 def write_pngs(folder: str | Path, video: torch.Tensor) -> None:
@@ -72,6 +75,8 @@ def write_pngs(folder: str | Path, video: torch.Tensor) -> None:
 @torch.no_grad()
 def generate(args: argparse.Namespace) -> torch.Tensor:
     """The video (3, F, H, W) in [-1, 1]; ValueError or FileNotFoundError for what cannot work, before weights load."""
+    if args.out.suffix == ".png" and args.num_frames != 1:
+        raise ValueError(f"--out: {args.out} is one image, and --num-frames {args.num_frames} are more; give NAME.mp4")
     source = Source(
         model_paths=args.model,
         tokenizer_path=args.tokenizer,
@@ -81,8 +86,6 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     )
     backbone, device = backbones.open(args.model_name, source), torch.device(args.device)
     backbone.check_clips(args.height, args.width, args.num_frames)
-    if args.out.suffix == ".png" and args.num_frames != 1:
-        raise ValueError(f"--out: {args.out} is one image, and --num-frames {args.num_frames} are more; give NAME.mp4")
     if backbone.takes_image != (args.image is not None):
         raise ValueError(
             f"--image: {args.model_name} {'needs one' if backbone.takes_image else 'takes none; remove it'}"

@@ -52,6 +52,8 @@ def judges_of(cfg: config.AnyConfig, args: argparse.Namespace) -> Judges:
 
     RewardError for a reward that cannot be had.
     """
+    found = find_terms(columns(cfg))
+    start.check_frames(cfg, found)
     packs = {"reward": cfg.reward.reward_model_path, "held_out": cfg.reward.held_out_model_path}
     faces = {
         name: face.FaceIdentity(pack, cfg.reward.det_size).to(args.device)
@@ -68,8 +70,6 @@ def judges_of(cfg: config.AnyConfig, args: argparse.Namespace) -> Judges:
         for name, one in faces.items()
         if wanted
     }
-    found = find_terms(columns(cfg))
-    start.check_frames(cfg, found)
     terms = build_terms(found, torch.device(args.device))
     dino = _subject_consistency.load(args.dino, args.device) if args.dino else None
     return Judges(faces, wanted, detectors, terms, dino, args.periods, args.device)

@@ -127,15 +127,18 @@ def place(text: str, lora: Lora, experts: list[str | None], alone: bool) -> str 
         return lora.expert
     if len(experts) == 2:
         raise Refused(
-            f"--lora {text}: neither its keys nor its name say which expert it is for; write PATH@high or PATH@low "
-            "(before a :strength)"
+            f"--lora {text}: neither its keys nor a name such as ..._high_noise say which expert it is for; write "
+            "PATH@high or PATH@low (before a :strength), or give it twice for both"
         )
     if not alone:
         if experts[0] is None:
             raise Refused(f"--lora {text} holds both experts; say which one the base is: --expert high or low")
         return lora.expert
     if None not in (lora.expert, experts[0]):
-        raise Refused(f"--lora {text} is for the {lora.expert} expert, the base is {experts[0]}")
+        raise Refused(
+            f"--lora {text} is for the {lora.expert} expert, the base is {experts[0]}; if a name is wrong, write "
+            "PATH@high or PATH@low, or --expert for the base"
+        )
     return experts[0]
 
 

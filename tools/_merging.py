@@ -6,20 +6,16 @@ does not move. So `Kept` measures what survived.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from math import prod
-from threading import Lock
 
 import torch
 from torch import Tensor
 
 from rewardfl.weights import merge, wan_names
-from rewardfl.weights.lora_files import TORCH_DTYPES, WAN, Lora, Update, as_bytes, load_tensor
+from rewardfl.weights.lora_files import TORCH_DTYPES, WAN, Lora, Update, as_bytes
 from rewardfl.weights.shards import Checkpoint, Entry, Refused
 from rewardfl_tools._writing import Part, copy_of
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --dtype
-ADDING = Lock()  # of one Kept, to which the tensors of a plan add in threads
 SAMPLE_ROWS = 64  # of each merged tensor, for the dry run's estimate and for verification
 
 
@@ -41,6 +37,18 @@ class Kept:
         self.error += float((realised - intended).square().sum())
         self.unchanged += int((after == before).sum())
         self.elements += before.numel()
+
+    def add_products(self, intended: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]) -> None:
+        """Add a LoRA's (up, down) as intended and as stored, by products of their small sides."""
+
+        def inner(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+            return float(((a[0].T @ b[0]) * (a[1] @ b[1].T)).sum())
+
+        pairs = [tuple(factor.flatten(1).double() for factor in pair) for pair in (intended, stored)]
+        along, whole = inner(pairs[0], pairs[1]), inner(pairs[0], pairs[0])
+        self.along += along
+        self.intended += whole
+        self.error += max(0.0, whole - 2 * along + inner(pairs[1], pairs[1]))
 
     @property
     def share(self) -> float:
@@ -100,26 +108,21 @@ def to_bytes(values: Tensor, dtype: str, what: str) -> memoryview:
 
 def _merging(
     entry: Entry, updates: Sequence[tuple[Update, float]], stored: str, kept: Kept
-) -> Callable[[], Iterator[Callable[[], memoryview]]]:
+) -> Callable[[], Iterator[memoryview]]:
     """The pieces of a tensor with its updates, or with none, in another dtype; what arrives is added to `kept`."""
 
-    def pieces() -> Iterator[Callable[[], memoryview]]:
+    def pieces() -> Iterator[memoryview]:
         add = merge.adder(entry, updates)
         blocks = list(merge.row_blocks(entry))
         sampled = blocks[len(blocks) // 2] if updates else None
-
-        def merged(first: int, count: int) -> memoryview:
-            torch.set_num_threads(1)  # of this thread: torch's own would wait for each other at every operation
+        for first, count in blocks:
             rows = merge.read_rows(entry, first, count)
             before = rows[:SAMPLE_ROWS].clone() if (first, count) == sampled else None
             rows = add(rows, first)
             if before is not None:
                 wanted = rows[:SAMPLE_ROWS]
-                with ADDING:
-                    kept.add(before, wanted, wanted.to(TORCH_DTYPES[stored]).float())
-            return to_bytes(rows, stored, f"{entry.name} of {entry.file}{' after merging' if updates else ''}")
-
-        return (partial(merged, *block) for block in blocks)
+                kept.add(before, wanted, wanted.to(TORCH_DTYPES[stored]).float())
+            yield to_bytes(rows, stored, f"{entry.name} of {entry.file}{' after merging' if updates else ''}")
 
     return pieces
 
@@ -145,7 +148,7 @@ def estimate_kept(plan: Plan) -> Kept:
 
 
 def verify(plan: Plan, written: Checkpoint, progress: Callable[[int], object]) -> None:
-    """Compare the output with base and LoRAs: copies byte by byte, merged tensors by rows computed in float64.
+    """Compare the output with base and LoRAs: copies byte by byte, merged tensors by rows computed again.
 
     Refused (the output is wrong) at the first difference beyond the rounding of the stored dtype.
     """
@@ -159,7 +162,7 @@ def verify(plan: Plan, written: Checkpoint, progress: Callable[[int], object]) -
         if name in plan.merged:
             _verify_merged(entry, plan.merged[name], output)
         elif output.dtype == entry.dtype:
-            if any(a() != b() for a, b in zip(entry.pieces(), output.pieces(), strict=True)):
+            if any(a != b for a, b in zip(entry.pieces(), output.pieces(), strict=True)):
                 raise Refused(f"{written.path}: {part.name} is not a copy of {entry.name} in {entry.file}")
         else:
             for first, count in merge.row_blocks(entry):
@@ -170,44 +173,11 @@ def verify(plan: Plan, written: Checkpoint, progress: Callable[[int], object]) -
 
 
 def _verify_merged(entry: Entry, updates: Sequence[tuple[Update, float]], output: Entry) -> None:
-    """Some rows from both ends and the middle, by the formula and in float64, not by the code that merged them."""
-    total = entry.rows
-    count = min(8, total)
-    lengths = [None if update.wd_on_output else _column_lengths(entry, update) for update, _ in updates]
-    for first in sorted({0, (total - count) // 2, total - count}):
-        rows = slice(first, first + count)
-        base = merge.read_rows(entry, first, count).double()
-        wanted = base.clone()
-        for (update, strength), columns in zip(updates, lengths, strict=True):
-            if entry.name.endswith(".bias"):
-                for source, factor in update.biases():
-                    wanted += strength * factor * load_tensor(source).double().reshape(-1, 1)[rows]
-                continue
-            if update.down is not None:
-                up, down = (load_tensor(source).double().flatten(1) for source in (update.up, update.down))
-                new = base + update.scale * (up[rows] @ down)
-                if update.magnitude is not None and columns is None:
-                    length = new.square().sum(1, keepdim=True).sqrt()
-                    new = load_tensor(update.magnitude).double().reshape(-1, 1)[rows] * new / length
-                elif update.magnitude is not None:
-                    kernel = (-1, entry.shape[1], prod(entry.shape[2:]))
-                    magnitude = load_tensor(update.magnitude).double().reshape(-1, 1)
-                    new = (magnitude * new.reshape(kernel) / columns).reshape(new.shape)
-                wanted += strength * (new - base)
-            if update.diff is not None:
-                wanted += strength * load_tensor(update.diff).double().reshape(total, -1)[rows]
-        found = merge.read_rows(output, first, count).double()
+    """Compare the first, the middle and the last block of rows with base + LoRA, computed again."""
+    add, blocks = merge.adder(entry, updates), list(merge.row_blocks(entry))
+    for first, count in {blocks[0], blocks[len(blocks) // 2], blocks[-1]}:
+        wanted = add(merge.read_rows(entry, first, count), first)
         spacing = torch.finfo(TORCH_DTYPES[output.dtype]).eps * wanted.abs().clamp(min=1e-6)
-        largest = float(((found - wanted).abs() - spacing).max())
+        largest = float(((merge.read_rows(output, first, count) - wanted).abs() - spacing).max())
         if largest > 1e-6:
             raise Refused(f"{output.file}: {output.name} is not base + LoRA (off by {largest:.3g} beyond rounding)")
-
-
-def _column_lengths(entry: Entry, update: Update) -> Tensor:
-    """(in, 1): what merge.column_lengths computes, all in float64."""
-    up, down = load_tensor(update.up).double().flatten(1), load_tensor(update.down).double().flatten(1)
-    squares = torch.zeros(entry.shape[1], 1, dtype=torch.float64)
-    for first, count in merge.row_blocks(entry):
-        new = merge.read_rows(entry, first, count).double() + update.scale * (up[first : first + count] @ down)
-        squares += new.reshape(count, entry.shape[1], -1).square().sum((0, 2)).reshape(-1, 1)
-    return squares.sqrt()

@@ -1,17 +1,26 @@
-"""Where the merging tools write: what may be replaced there, and what a killed run left. No torch here.
+"""Where tools write: what may be replaced there, and what a killed run left. No torch here.
 
-A merge takes minutes and replaces tens of gigabytes, so a slip in --out or --json must not cost what is there. A file
-of ours says in its metadata which tool wrote it; a folder of ours holds a manifest of all that was put into it.
+One rule holds for all: a tool replaces only what it can prove that it wrote, and never its own input. The proof:
+
+- A folder (Folder, and the folders of those that merge) holds MANIFEST, which lists each file with its size and hash.
+- A file (File) ends with a line that names the tool and the hash of what stands above it; a merged .safetensors file
+  names the tool in its metadata.
+
+What was edited since has another hash, so it is the user's.
 """
 
 import argparse
+import errno
+import fcntl
+import hashlib
 import json
 import os
 import platform
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +34,8 @@ from rewardfl_tools import _common, _writing
 from rewardfl_tools._writing import Part
 
 MANIFEST = "rewardfl_manifest.json"  # in an output folder: the tool, its folders and its files
+LOCK = "rewardfl.lock"  # in an output folder that is filled bit by bit; whoever fills it holds this file's lock
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a network disk that is mounted without them
 HASHED_BYTES = 16 << 20  # larger files are known by their size and time: hashing them would take as long as writing
 SECONDS_APART = 60  # by which the clocks of this host and of the disk's host may differ
 
@@ -60,9 +71,7 @@ def check(output: Output, inputs: list[Path]) -> None:
     """
     if output.path.name in ("", ".."):
         raise Refused(f"--out {output.path} has no name of its own; write the folder's name")
-    for source in inputs:
-        if _holds(source, output.path) or _holds(output.path, source):
-            raise Refused(f"--out {output.path} is, holds or lies in the input {source}; write to another place")
+    check_inputs("--out", output.path, inputs)
     _check_parent("--out", output.path)
     check_replaceable(output)
     index = output.path.with_name(f"{output.path.name}.index.json")
@@ -70,6 +79,13 @@ def check(output: Output, inputs: list[Path]) -> None:
         raise Refused(f"{index} is in the way: loaders would take its shards and ignore {output.path.name}; delete it")
     if output.report:
         _check_report(output, output.report, inputs)
+
+
+def check_inputs(option: str, path: Path, inputs: Iterable[Path]) -> None:
+    """Raise Refused when the output is an input, holds one or lies in one."""
+    for source in inputs:
+        if _holds(source, path) or _holds(path, source):
+            raise Refused(f"{option} {path} is, holds or lies in the input {source}; write to another place")
 
 
 def check_replaceable(output: Output) -> None:
@@ -204,6 +220,140 @@ def check_space(out: Path, nbytes: int) -> None:
     if nbytes > free:
         needed = f"{_common.gigabytes(nbytes)}, the disk has {_common.gigabytes(free)} free"
         raise Refused(f"--out {out} needs {needed}")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# One file, and a folder that is filled bit by bit
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """A file that a tool writes whole, such as a page, a picture or a video. tool: such as `rewardfl plot_metrics`."""
+
+    option: str
+    path: Path
+    tool: str
+    inputs: tuple[Path, ...]
+
+    def check(self) -> None:
+        """Raise Refused unless the place is free or holds what this tool wrote, and is no input."""
+        path, name = self.path, f"{self.option} {self.path}"
+        check_inputs(self.option, path, self.inputs)
+        _check_parent(self.option, path)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise Refused(f"{name} is a link, a folder or a device; give the name of a file")
+        if path.exists() and not self._is_own():
+            raise Refused(f"{name} is not a file as this tool wrote it; move it away, or give another name")
+
+    def write(self, content: bytes) -> None:
+        """Write the content with its proof. Raise Refused as `check` does, and for a disk that does not take it."""
+        self.check()
+        if self.path.suffix == ".mp4":  # players pass over a box of type `free`
+            content += struct.pack(">I4s", 8 + len(self._proof(b"")), b"free")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(self.path, content + self._proof(content))
+        except OSError as error:
+            words = error.strerror or error
+            raise Refused(f"{self.option} {self.path} cannot be written ({words}); write to another place") from error
+
+    def _proof(self, content: bytes) -> bytes:
+        """A last line, which readers of HTML, SVG, PDF, NPY and pictures pass over."""
+        return f"\n<!-- {self.tool} sha256 {hashlib.sha256(content).hexdigest()} -->\n".encode()
+
+    def _is_own(self) -> bool:
+        content = self.path.read_bytes()
+        return content.endswith(self._proof(content[: -len(self._proof(b""))]))
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that a tool fills bit by bit, perhaps in several runs. Files that it did not write stay as they are.
+
+    The manifest lists a file before it is written, without a hash, and later with it.
+    """
+
+    path: Path
+    tool: str
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise Refused when a file is in the way of these, names below the folder."""
+        if self.path.exists() and not self.path.is_dir():
+            raise Refused(f"--out {self.path} is a file; give the name of a folder")
+        _check_parent("--out", self.path / MANIFEST)
+        listed = self.listed()
+        for name in names:
+            file = self.path / name
+            places = [place for place in file.parents if place != self.path and place.is_relative_to(self.path)]
+            blocked = [place for place in places if place.is_symlink() or place.is_file()]
+            blocked += [file] if os.path.lexists(file) and not blocked else []
+            if blocked and not (name in listed and self._is_own(name, listed[name])):
+                raise Refused(
+                    f"{blocked[0]} is in the way: it is not as this tool wrote it; move it away, or give another --out"
+                )
+
+    def claim(self, names: Iterable[str]) -> None:
+        """List files that are going to be written. Raise Refused as `check` does."""
+        names = list(names)
+        self.check(names)
+        self._list(self.listed() | dict.fromkeys(names))
+
+    def seal(self, names: Iterable[str]) -> None:
+        """List files as they are now: what is changed from here on is the user's. Those that are not there go."""
+        listed = self.listed()
+        for name in names:
+            listed.pop(name, None)
+            if (self.path / name).is_file():
+                listed[name] = _fingerprint(self.path / name)
+        self._list(listed)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove those of the files that are as this tool wrote them, and the folders that this leaves empty."""
+        listed = self.listed()
+        for name in list(names):
+            place = self.path / name
+            if name in listed and self._is_own(name, listed.pop(name)):
+                for stray in [place, *(stray for stray, why in strays(place) if why is None)]:
+                    stray.unlink()
+                while (place := place.parent) != self.path and not any(place.iterdir()):
+                    place.rmdir()
+        self._list(listed)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder, and keep other processes out of it. Raise Refused where one is at work."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / LOCK).open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Refused(f"--out {self.path}: another process writes it; wait, or give another --out") from None
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            yield
+
+    def listed(self) -> dict[str, dict | None]:
+        """Return the files of the manifest, {name: size and hash}. Raise Refused for another tool's."""
+        path = self.path / MANIFEST
+        if not os.path.lexists(path):
+            return {}
+        manifest = _read_manifest(path)
+        if manifest is None or not _same_tool(manifest["tool"], self.tool):
+            raise Refused(f"--out {self.path} is not an output of this tool, as {path} shows; give another --out")
+        return manifest["files"]
+
+    def _list(self, files: Mapping[str, dict | None]) -> None:
+        content = {"tool": self.tool, "folders": [], "files": files}
+        atomic_write(self.path / MANIFEST, json.dumps(content, indent=2) + "\n")
+
+    def _is_own(self, name: str, entry: dict | None) -> bool:
+        """Whether a file is as it was listed. One that is listed without a hash was claimed when nothing was there."""
+        folder = self.path.resolve()
+        file = folder / name
+        if not file.is_relative_to(folder) or file.parent.resolve() != file.parent:
+            return False  # an edited manifest, or a link, leads elsewhere
+        return file.is_file() and not file.is_symlink() and (entry is None or _fingerprint(file, entry) == entry)
 
 
 # ------------------------------------------------------------------------------------------------------------

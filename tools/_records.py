@@ -15,10 +15,11 @@ Each process appends to a file of its own; the first one joins them when all is 
 """
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, FiniteFloat, TypeAdapter, ValidationError, model_validator
 
 from rewardfl.files import atomic_write
 
@@ -28,14 +29,39 @@ Settings = Mapping[str, Mapping[str, str]]  # block -> name -> value
 REAL = "real"
 FORMAT = 2  # to be raised when a figure comes or is computed in another way: records of both must not be compared
 FILE, SETTINGS = "records.jsonl", "settings.json"
-# what an evaluation leaves in its folder, beside what it is for; --force removes no more than this
-LEFT = ("videos", "strips", "prepared")
 GROWING = ("model", "adapters", "videos")  # blocks of the settings whose names may come and go
 WAY_OUT = "give --out another folder, or --force to throw away what is there"
 
 
 class OtherSettings(ValueError):
     """Records that were made by other settings. The message names the first difference and the way out."""
+
+
+class Line(BaseModel):
+    """What a line of the file must hold."""
+
+    row: str
+    line: int
+    index: int
+    arm: str
+    seed: int | None
+    steps: int
+    decoded: bool
+    figures: dict[str, FiniteFloat | None]
+    curves: dict[str, list[FiniteFloat]]
+    detected: dict[str, list[bool]]
+    size: tuple[int, int] | None = None
+    face_width: FiniteFloat | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "Line":
+        """Raise ValueError for a generated video without a seed, and for a real clip without its size."""
+        real = self.arm == REAL
+        if (self.seed is None) != real or (real and None in (self.size, self.face_width)):
+            raise ValueError("seed, size or face_width is missing")
+        if not self.curves or self.curves.keys() != self.detected.keys():
+            raise ValueError("curves and detected must hold the same recognisers")
+        return self
 
 
 def key_of(record: Record) -> Key:
@@ -48,14 +74,23 @@ def file_of(out: Path, rank: int) -> Path:
 
 
 def read(out: Path) -> dict[Key, Record]:
-    """All records of the folder, also of processes that are no longer. What was cut off while written is no record."""
-    found = {}
+    """Return all records of the folder, also of earlier processes. A line that was cut off at the end is no record.
+
+    Raise ValueError for a line that holds something else.
+    """
+    records = {}
     for path in _files(out):
         *lines, _ = path.read_bytes().split(b"\n")  # the last is empty, or was cut off
-        for line in lines:
+        for i, line in enumerate(lines, 1):
+            try:
+                Line.model_validate_json(line)
+            except ValidationError as error:
+                problem = error.errors()[0]
+                where = ".".join(map(str, problem["loc"]))
+                raise ValueError(f"{path}: line {i} is no record ({where} {problem['msg']}); {WAY_OUT}") from None
             record = json.loads(line)
-            found[key_of(record)] = record
-    return found
+            records[key_of(record)] = record
+    return records
 
 
 def open_own(out: Path, rank: int) -> "Writer":
@@ -97,22 +132,23 @@ def _files(out: Path) -> list[Path]:
     return sorted(path for path in (out / FILE, *out.glob("records-*.jsonl")) if path.is_file())
 
 
-def agree(out: Path, settings: Settings) -> None:
-    """Remember the settings of the folder's records, or hold them against those that are there.
+def agree(out: Path, settings: Settings) -> Settings:
+    """Return the settings of the folder's records and of those to come.
 
     Adapters and folders of videos may come to the others. OtherSettings names what differs.
     """
     path = out / SETTINGS
-    old: dict[str, dict[str, str]] = {}
+    old: Settings = {}
     if path.is_file():
-        old = json.loads(path.read_text())
+        try:
+            old = TypeAdapter(dict[str, dict[str, str]]).validate_json(path.read_bytes())
+        except ValidationError:
+            raise OtherSettings(f"{path} holds no settings of an evaluation; {WAY_OUT}") from None
         if problem := difference(old, settings):
             raise OtherSettings(f"{out} holds records of other settings: {problem}; {WAY_OUT}")
     elif _files(out):
         raise OtherSettings(f"{out} holds records, and no {SETTINGS} that says of what; {WAY_OUT}")
-    kept = {block: {**old.get(block, {}), **values} for block, values in settings.items()}
-    out.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, json.dumps(kept, indent=2) + "\n")
+    return {block: {**old.get(block, {}), **values} for block, values in settings.items()}
 
 
 def difference(old: Settings, new: Settings) -> str:
@@ -125,13 +161,3 @@ def difference(old: Settings, new: Settings) -> str:
             if (name in was) != (name in now) and block not in GROWING:
                 return f"{block}: {name} was {was.get(name, 'not there')}, and is {now.get(name, 'not there')}"
     return ""
-
-
-def clear(out: Path) -> None:
-    """Remove an earlier evaluation from the folder, and nothing else: a folder without settings holds none."""
-    if not (out / SETTINGS).is_file():
-        return
-    for path in (*_files(out), out / SETTINGS, out / "report.json", out / "report.html"):
-        path.unlink(missing_ok=True)
-    for name in LEFT:
-        shutil.rmtree(out / name, ignore_errors=True)

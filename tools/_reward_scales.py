@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,8 +19,7 @@ from rewardfl.rewards import build_terms
 from rewardfl.rewards.terms import Reference, Term, judge
 from rewardfl.run import start, work
 from rewardfl.run.monitor import Timer
-
-REFUSED = 2  # exit code
+from rewardfl_tools import _common
 
 
 @dataclass(frozen=True)
@@ -42,17 +40,13 @@ class Scale:
 
 def run(args: argparse.Namespace) -> int:
     """Sample, score and print: the exit code."""
-    device = torch.device(args.device)
-    try:
-        cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
-        backbone = start.open_model(cfg)
-        terms = build_terms(start.find_rewards(cfg, backbone), device)
-        examples, references = find_clips(cfg, terms, args.rows, device)
-        videos = sample(cfg, backbone, examples, args.experts, device)
-        scales = measure(terms, videos, references)
-    except start.REFUSALS as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return REFUSED
+    device = torch.device(_common.device(args.device))
+    cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
+    backbone = start.open_model(cfg)
+    terms = build_terms(start.find_rewards(cfg, backbone), device)
+    examples, references = find_clips(cfg, terms, args.rows, device)
+    videos = sample(cfg, backbone, examples, args.experts, device)
+    scales = measure(terms, videos, references)
     print(table(scales))
     print(f"\n{paste(cfg, scales)}", end="")
     return 0
@@ -114,7 +108,7 @@ def sample(
     model = Experts(placed)
     decoder = backbone.load_decoder(device)
     videos = []
-    for (row, example), condition in zip(tqdm(examples, desc="sampling"), conditions, strict=True):
+    for (row, example), condition in tqdm(list(zip(examples, conditions, strict=True)), desc="sampling"):
         shape = backbone.latent_shape(*example.size, cfg.data.num_frames)
         schedule = work.schedule_of(cfg, backbone, shape)
         velocity = Velocity(backbone, model, condition, schedule, negative, guidance)

@@ -1,7 +1,4 @@
-"""Serves a reward over HTTP: what tools/serve_reward.py runs. The wire format is at the top of wire.py.
-
-Service judges headers and bodies; RewardServer, a Starlette application under uvicorn, knows nothing of rewards.
-"""
+"""Serves a reward over HTTP: what tools/serve_reward.py runs. The wire format is at the top of wire.py."""
 
 import asyncio
 import hmac
@@ -14,7 +11,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-import h11
 import torch
 import uvicorn
 from starlette.applications import Starlette
@@ -24,9 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
 from torch import Tensor
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rewardfl import data
 from rewardfl.rewards.base import Reward
@@ -36,16 +30,10 @@ from rewardfl.rewards.terms import Judged, joined
 
 log = logging.getLogger(__name__)
 
-WAIT_SECONDS = 10  # for a place among the bodies in memory; less than a client waits to be told to go on
-ASK_AGAIN = {"Retry-After": "1"}  # seconds; it is asked of clients that got none; they have waited here already
-# A body arrives within BODY_SECONDS and is never more than BODY_LAG_SECONDS behind BODY_BYTES_PER_SECOND: a client that
-# takes a place and sends nothing, or a byte now and then, has lost it again after these few seconds.
-BODY_SECONDS, BODY_LAG_SECONDS, BODY_BYTES_PER_SECOND = 120.0, 5.0, 100_000
-MAX_CONNECTIONS = 256  # at a time, with and without a token
-HEAD_SECONDS = 10  # for a request's line and headers, from when the client connects
-MAX_HEAD_BYTES = 1 << 16
-IDLE_SECONDS = 30  # for the client to take the answer
-LINGER_SECONDS = 1.0
+MAX_CONNECTIONS = 256  # at a time, with and without a token; uvicorn answers the next ones with 503
+WAIT_SECONDS = 10  # for a place among the bodies in memory
+ASK_AGAIN = {"Retry-After": "1"}  # seconds; a client without a place has waited here already
+BODY_SECONDS = 120  # for a body to arrive
 DRAIN_SECONDS = 60  # for what is being scored when the server is told to stop
 
 # All that goes wrong in a reward, the device's memory (RuntimeError) included; it is the client's to know of.
@@ -71,20 +59,19 @@ class Service:
         state = {"status": "ok", "reward": self.reward.name, "version": wire.VERSION}
         return json.dumps(state | {"max_bytes": self.max_bytes}).encode()
 
-    def admit(self, headers: Headers) -> int:
-        """Bytes of a scoring request's body, from its headers alone; HTTPException when it is not to be read."""
+    def check(self, headers: Headers) -> None:
+        """HTTPException for a scoring request that is refused by its headers, before its body is read."""
         given, wanted = headers.get("Authorization", ""), f"Bearer {self.token}"
         # in a time that does not tell how much of it was right
         if self.token and not hmac.compare_digest(given.encode(), wanted.encode()):
             raise HTTPException(401, "this server wants its token: Authorization: Bearer <token>")
         if headers.get("Content-Type", "").partition(";")[0].strip().lower() != wire.CONTENT_TYPE:
             raise HTTPException(415, f"Content-Type must be {wire.CONTENT_TYPE}, got {headers.get('Content-Type')}")
-        if "Content-Length" not in headers or "Transfer-Encoding" in headers:
-            raise HTTPException(411, "Content-Length is missing; a body in chunks is not taken")
-        length = int(headers["Content-Length"])  # h11 has refused what is not one whole number
-        if length > self.max_bytes:
-            raise HTTPException(413, f"a body of {length} bytes; this server takes at most {self.max_bytes} (--max-mb)")
-        return length
+        self.check_size(int(headers.get("Content-Length", 0)))  # h11 refuses what is no whole number
+
+    def check_size(self, size: int) -> None:
+        if size > self.max_bytes:
+            raise HTTPException(413, f"a body of {size} bytes; this server takes at most {self.max_bytes} (--max-mb)")
 
     def score(self, body: bytes) -> tuple[bytes, int]:
         """The answer to the body of POST /score, and the number of clips; HTTPException where there is none."""
@@ -147,28 +134,23 @@ class RewardServer:
         check_host(address[0], service.token)
         self.service = service
         self._places = asyncio.Semaphore(wire.PLACES)
-        self._app = Starlette(
+        app = Starlette(
             routes=[Route("/health", self._health), Route("/score", self._score, methods=["POST"])],
-            exception_handlers={HTTPException: _refused},  # type: ignore[dict-item]  # it is called with no other
+            exception_handlers={HTTPException: _refuse},  # type: ignore[dict-item]  # it is called with no other
         )
-        self._app.router.redirect_slashes = False
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._socket = socket.create_server(address, family=family)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         config = uvicorn.Config(
-            self._serve,
-            interface="asgi3",
-            http=Protocol,
+            app,
+            http="h11",
             ws="none",
             loop="asyncio",
             lifespan="off",
-            headers=[("Connection", "close"), ("Server", "rewardfl")],  # one request per connection
             server_header=False,
             proxy_headers=False,  # or a client may choose the address that the log names
             log_config=None,
-            log_level="error",
-            access_log=False,
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            limit_concurrency=MAX_CONNECTIONS,
             timeout_graceful_shutdown=DRAIN_SECONDS,
         )
         self._uvicorn = uvicorn.Server(config)
@@ -181,49 +163,35 @@ class RewardServer:
         """Take no more requests, answer those being scored, end `run`; from any thread."""
         self._uvicorn.should_exit = True
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application, and one line of log per request: what, status; clips and time, or what was wrong.
-
-        What is still on its way behind a refusal is thrown away for a moment: closing on it would take the answer back.
-        """
-        status, more = 0, True
-
-        async def receive_noted() -> Message:
-            nonlocal more
-            message = await receive()
-            more = message.get("more_body", False)
-            return message
-
-        async def send_noted(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            if more and message["type"] == "http.response.body" and not message.get("more_body"):
-                await send({**message, "more_body": True})
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(LINGER_SECONDS):
-                        while more:
-                            await receive_noted()
-                message = {"type": "http.response.body"}
-            await send(message)
-
-        await self._app(scope, receive_noted, send_noted)
-        asked = f"{scope['method']} {scope['raw_path'][:200].decode()} HTTP/{scope['http_version']}"
-        _log(scope["client"], f"{asked} {status} {scope['state'].get('note', '')}")
-
     async def _health(self, request: Request) -> Response:
         return Response(self.service.health(), media_type="application/json")
 
     async def _score(self, request: Request) -> Response:
         start = time.monotonic()
-        length = self.service.admit(request.headers)
+        self.service.check(request.headers)
         async with self._place():
-            body = await _body(request, length)
+            body = await self._body(request)
             try:
                 answer, count = await run_in_threadpool(self.service.score, body)
             except asyncio.CancelledError:  # by uvicorn, when it is told to stop and DRAIN_SECONDS are over
                 raise HTTPException(503, "shutting down") from None
-        request.state.note = f"{count} clips, {length / 1e6:.1f} MB, {time.monotonic() - start:.2f} s"
+        log.info("%d clips, %.1f MB, %.2f s", count, len(body) / 1e6, time.monotonic() - start)
         return Response(answer, media_type=wire.CONTENT_TYPE)
+
+    async def _body(self, request: Request) -> bytes:
+        """A request's body. HTTPException when it is too long, does not arrive in time or is cut off."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for block in request.stream():
+                    body += block
+                    self.service.check_size(len(body))
+        except TimeoutError:
+            # 503: the client is to try again
+            raise HTTPException(503, f"the body came too slowly: {len(body)} bytes; send it again") from None
+        except ClientDisconnect:
+            raise HTTPException(400, f"the client went away after {len(body)} bytes") from None
+        return bytes(body)
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
@@ -241,73 +209,7 @@ class RewardServer:
             self._places.release()
 
 
-async def _body(request: Request, length: int) -> bytes:
-    """A request's body; HTTPException when it does not arrive in time or is cut off. Waiting for it says Continue."""
-    start, arrived, blocks = asyncio.get_running_loop().time(), 0, []
-    try:
-        async with asyncio.timeout_at(start + min(BODY_SECONDS, BODY_LAG_SECONDS)) as deadline:
-            async for block in request.stream():
-                blocks.append(block)
-                arrived += len(block)
-                deadline.reschedule(start + min(BODY_SECONDS, BODY_LAG_SECONDS + arrived / BODY_BYTES_PER_SECOND))
-    except TimeoutError:
-        # 503: the client is to try again
-        raise HTTPException(503, f"the body came too slowly: {arrived} of {length} bytes; send it again") from None
-    except ClientDisconnect:
-        raise HTTPException(400, f"the client went away after {arrived} of {length} bytes") from None
-    return b"".join(blocks)
-
-
-async def _refused(request: Request, error: HTTPException) -> Response:
-    request.state.note = error.detail
-    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-
-
-class Protocol(H11Protocol):
-    """uvicorn's connection with the limits that uvicorn lacks, and JSON as the answer to what is no HTTP.
-
-    Uses the attributes connections, cycle and conn and the method send_400_response, as of uvicorn 0.54.
-    """
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        super().connection_made(transport)
-        self.abort = self.loop.call_later(HEAD_SECONDS, transport.abort)
-        if len(self.connections) > MAX_CONNECTIONS:
-            _log(self.client, f"hung up: {MAX_CONNECTIONS} connections are open")
-            transport.abort()
-
-    def data_received(self, data: bytes) -> None:
-        head_awaited = self.cycle is None
-        super().data_received(data)
-        if head_awaited and self.cycle is not None:
-            self.abort.cancel()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._abort_unless_taken()
-
-    def _abort_unless_taken(self) -> None:
-        self.abort.cancel()
-        self.abort = self.loop.call_later(IDLE_SECONDS, self.transport.abort)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.abort.cancel()
-        super().connection_lost(exc)
-
-    def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None:  # a body that breaks off in the middle of a chunk, while or after it is answered
-            self.transport.abort()
-            return
-        body = json.dumps({"error": msg}).encode()
-        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
-        answer = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
-        for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event))
-        self.transport.close()
-        self._abort_unless_taken()
-        _log(self.client, f"400 {msg}")
-
-
-def _log(client: tuple[str, int] | None, line: str) -> None:
+async def _refuse(request: Request, error: HTTPException) -> Response:
     # ascii: a client does not get to write lines of its own
-    log.info("%s %s", client[0] if client else "-", ascii(line))
+    log.info("%d %s", error.status_code, ascii(error.detail))
+    return JSONResponse({"error": error.detail}, error.status_code, error.headers)

@@ -9,7 +9,7 @@ import threading
 
 from rewardfl import rewards
 from rewardfl.files import printable
-from rewardfl.rewards.remote.client import token_of
+from rewardfl.rewards.remote.client import read_token
 from rewardfl_tools import _common
 from rewardfl_tools._reward_server import DRAIN_SECONDS, RewardServer, Service, check_host
 
@@ -18,9 +18,9 @@ STOPPED, NO_ADDRESS, REFUSED = 0, 1, 2  # exit codes
 
 def run(args: argparse.Namespace) -> int:
     """Serving a reward: the exit code."""
-    args.device = _common.device(args.device)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
+        args.device = _common.device(args.device)
         server = listen(args)
     except (ValueError, TypeError, RuntimeError, FileNotFoundError) as error:
         print(printable(f"error: {error}"), file=sys.stderr)
@@ -40,9 +40,12 @@ def listen(args: argparse.Namespace) -> RewardServer:
         raise ValueError(f"--max-mb must be a number of 1e6 bytes, above 0 and finite, got {args.max_mb}")
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port must be 0 (a free one) to 65535, got {args.port}")
-    token = token_of(args.token_env, "--token-env") if args.token_env else ""
+    try:
+        token = read_token(args.token_env) if args.token_env else ""
+    except ValueError as error:
+        raise ValueError(f"--token-env must be {error}") from None
     check_host(args.host, token)  # before weights load
-    reward = rewards.build(args.reward, dict(args.settings))
+    reward = rewards.build(args.reward, dict(args.settings), "--settings")
     return RewardServer((args.host, args.port), Service(reward, args.device, args.batch, int(args.max_mb * 1e6), token))
 
 

@@ -23,7 +23,7 @@ from rewardfl.files import printable
 from rewardfl.run import prepare, start
 from rewardfl_tools import _arms, _evaluate_pictures, _records
 from rewardfl_tools._arms import Arm, Job
-from rewardfl_tools._judging import Judges, judge_real, judge_video
+from rewardfl_tools._judging import FACE, Judges, judge_real, judge_video
 from rewardfl_tools._processes import Processes
 from rewardfl_tools._records import REAL, Key, Record
 
@@ -68,22 +68,25 @@ class Study:
 
         DataError for clips that cannot be read, unless data.skip_bad_rows: then they are said.
         """
-        needed = {row.id for arm in self.arms for row, _ in self.lacks(arm, self.jobs(arm, rows, seeds))}
+        jobs = [(arm, self.jobs(arm, rows, seeds)) for arm in self.arms]
+        # of an arm that lacks one video all rows: batches are sampled whole
+        needed = {row.id for arm, of_arm in jobs if self.lacks(arm, of_arm) for row, _ in of_arm}
         todo = [
             row
             for row in rows
             if (row.id, REAL, None) not in self.records
-            or (row.id in needed and not self.store.path(compared_with(row)).is_file())
+            or (row.id in needed and self.store.get(compared_with(row)) is None)
         ]
         broken, faceless = [], []
         share = self.processes.share
-        for row in tqdm(share.of(todo), desc="real clips", disable=share.quiet):
-            try:
-                problem = self._read_real(row)
-            except data.DataError as error:
-                broken.append((row.line, str(error)))
-                continue
-            faceless += [(row.line, problem)] * bool(problem)
+        with tqdm(share.of(todo), desc="real clips", disable=share.quiet) as bar:
+            for row in bar:
+                try:
+                    problem = self._read_real(row)
+                except data.DataError as error:
+                    broken.append((row.line, str(error)))
+                    continue
+                faceless += [(row.line, problem)] * bool(problem)
         broken, faceless = self.processes.gather(broken), sorted(self.processes.gather(faceless))
         good, bad = data.usable_rows(rows, broken, self.cfg.data.skip_bad_rows)
         hidden = {line for line, _ in faceless}
@@ -125,22 +128,22 @@ class Study:
         self._tell(backbone, sorted({job[0] for _, jobs in waiting for job in jobs}, key=lambda row: row.index), device)
         sizes = {row: tuple(record["size"]) for (row, arm, _), record in _records.read(self.out).items() if arm == REAL}
         adapters = list(dict.fromkeys(arm.adapter for arm, _ in waiting if arm.adapter is not None)) or [None]
-        progress = tqdm(total=len(waiting) * len(waiting[0][1]), desc="evaluating", disable=share.quiet)
-        for adapter in adapters:
-            model, decoder = _arms.load_model(backbone, adapter, args.experts, device)
-            sampler = _arms.Sampler(self.cfg, backbone, model, decoder, self._told, sizes, device)
-            for arm, jobs in waiting:
-                if arm.adapter == adapter or (arm.adapter is None and adapter == adapters[0]):
-                    for batch in share.of(_arms.batches(jobs, sizes, args.batch)):
+        tasks = [(arm, batch) for arm, jobs in waiting for batch in share.of(_arms.batches(jobs, sizes, args.batch))]
+        total = len(waiting) * len(waiting[0][1])
+        with tqdm(total=total, desc="evaluating", disable=share.quiet) as bar:
+            for adapter in adapters:
+                model, decoder = _arms.load_model(backbone, adapter, args.experts, device)
+                sampler = _arms.Sampler(self.cfg, backbone, model, decoder, self._told, sizes, device)
+                for arm, batch in tasks:
+                    if (arm.adapter or adapters[0]) == adapter:  # the base comes with the first
                         self._sample(sampler, arm, batch)
-                        progress.update(len(batch) * share.processes)
-            del model, decoder, sampler  # before the next one is loaded
-        progress.close()
+                        bar.update(len(batch) * share.processes)
+                del model, decoder, sampler  # before the next one is loaded
 
     @torch.no_grad()
     def _tell(self, backbone: Backbone, rows: Sequence[data.Row], device: torch.device) -> None:
         """Encode what the model is told of the rows, where that is not kept yet: this process's share, and all wait."""
-        rows = [row for row in rows if not self.store.path(told_of(row.id)).is_file()]
+        rows = [row for row in rows if self.store.get(told_of(row.id)) is None]
         if mine := self.processes.share.of(rows):
             asked = ((row, prepare.read(self.store, compared_with(row))["image"]) for row in mine)
             for row_id, conditioning in _arms.encoded(self.cfg, backbone, asked, device):
@@ -166,25 +169,60 @@ class Study:
         """Judge the videos of other tools, at the real clip's size and number of frames, one at a time."""
         for arm in self.arms:
             jobs = self.lacks(arm, self.jobs(arm, rows, 0)) if arm.videos is not None else []
-            for row, seed in tqdm(self.processes.share.of(jobs), desc=arm.name, disable=self.processes.share.quiet):
-                path = self.files[arm.name][row.id, seed]
-                frames = data.read_clip(
-                    path, self.cfg.data.height, self.cfg.data.width, self.cfg.data.num_frames, self.cfg.data.max_pixels,
-                    self.cfg.data.fps,
-                )  # fmt: skip
-                size = prepare.read(self.store, compared_with(row))["image"].shape[1:]
-                video = data.to_float(data.fit(frames, *size))
-                if not seed:
-                    strip = _evaluate_pictures.strip_file(self.out, row.index, arm.name)
-                    _evaluate_pictures.write_strip(strip, video)
-                fps = self.cfg.data.fps or data.frame_rate(path)
-                self._judge(row, arm, seed, video.to(self.judges.device), fps, str(path.absolute()))
+            share = self.processes.share
+            with tqdm(share.of(jobs), desc=arm.name, disable=share.quiet) as bar:
+                for row, seed in bar:
+                    self._judge_file(row, arm, seed)
+
+    def _judge_file(self, row: data.Row, arm: Arm, seed: int) -> None:
+        path, settings = self.files[arm.name][row.id, seed], self.cfg.data
+        frames = data.read_clip(
+            path, settings.height, settings.width, settings.num_frames, settings.max_pixels, settings.fps
+        )
+        size = prepare.read(self.store, compared_with(row))["image"].shape[1:]
+        video = data.to_float(data.fit(frames, *size))
+        if not seed:
+            _evaluate_pictures.write_strip(_evaluate_pictures.strip_file(self.out, row.index, arm.name), video)
+        fps = settings.fps or data.frame_rate(path)
+        self._judge(row, arm, seed, video.to(self.judges.device), fps, str(path.absolute()))
 
     def _judge(self, row: data.Row, arm: Arm, seed: int, video: Tensor, fps: float, file: str) -> None:
         """Judge a video (3, F, H, W) in [-1, 1] and write its record."""
         kept = prepare.read(self.store, compared_with(row))
         made = {"arm": arm.name, "seed": seed, "steps": arm.steps, "decoded": arm.videos is not None, "file": file}
         self.writer.add(head(row) | made | judge_video(self.judges, video, kept, fps))
+
+    def join(self, rows: Sequence[data.Row]) -> list[Record]:
+        """Return the records of these rows, sorted, from the one file that is left of all processes.
+
+        A record's place and file are what this command gives them: whoever edits the file names no other one. Raise
+        ValueError for a record without the figures of these judges.
+        """
+        by_id, files = {row.id: row for row in rows}, self.files
+        records = []
+        for record in _records.join(self.out):
+            row, arm, seed = _records.key_of(record)
+            if row not in by_id or (arm in files and (row, seed) not in files[arm]):
+                continue
+            names = {f"{judge}/{key}" for judge in self.judges.faces for key in FACE}
+            if record["curves"].keys() != self.judges.faces.keys() or not names <= record["figures"].keys():
+                raise ValueError(f"{self.out}: a record of {row} lacks figures of the judges; {_records.WAY_OUT}")
+            path = files[arm][row, seed].absolute() if arm in files else file_of(by_id[row], arm, seed)
+            records.append(record | head(by_id[row]) | {"file": str(path)})
+        return records
+
+    def names(self, rows: Sequence[data.Row], seeds: int) -> list[str]:
+        """Return all files that are written while videos are judged, below the evaluation's folder."""
+        jobs: list[tuple[str, data.Row, int | None]] = [(REAL, row, None) for row in rows]
+        jobs += [(arm.name, row, seed) for arm in self.arms for row, seed in self.jobs(arm, rows, seeds)]
+        videos = [str(file_of(row, arm, seed)) for arm, row, seed in jobs if arm not in self.files]
+        strips = [_evaluate_pictures.strip_file(Path(), row.index, arm) for arm, row, seed in jobs if not seed]
+        return [*videos, *map(str, strips), *self.prepared(rows)]
+
+    def prepared(self, rows: Sequence[data.Row]) -> list[str]:
+        """Return the files of the store, which are gone when the evaluation is done."""
+        keys = [key for row in rows for key in (compared_with(row), told_of(row.id))]
+        return [str(self.store.path(key).relative_to(self.out)) for key in (*keys, told_of(_arms.NEGATIVE))]
 
 
 def head(row: data.Row) -> dict:

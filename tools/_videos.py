@@ -27,7 +27,9 @@ def files_of(folder: Path, rows: Sequence[data.Row]) -> dict[tuple[str, int], Pa
     by_place = {row.index: row.id for row in rows}
     found: dict[tuple[str, int], Path] = {}
     for path in sorted(folder.glob("*.mp4")):
-        name, seed = NAMED.fullmatch(path.name).groups()
+        if (match := NAMED.fullmatch(path.name)) is None:
+            continue
+        name, seed = match.groups()
         row = by_name.get(name) or (by_place.get(int(name)) if name.isdecimal() else None)
         if row is None:
             continue

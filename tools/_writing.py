@@ -4,37 +4,27 @@ The safetensors library writes from complete state dicts only. No torch here: co
 torch alone 220.
 """
 
-import errno
-import fcntl
 import json
-import mmap
-import os
-import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TypeVar
 
 from rewardfl.files import atomic_file
-from rewardfl.weights.shards import BLOCK_BYTES, ITEM_BYTES, Entry
+from rewardfl.weights.shards import ITEM_BYTES, Entry
 
-AHEAD = 8  # pieces that may wait for the writer
 STEM = "diffusion_pytorch_model"  # of the files in a diffusers or Wan-AI expert folder
 Bytes = bytes | bytearray | memoryview
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor to write: its bytes are those of its pieces, each computed when it is called, in any thread."""
+    """A tensor to write: its bytes are those of its pieces, one after the other."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[Callable[[], Bytes]]] = field(compare=False)
+    pieces: Callable[[], Iterable[Bytes]] = field(compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -44,78 +34,6 @@ class Part:
 def copy_of(entry: Entry, name: str | None = None) -> Part:
     """`entry` as it is, perhaps under another name."""
     return Part(name or entry.name, entry.dtype, entry.shape, entry.pieces)
-
-
-def in_threads(pieces: Iterable[Callable[[], Result]]) -> Iterator[Result]:
-    """What each piece gives, in order; the next AHEAD are computed while the caller uses the one before.
-
-    There are more threads than cores, for some of them wait for the disk.
-    """
-    threads = min(8, 2 + (os.cpu_count() or 1))
-    waiting: deque[Future[Result]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        for piece in pieces:
-            waiting.append(pool.submit(piece))
-            if len(waiting) > AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-
-class UncachedFile:
-    """Fills a new file around the page cache where its file system can (O_DIRECT), through the cache elsewhere.
-
-    The kernel's copies into the cache were about a fifth of a merge's CPU time, for a file that does not fit into it.
-    """
-
-    def __init__(self, descriptor: int):
-        self.descriptor = descriptor
-        self.buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES))  # O_DIRECT wants whole pages
-        self.filled = 0
-        self._direct(True)
-
-    def write(self, content: Bytes) -> int:
-        """The number of bytes, all of them; OSError when the disk is full."""
-        rest = memoryview(content).cast("B")
-        while rest:
-            part = rest[: len(self.buffer) - self.filled]
-            self.buffer[self.filled : self.filled + len(part)] = part
-            self.filled += len(part)
-            rest = rest[len(part) :]
-            if self.filled == len(self.buffer):
-                self._empty()
-        return memoryview(content).nbytes
-
-    def finish(self) -> None:
-        """Write what is left and have all of it on the disk."""
-        self._direct(False)  # the rest is no whole page
-        self._empty()
-        os.fsync(self.descriptor)
-
-    def _empty(self) -> None:
-        rest = self.buffer[: self.filled]
-        while rest:
-            try:
-                rest = rest[os.write(self.descriptor, rest) :]
-            except OSError as error:
-                # some file systems agree and refuse later; what follows a part that a full disk took is misaligned
-                if error.errno != errno.EINVAL or not self._direct(False):
-                    raise
-        self.filled = 0
-
-    def _direct(self, wanted: bool) -> bool:
-        """Whether this changed how the file is written."""
-        if sys.platform != "linux":  # others have no O_DIRECT
-            return False
-        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
-        new = flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT
-        try:
-            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, new)
-        except OSError as error:  # EINVAL: this file system has no such way
-            if error.errno != errno.EINVAL:
-                raise
-            return False
-        return new != flags
 
 
 def write_file(
@@ -128,7 +46,7 @@ def write_file(
     """Write a safetensors file that appears at `path` only when it is complete; progress(bytes) as it goes.
 
     Tensors are laid out by falling item size, then by name, which aligns each of them. before_replacing: called when
-    the content is on the disk; what it raises leaves `path` as it is.
+    the content is written; what it raises leaves `path` as it is.
     """
     ordered = sorted(parts, key=lambda part: (-ITEM_BYTES[part.dtype], part.name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -139,24 +57,14 @@ def write_file(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with atomic_file(path) as file:
-        uncached = UncachedFile(file.fileno())
-        uncached.write(len(text).to_bytes(8, "little") + text)
-        whose: deque[str] = deque()
-        written: Counter[str] = Counter()
-
-        def pieces() -> Iterator[Callable[[], Bytes]]:
-            for part in ordered:
-                for piece in part.pieces():
-                    whose.append(part.name)
-                    yield piece
-
-        for content in in_threads(pieces()):  # over the borders of tensors
-            written[whose.popleft()] += uncached.write(content)
-            progress(len(content))
+        file.write(len(text).to_bytes(8, "little") + text)
         for part in ordered:
-            if written[part.name] != part.nbytes:
-                raise RuntimeError(f"tensor {part.name} came as {written[part.name]} bytes of {part.nbytes}")
-        uncached.finish()
+            written = 0
+            for content in part.pieces():
+                written += file.write(content)
+                progress(len(content))
+            if written != part.nbytes:
+                raise RuntimeError(f"tensor {part.name} came as {written} bytes of {part.nbytes}")
         before_replacing()
 
 

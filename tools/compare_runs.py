@@ -1,4 +1,4 @@
-"""Evaluations of two or more runs beside each other, on one page that opens without a network.
+"""Evaluations of two or more runs next to each other, on one page that opens without a network.
 
     python tools/compare_runs.py outputs/a outputs/b --out comparison.html
     python tools/compare_runs.py outputs/a/evaluation outputs/compared --out comparison.html
@@ -7,25 +7,24 @@ Each is a run that tools/evaluate.py has judged, or the --out of an evaluation. 
 motion, FaceSim along the clip, and of runs the curves of their training. Evaluations of other people, sampling or
 judges are refused, unless --anyway is given: then the page says how they differ.
 
-Exit code 0: written; 2: an evaluation is missing, or they are not alike.
+Exit code 0: written; 2: an evaluation is missing, they are not alike, or --out is a file of something else.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+from rewardfl_tools import _common
+
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _common.Parser(__doc__)
     parser.add_argument("evaluations", nargs="+", type=Path, metavar="RUN_OR_EVALUATION", help="two or more folders")
     parser.add_argument("--out", type=Path, required=True, metavar="PAGE.html", help="the page to write")
     parser.add_argument("--anyway", action="store_true", help="compare what was not evaluated alike, and say so")
     args = parser.parse_args()
     if len(args.evaluations) < 2:
         parser.error("RUN_OR_EVALUATION: name two or more")
-    from rewardfl_tools import _compare_runs  # not before: --help and mistakes are answered without torch
-
-    return _compare_runs.run(args)
+    return _common.run("_compare_runs", args)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Rewrite a LoRA of any tool in the names that other tools load.
 
     python tools/convert_lora.py --lora outputs/face/checkpoints/latest --to comfy --out face_comfy
-    python tools/convert_lora.py --lora lightning_low.safetensors --to diffusers --out lightning
+    python tools/convert_lora.py --lora lightning_low_noise.safetensors --to diffusers --out lightning
 
 LoRAs of Wan, SD3, FLUX.1 and Qwen-Image are read. `comfy` (diffusion_model.<original name>.lora_down / lora_up / alpha)
 loads in ComfyUI, DiffSynth, LightX2V, VideoX-Fun and diffusers; for SD3, FLUX.1 and Qwen-Image it is diffusers' names,

@@ -15,58 +15,59 @@ Or, of an image model: are the pictures of prompts it never saw better, by every
 
 The base model and every adapter are sampled from the same noises and compared with the real clips. OUT
 (RUN/evaluation) gets records.jsonl (a line per video), report.html (one page to send, with the videos in it),
-report.json, curves.png, grid.png, front.png (gain against motion) and videos/ARM/ROW_seedN.mp4. A command
-that was stopped goes on when it is given again, and one with more seeds, adapters or strengths samples only those.
+report.json, curves.png, grid.png, front.png (gain against motion) and videos/ARM/ROW_seedN.mp4. The same
+command resumes where it was stopped, and one with more seeds, adapters or strengths samples only those. In OUT only
+files are replaced that evaluate.py wrote and that were not changed since.
 What every figure means: docs/evaluate.md. Images are judged by the run's rewards, those of weight 0 in reward.others,
 which are not trained on, among them (more by reward.others.NAME.name=... as overrides): report.json with the win rate,
 grid.png and images/*.png (before | after).
+
+
+Exit code 0: judged; 2: refused, or the disk is full; 130: stopped by Ctrl-C.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any
 
-from rewardfl_tools._common import path_and_strength
+from pydantic import Field
 
-T = TypeVar("T", int, float)
+from rewardfl import trust
+from rewardfl.config import schema
+from rewardfl_tools import _common
+
+Period = Annotated[int, Field(ge=2, le=1000)]  # in pixels
 
 
-def numbers(of: Callable[[str], T], least: float) -> Callable[[str], list[T]]:
-    """What reads a list such as 0.5,1 of numbers that are at least `least`."""
-
-    def read(text: str) -> list[T]:
-        try:
-            found = [of(part) for part in text.split(",")]
-        except ValueError:
-            found = []
-        if not found or not all(one >= least for one in found):  # a NaN is not
-            raise argparse.ArgumentTypeError(f"{text!r} must be numbers of at least {least:g} with commas between")
-        return found
-
-    return read
+def numbers(kind: Any) -> Callable[[str], list]:
+    """Return a reader of a list such as 0.5,1 of numbers of a type of the schema's."""
+    read = _common.option(kind)
+    return lambda text: [read(part) for part in text.split(",")]
 
 
 def ascending(text: str) -> list[float]:
-    found = numbers(float, 0)(text)
-    if sorted(set(found)) != found:
+    values = numbers(schema.NonNegative)(text)
+    if sorted(set(values)) != values:
         raise argparse.ArgumentTypeError(f"{text!r} must ascend, as 40,80 does")
-    return found
+    return values
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _common.Parser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, help="folder of a training run; its run.json says how to sample")
     source.add_argument("--config", help="a configuration instead, for --videos: its sizes, face packs and rewards")
     parser.add_argument("--data", required=True, help="metadata.csv of people, or prompts, that were not trained on")
     parser.add_argument(
-        "--adapter", type=path_and_strength, action="append", metavar="PATH[:STRENGTH]",
+        "--adapter", type=_common.adapter, action="append", metavar="PATH[:STRENGTH]",
         help="checkpoint folder; may be given several times (default: RUN/checkpoints/latest)",
     )  # fmt: skip
-    parser.add_argument("--strengths", type=numbers(float, 0), metavar="0.5,1", help="of every adapter")
-    parser.add_argument("--steps", type=numbers(int, 1), metavar="8,20", help="sampling steps (default: the run's)")
+    parser.add_argument("--strengths", type=numbers(schema.NonNegative), metavar="0.5,1", help="of every adapter")
+    parser.add_argument(
+        "--steps", type=numbers(schema.Denoising), metavar="8,20", help="sampling steps (default: the run's)"
+    )
     parser.add_argument(
         "--videos", type=Path, action="append", default=[], metavar="FOLDER",
         help="mp4s of another tool, judged in place of an adapter's; may be given several times. A file is named by "
@@ -74,19 +75,28 @@ def parsed() -> argparse.Namespace:
         "of a second noise. They are decoded and brought to the real clip's size; without --run the first folder is "
         "what the others are compared with",
     )  # fmt: skip
-    parser.add_argument("--seeds", type=int, default=2, help="noises per person or prompt (default: %(default)s)")
+    parser.add_argument(
+        "--seeds",
+        type=_common.option(schema.Batch),
+        default=2,
+        help="noises per person or prompt (default: %(default)s)",
+    )
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation")
     parser.add_argument("--force", action="store_true", help="throw away an evaluation of other settings in OUT")
-    parser.add_argument("--batch", type=int, default=4, help="clips or images sampled at a time (default: %(default)s)")
+    parser.add_argument(
+        "--batch",
+        type=_common.option(schema.Batch),
+        default=4,
+        help="clips or images sampled at a time (default: %(default)s)",
+    )
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument(
         "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
     )
     add_figures(parser)
+    trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run's configuration")
     args = parser.parse_args()
-    if args.seeds < 1 or args.batch < 1:
-        parser.error("--seeds and --batch must be at least 1")
     if args.config and (not args.videos or args.adapter or args.steps or args.strengths or not args.out):
         parser.error("--config is for --videos and --out alone; to sample from adapters give --run")
     return args
@@ -96,27 +106,28 @@ def add_figures(parser: argparse.ArgumentParser) -> None:
     figures = parser.add_argument_group("figures")
     figures.add_argument(
         "--protocol", action="append", choices=("ours", "consisid", "opens2v"), default=["ours"],
-        help="FaceSim as a published benchmark takes it, beside ours; may be given several times",
+        help="FaceSim as a published benchmark takes it, next to ours; may be given several times",
     )  # fmt: skip
     figures.add_argument(
         "--face-sizes", type=ascending, default=[40.0, 80.0], metavar="40,80",
         help="strata by the face's width in the real clip, in pixels; below the first it is too small to be scored",
     )  # fmt: skip
     figures.add_argument(
-        "--threshold", type=float, default=0.4, help="of FaceSim: the share of frames above it (default: %(default)s)"
+        "--threshold",
+        type=_common.option(schema.Share),
+        default=0.4,
+        help="of FaceSim: the share of frames above it (default: %(default)s)",
     )
     figures.add_argument("--dino", metavar="FOLDER", help="facebook/dino-vitb16, for VBench's subject consistency")
     figures.add_argument(
-        "--periods", type=numbers(int, 2), default=[8, 16], metavar="8,16",
+        "--periods", type=numbers(Period), default=[8, 16], metavar="8,16",
         help="pixels of the VAE's and the patch's grid, which the canaries look for (default: 8,16)",
     )  # fmt: skip
 
 
 def main() -> int:
     args = parsed()
-    from rewardfl_tools import _evaluate  # not before: --help and mistakes are answered without torch
-
-    return _evaluate.run(args)
+    return _common.run("_evaluate", args)
 
 
 if __name__ == "__main__":

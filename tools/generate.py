@@ -6,18 +6,19 @@ Models of images take a prompt alone, --num-frames 1 and --out NAME.png.
         --adapter outputs/tiny_face/checkpoints/latest --height 64 --width 64 --num-frames 9 --out talking.mp4
 
 --out NAME.mp4 is for looking at. Pixels are kept as they are by --out NAME.npy, an array of uint8 (frames, height,
-width, 3) in RGB, and by --out FOLDER, which gets a PNG for each frame: 0000.png, 0001.png, and so on.
+width, 3) in RGB, and by --out FOLDER, which gets a PNG for each frame: 0000.png, 0001.png, and so on. A file is
+replaced where this tool wrote it, a folder never.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+from rewardfl.config import schema
 from rewardfl_tools import _common
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _common.Parser(__doc__)
     parser.add_argument(
         "--model-name", default="wan2_2", help="which model it is, as model.model_name (default: wan2_2)"
     )
@@ -26,27 +27,33 @@ def main() -> int:
     parser.add_argument("--image", type=Path, help="the first frame, for models that take one")
     parser.add_argument("--prompt", required=True)
     parser.add_argument(
-        "--guidance", type=float, default=1.0,
+        "--guidance", type=_common.setting(schema.SampleConfig, "guidance_scale"), default=1.0,
         help="classifier-free guidance: 3.5 (with --steps 40) for the official model, 1 (none, the default) for "
         "distilled ones",
     )  # fmt: skip
-    parser.add_argument("--embedded-guidance", type=float, help="as model.embedded_guidance, for FLUX.1-dev")
+    parser.add_argument(
+        "--embedded-guidance", type=_common.setting(schema.ModelConfig, "embedded_guidance"),
+        help="as model.embedded_guidance, for FLUX.1-dev",
+    )  # fmt: skip
     parser.add_argument("--negative-prompt", default="", help="what --guidance above 1 leads away from")
     parser.add_argument("--out", type=Path, required=True, help="NAME.mp4, NAME.npy, NAME.png or a new folder")
     parser.add_argument("--distill-lora-high", default="", help="distillation LoRA fused into the high-noise expert")
     parser.add_argument("--distill-lora-low", default="", help="the same for the low-noise expert")
     parser.add_argument(
-        "--adapter", type=_common.path_and_strength, metavar="PATH[:strength]",
+        "--adapter", type=_common.adapter, metavar="PATH[:strength]",
         help="checkpoint folder of a run, e.g. outputs/x/checkpoints/latest, or outputs/x/checkpoints/latest:0.8",
     )  # fmt: skip
     default = "default: %(default)s"
-    parser.add_argument("--height", type=int, default=480, help=default)
-    parser.add_argument("--width", type=int, default=832, help=default)
-    parser.add_argument("--num-frames", type=int, default=81, help=default)
-    parser.add_argument("--steps", type=int, default=8, help=f"denoising steps ({default})")
-    parser.add_argument("--shift", type=_common.number_or_null, default=5.0, help=f"as sample.shift ({default})")
-    parser.add_argument("--seed", type=int, default=0, help=f"of the noise ({default})")
-    parser.add_argument("--fps", type=float, default=16, help=f"of NAME.mp4 ({default})")
+    side, count = _common.option(schema.Side), _common.setting(schema.DataConfig, "num_frames")
+    steps, seed, rate = map(_common.option, (schema.Denoising, schema.Seed, schema.FrameRate))
+    shift = _common.setting(schema.SampleConfig, "shift")
+    parser.add_argument("--height", type=side, default=480, help=default)
+    parser.add_argument("--width", type=side, default=832, help=default)
+    parser.add_argument("--num-frames", type=count, default=81, help=default)
+    parser.add_argument("--steps", type=steps, default=8, help=f"denoising steps ({default})")
+    parser.add_argument("--shift", type=shift, default=5.0, help=f"as sample.shift ({default})")
+    parser.add_argument("--seed", type=seed, default=0, help=f"of the noise ({default})")
+    parser.add_argument("--fps", type=rate, default=16, help=f"of NAME.mp4 ({default})")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help=default)
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument(
@@ -54,9 +61,9 @@ def main() -> int:
         help=f"cpu_swap: blocks come from host memory in turn ({default})",
     )  # fmt: skip
     args = parser.parse_args()
-    from rewardfl_tools import _generate  # not before: --help and mistakes are answered without torch
-
-    return _generate.run(args)
+    if args.negative_prompt and args.guidance == 1:
+        parser.error("--negative-prompt: does nothing without guidance; give --guidance, or remove it")
+    return _common.run("_generate", args)
 
 
 if __name__ == "__main__":

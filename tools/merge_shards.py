@@ -88,6 +88,7 @@ def plan(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
         ]
     from rewardfl_tools import _merging
 
+    shards.check_unquantised(model, "its values cannot be cast; give --dtype keep, or the fp32, fp16 or bf16 files")
     return _merging.plan_merge(model, [], dtype, rename).parts
 
 
@@ -101,7 +102,7 @@ def verify(model: Checkpoint, parts: list[Part], written: Checkpoint, progress) 
             raise Refused(f"{written.path}: {part.name} is missing or of another kind")
         with output.file.open("rb") as file:
             file.seek(output.offset)
-            if any(file.read(len(content)) != content for content in (piece() for piece in part.pieces())):
+            if any(file.read(len(content)) != content for content in part.pieces()):
                 raise Refused(f"{written.path}: {part.name} differs from the input")
         progress(part.nbytes)
 

@@ -15,6 +15,8 @@ import math
 import sys
 from pathlib import Path
 
+from rewardfl import trust
+
 FITS, DOES_NOT = 0, 2  # exit codes
 
 
@@ -33,6 +35,7 @@ def main() -> int:
         default="none",
         help="as zero2_offload.yaml or fsdp2.yaml spread the run",
     )
+    trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
     if args.processes < 1:
@@ -43,20 +46,20 @@ def main() -> int:
             print(f"error: {name}: must be a number above 0, got {number:g}", file=sys.stderr)
             return DOES_NOT
     # not before: --help and mistakes in the arguments are answered without torch
-    from rewardfl import backbones, data
+    from rewardfl import backbones, data, machine
     from rewardfl import config as configuration
     from rewardfl.config import RewardFlConfig
     from rewardfl.estimate.advice import Machine
     from rewardfl.estimate.report import TFLOPS, estimate
     from rewardfl.files import printable
-    from rewardfl.run import monitor, start, work
-    from rewardfl.weights.shards import Refused
+    from rewardfl.run import start, work
 
     try:
         cfg = configuration.load(args.config, args.overrides)
         rows = data.load_metadata(cfg.data.file_name) if Path(cfg.data.file_name).is_file() else None
         backbone = backbones.describe(cfg.model.model_name, start.model_source(cfg))
         backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
+        start.find_rewards(cfg, backbone, here=False)
         if rows is not None:
             problems = [(row.line, said) for row in rows if (said := work.size_problem(cfg, backbone, row.size))]
             rows, _ = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
@@ -66,12 +69,12 @@ def main() -> int:
         steps = work.steps_of_run(cfg, clips, args.processes)
         told = work.overview(cfg, backbone, clips, steps, args.processes)
         asked = work.work_of(cfg, backbone, clips, steps, args.processes, args.sharding)
-    except (configuration.ConfigError, data.DataError, Refused) as error:
+    except start.REFUSALS as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return DOES_NOT
     print(f"model's shape from {backbone.described_by()}")
     print(f"data: {'not there yet' if clips is None else f'{clips} clips'}: {cfg.data.file_name}\n")
-    host = monitor.machine_memory() if args.host_gb is None else args.host_gb * 1e9
+    host = machine.memory() if args.host_gb is None else args.host_gb * 1e9
     text, fits = estimate(asked, Machine(args.gpu_memory * 1e9, host, args.processes), args.tflops or TFLOPS)
     print(told, text, sep="\n")
     return FITS if fits else DOES_NOT

@@ -3,44 +3,53 @@
 python tools/plot_metrics.py outputs/a
 python tools/plot_metrics.py outputs/a outputs/b --keys eval/held_out eval/motion --out curves.png
 
-Exit code 0: drawn; 2: a run, or a key in all of them, is not there.
+Exit code 0: drawn; 2: a run, or a key in all of them, is not there, or --out is a file of something else.
 """
 
 import argparse
+import io
 import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from rewardfl_tools import _common
+
 # "What to watch" of README.md and of docs/flow_grpo.md, for runs of either script
 WATCHED = (
     "actor/face_score", "reward/mean", "reward/held_out", "reward/motion", "reward/coverage", "reward/std_in_group",
     "actor/kl_loss", "policy/kl", "policy/clip_fraction", "grad_norm",
 )  # fmt: skip
+FORMATS = (".png", ".svg", ".pdf")
 COLUMNS = 4  # of pictures, at most
 Lines = list[dict[str, float | None]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _common.Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument(
         "--keys", nargs="+", help=f"metrics, one picture each (default: those that are there of {', '.join(WATCHED)})"
     )
     parser.add_argument("--out", type=Path, help="a .png, .svg or .pdf (default: curves.png in the first run's folder)")
     args = parser.parse_args()
-    from rewardfl.files import printable
-    from rewardfl.run.checkpoint import CheckpointError  # not before --help is answered: it imports torch
+    return _common.run("plot_metrics", args)
 
-    try:
-        curves = dict(zip(labels(args.runs), map(read, args.runs), strict=True))
-        keys = chosen(args.keys, {key for lines in curves.values() for line in lines for key in line})
-    except (ValueError, FileNotFoundError, CheckpointError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
+
+def run(args: argparse.Namespace) -> int:
+    """Draw the runs' curves: the exit code."""
+    from rewardfl_tools import _output  # not before --help is answered
+
     out = args.out or args.runs[0] / "curves.png"
-    draw(curves, keys, out)
+    if out.suffix not in FORMATS:
+        raise ValueError(f"--out {out}: give a name that ends in {', '.join(FORMATS)}")
+    inputs = tuple(run / "metrics.jsonl" for run in args.runs)
+    file = _output.File(option="--out", path=out, tool="rewardfl plot_metrics", inputs=inputs)
+    file.check()
+    curves = dict(zip(labels(args.runs), map(read, args.runs), strict=True))
+    keys = chosen(args.keys, {key for lines in curves.values() for line in lines for key in line})
+    file.write(draw(curves, keys, out.suffix[1:]))
     print(out)
     return 0
 
@@ -77,7 +86,8 @@ def points(lines: Lines, key: str) -> tuple[list[float], list[float]]:
     return [step for step, _ in found], [value for _, value in found]
 
 
-def draw(curves: dict[str, Lines], keys: Sequence[str], out: Path) -> None:
+def draw(curves: dict[str, Lines], keys: Sequence[str], kind: str) -> bytes:
+    """Return the picture: kind is png, svg or pdf."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -94,8 +104,10 @@ def draw(curves: dict[str, Lines], keys: Sequence[str], out: Path) -> None:
         axis.set_xlabel("step")
     axes[0][0].legend()
     figure.tight_layout()
-    figure.savefig(out, dpi=110)
+    content = io.BytesIO()
+    figure.savefig(content, format=kind, dpi=110)
     plt.close(figure)
+    return content.getvalue()
 
 
 if __name__ == "__main__":

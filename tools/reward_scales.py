@@ -9,28 +9,26 @@ weight with which it would pull as hard as the first; seconds per clip. Then the
 every reward to its own scale. The KL is no reward, and not in here.
 """
 
-import argparse
 import sys
 
+from rewardfl import trust
+from rewardfl.config import schema
 from rewardfl_tools import _common
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _common.Parser(__doc__)
     parser.add_argument("--config", required=True)
-    parser.add_argument("--rows", type=int, default=4, help="clips, one noise each (default: %(default)s)")
+    count = _common.option(schema.Count)
+    parser.add_argument("--rows", type=count, default=4, help="clips, one noise each (default: %(default)s)")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument(
         "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
     )
+    trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()
-    if args.rows < 1:
-        parser.error("--rows must be at least 1")
-    args.device = _common.device(args.device)
-    from rewardfl_tools import _reward_scales  # not before: --help and mistakes are answered without torch
-
-    return _reward_scales.run(args)
+    return _common.run("_reward_scales", args)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Serve a reward to trainings on this machine or others, for `reward.name: remote` (docs/rewards_remote.md).
 
     python tools/serve_reward.py --reward face_identity --settings pack_dir=models/antelopev2 --device cuda
-    REWARD_TOKEN=... python tools/serve_reward.py --reward my_reward.py:Mine --host 0.0.0.0 --token-env REWARD_TOKEN
+    REWARD_TOKEN=... python tools/serve_reward.py --trust-code --reward my_reward.py:Mine \\
+        --host 0.0.0.0 --token-env REWARD_TOKEN
 
 Stops on Ctrl-C or SIGTERM, after answering what is being scored. Exits with 0 then, 2 when the settings cannot work,
 1 when the address cannot be had.
@@ -11,6 +12,8 @@ import argparse
 import sys
 
 import yaml
+
+from rewardfl import trust
 
 MISSING = 2  # exit code, as for settings that cannot work
 
@@ -25,13 +28,14 @@ def main() -> int:
     parser.add_argument("--max-mb", type=float, default=512, help="of a request, in 1e6 bytes; up to 4 are in memory")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--batch", type=int, default=4, help="clips scored at a time")
+    trust.add_option(parser)
     args = parser.parse_args()
     try:
         from rewardfl_tools import _serve_reward  # not before: --help and mistakes are answered without torch
     except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] not in ("h11", "starlette", "uvicorn"):
+        if str(error.name).partition(".")[0] not in ("starlette", "uvicorn"):
             raise
-        print(f"error: {error}; a reward server needs: pip install h11 starlette uvicorn", file=sys.stderr)
+        print(f"error: {error}; a reward server needs: pip install starlette uvicorn", file=sys.stderr)
         return MISSING
     return _serve_reward.run(args)
 

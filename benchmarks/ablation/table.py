@@ -1,4 +1,4 @@
-"""A Markdown table of the runs that tools/sweep.py has trained and judged, for docs/results/reward_ablation.md.
+"""A Markdown table of the runs of benchmarks/ablation/points.sh, for docs/results/reward_ablation.md.
 
     python benchmarks/ablation/table.py outputs/ablation [another folder of runs]
 

@@ -33,7 +33,7 @@ def _ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -
     places[..., 2] += torch.arange(width, device=x.device, dtype=x.dtype)
     return {
         "hidden_states": tokens,
-        "timestep": times / 1000,
+        "timestep": times.to(x.dtype) / 1000,  # rounded twice, as the pipeline does
         "guidance": None if guidance is None else times.new_full((len(x),), guidance),
         "pooled_projections": told["pooled"],
         "encoder_hidden_states": told["text"],

@@ -33,7 +33,7 @@ def _ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -
 
     return {
         "hidden_states": pack(x),
-        "timestep": times / 1000,
+        "timestep": times.to(x.dtype) / 1000,  # rounded twice, as the pipeline does
         "guidance": None if guidance is None else times.new_full((len(x),), guidance),
         "encoder_hidden_states": told["text"],
         "txt_ids": places(1, 1, 1, told["text"].shape[1]),

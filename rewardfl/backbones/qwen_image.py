@@ -31,7 +31,7 @@ def _ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -
     mask = told["mask"]
     return {
         "hidden_states": pack(x),
-        "timestep": times / 1000,
+        "timestep": times.to(x.dtype) / 1000,  # rounded twice, as the pipeline does
         "guidance": None if guidance is None else times.new_full((len(x),), guidance),
         "encoder_hidden_states": told["text"],
         "encoder_hidden_states_mask": None if mask.all() else mask,  # as the pipeline does it: other kernels with one

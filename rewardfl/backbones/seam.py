@@ -16,6 +16,7 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from rewardfl import lora
+from rewardfl.weights.shards import Refused
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of the frozen weights, by config word
 # what the networks are told of a batch, every tensor (B, ...), under names that only the backbone knows
@@ -43,6 +44,14 @@ class Schedule:
     sigmas: Tensor  # (N + 1,) float32, descending; the last is 0
     timesteps: Tensor  # (N,) float32, what the experts are told: 1000 * sigma
     experts: tuple[str, ...]  # (N,) the name of the one that answers
+
+    def __post_init__(self):
+        if not bool(self.sigmas.isfinite().all() and (self.sigmas.diff() < 0).all()):
+            listed = ", ".join(f"{sigma:g}" for sigma in self.sigmas[:8].tolist())
+            raise Refused(
+                f"sample.num_inference_steps: {len(self)} steps give this model the sigmas {listed}, which must be "
+                "finite and fall from step to step; take another number of steps, or another sample.shift"
+            )
 
     def __len__(self) -> int:
         """The number of steps."""
@@ -305,9 +314,32 @@ class Velocity:
         return self.backbone.guide(velocity, away, self.guidance)
 
     def reference(self, x: Tensor, step: int) -> Tensor:
-        """The velocity of the model as it was before training: the policy adapter is off."""
+        """Return the velocity of the model as it was before training: the policy adapter is off.
+
+        Where gradients are enabled and x requires one, it can be differentiated by x, once.
+        """
+        if torch.is_grad_enabled() and x.requires_grad:
+            return _Reference.apply(x, self, step)
         with lora.reference(self.model):
             return self(x, step)
+
+
+class _Reference(torch.autograd.Function):
+    """A reference velocity whose graph is also walked back with the adapter off: checkpoints compute blocks again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, velocity: Velocity, step: int) -> Tensor:
+        ctx.x, ctx.model = x.detach().requires_grad_(), velocity.model
+        with torch.enable_grad(), lora.reference(ctx.model):
+            ctx.graph = velocity(ctx.x, step)
+        return ctx.graph.detach()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
+        with torch.enable_grad(), lora.reference(ctx.model):
+            (pull,) = torch.autograd.grad(ctx.graph, ctx.x, cotangent)
+        del ctx.graph
+        return pull, None, None
 
 
 def to(conditioning: Conditioning, device: str | torch.device) -> Conditioning:

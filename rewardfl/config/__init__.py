@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401  (this file only re-exports)
 
-from rewardfl.config.load import ConfigError, dump, flat, load, parse, to_dict
+from rewardfl.config.load import ConfigError, describe, dump, flat, load, parse, to_dict
 from rewardfl.config.schema import (
     BY_CONTENT,
     FREE,

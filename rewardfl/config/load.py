@@ -3,18 +3,17 @@
 An override reaches into a key that holds keys, too: `reward.others.flow.weight=0.3`.
 
 The section `grpo` tells a file of train_flow_grpo.py. pydantic checks the values (rewardfl/config/schema.py); what is
-here reads YAML within bounds, places the overrides and says what is wrong in one line per key.
+here reads YAML, places the overrides and says what is wrong in one line per key.
 """
 
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rewardfl.config.schema import SECTIONS, AnyConfig, FlowGrpoConfig, RewardFlConfig, Section, did_you_mean, shown
@@ -48,7 +47,7 @@ def parse(raw: Mapping[str, Any], overrides: Sequence[str] = ()) -> AnyConfig:
     try:
         cfg = schema.model_validate(sections)
     except ValidationError as error:
-        raise _refused([*problems, *_lines(error, sections, schema)]) from None
+        raise _refused([*problems, *describe(error, sections, schema)]) from None
     problems += [line for part in (*dict(cfg).values(), cfg) for line in part.conflicts()]
     if problems:
         raise _refused(problems)
@@ -77,67 +76,43 @@ def _refused(problems: Sequence[str], most: int = 30) -> ConfigError:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# YAML within bounds
+# YAML
 
 
-# What is read is bounded before it is built: in bytes, in values (an alias counts as all that it stands for) and in
-# levels. The longest configuration of ours has 150 values on 5 levels.
-MOST_BYTES, MOST_VALUES, MOST_LEVELS = 1_000_000, 5_000, 20
-
-_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")}
-_MERGE = "tag:yaml.org,2002:merge"
+MOST_BYTES = 100_000  # our longest configuration has 4,000
+_DECIMAL = re.compile(r"[-+]?(0|[1-9]\d{0,18}|\d*\.\d*(e[-+]\d+)?|\.inf|\.nan)", re.IGNORECASE)
 
 
 class _Loader(yaml.SafeLoader):
-    """yaml.SafeLoader for null, bool, int, float, str, lists and mappings alone: a date stays a text.
+    """yaml.SafeLoader without aliases and tags, which refuses a key that is given twice and numbers like 042 and 1:30.
 
-    Of two equal keys, SafeLoader silently keeps the last; this one refuses the second, also where `<<` brings it.
+    YAML 1.1 reads these as 34 and 90, YAML 1.2 as 42 and as a text.
     """
 
-    yaml_constructors = {
-        tag: build for tag, build in yaml.SafeLoader.yaml_constructors.items() if tag in {*_TAGS, None}
-    }
-    yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in patterns if tag in {*_TAGS, _MERGE}]
-        for first, patterns in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def compose_document(self) -> yaml.Node:
-        """The next document, unless what it stands for, aliases written out, exceeds MOST_VALUES or MOST_LEVELS."""
-        first = self.peek_event()
-        try:
-            root = super().compose_document()
-        except RecursionError as error:
-            raise _refusal(f"lists and mappings in more than {MOST_LEVELS} levels", first) from error
-        waiting, values = [(root, 1)], 0
-        while waiting:
-            node, level = waiting.pop()
-            values += 1
-            if values > MOST_VALUES or level > MOST_LEVELS:  # as is what stands within itself
-                raise _refusal(f"more than {MOST_VALUES} values or {MOST_LEVELS} levels, aliases written out", node)
-            if not isinstance(node, yaml.ScalarNode):
-                inner = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-                waiting += [(part, level + 1) for part in inner]
-        return root
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or (isinstance(event, yaml.NodeEvent) and event.anchor):
+            raise _refusal("a configuration takes no anchors and aliases (&, *); write the value out", event)
+        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
+            raise _refusal(f"a configuration takes no tags, got {shown(event.tag)}", event)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        if isinstance(node, yaml.MappingNode):  # `!!map text` is none
-            self.flatten_mapping(node)
-            keys = [key.value for key, _ in node.value]
-            for i, key in enumerate(keys):
-                if key in keys[:i]:
-                    raise _refusal(f"{shown(key)} is given twice; remove one", node.value[i][0])
+        self.flatten_mapping(node)
+        keys = [key.value for key, _ in node.value]
+        for i, key in enumerate(keys):
+            if key in keys[:i]:
+                raise _refusal(f"{shown(key)} is given twice; remove one", node.value[i][0])
         return super().construct_mapping(node, deep)
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            value = super().construct_object(node, deep)
-        except (ArithmeticError, LookupError, ValueError) as error:  # what yaml's constructors raise for `!!int abc`
-            kind = node.tag.rpartition(":")[2]
-            raise _refusal(f"{shown(node.value)} cannot be read as {kind}", node) from error
-        if type(value) is int and value.bit_length() > 64:
-            raise _refusal(f"{shown(node.value)} is a number of more than 64 bits", node)
-        return value
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        if not _DECIMAL.fullmatch(node.value):
+            raise _refusal(f"{shown(node.value)} is no plain decimal number; write it as one, or in quotes", node)
+        return int(node.value) if node.tag.endswith(":int") else self.construct_yaml_float(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_number)
 
 
 def _refusal(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
@@ -146,22 +121,15 @@ def _refusal(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
 
 
 def _parse(text: str, where: str) -> Any:
-    """What YAML `text` stands for. ConfigError with the line, in one line, for what is not valid."""
+    """What YAML `text` stands for. ConfigError in one line for what is not valid."""
     try:
-        loader = _Loader(text)
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(
-            f"{where} is not valid YAML: line {line}: no text holds the character {error.character:#04x}"
-        ) from error
+        return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
-        problem = " ".join(" ".join(filter(None, (error.context, error.problem))).split())[:150]
-        problem = problem if problem.isprintable() else repr(problem)
-        raise ConfigError(f"{where} is not valid YAML: line {error.problem_mark.line + 1}: {problem}") from error
+        problem = " ".join(filter(None, (f"line {error.problem_mark.line + 1}:", error.context, error.problem)))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a control character, month 99, too deep
+        problem = str(error)
+    problem = " ".join(problem.split())[:250]
+    raise ConfigError(f"{where} is not valid YAML: {problem if problem.isprintable() else repr(problem)}")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -170,16 +138,11 @@ def _read(path: Path) -> dict[str, Any]:
             raise ConfigError(f"config file not found: {path}")
         if path.stat().st_size > MOST_BYTES:
             raise ConfigError(f"{path} has {path.stat().st_size} bytes, a configuration at most {MOST_BYTES}")
-        content = path.read_bytes()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"{path}, line {line}: is not UTF-8 (byte {content[error.start]:#04x}); save it as UTF-8"
-        ) from error
+        raise ConfigError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from error
     raw = _parse(text, str(path))
     if not isinstance(raw, dict):
         raise ConfigError(
@@ -229,7 +192,7 @@ _TYPES = {
 }
 
 
-def _lines(error: ValidationError, raw: Mapping[str, Any], schema: type[AnyConfig]) -> Iterator[str]:
+def describe(error: ValidationError, raw: Mapping[str, Any], schema: type[BaseModel]) -> Iterator[str]:
     """A line per key, which unites what pydantic says of it for each member of a union."""
     errors = error.errors(include_url=False)
     refused_names = [found["loc"][:-1] for found in errors if found["loc"][-1:] == ("[key]",)]
@@ -255,7 +218,7 @@ def _key(found: ErrorDetails, raw: Any) -> tuple[int | str, ...]:
     return found["loc"]
 
 
-def _line(key: tuple[int | str, ...], errors: Sequence[ErrorDetails], schema: type[AnyConfig]) -> str:
+def _line(key: tuple[int | str, ...], errors: Sequence[ErrorDetails], schema: type[BaseModel]) -> str:
     kind, value, name = errors[0]["type"], errors[0]["input"], _dotted(key)
     if kind in ("extra_forbidden", "invalid_key"):
         return _unknown(key, schema)
@@ -285,7 +248,7 @@ def _dotted(key: Sequence[int | str]) -> str:
     return ".".join(map(str, key)) or "the file"
 
 
-def _annotation(schema: type[AnyConfig], key: Sequence[int | str]) -> Any:
+def _annotation(schema: type[BaseModel], key: Sequence[int | str]) -> Any:
     """The type of what stands at `key`."""
     kind: Any = schema
     for part in key:
@@ -303,7 +266,7 @@ def _keys_of(kind: Any) -> Any:
     return next((one for one in get_args(kind) if isinstance(one, type) and issubclass(one, Section)), kind)
 
 
-def _unknown(key: Sequence[int | str], schema: type[AnyConfig]) -> str:
+def _unknown(key: Sequence[int | str], schema: Any) -> str:
     """What to say of a key or section that `schema` does not have: its place, its script or its nearest name."""
     name, last, known = _dotted(key), key[-1], _keys_of(_annotation(schema, key[:-1])).model_fields
     for owner, sections in ({schema: SECTIONS[schema]} | SECTIONS).items() if len(key) <= 2 else ():

@@ -52,7 +52,7 @@ ByContent = Annotated[T, BY_CONTENT]
 IfNamed = Annotated[T, IF_NAMED]
 
 
-def _must_be(words: str, holds: Callable[[Any], bool]) -> AfterValidator:
+def must_be(words: str, holds: Callable[[Any], object]) -> AfterValidator:
     def check(value: T) -> T:
         if not holds(value):
             raise ValueError(words)
@@ -88,32 +88,38 @@ Batch = Annotated[int, Field(ge=1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=100_000)]
 Denoising = Annotated[int, Field(ge=1, le=1_000)]  # sampling steps: the model knows 1000 timesteps
 Side = Annotated[int, Field(ge=1, le=16_384)]
+DetectionSide = Annotated[int, Field(ge=32, le=4_096, multiple_of=32)]  # of the coarsest stride of a face detector
 Pixels = Annotated[int, Field(ge=16 * 16, le=16_384**2)]
 # float32 would make a smaller or larger number 0 or infinite, here or in a product
 Number = Annotated[
     float,
     BeforeValidator(_from_text),
     Field(allow_inf_nan=False),
-    _must_be("0 or of a size in 1e-30..1e30", lambda value: value == 0 or 1e-30 <= abs(value) <= 1e30),
+    must_be("0 or of a size in 1e-30..1e30", lambda value: value == 0 or 1e-30 <= abs(value) <= 1e30),
 ]
-_not_tiny = _must_be("0 or at least 1e-12", lambda value: not 0 < value < 1e-12)
+_not_tiny = must_be("0 or at least 1e-12", lambda value: not 0 < value < 1e-12)
 Positive = Annotated[Number, Field(gt=0, le=1e12), _not_tiny]
 NonNegative = Annotated[Number, Field(ge=0, le=1e12), _not_tiny]
 Share = Annotated[Number, Field(ge=0, le=1)]
-PlainText = Annotated[str, _must_be("free of control characters", _is_plain)]
-Line = Annotated[PlainText, _must_be("a text of one line", lambda text: "\n" not in text and "\t" not in text)]
-Text = Annotated[Line, _must_be("a text that is not empty", lambda text: text.strip() != "")]
-_fits = _must_be("short enough for the name of a file", _is_path)
+FrameRate = Annotated[Number, Field(ge=0.1, le=1_000)]
+# of scores: beyond these, weight * (score - mean) / std would be a constant
+Mean = Annotated[Number, Field(ge=-1e6, le=1e6)]
+Deviation = Annotated[Number, Field(ge=1e-6, le=1e6)]
+Cap = Literal["self_similarity", "none"] | Annotated[Number, Field(gt=0, le=1)]
+PlainText = Annotated[str, must_be("free of control characters", _is_plain)]
+Line = Annotated[PlainText, must_be("a text of one line", lambda text: "\n" not in text and "\t" not in text)]
+Text = Annotated[Line, must_be("a text that is not empty", lambda text: text.strip() != "")]
+_fits = must_be("short enough for the name of a file", _is_path)
 PathLine = Annotated[Line, _fits]
 PathText = Annotated[Text, _fits]
 Off = Annotated[Literal[False], BeforeValidator(lambda value: None if value == 0 and value is not False else value)]
 Listed = Annotated[tuple[T, ...], Field(strict=False)]  # strictly, a tuple is no list of YAML's
 Name = Annotated[
-    str, _must_be("names of 1 to 80 printable characters", lambda name: name.isprintable() and 1 <= len(name) <= 80)
+    str, must_be("names of 1 to 80 printable characters", lambda name: name.isprintable() and 1 <= len(name) <= 80)
 ]
 _is_label = re.compile(r"[\w-]{1,80}").fullmatch  # it names the metric reward/<label>
-Label = Annotated[str, _must_be("names of 1 to 80 letters, digits, _ and -", lambda text: _is_label(text) is not None)]
-Setting = PlainText | bool | int | Number | None
+Label = Annotated[str, must_be("names of 1 to 80 letters, digits, _ and -", lambda text: _is_label(text) is not None)]
+Setting = PlainText | bool | int | Number | dict[Name, Number] | None
 
 
 def shown(value: object) -> str:
@@ -163,9 +169,9 @@ class RunConfig(Section):
     log_with: Free[Literal["tensorboard", "wandb", "none"]] = "tensorboard"
     # How many clips of sample videos are written at each save.
     sample_videos: Free[Whole] = 2
-    # Threads per process when there is no GPU; null divides the cores among the processes (accelerate launch
-    # would leave each with one), at most four for each core of the machine. As on another machine, their number changes
-    # the rounding.
+    # Threads per process when there is no GPU. null divides the usable cores (at most the container's CPU quota) among
+    # the processes; accelerate launch would leave each with one. At most four for each usable core. As on another
+    # machine, their number changes the rounding.
     cpu_threads: Free[Count | None] = None
 
     def conflicts(self) -> Iterator[str]:
@@ -293,13 +299,17 @@ class DataConfig(Section):
     num_frames: Annotated[int, Field(ge=1, le=10_000)] = 81
     # Frames taken per second of a clip, by their times (Wan was trained at 16); clips that have fewer are refused.
     # null: the frames as they are stored, whatever their rate.
-    fps: Annotated[Number, Field(ge=0.1, le=1_000)] | None = None
+    fps: FrameRate | None = None
     # Folder for what is computed once per clip: text embeddings, image latents, face pools, boundary latents. null:
     # <run.output_dir>/cache. Runs may share one; all processes must see the same.
     cache_dir: Free[PathText | None] = None
     # Leave out rows that cannot be used (and say which) instead of stopping with a list of them; of a clip whose cache
     # entries are lost during the run, train on the next one instead, and count it (data/replaced).
     skip_bad_rows: Free[bool] = False
+
+    def conflicts(self) -> Iterator[str]:
+        if self.num_frames == 1 and self.fps is not None:
+            yield f"data.fps is for videos, got {self.fps:g} with data.num_frames 1; remove it"
 
 
 class SharedSampleConfig(Section):
@@ -408,8 +418,8 @@ class TermConfig(GrpoTermConfig):
     """One of `reward.others` of train_reward_fl.py."""
 
     # What is trained is weight * (score - mean) / std.
-    mean: Number = 0.0
-    std: Positive = 1.0
+    mean: Mean = 0.0
+    std: Deviation = 1.0
 
 
 class SharedRewardConfig(Section):
@@ -436,9 +446,9 @@ class SharedRewardConfig(Section):
     # trained on, is nobody's; a clip without a larger one is of no use. Generated faces may have any size.
     min_face_size: NonNegative = 0.0
     # Side in pixels of the square that frames are fitted into for face detection.
-    det_size: Annotated[int, Field(ge=1, le=4_096)] = 640
+    det_size: DetectionSide = 640
     # Likeness above the cap is not paid for. self_similarity: the real clip's own mean pairwise likeness.
-    cap: IfNamed[Literal["self_similarity", "none"] | Number] = "self_similarity"
+    cap: IfNamed[Cap] = "self_similarity"
     # Faces embedded at a time; a smaller number takes less memory, and rounds otherwise.
     recogniser_chunk: IfNamed[Count] = 8
     # A warning is logged when the mean motion, as a ratio to the real clip's, falls below this, or the judge's flow,
@@ -473,8 +483,8 @@ class RewardConfig(SharedRewardConfig):
     # loss = -reward_weight * (reward - reward_mean) / reward_std + kl_weight * KL. The mean and std are those
     # of the untrained model's reward, so that reward_weight means the same for every recogniser.
     reward_weight: IfNamed[NonNegative] = 0.1
-    reward_mean: IfNamed[Number] = 0.54
-    reward_std: IfNamed[Positive] = 0.16
+    reward_mean: IfNamed[Mean] = 0.54
+    reward_std: IfNamed[Deviation] = 0.16
     # Weight of the reward face_motion beside face_identity, by the same pack, det_size and recogniser_chunk, with its
     # own settings at their defaults: at most the real clip's landmark motion is paid, with a gradient. 0: no such term.
     motion_weight: IfNamed[NonNegative] = 0.0
@@ -483,8 +493,13 @@ class RewardConfig(SharedRewardConfig):
     landmark_jitter: IfNamed[Annotated[NonNegative, Field(le=0.1)]] = 0.0
     # 0 skips the reference model's forward passes.
     kl_weight: IfNamed[NonNegative] = 1.0
-    # Whether the KL's gradient also travels back along the trajectory, or only into the step it is taken at.
-    kl_gradient: IfNamed[Literal["through_trajectory", "fixed_trajectory"]] = "through_trajectory"
+    # How the KL's gradient travels back along the trajectory to earlier active steps: exact (the gradient of the KL,
+    # with the steps that are not active held fixed), fixed_trajectory (it does not) or reference_constant (as in ROLL:
+    # the reference's velocity is taken as a constant). through_trajectory is an old name of the last.
+    kl_gradient: Annotated[
+        IfNamed[Literal["exact", "fixed_trajectory", "reference_constant", "through_trajectory"]],
+        Alike(("reference_constant", "through_trajectory")),
+    ] = "reference_constant"
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
@@ -802,6 +817,9 @@ MARKS: dict[str, list[object]] = {
 
 def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     yield from _resume_conflicts(cfg)
+    widest = cfg.data.width if cfg.data.max_pixels is None else cfg.data.max_pixels // 16
+    if cfg.reward.min_face_size > widest:
+        yield f"reward.min_face_size {cfg.reward.min_face_size:g} is wider than a frame ({widest}), so no face counts"
     if cfg.train.early_stop is not None and cfg.reward.held_out_model_path is None:
         yield (
             "train.early_stop is the held-out judge's, and reward.held_out_model_path is null; name the judge's face "

@@ -6,6 +6,7 @@ from rewardfl.data.clips import (
     DataError,
     clip_size,
     draw_boxes,
+    encode_video,
     fit,
     frame_rate,
     iter_frames,

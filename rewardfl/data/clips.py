@@ -193,7 +193,12 @@ def frame_rate(path: str | Path) -> float:
 
 
 def write_video(path: str | Path, video: Tensor, fps: float) -> None:
-    """Write `video`, uint8 (F, H, W, 3) or float (3, F, H, W) in [-1, 1], as H.264 mp4, atomically.
+    """Write `video`, as encode_video takes it, as H.264 mp4, atomically."""
+    atomic_write(path, encode_video(video, fps), durable=False)
+
+
+def encode_video(video: Tensor, fps: float) -> bytes:
+    """Return `video`, uint8 (F, H, W, 3) or float (3, F, H, W) in [-1, 1], as H.264 mp4.
 
     The same video gives the same bytes. The file is for looking at: 4:2:0 colour and compression change pixels, so no
     reward is computed from it.
@@ -201,7 +206,7 @@ def write_video(path: str | Path, video: Tensor, fps: float) -> None:
     frames = _frames(video)
     _, height, width, _ = frames.shape
     if height % 2 or width % 2:
-        raise ValueError(f"{path}: H.264 needs an even height and width, got {height} x {width}")
+        raise ValueError(f"H.264 needs an even height and width, got {height} x {width}")
     content = io.BytesIO()
     with av.open(content, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
@@ -210,7 +215,7 @@ def write_video(path: str | Path, video: Tensor, fps: float) -> None:
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
-    atomic_write(path, content.getvalue(), durable=False)
+    return content.getvalue()
 
 
 def write_picture(path: str | Path, image: Tensor) -> None:

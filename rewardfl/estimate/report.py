@@ -8,8 +8,9 @@ from dataclasses import replace
 from rewardfl.estimate import needs
 from rewardfl.estimate.advice import Machine, Option, fits, lacking, recommend, with_options
 from rewardfl.estimate.measure import Costs, measure
+from rewardfl.machine import memory as machine_memory
 from rewardfl.run.job import Job
-from rewardfl.run.monitor import machine_memory, total_memory
+from rewardfl.run.monitor import total_memory
 from rewardfl.run.work import Sampling, Work
 
 TFLOPS = 400.0  # TFLOP/s that an H100 reaches in bfloat16, when nothing else is said

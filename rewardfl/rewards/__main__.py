@@ -14,14 +14,15 @@ from pathlib import Path
 import torch
 import yaml
 
-from rewardfl import data
-from rewardfl.files import printable
+from rewardfl import data, trust
+from rewardfl.files import escape_unencodable_output, printable
 from rewardfl.rewards import REWARDS, Reward, build, find_reward
 
 COLUMNS = ("name", "differentiable", "range", "weights", "licence")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    escape_unencodable_output()
     parser = argparse.ArgumentParser(
         prog="python -m rewardfl.rewards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,12 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     score.add_argument("--reference", help="real clip that all videos are compared with (default: each with itself)")
     score.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     score.add_argument("videos", nargs="+", metavar="VIDEO")
+    trust.add_option(score)
     args = parser.parse_args(arguments)
     if args.command is None:
         print(list_rewards())
         return 0
     try:
-        reward = build(args.reward, read_settings(args.settings)).to(args.device)
+        reward = build(args.reward, read_settings(args.settings), "--settings").to(args.device)
         rows = (
             {row.video.stem: row for row in data.load_metadata(args.metadata) if row.video} if args.metadata else None
         )

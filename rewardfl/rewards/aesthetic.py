@@ -5,8 +5,10 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from rewardfl.config.schema import Count
 from rewardfl.rewards.clip import ImageTower, load_clip, load_weights, some
 from rewardfl.rewards.frames import FrameReward
+from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
 
 # github.com/christophschuhmann/improved-aesthetic-predictor: linear layers without activations between them; the
 # numbers are their places in its nn.Sequential, whose others are dropouts, which do nothing outside of training.
@@ -29,12 +31,12 @@ class AestheticReward(FrameReward):
 
     def __init__(
         self,
-        model_dir: str | Path,
-        head: str | Path,
-        frames: str | int = "all",
-        pooling: str = "mean",
+        model_dir: ExistingPath,
+        head: ExistingPath,
+        frames: Frames = "all",
+        pooling: Pooling = "mean",
         first_frame: bool = False,
-        chunk: int = 8,
+        chunk: Count = 8,
     ):
         super().__init__(frames, pooling, first_frame, chunk)
         self.head = load_head(head)

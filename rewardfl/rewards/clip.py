@@ -18,6 +18,7 @@ from transformers import CLIPModel, CLIPTokenizer
 
 from rewardfl.files import model_digest
 from rewardfl.rewards.frames import FrameReward
+from rewardfl.rewards.settings import Frames, Pooling
 
 # Of OpenAI's training images (github.com/openai/CLIP, clip.py); the LAION models and their fine-tunes keep them.
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -171,8 +172,8 @@ class PromptReward(FrameReward):
         model: CLIPModel,
         tokenizer_dir: str | Path,
         files: list[Path],
-        frames: str | int,
-        pooling: str,
+        frames: Frames,
+        pooling: Pooling,
         first_frame: bool,
         chunk: int,
     ):

@@ -1,10 +1,13 @@
 """Does a frame show what the prompt says? CLIPScore, Hessel et al. 2021, arXiv 2104.08718."""
 
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
+from rewardfl.config.schema import Count, Positive
 from rewardfl.rewards.clip import PromptReward, load_clip
+from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
 
 
 class ClipScoreReward(PromptReward):
@@ -22,16 +25,14 @@ class ClipScoreReward(PromptReward):
 
     def __init__(
         self,
-        model_dir: str | Path,
-        tokenizer_dir: str | Path = "",
-        weight: float = 100.0,
-        frames: str | int = "all",
-        pooling: str = "mean",
+        model_dir: ExistingPath,
+        tokenizer_dir: ExistingPath | Literal[""] = "",
+        weight: Positive = 100.0,
+        frames: Frames = "all",
+        pooling: Pooling = "mean",
         first_frame: bool = False,
-        chunk: int = 8,
+        chunk: Count = 8,
     ):
-        if not weight > 0:
-            raise ValueError(f"reward 'clip_score': weight must be positive, got {weight!r}")
         model = load_clip(model_dir)
         super().__init__(model, tokenizer_dir or model_dir, [Path(model_dir)], frames, pooling, first_frame, chunk)
         self.weight = weight

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from rewardfl.config.schema import Count, Number
 from rewardfl.rewards.frames import FrameReward
+from rewardfl.rewards.settings import Frames, Pooling
 
 
 class ColourReward(FrameReward):
@@ -21,13 +23,13 @@ class ColourReward(FrameReward):
 
     def __init__(
         self,
-        red: float = 1.0,
-        green: float = -0.5,
-        blue: float = -0.5,
-        frames: str | int = "all",
-        pooling: str = "mean",
+        red: Number = 1.0,
+        green: Number = -0.5,
+        blue: Number = -0.5,
+        frames: Frames = "all",
+        pooling: Pooling = "mean",
         first_frame: bool = False,
-        chunk: int = 8,
+        chunk: Count = 8,
     ):
         super().__init__(frames, pooling, first_frame, chunk)
         self.channels = (red, green, blue)

@@ -1,16 +1,19 @@
 """The held-out judge: who is seen, how the clip moves and looks, by measures that nothing was trained against."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from rewardfl import data
+from rewardfl.config.schema import Cap, Count, DetectionSide, NonNegative
 from rewardfl.rewards.base import RewardOutput
 from rewardfl.rewards.canaries import GRAIN, canaries
 from rewardfl.rewards.face.identity import FaceScore
+from rewardfl.rewards.face.pack import PackFolder
 from rewardfl.rewards.face.reward import FaceIdentityReward, ratio
 from rewardfl.rewards.motion import MIN_CHANGE
 from rewardfl.rewards.video_motion import FARNEBACK, LONG_SIDE, VideoMotion, video_motion
@@ -42,16 +45,14 @@ class FaceJudge(FaceIdentityReward):
 
     def __init__(
         self,
-        pack_dir: str | Path,
-        cap: str | float = "self_similarity",
-        det_size: int = 640,
-        chunk: int = 8,
-        people: str = "largest",
-        min_face_size: float = 0.0,
-        grid_period: int = 0,
+        pack_dir: PackFolder,
+        cap: Cap = "self_similarity",
+        det_size: DetectionSide = 640,
+        chunk: Count = 8,
+        people: Literal["largest", "all"] = "largest",
+        min_face_size: NonNegative = 0.0,
+        grid_period: Annotated[int, Field(ge=0, le=4_096, multiple_of=2)] = 0,
     ):
-        if grid_period < 0 or grid_period % 2:
-            raise ValueError(f"grid_period must be 0 or an even number of pixels, got {grid_period}")
         super().__init__(pack_dir, cap, det_size, chunk, people, min_face_size)
         self.grid_period = grid_period
 

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
+from rewardfl.config.schema import Count
 from rewardfl.rewards.clip import PromptReward, load_weights, normalise, some, unit_range
+from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
 
 # open_clip's ViT-H-14: 1280 / head_width 80 in the image tower, 1024 / 64 in the text tower
 HEADS = 16
@@ -51,12 +53,12 @@ class Hpsv2Reward(PromptReward):
 
     def __init__(
         self,
-        checkpoint: str | Path,
-        tokenizer_dir: str | Path,
-        frames: str | int = "all",
-        pooling: str = "mean",
+        checkpoint: ExistingPath,
+        tokenizer_dir: ExistingPath,
+        frames: Frames = "all",
+        pooling: Pooling = "mean",
         first_frame: bool = False,
-        chunk: int = 8,
+        chunk: Count = 8,
     ):
         model = load_open_clip(checkpoint)
         super().__init__(model, tokenizer_dir, [Path(checkpoint)], frames, pooling, first_frame, chunk)

@@ -4,13 +4,15 @@ Facts of the published scorer are from its package hpsv3 1.0.0 (github.com/Mizze
 """
 
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Literal
 
 from torch import Tensor, nn
 
+from rewardfl.config.schema import Count
 from rewardfl.rewards.clip import normalise, resize, unit_range
 from rewardfl.rewards.frames import FrameReward
 from rewardfl.rewards.qwen2_vl import JudgeFiles, Published, Question, load_judge, open_state, shown_size
+from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
 
 QUESTION = Question(
     literals=("INSTRUCTION", "prompt_with_special_token"),
@@ -46,14 +48,14 @@ class Hpsv3Reward(FrameReward):
 
     def __init__(
         self,
-        checkpoint: str | Path,
-        model_dir: str | Path,
-        prompt_file: str | Path,
-        frames: str | int = 4,
-        pooling: str = "mean",
+        checkpoint: ExistingPath,
+        model_dir: ExistingPath,
+        prompt_file: ExistingPath,
+        frames: Frames = 4,
+        pooling: Pooling = "mean",
         first_frame: bool = False,
-        chunk: int = 1,
-        dtype: str = "bfloat16",
+        chunk: Count = 1,
+        dtype: Literal["bfloat16", "float32"] = "bfloat16",
     ):
         super().__init__(frames, pooling, first_frame, chunk)
         files = JudgeFiles(model_dir, prompt_file)

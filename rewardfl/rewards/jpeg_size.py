@@ -2,12 +2,16 @@
 
 import io
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 from PIL import Image
+from pydantic import Field
 from torch import Tensor
 
+from rewardfl.config.schema import Count
 from rewardfl.rewards.frames import FrameReward
+from rewardfl.rewards.settings import Frames, Pooling
 
 
 class JpegSizeReward(FrameReward):
@@ -22,15 +26,13 @@ class JpegSizeReward(FrameReward):
 
     def __init__(
         self,
-        quality: int = 95,
-        frames: str | int = "all",
-        pooling: str = "mean",
+        quality: Annotated[int, Field(ge=1, le=95)] = 95,
+        frames: Frames = "all",
+        pooling: Pooling = "mean",
         first_frame: bool = False,
-        chunk: int = 8,
+        chunk: Count = 8,
     ):
         super().__init__(frames, pooling, first_frame, chunk)
-        if not 1 <= quality <= 95:
-            raise ValueError(f"reward 'jpeg_size': quality must be from 1 to 95, got {quality!r}")
         self.quality = quality
 
     def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:

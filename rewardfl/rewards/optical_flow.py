@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
+from rewardfl.config.schema import NonNegative, Number
 from rewardfl.rewards.base import Reward, RewardOutput, by_sample
 from rewardfl.rewards.motion import alike
 
@@ -46,19 +49,18 @@ class OpticalFlowReward(Reward):
     range = "[-2, 1]; [0, 1] without reversals"
     nothing_found = "nothing moves in"
 
-    def __init__(self, reversals: float = 1.0, wanted_flow: float | None = None, wanted_reversals: float | None = None):
+    def __init__(
+        self,
+        reversals: NonNegative = 1.0,
+        wanted_flow: Annotated[Number, Field(ge=MIN_FLOW)] | None = None,
+        wanted_reversals: Annotated[Number, Field(ge=-1, le=1)] | None = None,
+    ):
         super().__init__()
-        if not 0 <= reversals < math.inf:
-            raise ValueError(f"reversals must be a weight of at least 0, got {reversals}")
         if (wanted_flow is None) != (wanted_reversals is None):
             raise ValueError("wanted_flow and wanted_reversals stand for the real clip's together; give both or none")
         self.reversals = reversals
         self.wanted: tuple[float, float] | None = None
         if wanted_flow is not None and wanted_reversals is not None:
-            if not MIN_FLOW <= wanted_flow < math.inf:
-                raise ValueError(f"wanted_flow must be at least {MIN_FLOW} pixels per frame, got {wanted_flow}")
-            if not -1 <= wanted_reversals <= 1:
-                raise ValueError(f"wanted_reversals must be from -1 to 1, as minus a cosine is, got {wanted_reversals}")
             self.wanted = (wanted_flow, wanted_reversals)
 
     @property

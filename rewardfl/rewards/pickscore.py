@@ -1,10 +1,13 @@
 """Which of two images would people pick for this prompt? Pick-a-Pic, Kirstain et al. 2023, arXiv 2305.01569."""
 
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
+from rewardfl.config.schema import Count, Positive
 from rewardfl.rewards.clip import PromptReward, load_clip
+from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
 
 
 class PickScoreReward(PromptReward):
@@ -23,16 +26,14 @@ class PickScoreReward(PromptReward):
 
     def __init__(
         self,
-        model_dir: str | Path,
-        tokenizer_dir: str | Path = "",
-        divisor: float = 1.0,
-        frames: str | int = "all",
-        pooling: str = "mean",
+        model_dir: ExistingPath,
+        tokenizer_dir: ExistingPath | Literal[""] = "",
+        divisor: Positive = 1.0,
+        frames: Frames = "all",
+        pooling: Pooling = "mean",
         first_frame: bool = False,
-        chunk: int = 8,
+        chunk: Count = 8,
     ):
-        if not divisor > 0:
-            raise ValueError(f"reward 'pickscore': divisor must be positive, got {divisor!r}")
         model = load_clip(model_dir)
         super().__init__(model, tokenizer_dir or model_dir, [Path(model_dir)], frames, pooling, first_frame, chunk)
         self.scale = model.logit_scale.exp().item() / divisor

@@ -354,8 +354,6 @@ def load_judge(
 
     ValueError, naming the file, for whatever is missing or other, from the small files to the large one.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     text = read_text(files.prompt_file, question)
     config = read_config(files.model_dir)
     tokenizer = load_qwen_tokenizer(files.model_dir, question, config)

@@ -2,16 +2,18 @@
 
 import importlib
 import importlib.util
-import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from rewardfl import trust
 from rewardfl.config import WantedReward, did_you_mean
 from rewardfl.rewards.base import Reward, RewardError
 from rewardfl.rewards.checked import checked
+from rewardfl.rewards.settings import check_settings
 from rewardfl.rewards.terms import Term
 
 Chosen = tuple[WantedReward, type[Reward]]
@@ -34,40 +36,34 @@ REWARDS: dict[str, str] = {
 }
 
 
-def build(name: str, settings: dict[str, object]) -> Reward:
+def build(name: str, settings: Mapping[str, object], place: str = "settings") -> Reward:
     """The reward called `name`, `settings` its constructor's arguments, every call of it checked (see checked).
 
-    name: as for find_reward. Raises ValueError for an unknown name, a class that is no reward, and unknown or missing
-    settings.
+    name: as for find_reward. place: where the settings stand, for messages. Raises ValueError for an unknown name, a
+    class that is no reward or may not be loaded, and settings that are unknown, missing or of another type.
     """
     cls = find_reward(name)
-    check_settings(cls, name, settings)
-    return checked(cls(**settings))
+    return checked(cls(**check_settings(cls, settings, place)))
 
 
-def check_settings(cls: type[Reward], name: str, settings: dict[str, object]) -> None:
-    """ValueError for settings that the class of this name does not take, and for some that it needs and are missing."""
-    known, required = settings_of(cls)
-    for key in settings:
-        if key not in known:
-            raise ValueError(f"reward {name!r} has no setting {key!r}{did_you_mean(key, known)}; {_takes(known)}")
-    missing = [key for key in required if key not in settings]
-    if missing:
-        raise ValueError(f"reward {name!r} needs the setting {missing[0]!r}; {_takes(known)}")
+def find_terms(wanted: Sequence[WantedReward], here: bool = True) -> list[Chosen]:
+    """The rewards with their classes and checked settings, of which none is made yet.
 
-
-def find_terms(wanted: Sequence[WantedReward]) -> list[Chosen]:
-    """The rewards with their classes, of which none is made yet. RewardError for an unknown one, or other settings."""
+    RewardError for an unknown one, for code that may not be loaded, and for settings that are wrong. here: whether
+    the files that settings name must exist, as for a run on this machine.
+    """
     found = []
     for one in wanted:
-        place = f"{one.key}.name" if one.key.startswith("reward.others.") else one.key
         try:
             cls = find_reward(one.name)
-            place = _place_of_settings(one.key)
-            check_settings(cls, one.name, one.settings)
         except ValueError as error:
+            place = f"{one.key}.name" if one.key.startswith("reward.others.") else one.key
             raise RewardError(f"{place}: {error}") from error
-        found.append((one, cls))
+        try:
+            settings = check_settings(cls, one.settings, _place_of_settings(one.key), here)
+        except ValueError as error:
+            raise RewardError(str(error)) from error
+        found.append((replace(one, settings=settings), cls))
     return found
 
 
@@ -91,7 +87,7 @@ def build_terms(found: Sequence[Chosen], device: torch.device) -> list[Term]:
         place = _place_of_settings(one.key)
         try:
             reward = checked(cls(**one.settings)).to(device)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise RewardError(f"{place}: {error}") from error
         reward.place = place
         terms.append(Term(one.key, one.label, reward, one.weight, one.mean, one.std))
@@ -106,7 +102,10 @@ def _place_of_settings(key: str) -> str:
 
 
 def find_reward(name: str) -> type[Reward]:
-    """The class of a reward in REWARDS, or a user's own: "module:Class", "path/to/file.py:Class"."""
+    """The class of a reward in REWARDS, or a user's own: "module:Class", "path/to/file.py:Class".
+
+    Code outside this package is loaded only where the command line allows it (trust).
+    """
     if name in REWARDS:
         module, _, attribute = REWARDS[name].partition(":")
         try:
@@ -123,6 +122,8 @@ def find_reward(name: str) -> type[Reward]:
             f"{name!r} is not a reward{did_you_mean(name, REWARDS)}; choose from {choices}, or name a class of your "
             f"own as module:Class or {name if name.endswith('.py') else 'path/to/file.py'}:Class"
         )
+    if refusal := trust.refusal(name, place):
+        raise ValueError(refusal)
     module = _module_of_file(Path(place)) if place.endswith(".py") else _module(place)
     cls = vars(module).get(attribute)
     if cls is None:
@@ -132,14 +133,6 @@ def find_reward(name: str) -> type[Reward]:
     if not cls.name:
         raise ValueError(f"{name} must have a class attribute `name`, under which its references are cached")
     return cls
-
-
-def settings_of(cls: type[Reward]) -> tuple[list[str], list[str]]:
-    """The names of all settings of a reward, and of those without a default."""
-    # nn.Module's own constructor takes *args and **kwargs, which are no settings
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = [value for value in inspect.signature(cls).parameters.values() if value.kind in named]
-    return [value.name for value in parameters], [value.name for value in parameters if value.default is value.empty]
 
 
 def _module(name: str):
@@ -160,7 +153,3 @@ def _module_of_file(path: Path):
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
-
-
-def _takes(known: list[str]) -> str:
-    return f"it takes {', '.join(known)}" if known else "it takes none"

@@ -12,6 +12,7 @@ import os
 import pickle
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import warnings
@@ -25,6 +26,7 @@ from typing import Any, TextIO
 
 import psutil
 import torch
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, ValidationError
 
 import rewardfl
 from rewardfl.config import BY_CONTENT, FREE, IF_NAMED, MARKS, Alike, shown
@@ -79,7 +81,6 @@ class RunFolder:
     def __init__(self):
         self.path: Path | None = None
         self._lock: TextIO | None = None
-        self._run_json: str | None = None  # as write_run_json wrote it
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -96,8 +97,6 @@ class RunFolder:
             self._take_lock()
 
     def _take_lock(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
         self._lock = (self.path / LOCK).open("a+", encoding="utf-8", errors="replace")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,38 +125,20 @@ class RunFolder:
         config, base_model and changes are what a later start compares with; command, versions, git_commit, face_packs
         and init_from are for people.
         """
-        self._run_json = json.dumps(record, indent=2) + "\n"
         path = self.path / RUN_JSON
         with writing(path, "checkpoints and metrics are as they were"):
-            atomic_write(path, self._run_json)
+            atomic_write(path, json.dumps(record, indent=2) + "\n")
 
-    def keep(self) -> None:
-        """To be called before the run writes: the folder is still the one that was taken, or becomes it again.
-
-        One that was deleted or moved away is made anew with its run.json (metrics.jsonl: see MetricsFile), and is said;
-        what was trained is in memory. CheckpointError where another run has come in its place.
-        """
-        run_json = self.path / RUN_JSON
+    def check_present(self) -> None:
+        """Raise CheckpointError unless the folder is still the one that was taken. Called before the run writes."""
         try:
             if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):
                 return
-            foreign = True
-        except OSError:  # it is gone, maybe with the folder
-            foreign = run_json.is_file() and run_json.read_text(encoding="utf-8", errors="replace") != self._run_json
-        if foreign:
-            raise CheckpointError(
-                f"run.output_dir {self.path} was deleted or moved away during the run, and another run is there now; "
-                "this one stops, so that they do not mix: start it again with another run.output_dir"
-            )
-        self.take(self.path)
-        if self._run_json is None or run_json.is_file():
-            return
-        with writing(run_json, "it is tried again at the next step"):
-            atomic_write(run_json, self._run_json)
-        warnings.warn(
-            f"run.output_dir {self.path} was deleted or moved away during the run: run.json and metrics.jsonl are "
-            "written anew, checkpoints from the next one on",
-            stacklevel=2,
+        except FileNotFoundError:
+            pass
+        raise CheckpointError(
+            f"run.output_dir {self.path} was deleted, moved away or replaced during the run ({LOCK} is not this run's "
+            "any more), so this run stops; move the folder back or take another one, and start the same command again"
         )
 
 
@@ -171,17 +152,6 @@ RUN_JSON = "run.json"
 STRAYS = (f"{RUN_JSON}.tmp-*", "metrics.jsonl.tmp-*", "checkpoints/*.tmp-*")
 SHARED_STRAYS = ("samples/*/*.tmp-*", "cache/*/*/*.tmp-*")
 
-# {key that a run.json of an earlier version lacks: the value by which it did what it did}
-ABSENT: dict[str, Any] = {
-    "reward.motion_weight": 0.0,
-    "reward.people": "largest",
-    "reward.min_face_size": 0.0,
-    "reward.second_model_path": None,
-    "reward.landmark_jitter": 0.0,
-    "train.ema_decay": 0.0,
-    "train.max_sample_norm": None,
-}
-
 
 @dataclass(frozen=True)
 class Resumption:
@@ -193,8 +163,12 @@ class Resumption:
     base: Mapping[str, str] = field(default_factory=dict)  # {part of the base model: digest of its files}
 
 
-def prepare_output_dir(run_folder: RunFolder, config: dict[str, dict], base_model: Mapping[str, str]) -> Resumption:
+def prepare_output_dir(
+    run_folder: RunFolder | None, config: dict[str, dict], base_model: Mapping[str, str]
+) -> Resumption:
     """Take and create the run's folder, or make sure that what it holds is this run; remove what a kill left behind.
+
+    run_folder: None for a dry run, which is refused what a start is refused, and changes nothing.
 
     config: as config.to_dict gives it; base_model: {part: digest of its weights}. A run that never finished a step
     holds nothing and may be replaced. Raises CheckpointError for a folder that another process is using, for another
@@ -202,14 +176,11 @@ def prepare_output_dir(run_folder: RunFolder, config: dict[str, dict], base_mode
     for damaged files, and for a folder that cannot be written.
     """
     output_dir, resume = Path(config["run"]["output_dir"]), config["run"]["resume_from_checkpoint"]
-    run_folder.take(output_dir)
-    with writing(output_dir, "nothing was changed"):
-        (output_dir / "checkpoints").mkdir(exist_ok=True)
-        (output_dir / f"{RUN_JSON}.tmp-probe").write_bytes(b"x" * 4096)  # refused now, not after the weights are loaded
-        ours = [path for pattern in STRAYS for path in output_dir.glob(pattern)]
-        shared = [path for pattern in SHARED_STRAYS for path in output_dir.glob(pattern) if is_left_behind(path)]
-        for stray in ours + shared:
-            _remove(stray)
+    if run_folder is None:
+        _check_writable(output_dir)
+    else:
+        run_folder.take(output_dir)
+        _clean(output_dir)
     named = resume not in (False, "auto")
     found = _resumption(find_checkpoint(output_dir, resume), config, base_model) if named else Resumption()
     if not _holds_steps(output_dir):
@@ -220,14 +191,61 @@ def prepare_output_dir(run_folder: RunFolder, config: dict[str, dict], base_mode
             "it: run.resume_from_checkpoint=auto"
         )
     _changes(output_dir, config, base_model)
-    MetricsFile(output_dir / "metrics.jsonl").read()
+    path = found.path if named else find_checkpoint(output_dir, resume)
+    if path is not None:
+        _check_metrics(output_dir / "metrics.jsonl", path)
     if not named:
-        path = find_checkpoint(output_dir, resume)
         found = _resumption(path, config, base_model) if path else Resumption()
+    if not named and run_folder is not None:
         # a kill may have come between a checkpoint and its links, and the last one may be damaged
         with writing(output_dir / "checkpoints" / "latest", "the checkpoints are as they were"):
             _point_links(output_dir, path)
     return found
+
+
+def _check_writable(output_dir: Path) -> None:
+    """WriteError for a folder that could not be made, or not be written to."""
+    existing = next(path for path in (output_dir, *output_dir.parents) if os.path.lexists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        why = "may not be written" if existing.is_dir() else "is no folder"
+        raise WriteError(f"run.output_dir {output_dir} could not be written ({existing} {why}); take another folder")
+
+
+def _clean(output_dir: Path) -> None:
+    """Try whether the folder takes a file, and remove what a kill left behind."""
+    with writing(output_dir, "nothing was changed"):
+        (output_dir / "checkpoints").mkdir(exist_ok=True)
+        (output_dir / f"{RUN_JSON}.tmp-probe").write_bytes(b"x" * 4096)  # refused now, not after the weights are loaded
+        ours = [path for pattern in STRAYS for path in output_dir.glob(pattern)]
+        shared = [path for pattern in SHARED_STRAYS for path in output_dir.glob(pattern) if is_left_behind(path)]
+        for stray in ours + shared:
+            _remove(stray)
+
+
+def _check_metrics(metrics: Path, folder: Path) -> None:
+    """CheckpointError unless metrics.jsonl begins with the lines that the checkpoint was saved with.
+
+    Early stop, alarms and `best` are computed from them. What comes after the checkpoint may be cut off.
+    """
+    saved = load_metrics(folder).encode()
+    lines = metrics.read_bytes() if metrics.is_file() else b""
+    if not lines.startswith(saved):
+        number = saved.count(b"\n", 0, len(os.path.commonprefix([lines, saved]))) + 1
+        raise CheckpointError(
+            f"{metrics} has lost or changed lines: line {number} is not the one that {folder} was saved with; put the "
+            f"checkpoint's copy back: {shlex.join(['cp', str(folder / METRICS), str(metrics)])}"
+        )
+
+
+def load_metrics(folder: Path) -> str:
+    """Return metrics.jsonl as it was when the checkpoint was saved."""
+    try:
+        return (folder / METRICS).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} was not written by this version of rewardfl; resume with the version that wrote it, or start a "
+            f"new run in another run.output_dir from its adapter: lora.init_from={folder}"
+        ) from None
 
 
 def _remove(path: Path) -> None:
@@ -245,7 +263,7 @@ def _holds_steps(output_dir: Path) -> bool:
 def _resumption(path: Path, config: dict[str, dict], base_model: Mapping[str, str]) -> Resumption:
     """How to go on from a complete checkpoint, whose run.json is beside the folder that it lies in."""
     earlier, changed = _changes(path.parent.parent, config, base_model)
-    step = _manifest(path)["step"]
+    step = _Manifest.model_validate_json((path / MANIFEST).read_bytes()).step
     # what was changed after a checkpoint that is gone is in force from this one on
     earlier = [change | {"step": min(change["step"], step)} for change in earlier]
     return Resumption(path, step, (*earlier, *({**change, "step": step} for change in changed)))
@@ -256,9 +274,14 @@ def _changes(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(the changes that run.json lists, those that it does not: key, old, new). CheckpointError for any other."""
     record = _read_run_json(run_dir / RUN_JSON)
-    old = _flat(record["config"] | {"base_model": record["base_model"]})
+    old = _flat(record.config | {"base_model": record.base_model})
     new = _flat(config | {"base_model": base_model})
-    old = {key: value for key, value in ABSENT.items() if key in new} | old
+    if other_keys := sorted(_flat(record.config).keys() ^ _flat(config).keys()):
+        raise CheckpointError(
+            f"{run_dir / RUN_JSON} was written by another version of rewardfl, whose settings are others "
+            f"({', '.join(other_keys[:5])}); resume with that version, or start a new run in another folder from the "
+            f"adapter: lora.init_from={run_dir}/checkpoints/latest"
+        )
     free = _free_keys(old, new)
     differing = [
         {"key": key, "old": old.get(key), "new": new.get(key)}
@@ -270,7 +293,7 @@ def _changes(
     refused = [change for change in differing if change["key"] not in named]
     if refused:
         raise CheckpointError(_refusal(run_dir, refused))
-    return record["changes"], differing
+    return [change.model_dump() for change in record.changes], differing
 
 
 def _free_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> frozenset[str]:
@@ -298,29 +321,34 @@ def listing(changes: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{one['key']} {shown(one['old'])} -> {shown(one['new'])}" for one in changes)
 
 
-def _read_run_json(path: Path) -> dict[str, Any]:
-    """config, base_model and changes of a run.json. CheckpointError when it is missing or damaged."""
+class _Change(BaseModel):
+    key: str
+    old: Any
+    new: Any
+    step: NonNegativeInt
+
+
+class _RunRecord(BaseModel):
+    """What a later start reads of run.json."""
+
+    config: dict[str, dict[str, Any]]
+    base_model: dict[str, str]
+    changes: list[_Change]
+
+
+def _read_run_json(path: Path) -> _RunRecord:
+    """Return the record of a run.json. CheckpointError when it is missing or damaged."""
     if not path.is_file():
         raise CheckpointError(
             f"{path} is missing, so nothing says whether this is the same run; put it back or use another folder"
         )
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        config, base_model, changes = record["config"], record.get("base_model", {}), record.get("changes", [])
-        whole = all(isinstance(section, dict) for section in (*config.values(), base_model))
-        whole = whole and all({"key", "old", "new"} <= one.keys() and _is_step(one["step"]) for one in changes)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        whole = False
-    if not whole:
+        return _RunRecord.model_validate_json(path.read_bytes())
+    except ValidationError as error:
         raise CheckpointError(
             f"{path} is damaged, so nothing says whether this is the same run; put it back as the run wrote it, or use "
             f"another folder (lora.init_from={path.parent}/checkpoints/latest starts a new run from the adapter)"
-        )
-    return {"config": config, "base_model": base_model, "changes": changes}
-
-
-def _is_step(value: Any) -> bool:
-    return type(value) is int and value >= 0
+        ) from error
 
 
 def _flat(config: Mapping[str, Mapping]) -> dict[str, Any]:
@@ -356,40 +384,50 @@ def git_commit(folder: str | Path) -> str | None:
 # metrics.jsonl
 
 
-class MetricsFile:
-    """metrics.jsonl: one JSON object per step. Call `cut_back` before the first `append` of a process."""
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    __pydantic_extra__: dict[str, int | float | None]
 
-    def __init__(self, path: str | Path):
+    step: NonNegativeInt
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object per step. Call `start` before the first `append` of a process.
+
+    text: the lines up to the checkpoint that the run resumes from, then all of the run. Each checkpoint has a copy.
+    """
+
+    def __init__(self, path: str | Path, text: str = ""):
         self.path = Path(path)
-        self.lines: list[str] = []  # of the whole file, should somebody delete it
-        self.written = 0  # of them, those that the file holds
+        self.text = text
+        self.waiting = ""  # lines that the disk did not take
+
+    def start(self) -> None:
+        """Drop what the file has after the checkpoint, and what a kill or a power cut left at its end."""
+        with writing(self.path, "it is as it was"):
+            atomic_write(self.path, self.text)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line {"step": step, **values}; nan and inf, which JSON cannot say, are written as null.
 
-        WriteError when that fails; the line then waits, and is written with the next one that can be. A file that is
-        gone is written anew, with all lines.
+        WriteError when that fails; the line then waits, and is written with the next one that can be.
         """
-        line = {"step": step} | {key: value if math.isfinite(value) else None for key, value in values.items()}
-        self.lines.append(json.dumps(line) + "\n")
+        record = {"step": step} | {key: value if math.isfinite(value) else None for key, value in values.items()}
+        line = json.dumps(record) + "\n"
+        self.text += line
+        self.waiting += line
         with writing(self.path, "the lines since then are kept in memory and written when they can be"):
-            length = self.path.stat().st_size if self.path.exists() else None
-            self.written = 0 if length is None else self.written
+            length = self.path.stat().st_size if self.path.exists() else 0
             try:
                 with self.path.open("a", encoding="utf-8") as file:
-                    file.write("".join(self.lines[self.written :]))
+                    file.write(self.waiting)
+                    file.flush()
+                    os.fsync(file.fileno())  # a power cut may not take lines that a checkpoint counts on
             except OSError:
-                if self.path.exists():  # half a line would spoil the next one
-                    os.truncate(self.path, length or 0)
+                if self.path.exists():
+                    os.truncate(self.path, length)  # half a line would spoil the next one
                 raise
-        self.written = len(self.lines)
-
-    def cut_back(self, step: int) -> None:
-        """Drop the lines after `step` and a last line that a kill cut off."""
-        self.lines = [json.dumps(line) + "\n" for line in self.read() if line["step"] <= step]
-        with writing(self.path, "it is as it was"):
-            atomic_write(self.path, "".join(self.lines))
-        self.written = len(self.lines)
+        self.waiting = ""
 
     def read(self) -> list[dict[str, Any]]:
         """All lines, without a last one that is cut off; none when there is no file yet.
@@ -403,18 +441,12 @@ class MetricsFile:
 
     def _parsed(self, number: int, line: str) -> dict[str, Any]:
         try:
-            values = json.loads(line)
-            whole = _is_step(values["step"]) and all(
-                type(value) in (int, float, type(None)) for value in values.values()
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            whole = False
-        if not whole:
+            return _Line.model_validate_json(line).model_dump()
+        except ValidationError as error:
             raise CheckpointError(
                 f"{self.path}, line {number} is no line of metrics ({shown(line)}); mend or delete it, then the same "
                 "command goes on"
-            )
-        return values
+            ) from error
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -422,6 +454,7 @@ class MetricsFile:
 
 MANIFEST = "manifest.json"
 STATE = Path("state") / "state.pt"
+METRICS = Path("state") / "metrics.jsonl"  # a copy, of the lines up to the checkpoint
 
 
 def folder_of(output_dir: str | Path, step: int) -> Path:
@@ -435,14 +468,15 @@ def save_checkpoint(
     state: dict[str, Any],
     score: float | None = None,
     keep_last: int | None = None,
+    metrics: str = "",
 ) -> Path:
     """Write checkpoints/step-<step> atomically, point `latest` and `best` at what they mean, and return its path.
 
     write_adapter: puts the adapter's files into the folder it is given; OSError when it cannot. state: optimizer,
     scheduler, position and so on, as tensors, numbers, strings, and dicts and lists of them: `load_state` reads no
     more. score: larger is better; None or nan never becomes `best`. keep_last: older checkpoints than the last that
-    many are deleted, `latest` and `best` excepted; None keeps all. WriteError when the disk does not take it:
-    the checkpoints before are as they were, and nothing of this one is left.
+    many are deleted, `latest` and `best` excepted; None keeps all. metrics: the lines of metrics.jsonl. WriteError when
+    the disk does not take it: the checkpoints before are as they were, and nothing of this one is left.
     """
     path = folder_of(output_dir, step)
     record = {"step": step, "score": score if score is not None and math.isfinite(score) else None}
@@ -450,6 +484,7 @@ def save_checkpoint(
         with atomic_directory(path) as folder:
             write_adapter(folder)
             _save_state(state, folder / STATE)
+            (folder / METRICS).write_text(metrics, encoding="utf-8")
             listing = {
                 str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
                 for file in _files(folder)
@@ -524,43 +559,48 @@ def _files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
+class _FileRecord(BaseModel):
+    bytes: int
+    sha256: str
+
+
+class _Manifest(BaseModel):
+    step: NonNegativeInt
+    score: FiniteFloat | None
+    files: dict[str, _FileRecord]
+
+
 def _damage(path: Path) -> str:
     """What is wrong with a checkpoint; empty if every file is there as it was written."""
     if not (path / MANIFEST).is_file():
         return f"{MANIFEST} is missing"
     manifest = _manifest(path)
     named = re.fullmatch(r"step-(\d+)", path.name)
-    if not manifest or str(STATE) not in manifest["files"] or (named and int(named[1]) != manifest["step"]):
+    if manifest is None or str(STATE) not in manifest.files or (named and int(named[1]) != manifest.step):
         return f"{MANIFEST} is cut off or altered"
-    for name, stated in manifest["files"].items():
+    for name, stated in manifest.files.items():
         if not (path / name).is_file():
             return f"{name} is missing"
         found = (path / name).stat().st_size
-        if found != stated["bytes"]:
-            return f"{name} has {found} bytes of {stated['bytes']}"
-        if sha256(path / name) != stated["sha256"]:
+        if found != stated.bytes:
+            return f"{name} has {found} bytes of {stated.bytes}"
+        if sha256(path / name) != stated.sha256:
             return f"{name} was altered: its sha256 is not that of {MANIFEST}"
     return ""
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    """A checkpoint's {"step", "score", "files": {name: {"bytes", "sha256"}}}; empty when it is damaged."""
+def _manifest(path: Path) -> _Manifest | None:
+    """Return a checkpoint's manifest; None when it is damaged."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        whole = _is_step(manifest["step"]) and all(
-            type(file["bytes"]) is int and type(file["sha256"]) is str for file in manifest["files"].values()
-        )
-        score = manifest["score"]
-        whole = whole and (score is None or (type(score) in (int, float) and math.isfinite(score)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}
-    return manifest if whole else {}
+        return _Manifest.model_validate_json((path / MANIFEST).read_bytes(), strict=True)
+    except (OSError, ValidationError):
+        return None
 
 
 def _score(path: Path) -> float:
     """That the checkpoint was saved with; -inf for none, and for a damaged one."""
-    score = _manifest(path).get("score")
-    return -math.inf if score is None else score
+    manifest = _manifest(path)
+    return -math.inf if manifest is None or manifest.score is None else manifest.score
 
 
 def _point_links(output_dir: Path, last: Path | None) -> None:

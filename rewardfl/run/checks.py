@@ -3,11 +3,16 @@
 Each raises ConfigError, or returns what it looked up.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from accelerate.tracking import get_available_trackers
+
 from rewardfl.config import AnyConfig, ConfigError, RewardFlConfig, wanted_rewards
+from rewardfl.data import Row
 from rewardfl.files import sha256
 from rewardfl.rewards.face import pack as face_pack
+from rewardfl.rewards.face.detect import FaceDetector
 
 
 def check_batch(cfg: RewardFlConfig, num_processes: int) -> int:
@@ -54,6 +59,15 @@ def check_sharding(cfg: AnyConfig, sharding: str) -> None:
         )
 
 
+def check_tracker(name: str) -> None:
+    """ConfigError for a run.log_with whose package is missing."""
+    if name not in ("none", *map(str, get_available_trackers())):
+        raise ConfigError(
+            f"run.log_with is {name}, which is not installed: pip install {name}, or set run.log_with: none "
+            "(metrics.jsonl is always written)"
+        )
+
+
 def check_threads(cpu_threads: int | None, cores: int) -> None:
     """ConfigError for more threads than four for each of the machine's cores: 100,000 crash torch."""
     if cpu_threads is not None and cpu_threads > 4 * cores:
@@ -61,6 +75,22 @@ def check_threads(cpu_threads: int | None, cores: int) -> None:
             f"run.cpu_threads must be at most {4 * cores} on this machine of {cores} cores, got {cpu_threads}; set it "
             f"to {cores}, or to null"
         )
+
+
+def check_held_out(rows: Sequence[Row], held_out: Sequence[Row]) -> list[str]:
+    """Return a note on clips that are trained on and evaluated. ConfigError where all of the evaluated ones are."""
+
+    def content(row: Row) -> tuple[str | Path, ...]:
+        return (row.prompt, *(path.resolve() for path in row.files.values() if path is not None))
+
+    trained = {content(row) for row in rows}
+    shared = sum(content(row) in trained for row in held_out)
+    if held_out and shared == len(held_out):
+        raise ConfigError(
+            f"evaluation.eval_clips: all of its {shared} rows are rows of data.file_name, so nothing is held out; name "
+            "other clips, or null"
+        )
+    return [f"note: {shared} of {len(held_out)} rows of evaluation.eval_clips are trained on, too"] if shared else []
 
 
 def check_paths(cfg: AnyConfig) -> None:
@@ -80,7 +110,9 @@ def check_paths(cfg: AnyConfig) -> None:
         folder = getattr(cfg.reward, key)
         try:
             if folder is not None:
-                face_pack.pack_files(folder)
+                detector, _ = face_pack.pack_files(folder)
+                if key != "second_model_path":  # of which the recogniser alone is used
+                    FaceDetector(detector, cfg.reward.det_size)
         except (OSError, ValueError) as error:
             problems.append(f"reward.{key}: {error}")
     if problems:

@@ -38,12 +38,14 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    ProjectConfiguration,
     broadcast_object_list,
     gather_object,
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rewardfl import machine
 from rewardfl.files import printable
 from rewardfl.run.prepare import Share
 from rewardfl.sharding import placed, whole
@@ -62,19 +64,27 @@ class LaunchError(ValueError):
 class Job:
     """The processes of a run, through accelerate. Every method that gathers is called by all of them."""
 
-    def __init__(self, max_grad_norm: float, unused_parameters: bool = False, cpu_threads: int | None = None):
+    def __init__(
+        self,
+        max_grad_norm: float,
+        unused_parameters: bool = False,
+        cpu_threads: int | None = None,
+        log_with: str = "none",
+        output_dir: str | None = None,
+    ):
         """Connect the processes. LaunchError when what runs is not what was asked for.
 
         max_grad_norm: what `step` will be given. unused_parameters: some backward passes leave out some parameters, as
         those through one of two trained experts do. cpu_threads: of each process on a CPU, by default its share.
+        log_with, output_dir: the tracker, see Log, and the run's folder.
         """
-        self.accelerator = make_accelerator(max_grad_norm, unused_parameters)
+        self.accelerator = make_accelerator(max_grad_norm, unused_parameters, log_with, output_dir)
         self.device = self.accelerator.device
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.main = self.accelerator.is_main_process
         self.share = Share(self.rank, self.world, quiet=not self.main)
         if self.device.type == "cpu":
-            torch.set_num_threads(cpu_threads or max(1, os.cpu_count() // self.world))
+            torch.set_num_threads(machine.threads_of_process(cpu_threads, self.world))
 
     def say(self, line: str) -> None:
         """Print a line, once on each machine."""
@@ -287,7 +297,9 @@ def _copy_part(parameter: nn.Parameter, value: Tensor, vector: Tensor) -> None:
 # Start
 
 
-def make_accelerator(max_grad_norm: float, unused_parameters: bool) -> Accelerator:
+def make_accelerator(
+    max_grad_norm: float, unused_parameters: bool, log_with: str, output_dir: str | None
+) -> Accelerator:
     """The Accelerator of a training script, checked; see Job.
 
     LaunchError when what runs is not what was asked for. DeepSpeed's configuration gets here what it would
@@ -305,6 +317,8 @@ def make_accelerator(max_grad_norm: float, unused_parameters: bool) -> Accelerat
     accelerator = Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         kwargs_handlers=handlers,
+        log_with=None if log_with == "none" else log_with,
+        project_config=ProjectConfiguration(logging_dir=f"{output_dir}/logs"),
     )
     check_processes(accelerator, os.environ)
     if deepspeed:
@@ -359,8 +373,6 @@ def check_processes(accelerator: Accelerator, environment: os._Environ | dict[st
             f"the launcher started {world} processes, accelerate sees {accelerator.num_processes} "
             f"({accelerator.distributed_type.value}): each would train alone"
         )
-    if accelerator.mixed_precision != "no":
-        raise LaunchError(f"accelerate's mixed_precision is {accelerator.mixed_precision}; set mixed_precision: no")
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None and plugin.zero_stage != 2:
         raise LaunchError(

@@ -3,20 +3,28 @@
 And how many updates in a row have taught nothing: a run that has stopped learning is stopped.
 """
 
+import json
 import math
+import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl.config import AnyConfig
-from rewardfl.files import printable
+from rewardfl import data
+from rewardfl.config import AnyConfig, ConfigError, flat
+from rewardfl.files import atomic_write, printable
 from rewardfl.rewards.base import RewardError
 from rewardfl.run import checkpoint
 from rewardfl.run.job import Job
 from rewardfl.run.monitor import alarms, early_stop, score_for_best, suspects
-from rewardfl.run.trackers import Tracker
+
+FRAMES_SHOWN = 4  # of each sample video, by trackers
 
 
 @dataclass
@@ -26,13 +34,12 @@ class Log:
     cfg: AnyConfig
     job: Job
     folder: checkpoint.RunFolder
-    metrics: checkpoint.MetricsFile  # cut back to the step that the run goes on from
-    tracker: Tracker
+    metrics: checkpoint.MetricsFile
     last_step: int  # of the whole run
     skipped_in_a_row: int = 0  # updates that taught nothing, before this start and then until now
 
     def __post_init__(self):
-        self.history: list[dict[str, float]] = self.metrics.read() if self.job.main else []
+        self.history: list[dict[str, float]] = [json.loads(line) for line in self.metrics.text.splitlines()]
         self.told: set[str] = set()
 
     def say(self, step: int, line: str) -> None:
@@ -59,12 +66,26 @@ class Log:
             return
         self.history.append({"step": step, **metrics})
         with checkpoint.tolerant(self.job.say, step, last=step == self.last_step):
-            self.folder.keep()
+            self.folder.check_present()
             self.metrics.append(step, metrics)
         if step % self.cfg.run.logging_steps == 0:
-            self.tracker.log(step, metrics)
+            with checkpoint.tolerant(self.job.say, step, last=False), self._tracking():
+                self.job.accelerator.log(metrics, step=step)
         for warning in alarms(self.history, self.cfg.reward.motion_alarm):
             tqdm.write(f"step {step}: {warning}")
+
+    def show_samples(self, step: int, folder: Path) -> None:
+        """Send the sample videos and images of a folder to the tracker, as samples/<n>."""
+        for tracker in self.job.accelerator.trackers:
+            layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+            for path in sorted([*folder.glob("*.mp4"), *folder.glob("*.png")]):
+                frames = data.read_picture(path)[None] if path.suffix == ".png" else data.read_video(path)
+                shown = torch.linspace(0, len(frames) - 1, min(FRAMES_SHOWN, len(frames))).round().long()
+                with checkpoint.tolerant(self.job.say, step, last=False), self._tracking():
+                    tracker.log_images({f"samples/{path.stem}": frames[shown].numpy()}, step=step, **layout)
+
+    def _tracking(self) -> AbstractContextManager[None]:
+        return checkpoint.writing(Path(self.cfg.run.output_dir), "metrics.jsonl and samples/ have everything")
 
     def early_stop(self, step: int, metrics: Mapping[str, float]) -> str:
         """Why train.early_stop ends the run with this step, whose line is still to be written; "" where it goes on.
@@ -109,3 +130,29 @@ class Log:
                 f"stopped at step {step}: {self.skipped_in_a_row} updates in a row taught nothing; {why_nothing}"
             )
         raise SystemExit(f"stopped at step {step}: {self.skipped_in_a_row} updates in a row were not finite")
+
+
+def start_tracker(cfg: AnyConfig, job: Job, first_step: int) -> None:
+    """Start the tracker of run.log_with on the main process. first_step: 0, or where the run resumes.
+
+    ConfigError where it cannot start, as wandb without a key.
+    """
+    folder = Path(cfg.run.output_dir)
+    errors: tuple[type[Exception], ...] = (OSError,)
+    settings: dict[str, Any] = {"purge_step": first_step + 1}
+    if cfg.run.log_with == "wandb" and job.main:
+        import wandb
+
+        errors, id_file = (OSError, wandb.Error), folder / "wandb_run_id"
+        if not (first_step and id_file.is_file()):
+            atomic_write(id_file, f"{uuid.uuid4().hex[:8]}\n")
+        run_id = id_file.read_text(encoding="utf-8").strip()
+        settings = {"name": folder.name, "dir": folder, "id": run_id, "resume": "allow"}
+
+    def start() -> None:
+        try:
+            job.accelerator.init_trackers("rewardfl", flat(cfg), {cfg.run.log_with: settings})
+        except errors as error:
+            raise ConfigError(f"run.log_with: {cfg.run.log_with} cannot start: {error}; set it to none") from error
+
+    job.by_main(start, ConfigError)

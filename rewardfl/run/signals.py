@@ -2,27 +2,23 @@
 
 import os
 import signal
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ECHO = 1.0  # seconds: a launcher passes on what a batch system or a terminal has sent to its children, too
 
 
 class Interruption:
-    """Within `with`, once `listen` was called: the first signal is noted, a second one ends the process at once.
-
-    A thread of its own receives them, because Python runs a handler only between two of the main thread's
-    instructions: a process that waits in a collective for a rank that is gone would never see the second one.
-    """
+    """Within `with`, once `listen` was called: the first signal is noted, a second one ends the process at once."""
 
     def __init__(self):
         self.noted = 0  # what this process was sent
         self.number = 0  # what all processes agreed on
-        self._thread: threading.Thread | None = None
+        self._noted_at = 0.0
+        self._before: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> "Interruption":
         return self
@@ -33,35 +29,20 @@ class Interruption:
         A SIGHUP that is ignored stays so: nohup has asked for that.
         """
         taken = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-        self._read, self._write = socket.socketpair()
-        self._write.setblocking(False)
-        self._before = {number: signal.signal(number, lambda *_: None) for number in taken}
-        self._wakeup_before = signal.set_wakeup_fd(self._write.fileno())  # the C handler writes the number there
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        self._before = {number: signal.signal(number, self._note) for number in taken}
 
-    def _watch(self) -> None:
-        first = 0.0
-        while received := self._read.recv(1):
-            if received[0] not in SIGNALS:
-                continue
-            if not self.noted:
-                self.noted, first = received[0], time.monotonic()
-            elif time.monotonic() - first > ECHO:
-                os._exit(128 + received[0])
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if not self.noted:
+            self.noted, self._noted_at = number, time.monotonic()
+        elif time.monotonic() - self._noted_at > ECHO:
+            os._exit(128 + number)
 
     def __exit__(self, kind: type[BaseException] | None, *_exception) -> None:
-        if self._thread is None:
-            if kind is KeyboardInterrupt:  # one line, as of any other end
-                print("SIGINT: stopped before the first step; the same command starts again", file=sys.stderr)
-                raise SystemExit(128 + signal.SIGINT)
-            return
-        signal.set_wakeup_fd(self._wakeup_before)
+        if not self._before and kind is KeyboardInterrupt:  # one line, as of any other end
+            print("SIGINT: stopped before the first step; the same command starts again", file=sys.stderr)
+            raise SystemExit(128 + signal.SIGINT)
         for number, before in self._before.items():
             signal.signal(number, before)
-        self._write.close()  # ends the thread
-        self._thread.join()
-        self._read.close()
 
     def agreed(self, largest: Callable[[int], int]) -> bool:
         """Whether any process was sent a signal. To be called by all of them at the same place.

@@ -6,6 +6,7 @@ weight is read.
 
 import argparse
 import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,27 +19,26 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from diffusers import ModelMixin
-from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rewardfl import attention, backbones, compiling, data, groups, grpo, lora, offload, sharding
+from rewardfl import attention, backbones, compiling, data, groups, grpo, lora, machine, offload, sharding, trust
 from rewardfl import config as configuration
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Experts, Source
 from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
-from rewardfl.files import model_digest, printable
-from rewardfl.optim import learning_rate_factor
+from rewardfl.files import escape_unencodable_output, model_digest, printable
+from rewardfl.optim import Average, learning_rate_factor
 from rewardfl.rewards import FaceIdentityReward, blackbox, registry
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe_packs, file_hashes
 from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.terms import RewardError, Term, try_out
-from rewardfl.run import checkpoint, checks, invariants, monitor, prepare, rounding, trackers, work
+from rewardfl.run import checkpoint, checks, invariants, monitor, prepare, rounding, work
 from rewardfl.run.job import Job, LaunchError
-from rewardfl.run.log import Log
+from rewardfl.run.log import Log, start_tracker
 from rewardfl.run.signals import Interruption
 from rewardfl.weights import lora_files, merge
 from rewardfl.weights.shards import Refused
@@ -72,11 +72,13 @@ def main(
     description: str, kind: type[AnyConfig], train: Callable[[Any, bool, Interruption, checkpoint.RunFolder], int]
 ) -> int:
     """A script: its command line, `train`, and the exit code of what it gives or raises."""
+    escape_unencodable_output()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved plan and stop before loading weights"
     )
+    trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()  # settings may stand on both sides of an option
     try:
@@ -112,8 +114,8 @@ def model_source(cfg: AnyConfig) -> Source:
 
 def open_model(cfg: AnyConfig) -> Backbone:
     """The model: all of its files are checked by their headers alone, and so is what the run wants of them."""
-    trackers.check_installed(cfg.run.log_with)
-    checks.check_threads(cfg.run.cpu_threads, os.cpu_count())
+    checks.check_tracker(cfg.run.log_with)
+    checks.check_threads(cfg.run.cpu_threads, machine.usable_cores())
     checks.check_paths(cfg)
     backbone = backbones.open(cfg.model.model_name, model_source(cfg))
     lora.check_targets(work.lora_targets(cfg, backbone), backbone.linear_layers(), backbone.layer_names)
@@ -125,13 +127,13 @@ def open_model(cfg: AnyConfig) -> Backbone:
     return backbone
 
 
-def find_rewards(cfg: AnyConfig, backbone: Backbone) -> list[registry.Chosen]:
+def find_rewards(cfg: AnyConfig, backbone: Backbone, here: bool = True) -> list[registry.Chosen]:
     """The rewards by their classes alone, before anything is read or written.
 
     RewardError for one that is not there, does not take its settings, or has no gradient to be trained on; ConfigError
-    for one that the clips are too short for.
+    for one that the clips are too short for. here: whether the files that settings name must exist.
     """
-    found = registry.find_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token))
+    found = registry.find_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token), here)
     check_frames(cfg, found)
     if isinstance(cfg, configuration.RewardFlConfig):
         registry.check_trainable(found)
@@ -151,7 +153,7 @@ def check_frames(cfg: AnyConfig, found: Sequence[registry.Chosen]) -> None:
 def open_job(cfg: AnyConfig) -> Job:
     """The run's processes, connected. LaunchError or ConfigError when what runs is not what was asked for."""
     several = len(configuration.trained_positions(cfg)) > 1
-    job = Job(cfg.train.max_grad_norm, unused_parameters=several, cpu_threads=cfg.run.cpu_threads)
+    job = Job(cfg.train.max_grad_norm, several, cfg.run.cpu_threads, cfg.run.log_with, cfg.run.output_dir)
     checks.check_sharding(cfg, job.sharding)
     attention.check_backward(cfg.model.attention_backend, DTYPES[cfg.model.dtype], job.device)
     if cfg.train.compile_blocks:
@@ -178,7 +180,7 @@ def look_at_rows(cfg: AnyConfig, job: Job, backbone: Backbone) -> Rows:
     if isinstance(cfg, configuration.FlowGrpoConfig) and cfg.evaluation.eval_clips:
         others = data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips")
         held_out, more = _look_at(cfg, others, job, backbone)
-        said = said + more
+        said = [*said, *more, *checks.check_held_out(rows, held_out)]
     return Rows(rows, held_out, said)
 
 
@@ -214,6 +216,10 @@ def say_plan(
     measured = [f"{one.label} ({one.name})" for one, _ in wanted if one.weight == 0]
     rewards = f"trained on {' + '.join(trained)}; only measured: {', '.join(measured) or 'nothing'}"
     notes = [f"note: {note}" for note in backbone.differences(cfg.sample.shift, cfg.sample.guidance_scale)]
+    if isinstance(cfg, configuration.RewardFlConfig) and cfg.reward.kl_gradient == "through_trajectory":
+        notes.append("note: reward.kl_gradient: through_trajectory is now reference_constant; the old name will go")
+    if cfg.train.warmup_steps > steps:
+        notes.append(f"note: train.warmup_steps {cfg.train.warmup_steps} do not end within the run's {steps} steps")
     overview = work.overview(cfg, backbone, len(rows.train), steps, job.world)
     for line in [*notes, *rows.said, configuration.dump(cfg), rewards, overview]:
         job.say(line)
@@ -250,8 +256,13 @@ def identify(backbone: Backbone) -> dict[str, str]:
     return parts | {"settings": digest(backbone.settings())}
 
 
-def open_run(cfg: AnyConfig, run_folder: checkpoint.RunFolder, job: Job, backbone: Backbone) -> checkpoint.Resumption:
-    """Take the folder: the main process locks it and looks at it, the others do as it says."""
+def open_run(
+    cfg: AnyConfig, run_folder: checkpoint.RunFolder | None, job: Job, backbone: Backbone
+) -> checkpoint.Resumption:
+    """Take the folder: the main process locks it and looks at it, the others do as it says.
+
+    run_folder: None for a dry run, which only looks.
+    """
     base = identify(backbone)
     take = partial(checkpoint.prepare_output_dir, run_folder, configuration.to_dict(cfg), base)
     return replace(job.by_main(take, checkpoint.CheckpointError), base=base)
@@ -291,8 +302,8 @@ def is_finished(cfg: AnyConfig, opened: checkpoint.Resumption, steps: int, job: 
     """Whether the run has all its `steps` already, or train.early_stop has ended it, which is then said."""
 
     def ended() -> str:
-        history = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl").read()
-        return monitor.early_stop([line for line in history if line["step"] <= opened.step], **dict(rule))
+        history = map(json.loads, checkpoint.load_metrics(opened.path).splitlines())
+        return monitor.early_stop(list(history), **dict(rule))
 
     rule = cfg.train.early_stop
     why = "" if rule is None or opened.path is None else job.by_main(ended, checkpoint.CheckpointError)
@@ -320,11 +331,6 @@ def _load_state(
     if folder is None:
         return {}, []
     state = checkpoint.load_state(folder)
-    if "content" not in state or state["step"] != opened.step:
-        raise checkpoint.CheckpointError(
-            f"{folder} was not written by this version of rewardfl; go on with the version that wrote it, or start a "
-            f"new run in another run.output_dir from its adapter: lora.init_from={folder}"
-        )
     for key in sorted(state["content"].keys() | content.keys()):
         old, new = state["content"].get(key, {}), content.get(key, {})
         words = _difference(old, new)
@@ -349,17 +355,10 @@ def _load_state(
 
 def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     """What is different in content, in words; empty when nothing is."""
-    found = {
-        "gone": [name for name in old if name not in new],
-        "new": [name for name in new if name not in old],
-        "of other content": [name for name in old if name in new and old[name] != new[name]],
-    }
-    words = [
-        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-        for what, names in found.items()
-        if names
-    ]
-    return ", ".join(words) or ("in another order" if list(old) != list(new) else "")
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if names:
+        return f"{len(names)} gone, new or of other content ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+    return "in another order" if list(old) != list(new) else ""
 
 
 def _changed_content(folder: Path, key: str, words: str) -> str:
@@ -667,19 +666,19 @@ def load_schedule(scheduler: LambdaLR, state: dict[str, Any], train: configurati
         group |= {"initial_lr": train.learning_rate, "lr": rate, "weight_decay": train.weight_decay}
 
 
-def make_average(decay: float, parameters: Sequence[nn.Parameter], resumed: ResumedRun) -> EMAModel:
+def make_average(decay: float, parameters: Sequence[nn.Parameter], resumed: ResumedRun) -> Average:
     """The average of the parameters, which are in place; where the checkpoint left it.
 
     decay: weight of the old average at each of its steps, to which that rises from 0.1.
     """
-    average = EMAModel(parameters, decay=decay)
+    average = Average(parameters, decay=decay)
     if resumed.state:
         average.load_state_dict(resumed.state.pop("average"))
         average.shadow_params = list(map(sharding.placed, average.shadow_params, parameters))
     return average
 
 
-def state_of_average(average: EMAModel, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+def state_of_average(average: Average, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
     """What going on takes where a checkpoint's adapter is an average. On all processes, which may hold parts of it."""
     shadows = {"shadow_params": sharding.gathered(average.shadow_params)}
     return {"parameters": sharding.gathered(parameters), "average": average.state_dict() | shadows}
@@ -697,19 +696,19 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 # What a run leaves
 
 
-def open_log(
-    cfg: AnyConfig, job: Job, folder: checkpoint.RunFolder, resumed: ResumedRun, steps: int, last_line: int
-) -> Log:
-    """Begin to write: run.json, and metrics.jsonl after step `last_line`. steps: of the whole run."""
-    opened, metrics = resumed.opened, checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl")
+def open_log(cfg: AnyConfig, job: Job, folder: checkpoint.RunFolder, resumed: ResumedRun, steps: int) -> Log:
+    """Begin to write run.json and metrics.jsonl. steps: of the whole run."""
+    opened = resumed.opened
+    before = "" if opened.path is None else checkpoint.load_metrics(opened.path)
+    metrics = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl", before)
     if opened.path is not None:
         job.say(f"resuming from {opened.path} at step {opened.step}")
     for note in notes_on_changes(cfg.run.resume_with_changes, resumed.changes):
         job.say(note)
 
     def begin() -> None:
-        folder.keep()
-        metrics.cut_back(last_line)
+        folder.check_present()
+        metrics.start()
         packs = {key: files for key, files in resumed.content.items() if key.startswith("reward.")}
         folder.write_run_json(
             {
@@ -725,9 +724,8 @@ def open_log(
         )
 
     job.by_main(begin, checkpoint.CheckpointError)
-    shown_by = cfg.run.log_with if job.main else "none"
-    tracker = trackers.open_tracker(shown_by, cfg.run.output_dir, configuration.flat(cfg), opened.step)
-    return Log(cfg, job, folder, metrics, tracker, steps, resumed.state.get("skipped_in_a_row", 0))
+    start_tracker(cfg, job, opened.step)
+    return Log(cfg, job, folder, metrics, steps, resumed.state.get("skipped_in_a_row", 0))
 
 
 def notes_on_changes(named: Sequence[str], changes: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -772,8 +770,9 @@ def save(
 
     if job.main:
         with checkpoint.tolerant(job.say, state["step"], last=last):
-            log.folder.keep()
-            checkpoint.save_checkpoint(cfg.run.output_dir, state["step"], write, state, score, cfg.run.keep_last)
+            log.folder.check_present()
+            keep_last, lines = cfg.run.keep_last, log.metrics.text
+            checkpoint.save_checkpoint(cfg.run.output_dir, state["step"], write, state, score, keep_last, lines)
 
 
 @torch.no_grad()
@@ -870,11 +869,12 @@ def best_of(cfg: AnyConfig) -> str:
     return f"{best} is {best.resolve().name}" if best.exists() else f"no checkpoint became {best}"
 
 
-def close_run(cfg: AnyConfig, job: Job, log: Log, interruption: Interruption, step: int, stopped: str) -> int:
+def close_run(cfg: AnyConfig, job: Job, interruption: Interruption, step: int, stopped: str) -> int:
     """Close everything after the last step of this process group; the exit code. stopped: by train.early_stop, why."""
-    log.tracker.close()
     job.accelerator.end_training()
     if interruption.number:
+        if cfg.run.sample_videos:
+            job.say(f"note: {interruption.name} came before the sample videos of step {step}, which are left out")
         job.say(f"{interruption.name}: stopped after step {step}; the same command goes on from there")
         return interruption.exit_code
     if stopped:

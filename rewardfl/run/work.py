@@ -419,8 +419,9 @@ def _reward_fl(common: Work, cfg: RewardFlConfig) -> Work:
     answers, replay = answers_of(cfg), Counter(experts[i] for i in active)
     both = answers == 2 and cfg.sample.guidance_gradient == "both"
     coupled, kl = configuration.resolved_coupling(cfg) != 0, cfg.reward.kl_weight != 0
-    # the KL's gradient kept off the trajectory is a backward pass of its own at each step that hands one on
-    twice = active[1:] if kl and coupled and cfg.reward.kl_gradient == "fixed_trajectory" else ()
+    # of each step that hands a gradient on: through the reference, or of the reward alone
+    apart = cfg.reward.kl_gradient in ("exact", "fixed_trajectory")
+    twice = active[1:] if kl and coupled and apart else ()
     own = cfg.train.per_device_train_batch_size * cfg.train.gradient_accumulation_steps
     return replace(
         common,

@@ -1,14 +1,13 @@
-"""The names of the layers of SD3, FLUX.1 and Qwen-Image: diffusers', and FLUX.1's original ones. No torch here.
+"""The names of the layers of SD3, FLUX.1 and Qwen-Image: diffusers', and FLUX.1's original ones. No torch at import.
 
 LoRAs of SD3 and Qwen-Image name layers as diffusers does. Those of FLUX.1 do that, or they name the layers of Black
-Forest Labs' code, which holds in one layer what diffusers holds in several. diffusers has converters, too
-(loaders/lora_conversion_utils.py), but they drop what they do not know: biases, DoRA's magnitudes, the alpha of the
-last layers. So the names stand here, and tests/test_image_loras.py compares them with its converters.
+Forest Labs' code, which holds in one layer what diffusers holds in several. diffusers' loader of LoRAs places these.
 """
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 
 from rewardfl.weights.shards import Checkpoint, Refused
 
@@ -46,68 +45,19 @@ MODULES = {
 }
 
 
+# a layer in Black Forest Labs' code, or in a LoRA of XLabs
+_FLUX_ORIGINAL = r"((double|single)_blocks|time_in|vector_in|guidance_in|final_layer)[._].+|(img|txt)_in"
+_FLAT = {model: {name.replace(".", "_"): name for name in names} for model, names in MODULES.items()}
+ALL_ROWS = 21504  # of a layer whose rows are not given: those of FLUX.1's widest, which can be divided as every other
+
+
 @dataclass(frozen=True)
 class Place:
-    """What a LoRA calls one module, in diffusers: `module`, which has those of the `of` equal parts of the outputs that
-    `parts` names, in its order."""
+    """A module of diffusers, with the rows that it has of a layer's outputs; no ranges: it is the whole layer."""
 
     module: str
-    parts: tuple[int, ...] = (0,)
-    of: int = 1
+    rows: tuple[range, ...] = ()
 
-
-def _thirds(prefix: str, names: str) -> tuple[Place, ...]:
-    return tuple(Place(f"{prefix}.{name}", (part,), 3) for part, name in enumerate(names.split()))
-
-
-def _flux_original() -> dict[str, tuple[Place, ...]]:
-    """{module of Black Forest Labs' code, or of a LoRA of XLabs: where it is in diffusers}."""
-    double, single = "transformer_blocks.N", "single_transformer_blocks.N"
-    single_qkv = f"{single}.attn.to_q", f"{single}.attn.to_k", f"{single}.attn.to_v"
-    table = {
-        "img_in": "x_embedder",
-        "txt_in": "context_embedder",
-        "final_layer.linear": "proj_out",
-        "single_blocks.N.linear2": f"{single}.proj_out",
-        "single_blocks.N.modulation.lin": f"{single}.norm.linear",
-        "single_blocks.N.processor.proj_lora": f"{single}.proj_out",
-    }
-    for old, new in (("time", "timestep"), ("vector", "text"), ("guidance", "guidance")):
-        for layer, linear in (("in_layer", "linear_1"), ("out_layer", "linear_2")):
-            table[f"{old}_in.{layer}"] = f"time_text_embed.{new}_embedder.{linear}"
-    for old, new, out in (("img", "", "to_out.0"), ("txt", "_context", "to_add_out")):
-        table[f"double_blocks.N.{old}_attn.proj"] = f"{double}.attn.{out}"
-        table[f"double_blocks.N.{old}_mlp.0"] = f"{double}.ff{new}.net.0.proj"
-        table[f"double_blocks.N.{old}_mlp.2"] = f"{double}.ff{new}.net.2"
-        table[f"double_blocks.N.{old}_mod.lin"] = f"{double}.norm1{new}.linear"
-    table["double_blocks.N.processor.proj_lora1"] = f"{double}.attn.to_out.0"
-    table["double_blocks.N.processor.proj_lora2"] = f"{double}.attn.to_add_out"
-    image = _thirds(f"{double}.attn", "to_q to_k to_v")
-    text = _thirds(f"{double}.attn", "add_q_proj add_k_proj add_v_proj")
-    return {old: (Place(new),) for old, new in table.items()} | {
-        "double_blocks.N.img_attn.qkv": image,
-        "double_blocks.N.processor.qkv_lora1": image,
-        "double_blocks.N.txt_attn.qkv": text,
-        "double_blocks.N.processor.qkv_lora2": text,
-        "single_blocks.N.linear1": (
-            *(Place(name, (part,), 7) for part, name in enumerate(single_qkv)),
-            Place(f"{single}.proj_mlp", (3, 4, 5, 6), 7),
-        ),
-        "single_blocks.N.processor.qkv_lora": _thirds(f"{single}.attn", "to_q to_k to_v"),
-        "final_layer.adaLN_modulation.1": (Place("norm_out.linear", (1, 0), 2),),  # shift, scale -> scale, shift
-    }
-
-
-def _aliases(table: dict[str, tuple[Place, ...]]) -> dict[str, tuple[Place, ...]]:
-    """The table, also by the names in which underscores stand for dots, as kohya and OneTrainer write them."""
-    return table | {name.replace(".", "_"): found for name, found in table.items()}
-
-
-_ORIGINAL = {"FLUX.1": _flux_original()}
-_TABLES = {
-    model: _aliases({name: (Place(name),) for name in names} | _ORIGINAL.get(model, {}))
-    for model, names in MODULES.items()
-}
 
 # names that tell what a file is that is not read
 _ELSEWHERE = {
@@ -132,14 +82,54 @@ def _template(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def places_of(name: str) -> dict[str, tuple[Place, ...]]:
-    """{image model: where the module is in it that a LoRA calls `name`}, of the models that have one of this name."""
+def places_of(name: str, rows: int) -> dict[str, tuple[Place, ...]]:
+    """Return {image model: its modules that a LoRA calls `name`} of the models that have such. rows: of its outputs."""
     template, number = _template(name)
-    return {
-        model: tuple(replace(place, module=place.module.replace(".N.", f".{number}.")) for place in table[template])
-        for model, table in _TABLES.items()
-        if template in table
+    places: dict[str, tuple[Place, ...]] = {}
+    for model, flat in _FLAT.items():
+        if module := flat.get(template.replace(".", "_")):
+            places[model] = (Place(module.replace(".N.", f".{number}.")),)
+    if re.fullmatch(_FLUX_ORIGINAL, name) and (original := _flux_places(name, rows)):
+        places["FLUX.1"] = original
+    return places
+
+
+@cache
+def _flux_places(name: str, rows: int) -> tuple[Place, ...]:
+    """Return where diffusers' LoRA loader puts each row of an original layer; empty where it does not place all.
+
+    The loader gets a LoRA of rank 1 whose rows hold their own numbers: so what it drops or doubles is seen, and biases
+    and DoRA magnitudes, which it would drop, can follow the same rows.
+    """
+    import torch  # here, as no other names need them
+    from diffusers.loaders import FluxLoraLoaderMixin
+
+    stem, (down, up) = f"lora_unet_{name.replace('.', '_')}", ("lora_down", "lora_up")
+    if "processor" in name:
+        stem, (down, up) = name, ("down", "up")
+    state = {f"{stem}.{down}.weight": torch.ones(1, 1), f"{stem}.{up}.weight": torch.arange(float(rows))[:, None]}
+    try:
+        converted = FluxLoraLoaderMixin.lora_state_dict(state)
+    except (ValueError, AssertionError):  # a name, or a number of rows, that it does not know
+        return ()
+    numbers = {
+        key.removeprefix("transformer.").removesuffix(".lora_B.weight"): value.flatten().int().tolist()
+        for key, value in converted.items()
+        if key.endswith(".lora_B.weight")
     }
+    if any(_template(module)[0] not in MODULES["FLUX.1"] for module in numbers):
+        return ()
+    whole = list(range(rows))
+    if sorted(number for part in numbers.values() for number in part) != whole:
+        return ()
+    return tuple(Place(module, () if part == whole else _ranges(part)) for module, part in numbers.items())
+
+
+def _ranges(numbers: list[int]) -> tuple[range, ...]:
+    """Return the numbers, in their order, as ranges."""
+    breaks = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
+    ends = zip([0, *breaks], [*breaks, len(numbers)], strict=True)
+    return tuple(range(numbers[first], numbers[last - 1] + 1) for first, last in ends)
 
 
 def base_models(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rewardfl.weights import image_names, shards, wan_names
+from rewardfl.weights import adapter_config, image_names, shards, wan_names
+from rewardfl.weights.adapter_config import AdapterConfig
 from rewardfl.weights.image_names import Place
-from rewardfl.weights.shards import Entry, Refused, json_object, quoted
+from rewardfl.weights.shards import Entry, Refused, quoted
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"  # diffusers' name of a LoRA file
-CONFIG_NAME = "adapter_config.json"  # peft's, beside its adapter
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32,
@@ -59,9 +59,6 @@ _TEXT_ENCODER = r"(?:text_encoders?|text_encoder_\d|lora_te\d?)[._]"
 WAN = "Wan"
 _READ = f"LoRAs of {WAN}, {', '.join(image_names.MODULES)} are read"
 
-# A key of peft's alpha_pattern that is a module's name, or the end of one. peft takes it as a regular expression and so
-# tells users of `^` for a name from its start on; all that it writes itself are names.
-_PATTERN = r"\^?(?:[\w-]|\\?\.)+\$?"
 _LONGEST_KEY = 500  # characters; the longest key of a Wan module has about 90
 FLOAT32 = torch.finfo(torch.float32)  # what a scale must fit into
 # what torch.load raises for a damaged file: its readers of zip and pickle check little
@@ -135,11 +132,12 @@ class Lora:
     alpha_source: str  # where the scale comes from, for the user to see
     dialect: str  # a sample key
     notes: tuple[str, ...] = ()
+    expert_by_name: bool = False  # of the file or its folder, not by its keys
 
     @property
     def files(self) -> tuple[Path, ...]:
         """What was read: the LoRA's file, and peft's configuration where it lies beside it."""
-        config = self.path.with_name(CONFIG_NAME)
+        config = self.path.with_name(adapter_config.CONFIG_NAME)
         return (self.path, config) if config.is_file() else (self.path,)
 
 
@@ -182,11 +180,15 @@ def _split(key: str) -> tuple[str, str, str | None] | None:
 
 
 def expert_in_path(path: Path) -> str | None:
-    """The expert that a file's name or the folders around it speak of; None when they name none, or both."""
+    """Return the expert that a file's name or the folders around it speak of; None when they name none, or both.
+
+    Only published forms count: high_noise, low-noise-model, HighNoise, and the folders of pipelines. `high` and `low`
+    alone are words for quality, rank, light or memory, too.
+    """
     for part in (path.stem, path.parent.name, path.parent.parent.name):
         if part in ("transformer", "transformer_2"):
             return "low_noise" if part == "transformer_2" else "high_noise"
-        words = set(re.findall(r"(?<![a-z])(high|low)(?=[^a-z]|noise|$)", part.lower()))
+        words = set(re.findall(r"(?<![a-z])(high|low)[ _-]?noise(?![a-z])", part.lower()))
         if words:
             return f"{words.pop()}_noise" if len(words) == 1 else None
     return None
@@ -210,12 +212,12 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
     if not path.is_file():
         raise Refused(f"no LoRA at {path}")
     sources, metadata = _open(path)
-    config = path.with_name(CONFIG_NAME)
-    adapter_config = json_object(config.read_bytes(), f"{config}") if config.is_file() else {}
     keys = {key: _parse(path, key) for key in sources}
     if not keys:
         raise Refused(f"{path} holds no tensors")
-    models, places = _placed(path, keys)
+    rows = _rows(keys, sources)
+    ranks = {key: sources[key].shape[0] for key, (_, role, _) in keys.items() if role == "down" and sources[key].shape}
+    models, places = _placed(path, keys, rows)
     sorted_keys: dict[str | None, dict[str, dict[str, Source]]] = {}
     called: dict[str, str] = {}  # a module's name in this file
     both = any(key.startswith(("transformer_2.", "pipe.dit2.")) for key in sources)
@@ -226,16 +228,19 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
             found = sorted_keys.setdefault(expert, {}).setdefault(place.module, {})
             if role in found:
                 raise Refused(f"{path}: two keys give the {role} of {place.module}, the second is {key}")
-            found[role] = _part(path, key, role, sources[key], place)
+            found[role] = _part(path, key, role, sources[key], place, rows.get(name, 0))
             called[place.module] = name
     loras = []
     for expert, modules in sorted_keys.items():
         component = "transformer_2" if both and expert == "low_noise" else "transformer"
-        alphas = _Alphas(path, metadata, adapter_config, component, called, alpha)
+        config, note = adapter_config.read_adapter_config(path, metadata, component, ranks)
+        alphas = _Alphas(path, config, metadata, called, alpha)
         updates = {module: _update(path, module, roles, alphas) for module, roles in modules.items()}
-        if WAN in models:
-            expert = expert or expert_in_path(path.absolute())
-        loras.append(Lora(path, models, expert, updates, alphas.summary(), next(iter(sources)), alphas.notes()))
+        alphas.check_parts(updates)
+        notes = tuple(line for line in (note, config.unused_pattern(path, called)) if line)
+        named = expert_in_path(path.absolute()) if WAN in models and expert is None else None
+        dialect = next(iter(sources))
+        loras.append(Lora(path, models, expert or named, updates, alphas.summary(), dialect, notes, named is not None))
     return loras
 
 
@@ -254,14 +259,24 @@ def _parse(path: Path, key: str) -> tuple[str, str, str | None]:
     return _split(key) or (key, "", None)
 
 
+def _rows(keys: Mapping[str, tuple[str, str, str | None]], sources: Mapping[str, Source]) -> dict[str, int]:
+    """Return {name of a module: how many outputs it has}, by its `up` or, without one, by its other tensors."""
+    rows: dict[str, int] = {}
+    for key, (name, role, _) in keys.items():
+        if role not in ("down", "alpha") and (role == "up" or name not in rows):
+            rows[name] = (sources[key].shape or (1,))[0]
+    return rows
+
+
 def _placed(
-    path: Path, keys: Mapping[str, tuple[str, str, str | None]]
+    path: Path, keys: Mapping[str, tuple[str, str, str | None]], rows: Mapping[str, int]
 ) -> tuple[tuple[str, ...], dict[str, tuple[Place, ...]]]:
     """(the models all of whose modules have such names, {name: where the module is in them}). Refused: none has."""
     models: list[str] | None = None
     found: dict[str, dict[str, tuple[Place, ...]]] = {}
     for key, (name, role, expert) in keys.items():
-        found[name] = image_names.places_of(name) if role and expert is None else {}
+        outputs = rows.get(name, image_names.ALL_ROWS)
+        found[name] = image_names.places_of(name, outputs) if role and expert is None else {}
         if role and (module := resolve(name)) is not None:
             found[name][WAN] = (Place(module),)
         before, models = models, [model for model in models or found[name] if model in found[name]]
@@ -270,8 +285,8 @@ def _placed(
                 raise Refused(f"{path}: {key[:_LONGEST_KEY]} and others speak of {other}; {_READ}")
             whose = f"{' or '.join(before)}, whose names other keys have" if before else f"a transformer; {_READ}"
             raise Refused(
-                f"{path}: {key[:_LONGEST_KEY]} (as {quoted(name)}) names no module of {whose}; nothing was merged, "
-                "because a key that is skipped is lost silently"
+                f"{path}: {key[:_LONGEST_KEY]} (as {quoted(name)}, {outputs} rows) names no module of {whose}; nothing "
+                "was merged, because a key that is skipped is lost silently"
             )
     assert models
     if any(places[model] != places[models[0]] for places in found.values() for model in models):
@@ -279,23 +294,20 @@ def _placed(
     return tuple(models), {name: places[models[0]] for name, places in found.items()}
 
 
-def _part(path: Path, key: str, role: str, source: Source, place: Place) -> Source:
+def _part(path: Path, key: str, role: str, source: Source, place: Place, rows: int) -> Source:
     """What of a tensor belongs to the place: some of its rows, where the file has several layers in one."""
-    if place.of == 1 or role in ("down", "alpha"):
+    if not place.rows or role in ("down", "alpha"):
         return source
-    rows = source.shape[0] if source.shape else 1
-    if rows % place.of:
+    if source.shape[:1] != (rows,):
         raise Refused(
-            f"{path}: {key} has {rows} rows, which cannot be {place.of} equal parts, one or more of them for "
-            f"{place.module}; it is of another model, or its magnitude is not of the outputs"
+            f"{path}: {key} has shape {quoted(tuple(source.shape))}, but its layer has {rows} outputs, those of "
+            f"{place.module} and others; give magnitudes and biases of the outputs"
         )
-    size, first = rows // place.of, place.parts[0]
-    if place.parts != tuple(range(first, first + len(place.parts))):
-        return torch.cat([load_tensor(source)[part * size : (part + 1) * size] for part in place.parts])
-    if isinstance(source, Tensor):
-        return source[first * size : (first + len(place.parts)) * size]
-    shape = (len(place.parts) * size, *source.shape[1:])
-    return replace(source, shape=shape, offset=source.offset + first * size * source.row_bytes)
+    if isinstance(source, Tensor) or len(place.rows) > 1:
+        values = load_tensor(source)
+        return torch.cat([values[part.start : part.stop] for part in place.rows])
+    (part,) = place.rows
+    return replace(source, shape=(len(part), *source.shape[1:]), offset=source.offset + part.start * source.row_bytes)
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -317,7 +329,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _open(path: Path) -> tuple[dict[str, Source], dict[str, str]]:
-    if path.suffix == ".safetensors":
+    if path.suffix == ".safetensors" or shards.is_safetensors(path):
         tensors, metadata = shards.read_header(path)
         return {**tensors}, metadata
     state = read_torch(path)
@@ -333,22 +345,12 @@ def read_torch(path: Path) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _DAMAGED as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise Refused(f"{path} is damaged, or holds code beside tensors, which is not run: {why}") from None
+        raise Refused(f"{path}, read as a torch file, is damaged or holds code, which is not run: {why}") from None
     if not isinstance(state, dict) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()
     ):
         raise Refused(f"{path} is not a flat dictionary of tensors; give a state dict")
     return state
-
-
-def _number(value: object, what: str) -> float:
-    """`value`, an int or float of JSON. what: its name in the message. Refused when it is anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Refused(f"{what} is {quoted(value)}, not a number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise Refused(f"{what} has {len(str(value))} digits") from None
 
 
 def _update(path: Path, module: str, roles: dict[str, Source], alphas: "_Alphas") -> Update:
@@ -370,7 +372,6 @@ def _update(path: Path, module: str, roles: dict[str, Source], alphas: "_Alphas"
         if any(size != 1 for size in up[2:]):
             raise Refused(f"{path}: up of {module} is {up}, not a 1x1 kernel")
         scale = alphas.scale(module, down[0], roles.get("alpha"))
-        alphas.check_dora(module, not shape.keys().isdisjoint(("magnitude", "dora_scale")))
         if "dora_scale" in roles:
             if "magnitude" in roles:
                 raise Refused(f"{path}: {module} has a dora_scale and a lora_magnitude_vector; remove one")
@@ -422,45 +423,14 @@ class _Alphas:
     def __init__(
         self,
         path: Path,
+        config: AdapterConfig,
         metadata: dict[str, str],
-        adapter_config: dict,
-        component: str,
         called: dict[str, str],
         fallback: float | None,
     ):
-        self.path, self.called, self.fallback = path, called, fallback
+        self.path, self.config, self.called, self.fallback = path, config, called, fallback
         self.used: dict[str, int] = {}
-        self.config, self.config_name = adapter_config, CONFIG_NAME
-        if "lora_adapter_metadata" in metadata:
-            stored = json_object(metadata["lora_adapter_metadata"], f"{path}: lora_adapter_metadata")
-            found = {k.removeprefix(f"{component}."): v for k, v in stored.items() if k.startswith(f"{component}.")}
-            self.config, self.config_name = found or stored, "the file's metadata"
-        for flag in ("use_rslora", "use_dora"):
-            if self.config.get(flag) not in (None, True, False):
-                raise Refused(f"{path}: {flag} of {self.config_name} is {quoted(self.config[flag])}, not true or false")
-        self.patterns = self._read_patterns()
-        self.matched: set[str] = set()
         self.kohya = self._read_kohya(metadata)
-
-    def _read_patterns(self) -> dict[str, tuple[int, float]]:
-        """{module name or the end of one, behind ^ if it must be the whole: (place in the file, alpha)}.
-
-        Refused for regular expressions: those of a stranger's file may take hours to match.
-        """
-        given = self.config.get("alpha_pattern") or {}
-        what = f"{self.path}: alpha_pattern of {self.config_name}"
-        if not isinstance(given, dict):
-            raise Refused(f"{what} is {quoted(given)}, not a JSON object")
-        found: dict[str, tuple[int, float]] = {}
-        for place, (key, value) in enumerate(given.items()):
-            if not re.fullmatch(_PATTERN, key):
-                raise Refused(
-                    f"{what} has the key {quoted(key)}, which is no module's name, nor the end of one; regular "
-                    "expressions of a file are not run. Write an entry for each module that it means"
-                )
-            name = key.replace("\\", "").removesuffix("$")
-            found.setdefault(name, (place, _number(value, f"{what}: {quoted(key)}")))
-        return found
 
     def _read_kohya(self, metadata: dict[str, str]) -> tuple[float, float] | None:
         """(ss_network_alpha, ss_network_dim), None where one of them is not given."""
@@ -480,10 +450,15 @@ class _Alphas:
     def scale(self, module: str, rank: int, key: Source | None) -> float:
         if key is not None and prod(key.shape) != 1:
             raise Refused(f"{self.path}: .alpha of {module} has shape {tuple(key.shape)}; it must be one number")
-        stored = self._stored(module)
+        stored = self.config.stored_alpha(self.called[module])
+        if self.config.ranks and rank not in self.config.ranks:
+            raise Refused(
+                f"{self.path}: {module} has rank {rank}, {self.config.name} states {sorted(self.config.ranks)}; "
+                "they do not belong together"
+            )
         given = {
             "the .alpha keys": None if key is None else float(load_tensor(key).reshape(())),
-            self.config_name: stored,
+            self.config.name: stored,
             "ss_network_alpha / ss_network_dim": self.kohya and self.kohya[0] * rank / self.kohya[1],
             "--alpha": self.fallback,
             "nowhere: alpha = rank": float(rank),
@@ -491,12 +466,12 @@ class _Alphas:
         source, alpha = next((source, alpha) for source, alpha in given.items() if alpha is not None)
         if key is not None and stored not in (None, alpha):
             raise Refused(
-                f"{self.path}: {module} has .alpha {alpha:g}, {self.config_name} says lora_alpha {stored:g}; "
+                f"{self.path}: {module} has .alpha {alpha:g}, {self.config.name} says lora_alpha {stored:g}; "
                 "remove the one that is wrong"
             )
         if self.fallback not in (None, alpha):
             raise Refused(f"{self.path}: {source} say alpha {alpha:g} for {module}, --alpha says {self.fallback:g}")
-        scale = alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank
+        scale = alpha / rank**0.5 if self.config.use_rslora else alpha / rank
         if not FLOAT32.tiny <= scale <= FLOAT32.max:
             raise Refused(
                 f"{self.path}: alpha of {module} is {alpha:g} (from {source}); it must be above 0 (which tools read as "
@@ -505,54 +480,30 @@ class _Alphas:
         self.used[source] = self.used.get(source, 0) + 1
         return scale
 
-    def check_dora(self, module: str, has_magnitude: bool) -> None:
-        """Refused where the configuration speaks of DoRA and the module has lost its magnitude."""
-        if self.config.get("use_dora") and not has_magnitude:
+    def check_parts(self, updates: Mapping[str, Update]) -> None:
+        """Refused where the configuration speaks of DoRA or of biases and the tensors for them are missing."""
+        low_rank = {name: update for name, update in updates.items() if update.down is not None}
+        plain = [name for name, update in low_rank.items() if update.magnitude is None]
+        if self.config.use_dora and plain:
             raise Refused(
-                f"{self.path}: {self.config_name} says use_dora, but {module} has no magnitude; the file is incomplete"
+                f"{self.path}: {self.config.name} says use_dora, but {plain[0]} has no magnitude; the file "
+                "is incomplete"
             )
-
-    def _stored(self, module: str) -> float | None:
-        """lora_alpha of peft's configuration, with its per-module pattern: the first that fits, as in peft."""
-        if fitting := set(_ends(self.called[module])) & self.patterns.keys():
-            self.matched |= fitting
-            return min(self.patterns[pattern] for pattern in fitting)[1]
-        alpha = self.config.get("lora_alpha")
-        return None if alpha is None else _number(alpha, f"{self.path}: lora_alpha of {self.config_name}")
-
-    def notes(self) -> tuple[str, ...]:
-        """A line for the user when alpha_pattern names what the file has no module for, as peft allows.
-
-        Refused when the module is there by its other name: the file was renamed and the pattern was not.
-        """
-        unused = [pattern for pattern in self.patterns if pattern not in self.matched]
-        others = {name: module for module in self.called for name in (module, wan_names.to_original(module)) if name}
-        ends = {end: module for name, module in others.items() for end in _ends(name)} if unused else {}
-        for pattern in unused:
-            if pattern in ends:
-                raise Refused(
-                    f"{self.path}: alpha_pattern of {self.config_name} names {quoted(pattern)}, which the file calls "
-                    f"{self.called[ends[pattern]]}; write the names of the file's keys into it"
-                )
-        return (f"{self.path}: alpha_pattern names {quoted(unused[0])}, which the file lacks",) if unused else ()
+        if self.config.lora_bias and all(update.up_bias is None for update in low_rank.values()):
+            raise Refused(f"{self.path}: {self.config.name} says lora_bias, but the file holds none; it is incomplete")
 
     def summary(self) -> str:
         return ", ".join(f"{source} ({count})" for source, count in self.used.items()) or "no low-rank updates"
 
 
-def _ends(name: str) -> Iterator[str]:
-    """^a.b.c, a.b.c, b.c, c of a.b.c: the keys of a pattern by which peft finds a module of this name."""
-    yield f"^{name}"
-    while name:
-        yield name
-        name = name.partition(".")[2]
-
-
 def assign(loras: list[Lora], expert: str | None) -> list[Lora]:
-    """The LoRAs with their expert set to `expert` where they do not name one. Refused where they name another."""
+    """Return the LoRAs with the expert that the user gives, if one: it outranks the name of a single file.
+
+    Refused where keys, or the places of several files, say another.
+    """
     if expert is None:
         return loras
     for lora in loras:
-        if lora.expert not in (None, expert):
+        if lora.expert not in (None, expert) and not (lora.expert_by_name and len(loras) == 1):
             raise Refused(f"{lora.path} is for the {lora.expert} expert, not for {expert}")
     return [replace(lora, expert=expert) for lora in loras]

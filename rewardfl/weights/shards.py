@@ -7,9 +7,8 @@ tensors' bytes (https://github.com/huggingface/safetensors, section Format).
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from reprlib import Repr
@@ -84,10 +83,10 @@ class Entry:
         """The bytes of `rows` slices along the first dimension (all by default), from `first_row`."""
         return self._read(first_row * self.row_bytes, self.nbytes if rows is None else rows * self.row_bytes)
 
-    def pieces(self) -> Iterator[Callable[[], bytearray]]:
-        """All bytes, BLOCK_BYTES at a time, each piece read when it is called."""
+    def pieces(self) -> Iterator[bytearray]:
+        """Read all bytes, BLOCK_BYTES at a time."""
         for start in range(0, self.nbytes, BLOCK_BYTES):
-            yield partial(self._read, start, min(BLOCK_BYTES, self.nbytes - start))
+            yield self._read(start, min(BLOCK_BYTES, self.nbytes - start))
 
     def _read(self, start: int, size: int) -> bytearray:
         buffer = bytearray(size)
@@ -115,6 +114,13 @@ class Checkpoint:
 
 # ------------------------------------------------------------------------------------------------------------
 # Reading
+
+
+def is_safetensors(path: Path) -> bool:
+    """Return whether a file begins as a safetensors file does: a length within the file, then a JSON object."""
+    with path.open("rb") as file:
+        head = file.read(9)
+    return head[8:] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:

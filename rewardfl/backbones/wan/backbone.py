@@ -99,8 +99,10 @@ class Wan:
             if size % multiple and max_pixels is None:
                 near = _neighbours(size, multiple, 0)
                 problems.append(f"data.{key} must be a multiple of {multiple}, got {size}; try {near}")
-        # one latent frame would be the given image alone: nothing generated, nothing to reward
-        if num_frames % self.temporal != 1 % self.temporal or num_frames <= 1:
+        if num_frames == 1:  # one latent frame would be the given image alone: nothing generated, nothing to reward
+            least = self.temporal + 1
+            problems.append(f"data.num_frames must be at least {least}, got 1: this model makes videos; try {least}")
+        elif num_frames % self.temporal != 1 % self.temporal:
             near = _neighbours(num_frames, self.temporal, 1)
             problems.append(f"data.num_frames must be {self.temporal}k+1 for this VAE, got {num_frames}; try {near}")
         side = self.positions * self.pixels_per_token

@@ -241,7 +241,7 @@ def image_encoder_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora]:
     """The distillation LoRAs at two paths (empty: none), each checked to be for its expert and finite."""
-    loras = []
+    loras, crossed = [], 0
     if second and len(experts) == 1:
         raise Refused(f"model.distill_lora_low {second}: this model has one expert, whose LoRA is distill_lora_high")
     for expert, path in zip(experts, (first, second), strict=False):
@@ -249,8 +249,14 @@ def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora
             continue
         found = lora_files.read_lora(path)
         mine = [one for one in found if one.expert == expert] if len(found) > 1 else found
+        crossed += any(file.expert_by_name and file.expert != expert for file in mine)
         # a model with one expert has none that a file's name could speak of
         loras += lora_files.assign(mine if len(experts) > 1 else [replace(one, expert=None) for one in mine], expert)
+    if crossed == 2:
+        raise Refused(
+            f"model.distill_lora_high {first} and model.distill_lora_low {second} have each other's names; swap them, "
+            "or rename the files"
+        )
     if len(loras) == 2 and loras[0].expert != loras[1].expert and _same_lora(*loras):
         raise Refused(
             f"model.distill_lora_high {first} and model.distill_lora_low {second} are the same LoRA; each "

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rewardfl.rewards.face.align import Faces
 from rewardfl.rewards.face.onnx_module import OnnxModule
+from rewardfl.rewards.face.pack import describe_network
 from rewardfl.rewards.face.view import View
 
 STRIDES = (8, 16, 32)
@@ -82,7 +83,7 @@ def family_of(names: list[str], path: str | Path) -> tuple[Family, list[int]]:
         return Scrfd(), list(range(9))
     raise ValueError(
         f"{path} has {len(names)} outputs; SCRFD with landmarks (bnkps) has 9, YuNet of 2023 has {len(YUNET_OUTPUTS)}, "
-        f"{', '.join(YUNET_OUTPUTS)}"
+        f"{', '.join(YUNET_OUTPUTS)}; this file {describe_network(Path(path))}"
     )
 
 

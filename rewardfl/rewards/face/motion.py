@@ -3,17 +3,17 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from rewardfl.config.schema import Count, DetectionSide, NonNegative
 from rewardfl.files import sha256
 from rewardfl.rewards.base import Reward, RewardOutput, by_sample
 from rewardfl.rewards.face.align import frames_of
 from rewardfl.rewards.face.detect import STRIDES, FaceDetector
-from rewardfl.rewards.face.pack import pack_files
+from rewardfl.rewards.face.pack import PackFolder, pack_files
 from rewardfl.rewards.face.track import MIN_MOTION, Track, step_motion, step_reversals, track_largest
 from rewardfl.rewards.face.view import View, seed_of
 from rewardfl.rewards.motion import MIN_CHANGE, alike, mean_change
@@ -71,23 +71,18 @@ class FaceMotionReward(Reward):
 
     def __init__(
         self,
-        pack_dir: str | Path,
-        det_size: int = 640,
-        chunk: int = 8,
-        landmarks: float = 1.0,
-        face_change: float = 0.0,
-        background_change: float = 0.0,
-        reversals: float = 0.5,
+        pack_dir: PackFolder,
+        det_size: DetectionSide = 640,
+        chunk: Count = 8,
+        landmarks: NonNegative = 1.0,
+        face_change: NonNegative = 0.0,
+        background_change: NonNegative = 0.0,
+        reversals: NonNegative = 0.5,
         jitter: bool = True,
-        second_pack_dir: str | Path | None = None,
+        second_pack_dir: PackFolder | None = None,
     ):
         super().__init__()
-        if chunk < 1:
-            raise ValueError(f"chunk must be at least 1 frame, got {chunk}")
         self.term_weights = {"landmarks": landmarks, "face_change": face_change, "background_change": background_change}
-        for setting, value in {**self.term_weights, "reversals": reversals}.items():
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{setting} must be a weight of at least 0, got {value}")
         if not any(self.term_weights.values()):
             raise ValueError("landmarks, face_change and background_change are all 0: nothing is scored")
         packs = [pack_dir] if second_pack_dir is None else [pack_dir, second_pack_dir]

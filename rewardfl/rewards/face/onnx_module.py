@@ -8,6 +8,7 @@ Semantics: https://onnx.ai/onnx/operators/, checked against onnxruntime in tests
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,16 @@ def _max_pool(a: Attributes, x: Tensor) -> Tensor:
 
 
 def _average_pool(a: Attributes, x: Tensor) -> Tensor:
-    x, padding = _symmetric_padding(a, x, 0.0)
+    padded, padding = _symmetric_padding(a, x, 0.0)
     ceil_mode, count_padding = bool(a.get("ceil_mode", 0)), bool(a.get("count_include_pad", 0))
-    return F.avg_pool2d(x, a["kernel_shape"], a.get("strides", 1), padding, ceil_mode, count_padding)
+
+    def pool(values: Tensor) -> Tensor:
+        return F.avg_pool2d(values, a["kernel_shape"], a.get("strides", 1), padding, ceil_mode, count_padding)
+
+    if padded is x or count_padding:
+        return pool(padded)
+    inside, _ = _symmetric_padding(a, torch.ones_like(x), 0.0)
+    return pool(padded) / pool(inside)  # both divide by the whole window
 
 
 def _batch_normalization(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:
@@ -106,6 +114,13 @@ def _flatten(a: Attributes, x: Tensor) -> Tensor:
 
 def _transpose(a: Attributes, x: Tensor) -> Tensor:
     return x.permute(a.get("perm", list(range(x.ndim))[::-1]))
+
+
+def _split(a: Attributes, x: Tensor, sizes: Tensor | None = None) -> Tensor:
+    """One part: `part` of the node's `parts` outputs, see `_steps`. Without sizes only the last may be smaller."""
+    sizes = _setting(a, "split", sizes)
+    axis = a.get("axis", 0)
+    return x.split(-(-x.shape[axis] // a["parts"]) if sizes is None else sizes, axis)[a["part"]]
 
 
 def _squeeze(a: Attributes, x: Tensor, axes: Tensor | None = None) -> Tensor:
@@ -248,11 +263,13 @@ def _any(*names: str) -> dict[str, Collection | None]:
 
 
 def _reduce(function: Callable[[Tensor, list[int], bool], Tensor]) -> Op:
-    def reduce(a: Attributes, x: Tensor, axes: Tensor | None = None) -> Tensor:
-        axes = _setting(a, "axes", axes) or list(range(x.ndim))
-        return function(x, axes, bool(a.get("keepdims", 1)))
+    def reduced(a: Attributes, x: Tensor, axes: Tensor | None = None) -> Tensor:
+        axes = _setting(a, "axes", axes)
+        if not axes and a.get("noop_with_empty_axes", 0):
+            return x
+        return function(x, axes or list(range(x.ndim)), bool(a.get("keepdims", 1)))
 
-    return Op(reduce, _any("axes", "keepdims") | {"noop_with_empty_axes": (0,)}, 1)
+    return Op(reduced, _any("axes", "keepdims", "noop_with_empty_axes"), 1)
 
 
 _WINDOW = _any("kernel_shape", "pads", "strides") | {"auto_pad": ("NOTSET",)}
@@ -285,6 +302,8 @@ OPS: dict[str, Op] = {
     "Conv": Op(_conv, _WINDOW | _any("dilations", "group")),
     "Div": Op(_div),
     "Dropout": Op(lambda a, x, *settings: x, _any("ratio", "seed"), 1),
+    "Equal": Op(lambda a, x, y: x == y),
+    "Erf": Op(lambda a, x: x.erf()),
     "Exp": Op(lambda a, x: x.exp()),
     "Expand": Op(_expand, first_setting=1),
     "Flatten": Op(_flatten, _any("axis")),
@@ -292,18 +311,30 @@ OPS: dict[str, Op] = {
     "Gather": Op(_gather, _any("axis")),
     "Gemm": Op(_gemm, _any("alpha", "beta", "transA", "transB")),
     "GlobalAveragePool": Op(lambda a, x: x.mean(tuple(range(2, x.ndim)), keepdim=True)),
+    "Greater": Op(lambda a, x, y: x > y),
+    "GreaterOrEqual": Op(lambda a, x, y: x >= y),
+    "HardSigmoid": Op(lambda a, x: (a.get("alpha", 0.2) * x + a.get("beta", 0.5)).clamp(0, 1), _any("alpha", "beta")),
+    "HardSwish": Op(lambda a, x: F.hardswish(x)),
     "Identity": Op(lambda a, x: x),
     "InstanceNormalization": Op(_instance_normalization, _any("epsilon")),
     "LeakyRelu": Op(lambda a, x: F.leaky_relu(x, a.get("alpha", 0.01)), _any("alpha")),
+    "Less": Op(lambda a, x, y: x < y),
+    "LessOrEqual": Op(lambda a, x, y: x <= y),
+    "Log": Op(lambda a, x: x.log()),
     "MatMul": Op(lambda a, x, y: x @ y),
+    "Max": Op(lambda a, *parts: reduce(torch.maximum, parts)),
     "MaxPool": Op(_max_pool, _WINDOW | _any("ceil_mode", "dilations", "storage_order")),
+    "Min": Op(lambda a, *parts: reduce(torch.minimum, parts)),
     "Mul": Op(lambda a, x, y: x * y),
     "Neg": Op(lambda a, x: -x),
     "PRelu": Op(lambda a, x, slope: torch.where(x < 0, x * slope, x)),  # keeps a mask for the backward, not x
     "Pad": Op(_pad, _any("pads", "value") | {"mode": ("constant", "reflect", "edge")}, 1),
     "Pow": Op(lambda a, x, y: x**y),
+    "Reciprocal": Op(lambda a, x: x.reciprocal()),
     "ReduceL2": _reduce(lambda x, axes, keep: torch.linalg.vector_norm(x, dim=axes, keepdim=keep)),
+    "ReduceMax": _reduce(lambda x, axes, keep: x.amax(axes, keep)),
     "ReduceMean": _reduce(lambda x, axes, keep: x.mean(axes, keep)),
+    "ReduceMin": _reduce(lambda x, axes, keep: x.amin(axes, keep)),
     "ReduceSum": _reduce(lambda x, axes, keep: x.sum(axes, keep)),
     "Relu": Op(lambda a, x: x.relu()),
     "Reshape": Op(_reshape, {"allowzero": (0,)}, 1),
@@ -314,6 +345,7 @@ OPS: dict[str, Op] = {
     "Slice": Op(_slice, _any("starts", "ends", "axes"), 1),
     "Softmax": Op(lambda a, x: x.softmax(a.get("axis", -1)), _any("axis")),
     "Softmax before opset 13": Op(lambda a, x: x.flatten(a.get("axis", 1)).softmax(-1).view_as(x), _any("axis")),
+    "Split": Op(_split, _any("axis", "num_outputs", "split"), 1),
     "Sqrt": Op(lambda a, x: x.sqrt()),
     "Squeeze": Op(_squeeze, _any("axes"), 1),
     "Sub": Op(lambda a, x, y: x - y),
@@ -321,6 +353,7 @@ OPS: dict[str, Op] = {
     "Transpose": Op(_transpose, _any("perm")),
     "Unsqueeze": Op(_unsqueeze, _any("axes"), 1),
     "Upsample": Op(_upsample, _any("scales") | {"mode": _RESIZE["mode"]}, 1),
+    "Where": Op(lambda a, condition, x, y: torch.where(condition, x, y)),
 }
 
 
@@ -362,9 +395,6 @@ def _refusals(node: onnx.NodeProto, opset: int, used: set[str], true: set[str]) 
         for name, value in a.items()
         if name not in honoured or (honoured[name] is not None and value not in honoured[name])
     ]
-    pads = a.get("pads", [])
-    if op == "AveragePool" and pads[:2] != pads[2:] and not a.get("count_include_pad", 0):
-        refused.append(f"AveragePool(unequal pads={pads}, count_include_pad=0)")
     if op in ("AveragePool", "MaxPool") and len(a["kernel_shape"]) != 2:
         refused.append(f"{op}(kernel_shape={a['kernel_shape']})")
     if op == "Dropout" and true.intersection(node.input[2:]):
@@ -373,7 +403,8 @@ def _refusals(node: onnx.NodeProto, opset: int, used: set[str], true: set[str]) 
         refused.append(f"Resize(opset {opset})")
     if op == "Pad" and len(node.input) > 3:
         refused.append("Pad(axes)")
-    return refused + [f"{op}(output {i})" for i, name in enumerate(node.output) if i > 0 and name in used]
+    single = [] if op == "Split" else node.output[1:]
+    return refused + [f"{op}(output {i})" for i, name in enumerate(single, 1) if name in used]
 
 
 def _check_supported(graph: onnx.GraphProto, opset: int, path: str | Path) -> None:
@@ -401,7 +432,6 @@ class _Step:
     first_on_cpu: float  # from which operand on they stay on the CPU
     output: str
     dead: tuple[str, ...]  # values that no later step reads
-    frozen_batch: bool  # a Reshape to a constant (1, ...) in a graph exported with batch 1
 
 
 def _bytes(value: Tensor) -> int:
@@ -426,7 +456,9 @@ def _shape_of(op: str, attributes: Attributes, operands: Sequence[Tensor | None]
 
 
 class OnnxModule(nn.Module):
-    """Runs the ONNX graph stored at `path`, differentiably, for any batch size, even if exported with batch 1.
+    """Runs the ONNX graph stored at `path`, differentiably, for any batch size.
+
+    A graph that was exported for a batch of 1 runs image by image, under vmap: as one batch to the operators.
 
     Takes the one graph input; returns its output, or a tuple in graph order when there are several. Float
     weights are float32 buffers; `.to(device, dtype)` moves them. There are no parameters, and train() and
@@ -452,7 +484,7 @@ class OnnxModule(nn.Module):
         self.output_names = [value.name for value in graph.output]
         self.first_nodes = [node.name for node in graph.node[:8]]
         self._path = path
-        self._steps, constants = _compile(graph, opset, path, frozen_batch=self.input_shape[:1] == [1])
+        self._steps, constants = _compile(graph, opset, path)
         read = {(name, i >= step.first_on_cpu) for step in self._steps for i, name in enumerate(step.operands)}
         weights = {n for n, on_cpu in read if not on_cpu and n in constants and constants[n].is_floating_point()}
         self._cpu = {n: constants[n] for n, on_cpu in read if n in constants and (on_cpu or n not in weights)}
@@ -494,6 +526,9 @@ class OnnxModule(nn.Module):
         self._checked.add((shape, dtype))
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        if self.input_shape[:1] == [1] and len(x) > 1:
+            outputs = torch.vmap(self)(x[:, None])
+            return outputs.flatten(0, 1) if isinstance(outputs, Tensor) else tuple(y.flatten(0, 1) for y in outputs)
         self.check_size(x.shape, x.dtype)
         values = {**self._cpu, self.input_name: x}
         for step in self._steps:
@@ -504,10 +539,7 @@ class OnnxModule(nn.Module):
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _operands(self, step: _Step, values: dict[str, Tensor], x: Tensor) -> list[Tensor | None]:
-        operands = [self._operand(name, values, x, i >= step.first_on_cpu) for i, name in enumerate(step.operands)]
-        if step.frozen_batch and operands[0].shape[0] == x.shape[0]:
-            operands[1] = torch.cat([torch.tensor(x.shape[:1]), operands[1][1:]])
-        return operands
+        return [self._operand(name, values, x, i >= step.first_on_cpu) for i, name in enumerate(step.operands)]
 
     def _operand(self, name: str, values: dict[str, Tensor], x: Tensor, on_cpu: bool) -> Tensor | None:
         if not name:
@@ -520,9 +552,16 @@ class OnnxModule(nn.Module):
         return value.to(x.device, x.dtype if value.is_floating_point() else value.dtype)
 
 
-def _compile(
-    graph: onnx.GraphProto, opset: int, path: str | Path, frozen_batch: bool
-) -> tuple[list[_Step], dict[str, Tensor]]:
+def _outputs(node: onnx.NodeProto) -> list[tuple[str, Attributes]]:
+    """Return the node's outputs that are run, each with the attributes that make it: of Split all, else the first."""
+    attributes = _attributes(node)
+    if node.op_type != "Split":
+        return [(node.output[0], attributes)]
+    parts = len(node.output)
+    return [(name, attributes | {"part": i, "parts": parts}) for i, name in enumerate(node.output)]
+
+
+def _compile(graph: onnx.GraphProto, opset: int, path: str | Path) -> tuple[list[_Step], dict[str, Tensor]]:
     """The steps that depend on the input, and all constants by name; arithmetic on constants is done here.
 
     ValueError for a weight whose bytes do not fill its shape, and for arithmetic that fails or grows without bound.
@@ -533,27 +572,25 @@ def _compile(
         raise ValueError(f"{path} holds a damaged tensor ({error}); fetch or export it again") from error
     on_cpu: set[str] = set()  # results that are shapes, or computed from nothing but shapes and constants
     steps, folded = [], 0
-    for node in graph.node:
-        op, attributes = _op_name(node, opset), _attributes(node)
-        named = [name for name in node.input if name]
+    made_by = [(node, output, attributes) for node in graph.node for output, attributes in _outputs(node)]
+    for node, output, attributes in made_by:
+        op, named = _op_name(node, opset), [name for name in node.input if name]
         if all(name in constants for name in named):
             try:
                 operands = [constants[name] if name else None for name in node.input]
                 _shape_of(op, attributes, operands, LARGEST_CONSTANT)
-                made = constants[node.output[0]] = OPS[op].run(attributes, *operands)
+                made = constants[output] = OPS[op].run(attributes, *operands)
             except ValueError as error:
-                raise ValueError(f"{path}: {op} of {node.output[0]!r} cannot be computed: {error}") from error
+                raise ValueError(f"{path}: {op} of {output!r} cannot be computed: {error}") from error
             folded += _bytes(made)
             if folded > 4 * LARGEST:
                 raise ValueError(f"{path}: its arithmetic on constants takes more than {4 * LARGEST / 1e9:.3g} GB")
             continue
         on_cpu_itself = op == "Shape" or all(name in on_cpu or name in constants for name in named)
         if on_cpu_itself:
-            on_cpu.add(node.output[0])
-        target = constants.get(node.input[1]) if op == "Reshape" and not on_cpu_itself else None
-        frozen = frozen_batch and target is not None and target[0].item() == 1
+            on_cpu.add(output)
         first_on_cpu = 0 if on_cpu_itself else OPS[op].first_setting
-        steps.append(_Step(op, attributes, tuple(node.input), first_on_cpu, node.output[0], (), frozen))
+        steps.append(_Step(op, attributes, tuple(node.input), first_on_cpu, output, ()))
 
     # a value dies after the last step that names it, as operand or as its own unread output
     last_use = {name: i for i, step in enumerate(steps) for name in (*step.operands, step.output)}

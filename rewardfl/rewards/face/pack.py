@@ -8,11 +8,15 @@ a folder of OpenCV's YuNet and SFace.
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated
 
 from rewardfl.files import sha256
 from rewardfl.rewards.face.onnx_file import graph_inputs, read_graph, value_shape
+from rewardfl.rewards.settings import PathSetting, on_this_machine
 
 TASKS = ("detector", "recogniser")
+MOST_NAMED = 4  # files, and outputs of a network, in a message
+OTHER_FORMATS = (".tflite", ".caffemodel", ".param", ".pb", ".pt", ".pth", ".mnn", ".task")
 
 # ~/.insightface / models / antelopev2 / antelopev2 / *.onnx: insightface's own zip nests the folder once more.
 _DEPTH = 3
@@ -42,6 +46,16 @@ def pack_files(pack_dir: str | Path) -> tuple[Path, Path]:
     if len(packs) > 1:
         raise ValueError(f"{root} holds several face packs; name one of {[str(pack) for pack in packs]}")
     return _only(packs[0], found[packs[0]], "detector"), _only(packs[0], found[packs[0]], "recogniser")
+
+
+def _check_pack(folder: str) -> None:
+    try:
+        pack_files(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the folder of a face pack: {error}") from error
+
+
+PackFolder = Annotated[PathSetting, on_this_machine(_check_pack)]
 
 
 def _search(folder: Path, depth: int) -> dict[Path, dict[Path, str]]:
@@ -88,10 +102,53 @@ def _nothing_usable(root: Path, found: dict[Path, dict[Path, str]]) -> str:
         used = [name for name, task in tasks.items() if task in TASKS]
         return f"{root} has no folder with both a detector and a recogniser: put these into one: {used}"
     return (
-        f"{root} has no {' and no '.join(missing)} among its .onnx files {list(tasks)}; a detector has nine outputs "
-        "(scrfd_10g_bnkps.onnx) or twelve (face_detection_yunet_2023mar.onnx), a recogniser one 112 x 112 input and "
-        f"one output (glintr100.onnx){_zips(root)}"
+        f"{root} has no {' and no '.join(missing)} among its .onnx files {list(tasks)}{_seen(root, found)}; a detector "
+        "has nine outputs (scrfd_10g_bnkps.onnx) or twelve (face_detection_yunet_2023mar.onnx), a recogniser one "
+        f"112 x 112 input and one output (glintr100.onnx){_zips(root)}"
     )
+
+
+def _seen(root: Path, found: dict[Path, dict[Path, str]]) -> str:
+    """Return a clause for each network at or below root: what it is, and why it will not do."""
+    files = [file for folder in found.values() for file in folder]
+    words = [f"{file.relative_to(root)} {describe_network(file)}" for file in files]
+    others = sorted(file for file in root.rglob("*") if file.suffix in OTHER_FORMATS)
+    words += [f"{file.relative_to(root)} is no .onnx file, and others are not read" for file in others[:MOST_NAMED]]
+    return "".join(f"; {clause}" for clause in words)
+
+
+def describe_network(path: Path) -> str:
+    """Return what an .onnx file takes, gives and so probably is, and why it is no detector that can be used."""
+    graph, _ = read_graph(path)
+    inputs, outputs = ([value_shape(value) for value in values] for values in (graph_inputs(graph), graph.output))
+    named = [" x ".join("?" if side is None else str(side) for side in shape) or "()" for shape in outputs[:MOST_NAMED]]
+    more = ", ..." if len(outputs) > MOST_NAMED else ""
+    taken = " and ".join(" x ".join("?" if side is None else str(side) for side in shape) for shape in inputs)
+    return f"(takes {taken}, gives {', '.join(named)}{more}) {_kind(inputs, outputs)}"
+
+
+def _kind(inputs: list[list[int | None]], outputs: list[list[int | None]]) -> str:
+    """Return what a network of these shapes probably is, in words."""
+    side = inputs[0][-1] if inputs and inputs[0] else None
+    flat = sorted(shape[-1] or 0 for shape in outputs if len(shape) in (2, 3))
+    maps = sorted(shape[1] or 0 for shape in outputs if len(shape) == 4)
+    if len(outputs) == 1 and len(inputs) == 1 and len(outputs[0]) in (0, 2):
+        if side == 112:
+            return "looks like a recogniser, which finds no faces"
+        return "looks like a network for landmarks or attributes of a face that has been found"
+    if flat == [2, 4] and len(outputs[0]) == 3:
+        return "looks like UltraFace (RFB, slim): boxes without the five landmarks by which a face is cut out"
+    if flat == [1, 16]:
+        return "looks like BlazeFace: six landmarks, which are others than the five by which a face is cut out"
+    if (flat in ([2, 4], [2, 4, 10]) and len(outputs[0]) == 2) or maps == [2, 4]:
+        return "looks like one of MTCNN's three networks: a cascade, of which each finds part of the answer"
+    if flat == [2, 4, 10]:
+        return "looks like RetinaFace with other anchors than SCRFD's"
+    if len(outputs) == 6:
+        return "looks like SCRFD without landmarks: take the file whose name has bnkps in it"
+    if len(outputs) == 1 and len(outputs[0]) == 3:
+        return "looks like a YOLO, whose rows are not read here"
+    return "is of no layout that is read here"
 
 
 def _zips(root: Path) -> str:

@@ -21,6 +21,9 @@ MAX_COSINE_DISTANCE = 1e-3  # insightface rounds its crop to bytes: about 1e-5 o
 # A GPU convolves in TF32 and versions of OpenCV resize by a level more or less: where ours finds a face just above the
 # threshold, insightface's own may lie just below.
 SCORE_MARGIN = 0.05
+# Of two anchors of one score, or of scores that differ by rounding, either may be suppressed: insightface before 2.0
+# keeps the last, later the first. So theirs suppress nothing, and ours is sought among all that they find.
+KEEP_ALL = 1.0
 
 
 class FaceParityError(ValueError):
@@ -95,7 +98,8 @@ def check(identity: FaceIdentity, video: Tensor) -> FaceParity:
             f"{code} finds no face where rewardfl finds one (score {faces.scores[0]:.3f}, box "
             f"{[round(side) for side in box.tolist()]}) with {identity.files[0]}"
         )
-    same = (boxes - box).abs().amax(1).argmin()
+    apart = torch.cat([boxes - box, (landmarks - faces.landmarks[0]).flatten(1)], 1)
+    same = apart.abs().amax(1).argmin()
     crop = align(frame, similarity_transform(faces.landmarks[:1], ARCFACE_TEMPLATE))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # insightface calls a deprecated method of skimage
@@ -121,11 +125,11 @@ def _picture(levels: Tensor) -> np.ndarray:
 
 
 def _found_by_insightface(identity: FaceIdentity, picture: np.ndarray, get_model: Callable) -> tuple[Tensor, Tensor]:
-    """Boxes (n, 4) and landmarks (n, 5, 2) that insightface finds with the identity's detector."""
+    """Boxes (n, 4) and landmarks (n, 5, 2) that insightface finds with the identity's detector, none suppressed."""
     ours = identity.detector
     theirs = get_model(str(identity.files[0]), providers=["CPUExecutionProvider"])
     threshold = ours.threshold - SCORE_MARGIN
-    theirs.prepare(-1, input_size=(ours.det_size, ours.det_size), det_thresh=threshold, nms_thresh=ours.family.nms_iou)
+    theirs.prepare(-1, input_size=(ours.det_size, ours.det_size), det_thresh=threshold, nms_thresh=KEEP_ALL)
     boxes, landmarks = theirs.detect(picture)  # boxes with scores
     return torch.from_numpy(boxes)[:, :4], torch.from_numpy(landmarks)
 
@@ -137,7 +141,7 @@ def _found_by_opencv(identity: FaceIdentity, frame: Tensor) -> tuple[Tensor, Ten
     ours = identity.detector
     fitted, scale = ours.fit(frame)
     size, threshold = (ours.det_size, ours.det_size), ours.threshold - SCORE_MARGIN
-    theirs = cv2.FaceDetectorYN.create(str(identity.files[0]), "", size, threshold, ours.family.nms_iou)
+    theirs = cv2.FaceDetectorYN.create(str(identity.files[0]), "", size, threshold, KEEP_ALL)
     _, rows = theirs.detect(_picture(fitted.flip(1)))  # n times x, y, width, height, five points, score
     found = torch.zeros(0, 15) if rows is None else torch.from_numpy(rows)
     boxes = torch.cat([found[:, :2], found[:, :2] + found[:, 2:4]], 1)

@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from rewardfl.config.schema import Cap, Count, DetectionSide, NonNegative
 from rewardfl.files import sha256
 from rewardfl.rewards.base import Reward, RewardOutput, by_sample, no_score
 from rewardfl.rewards.face.identity import FaceIdentity, FaceScore
+from rewardfl.rewards.face.pack import PackFolder
 from rewardfl.rewards.face.track import MIN_MOTION
 
 PARTS = ("face_score", "cap", "coverage", "motion_speed", "motion_nonrigid", "motion")
@@ -51,25 +54,16 @@ class FaceIdentityReward(Reward):
 
     def __init__(
         self,
-        pack_dir: str | Path,
-        cap: str | float = "self_similarity",
-        det_size: int = 640,
-        chunk: int = 8,
-        people: str = "largest",
-        min_face_size: float = 0.0,
-        second_pack_dir: str | Path | None = None,
-        landmark_jitter: float = 0.0,
+        pack_dir: PackFolder,
+        cap: Cap = "self_similarity",
+        det_size: DetectionSide = 640,
+        chunk: Count = 8,
+        people: Literal["largest", "all"] = "largest",
+        min_face_size: NonNegative = 0.0,
+        second_pack_dir: PackFolder | None = None,
+        landmark_jitter: Annotated[NonNegative, Field(le=MOST_JITTER)] = 0.0,
     ):
         super().__init__()
-        named = cap in ("self_similarity", "none")
-        if not named and (isinstance(cap, str) or not 0 < cap <= 1):
-            raise ValueError(f"reward.cap must be self_similarity, none or a number in (0, 1], got {cap!r}")
-        if people not in ("largest", "all"):
-            raise ValueError(f"people must be largest or all, got {people!r}")
-        if not 0 <= min_face_size < math.inf:
-            raise ValueError(f"min_face_size must be a width of at least 0 pixels, got {min_face_size}")
-        if not 0 <= landmark_jitter <= MOST_JITTER:
-            raise ValueError(f"landmark_jitter must be 0 to {MOST_JITTER} face widths, got {landmark_jitter}")
         self.cap, self.people, self.min_face_size, self.landmark_jitter = cap, people, min_face_size, landmark_jitter
         if min_face_size:
             self.nothing_found = f"no face at least {min_face_size:g} pixels wide (min_face_size) was found in"

@@ -1,30 +1,32 @@
 """A reward that another process computes, on this machine or another: the client of tools/serve_reward.py.
 
-The wire format is at the top of wire.py in this folder, how to set it up in docs/rewards_remote.md. HTTP is spoken by
-httpcore2, the engine of httpx2, through its network backend: httpx has no total deadline and no Expect: 100-continue.
+The wire format is at the top of wire.py in this folder, how to set it up in docs/rewards_remote.md.
 """
 
+import asyncio
 import json
 import math
 import os
 import random
 import re
-import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-import httpcore2
+import httpx
 import torch
 from torch import Tensor
 
 from rewardfl import data
+from rewardfl.config.schema import Count, NonNegative, Positive, Whole, must_be
 from rewardfl.rewards.base import Reward, RewardOutput, Unavailable
 from rewardfl.rewards.remote.wire import (
     CONTENT_TYPE,
     ENVELOPE_BYTES,
+    MAX_CLIPS,
+    MAX_FRAMES,
     PLACES,
     VERSION,
     Clip,
@@ -32,11 +34,10 @@ from rewardfl.rewards.remote.wire import (
     pack_request,
     unpack_answer,
 )
+from rewardfl.rewards.settings import on_this_machine
 
 MAX_ANSWER_BYTES = 1 << 24  # a few numbers per clip; a server that sends more is not ours
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds before a retry
-GO_ON_SECONDS = 30  # to be told to send the body, or not to; ours says one of them within 10
-BLOCK_BYTES = 1 << 20  # of a body, sent at a time
 
 
 class RewardServerError(RuntimeError):
@@ -47,16 +48,40 @@ class ServerAwayError(RewardServerError, Unavailable):
     """It is down, busy or does not answer in time."""
 
 
+def read_token(variable: str) -> str:
+    """Return the token in an environment variable. ValueError for none or one that no header can hold."""
+    token = os.environ.get(variable, "")
+    if not token:
+        raise ValueError(f"the name of an environment variable that is set: export {variable}=<the token>")
+    if not all("!" <= character <= "~" for character in token):
+        raise ValueError("the name of an environment variable whose token is ASCII without spaces or line breaks")
+    return token
+
+
+def _is_url(url: str) -> bool:
+    try:
+        address = urlsplit(url)
+        plain = all("!" <= character <= "~" for character in url) and not (address.query or address.fragment)
+        usable = plain and address.scheme in ("http", "https") and address.hostname and address.port != 0
+    except ValueError:  # a port that is no number
+        return False
+    return bool(usable) and address.username is None
+
+
+Url = Annotated[str, must_be("like http://127.0.0.1:8400", _is_url)]
+TokenVariable = Annotated[str, on_this_machine(read_token)]
+
+
 class RemoteReward(Reward):
     """Sends clips and prompts as uint8 frames to the server at `url`, takes its scores. No gradient.
 
-    timeout: seconds for one request, from when the server has a place for its body. wait: seconds for which a request
-    is put to a busy server again and again, without its body. retries: after the first try, for connections that fail,
-    timeouts and 5xx. token_env: the environment variable with the server's token; no secret stands in a config.
+    timeout: seconds for one request, from connecting to the answer's last byte, however the bytes come. wait: seconds
+    for which a request is put to a busy server again and again. retries: after the first try, for connections that
+    fail, timeouts and 5xx. token_env: the environment variable with the server's token; no secret stands in a config.
     frames: "all", or n for every n-th frame from the first. send_reference: the real clip goes along, for a reward that
     compares with it. max_bytes: of one request; a batch is split into requests below it and below what the server
-    takes. parallel: batches that one process sends at a time, as many more wait as uint8 frames (see blackbox). These
-    nine parameters are the reward's settings in a config.
+    takes (bytes, clips, frames). parallel: batches that one process sends at a time, as many more wait as uint8 frames
+    (see blackbox). These nine parameters are the reward's settings in a config.
 
     A sample is invalid when its reference is None, its pixels are not finite (it is not sent), or the server says so
     or scores it with a number that is not finite. Anything else that goes wrong is a RewardServerError.
@@ -74,23 +99,20 @@ class RemoteReward(Reward):
 
     def __init__(
         self,
-        url: str,
-        timeout: float = 120.0,
-        retries: int = 4,
-        token_env: str = "",
-        frames: str | int = "all",
+        url: Url,
+        timeout: Positive = 120.0,
+        retries: Whole = 4,
+        token_env: TokenVariable | Literal[""] = "",
+        frames: Literal["all"] | Count = "all",
         send_reference: bool = False,
-        max_bytes: int = 400_000_000,
-        parallel: int = PLACES,
-        wait: float = 600.0,
+        max_bytes: Count = 400_000_000,
+        parallel: Count = PLACES,
+        wait: NonNegative = 600.0,
     ):
         super().__init__()
-        _check("frames", frames, "all, or n >= 1 for every n-th frame", frames == "all" or _is_whole(frames, 1))
-        _check("max_bytes", max_bytes, "a number of bytes", _is_number(max_bytes) and max_bytes >= 1)
-        _check("parallel", parallel, "a whole number, 1 or more", _is_whole(parallel, 1))
-        self.stride = 1 if frames == "all" else int(frames)
+        self.stride = 1 if frames == "all" else frames
         self.send_reference = send_reference
-        self.max_bytes, self.parallel = int(max_bytes), int(parallel)
+        self.max_bytes, self.parallel = max_bytes, parallel
         self.client = Client(url, timeout, retries, token_env, wait)
 
     @property
@@ -132,7 +154,7 @@ class RemoteReward(Reward):
         score, valid = torch.zeros(len(video)), torch.zeros(len(video), dtype=torch.bool)
         parts: dict[str, Tensor] = {}
         limit = min(self.max_bytes, self.client.max_bytes)
-        for group in split({i: clip.nbytes for i, clip in clips.items()}, limit, self.place):
+        for group in split(clips, limit, self.place):
             score[group], valid[group], measured = self.client.score([clips[i] for i in group])
             for name, values in measured.items():
                 parts.setdefault(name, torch.full((len(video),), math.nan))[group] = values
@@ -150,24 +172,24 @@ class RemoteReward(Reward):
         return data.to_uint8(video[:, :: self.stride]).cpu().contiguous()
 
 
-def split(sizes: Mapping[int, int], limit: int, place: str) -> Iterator[list[int]]:
-    """Samples, by their clips' bytes, in groups whose requests stay below `limit` bytes.
+def split(clips: Mapping[int, Clip], limit: int, place: str) -> Iterator[list[int]]:
+    """Samples in groups, each a request of at most `limit` bytes, MAX_CLIPS clips and MAX_FRAMES frames.
 
-    ValueError for a clip that alone does not. place: where the settings stand.
+    ValueError for a clip that alone is too big. place: where the settings stand.
     """
     group: list[int] = []
-    used = ENVELOPE_BYTES
-    for sample, nbytes in sizes.items():
-        if ENVELOPE_BYTES + nbytes > limit:
+    size = frames = 0
+    for sample, clip in clips.items():
+        if ENVELOPE_BYTES + clip.nbytes > limit:
             raise ValueError(
-                f"{place}.max_bytes (or what the server takes, --max-mb) is {limit}, one clip has {nbytes} bytes: "
+                f"{place}.max_bytes (or what the server takes, --max-mb) is {limit}, one clip has {clip.nbytes} bytes: "
                 f"raise it, or send fewer frames ({place}.frames: 4)"
             )
-        if used + nbytes > limit:
+        size, frames = size + clip.nbytes, frames + clip.frame_count
+        if group and (ENVELOPE_BYTES + size > limit or frames > MAX_FRAMES or len(group) == MAX_CLIPS):
             yield group
-            group, used = [], ENVELOPE_BYTES
+            group, size, frames = [], clip.nbytes, clip.frame_count
         group.append(sample)
-        used += nbytes
     if group:
         yield group
 
@@ -179,18 +201,14 @@ class Client:
     """
 
     def __init__(self, url: str, timeout: float, retries: int, token_env: str, wait: float):
-        self.url, self.address = url.rstrip("/"), _address(url)
-        _check("timeout", timeout, "seconds above 0", _is_number(timeout) and timeout > 0)
-        _check("retries", retries, "a whole number, 0 or more", _is_whole(retries, 0))
-        _check("wait", wait, "seconds, 0 or more", _is_number(wait) and wait >= 0)
-        self.timeout, self.retries, self.token_env, self.wait = timeout, int(retries), token_env, wait
-        self.token = token_of(token_env, "reward 'remote': token_env") if token_env else ""
+        self.url = url.rstrip("/")
+        self.timeout, self.retries, self.token_env, self.wait = timeout, retries, token_env, wait
+        self.token = read_token(token_env) if token_env else ""
         self.place = "settings"  # in the configuration, for messages
         self.sleep: Callable[[float], None] = time.sleep
         self.random = random.Random()  # the global one belongs to the training, which resumes exactly
         self._max_bytes = 0
-        self._tls = ssl.create_default_context() if self.address.scheme == "https" else None
-        self._asks_first = True  # sends headers and waits to be told to send the body
+        self._tls = ssl.create_default_context()  # the system's certificates
 
     @property
     def max_bytes(self) -> int:
@@ -203,7 +221,7 @@ class Client:
         """status, reward, version, max_bytes, as GET /health says; RewardServerError for any other answer."""
         answer = self._ask("GET", "/health", b"")
         health = _json(answer)
-        if not isinstance(health, dict) or health.get("version") != VERSION or not _is_number(health.get("max_bytes")):
+        if not isinstance(health, dict) or health.get("version") != VERSION or "max_bytes" not in health:
             raise self._error(
                 f"GET /health should answer JSON with version {VERSION} and max_bytes, got {answer[:80]!r}; is that a "
                 "reward server (tools/serve_reward.py) of the same release?"
@@ -227,8 +245,8 @@ class Client:
         while True:
             status = None
             try:
-                status, answer, retry_after = self._once(method, path, body)
-            except (OSError, httpcore2.ProtocolError) as error:
+                status, answer, retry_after = asyncio.run(self._once(method, path, body))
+            except (TimeoutError, httpx.TransportError) as error:
                 trouble = self._trouble(error)
             else:
                 if status == 200:
@@ -249,47 +267,37 @@ class Client:
                 raise self._error(often, RewardServerError if status == 500 else ServerAwayError)
             self.sleep(delay(failures, self.random.random()))
 
-    def _once(self, method: str, path: str, body: bytes) -> tuple[int, bytes, str | None]:
-        """Status, body and Retry-After of one answer; OSError or ProtocolError where there is none in time."""
-        connection = _Connection(self.timeout, asks=bool(body) and self._asks_first)
-        content: Any = connection.blocks(body) if body else None  # any buffer will do: our own `write` gets it
-        with (
-            httpcore2.ConnectionPool(self._tls, max_connections=1, network_backend=connection) as pool,
-            pool.stream(method, self.url + path, headers=self._headers(body), content=content) as response,
+    async def _once(self, method: str, path: str, body: bytes) -> tuple[int, bytes, str | None]:
+        """Status, body and Retry-After of one answer; TimeoutError where it is not complete in time."""
+        async with (
+            asyncio.timeout(self.timeout),  # of the whole: httpx's own begins again at every byte
+            httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client,
+            client.stream(method, self.url + path, headers=self._headers(body), content=body) as response,
         ):
-            answer = self._bounded(response.iter_stream())
-            if response.status == 200 and connection.silent:
-                self._asks_first = False  # it does not know how to say so
-            retry_after = {name.lower(): value for name, value in response.headers}.get(b"retry-after")
-            return response.status, answer, None if retry_after is None else retry_after.decode("latin-1")
-
-    def _bounded(self, blocks: Iterable[bytes]) -> bytes:
-        answer = b""
-        for block in blocks:
-            answer += block
-            if len(answer) > MAX_ANSWER_BYTES:
-                raise self._error(f"an answer of more than {MAX_ANSWER_BYTES} bytes; is that a reward server?")
-        return answer
+            answer = b""
+            async for block in response.aiter_raw():
+                answer += block
+                if len(answer) > MAX_ANSWER_BYTES:
+                    raise self._error(f"an answer of more than {MAX_ANSWER_BYTES} bytes; is that a reward server?")
+            return response.status_code, answer, response.headers.get("Retry-After")
 
     def _error(self, message: str, kind: type[RewardServerError] = RewardServerError) -> RewardServerError:
         return kind(f"{self.place}.url {self.url}: {message}")
 
-    def _headers(self, body: bytes) -> dict[bytes | str, bytes | str]:
-        headers: dict[bytes | str, bytes | str] = {"Host": self.address.netloc, "Accept-Encoding": "identity"}
+    def _headers(self, body: bytes) -> dict[str, str]:
+        headers = {"Accept-Encoding": "identity"}
         if body:
-            headers |= {"Content-Type": CONTENT_TYPE, "Content-Length": str(len(body))}
-        if body and self._asks_first:
-            headers["Expect"] = "100-continue"
+            headers["Content-Type"] = CONTENT_TYPE
         return headers | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
 
-    def _trouble(self, error: OSError | httpcore2.ProtocolError) -> str:
+    def _trouble(self, error: TimeoutError | httpx.TransportError) -> str:
         if isinstance(error, TimeoutError):
             return (
                 f"no answer in {self.timeout:g} s: raise {self.place}.timeout, or send less at a time "
                 f"({self.place}.max_bytes, {self.place}.frames)"
             )
-        if isinstance(error, ConnectionRefusedError):
-            return f"connection refused: nothing listens there; start tools/serve_reward.py, or mend {self.place}.url"
+        if isinstance(error, httpx.ConnectError):
+            return f"no connection ({error}); start tools/serve_reward.py, or mend {self.place}.url"
         return f"{type(error).__name__}: {error}; does tools/serve_reward.py run there? see its log"
 
     def _refusal(self, status: int, answer: bytes) -> str:
@@ -303,82 +311,6 @@ class Client:
         return f"{said}; is that a reward server (tools/serve_reward.py) of the same release?"
 
 
-class _Connection(httpcore2.NetworkBackend, httpcore2.NetworkStream):
-    """The connection of one request: httpcore2 speaks HTTP on it, and every wait on it ends at one deadline.
-
-    timeout: seconds up to where the server has been told what is asked, and again from where it takes the body to the
-    answer's end; httpcore2's own timeouts, each for one read or write, are not used. asks: `blocks` waits to be told to
-    send the body. silent: it waited in vain, and sent the body all the same.
-    """
-
-    def __init__(self, timeout: float, asks: bool):
-        self.timeout, self.asks, self.silent = timeout, asks, False
-        self.deadline = time.monotonic() + timeout
-        self.early = b""  # what the server said while we waited; httpcore2 is to read it
-
-    def connect_tcp(self, host: str, port: int, timeout=None, local_address=None, socket_options=None):
-        self.sock = socket.create_connection((host, port), self._left())
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return self
-
-    def start_tls(self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout=None):
-        self.sock = ssl_context.wrap_socket(self._in_time(), server_hostname=server_hostname)
-        return self
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        if self.early:
-            early, self.early = self.early, b""
-            return early
-        return self._in_time().recv(max_bytes)
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        unsent = memoryview(buffer)
-        try:
-            while unsent:
-                unsent = unsent[self._in_time().send(unsent) :]
-        except (BrokenPipeError, ConnectionResetError) as error:
-            # A server that refuses the request closes while we still send: httpcore2 then reads what it answered.
-            raise httpcore2.WriteError from error
-
-    def close(self) -> None:
-        self.sock.close()
-
-    def blocks(self, body: bytes) -> Iterator[memoryview]:
-        """The body to send, once the server has a place for it or says nothing; the timeout begins there."""
-        if self.asks:
-            self.deadline = time.monotonic() + GO_ON_SECONDS
-            try:
-                self._wait_for_continue()
-            except TimeoutError:
-                self.silent = True
-            finally:
-                self.deadline = time.monotonic() + self.timeout
-        for start in range(0, len(body), BLOCK_BYTES):
-            yield memoryview(body)[start : start + BLOCK_BYTES]
-
-    def _wait_for_continue(self) -> None:
-        """WriteError, as for a body that the server does not take, when it says anything but HTTP/1.1 1xx."""
-        while len(self.early) < len(b"HTTP/1.1 1"):
-            block = self._in_time().recv(1 << 16)
-            if not block:
-                break
-            self.early += block
-        if not re.match(rb"HTTP/1\.\d 1", self.early):
-            raise httpcore2.WriteError
-
-    def _in_time(self) -> socket.socket:
-        """The socket, whose next call ends at the deadline."""
-        self.sock.settimeout(self._left())
-        return self.sock
-
-    def _left(self) -> float:
-        """Seconds up to the deadline; TimeoutError after it."""
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        return left
-
-
 def _seconds(retry_after: str) -> float:
     """What a server asks for; it may also name a date."""
     return min(float(retry_after), LONGEST_DELAY) if re.fullmatch(r"\d{1,9}", retry_after) else FIRST_DELAY
@@ -387,42 +319,6 @@ def _seconds(retry_after: str) -> float:
 def delay(attempt: int, jitter: float) -> float:
     """Seconds before retry `attempt` = 1, 2, ...: doubling; jitter in [0, 1) spreads clients that failed together."""
     return min(FIRST_DELAY * 2 ** (attempt - 1), LONGEST_DELAY) * (0.5 + jitter / 2)
-
-
-def token_of(variable: str, setting: str) -> str:
-    """The token in an environment variable; ValueError, naming `setting`, for none or one that no header can hold."""
-    token = os.environ.get(variable, "")
-    if not token:
-        raise ValueError(f"{setting}: the environment variable {variable!r} is not set; export {variable}=<the token>")
-    if not all("!" <= character <= "~" for character in token):
-        raise ValueError(f"{setting}: the token in {variable!r} must be ASCII without spaces or line breaks")
-    return token
-
-
-def _address(url: str) -> SplitResult:
-    """The parts of a server's url, checked."""
-    try:
-        address = urlsplit(url)
-        plain = all("!" <= character <= "~" for character in url) and not (address.query or address.fragment)
-        usable = plain and address.scheme in ("http", "https") and address.hostname and address.port != 0
-    except ValueError:  # a port that is no number
-        usable = False
-    if not usable or address.username is not None:
-        raise ValueError(f"reward 'remote': url must be like http://127.0.0.1:8400, got {url!r}")
-    return address
-
-
-def _check(setting: str, value: object, wanted: str, fits: bool) -> None:
-    if not fits:
-        raise ValueError(f"reward 'remote': {setting} must be {wanted}, got {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_whole(value: Any, least: int) -> bool:
-    return _is_number(value) and value == int(value) and value >= least
 
 
 def _message(answer: bytes) -> str:

@@ -11,13 +11,12 @@
     GET /health
              200   JSON {"status": "ok", "reward": <name>, "version": 1, "max_bytes": <of a request's body>}
     errors   JSON {"error": <what is wrong and what to do>} with status
-             400 malformed, 401 no or a wrong token, 404 no such path, 405 another method, 411 no Content-Length,
-             413 beyond max_bytes, 415 another content type, 500 the reward failed, 503 busy (with Retry-After),
-             shutting down or a body too slow: ask again
+             400 malformed, more than MAX_CLIPS clips or MAX_FRAMES frames, 401 no or a wrong token, 404 no such path,
+             405 another method, 413 beyond max_bytes, 415 another content type, 500 the reward failed,
+             503 busy (with Retry-After), shutting down or a body too slow: ask again
 
-A server holds a few bodies in memory, PLACES here, and lets the other requests wait. A client says
-`Expect: 100-continue` and sends its body when 100 Continue comes: then it has a place. Until then it has sent headers
-alone; 503 with `Retry-After: <seconds>` tells it that there was none in time.
+A server holds a few bodies in memory, PLACES here, and lets the other requests wait; 503 with `Retry-After: <seconds>`
+tells a client that there was no place in time.
 
 A server with a token wants `Authorization: Bearer <token>` on /score; /health is open. This file imports torch and
 safetensors alone: a server in an environment of its own can be built on a copy of it.
@@ -35,6 +34,8 @@ from torch import Tensor
 
 VERSION = 1
 PLACES = 4  # bodies that a server holds at a time: one is scored, the next ones arrive meanwhile
+MAX_CLIPS = 256  # of one request
+MAX_FRAMES = 16_384  # of one request, those of the real clips counted too: a reward may take its time for each
 CONTENT_TYPE = "application/x-safetensors"
 # The library takes headers of 100 MB, which cost gigabytes once parsed; ours hold a few names and the prompts.
 MAX_HEADER_BYTES = 1 << 22
@@ -60,6 +61,10 @@ class Clip:
         # A control character takes 7 bytes once escaped in JSON that is a string in JSON; "reference.<i>" about 150.
         return pixels + 7 * len(self.prompt.encode()) + 200
 
+    @property
+    def frame_count(self) -> int:
+        return len(self.frames) + (0 if self.reference is None else len(self.reference))
+
 
 ENVELOPE_BYTES = 400  # of a request's body beside its clips
 
@@ -80,6 +85,8 @@ def unpack_request(body: bytes) -> list[Clip]:
     video = tensors.pop("video", None)
     if video is None or video.dtype != torch.uint8 or not _are_frames(video, 5):
         raise WireError(f"tensor 'video' must be (B, F, H, W, 3) uint8 without empty axes, got {_describe(video)}")
+    if len(video) > MAX_CLIPS:
+        raise WireError(f"{len(video)} clips; at most {MAX_CLIPS} are taken in one request")
     prompts = _prompts(metadata, len(video))
     references = {f"reference.{i}": tensors.pop(f"reference.{i}", None) for i in range(len(video))}
     for name, reference in references.items():
@@ -87,7 +94,10 @@ def unpack_request(body: bytes) -> list[Clip]:
             raise WireError(f"tensor {name!r} must be (F, H, W, 3) uint8, got {_describe(reference)}")
     if tensors:
         raise WireError(f"unknown tensor {min(tensors)!r}: beside 'video' there is reference.0 .. {len(video) - 1}")
-    return [Clip(*parts) for parts in zip(video, prompts, references.values(), strict=True)]
+    clips = [Clip(*parts) for parts in zip(video, prompts, references.values(), strict=True)]
+    if (frames := sum(clip.frame_count for clip in clips)) > MAX_FRAMES:
+        raise WireError(f"{frames} frames; at most {MAX_FRAMES} are taken in one request")
+    return clips
 
 
 def pack_answer(score: Tensor, valid: Tensor, parts: dict[str, Tensor]) -> bytes:

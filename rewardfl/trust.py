@@ -1,0 +1,37 @@
+"""Permission to load code that a configuration or a run folder names. A command line alone gives it."""
+
+import argparse
+
+OPTION = "--trust-code"
+_allowed = False
+
+
+class _Allow(argparse.Action):
+    def __call__(self, parser: object, namespace: object, values: object, option_string: str | None = None) -> None:
+        allow(True)
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Add --trust-code to a command line. Without the option no code is loaded, whatever was allowed before."""
+    allow(False)
+    parser.add_argument(
+        OPTION, action=_Allow, nargs=0, help="load rewards of other packages and files: module:Class, file.py:Class"
+    )
+
+
+def allow(permission: bool) -> None:
+    """Allow or forbid this process to load such code."""
+    global _allowed
+    _allowed = permission
+
+
+def arguments() -> list[str]:
+    """Return the command line's part that gives another process the permission of this one."""
+    return [OPTION] if _allowed else []
+
+
+def refusal(name: str, source: str) -> str:
+    """Return why the reward `name` of a module or file `source` may not be loaded; "" where it may."""
+    if _allowed or not source.endswith(".py") and source.partition(".")[0] in ("rewardfl", "rewardfl_tools"):
+        return ""
+    return f"{name} is code of {source}; {OPTION} on the command line loads it"

@@ -1,0 +1,186 @@
+"""Faults that the pretend GPU must see, and right code that it must not complain about: prints {name: seen} as JSON.
+
+python planted_faults.py, in a process of its own: the pretend device patches torch.
+"""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
+
+import diffusers  # noqa: F401, E402  before torch is patched
+import pretend_gpu  # noqa: E402
+import torch  # noqa: E402
+from pretend_gpu import MixedDevices, PretendDevice, ledger  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+pretend_gpu.install()
+
+from rewardfl import offload, swap  # noqa: E402
+
+seen: dict[str, bool] = {}
+
+
+@contextlib.contextmanager
+def counts(name: str, counter):
+    """Record whether the counter rises within the block."""
+    before = sum(counter.values())
+    yield
+    seen[name] = sum(counter.values()) > before
+
+
+@contextlib.contextmanager
+def refuses(name: str):
+    try:
+        yield
+        seen[name] = False
+    except (MixedDevices, TypeError, RuntimeError):
+        seen[name] = True
+
+
+def mixed_devices() -> None:
+    device, host = torch.ones(4, 4, device="cuda"), torch.ones(4, 4)
+    with refuses("refused: add"):
+        device + host
+    with refuses("refused: matmul"):
+        device @ host
+    with refuses("refused: cat"):
+        torch.cat([device, host])
+    with refuses("refused: host index of index_select"):
+        device.index_select(0, torch.tensor([1]))
+    with refuses("refused: device index of a host tensor"):
+        host[torch.tensor([1], device="cuda")]
+    with refuses("refused: numpy"):
+        device.numpy()
+    with refuses("refused: host generator"):
+        torch.randn(2, generator=torch.Generator(), device="cuda")
+    with refuses("fine: host scalars and indices"):
+        device * torch.tensor(2.0)
+        device[torch.tensor([1])]
+        device.new_zeros(2) + device.to("cpu").to("cuda")[0, :2]
+
+
+def waits() -> None:
+    device, host = torch.ones(4, 4, device="cuda"), torch.ones(4, 4)
+    locked = torch.ones(1024, pin_memory=True)
+    with counts("waits: item", ledger.waits):
+        device.sum().item()
+    with counts("waits: boolean index", ledger.waits):
+        device[device > 0]
+    with counts("waits: to", ledger.waits):
+        host.to("cuda")
+    with counts("fine: work on the device", ledger.waits):
+        (device @ device).relu().mean()
+    with counts("fine: asynchronous copy", ledger.waits):
+        locked.to("cuda", non_blocking=True)
+    with counts("hazard: host writes under a copy", ledger.hazards):
+        locked.add_(1)
+    torch.cuda.synchronize()
+    with counts("fine: host writes after a wait", ledger.hazards):
+        locked.add_(1)
+
+
+def streams() -> None:
+    side = torch.cuda.Stream()
+    tensor = torch.ones(8, device="cuda")
+    with counts("hazard: no wait_stream", ledger.hazards), torch.cuda.stream(side):
+        tensor + 1
+    tensor = torch.ones(16, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with counts("fine: wait_stream", ledger.hazards), torch.cuda.stream(side):
+        result = tensor + 1
+    with counts("hazard: no event", ledger.hazards):
+        result + 1
+    torch.cuda.current_stream().wait_event(side.record_event())
+    with counts("fine: event", ledger.hazards):
+        result + 1
+    torch.cuda.synchronize()
+
+    def free_early(recorded: bool) -> None:
+        tensor = torch.ones(777, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            tensor + 1
+        if recorded:
+            tensor.record_stream(side)
+        del tensor
+        torch.zeros(777, device="cuda")  # the allocator gives the same memory again
+
+    with counts("hazard: no record_stream", ledger.hazards):
+        free_early(False)
+    torch.cuda.synchronize()
+    with counts("fine: record_stream", ledger.hazards):
+        free_early(True)
+    torch.cuda.synchronize()
+
+
+def registered_memory() -> None:
+    cudart = torch.cuda.cudart()
+    with counts("fine: register, unregister, register", ledger.notes):
+        cudart.cudaHostRegister(4096, 4096, 0)
+        cudart.cudaHostUnregister(4096)
+        cudart.cudaHostRegister(4096, 8192, 0)
+    with counts("hazard: registered twice", ledger.notes):
+        cudart.cudaHostRegister(8192, 4096, 0)
+    ledger.registered.clear()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.lora = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + self.lora(torch.tanh(self.frozen(x)))
+
+
+def update(swapped: bool, inputs_on_host: bool) -> list[torch.Tensor]:
+    """Return the gradients of a small network whose blocks wait in host memory, or the inputs of its blocks do."""
+    torch.manual_seed(0)
+    device = torch.device("cuda", 0)
+    blocks = nn.ModuleList(Block() for _ in range(5))
+    if swapped:
+        blocks.swap = [swap.BlockSwap(blocks, device)]
+        for block in blocks:
+            block.lora.to(device)
+    else:
+        blocks.to(device)
+    host = offload.InputsOnHost(device) if inputs_on_host else None
+    for _ in range(2):
+        x = torch.ones(3, 64, device="cuda", requires_grad=True) * 1
+        for block in blocks:
+            x = host(block, x) if host else checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+        x.sum().backward()
+    return [block.lora.weight.grad.cpu() for block in blocks]
+
+
+def package() -> None:
+    """The package's own streams, whole and with one line taken out."""
+    right = update(False, False)
+    for name, how in {"swap": (True, False), "inputs on host": (False, True), "both": (True, True)}.items():
+        with counts(f"fine: {name}", ledger.hazards):
+            gradients = update(*how)
+        seen[f"equal: {name}"] = all(torch.equal(a, b) for a, b in zip(right, gradients, strict=True))
+    without = [
+        (pretend_gpu.Stream, "wait_event", (True, False)),
+        (pretend_gpu.Stream, "wait_stream", (True, False)),
+        (pretend_gpu.Stream, "wait_event", (False, True)),
+        (pretend_gpu.Stream, "wait_stream", (False, True)),
+        (torch.Tensor, "record_stream", (False, True)),
+    ]
+    for owner, method, how in without:
+        torch.cuda.synchronize()
+        name = f"hazard: {'swap' if how[0] else 'inputs on host'} without {method}"
+        with counts(name, ledger.hazards), mock.patch.object(owner, method, lambda self, other: None):
+            update(*how)
+
+
+if __name__ == "__main__":
+    with PretendDevice():
+        for plant in (mixed_devices, waits, streams, registered_memory, package):
+            plant()
+    print(json.dumps(seen))

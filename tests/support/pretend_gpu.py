@@ -1,0 +1,740 @@
+"""Pretend that a CPU build of torch has one GPU, to find faults that only a GPU shows.
+
+Tensors stay CPU tensors and compute the real numbers. Every storage gets a tag, host or device. `Tensor.device` of a
+device storage is `cuda:0`, so the package's own branches for a GPU run. The pretend device
+
+- refuses operators that mix host and device where CUDA refuses them, numpy of a device tensor, and host generators for
+  device noise;
+- counts copies and waits by phase and source line;
+- orders streams and events by vector clocks, and reuses freed memory by stream as CUDA's caching allocator does, and so
+  reports a read or write without an order;
+- reports host memory that is registered twice, or freed or written while a copy may still read it.
+
+It does not see the kernels' own rounding and determinism, workspaces, fragmentation, NCCL or time.
+
+`install()` patches torch, never the package; call it after third parties are imported and before the package is. Work
+then runs within `with PretendDevice():`. `ledger` holds what was seen.
+"""
+
+import collections
+import contextlib
+import itertools
+import os
+import sys
+import threading
+import types
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+ROOT = str(Path(__file__).parent.parent.parent)
+HERE = __file__
+DEVICE, HOST = torch.device("cuda", 0), torch.device("cpu")
+TOTAL_MEMORY = 80 * 10**9
+storage_of, real_device, real_to = Tensor.untyped_storage, Tensor.device, Tensor.to
+aten = torch.ops.aten
+
+
+class MixedDevices(RuntimeError):
+    """An operator got tensors of the host and of the device."""
+
+
+class Memory:
+    """A piece of device or page-locked host memory, and who touched it last: (stream, clock)."""
+
+    def __init__(self, size: int):
+        self.size, self.last_write, self.reads = size, None, {}
+
+
+class Tag:
+    """Where a storage lives: "host", "device", or "unknown" until an operator uses it."""
+
+    def __init__(self, place: str, memory: Memory | None = None, stream: str = "", locked: bool = False):
+        self.place, self.memory, self.stream, self.locked = place, memory, stream, locked
+        self.recorded_streams: set[str] = set()
+
+
+class Ledger:
+    """All that the pretend device has seen. Counters are keyed by (phase, what, source line)."""
+
+    def __init__(self):
+        self.tags = WeakIdKeyDictionary()
+        self.placing = threading.local()  # .stack: where tensors that a factory makes now belong
+        self.phases = ["start"]
+        self.mixed, self.hazards, self.notes = (collections.Counter() for _ in range(3))
+        self.waits, self.copies, self.copied_bytes = (collections.Counter() for _ in range(3))
+        self.registered: dict[int, int] = {}  # address -> bytes, of cudaHostRegister
+        self.clock = {"host": 0, "main": 0}
+        self.seen = {"host": collections.Counter(), "main": collections.Counter()}  # vector clocks
+        self.free = collections.defaultdict(list)  # (stream, bytes) -> memory that the allocator may give again
+        self.live = self.peak = 0
+        self.thread = threading.local()  # .stream: the current stream of a thread
+
+    @property
+    def phase(self) -> str:
+        return self.phases[-1]
+
+    @property
+    def stream(self) -> str:
+        return getattr(self.thread, "stream", "main")
+
+    def launch(self, stream: str) -> None:
+        """Count one more operation on a stream; it comes after all that the host has waited for."""
+        self.clock[stream] += 1
+        self.order(stream, self.seen["host"])
+        self.seen[stream]["host"] = max(self.seen[stream]["host"], self.clock["host"])
+        self.seen[stream][stream] = self.clock[stream]
+
+    def order(self, later: str, earlier: collections.Counter) -> None:
+        """Put what comes next on the stream `later` behind all that the vector clock `earlier` has seen."""
+        for name, value in earlier.items():
+            self.seen[later][name] = max(self.seen[later][name], value)
+
+    def wait(self, what: str, stream: str | None = None) -> None:
+        """Count a wait of the host for a stream, the current one by default."""
+        self.waits[self.phase, what, source_line()] += 1
+        self.order("host", self.seen[stream or self.stream])
+
+    def touch(self, memory: Memory | None, stream: str, writes: bool, what: str) -> None:
+        """Report a hazard if another stream may still use the memory; then note this use."""
+        if memory is None:
+            return
+        uses = {} if memory.last_write is None else {memory.last_write[0]: memory.last_write[1]}
+        if writes:
+            uses = {k: max(uses.get(k, 0), memory.reads.get(k, 0)) for k in uses.keys() | memory.reads.keys()}
+        for other, clock in uses.items():
+            if self.seen[stream][other] < clock:
+                verb = "writes" if writes else "reads"
+                self.hazards[self.phase, f"{what} {verb} on {stream} while {other} may use it", source_line()] += 1
+        if writes:
+            memory.last_write, memory.reads = (stream, self.clock[stream]), {}
+        else:
+            memory.reads[stream] = self.clock[stream]
+
+
+ledger = Ledger()
+
+
+def source_line() -> str:
+    """Return file:line of the innermost frame in the project, this file left out."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(ROOT) and name != HERE and "/.venv/" not in name:
+            return f"{os.path.relpath(name, ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+# ---- tags
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return the tensor inside what torch.func's transforms wrap."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def is_meta(tensor: Tensor) -> bool:
+    return real_device.__get__(tensor).type == "meta"
+
+
+def tag_of(tensor: Tensor) -> Tag | None:
+    tensor = unwrapped(tensor)
+    if tensor.layout is not torch.strided or is_meta(tensor):
+        return None
+    return ledger.tags.get(storage_of(tensor))
+
+
+def place_of(tensor: Tensor) -> str:
+    tag = tag_of(tensor)
+    return "host" if tag is None else tag.place
+
+
+def set_tag(tensor: Tensor, place: str, locked: bool = False) -> Tag:
+    """Give the tensor's storage a tag if it has none, or a place if that was unknown."""
+    storage = storage_of(unwrapped(tensor))
+    tag = ledger.tags.get(storage)
+    if tag is None:
+        tag = ledger.tags[storage] = new_tag(storage, place, locked)
+    elif tag.place == "unknown" and place != "unknown":
+        ledger.tags[storage] = new_tag(storage, place, locked)
+    return ledger.tags[storage]
+
+
+def new_tag(storage, place: str, locked: bool = False) -> Tag:
+    """Allocate: device memory comes from the stream's own freed pieces first, in units of 512 bytes."""
+    if place == "device":
+        size, stream = max(512, -(-storage.nbytes() // 512) * 512), ledger.stream
+        pieces = ledger.free[stream, size]
+        tag = Tag("device", pieces.pop() if pieces else Memory(size), stream)
+        ledger.live += size
+        ledger.peak = max(ledger.peak, ledger.live)
+        weakref.finalize(storage, free_device, tag)
+    else:
+        tag = Tag(place, Memory(storage.nbytes()) if locked else None, locked=locked)
+        if locked:
+            weakref.finalize(storage, free_locked, tag.memory)
+    return tag
+
+
+def free_device(tag: Tag) -> None:
+    """Give the memory back to its stream; the allocator itself waits for streams named by record_stream alone."""
+    memory = tag.memory
+    ledger.live -= memory.size
+    for stream in tag.recorded_streams:
+        memory.reads.pop(stream, None)
+        if memory.last_write and memory.last_write[0] == stream:
+            memory.last_write = None
+    ledger.free[tag.stream, memory.size].append(memory)
+
+
+def free_locked(memory: Memory) -> None:
+    uses = itertools.chain([memory.last_write] if memory.last_write else [], memory.reads.items())
+    for stream, clock in uses:
+        if stream != "host" and ledger.seen["host"][stream] < clock:
+            ledger.hazards[ledger.phase, "page-locked memory is freed while a copy may use it", "free"] += 1
+
+
+def is_locked(tensor: Tensor) -> bool:
+    """Return whether the host tensor lies in page-locked memory, its own or registered."""
+    tag = tag_of(tensor)
+    if tag is not None and tag.locked:
+        return True
+    address = unwrapped(tensor).data_ptr()
+    if not any(start <= address < start + size for start, size in ledger.registered.items()):
+        return False
+    tag = tag or set_tag(tensor, "host")
+    tag.locked, tag.memory = True, tag.memory or Memory(storage_of(tensor).nbytes())
+    return True
+
+
+# ---- copies between host and device
+
+
+def note_copy(target: Tensor, source: Tensor, non_blocking: bool) -> None:
+    """Count a copy on the current stream, and a wait unless it is asynchronous from or to page-locked memory."""
+    to_device = place_of(target) == "device"
+    direction, host = ("to device", source) if to_device else ("to host", target)
+    stream, locked = ledger.stream, is_locked(host)
+    ledger.launch(stream)
+    ledger.touch(tag_of(host).memory if locked else None, stream, not to_device, f"copy {direction}")
+    ledger.touch(tag_of(target if to_device else source).memory, stream, to_device, f"copy {direction}")
+    how = "asynchronous" if non_blocking and locked else "waits"
+    if non_blocking and not locked and not to_device:
+        ledger.notes["non_blocking copy to host memory that is not page-locked", source_line()] += 1
+    if how == "waits":
+        ledger.wait(f"copy {direction}")
+    key = (ledger.phase, f"{direction}, {how}", source_line())
+    ledger.copies[key] += 1
+    ledger.copied_bytes[key] += target.numel() * target.element_size()
+
+
+def note_upload(tensor: Tensor, what: str) -> None:
+    """Count a list of Python numbers that becomes a device tensor: a blocking copy."""
+    key = (ledger.phase, "to device, waits", source_line())
+    ledger.copies[key] += 1
+    ledger.copied_bytes[key] += tensor.numel() * tensor.element_size()
+    ledger.wait(what)
+
+
+def moved(tensor: Tensor, device, dtype=None, non_blocking=False, copy=False, memory_format=None) -> Tensor:
+    """Return what `Tensor.to` returns; a copy between host and device is counted."""
+    layout = {} if memory_format in (None, torch.preserve_format) else {"memory_format": memory_format}
+    device = as_device(device)
+    if is_meta(tensor) or (device is not None and device.type == "meta"):
+        places = [] if device is None else [device]
+        return real_to(tensor, *places, dtype=dtype or tensor.dtype, copy=copy, **layout)
+    place = place_of(tensor)
+    target = place if device is None else "device" if device.type == "cuda" else "host"
+    dtype = dtype or tensor.dtype
+    if place == "unknown":
+        place = set_tag(tensor, target).place
+    if target == place:
+        return real_to(tensor, dtype=dtype, copy=copy, **layout)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return MovedWithGraph.apply(tensor, target, dtype)
+    with placing(target):
+        result = real_to(tensor, dtype=dtype, copy=True, **layout)
+    set_tag(result, target)
+    note_copy(result, tensor, non_blocking)
+    return result
+
+
+class MovedWithGraph(torch.autograd.Function):
+    """A copy between host and device whose gradient is copied back."""
+
+    @staticmethod
+    def forward(ctx, tensor, target, dtype):
+        ctx.place, ctx.dtype = place_of(tensor), tensor.dtype
+        return moved(tensor.detach(), DEVICE if target == "device" else HOST, dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return moved(gradient, DEVICE if ctx.place == "device" else HOST, ctx.dtype), None, None
+
+
+# ---- operators
+
+WAITING = {  # operators whose result's shape or value the host needs
+    "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "bincount", "is_nonzero",
+    "_linalg_check_errors",
+}  # fmt: skip
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+# CUDA takes host tensors of no dimension here, and in pointwise operators
+TAKES_HOST_SCALARS = INDEXING | {
+    "copy_", "masked_fill", "masked_fill_", "fill_", "where", "lerp", "lerp_", "add_", "mul_", "pow", "lift_fresh",
+    "_foreach_add", "_foreach_add_", "_foreach_mul", "_foreach_mul_", "_foreach_div", "_foreach_div_", "_foreach_sub_",
+    "_foreach_lerp_", "_foreach_addcdiv_", "_foreach_addcmul_", "slice_scatter", "select_scatter", "result_type",
+}  # fmt: skip
+WITHOUT_VALUES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"}
+
+
+def tensors_in(values) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+class PretendDevice(TorchDispatchMode):
+    """Watch every operator: refuse mixed places, tag results, order accesses."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = tensors_in((args, kwargs))
+        if any(is_meta(t) for t in inputs) or str(kwargs.get("device", "")) == "meta":
+            return func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        places = [place_of(t) for t in inputs]
+        if name == "copy_" and {"host", "device"} == set(places[:2]):
+            result = func(*args, **kwargs)
+            note_copy(inputs[0], inputs[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            return result
+        on_device = "device" in places
+        if name == "_local_scalar_dense":
+            if on_device:
+                ledger.launch(ledger.stream)
+                ledger.touch(tag_of(inputs[0]).memory, ledger.stream, False, "item")
+                ledger.wait("item")
+            return func(*args, **kwargs)
+        if on_device and "host" in places:
+            refuse_mixed(func, name, args, inputs, places)
+        if on_device:
+            note_waits(name, inputs, places)
+            for tensor in inputs:  # what C++ made without a device is now used by it
+                if tensor.dim() > 0 and place_of(tensor) == "unknown":
+                    set_tag(tensor, "device")
+        result = func(*args, **kwargs)
+        fresh = tag_results(result, inputs, places)
+        if on_device or any(tag.place == "device" for tag in fresh):
+            touch_all(func, name, args, kwargs, inputs, fresh)
+        else:
+            touch_host(func, args, kwargs, inputs)
+        return result
+
+
+def refuse_mixed(func, name: str, args, inputs: list[Tensor], places: list[str]) -> None:
+    """Raise MixedDevices where CUDA would refuse the host tensors among the inputs."""
+    pointwise = torch.Tag.pointwise in func.tags
+    indices = {id(t) for t in tensors_in(args[1:2])} if name in INDEXING and places[0] == "device" else set()
+    wrong = []
+    for tensor, place in zip(inputs, places, strict=True):
+        if place != "host" or (tensor.dim() == 0 and (pointwise or name in TAKES_HOST_SCALARS)):
+            continue
+        if id(tensor) in indices:
+            note_upload(tensor, "index on the host")
+        else:
+            wrong.append(f"{tuple(tensor.shape)} {tensor.dtype}")
+    if wrong:
+        ledger.mixed[ledger.phase, f"{func}: {wrong} on the host", source_line()] += 1
+        raise MixedDevices(f"pretend GPU: expected all tensors on one device, {func} got {wrong} on the host")
+
+
+def note_waits(name: str, inputs: list[Tensor], places: list[str]) -> None:
+    if name in WAITING:
+        ledger.wait(name)
+    elif name == "index" and any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:]):
+        ledger.wait("boolean index")
+
+
+def tag_results(result, inputs: list[Tensor], places: list[str]) -> list[Tag]:
+    """Tag the storages that an operator has made; return their tags."""
+    stack = getattr(ledger.placing, "stack", [])
+    if stack:
+        place = stack[-1]
+    elif "device" in places:
+        place = "device"
+    else:
+        place = "host" if "host" in places else "unknown"
+    old = {id(storage_of(unwrapped(t))) for t in inputs}
+    fresh = []
+    for tensor in tensors_in(result):
+        if tensor.layout is torch.strided:
+            storage = storage_of(tensor)
+            if id(storage) not in old and storage not in ledger.tags:
+                fresh.append(set_tag(tensor, place))
+    return fresh
+
+
+def is_view(func) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def written_by(func, args, kwargs) -> set[int]:
+    """Return the ids of the tensors that the operator writes in place."""
+    written = set()
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written |= {id(t) for t in tensors_in(value)}
+    return written
+
+
+def touch_all(func, name: str, args, kwargs, inputs: list[Tensor], fresh: list[Tag]) -> None:
+    """Note what an operator on the current stream reads and writes."""
+    if is_view(func) and not fresh:
+        return
+    stream, written = ledger.stream, written_by(func, args, kwargs)
+    ledger.launch(stream)
+    for tensor in inputs:
+        tag = tag_of(tensor)
+        if tag is not None and tag.place == "device":
+            ledger.touch(tag.memory, stream, id(tensor) in written, name)
+    for tag in fresh:
+        if tag.place == "device" and name not in WITHOUT_VALUES:
+            ledger.touch(tag.memory, stream, True, name)
+
+
+def touch_host(func, args, kwargs, inputs: list[Tensor]) -> None:
+    """Note what an operator on the host does to page-locked memory."""
+    locked = [t for t in inputs if (tag := tag_of(t)) is not None and tag.locked]
+    if not locked or is_view(func):
+        return
+    written = written_by(func, args, kwargs)
+    for tensor in locked:
+        touch_from_host(tensor, id(tensor) in written, f"host {func._schema.name}")
+
+
+def touch_from_host(tensor: Tensor, writes: bool, what: str) -> None:
+    ledger.clock["host"] += 1
+    ledger.seen["host"]["host"] = ledger.clock["host"]
+    ledger.touch(tag_of(tensor).memory, "host", writes, what)
+
+
+# ---- patches
+
+
+def as_device(value) -> torch.device | None:
+    if value is None or isinstance(value, torch.device):
+        return value
+    return DEVICE if isinstance(value, int) else torch.device(value)
+
+
+@contextlib.contextmanager
+def placing(place: str):
+    """Tag what is made within as `place`."""
+    if "stack" not in ledger.placing.__dict__:
+        ledger.placing.stack = []
+    ledger.placing.stack.append(place)
+    yield
+    ledger.placing.stack.pop()
+
+
+def factory(real, name: str):
+    """Return torch.empty, torch.randn and so on with a `device` that may be the pretend one."""
+
+    def make(*args, **kwargs):
+        device, locked = as_device(kwargs.get("device")), kwargs.pop("pin_memory", False)
+        template = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
+        like = name.endswith("_like")
+        if (device is not None and device.type == "meta") or (device is None and like and is_meta(template)):
+            return real(*args, **kwargs)
+        if device is None and not like and default_device_is_set():
+            return real(*args, **kwargs)
+        place = "host" if device is None or device.type != "cuda" else "device"
+        if device is None and like:
+            place = place_of(template)
+        if device is not None:
+            kwargs["device"] = HOST
+        if name in RANDOM and place == "device" and kwargs.get("generator") is not None:
+            raise RuntimeError("pretend GPU: expected a 'cuda' device type for generator but found 'cpu'")
+        with placing(place):
+            result = real(*args, **kwargs)
+        tag = set_tag(result, place, locked)
+        tag.locked, tag.memory = tag.locked or locked, tag.memory or (Memory(0) if locked else None)
+        if name in ("tensor", "scalar_tensor") and place == "device":
+            note_upload(result, f"torch.{name} of numbers")
+        return result
+
+    return make
+
+
+def default_device_is_set() -> bool:
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(type(mode).__name__ == "DeviceContext" for mode in modes)
+
+
+FACTORIES = (
+    "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "logspace", "eye",
+    "tensor", "scalar_tensor", "empty_strided", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
+    "randn_like", "randint_like",
+)  # fmt: skip
+NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided", "new_tensor")
+
+
+def new_method(real, name: str):
+    def make(self, *args, **kwargs):
+        device = as_device(kwargs.pop("device", None))
+        if is_meta(self) or (device is not None and device.type == "meta"):
+            return real(self, *args, **kwargs, **({} if device is None else {"device": device}))
+        place = place_of(self) if device is None else "device" if device.type == "cuda" else "host"
+        with placing(place):
+            result = real(self, *args, **kwargs)
+        set_tag(result, place)
+        if name == "new_tensor" and place == "device":
+            note_upload(result, "new_tensor of numbers")
+        return result
+
+    return make
+
+
+def patched_to(self, *args, **kwargs):
+    copy, first = kwargs.pop("copy", False), args[0] if args else kwargs.pop("other", None)
+    if isinstance(first, Tensor):
+        non_blocking = args[1] if len(args) > 1 else kwargs.get("non_blocking", False)
+        return moved(self, first.device, first.dtype, non_blocking, copy, kwargs.get("memory_format"))
+    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    return moved(self, device, dtype, non_blocking, copy, memory_format)
+
+
+def patch_tensor() -> None:
+    """Replace what Python code asks tensors: where they are, copies, and values on the host."""
+    real_tolist, real_numpy, real_array = Tensor.tolist, Tensor.numpy, Tensor.__array__
+
+    def device(self):
+        real = real_device.__get__(self)
+        return DEVICE if real.type == "cpu" and place_of(self) == "device" else real
+
+    def tolist(self):
+        return real_tolist(moved(self.detach(), HOST))
+
+    def refuse_numpy(self):
+        if place_of(self) == "device":
+            raise TypeError("pretend GPU: can't convert cuda:0 device type tensor to numpy; use Tensor.cpu() first")
+        tag = tag_of(self)
+        if tag is not None and tag.locked:
+            touch_from_host(self, False, "numpy")
+
+    def numpy(self, *, force=False):
+        if force and place_of(self) == "device":
+            return real_numpy(moved(self.detach(), HOST), force=True)
+        refuse_numpy(self)
+        return real_numpy(self, force=force)
+
+    def array(self, *args, **kwargs):
+        refuse_numpy(self)
+        return real_array(self, *args, **kwargs)
+
+    def pin_memory(self, device=None):
+        result = real_to(self, dtype=self.dtype, copy=True)
+        tag = set_tag(result, "host", locked=True)
+        tag.locked, tag.memory = True, tag.memory or Memory(0)
+        return result
+
+    def record_stream(self, stream):
+        if place_of(self) != "device":
+            raise NotImplementedError("pretend GPU: aten::record_stream has no CPU kernel")
+        tag_of(self).recorded_streams.add(stream.name)
+
+    Tensor.device, Tensor.is_cuda = property(device), property(lambda self: self.device.type == "cuda")
+    Tensor.is_cpu = property(lambda self: self.device.type == "cpu")
+    Tensor.get_device = lambda self: 0 if self.is_cuda else -1
+    Tensor.to = patched_to
+    Tensor.cpu = lambda self, memory_format=None: moved(self, HOST, memory_format=memory_format)
+    Tensor.cuda = lambda self, device=None, non_blocking=False, memory_format=None: moved(
+        self, DEVICE, non_blocking=non_blocking, memory_format=memory_format
+    )
+    Tensor.type_as = lambda self, other: moved(self, other.device, other.dtype)
+    Tensor.tolist, Tensor.numpy, Tensor.__array__ = tolist, numpy, array
+    Tensor.pin_memory, Tensor.record_stream = pin_memory, record_stream
+    Tensor.is_pinned = lambda self, device=None: place_of(self) == "host" and is_locked(self)
+    for name in NEW:
+        setattr(Tensor, name, new_method(getattr(Tensor, name), name))
+
+
+# ---- torch.cuda
+
+
+class Event:
+    def __init__(self, *args, **kwargs):
+        self.seen = collections.Counter()
+
+    def record(self, stream=None):
+        self.seen = collections.Counter(ledger.seen[stream.name if stream else ledger.stream])
+
+    def wait(self, stream=None):
+        (stream or current_stream()).wait_event(self)
+
+    def synchronize(self):
+        ledger.waits[ledger.phase, "event", source_line()] += 1
+        ledger.order("host", self.seen)
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, other):
+        return 1.0
+
+
+class Stream:
+    def __init__(self, device=None, priority=0, name=""):
+        self.name = name or f"side{len(ledger.clock) - 1}"
+        ledger.clock.setdefault(self.name, 0)
+        ledger.seen.setdefault(self.name, collections.Counter())
+        self.device, self.device_index, self.device_type = DEVICE, 0, 1
+        self.stream_id = hash(self.name)
+
+    def wait_stream(self, other):
+        ledger.order(self.name, ledger.seen[other.name])
+
+    def wait_event(self, event):
+        ledger.order(self.name, event.seen)
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self):
+        ledger.wait("stream", self.name)
+
+    def query(self):
+        return True
+
+    def __enter__(self):
+        self.context = current(self)
+        return self.context.__enter__()
+
+    def __exit__(self, *error):
+        return self.context.__exit__(*error)
+
+
+@contextlib.contextmanager
+def current(stream):
+    before = ledger.stream
+    ledger.thread.stream = before if stream is None else stream.name
+    try:
+        yield
+    finally:
+        ledger.thread.stream = before
+
+
+def current_stream(device=None):
+    return Stream(name=ledger.stream)
+
+
+class Cudart:
+    """The two calls of the CUDA runtime that the package makes, with CUDA's answer for overlapping memory."""
+
+    def cudaHostRegister(self, address, size, flags):
+        for start, length in ledger.registered.items():
+            if start < address + size and address < start + length:
+                ledger.notes["cudaHostRegister of memory that is registered already (error 712)", source_line()] += 1
+                return 712
+        ledger.registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):
+        return 0 if ledger.registered.pop(address, None) else 713
+
+
+def synchronize(device=None):
+    for name in list(ledger.clock)[1:]:
+        ledger.order("host", ledger.seen[name])
+    ledger.waits[ledger.phase, "torch.cuda.synchronize", source_line()] += 1
+
+
+def check_error(code):
+    if code != 0:
+        raise RuntimeError(f"pretend GPU: CUDA error {code}")
+
+
+def reset_peak(device=None):
+    ledger.peak = ledger.live
+
+
+def patch_cuda() -> None:
+    properties = types.SimpleNamespace(
+        name="pretend GPU",
+        total_memory=TOTAL_MEMORY,
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        gcnArchName="",
+        uuid="0",
+    )
+    replacements = dict(
+        _lazy_init=lambda: None, is_available=lambda: True, is_initialized=lambda: True, init=lambda: None,
+        device_count=lambda: 1, current_device=lambda: 0, set_device=lambda device: None, synchronize=synchronize,
+        Stream=Stream, Event=Event, stream=current, current_stream=current_stream,
+        default_stream=lambda device=None: Stream(name="main"), empty_cache=lambda: None, ipc_collect=lambda: None,
+        max_memory_allocated=lambda device=None: ledger.peak, memory_allocated=lambda device=None: ledger.live,
+        memory_reserved=lambda device=None: ledger.live, max_memory_reserved=lambda device=None: ledger.peak,
+        reset_peak_memory_stats=reset_peak, mem_get_info=lambda device=None: (TOTAL_MEMORY - ledger.live, TOTAL_MEMORY),
+        get_device_properties=lambda device=None: properties, get_device_name=lambda device=None: properties.name,
+        get_device_capability=lambda device=None: (9, 0), is_bf16_supported=lambda *a, **k: True,
+        manual_seed=lambda seed: None, manual_seed_all=lambda seed: None, cudart=Cudart, check_error=check_error,
+        get_rng_state=lambda device=None: torch.zeros(16, dtype=torch.uint8), get_rng_state_all=lambda: [],
+        set_rng_state=lambda *a: None, set_rng_state_all=lambda *a: None, is_current_stream_capturing=lambda: False,
+    )  # fmt: skip
+    for name, value in replacements.items():
+        setattr(torch.cuda, name, value)
+
+
+def install() -> None:
+    """Patch torch so that `cuda:0` exists."""
+    torch.utils._device._device_constructors()  # caches the real factories, which it looks up by name
+    patch_tensor()
+    for name in FACTORIES:
+        setattr(torch, name, factory(getattr(torch, name), name))
+    real_as_tensor = torch.as_tensor
+
+    def as_tensor(data, dtype=None, device=None):
+        if isinstance(data, Tensor):
+            return moved(data, device, dtype)
+        result = real_as_tensor(data, dtype=dtype)
+        return result if as_device(device) is None else moved(result, device)
+
+    torch.as_tensor = as_tensor
+    patch_cuda()
+    real_run = threading.Thread.run
+
+    def run(self):
+        with PretendDevice():
+            real_run(self)
+
+    threading.Thread.run = run
+
+
+# ---- phases of the package
+
+
+def watch_phases(timer_class) -> None:
+    """Name the ledger's phases by the timer of the scripts (rewardfl.run.monitor.Timer), without its own wait."""
+    real_call = timer_class.__call__
+
+    @contextlib.contextmanager
+    def timed(self, name):
+        ledger.phases.append(name)
+        try:
+            with real_call(self, name):
+                yield
+        finally:
+            ledger.phases.pop()
+
+    timer_class.__call__ = timed

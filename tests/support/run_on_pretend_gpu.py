@@ -1,0 +1,51 @@
+"""Run a script of the package on the pretend GPU: python run_on_pretend_gpu.py REPORT.json SCRIPT ARGUMENT ...
+
+The report has what the pretend device saw; the exit code is the script's.
+"""
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT)]
+
+import rewardfl  # noqa: F401, E402, I001  before torch, as in the scripts
+import accelerate  # noqa: F401, E402  third parties before torch is patched: they keep its own functions
+import diffusers  # noqa: E402
+import peft  # noqa: F401, E402
+import pretend_gpu  # noqa: E402
+import transformers  # noqa: F401, E402
+
+_ = diffusers.AutoencoderKLWan, diffusers.WanTransformer3DModel, diffusers.UniPCMultistepScheduler
+
+
+def rows(counter: dict) -> list:
+    return [[*map(str, key), count] for key, count in sorted(counter.items(), key=lambda item: -item[1])]
+
+
+def main(report: str, script: str, arguments: list[str]) -> int:
+    pretend_gpu.install()
+    from rewardfl.run import monitor
+
+    pretend_gpu.watch_phases(monitor.Timer)
+    sys.argv = [script, *arguments]
+    os.chdir(ROOT)
+    code = 1
+    try:
+        with pretend_gpu.PretendDevice():
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    finally:
+        ledger = pretend_gpu.ledger
+        names = ("mixed", "hazards", "notes", "waits", "copies", "copied_bytes")
+        content = {name: rows(getattr(ledger, name)) for name in names} | {"registered": len(ledger.registered)}
+        Path(report).write_text(json.dumps(content, indent=1))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))

@@ -1,0 +1,59 @@
+"""Output that is not UTF-8 (Windows consoles, LANG=de_DE) escapes what it lacks; no command ends in a traceback."""
+
+import importlib
+import io
+import sys
+
+import pytest
+from conftest import ROOT
+from lora_dialects import DIALECTS, factors
+from pipelines import random_pipeline
+
+import rewardfl_tools
+from rewardfl import config
+from rewardfl.run import start
+from rewardfl_tools import check_dataset, merge_lora
+
+NAME = "没有"
+
+
+def printed(encoding, main, monkeypatch, *arguments):
+    """Return the exit code and what the command prints on an output of this encoding."""
+    output = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "argv", ["x", *map(str, arguments)])
+    importlib.reload(rewardfl_tools)  # as its import at the start of a process
+    code = main()
+    output.flush()
+    return code, output.buffer.getvalue().decode("ascii")
+
+
+@pytest.mark.parametrize("encoding", ("ascii", "latin-1"))
+def test_tools(encoding, tmp_path, monkeypatch):
+    table = tmp_path / "metadata.csv"
+    table.write_text(f"video,prompt\n{NAME}.mp4,一个人微笑\n", encoding="utf-8")
+    size = ("--height", 64, "--width", 96, "--num-frames", 9)
+    code, text = printed(encoding, check_dataset.main, monkeypatch, "--data", table, *size)
+    assert code == 2 and r"\u6ca1\u6709.mp4" in text
+    folder = tmp_path / NAME
+    folder.mkdir()
+    model = random_pipeline().transformer_2
+    model.save_pretrained(folder / "transformer_2")
+    lora = DIALECTS["d5"](folder, factors(model))
+    given = ("--base", folder / "transformer_2", "--lora", lora, "--out", folder / "out", "--dry-run")
+    code, text = printed(encoding, merge_lora.main, monkeypatch, *given)
+    assert code == 0 and r"\u6ca1\u6709" in text
+
+
+@pytest.mark.parametrize("encoding", ("ascii", "latin-1"))
+def test_scripts(encoding, monkeypatch):
+    def train(*_):
+        print(NAME)
+        return 0
+
+    def main():
+        return start.main("", config.RewardFlConfig, train)
+
+    given = ("--config", ROOT / "configs" / "wan22_face_80gb.yaml", "--dry-run")
+    code, text = printed(encoding, main, monkeypatch, *given)
+    assert code == 0 and text == "\\u6ca1\\u6709\n"
