@@ -120,7 +120,7 @@ def test_casts(write, override, expected):
         ("reward.cap=1.5", "1.5", "at most 1"),
         ("reward.det_size=1", "1", "multiple of 32"),
         ("reward.det_size=100", "100", "multiple of 32"),
-        ("reward.settings={a: [1]}", "[1]", "text or true or false or a whole number or a number or null"),
+        ("reward.settings={a: [1]}", "[1]", "text or true or false or a whole number or a number or keys and values"),
         ("sample.noises_per_sample=0", "0", "at least 1"),
         ("sample.noises_per_sample=frsh", "'frsh', did you mean 'fresh'?", "'fresh' or a whole number"),
         ("sample.active_steps=5", "5", "list or null"),
