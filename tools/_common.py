@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import importlib
 import re
 import sys
 from collections.abc import Callable
@@ -45,9 +46,20 @@ def option(kind: Any) -> Callable[[str], Any]:
     return read
 
 
+def first_problem(error: ValidationError) -> str:
+    """Return the place of the first problem, if it has one, and what it is."""
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))} {problem['msg']}".strip()
+
+
 def setting(section: type[Section], key: str) -> Callable[[str], Any]:
-    """Return a reader of an option that is what a key of the configuration is."""
+    """Return a reader of an option with the type of a key of the configuration."""
     return option(section.model_fields[key].rebuild_annotation())
+
+
+def run(module: str, args: argparse.Namespace) -> int:
+    """Return the exit code of a module's work. It is imported here: help and mistakes are answered without torch."""
+    return exit_code(lambda: importlib.import_module(f"rewardfl_tools.{module}").run(args))
 
 
 def exit_code(work: Callable[[], int]) -> int:
@@ -69,8 +81,8 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 
 def _words(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'the disk'}: {error.strerror}"
     return str(error)
 
 
@@ -149,12 +161,9 @@ def device(name: str | None) -> str:
 
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(name)
-    except RuntimeError:
-        raise Refused(f"--device: {shown(name)} is no device; give cpu or cuda, or leave it out") from None
-    if place.type not in ("cpu", "cuda"):
-        raise Refused(f"--device: {shown(name)} is not supported; give cpu or cuda, or leave it out")
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        raise Refused(f"--device: {shown(name)} is no device of these tools; give cpu or cuda, or leave it out")
+    place = torch.device(name)
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise Refused(f"--device: this torch sees no GPU {name}; give cpu, or leave it out")
     return name

@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError, model_validator
 
 from rewardfl.config.schema import shown
-from rewardfl_tools import _output, _page, _records, _svg, plot_metrics
+from rewardfl_tools import _common, _output, _page, _records, _svg, plot_metrics
 from rewardfl_tools._meanings import CANARIES, MEANINGS, MOVES, healthy, judge_words, main_judge, outside
 from rewardfl_tools._report_page import (
     CURVES_SAY,
@@ -143,10 +143,9 @@ def read_report(folder: Path) -> dict:
     try:
         Report.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
+        problem = _common.first_problem(error)
         raise ValueError(
-            f"{path}: {where or 'it'} is not as evaluate.py writes it of videos ({problem['msg']}); evaluate again"
+            f"{path}: is no report of videos as evaluate.py writes it ({problem}); evaluate again"
         ) from None
     return json.loads(path.read_bytes())
 

@@ -57,7 +57,8 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
     settings = settings_of(cfg, rows, arms, backbone, identify(judges, cfg, args.dino))
     study = Study(cfg, folder.path, tuple(arms), judges, processes, files)
     names = study.names(rows, args.seeds)
-    processes.by_main(partial(take, folder, names, settings, args.force, lock), (ValueError, OSError))
+    records = [str(_records.file_of(Path(), rank)) for rank in range(processes.count)]  # these grow, and get no hash
+    processes.by_main(partial(take, folder, [*names, *records], settings, args.force, lock), (ValueError, OSError))
     rows = study.read_real(rows, args.seeds)
     study.sample(backbone, rows, args)
     study.judge_files(rows)
@@ -136,7 +137,7 @@ def settings_of(
 
 
 def inputs_of(args: argparse.Namespace, arms: Sequence[Arm]) -> Iterator[Path]:
-    """Yield what is read: files, and folders that hold nothing else."""
+    """Yield all inputs: files, and folders that hold nothing else."""
     yield Path(args.config) if args.config else args.run / "run.json"
     yield Path(args.data)
     for row in data.load_metadata(args.data, "--data"):
@@ -149,14 +150,14 @@ def take(
 ) -> None:
     """Hold the folder and list the names that are going to be written there. force: remove an earlier evaluation.
 
-    Raise Refused for a file in their way, and OtherSettings for records of others.
+    Raise Refused for a file in their way, and for records of other settings.
     """
-    folder.check([*names, *REPORTS, _records.FILE, _records.SETTINGS])
+    folder.check([*names, *REPORTS, _records.SETTINGS])
     lock.enter_context(folder.locked())
     if force:
         folder.remove(folder.listed())
     merged = _records.agree(folder.path, settings)
-    folder.claim([*names, _records.FILE, _records.SETTINGS])
+    folder.claim([*names, _records.SETTINGS])
     atomic_write(folder.path / _records.SETTINGS, json.dumps(merged, indent=2) + "\n")
 
 

@@ -10,6 +10,7 @@ What was edited since has another hash, so it is the user's.
 """
 
 import argparse
+import errno
 import fcntl
 import hashlib
 import json
@@ -34,7 +35,9 @@ from rewardfl_tools._writing import Part
 
 MANIFEST = "rewardfl_manifest.json"  # in an output folder: the tool, its folders and its files
 LOCK = "rewardfl.lock"  # in an output folder that is filled bit by bit; whoever fills it holds this file's lock
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a network disk that is mounted without them
 HASHED_BYTES = 16 << 20  # larger files are known by their size and time: hashing them would take as long as writing
+LARGEST = 4 << 30  # bytes of a file that a tool writes whole
 SECONDS_APART = 60  # by which the clocks of this host and of the disk's host may differ
 
 
@@ -260,7 +263,7 @@ class File:
         return f"\n<!-- {self.tool} sha256 {hashlib.sha256(content).hexdigest()} -->\n".encode()
 
     def _is_own(self) -> bool:
-        content = self.path.read_bytes()
+        content = self.path.read_bytes() if self.path.stat().st_size < LARGEST else b""
         return content.endswith(self._proof(content[: -len(self._proof(b""))]))
 
 
@@ -285,7 +288,7 @@ class Folder:
             places = [place for place in file.parents if place != self.path and place.is_relative_to(self.path)]
             blocked = [place for place in places if place.is_symlink() or place.is_file()]
             blocked += [file] if os.path.lexists(file) and not blocked else []
-            if blocked and not (name in listed and self._is_own(file, listed[name])):
+            if blocked and not (name in listed and self._is_own(name, listed[name])):
                 raise Refused(
                     f"{blocked[0]} is in the way: it is not as this tool wrote it; move it away, or give another --out"
                 )
@@ -297,7 +300,7 @@ class Folder:
         self._list(self.listed() | dict.fromkeys(names))
 
     def seal(self, names: Iterable[str]) -> None:
-        """List files as they are now: what is changed from here on is the user's. Those that are not there go."""
+        """List files as they are now: later changes are the user's. Those that are not there go."""
         listed = self.listed()
         for name in names:
             listed.pop(name, None)
@@ -310,25 +313,26 @@ class Folder:
         listed = self.listed()
         for name in list(names):
             place = self.path / name
-            if name in listed and self._is_own(place, listed[name]):
-                place.unlink()
-                for stray, why in strays(place):
-                    if why is None and stray.is_file():
-                        stray.unlink()
-            while (place := place.parent) != self.path and place.is_dir() and not any(place.iterdir()):
-                place.rmdir()
-            listed.pop(name, None)
+            if name in listed and self._is_own(name, listed.pop(name)):
+                for stray in [place, *(stray for stray, why in strays(place) if why is None)]:
+                    stray.unlink()
+                while (place := place.parent) != self.path and not any(place.iterdir()):
+                    place.rmdir()
         self._list(listed)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Make the folder, and keep other processes out of it. Raise Refused where one is at work."""
+        self.check(())
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / LOCK).open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise Refused(f"--out {self.path}: another process writes it; wait, or give another --out") from None
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
             yield
 
     def listed(self) -> dict[str, dict | None]:
@@ -345,12 +349,13 @@ class Folder:
         content = {"tool": self.tool, "folders": [], "files": files}
         atomic_write(self.path / MANIFEST, json.dumps(content, indent=2) + "\n")
 
-    def _is_own(self, file: Path, entry: dict | None) -> bool:
+    def _is_own(self, name: str, entry: dict | None) -> bool:
         """Whether a file is as it was listed. One that is listed without a hash was claimed when nothing was there."""
-        inside = file.parent.resolve().is_relative_to(self.path.resolve())
-        if not inside or file.is_symlink() or not file.is_file():
-            return False
-        return entry is None or _fingerprint(file, entry) == entry
+        folder = self.path.resolve()
+        file = folder / name
+        if not file.is_relative_to(folder) or file.parent.resolve() != file.parent:
+            return False  # an edited manifest, or a link, leads elsewhere
+        return file.is_file() and not file.is_symlink() and (entry is None or _fingerprint(file, entry) == entry)
 
 
 # ------------------------------------------------------------------------------------------------------------

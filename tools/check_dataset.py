@@ -33,13 +33,7 @@ def main() -> int:
     parser.add_argument("--det-size", help="as reward.det_size (default: 640)")
     parser.add_argument("--device", help="for --faces (default: cuda where there is one, else cpu)")
     args = parser.parse_args()
-
-    def work() -> int:
-        from rewardfl_tools import _check_dataset  # not before: --help and mistakes are answered without torch
-
-        return _check_dataset.run(args)
-
-    return _common.exit_code(work)
+    return _common.run("_check_dataset", args)
 
 
 if __name__ == "__main__":

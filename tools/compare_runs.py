@@ -24,13 +24,7 @@ def main() -> int:
     args = parser.parse_args()
     if len(args.evaluations) < 2:
         parser.error("RUN_OR_EVALUATION: name two or more")
-
-    def work() -> int:
-        from rewardfl_tools import _compare_runs  # not before: --help and mistakes are answered without torch
-
-        return _compare_runs.run(args)
-
-    return _common.exit_code(work)
+    return _common.run("_compare_runs", args)
 
 
 if __name__ == "__main__":

@@ -63,13 +63,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.negative_prompt and args.guidance == 1:
         parser.error("--negative-prompt: does nothing without guidance; give --guidance, or remove it")
-
-    def work() -> int:
-        from rewardfl_tools import _generate  # not before: --help and mistakes are answered without torch
-
-        return _generate.run(args)
-
-    return _common.exit_code(work)
+    return _common.run("_generate", args)
 
 
 if __name__ == "__main__":

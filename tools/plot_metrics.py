@@ -34,7 +34,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="a .png, .svg or .pdf (default: curves.png in the first run's folder)")
     args = parser.parse_args()
-    return _common.exit_code(lambda: run(args))
+    return _common.run("plot_metrics", args)
 
 
 def run(args: argparse.Namespace) -> int:

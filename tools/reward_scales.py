@@ -26,13 +26,7 @@ def main() -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()
-
-    def work() -> int:
-        from rewardfl_tools import _reward_scales  # not before: --help and mistakes are answered without torch
-
-        return _reward_scales.run(args)
-
-    return _common.exit_code(work)
+    return _common.run("_reward_scales", args)
 
 
 if __name__ == "__main__":
