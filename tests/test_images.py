@@ -331,17 +331,16 @@ def untrained(folder_of, tmp_path_factory):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--adapter", "RUN/nowhere"], "RUN/nowhere: no such folder; name a checkpoint with --adapter"),
+        (["--adapter", "RUN/nowhere"], "RUN/nowhere: holds no */"),
         (["reward.name=RUN/own.py:LikeTheClip"], "line 2: reward.name compares with a clip"),
         (["reward.others={own: {name: 'RUN/own.py:LikeTheClip', weight: 0}}"], "line 2: reward.others.own compares"),
         (["reward.others={flow: {name: optical_flow, weight: 0}}"], "reward.others.flow judges at least 2 frames"),
         (["--data", "RUN/sizes.csv"], "line 3: height must be a multiple of 8, at most 96, got 36\nline 4: height w"),
         (["--data", "RUN/sizes.csv"], "line 5: empty prompt"),
         (["--data", "RUN/clip.csv"], "line 2: RUN/gone.mp4: no such file"),
-        (["--data", "RUN/nowhere.csv"], "no such file or folder: RUN/nowhere.csv"),
-        (["--out", "RUN/own.py"], "RUN/own.py"),
-        (["--seeds", "0"], "--seeds and --batch must be at least 1"),
-        (["--batch", "0"], "--seeds and --batch must be at least 1"),
+        (["--data", "RUN/nowhere.csv"], "--data: no such file: RUN/nowhere.csv"),
+        (["--out", "RUN/own.py"], "--out RUN/own.py is a file"),
+        (["--out", "RUN"], "--out RUN is, holds or lies in the input RUN/run.json"),
     ],
 )
 def test_what_evaluate_cannot_judge_is_refused_before_weights_load(folder_of, untrained, monkeypatch, words, said):
