@@ -77,6 +77,10 @@ class Report(BaseModel):
             lacking = [judge for judge in judges if arm.against and f"{judge}/face_sim" not in arm.compared]
             if lacking or list(arm.per_frame) != judges or arm.against not in (None, *names):
                 raise ValueError(f"arm {shown(arm.name)} lacks a base or a judge")
+            moves = [arm.compared.get(key.replace("face/", f"{judges[-1]}/")) for key in MOVES]
+            whole = not arm.against or {"frozen_share", "colour_shift"} <= arm.model_fields_set
+            if not whole or any(move and move.ratio is None for move in moves):
+                raise ValueError(f"arm {shown(arm.name)} lacks a figure against its base")
         return self
 
 
