@@ -704,7 +704,8 @@ def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
     assert "   3  0.8929    892.857  low_noise   -" in out
     assert "   7  0.4167    416.667  low_noise   replayed" in out
     assert "learning_rate:" in out
-    assert "320 tokens" in out and "memory of one GPU" in out and "fit" not in out  # there is no GPU to fit
+    assert "320 tokens" in out and "memory of one GPU" in out
+    assert "\nfits: 0.0 MB of " in out and "on the GPU" not in out  # there is none
     assert "note:" not in out
     assert "--dry-run" not in out  # which it is
     changes = ["sample.shift=3", "model.min_timestep_boundary=0.875", "train.warmup_steps=999"]
