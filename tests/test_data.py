@@ -621,7 +621,7 @@ def test_other_columns_and_a_byte_order_mark(folder):
     ("Video", "video"), ("PROMPT", "prompt"), ("reference_vid", "reference_video"),
     ("reference video", "reference_video"),
     ("images", "image"), ("negative-prompt", "negative_prompt"), ("heigth", "height"),
-    ("video_id", ""), ("split", ""), ("person", ""), ("prompt_source", ""), ("", ""),
+    ("video_id", ""), ("split", ""), ("person", ""), ("weight", ""), ("prompt_source", ""), ("", ""),
 ])  # fmt: skip
 def test_columns_that_are_nearly_right(folder, name, meant):
     path = write_csv(folder, "a.mp4,x,b", header=f"video,prompt,{name}")

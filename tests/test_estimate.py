@@ -659,7 +659,7 @@ def test_plan_run_judges_the_host(monkeypatch, capsys, published):
     for host, processes, code in (("70", "1", 0), ("60", "1", 2), ("520", "8", 0), ("510", "8", 2)):
         found, out, _ = tool(monkeypatch, capsys, *arguments, "--host-gb", host, "--processes", processes)
         assert found == code and ("\nfits: " in out) == (code == 0) and ("\ndoes not fit: " in out) == (code == 2)
-    monkeypatch.setattr(machine, "memory", lambda: 24e9)
+    monkeypatch.setattr(machine, "usable_memory", lambda: 24e9)
     monkeypatch.setattr(sys, "argv", ["plan_run.py", "--config", *arguments])  # this machine's
     assert plan_run.main() == 2 and "of 24.0 GB in host memory" in capsys.readouterr().out
 

@@ -164,7 +164,8 @@ def _meant_column(name: str) -> str:
     """Return the column that an unknown name was probably to be; empty for a column of the user's own."""
     plain = re.sub(r"[\s-]+", "_", name.casefold())
     close = difflib.get_close_matches(plain, COLUMNS, 1, LIKE_A_COLUMN)
-    return close[0] if close and not plain.startswith(f"{close[0]}_") else ""  # video_id and the like are no slips
+    is_slip = close and plain[0] == close[0][0] and not plain.startswith(f"{close[0]}_")  # not weight, nor video_id
+    return close[0] if is_slip else ""
 
 
 def _row(index: int, line: int, header: list[str], cells: list[str], folder: Path, seen: Counter, table: str) -> Row:

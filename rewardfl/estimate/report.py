@@ -8,7 +8,7 @@ from dataclasses import replace
 from rewardfl.estimate import needs
 from rewardfl.estimate.advice import Machine, Option, fits, lacking, recommend, with_options
 from rewardfl.estimate.measure import Costs, measure
-from rewardfl.machine import memory as machine_memory
+from rewardfl.machine import usable_memory
 from rewardfl.run.job import Job
 from rewardfl.run.monitor import total_memory
 from rewardfl.run.work import Sampling, Work
@@ -26,7 +26,7 @@ def estimate(work: Work, machine: Machine, tflops: float = TFLOPS) -> tuple[str,
 
 def dry_run(work: Work, job: Job) -> int:
     """Print what the run takes. Return the exit code: 2 where it does not fit the machine that it is on."""
-    text, enough = estimate(work, Machine(total_memory(job.device), machine_memory(), job.processes_here()))
+    text, enough = estimate(work, Machine(total_memory(job.device), usable_memory(), job.processes_here()))
     job.say(text)
     return 0 if enough else 2
 
