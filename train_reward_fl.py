@@ -10,7 +10,7 @@ One update, for every sample of the batch:
     accelerate launch train_reward_fl.py --config configs/tiny_face.yaml [--dry-run] [section.key=value ...]
 """
 
-import rewardfl  # noqa: F401, I001  before torch: it sets how OpenMP's threads wait (rewardfl/cpu.py)
+import rewardfl  # noqa: F401, I001  before torch: it sets how OpenMP's threads wait (rewardfl/machine.py)
 
 import math
 import sys
@@ -47,7 +47,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     per_process = accumulation * batch_size  # what a loss is divided by here; the processes are averaged over
     global_batch = checks.check_batch(cfg, job.world)
     checks.check_graphs(cfg, job.world)
-    rows = start.look_at_rows(cfg, job, backbone)
+    rows = start.look_at_rows(cfg, job, backbone, wanted)
     steps = work.steps_of_run(cfg, len(rows.train), job.world)
     start.say_plan(cfg, backbone, wanted, rows, steps, job)
     opened = start.open_run(cfg, None if dry_run else run_folder, job, backbone)

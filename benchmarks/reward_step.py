@@ -397,7 +397,8 @@ def size_of(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -> Si
         return torch.randn(batch, *shape, generator=generator, device=device)
 
     given = {name: drawn(value.shape[1:]).to(value.dtype) for name, value in parts.conditioning.items()}
-    return Size(cfg, backbone, measure_costs(video), drawn(parts.shape), given)
+    costs = measure_costs(video)
+    return Size(cfg, backbone, costs, drawn(costs.shape), given)
 
 
 def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dict[str, Any], Tensor]:

@@ -2,8 +2,8 @@
 
 import os
 
-from rewardfl import cpu
+from rewardfl import machine
 
 __version__ = "0.1.0"
 
-cpu.set_defaults(os.environ)
+machine.set_thread_defaults(os.environ)

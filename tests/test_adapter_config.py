@@ -165,3 +165,10 @@ def test_a_configuration_counts_for_its_own_file(world, name, neighbour, changes
     (one,) = lora_files.read_lora(path)
     assert {update.scale for update in one.updates.values()} == {scale}
     assert ("is not read" in " ".join(one.notes)) == (scale == 1)
+
+
+def test_a_configuration_does_not_count_for_another_tools_file_of_the_same_rank(world, tmp_path):
+    path = foreign(world, tmp_path, "other_tool.safetensors")
+    save_file({key.removeprefix("base_model.model."): value for key, value in load_file(path).items()}, path)
+    (one,) = lora_files.read_lora(path)
+    assert one.updates[NAME].scale == 1 and "the keys of other_tool.safetensors are not peft's" in one.notes[0]

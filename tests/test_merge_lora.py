@@ -14,8 +14,6 @@ from conftest import ROOT, run_tool
 from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors, peft_metadata
-from peft import LoraConfig
-from peft.utils import get_peft_model_state_dict
 from pipelines import LAYERS, random_pipeline, save_adapter
 from safetensors.torch import load_file, save_file
 
@@ -291,44 +289,6 @@ def test_magnitudes_that_do_not_say_their_axis_are_refused(world, values, tmp_pa
         tmp_path / "out.safetensors", "--base", world / "transformer_2", "--lora", tmp_path / "low.safetensors"
     )
     assert "low.safetensors" in text and name in text and all(ending in text for ending in given)
-
-
-def test_a_dora_that_lost_its_magnitudes_is_refused(world, values, tmp_path):
-    path = DIALECTS["d3"](tmp_path, values)
-    (path / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA, "use_dora": True}))
-    text = refuse(tmp_path / "out.safetensors", "--base", world / "transformer_2", "--lora", f"{path}@low")
-    assert "use_dora" in text and "blocks.0.attn1.to_q" in text
-
-
-@pytest.mark.parametrize("kind", ("plain", "dora", "rslora", "mixed_ranks", "bias"))
-def test_merged_equals_pefts_own_merge(world, tmp_path, kind):
-    """peft is the second opinion: its adapter, merged by peft, and its file, merged by us."""
-    model = WanTransformer3DModel.from_pretrained(world / "transformer_2")
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    options = {
-        "dora": {"use_dora": True},
-        "rslora": {"use_rslora": True},
-        "mixed_ranks": {"rank_pattern": {"attn1.to_q": 3}, "alpha_pattern": {"blocks.1.attn1.to_q": 5.0}},
-        "bias": {"lora_bias": True},
-    }.get(kind, {})
-    config = LoraConfig(r=4, lora_alpha=6.0, target_modules=["to_q", "ffn.net.0.proj"], **options)
-    model.add_adapter(config)
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data = parameter.data * (1 + 0.3 * noise.abs()) if "magnitude" in name else 0.3 * noise
-    state = get_peft_model_state_dict(model)
-    WanImageToVideoPipeline.save_lora_weights(
-        tmp_path / "transformer_2", transformer_lora_layers={k: v.contiguous() for k, v in state.items()},
-        transformer_lora_adapter_metadata=model.peft_config["default"].to_dict(),
-    )  # fmt: skip
-    out = tmp_path / "out.safetensors"
-    run("--base", world / "transformer_2", "--lora", tmp_path / "transformer_2", "--out", out, "--verify")
-    model.fuse_lora()
-    model.unload_lora()
-    assert_same(load_file(out), model.state_dict())
 
 
 def test_a_pipeline_merged_equals_the_pipeline_with_adapters(world, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from rewardfl.run.monitor import (
     alarms,
     broken_guards,
     early_stop,
-    machine_memory,
     recent_mean,
     score_for_best,
     suspects,
@@ -183,22 +181,3 @@ def test_a_timer_waits_for_the_runs_own_device(monkeypatch):
         with Timer(device)("decode"):
             pass
     assert waited == [torch.device("cuda", 1)]
-
-
-def test_the_machines_memory_is_its_containers(tmp_path):
-    """Of both versions of control groups; a limit above holds, too, and `max` is none."""
-    whole = machine_memory(tmp_path)
-    assert whole == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for version, line in ((1, "7:memory:/jobs/run"), (2, "0::/jobs/run")):
-        root = tmp_path / str(version)
-        groups = root / "sys/fs/cgroup" / ("memory" if version == 1 else "")
-        name = "memory.limit_in_bytes" if version == 1 else "memory.max"
-        (root / "proc/self").mkdir(parents=True)
-        (root / "proc/self/cgroup").write_text(f"3:cpu:/\n{line}\n")
-        (groups / "jobs/run").mkdir(parents=True)
-        (groups / "jobs/run" / name).write_text("max\n")
-        assert machine_memory(root) == whole
-        (groups / "jobs" / name).write_text("4096\n")
-        assert machine_memory(root) == 4096
-        (groups / name).write_text("1024\n")  # as a container sees its own
-        assert machine_memory(root) == 1024

@@ -342,7 +342,7 @@ def test_what_is_no_evaluation_is_refused(runs, monkeypatch, capsys):
     code, text = call(monkeypatch, capsys, runs / "a", runs, *out)
     assert code == 2 and f"{runs}: holds no report.json" in text
     path = runs / "b" / "evaluation" / "report.json"
-    for content, words in (("{", "Invalid JSON"), ('{"arms": []}', "people is not as evaluate.py")):
+    for content, words in (("{", "Invalid JSON"), ('{"arms": []}', "(people Field required)")):
         path.write_text(content)
         code, text = call(monkeypatch, capsys, runs / "a", runs / "b", *out)
         assert code == 2 and words in text and str(path) in text
@@ -351,7 +351,7 @@ def test_what_is_no_evaluation_is_refused(runs, monkeypatch, capsys):
 
 
 def broken(value, path=()):
-    """Every way in which one place of a report can hold something else: the path, and what is put there."""
+    """Every way in which one place of a report can hold something else: the path and the other value."""
     if path:
         yield from ((path, other) for other in (None, 3, "x", [], {}, [None], {"x": 1}))
         yield path, "gone"

@@ -429,7 +429,7 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
     frame = data.read_video(WORLD / "eval" / "videos" / "000.mp4", 1)[0].numpy()
     Image.fromarray(frame).save(tmp_path / "face.png")
     trained, videos = straight / "checkpoints" / "latest", []
-    monkeypatch.setattr(data, "write_video", lambda path, video, fps: videos.append(video))
+    monkeypatch.setattr(data, "encode_video", lambda video, fps: videos.append(video) or b"")
     for chosen in (["--adapter", str(trained)], [], ["--adapter", f"{trained}:0"], ["--adapter", f"{trained}:0.5"]):
         command = (
             f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 64 --width 64 --num-frames 9"

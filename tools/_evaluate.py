@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from rewardfl import __version__, config, cpu, data
+from rewardfl import __version__, config, data, machine
 from rewardfl.backbones.seam import Backbone
 from rewardfl.data import cache
 from rewardfl.files import atomic_write, model_digest, printable
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
 def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -> int:
     """Judge everything. lock: entered once the folder is held against other evaluations."""
     cfg = configuration_of(args)
-    torch.set_num_threads(min(torch.get_num_threads(), cpu.threads_of_process(cfg.run.cpu_threads, processes.count)))
+    share = machine.threads_of_process(cfg.run.cpu_threads, processes.count)
+    torch.set_num_threads(min(torch.get_num_threads(), share))
     folder = _output.Folder(args.out or args.run / "evaluation", "rewardfl evaluate 1")
     arms = arms_of(args, cfg)
     for arm in arms:
@@ -140,7 +141,7 @@ def settings_of(
 
 
 def inputs_of(args: argparse.Namespace, arms: Sequence[Arm]) -> Iterator[Path]:
-    """Yield what is read: files, and folders that hold nothing else."""
+    """Yield all inputs: files, and folders that hold nothing else."""
     yield Path(args.config) if args.config else args.run / "run.json"
     yield Path(args.data)
     for row in data.load_metadata(args.data, "--data"):
@@ -153,7 +154,7 @@ def take(
 ) -> None:
     """Hold the folder and list the names that are going to be written there. force: remove an earlier evaluation.
 
-    Raise Refused for a file in their way, and OtherSettings for records of others.
+    Raise Refused for a file in their way, and for records of other settings.
     """
     folder.check([*names, *REPORTS, _records.SETTINGS])
     lock.enter_context(folder.locked())

@@ -104,11 +104,7 @@ def sampler_of(
     experts: str,
     device: torch.device,
 ) -> _arms.Sampler:
-    """The run's model with the checkpoint's adapter. examples: by the row's id. experts: as offload.place takes it.
-
-    FileNotFoundError where there is no adapter.
-    """
-    _arms.check_adapter(adapter)
+    """The run's model with the checkpoint's adapter. examples: by the row's id. experts: as offload.place takes it."""
     told = dict(_arms.encoded(cfg, backbone, ((row, one.image) for row, one in examples.values()), device))
     sizes = {key: example.size for key, (_, example) in examples.items()}
     model, decoder = _arms.load_model(backbone, adapter, experts, device)

@@ -46,13 +46,13 @@ def main() -> int:
             print(f"error: {name}: must be a number above 0, got {number:g}", file=sys.stderr)
             return DOES_NOT
     # not before: --help and mistakes in the arguments are answered without torch
-    from rewardfl import backbones, data
+    from rewardfl import backbones, data, machine
     from rewardfl import config as configuration
     from rewardfl.config import RewardFlConfig
     from rewardfl.estimate.advice import Machine
     from rewardfl.estimate.report import TFLOPS, estimate
     from rewardfl.files import printable
-    from rewardfl.run import monitor, start, work
+    from rewardfl.run import start, work
 
     try:
         cfg = configuration.load(args.config, args.overrides)
@@ -74,7 +74,7 @@ def main() -> int:
         return DOES_NOT
     print(f"model's shape from {backbone.described_by()}")
     print(f"data: {'not there yet' if clips is None else f'{clips} clips'}: {cfg.data.file_name}\n")
-    host = monitor.machine_memory() if args.host_gb is None else args.host_gb * 1e9
+    host = machine.memory() if args.host_gb is None else args.host_gb * 1e9
     text, fits = estimate(asked, Machine(args.gpu_memory * 1e9, host, args.processes), args.tflops or TFLOPS)
     print(told, text, sep="\n")
     return FITS if fits else DOES_NOT

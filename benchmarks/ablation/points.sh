@@ -12,9 +12,9 @@ point() {  # NAME OVERRIDE...
   for seed in ${seeds:-42 1 2}; do
     run=$out/$1/seed$seed
     if [ -e "$run/evaluation/report.json" ]; then continue; fi
-    python train_reward_fl.py --config configs/tiny_face.yaml "${@:2}" run.cpu_threads=1 run.seed="$seed" run.output_dir="$run" \
-        data.cache_dir="$out/cache"
-    python tools/evaluate.py --run "$run" --data assets/tiny_world/eval/metadata.csv --seeds 1
+    python train_reward_fl.py --config configs/tiny_face.yaml --trust-code "${@:2}" run.cpu_threads=1 run.seed="$seed" \
+        run.output_dir="$run" data.cache_dir="$out/cache"
+    python tools/evaluate.py --trust-code --run "$run" --data assets/tiny_world/eval/metadata.csv --seeds 1
   done
 }
 

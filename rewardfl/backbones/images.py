@@ -228,9 +228,6 @@ class ImageModel:
             told = self.kind.told_on_meta(self.configs, encoders)
         latents = torch.empty(1, *shape, dtype=self.dtype, device="meta", requires_grad=True)
         return OnMeta(
-            shape=shape,
-            video=(3, num_frames, height, width),
-            dtype=self.dtype,
             experts={EXPERT: self._network_on_meta(latents, told)},
             vae=vae,
             decoder=ChunksOnMeta(vae, 1, lambda _: latents, lambda x, *_: (self.kind.decode(vae, x), []), []),

@@ -45,7 +45,7 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rewardfl import cpu
+from rewardfl import machine
 from rewardfl.files import printable
 from rewardfl.run.prepare import Share
 from rewardfl.sharding import placed, whole
@@ -84,7 +84,7 @@ class Job:
         self.main = self.accelerator.is_main_process
         self.share = Share(self.rank, self.world, quiet=not self.main)
         if self.device.type == "cpu":
-            torch.set_num_threads(cpu.threads_of_process(cpu_threads, self.world))
+            torch.set_num_threads(machine.threads_of_process(cpu_threads, self.world))
 
     def say(self, line: str) -> None:
         """Print a line, once on each machine."""

@@ -2,16 +2,13 @@
 
 import contextlib
 import math
-import os
 import resource
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
-CGROUPS, LIMITS = ("", "memory"), ("memory.max", "memory.limit_in_bytes")  # below /sys/fs/cgroup
 WINDOW = 10  # updates whose means are compared
 # How much the judge's mean reversals may rise: a clip that goes on as it does has -1, one that goes back and forth with
 # every frame has 1.
@@ -54,23 +51,6 @@ def peak_memory_gb(device: torch.device) -> float:
 def total_memory(device: torch.device) -> int | None:
     """Bytes of a GPU; None for the CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-
-
-def machine_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that this machine has, or that its container may use where that is less.
-
-    root: below which the system's files lie. A limit of control groups (version 2, or 1) holds for all groups below.
-    """
-    groups = root / "sys/fs/cgroup"
-    lines = [line.split(":", 2)[1:] for line in _lines(root / "proc/self/cgroup")]
-    own = [Path(folder) / name.lstrip("/") for kinds, name in lines for folder in CGROUPS if kinds in ("", "memory")]
-    files = [groups / above / file for one in own for above in (one, *one.parents) for file in LIMITS]
-    limits = [int(line) for file in files for line in _lines(file) if line.isdigit()]
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
-
-
-def _lines(file: Path) -> list[str]:
-    return file.read_text().splitlines() if file.is_file() else []
 
 
 def recent_mean(history: Sequence[dict[str, float]], since: int, keys: Sequence[str]) -> float | None:

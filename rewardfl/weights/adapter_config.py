@@ -6,7 +6,7 @@ or is known to change nothing, or must hold nothing. Everything else is refused 
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from rewardfl.weights import wan_names
 from rewardfl.weights.shards import Refused, json_object, quoted
 
 CONFIG_NAME = "adapter_config.json"  # peft's, next to its adapter_model.safetensors
+_PEFT = "base_model.model."  # what peft's own keys begin with
 IN_FILE = "lora_adapter_metadata"  # diffusers', in the metadata of the LoRA's file
 
 # who wrote it, where adapters were put, how they were trained: the saved tensors mean the same
@@ -74,11 +75,11 @@ class AdapterConfig:
 
 
 def read_adapter_config(
-    path: Path, metadata: Mapping[str, str], component: str, ranks: Collection[int]
+    path: Path, metadata: Mapping[str, str], component: str, ranks: Mapping[str, int]
 ) -> tuple[AdapterConfig, str | None]:
     """Return the configuration of the LoRA file at `path`, empty without one, and a note for the user.
 
-    component: the part of a pipeline whose keys count in diffusers' metadata. ranks: those of the file's tensors.
+    component: the part of a pipeline whose keys count in diffusers' metadata. ranks: {key of a factor: its rank}.
     Refused: a damaged configuration, and one with a key or a value that changes what the tensors mean.
     """
     if IN_FILE in metadata:
@@ -89,12 +90,16 @@ def read_adapter_config(
     file = path.with_name(CONFIG_NAME)
     if not file.is_file():
         return AdapterConfig(), None
-    if path.stem != "adapter_model" and list(path.parent.glob("adapter_model.*")):
+    if path.stem == "adapter_model":
+        return _checked(path, CONFIG_NAME, json_object(file.read_bytes(), str(file))), None
+    if list(path.parent.glob("adapter_model.*")):
         return AdapterConfig(), f"{file} is not read: it belongs to the adapter_model file next to it"
+    if not all(key.startswith(_PEFT) for key in ranks):
+        return AdapterConfig(), f"{file} is not read: the keys of {path.name} are not peft's ({_PEFT}...)"
     stored = json_object(file.read_bytes(), str(file))
-    if path.stem != "adapter_model" and not set(ranks) <= (stated := _ranks(path, stored, CONFIG_NAME)):
+    if not set(ranks.values()) <= (stated := _ranks(path, stored, CONFIG_NAME)):
         has = f"ranks {sorted(stated)}" if stated else "no rank"
-        return AdapterConfig(), f"{file} is not read: it states {has}, {path.name} has {sorted(ranks)}"
+        return AdapterConfig(), f"{file} is not read: it states {has}, {path.name} has {sorted(set(ranks.values()))}"
     return _checked(path, CONFIG_NAME, stored), None
 
 

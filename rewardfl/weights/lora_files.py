@@ -216,7 +216,7 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
     if not keys:
         raise Refused(f"{path} holds no tensors")
     rows = _rows(keys, sources)
-    ranks = {sources[key].shape[0] for key, (_, role, _) in keys.items() if role == "down" and sources[key].shape}
+    ranks = {key: sources[key].shape[0] for key, (_, role, _) in keys.items() if role == "down" and sources[key].shape}
     models, places = _placed(path, keys, rows)
     sorted_keys: dict[str | None, dict[str, dict[str, Source]]] = {}
     called: dict[str, str] = {}  # a module's name in this file
@@ -345,9 +345,7 @@ def read_torch(path: Path) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _DAMAGED as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise Refused(
-            f"{path} is not a safetensors file; as a torch file it is damaged, or holds code, which is not run: {why}"
-        ) from None
+        raise Refused(f"{path}, read as a torch file, is damaged or holds code, which is not run: {why}") from None
     if not isinstance(state, dict) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()
     ):

@@ -249,7 +249,7 @@ def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora
             continue
         found = lora_files.read_lora(path)
         mine = [one for one in found if one.expert == expert] if len(found) > 1 else found
-        crossed += any(one.expert_by_name and one.expert != expert for one in mine)
+        crossed += any(file.expert_by_name and file.expert != expert for file in mine)
         # a model with one expert has none that a file's name could speak of
         loras += lora_files.assign(mine if len(experts) > 1 else [replace(one, expert=None) for one in mine], expert)
     if crossed == 2:

@@ -1,0 +1,73 @@
+"""What this machine, or its container, gives a process: memory, CPU cores, and how OpenMP's threads wait.
+
+No torch here: `rewardfl/__init__.py` sets the threads' defaults before torch loads.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def memory(root: Path = ROOT) -> int:
+    """Return the bytes of memory that this machine has, or that its container may use if that is less.
+
+    root: the folder that holds the system's /proc and /sys. A limit of control groups, of version 2 or 1, holds for all
+    groups below.
+    """
+    names = ("memory.max", "memory.limit_in_bytes")
+    texts = [_read(folder / name) for folder in _groups("memory", root) for name in names]
+    limits = [int(text) for text in texts if text.isdigit()]
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Return how many cores this process may keep busy, at least 1.
+
+    That is the number of cores that the scheduler may give it, or the container's CPU quota, rounded down, if that is
+    smaller. root: as for `memory`.
+    """
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return max(1, math.floor(min([cores, *map(_quota, _groups("cpu", root))])))
+
+
+def set_thread_defaults(environment: MutableMapping[str, str]) -> None:
+    """Set how many threads OpenMP starts and that they sleep while they wait, unless the user has set it.
+
+    By default libgomp's threads spin. When another process takes one of two cores, each parallel operation then lasts
+    until the scheduler moves a thread that spins: encoding a clip took 30 times as long. libgomp reads both variables
+    when torch loads it.
+    """
+    environment.setdefault("OMP_WAIT_POLICY", "passive")
+    environment.setdefault("OMP_NUM_THREADS", str(usable_cores()))
+
+
+def threads_of_process(requested: int | None, processes: int) -> int:
+    """Return the threads of one of `processes` on this machine: `requested`, or its share of the cores, at least 1."""
+    return requested or max(1, usable_cores() // processes)
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """Yield the folders of the process's control groups that may limit `controller`, and of the groups above them."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        controllers, name = line.split(":", 2)[1:]
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        own = Path(name.lstrip("/"))
+        yield from (top / folder for folder in (own, *own.parents))
+
+
+def _quota(group: Path) -> float:
+    """Return a group's CPU quota in cores, infinite where it has none."""
+    quota, _, period = _read(group / "cpu.max").partition(" ")
+    if not period:
+        quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+    return int(quota) / int(period) if quota.isdigit() else math.inf
+
+
+def _read(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""

@@ -1,0 +1,72 @@
+"""Memory and cores of the machine or its container, and that OpenMP's threads sleep while they wait."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from rewardfl import machine
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, CORES),
+        ({"cpu.max": "max 100000\n"}, CORES),
+        ({"cpu.max": "150000 100000\n"}, 1),
+        ({"jobs/cpu.max": "20000 100000\n"}, 1),
+        ({"jobs/run/cpu.max": "9900000 100000\n"}, CORES),
+        ({"cpu/jobs/cpu.cfs_quota_us": "-1\n", "cpu/jobs/cpu.cfs_period_us": "100000\n"}, CORES),
+        ({"cpu/jobs/cpu.cfs_quota_us": "100000\n", "cpu/jobs/cpu.cfs_period_us": "100000\n"}, 1),
+    ],
+)
+def test_usable_cores_are_the_containers_quota(tmp_path, files, cores):
+    """By both versions of control groups; a limit of a group above holds, too."""
+    groups = {"proc/self/cgroup": "4:cpu,cpuacct:/jobs/run\n0::/jobs/run\n"}
+    for name, text in (groups | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text)
+    assert machine.usable_cores(tmp_path) == cores
+
+
+def test_the_machines_memory_is_its_containers(tmp_path):
+    """Of both versions of control groups; a limit above holds, too, and `max` is none."""
+    whole = machine.memory(tmp_path)
+    assert whole == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for version, line in ((1, "7:memory:/jobs/run"), (2, "0::/jobs/run")):
+        root = tmp_path / str(version)
+        groups = root / "sys/fs/cgroup" / ("memory" if version == 1 else "")
+        name = "memory.limit_in_bytes" if version == 1 else "memory.max"
+        (root / "proc/self").mkdir(parents=True)
+        (root / "proc/self/cgroup").write_text(f"3:cpu:/\n{line}\n")
+        (groups / "jobs/run").mkdir(parents=True)
+        (groups / "jobs/run" / name).write_text("max\n")
+        assert machine.memory(root) == whole
+        (groups / "jobs" / name).write_text("4096\n")
+        assert machine.memory(root) == 4096
+        (groups / name).write_text("1024\n")  # as a container sees its own
+        assert machine.memory(root) == 1024
+
+
+def test_a_process_takes_its_share(monkeypatch):
+    monkeypatch.setattr(machine, "usable_cores", lambda: 6)
+    assert [machine.threads_of_process(None, processes) for processes in (1, 2, 4, 8)] == [6, 3, 1, 1]
+    assert machine.threads_of_process(5, 8) == 5
+
+
+@pytest.mark.parametrize("entry", ["import train_reward_fl", "import train_flow_grpo", "import rewardfl, torch"])
+@pytest.mark.parametrize("threads", [None, "1"])
+def test_threads_sleep_while_they_wait(entry, threads):
+    """libgomp prints what it has read, when torch loads it: the variables are set before, and a user's own stays."""
+    unset = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {key: value for key, value in os.environ.items() if key not in unset}
+    environment |= {"OMP_DISPLAY_ENV": "verbose"} | ({"OMP_NUM_THREADS": threads} if threads else {})
+    code = f"{entry}; import torch; print(torch.get_num_threads())"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "GOMP_SPINCOUNT = '0'" in run.stderr
+    assert run.stdout.split()[-1] == (threads or str(machine.usable_cores()))
