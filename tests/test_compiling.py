@@ -52,7 +52,7 @@ def test_gradients_and_references_are_the_same(where, graphs):
                     answer(model, *inputs(model)), answer(plain, *inputs(plain)), rtol=1e-4, atol=1e-5
                 )
         assert torch.allclose(rolled, answer(model, *inputs(model)), rtol=1e-5, atol=1e-6)  # replay
-    assert 0 < graphs["unique_graphs"] < 10  # of two models; not one for every block
+    assert 0 < graphs["unique_graphs"] < 12  # of two models; not one for every block
 
 
 @pytest.mark.long
