@@ -236,9 +236,8 @@ class _BasicBlock(nn.Module):
 class SCRFD(nn.Module):
     """scrfd_10g_bnkps with the default `scale`: ResNetV1e, PAFPN, a head of three convolutions per stride."""
 
-    def __init__(self, scale: int = 1, batched: bool = False):
+    def __init__(self, scale: int = 1):
         super().__init__()
-        self.batched = batched
         base, planes, neck, head = 56 // scale, [p // scale for p in (56, 88, 88, 224)], 56 // scale, 80 // scale
         stem = [(3, base // 2, 2), (base // 2, base // 2, 1), (base // 2, base, 1)]
         self.stem = nn.Sequential(*(nn.Sequential(_conv_bn(i, o, 3, s), nn.ReLU()) for i, o, s in stem))
@@ -279,10 +278,7 @@ class SCRFD(nn.Module):
             level = self.towers[i](level)
             score, box, landmarks = (head(level) for head in self.heads[i])
             for rows, out, channels in zip(outputs, (score, box * self.scales[i], landmarks), (1, 4, 10), strict=True):
-                if self.batched:
-                    out = out.permute(0, 2, 3, 1).reshape(out.shape[0], -1, channels)
-                else:
-                    out = out.permute(2, 3, 0, 1).reshape(-1, channels)
+                out = out.permute(2, 3, 0, 1).reshape(-1, channels)
                 rows.append(torch.sigmoid(out) if channels == 1 else out)
         return tuple(row for rows in outputs for row in rows)
 

@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MethodType
 
@@ -150,52 +151,26 @@ class ZImageTenant(PackedTenant):
     guided_bits = 1e-6
 
     def sample(self, pipe, noise, guidance, output_type):
-        images = pipe(
-            prompt=PROMPT, negative_prompt=NEGATIVE, height=HEIGHT, width=WIDTH, num_inference_steps=STEPS,
-            guidance_scale=0 if guidance == 1 else guidance, latents=noise[:, :, 0].clone(), output_type=output_type,
-        ).images  # fmt: skip
-        return images.unsqueeze(2 if output_type == "latent" else 1)
+        return ImageTenant.sample(self, pipe, noise, 0 if guidance == 1 else guidance, output_type)
 
 
-def flux2_klein(name, folder):
-    pipe = random_flux2_klein()
-    pipe.save_pretrained(folder)
-    return KleinTenant(name, folder, type(pipe))
-
-
-def z_image(name, folder):
-    pipe = random_z_image()
-    pipe.save_pretrained(folder)
-    return ZImageTenant(name, folder, type(pipe))
-
-
-def flux(name, folder):
-    pipe = random_flux()
-    pipe.save_pretrained(folder)
-    return PackedTenant(name, folder, type(pipe), told=2.5)
-
-
-def qwen_image(name, folder):
-    pipe = random_qwen_image()
-    pipe.save_pretrained(folder)
-    return PackedTenant(name, folder, type(pipe))
-
-
-def sd3(name, folder):
-    pipe = random_sd3()
-    pipe.save_pretrained(folder)
-    return ImageTenant(name, folder, type(pipe))
-
-
-def wan(name, folder):
-    pipe = random_variant(name)
-    pipe.save_pretrained(folder)
-    return Tenant(name, folder, type(pipe), VARIANTS[name].image == "frame")
-
-
-TENANTS = dict.fromkeys(VARIANTS, wan) | {
-    "sd3": sd3, "flux": flux, "qwen_image": qwen_image, "flux2_klein": flux2_klein, "z_image": z_image,
+IMAGE_TENANTS = {
+    "sd3": (random_sd3, ImageTenant, {}), "flux": (random_flux, PackedTenant, {"told": 2.5}),
+    "qwen_image": (random_qwen_image, PackedTenant, {}), "flux2_klein": (random_flux2_klein, KleinTenant, {}),
+    "z_image": (random_z_image, ZImageTenant, {}),
 }  # fmt: skip
+
+
+def tenant_of(name, folder):
+    if name in VARIANTS:
+        make, kind, more = partial(random_variant, name), Tenant, {"frame_given": VARIANTS[name].image == "frame"}
+    else:
+        make, kind, more = IMAGE_TENANTS[name]
+    pipe = make()
+    pipe.save_pretrained(folder)
+    return kind(name, folder, type(pipe), **more)
+
+
 # two experts and channels, one and a given frame, an image: what the others ask for, too
 SHORT = ("wan2_2", "wan2_2_ti2v", "sd3", "flux", "qwen_image", "flux2_klein", "z_image")
 # layers whose answer nothing takes: the last block's own text goes nowhere
@@ -210,7 +185,7 @@ UNHEARD = {
     params=[pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in backbones.MODULES],
 )
 def tenant(request, tmp_path_factory):
-    return TENANTS[request.param](request.param, tmp_path_factory.mktemp(request.param))
+    return tenant_of(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -414,8 +389,7 @@ def test_what_waits_in_host_memory_changes_no_bit(backbone):
 
 
 @pytest.mark.parametrize(
-    "guidance, differentiated",
-    [pytest.param(1.0, "both", marks=pytest.mark.long), (3.5, "both"), (3.5, "conditional")],
+    "guidance, differentiated", [pytest.param(1.0, "both", marks=pytest.mark.long), (3.5, "both"), (3.5, "conditional")]
 )
 def test_replay_is_autograd_through_the_chain(backbone, guidance, differentiated):
     """Of a random cotangent of x0, two samples, steps of every expert, with the KL; guided, by its formula."""

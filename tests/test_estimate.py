@@ -331,9 +331,7 @@ def test_real_folder(pipe, tmp_path):
     predicted = measure.measure(Video(described(tmp_path, "float32"), HEIGHT, WIDTH, 4 * FRAMES + 1, None))
     torch.manual_seed(0)
     latents = torch.randn(1, *predicted.shape)
-    forward, decoded = counted(lambda: WanDecoder(pipe.vae).decode_with_caches(latents))
-    assert decoded.video.numel() == predicted.num_pixels
-    assert forward == sum(chunk.forward for chunk in predicted.chunks)
+    decoded = WanDecoder(pipe.vae).decode_with_caches(latents)
     held = [[c for c in caches if isinstance(c, torch.Tensor)] for caches in decoded.caches.values()]
     assert [measure.nbytes(caches) for caches in held] == [chunk.caches_in for chunk in predicted.chunks]
     x = latents[:, :, :1].clone().requires_grad_()
@@ -500,12 +498,6 @@ def test_recommendation(published, run, memory):
     for option in chosen:
         for key, value in option.settings.items():
             assert f"{key}: {str(value).lower()}" in text
-
-
-def test_some_memory_is_left_to_cuda(published):
-    measured = published("480x832", ADAPTER)
-    need = needs.memory(measured, RUN).peak + 2e9
-    assert fits(measured, RUN, Machine(need)) and not fits(measured, RUN, Machine(need - 1))
 
 
 def test_the_cheapest_comes_first(published):
@@ -717,17 +709,21 @@ def test_what_is_measured_is_what_the_configuration_says():
 
 
 @pytest.mark.parametrize(
-    "override, message",
+    "file, override, message",
     [
-        ("data.height=500", "multiple of 16"),
-        ("sample.final_timestep=9", "at most 7"),
-        ("model.trainable_models=dit", "answers at no active step"),
-        ("train.decode_caches=nowhere", "must be 'keep', 'offload' or 'segment'"),
+        ("wan22_face", "data.height=500", "multiple of 16"),
+        ("wan22_face", "sample.final_timestep=9", "at most 7"),
+        ("wan22_face", "model.trainable_models=dit", "answers at no active step"),
+        ("wan22_face", "train.decode_caches=nowhere", "must be 'keep', 'offload' or 'segment'"),
+        ("tiny_flow_grpo", "--processes=5", "do not divide into forward passes of world 5 x batch 8 = 40; the nearest"),
+        ("tiny_flow_grpo", "grpo.updates_per_epoch=5", "forward passes of a process, got 5; take one of 1, 2, 4"),
+        ("tiny_flow_grpo", "grpo.window_bounds=[0,3]", "no 2 steps in a row among the usable []"),
+        ("tiny_flow_grpo", "data.height=70", "multiple of 16"),
     ],
 )
-def test_what_cannot_work(monkeypatch, capsys, override, message):
-    code, _, error = tool(monkeypatch, capsys, "configs/wan22_face.yaml", "data.max_pixels=null", override)
-    assert code == 2 and message in error
+def test_what_cannot_work(monkeypatch, capsys, file, override, message):
+    code, out, error = tool(monkeypatch, capsys, f"configs/{file}.yaml", "data.max_pixels=null", override)
+    assert code == 2 and error.startswith("error: ") and message in error and out == ""
 
 
 def test_source_of_original_files(monkeypatch, tmp_path):

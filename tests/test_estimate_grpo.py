@@ -1,13 +1,13 @@
 """The estimate of train_flow_grpo.py: closed forms of its counts, on the published model's shape and the tiny world."""
 
 import dataclasses
-import sys
 
 import pytest
 import torch
 import yaml
 from conftest import ROOT, measured_before
 from pipelines import I2V, LAYERS
+from test_estimate import tool
 
 from rewardfl import backbones, config, flow, groups, sde
 from rewardfl.backbones.seam import Adapter, Source
@@ -15,7 +15,6 @@ from rewardfl.backbones.wan import model as wan
 from rewardfl.estimate import needs, report
 from rewardfl.estimate.advice import Machine, fits, options, recommend, with_options
 from rewardfl.run import work
-from rewardfl_tools import plan_run
 
 ADAPTER = Adapter(32, tuple(LAYERS))
 SCHEDULE = wan.schedule(8, 5.0, I2V.experts, 0.9)
@@ -87,11 +86,7 @@ def test_settings_change_the_work(published):
     assert difference("grpo.inner_epochs=3", guided, kl)["reference"] == pytest.approx(12 * expert.forward_frozen)
     without = difference("train.use_gradient_checkpointing=false")
     assert without == pytest.approx({"replay recompute": -2 * expert.forward})
-    several = (
-        "grpo.updates_per_epoch=3",
-        "train.per_device_train_batch_size=4",
-        "grpo.samples_on=cpu",
-    )
+    several = ("grpo.updates_per_epoch=3", "train.per_device_train_batch_size=4", "grpo.samples_on=cpu")
     assert difference(*several, processes=2) == {}
     # by epoch: a window of two steps and twice one of one
     mixed = needs.flops(published, asked(windows=((3, 4), (5,), (5,))))
@@ -359,14 +354,6 @@ def test_costs_in_words(published):
 # ---- the tool ----
 
 
-def tool(monkeypatch, capsys, *arguments):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["plan_run.py", "--host-gb", "1000", "--config", *arguments])
-    code = plan_run.main()
-    out = capsys.readouterr()
-    return code, out.out, out.err
-
-
 def test_tiny_config(monkeypatch, capsys):
     code, out, _ = tool(monkeypatch, capsys, TINY)
     assert code == 0 and "fits: 2.2 GB of 80.0 GB" in out
@@ -379,23 +366,6 @@ def test_tiny_config(monkeypatch, capsys):
     assert code == 0 and "2 forwards x 8 batch x 2 processes\n" in out
     code, out, _ = tool(monkeypatch, capsys, TINY, "--gpu-memory", "2.1")
     assert code == 2 and "does not fit: 2.2 GB of 2.1 GB" in out
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("--processes", "5"), "do not divide into forward passes of world 5 x batch 8 = 40; the nearest that do"),
-        (
-            ("grpo.updates_per_epoch=5",),
-            "updates must divide the 4 forward passes of a process, got 5; take one of 1, 2, 4",
-        ),
-        (("grpo.window_bounds=[0,3]",), "no 2 steps in a row among the usable []"),
-        (("data.height=70",), "multiple of 16"),
-    ],
-)
-def test_what_cannot_work(monkeypatch, capsys, arguments, message):
-    code, out, error = tool(monkeypatch, capsys, TINY, *arguments)
-    assert code == 2 and error.startswith("error: ") and message in error and out == ""
 
 
 def test_processes(monkeypatch, capsys):

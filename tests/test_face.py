@@ -320,13 +320,6 @@ def test_similarity_equals_skimage():
             np.testing.assert_allclose(matrix, fit.params[:2], atol=1e-8)
 
 
-def test_similarity_undoes_a_known_placement():
-    landmarks = torch.stack([placed(0.4, 2.5, 70, 30), placed(2.0, -0.3, 300, 200)])
-    matrices = similarity_transform(landmarks, ARCFACE_TEMPLATE)
-    back = landmarks @ matrices[:, :, :2].mT + matrices[:, None, :, 2]
-    torch.testing.assert_close(back, ARCFACE_TEMPLATE.expand(2, 5, 2), atol=1e-3, rtol=0)
-
-
 def test_landmarks_on_one_spot_stay_finite():
     matrices = similarity_transform(torch.full((1, 5, 2), 7.0), ARCFACE_TEMPLATE)
     assert matrices.isfinite().all() and align(torch.zeros(1, 3, 32, 32), matrices).isfinite().all()
@@ -535,19 +528,6 @@ def test_every_generated_frame_carries_gradient_but_the_given_one(identity):
     bounds = video.grad[:, 2].abs().sum(0).nonzero().aminmax(dim=0)
     earlier = video.grad[:, 1].abs().sum(0).nonzero().aminmax(dim=0)
     assert torch.equal(bounds.min, earlier.min) and torch.equal(bounds.max, earlier.max)
-
-
-def test_the_score_gradient_is_that_of_finite_differences(identity):
-    pool = identity.pool(REAL)
-    video = clip([(2, 2), (2, 2), (3, 2)], seed=2).requires_grad_()
-    direction = torch.randn(video.shape, generator=torch.Generator().manual_seed(0))
-    direction[video.detach().abs() == 1] = 0  # leave the face cell alone: detection carries no gradient
-    (gradient,) = torch.autograd.grad(identity.score(video, pool.embeddings).mean, video)
-    h = 1e-2
-    with torch.no_grad():
-        up, down = (identity.score(video + s * h * direction, pool.embeddings).mean for s in (1, -1))
-    # float32: differences of 1e-4 between scores known to 1e-7, and PReLU kinks within the step
-    assert (gradient * direction).sum().item() == pytest.approx((up - down).item() / (2 * h), rel=0.05)
 
 
 def test_no_face_no_score(identity):

@@ -10,15 +10,14 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 from face_nets import SIZE, clip, magenta_pack
-from runs import adapter, launch, metrics
+from test_face import moving as track_of
 
 from rewardfl import data, rewards
 from rewardfl.rewards.face import FaceDetector, detect, motion, track_largest
 from rewardfl.rewards.face.align import Faces
 from rewardfl.rewards.face.motion import FaceMotionReward
-from rewardfl.rewards.face.track import Track, landmark_motion, step_motion, step_reversals
+from rewardfl.rewards.face.track import landmark_motion, step_motion, step_reversals
 from rewardfl.rewards.face.view import View
-from rewardfl.rewards.motion import mean_change
 
 PACK = ROOT / "assets" / "tiny_world" / "faces" / "reward"
 DETECTOR = PACK / "detector.onnx"
@@ -108,13 +107,6 @@ def test_the_traced_faces_are_the_detected_ones_to_the_bit(detector, real):
     assert traced[0].landmarks.requires_grad and not untraced[0].landmarks.requires_grad
 
 
-@pytest.mark.parametrize("height,width", [(150, 200), (72, 60), (64, 64)])
-def test_what_the_detector_sees_does_not_hang_on_the_gradient(detector, height, width):
-    frames = torch.rand(2, 3, height, width) * 2.2 - 1.1
-    seen, _ = detector.fit(frames)
-    assert torch.equal(seen, detector.fit(frames.requires_grad_())[0])
-
-
 @pytest.mark.parametrize("height,width", [(90, 128), (128, 90)])
 def test_the_gradient_of_the_rounded_input_is_that_of_the_resize(detector, height, width):
     frames = torch.rand(1, 3, height, width) * 1.8 - 0.9
@@ -177,11 +169,6 @@ def test_a_view_is_exact_where_pixels_meet_pixels():
 
 
 # ---- how a track moves ----
-
-
-def track_of(*landmarks, detected=None, width=50.0):
-    detected = torch.tensor([True] * len(landmarks) if detected is None else detected)
-    return Track(torch.stack(landmarks), detected, torch.tensor([0.0, 0.0, width, width]).expand(len(landmarks), 4))
 
 
 FACE = torch.tensor([[20.0, 20], [40, 20], [30, 30], [22, 40], [38, 40]])
@@ -321,18 +308,6 @@ def test_the_value_does_not_hang_on_the_gradient(real, slow):
         assert torch.equal(output.score, with_gradient.score) and not output.score.requires_grad
         torch.testing.assert_close(output.parts, with_gradient.parts, atol=0, rtol=0, equal_nan=True)
     assert with_gradient.score.requires_grad
-
-
-def test_one_backward_of_two_rewards_is_the_sum(real, slow):
-    moves = reward(face_change=0.5)
-    face = rewards.build("face_identity", {"pack_dir": PACK, "det_size": 128, "cap": "none"})
-    references = [one.reference(real) for one in (moves, face)]
-    each = [score_and_gradient(one, slow, ref)[1] for one, ref in zip((moves, face), references, strict=True)]
-    video = slow[None].clone().requires_grad_()
-    both = sum(one(video, [ref]).score.sum() for one, ref in zip((moves, face), references, strict=True))
-    (gradient,) = torch.autograd.grad(both, video)
-    torch.testing.assert_close(gradient[0], each[0] + each[1], atol=1e-7, rtol=1e-4)
-    assert each[0].any() and each[1].any()
 
 
 def test_the_gradient_reaches_half_precision(real, slow):
@@ -485,26 +460,3 @@ def test_what_is_kept_of_a_real_clip(real, other_pack):
 def test_settings_that_cannot_work_are_refused(settings, key):
     with pytest.raises((ValueError, FileNotFoundError), match=key):
         reward(**settings)
-
-
-@pytest.mark.long
-def test_a_run_that_is_paid_for_motion_goes_on_as_if_it_had_never_stopped(tmp_path):
-    """The views and detectors that are drawn are the same; faces of the world's own size, so that there are some."""
-    words = ["data.height=64", "data.width=64", "data.num_frames=9", "run.sample_videos=0", "reward.motion_weight=0.5"]
-    words += ['reward.others={"flow": {"name": "optical_flow", "weight": 0.1}}', "run.save_steps=1"]
-    launch(*words, "train.max_steps=3", f"run.output_dir={tmp_path / 'whole'}")
-    for steps in (2, 3):
-        launch(*words, f"train.max_steps={steps}", f"run.output_dir={tmp_path / 'parts'}")
-    whole, parts = (metrics(tmp_path / name) for name in ("whole", "parts"))
-    assert whole == parts and all(row["reward/face_motion/speed"] > 0 for row in whole)
-    ours, theirs = (adapter(tmp_path / name, 3) for name in ("whole", "parts"))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-
-
-def test_change_within_a_mask():
-    torch.manual_seed(0)
-    video, where = torch.rand(3, 4, 5, 6) * 2 - 1, torch.rand(3, 5, 6) < 0.3
-    steps = (video[:, 1:] - video[:, :-1]).abs()
-    assert mean_change(video, where).item() == pytest.approx(steps[:, where].mean().item() / 2, rel=1e-5)
-    assert mean_change(video, torch.zeros_like(where)).isnan()
-    torch.testing.assert_close(mean_change(video, torch.ones_like(where)), mean_change(video))

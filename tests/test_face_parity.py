@@ -7,10 +7,9 @@ from collections import Counter
 import cv2
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
-from face_nets import SCRFD, SIZE, IResNet, TiedAnchors, clip, export, magenta_pack, published_pack
+from face_nets import SCRFD, SIZE, TiedAnchors, clip, export, magenta_pack, published_pack
 from insightface.data import get_image
 from insightface.model_zoo import get_model
 from insightface.model_zoo.retinaface import RetinaFace
@@ -25,12 +24,6 @@ from rewardfl.rewards.face.parity import FaceParityError, check, check_packs
 BGR = get_image("t1")  # 886 x 1280, six people
 PICTURE = torch.from_numpy(BGR[..., ::-1].copy()).permute(2, 0, 1) / 127.5 - 1
 CPU = ["CPUExecutionProvider"]
-
-
-def resized(height, width):
-    """The picture in another size as bytes (H, W, 3) BGR, and as (3, H, W) RGB in [-1, 1]."""
-    bgr = cv2.resize(BGR, (width, height))
-    return bgr, torch.from_numpy(bgr[..., ::-1].copy()).permute(2, 0, 1) / 127.5 - 1
 
 
 # ---- full size ----
@@ -104,36 +97,6 @@ def test_detection_crop_and_embedding_on_insightfaces_own_picture(published, ide
     assert torch.cosine_similarity(expected[:1], expected[1:]).max() < 0.9
 
 
-@pytest.mark.long
-def test_full_size_recogniser_and_its_gradient(identity):
-    """The module equals onnxruntime, and its gradient reaches the pixels of both crops."""
-    crops = torch.stack([PICTURE[:, :112, :112], PICTURE[:, 300:412, 300:412]]).requires_grad_()
-    net = identity.recogniser.net
-    session = onnxruntime.InferenceSession(str(identity.files[1]), providers=CPU)
-    (expected,) = session.run(None, {"input.1": crops.detach().numpy()})
-    actual = net(crops)
-    assert np.abs(actual.detach().numpy() - expected).max() < 1e-4 * np.abs(expected).max()
-    actual.square().sum().backward()
-    assert crops.grad.isfinite().all() and (crops.grad.abs().amax((1, 2, 3)) > 0).all()
-
-
-@pytest.mark.long
-def test_full_size_detection_is_batched(identity):
-    frames = torch.stack([PICTURE, PICTURE.flip(1)])
-    together = identity.detector.detect(frames)
-    for frame, faces in zip(frames, together, strict=True):
-        (alone,) = identity.detector.detect(frame[None])
-        torch.testing.assert_close(faces.boxes, alone.boxes, atol=1e-2, rtol=0)
-        torch.testing.assert_close(faces.landmarks, alone.landmarks, atol=1e-2, rtol=0)
-
-
-@pytest.mark.long
-def test_the_check_passes_at_full_size(identity):
-    result = check(identity, PICTURE[:, None])
-    assert result.box_error < 0.01 and result.landmark_error < 0.01 and result.crop_error < 0.5
-    assert 0 <= result.cosine_distance < 5e-4
-
-
 # ---- the same graphs, an eighth as wide: other sizes of frames ----
 
 
@@ -145,7 +108,8 @@ def narrow(tmp_path_factory):
 
 @pytest.mark.parametrize("height,width", [(480, 832), (720, 404), (300, 300)])
 def test_other_frames(narrow, height, width):
-    bgr, frame = resized(height, width)
+    bgr = cv2.resize(BGR, (width, height))
+    frame = torch.from_numpy(bgr[..., ::-1].copy()).permute(2, 0, 1) / 127.5 - 1
     detector = get_model(str(narrow.files[0]), providers=CPU)
     detector.prepare(-1, input_size=(320, 320), det_thresh=0.5, nms_thresh=0.4)
     boxes, landmarks = detector.detect(bgr)
@@ -242,10 +206,3 @@ def test_a_face_at_the_threshold_does_not_decide(magenta):
 def test_all_packs_are_reported(magenta):
     lines = check_packs({"reward.a": magenta, "reward.b": magenta}, VIDEO)
     assert [line.split(": face parity with insightface: box")[0] for line in lines] == ["reward.a", "reward.b"]
-
-
-def test_r50_has_its_own_blocks():
-    """buffalo_l's w600k_r50 is the same family: 53 convolutions, 43.6 M parameters."""
-    net = IResNet((3, 4, 14, 3))
-    assert sum(isinstance(module, torch.nn.Conv2d) for module in net.modules()) == 53
-    assert sum(parameter.numel() for parameter in net.parameters()) == pytest.approx(43.6e6, rel=0.01)

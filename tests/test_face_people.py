@@ -55,30 +55,8 @@ def centres(track):
     return track.landmarks[:, 0, 0].tolist()
 
 
-def by_definition(frames):
-    """The largest face by place alone, written down once more: (landmarks, detected, boxes), frame by frame."""
-    kept = []
-    for faces in frames:
-        rows = range(len(faces.scores))
-        if not kept:
-            best = 0 if len(rows) else None
-        else:
-            box = kept[-1][2]
-            width = box[2] - box[0]
-            distance = [((faces.boxes[i, :2] + faces.boxes[i, 2:] - box[:2] - box[2:]) / 2).norm() for i in rows]
-            widths = [faces.boxes[i, 2] - faces.boxes[i, 0] for i in rows]
-            near = [i for i in rows if distance[i] <= width and width / 2 <= widths[i] <= 2 * width]
-            best = near[0] if near else None
-        if best is not None:
-            kept.append((faces.landmarks[best], True, faces.boxes[best]))
-        elif kept:
-            kept.append((kept[-1][0], False, kept[-1][2]))
-    first = len(frames) - len(kept)
-    return [(kept[0][0], False, kept[0][2])] * first + kept if kept else None
-
-
 def test_one_face_at_a_time_is_followed_by_place_alone():
-    """Bit for bit as ever, and without a network: also where the face is lost, jumps away, or begins late."""
+    """As track_largest follows it, without a network: also where the face is lost, jumps away, or begins late."""
     drawn = torch.Generator().manual_seed(0)
     jumps = 0
     for _ in range(100):
@@ -88,14 +66,13 @@ def test_one_face_at_a_time_is_followed_by_place_alone():
             width *= float(1 + 0.3 * torch.rand((), generator=drawn) - 0.15)
             frames.append({"a": (x, width)} if torch.rand((), generator=drawn) < 0.8 else {})
         faces, embed, asked, _ = scene(*frames)
-        expected = by_definition(faces)
-        found = [track_largest(faces)] + [(follow_known(faces, [torch.zeros(1, 16)], embed) or [None])[0]]
-        found += follow_first(faces, [0], embed) or [None]
-        for track in found:
+        expected = track_largest(faces)
+        tracks = [(follow_known(faces, [torch.zeros(1, 16)], embed) or [None])[0]]
+        tracks += follow_first(faces, [0], embed) or [None]
+        for track in tracks:
             assert (track is None) == (expected is None)
             if expected is not None:
-                for mine, theirs in zip(vars(track).values(), zip(*expected, strict=True), strict=True):
-                    assert torch.equal(mine, torch.stack([torch.as_tensor(one) for one in theirs]))
+                assert all(map(torch.equal, vars(track).values(), vars(expected).values()))
                 jumps += sum(len(frame) for frame in frames) > int(track.detected.sum())
         assert asked == []
     assert jumps > 20

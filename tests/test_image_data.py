@@ -65,9 +65,7 @@ def test_a_step_has_a_grid_of_its_images(tmp_path):
     sizes = [(8, 8), (8, 16), (16, 8), (8, 8)]
     images = [data.to_float(picture[None]) for picture in pictures(*sizes)]
     folder = sampled(tmp_path, images, 3, process=1)
-    assert [path.name for path in folder.iterdir()] == [
-        "01.png",
-    ]
+    assert [path.name for path in folder.iterdir()] == ["01.png"]
     assert sampled(tmp_path, images, 3) == folder
     assert sorted(os.listdir(folder)) == ["00.png", "01.png", "02.png", "grid.png"]
     grid = data.read_picture(folder / "grid.png")

@@ -10,6 +10,8 @@ from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Tr
 from diffusers.loaders import FluxLoraLoaderMixin
 from image_pipelines import random_flux, random_qwen_image, random_sd3
 from safetensors.torch import load_file, save_file
+from test_convert_lora import products
+from test_merge_lora import weights
 
 from rewardfl import lora
 from rewardfl.backbones import stock
@@ -52,10 +54,6 @@ def folder_of(tmp_path_factory):
         return made[model]
 
     return folder
-
-
-def weights(folder):
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
 def pair(shape, seed=0):
@@ -161,13 +159,6 @@ def merge(*arguments, expect=0):
 
 def convert(*arguments, expect=0):
     return run_tool(convert_lora.main, *arguments, expect=expect)
-
-
-def products(path):
-    """{module: scale * up @ down} by the reader."""
-    (read,) = lora_files.read_lora(path)
-    load = lora_files.load_tensor
-    return {name: one.scale * load(one.up) @ load(one.down) for name, one in read.updates.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -8,14 +8,7 @@ import test_distributed as distributed
 import torch
 from conftest import run_tool
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
-from image_pipelines import (
-    SIDE,
-    random_flux,
-    random_flux2_klein,
-    random_qwen_image,
-    random_sd3,
-    random_z_image,
-)
+from image_pipelines import SIDE, random_flux, random_flux2_klein, random_qwen_image, random_sd3, random_z_image
 from runs import CONFIG, GRPO_FAST, call, launch, launch_grpo, metrics
 
 from rewardfl import backbones, config, data, groups, lora

@@ -10,11 +10,10 @@ import torch
 import zygote
 from conftest import ROOT
 from peft import LoraConfig
-from pipelines import FRAMES, HEIGHT, LAYERS, WIDTH, latent_shape, random_pipeline, save_adapter
+from pipelines import LAYERS, random_pipeline, save_adapter
 from safetensors.torch import load_file, save_file
-from test_wan import ours, stock
 
-from rewardfl import groups, lora
+from rewardfl import lora
 from rewardfl.backbones.wan import variants
 from rewardfl.weights.shards import Refused
 
@@ -106,12 +105,6 @@ def test_no_layer_keeps_a_float32_copy_of_its_input():
     assert all(4 in tensor.shape for tensor in rows if tensor.data_ptr() != x.data_ptr())
 
 
-def test_lora_is_float32_on_a_bfloat16_base():
-    model = random_pipeline().transformer_2.to(torch.bfloat16)
-    lora.inject(model, 4, 4.0, TARGETS, seed=0)
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-
-
 def test_reference_is_the_base_and_keeps_another_adapter(pipe):
     model = pipe.transformer_2
     model.add_adapter(LoraConfig(r=2, target_modules=TARGETS), adapter_name="distilled")
@@ -133,30 +126,6 @@ def test_reference_is_the_base_and_keeps_another_adapter(pipe):
     with pytest.raises(RuntimeError, match="inside"), lora.reference(model):
         raise RuntimeError("inside")
     assert torch.equal(velocity(model).detach(), policy)
-
-
-def test_saved_adapter_gives_the_same_video_in_stock_diffusers(tmp_path):
-    """Both experts, alpha other than rank: pipe.load_lora_weights must reproduce what was trained."""
-    pipe = random_pipeline()
-    for seed, (expert, folder) in enumerate(((pipe.transformer, "transformer"), (pipe.transformer_2, "transformer_2"))):
-        lora.inject(expert, 4, 6.0, TARGETS, seed=0)
-        randomise(expert, seed)
-        save_adapter(expert, tmp_path / folder)
-    noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
-    expected = ours(pipe, 4, noise)
-
-    loaded = random_pipeline()
-    base = ours(loaded, 4, noise)
-    assert not torch.allclose(base, expected, atol=1e-2)
-    loaded.load_lora_weights(tmp_path / "transformer")
-    loaded.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)
-    actual = stock(loaded, 4, latents=noise.clone(), output_type="latent")
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-
-    attached = random_pipeline()
-    lora.attach_adapter(attached.transformer, tmp_path / "transformer")
-    lora.attach_adapter(attached.transformer_2, tmp_path / "transformer_2")
-    torch.testing.assert_close(ours(attached, 4, noise), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_load_adapter_is_exact_and_refuses_what_does_not_fit(tmp_path, pipe):

@@ -6,15 +6,7 @@ import math
 import pytest
 import torch
 
-from rewardfl.run.monitor import (
-    Timer,
-    alarms,
-    broken_guards,
-    early_stop,
-    recent_mean,
-    score_for_best,
-    suspects,
-)
+from rewardfl.run.monitor import Timer, alarms, broken_guards, early_stop, recent_mean, score_for_best, suspects
 from rewardfl.run.prepare import Share
 
 

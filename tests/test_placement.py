@@ -44,13 +44,6 @@ def assert_same(run, plain):
     assert (data.read_video(run / name).int() - data.read_video(plain / name).int()).abs().max() <= 1
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("settings", [HOST, KEPT], ids=["replay", "graphs kept"])
-def test_what_waits_in_host_memory_changes_nothing(plain, tmp_path, settings):
-    launch(f"run.output_dir={tmp_path / 'run'}", f"data.cache_dir={plain / 'cache'}", *TWO_NOISES, *settings)
-    assert_same(tmp_path / "run", plain)
-
-
 @pytest.mark.parametrize("settings", [HOST, pytest.param(KEPT, marks=pytest.mark.long)], ids=["replay", "graphs kept"])
 def test_only_copies_read_what_waits_in_host_memory(plain, tmp_path, monkeypatch, capsys, settings):
     """On a CPU anything may; a GPU would stop there."""

@@ -126,12 +126,9 @@ def test_recipes_name_what_the_model_has(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_recipes_numbers_have_a_source(name):
     """Every number of grpo, train and sample says where it is from."""
-    section, ours = (
-        None,
-        ("max_steps", "window", "use_gradient_checkpointing", "shift", "per_device_train_batch_size", "samples_on"),
-    )
-    lines = (ROOT / "configs" / f"{name}.yaml").read_text().splitlines()
-    for line in lines:
+    ours = ("max_steps", "window", "use_gradient_checkpointing", "shift", "per_device_train_batch_size", "samples_on")
+    section = None
+    for line in (ROOT / "configs" / f"{name}.yaml").read_text().splitlines():
         if line and not line.startswith((" ", "#")):
             section = line.rstrip(":")
         elif section in ("grpo", "train", "sample", "lora") and line.strip().partition(":")[0] not in ours:

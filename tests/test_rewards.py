@@ -34,16 +34,6 @@ def with_cap(reward, cap):
     return other
 
 
-def test_the_registry_builds_by_name(pack):
-    settings = {"pack_dir": pack, "cap": 0.5, "det_size": SIZE, "chunk": 4}
-    built = rewards.build("face_identity", settings)
-    assert isinstance(built, FaceIdentityReward) and built.cap == 0.5 and built.differentiable
-    with pytest.raises(ValueError, match="'face' is not a reward.*; choose from .*face_identity"):
-        rewards.build("face", settings)
-    with pytest.raises(ValueError, match="unknown key 'settings.caps', did you mean 'cap'"):
-        rewards.build("face_identity", {"pack_dir": pack, "caps": 0.5})
-
-
 def test_a_reward_that_keeps_nothing_calls_every_clip_usable():
     class Brightness(Reward):
         name, differentiable = "brightness", True
@@ -172,10 +162,7 @@ def test_motion_is_relative_to_the_real_clip(reward):
     speed, nonrigid, least = motion(sliding, REAL)
     assert speed > 1 and nonrigid == pytest.approx(0, abs=1e-6) and least == nonrigid
     # a real clip that moves in one way only gives that ratio, one that stands still gives none
-    assert motion(speaking, sliding)[1:] == [
-        pytest.approx(math.nan, nan_ok=True),
-        motion(speaking, sliding)[0],
-    ]
+    assert motion(speaking, sliding)[1:] == [pytest.approx(math.nan, nan_ok=True), motion(speaking, sliding)[0]]
     assert all(math.isnan(ratio) for ratio in motion(REAL, still))
     assert reward.reference(still)["speed"] < MIN_MOTION
 

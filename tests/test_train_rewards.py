@@ -295,19 +295,3 @@ def test_flow_grpo_without_its_server_stops_with_the_way_out(monkeypatch, capsys
     assert code == 2 and "not one sample of the epoch could be judged; reward.name (RemoteReward)" in error
     assert "reward.settings.url http://127.0.0.1:9: " in error and "serve_reward.py" in error
     assert "(4 samples)" in out
-
-
-@pytest.mark.long
-def test_everybody_of_clips_with_one_person_is_that_person(tmp_path):
-    """A whole run of each: only the parts that count people are new."""
-    runs = {}
-    for people in ("largest", "all"):
-        launch(
-            f"reward.people={people}", "train.max_steps=2", "run.sample_videos=0", f"run.output_dir={tmp_path / people}"
-        )
-        runs[people] = metrics(tmp_path / people)
-    for one, other in zip(runs["all"], runs["largest"], strict=True):
-        new = {key: value for key, value in one.items() if key not in other}
-        assert {key: one[key] for key in other} == other
-        assert new["reward/people"] == new["reward/held_out/people"] == 1
-        assert new["reward/worst_person"] == one["actor/face_score"]

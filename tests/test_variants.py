@@ -2,9 +2,6 @@
 other tests are. That the mathematics is the stock pipeline's: test_backbones.py.
 """
 
-import json
-
-import clip_files
 import numpy as np
 import pytest
 import torch
@@ -12,7 +9,6 @@ from conftest import run_tool
 from PIL import Image
 from pipelines import random_variant
 from runs import CONFIG, FAST, WORLD, launch, launch_grpo, metrics
-from test_train_rewards import served
 
 from rewardfl import config, data, lora
 from rewardfl.backbones.wan.variants import VARIANTS
@@ -93,39 +89,6 @@ def test_prompts_alone_train_a_text_to_video_model(folder_of, tmp_path):
     assert row["reward/flow"] is None  # what only measures does not stop a run
 
 
-@pytest.mark.long
-def test_the_rewards_of_prompts_and_of_a_wanted_motion_train_on_prompts_alone(folder_of, tmp_path):
-    """PickScore, CLIPScore, the aesthetic predictor, a server and a wanted flow, in both scripts."""
-    table = tmp_path / "prompts.csv"
-    table.write_text("prompt\na red ball\na blue ball\n")
-    small = str(clip_files.write_clip(tmp_path / "clip"))
-    large = str(clip_files.write_clip(tmp_path / "large", projection=768))
-    clip_files.write_head(tmp_path / "head.pth")
-    wanted = {"wanted_flow": 0.5, "wanted_reversals": -0.5}
-    with served("colour", tmp_path / "server") as url:
-        others = {
-            "words": {"name": "clip_score", "weight": 0.5, "settings": {"model_dir": small}},
-            "taste": {
-                "name": "aesthetic", "weight": 0.1,
-                "settings": {"model_dir": large, "head": str(tmp_path / "head.pth")},
-            },
-            "flow": {"name": "optical_flow", "weight": 0.2, "settings": wanted},
-        }  # fmt: skip
-        asked = {"name": "remote", "weight": 0.1, "settings": {"url": url}}  # no gradient comes from a server
-        for how, script, more in (
-            ("reward", launch, {"asked": asked | {"weight": 0}}), ("grpo", launch_grpo, {"asked": asked})
-        ):  # fmt: skip
-            script(
-                *model("wan2_2_ti2v_text", folder_of("wan2_2_ti2v_text")), f"data.file_name={table}",
-                "reward.name=pickscore", f"reward.settings={json.dumps({'model_dir': small, 'divisor': 26})}",
-                "reward.reward_model_path=null", "reward.held_out_model_path=null", "train.max_steps=1",
-                f"reward.others={json.dumps(others | more)}", f"run.output_dir={tmp_path / how}",
-            )  # fmt: skip
-            (row,) = metrics(tmp_path / how)
-            assert row["grad_norm"] > 0 and row["reward/valid_fraction"] == 1
-            assert all(row[f"reward/{label}"] is not None for label in (*others, *more))
-
-
 def test_a_picture_says_who_is_asked_for(folder_of, tmp_path):
     """Of a text-to-video model: nothing but the reward sees the picture."""
     clip = data.read_video(WORLD / "eval" / "videos" / "000.mp4")
@@ -147,26 +110,6 @@ def test_a_picture_says_who_is_asked_for(folder_of, tmp_path):
     stranger = terms[0].reward(data.to_float(data.read_video(WORLD / "eval" / "videos" / "001.mp4"))[None], [face])
     assert same.valid and stranger.valid and same.score > stranger.score + 0.2
     assert same.parts["motion"].isnan() and torch.isnan(terms[1].reward(video, [judge]).parts["flow"])
-
-
-@pytest.mark.long
-def test_the_world_of_ti2v_kind_learns(tmp_path):
-    """A few updates towards red, on trained networks: the sampled frames redden, the given one stays what it was."""
-    words = [
-        "model.model_name=wan2_2_ti2v",
-        f"model.model_paths={WORLD / 'pipeline_ti2v'}",
-        "model.trainable_models=dit",
-    ]
-    launch(
-        *words, "reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null",
-        "train.learning_rate=1e-2", "train.max_steps=6", "reward.kl_weight=0", f"run.output_dir={tmp_path}",
-    )  # fmt: skip
-    rows = metrics(tmp_path)
-    assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.1
-    (shown,) = (tmp_path / "samples" / "step-000006").glob("*.mp4")
-    real, made = data.read_video(shown).float().chunk(2, 2)  # side by side
-    redness = [(video[..., 0] - video[..., 1:].mean(-1)).mean((1, 2)) for video in (real, made)]
-    assert (redness[1] - redness[0])[0].abs() < 10 and (redness[1] - redness[0])[1:].min() > 20
 
 
 @pytest.mark.long
