@@ -216,7 +216,10 @@ def _clean(output_dir: Path) -> None:
         (output_dir / "checkpoints").mkdir(exist_ok=True)
         (output_dir / f"{RUN_JSON}.tmp-probe").write_bytes(b"x" * 4096)  # refused now, not after the weights are loaded
         for stray in [path for pattern in STRAYS for path in output_dir.glob(pattern)]:
-            _remove(stray)
+            if stray.is_dir() and not stray.is_symlink():
+                shutil.rmtree(stray)
+            else:
+                stray.unlink(missing_ok=True)
 
 
 def _check_metrics(metrics: Path, folder: Path) -> None:
@@ -243,13 +246,6 @@ def load_metrics(folder: Path) -> str:
             f"{folder} was not written by this version of rewardfl; resume with the version that wrote it, or start a "
             f"new run in another run.output_dir from its adapter: lora.init_from={folder}"
         ) from None
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _holds_steps(output_dir: Path) -> bool:

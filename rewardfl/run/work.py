@@ -510,15 +510,12 @@ def _evaluation(cfg: FlowGrpoConfig, backbone: Backbone, steps: int | None) -> S
 def _reward_bytes(cfg: AnyConfig) -> int:
     """Return the bytes of the weights that the rewards' settings name, each place once, as far as they are on disk."""
     settings = [value for one in configuration.wanted_rewards(cfg) for value in one.settings.values()]
-    places = {value for value in settings if isinstance(value, str) and value and os.path.exists(value)}
-    return sum(_weight_bytes(Path(place)) for place in places)
-
-
-def _weight_bytes(place: Path) -> int:
-    """Return the bytes of a file of weights, or of a folder's: of one format, where the same are there in several."""
-    files = [place] if place.is_file() else list(place.rglob("*"))
-    sizes = [sum(file.stat().st_size for file in files if file.suffix in suffixes) for suffixes in WEIGHTS]
-    return next((size for size in sizes if size), 0)
+    total = 0
+    for place in {Path(value) for value in settings if isinstance(value, str) and value and os.path.exists(value)}:
+        files = [place] if place.is_file() else list(place.rglob("*"))
+        sizes = [sum(file.stat().st_size for file in files if file.suffix in suffixes) for suffixes in WEIGHTS]
+        total += next((size for size in sizes if size), 0)  # of one format, where the same are there in several
+    return total
 
 
 # ------------------------------------------------------------------------------------------------------------
