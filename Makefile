@@ -9,7 +9,7 @@ RUN := outputs/tiny_face
 # What decides: the interpreter of .venv, and PYTHON as long as there is no .venv
 INTERPRETER = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test quick long lint check chaos golden golden-record pretend report-check format clean interpreter
+.PHONY: demo test quick lowest long lint check chaos golden golden-record pretend report-check format clean interpreter
 
 demo: $(READY)
 	$(BIN)/accelerate launch train_reward_fl.py --config configs/tiny_face.yaml run.output_dir=$(RUN)
@@ -25,6 +25,15 @@ test: $(READY)
 # The units alone
 quick: $(READY)
 	$(PYTEST) -m "not slow and not long"
+
+# The units with the lowest versions that pyproject.toml allows, in a .venv of their own
+LOWEST := .venv-lowest
+lowest: interpreter
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python tests/lowest.py > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c $(LOWEST)/lowest.txt
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	    -m "not slow and not long"
 
 # What says once more, at full size, of further models and cases, in a process of its own or of other launchers, what a
 # test has said; and what is asked of the assets alone

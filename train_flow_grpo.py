@@ -46,7 +46,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     geometry = work.geometry_of(cfg, job.world)
     per_update, per_epoch = geometry.forwards_per_update, work.updates_of_epoch(cfg)
     job.backwards = per_update * window_size  # each scored step is one; the last one of an update synchronises
-    rows = start.look_at_rows(cfg, job, backbone)
+    rows = start.look_at_rows(cfg, job, backbone, wanted)
     steps = work.steps_of_run(cfg, len(rows.train), job.world)
     start.say_plan(cfg, backbone, wanted, rows, steps, job)
     opened = start.open_run(cfg, None if dry_run else run_folder, job, backbone)

@@ -47,7 +47,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     per_process = accumulation * batch_size  # what a loss is divided by here; the processes are averaged over
     global_batch = checks.check_batch(cfg, job.world)
     checks.check_graphs(cfg, job.world)
-    rows = start.look_at_rows(cfg, job, backbone)
+    rows = start.look_at_rows(cfg, job, backbone, wanted)
     steps = work.steps_of_run(cfg, len(rows.train), job.world)
     start.say_plan(cfg, backbone, wanted, rows, steps, job)
     opened = start.open_run(cfg, None if dry_run else run_folder, job, backbone)

@@ -1,4 +1,4 @@
-"""Time and memory of the merging tools on Wan-shaped files, beside `cp` and beside loading everything.
+"""Time and memory of the merging tools on Wan-shaped files, next to those of `cp`.
 
     python benchmarks/merge.py --work /tmp/merge_bench            # 3.4 GB of bf16 shards, about 12 GB of disk, CPU only
 
@@ -19,25 +19,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LOAD_ALL = """
-import json, sys, torch
-from pathlib import Path
-from safetensors.torch import load_file, save_file
-base, lora, out = sys.argv[1:]
-state = {}
-for file in sorted(Path(base).glob("*.safetensors")):
-    state.update(load_file(file))
-if lora:
-    update = load_file(lora)
-    for name in update:
-        if name.endswith("lora_down.weight"):
-            stem = name.removesuffix(".lora_down.weight")
-            scale = float(update[stem + ".alpha"]) / update[name].shape[0]
-            target = stem.removeprefix("diffusion_model.") + ".weight"
-            delta = scale * update[stem + ".lora_up.weight"].float() @ update[name].float()
-            state[target] = (state[target].float() + delta).to(state[target].dtype)
-save_file(state, out)
-"""
 
 
 def make_inputs(work: Path, blocks: int, rank: int) -> tuple[Path, Path]:
@@ -99,27 +80,20 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="an empty or earlier folder on the disk to measure")
     parser.add_argument("--blocks", type=int, default=4, help="of Wan-A14B's 40 (default: 4)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", help="jobs to run, by name, with commas (all by default); cp -r always runs")
     args = parser.parse_args()
     # in a process of its own: the kernel counts what a parent held at the fork as its children's peak
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         base, lora = pool.apply(make_inputs, (args.work, args.blocks, 64))
     out = args.work / "out"
     python, tools = sys.executable, ROOT / "tools"
-    result, load_all = f"{out}/m.safetensors", [python, "-c", LOAD_ALL, str(base)]
+    result = f"{out}/m.safetensors"
     merge = [python, f"{tools}/merge_lora.py", "--base", str(base), "--lora", str(lora), "--out", result]
     jobs = {
         "cp -r": ["cp", "-r", str(base), str(out)],
         "merge_shards": [python, f"{tools}/merge_shards.py", "--input", str(base), "--out", result],
-        "load all, save": [*load_all, "", result],
         "merge_lora": merge,
         "merge_lora --dtype fp16": [*merge, "--dtype", "fp16"],
-        "load all, merge, save": [*load_all, str(lora), result],
     }
-    chosen = ("cp -r", *args.only.split(",")) if args.only else tuple(jobs)
-    if unknown := set(chosen) - jobs.keys():
-        parser.error(f"--only names {sorted(unknown)[0]!r}; there are {', '.join(jobs)}")
-    jobs = {name: jobs[name] for name in chosen}
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in jobs}
     for _ in range(args.rounds):
         for name, command in jobs.items():

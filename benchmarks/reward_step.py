@@ -1,8 +1,8 @@
 """One update of Reward FL in several modes, side by side in one run: seconds, bytes, copies and gradients.
 
     python benchmarks/reward_step.py --config configs/wan22_face_80gb.yaml [section.key=value ...] [--steps 2]
-        [--modes full_graph,replay,keep_on_host,swap,legacy] [--memory-cap GB] [--layers N] [--heads N]
-        [--vae-channels N] [--vary section.key=value,value ...] [--json FILE] [--plot FILE]
+        [--modes full_graph,replay,keep_on_host,swap] [--memory-cap GB] [--layers N] [--heads N]
+        [--vae-channels N] [--vary section.key=value,value ...] [--json FILE]
 
 It needs no weights, clips or faces: the model has random weights and the configured one's shape (the published one's
 where its folder is not there), which --layers, --heads and --vae-channels make smaller. --vary measures every mode at
@@ -12,8 +12,6 @@ each of these values of a setting. The modes, beside the configuration as it is 
     replay        one step's graph at a time, and one decoder chunk's
     keep_on_host  the graphs of the rollout's active steps, with the blocks' inputs in host memory
     swap          replay with these in host memory, and the trained expert's weights
-    legacy        full_graph as the pipelines before this one have it: the blocks' inputs are copied to pageable host
-                  memory one by one, and the decoder runs in overlapping tiles, each of them checkpointed
 
 A GPU's bytes are its allocator's; --memory-cap gives that so many GB. A CPU stands for a GPU with its host: bytes are
 those of the tensors that live, without those in host memory (offload, swap), and a copy between the two is counted.
@@ -41,8 +39,6 @@ import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from rewardfl import backbones, config, flow, lora, offload, reward_flow, swap
 from rewardfl.backbones.seam import DTYPES, Backbone, Conditioning, Experts, Velocity
@@ -57,7 +53,7 @@ from rewardfl.estimate.measure import measure as measure_costs
 from rewardfl.run import start, work
 from rewardfl.run.checkpoint import git_commit, library_versions
 
-EXACT = ["sample.gradient_mode=chain", "sample.coupling=null", "reward.kl_gradient=through_trajectory"]
+EXACT = ["sample.gradient_mode=chain", "sample.coupling=null", "reward.kl_gradient=reference_constant"]
 RESIDENT = [
     "experts.trained=gpu", "train.active_graphs=replay", "train.use_gradient_checkpointing=true",
     "train.use_gradient_checkpointing_offload=false",
@@ -73,15 +69,12 @@ MODES = {
         *IN_HOST,
     ],
     "swap": ["experts.trained=cpu_swap", "train.active_graphs=replay", *IN_HOST],
-    "legacy": [*RESIDENT, "train.keep_attention=false"],
     "as_configured": [],
 }
 PHASES = {
     "rollout": ["rollout"], "decode": ["decode"], "decode VJP": ["decode VJP"],
     "replay": ["replay forward", "replay recompute", "replay backward", "reference"], "optimizer": [],
 }  # fmt: skip  # with what estimate.needs.flops calls their parts
-TILE, STRIDES = 34, (18, 16)  # latents; ROLL's (wan_video_vae.py:1138-1187), where a clip has 60 x 60 or more of them
-TILED = 60  # a smaller clip's tiles are smaller in proportion
 ADAPTED = 0.02  # what a new adapter's B, which is 0, is drawn with: else its A has no gradient, and there is no KL
 NOTE = """Random weights and conditioning. The reward is analytic: a random cotangent of the frames. Face networks, text
 encoder, VAE encoder and distillation take no part. Seconds are medians of the updates behind the first. Bytes are
@@ -289,7 +282,7 @@ def replayed(update: Update, meter: Meter, keeps_graphs: bool) -> None:
         )  # fmt: skip
 
 
-def full_graph(update: Update, meter: Meter, decode: Callable[[WanDecoder, Tensor, Conditioning], Tensor]) -> None:
+def full_graph(update: Update, meter: Meter) -> None:
     """One graph from the first active step to the frames, by autograd alone."""
     velocity, x, kl = update.velocity, update.x, 0.0
     sigmas, active = velocity.schedule.sigmas, update.active
@@ -303,7 +296,7 @@ def full_graph(update: Update, meter: Meter, decode: Callable[[WanDecoder, Tenso
                     v_reference = velocity.reference(x, i)
                 kl = kl + flow.velocity_kl(v, v_reference, sigmas[i]).sum() / len(active)
             x = flow.euler_step(x, v, sigmas[i], sigmas[i + 1])
-        video = decode(update.decoder, x, velocity.conditioning).float()
+        video = decode_whole(update.decoder, x, velocity.conditioning).float()
     cotangent = update.cotangent(video)
     with meter("backward"):
         ((video * cotangent).sum() + update.kl_weight * kl).backward()
@@ -317,54 +310,6 @@ def decode_whole(decoder: WanDecoder, latents: Tensor, given: Conditioning) -> T
     latents = latents.to(vae.dtype)
     mean, std = (latents.new_tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
     return vae.decode(latents / (1.0 / std) + mean, return_dict=False)[0]
-
-
-def decode_tiled(decoder: WanDecoder, latents: Tensor, given: Conditioning) -> Tensor:
-    """The same from overlapping tiles, each checkpointed as a whole, whose borders are blended."""
-    if decoder.frame_given:
-        latents = torch.cat([given["image"].to(latents), latents], 2)
-    decoder, height, width = replace(decoder, frame_given=False), *latents.shape[-2:]
-    scale = min(1.0, max(height, width) / TILED)
-    size, strides = max(2, round(scale * TILE)), [max(1, round(scale * stride)) for stride in STRIDES]
-    video, weights = 0.0, 0.0
-    for top in tops(height, size, strides[0]):
-        for left in tops(width, size, strides[1]):
-            tile = latents[..., top : top + size, left : left + size]
-            frames = checkpoint(decode_whole, decoder, tile, given, use_reentrant=False)
-            factor = frames.shape[-1] // tile.shape[-1]
-            mask = ramp(frames.shape[-2], (size - strides[0]) * factor, frames)[:, None]
-            mask = mask * ramp(frames.shape[-1], (size - strides[1]) * factor, frames)
-            room = [left, width - left - tile.shape[-1], top, height - top - tile.shape[-2]]
-            padding = [factor * amount for amount in room]
-            video = video + nn.functional.pad(frames * mask, padding)
-            weights = weights + nn.functional.pad(mask, padding)
-    return video / weights
-
-
-def tops(length: int, size: int, stride: int) -> list[int]:
-    """Where tiles of `size` begin that cover `length`."""
-    return [0, *(top for top in range(stride, length, stride) if top - stride + size < length)]
-
-
-def ramp(length: int, border: int, like: Tensor) -> Tensor:
-    """(length,) that rises to 1 over `border` values, and falls again."""
-    distance = torch.arange(1, length + 1, device=like.device)
-    distance = torch.minimum(distance, distance.flip(0))
-    return (distance / max(1, min(border, (length + 1) // 2))).clamp(max=1).to(like)
-
-
-def one_by_one(block: Callable[..., Tensor], *inputs: object) -> Tensor:
-    """A checkpointed block whose inputs wait in pageable host memory (torch's save_on_cpu does nothing on a CPU)."""
-
-    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-        return tensor.device, tensor.cpu() if tensor.is_cuda else in_host(tensor)
-
-    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
-        device, host = packed
-        return host.to(device) if device.type == "cuda" else torch.empty_like(host).copy_(host)
-
-    with saved_tensors_hooks(pack, unpack):
-        return checkpoint(block, *inputs, use_reentrant=False)
 
 
 def in_host(tensor: Tensor) -> Tensor:
@@ -397,7 +342,8 @@ def size_of(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -> Si
         return torch.randn(batch, *shape, generator=generator, device=device)
 
     given = {name: drawn(value.shape[1:]).to(value.dtype) for name, value in parts.conditioning.items()}
-    return Size(cfg, backbone, measure_costs(video), drawn(parts.shape), given)
+    costs = measure_costs(video)
+    return Size(cfg, backbone, costs, drawn(costs.shape), given)
 
 
 def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dict[str, Any], Tensor]:
@@ -408,7 +354,6 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
     device, backbone, counted = size.latents.device, size.backbone, Counted(size.latents.device)
     asked = replace(work.work_of(cfg, backbone, None, None, 1), reward_bytes=0)
     checkpointed = offload.checkpointing(device, cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention)
-    checkpointed = one_by_one if mode == "legacy" else checkpointed
     with counted:
         untrained = [asked.untrained] if asked.untrained else []
         cached = cfg.experts.untrained == "boundary_cache"  # there is no such expert then
@@ -430,8 +375,8 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
     for i in range(1 + steps):
         meter = Meter(device, counted if i == 0 else None)
         with mock.patch.object(wan_decoder, "to_host", offload.to_host if device.type == "cuda" else in_host):
-            if mode in ("full_graph", "legacy"):
-                full_graph(update, meter, decode_tiled if mode == "legacy" else decode_whole)
+            if mode == "full_graph":
+                full_graph(update, meter)
             else:
                 replayed(update, meter, asked.keeps_graphs)
         if i == 0:
@@ -522,48 +467,10 @@ def by_phase(one: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {row['phase']} | {seconds:.3g} | {computed} | {gb(row['peak'])} | {gb(planned)} | {ratio} |"
 
 
-def draw(report: Mapping[str, Any], file: Path) -> None:
-    """Peak bytes of the modes and a GPU's seconds: bars, or lines over the setting that --vary names."""
-    import matplotlib  # here: the figures need none of it
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    sizes = report["sizes"]
-    names = list(dict.fromkeys(one["mode"] for size in sizes for one in size["modes"]))
-    shown = [("peak", 1e9, "peak, GB"), ("seconds", 1, "s per update")]
-    if report["device"].startswith("CPU"):
-        del shown[1]  # they stand for no GPU's
-    figure, axes = plt.subplots(1, len(shown), figsize=(5 * len(shown), 4), layout="constrained", squeeze=False)
-    for axis, (key, unit, label) in zip(axes[0], shown, strict=True):
-        for i, name in enumerate(names):
-            points = [
-                (n, one["rows"][-1][key] / unit)
-                for n, size in enumerate(sizes)
-                for one in size["modes"]
-                if one["mode"] == name
-            ]
-            if len(sizes) > 1:
-                axis.plot([n for n, _ in points], [value for _, value in points], marker="o", label=name)
-            else:
-                axis.bar(i, points[0][1], label=name)
-        axis.set_ylabel(label)
-        axis.set_ylim(bottom=0)
-        if len(sizes) > 1:
-            axis.set_xticks(range(len(sizes)), [size["vary"].split("=")[1] for size in sizes])
-            axis.set_xlabel(sizes[0]["vary"].split("=")[0])
-        else:
-            axis.set_xticks([])
-    axes[0][0].legend()
-    figure.savefig(file, dpi=110)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
-    parser.add_argument(
-        "--modes", default="full_graph,replay,keep_on_host,swap,legacy", help="the first is compared with"
-    )
+    parser.add_argument("--modes", default="full_graph,replay,keep_on_host,swap", help="the first is compared with")
     parser.add_argument("--steps", type=int, default=2, help="updates whose time is taken, after one whose is not")
     parser.add_argument("--memory-cap", type=float, metavar="GB", help="what a GPU may give; on a CPU only said")
     parser.add_argument("--layers", type=int, help="blocks of each expert")
@@ -571,7 +478,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vae-channels", type=int, help="the VAE's channels at full size")
     parser.add_argument("--vary", metavar="section.key=value,value ...", help="all modes at each of these values")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write there what is printed")
-    parser.add_argument("--plot", type=Path, metavar="FILE")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
     args.modes = args.modes.split(",")
@@ -629,8 +535,6 @@ def main() -> None:
                 if args.json:
                     args.json.write_text(json.dumps(report, indent=2) + "\n")
             print("\n" + "\n".join(summary(entry["modes"], peak_flops, args.memory_cap)) + "\n", flush=True)
-    if args.plot:
-        draw(report, args.plot)
 
 
 if __name__ == "__main__":

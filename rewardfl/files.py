@@ -4,7 +4,6 @@ import hashlib
 import io
 import os
 import platform
-import re
 import shutil
 import sys
 import unicodedata
@@ -12,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
-
-import psutil
 
 CONTROL = {"Cc", "Cs"}  # Unicode's categories of what a terminal obeys, and of what cannot be printed
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # read of a model's file to identify it
@@ -98,17 +95,6 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
 def temporary_path(path: Path) -> Path:
     """Where `path` is written before it takes its place: next to it, on the same file system."""
     return path.with_name(f"{path.name}.tmp-{platform.node()}-{os.getpid()}")
-
-
-def is_left_behind(path: Path) -> bool:
-    """Whether `path` is a temporary_path of a process of this host that is gone, so that nobody writes it any more.
-
-    This process, before it writes itself, is none of those that do: a container's processes count from 1 each time.
-    """
-    found = re.fullmatch(r".+\.tmp-(.+)-(\d{1,9})(-old)?", path.name)
-    if not found or found[1] != platform.node():
-        return False
-    return int(found[2]) == os.getpid() or not psutil.pid_exists(int(found[2]))
 
 
 def sha256(path: str | Path) -> str:

@@ -232,10 +232,12 @@ def check_geometry(world: int, batch: int, group_size: int, groups: int) -> None
     samples, at_once = groups * group_size, world * batch
     if samples % at_once == 0:
         return
+    divisors = [d for d in range(1, samples // world + 1) if samples % (world * d) == 0]
+    near = [d for d in divisors if d < batch][-1:] + [d for d in divisors if d > batch][:1]
     options = [
         ("groups", _nearest_multiples(groups, at_once // math.gcd(at_once, group_size))),
         ("group_size", _nearest_multiples(group_size, at_once // math.gcd(at_once, groups))),
-        ("batch", _nearest_divisors(batch, samples // world) if samples % world == 0 else []),
+        ("batch", near),
     ]
     advice = ", or ".join(f"{name} {' or '.join(map(str, values))}" for name, values in options if values)
     raise ValueError(
@@ -247,12 +249,6 @@ def check_geometry(world: int, batch: int, group_size: int, groups: int) -> None
 def _nearest_multiples(value: int, step: int) -> list[int]:
     below = value // step * step
     return [candidate for candidate in (below, below + step) if candidate > 0]
-
-
-def _nearest_divisors(value: int, of: int) -> list[int]:
-    divisors = [d for d in range(1, of + 1) if of % d == 0]
-    below, above = [d for d in divisors if d < value], [d for d in divisors if d > value]
-    return below[-1:] + above[:1]
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path("/")
 
 
-def memory(root: Path = ROOT) -> int:
+def usable_memory(root: Path = ROOT) -> int:
     """Return the bytes of memory that this machine has, or that its container may use if that is less.
 
     root: the folder that holds the system's /proc and /sys. A limit of control groups, of version 2 or 1, holds for all
@@ -28,7 +28,7 @@ def usable_cores(root: Path = ROOT) -> int:
     """Return how many cores this process may keep busy, at least 1.
 
     That is the number of cores that the scheduler may give it, or the container's CPU quota, rounded down, if that is
-    smaller. root: as for `memory`.
+    smaller. root: as for `usable_memory`.
     """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     return max(1, math.floor(min([cores, *map(_quota, _groups("cpu", root))])))

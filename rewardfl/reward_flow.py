@@ -113,7 +113,7 @@ def replay(
     indices whose velocity is differentiated; the steps between them pass the cotangent on unchanged. KL_b is
     `flow.velocity_kl` against `reference`, averaged over the active steps.
 
-    kl_gradient, how the KL reaches the parameters of earlier active steps, of which x_i is a function; with coupling 0
+    kl_gradient, how the KL reaches the parameters of earlier active steps, since x_i depends on them; with coupling 0
     it does not, and the three are equal:
 
         exact               the gradient of the KL, with the same coupling; the reference's velocity depends on x_i,

@@ -50,7 +50,7 @@ def test_every_point_is_a_configuration_and_what_is_judged_is_left_alone(tmp_pat
     places = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
     subprocess.run([FILE.parent / "points.sh", tmp_path / "out", "7"], env=os.environ | places, check=True)
     calls = [call.split("\0") for call in (tmp_path / "calls").read_text().split("END\0")[:-1]]
-    training = [call[3:-1] for call in calls if call[0] == "train_reward_fl.py"]
+    training = [call[4:-1] for call in calls if call[0] == "train_reward_fl.py"]
     assert len(training) == 11 and len(calls) == 22
     known = {}
     for overrides in training:

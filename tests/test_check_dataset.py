@@ -104,7 +104,8 @@ def test_every_problem_and_every_warning(call, tmp_path):
         f"line 3: problem: {tmp_path}/short.mp4: holds 5 frames at 16 fps, 9 are needed",
         f"line 4: problem: {tmp_path}/slow.mp4: has 8 frames per second, data.fps is 16; "
         "lower it or leave the clip out",
-        f"line 5: problem: {tmp_path}/text.mp4: cannot be decoded (Invalid data found when processing input)",
+        f"line 5: problem: {tmp_path}/text.mp4: cannot be decoded (Invalid data found when processing input); "
+        "it is damaged, or no video",
         f"line 5: problem: {tmp_path}/lost.mp4: no such file",
         "line 6: problem: no video, and no image that this model could start from",
         "line 7: warning: clip: 32 x 32 (height x width) is enlarged 2.00 times to 64 x 64",

@@ -340,26 +340,14 @@ def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch):
         start(tmp_path)
 
 
-def test_temporaries_of_others_stay(tmp_path):
-    """In folders that other runs may share: of a living process, and of one on another machine."""
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    others = {
-        f"a.safetensors.tmp-{platform.node()}-{os.getppid()}": True,
-        f"b.safetensors.tmp-{platform.node()}-{dead.pid}": False,
-        f"c.safetensors.tmp-{platform.node()}-{os.getpid()}": False,  # of an earlier container's process
-        f"d.safetensors.tmp-elsewhere-{dead.pid}": True,
-        "e.safetensors.tmp-": True,
-    }
-    for folder in (tmp_path / "cache" / "text" / "0a", tmp_path / "samples" / "step-000001"):
-        folder.mkdir(parents=True)
-        for name in others:
-            (folder / name).touch()
-    (tmp_path / "run.json.tmp-elsewhere-1").touch()  # the lock says that nobody writes it
+def test_temporaries_of_a_cache_that_others_may_write_stay(tmp_path):
+    entry = tmp_path / "cache" / "text" / "0a" / "a.safetensors.tmp-elsewhere-1"
+    sample = tmp_path / "samples" / "step-000001" / "00.mp4.tmp-elsewhere-1"
+    for path in (entry, sample, tmp_path / "run.json.tmp-elsewhere-1"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     start(tmp_path)
-    for folder in (tmp_path / "cache" / "text" / "0a", tmp_path / "samples" / "step-000001"):
-        assert names(folder) == sorted(name for name, stays in others.items() if stays)
-    assert not (tmp_path / "run.json.tmp-elsewhere-1").exists()
+    assert [path for path in tmp_path.rglob("*.tmp-*")] == [entry]
 
 
 # ---- the folder goes while the run is on
@@ -595,8 +583,9 @@ def test_the_checkpoint_of_another_version_is_refused(tmp_path):
     del manifest["files"]["state/metrics.jsonl"]
     (path / "manifest.json").write_text(json.dumps(manifest))
     (path / "state" / "metrics.jsonl").unlink()
-    with pytest.raises(CheckpointError, match=f"{path} was not written by this version of rewardfl; resume with"):
-        start(tmp_path)
+    for folder, resume in ((tmp_path, "auto"), (tmp_path / "new", str(path))):
+        with pytest.raises(CheckpointError, match=f"{path} was not written by this version of rewardfl; resume with"):
+            start(folder, resume=resume)
 
 
 # ---- metrics.jsonl

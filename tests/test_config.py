@@ -120,7 +120,7 @@ def test_casts(write, override, expected):
         ("reward.cap=1.5", "1.5", "at most 1"),
         ("reward.det_size=1", "1", "multiple of 32"),
         ("reward.det_size=100", "100", "multiple of 32"),
-        ("reward.settings={a: [1]}", "[1]", "text or true or false or a whole number or a number or null"),
+        ("reward.settings={a: [1]}", "[1]", "text or true or false or a whole number or a number or keys and values"),
         ("sample.noises_per_sample=0", "0", "at least 1"),
         ("sample.noises_per_sample=frsh", "'frsh', did you mean 'fresh'?", "'fresh' or a whole number"),
         ("sample.active_steps=5", "5", "list or null"),
@@ -337,77 +337,37 @@ def test_texts_with_control_characters(write, value):
 @pytest.mark.parametrize(
     "override",
     [
-        "run.seed=" + "x" * 10_000,
-        "train.learning_rate=[" + "1, " * 2_000 + "]",
-        "train." + "x" * 10_000 + "=1",
-        "x" * 10_000 + ".y=1",
-        "x" * 10_000,
-        "lora=" + "x" * 10_000,
-        "sample.gradient_mode=" + "x" * 10_000,
-        "sample.active_steps=[" + "1, " * 2_000 + "]",
-        "lora.lora_base_model=" + "x" * 10_000,
-        "model.trainable_models=" + "x" * 10_000,
-        "model.trainable_models=" + "dit," * 1_000 + "dit",
-        "reward.settings={" + "x" * 10_000 + ": 1}",
-        "reward.others={" + "x" * 10_000 + ": 1}",
-        "reward.others={y: {" + "x" * 10_000 + ": 1}}",
-        "reward.others={y: {name: y, weight: " + "x" * 10_000 + "}}",
-        'reward.others={"\\e[31m": {name: y}}',
-        '"\\e": 1',
+        "run.seed=" + "x" * 10_000, "train.learning_rate=[" + "1, " * 2_000 + "]", "train." + "x" * 10_000 + "=1",
+        "x" * 10_000 + ".y=1", "x" * 10_000, "lora=" + "x" * 10_000, "sample.gradient_mode=" + "x" * 10_000,
+        "sample.active_steps=[" + "1, " * 2_000 + "]", "lora.lora_base_model=" + "x" * 10_000,
+        "model.trainable_models=" + "x" * 10_000, "model.trainable_models=" + "dit," * 1_000 + "dit",
+        "reward.settings={" + "x" * 10_000 + ": 1}", "reward.others={" + "x" * 10_000 + ": 1}",
+        "reward.others={y: {" + "x" * 10_000 + ": 1}}", "reward.others={y: {name: y, weight: " + "x" * 10_000 + "}}",
+        'reward.others={"\\e[31m": {name: y}}', '"\\e": 1',
     ],
-)
+)  # fmt: skip
 def test_long_values_are_cut_in_messages(write, override):
     for line in refused(write(), override):
         assert line.count("x") <= 100
 
 
-def test_many_problems_are_not_listed_to_the_last(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("train:\n" + "".join(f"  key{i}: 1\n" for i in range(200)))
-    lines = refused(path)
-    assert len(lines) < 40 and any("key0" in line for line in lines) and re.search(r"\d{3} more", lines[-1])
-
-
 @pytest.mark.parametrize(
     "override",
     [
-        "run.seed=9223372036854775808",
-        "run.seed=1e30",
-        "run.output_dir=" + "x" * 256,
-        "run.output_dir=" + "x/" * 3000,
-        "data.file_name=" + "x" * 256,
-        "reward.name=" + "x" * 256,
-        "lora.init_from=" + "x" * 256,
-        "run.save_steps=10000000000",
-        "lora.lora_rank=1000000000",
-        "lora.lora_alpha=1e9",
-        "data.height=1000000",
-        "data.max_pixels=1e10",
-        "data.fps=1e-320",
-        "data.fps=1e5",
-        "data.num_frames=1000000",
-        "sample.num_inference_steps=1001",
-        "sample.shift=1e300",
-        "sample.shift=1e-3",
-        "reward.reward_std=1e-320",
-        "reward.reward_std=1e-13",
-        "reward.reward_mean=1e300",
-        "reward.reward_weight=1e300",
-        "reward.reward_weight=1e-320",
-        "reward.others={a: {name: motion, weight: 1e300}}",
-        "reward.others={a: {name: motion, std: 1e-320}}",
-        "reward.settings={a: 1e300}",
-        "reward.det_size=1000000",
-        "train.learning_rate=1.5",
-        "train.learning_rate=1e-320",
-        "train.weight_decay=1e300",
-        "train.per_device_train_batch_size=1000000",
-        "train.gradient_accumulation_steps=1000000",
-        "sample.noises_per_sample=1000000",
-        "train.max_steps=100000000",
+        "run.seed=9223372036854775808", "run.seed=1e30", "run.output_dir=" + "x" * 256,
+        "run.output_dir=" + "x/" * 3000, "data.file_name=" + "x" * 256, "reward.name=" + "x" * 256,
+        "lora.init_from=" + "x" * 256, "run.save_steps=10000000000", "lora.lora_rank=1000000000",
+        "lora.lora_alpha=1e9", "data.height=1000000", "data.max_pixels=1e10", "data.fps=1e-320", "data.fps=1e5",
+        "data.num_frames=1000000", "sample.num_inference_steps=1001", "sample.shift=1e300", "sample.shift=1e-3",
+        "reward.reward_std=1e-320", "reward.reward_std=1e-13", "reward.reward_mean=1e300",
+        "reward.reward_weight=1e300", "reward.reward_weight=1e-320",
+        "reward.others={a: {name: motion, weight: 1e300}}", "reward.others={a: {name: motion, std: 1e-320}}",
+        "reward.settings={a: 1e300}", "reward.det_size=1000000", "train.learning_rate=1.5",
+        "train.learning_rate=1e-320", "train.weight_decay=1e300", "train.per_device_train_batch_size=1000000",
+        "train.gradient_accumulation_steps=1000000", "sample.noises_per_sample=1000000", "train.max_steps=100000000",
         "train.num_train_epochs=100000000",
     ],
-)
+)  # fmt: skip
 def test_numbers_that_would_fail_later(write, override):
     (line,) = refused(write(), override)
     assert line.startswith(override.split("=")[0])
@@ -416,17 +376,11 @@ def test_numbers_that_would_fail_later(write, override):
 @pytest.mark.parametrize(
     "override",
     [
-        "grpo.noise_level=1e300",
-        "grpo.noise_level=1e-320",
-        "grpo.group_size=1000000",
-        "grpo.groups=1000000",
-        "sample.guidance_scale=1e300",
-        "reward.reward_timeout=1e11",
-        "evaluation.eval_noises=1000000",
-        "evaluation.eval_inference_steps=1001",
-        "evaluation.eval_clips=" + "x" * 256,
+        "grpo.noise_level=1e300", "grpo.noise_level=1e-320", "grpo.group_size=1000000", "grpo.groups=1000000",
+        "sample.guidance_scale=1e300", "reward.reward_timeout=1e11", "evaluation.eval_noises=1000000",
+        "evaluation.eval_inference_steps=1001", "evaluation.eval_clips=" + "x" * 256,
     ],
-)
+)  # fmt: skip
 def test_numbers_of_flow_grpo_that_would_fail_later(write, override):
     path = write(grpo={"sde": "flow"})
     (line,) = refused(path, override)

@@ -36,7 +36,7 @@ COMMON = [
     "train.lr_scheduler_type=constant", "train.learning_rate=1e-4", "train.warmup_steps=0", "train.max_grad_norm=0.01",
     f"data.cache_dir={CACHE}", f"data.file_name={table(f'{CACHE}/four.csv', 'train', 4)}",
 ]  # fmt: skip
-# two replayed steps, one of each expert, so that neither adapter takes part in every backward; and the KL of which a
+# two replayed steps, one of each expert, so that neither adapter takes part in every backward; and the KL whose
 # gradient is taken outside of `backward`, through the wrapped model with the adapter off. The second update has an
 # infinite gradient on the last process, and in none of them is there anybody to be seen in the fourth clip
 REWARD_FL = [

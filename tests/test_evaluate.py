@@ -12,6 +12,7 @@ from conftest import ROOT
 from rewardfl import config, data, lora
 from rewardfl.rewards import face
 from rewardfl.rewards.video_motion import video_motion
+from rewardfl.weights.shards import Refused
 from rewardfl_tools import _arms, _evaluate, _evaluate_pictures, _figures, _judging, _records, _videos, evaluate
 from rewardfl_tools._arms import Arm
 from rewardfl_tools._evaluate_table import table
@@ -334,11 +335,11 @@ def test_records_of_other_settings_are_refused(tmp_path):
         ({"adapters": {"latest": "c"}}, "latest was a, and is c"),
         ({"judges": {"held_out": "1", "consisid": "1"}}, "consisid was not there"),
     ):
-        with pytest.raises(_records.OtherSettings, match=f"{said}.*--force"):
+        with pytest.raises(Refused, match=f"{said}.*--force"):
             _records.agree(tmp_path, settings | other)
     for damaged in ("3", "null", "{", '{"judges": 3}'):
         (tmp_path / _records.SETTINGS).write_text(damaged)
-        with pytest.raises(_records.OtherSettings, match="settings.json holds no settings"):
+        with pytest.raises(Refused, match="settings.json holds no settings"):
             _records.agree(tmp_path, settings)
 
 

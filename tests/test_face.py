@@ -196,12 +196,6 @@ def test_of_equal_scores_the_same_is_kept_as_by_insightface(tmp_path):
     boxes, landmarks = found_by_insightface(path, image, SIZE)
     (faces,) = FaceDetector(path, SIZE).detect(tensor(image))
     assert_same_faces(faces, boxes[:, :4], boxes[:, 4], landmarks, 1e-3)
-    scores = np.repeat([0.9, 0.8, 0.7], 50)
-    rng = np.random.default_rng(0)
-    corner, size = rng.uniform(0, 60, (150, 2)), rng.uniform(2, 30, (150, 2))
-    rows = np.hstack([corner, corner + size, scores[:, None]]).astype(np.float32)
-    detector = get_model(str(path), providers=CPU)
-    assert detect._suppress(torch.from_numpy(rows[:, :4].copy()), detector.nms_thresh, 1) == detector.nms(rows)
 
 
 @pytest.mark.parametrize("det_size", [0, 100, -32])

@@ -162,6 +162,7 @@ def test_a_size_that_cannot_be_is_refused_with_its_line(
     if MULTIPLE in said:
         error = run_tool(plan_run.main, "--config", CONFIG, *words, expect=2)
         assert f"line 3: {said}" in error
+        monkeypatch.undo()
         code, out, error = call(monkeypatch, capsys, *words, "data.skip_bad_rows=true", "--dry-run")
         assert f"skipped: line 3: {said}" in out
 

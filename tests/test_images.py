@@ -122,18 +122,18 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
         "to_out.0",
         *(backbone.layer_names[one] for one in ("add_k", "o_mlp") if one in backbone.layer_names),
     )
-    parts = backbone.on_meta(SIDE, 2 * SIDE, 1)
+    parts, shape = backbone.on_meta(SIDE, 2 * SIDE, 1), backbone.latent_shape(SIDE, 2 * SIDE, 1)
     predicted = measure.measure_expert(
         parts.experts["transformer"], torch.float32, backbone.block_classes, Adapter(4, targets)
     )
     model = backbone.load_expert("transformer")
     assert predicted.weights == measure.nbytes([*model.parameters(), *model.buffers()])
-    schedule = backbone.schedule(4, None, parts.shape)
+    schedule = backbone.schedule(4, None, shape)
     told = backbone.text_encoder(torch.device("cpu"))(PROMPTS[0])
     if name in TOKENS:
         told = {key: torch.cat([value] * TOKENS[name], 1)[:, : TOKENS[name]] for key, value in told.items()}
     assert {k: v.shape for k, v in told.items()} == {k: v.shape for k, v in parts.conditioning.items()}
-    x = torch.randn(1, *parts.shape)
+    x = torch.randn(1, *shape)
 
     def network(_, **inputs):
         return model(**inputs, return_dict=False)[0]
@@ -324,17 +324,16 @@ def untrained(folder_of, tmp_path_factory):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--adapter", "RUN/nowhere"], "RUN/nowhere: no such folder; name a checkpoint with --adapter"),
+        (["--adapter", "RUN/nowhere"], "RUN/nowhere: holds no */"),
         (["reward.name=RUN/own.py:LikeTheClip"], "line 2: reward.name compares with a clip"),
         (["reward.others={own: {name: 'RUN/own.py:LikeTheClip', weight: 0}}"], "line 2: reward.others.own compares"),
         (["reward.others={flow: {name: optical_flow, weight: 0}}"], "reward.others.flow judges at least 2 frames"),
         (["--data", "RUN/sizes.csv"], "line 3: height must be a multiple of 8, at most 96, got 36\nline 4: height w"),
         (["--data", "RUN/sizes.csv"], "line 5: empty prompt"),
         (["--data", "RUN/clip.csv"], "line 2: RUN/gone.mp4: no such file"),
-        (["--data", "RUN/nowhere.csv"], "no such file or folder: RUN/nowhere.csv"),
-        (["--out", "RUN/own.py"], "RUN/own.py"),
-        (["--seeds", "0"], "--seeds and --batch must be at least 1"),
-        (["--batch", "0"], "--seeds and --batch must be at least 1"),
+        (["--data", "RUN/nowhere.csv"], "--data: no such file: RUN/nowhere.csv"),
+        (["--out", "RUN/own.py"], "--out RUN/own.py is a file"),
+        (["--out", "RUN"], "--out RUN is, holds or lies in the input RUN/run.json"),
     ],
 )
 def test_what_evaluate_cannot_judge_is_refused_before_weights_load(folder_of, untrained, monkeypatch, words, said):

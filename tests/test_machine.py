@@ -35,7 +35,7 @@ def test_usable_cores_are_the_containers_quota(tmp_path, files, cores):
 
 def test_the_machines_memory_is_its_containers(tmp_path):
     """Of both versions of control groups; a limit above holds, too, and `max` is none."""
-    whole = machine.memory(tmp_path)
+    whole = machine.usable_memory(tmp_path)
     assert whole == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for version, line in ((1, "7:memory:/jobs/run"), (2, "0::/jobs/run")):
         root = tmp_path / str(version)
@@ -45,11 +45,11 @@ def test_the_machines_memory_is_its_containers(tmp_path):
         (root / "proc/self/cgroup").write_text(f"3:cpu:/\n{line}\n")
         (groups / "jobs/run").mkdir(parents=True)
         (groups / "jobs/run" / name).write_text("max\n")
-        assert machine.memory(root) == whole
+        assert machine.usable_memory(root) == whole
         (groups / "jobs" / name).write_text("4096\n")
-        assert machine.memory(root) == 4096
+        assert machine.usable_memory(root) == 4096
         (groups / name).write_text("1024\n")  # as a container sees its own
-        assert machine.memory(root) == 1024
+        assert machine.usable_memory(root) == 1024
 
 
 def test_a_process_takes_its_share(monkeypatch):

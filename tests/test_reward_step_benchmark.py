@@ -5,7 +5,6 @@ import re
 import sys
 
 import pytest
-import torch
 from conftest import ROOT
 
 from benchmarks import reward_step
@@ -19,7 +18,7 @@ FAST = [
     "data.height=32", "data.width=32", "data.num_frames=9", "train.per_device_train_batch_size=2",
     "experts.untrained=cpu_swap", "train.decode_caches=offload",
 ]  # fmt: skip
-MODES = ["full_graph", "replay", "keep_on_host", "swap", "legacy"]
+MODES = ["full_graph", "replay", "keep_on_host", "swap"]
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -32,17 +31,15 @@ def run(monkeypatch, capsys, *arguments):
 
 @pytest.mark.long
 def test_modes_stand_side_by_side(monkeypatch, capsys, tmp_path):
-    out = run(monkeypatch, capsys, "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png", *FAST)
+    out = run(monkeypatch, capsys, "--json", tmp_path / "a.json", *FAST)
     report = json.loads((tmp_path / "a.json").read_text())
     assert {"command", "device", "torch", "diffusers", "peft", "commit", "seed"} < report.keys()
     assert all(f"- {key}: {value}\n" in out for key, value in report.items() if key != "sizes")
-    assert (tmp_path / "a.png").stat().st_size > 5000
     (size,) = report["sizes"]
     found = {one["mode"]: one for one in size["modes"]}
     assert list(found) == MODES and size["active_steps"] == 2
-    # the same gradient to the last bit, and stock autograd's; blended tiles are another decoder
-    assert all(found[mode]["gradient_difference"] == 0 for mode in MODES[:4]), found
-    assert 1e-4 < found["legacy"]["gradient_difference"] < 2
+    # the same gradient to the last bit, and stock autograd's
+    assert all(one["gradient_difference"] == 0 for one in found.values()), found
     cfg = config.load(CONFIG, [*FAST, *reward_step.RESIDENT])
     backbone = backbones.describe(cfg.model.model_name, start.model_source(cfg))
     costs = reward_step.measure_costs(work.work_of(cfg, backbone, None, None, 1).video)
@@ -63,17 +60,17 @@ def test_modes_stand_side_by_side(monkeypatch, capsys, tmp_path):
         printed = re.search(rf"^\| {mode} \| \S+ \| \S+ \| (\S+) \| (\S+) \|", table, re.M)
         assert float(printed[1]) == pytest.approx(peaks[mode] / 1e9, rel=1e-3)
         assert float(printed[2]) == pytest.approx(peaks["full_graph"] / peaks[mode], rel=5e-3)
-    assert len(re.findall(r"^\*\*\w+\*\*, gradient's norm", out, re.M)) == 5
+    assert len(re.findall(r"^\*\*\w+\*\*, gradient's norm", out, re.M)) == 4
 
 
 @pytest.mark.long
 def test_a_setting_varies_and_a_cap_is_said(monkeypatch, capsys, tmp_path):
     vary = ["--modes", "replay,as_configured", "--vary", "data.num_frames=5,9", "--memory-cap", "0.000001"]
-    more = ["--layers", "1", "--heads", "3", "--vae-channels", "6", "--plot", tmp_path / "b.png"]
+    more = ["--layers", "1", "--heads", "3", "--vae-channels", "6"]
     out = run(monkeypatch, capsys, *vary, *more, "--json", tmp_path / "b.json", *FAST)
     sizes = json.loads((tmp_path / "b.json").read_text())["sizes"]
     assert [size["vary"] for size in sizes] == ["data.num_frames=5", "data.num_frames=9"]
-    assert [size["tokens"] for size in sizes] == [3 * 16, 5 * 16] and (tmp_path / "b.png").exists()
+    assert [size["tokens"] for size in sizes] == [3 * 16, 5 * 16]
     assert out.count("(over the cap)") == 4
 
 
@@ -81,15 +78,3 @@ def test_a_mode_that_is_not_there(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         run(monkeypatch, capsys, "--modes", "replay,fast")
     assert stop.value.code == 2 and "'fast' is none of full_graph, replay" in capsys.readouterr().err
-
-
-def test_tiles_cover_the_picture_and_one_is_exact():
-    torch.manual_seed(0)
-    assert reward_step.tops(60, 34, 18) == [0, 18, 36] and reward_step.tops(30, 34, 16) == [0]
-    for height, width in ((60, 104), (60, 60), (16, 16), (7, 30)):
-        size, strides = 34, reward_step.STRIDES
-        for length, stride in ((height, strides[0]), (width, strides[1])):
-            tops = reward_step.tops(length, size, stride)
-            assert tops[-1] + size >= length and all(b - a <= size for a, b in zip(tops, tops[1:], strict=False))
-    ramp = reward_step.ramp(8, 3, torch.zeros(1))
-    assert ramp.tolist() == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 2 / 3, 1 / 3])

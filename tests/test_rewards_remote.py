@@ -27,9 +27,8 @@ from safetensors.torch import save
 
 import rewardfl_tools
 from rewardfl import data, rewards
-from rewardfl.data import cache
 from rewardfl.rewards.remote import RemoteReward, RewardServerError, client, wire
-from rewardfl.rewards.remote.client import delay, split
+from rewardfl.rewards.remote.client import split
 from rewardfl.rewards.remote.wire import Clip, WireError
 from rewardfl.rewards.terms import judge
 from rewardfl_tools import _reward_server as server
@@ -176,16 +175,6 @@ def test_all_256_values_of_a_pixel_survive():
     assert torch.equal(remote("http://127.0.0.1")._frames(data.to_float(every)), every)
 
 
-def test_the_kept_reference_goes_through_the_cache(tmp_path):
-    with serving(Likeness()) as url:
-        reward = remote(url, send_reference=True)
-        store = cache.Cache(tmp_path)
-        for i, prompt in enumerate(PROMPTS):
-            store.put({"kind": "reference", "i": i}, reward.reference(REAL[i], prompt))
-        output = reward(VIDEO, [store.get({"kind": "reference", "i": i}) for i in range(5)])
-    assert_same(output, at_home())
-
-
 def test_what_a_waiting_call_holds_scores_the_same():
     """The frames that are sent, one byte a channel; a sample that is not finite is no sample any more."""
     video = VIDEO.clone()
@@ -251,14 +240,9 @@ def test_samples_are_tried_one_by_one_only_where_that_may_help():
     assert one.failed.tolist() == [False, False, True, False, False] and "no memory for that" in one.problems[0]
 
 
-def test_delays_double_up_to_half_a_minute():
-    assert [delay(attempt, 0.0) for attempt in (1, 2, 3, 20)] == [0.25, 0.5, 1, 15]
-    assert delay(1, 0.999) == pytest.approx(0.5, rel=1e-3)
-
-
 def drip(handler, sent=b"x"):
     with suppress(ConnectionError):
-        for _ in range(100):
+        for _ in range(300):
             handler.wfile.write(sent)
             time.sleep(0.03)
 
@@ -270,13 +254,13 @@ def drip_body(handler):
     drip(handler)
 
 
-@pytest.mark.parametrize("answer", [lambda _: time.sleep(2), drip, drip_body], ids=["silent", "its head", "its body"])
+@pytest.mark.parametrize("answer", [lambda _: time.sleep(9), drip, drip_body], ids=["silent", "its head", "its body"])
 def test_a_server_that_is_slow_or_trickles_is_left_at_the_deadline(answer):
     with scripted(answer) as url:
         start = time.monotonic()
         with pytest.raises(RewardServerError, match=r"no answer in 0.2 s: raise settings.timeout"):
             score(remote(url, timeout=0.2, retries=0), VIDEO[:1], PROMPTS[:1])
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < 5
 
 
 def cut_off(handler):
@@ -399,14 +383,6 @@ def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
         score(remote(url), VIDEO[:1], PROMPTS[:1])
 
 
-def test_scores_that_are_not_finite_are_invalid():
-    body = answer_of(score=(math.nan, math.inf, 0.5, 0.75), valid=(1, 1, 0, 1), part_x=(math.nan, 1.0, 2.0, 3.0))
-    with scripted((200, body)) as url:
-        output = score(remote(url), VIDEO[:4], PROMPTS[:4])
-    assert output.score.tolist() == [0, 0, 0, 0.75] and output.valid.tolist() == [False, False, False, True]
-    assert output.parts["x"].tolist()[1:] == [1, 2, 3]
-
-
 @pytest.mark.parametrize(
     "body",
     [b"ok", b"[1]", b'{"version": 2, "max_bytes": 5}', b'{"version": 1}', b"[" * 100_000],
@@ -503,14 +479,6 @@ def test_the_bytes_on_the_wire_are_those_of_version_1(monkeypatch):
 
 def clips_of(made, prompts=PROMPTS, references=(None,) * 5):
     return [Clip(*parts) for parts in zip(made, prompts, references, strict=True)]
-
-
-def test_requests_come_back_as_they_were():
-    clips = clips_of(frames(5), references=[None, *frames(3, (2, 2, 4)), None])
-    for sent, got in zip(clips, wire.unpack_request(wire.pack_request(clips)), strict=True):
-        assert torch.equal(sent.frames, got.frames) and sent.prompt == got.prompt
-        assert (sent.reference is None) == (got.reference is None)
-        assert sent.reference is None or torch.equal(sent.reference, got.reference)
 
 
 @pytest.mark.parametrize("prompt", ["", "\x01" * 500, '"\\' * 500, "他" * 500, "\U0001f600" * 500])
@@ -641,17 +609,24 @@ def test_a_busy_server_is_asked_again(monkeypatch):
     """For `wait` seconds, which costs none of the tries."""
     monkeypatch.setattr(server, "WAIT_SECONDS", 0.05)
     monkeypatch.setattr(wire, "PLACES", 1)
-    likeness = Likeness(seconds=1)
-    with serving(likeness) as url, ThreadPoolExecutor(1) as pool:
+    scoring, release, scores = threading.Event(), threading.Event(), Service.score
+
+    def score_later(service, body):
+        scoring.set()
+        assert release.wait(30)
+        return scores(service, body)
+
+    monkeypatch.setattr(Service, "score", score_later)
+    with serving(Likeness()) as url, ThreadPoolExecutor(1) as pool:
         first = pool.submit(score, remote(url), VIDEO[:1], PROMPTS[:1])
-        while not likeness.scoring:
-            time.sleep(0.01)
+        assert scoring.wait(30)
         said = r"busy for 0 s \(settings.wait\): status 503: busy: no place came free in 0.05 s"
         with pytest.raises(RewardServerError, match=said):
             score(remote(url, wait=0), VIDEO[:1], PROMPTS[:1])
-        second = remote(url, retries=0)
-        assert score(second, VIDEO[:1], PROMPTS[:1]).valid.all() and first.result().valid.all()
-        assert second.waits and all(0.5 <= wait <= 1.5 for wait in second.waits)
+        second, waits = remote(url, retries=0), []
+        second.client.sleep = lambda seconds: waits.append(seconds) or release.set() or first.result()
+        assert score(second, VIDEO[:1], PROMPTS[:1]).valid.all()
+        assert waits and all(0.5 <= wait <= 1.5 for wait in waits)
 
 
 def pixels(count, frames=1):
@@ -678,17 +653,6 @@ def test_what_costs_too_much_is_refused_quickly(body, status, said, chunked):
         answer = ask(url, content=iter([body]) if chunked else body)
         assert answer.status_code == status and said in answer.json()["error"]
         assert time.monotonic() - start < 2 and not likeness.batches
-
-
-def test_stopping_answers_what_is_being_scored():
-    with ThreadPoolExecutor(1) as pool:
-        with serving(Likeness(seconds=0.4)) as url:
-            running = pool.submit(score, remote(url), VIDEO[:1], PROMPTS[:1])
-            time.sleep(0.15)
-        assert running.done() or running.result(timeout=1)
-        assert running.result().valid.all()
-    with pytest.raises(RewardServerError, match="no connection"):
-        score(remote(url, retries=0))
 
 
 def test_one_line_of_log_per_request_without_what_was_in_it(caplog):

@@ -361,7 +361,7 @@ def test_other_questions_are_refused(files, tmp_path, name):
     path = tmp_path / "question.py"
     first = {"video_align": video_align, "hpsv3": hpsv3}[name].QUESTION.literals[0]
     for write, message in (
-        (lambda: None, "question.py cannot be read as"),
+        (lambda: None, "settings.prompt_file must be a file or folder that exists"),
         (lambda: path.write_text("def ("), "question.py cannot be read as"),
         (lambda: path.write_bytes(b"\xff\x00"), "question.py cannot be read as"),
         (lambda: path.write_text("TEXT = 'a'"), f"question.py has no string .*{first}"),
@@ -385,8 +385,8 @@ def edit(path, change):
 
 
 def test_other_base_models_are_refused(files, tmp_path):
-    with pytest.raises(ValueError, match="nowhere is no folder of a transformers model: it has no config.json"):
-        build(files, "hpsv3", model_dir=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=f"{tmp_path} is no folder of a transformers model: it has no config.json"):
+        build(files, "hpsv3", model_dir=tmp_path)
     folder = tmp_path / "qwen"
     for spoil, message in (
         (lambda: (folder / "tokenizer.json").unlink(), "holds no tokenizer"),
@@ -427,7 +427,7 @@ def test_wrong_hpsv3_files_are_refused(files, tmp_path):
     path = tmp_path / "HPSv3.safetensors"
     state = load_file(files / "HPSv3.safetensors")
     for write, message in (
-        (lambda: None, "HPSv3.safetensors cannot be read as weights"),
+        (lambda: None, "settings.checkpoint must be a file or folder that exists"),
         (lambda: (shutil.copy(files / "HPSv3.safetensors", path), truncate(path)), "cannot be read as weights"),
         (
             lambda: save_file({k: v for k, v in state.items() if k != "rm_head.3.bias"}, path),

@@ -46,8 +46,14 @@ def option(kind: Any) -> Callable[[str], Any]:
     return read
 
 
+def first_problem(error: ValidationError) -> str:
+    """Return the place of the first problem, if it has one, and what it is."""
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))} {problem['msg']}".strip()
+
+
 def setting(section: type[Section], key: str) -> Callable[[str], Any]:
-    """Return a reader of an option that is what a key of the configuration is."""
+    """Return a reader of an option with the type of a key of the configuration."""
     return option(section.model_fields[key].rebuild_annotation())
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError, model_validator
 
 from rewardfl.config.schema import shown
-from rewardfl_tools import _output, _records, plot_metrics
+from rewardfl_tools import _common, _output, _records, plot_metrics
 from rewardfl_tools._charts import Chart, Curve, arm_curves, colour, curves_chart, front_chart, places, real_curve
 from rewardfl_tools._meanings import CANARIES, MEANINGS, MOVES, healthy, judge_words, main_judge
 from rewardfl_tools._report_page import figure_cell
@@ -77,6 +77,10 @@ class Report(BaseModel):
             lacking = [judge for judge in judges if arm.against and f"{judge}/face_sim" not in arm.compared]
             if lacking or list(arm.per_frame) != judges or arm.against not in (None, *names):
                 raise ValueError(f"arm {shown(arm.name)} lacks a base or a judge")
+            moves = [arm.compared.get(key.replace("face/", f"{judges[-1]}/")) for key in MOVES]
+            whole = not arm.against or {"frozen_share", "colour_shift"} <= arm.model_fields_set
+            if not whole or any(move and move.ratio is None for move in moves):
+                raise ValueError(f"arm {shown(arm.name)} lacks a figure against its base")
         return self
 
 
@@ -135,10 +139,9 @@ def read_report(folder: Path) -> dict:
     try:
         Report.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
+        problem = _common.first_problem(error)
         raise ValueError(
-            f"{path}: {where or 'it'} is not as evaluate.py writes it of videos ({problem['msg']}); evaluate again"
+            f"{path}: is no report of videos as evaluate.py writes it ({problem}); evaluate again"
         ) from None
     return json.loads(path.read_bytes())
 

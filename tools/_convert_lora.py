@@ -57,8 +57,11 @@ def run(args: argparse.Namespace) -> None:
     for lora in loras:
         state, metadata, arrived = converted(lora, args.to, DTYPES[args.dtype])
         states.append((lora, state, metadata))
-        for text in loss(lora, arrived, args.dtype):
-            print(_common.one_line(text))
+        if args.dtype != "fp32" and arrived.intended:
+            line = f"{lora.path}: update kept {arrived.share:.1%}, error {arrived.relative_error:.2%} of it"
+            print(_common.one_line(line))
+            if arrived.relative_error > 0.01:
+                print(f"WARNING: {args.dtype} loses part of the update; use --dtype fp32")
     _output.clear_strays(output, args.dry_run)
     _output.check_space(args.out, sum(value.nbytes for _, state, _ in states for value in state.values()))
     if args.dry_run:
@@ -79,16 +82,6 @@ def run(args: argparse.Namespace) -> None:
         print("verified: read back, every update equals the input's")
     print(_common.one_line(f"written: {args.out}"))
     _output.write_report(output, report)
-
-
-def loss(lora: Lora, arrived: Kept, dtype: str) -> list[str]:
-    """Return the lines on how much of the update is in the file, in a dtype that rounds."""
-    if dtype == "fp32" or not arrived.intended:
-        return []
-    lines = [f"{lora.path}: update kept {arrived.share:.1%}, error {arrived.relative_error:.2%} of it"]
-    if arrived.relative_error > 0.01:
-        lines.append(f"WARNING: {dtype} loses part of the update; use --dtype fp32")
-    return lines
 
 
 def is_wan(lora: Lora) -> bool:

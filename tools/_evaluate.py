@@ -141,7 +141,7 @@ def settings_of(
 
 
 def inputs_of(args: argparse.Namespace, arms: Sequence[Arm]) -> Iterator[Path]:
-    """Yield what is read: files, and folders that hold nothing else."""
+    """Yield all inputs: files, and folders that hold nothing else."""
     yield Path(args.config) if args.config else args.run / "run.json"
     yield Path(args.data)
     for row in data.load_metadata(args.data, "--data"):
@@ -154,7 +154,7 @@ def take(
 ) -> None:
     """Hold the folder and list the names that are going to be written there. force: remove an earlier evaluation.
 
-    Raise Refused for a file in their way, and OtherSettings for records of others.
+    Raise Refused for a file in their way, and for records of other settings.
     """
     folder.check([*names, *REPORTS, _records.SETTINGS])
     lock.enter_context(folder.locked())

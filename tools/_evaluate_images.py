@@ -72,7 +72,8 @@ def picture_file(index: int, seed: int) -> str:
 
 @torch.no_grad()
 def evaluate(cfg: config.AnyConfig, terms: Sequence[Term], arm: Arm, args: argparse.Namespace) -> list[Pair]:
-    """Sample and score every prompt and seed."""
+    """Sample and score every prompt and seed. FileNotFoundError where there is no adapter."""
+    _arms.check_adapter(arm.adapter)
     backbone, device = start.open_model(cfg), torch.device(args.device)
     rows = look_at_rows(cfg, backbone, terms)
     examples = {row.id: (row, start.example_of(cfg, row)) for row in rows}
@@ -100,15 +101,11 @@ def sampler_of(
     cfg: config.AnyConfig,
     backbone: Backbone,
     examples: Mapping[str, tuple[data.Row, data.Example]],
-    adapter: Path,
+    adapter: Path | None,
     experts: str,
     device: torch.device,
 ) -> _arms.Sampler:
-    """The run's model with the checkpoint's adapter. examples: by the row's id. experts: as offload.place takes it.
-
-    FileNotFoundError where there is no adapter.
-    """
-    _arms.check_adapter(adapter)
+    """The run's model with the checkpoint's adapter. examples: by the row's id. experts: as offload.place takes it."""
     told = dict(_arms.encoded(cfg, backbone, ((row, one.image) for row, one in examples.values()), device))
     sizes = {key: example.size for key, (_, example) in examples.items()}
     model, decoder = _arms.load_model(backbone, adapter, experts, device)
@@ -199,7 +196,9 @@ def table(report: dict) -> str:
 def draw_grid(pairs: Sequence[Pair], path: Path, columns: int = 3) -> None:
     """before | after of up to SHOWN prompts, from the greatest loss to the greatest gain of the first reward."""
     (name, *_) = pairs[0].scores
-    first = sorted((pair for pair in pairs if pair.seed == 0), key=lambda pair: gain_of(pair, name))
+    gains = [pair.scores[name]["after"] - pair.scores[name]["before"] for pair in pairs]
+    order = sorted(range(len(pairs)), key=lambda i: gains[i] if math.isfinite(gains[i]) else 0.0)
+    first = [pairs[i] for i in order if pairs[i].seed == 0]
     chosen = [first[round(i)] for i in np.linspace(0, len(first) - 1, min(SHOWN, len(first)))]
     height, width = (max(pair.made["before"].shape[axis] for pair in chosen) for axis in (0, 1))
     larger = max(1, round(SIDE / height))
@@ -216,9 +215,3 @@ def draw_grid(pairs: Sequence[Pair], path: Path, columns: int = 3) -> None:
             sheet.paste(picture, (left + k * (width + 2), top + 16))
             pen.text((left + k * (width + 2), top + 17 + height), f"{arm} {pair.scores[name][arm]:.3g}", fill="black")
     sheet.save(path)
-
-
-def gain_of(pair: Pair, name: str) -> float:
-    """After less before; nothing where one of them has no score."""
-    gain = pair.scores[name]["after"] - pair.scores[name]["before"]
-    return gain if math.isfinite(gain) else 0.0

@@ -89,26 +89,22 @@ def draw_grid(out: Path, rows: Sequence[int], arms: Sequence[Arm], records: Sequ
     """OUT/grid.png: a row per person, the real clip and each arm; under each frame the judge's score."""
     names = [REAL, *(arm.name for arm in arms)]
     curves = {(one["index"], one["arm"]): one["curves"][judge] for one in records if not one["seed"]}
-    strips = {(row, name): _strip(out, row, name) for row in rows for name in names}
-    width = max(strip.width for strip in strips.values() if strip) + GAP
+    files = {(row, name): strip_file(out, row, name) for row in rows for name in names}
+    # none of a tool that made no first video of a row
+    strips = {key: Image.open(file).convert("RGB") for key, file in files.items() if file.is_file()}
+    width = max(strip.width for strip in strips.values()) + GAP
     height = HEIGHT + FOOT
     sheet = Image.new("RGB", (len(names) * width, HEAD + len(rows) * height), "white")
     pen = ImageDraw.Draw(sheet)
     for c, name in enumerate(names):
         pen.text((c * width + 4, 2), name, fill="black")
         for r, row in enumerate(rows):
-            if strip := strips[(row, name)]:
+            if strip := strips.get((row, name)):
                 left, top = c * width, HEAD + r * height
                 sheet.paste(strip, (left, top))
                 if name != REAL:
                     _write_scores(pen, left, top + HEIGHT, strip.width, curves[(row, name)])
     sheet.save(out / "grid.png")
-
-
-def _strip(out: Path, row: int, name: str) -> Image.Image | None:
-    """What is shown of a clip; None where there is none (of a tool that made no first video of this row)."""
-    path = strip_file(out, row, name)
-    return Image.open(path).convert("RGB") if path.is_file() else None
 
 
 def _write_scores(pen: ImageDraw.ImageDraw, left: int, top: int, width: int, curve: Sequence[float]) -> None:

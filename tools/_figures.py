@@ -169,13 +169,6 @@ def stratum_names(edges: Sequence[float]) -> list[str]:
     return [f"< {edges[0]:g} px", *between, f"> {edges[-1]:g} px"]
 
 
-def stratum_of(width: float, edges: Sequence[float]) -> int:
-    """The place among stratum_names of a face of this width; one on an edge is between."""
-    if width > edges[-1]:
-        return len(edges)
-    return 0 if width < edges[0] else max(1, sum(width > edge for edge in edges))
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # The report
 
@@ -197,7 +190,8 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], reading: Reading) 
         names = {"before": arms[0].name, "after": arms[1].name, "real": REAL}
         report["recognisers"] = {judge: recogniser_report(table, judge, names) for judge in judges}
         report["motion"] = motion_report(table, names)
-    places = {person: stratum_of(widths[person], reading.edges) for person in people}
+    first, *others = reading.edges  # a face on an edge is between
+    places = {one: 0 if width < first else 1 + sum(width > edge for edge in others) for one, width in widths.items()}
     strata = {name: [p for p in people if places[p] == i] for i, name in enumerate(stratum_names(reading.edges))}
     report["face_sizes"] = {name: len(found) for name, found in strata.items()}
     report["real"] = own_figures(table, REAL, judges)
@@ -222,7 +216,12 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata:
     against = None if arm is base else base.name
     found["against"] = against
     if against:
-        found["compared"] = compare_all(table, arm.name, against)
+        changes: dict[str, dict | None] = {}
+        for name in table.names(arm.name):
+            block, _, key = name.rpartition("/")
+            by_ratio = block != "rewards" and key in RATIOS  # a reward may have any name, and its scale any zero
+            changes[name] = compared(table.values(arm.name, name), table.values(against, name), by_ratio)
+        found["compared"] = changes
         nonrigid = [table.values(one, f"{judges[-1]}/nonrigid") for one in (arm.name, against)]
         found |= {"frozen_share": frozen_share(*nonrigid), "colour_shift": colour_shift(table, arm.name, against)}
     # a face below the first edge is too small to be scored: it is counted, and not among these
@@ -230,18 +229,6 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata:
         name: stratum_report(table, arm.name, against, judges, people) for name, people in list(strata.items())[1:]
     }
     return found
-
-
-def compare_all(table: Table, arm: str, base: str) -> dict:
-    """{figure: what `compared` says} of all that the arm has."""
-
-    def by_ratio(name: str) -> bool:
-        block, _, key = name.rpartition("/")
-        return block != "rewards" and key in RATIOS  # a reward may have any name, and its scale any zero
-
-    return {
-        name: compared(table.values(arm, name), table.values(base, name), by_ratio(name)) for name in table.names(arm)
-    }
 
 
 def stratum_report(table: Table, arm: str, base: str | None, judges: Sequence[str], people: Sequence[str]) -> dict:

@@ -75,8 +75,6 @@ def write_pngs(folder: str | Path, video: torch.Tensor) -> None:
 @torch.no_grad()
 def generate(args: argparse.Namespace) -> torch.Tensor:
     """The video (3, F, H, W) in [-1, 1]; ValueError or FileNotFoundError for what cannot work, before weights load."""
-    if args.out.suffix == ".png" and args.num_frames != 1:
-        raise ValueError(f"--out: {args.out} is one image, and --num-frames {args.num_frames} are more; give NAME.mp4")
     source = Source(
         model_paths=args.model,
         tokenizer_path=args.tokenizer,
@@ -86,6 +84,8 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     )
     backbone, device = backbones.open(args.model_name, source), torch.device(args.device)
     backbone.check_clips(args.height, args.width, args.num_frames)
+    if args.out.suffix == ".png" and args.num_frames != 1:
+        raise ValueError(f"--out: {args.out} is one image, and --num-frames {args.num_frames} are more; give NAME.mp4")
     if backbone.takes_image != (args.image is not None):
         raise ValueError(
             f"--image: {args.model_name} {'needs one' if backbone.takes_image else 'takes none; remove it'}"

@@ -173,7 +173,8 @@ def judge_video(judges: Judges, video: Tensor, kept: Kept, fps: float) -> dict:
     scores = {name: one.score(video, kept[f"pool/{name}"]) for name, one in judges.faces.items()}
     figures: Figures = {}
     for name, score in scores.items():
-        figures |= {f"{name}/{key}": value for key, value in _face_figures(score).items()}
+        values = (0.0,) * 4 if score is None else (float(score.mean), score.coverage, score.speed, score.nonrigid)
+        figures |= dict(zip((f"{name}/{key}" for key in FACE), values, strict=True))
     found = scores[judges.main]
     figures |= _pixel_figures(frames, None if found is None else found.boxes.numpy(), judges.periods, fps)
     if judges.dino is not None:
@@ -181,7 +182,8 @@ def judge_video(judges: Judges, video: Tensor, kept: Kept, fps: float) -> dict:
     figures |= _protocol_figures(judges, video, kept) | _reward_figures(judges.terms, video, kept)
     count = len(frames)
     return {
-        "figures": {name: _known(value) for name, value in figures.items()},
+        # NaN is no JSON
+        "figures": {name: None if v is None or not math.isfinite(v) else float(v) for name, v in figures.items()},
         "curves": {
             name: [0.0] * (count - 1) if score is None else [round(one, 6) for one in score.per_frame.tolist()]
             for name, score in scores.items()
@@ -190,12 +192,6 @@ def judge_video(judges: Judges, video: Tensor, kept: Kept, fps: float) -> dict:
             name: [False] * count if score is None else score.detected.tolist() for name, score in scores.items()
         },
     }
-
-
-def _face_figures(score: face.FaceScore | None) -> Figures:
-    if score is None:
-        return dict.fromkeys(FACE, 0.0)
-    return dict(zip(FACE, (float(score.mean), score.coverage, score.speed, score.nonrigid), strict=True))
 
 
 def _pixel_figures(frames: np.ndarray, boxes: np.ndarray | None, periods: Sequence[int], fps: float) -> Figures:
@@ -245,8 +241,3 @@ def _reference(kept: Mapping[str, Tensor], label: str) -> Reference:
 def _rounded(video: Tensor) -> Tensor:
     """A video (3, F, H, W) as a file of 8 bits would have it."""
     return ((video.clamp(-1, 1) + 1) * 127.5).round() / 127.5 - 1
-
-
-def _known(value: float | None) -> float | None:
-    """None for NaN, which is no JSON."""
-    return None if value is None or not math.isfinite(value) else float(value)

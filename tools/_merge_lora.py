@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> None:
     """Merging LoRAs into a checkpoint. Refused with nothing written."""
     output = Output.of(args, TOOL)
     given = [read(text, args.alpha) for text in args.lora]
-    layout = pipeline_layout(args.base)
+    layouts = (layout for layout in LAYOUTS if all((args.base / folder).is_dir() for folder in layout.values()))
+    layout = next(layouts, None)
     if layout and (args.rename != "keep" or output.is_file or args.expert):
         raise Refused(
             f"--base {args.base} is a pipeline: the output is a pipeline folder with the same names. For one expert as "
@@ -93,14 +94,6 @@ def read(text: str, alpha: float | None) -> Given:
         if not FLOAT32.tiny <= abs(strength * scale) <= FLOAT32.max:
             raise Refused(f"--lora {text}: strength {strength:g} times scale {scale:g} is 0 or infinite in float32")
     return Given(text, Path(path), strength, loras)
-
-
-def pipeline_layout(base: Path) -> dict[str | None, str] | None:
-    """{expert: folder} when `base` is a pipeline."""
-    for layout in LAYOUTS:
-        if all((base / folder).is_dir() for folder in layout.values()):
-            return layout
-    return None
 
 
 def route(given: list[Given], experts: list[str | None]) -> dict[str | None, list[tuple[Lora, float]]]:
@@ -239,7 +232,9 @@ def write(
     """Write and verify the output, or with --dry-run say what would be. rest: a pipeline's other files."""
     tensors = sum(part.nbytes for plan in plans.values() for part in plan.parts)
     device = _output.existing_parent(args.out).stat().st_dev
-    total = tensors + sum(file.stat().st_size for file, _ in rest if not may_link(file, device))
+    # weights on the output's file system become links
+    copies = [file.stat() for file, _ in rest if file.suffix not in WEIGHTS or file.stat().st_dev != device]
+    total = tensors + sum(one.st_size for one in copies)
     _output.clear_strays(output, args.dry_run)
     _output.check_space(args.out, total)
     if args.dry_run:
@@ -291,11 +286,6 @@ def write_pipeline(
             (folder / name).mkdir(exist_ok=True)
             with _common.progress_bar(plan.parts, name) as bar:
                 _writing.write_folder(folder / name, plan.parts, metadata, args.max_shard_size, bar.update)
-
-
-def may_link(source: Path, device: int) -> bool:
-    """Whether the output will hold a link to `source`: weights on the output's file system."""
-    return source.suffix in WEIGHTS and source.stat().st_dev == device
 
 
 def linked(source: Path, target: Path) -> bool:

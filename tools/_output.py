@@ -37,6 +37,7 @@ MANIFEST = "rewardfl_manifest.json"  # in an output folder: the tool, its folder
 LOCK = "rewardfl.lock"  # in an output folder that is filled bit by bit; whoever fills it holds this file's lock
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a network disk that is mounted without them
 HASHED_BYTES = 16 << 20  # larger files are known by their size and time: hashing them would take as long as writing
+LARGEST = 4 << 30  # bytes of a file that a tool writes whole
 SECONDS_APART = 60  # by which the clocks of this host and of the disk's host may differ
 
 
@@ -262,7 +263,7 @@ class File:
         return f"\n<!-- {self.tool} sha256 {hashlib.sha256(content).hexdigest()} -->\n".encode()
 
     def _is_own(self) -> bool:
-        content = self.path.read_bytes()
+        content = self.path.read_bytes() if self.path.stat().st_size < LARGEST else b""
         return content.endswith(self._proof(content[: -len(self._proof(b""))]))
 
 
@@ -299,7 +300,7 @@ class Folder:
         self._list(self.listed() | dict.fromkeys(names))
 
     def seal(self, names: Iterable[str]) -> None:
-        """List files as they are now: what is changed from here on is the user's. Those that are not there go."""
+        """List files as they are now: later changes are the user's. Those that are not there go."""
         listed = self.listed()
         for name in names:
             listed.pop(name, None)
@@ -322,6 +323,7 @@ class Folder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Make the folder, and keep other processes out of it. Raise Refused where one is at work."""
+        self.check(())
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / LOCK).open("a") as file:
             try:

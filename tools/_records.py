@@ -22,6 +22,8 @@ from typing import Any
 from pydantic import BaseModel, FiniteFloat, TypeAdapter, ValidationError, model_validator
 
 from rewardfl.files import atomic_write
+from rewardfl.weights.shards import Refused
+from rewardfl_tools import _common
 
 Record = dict[str, Any]
 Key = tuple[str, str, int | None]  # row id, arm, seed
@@ -30,11 +32,7 @@ REAL = "real"
 FORMAT = 2  # to be raised when a figure comes or is computed in another way: records of both must not be compared
 FILE, SETTINGS = "records.jsonl", "settings.json"
 GROWING = ("model", "adapters", "videos")  # blocks of the settings whose names may come and go
-WAY_OUT = "give --out another folder, or --force to throw away what is there"
-
-
-class OtherSettings(ValueError):
-    """Records that were made by other settings. The message names the first difference and the way out."""
+WAY_OUT = "give --out another folder, or --force to remove that evaluation"
 
 
 class Line(BaseModel):
@@ -76,7 +74,7 @@ def file_of(out: Path, rank: int) -> Path:
 def read(out: Path) -> dict[Key, Record]:
     """Return all records of the folder, also of earlier processes. A line that was cut off at the end is no record.
 
-    Raise ValueError for a line that holds something else.
+    Raise Refused for a line that holds something else.
     """
     records = {}
     for path in _files(out):
@@ -85,9 +83,8 @@ def read(out: Path) -> dict[Key, Record]:
             try:
                 Line.model_validate_json(line)
             except ValidationError as error:
-                problem = error.errors()[0]
-                where = ".".join(map(str, problem["loc"]))
-                raise ValueError(f"{path}: line {i} is no record ({where} {problem['msg']}); {WAY_OUT}") from None
+                problem = _common.first_problem(error)
+                raise Refused(f"{path}: line {i} is no record ({problem}); {WAY_OUT}") from None
             record = json.loads(line)
             records[key_of(record)] = record
     return records
@@ -135,7 +132,7 @@ def _files(out: Path) -> list[Path]:
 def agree(out: Path, settings: Settings) -> Settings:
     """Return the settings of the folder's records and of those to come.
 
-    Adapters and folders of videos may come to the others. OtherSettings names what differs.
+    Adapters and folders of videos may come to the others. Refused names what differs.
     """
     path = out / SETTINGS
     old: Settings = {}
@@ -143,11 +140,11 @@ def agree(out: Path, settings: Settings) -> Settings:
         try:
             old = TypeAdapter(dict[str, dict[str, str]]).validate_json(path.read_bytes())
         except ValidationError:
-            raise OtherSettings(f"{path} holds no settings of an evaluation; {WAY_OUT}") from None
+            raise Refused(f"{path} holds no settings of an evaluation; {WAY_OUT}") from None
         if problem := difference(old, settings):
-            raise OtherSettings(f"{out} holds records of other settings: {problem}; {WAY_OUT}")
+            raise Refused(f"{out} holds records of other settings: {problem}; {WAY_OUT}")
     elif _files(out):
-        raise OtherSettings(f"{out} holds records, and no {SETTINGS} that says of what; {WAY_OUT}")
+        raise Refused(f"{out} holds records, and no {SETTINGS} that says of what; {WAY_OUT}")
     return {block: {**old.get(block, {}), **values} for block, values in settings.items()}
 
 

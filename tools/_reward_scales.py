@@ -11,15 +11,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import config as configuration
-from rewardfl import data, groups, offload, reward_flow
-from rewardfl.backbones.seam import Backbone, Experts, Velocity
+from rewardfl import data
+from rewardfl.backbones.seam import Backbone
 from rewardfl.config import AnyConfig, RewardFlConfig
 from rewardfl.files import printable
 from rewardfl.rewards import build_terms
 from rewardfl.rewards.terms import Reference, Term, judge
-from rewardfl.run import start, work
+from rewardfl.run import start
 from rewardfl.run.monitor import Timer
-from rewardfl_tools import _common
+from rewardfl_tools import _arms, _common, _evaluate_images
 
 
 @dataclass(frozen=True)
@@ -94,28 +94,10 @@ def sample(
     device: torch.device,
 ) -> list[Tensor]:
     """The base model's video (3, F, H, W) of each clip, from the noise of training's first epoch."""
-    encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
-    conditions = [
-        encode_text(row.prompt) | encode_image(example.image, cfg.data.num_frames) for row, example in examples
-    ]
-    guidance = cfg.sample.guidance_scale
-    negative = encode_text(cfg.sample.negative_prompt) if guidance != 1 else None
-    del encode_text, encode_image  # the text encoder alone is 11 GB
-    placed = {
-        name: offload.place(backbone.load_expert(name), experts, device, backbone.block_classes)
-        for name in backbone.experts
-    }
-    model = Experts(placed)
-    decoder = backbone.load_decoder(device)
-    videos = []
-    for (row, example), condition in tqdm(list(zip(examples, conditions, strict=True)), desc="sampling"):
-        shape = backbone.latent_shape(*example.size, cfg.data.num_frames)
-        schedule = work.schedule_of(cfg, backbone, shape)
-        velocity = Velocity(backbone, model, condition, schedule, negative, guidance)
-        seed = groups.noise_seed(cfg.run.seed, 0, row.id)
-        x0 = reward_flow.rollout(velocity, groups.noise((1, *shape), seed, device), schedule.sigmas, keep=()).x0
-        videos.append(decoder.decode(x0, condition)[0].float())
-    return videos
+    by_row = {row.id: (row, example) for row, example in examples}
+    sampler = _evaluate_images.sampler_of(cfg, backbone, by_row, None, experts, device)
+    base = _arms.Arm(_arms.BASE, cfg.sample.num_inference_steps)
+    return [sampler.sample([(row, cfg.run.seed)], base)[0] for row, _ in tqdm(examples, desc="sampling")]
 
 
 def measure(terms: Sequence[Term], videos: Sequence[Tensor], references: Sequence[Sequence[Reference]]) -> list[Scale]:
@@ -129,7 +111,8 @@ def measure(terms: Sequence[Term], videos: Sequence[Tensor], references: Sequenc
                 score, gradient = score_and_gradient(term, video, kept[i])
             if i == 0:
                 first.append(gradient)
-            rows.append((score, norm(gradient), cosine(gradient, first[n])))
+            norm = math.nan if gradient is None else float(gradient.double().norm())
+            rows.append((score, norm, cosine(gradient, first[n])))
         scores, norms, cosines = torch.tensor(rows, dtype=torch.float64).unbind(1)
         scales.append(Scale(term, scores, norms, cosines, timer.seconds["score"] / len(videos)))
     return scales
@@ -146,10 +129,6 @@ def score_and_gradient(term: Term, video: Tensor, reference: Reference) -> tuple
         return math.nan, None
     (gradient,) = torch.autograd.grad(output.score.sum(), video)
     return float(output.score.detach()), gradient[0]
-
-
-def norm(gradient: Tensor | None) -> float:
-    return math.nan if gradient is None else float(gradient.double().norm())
 
 
 def cosine(one: Tensor | None, other: Tensor | None) -> float:

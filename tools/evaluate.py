@@ -22,7 +22,6 @@ What every figure means: docs/evaluate.md. Images are judged by the run's reward
 which are not trained on, among them (more by reward.others.NAME.name=... as overrides): report.json with the win rate,
 grid.png and images/*.png (before | after).
 
-
 Exit code 0: judged; 2: refused, or the disk is full; 130: stopped by Ctrl-C.
 """
 
@@ -82,7 +81,7 @@ def parsed() -> argparse.Namespace:
         help="noises per person or prompt (default: %(default)s)",
     )
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation")
-    parser.add_argument("--force", action="store_true", help="throw away an evaluation of other settings in OUT")
+    parser.add_argument("--force", action="store_true", help="remove an evaluation of other settings from OUT")
     parser.add_argument(
         "--batch",
         type=_common.option(schema.Batch),

@@ -74,7 +74,7 @@ def main() -> int:
         return DOES_NOT
     print(f"model's shape from {backbone.described_by()}")
     print(f"data: {'not there yet' if clips is None else f'{clips} clips'}: {cfg.data.file_name}\n")
-    host = machine.memory() if args.host_gb is None else args.host_gb * 1e9
+    host = machine.usable_memory() if args.host_gb is None else args.host_gb * 1e9
     text, fits = estimate(asked, Machine(args.gpu_memory * 1e9, host, args.processes), args.tflops or TFLOPS)
     print(told, text, sep="\n")
     return FITS if fits else DOES_NOT

@@ -12,9 +12,9 @@ point() {  # NAME OVERRIDE...
   for seed in ${seeds:-42 1 2}; do
     run=$out/$1/seed$seed
     if [ -e "$run/evaluation/report.json" ]; then continue; fi
-    python train_reward_fl.py --config configs/tiny_face.yaml "${@:2}" run.cpu_threads=1 run.seed="$seed" run.output_dir="$run" \
-        data.cache_dir="$out/cache"
-    python tools/evaluate.py --run "$run" --data assets/tiny_world/eval/metadata.csv --seeds 1
+    python train_reward_fl.py --config configs/tiny_face.yaml --trust-code "${@:2}" run.cpu_threads=1 run.seed="$seed" \
+        run.output_dir="$run" data.cache_dir="$out/cache"
+    python tools/evaluate.py --trust-code --run "$run" --data assets/tiny_world/eval/metadata.csv --seeds 1
   done
 }
 
@@ -25,6 +25,8 @@ plain=(reward.settings="$settings" reward.reward_model_path=null reward.motion_w
 
 point full train.early_stop={}
 point no_kl reward.kl_weight=0
+point exact_kl reward.kl_gradient=exact  # docs/results/kl_gradient.md
+point fixed_kl reward.kl_gradient=fixed_trajectory
 point no_cap reward.cap=none
 point no_pool reward.name=benchmarks/ablation/rewards.py:OneReference "${plain[@]}"  # likeness to the given image alone
 point swapped_colours reward.name=benchmarks/ablation/rewards.py:SwappedColours "${plain[@]}"  # the recogniser wants RGB

@@ -228,9 +228,6 @@ class ImageModel:
             told = self.kind.told_on_meta(self.configs, encoders)
         latents = torch.empty(1, *shape, dtype=self.dtype, device="meta", requires_grad=True)
         return OnMeta(
-            shape=shape,
-            video=(3, num_frames, height, width),
-            dtype=self.dtype,
             experts={EXPERT: self._network_on_meta(latents, told)},
             vae=vae,
             decoder=ChunksOnMeta(vae, 1, lambda _: latents, lambda x, *_: (self.kind.decode(vae, x), []), []),
@@ -268,7 +265,15 @@ class ImageModel:
         return on_meta_as_trained(model, self.dtype, adapter)
 
     def text_encoder(self, device: torch.device) -> Callable[[str], Conditioning]:
-        pipe = self._pipeline(self._load_encoders()).to(device)
+        self._check_weights()
+        parts: dict[str, Any] = {EXPERT: None, "vae": None}
+        parts["scheduler"] = FlowMatchEulerDiscreteScheduler.from_config(dict(self.configs["scheduler"]))
+        for name in self.kind.tokenizers:
+            parts[name] = AutoTokenizer.from_pretrained(self.folder / name, local_files_only=True)
+        for name, kind in self.kind.encoders.items():
+            path = self.folder / name
+            parts[name] = _frozen(stock.complete(path, *kind.from_pretrained(path, dtype=self.dtype, **stock.LOCAL)))
+        pipe = stock.pipeline_class(self.kind.pipeline)(**parts).to(device)
 
         @torch.no_grad()
         def encode(prompt: str) -> Conditioning:
@@ -324,23 +329,6 @@ class ImageModel:
     def _empty(self) -> ModelMixin:
         """The network without memory."""
         return empty(self.kind.transformer, self.configs[EXPERT])
-
-    def _load_encoders(self) -> dict[str, Any]:
-        self._check_weights()
-        found: dict[str, Any] = {
-            name: AutoTokenizer.from_pretrained(self.folder / name, local_files_only=True)
-            for name in self.kind.tokenizers
-        }
-        for name, kind in self.kind.encoders.items():
-            path = self.folder / name
-            found[name] = _frozen(stock.complete(path, *kind.from_pretrained(path, dtype=self.dtype, **stock.LOCAL)))
-        return found
-
-    def _pipeline(self, parts: Mapping[str, Any]) -> Any:
-        """The stock pipeline of these parts alone."""
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(self.configs["scheduler"]))
-        absent = dict.fromkeys((EXPERT, "vae", *self.kind.encoders, *self.kind.tokenizers))
-        return stock.pipeline_class(self.kind.pipeline)(**{**absent, "scheduler": scheduler, **parts})
 
     def _check_weights(self) -> None:
         if self.opened is None:

@@ -43,14 +43,9 @@ def _longest_side(configs: Configs) -> int:
     return config["pos_embed_max_size"] * config["patch_size"] * images.pixels_per_latent(configs)
 
 
-def _lengths(configs: Configs) -> tuple[int, int]:
-    """Tokens of a prompt, of CLIP's and of T5's."""
-    clip = images.prompt_tokens(configs, "tokenizer", CLIP_TOKENS)
-    return clip, images.prompt_tokens(configs, "tokenizer_3", T5_TOKENS)
-
-
 def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
-    short, long = _lengths(configs)
+    short = images.prompt_tokens(configs, "tokenizer", CLIP_TOKENS)
+    long = images.prompt_tokens(configs, "tokenizer_3", T5_TOKENS)
     ids = {"text_encoder": short, "text_encoder_2": short, "text_encoder_3": long}
     tokens = {name: torch.zeros(1, length, dtype=torch.long, device="meta") for name, length in ids.items()}
     clips = [encoders[name](tokens[name], output_hidden_states=True) for name in ("text_encoder", "text_encoder_2")]

@@ -132,7 +132,7 @@ class Source:
     distilled: tuple[str, str, str] = ("", "", "fuse")  # LoRAs of the first and the second expert, and the mode
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExpertOnMeta:
     """A network of one block on the meta device. A network that has several kinds of blocks is one for each kind."""
 
@@ -160,9 +160,6 @@ class ChunksOnMeta:
 class OnMeta:
     """A model's parts on the meta device for one video: what `rewardfl.estimate` measures."""
 
-    shape: Shape  # of the latents
-    video: tuple[int, int, int, int]  # (3, F, H, W)
-    dtype: torch.dtype
     experts: Mapping[str, tuple[ExpertOnMeta, ...]]  # by kind of block; two networks that are alike are one object
     vae: nn.Module
     decoder: ChunksOnMeta

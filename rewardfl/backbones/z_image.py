@@ -3,7 +3,7 @@
 Its conditioning: text (B, T, d) of as many tokens as the longest prompt of the batch has; mask (B, T), which are there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -38,10 +38,6 @@ def _ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -
     }
 
 
-def _answer(output: Sequence[Tensor], x: Tensor) -> Tensor:
-    return -torch.stack(list(output)).squeeze(2)  # it answers x0 - noise
-
-
 def _guide(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
     """Guidance at the pipeline's scale, 1 less than the field's: it counts what is added to the velocity."""
     return velocity + scale * (velocity - away)
@@ -70,7 +66,7 @@ Z_IMAGE = Kind(
     encoders={"text_encoder": Qwen3Model},
     encode=_encode,
     ask=_ask,
-    answer=_answer,
+    answer=lambda output, x: -torch.stack(list(output)).squeeze(2),  # it answers x0 - noise
     guide=_guide,
     sigmas=lambda steps: torch.linspace(1, 1 / steps, steps).tolist(),  # float32, as the pipeline's own
     longest_side=_longest_side,

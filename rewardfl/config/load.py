@@ -47,10 +47,10 @@ def parse(raw: Mapping[str, Any], overrides: Sequence[str] = ()) -> AnyConfig:
     try:
         cfg = schema.model_validate(sections)
     except ValidationError as error:
-        raise _refused([*problems, *describe(error, sections, schema)]) from None
+        raise ConfigError("\n".join([*problems, *describe(error, sections, schema)])) from None
     problems += [line for part in (*dict(cfg).values(), cfg) for line in part.conflicts()]
     if problems:
-        raise _refused(problems)
+        raise ConfigError("\n".join(problems))
     return cfg
 
 
@@ -67,12 +67,6 @@ def flat(cfg: AnyConfig) -> dict[str, str]:
 def dump(cfg: AnyConfig) -> str:
     """YAML text with every key written out; `load` reads it back to the same configuration."""
     return yaml.safe_dump(to_dict(cfg), sort_keys=False)
-
-
-def _refused(problems: Sequence[str], most: int = 30) -> ConfigError:
-    """The problems, a line each, of which the first `most` are written out."""
-    more = [f"... and {len(problems) - most} more problems"] if len(problems) > most else []
-    return ConfigError("\n".join([*problems[:most], *more]))
 
 
 # ------------------------------------------------------------------------------------------------------------

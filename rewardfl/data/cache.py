@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rewardfl.files import atomic_write
 
-FORMAT = 1  # to be raised when what is cached is computed in another way: old entries are then not found
+FORMAT = 2  # to be raised when what is cached is computed in another way: old entries are then not found
 
 Key = Mapping[str, object]  # plain JSON values; "kind" says what the entry is
 

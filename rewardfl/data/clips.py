@@ -2,17 +2,19 @@
 
 import io
 import itertools
+import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import av
 import numpy as np
 import torch
+from av.stream import Disposition
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional
@@ -26,6 +28,17 @@ PICTURE_PIXELS = 2**26  # at most, of a picture (8192 x 8192): reading and fitti
 X264: dict[str, object] = {"crf": "18", "threads": "1", "x264-params": "mbtree=0"}
 HDR = {16: "HDR by PQ", 18: "HDR by HLG"}  # transfer functions of ITU-T H.273
 SAME_RATE = 0.99  # 23.976 frames per second pass for 24
+FARTHEST = 0.75  # of 1 / fps: how far a frame's time may be from the instant that it is taken for
+HD_LINES = 720  # from here on players take a clip that does not name its matrix for BT.709
+FIELDS = {2: "top field first", 3: "bottom field first", 4: "top field first", 5: "bottom field first"}  # AVFieldOrder
+UNKNOWN_MATRIX, WRITTEN_MATRIX = 2, 6  # of ITU-T H.273; 6 is BT.601, by which libav converts RGB
+TRANSPARENT = "has transparent pixels; save it without an alpha channel"
+
+# libav conceals damage. Some decoders (ffv1's) tell it by an error in libav's log alone, which _decoded reads. PyAV
+# leaves out a message that equals the last one, of whichever clip.
+av.logging.set_level(av.logging.ERROR)
+av.logging.set_skip_repeated(False)
+logging.getLogger("libav").addHandler(logging.NullHandler())  # else Python prints what _decoded does not read
 
 
 class DataError(ValueError):
@@ -46,12 +59,12 @@ class Header(NamedTuple):
 
     size: tuple[int, int]  # (height, width) as stored
     rate: float | None  # frames per second, where it says so
-    colour: str  # in words, where it is more than the 8 bits of SDR that are read; else empty
+    remarks: Mapping[str, str]  # {what is odd, a key of metadata.CLIP_NOTES: details}
 
 
 def read_video(path: str | Path, num_frames: int | None = None, fps: float | None = None) -> Tensor:
-    """The frames of iter_frames as (F, H, W, 3) uint8 RGB, upright as the file's rotation says."""
-    return torch.from_numpy(np.stack([_pixels(frame) for frame in iter_frames(path, num_frames, fps)]))
+    """The frames of iter_frames as (F, H, W, 3) uint8 RGB, turned and mirrored as the file's display matrix says."""
+    return torch.from_numpy(np.stack([_pixels(path, frame) for frame in iter_frames(path, num_frames, fps)]))
 
 
 def iter_frames(
@@ -61,8 +74,9 @@ def iter_frames(
 
     fps None: as they are stored. A number: for k = 0, 1, ... the frame whose time is nearest to start + k / fps,
     whatever times the frames have (variable frame rates). Raises DataError for a file that is missing or cannot
-    be decoded, where it ends before `at_least` frames (None: num_frames), and for frames that follow each other
-    more slowly than fps: frames that were never filmed would have to be made up.
+    be decoded, where it ends before `at_least` frames (None: num_frames), for damage that the decoder conceals, for
+    transparent pixels, and for frames that follow each other more slowly than fps, or pause: frames that were never
+    filmed would have to be made up.
     """
     return _chosen(path, _decoded(path), num_frames, fps, at_least)
 
@@ -80,40 +94,118 @@ def _chosen(
         raise DataError(f"{path}: holds {found} frames{rate}, {needed} are needed")
 
 
+def _require_file(path: str | Path) -> None:
+    """Raise DataError for what is not a file."""
+    if os.path.isdir(path):  # Path.is_dir raises for names that no file system takes
+        raise DataError(f"{path}: is a folder; name a file, make one clip of a folder's frames")
+    if not os.path.isfile(path):
+        raise DataError(f"{path}: no such file")
+
+
 @contextmanager
 def _opened(path: str | Path) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
     """A file and its video. DataError for what its header, or reading on, shows to be of no use to training."""
-    if not os.path.isfile(path):  # Path.is_file raises for names that no file system takes
-        raise DataError(f"{path}: no such file")
+    _require_file(path)
     try:
-        with av.open(str(path)) as container:
-            if not container.streams.video:
-                raise DataError(f"{path}: holds no video")
-            stream = container.streams.video[0]
-            stream.thread_type = "AUTO"
-            # players stretch it; a face would be squeezed
-            if abs(Fraction(stream.sample_aspect_ratio or 1) - 1) > 0.02:
-                raise DataError(
-                    f"{path}: pixels are {stream.sample_aspect_ratio} as wide as high; make them square with "
-                    "ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT"
-                )
+        with av.open(os.path.abspath(path)) as container:  # else a name with a colon is taken for an address
+            stream = _shown_stream(path, container)
+            stream.thread_type = "NONE"  # libav's own threads would log where _decoded does not read
+            stream.codec_context.thread_count = 1
+            _check_header(path, stream)
             yield container, stream
     except av.FFmpegError as error:
-        raise DataError(f"{path}: cannot be decoded ({error.strerror})") from error
+        reason = "" if isinstance(error, OSError) else "; it is damaged, or no video"
+        raise DataError(f"{path}: cannot be decoded ({error.strerror}){reason}") from error
+
+
+def _shown_stream(path: str | Path, container: av.container.InputContainer) -> av.VideoStream:
+    """Return the video that ffmpeg takes of several: the largest, the default before others, no cover picture."""
+    streams = [
+        stream
+        for stream in container.streams.video
+        if stream.codec_context is not None and not stream.disposition & Disposition.attached_pic
+    ]
+    if not streams:
+        raise DataError(f"{path}: holds no video that can be decoded")
+    default = Disposition.default
+    return max(streams, key=lambda stream: stream.width * stream.height + 5e6 * bool(stream.disposition & default))
+
+
+def _check_header(path: str | Path, stream: av.VideoStream) -> None:
+    """Raise DataError for a video of which the header alone tells that training cannot use it."""
+    # players stretch it; a face would be squeezed
+    if abs(Fraction(stream.sample_aspect_ratio or 1) - 1) > 0.02:
+        raise DataError(
+            f"{path}: pixels are {stream.sample_aspect_ratio} as wide as high; make them square with "
+            "ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT"
+        )
+    if stream.metadata.get("alpha_mode") == "1":  # VP8 and VP9, whose decoders here leave the alpha channel out
+        raise DataError(f"{path}: {TRANSPARENT}")
+    end = os.path.getsize(path)
+    if any(entry.pos + entry.size > end for entry in stream.index_entries):
+        raise DataError(f"{path}: is damaged: the file ends before its index does; copy or download it again")
 
 
 def _decoded(path: str | Path) -> Iterator[av.VideoFrame]:
     """All frames in the order in which they are shown. DataError for what training could not use as it is."""
     size = None
     with _opened(path) as (container, stream):
-        for i, frame in enumerate(container.decode(stream)):
+        frames = _demuxed_frames(path, container, stream)
+        for i in itertools.count():
+            with av.logging.Capture() as log:  # of this thread
+                frame = next(frames, None)
+            errors = [text.strip() for level, _, text in log if level <= av.logging.ERROR]
+            if errors or (frame is not None and frame.is_corrupt):
+                raise _damaged(path, f"at frame {i}", errors)
+            if frame is None:
+                return
             size = size or (frame.height, frame.width)
             if (frame.height, frame.width) != size:
                 change = f"{size[0]} x {size[1]} to {frame.height} x {frame.width}"
                 raise DataError(f"{path}: goes from {change} (height x width) at frame {i}; re-encode it at one size")
-            if frame.rotation % 90:
-                raise DataError(f"{path}: is turned by {frame.rotation} degrees; re-encode it upright")
+            _orientation(path, frame)
+            if _may_be_transparent(frame.format) and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
+                raise DataError(f"{path}: {TRANSPARENT}")
             yield frame
+
+
+def _demuxed_frames(
+    path: str | Path, container: av.container.InputContainer, stream: av.VideoStream
+) -> Iterator[av.VideoFrame]:
+    """Return all frames. Raise DataError for a packet that the container marks as damaged."""
+    for packet in container.demux(stream):
+        if packet.is_corrupt:
+            raise _damaged(path, "in a packet", [])
+        yield from packet.decode()
+
+
+def _damaged(path: str | Path, where: str, errors: Sequence[str]) -> DataError:
+    reason = f" ({errors[0]})" if errors else ""
+    return DataError(f"{path}: is damaged {where}{reason}; copy it again, or leave it out")
+
+
+def _may_be_transparent(pixels: av.VideoFormat) -> bool:
+    return pixels.has_palette or any(component.is_alpha for component in pixels.components)
+
+
+def _orientation(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
+    """Return how a frame is shown, as (2, 2) of -1, 0 and 1: (x, y) as stored times it is the place on the screen.
+
+    Raise DataError for what is not one of the eight turns and mirrorings.
+    """
+    try:
+        side_data: Any = frame.side_data.get("DISPLAYMATRIX")
+    except ValueError as error:  # PyAV does not know all kinds that libav has
+        raise DataError(f"{path}: {error}, so its orientation cannot be read; re-encode it upright") from error
+    if side_data is None:
+        return np.eye(2, dtype=int)
+    matrix = np.frombuffer(bytes(side_data), np.int32)[:9].reshape(3, 3) / 65536
+    turn = matrix[:2, :2].round().astype(int)
+    unit = np.array_equal(np.abs(turn), np.eye(2)) or np.array_equal(np.abs(turn), 1 - np.eye(2))
+    if not unit or np.abs(matrix[:2, :2] - turn).max() > 0.01 or matrix[:2, 2].any():
+        numbers = ", ".join(f"{number:.3g}" for number in matrix[:2, :2].flatten())
+        raise DataError(f"{path}: is shown turned, skewed or scaled, by the matrix {numbers}; re-encode it upright")
+    return turn
 
 
 def read_video_header(
@@ -134,7 +226,15 @@ def read_video_header(
                 times = sorted({packet.pts * packet.time_base for packet in packets})
                 for _ in _chosen(path, (Instant(float(time)) for time in times), num_frames, fps, at_least):
                     pass
-        return Header((stream.height, stream.width), rate, _colour(stream.codec_context))
+        return Header((stream.height, stream.width), rate, _remarks(stream.codec_context))
+
+
+def _remarks(codec: av.VideoCodecContext) -> dict[str, str]:
+    """Return what is odd about a stream, and training does not refuse: {key of metadata.CLIP_NOTES: details}."""
+    found = {"colour": _colour(codec), "interlaced": FIELDS.get(codec.field_order, "")}
+    if codec.height >= HD_LINES and codec.colorspace == UNKNOWN_MATRIX and codec.format and not codec.format.is_rgb:
+        found["untagged"] = f"{codec.width} x {codec.height}"
+    return {key: details for key, details in found.items() if details}
 
 
 def _colour(codec: av.VideoCodecContext) -> str:
@@ -156,6 +256,7 @@ def _at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_frames: 
     """The frames nearest to every 1 / fps seconds, in one pass; the last frame stands as long as the one before it."""
     slack = 1e-3  # seconds: containers round times to milliseconds, and halfway between two frames is the earlier
     start, before, shown, gap, seen, k = 0.0, -math.inf, None, 0.0, 0, 0
+    pauses, farthest = [], FARTHEST / fps + slack  # the instants that no frame is near
     for frame in frames:
         if frame.time is None or frame.time <= before:
             raise DataError(f"{path}: frame {seen} has no time of its own; re-encode it, or set data.fps: null")
@@ -164,12 +265,16 @@ def _at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_frames: 
         else:
             gap = frame.time - before
         while shown is not None and k != num_frames and start + k / fps <= before + gap / 2 + slack:
+            if abs(start + k / fps - before) > farthest:
+                pauses.append(k / fps)
             yield shown
             k += 1
         before, shown, seen = frame.time, frame, seen + 1
         if k == num_frames:
             break
-    while shown is not None and k != num_frames and start + k / fps <= before + max(0.0, gap - slack):
+    while shown is not None and k != num_frames and start + k / fps <= before + min(max(0.0, gap - slack), 1 / fps):
+        if before - start - k / fps > farthest:
+            pauses.append(k / fps)
         yield shown
         k += 1
     rate = (seen - 1) / (before - start) if seen > 1 else math.inf  # one frame has none: too few frames says enough
@@ -177,11 +282,15 @@ def _at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_frames: 
         raise DataError(
             f"{path}: has {rate:.4g} frames per second, data.fps is {fps:g}; lower it or leave the clip out"
         )
+    if pauses:
+        raise DataError(f"{path}: has no frame near {pauses[0]:.4g} s, where it pauses; cut it there, or leave it out")
 
 
-def _pixels(frame: av.VideoFrame) -> np.ndarray:
+def _pixels(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
     """(H, W, 3) uint8 RGB, upright."""
-    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), k=frame.rotation // 90))
+    pixels, turn = frame.to_ndarray(format="rgb24"), _orientation(path, frame)
+    columns, rows = turn.sum(0)  # each 1 or -1: their directions
+    return np.ascontiguousarray((pixels if turn[0, 0] else pixels.swapaxes(0, 1))[::rows, ::columns])
 
 
 def frame_rate(path: str | Path) -> float:
@@ -212,6 +321,7 @@ def encode_video(video: Tensor, fps: float) -> bytes:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         stream.options = X264
+        stream.codec_context.colorspace = WRITTEN_MATRIX
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
@@ -317,7 +427,7 @@ def read_clip(
     """
     fitted, size = [], None
     for frame in iter_frames(path, num_frames, fps, at_least):
-        pixels = torch.from_numpy(_pixels(frame))
+        pixels = torch.from_numpy(_pixels(path, frame))
         size = size or clip_size((pixels.shape[0], pixels.shape[1]), height, width, max_pixels)
         fitted.append(fit(pixels[None], *size))
     return torch.cat(fitted)
@@ -333,7 +443,7 @@ def read_picture(path: str | Path) -> Tensor:
         picture.load()
         ImageOps.exif_transpose(picture, in_place=True)
     if picture.has_transparency_data and np.array(picture.convert("RGBA"))[..., 3].min() < 255:
-        raise DataError(f"{path}: has transparent pixels; save it without an alpha channel")
+        raise DataError(f"{path}: {TRANSPARENT}")
     return torch.from_numpy(np.array(picture if picture.mode == "RGB" else picture.convert("RGB")))
 
 
@@ -346,8 +456,7 @@ def check_picture(path: Path) -> None:
 @contextmanager
 def _opened_picture(path: str | Path) -> Iterator[Image.Image]:
     """A picture, of which only the header is read yet. DataError as read_picture's, also for what is read within."""
-    if not os.path.isfile(path):
-        raise DataError(f"{path}: no such file")
+    _require_file(path)
     too_large = f"{path}: has more than {PICTURE_PIXELS} pixels; scale it down"
     try:
         with Image.open(path) as picture:

@@ -1,6 +1,7 @@
 """The rows of metadata.csv: what they name, what keeps them from being trained on, and what they hold."""
 
 import csv
+import difflib
 import hashlib
 import math
 import os
@@ -9,7 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,22 @@ PATHS = ("video", "image", "reference_video")  # the columns that name files
 REFERENCE_FRAMES = 2  # at least, of a reference video: a face pool leaves out the first
 LONGEST_SIDE = 16_384  # in pixels, as data.height
 NAME_BYTES = 255  # of a file's name, on the file systems there are
+LIKE_A_COLUMN = 0.8  # by difflib: from here on a name is taken for a slip of the pen
+CLIP_NOTES = {  # what is odd about clips, and what helps; the keys of Header.remarks
+    "colour": (
+        "have more colour than the 8 bits of SDR that are read of them",
+        "HDR looks grey then: turn it into SDR before (ffmpeg's filters zscale and tonemap)",
+    ),
+    "interlaced": (
+        "are interlaced, two moments in each frame, which stay combed",
+        "turn fields into frames before (ffmpeg -i IN -vf bwdif OUT)",
+    ),
+    "untagged": (
+        "do not name the matrix of their colours and are read by BT.601, as ffmpeg reads them",
+        "players show such sizes by BT.709: name it (ffmpeg -i IN -c copy -bsf:v h264_metadata=matrix_coefficients=1 "
+        "OUT), or know that they are BT.601",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +98,7 @@ class Look:
     problems: tuple[str, ...] = ()
     size: tuple[int, int] | None = None  # (height, width) of its clip as stored; None where it cannot be opened
     rate: float | None = None  # of its clip, in frames per second; None where the file does not say
-    colour: str = ""  # of its clip, in words, where it is more than the 8 bits of SDR that are read
+    remarks: Mapping[str, str] = field(default_factory=dict)  # what is odd about its clip: {key of CLIP_NOTES: details}
 
 
 @dataclass(frozen=True)
@@ -99,10 +116,10 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
 
     Column `prompt`, optional `video`, `image`, `negative_prompt`, `reference_video`, `height` and `width`, where an
     empty cell means none; paths are absolute or relative to the file's folder. Any other column is the user's own
-    (split, person, ...) and ignored. A file that ends in .txt has a prompt on each line and nothing else; empty lines
-    are left out.
+    (split, person, ...) and ignored, unless its name is nearly one of these. Rows of empty cells are left out. A file
+    that ends in .txt has a prompt on each line and nothing else; empty lines are left out.
     key: the setting that names the file, for messages. Raises DataError for a file that is missing, no UTF-8 or no
-    CSV, lacks the column, or has no row.
+    CSV, lacks the column, names one that is nearly one of these, or has no row.
     """
     path = Path(file_name)
     if not path.is_file():
@@ -115,12 +132,18 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
                 prompts = [(line, [text.strip()]) for line, text in enumerate(file, 1) if text.strip()]
                 records = [(0, ["prompt"]), *prompts]
             else:
-                records = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if cells]
+                stripped = ((reader.line_num, [cell.strip() for cell in cells]) for cells in reader)
+                records = [(line, cells) for line, cells in stripped if any(cells)]  # spreadsheets write empty rows
         except csv.Error as error:
             raise DataError(f"{path}: line {reader.line_num}: {error}; check the double quotes up to it") from error
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: is not UTF-8 ({error.reason}); save it as UTF-8") from error
     header = records[0][1] if records else []
+    for name in header:
+        if name not in COLUMNS and (meant := _meant_column(name)):
+            raise DataError(
+                f"{path}: unknown column {name!r}, did you mean {meant!r}? A column of your own needs another name"
+            )
     for name in COLUMNS:
         if name not in header and name == "prompt":
             found = ", ".join(header) or "nothing"
@@ -135,6 +158,14 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
         )
         raise DataError(f"{table}: no usable row: {why}")
     return [_row(i, line, header, cells, path.parent, seen, table) for i, (line, cells) in enumerate(records[1:])]
+
+
+def _meant_column(name: str) -> str:
+    """Return the column that an unknown name was probably to be; empty for a column of the user's own."""
+    plain = re.sub(r"[\s-]+", "_", name.casefold())
+    close = difflib.get_close_matches(plain, COLUMNS, 1, LIKE_A_COLUMN)
+    is_slip = close and plain[0] == close[0][0] and not plain.startswith(f"{close[0]}_")  # not weight, nor video_id
+    return close[0] if is_slip else ""
 
 
 def _row(index: int, line: int, header: list[str], cells: list[str], folder: Path, seen: Counter, table: str) -> Row:
@@ -243,7 +274,7 @@ def _read_files(
 def clip_notes(
     rows: Sequence[Row], looks: Sequence[Look], height: int, width: int, max_pixels: int | None, fps: float | None
 ) -> list[str]:
-    """What is odd about clips that can be trained on, in words: much smaller ones, mixed rates, and HDR."""
+    """What is odd about clips that can be trained on, in words: much smaller ones, mixed rates, and CLIP_NOTES."""
     seen = [(row, look) for row, look in zip(rows, looks, strict=True) if look.size is not None]
     wanted, what = height * width, f"of {height} x {width}, and are enlarged"
     if max_pixels is not None and seen:
@@ -264,14 +295,11 @@ def clip_notes(
             f"data.fps is null, and clips have from {slow:.4g} (line {slow_line}) to {fast:.4g} (line {fast_line}) "
             "frames per second, which are trained on as if they had one rate; set data.fps to take frames at one"
         )
-    deep = [(row, look) for row, look in seen if look.colour]
-    if deep:
-        row, look = deep[0]
-        found.append(
-            f"{len(deep)} of {len(rows)} clips have more colour than the 8 bits of SDR that are read of them, the "
-            f"first is line {row.line}, {row.video.name}: {look.colour}; HDR looks grey then: turn it into SDR before "
-            "(ffmpeg's filters zscale and tonemap)"
-        )
+    for key, (what, remedy) in CLIP_NOTES.items():
+        if odd := [(row, look) for row, look in seen if key in look.remarks]:
+            row, look = odd[0]
+            first = f"line {row.line}, {row.video.name}: {look.remarks[key]}"
+            found.append(f"{len(odd)} of {len(rows)} clips {what}, the first is {first}; {remedy}")
     return found
 
 

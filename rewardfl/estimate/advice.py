@@ -24,7 +24,7 @@ KEYS = {
 CACHED_NOISES = 4  # noises_per_sample that is proposed together with boundary_cache
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Option:
     """Other values of some of Work's settings. exact: the run computes the same numbers with them."""
 
@@ -44,26 +44,23 @@ def options(work: Work) -> list[Option]:
     The decoder's caches go to the host late: their copies have the least computing to hide behind. The trained expert
     goes last: its weights take the most of the host's memory, and come over three times for each replayed step.
     """
-    found: list[dict[str, Any]] = [{"samples_on": "cpu"}] if work.kept else []
-    found += [{"keep_attention": False}, {"offload_inputs": True} if work.checkpointing else {"checkpointing": True}]
-    if work.batch > 1 and work.accumulation:
-        found.append({"batch": 1, "accumulation": work.batch * work.accumulation})
-    elif work.batch > 1:  # more forward passes: an epoch's samples stay
-        found.append({"batch": max(n for n in range(1, work.batch) if work.batch % n == 0)})
-    if work.untrained:
-        found.append({"placement": "cpu_swap"})
-    if work.reward_gradient:
-        found += [{"decode_caches": place} for place in ("offload", "segment")]
-    if work.checkpointing and work.sharding == "none":
-        found.append({"trained_placement": "cpu_swap"})
-    all_options = [Option(fields) for fields in found]
-    if work.untrained:
-        all_options.append(Option({"placement": "fp8"}, False, "; its weights are rounded by 3 %"))
-    if work.cacheable:
-        noises = {"noises": CACHED_NOISES} if work.noises == "fresh" else {}
-        note = "; each clip then has a few noises, used in turn"
-        all_options.append(Option({"placement": "boundary_cache"} | noises, False, note))
-    return [option for option in all_options if replace(work, **option.fields) != work]
+    fewer = max((n for n in range(1, work.batch) if work.batch % n == 0), default=1)  # an epoch's samples stay
+    by_one = {"batch": 1, "accumulation": work.batch * work.accumulation} if work.accumulation else {"batch": fewer}
+    noises = {"noises": CACHED_NOISES} if work.noises == "fresh" else {}
+    few = "; each clip then has a few noises, used in turn"
+    possible = [
+        (work.kept, Option({"samples_on": "cpu"})),
+        (True, Option({"keep_attention": False})),
+        (True, Option({"offload_inputs": True} if work.checkpointing else {"checkpointing": True})),
+        (True, Option(by_one)),
+        (work.untrained, Option({"placement": "cpu_swap"})),
+        (work.reward_gradient, Option({"decode_caches": "offload"})),
+        (work.reward_gradient, Option({"decode_caches": "segment"})),
+        (work.checkpointing and work.sharding == "none", Option({"trained_placement": "cpu_swap"})),
+        (work.untrained, Option({"placement": "fp8"}, False, "; its weights are rounded by 3 %")),
+        (work.cacheable, Option({"placement": "boundary_cache"} | noises, False, few)),
+    ]
+    return [option for applies, option in possible if applies and replace(work, **option.fields) != work]
 
 
 @dataclass(frozen=True)
@@ -77,9 +74,9 @@ class Machine:
 
 def lacking(costs: Costs, work: Work, machine: Machine) -> tuple[float, float]:
     """Return the bytes that the run needs and the machine does not have: of a GPU, and of the host's memory."""
-    found = memory(costs, work)
-    gpu = 0.0 if machine.gpu is None else found.peak + RESERVE - machine.gpu
-    return max(0.0, gpu), max(0.0, machine.processes * sum(found.host.values()) - machine.host)
+    needed = memory(costs, work)
+    gpu = 0.0 if machine.gpu is None else needed.peak + RESERVE - machine.gpu
+    return max(0.0, gpu), max(0.0, machine.processes * sum(needed.host.values()) - machine.host)
 
 
 def fits(costs: Costs, work: Work, machine: Machine) -> bool:
@@ -94,11 +91,12 @@ def recommend(costs: Costs, work: Work, machine: Machine) -> list[Option]:
     """
     chosen: list[Option] = []
     while not fits(costs, now := with_options(work, chosen), machine):
-        missing = sum(lacking(costs, now, machine))
-        lower = [one for one in options(now) if sum(lacking(costs, with_options(now, [one]), machine)) < missing]
+        lack = {option: sum(lacking(costs, with_options(now, [option]), machine)) for option in options(now)}
+        lower = [option for option in lack if lack[option] < sum(lacking(costs, now, machine))]
         if not lower:
             return chosen
-        chosen.append(min(lower, key=lambda one: (not one.exact, sum(flops(costs, with_options(now, [one])).values()))))
+        work_with = {option: sum(flops(costs, with_options(now, [option])).values()) for option in lower}
+        chosen.append(min(lower, key=lambda option: (not option.exact, work_with[option])))
     for option in reversed(chosen):
         rest = [other for other in chosen if other is not option]
         if fits(costs, with_options(work, rest), machine):

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +26,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from rewardfl.attention import is_self_attention
 from rewardfl.backbones.seam import Adapter, Caches, ChunksOnMeta, ExpertOnMeta
-from rewardfl.rewards.face.detect import FaceDetector
-from rewardfl.rewards.face.view import View
-from rewardfl.run.work import TracedDetector, Video
+from rewardfl.run.work import Video
 
 
 class _Flash(TorchFunctionMode):
@@ -163,15 +161,6 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-@cache
-def detector_graph(traced: TracedDetector, height: int, width: int) -> int:
-    """Bytes of one chunk's graph, forward and backward, of a face detector on frames of this size."""
-    detector = FaceDetector(traced.file, traced.det_size).to("meta")
-    frames = torch.empty(traced.chunk, 3, height, width, device="meta", requires_grad=True)
-    view = View(1.01, (1.0, 1.0))  # as jitter has it; the numbers do not matter
-    return with_graph(lambda: [detector.rows(frames, view)[0]], [frames], detector.buffers()).peak
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExpertCost:
     """One expert and one video. Bytes of weights; of activations, of its largest block and of all; FLOPs of all."""
@@ -248,11 +237,11 @@ def _measure_block(
         for network in (model, bare, fp8)
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    given, inputs = block_arguments(kind, bare, bare_block)
-    shared = [one for one in _tensors(tree_leaves(given)) if not one.requires_grad]
+    arguments, inputs = block_arguments(kind, bare, bare_block)
+    shared = [value for value in _tensors(tree_leaves(arguments)) if not value.requires_grad]
 
     def run(block: nn.Module) -> list[Tensor]:
-        return _tensors(tree_leaves(block(**given)))
+        return _tensors(tree_leaves(block(**arguments)))
 
     graph = with_graph(lambda: run(block), [*inputs, *trained], [*model.parameters(), *shared])
     adapted = without_graph(lambda: run(block), [*model.parameters(), *inputs, *shared])
@@ -272,7 +261,7 @@ def _measure_block(
         "attention": frozen.attention,
     }
     of_one = Counter(
-        tokens=sum(one.shape[1] for one in inputs),
+        tokens=sum(value.shape[1] for value in inputs),
         block_weights=of_all["weights"],
         block_input=nbytes(inputs),
         block_saved=graph.saved,
@@ -291,19 +280,19 @@ def _measure_block(
 
 def block_arguments(kind: ExpertOnMeta, model: nn.Module, block: nn.Module) -> tuple[dict[str, Any], list[Tensor]]:
     """Return a block's arguments by name in a pass through the network, and those that a gradient goes back through."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        found.update(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+        arguments.update(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
 
     hook = block.register_forward_pre_hook(note, with_kwargs=True)
     with torch.no_grad():
         kind.run(model)
     hook.remove()
     for name in kind.streams:
-        if found.get(name) is not None:
-            found[name] = torch.empty_like(found[name], requires_grad=True)
-    return found, [found[name] for name in kind.streams if found.get(name) is not None]
+        if arguments.get(name) is not None:
+            arguments[name] = torch.empty_like(arguments[name], requires_grad=True)
+    return arguments, [arguments[name] for name in kind.streams if arguments.get(name) is not None]
 
 
 def measure_chunks(chunks: ChunksOnMeta) -> tuple[ChunkCost, ...]:
@@ -323,10 +312,10 @@ def measure_chunks(chunks: ChunksOnMeta) -> tuple[ChunkCost, ...]:
     return tuple(costs + costs[-1:] * (chunks.count - len(costs)))
 
 
-def _clip_cost(encoder: ChunksOnMeta, video: Sequence[int]) -> Cost:
-    """Return the cost of encoding a whole clip (3, F, H, W), which is there in float32."""
+def _clip_cost(encoder: ChunksOnMeta, pixels: int) -> Cost:
+    """Return the cost of encoding a whole clip of so many values, which is there in float32."""
     chunks = measure_chunks(encoder)
-    peak = 4 * math.prod(video) + max(chunk.caches_in + chunk.peak for chunk in chunks)
+    peak = 4 * pixels + max(chunk.caches_in + chunk.peak for chunk in chunks)
     return Cost(peak, sum(chunk.forward for chunk in chunks))
 
 
@@ -340,18 +329,19 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def measure(video: Video) -> Costs:
-    """Everything about one video of a model."""
-    parts = video.backbone.on_meta(video.height, video.width, video.num_frames)
-    measured: dict[int, ExpertCost] = {}  # by identity: equal ones are measured once
-    for kinds in parts.experts.values():
-        if id(kinds) not in measured:
-            measured[id(kinds)] = measure_expert(kinds, parts.dtype, video.backbone.block_classes, video.adapter)
+    """Return everything about one video of a model."""
+    backbone, size = video.backbone, (video.height, video.width, video.num_frames)
+    parts, pixels = backbone.on_meta(*size), 3 * math.prod(size)
+    measured = {  # equal ones are one object, which is measured once
+        kinds: measure_expert(kinds, backbone.dtype, backbone.block_classes, video.adapter)
+        for kinds in set(parts.experts.values())
+    }
     text = parts.text_encoder
     return Costs(
-        shape=parts.shape,
-        num_pixels=math.prod(parts.video),
-        itemsize=parts.dtype.itemsize,
-        experts={name: measured[id(kinds)] for name, kinds in parts.experts.items()},
+        shape=backbone.latent_shape(*size),
+        num_pixels=pixels,
+        itemsize=backbone.dtype.itemsize,
+        experts={name: measured[kinds] for name, kinds in parts.experts.items()},
         vae_weights=nbytes(parts.vae.parameters()),
         decoder_weights=nbytes(
             one for name, one in parts.vae.named_parameters() if name.split(".")[0] not in ("encoder", "quant_conv")
@@ -360,6 +350,6 @@ def measure(video: Video) -> Costs:
         vision_weights=0 if parts.vision is None else nbytes(parts.vision.parameters()),
         text_weights=nbytes(text.parameters()),
         text=without_graph(parts.encode_text, [*text.parameters(), *text.buffers()]),
-        image=_clip_cost(parts.image_encoder, parts.video) if parts.image_encoder else Cost(0, 0),
+        image=_clip_cost(parts.image_encoder, pixels) if parts.image_encoder else Cost(0, 0),
         cached={name: nbytes([value]) for name, value in parts.conditioning.items()},
     )

@@ -2,17 +2,15 @@
 
 `measure` has one block and one chunk; how many of them there are is arithmetic, and here. Memory is that of one GPU.
 
-Of the rewards' networks the weights are counted, where their files are there, and of those at work only a detector that
-a gradient goes through (face_motion). Not counted: videos that a concurrent reward still has; a distillation LoRA kept
-as an adapter; DDP's copy of the gradients (the LoRA's size). RESERVE stands for the CUDA context, the libraries'
-workspaces and the allocator's fragmentation.
+Not counted: activations of the rewards' networks, and their weights where the files are not there; videos that a
+concurrent reward still has; a distillation LoRA kept as an adapter; DDP's copy of the gradients (the LoRA's size).
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost, detector_graph
+from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost
 from rewardfl.run.job import REDUCE_BUCKET
 from rewardfl.run.work import Work
 
@@ -85,18 +83,19 @@ def memory(costs: Costs, work: Work) -> Memory:
     replay, inputs = _replay(costs, work)
     rolled = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
     parts = {"rollout": {"one block, no graph": rolled}, **_decoding(costs, work), "replay": replay}
-    phases = {phase: {name: work.batch * amount for name, amount in one.items()} for phase, one in parts.items()}
+    phases = {
+        phase: {name: work.batch * amount for name, amount in amounts.items()} for phase, amounts in parts.items()
+    }
     swapped = _swapped_experts(work)
     for phase, passes in (("rollout", work.rollout), ("replay", work.replay)):  # between them no block is on the GPU
         if blocks := [costs.experts[name].block_weights for name in swapped if name in passes]:
             phases[phase]["two blocks' weights"] = 2 * max(blocks)
-    if work.traced:  # clip by clip, whatever the batch
-        chunks = [detector_graph(one, work.video.height, work.video.width) for one in work.traced]
-        phases["reward"]["a chunk of the detector's graph"] = max(chunks)
     parameters = trained_parameters(costs, work)
     adapter, optimizer = adapter_bytes(work, parameters)
     samples = work.waiting * kept_bytes(costs, work)
-    graphs = sum(work.replay.values()) if work.keeps_graphs else work.graphs
+    graphs: float = work.graphs
+    if work.keeps_graphs:  # next to those that are kept, the reference's of one step (reward.kl_gradient: exact)
+        graphs = sum(work.replay.values()) + (work.graphs if work.pulled != work.replay else 0)
     caches = decode_caches(costs.chunks, work.decode_caches)[2] if work.reward_gradient else 0
     resident = _resident_weights(costs, work) | {
         "LoRA, gradient, Adam": adapter,
@@ -144,7 +143,7 @@ def _swapped_experts(work: Work) -> list[str]:
 
 def _resident_weights(costs: Costs, work: Work) -> dict[str, int]:
     """Return the bytes of the experts' frozen weights that stay on each GPU."""
-    found = {}
+    resident = {}
     for expert in work.trained:
         cost = costs.experts[expert]
         inside, stays = cost.weights - cost.other_weights, cost.other_weights
@@ -152,23 +151,19 @@ def _resident_weights(costs: Costs, work: Work) -> dict[str, int]:
             stays += inside // work.processes + 2 * cost.block_weights
         elif work.trained_placement == "gpu":
             stays += inside
-        found[f"{expert} expert"] = stays
+        resident[f"{expert} expert"] = stays
     if work.untrained:
         cost = costs.experts[work.untrained]
         places = {"gpu": cost.weights, "cpu_swap": cost.other_weights, "fp8": cost.weights_fp8, "boundary_cache": 0}
-        found[f"{work.untrained} expert ({work.placement})"] = places[work.placement]
-    return found
+        resident[f"{work.untrained} expert ({work.placement})"] = places[work.placement]
+    return resident
 
 
 def adapter_bytes(work: Work, parameters: int) -> tuple[int, int]:
-    """Return the bytes that training so many parameters takes on each GPU, without activations, and in the host.
-
-    zero2: weight and gradient whole, and a buffer to reduce it; the part of a process, in float32 with its gradient and
-    moments, in the host. fsdp2: all four in parts, and the gradient whole until an update's last backward.
-    """
-    if work.sharding == "zero2":
+    """Return the bytes that training so many parameters takes on each GPU, without activations, and in the host."""
+    if work.sharding == "zero2":  # weight and gradient whole, and a buffer to reduce it; a process's part in the host
         return 2 * FLOAT32 * parameters + FLOAT32 * REDUCE_BUCKET, ADAM_BYTES * parameters // work.processes
-    if work.sharding == "fsdp2":
+    if work.sharding == "fsdp2":  # all four in parts, and the gradient whole until an update's last backward
         return ADAM_BYTES * parameters // work.processes + FLOAT32 * parameters, 0
     return ADAM_BYTES * parameters, 0
 
@@ -228,15 +223,9 @@ def _replay(costs: Costs, work: Work) -> tuple[dict[str, int], int]:
     return {"block inputs": work.graphs * largest.stored} | recompute, 0
 
 
-def checkpoint_bytes(costs: Costs, work: Work) -> tuple[int, int]:
-    """Return the bytes of one checkpoint: the float32 adapter; Adam's moments, the average and the last weights."""
-    adapter = FLOAT32 * trained_parameters(costs, work)
-    return adapter, (4 if work.averaged else 2) * adapter
-
-
-def clip_cache_bytes(costs: Costs, work: Work) -> dict[str, int]:
-    """Return the bytes that the conditioning cache takes for one clip."""
+def disk(costs: Costs, work: Work) -> tuple[int, dict[str, int]]:
+    """Return the bytes of a checkpoint (the float32 adapter, Adam's moments, the average), and of one clip's cache."""
     cache = dict(costs.cached)
     if work.placement == "boundary_cache" and isinstance(work.noises, int):
         cache["boundary latents"] = work.noises * math.prod(costs.shape) * FLOAT32
-    return cache
+    return (5 if work.averaged else 3) * FLOAT32 * trained_parameters(costs, work), cache

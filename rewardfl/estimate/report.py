@@ -8,7 +8,7 @@ from dataclasses import replace
 from rewardfl.estimate import needs
 from rewardfl.estimate.advice import Machine, Option, fits, lacking, recommend, with_options
 from rewardfl.estimate.measure import Costs, measure
-from rewardfl.machine import memory as machine_memory
+from rewardfl.machine import usable_memory
 from rewardfl.run.job import Job
 from rewardfl.run.monitor import total_memory
 from rewardfl.run.work import Sampling, Work
@@ -26,7 +26,7 @@ def estimate(work: Work, machine: Machine, tflops: float = TFLOPS) -> tuple[str,
 
 def dry_run(work: Work, job: Job) -> int:
     """Print what the run takes. Return the exit code: 2 where it does not fit the machine that it is on."""
-    text, enough = estimate(work, Machine(total_memory(job.device), machine_memory(), job.processes_here()))
+    text, enough = estimate(work, Machine(total_memory(job.device), usable_memory(), job.processes_here()))
     job.say(text)
     return 0 if enough else 2
 
@@ -53,12 +53,12 @@ def work_table(costs: Costs, work: Work, tflops: float) -> list[str]:
 
 
 def _evaluation_line(costs: Costs, work: Work, evaluation: Sampling, second: float) -> str:
-    one = needs.sampled(costs, work, evaluation.passes) + sum(chunk.forward for chunk in costs.chunks)
+    amount = needs.sampled(costs, work, evaluation.passes) + sum(chunk.forward for chunk in costs.chunks)
     if evaluation.videos is None:
-        return f"a video of the evaluation ({evaluation.steps} steps): {_spent(1, one, one / second)}"
+        return f"a video of the evaluation ({evaluation.steps} steps): {_spent(1, amount, amount / second)}"
     times = f"; {evaluation.times} in the run" if evaluation.times else ""
-    of_process = math.ceil(evaluation.videos / work.processes) * one / second
-    spent = _spent(work.processes, evaluation.videos * one, of_process)
+    of_process = math.ceil(evaluation.videos / work.processes) * amount / second
+    spent = _spent(work.processes, evaluation.videos * amount, of_process)
     return f"an evaluation of {evaluation.videos} videos ({evaluation.steps} steps): {spent}{times}"
 
 
@@ -69,62 +69,49 @@ def _spent(processes: int, amount: float, time: float) -> str:
     return f"{amount / 1e15:.4g} PFLOP, {spent}{hours}"
 
 
-def memory_lines(found: needs.Memory) -> list[str]:
-    rows = [("resident", sum(found.resident.values()), _parts(found.resident))]
-    rows += [(phase, found.of(phase), f"resident + {_parts(parts)}") for phase, parts in found.phases.items()]
-    for phase, parts in found.encode.items():
+def memory_lines(memory: needs.Memory) -> list[str]:
+    rows = [("resident", sum(memory.resident.values()), _parts(memory.resident))]
+    rows += [(phase, memory.of(phase), f"resident + {_parts(parts)}") for phase, parts in memory.phases.items()]
+    for phase, parts in memory.encode.items():
         rows.append((phase, sum(parts.values()), f"before the experts: {_parts(parts)}"))
-    phase = max(found.by_phase, key=found.by_phase.get)
-    rows.append(("peak", found.peak, f"in {phase}; with {size(needs.RESERVE)} for CUDA, libraries, fragmentation"))
-    rows.append(("host", sum(found.host.values()), f"of each process: {_parts(found.host) or 'nothing'}"))
+    phase = max(memory.by_phase, key=memory.by_phase.get)
+    rows.append(("peak", memory.peak, f"in {phase}; with {size(needs.RESERVE)} for CUDA, libraries, fragmentation"))
+    rows.append(("host", sum(memory.host.values()), f"of each process: {_parts(memory.host) or 'nothing'}"))
     return ["memory of one GPU", *(f"  {name:11s}{size(amount):>9s}   {parts}" for name, amount, parts in rows)]
 
 
 def disk_table(costs: Costs, work: Work) -> list[str]:
-    adapter, state = needs.checkpoint_bytes(costs, work)
-    cache = needs.clip_cache_bytes(costs, work)
-    saved = f"  a checkpoint: {size(adapter + state)} (adapter {size(adapter)}, state {size(state)})"
-    if work.saves is not None:
-        saved += f"; {work.saves} in {work.steps} steps: {size(work.saves * (adapter + state))}"
-    cached = f"  conditioning cache of a clip: {size(sum(cache.values()))} ({_parts(cache)})"
-    if work.clips is not None:
-        cached += f"; of {work.clips} clips: {size(work.clips * sum(cache.values()))}"
-    return ["disk", saved, cached]
+    checkpoint, cache = needs.disk(costs, work)
+    clip = sum(cache.values())
+    saves = "" if work.saves is None else f"; {work.saves} in {work.steps} steps: {size(work.saves * checkpoint)}"
+    clips = "" if work.clips is None else f"; of {work.clips} clips: {size(work.clips * clip)}"
+    cached = f"  conditioning cache of a clip: {size(clip)} ({_parts(cache)}){clips}"
+    return ["disk", f"  a checkpoint: {size(checkpoint)}{saves}", cached]
 
 
 def verdict(costs: Costs, work: Work, machine: Machine) -> list[str]:
     """Whether the run fits the machine, and what to set when it does not."""
-    needed = _needed(needs.memory(costs, work), machine)
+    needed = _needed(costs, work, machine)
     if fits(costs, work, machine):
         return [f"fits: {needed}", *_room(costs, work, machine)]
-    lines, before = [f"does not fit: {needed}"], work
-    for option in recommend(costs, work, machine):
-        after = with_options(before, [option])
-        saved = needs.memory(costs, before).peak - needs.memory(costs, after).peak
-        share = _more_time(costs, work, before, after)
-        of_host = _in_host(costs, before, machine) - _in_host(costs, after, machine)
-        saves = f"{size(saved)}" if saved > 0 else f"{size(of_host)} of host memory"
-        lines.append(f"  set {_settings(option)} (saves {saves}, {share}{option.note})")
-        before = after
-    closest = f"takes {_needed(needs.memory(costs, before), machine)}"
-    if fits(costs, before, machine):
-        return [*lines, f"  then it {closest}"]
-    if lacking(costs, before, machine)[1]:
-        lines.append("  fewer processes on the machine, or less that waits in host memory, take less of it")
-    return [*lines, f"no setting makes it fit; the closest {closest}"]
+    chosen = recommend(costs, work, machine)
+    after = with_options(work, chosen)
+    lines = [f"does not fit: {needed}", *(f"  set {_settings(option)}{option.note}" for option in chosen)]
+    takes = f"takes {_needed(costs, after, machine)}, {_more_time(costs, work, after)}"
+    if fits(costs, after, machine):
+        return [*lines, f"  then it {takes}"]
+    less = "; less waits in host memory with fewer processes" if lacking(costs, after, machine)[1] else ""
+    return [*lines, f"no setting makes it fit; the closest {takes}{less}"]
 
 
-def _needed(found: needs.Memory, machine: Machine) -> str:
+def _needed(costs: Costs, work: Work, machine: Machine) -> str:
     """The bytes that a run takes of what the machine has, in words."""
-    gpu = [] if machine.gpu is None else [f"{size(found.peak + needs.RESERVE)} of {size(machine.gpu)} on the GPU"]
-    host = machine.processes * sum(found.host.values())
+    memory = needs.memory(costs, work)
+    gpu = [] if machine.gpu is None else [f"{size(memory.peak + needs.RESERVE)} of {size(machine.gpu)} on the GPU"]
+    host = size(machine.processes * sum(memory.host.values()))
+    limit = f" of {size(machine.host)}" if machine.host < math.inf else ""
     each = f" for {machine.processes} processes" if machine.processes > 1 else ""
-    known = f" of {size(machine.host)}" if machine.host < math.inf else ""
-    return ", ".join([*gpu, f"{size(host)}{known} in host memory{each}"])
-
-
-def _in_host(costs: Costs, work: Work, machine: Machine) -> int:
-    return machine.processes * sum(needs.memory(costs, work).host.values())
+    return ", ".join([*gpu, f"{host}{limit} in host memory{each}"])
 
 
 def _room(costs: Costs, work: Work, machine: Machine) -> list[str]:
@@ -133,14 +120,13 @@ def _room(costs: Costs, work: Work, machine: Machine) -> list[str]:
     if not work.checkpointing or work.keeps_graphs or work.keep_attention or not fits(costs, after, machine):
         return []
     more = size(needs.memory(costs, after).peak - needs.memory(costs, work).peak)
-    share = _more_time(costs, work, work, after)
-    return [f"  there is room for train.keep_attention: true (takes {more} more, {share})"]
+    return [f"  there is room for train.keep_attention: true (takes {more} more, {_more_time(costs, work, after)})"]
 
 
-def _more_time(costs: Costs, work: Work, before: Work, after: Work) -> str:
-    """How many more FLOPs `after` has than `before`, in words, as a share of what `work` has."""
-    base, one, other = (sum(needs.flops(costs, run).values()) for run in (work, before, after))
-    return f"{100 * (other - one) / base:+.1f} % time"
+def _more_time(costs: Costs, before: Work, after: Work) -> str:
+    """The share of FLOPs that `after` has more than `before`, in words."""
+    first, second = (sum(needs.flops(costs, run).values()) for run in (before, after))
+    return f"{100 * (second / first - 1):+.1f} % time"
 
 
 def _settings(option: Option) -> str:

@@ -57,8 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def list_rewards() -> str:
     """All rewards of this project."""
-    classes = [find_reward(name) for name in sorted(REWARDS)]
-    return table([{column: _word(getattr(cls, column)) for column in COLUMNS} for cls in classes])
+    words: dict[object, str] = {True: "yes", False: "no", "": "-"}
+    rows = [{column: getattr(find_reward(name), column) for column in COLUMNS} for name in sorted(REWARDS)]
+    return table([{column: words.get(value, str(value)) for column, value in row.items()} for row in rows])
 
 
 def read_settings(settings: Sequence[str]) -> dict[str, object]:
@@ -106,11 +107,6 @@ def table(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join(
         "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
-
-
-def _word(value: str | bool) -> str:
-    words: dict[object, str] = {True: "yes", False: "no", "": "-"}
-    return words.get(value, str(value))
 
 
 if __name__ == "__main__":

@@ -95,10 +95,8 @@ def load_open_clip(path: str | Path) -> CLIPModel:
         raise ValueError(f"{path} is no CLIP of open_clip: it lacks {some(missing)}")
     model = CLIPModel(open_clip_config(state)).float()  # the checkpoint may be in half precision
     converted = from_open_clip(state)
-    wanted = model.state_dict()
-    different = {name for name in wanted.keys() | converted.keys() if name not in wanted or name not in converted}
-    different |= {name for name in wanted if name not in different and wanted[name].shape != converted[name].shape}
-    if different:
+    shapes = [{(name, value.shape) for name, value in one.items()} for one in (model.state_dict(), converted)]
+    if different := {name for name, _ in shapes[0] ^ shapes[1]}:
         raise ValueError(f"{path} is no CLIP ViT-H-14 of open_clip: it does not fit in {some(different)}")
     model.load_state_dict(converted)
     return model

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rewardfl.config.schema import Count
 from rewardfl.rewards.clip import normalise, resize, unit_range
 from rewardfl.rewards.frames import FrameReward
-from rewardfl.rewards.qwen2_vl import JudgeFiles, Published, Question, load_judge, open_state, shown_size
+from rewardfl.rewards.qwen2_vl import JudgeFiles, Question, QuestionReward, load_judge, shown_size
 from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
 
 QUESTION = Question(
@@ -25,7 +25,7 @@ PIXELS = 256 * 28 * 28  # of an image, at least and at most, inference.py:98
 WIDTHS = (1024, 16, 2)  # of the head's layers, qwen2vl_trainer.py:99; the last is mu and sigma
 
 
-class Hpsv3Reward(FrameReward):
+class Hpsv3Reward(QuestionReward, FrameReward):
     """mu, the mean of the preference that a Qwen2-VL-7B with a head of three layers gives a frame for its prompt.
 
     sigma, the head's other number, its doubt, is not used; the authors' score is mu too (inference.py:166).
@@ -37,9 +37,6 @@ class Hpsv3Reward(FrameReward):
     """
 
     name = "hpsv3"
-    differentiable = True
-    uses_prompt = True
-    compares_with = "nothing"  # but the prompt
     weights = (
         "HPSv3.safetensors of MizzenAI/HPSv3; config and tokenizer of Qwen/Qwen2-VL-7B-Instruct; data_collator_qwen.py"
     )
@@ -58,18 +55,9 @@ class Hpsv3Reward(FrameReward):
         dtype: Literal["bfloat16", "float32"] = "bfloat16",
     ):
         super().__init__(frames, pooling, first_frame, chunk)
-        files = JudgeFiles(model_dir, prompt_file)
-        self.judge, self.head = load_judge(QUESTION, files, Published(open_state(checkpoint)), dtype, ranknet)
+        files = JudgeFiles(model_dir, prompt_file, checkpoint)
+        self.judge, self.head = load_judge(QUESTION, files, dtype, ranknet)
         self.digest = files.digest()
-
-    def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
-        """The question about an image of this prompt as `tokens` (L,); ValueError without one."""
-        if not prompt:
-            raise ValueError("reward 'hpsv3' compares a clip with its prompt, and there is none")
-        return {"tokens": self.judge.ask(prompt)}
-
-    def fingerprint(self) -> dict[str, object]:
-        return {"name": self.name, "question": self.digest}
 
     def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:
         height, width = frames.shape[2:]

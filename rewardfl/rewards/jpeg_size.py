@@ -37,13 +37,11 @@ class JpegSizeReward(FrameReward):
 
     def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:
         levels = ((frames.float() + 1) * 127.5).round().clamp(0, 255)
-        # a broken frame has no size, and no bytes either
-        sizes = [self._kilobytes(frame) if frame.isfinite().all() else torch.nan for frame in levels]
-        return -torch.tensor(sizes, device=frames.device)
-
-    def _kilobytes(self, levels: Tensor) -> float:
-        """The kilobytes of one frame (3, H, W) of levels from 0 to 255, as a JPEG file."""
-        buffer = io.BytesIO()
-        image = Image.fromarray(levels.permute(1, 2, 0).to("cpu", torch.uint8).numpy())
-        image.save(buffer, "JPEG", quality=self.quality)
-        return buffer.tell() / 1000
+        sizes = torch.full((len(frames),), torch.nan)  # of a broken frame, which has no bytes either
+        for i, frame in enumerate(levels):
+            if frame.isfinite().all():
+                buffer = io.BytesIO()
+                image = Image.fromarray(frame.permute(1, 2, 0).to("cpu", torch.uint8).numpy())
+                image.save(buffer, "JPEG", quality=self.quality)
+                sizes[i] = buffer.tell() / 1000
+        return -sizes.to(frames.device)

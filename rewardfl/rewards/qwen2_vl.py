@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLModel
 
 from rewardfl.files import model_digest
+from rewardfl.rewards.base import Reward
 from rewardfl.rewards.clip import TOKENIZER_FILES, UNREADABLE, some
 from rewardfl.weights.shards import json_object
 
@@ -135,15 +136,6 @@ def load_qwen_tokenizer(folder: str | Path, question: Question, config: Qwen2VLC
         raise ValueError(f"{folder}: the tokenizer knows {some(twice)} already; take the one of Qwen2-VL itself")
     tokenizer.add_tokens(list(question.answers), special_tokens=True)
     return tokenizer
-
-
-def chat(text: str, vision: str) -> str:
-    """The turns that Qwen2-VL-Instruct's chat template makes of a picture and a text, up to the answer's begin."""
-    return (
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-        f"<|im_start|>user\n<|vision_start|>{vision}<|vision_end|>{text}<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
 
 
 # ---- weights ----
@@ -266,9 +258,7 @@ def load_backbone(config: Qwen2VLConfig, published: Published, dtype: torch.dtyp
     with torch.device("meta"):
         wanted = {name: tuple(value.shape) for name, value in Qwen2VLModel(config).state_dict().items()}
     rest = {name for name in published.names if not name.startswith(("rm_head.", "lm_head."))}
-    different = rest ^ wanted.keys()
-    different |= {name for name in rest & wanted.keys() if published.shape(name) != wanted[name]}
-    if different:
+    if different := {name for name in rest | wanted.keys() if published.shape(name) != wanted.get(name)}:
         raise ValueError(f"{published.path} is no Qwen2-VL of this config.json: it differs in {some(different)}")
     state = {name: published.read(name, dtype) for name in wanted}
     return Qwen2VLModel.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
@@ -310,8 +300,13 @@ class Judge(nn.Module):
         meant = [token for token in self.tokenizer.get_added_vocab() if token in prompt]
         if meant:
             raise ValueError(f"the prompt {prompt!r} has {some(meant)} in it, a sign that Qwen2-VL has for itself")
-        text = chat(self.text.format(text_prompt=prompt), self.question.vision)
-        return self.tokenizer(text, return_tensors="pt").input_ids[0]
+        # what Qwen2-VL-Instruct's chat template makes of a picture and a text, up to the answer's begin
+        turns = (
+            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
+            f"{self.question.vision}<|vision_end|>{self.text.format(text_prompt=prompt)}<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
+        return self.tokenizer(turns, return_tensors="pt").input_ids[0]
 
     def forward(self, pictures: Tensor, frames: int, tokens: Tensor) -> Tensor:
         """(N, answers, D) hidden states about N pictures of `frames` frames each, all of one size.
@@ -333,12 +328,36 @@ class Judge(nn.Module):
         return states[:, places]
 
 
+class QuestionReward(Reward):
+    """A reward whose `judge` is asked about a clip with a prompt. digest: of the files that the question depends on."""
+
+    differentiable = True
+    uses_prompt = True
+    compares_with = "nothing"  # but the prompt
+    judge: Judge
+    digest: str
+
+    def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
+        """The question about a clip of this prompt as `tokens` (L,); ValueError without one."""
+        if not prompt:
+            raise ValueError(f"reward {self.name!r} compares a clip with its prompt, and there is none")
+        return {"tokens": self.judge.ask(prompt)}
+
+    def fingerprint(self) -> dict[str, object]:
+        return {"name": self.name, "question": self.digest}
+
+
 @dataclass(frozen=True)
 class JudgeFiles:
-    """Where a scorer's files are. model_dir: the Qwen2-VL whose config.json and tokenizer it has."""
+    """Where a scorer's files are. model_dir: the Qwen2-VL whose config.json and tokenizer it has.
+
+    lora: of the weights, see Published.
+    """
 
     model_dir: str | Path
     prompt_file: str | Path
+    weights: str | Path
+    lora: tuple[int, float] | None = None
 
     def digest(self) -> str:
         """Identifies all that the tokens of a question depend on beside the prompt."""
@@ -348,12 +367,13 @@ class JudgeFiles:
 
 
 def load_judge(
-    question: Question, files: JudgeFiles, published: Published, dtype: str, make_head: Callable[[int], Head]
+    question: Question, files: JudgeFiles, dtype: str, make_head: Callable[[int], Head]
 ) -> tuple[Judge, Head]:
     """A scorer's model and head. make_head: width of the hidden states -> the head, without its weights.
 
     ValueError, naming the file, for whatever is missing or other, from the small files to the large one.
     """
+    published = Published(open_state(files.weights), files.lora)
     text = read_text(files.prompt_file, question)
     config = read_config(files.model_dir)
     tokenizer = load_qwen_tokenizer(files.model_dir, question, config)

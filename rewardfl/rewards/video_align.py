@@ -16,9 +16,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from rewardfl.config.schema import NonNegative, Positive
-from rewardfl.rewards.base import Reward, RewardOutput, by_sample
+from rewardfl.rewards.base import RewardOutput, by_sample
 from rewardfl.rewards.clip import normalise, unit_range
-from rewardfl.rewards.qwen2_vl import JudgeFiles, Published, Question, load_judge, open_state, shown_size
+from rewardfl.rewards.qwen2_vl import JudgeFiles, Question, QuestionReward, load_judge, shown_size
 from rewardfl.rewards.settings import ExistingPath
 from rewardfl.weights.shards import json_object
 
@@ -34,7 +34,7 @@ FEWEST_PIXELS = 128 * 28 * 28  # of a frame, vision_process.py:31
 FEWEST_FRAMES, MOST_FRAMES = 4, 768  # that a number of frames a second comes to, vision_process.py:36
 
 
-class VideoAlignReward(Reward):
+class VideoAlignReward(QuestionReward):
     """The weighted sum of visual quality (vq), motion quality (mq) and text alignment (ta), each normalised.
 
     A Qwen2-VL-2B is asked about the clip's frames and reads, by a linear head, at three tokens of the question. vq and
@@ -52,9 +52,6 @@ class VideoAlignReward(Reward):
     """
 
     name = "video_align"
-    differentiable = True
-    uses_prompt = True
-    compares_with = "nothing"  # but the prompt
     fewest_frames = 2
     weights = "KwaiVGI/VideoReward; config and tokenizer of Qwen/Qwen2-VL-2B-Instruct; prompt_template.py"
     licence = "weights: Apache-2.0 (huggingface.co/KwaiVGI/VideoReward, Qwen2-VL-2B); question: MIT (VideoAlign)"
@@ -78,26 +75,14 @@ class VideoAlignReward(Reward):
         weights = weigh_parts(dict.fromkeys(PARTS, 1.0) if parts is None else parts)
         self.trained = read_trained(Path(checkpoint_dir) / "model_config.json")
         self.fps, self.frames = fps, frames if frames is not None else self.trained.frames
-        files = JudgeFiles(model_dir, prompt_file)
-        published = Published(open_state(newest_checkpoint(Path(checkpoint_dir))), self.trained.lora)
-        self.judge, self.head = load_judge(QUESTION, files, published, dtype, self._head)
+        files = JudgeFiles(model_dir, prompt_file, newest_checkpoint(Path(checkpoint_dir)), self.trained.lora)
+        outputs = self.trained.outputs
+        self.judge, self.head = load_judge(QUESTION, files, dtype, lambda width: nn.Linear(width, outputs, bias=False))
         if checkpointing:
             self.judge.recompute()
         for name, values in (("chosen", weights), ("mean", self.trained.mean), ("std", self.trained.std)):
             self.register_buffer(name, torch.tensor(values), persistent=False)
         self.digest = files.digest()
-
-    def _head(self, width: int) -> nn.Linear:
-        return nn.Linear(width, self.trained.outputs, bias=False)
-
-    def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
-        """The question about a clip of this prompt as `tokens` (L,); ValueError without one."""
-        if not prompt:
-            raise ValueError("reward 'video_align' compares a clip with its prompt, and there is none")
-        return {"tokens": self.judge.ask(prompt)}
-
-    def fingerprint(self) -> dict[str, object]:
-        return {"name": self.name, "question": self.digest}
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         with torch.autocast(video.device.type, enabled=False):
@@ -184,7 +169,11 @@ def read_trained(path: Path) -> Trained:
         data, model, peft = (content[f"{name}_config"] for name in ("data", "model", "peft_lora"))
         rank, frames = int(peft["lora_r"]), data.get("num_frames")
         factor = float(peft["lora_alpha"]) / (rank**0.5 if peft.get("use_rslora") else rank)
-        mean, std = read_norm(content.get("inference_config"))
+        mean, std = (0.0,) * len(PARTS), (1.0,) * len(PARTS)
+        if (norm := content.get("inference_config")) is not None:
+            mean, std = (tuple(float(norm[f"{part.upper()}_{of}"]) for part in PARTS) for of in ("mean", "std"))
+        if not all(value > 0 for value in std):
+            raise ValueError(f"deviations must be positive, {std}")
         trained = Trained(
             fps=float(data["fps"]),
             frames=None if frames is None else int(frames),
@@ -204,16 +193,6 @@ def read_trained(path: Path) -> Trained:
         if value != wanted:
             raise ValueError(f"{path}: {key} is {value!r}; only a model that was trained with {wanted!r} is known here")
     return trained
-
-
-def read_norm(norm: Mapping[str, float] | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation of each part by a model_config.json's inference_config."""
-    if norm is None:
-        return (0.0,) * len(PARTS), (1.0,) * len(PARTS)
-    mean, std = (tuple(float(norm[f"{part.upper()}_{of}"]) for part in PARTS) for of in ("mean", "std"))
-    if not all(value > 0 for value in std):
-        raise ValueError(f"deviations must be positive, {std}")
-    return mean, std
 
 
 def newest_checkpoint(folder: Path) -> Path:

@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, Validat
 
 import rewardfl
 from rewardfl.config import BY_CONTENT, FREE, IF_NAMED, MARKS, Alike, shown
-from rewardfl.files import atomic_directory, atomic_write, is_left_behind, sha256, temporary_path
+from rewardfl.files import atomic_directory, atomic_write, sha256, temporary_path
 
 
 class CheckpointError(ValueError):
@@ -148,9 +148,8 @@ NAMED_KEYS = frozenset(key for key, marks in MARKS.items() if IF_NAMED in marks)
 ALIKE = {key: mark.values for key, marks in MARKS.items() for mark in marks if isinstance(mark, Alike)}
 
 RUN_JSON = "run.json"
-# what only the holder of the lock writes, or did; and what other runs may be writing at this moment
-STRAYS = (f"{RUN_JSON}.tmp-*", "metrics.jsonl.tmp-*", "checkpoints/*.tmp-*")
-SHARED_STRAYS = ("samples/*/*.tmp-*", "cache/*/*/*.tmp-*")
+# what a killed process leaves where only the holder of the lock writes
+STRAYS = (f"{RUN_JSON}.tmp-*", "metrics.jsonl.tmp-*", "checkpoints/*.tmp-*", "samples/*/*.tmp-*")
 
 
 @dataclass(frozen=True)
@@ -216,10 +215,11 @@ def _clean(output_dir: Path) -> None:
     with writing(output_dir, "nothing was changed"):
         (output_dir / "checkpoints").mkdir(exist_ok=True)
         (output_dir / f"{RUN_JSON}.tmp-probe").write_bytes(b"x" * 4096)  # refused now, not after the weights are loaded
-        ours = [path for pattern in STRAYS for path in output_dir.glob(pattern)]
-        shared = [path for pattern in SHARED_STRAYS for path in output_dir.glob(pattern) if is_left_behind(path)]
-        for stray in ours + shared:
-            _remove(stray)
+        for stray in [path for pattern in STRAYS for path in output_dir.glob(pattern)]:
+            if stray.is_dir() and not stray.is_symlink():
+                shutil.rmtree(stray)
+            else:
+                stray.unlink(missing_ok=True)
 
 
 def _check_metrics(metrics: Path, folder: Path) -> None:
@@ -248,13 +248,6 @@ def load_metrics(folder: Path) -> str:
         ) from None
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def _holds_steps(output_dir: Path) -> bool:
     metrics = output_dir / "metrics.jsonl"
     return bool(_steps(output_dir)) or (metrics.is_file() and metrics.stat().st_size > 0)
@@ -263,6 +256,7 @@ def _holds_steps(output_dir: Path) -> bool:
 def _resumption(path: Path, config: dict[str, dict], base_model: Mapping[str, str]) -> Resumption:
     """How to go on from a complete checkpoint, whose run.json is beside the folder that it lies in."""
     earlier, changed = _changes(path.parent.parent, config, base_model)
+    load_metrics(path)  # refused now, not after the weights are loaded
     step = _Manifest.model_validate_json((path / MANIFEST).read_bytes()).step
     # what was changed after a checkpoint that is gone is in force from this one on
     earlier = [change | {"step": min(change["step"], step)} for change in earlier]

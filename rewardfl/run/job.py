@@ -257,8 +257,9 @@ class Job:
         first = state["state"][0]
         parts = {name: torch.zeros_like(flat.data) for name, value in first.items() if value.ndim}
         for i, parameter in enumerate(parameters):
+            inside, outside = _places(parameter) or (slice(0), slice(0))
             for name, part in parts.items():
-                _copy_part(parameter, state["state"][i][name], part)
+                part[outside] = state["state"][i][name].flatten()[inside].to(part.device)
         adam.state[flat] = {"step": first["step"].clone()} | parts
 
     def _adam(self) -> tuple[torch.optim.Optimizer, nn.Parameter]:
@@ -269,10 +270,9 @@ class Job:
 
     def _gather_part(self, parameter: nn.Parameter, vector: Tensor) -> Tensor:
         """What the vectors of all processes hold for `parameter`, of its shape, on the CPU."""
-        values, places = torch.zeros(parameter.numel(), dtype=vector.dtype, device=self.device), _places(parameter)
-        if places is not None:
-            inside, outside = places
-            values[inside] = vector[outside].to(values.device)
+        values = torch.zeros(parameter.numel(), dtype=vector.dtype, device=self.device)
+        if (places := _places(parameter)) is not None:
+            values[places[0]] = vector[places[1]].to(values.device)
         return self.accelerator.reduce(values, "sum").view_as(parameter).cpu()
 
 
@@ -283,14 +283,6 @@ def _places(parameter: nn.Parameter) -> tuple[slice, slice] | None:
         return None
     inside, outside = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
     return (slice(inside.start, inside.start + inside.numel), slice(outside.start, outside.start + outside.numel))
-
-
-def _copy_part(parameter: nn.Parameter, value: Tensor, vector: Tensor) -> None:
-    """Put this process's part of `value`, of the parameter's shape, into its place in the vector."""
-    places = _places(parameter)
-    if places is not None:
-        inside, outside = places
-        vector[outside] = value.flatten()[inside].to(vector.device)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -305,7 +297,11 @@ def make_accelerator(
     LaunchError when what runs is not what was asked for. DeepSpeed's configuration gets here what it would
     otherwise not get at all: a `gradient_clipping` of "auto" is 1.0, whatever `clip_grad_norm_` is told.
     """
-    check_environment(os.environ, _launcher())
+    try:  # accelerate leaves no other trace of a wish that it does not fulfil than the parent's command line
+        launcher = psutil.Process().parent().cmdline()
+    except (psutil.Error, AttributeError):  # gone, not ours, or there is none
+        launcher = []
+    check_environment(os.environ, launcher)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     handlers = [
         DistributedDataParallelKwargs(find_unused_parameters=unused_parameters, gradient_as_bucket_view=True),
@@ -408,11 +404,3 @@ def asked_processes(launcher: Sequence[str]) -> int:
         return int(options["num_processes"])
     file = Path(options.get("config_file", ""))
     return yaml.safe_load(file.read_text(encoding="utf-8")).get("num_processes", 1) if file.is_file() else 1
-
-
-def _launcher() -> list[str]:
-    """The parent process's command line: accelerate leaves no other trace of a wish that it does not fulfil."""
-    try:
-        return psutil.Process().parent().cmdline()
-    except (psutil.Error, AttributeError):  # gone, not ours, or there is none
-        return []

@@ -211,7 +211,9 @@ def _read_clip(
         video = example.reference.to(device)
         for row, key, reward in wanted:
             if store.get(key) is None:
-                store.put(key, _entry(reward.reference(video, row.prompt)))
+                reference = reward.reference(video, row.prompt)
+                usable = {"usable": torch.tensor(reference is not None)}
+                store.put(key, usable | {f"reference.{name}": value for name, value in (reference or {}).items()})
         kept = {"size": torch.tensor(example.size)} if example.image is None else {"image": example.image}
         store.put(clip, kept)
     height, width = kept["image"].shape[1:] if "image" in kept else kept["size"].tolist()
@@ -221,12 +223,6 @@ def _read_clip(
         else Found(row.line, f"{rewards[0].nothing_found} {row.reference}")
         for row in rows
     ]
-
-
-def _entry(reference: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    if reference is None:
-        return {"usable": torch.tensor(False)}
-    return {"usable": torch.tensor(True)} | {f"reference.{name}": value for name, value in reference.items()}
 
 
 def samples(

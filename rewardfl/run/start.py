@@ -170,26 +170,35 @@ class Rows:
     said: list[str]
 
 
-def look_at_rows(cfg: AnyConfig, job: Job, backbone: Backbone) -> Rows:
-    """Look at the headers of all clips, milliseconds for each.
+def look_at_rows(cfg: AnyConfig, job: Job, backbone: Backbone, rewards: Sequence[registry.Chosen] = ()) -> Rows:
+    """Look at the headers of all clips, milliseconds for each, and at what the rewards' classes need of a row.
+
+    rewards: of find_rewards.
 
     DataError lists every row that cannot be used, unless data.skip_bad_rows, and is raised where none is left.
     """
-    rows, said = _look_at(cfg, data.load_metadata(cfg.data.file_name), job, backbone)
+    rows, said = _look_at(cfg, data.load_metadata(cfg.data.file_name), job, backbone, rewards)
     held_out: list[data.Row] = []
     if isinstance(cfg, configuration.FlowGrpoConfig) and cfg.evaluation.eval_clips:
         others = data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips")
-        held_out, more = _look_at(cfg, others, job, backbone)
+        held_out, more = _look_at(cfg, others, job, backbone, rewards)
         said = [*said, *more, *checks.check_held_out(rows, held_out)]
     return Rows(rows, held_out, said)
 
 
 def _look_at(
-    cfg: AnyConfig, rows: Sequence[data.Row], job: Job, backbone: Backbone
+    cfg: AnyConfig, rows: Sequence[data.Row], job: Job, backbone: Backbone, rewards: Sequence[registry.Chosen] = ()
 ) -> tuple[list[data.Row], list[str]]:
     look = partial(data.look_at, num_frames=cfg.data.num_frames, fps=cfg.data.fps, takes_image=backbone.takes_image)
     looks = prepare.read_all(look, rows, job.share, job.gather_lists, "headers")
     problems = [(row.line, problem) for row, look in zip(rows, looks, strict=True) for problem in look.problems]
+    # of the others it depends on their settings: find_samples asks them
+    needs: dict[str, str] = {
+        reward.key: str(cls.compares_with)
+        for i, (reward, cls) in enumerate(rewards)
+        if (reward.weight > 0 or i == 0) and isinstance(cls.compares_with, str)
+    }
+    problems += [(row.line, lack) for row in rows if not row.problem for lack in _lacks(cfg, row, needs)]
     refused = {size: work.size_problem(cfg, backbone, size) for size in {row.size for row in rows}}
     problems += [(row.line, refused[row.size]) for row in rows if refused[row.size]]
     good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
@@ -414,13 +423,18 @@ def find_samples(
 
 def nothing_to_compare(cfg: AnyConfig, row: data.Row, terms: Sequence[Term]) -> list[str]:
     """What a trained reward, or the first one, needs of the row and does not find, in words."""
-    wanted = {term.key: term.reward.compares_with for term in terms if term.weight > 0 or term is terms[0]}
+    needs = {term.key: term.reward.compares_with for term in terms if term.weight > 0 or term is terms[0]}
+    return _lacks(cfg, row, needs)
+
+
+def _lacks(cfg: AnyConfig, row: data.Row, needs: dict[str, str]) -> list[str]:
+    """What the row lacks of the needs, {key of a reward: what it compares with}, in words."""
     if isinstance(cfg, configuration.FlowGrpoConfig) and "motion" in configuration.part_weights(cfg):
-        wanted["reward.motion_weight"] = "clip"
+        needs = needs | {"reward.motion_weight": "clip"}
     columns = {"clip": "video or reference_video", "picture": "video, reference_video or image"}
     return [
         f"{key} compares with a {what}, and the row names none ({columns[what]})"
-        for key, what in wanted.items()
+        for key, what in needs.items()
         if what not in row.offers
     ]
 
@@ -775,6 +789,10 @@ def save(
             checkpoint.save_checkpoint(cfg.run.output_dir, state["step"], write, state, score, keep_last, lines)
 
 
+def samples_folder(cfg: AnyConfig, step: int) -> Path:
+    return Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
+
+
 @torch.no_grad()
 def sample_videos(
     cfg: AnyConfig,
@@ -790,7 +808,7 @@ def sample_videos(
     generate: row -> (row, its video (3, F, H, W)), asked as often on every process; another row where this one's inputs
     are lost. A video that the disk does not take, or whose real clip cannot be read any more, is said and left out.
     """
-    folder = Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
+    folder = samples_folder(cfg, step)
     for wanted, mine in job.share.rounds(range(min(cfg.run.sample_videos, len(samples)))):
         row, video = generate(wanted)
         path = folder / f"{wanted:02d}.{'png' if video.shape[1] == 1 else 'mp4'}"
@@ -873,7 +891,7 @@ def close_run(cfg: AnyConfig, job: Job, interruption: Interruption, step: int, s
     """Close everything after the last step of this process group; the exit code. stopped: by train.early_stop, why."""
     job.accelerator.end_training()
     if interruption.number:
-        if cfg.run.sample_videos:
+        if cfg.run.sample_videos and step and not samples_folder(cfg, step).exists():
             job.say(f"note: {interruption.name} came before the sample videos of step {step}, which are left out")
         job.say(f"{interruption.name}: stopped after step {step}; the same command goes on from there")
         return interruption.exit_code

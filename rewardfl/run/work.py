@@ -12,15 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 from rewardfl import config as configuration
 from rewardfl import data, flow, groups, lora
 from rewardfl.backbones.seam import Adapter, Backbone, Schedule, Shape
 from rewardfl.config import AnyConfig, ConfigError, FlowGrpoConfig, RewardFlConfig
 from rewardfl.groups import Geometry
-from rewardfl.rewards.face.detect import FaceDetector
-from rewardfl.rewards.face.pack import pack_files
 from rewardfl.run import checks
 from rewardfl.weights.shards import Refused
 
@@ -343,14 +340,6 @@ class Sampling:
     times: int | None
 
 
-class TracedDetector(NamedTuple):
-    """A face detector that is run with gradient, `chunk` frames at a time."""
-
-    file: Path
-    det_size: int
-    chunk: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What a run does with each video that it trains on, from its noise to its share of an update, and with what.
@@ -377,7 +366,6 @@ class Work:
     saves: int | None = None  # its checkpoints
     clips: int | None = None
     reward_bytes: int = 0  # of the reward networks' weights, where they are on disk
-    traced: tuple[TracedDetector, ...] = ()  # of them, those that a gradient goes through
     processes: int = 1  # one for each GPU
     sharding: str = "none"  # none, zero2 or fsdp2, over the processes
 
@@ -405,15 +393,13 @@ def work_of(
     checks.check_sharding(cfg, sharding)
     trained = trained_experts(cfg, backbone.experts)
     adapter = Adapter(cfg.lora.lora_rank, tuple(lora_targets(cfg, backbone)))
-    traced = _traced_detectors(cfg)
     common = Work(
         video=Video(backbone, *largest_clip(cfg, backbone), cfg.data.num_frames, adapter),
         trained=trained,
         untrained=next((name for name in backbone.experts if name not in trained), None),
         steps=steps,
         clips=clips,
-        reward_bytes=_reward_bytes(cfg) + sum(detector.file.stat().st_size for detector in traced),
-        traced=traced,
+        reward_bytes=_reward_bytes(cfg),
         processes=processes,
         sharding=sharding,
         trained_placement=cfg.experts.trained,
@@ -521,45 +507,15 @@ def _evaluation(cfg: FlowGrpoConfig, backbone: Backbone, steps: int | None) -> S
     return Sampling(passes, num_steps, videos, None if due is None else 1 + due)  # one before the first epoch
 
 
-def _traced_detectors(cfg: AnyConfig) -> tuple[TracedDetector, ...]:
-    """The detectors of face_motion where it is trained by its gradient, as far as they are on disk.
-
-    ConfigError for a pack or a size that training would refuse.
-    """
-    if isinstance(cfg, FlowGrpoConfig):
-        return ()
-    found = []
-    for one in configuration.wanted_rewards(cfg):
-        if one.name != "face_motion" or one.weight == 0:
-            continue
-        det_size, chunk = one.settings.get("det_size", 640), one.settings.get("chunk", 8)
-        packs = [one.settings.get(name) for name in ("pack_dir", "second_pack_dir")]
-        for pack in packs:
-            if pack is not None and Path(pack).is_dir():
-                try:
-                    file = pack_files(pack)[0]
-                    FaceDetector(file, det_size)
-                except (OSError, ValueError) as error:
-                    raise ConfigError(f"{one.key}: {error}") from error
-                found.append(TracedDetector(file, det_size, chunk))
-    return tuple(found)
-
-
 def _reward_bytes(cfg: AnyConfig) -> int:
-    """Return the bytes of the weights that the rewards' settings name, as far as they are on disk.
-
-    Without face_motion's, of which only the detector is loaded.
-    """
-    wanted = [one.settings for one in configuration.wanted_rewards(cfg) if one.name != "face_motion"]
-    places = [value for settings in wanted for value in settings.values() if isinstance(value, str)]
-    return sum(_weight_bytes(Path(place)) for place in places if place and os.path.exists(place))
-
-
-def _weight_bytes(place: Path) -> int:
-    """Return the bytes of a file of weights, or of a folder's: of one format, where the same are there in several."""
-    files = [place] if place.is_file() else list(place.rglob("*"))
-    sizes = [sum(file.stat().st_size for file in files if file.suffix in suffixes) for suffixes in WEIGHTS]
-    return next((size for size in sizes if size), 0)
+    """Return the bytes of the weights that the rewards' settings name, each place once, as far as they are on disk."""
+    settings = [value for one in configuration.wanted_rewards(cfg) for value in one.settings.values()]
+    total = 0
+    for place in {Path(value) for value in settings if isinstance(value, str) and value and os.path.exists(value)}:
+        files = [place] if place.is_file() else list(place.rglob("*"))
+        sizes = [sum(file.stat().st_size for file in files if file.suffix in suffixes) for suffixes in WEIGHTS]
+        total += next((size for size in sizes if size), 0)  # of one format, where the same are there in several
+    return total
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -64,15 +64,10 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
         )
         pipe.register_modules(**dict(parts.named_children()))
     model.save_pipeline(pipe, out / "pipeline")
-    write_prompts(out)
-    log(f"written to {out}")
-
-
-def write_prompts(folder: Path) -> None:
-    """folder/train.txt, every prompt that pictures were drawn for, and folder/eval.txt, those of which none was."""
-    for name, held_out in (("train", False), ("eval", True)):
+    for name, held_out in (("train", False), ("eval", True)):  # what pictures were drawn for, and what none was
         prompts = [prompt for prompt in SCENES if is_held_out(prompt) == held_out]
-        (folder / f"{name}.txt").write_text("\n".join(prompts) + "\n")
+        (out / f"{name}.txt").write_text("\n".join(prompts) + "\n")
+    log(f"written to {out}")
 
 
 def measure(folder: Path, count: int, seed: int) -> dict[str, object]:

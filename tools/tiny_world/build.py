@@ -75,11 +75,7 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
     # -- the video autoencoder: frames first, then clips
     torch.manual_seed(seed)
     tiny_vae = vae.new_vae()
-    stage(
-        "vae_frames",
-        tiny_vae,
-        lambda m: vae.train_vae(m, True, plan.vae_frame_steps, 16, 4e-3, seed + 1, log),
-    )
+    stage("vae_frames", tiny_vae, lambda m: vae.train_vae(m, True, plan.vae_frame_steps, 16, 4e-3, seed + 1, log))
     stage("vae", tiny_vae, lambda m: vae.train_vae(m, False, plan.vae_clip_steps, 2, 8e-4, seed + 2, log))
     vae.set_latent_statistics(tiny_vae, seed + 3, plan.statistics_clips)
 

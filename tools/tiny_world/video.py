@@ -117,13 +117,6 @@ def sigma_ranges() -> dict[str, tuple[float, float]]:
     return {"high": (split, 1.0), "low": (0.0, split), "only": (0.0, 1.0)}
 
 
-def draw_sigmas(count: int, expert: str, generator: torch.Generator) -> Tensor:
-    """Sigmas as a shifted schedule visits them, in the expert's range."""
-    low, high = sigma_ranges()[expert]
-    s = low + (high - low) * torch.rand(count, generator=generator)
-    return SHIFT * s / (1 + (SHIFT - 1) * s)
-
-
 def network_input(x: Tensor, clean: Tensor, condition: Tensor | None, sigma: Tensor) -> tuple[Tensor, Tensor]:
     """(what the transformer is given, its timesteps): those of each token where the first latent frame is given."""
     if condition is not None:
@@ -159,6 +152,7 @@ def train_expert(
     )
     generator = torch.Generator().manual_seed(seed)
     start, running = time.time(), None
+    low, high = sigma_ranges()[name]
     for step in range(steps):
         rate = lr * min(1, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * step / steps)) + 1e-6
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -166,7 +160,8 @@ def train_expert(
         rows = torch.randint(0, len(clips.latents), (batch,), generator=generator)
         x0, text = clips.latents[rows].float(), clips.text[rows]
         condition = None if clips.condition is None else clips.condition[rows].float()
-        sigma = draw_sigmas(batch, name, generator)
+        s = low + (high - low) * torch.rand(batch, generator=generator)
+        sigma = SHIFT * s / (1 + (SHIFT - 1) * s)  # as a shifted schedule visits them
         noise = torch.randn(x0.shape, generator=generator)
         x = (1 - sigma.view(-1, 1, 1, 1, 1)) * x0 + sigma.view(-1, 1, 1, 1, 1) * noise
         with torch.autocast("cpu", torch.bfloat16):

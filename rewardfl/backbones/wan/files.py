@@ -265,7 +265,9 @@ def _check_two(experts: list[Checkpoint]) -> None:
     """Refused when two experts are one."""
     for high, low in zip(experts, experts[1:], strict=False):
         shared = {file.resolve() for file in high.files} & {file.resolve() for file in low.files}
-        if shared or _same_weights(high, low):
+        # two trainings never agree in the bytes of the first block's modulation
+        first = [one.tensors[_common_names(one)["blocks.0.scale_shift_table"]] for one in (high, low)]
+        if shared or torch.equal(*(merge.read_rows(entry, 0, 1) for entry in first)):
             raise Refused(
                 f"{high.path} and {low.path} are the same weights; Wan2.2 has a high-noise and a low-noise expert"
             )
@@ -332,15 +334,6 @@ def linear_layers(checkpoint: Checkpoint) -> list[str]:
     weights = {name: checkpoint.tensors[stored] for name, stored in _common_names(checkpoint).items()}
     suffix = ".weight"
     return [name.removesuffix(suffix) for name, w in weights.items() if name.endswith(suffix) and len(w.shape) == 2]
-
-
-def _same_weights(one: Checkpoint, other: Checkpoint) -> bool:
-    """Whether the experts' first block modulations are the same bytes: two trainings never agree in one."""
-    tables = [
-        merge.read_rows(checkpoint.tensors[_common_names(checkpoint)["blocks.0.scale_shift_table"]], 0, 1)
-        for checkpoint in (one, other)
-    ]
-    return torch.equal(*tables)
 
 
 def config_of(layout: Layout, part: str) -> dict[str, Any]:

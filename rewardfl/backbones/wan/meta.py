@@ -46,9 +46,6 @@ def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple
     if variant.clip:
         conditioning["clip"] = meta(1, CLIP_TOKENS, last["image_dim"], dtype=dtype)
     return OnMeta(
-        shape=shape,
-        video=(3, *video),
-        dtype=dtype,
         experts=experts,
         vae=vae,
         decoder=_decoder_on_meta(vae, dtype, whole),

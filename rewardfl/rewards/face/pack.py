@@ -108,9 +108,9 @@ def _nothing_usable(root: Path, found: dict[Path, dict[Path, str]]) -> str:
     )
 
 
-def _seen(root: Path, found: dict[Path, dict[Path, str]]) -> str:
+def _seen(root: Path, folders: dict[Path, dict[Path, str]]) -> str:
     """Return a clause for each network at or below root: what it is, and why it will not do."""
-    files = [file for folder in found.values() for file in folder]
+    files = [file for folder in folders.values() for file in folder]
     words = [f"{file.relative_to(root)} {describe_network(file)}" for file in files]
     others = sorted(file for file in root.rglob("*") if file.suffix in OTHER_FORMATS)
     words += [f"{file.relative_to(root)} is no .onnx file, and others are not read" for file in others[:MOST_NAMED]]
@@ -141,7 +141,7 @@ def _kind(inputs: list[list[int | None]], outputs: list[list[int | None]]) -> st
     if flat == [1, 16]:
         return "looks like BlazeFace: six landmarks, which are others than the five by which a face is cut out"
     if (flat in ([2, 4], [2, 4, 10]) and len(outputs[0]) == 2) or maps == [2, 4]:
-        return "looks like one of MTCNN's three networks: a cascade, of which each finds part of the answer"
+        return "looks like one of MTCNN's three networks, a cascade: each gives a part of the answer"
     if flat == [2, 4, 10]:
         return "looks like RetinaFace with other anchors than SCRFD's"
     if len(outputs) == 6:

@@ -105,7 +105,10 @@ def check(identity: FaceIdentity, video: Tensor) -> FaceParity:
         warnings.simplefilter("ignore", FutureWarning)  # insightface calls a deprecated method of skimage
         their_crop = norm_crop(their_frame, landmarks[same].numpy())
     crop_levels = (crop[0].flip(0).permute(1, 2, 0).cpu() + 1) * 127.5
-    distances = [_distance(*one, crop, their_crop, get_model) for one in _recognisers(identity)]
+    recognisers = [(identity.recogniser, identity.files[1])]
+    if identity.second is not None and identity.second_file is not None:
+        recognisers.append((identity.second, identity.second_file))
+    distances = [_distance(*one, crop, their_crop, get_model) for one in recognisers]
     result = FaceParity(
         code,
         box_error=(boxes[same] - box).abs().max().item(),
@@ -146,13 +149,6 @@ def _found_by_opencv(identity: FaceIdentity, frame: Tensor) -> tuple[Tensor, Ten
     found = torch.zeros(0, 15) if rows is None else torch.from_numpy(rows)
     boxes = torch.cat([found[:, :2], found[:, :2] + found[:, 2:4]], 1)
     return boxes / scale, found[:, 4:14].view(-1, 5, 2) / scale
-
-
-def _recognisers(identity: FaceIdentity) -> list[tuple[FaceRecogniser, Path]]:
-    first = [(identity.recogniser, identity.files[1])]
-    if identity.second is None or identity.second_file is None:
-        return first
-    return [*first, (identity.second, identity.second_file)]
 
 
 def _distance(

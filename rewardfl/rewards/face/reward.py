@@ -12,6 +12,7 @@ from torch import Tensor
 from rewardfl.config.schema import Cap, Count, DetectionSide, NonNegative
 from rewardfl.files import sha256
 from rewardfl.rewards.base import Reward, RewardOutput, by_sample, no_score
+from rewardfl.rewards.canaries import mean
 from rewardfl.rewards.face.identity import FaceIdentity, FaceScore
 from rewardfl.rewards.face.pack import PackFolder
 from rewardfl.rewards.face.track import MIN_MOTION
@@ -108,7 +109,8 @@ class FaceIdentityReward(Reward):
         faces = self.identity.scores(video, pools, jitter)
         columns = [reference[name].tolist() for name in NUMBERS]
         real = [dict(zip(NUMBERS, row, strict=True)) for row in zip(*columns, strict=True)]
-        caps = [self._cap(one["cap"]) for one in real]
+        of_all = 1.0 if self.cap == "none" else self.cap
+        caps = [one["cap"] if isinstance(of_all, str) else of_all for one in real]
         parts = {"cap": float(np.mean(caps)), "people": float(len(pools))}
         parts["coverage"] = float(np.mean([0.0 if face is None else face.coverage for face in faces]))
         parts |= self.measured(video, faces, reference)
@@ -119,11 +121,6 @@ class FaceIdentityReward(Reward):
         of_each = [mean.item() for mean in means]
         parts |= {"face_score": float(np.mean(of_each)), "worst_person": min(of_each)}
         return torch.stack([mean.clamp(max=cap) for mean, cap in zip(means, caps, strict=True)]).mean(), parts
-
-    def _cap(self, own: float) -> float:
-        """The cap of a person whose mean pairwise cosine in the real clip is `own`."""
-        named = {"self_similarity": own, "none": 1.0}
-        return named[self.cap] if isinstance(self.cap, str) else self.cap
 
     def measured(
         self, video: Tensor, faces: Sequence[FaceScore | None], reference: Mapping[str, Tensor]
@@ -140,13 +137,9 @@ def _motion(faces: Sequence[FaceScore | None], real: Sequence[Mapping[str, float
         nonrigid = ratio(0.0 if face is None else face.nonrigid, one["nonrigid"], MIN_MOTION)
         # fmin: a part that was not measured, NaN, leaves the other
         rows.append((speed, nonrigid, float(np.fmin(speed, nonrigid))))
+    measured = [[value for value in column if not math.isnan(value)] for column in zip(*rows, strict=True)]
     names = ("motion_speed", "motion_nonrigid", "motion")
-    return {name: _mean_of_known(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
-
-
-def _mean_of_known(values: Sequence[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
+    return {name: mean(values) for name, values in zip(names, measured, strict=True)}
 
 
 def ratio(made: float, real: float, least: float) -> float:

@@ -1,0 +1,10 @@
+"""Print pip constraints that pin every dependency of pyproject.toml to its lowest version: `make lowest`."""
+
+import re
+import tomllib
+from pathlib import Path
+
+project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+for line in [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]:
+    if bound := re.match(r"([\w-]+)>=([\w.]+)", line):
+        print("==".join(bound.groups()))
