@@ -107,6 +107,22 @@ def test_more_steps_come_to_the_data(kind, noise_level):
     assert errors[0] / errors[1] > 3.7 and errors[1] / errors[2] > 3.7 and errors[2] < 0.004
 
 
+def test_what_flows_first_steps_leave_falls_slowly():
+    """g has a pole at sigma 1: step k from there is off by a^2 / k in any schedule, and forgotten as n^(-a^2)."""
+    errors = [propagated("flow", 0.7, steps, 1.0)[1] / 0.4 - 1 for steps in (5000, 20000)]
+    assert 0 < errors[1] < errors[0] < 1e-3
+    assert errors[1] / errors[0] == pytest.approx(4 ** -(0.7**2), rel=0.1)
+
+
+@pytest.mark.parametrize(("noise_level", "low"), [(0.3, 0.028), (0.7, 0.148), (1.0, 0.293)])
+def test_cps_does_not_come_to_the_data(noise_level, low):
+    """It draws the same share of the noise anew at each of ever more steps: std ends low, at any number of them."""
+    errors = [1 - propagated("cps", noise_level, steps, 1.0)[1] / 0.4 for steps in (800, 3200, 12800)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] == pytest.approx(low, abs=2e-3) and errors[1] - errors[2] < 2e-3
+    assert propagated("cps", noise_level, 800, 1.0)[0] == pytest.approx(1.5, abs=1e-9)
+
+
 @pytest.mark.parametrize(
     ("kind", "step", "mean", "std", "score"),
     [
