@@ -182,7 +182,8 @@ def prepare_output_dir(
         _clean(output_dir)
     named = resume not in (False, "auto")
     found = _resumption(find_checkpoint(output_dir, resume), config, base_model) if named else Resumption()
-    if not _holds_steps(output_dir):
+    metrics = output_dir / "metrics.jsonl"
+    if not _steps(output_dir) and not (metrics.is_file() and metrics.stat().st_size > 0):
         return found
     if resume is False:
         raise CheckpointError(
@@ -192,7 +193,7 @@ def prepare_output_dir(
     _changes(output_dir, config, base_model)
     path = found.path if named else find_checkpoint(output_dir, resume)
     if path is not None:
-        _check_metrics(output_dir / "metrics.jsonl", path)
+        _check_metrics(metrics, path)
     if not named:
         found = _resumption(path, config, base_model) if path else Resumption()
     if not named and run_folder is not None:
@@ -248,11 +249,6 @@ def load_metrics(folder: Path) -> str:
         ) from None
 
 
-def _holds_steps(output_dir: Path) -> bool:
-    metrics = output_dir / "metrics.jsonl"
-    return bool(_steps(output_dir)) or (metrics.is_file() and metrics.stat().st_size > 0)
-
-
 def _resumption(path: Path, config: dict[str, dict], base_model: Mapping[str, str]) -> Resumption:
     """How to go on from a complete checkpoint, whose run.json is beside the folder that it lies in."""
     earlier, changed = _changes(path.parent.parent, config, base_model)
@@ -276,7 +272,11 @@ def _changes(
             f"({', '.join(other_keys[:5])}); resume with that version, or start a new run in another folder from the "
             f"adapter: lora.init_from={run_dir}/checkpoints/latest"
         )
-    free = _free_keys(old, new)
+    free = FREE_KEYS
+    if "cosine" in (old.get("train.lr_scheduler_type"), new.get("train.lr_scheduler_type")):
+        # the learning rate depends on how long the run is
+        by_epochs = None in (old.get("train.max_steps"), new.get("train.max_steps"))
+        free -= {"train.max_steps", *(["train.num_train_epochs"] if by_epochs else [])}
     differing = [
         {"key": key, "old": old.get(key), "new": new.get(key)}
         for key in sorted(old.keys() | new.keys())
@@ -288,14 +288,6 @@ def _changes(
     if refused:
         raise CheckpointError(_refusal(run_dir, refused))
     return [change.model_dump() for change in record.changes], differing
-
-
-def _free_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> frozenset[str]:
-    """FREE_KEYS, without those that say how long a run is where its learning rate depends on that."""
-    if "cosine" not in (old.get("train.lr_scheduler_type"), new.get("train.lr_scheduler_type")):
-        return FREE_KEYS
-    by_epochs = None in (old.get("train.max_steps"), new.get("train.max_steps"))
-    return FREE_KEYS - {"train.max_steps", *(["train.num_train_epochs"] if by_epochs else [])}
 
 
 def _refusal(run_dir: Path, refused: Sequence[Mapping[str, Any]]) -> str:

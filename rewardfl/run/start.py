@@ -342,11 +342,19 @@ def _load_state(
     state = checkpoint.load_state(folder)
     for key in sorted(state["content"].keys() | content.keys()):
         old, new = state["content"].get(key, {}), content.get(key, {})
-        words = _difference(old, new)
-        if words and key not in cfg.run.resume_with_changes:
-            raise checkpoint.CheckpointError(_changed_content(folder, key, words))
-        if words:
+        if list(old.items()) == list(new.items()):
+            continue
+        if key in cfg.run.resume_with_changes:
             changes.append({"key": key, "old": digest(old), "new": digest(new), "step": opened.step})
+            continue
+        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        listed = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        words = f"{len(names)} gone, new or of other content ({listed})" if names else "in another order"
+        named = f", or accept this with run.resume_with_changes=[{key}]" if key in checkpoint.NAMED_KEYS else ""
+        raise checkpoint.CheckpointError(
+            f"{folder} was trained with something else in {key}: {words}; put it back{named}, or start a new run in "
+            f"another run.output_dir from its adapter: lora.init_from={folder}"
+        )
     was, now = state.get("global_batch"), batches.get("global_batch")
     if was != now:
         raise checkpoint.CheckpointError(
@@ -360,22 +368,6 @@ def _load_state(
             "their order would change; set it back"
         )
     return state, changes
-
-
-def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """What is different in content, in words; empty when nothing is."""
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    if names:
-        return f"{len(names)} gone, new or of other content ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-    return "in another order" if list(old) != list(new) else ""
-
-
-def _changed_content(folder: Path, key: str, words: str) -> str:
-    named = f", or accept this with run.resume_with_changes=[{key}]" if key in checkpoint.NAMED_KEYS else ""
-    return (
-        f"{folder} was trained with something else in {key}: {words}; put it back{named}, or start a new run in "
-        f"another run.output_dir from its adapter: lora.init_from={folder}"
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -576,7 +568,12 @@ def load_experts(
         return expert
 
     if cfg.experts.untrained != "boundary_cache":  # which nothing will ask
-        probe = _probe_of(cfg, backbone, job, conditions, samples) if cfg.experts.untrained == "fp8" else None
+        probe = None
+        if cfg.experts.untrained == "fp8":
+            row, conditioning = conditions.readable(samples, 0, cfg.data.skip_bad_rows)
+            shape = conditions.shape_of(samples[row])
+            noise = groups.noise((1, *shape), groups.noise_seed(cfg.run.seed, 0, "8 bits"))
+            probe = rounding.Probe(backbone, work.schedule_of(cfg, backbone, shape), noise, conditioning, job.device)
         for name in outside:
             measures = probe is not None and job.main and name in probe.schedule.experts
             # loaded twice then: two in the host at once would take what is to be saved
@@ -596,15 +593,6 @@ def load_experts(
             expert.enable_gradient_checkpointing(offload.checkpointing(job.device, on_host, keep_attention))
         trained[name] = model_of[name] = expert
     return Experts(model_of, outside), trained
-
-
-def _probe_of(
-    cfg: AnyConfig, backbone: Backbone, job: Job, conditions: prepare.Conditions, samples: Sequence[prepare.Sample]
-) -> rounding.Probe:
-    row, conditioning = conditions.readable(samples, 0, cfg.data.skip_bad_rows)
-    shape = conditions.shape_of(samples[row])
-    noise = groups.noise((1, *shape), groups.noise_seed(cfg.run.seed, 0, "8 bits"), torch.device("cpu"))
-    return rounding.Probe(backbone, work.schedule_of(cfg, backbone, shape), noise, conditioning, job.device)
 
 
 def fill_adapters(model: Experts, trained: Mapping[str, nn.Module], backbone: Backbone, resumed: ResumedRun) -> None:
@@ -717,8 +705,12 @@ def open_log(cfg: AnyConfig, job: Job, folder: checkpoint.RunFolder, resumed: Re
     metrics = checkpoint.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl", before)
     if opened.path is not None:
         job.say(f"resuming from {opened.path} at step {opened.step}")
-    for note in notes_on_changes(cfg.run.resume_with_changes, resumed.changes):
-        job.say(note)
+    for change in resumed.changes:
+        job.say(f"changed at step {change['step']}: {checkpoint.listing([change])}")
+    changed = {change["key"] for change in resumed.changes}
+    for key in cfg.run.resume_with_changes:
+        if key not in changed:
+            job.say(f"note: run.resume_with_changes names {key}, which has not changed")
 
     def begin() -> None:
         folder.check_present()
@@ -740,14 +732,6 @@ def open_log(cfg: AnyConfig, job: Job, folder: checkpoint.RunFolder, resumed: Re
     job.by_main(begin, checkpoint.CheckpointError)
     start_tracker(cfg, job, opened.step)
     return Log(cfg, job, folder, metrics, steps, resumed.state.get("skipped_in_a_row", 0))
-
-
-def notes_on_changes(named: Sequence[str], changes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is said of run.resume_with_changes when a run starts."""
-    known = {change["key"] for change in changes}
-    return [f"changed at step {change['step']}: {checkpoint.listing([change])}" for change in changes] + [
-        f"note: run.resume_with_changes names {key}, which has not changed" for key in named if key not in known
-    ]
 
 
 def state_of(job: Job, learner: Learner, resumed: ResumedRun, log: Log, step: int) -> dict[str, Any]:
