@@ -530,7 +530,7 @@ RESOLVED_BY = {
     "coupling": "resolved_coupling",
     "train_batch_size": "check_batch",
     **dict.fromkeys(("coverage_weight", "motion_weight"), "part_weights"),
-    **dict.fromkeys(("name", "settings", "others", "cap", "recogniser_chunk"), "wanted_rewards"),
+    **dict.fromkeys(("name", "settings", "others", "cap", "recogniser_chunk", "second_model_path"), "wanted_rewards"),
     **dict.fromkeys(("reward_weight", "reward_mean", "reward_std"), "wanted_rewards"),
 }
 # Fields that are only ever checked: one value is allowed.
