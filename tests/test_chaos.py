@@ -251,7 +251,7 @@ def test_a_reward_that_draws_numbers_goes_on_with_the_same(start, monkeypatch, c
     (tmp_path / "noisy.py").write_text(NOISY)
     settings = [
         *(FAST if start is call else GRPO_FAST), "run.sample_videos=0", "run.save_steps=1",
-        f"reward.name={tmp_path / 'noisy.py'}:Noisy", "reward.reward_model_path=null",
+        "--trust-code", f"reward.name={tmp_path / 'noisy.py'}:Noisy", "reward.reward_model_path=null",
         "reward.held_out_model_path=null", "train.max_steps=2", f"run.output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     assert start(monkeypatch, capsys, *settings)[0] == 0
@@ -436,8 +436,8 @@ def hit(tmp_path, how, *settings):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD.replace("HIT", how))
     run = launch(
-        f"run.output_dir={tmp_path / 'run'}", f"reward.name={reward}:Hit", "reward.reward_model_path=null",
-        "reward.held_out_model_path=null", "train.max_steps=100", *settings, processes=2, check=False,
+        f"run.output_dir={tmp_path / 'run'}", f"reward.name={reward}:Hit", "--trust-code",
+        "reward.reward_model_path=null", "reward.held_out_model_path=null", "train.max_steps=100", *settings, processes=2, check=False,
     )  # fmt: skip
     return run, float((tmp_path / "hit").read_text())
 

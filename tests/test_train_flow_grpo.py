@@ -109,8 +109,8 @@ def test_other_clips_are_evaluated_only_when_that_is_said(straight, monkeypatch,
 )
 def test_a_sample_that_cannot_be_judged_leaves_its_group(tmp_path, reward, failed, said):
     run = launch_grpo(
-        f"run.output_dir={tmp_path}", f"reward.name={REWARDS}:{reward}", "train.max_steps=1", "grpo.groups=1",
-        "grpo.group_size=4",
+        f"run.output_dir={tmp_path}", f"reward.name={REWARDS}:{reward}", "--trust-code", "train.max_steps=1",
+        "grpo.groups=1", "grpo.group_size=4",
     )  # fmt: skip
     (line,) = metrics(tmp_path)
     assert line["reward/valid_fraction"] == 0.5 and line["reward/failed"] == failed and line["grad_norm"] > 0
@@ -121,7 +121,7 @@ def test_a_reward_that_does_not_answer_in_time(tmp_path):
     """The run trains on its other reward's groups no more than on this one's: nothing hangs, also not at the end."""
     run = launch_grpo(
         f"run.output_dir={tmp_path}", "train.max_steps=1", "reward.reward_timeout=0.5",
-        f"reward.others={json.dumps({'slow': {'name': f'{REWARDS}:Hangs', 'weight': 0}})}",
+        "--trust-code", f"reward.others={json.dumps({'slow': {'name': f'{REWARDS}:Hangs', 'weight': 0}})}",
     )  # fmt: skip
     (line,) = metrics(tmp_path)
     assert line["reward/valid_fraction"] == 1 and line["reward/failed"] == 1 and line["grad_norm"] > 0
@@ -129,7 +129,7 @@ def test_a_reward_that_does_not_answer_in_time(tmp_path):
 
 
 def test_a_reward_that_never_works_stops_the_run(monkeypatch, capsys, tmp_path):
-    settings = [f"run.output_dir={tmp_path}", f"reward.name={REWARDS}:Broken"]
+    settings = [f"run.output_dir={tmp_path}", f"reward.name={REWARDS}:Broken", "--trust-code"]
     code, _, error = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
     assert code == 2 and "not one sample of the epoch could be judged; reward.name (Broken): 0 of 4" in error
     assert "; the first problem: KeyError: 'nobody'" in error

@@ -229,7 +229,8 @@ def test_what_is_only_measured_may_fail(monkeypatch, capsys, tmp_path):
 
 
 def test_updates_without_a_valid_sample_are_counted_and_stop_the_run(monkeypatch, capsys, tmp_path):
-    settings = [*FAST, f"run.output_dir={tmp_path}", *ONE_STEP, f"reward.name={OWN}:Never", "train.max_steps=4"]
+    settings = [*FAST, *ONE_STEP, "--trust-code", f"reward.name={OWN}:Never", "train.max_steps=4"]
+    settings.append(f"run.output_dir={tmp_path}")
     code, out, error = call(monkeypatch, capsys, *settings, "train.max_nonfinite=1", "run.save_steps=1")
     assert code == 2
     assert error.splitlines()[-1].startswith(
@@ -245,7 +246,7 @@ def test_updates_without_a_valid_sample_are_counted_and_stop_the_run(monkeypatch
 
 def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, capsys, tmp_path):
     """In the first epoch of a start at once; later it goes on for as many as train.max_nonfinite."""
-    settings = [*GRPO_FAST, "run.sample_videos=0", "train.max_steps=4"]
+    settings = [*GRPO_FAST, "--trust-code", "run.sample_videos=0", "train.max_steps=4"]
     code, _, error = call_grpo(
         monkeypatch, capsys, *settings, f"run.output_dir={tmp_path / 'never'}", f"reward.name={OWN}:Never"
     )
