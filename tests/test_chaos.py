@@ -436,8 +436,8 @@ def hit(tmp_path, how, *settings):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD.replace("HIT", how))
     run = launch(
-        f"run.output_dir={tmp_path / 'run'}", f"reward.name={reward}:Hit", "--trust-code",
-        "reward.reward_model_path=null", "reward.held_out_model_path=null", "train.max_steps=100", *settings, processes=2, check=False,
+        f"run.output_dir={tmp_path / 'run'}", f"reward.name={reward}:Hit", "--trust-code", "train.max_steps=100",
+        "reward.reward_model_path=null", "reward.held_out_model_path=null", *settings, processes=2, check=False,
     )  # fmt: skip
     return run, float((tmp_path / "hit").read_text())
 
