@@ -316,7 +316,7 @@ def untrained(folder_of, tmp_path_factory):
     run = tmp_path_factory.mktemp("untrained")
     launch_grpo(*settings("sd3", folder_of("sd3")), "train.max_steps=1", f"run.output_dir={run}")
     (run / "own.py").write_text(OWN_REWARD)
-    (run / "sizes.csv").write_text("prompt,height,width\na ball,,\na ball,36,32\na ball,32,\n,,\n")
+    (run / "sizes.csv").write_text("prompt,height,width\na ball,,\na ball,36,32\na ball,32,\n,32,32\n")
     (run / "clip.csv").write_text("prompt,video\na ball,gone.mp4\n")
     return run
 
