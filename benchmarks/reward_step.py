@@ -212,7 +212,7 @@ def new_expert(
     made = files.config_of(backbone.layout, backbone.variant.parts[name])
     expert: WanTransformer3DModel = wan.new_expert(made, DTYPES[cfg.model.dtype], made["num_layers"], None)
     where = cfg.experts.untrained if checkpointed is None else cfg.experts.trained
-    home = torch.device("cpu") if where in config.SWAPPED else device
+    home = torch.device("cpu") if where == "cpu_swap" else device
     fill(expert, device, home, cfg.run.seed)
     expert.rope = WanRotaryPosEmbed(made["attention_head_dim"], made["patch_size"], made["rope_max_seq_len"]).to(home)
     if checkpointed is not None:
