@@ -262,7 +262,9 @@ def test_a_report_replaces_an_earlier_report_alone(world, place, tool):
     for content in ("notes", "{}", '{"tool": 3}', "[" * 100000):
         report.write_text(content)
         line = refused(tool, world, place, "--out", place / "out.safetensors", "--json", report)
-        assert str(report) in line and "--force" in line
+        assert str(report) in line and "move it away" in line
+        refused(tool, world, place, "--out", place / "out.safetensors", "--json", report, "--force")
+    report.unlink()
     call(tool, world, "--out", place / "out.safetensors", "--json", report, "--force")
     first = report.read_bytes()
     assert json.loads(first)["tool"] == f"rewardfl {tool} 1"

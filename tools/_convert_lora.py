@@ -38,9 +38,9 @@ NAMES = {
 
 def run(args: argparse.Namespace) -> None:
     """Rewriting a LoRA in other names. Refused with nothing written."""
-    output = Output.of(args, TOOL)
+    output = Output(args.out, args.json, args.force, TOOL)
     loras = lora_files.read_lora(args.lora, args.alpha)
-    _output.check(output, [args.lora, *(path for lora in loras for path in lora.files)])
+    output.check([args.lora, *(path for lora in loras for path in lora.files)])
     if output.is_file and len(loras) > 1:
         raise Refused(f"{args.lora} holds both experts; give a folder as --out, it gets a file for each")
     if not output.is_file and any(lora.expert is None and is_wan(lora) for lora in loras):
@@ -62,17 +62,17 @@ def run(args: argparse.Namespace) -> None:
             print(_common.one_line(line))
             if arrived.relative_error > 0.01:
                 print(f"WARNING: {args.dtype} loses part of the update; use --dtype fp32")
-    _output.clear_strays(output, args.dry_run)
+    output.clear_strays(args.dry_run)
     _output.check_space(args.out, sum(value.nbytes for _, state, _ in states for value in state.values()))
     if args.dry_run:
         print("dry run: nothing written")
-        _output.write_report(output, report)
+        output.write_report(report)
         return
     if output.is_file:
         ((_, state, metadata),) = states
-        _output.write_file(output, parts_of(state), metadata, lambda count: None)
+        output.write_file(parts_of(state), metadata, lambda count: None)
     else:
-        with _output.folder(output) as folder:
+        with output.folder() as folder:
             for lora, state, metadata in states:
                 place = folder / file_name(args, lora)
                 place.parent.mkdir(exist_ok=True)
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
         verify(loras, lora_files.read_lora(args.out), DTYPES[args.dtype])
         print("verified: read back, every update equals the input's")
     print(_common.one_line(f"written: {args.out}"))
-    _output.write_report(output, report)
+    output.write_report(report)
 
 
 def is_wan(lora: Lora) -> bool:

@@ -38,7 +38,7 @@ class Given:
 
 def run(args: argparse.Namespace) -> None:
     """Merging LoRAs into a checkpoint. Refused with nothing written."""
-    output = Output.of(args, TOOL)
+    output = Output(args.out, args.json, args.force, TOOL)
     given = [read(text, args.alpha) for text in args.lora]
     layouts = (layout for layout in LAYOUTS if all((args.base / folder).is_dir() for folder in layout.values()))
     layout = next(layouts, None)
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     config = args.base / "config.json" if args.base.is_dir() else args.base.with_name("config.json")
     read_files = [file for base in bases.values() for file in base.files]
     read_files += [file for one in given for file in (one.path, *(f for lora in one.loras for f in lora.files))]
-    _output.check(output, [args.base, config, *read_files])
+    output.check([args.base, config, *read_files])
     routed = route(given, list(bases))
     plans = {
         expert: _merging.plan_merge(bases[expert], loras, args.dtype, args.rename)
@@ -231,17 +231,17 @@ def write(
 ) -> None:
     """Write and verify the output, or with --dry-run say what would be. rest: a pipeline's other files."""
     tensors = sum(part.nbytes for plan in plans.values() for part in plan.parts)
-    device = _output.existing_parent(args.out).stat().st_dev
+    device = _output.existing(args.out.parent).stat().st_dev
     # weights on the output's file system become links
     copies = [file.stat() for file, _ in rest if file.suffix not in WEIGHTS or file.stat().st_dev != device]
     total = tensors + sum(one.st_size for one in copies)
-    _output.clear_strays(output, args.dry_run)
+    output.clear_strays(args.dry_run)
     _output.check_space(args.out, total)
     if args.dry_run:
         for expert, plan in plans.items():
             warn_of_loss(expert, _merging.estimate_kept(plan), plan, report)
         print(f"dry run: nothing written; {_common.gigabytes(total)} would be")
-        _output.write_report(output, report)
+        output.write_report(report)
         return
     metadata = {"format": "pt", "rewardfl": TOOL}
     metadata |= {f"rewardfl_{key}": value for key, value in report["record"].items()}
@@ -250,7 +250,7 @@ def write(
     else:
         (plan,) = plans.values()
         with _common.progress_bar(plan.parts, str(args.out)) as bar:
-            _output.write_model(output, plan.parts, metadata, args.max_shard_size, bar.update, config)
+            output.write_model(plan.parts, metadata, args.max_shard_size, bar.update, config)
     for expert, plan in plans.items():
         if plan.merged:
             warn_of_loss(expert, plan.kept, plan, report)
@@ -261,7 +261,7 @@ def write(
                 _merging.verify(plan, shards.open_checkpoint(place), bar.update)
         print("verified: copies are equal byte by byte, merged rows equal base + LoRA")
     print(_common.one_line(f"written: {args.out}"))
-    _output.write_report(output, report)
+    output.write_report(report)
 
 
 def write_pipeline(
@@ -276,7 +276,7 @@ def write_pipeline(
     A link shares its content with the base, so what people edit (configurations, tokenizer) must be a copy. Weights
     become copies too where the disk has no links.
     """
-    with _output.folder(output) as folder:
+    with output.folder() as folder:
         copies = [(source, place) for source, place in rest if not linked(source, folder / place)]
         nbytes = sum(part.nbytes for plan in plans.values() for part in plan.parts)
         _output.check_space(args.out, nbytes + sum(source.stat().st_size for source, _ in copies))

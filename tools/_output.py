@@ -2,15 +2,13 @@
 
 One rule holds for all: a tool replaces only what it can prove that it wrote, and never its own input. The proof:
 
-- A folder (Folder, and the folders of those that merge) holds MANIFEST, which lists each file with its size and hash.
-- A file (File) ends with a line that names the tool and the hash of what stands above it; a merged .safetensors file
-  names the tool in its metadata.
+- A folder (Folder) holds MANIFEST, which lists each file with its size and hash.
+- A file (File) ends with a line that names the tool and the hash of what stands above it. A .safetensors file names
+  the tool in its metadata, and a report in JSON under the key `tool`.
 
-What was edited since has another hash, so it is the user's.
+What was edited since has another hash, so it is the user's. Those that merge write one of these whole (Output).
 """
 
-import argparse
-import errno
 import fcntl
 import hashlib
 import json
@@ -18,14 +16,15 @@ import os
 import platform
 import re
 import shutil
-import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+from pydantic import BaseModel, ValidationError
 
 from rewardfl.files import atomic_directory, atomic_write, fsync, sha256
 from rewardfl.weights import shards
@@ -33,53 +32,13 @@ from rewardfl.weights.shards import Refused
 from rewardfl_tools import _common, _writing
 from rewardfl_tools._writing import Part
 
-MANIFEST = "rewardfl_manifest.json"  # in an output folder: the tool, its folders and its files
+MANIFEST = "rewardfl_manifest.json"  # in an output folder: the tool and its files
 LOCK = "rewardfl.lock"  # in an output folder that is filled bit by bit; whoever fills it holds this file's lock
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a network disk that is mounted without them
 HASHED_BYTES = 16 << 20  # larger files are known by their size and time: hashing them would take as long as writing
 LARGEST = 4 << 30  # bytes of a file that a tool writes whole
 SECONDS_APART = 60  # by which the clocks of this host and of the disk's host may differ
-
-
-@dataclass(frozen=True)
-class Output:
-    """What the command line says of the output; tool: the name and version that the output will carry."""
-
-    path: Path
-    report: Path | None
-    force: bool
-    tool: str
-
-    @staticmethod
-    def of(args: argparse.Namespace, tool: str) -> "Output":
-        return Output(args.out, args.json, args.force, tool)
-
-    @property
-    def is_file(self) -> bool:
-        """A .safetensors file; else a folder."""
-        return self.path.suffix == ".safetensors"
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Checks, before anything is written
-
-
-def check(output: Output, inputs: list[Path]) -> None:
-    """Refused when the output or the report would overwrite, hold or enter an input, or anything that is not ours.
-
-    inputs: files and folders that are read. With --force an output is replaced that this tool wrote and that holds
-    nothing else, nor anything that was edited since.
-    """
-    if output.path.name in ("", ".."):
-        raise Refused(f"--out {output.path} has no name of its own; write the folder's name")
-    check_inputs("--out", output.path, inputs)
-    _check_parent("--out", output.path)
-    check_replaceable(output)
-    index = output.path.with_name(f"{output.path.name}.index.json")
-    if output.is_file and index.exists():
-        raise Refused(f"{index} is in the way: loaders would take its shards and ignore {output.path.name}; delete it")
-    if output.report:
-        _check_report(output, output.report, inputs)
+TEMPORARY = re.compile(r"(.+)\.tmp-(.+)-(\d{1,9})(?:-old)?")  # its target, host and process, as files.py names it
+WAY_OUT = "move it away, or give another name"
 
 
 def check_inputs(option: str, path: Path, inputs: Iterable[Path]) -> None:
@@ -87,111 +46,6 @@ def check_inputs(option: str, path: Path, inputs: Iterable[Path]) -> None:
     for source in inputs:
         if _holds(source, path) or _holds(path, source):
             raise Refused(f"{option} {path} is, holds or lies in the input {source}; write to another place")
-
-
-def check_replaceable(output: Output) -> None:
-    """Refused unless the output's place is free, or holds with --force nothing but an earlier output of this tool."""
-    path = output.path
-    if path.is_symlink():
-        raise Refused(f"--out {path} is a link to {os.readlink(path)}; give the place itself, or another name")
-    if not path.exists():
-        for stray, why in strays(path):
-            if stray.name.endswith("-old") and why is None:
-                raise Refused(
-                    f"{stray} is the earlier --out {path}, which a killed run had moved aside; rename it to "
-                    f"{path.name}, or delete it"
-                )
-        return
-    if output.is_file and path.is_dir():
-        raise Refused(f"--out {path} is a folder")
-    if not output.is_file and not path.is_dir():
-        raise Refused(f"--out {path} is there, and no folder; name a folder or a .safetensors file")
-    if not output.force:
-        raise Refused(f"--out {path} exists; give another name, or --force to replace it")
-    if why := _foreign_file(path, output.tool) if output.is_file else _foreign_folder(path, output.tool):
-        raise Refused(f"--out {path} {why}; --force replaces nothing else. Move it away, or give another name")
-
-
-def _foreign_file(path: Path, tool: str) -> str | None:
-    """Why the file is not one that this tool wrote; None when it is."""
-    try:
-        written_by = shards.read_header(path)[1].get("rewardfl", "nobody")
-    except Refused as error:
-        return f"is not an output of this tool ({error})"
-    return None if _same_tool(written_by, tool) else f"is not an output of this tool: its metadata names {written_by}"
-
-
-def _foreign_folder(path: Path, tool: str) -> str | None:
-    """What in the folder this tool did not write, or the user has changed since; None when it is all ours.
-
-    What is missing is no reason: nothing of it can be lost. Nor is the temporary of a killed run.
-    """
-    manifest = _read_manifest(path / MANIFEST)
-    if manifest is None or not _same_tool(manifest["tool"], tool):
-        return f"is not an output of this tool: it has no {MANIFEST} that says so"
-
-    def stop(error: OSError) -> None:
-        raise error
-
-    for place, folders, names in os.walk(path, onerror=stop):
-        for name in [*folders, *names]:
-            child = Path(place, name)
-            known, mode = child.relative_to(path).as_posix(), child.lstat().st_mode
-            if known == MANIFEST:
-                continue
-            if _owner(child) and _why_kept(child) is None:
-                if name in folders:
-                    folders.remove(name)
-            elif stat.S_ISDIR(mode):
-                if known not in manifest["folders"]:
-                    return f"holds {known}, which this tool did not write"
-            elif not stat.S_ISREG(mode) or known not in manifest["files"]:
-                return f"holds {known}, which this tool did not write"
-            elif _fingerprint(child, manifest["files"][known]) != manifest["files"][known]:
-                return f"holds {known}, which was changed since it was written"
-    return None
-
-
-def _read_manifest(path: Path) -> dict | None:
-    """{"tool": ..., "folders": [...], "files": {...}}; None when there is no such file."""
-    if path.is_symlink() or not path.is_file() or path.stat().st_size > HASHED_BYTES:
-        return None
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return None
-    kinds = {"tool": str, "folders": list, "files": dict}
-    fits = isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in kinds.items())
-    return found if fits else None
-
-
-def _same_tool(one: str, other: str) -> bool:
-    """Whether the names agree; versions may differ."""
-    return one.rpartition(" ")[0] == other.rpartition(" ")[0]
-
-
-def _check_report(output: Output, path: Path, inputs: list[Path]) -> None:
-    """Refused when --json would harm the base or the output, or, without --force, a file that is no earlier report."""
-    for other in (*inputs, output.path):
-        if _holds(other, path) or _holds(path, other):
-            raise Refused(f"--json {path} is, holds or lies in {other}; write it to another place")
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise Refused(f"--json {path} is a link, a folder or a device; give the name of a file")
-    if not path.parent.is_dir():
-        raise Refused(f"--json {path}: there is no folder {path.parent}; make it, or write to another place")
-    _check_parent("--json", path)
-    if path.exists() and not output.force and not _is_report(path):
-        raise Refused(f"--json {path} exists and is no earlier report; give another name, or --force to replace it")
-
-
-def _is_report(path: Path) -> bool:
-    if path.stat().st_size > HASHED_BYTES:
-        return False
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and str(found.get("tool")).startswith("rewardfl ")
 
 
 def _holds(outer: Path, inner: Path) -> bool:
@@ -204,27 +58,62 @@ def _holds(outer: Path, inner: Path) -> bool:
 
 
 def _check_parent(option: str, path: Path) -> None:
-    """Refused when the folder that `path` goes into cannot be made or written."""
-    folder = existing_parent(path)
+    """Raise Refused when the folder that `path` goes into cannot be made or written."""
+    folder = existing(path.parent)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise Refused(f"{option} {path}: {folder} is no folder that can be written; give another place")
 
 
-def existing_parent(path: Path) -> Path:
-    """The nearest of the path's parents that is there, perhaps as a link to nothing."""
-    return next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+def existing(path: Path) -> Path:
+    """Return the path or the nearest of its parents that is there, perhaps as a link to nothing."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if os.path.lexists(place))
 
 
 def check_space(out: Path, nbytes: int) -> None:
-    """Refused when the disk has no room for the output next to what is there."""
-    free = shutil.disk_usage(existing_parent(out)).free
+    """Raise Refused when the disk has no room for the output next to what is there."""
+    free = shutil.disk_usage(existing(out.parent)).free
     if nbytes > free:
         needed = f"{_common.gigabytes(nbytes)}, the disk has {_common.gigabytes(free)} free"
         raise Refused(f"--out {out} needs {needed}")
 
 
-# ------------------------------------------------------------------------------------------------------------
-# One file, and a folder that is filled bit by bit
+class Listing(BaseModel):
+    """What a manifest holds. A report has the first alone: its `files` are others."""
+
+    tool: str
+    files: dict[str, Any] = {}
+
+
+def _listing(path: Path, tool: str) -> Listing | None:
+    """Return the listing in a JSON file of this tool, of any version; None for anything else."""
+    try:
+        found = Listing.model_validate_json(_content(path, HASHED_BYTES))
+    except ValidationError:
+        return None
+    return found if _same_tool(found.tool, tool) else None
+
+
+def _same_tool(one: str, other: str) -> bool:
+    return one.split(" ")[:2] == other.split(" ")[:2]  # the third word is the version
+
+
+def _content(path: Path, most: int) -> bytes:
+    """Return the content of a file; none of a link, a device and a file of more bytes."""
+    regular = path.is_file() and not path.is_symlink()
+    return path.read_bytes() if regular and path.stat().st_size <= most else b""
+
+
+def _fingerprint(path: Path, known: dict | None = None) -> dict[str, object]:
+    """Return what shows whether a file is still the one that was written. known: a manifest's entry to compare with."""
+    status = path.lstat()
+    if known is not None and (not isinstance(known, dict) or known.get("bytes") != status.st_size):
+        return {"bytes": status.st_size}
+    if status.st_size <= HASHED_BYTES:
+        return {"bytes": status.st_size, "sha256": sha256(path)}
+    if known is None:
+        fsync(path)  # a network disk may set the time when it stores the content
+    return {"bytes": status.st_size, "mtime_ns": path.lstat().st_mtime_ns}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +123,7 @@ class File:
     option: str
     path: Path
     tool: str
-    inputs: tuple[Path, ...]
+    inputs: tuple[Path, ...] = ()
 
     def check(self) -> None:
         """Raise Refused unless the place is free or holds what this tool wrote, and is no input."""
@@ -244,7 +133,7 @@ class File:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise Refused(f"{name} is a link, a folder or a device; give the name of a file")
         if path.exists() and not self._is_own():
-            raise Refused(f"{name} is not a file as this tool wrote it; move it away, or give another name")
+            raise Refused(f"{name} is not a file as this tool wrote it; {WAY_OUT}")
 
     def write(self, content: bytes) -> None:
         """Write the content with its proof. Raise Refused as `check` does, and for a disk that does not take it."""
@@ -259,17 +148,22 @@ class File:
             raise Refused(f"{self.option} {self.path} cannot be written ({words}); write to another place") from error
 
     def _proof(self, content: bytes) -> bytes:
-        """A last line, which readers of HTML, SVG, PDF, NPY and pictures pass over."""
+        """Return a last line, which readers of HTML, SVG, PDF, NPY and pictures pass over."""
         return f"\n<!-- {self.tool} sha256 {hashlib.sha256(content).hexdigest()} -->\n".encode()
 
     def _is_own(self) -> bool:
-        content = self.path.read_bytes() if self.path.stat().st_size < LARGEST else b""
-        return content.endswith(self._proof(content[: -len(self._proof(b""))]))
+        if self.path.suffix == ".safetensors":
+            try:
+                return _same_tool(shards.read_header(self.path)[1].get("rewardfl", ""), self.tool)
+            except Refused:
+                return False
+        content = _content(self.path, LARGEST)
+        return content.endswith(self._proof(content[: -len(self._proof(b""))])) or bool(_listing(self.path, self.tool))
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that a tool fills bit by bit, perhaps in several runs. Files that it did not write stay as they are.
+    """A folder of a tool, perhaps filled in several runs. Files that the tool did not write stay as they are.
 
     The manifest lists a file before it is written, without a hash, and later with it.
     """
@@ -280,18 +174,41 @@ class Folder:
     def check(self, names: Iterable[str]) -> None:
         """Raise Refused when a file is in the way of these, names below the folder."""
         if self.path.exists() and not self.path.is_dir():
-            raise Refused(f"--out {self.path} is a file; give the name of a folder")
+            raise Refused(f"--out {self.path} is no folder; give the name of a folder")
         _check_parent("--out", self.path / MANIFEST)
-        listed = self.listed()
-        for name in names:
-            file = self.path / name
-            places = [place for place in file.parents if place != self.path and place.is_relative_to(self.path)]
-            blocked = [place for place in places if place.is_symlink() or place.is_file()]
-            blocked += [file] if os.path.lexists(file) and not blocked else []
-            if blocked and not (name in listed and self._is_own(name, listed[name])):
+        listed, folder = self.listed(), self.path.absolute()
+        for name in names if folder.exists() else ():
+            place = existing(folder / name)
+            is_above = place.is_dir() and place != folder / name and self._is_inside(place.relative_to(folder))
+            if not is_above and not self._is_own(name, listed):
                 raise Refused(
-                    f"{blocked[0]} is in the way: it is not as this tool wrote it; move it away, or give another --out"
+                    f"{place} is in the way: it is not as this tool wrote it; move it away, or give another --out"
                 )
+
+    def check_whole(self) -> None:
+        """Raise Refused unless the place is free or holds nothing but what this tool wrote; then it may be replaced."""
+        if self.path.is_symlink():
+            raise Refused(f"--out {self.path} is a link to {os.readlink(self.path)}; give the place itself")
+        self.check(())
+        if not self.path.exists():
+            return
+        listed = self.listed()
+        if not listed:
+            raise Refused(f"--out {self.path} has no {MANIFEST} of this tool; {WAY_OUT}")
+        if foreign := next(self._foreign(self.path, listed), None):
+            raise Refused(f"{foreign} is not as {MANIFEST} lists it; {WAY_OUT}")
+
+    def _foreign(self, folder: Path, listed: Mapping[str, dict | None]) -> Iterator[Path]:
+        """Yield what this tool did not write, or the user has changed since; not the temporaries of killed runs."""
+        ways = {self.path / parent for name in listed for parent in Path(name).parents}
+        for child in sorted(folder.iterdir()):
+            stray = TEMPORARY.fullmatch(child.name)
+            if child == self.path / MANIFEST or (stray and _why_kept(child, stray) is None):
+                continue
+            if child in ways and child.is_dir() and not child.is_symlink():
+                yield from self._foreign(child, listed)
+            elif not self._is_own(child.relative_to(self.path).as_posix(), listed):
+                yield child
 
     def claim(self, names: Iterable[str]) -> None:
         """List files that are going to be written. Raise Refused as `check` does."""
@@ -312,8 +229,9 @@ class Folder:
         """Remove those of the files that are as this tool wrote them, and the folders that this leaves empty."""
         listed = self.listed()
         for name in list(names):
-            place = self.path / name
-            if name in listed and self._is_own(name, listed.pop(name)):
+            place, own = self.path / name, self._is_own(name, listed)
+            listed.pop(name, None)
+            if own:
                 for stray in [place, *(stray for stray, why in strays(place) if why is None)]:
                     stray.unlink()
                 while (place := place.parent) != self.path and not any(place.iterdir()):
@@ -330,9 +248,8 @@ class Folder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise Refused(f"--out {self.path}: another process writes it; wait, or give another --out") from None
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
+            except OSError:
+                pass  # a network disk that is mounted without locks
             yield
 
     def listed(self) -> dict[str, dict | None]:
@@ -340,142 +257,147 @@ class Folder:
         path = self.path / MANIFEST
         if not os.path.lexists(path):
             return {}
-        manifest = _read_manifest(path)
-        if manifest is None or not _same_tool(manifest["tool"], self.tool):
+        if (found := _listing(path, self.tool)) is None:
             raise Refused(f"--out {self.path} is not an output of this tool, as {path} shows; give another --out")
-        return manifest["files"]
+        return found.files
 
     def _list(self, files: Mapping[str, dict | None]) -> None:
-        content = {"tool": self.tool, "folders": [], "files": files}
-        atomic_write(self.path / MANIFEST, json.dumps(content, indent=2) + "\n")
+        atomic_write(self.path / MANIFEST, json.dumps({"tool": self.tool, "files": files}, indent=2) + "\n")
 
-    def _is_own(self, name: str, entry: dict | None) -> bool:
+    def _is_inside(self, place: Path | str) -> bool:
+        """Whether neither a link nor a name in an edited manifest leads out of the folder."""
+        whole = self.path.resolve() / place
+        return whole.resolve() == whole and whole.is_relative_to(self.path.resolve())
+
+    def _is_own(self, name: str, listed: Mapping[str, dict | None]) -> bool:
         """Whether a file is as it was listed. One that is listed without a hash was claimed when nothing was there."""
-        folder = self.path.resolve()
-        file = folder / name
-        if not file.is_relative_to(folder) or file.parent.resolve() != file.parent:
-            return False  # an edited manifest, or a link, leads elsewhere
-        return file.is_file() and not file.is_symlink() and (entry is None or _fingerprint(file, entry) == entry)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# What killed runs left
-
-
-def clear_strays(output: Output, dry_run: bool) -> None:
-    """Remove the temporaries of killed runs with the same --out and --json; name those that may still be written."""
-    for path in (output.path, output.report):
-        for stray, why in strays(path) if path else ():
-            if why is not None:
-                print(_common.one_line(f"note: {stray} is left alone, {why}"))
-                continue
-            if not dry_run and stray.is_dir():
-                shutil.rmtree(stray)
-            elif not dry_run:
-                stray.unlink()
-            print(_common.one_line(f"{'would remove' if dry_run else 'removed'} {stray}, which a killed run left"))
+        if name not in listed or not self._is_inside(name) or not (file := self.path / name).is_file():
+            return False
+        return listed[name] is None or _fingerprint(file, listed[name]) == listed[name]
 
 
 def strays(path: Path) -> Iterator[tuple[Path, str | None]]:
-    """(temporary of `path`, why it must stay; None when the process that wrote it is dead), as files.py names them."""
-    if path.parent.is_dir():
-        for child in sorted(path.parent.iterdir()):
-            if (owner := _owner(child)) and owner[0] == path.name:
-                yield child, _why_kept(child)
+    """Yield (temporary of `path`, why it must stay); None when the process that wrote it is dead."""
+    for child in sorted(path.parent.iterdir()) if path.parent.is_dir() else ():
+        if (found := TEMPORARY.fullmatch(child.name)) and found[1] == path.name:
+            yield child, _why_kept(child, found)
 
 
-def _owner(path: Path) -> tuple[str, str, int] | None:
-    """(what it was to become, host, process) by a temporary's name; None for other names."""
-    found = re.fullmatch(r"(.+)\.tmp-(.+)-(\d{1,9})(?:-old)?", path.name)
-    return (found[1], found[2], int(found[3])) if found else None
-
-
-def _why_kept(stray: Path) -> str | None:
-    _, host, pid = _owner(stray)
+def _why_kept(stray: Path, name: re.Match) -> str | None:
+    host, process = name[2], int(name[3])
     if stray.is_symlink() or not (stray.is_file() or stray.is_dir()):
         return "it is neither a file nor a folder"
     if host != platform.node():
         return f"it is from host {host}: delete it if no run is on there"
-    if pid != os.getpid() and _may_be_writing(pid, stray):  # ours: containers count from 1
-        return f"the process {pid} may be writing it"
+    if process != os.getpid() and _may_be_writing(process, stray):  # ours: containers count from 1
+        return f"the process {process} may be writing it"
     return None
 
 
 def _may_be_writing(pid: int, stray: Path) -> bool:
     """Whether the process lives and was there at the last write; one that started later got a dead one's number."""
-    if not psutil.pid_exists(pid):
-        return False
     try:
         process = psutil.Process(pid)
         started, dead = process.create_time(), process.status() == psutil.STATUS_ZOMBIE
         last_write = max(path.lstat().st_mtime for path in (stray, *stray.rglob("*")))
+    except psutil.NoSuchProcess:
+        return False
     except (psutil.Error, FileNotFoundError):  # it may not be looked at, or is at work
         return True
     return not dead and started <= last_write + SECONDS_APART
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Writing
+@dataclass(frozen=True)
+class Output:
+    """A file or folder that is written whole, perhaps with a report. force: replace an earlier one of this tool."""
 
+    path: Path
+    report: Path | None
+    force: bool
+    tool: str
 
-@contextmanager
-def folder(output: Output) -> Iterator[Path]:
-    """A folder to fill, which becomes the output, with a manifest, when the block ends without an exception.
+    @property
+    def is_file(self) -> bool:
+        """A .safetensors file; else a folder."""
+        return self.path.suffix == ".safetensors"
 
-    Refused when meanwhile something came to its place that may not be replaced.
-    """
-    output.path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_directory(output.path) as temporary:
-        yield temporary
-        content = sorted(temporary.rglob("*"))
-        manifest = {
-            "tool": output.tool,
-            "folders": [path.relative_to(temporary).as_posix() for path in content if path.is_dir()],
-            "files": {path.relative_to(temporary).as_posix(): _fingerprint(path) for path in content if path.is_file()},
-        }
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        check_replaceable(output)
+    def check(self, inputs: Sequence[Path]) -> None:
+        """Raise Refused when the output or the report would harm an input, each other, or anything of the user's."""
+        out = self.path
+        if out.name in ("", ".."):
+            raise Refused(f"--out {out} has no name of its own; write the folder's name")
+        check_inputs("--out", out, inputs)
+        _check_parent("--out", out)
+        self.check_replaceable()
+        index = out.with_name(f"{out.name}.index.json")
+        if self.is_file and index.exists():
+            raise Refused(f"{index} is in the way: loaders would take its shards and ignore {out.name}; delete it")
+        if self.report:
+            File(option="--json", path=self.report, tool=self.tool, inputs=(*inputs, out)).check()
+            if not self.report.parent.is_dir():
+                raise Refused(f"--json {self.report}: its folder is missing; make it, or write to another place")
 
+    def check_replaceable(self) -> None:
+        """Raise Refused unless the place is free, or holds with --force nothing but an earlier output of this tool."""
+        path = self.path
+        if path.exists() and not self.force:
+            raise Refused(f"--out {path} exists; give another name, or --force to replace what this tool wrote")
+        if self.is_file:
+            File(option="--out", path=path, tool=self.tool).check()
+        else:
+            Folder(path, self.tool).check_whole()
+        for stray, why in () if path.exists() else strays(path):
+            if stray.name.endswith("-old") and why is None:
+                raise Refused(
+                    f"{stray} is the earlier --out {path}, which a killed run had moved aside; rename it to "
+                    f"{path.name}, or delete it"
+                )
 
-def _fingerprint(path: Path, known: dict | None = None) -> dict[str, object]:
-    """What tells whether a file is still the one that was written. known: a manifest's entry to compare with."""
-    status = path.lstat()
-    if known is not None and (not isinstance(known, dict) or known.get("bytes") != status.st_size):
-        return {"bytes": status.st_size}
-    if status.st_size <= HASHED_BYTES:
-        return {"bytes": status.st_size, "sha256": sha256(path)}
-    if known is None:
-        fsync(path)  # a network disk may set the time when it stores the content
-    return {"bytes": status.st_size, "mtime_ns": path.lstat().st_mtime_ns}
+    def clear_strays(self, dry_run: bool) -> None:
+        """Remove the temporaries of killed runs with the same paths; print those that may still be written."""
+        for path in filter(None, (self.path, self.report)):
+            for stray, why in strays(path):
+                line = f"{'would remove' if dry_run else 'removed'} {stray}, which a killed run left"
+                print(_common.one_line(f"note: {stray} is left alone, {why}" if why else line))
+                if why is None and not dry_run:
+                    shutil.rmtree(stray) if stray.is_dir() else stray.unlink()
 
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """Give a folder to fill, which becomes the output, with a manifest, when the block ends without an exception.
 
-def write_file(
-    output: Output, parts: list[Part], metadata: Mapping[str, str], progress: Callable[[int], object]
-) -> None:
-    """Write the output, a .safetensors file. Refused when something came to its place that may not be replaced."""
-    output.path.parent.mkdir(parents=True, exist_ok=True)
-    _writing.write_file(output.path, parts, metadata, progress, lambda: check_replaceable(output))
+        Raise Refused when something came to its place that may not be replaced.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_directory(self.path) as new:
+            yield new
+            files = [path.relative_to(new).as_posix() for path in sorted(new.rglob("*")) if path.is_file()]
+            Folder(new, self.tool).seal(files)
+            self.check_replaceable()
 
+    def write_file(self, parts: list[Part], metadata: Mapping[str, str], progress: Callable[[int], object]) -> None:
+        """Write a .safetensors file. Raise Refused when something came to its place that may not be replaced."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _writing.write_file(self.path, parts, metadata, progress, self.check_replaceable)
 
-def write_model(
-    output: Output,
-    parts: list[Part],
-    metadata: Mapping[str, str],
-    max_bytes: int,
-    progress: Callable[[int], object],
-    config: Path | None,
-) -> None:
-    """Write a model as the output, a .safetensors file or a folder (with a copy of `config`), whole or not at all."""
-    if output.is_file:
-        write_file(output, parts, metadata, progress)
-        return
-    with folder(output) as place:
-        _writing.write_folder(place, parts, metadata, max_bytes, progress)
-        if config:
-            (place / "config.json").write_bytes(config.read_bytes())
+    def write_model(
+        self,
+        parts: list[Part],
+        metadata: Mapping[str, str],
+        max_bytes: int,
+        progress: Callable[[int], object],
+        config: Path | None,
+    ) -> None:
+        """Write a model, a .safetensors file or a folder (with a copy of `config`), whole or not at all."""
+        if self.is_file:
+            self.write_file(parts, metadata, progress)
+            return
+        with self.folder() as place:
+            _writing.write_folder(place, parts, metadata, max_bytes, progress)
+            if config:
+                (place / "config.json").write_bytes(config.read_bytes())
 
-
-def write_report(output: Output, report: dict) -> None:
-    """Write --json, where it is given."""
-    if output.report:
-        atomic_write(output.report, json.dumps({"tool": output.tool} | report, indent=2) + "\n")
+    def write_report(self, report: dict) -> None:
+        """Write --json, where it is given."""
+        if self.report:
+            atomic_write(self.report, json.dumps({"tool": self.tool} | report, indent=2) + "\n")

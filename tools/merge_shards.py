@@ -32,12 +32,12 @@ def main() -> None:
 
     source = args.input[0] if len(args.input) == 1 else args.input
     model = shards.open_checkpoint(source)
-    output = Output.of(args, TOOL)
+    output = Output(args.out, args.json, args.force, TOOL)
     config = model.files[0].with_name("config.json")
-    _output.check(output, [*args.input, *model.files, config])
+    output.check([*args.input, *model.files, config])
     parts = plan(model, args.dtype, args.rename)
     total = sum(part.nbytes for part in parts)
-    _output.clear_strays(output, args.dry_run)
+    output.clear_strays(args.dry_run)
     _output.check_space(args.out, total)
 
     dtypes = {dtype: sum(part.dtype == dtype for part in parts) for dtype in sorted({part.dtype for part in parts})}
@@ -55,13 +55,13 @@ def main() -> None:
         print(_common.one_line(f"note: {note}"))
     if args.dry_run:
         print("dry run: nothing written")
-        _output.write_report(output, report)
+        output.write_report(report)
         return
 
     metadata = {"format": "pt", **model.metadata, "rewardfl": TOOL}
     with _common.progress_bar(parts, str(args.out)) as bar:
-        _output.write_model(
-            output, parts, metadata, args.max_shard_size, bar.update,
+        output.write_model(
+            parts, metadata, args.max_shard_size, bar.update,
             config if args.rename == "keep" and config.is_file() else None,
         )  # fmt: skip
     if args.verify:
@@ -69,7 +69,7 @@ def main() -> None:
             verify(model, parts, shards.open_checkpoint(args.out), bar.update)
         print("verified: every tensor equals the input's")
     print(_common.one_line(f"written: {args.out}"))
-    _output.write_report(output, report)
+    output.write_report(report)
     if output.is_file:
         print(
             "diffusers: WanTransformer3DModel.from_single_file needs config= (without it, a Wan2.2 file is taken for "
