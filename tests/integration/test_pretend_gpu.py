@@ -16,15 +16,17 @@ pytestmark = [pytest.mark.long, pytest.mark.pretend]
 SUPPORT = ROOT / "tests" / "support"
 REWARD_FL = ["train_reward_fl.py", "--config", "tests/golden/reward_fl.yaml"]
 FLOW_GRPO = ["train_flow_grpo.py", "--config", "tests/golden/flow_grpo.yaml"]
+LOW_NOISE = ["model.trainable_models=dit2", "sample.active_steps=[2, 3]"]
 SWAP = ["experts.trained=cpu_swap", "experts.untrained=cpu_swap", "train.use_gradient_checkpointing=true"]
 OFFLOAD = ["train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true"]
 CASES = {
     "reward_fl": REWARD_FL,
-    "reward_fl swap": [*REWARD_FL, *SWAP],
+    "reward_fl swap": [*REWARD_FL, *LOW_NOISE, *SWAP],
     "reward_fl offload": [*REWARD_FL, *OFFLOAD, "train.decode_caches=offload"],
     "reward_fl kept graphs": [*REWARD_FL, *OFFLOAD, "train.active_graphs=keep_on_host"],
-    "reward_fl boundary cache": [*REWARD_FL, "model.trainable_models=dit2", "experts.untrained=boundary_cache",
-                                 "sample.noises_per_sample=2", "sample.active_steps=[3]"],
+    "reward_fl boundary cache": [
+        *REWARD_FL, *LOW_NOISE, "experts.untrained=boundary_cache", "sample.noises_per_sample=2",
+    ],
     "reward_fl bfloat16": [*REWARD_FL, "model.dtype=bfloat16"],
     "flow_grpo": FLOW_GRPO,
     "flow_grpo swap": [*FLOW_GRPO, *SWAP],
