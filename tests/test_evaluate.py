@@ -313,14 +313,14 @@ def test_a_folder_of_videos_is_told_by_place_or_id(tmp_path):
 
 
 def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path):
-    writer = _records.open_own(tmp_path, 0)
+    writer = _records.Writer(tmp_path, 0)
     first, second = pair("a", 0, 0.4, 0.6)
     writer.add(first)
     whole = (tmp_path / "records.jsonl").read_bytes()
     (tmp_path / "records.jsonl").write_bytes(whole + json.dumps(second).encode()[:50])
     assert [*_records.read(tmp_path)] == [("a", "base", 0)]
-    _records.open_own(tmp_path, 0).add(second)
-    _records.open_own(tmp_path, 3).add(real("a"))
+    _records.Writer(tmp_path, 0).add(second)
+    _records.Writer(tmp_path, 3).add(real("a"))
     assert [one["arm"] for one in _records.join(tmp_path)] == ["real", "base", "latest"]
     assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 3

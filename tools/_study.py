@@ -46,7 +46,7 @@ class Study:
 
     @cached_property
     def writer(self) -> _records.Writer:
-        return _records.open_own(self.out, self.processes.rank)
+        return _records.Writer(self.out, self.processes.rank)
 
     @cached_property
     def store(self) -> Cache:
