@@ -103,11 +103,12 @@ class Study:
         real = judge_real(self.judges, row, example, fps)
         if isinstance(real, str):
             return real
-        self.store.put(compared_with(row), real.kept | {"image": example.image})
+        record, kept = real
+        self.store.put(compared_with(row), kept | {"image": example.image})
         if (row.id, REAL, None) not in self.records:
             self._keep(row, REAL, None, example.video, fps)
             name = {"arm": REAL, "seed": None, "steps": 0, "decoded": True, "file": str(file_of(row, REAL, None))}
-            self.writer.add(head(row) | name | real.record)
+            self.writer.add(head(row) | name | record)
         return ""
 
     def _keep(self, row: data.Row, arm: str, seed: int | None, video: Tensor, fps: float) -> None:

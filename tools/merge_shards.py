@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rewardfl.weights import shards, wan_names
 from rewardfl.weights.shards import Checkpoint, Refused
-from rewardfl_tools import _common, _output
+from rewardfl_tools import _common
 from rewardfl_tools._output import Output
 from rewardfl_tools._writing import Part, copy_of
 
@@ -39,8 +39,7 @@ def run(args: argparse.Namespace) -> None:
     output.check([*args.input, *model.files, config])
     parts = plan(model, args.dtype, args.rename)
     total = sum(part.nbytes for part in parts)
-    output.clear_strays(args.dry_run)
-    _output.check_space(args.out, total)
+    output.make_room(total, args.dry_run)
 
     dtypes = {dtype: sum(part.dtype == dtype for part in parts) for dtype in sorted({part.dtype for part in parts})}
     report = {
