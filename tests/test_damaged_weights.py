@@ -38,7 +38,7 @@ def refused(main, damaged, out, *arguments):
     before = sorted(out.parent.rglob("*"))
     text = run_tool(main, *arguments, "--out", out, expect=2)
     (line,) = [line for line in text.splitlines() if "Warning" not in line and not line.startswith("  ")]
-    assert line.startswith("refused: ") and str(damaged) in line and len(line) < 2100
+    assert line.startswith("error: ") and str(damaged) in line and len(line) < 2100
     assert sorted(out.parent.rglob("*")) == before
     return line
 

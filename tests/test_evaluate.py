@@ -227,9 +227,9 @@ def test_the_real_clips_motion_is_taken_of_its_own_frames():
     example = data.load_example(row, 64, 64, 9)
     judge = face.FaceIdentity(world / "faces" / "judge", 128)
     judges = _judging.Judges({"held_out": judge}, {}, {}, [], None, (8,), "cpu")
-    found = _judging.judge_real(judges, row, example, 16)
+    record, kept = _judging.judge_real(judges, row, example, 16)
     pool = judge.pool(example.video)
-    figures, frames = found.record["figures"], data.to_uint8(example.video).contiguous().numpy()
+    figures, frames = record["figures"], data.to_uint8(example.video).contiguous().numpy()
     motion = video_motion(frames, pool.boxes.numpy())
     assert [figures[f"motion/{key}"] for key in vars(motion)] == pytest.approx([*vars(motion).values()])
     assert figures["held_out/cap"] == pytest.approx(pool.cap) and figures["held_out/face_sim"] == pytest.approx(
@@ -240,10 +240,10 @@ def test_the_real_clips_motion_is_taken_of_its_own_frames():
         1 - np.abs(np.diff(frames.astype(int), axis=0)).mean() / 255
     )
     assert figures["still/motion_smoothness"] == motion_smoothness(frames)
-    assert 10 < found.record["face_width"] < 64 and found.record["size"] == [64, 64]
+    assert 10 < record["face_width"] < 64 and record["size"] == [64, 64]
     nobody = data.Example((64, 64), torch.zeros(3, 9, 64, 64), torch.zeros(3, 64, 64), torch.zeros(3, 9, 64, 64))
     assert "no face was found" in _judging.judge_real(judges, row, nobody, 16)
-    black = _judging.judge_video(judges, torch.full((3, 9, 64, 64), -1.0), found.kept, 16)
+    black = _judging.judge_video(judges, torch.full((3, 9, 64, 64), -1.0), kept, 16)
     assert black["figures"]["held_out/face_sim"] == 0 and black["curves"]["held_out"] == [0] * 8
     assert black["figures"]["motion/face_flow"] is None and not any(black["detected"]["held_out"])
 
@@ -313,14 +313,14 @@ def test_a_folder_of_videos_is_told_by_place_or_id(tmp_path):
 
 
 def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path):
-    writer = _records.open_own(tmp_path, 0)
+    writer = _records.Writer(tmp_path, 0)
     first, second = pair("a", 0, 0.4, 0.6)
     writer.add(first)
     whole = (tmp_path / "records.jsonl").read_bytes()
     (tmp_path / "records.jsonl").write_bytes(whole + json.dumps(second).encode()[:50])
     assert [*_records.read(tmp_path)] == [("a", "base", 0)]
-    _records.open_own(tmp_path, 0).add(second)
-    _records.open_own(tmp_path, 3).add(real("a"))
+    _records.Writer(tmp_path, 0).add(second)
+    _records.Writer(tmp_path, 3).add(real("a"))
     assert [one["arm"] for one in _records.join(tmp_path)] == ["real", "base", "latest"]
     assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 3

@@ -238,7 +238,7 @@ def test_a_disk_error_while_writing_is_exit_1(sharded, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     out = tmp_path / "out.safetensors"
-    assert "No space left" in run("--input", sharded, "--out", out, expect=1)
+    assert "No space left" in run("--input", sharded, "--out", out, expect=2)
     assert not out.exists() and not list(tmp_path.glob("*.tmp-*"))
 
 

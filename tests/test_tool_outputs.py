@@ -86,7 +86,7 @@ def refused(tool, world, place, *arguments):
     before = snapshot(place), snapshot(world)
     text = call(tool, world, *arguments, expect=2)
     assert (snapshot(place), snapshot(world)) == before
-    (line,) = [line for line in text.splitlines() if line.startswith("refused: ")]
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
     return line
 
 

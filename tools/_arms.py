@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from rewardfl import config, data, groups, lora, offload, reward_flow
-from rewardfl.backbones.seam import Backbone, Conditioning, Decoder, Experts, Schedule, Shape, Velocity
+from rewardfl.backbones.seam import Backbone, Conditioning, Decoder, Experts, Velocity
 from rewardfl.run import work
 
 BASE = "base"
@@ -94,7 +94,10 @@ class Sampler:
         """(B, 3, F, H, W) in [-1, 1] of jobs of one size, by the ODE. A job has the same noise in every arm."""
         conditioning = self.backbone.collate([self.told(row.id) for row, _ in batch])
         shape = self.backbone.latent_shape(*self.sizes[batch[0][0].id], self.cfg.data.num_frames)
-        schedule = schedule_of(self.cfg, self.backbone, shape, arm.steps)
+        if arm.steps == self.cfg.sample.num_inference_steps:
+            schedule = work.schedule_of(self.cfg, self.backbone, shape)
+        else:
+            schedule = self.backbone.schedule(arm.steps, self.cfg.sample.shift, shape)
         guidance = self.cfg.sample.guidance_scale  # as it was trained
         negative = self.told(NEGATIVE) if guidance != 1 else None
         velocity = Velocity(self.backbone, self.experts, conditioning, schedule, negative, guidance)
@@ -104,13 +107,6 @@ class Sampler:
         answer = velocity.reference if arm.adapter is None else velocity
         x0 = reward_flow.rollout(answer, noise, schedule.sigmas, keep=()).x0
         return self.decoder.decode(x0, conditioning).float()
-
-
-def schedule_of(cfg: config.AnyConfig, backbone: Backbone, shape: Shape, steps: int) -> Schedule:
-    """The denoising steps of an arm: those of the run where the count is its own, else all of that many."""
-    if steps == cfg.sample.num_inference_steps:
-        return work.schedule_of(cfg, backbone, shape)
-    return backbone.schedule(steps, cfg.sample.shift, shape)
 
 
 def encoded(

@@ -109,10 +109,6 @@ def resolve(args: argparse.Namespace) -> tuple[config.AnyConfig, Backbone]:
     return cfg, backbone
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Looking at a row
-
-
 def inspect(
     row: data.Row, settings: config.DataConfig, detector: face.FaceDetector | None, device: str, takes_image: bool
 ) -> Report:
@@ -222,10 +218,6 @@ def warn_of_repeats(reports: Sequence[Report]) -> None:
             report.warnings.append(f"the same as line {line}: the clip weighs more")
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# What is said
-
-
 def listing(reports: Sequence[Report]) -> list[str]:
     """A line for each problem and each warning, in the order of the file."""
     return [
@@ -256,10 +248,6 @@ def summary(reports: Sequence[Report]) -> list[str]:
 
 def show(size: tuple[int, int]) -> str:
     return f"{size[0]} x {size[1]}"
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Contact sheet
 
 
 def thumbnail(frame: Tensor, box: list[float] | None) -> Image.Image:

@@ -1,7 +1,6 @@
 """What tools share: command lines, exit codes, options of those that merge, the device. No torch at import."""
 
 import argparse
-import functools
 import importlib
 import re
 import sys
@@ -17,7 +16,7 @@ from rewardfl.files import printable
 from rewardfl.weights.shards import Refused
 from rewardfl_tools._writing import Part
 
-MERGED, IO_ERROR, REFUSED, INTERRUPTED = 0, 1, 2, 130  # exit codes; 130 is the shell's for Ctrl-C
+DONE, REFUSED, INTERRUPTED = 0, 2, 130  # exit codes; 130 is the shell's for Ctrl-C
 LONGEST_LINE = 2000  # characters of a message: names come from files
 Strength = Annotated[Number, Field(ge=-1000, le=1000)]  # of an adapter
 
@@ -62,12 +61,14 @@ def run(module: str, args: argparse.Namespace) -> int:
     return exit_code(lambda: importlib.import_module(f"rewardfl_tools.{module}").run(args))
 
 
-def exit_code(work: Callable[[], int]) -> int:
+def exit_code(work: Callable[[], int | None]) -> int:
     """Return the tool's exit code: 2 with one line for a refusal or the disk's error, 130 with one for Ctrl-C."""
     try:
-        return work()
+        return work() or DONE
     except KeyboardInterrupt:
         code, line = INTERRUPTED, "interrupted"
+    except Refused as error:
+        code, line = REFUSED, one_line(f"error: {error}")
     except _refusals() as error:
         code, line = REFUSED, f"error: {_words(error)}"
     print(printable(line), file=sys.stderr)  # here the frames that drew a progress bar are gone, and it has ended
@@ -84,24 +85,6 @@ def _words(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the disk'}: {error.strerror}"
     return str(error)
-
-
-def command(work: Callable[[], None]) -> Callable[[], int]:
-    """`work` with an exit code: 0 done, 2 refused with nothing written, 1 for the disk's errors."""
-
-    @functools.wraps(work)
-    def main() -> int:
-        try:
-            work()
-        except Refused as error:
-            print(one_line(f"refused: {error}"), file=sys.stderr)
-            return REFUSED
-        except OSError as error:
-            print(one_line(f"error: {error}"), file=sys.stderr)
-            return IO_ERROR
-        return MERGED
-
-    return main
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:

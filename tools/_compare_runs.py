@@ -156,10 +156,6 @@ def unlike(found: Sequence[Evaluated]) -> str:
     return ""
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The page
-
-
 def comparison_page(found: Sequence[Evaluated], problem: str) -> str:
     """Return the page. problem: how the evaluations differ, which the page then says first."""
     judge = main_judge(found[0].report)

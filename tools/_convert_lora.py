@@ -12,7 +12,7 @@ from rewardfl.files import sha256
 from rewardfl.weights import lora_files, merge, wan_names
 from rewardfl.weights.lora_files import Lora, Update, load_tensor
 from rewardfl.weights.shards import Refused
-from rewardfl_tools import _common, _output, _writing
+from rewardfl_tools import _common, _writing
 from rewardfl_tools._merging import Kept
 from rewardfl_tools._output import Output
 from rewardfl_tools._writing import Part
@@ -62,8 +62,7 @@ def run(args: argparse.Namespace) -> None:
             print(_common.one_line(line))
             if arrived.relative_error > 0.01:
                 print(f"WARNING: {args.dtype} loses part of the update; use --dtype fp32")
-    output.clear_strays(args.dry_run)
-    _output.check_space(args.out, sum(value.nbytes for _, state, _ in states for value in state.values()))
+    output.make_room(sum(value.nbytes for _, state, _ in states for value in state.values()), args.dry_run)
     if args.dry_run:
         print("dry run: nothing written")
         output.write_report(report)

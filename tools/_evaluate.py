@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
 def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -> int:
     """Judge everything. lock: entered once the folder is held against other evaluations."""
-    cfg = configuration_of(args)
+    overrides = [*args.overrides, f"data.file_name={json.dumps(args.data)}"]
+    cfg = config.load(args.config, overrides) if args.config else _arms.run_config(args.run, overrides)
     share = machine.threads_of_process(cfg.run.cpu_threads, processes.count)
     torch.set_num_threads(min(torch.get_num_threads(), share))
     folder = _output.Folder(args.out or args.run / "evaluation", "rewardfl evaluate 1")
@@ -73,16 +74,6 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
         folder.remove(study.prepared(rows))
         folder.seal([*REPORTS, *names, _records.SETTINGS])
     return 0
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# What is asked for
-
-
-def configuration_of(args: argparse.Namespace) -> config.AnyConfig:
-    """The run's configuration or the file's, for the table that is judged."""
-    overrides = [*args.overrides, f"data.file_name={json.dumps(args.data)}"]
-    return config.load(args.config, overrides) if args.config else _arms.run_config(args.run, overrides)
 
 
 def arms_of(args: argparse.Namespace, cfg: config.AnyConfig) -> list[Arm]:

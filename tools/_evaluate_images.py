@@ -23,6 +23,7 @@ from rewardfl.rewards.terms import Reference, Term, judge
 from rewardfl.run import start, work
 from rewardfl_tools import _arms, _output
 from rewardfl_tools._arms import Arm
+from rewardfl_tools._evaluate_table import show
 from rewardfl_tools._intervals import interval
 
 ARMS = ("before", "after")
@@ -179,10 +180,6 @@ def summarise(pairs: Sequence[Pair], trained: dict[str, bool]) -> dict:
 
 def table(report: dict) -> str:
     """The report's figures for a terminal."""
-
-    def show(value: dict) -> str:
-        return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
-
     lines = [f"{report['prompts']} prompts, {report['pairs']} pairs; mean [95 % interval over prompts]", ""]
     for name, figures in report["figures"].items():
         words = " (trained on)" if figures["trained"] else ""

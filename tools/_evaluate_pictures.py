@@ -64,11 +64,8 @@ def save_front(report: dict, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The grid. A clip's frames are kept as a picture of their own, a strip, until all of them are there.
-
-
 def strip_file(out: Path, row: int, arm: str) -> Path:
+    """Return the place of a clip's frames, a picture of their own until all of them are there."""
     return out / "strips" / f"{row:03d}_{arm}.png"
 
 

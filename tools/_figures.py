@@ -4,6 +4,7 @@ People are resampled, not clips: two noises of one person are not two people. Tw
 and noise) that both have, and a clip that lacks a figure in one of them is left out of that figure alone.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rewardfl_tools._arms import Arm
-from rewardfl_tools._intervals import Interval, interval, ratio, relative
+from rewardfl_tools._intervals import Interval, interval, ratio
 from rewardfl_tools._records import REAL, Record
 
 Clip = tuple[str, int]  # row id, seed
@@ -33,10 +34,6 @@ class Reading:
 
     edges: Sequence[float] = (40.0, 80.0)
     threshold: float = 0.4
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Of one clip
 
 
 def drift(curve: Sequence[float]) -> float:
@@ -70,10 +67,6 @@ def figures_of(record: Record, threshold: float) -> dict[str, float]:
         shapes["above_threshold"] = above(curve, threshold)
         found |= {f"{judge}/{name}": value for name, value in shapes.items() if not math.isnan(value)}
     return found
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Of many
 
 
 @dataclass(frozen=True)
@@ -163,16 +156,6 @@ def compared(mine: Values, theirs: Values, by_ratio: bool) -> dict | None:
     return found
 
 
-def stratum_names(edges: Sequence[float]) -> list[str]:
-    """Below the first edge, between each two, above the last: widths of the face in pixels of the real clip."""
-    between = [f"{low:g}-{high:g} px" for low, high in zip(edges[:-1], edges[1:], strict=True)]
-    return [f"< {edges[0]:g} px", *between, f"> {edges[-1]:g} px"]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The report
-
-
 def summarise(records: Sequence[Record], arms: Sequence[Arm], reading: Reading) -> dict:
     """All figures of the report; means over people, and 95 % bootstrap intervals over them.
 
@@ -192,7 +175,9 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], reading: Reading) 
         report["motion"] = motion_report(table, names)
     first, *others = reading.edges  # a face on an edge is between
     places = {one: 0 if width < first else 1 + sum(width > edge for edge in others) for one, width in widths.items()}
-    strata = {name: [p for p in people if places[p] == i] for i, name in enumerate(stratum_names(reading.edges))}
+    between = [f"{low:g}-{high:g} px" for low, high in itertools.pairwise(reading.edges)]
+    sizes = [f"< {first:g} px", *between, f"> {reading.edges[-1]:g} px"]
+    strata = {name: [p for p in people if places[p] == i] for i, name in enumerate(sizes)}
     report["face_sizes"] = {name: len(found) for name, found in strata.items()}
     report["real"] = own_figures(table, REAL, judges)
     bases = {arm.steps: arm for arm in reversed(arms)}
@@ -246,11 +231,8 @@ def stratum_report(table: Table, arm: str, base: str | None, judges: Sequence[st
     return found
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Before and after: two arms and the real clips. names: before | after | real -> arm
-
-
 def recogniser_report(table: Table, judge: str, names: Mapping[str, str]) -> dict:
+    """Return a recogniser's figures. names: before | after | real -> arm."""
     values = {
         which: {key: table.values(arm, f"{judge}/{key}") for key in ("face_sim", "coverage", "last_quarter", *MOVES)}
         for which, arm in names.items()
@@ -262,8 +244,9 @@ def recogniser_report(table: Table, judge: str, names: Mapping[str, str]) -> dic
         figures[which]["last_quarter"] = float(np.mean(list(values[which]["last_quarter"].values())))
     before, after = values["before"]["face_sim"], values["after"]["face_sim"]
     both_means = both(after, before)
+    rise = {key: value - 1 for key, value in ratio(*both_means, -math.inf).items()}
     figures["gain"] = {
-        "absolute": interval(both_means[0] - both_means[1]), "relative": relative(*both_means),
+        "absolute": interval(both_means[0] - both_means[1]), "relative": rise,
         "people_improved": float((both_means[0] > both_means[1]).float().mean()),
     }  # fmt: skip
     for to in ("before", "real"):

@@ -1,7 +1,6 @@
 """Means with bootstrap intervals. What is resampled are people (or prompts): one person's clips are not independent."""
 
 import functools
-import math
 
 import torch
 from torch import Tensor
@@ -27,12 +26,6 @@ def ratio(mine: Tensor, theirs: Tensor, least: float = LEAST) -> Interval:
     rows = resampled(len(mine))
     ratios = mine[rows].mean(1) / theirs[rows].mean(1).clamp(min=least)
     return _ends(mine.mean() / theirs.mean().clamp(min=least), ratios)
-
-
-def relative(mine: Tensor, theirs: Tensor) -> Interval:
-    """mean(mine) / mean(theirs) - 1, with its interval."""
-    found = ratio(mine, theirs, -math.inf)
-    return {key: value - 1 for key, value in found.items()}
 
 
 def _ends(mean: Tensor, means: Tensor) -> Interval:

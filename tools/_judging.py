@@ -102,20 +102,8 @@ def identify(judges: Judges, cfg: config.AnyConfig, dino: str | None) -> dict[st
     return found | {"--periods": " ".join(map(str, judges.periods)), "reward.det_size": str(cfg.reward.det_size)}
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The real clip
-
-
-@dataclass(frozen=True)
-class Real:
-    """What a real clip has to say: its part of the record, and what its row's videos are compared with."""
-
-    record: dict
-    kept: Kept
-
-
-def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float) -> Real | str:
-    """A row's real clip by the judges, or in words why its videos cannot be judged."""
+def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float) -> tuple[dict, Kept] | str:
+    """Return a real clip's part of the record and what its row's videos are compared with, or why neither exists."""
     reference = example.reference.to(judges.device)
     pools = {name: one.pool(reference) for name, one in judges.faces.items()}
     if any(pool is None for pool in pools.values()):
@@ -135,7 +123,7 @@ def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float)
             record["curves"][name] = curve
             record["figures"][f"{name}/face_sim"] = float(np.mean(curve))
     widths = pools[judges.main].boxes[:, 2] - pools[judges.main].boxes[:, 0]
-    return Real(record | {"size": list(example.size), "face_width": float(widths.median()), "fps": fps}, kept)
+    return record | {"size": list(example.size), "face_width": float(widths.median()), "fps": fps}, kept
 
 
 def without_itself(curve: Sequence[float], detected: Sequence[bool], pool: int) -> list[float]:
@@ -157,10 +145,6 @@ def _input_faces(judges: Judges, example: data.Example) -> Kept:
         if embedding is not None:
             found[f"input/{name}"] = embedding
     return found
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Any clip
 
 
 @torch.no_grad()

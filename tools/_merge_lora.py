@@ -235,8 +235,7 @@ def write(
     # weights on the output's file system become links
     copies = [file.stat() for file, _ in rest if file.suffix not in WEIGHTS or file.stat().st_dev != device]
     total = tensors + sum(one.st_size for one in copies)
-    output.clear_strays(args.dry_run)
-    _output.check_space(args.out, total)
+    output.make_room(total, args.dry_run)
     if args.dry_run:
         for expert, plan in plans.items():
             warn_of_loss(expert, _merging.estimate_kept(plan), plan, report)

@@ -143,10 +143,6 @@ def estimate_kept(plan: Plan) -> Kept:
     return kept
 
 
-# ------------------------------------------------------------------------------------------------------------
-# A second look at what was written
-
-
 def verify(plan: Plan, written: Checkpoint, progress: Callable[[int], object]) -> None:
     """Compare the output with base and LoRAs: copies byte by byte, merged tensors by rows computed again.
 

@@ -17,7 +17,7 @@ import platform
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from rewardfl.files import atomic_directory, atomic_write, fsync, sha256
 from rewardfl.weights import shards
 from rewardfl.weights.shards import Refused
 from rewardfl_tools import _common, _writing
-from rewardfl_tools._writing import Part
+from rewardfl_tools._writing import Part, Progress
 
 MANIFEST = "rewardfl_manifest.json"  # in an output folder: the tool and its files
 LOCK = "rewardfl.lock"  # in an output folder that is filled bit by bit; whoever fills it holds this file's lock
@@ -289,22 +289,19 @@ def _why_kept(stray: Path, name: re.Match) -> str | None:
         return "it is neither a file nor a folder"
     if host != platform.node():
         return f"it is from host {host}: delete it if no run is on there"
-    if process != os.getpid() and _may_be_writing(process, stray):  # ours: containers count from 1
-        return f"the process {process} may be writing it"
-    return None
-
-
-def _may_be_writing(pid: int, stray: Path) -> bool:
-    """Whether the process lives and was there at the last write; one that started later got a dead one's number."""
+    if process == os.getpid():  # containers count from 1
+        return None
     try:
-        process = psutil.Process(pid)
-        started, dead = process.create_time(), process.status() == psutil.STATUS_ZOMBIE
+        writer = psutil.Process(process)
         last_write = max(path.lstat().st_mtime for path in (stray, *stray.rglob("*")))
+        is_later = writer.create_time() > last_write + SECONDS_APART  # it got a dead one's number
+        if is_later or writer.status() == psutil.STATUS_ZOMBIE:
+            return None
     except psutil.NoSuchProcess:
-        return False
+        return None
     except (psutil.Error, FileNotFoundError):  # it may not be looked at, or is at work
-        return True
-    return not dead and started <= last_write + SECONDS_APART
+        pass
+    return f"the process {process} may be writing it"
 
 
 @dataclass(frozen=True)
@@ -353,14 +350,15 @@ class Output:
                     f"{path.name}, or delete it"
                 )
 
-    def clear_strays(self, dry_run: bool) -> None:
-        """Remove the temporaries of killed runs with the same paths; print those that may still be written."""
+    def make_room(self, nbytes: int, dry_run: bool) -> None:
+        """Remove what killed runs left, print what may still be written. Raise Refused where the disk has no room."""
         for path in filter(None, (self.path, self.report)):
             for stray, why in strays(path):
                 line = f"{'would remove' if dry_run else 'removed'} {stray}, which a killed run left"
                 print(_common.one_line(f"note: {stray} is left alone, {why}" if why else line))
                 if why is None and not dry_run:
                     shutil.rmtree(stray) if stray.is_dir() else stray.unlink()
+        check_space(self.path, nbytes)
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
@@ -375,18 +373,13 @@ class Output:
             Folder(new, self.tool).seal(files)
             self.check_replaceable()
 
-    def write_file(self, parts: list[Part], metadata: Mapping[str, str], progress: Callable[[int], object]) -> None:
+    def write_file(self, parts: list[Part], metadata: Mapping[str, str], progress: Progress) -> None:
         """Write a .safetensors file. Raise Refused when something came to its place that may not be replaced."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _writing.write_file(self.path, parts, metadata, progress, self.check_replaceable)
 
     def write_model(
-        self,
-        parts: list[Part],
-        metadata: Mapping[str, str],
-        max_bytes: int,
-        progress: Callable[[int], object],
-        config: Path | None,
+        self, parts: list[Part], metadata: Mapping[str, str], max_bytes: int, progress: Progress, config: Path | None
     ) -> None:
         """Write a model, a .safetensors file or a folder (with a copy of `config`), whole or not at all."""
         if self.is_file:

@@ -90,21 +90,13 @@ def read(out: Path) -> dict[Key, Record]:
     return records
 
 
-def open_own(out: Path, rank: int) -> "Writer":
-    """The file of this process, to append to; what was cut off at its end is removed."""
-    path = file_of(out, rank)
-    if path.is_file():
-        content = path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            atomic_write(path, content[: content.rfind(b"\n") + 1])
-    return Writer(path)
-
-
 class Writer:
-    """Appends records to a file, each whole and on the disk's side of a kill."""
+    """Appends records to the file of a process, each whole; what a kill cut off at its end is removed."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, out: Path, rank: int):
+        self.path = file_of(out, rank)
+        if self.path.is_file() and not (content := self.path.read_bytes()).endswith(b"\n"):
+            atomic_write(self.path, content[: content.rfind(b"\n") + 1])
 
     def add(self, record: Record) -> None:
         with self.path.open("ab", buffering=0) as file:  # one system call: a kill leaves all of it, or none
@@ -113,16 +105,14 @@ class Writer:
 
 def join(out: Path) -> list[Record]:
     """All records in one file, sorted, and those of other processes removed: as one process would have left them."""
-    records = sorted(read(out).values(), key=_place)
+    records = sorted(
+        read(out).values(), key=lambda one: (one["index"], one["arm"] != REAL, one["arm"], one["seed"] or 0)
+    )
     atomic_write(out / FILE, "".join(json.dumps(one, allow_nan=False) + "\n" for one in records))
     for path in _files(out):
         if path != out / FILE:
             path.unlink()
     return records
-
-
-def _place(record: Record) -> tuple:
-    return record["index"], record["arm"] != REAL, record["arm"], record["seed"] or 0
 
 
 def _files(out: Path) -> list[Path]:

@@ -53,9 +53,6 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE) -> str:
     return render("report.html", values | {"inside": inside})
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The tables
-
 Table = tuple[str, str, Sequence[tuple[str, str]], Sequence[Row]]  # its two headings, its head and its rows
 
 
@@ -117,10 +114,6 @@ def strata(report: Mapping) -> Table:
     return "By the size of the face", "", head, rows
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The players
-
-
 @dataclass(frozen=True)
 class Shot:
     """One video of a clip: its arm, its record, the judge whose scores are shown, and where the file is."""
@@ -148,22 +141,6 @@ class Shot:
         """The address from the page's folder, or the whole one of a file elsewhere."""
         file = self.record["file"]
         return self.path.as_uri() if Path(file).is_absolute() else quote(file)
-
-    @property
-    def scores(self) -> Sequence[float]:
-        return self.record["curves"][self.judge]
-
-    @property
-    def detected(self) -> Sequence[bool]:
-        return self.record["detected"][self.judge]
-
-    @property
-    def face_sim(self) -> float:
-        return self.record["figures"][f"{self.judge}/face_sim"]
-
-    @property
-    def nonrigid(self) -> float | None:
-        return self.record["figures"].get(f"{self.judge}/nonrigid")
 
 
 def worst_first(report: Mapping) -> list[Mapping]:

@@ -149,10 +149,6 @@ def deviation(values: Tensor) -> float:
     return float(known.std()) if len(known) > 1 else math.nan
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# What is printed
-
-
 def shares(scales: Sequence[Scale]) -> list[float]:
     """Each reward's share of the sum of all weighted gradients' norms; 0 for those that only measure."""
     pulls = [scale.pull if scale.term.weight > 0 else 0.0 for scale in scales]

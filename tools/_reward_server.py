@@ -123,10 +123,6 @@ def check_host(host: str, token: str) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------------
-# HTTP
-
-
 class RewardServer:
     """Listens at (host, port); port 0 takes a free one, see `address`. OSError for an address that cannot be had."""
 

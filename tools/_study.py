@@ -46,7 +46,7 @@ class Study:
 
     @cached_property
     def writer(self) -> _records.Writer:
-        return _records.open_own(self.out, self.processes.rank)
+        return _records.Writer(self.out, self.processes.rank)
 
     @cached_property
     def store(self) -> Cache:
@@ -103,11 +103,12 @@ class Study:
         real = judge_real(self.judges, row, example, fps)
         if isinstance(real, str):
             return real
-        self.store.put(compared_with(row), real.kept | {"image": example.image})
+        record, kept = real
+        self.store.put(compared_with(row), kept | {"image": example.image})
         if (row.id, REAL, None) not in self.records:
             self._keep(row, REAL, None, example.video, fps)
             name = {"arm": REAL, "seed": None, "steps": 0, "decoded": True, "file": str(file_of(row, REAL, None))}
-            self.writer.add(head(row) | name | real.record)
+            self.writer.add(head(row) | name | record)
         return ""
 
     def _keep(self, row: data.Row, arm: str, seed: int | None, video: Tensor, fps: float) -> None:

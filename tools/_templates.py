@@ -1,6 +1,5 @@
 """The pages' templates, filled by jinja2, which escapes whatever comes from files."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,26 +26,23 @@ class Row:
     cells: Sequence[Cell | str]
 
 
-@functools.cache
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("rewardfl_tools"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["digits"] = digits
-    return environment
-
-
-def render(template: str, values: Mapping[str, Any]) -> str:
-    """Return the page that a template makes of these values."""
-    return _environment().get_template(template).render(values)
-
-
 def digits(value: Interval, signed: bool = False) -> list[str]:
     """Return mean, low and high with as many digits as the largest of them needs."""
     largest = max(map(abs, value.values()))
     count = 1 if largest >= 100 else 4 if 0 < largest < 0.1 else 3
     return [f"{value[key]:{'+' if signed else ''}.{count}f}" for key in ("mean", "low", "high")]
+
+
+ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.PackageLoader("rewardfl_tools"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+ENVIRONMENT.filters["digits"] = digits
+
+
+def render(template: str, values: Mapping[str, Any]) -> str:
+    """Return the page that a template makes of these values."""
+    return ENVIRONMENT.get_template(template).render(values)

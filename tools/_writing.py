@@ -15,6 +15,7 @@ from rewardfl.weights.shards import ITEM_BYTES, Entry
 
 STEM = "diffusion_pytorch_model"  # of the files in a diffusers or Wan-AI expert folder
 Bytes = bytes | bytearray | memoryview
+Progress = Callable[[int], object]  # called with the bytes of each piece that is written
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def write_file(
     path: Path,
     parts: list[Part],
     metadata: Mapping[str, str],
-    progress: Callable[[int], object],
+    progress: Progress,
     before_replacing: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a safetensors file that appears at `path` only when it is complete; progress(bytes) as it goes.
@@ -84,7 +85,7 @@ def shard(parts: list[Part], max_bytes: int) -> dict[str, list[Part]]:
 
 
 def write_folder(
-    folder: Path, parts: list[Part], metadata: Mapping[str, str], max_bytes: int, progress: Callable[[int], object]
+    folder: Path, parts: list[Part], metadata: Mapping[str, str], max_bytes: int, progress: Progress
 ) -> None:
     """Fill an existing folder with one file or with shards and their index.json, under the names loaders expect."""
     files = shard(parts, max_bytes)

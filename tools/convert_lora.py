@@ -9,19 +9,17 @@ which ComfyUI reads. `diffusers` is what pipe.load_lora_weights and tools/genera
 the weights and alpha set to the rank, so that a reader that ignores alpha (as ComfyUI that of our checkpoints) is
 right too. A LoRA for one expert becomes one .safetensors file or a folder, one for both a folder, in which each expert
 has its file (diffusers: transformer/ and transformer_2/); one of an image model a file or a folder that holds it.
-Exit codes: 0 written, 2 refused with nothing written, 1 a disk error.
+Exit codes: 0 written, 2 refused with nothing written.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 from rewardfl_tools import _common
 
 
-@_common.command
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = _common.Parser(__doc__)
     parser.add_argument("--lora", type=Path, required=True, help="file, peft folder or checkpoint, of any tool")
     parser.add_argument("--to", choices=("comfy", "diffusers"), required=True)
     parser.add_argument(
@@ -29,10 +27,7 @@ def main() -> None:
     )
     parser.add_argument("--alpha", type=float, help="alpha of a LoRA that does not tell its own (default: its rank)")
     _common.add_output_options(parser)
-    args = parser.parse_args()
-    from rewardfl_tools import _convert_lora  # not before: --help and mistakes are answered without torch
-
-    _convert_lora.run(args)
+    return _common.run("_convert_lora", parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -9,29 +9,24 @@ an index.json or a single file, with diffusers' or the original names; of SD3, F
 transformer in diffusers' names. A LoRA is PATH[@high|@low][:strength]; any tool's names are read. Each half goes to its
 expert, by what you write, its keys or a published name (..._high_noise); what cannot be placed, LoRAs of text encoders
 and adapters with a changed base among it, is refused. Exit codes: 0 merged and every key used, 2
-refused with nothing written, 1 a disk error.
+refused with nothing written.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 from rewardfl_tools import _common
 
 
-@_common.command
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = _common.Parser(__doc__)
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--lora", action="append", required=True, metavar="PATH[@high|@low][:strength]")
     parser.add_argument("--expert", choices=("high", "low"), help="which the base is, where its name does not say")
     parser.add_argument("--alpha", type=float, help="alpha of LoRAs that do not tell theirs (default: their rank)")
     _common.add_layout_options(parser)
     _common.add_output_options(parser)
-    args = parser.parse_args()
-    from rewardfl_tools import _merge_lora  # not before: --help and mistakes are answered without torch
-
-    _merge_lora.run(args)
+    return _common.run("_merge_lora", parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 
 The input is a folder, an index.json, a file, or all shards by name; every byte of it is accounted for or the tool
 refuses: missing, cut-off, doubled and surplus shards, a total_size that is wrong. A copy in the same dtype needs no
-torch and 30 MiB of memory. Exit codes: 0 written, 2 refused with nothing written, 1 a disk error.
+torch and 30 MiB of memory. Exit codes: 0 written, 2 refused with nothing written.
 """
 
 import argparse
@@ -15,21 +15,23 @@ from pathlib import Path
 
 from rewardfl.weights import shards, wan_names
 from rewardfl.weights.shards import Checkpoint, Refused
-from rewardfl_tools import _common, _output
+from rewardfl_tools import _common
 from rewardfl_tools._output import Output
 from rewardfl_tools._writing import Part, copy_of
 
 TOOL = "rewardfl merge_shards 1"
 
 
-@_common.command
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = _common.Parser(__doc__)
     parser.add_argument("--input", type=Path, nargs="+", required=True, help="folder, index.json, file or all shards")
     _common.add_layout_options(parser)
     _common.add_output_options(parser)
-    args = parser.parse_args()
+    return _common.run("merge_shards", parser.parse_args())
 
+
+def run(args: argparse.Namespace) -> None:
+    """Raise Refused with nothing written."""
     source = args.input[0] if len(args.input) == 1 else args.input
     model = shards.open_checkpoint(source)
     output = Output(args.out, args.json, args.force, TOOL)
@@ -37,8 +39,7 @@ def main() -> None:
     output.check([*args.input, *model.files, config])
     parts = plan(model, args.dtype, args.rename)
     total = sum(part.nbytes for part in parts)
-    output.clear_strays(args.dry_run)
-    _output.check_space(args.out, total)
+    output.make_room(total, args.dry_run)
 
     dtypes = {dtype: sum(part.dtype == dtype for part in parts) for dtype in sorted({part.dtype for part in parts})}
     report = {
