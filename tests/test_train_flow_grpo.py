@@ -242,7 +242,7 @@ def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tm
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
     assert code == 0 and "nothing to train: " in out and "step-000008" in out and metrics(tmp_path) == lines
     assert lines[8] == metrics(straight)[8]  # without the rule
-    score = checkpoint._manifest(straight / "checkpoints" / "step-000008")["score"]
+    score = checkpoint._manifest(straight / "checkpoints" / "step-000008").score
     assert score == lines[8]["eval/held_out"] != lines[8]["eval/score"]
 
 
