@@ -106,6 +106,10 @@ def to_bytes(values: Tensor, dtype: str, what: str) -> memoryview:
     return as_bytes(rounded)
 
 
+def _stored(values: Tensor, dtype: str) -> Tensor:
+    return values.to(TORCH_DTYPES[dtype]).float()
+
+
 def _merging(
     entry: Entry, updates: Sequence[tuple[Update, float]], stored: str, kept: Kept
 ) -> Callable[[], Iterator[memoryview]]:
@@ -121,7 +125,7 @@ def _merging(
             rows = add(rows, first)
             if before is not None:
                 wanted = rows[:SAMPLE_ROWS]
-                kept.add(before, wanted, wanted.to(TORCH_DTYPES[stored]).float())
+                kept.add(before, wanted, _stored(wanted, stored))
             yield to_bytes(rows, stored, f"{entry.name} of {entry.file}{' after merging' if updates else ''}")
 
     return pieces
@@ -139,7 +143,7 @@ def estimate_kept(plan: Plan) -> Kept:
             first = (entry.rows - count) // 2
             before = merge.read_rows(entry, first, count)
             wanted = merge.adder(entry, plan.merged[name])(before.clone(), first)
-            kept.add(before, wanted, wanted.to(TORCH_DTYPES[part.dtype]).float())
+            kept.add(before, wanted, _stored(wanted, part.dtype))
     return kept
 
 
@@ -160,11 +164,11 @@ def verify(plan: Plan, written: Checkpoint, progress: Callable[[int], object]) -
         elif output.dtype == entry.dtype:
             if any(a != b for a, b in zip(entry.pieces(), output.pieces(), strict=True)):
                 raise Refused(f"{written.path}: {part.name} is not a copy of {entry.name} in {entry.file}")
-        else:
-            for first, count in merge.row_blocks(entry):
-                wanted = merge.read_rows(entry, first, count).to(TORCH_DTYPES[output.dtype]).float()
-                if not torch.equal(wanted, merge.read_rows(output, first, count)):
-                    raise Refused(f"{written.path}: {part.name} is not {entry.name} rounded to {output.dtype}")
+        elif not all(
+            torch.equal(_stored(merge.read_rows(entry, *rows), output.dtype), merge.read_rows(output, *rows))
+            for rows in merge.row_blocks(entry)
+        ):
+            raise Refused(f"{written.path}: {part.name} is not {entry.name} rounded to {output.dtype}")
         progress(part.nbytes)
 
 
