@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-# ------------------------------------------------------------------------------------------------------------
 # Order: position p of the training stream is sample p % num_rows in the order of epoch p // num_rows
 
 
@@ -39,7 +38,6 @@ def total_steps(num_rows: int, global_batch: int, num_train_epochs: int) -> int:
     return math.ceil(num_train_epochs * num_rows / global_batch)
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Noise
 
 
@@ -68,7 +66,6 @@ def _stable_hash(text: str) -> int:
     return int.from_bytes(digest, "big") >> 1  # Python's own hash() differs from process to process
 
 
-# ------------------------------------------------------------------------------------------------------------
 # The group plan
 
 
@@ -251,7 +248,6 @@ def _nearest_multiples(value: int, step: int) -> list[int]:
     return [candidate for candidate in (below, below + step) if candidate > 0]
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Which steps are stochastic, and trained
 
 

@@ -31,7 +31,6 @@ from rewardfl.sde import Step
 STD_EPSILON = 1e-4  # added to a standard deviation of rewards (as Flow-GRPO): noise below it is not blown up to |A| = 1
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Advantages
 
 
@@ -131,7 +130,6 @@ def _group_statistics(parts: Tensor, index: Tensor, valid: Tensor) -> tuple[Tens
     return mean, variance.sqrt(), highest == lowest  # exact: sums of equal numbers may not average to that number
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Objectives
 
 

@@ -69,7 +69,6 @@ def dump(cfg: AnyConfig) -> str:
     return yaml.safe_dump(to_dict(cfg), sort_keys=False)
 
 
-# ------------------------------------------------------------------------------------------------------------
 # YAML
 
 
@@ -172,7 +171,6 @@ def _override(raw: dict[str, Any], text: str, schema: type[AnyConfig]) -> list[s
     return []
 
 
-# ------------------------------------------------------------------------------------------------------------
 # What pydantic found, in our lines
 
 

@@ -868,7 +868,6 @@ def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:
             )
 
 
-# ------------------------------------------------------------------------------------------------------------
 # What settings mean together
 
 

@@ -65,7 +65,6 @@ def tolerant(say: Callable[[str], None], step: int, last: bool) -> Iterator[None
         say(f"warning: step {step}: {error}")
 
 
-# ------------------------------------------------------------------------------------------------------------
 # The run folder
 
 LOCK = "run.lock"
@@ -366,7 +365,6 @@ def git_commit(folder: str | Path) -> str | None:
     return found.stdout.strip() if found.returncode == 0 else None
 
 
-# ------------------------------------------------------------------------------------------------------------
 # metrics.jsonl
 
 
@@ -435,7 +433,6 @@ class MetricsFile:
             ) from error
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Checkpoints
 
 MANIFEST = "manifest.json"

@@ -285,7 +285,6 @@ def _places(parameter: nn.Parameter) -> tuple[slice, slice] | None:
     return (slice(inside.start, inside.start + inside.numel), slice(outside.start, outside.start + outside.numel))
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # Start
 
 

@@ -110,7 +110,6 @@ def readable(samples: Sequence["Sample"], row: int, read_of: Callable[[int], T],
     raise CacheError(f"no clip of the size of {samples[row].row.id} can be read from the cache any more")
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Clips and what the rewards keep of them
 
 
@@ -244,7 +243,6 @@ def samples(
     return samples
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Conditioning and boundary latents
 
 
@@ -350,7 +348,6 @@ class Conditions:
         }
 
 
-# ------------------------------------------------------------------------------------------------------------
 # What a forward pass starts from
 
 

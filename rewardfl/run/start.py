@@ -93,7 +93,6 @@ def main(
         return error.exit_code
 
 
-# ------------------------------------------------------------------------------------------------------------
 # What will be done, as far as the configuration and headers tell
 
 
@@ -234,7 +233,6 @@ def say_plan(
         job.say(line)
 
 
-# ------------------------------------------------------------------------------------------------------------
 # The run's folder, and what it goes on from
 
 
@@ -370,7 +368,6 @@ def _load_state(
     return state, changes
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Clips and rewards
 
 
@@ -498,7 +495,6 @@ def fill_conditions(
     return seam.to(conditions.text_of(cfg.sample.negative_prompt), job.device) if guided else None
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Model and adapter
 
 
@@ -694,7 +690,6 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
     set_seed(groups.noise_seed(seed, step, f"process {rank}") % 2**32)
 
 
-# ------------------------------------------------------------------------------------------------------------
 # What a run leaves
 
 

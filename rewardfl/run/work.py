@@ -26,7 +26,6 @@ EPOCHS = 100  # whose windows stand for the run's, where its length is not known
 WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # by format, of which the first that is there counts
 KINDS = ("flow", "dance", "cps")  # of stochastic steps
 
-# ------------------------------------------------------------------------------------------------------------
 # What ordinary training asks
 
 
@@ -206,7 +205,6 @@ def check_sizes(cfg: FlowGrpoConfig, sizes: Sequence[tuple[int, int]]) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------------
 # For people, at every start
 
 
@@ -306,7 +304,6 @@ def _cells(kind: str, sigma: float, sigma_next: float, level: float, sigma_max: 
     return f"{std:11.4f}{weight:>8s}{noise:>7s}"
 
 
-# ------------------------------------------------------------------------------------------------------------
 # How much work it is
 
 
@@ -518,7 +515,6 @@ def _reward_bytes(cfg: AnyConfig) -> int:
     return total
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Small questions
 
 

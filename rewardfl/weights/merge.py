@@ -15,7 +15,6 @@ from rewardfl.weights.shards import BLOCK_BYTES, Checkpoint, Entry, Refused
 Term = Callable[[Tensor, Tensor, slice], Tensor]
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Checks: everything that headers and the LoRA's values can tell, before a byte is written
 
 
@@ -64,7 +63,6 @@ def check_fits(lora: Lora, update: Update, names: Mapping[str, Entry]) -> None:
                 raise Refused(f"{lora.path}: {what} of {update.module} is {given}, the base's {target} is {shape}")
 
 
-# ------------------------------------------------------------------------------------------------------------
 # What changes what
 
 
@@ -98,7 +96,6 @@ def updates_by_tensor(base: Checkpoint, loras: Sequence[tuple[Lora, float]]) -> 
     return merged
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Arithmetic
 
 

@@ -112,7 +112,6 @@ class Checkpoint:
         return sum(entry.nbytes for entry in self.tensors.values())
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Reading
 
 

@@ -46,7 +46,6 @@ class Layout:
     opened: Mapping[str, Checkpoint] | None = None
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Which files
 
 
@@ -223,7 +222,6 @@ def _snapshot(repository: str, patterns: list[str], allow_download: bool) -> Pat
         raise Refused(f"model.model_id_with_origin_paths: {repository} is not in the local hub cache{why}") from None
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Checks that need headers only
 
 

@@ -235,7 +235,6 @@ def image_encoder_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Distillation
 
 
