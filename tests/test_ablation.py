@@ -51,12 +51,12 @@ def test_every_point_is_a_configuration_and_what_is_judged_is_left_alone(tmp_pat
     subprocess.run([FILE.parent / "points.sh", tmp_path / "out", "7"], env=os.environ | places, check=True)
     calls = [call.split("\0") for call in (tmp_path / "calls").read_text().split("END\0")[:-1]]
     training = [call[4:-1] for call in calls if call[0] == "train_reward_fl.py"]
-    assert len(training) == 11 and len(calls) == 22
+    assert len(training) == 13 and len(calls) == 26
     known = {}
     for overrides in training:
         cfg = config.load("configs/tiny_face.yaml", overrides)
         known[Path(cfg.run.output_dir).parent.name] = cfg
-    assert len(known) == 11 and "no_kl" not in known
+    assert len(known) == 13 and "no_kl" not in known
     # what another reward's overrides say of it is what the configuration says
     assert len({str(cfg.reward.others.get("flow")) for name, cfg in known.items() if name != "hacked"}) == 1
 
