@@ -165,6 +165,6 @@ def test_whatever_an_entry_depends_on_makes_it_another(tmp_path):
     asked = digests(by=reader)
     changed = digests(by=reader, row=replace(row, prompt="a child"))
     assert {kind for kind in asked if changed[kind] != asked[kind]} == {"face", "text", "boundary"}
-    # a cache keeps its entries from version to version: this changes with data.clips.FORMAT alone
+    # a cache keeps its entries from version to version: this changes with data.cache.FORMAT alone
     pictured = replace(row, image=tmp_path / "a.png")
     assert digests(row=pictured)["clip"] == "aedc687f9ce64237af07927bdec49ea6"
