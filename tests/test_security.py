@@ -135,7 +135,7 @@ COMMANDS = {
     "plan_run": (plan_run.main, ["--config", CONFIG]),
     "doctor": (doctor.main, ["--config", CONFIG, "--device", "cpu", "--out", "OUT/doctor"]),
     "reward_scales": (reward_scales.main, ["--config", CONFIG, "--device", "cpu"]),
-    "evaluate": (evaluate.main, ["--config", CONFIG, "--data", "OUT/eval.csv", "--videos", "OUT", "--out", "OUT/e"]),
+    "evaluate": (evaluate.main, ["--config", CONFIG, "--data", "OUT/eval.csv", "--videos", "OUT/made", "--out", "OUT/e"]),
     "evaluate a run": (evaluate.main, ["--run", "OUT", "--data", "OUT/eval.csv", "--device", "cpu"]),
     "serve_reward": (serve_reward.main, ["--device", "cpu", "--reward", "OUT/own.py:Own"]),
     "score": (score_main, ["score", "--reward", "OUT/own.py:Own"]),
@@ -158,7 +158,9 @@ def stranger(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text(json.dumps({"config": cfg}))
     checkpoint = tmp_path / "checkpoints" / "latest"
     checkpoint.mkdir(parents=True)
-    (tmp_path / "0.mp4").write_bytes(next((WORLD / "eval" / "videos").iterdir()).read_bytes())
+    (tmp_path / "made").mkdir()
+    for clip in ("0.mp4", "made/0.mp4"):
+        (tmp_path / clip).write_bytes(next((WORLD / "eval" / "videos").iterdir()).read_bytes())
     (tmp_path / "eval.csv").write_text("video,prompt\n0.mp4,a person\n")
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(tmp_path)

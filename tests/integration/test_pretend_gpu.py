@@ -15,7 +15,7 @@ from conftest import ROOT
 pytestmark = [pytest.mark.long, pytest.mark.pretend]
 SUPPORT = ROOT / "tests" / "support"
 REWARD_FL = ["train_reward_fl.py", "--config", "tests/golden/reward_fl.yaml"]
-FLOW_GRPO = ["train_flow_grpo.py", "--config", "tests/golden/flow_grpo.yaml"]
+FLOW_GRPO = ["train_flow_grpo.py", "--config", "tests/golden/flow_grpo.yaml", "grpo.inner_epochs=1"]
 LOW_NOISE = ["model.trainable_models=dit2", "sample.active_steps=[2, 3]"]
 SWAP = ["experts.trained=cpu_swap", "experts.untrained=cpu_swap", "train.use_gradient_checkpointing=true"]
 OFFLOAD = ["train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true"]
