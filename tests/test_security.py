@@ -135,7 +135,10 @@ COMMANDS = {
     "plan_run": (plan_run.main, ["--config", CONFIG]),
     "doctor": (doctor.main, ["--config", CONFIG, "--device", "cpu", "--out", "OUT/doctor"]),
     "reward_scales": (reward_scales.main, ["--config", CONFIG, "--device", "cpu"]),
-    "evaluate": (evaluate.main, ["--config", CONFIG, "--data", "OUT/eval.csv", "--videos", "OUT/made", "--out", "OUT/e"]),
+    "evaluate": (
+        evaluate.main,
+        ["--config", CONFIG, "--data", "OUT/eval.csv", "--videos", "OUT/made", "--out", "OUT/e"],
+    ),
     "evaluate a run": (evaluate.main, ["--run", "OUT", "--data", "OUT/eval.csv", "--device", "cpu"]),
     "serve_reward": (serve_reward.main, ["--device", "cpu", "--reward", "OUT/own.py:Own"]),
     "score": (score_main, ["score", "--reward", "OUT/own.py:Own"]),
