@@ -99,6 +99,13 @@ def measured_once(monkeypatch):
 
 
 @pytest.fixture
+def native_again(pipe):
+    """Make torch's own attention diffusers' default again after a test that chose another one."""
+    yield
+    pipe.transformer.set_attention_backend("native")
+
+
+@pytest.fixture
 def pipe():
     from pipelines import random_pipeline
 

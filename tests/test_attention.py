@@ -69,12 +69,6 @@ def test_a_network_that_would_not_use_it_is_refused():
     check_name("native", network, False)
 
 
-@pytest.fixture
-def native_again(expert):
-    yield
-    expert.set_attention_backend("native")  # which is diffusers' default from then on
-
-
 def test_a_run_uses_it_and_one_that_cannot_says_so(tmp_path, native_again):
     short = ["train.max_steps=1", "run.sample_videos=0", f"data.cache_dir={tmp_path / 'cache'}"]
     done = {}

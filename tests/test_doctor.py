@@ -129,7 +129,7 @@ def test_attention_that_is_another_kernel_with_a_graph_is_measured(monkeypatch, 
     assert 1e-6 < found["weights"]["experts"]["low_noise"]["with a graph"] < 1e-2
 
 
-def test_one_expert_is_in_memory_at_a_time(monkeypatch):
+def test_one_expert_is_in_memory_at_a_time(monkeypatch, native_again):
     """Ours and diffusers' in turn, with the weights swapped; the attention of both is the run's."""
     case, alive, most = opened([*SWAPPED, "model.attention_backend=_native_math"]), [], []
     real = _doctor_models.offload.place

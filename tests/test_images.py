@@ -332,7 +332,7 @@ def untrained(folder_of, tmp_path_factory):
         (["--data", "RUN/sizes.csv"], "line 5: empty prompt"),
         (["--data", "RUN/clip.csv"], "line 2: RUN/gone.mp4: no such file"),
         (["--data", "RUN/nowhere.csv"], "--data: no such file: RUN/nowhere.csv"),
-        (["--out", "RUN/own.py"], "--out RUN/own.py is a file"),
+        (["--out", "RUN/own.py"], "--out RUN/own.py is no folder"),
         (["--out", "RUN"], "--out RUN is, holds or lies in the input RUN/run.json"),
     ],
 )

@@ -129,10 +129,9 @@ def draw_front(axis: Axes, found: Sequence[Place], judge: str) -> None:
     best = [found[i] for i in front([(one.gain["mean"], one.motion["mean"]) for one in found])]
     axis.plot([one.gain["mean"] for one in best], [one.motion["mean"] for one in best], color=REAL, linestyle="--")
     for one in found:
-        reach = [[[end["mean"] - end["low"]], [end["high"] - end["mean"]]] for end in (one.gain, one.motion)]
-        axis.errorbar(
-            one.gain["mean"], one.motion["mean"], xerr=reach[0], yerr=reach[1], fmt="o", capsize=2, color=one.colour
-        )
+        axis.plot(one.gain["mean"], one.motion["mean"], "o", color=one.colour)
+        axis.hlines(one.motion["mean"], one.gain["low"], one.gain["high"], color=one.colour)
+        axis.vlines(one.gain["mean"], one.motion["low"], one.motion["high"], color=one.colour)
     axis.plot(0, 1, "+", color=BASE, markersize=10)
     axis.set(xlabel=f"gain in FaceSim by {judge}", ylabel="non-rigid motion / base's")
 
