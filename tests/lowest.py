@@ -7,4 +7,7 @@ from pathlib import Path
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 for line in [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]:
     if bound := re.match(r"([\w-]+)>=([\w.]+)", line):
-        print("==".join(bound.groups()))
+        name, version = bound.groups()
+        print(f"{name}=={version}")
+        if name == "onnxruntime-gpu":  # insightface asks for the other one, which lies in the same folder
+            print(f"onnxruntime=={version}")
