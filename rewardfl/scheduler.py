@@ -9,7 +9,7 @@ replays the latents that `callback_on_step_end` hands out: step(velocity, t, x, 
 """
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -95,7 +95,6 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         )
         self.num_inference_steps = None
         self.noise_window: tuple[int, ...] = ()  # of the schedule that set_timesteps makes
-        self._wanted_window: Iterable[int] | None = noise_window
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Self:
@@ -112,10 +111,6 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             )
         schedule = "stock" if name == FlowMatchEulerDiscreteScheduler.__name__ else "linear"
         return super().from_config({"schedule": schedule, **config}, return_unused_kwargs, **kwargs)
-
-    def set_noise_window(self, steps: Iterable[int] | None) -> None:
-        """Draw these steps from the next `set_timesteps` on: for a window that changes from rollout to rollout."""
-        self._wanted_window = steps
 
     def set_timesteps(
         self,
@@ -142,10 +137,9 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         if self.config.kind == "ode" or self.config.noise_level == 0:
             return ()
         steps = range(self.num_inference_steps)
-        if self._wanted_window is None:
-            window = tuple(steps[:-1])
-        else:  # python ints, also of an integer tensor, whose elements are equal to no int in a set
-            window = tuple(operator.index(i) for i in self._wanted_window)
+        chosen = self.config.noise_window
+        # python ints, also of an integer tensor, whose elements are equal to no int in a set
+        window = tuple(steps[:-1] if chosen is None else map(operator.index, chosen))
         for i in window:
             if i not in steps:
                 raise ValueError(f"noise_window {list(window)}: there are steps 0 to {steps[-1]}")

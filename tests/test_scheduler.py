@@ -209,8 +209,7 @@ def test_review_1_a_window_of_several_drawn_steps():
     scheduler, velocity, sample = ready(10)
     assert scheduler.noise_window == tuple(range(9))  # the seed's default was the 1000 training steps
     chosen = torch.randperm(5, generator=torch.Generator().manual_seed(0))[:2]
-    scheduler.set_noise_window(chosen)
-    scheduler.set_timesteps(10)
+    scheduler, velocity, sample = ready(10, noise_window=chosen)
     assert scheduler.noise_window == tuple(chosen.tolist())
     assert all(type(i) is int for i in scheduler.noise_window)
     drawn = []
@@ -219,8 +218,7 @@ def test_review_1_a_window_of_several_drawn_steps():
         if output.log_prob is not None:
             drawn.append(i)
     assert drawn == sorted(chosen.tolist())
-    scheduler.set_noise_window(None)
-    scheduler.set_timesteps(3)
+    scheduler, *_ = ready(3)
     assert scheduler.noise_window == (0, 1)
     scheduler.set_timesteps(1)
     assert scheduler.noise_window == ()

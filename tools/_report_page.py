@@ -91,11 +91,9 @@ def _row(report: Mapping, name: str) -> Row:
 
 def figure_cell(arm: Mapping, name: str, judges: Sequence[str]) -> Cell:
     """Return a figure of an arm, and its change against the arm's base, marked where it is not healthy."""
-    if name == "frozen_share":  # like the next one of an arm and its base together
-        problem = f"healthy: {FROZEN_MOST:g} at most" if frozen(arm) else ""
+    if name in ("frozen_share", "colour_shift"):  # of an arm and its base together
+        problem = f"healthy: {FROZEN_MOST:g} at most" if name == "frozen_share" and frozen(arm) else ""
         return Cell(arm[name] if arm["against"] else None, problem=problem)
-    if name == "colour_shift":
-        return Cell(arm[name] if arm["against"] else None)
     found = (arm.get("compared") or {}).get(name)
     return Cell(arm["figures"].get(name), found or None, outside(found, meaning(name, judges)))
 
