@@ -21,7 +21,8 @@ from rewardfl_tools import _arms, check_dataset, doctor, evaluate, plan_run, rew
 SOURCES = sorted(
     path
     for path in ROOT.rglob("*.py")
-    if not {".venv", "tests", "outputs", "build"} & set(path.relative_to(ROOT).parts)
+    if path.relative_to(ROOT).parts[0] not in ("tests", "outputs", "build")
+    and not path.relative_to(ROOT).parts[0].startswith(".")
 )
 LOADERS = {"pickle": {"load", "loads", "Unpickler"}, "dill": {"load", "loads"}, "joblib": {"load"}}
 UNSAFE_YAML = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
