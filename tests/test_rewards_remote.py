@@ -130,7 +130,7 @@ def at_home(video=VIDEO, prompts=PROMPTS, real=REAL):
 
 
 def assert_same(output, expected):
-    """Compare bit for bit; expected: outputs of one clip each. A server counts scores that are not finite: none here."""
+    """Compare bit for bit; expected: outputs of one clip each. No score may be counted as not finite."""
     assert output.valid.dtype == torch.bool and output.score.dtype == torch.float32
     assert output.score.tolist() == [one.score.item() for one in expected]
     assert output.valid.tolist() == [one.valid.item() for one in expected]
