@@ -35,13 +35,13 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def set_thread_defaults(environment: MutableMapping[str, str]) -> None:
-    """Set how many threads OpenMP starts and that they sleep while they wait, unless the user has set it.
+    """Set how many threads OpenMP starts and how long they spin before they sleep, unless the user has set it.
 
-    By default libgomp's threads spin. When another process takes one of two cores, each parallel operation then lasts
-    until the scheduler moves a thread that spins: encoding a clip took 30 times as long. libgomp reads both variables
-    when torch loads it.
+    libgomp's own 300,000 turns stall a parallel operation whenever another process takes a core. Without any, two
+    threads are no faster than one (docs/log.md). libgomp reads the variables when torch loads it.
     """
-    environment.setdefault("OMP_WAIT_POLICY", "passive")
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", "3000")
     environment.setdefault("OMP_NUM_THREADS", str(usable_cores()))
 
 

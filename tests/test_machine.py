@@ -59,14 +59,22 @@ def test_a_process_takes_its_share(monkeypatch):
 
 
 @pytest.mark.parametrize("entry", ["import train_reward_fl", "import train_flow_grpo", "import rewardfl, torch"])
-@pytest.mark.parametrize("threads", [None, "1"])
-def test_threads_sleep_while_they_wait(entry, threads):
+@pytest.mark.parametrize(
+    ("user", "spins", "threads"),
+    [
+        ({}, "3000", None),
+        ({"OMP_NUM_THREADS": "1"}, "3000", "1"),
+        ({"GOMP_SPINCOUNT": "7"}, "7", None),
+        ({"OMP_WAIT_POLICY": "passive"}, "0", None),
+    ],
+)
+def test_threads_soon_sleep_while_they_wait(entry, user, spins, threads):
     """libgomp prints what it has read, when torch loads it: the variables are set before, and a user's own stays."""
     unset = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     environment = {key: value for key, value in os.environ.items() if key not in unset}
-    environment |= {"OMP_DISPLAY_ENV": "verbose"} | ({"OMP_NUM_THREADS": threads} if threads else {})
+    environment |= {"OMP_DISPLAY_ENV": "verbose", **user}
     code = f"{entry}; import torch; print(torch.get_num_threads())"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert "GOMP_SPINCOUNT = '0'" in run.stderr
+    assert f"GOMP_SPINCOUNT = '{spins}'" in run.stderr
     assert run.stdout.split()[-1] == (threads or str(machine.usable_cores()))
