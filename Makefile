@@ -11,9 +11,12 @@ INTERPRETER = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .PHONY: demo test quick lowest long lint check chaos golden golden-record pretend report-check format clean interpreter
 
+# Two processes with half of the cores and of the batch each: faster than one, and twice as fast beside a busy program
+TWO = ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 --
+
 demo: $(READY)
-	$(BIN)/accelerate launch train_reward_fl.py --config configs/tiny_face.yaml run.output_dir=$(RUN)
-	$(BIN)/python tools/evaluate.py --run $(RUN) --data assets/tiny_world/eval/metadata.csv --seeds 1
+	$(TWO) train_reward_fl.py --config configs/tiny_face.yaml run.output_dir=$(RUN) train.per_device_train_batch_size=2
+	$(TWO) tools/evaluate.py --run $(RUN) --data assets/tiny_world/eval/metadata.csv --seeds 1 --device cpu
 
 # Whole files to the workers, in the order of tests/conftest.py
 WORKERS = 2
