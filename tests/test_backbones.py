@@ -14,7 +14,9 @@ from types import MethodType
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxImg2ImgPipeline, QwenImageImg2ImgPipeline, WanPipeline
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
 from image_pipelines import random_flux, random_flux2_klein, random_qwen_image, random_sd3, random_z_image
 from PIL import Image
 from pipelines import FRAMES, HEIGHT, WIDTH, LinearFlowEuler, random_variant
@@ -65,6 +67,13 @@ class Tenant:
         pipe.scheduler = LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=SHIFT).config)
         return pipe
 
+    def encode(self, pipe, video):
+        """Return the latents that the stock video-to-video pipeline begins with, without noise."""
+        encoded = retrieve_latents(pipe.vae.encode(video), sample_mode="argmax")
+        mean = torch.tensor(pipe.vae.config.latents_mean).view(1, -1, 1, 1, 1)
+        latents = (encoded - mean) / torch.tensor(pipe.vae.config.latents_std).view(1, -1, 1, 1, 1)
+        return latents[:, :, 1:] if self.frame_given else latents
+
     @property
     def guided_bits(self) -> float:
         """How far a guided step may be from the stock pipeline's; more than 0 where that asks with a doubled batch."""
@@ -87,6 +96,10 @@ class ImageTenant(Tenant):
     """A text-to-image model, which we sample with its own scheduler."""
 
     guided_bits = 1e-6  # one doubled batch
+    editing = FluxImg2ImgPipeline  # the stock pipeline that encodes pictures
+
+    def encode(self, pipe, video):
+        return self.editing._encode_vae_image(pipe, video[:, :, 0], None).unsqueeze(2)
 
     def stock(self, dtype: torch.dtype = torch.float32):
         pipe = self.pipeline.from_pretrained(self.folder, torch_dtype=dtype)
@@ -129,6 +142,9 @@ class PackedTenant(ImageTenant):
 class KleinTenant(PackedTenant):
     """Its pipeline takes patches, makes a negative prompt of its own where none is encoded, and gives no latents."""
 
+    def encode(self, pipe, video):
+        return nn.functional.pixel_shuffle(pipe._encode_vae_image(video[:, :, 0], None), 2).unsqueeze(2)
+
     def sample(self, pipe, noise, guidance, output_type):
         kept = []
 
@@ -145,6 +161,14 @@ class KleinTenant(PackedTenant):
 
 
 @dataclass
+class QwenTenant(PackedTenant):
+    """Its VAE takes videos."""
+
+    def encode(self, pipe, video):
+        return QwenImageImg2ImgPipeline._encode_vae_image(pipe, video, None)
+
+
+@dataclass
 class ZImageTenant(PackedTenant):
     """Its pipeline asks with one doubled batch, and calls no guidance 0."""
 
@@ -156,7 +180,7 @@ class ZImageTenant(PackedTenant):
 
 IMAGE_TENANTS = {
     "sd3": (random_sd3, ImageTenant, {}), "flux": (random_flux, PackedTenant, {"told": 2.5}),
-    "qwen_image": (random_qwen_image, PackedTenant, {}), "flux2_klein": (random_flux2_klein, KleinTenant, {}),
+    "qwen_image": (random_qwen_image, QwenTenant, {}), "flux2_klein": (random_flux2_klein, KleinTenant, {}),
     "z_image": (random_z_image, ZImageTenant, {}),
 }  # fmt: skip
 
@@ -474,6 +498,18 @@ def test_a_guided_gradient_is_that_of_finite_differences(backbone, differentiate
 def backbone_at(backbone, dtype):
     """The same model, asked in another precision."""
     return dataclasses.replace(backbone, dtype=dtype)
+
+
+def test_a_clips_latents_are_the_stock_pipelines(tenant, backbone, monkeypatch):
+    """Those of the posterior's mode: where the stock pipeline draws from the posterior, it is made to take its mode."""
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
+    video = torch.rand(2, 3, frames_of(backbone), HEIGHT, WIDTH, generator=torch.Generator().manual_seed(SEED)) * 2 - 1
+    latents = backbone.video_encoder(CPU)(video)
+    with torch.no_grad():
+        expected = tenant.encode(tenant.stock(), video)
+    assert latents.shape == (2, *backbone.latent_shape(HEIGHT, WIDTH, frames_of(backbone)))
+    assert latents.dtype == torch.float32
+    torch.testing.assert_close(latents, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_decoders_pullback_is_its_derivative(backbone):

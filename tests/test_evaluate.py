@@ -40,7 +40,8 @@ def record(person, arm, seed=0, curve=None, **figures):
     curve = [own["face_sim"]] * 8 if curve is None else curve
     own["face_sim"] = float(np.mean(curve))
     named = {f"{block}/{key}": own[key] for block, keys in BLOCKS.items() for key in keys}
-    place = {"row": person, "line": 2, "index": ord(person[0]), "arm": arm, "seed": seed, "steps": 8, "decoded": False}
+    place = {"row": person, "line": 2, "index": ord(person[0]), "person": person, "arm": arm, "seed": seed}
+    place |= {"steps": 8, "decoded": False}
     return place | {"file": "x.mp4", "figures": named, "curves": {JUDGE: curve}, "detected": {JUDGE: [True] * 9}}
 
 
@@ -364,7 +365,7 @@ def test_a_run_with_another_reward_names_the_way_out(tmp_path, monkeypatch, caps
     (tmp_path / "metadata.csv").write_text("video,prompt\nnobody.mp4,x\n")
     command = ["evaluate.py", "--run", str(tmp_path), "--data", str(tmp_path / "metadata.csv"), "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", command)
-    assert evaluate.main() == 2 and "reward.held_out_model_path=FOLDER" in capsys.readouterr().err
+    assert evaluate.main() == 2 and "--judge NAME=FOLDER" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*command, f"reward.held_out_model_path={world}/faces/judge"])
     assert evaluate.main() == 2 and "shows a face" in capsys.readouterr().err  # it has looked for one
     monkeypatch.setattr(sys, "argv", [*command, "--strengths", "0.5", "--adapter", "x:2"])

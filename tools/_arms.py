@@ -15,7 +15,7 @@ from rewardfl.backbones.seam import Backbone, Conditioning, Decoder, Experts, Ve
 from rewardfl.run import work
 
 BASE = "base"
-TAKEN = (BASE, "real")  # names that no adapter's or tool's arm may have
+TAKEN = (BASE, "real", "vae")  # names that no adapter's or tool's arm may have
 NEGATIVE = ""  # the id, which no row has, of the prompt that a run is guided away from
 Job = tuple[data.Row, int]  # of a row of the table the noise of this number
 

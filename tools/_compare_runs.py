@@ -20,7 +20,7 @@ from rewardfl_tools._templates import Row, render
 from rewardfl_tools._verdict import verdict
 
 ALIKE = ("records", "data", "sampling", "judges")  # blocks of the settings that must agree
-COMPARED, WHOLE = ("face/face_sim", *MOVES, *CANARIES), ("colour_shift", "frozen_share")
+COMPARED, WHOLE = ("face/face_sim", "face/identity_kept", *MOVES, *CANARIES), ("colour_shift", "frozen_share")
 TRAINING = ("reward/held_out", "reward/held_out/flow", "grad_norm")
 
 

@@ -23,6 +23,7 @@ from rewardfl_tools import _arms, _common, _evaluate_images, _evaluate_pictures,
 from rewardfl_tools._arms import Arm
 from rewardfl_tools._evaluate_table import table
 from rewardfl_tools._figures import Reading, summarise
+from rewardfl_tools._identity_kept import FEWEST
 from rewardfl_tools._judging import identify, judges_of
 from rewardfl_tools._processes import Processes, connected
 from rewardfl_tools._report_page import report_page
@@ -30,7 +31,7 @@ from rewardfl_tools._study import Study
 
 # of the configuration: what decides how a video is sampled or a clip is read. Files are told by digests.
 SAMPLING = ("data.height", "data.width", "data.num_frames", "data.max_pixels", "data.fps", "sample.", "model.dtype")
-MANY = ("config", "videos", "strengths", "protocol", "dino")  # options for videos alone
+MANY = ("config", "videos", "strengths", "judge", "protocol", "dino")  # options for videos alone
 REPORTS = ("report.json", "report.html", "grid.png", "curves.png", "front.png")  # written when all is judged
 
 
@@ -58,13 +59,19 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
     rows = rows_of(cfg, args, processes)
     files = {arm.name: _videos.files_of(arm.videos, rows) for arm in arms if arm.videos is not None}
     judges = judges_of(cfg, args)
-    backbone = start.open_model(cfg) if any(arm.videos is None for arm in arms) else None
-    settings = settings_of(cfg, rows, arms, backbone, identify(judges, cfg, args.dino))
+    backbone, problem = open_model(cfg, arms)
+    if problem and processes.main:
+        print(printable(f"note: identity kept cannot be measured: {problem}"))
+    through_vae = backbone is not None and len({row.person or row.id for row in rows}) >= FEWEST
+    base = {} if backbone is None else parts_of(backbone, arms)
+    settings = settings_of(cfg, rows, arms, base, identify(judges, cfg, args.dino))
     study = Study(cfg, folder.path, tuple(arms), judges, processes, files)
     names = study.names(rows, args.seeds)
     records = [str(_records.file_of(Path(), rank)) for rank in range(processes.count)]  # these grow, and get no hash
     processes.by_main(partial(take, folder, [*names, *records], settings, args.force, lock), (ValueError, OSError))
-    rows = study.read_real(rows, args.seeds)
+    rows = study.read_real(rows, args.seeds, through_vae)
+    if through_vae:
+        study.judge_through_vae(backbone, rows, torch.device(args.device))
     study.sample(backbone, rows, args)
     study.judge_files(rows)
     processes.wait()
@@ -96,6 +103,26 @@ def arms_of(args: argparse.Namespace, cfg: config.AnyConfig) -> list[Arm]:
     return [*sampled, *made]
 
 
+def open_model(cfg: config.AnyConfig, arms: Sequence[Arm]) -> tuple[Backbone | None, str]:
+    """Return the model, or None and why it cannot be opened, where nothing is sampled from it.
+
+    Raise what start.open_model does where something is: videos of other tools need the VAE alone.
+    """
+    try:
+        return start.open_model(cfg), ""
+    except (ValueError, OSError) as error:
+        if any(arm.videos is None for arm in arms):
+            raise
+        return None, str(error)
+
+
+def parts_of(backbone: Backbone, arms: Sequence[Arm]) -> dict[str, str]:
+    """Return digests of the model's parts that the records depend on: of the VAE alone where nothing is sampled."""
+    if any(arm.videos is None for arm in arms):
+        return start.identify(backbone)
+    return {"vae": model_digest(backbone.weight_files()["vae"])}
+
+
 def rows_of(cfg: config.AnyConfig, args: argparse.Namespace, processes: Processes) -> list[data.Row]:
     """The rows of the table, as far as the headers of their files tell. DataError and ValueError for what is wrong."""
     rows = data.load_metadata(args.data, "--data")
@@ -114,17 +141,17 @@ def settings_of(
     cfg: config.AnyConfig,
     rows: Sequence[data.Row],
     arms: Sequence[Arm],
-    backbone: Backbone | None,
+    base: Mapping[str, str],
     judges: Mapping[str, str],
 ) -> _records.Settings:
-    """All that the records depend on, in words that may be compared."""
+    """All that the records depend on, in words that may be compared. base: the model's parts, by digests."""
     files = {row.id: model_digest([path for path in row.files.values() if path]) for row in rows}
     sampling = {key: value for key, value in config.flat(cfg).items() if key.startswith(SAMPLING)}
     return {
         "records": {"format": str(_records.FORMAT)},
         "data": {"--data": cache.digest({"files": files})[:16]},
         "sampling": sampling,
-        "model": {} if backbone is None else start.identify(backbone),
+        "model": base,
         "judges": judges,
         "adapters": {arm.name: model_digest([arm.adapter])[:16] for arm in arms if arm.adapter is not None},
         "videos": {arm.name: model_digest([arm.videos])[:16] for arm in arms if arm.videos is not None},
@@ -134,6 +161,7 @@ def settings_of(
 def inputs_of(args: argparse.Namespace, arms: Sequence[Arm]) -> Iterator[Path]:
     """Yield all inputs: files, and folders that hold nothing else."""
     yield Path(args.config) if args.config else args.run / "run.json"
+    yield from args.judge.values()
     yield Path(args.data)
     for row in data.load_metadata(args.data, "--data"):
         yield from (Path(path) for path in row.files.values() if path)
@@ -165,7 +193,7 @@ def judge_images(
     lock: ExitStack,
 ) -> int:
     """An image model's one adapter. ValueError for options that are for videos alone."""
-    if given := [f"--{name}" for name in MANY if getattr(args, name) not in (None, [], ["ours"])]:
+    if given := [f"--{name}" for name in MANY if getattr(args, name) not in (None, [], {}, ["ours"])]:
         raise ValueError(f"{given[0]}: is for videos, and data.num_frames is 1; remove it")
     if len(arms) > 2 or processes.count > 1:
         raise ValueError("--adapter: images are judged by one process, before and after one adapter; name one")

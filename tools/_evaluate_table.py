@@ -31,7 +31,7 @@ def table(report: dict) -> str:
         lines += [f"before: {names['before']}   after: {names['after']}"]
         lines += [line for judge in report["recognisers"] for line in _recogniser(report, judge)]
         lines += ["measured without a network", *_motion(report["motion"])]
-    lines += ["", *_arms(report), *_face_sizes(report)]
+    lines += ["", *_identity_scale(report), *_arms(report), *_face_sizes(report)]
     return "\n".join(lines)
 
 
@@ -41,7 +41,8 @@ def _line(name: str, *texts: str) -> str:
 
 def _recogniser(report: dict, judge: str) -> Iterator[str]:
     figures = report["recognisers"][judge]
-    yield "held-out judge" if judge == "held_out" else "reward's recogniser (trained against)"
+    names = {"held_out": "held-out judge", "reward": "reward's recogniser (trained against)"}
+    yield names.get(judge, f"judge {judge}")
     for label, key in (("FaceSim", "face_sim"), ("coverage", "coverage")):
         yield _line(label, f"before {show(figures['before'][key])}", f"after {show(figures['after'][key])}")
     yield _line("FaceSim gain", f"{show(figures['gain']['relative'], percent=True)} relative")
@@ -63,6 +64,18 @@ def _motion(motion: dict) -> Iterator[str]:
         yield _line(key.replace("_", " "), *texts, f"{'after - before' if signed else 'after / before'} {show(change)}")
 
 
+def _identity_scale(report: dict) -> Iterator[str]:
+    """Yield the ends of identity kept as FaceSim, or why it is missing."""
+    scale = report["identity_scale"]
+    if scale["missing"]:
+        yield f"identity kept: missing, {scale['missing']}"
+    for judge, ends in scale["recognisers"].items():
+        another, through_vae = (ends[end]["mean"] for end in ("another_person", "real_through_vae"))
+        real = report["real"]["figures"][f"{judge}/identity_kept"]["mean"]
+        ends_of_scale = f"0 is FaceSim {another:.3f}, 1 is {through_vae:.3f}"
+        yield f"identity kept ({judge}): {ends_of_scale}; real clips are at {real:.3f}"
+
+
 def _arms(report: dict) -> Iterator[str]:
     """Every arm: who it shows, how it moves, its canaries, what rewards and published protocols say."""
     judges = list(report["real"]["per_frame"])
@@ -72,6 +85,8 @@ def _arms(report: dict) -> Iterator[str]:
         against = f", against {arm['against']}" if arm["against"] else ""
         yield f"{arm['name']}: {arm['clips']} clips{made}{against}"
         figures = arm["figures"]
+        for judge in report["identity_scale"]["recognisers"]:
+            yield _line(f"identity kept ({judge})", show(figures[f"{judge}/identity_kept"]))
         for judge in judges:
             yield _line(
                 f"FaceSim ({judge})", show(figures[f"{judge}/face_sim"]),

@@ -8,16 +8,26 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rewardfl_tools._arms import Arm
+from rewardfl_tools._identity_kept import Scale, find_scale, why_no_scale
 from rewardfl_tools._intervals import Interval, interval, ratio
-from rewardfl_tools._records import REAL, Record
+from rewardfl_tools._records import REAL, VAE, Record
 
-Clip = tuple[str, int]  # row id, seed
+
+class Clip(NamedTuple):
+    """A video of an arm."""
+
+    row: str
+    seed: int
+    person: str
+
+
 Values = dict[Clip, float]  # of one figure of one arm, where it is known
 AMOUNTS = ("flow", "face_flow", "pixel_change", "sharpness")  # of the block motion: those compared by their ratio
 MOVES = ("speed", "nonrigid")  # of a recogniser's figures: likewise
@@ -71,15 +81,20 @@ def figures_of(record: Record, threshold: float) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Table:
-    """Figures by arm, clip and name, and the records; the real clips' by arm REAL, the same for each of their clips."""
+    """Figures by arm, clip and name, and the records; the real clips' by arm REAL, the same for each of their clips.
+
+    scales: by recogniser; empty where there is none. no_scale: why, in words.
+    """
 
     figures: Mapping[str, Mapping[Clip, Mapping[str, float]]]
     records: Mapping[str, Mapping[Clip, Record]]
+    scales: Mapping[str, Scale]
+    no_scale: str
 
     @property
     def widths(self) -> dict[str, float]:
-        """The width of the real clip's face in pixels, by row id."""
-        return {row: record["face_width"] for (row, _), record in self.records[REAL].items()}
+        """The mean width of a person's face in the real clips, in pixels."""
+        return per_person({clip: record["face_width"] for clip, record in self.records[REAL].items()})
 
     def values(self, arm: str, name: str) -> Values:
         return {clip: found[name] for clip, found in self.figures[arm].items() if name in found}
@@ -100,20 +115,32 @@ def table_of(records: Sequence[Record], arms: Sequence[str], reading: Reading) -
     real = {record["row"]: record for record in records if record["arm"] == REAL}
     for record in records:
         if record["arm"] in made:
-            made[record["arm"]][(record["row"], record["seed"])] = record
+            made[record["arm"]][Clip(record["row"], record["seed"], record["person"])] = record
     clips = sorted({clip for of_arm in made.values() for clip in of_arm})
-    made[REAL] = {clip: real[clip[0]] for clip in clips}
+    made[REAL] = {clip: real[clip.row] for clip in clips}
     read = {id(record): figures_of(record, reading.threshold) for of_arm in made.values() for record in of_arm.values()}
     figures = {arm: {clip: read[id(record)] for clip, record in found.items()} for arm, found in made.items()}
-    return Table(figures, made)
+    rows = {clip.row for clip in clips}
+    through_vae = [record for record in records if record["arm"] == VAE and record["row"] in rows]
+    no_scale = why_no_scale(len({clip.person for clip in clips}), through_vae)
+    names = [] if no_scale else through_vae[0]["embedding"]
+    scales = {name: scale for name in names if (scale := find_scale(through_vae, name)) is not None}
+    if names and not scales:
+        no_scale = "real clips through the VAE are no more like their own people than like others"
+    return Table(figures, made, scales, no_scale)
+
+
+def per_person(values: Values, clips: Iterable[Clip] | None = None) -> dict[str, float]:
+    """Return the mean over each person's clips, in the order of the rows' ids. clips: those that count; None: all."""
+    people: dict[str, list[float]] = {}
+    for clip in sorted(values if clips is None else clips):
+        people.setdefault(clip.person, []).append(values[clip])
+    return {person: sum(numbers) / len(numbers) for person, numbers in people.items()}
 
 
 def by_person(values: Values, clips: Iterable[Clip] | None = None) -> Tensor:
-    """(people,) mean over each person's clips, in the order of their ids; clips: those that count, None for all."""
-    people: dict[str, list[float]] = {}
-    for clip in sorted(values if clips is None else clips):
-        people.setdefault(clip[0], []).append(values[clip])
-    return torch.tensor([sum(of_one) / len(of_one) for of_one in people.values()])
+    """Return `per_person` as (people,)."""
+    return torch.tensor(list(per_person(values, clips).values()))
 
 
 def both(mine: Values, theirs: Values) -> tuple[Tensor, Tensor]:
@@ -179,6 +206,7 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], reading: Reading) 
     sizes = [f"< {first:g} px", *between, f"> {reading.edges[-1]:g} px"]
     strata = {name: [p for p in people if places[p] == i] for i, name in enumerate(sizes)}
     report["face_sizes"] = {name: len(found) for name, found in strata.items()}
+    report["identity_scale"] = scale_report(table)
     report["real"] = own_figures(table, REAL, judges)
     bases = {arm.steps: arm for arm in reversed(arms)}
     report["arms"] = [arm_report(table, arm, bases[arm.steps], judges, strata) for arm in arms]
@@ -186,8 +214,31 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], reading: Reading) 
 
 
 def own_figures(table: Table, arm: str, judges: Sequence[str]) -> dict:
-    figures = {name: known(by_person(table.values(arm, name))) for name in table.names(arm)}
+    figures: dict[str, Interval | None] = {}
+    for name in table.names(arm):
+        figures[name] = known(by_person(table.values(arm, name)))
+        judge = name.removesuffix("/face_sim")
+        if judge in table.scales and name.endswith("/face_sim"):
+            figures[f"{judge}/identity_kept"] = table.scales[judge].place(per_person(table.values(arm, name)))
     return {"figures": figures, "per_frame": {judge: table.curve(arm, judge) for judge in judges}}
+
+
+def scale_report(table: Table) -> dict:
+    """Return the ends of identity kept by recogniser as FaceSim, and why there is no scale where there is none."""
+    ends = {
+        judge: {
+            "another_person": interval(torch.tensor(list(scale.another.values()))),
+            "real_through_vae": interval(torch.tensor(list(scale.through_vae.values()))),
+        }
+        for judge, scale in table.scales.items()
+    }
+    return {"missing": table.no_scale, "recognisers": ends}
+
+
+def identity_change(scale: Scale, after: Values, before: Values, face_sim: dict) -> dict:
+    """Return the change of identity kept on the clips that both arms have. face_sim: as `compared` has its change."""
+    clips = after.keys() & before.keys()
+    return face_sim | {"difference": scale.change(per_person(after, clips), per_person(before, clips))}
 
 
 def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata: Mapping[str, Sequence[str]]) -> dict:
@@ -206,6 +257,10 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata:
             block, _, key = name.rpartition("/")
             by_ratio = block != "rewards" and key in RATIOS  # a reward may have any name, and its scale any zero
             changes[name] = compared(table.values(arm.name, name), table.values(against, name), by_ratio)
+            if key == "face_sim" and block in table.scales and changes[name]:
+                changes[f"{block}/identity_kept"] = identity_change(
+                    table.scales[block], table.values(arm.name, name), table.values(against, name), changes[name]
+                )
         found["compared"] = changes
         nonrigid = [table.values(one, f"{judges[-1]}/nonrigid") for one in (arm.name, against)]
         found |= {"frozen_share": frozen_share(*nonrigid), "colour_shift": colour_shift(table, arm.name, against)}
@@ -220,7 +275,7 @@ def stratum_report(table: Table, arm: str, base: str | None, judges: Sequence[st
     """What is told of people whose faces are of one size."""
 
     def of_these(one: str, name: str) -> Values:
-        return {clip: value for clip, value in table.values(one, name).items() if clip[0] in people}
+        return {clip: value for clip, value in table.values(one, name).items() if clip.person in people}
 
     names = [f"{judge}/{key}" for judge in judges for key in IN_STRATA]
     found: dict = {"people": len(people), "figures": {name: known(by_person(of_these(arm, name))) for name in names}}
@@ -288,7 +343,7 @@ def per_clip(table: Table, arms: Sequence[Arm], judges: Sequence[str]) -> list[d
     found = []
     names = dict(zip(("before", "after"), (arm.name for arm in arms), strict=False))
     for clip in table.figures[REAL]:
-        line: dict = {"id": clip[0], "seed": clip[1], "motion": {}}
+        line: dict = {"id": clip.row, "seed": clip.seed, "motion": {}}
         for which, arm in (names | {"real": REAL}).items():
             figures = table.figures[arm].get(clip, {})
             line["motion"][which] = {key: figures.get(f"motion/{key}") for key in (*AMOUNTS, "reversals")}

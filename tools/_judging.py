@@ -31,7 +31,7 @@ Figures = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Judges:
-    """Everything that judges. faces: the recognisers, the held-out one last; its detector finds the face for all."""
+    """Everything that judges. faces: the recognisers; the last one's detector finds the face for all."""
 
     faces: dict[str, face.FaceIdentity]
     protocols: dict[str, int]  # how many frames each compares
@@ -43,7 +43,7 @@ class Judges:
 
     @property
     def main(self) -> str:
-        """The recogniser whose word counts: the held-out one, else the reward's."""
+        """The recogniser whose word counts: the last of --judge, else the held-out one, else the reward's."""
         return list(self.faces)[-1]
 
 
@@ -54,16 +54,14 @@ def judges_of(cfg: config.AnyConfig, args: argparse.Namespace) -> Judges:
     """
     found = find_terms(columns(cfg))
     start.check_frames(cfg, found)
-    packs = {"reward": cfg.reward.reward_model_path, "held_out": cfg.reward.held_out_model_path}
+    packs = {"reward": cfg.reward.reward_model_path, "held_out": cfg.reward.held_out_model_path, **args.judge}
     faces = {
         name: face.FaceIdentity(pack, cfg.reward.det_size).to(args.device)
         for name, pack in packs.items()
         if pack is not None
     }
     if not faces:
-        raise ValueError(
-            "this tool judges faces, and the run has no face pack; name one: reward.held_out_model_path=FOLDER"
-        )
+        raise ValueError("this tool judges faces, and the run has no face pack; name one: --judge NAME=FOLDER")
     wanted = {name: protocols.PROTOCOLS[name] for name in args.protocol if name != "ours"}
     detectors = {
         name: face.FaceDetector(one.files[0], protocols.DET_SIZE).to(args.device)
@@ -175,6 +173,24 @@ def judge_video(judges: Judges, video: Tensor, kept: Kept, fps: float) -> dict:
         "detected": {
             name: [False] * count if score is None else score.detected.tolist() for name, score in scores.items()
         },
+    }
+
+
+@torch.no_grad()
+def judge_through_vae(judges: Judges, video: Tensor, references: Kept, fps: float) -> dict:
+    """Return `judge_video` of a real clip that the VAE has encoded and decoded, and two vectors by recogniser.
+
+    embedding: by recogniser the mean embedding of the face in frames 1 .. F - 1, zeros where no face is found; pool:
+    that of the row's pool. Their product is the clip's FaceSim.
+    """
+    pools = {name: references[f"pool/{name}"].mean(0) for name in judges.faces}
+    scores = {name: identity.score(video, references[f"pool/{name}"]) for name, identity in judges.faces.items()}
+    vectors = {
+        name: torch.zeros_like(pools[name]) if score is None else score.embedding for name, score in scores.items()
+    }
+    return judge_video(judges, video, references, fps) | {
+        "embedding": {name: vector.tolist() for name, vector in vectors.items()},
+        "pool": {name: pool.tolist() for name, pool in pools.items()},
     }
 
 

@@ -28,6 +28,10 @@ class Meaning:
 
 MEANINGS = {
     "face/face_sim": Meaning("FaceSim", "Mean cosine of the frames after the first with the real clip's faces."),
+    "face/identity_kept": Meaning(
+        "identity kept",
+        "FaceSim on a scale from other people's real clips (0) to the person's own (1), both through the model's VAE.",
+    ),
     "face/coverage": Meaning("coverage", "Share of the frames in which the detector finds the face."),
     "face/drift": Meaning("drift per frame", "Slope of FaceSim along the clip; below 0 the person is being lost."),
     "face/worst_tenth": Meaning("worst tenth", "Mean FaceSim of the lowest tenth of the frames."),
@@ -106,12 +110,13 @@ CANARIES = (
 
 
 def main_judge(report: Mapping) -> str:
-    """The recogniser whose word counts: the held-out one, else the reward's (_judging.Judges.main)."""
+    """Return the recogniser whose word counts (_judging.Judges.main)."""
     return list(report["real"]["per_frame"])[-1]
 
 
 def judge_words(judge: str) -> str:
-    return "the held-out judge" if judge == "held_out" else "the reward's own recogniser"
+    """Return what texts call a recogniser: one that --judge names has its own name."""
+    return {"held_out": "the held-out judge", "reward": "the reward's own recogniser"}.get(judge, judge)
 
 
 def meaning(name: str, judges: Sequence[str]) -> Meaning:

@@ -1,9 +1,11 @@
 """What is known of an evaluation while it goes on: one JSON line per judged video, and the settings they belong to.
 
 A line of a generated video, and of the real clip likewise, with arm `real`, seed null, its size (height, width), its
-rate fps and face_width in pixels:
+rate fps and face_width in pixels. Arm `vae` is the real clip encoded and decoded by the model's VAE, seed null, with
+embedding and pool by recogniser (`_judging.judge_through_vae`):
 
     row, line, index   the row of the table: its id, its line, its place
+    person             whom it shows, by column `person`, else the row's id
     arm, seed, steps   how the video came about; steps 0 where it was made elsewhere
     decoded            whether its pixels went through a video codec
     file               the video: below the folder of the evaluation, or elsewhere by its whole path
@@ -28,8 +30,8 @@ from rewardfl_tools import _common
 Record = dict[str, Any]
 Key = tuple[str, str, int | None]  # row id, arm, seed
 Settings = Mapping[str, Mapping[str, str]]  # block -> name -> value
-REAL = "real"
-FORMAT = 2  # to be raised when a figure comes or is computed in another way: records of both must not be compared
+REAL, VAE = "real", "vae"
+FORMAT = 3  # to be raised when a figure comes or is computed in another way: records of both must not be compared
 FILE, SETTINGS = "records.jsonl", "settings.json"
 GROWING = ("model", "adapters", "videos")  # blocks of the settings whose names may come and go
 WAY_OUT = "give --out another folder, or --force to remove that evaluation"
@@ -41,6 +43,7 @@ class Line(BaseModel):
     row: str
     line: int
     index: int
+    person: str
     arm: str
     seed: int | None
     steps: int
@@ -50,15 +53,22 @@ class Line(BaseModel):
     detected: dict[str, list[bool]]
     size: tuple[int, int] | None = None
     face_width: FiniteFloat | None = None
+    embedding: dict[str, list[FiniteFloat]] = {}
+    pool: dict[str, list[FiniteFloat]] = {}
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Line":
-        """Raise ValueError for a generated video without a seed, and for a real clip without its size."""
+        """Raise ValueError for a generated video without a seed, and for a real clip without what it alone has."""
         real = self.arm == REAL
-        if (self.seed is None) != real or (real and None in (self.size, self.face_width)):
+        if (self.seed is None) != (self.arm in (REAL, VAE)) or (real and None in (self.size, self.face_width)):
             raise ValueError("seed, size or face_width is missing")
         if not self.curves or self.curves.keys() != self.detected.keys():
             raise ValueError("curves and detected must hold the same recognisers")
+        vectors = [(len(value), len(self.pool.get(name, ()))) for name, value in self.embedding.items()]
+        if self.arm == VAE and (
+            self.embedding.keys() != self.curves.keys() or any(a != b or not a for a, b in vectors)
+        ):
+            raise ValueError("embedding and pool must hold a vector of one length for each recogniser")
         return self
 
 
@@ -106,7 +116,8 @@ class Writer:
 def join(out: Path) -> list[Record]:
     """All records in one file, sorted, and those of other processes removed: as one process would have left them."""
     records = sorted(
-        read(out).values(), key=lambda one: (one["index"], one["arm"] != REAL, one["arm"], one["seed"] or 0)
+        read(out).values(),
+        key=lambda line: (line["index"], line["arm"] != REAL, line["arm"] != VAE, line["arm"], line["seed"] or 0),
     )
     atomic_write(out / FILE, "".join(json.dumps(one, allow_nan=False) + "\n" for one in records))
     for path in _files(out):

@@ -23,9 +23,9 @@ from rewardfl.files import printable
 from rewardfl.run import prepare, start
 from rewardfl_tools import _arms, _evaluate_pictures, _records
 from rewardfl_tools._arms import Arm, Job
-from rewardfl_tools._judging import FACE, Judges, judge_real, judge_video
+from rewardfl_tools._judging import FACE, Judges, judge_real, judge_through_vae, judge_video
 from rewardfl_tools._processes import Processes
-from rewardfl_tools._records import REAL, Key, Record
+from rewardfl_tools._records import REAL, VAE, Key, Record
 
 
 @dataclass(frozen=True)
@@ -63,23 +63,25 @@ class Study:
         """Those of the jobs that no record tells of."""
         return [(row, seed) for row, seed in jobs if (row.id, arm.name, seed) not in self.records]
 
-    def read_real(self, rows: Sequence[data.Row], seeds: int) -> list[data.Row]:
+    def read_real(self, rows: Sequence[data.Row], seeds: int, through_vae: bool) -> list[data.Row]:
         """Judge the real clips, one at a time, and keep what their videos are compared with: the rows with a face.
 
+        through_vae: whether they are going to be compared with themselves through the VAE, too.
         DataError for clips that cannot be read, unless data.skip_bad_rows: then they are said.
         """
         jobs = [(arm, self.jobs(arm, rows, seeds)) for arm in self.arms]
         # of an arm that lacks one video all rows: batches are sampled whole
         needed = {row.id for arm, of_arm in jobs if self.lacks(arm, of_arm) for row, _ in of_arm}
+        needed |= {row.id for row in rows if through_vae and (row.id, VAE, None) not in self.records}
+        share = self.processes.share
         todo = [
             row
-            for row in rows
+            for row in share.of(rows)
             if (row.id, REAL, None) not in self.records
             or (row.id in needed and self.store.get(compared_with(row)) is None)
         ]
         broken, faceless = [], []
-        share = self.processes.share
-        with tqdm(share.of(todo), desc="real clips", disable=share.quiet) as bar:
+        with tqdm(todo, desc="real clips", disable=share.quiet) as bar:
             for row in bar:
                 try:
                     problem = self._read_real(row)
@@ -119,6 +121,25 @@ class Study:
         if not seed:
             _evaluate_pictures.write_strip(_evaluate_pictures.strip_file(self.out, row.index, arm), video)
 
+    @torch.no_grad()
+    def judge_through_vae(self, backbone: Backbone, rows: Sequence[data.Row], device: torch.device) -> None:
+        """Judge the real clips that the model's VAE has encoded and decoded: the upper end of identity kept."""
+        share = self.processes.share
+        missing = [row for row in share.of(rows) if (row.id, VAE, None) not in self.records]
+        if not missing:
+            return
+        encode_video, encode_image = backbone.video_encoder(device), backbone.image_encoder(device)
+        decoder = backbone.load_decoder(device)
+        for row in tqdm(missing, desc="through the VAE", disable=share.quiet):
+            example = start.example_of(self.cfg, row)
+            conditioning = encode_image(example.image, self.cfg.data.num_frames)
+            video = decoder.decode(encode_video(example.video[None]), conditioning)[0].float()
+            fps = self.cfg.data.fps or data.frame_rate(row.video)
+            self._keep(row, VAE, None, video, fps)
+            record = judge_through_vae(self.judges, video, prepare.read(self.store, compared_with(row)), fps)
+            name = {"arm": VAE, "seed": None, "steps": 0, "decoded": False, "file": str(file_of(row, VAE, None))}
+            self.writer.add(head(row) | name | record)
+
     def sample(self, backbone: Backbone | None, rows: Sequence[data.Row], args: argparse.Namespace) -> None:
         """Sample and judge what no record tells of; the model is loaded once for each adapter, if at all."""
         waiting = [(arm, self.jobs(arm, rows, args.seeds)) for arm in self.arms if arm.videos is None]
@@ -144,9 +165,9 @@ class Study:
     @torch.no_grad()
     def _tell(self, backbone: Backbone, rows: Sequence[data.Row], device: torch.device) -> None:
         """Encode what the model is told of the rows, where that is not kept yet: this process's share, and all wait."""
-        rows = [row for row in rows if self.store.get(told_of(row.id)) is None]
-        if mine := self.processes.share.of(rows):
-            asked = ((row, prepare.read(self.store, compared_with(row))["image"]) for row in mine)
+        # shared out before looking: another process may have written while this one comes
+        if missing := [row for row in self.processes.share.of(rows) if self.store.get(told_of(row.id)) is None]:
+            asked = ((row, prepare.read(self.store, compared_with(row))["image"]) for row in missing)
             for row_id, conditioning in _arms.encoded(self.cfg, backbone, asked, device):
                 self.store.put(told_of(row_id), conditioning)
         self.processes.wait()
@@ -214,7 +235,7 @@ class Study:
 
     def names(self, rows: Sequence[data.Row], seeds: int) -> list[str]:
         """Return all files that are written while videos are judged, below the evaluation's folder."""
-        jobs: list[tuple[str, data.Row, int | None]] = [(REAL, row, None) for row in rows]
+        jobs: list[tuple[str, data.Row, int | None]] = [(arm, row, None) for row in rows for arm in (REAL, VAE)]
         jobs += [(arm.name, row, seed) for arm in self.arms for row, seed in self.jobs(arm, rows, seeds)]
         videos = [str(file_of(row, arm, seed)) for arm, row, seed in jobs if arm not in self.files]
         strips = [_evaluate_pictures.strip_file(Path(), row.index, arm) for arm, row, seed in jobs if not seed]
@@ -228,7 +249,7 @@ class Study:
 
 def head(row: data.Row) -> dict:
     """The beginning of each record of a row."""
-    return {"row": row.id, "line": row.line, "index": row.index}
+    return {"row": row.id, "line": row.line, "index": row.index, "person": row.person or row.id}
 
 
 def file_of(row: data.Row, arm: str, seed: int | None) -> Path:

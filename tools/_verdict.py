@@ -111,7 +111,7 @@ def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
                 f"The recogniser that was trained against has gained {gains[0]:.3f}, the held-out judge "
                 f"{gains[1]:.3f}: the reward may be hacked."
             )
-    if judge != "held_out":
+    if judge == "reward":
         yield "There is no held-out judge: the recogniser that was trained against is the only one that speaks here."
     if arm["decoded"] != {one["name"]: one["decoded"] for one in report["arms"]}[arm["against"]]:
         yield "One of the two was decoded from mp4 and the other was not; a codec takes detail and motion."

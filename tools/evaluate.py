@@ -26,6 +26,7 @@ Exit code 0: judged; 2: refused, or the disk is full; 130: stopped by Ctrl-C.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,8 @@ from rewardfl import trust
 from rewardfl.config import schema
 from rewardfl_tools import _common
 
+# what the figures' names begin with otherwise
+NO_JUDGE = ("reward", "held_out", "rewards", "motion", "still", "canary", "consisid", "opens2v")
 Period = Annotated[int, Field(ge=2, le=1000)]  # in pixels
 
 
@@ -51,6 +54,20 @@ def ascending(text: str) -> list[float]:
     if sorted(set(values)) != values:
         raise argparse.ArgumentTypeError(f"{text!r} must ascend, as 40,80 does")
     return values
+
+
+class Judge(argparse.Action):
+    """Collects --judge NAME=FOLDER into {name: folder}."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        name, _, folder = values.partition("=")
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or not folder:
+            parser.error(f"{option}: {values!r} must be NAME=FOLDER, NAME of small letters, digits and underscores")
+        if name in (*namespace.judge, *NO_JUDGE):
+            parser.error(f"{option}: {name} is taken; give the recogniser another name")
+        namespace.judge = namespace.judge | {name: Path(folder)}
 
 
 def parsed() -> argparse.Namespace:
@@ -103,6 +120,11 @@ def parsed() -> argparse.Namespace:
 
 def add_figures(parser: argparse.ArgumentParser) -> None:
     figures = parser.add_argument_group("figures")
+    figures.add_argument(
+        "--judge", action=Judge, default={}, metavar="NAME=FOLDER",
+        help="a face pack of another recogniser, next to the run's; may be given several times. The last one's word "
+        "counts in the report's first sentences",
+    )  # fmt: skip
     figures.add_argument(
         "--protocol", action="append", choices=("ours", "consisid", "opens2v"), default=["ours"],
         help="FaceSim as a published benchmark takes it, next to ours; may be given several times",

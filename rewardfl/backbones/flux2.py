@@ -61,6 +61,12 @@ def _decode(vae: AutoencoderKLFlux2, latents: Tensor) -> Tensor:
     return vae.decode(flat, return_dict=False)[0].unsqueeze(2)
 
 
+def _encode_image(vae: AutoencoderKLFlux2, image: Tensor) -> Tensor:
+    flat = vae.encode(image.squeeze(2)).latent_dist.mode()
+    mean, std = vae.bn.running_mean, torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
+    return unpack((pack(flat) - mean.to(flat)) / std.to(flat), flat).unsqueeze(2)
+
+
 def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     # with its cache, which `encode` does without: transformers looks into the numbers of a mask otherwise
@@ -84,6 +90,7 @@ FLUX2_KLEIN = Kind(
     answer=unpack,
     vae=AutoencoderKLFlux2,
     decode=_decode,
+    encode_image=_encode_image,
     mu=_mu,
     told_on_meta=_told_on_meta,
 )  # fmt: skip

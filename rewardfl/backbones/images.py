@@ -50,6 +50,12 @@ def decode_flat(vae: AutoencoderKL, latents: Tensor) -> Tensor:
     return vae.decode(flat, return_dict=False)[0].unsqueeze(2)
 
 
+def encode_flat(vae: AutoencoderKL, image: Tensor) -> Tensor:
+    """Return the latents (B, C, 1, h, w) of pixels (B, 3, 1, H, W): the inverse of `decode_flat`."""
+    flat = vae.encode(image.squeeze(2)).latent_dist.mode()
+    return ((flat - vae.config.shift_factor) * vae.config.scaling_factor).unsqueeze(2)
+
+
 def guide_away(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
     """Classifier-free guidance."""
     return away + scale * (velocity - away)
@@ -77,8 +83,9 @@ class Kind:
     guidance that is embedded) -> the network's arguments by name; answer: (its output, these latents) -> the velocity,
     of their shape. guide: as the seam's, at the pipeline's own scale; it is not asked at 1, which is none for all.
     patch: latents on a side of one token. vae: its class; decode: (it, latents as they are sampled) -> pixels, of one
-    frame both. sigmas: (steps) -> what the pipeline gives the scheduler, None where that is left to its own; mu:
-    (tokens, steps, the scheduler's configuration) -> the logarithm of a shift by size. longest_side: of the images, in
+    frame both; encode_image: the way back, by the mode of its posterior. sigmas: (steps) -> what the pipeline gives
+    the scheduler, None where that is left to its own; mu: (tokens, steps, the scheduler's configuration) -> the
+    logarithm of a shift by size. longest_side: of the images, in
     pixels, by the configurations, None for any. told_on_meta: (configurations, text encoders on the meta device) ->
     what `encode` would give, a mask with its numbers. streams: as in ExpertOnMeta.
     """
@@ -99,6 +106,7 @@ class Kind:
     patch: int = PATCH
     vae: type[ModelMixin] = AutoencoderKL
     decode: Callable[[Any, Tensor], Tensor] = decode_flat
+    encode_image: Callable[[Any, Tensor], Tensor] = encode_flat
     sigmas: Callable[[int], Sequence[float] | None] = sigmas_to_last
     mu: Callable[[int, int, Mapping[str, Any]], float] = mu_by_tokens
     longest_side: Callable[[Configs], int | None] = lambda configs: None
@@ -284,6 +292,15 @@ class ImageModel:
     def image_encoder(self, device: torch.device) -> Callable[[Tensor | None, int], Conditioning]:
         return lambda image, num_frames: {}
 
+    def video_encoder(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        vae = self._load_vae().to(device)
+
+        @torch.no_grad()
+        def encode_video(video: Tensor) -> Tensor:
+            return self.kind.encode_image(vae, video.to(device, vae.dtype)).float()
+
+        return encode_video
+
     def load_expert(self, name: str) -> ModelMixin:
         self._check_weights()
         path = self.folder / name
@@ -292,14 +309,12 @@ class ImageModel:
         )
 
     def load_decoder(self, device: torch.device) -> "ImageDecoder":
-        self._check_weights()
-        path = self.folder / "vae"
-        vae = stock.complete(path, *self.kind.vae.from_pretrained(path, torch_dtype=self.dtype, **stock.LOCAL))
+        vae = self._load_vae()
         vae.encoder = nn.Identity()  # some count its modules
         vae.quant_conv = None
         if vae._supports_gradient_checkpointing:
             vae.enable_gradient_checkpointing()
-        return ImageDecoder(_frozen(vae).to(device), self.kind.decode)
+        return ImageDecoder(vae.to(device), self.kind.decode)
 
     def collate(self, items: Sequence[Conditioning]) -> Conditioning:
         """Texts of several lengths are padded with zeros, which a Kind with such texts masks."""
@@ -325,6 +340,13 @@ class ImageModel:
 
     def attach_adapters(self, experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
         stock.attach_adapters({EXPERT: EXPERT}, experts, checkpoint)
+
+    def _load_vae(self) -> Any:
+        self._check_weights()
+        path = self.folder / "vae"
+        return _frozen(
+            stock.complete(path, *self.kind.vae.from_pretrained(path, torch_dtype=self.dtype, **stock.LOCAL))
+        )
 
     def _empty(self) -> ModelMixin:
         """The network without memory."""

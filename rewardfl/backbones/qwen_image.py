@@ -47,11 +47,21 @@ def _guide(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
     return unpack(guided, velocity.squeeze(2)).unsqueeze(2)
 
 
+def _statistics(vae: AutoencoderKLQwenImage) -> tuple[Tensor, Tensor]:
+    """Return mean and 1 / standard deviation of the latents by channel, (1, C, 1, 1, 1) float32 each."""
+    mean, std = torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
+    return mean.view(1, -1, 1, 1, 1), (1 / std).view(1, -1, 1, 1, 1)
+
+
+def _encode_image(vae: AutoencoderKLQwenImage, image: Tensor) -> Tensor:
+    latents = vae.encode(image).latent_dist.mode()
+    mean, scale = _statistics(vae)
+    return (latents - mean.to(latents)) * scale.to(latents)
+
+
 def _decode(vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
-    mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    return vae.decode(latents / (1 / std).to(latents) + mean.to(latents), return_dict=False)[0]
+    mean, scale = _statistics(vae)
+    return vae.decode(latents / scale.to(latents) + mean.to(latents), return_dict=False)[0]
 
 
 def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
@@ -77,6 +87,7 @@ QWEN_IMAGE = Kind(
     guide=_guide,
     vae=AutoencoderKLQwenImage,
     decode=_decode,
+    encode_image=_encode_image,
     told_on_meta=_told_on_meta,
 )  # fmt: skip
 

@@ -249,6 +249,13 @@ class Backbone(Protocol):
         The image may be None where the model takes none.
         """
 
+    def video_encoder(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """Load what encodes clips (B, 3, F, H, W) in [-1, 1], and return the function that does.
+
+        It returns the latents that are sampled, (B, *latent_shape) float32: the mode of the VAE's posterior, in the
+        stock pipeline's normalisation. Where the first latent frame is conditioning, it is left out.
+        """
+
     def load_expert(self, name: str) -> ModelMixin:
         """A network, frozen and on the CPU."""
 

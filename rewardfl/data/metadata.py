@@ -35,7 +35,7 @@ from rewardfl.files import is_control
 
 SIZE = ("height", "width")  # the columns of a row's own size
 # of metadata.csv; prompt is a must
-COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video", *SIZE)
+COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video", *SIZE, "person")
 PATHS = ("video", "image", "reference_video")  # the columns that name files
 REFERENCE_FRAMES = 2  # at least, of a reference video: a face pool leaves out the first
 LONGEST_SIDE = 16_384  # in pixels, as data.height
@@ -72,6 +72,7 @@ class Row:
     negative_prompt: str = ""  # see notes
     reference_video: Path | None = None  # whose face is to be kept; None: the clip's
     size: tuple[int, int] | None = None  # (height, width) of what is generated; None: as data.height and data.width say
+    person: str = ""  # whom the clip shows, by a name that several rows may share; empty: somebody of its own
     table: str = "data.file_name"  # what lists the row, as messages call it: the setting and its file
 
     @property
@@ -114,10 +115,10 @@ class Example:
 def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Row]:
     """All rows of metadata.csv, usable or not (see check_rows), at least one, in the order of the file.
 
-    Column `prompt`, optional `video`, `image`, `negative_prompt`, `reference_video`, `height` and `width`, where an
-    empty cell means none; paths are absolute or relative to the file's folder. Any other column is the user's own
-    (split, person, ...) and ignored, unless its name is nearly one of these. Rows of empty cells are left out. A file
-    that ends in .txt has a prompt on each line and nothing else; empty lines are left out.
+    Column `prompt`, optional `video`, `image`, `negative_prompt`, `reference_video`, `height`, `width` and `person`,
+    where an empty cell means none; paths are absolute or relative to the file's folder. Any other column is the user's
+    own (split, source, ...) and ignored, unless its name is nearly one of these. Rows of empty cells are left out. A
+    file that ends in .txt has a prompt on each line and nothing else; empty lines are left out.
     key: the setting that names the file, for messages. Raises DataError for a file that is missing, no UTF-8 or no
     CSV, lacks the column, names one that is nearly one of these, or has no row.
     """
@@ -177,7 +178,7 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
         names = (_unlike_a_name(name, cell[name]) for name in PATHS)
         problem = next(filter(None, names), "") or _unlike_a_size(cell)
     # only the cells that are given: an id stays what it was when a column comes to the file
-    given = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:] if cell[name])]
+    given = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:-1] if cell[name])]
     row_id = f"{cell['video'] or 'prompt'}#{hashlib.blake2b(chr(10).join(given).encode(), digest_size=4).hexdigest()}"
     seen[row_id] += 1  # a line repeated to weigh more is a sample of its own, with noise of its own
     suffix = f"-{seen[row_id]}" if seen[row_id] > 1 else ""
@@ -186,7 +187,7 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     size = (int(height), int(width)) if height else None
     return Row(
         index, line, row_id + suffix, video, cell["prompt"], problem, image, cell["negative_prompt"], reference, size,
-        table,
+        cell["person"], table,
     )  # fmt: skip
 
 

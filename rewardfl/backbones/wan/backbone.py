@@ -191,6 +191,21 @@ class Wan:
 
         return encode
 
+    def video_encoder(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        vae = self.load(["vae"]).vae.to(device)
+        skipped = int(self.variant.image == "frame")
+        mean, std = (
+            torch.tensor(values, device=device).view(1, -1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+
+        @torch.no_grad()
+        def encode_video(video: Tensor) -> Tensor:
+            posterior = vae.encode(video.to(device, vae.dtype)).latent_dist
+            return ((posterior.mode().float() - mean) * (1.0 / std))[:, :, skipped:]
+
+        return encode_video
+
     def load_expert(self, name: str) -> ModelMixin:
         return self.load([name]).components[self.variant.parts[name]]
 

@@ -46,6 +46,7 @@ class FaceScore:
 
     per_frame: Tensor  # (F - 1,) mean cosine with the pool of frames 1 .. F - 1, in [-1, 1], with gradient
     mean: Tensor  # () of per_frame, with gradient
+    embedding: Tensor  # (D,) mean of the unit embeddings of frames 1 .. F - 1, with gradient
     detected: Tensor  # (F,) bool
     speed: float  # landmark_motion
     nonrigid: float
@@ -161,7 +162,8 @@ def _score(embeddings: Tensor, pool: Tensor, track: Track) -> FaceScore:
     # all are unit vectors, so the mean of the cosines is the product with the mean embedding
     per_frame = embeddings @ pool.to(embeddings).mean(0)
     speed, nonrigid = landmark_motion(track)
-    return FaceScore(per_frame, per_frame.mean(), track.detected, speed, nonrigid, _coverage(track), track.boxes)
+    mean, embedding = per_frame.mean(), embeddings.mean(0)
+    return FaceScore(per_frame, mean, embedding, track.detected, speed, nonrigid, _coverage(track), track.boxes)
 
 
 def _coverage(track: Track) -> float:
