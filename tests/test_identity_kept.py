@@ -102,7 +102,7 @@ def test_rows_of_one_person_are_one_person():
 @pytest.mark.parametrize("lacking", ["model", "length"])
 def test_a_scale_that_is_missing_says_why(lacking):
     vae = [] if lacking == "model" else through_vae()
-    for line in vae:  # a VAE that keeps nobody
+    for line in vae:  # a VAE that loses everybody
         line["figures"][f"{JUDGE}/face_sim"] = -1.0
     report = summary(*vae, *(line for person in PEOPLE for line in pair(person, 0, 0.3, 0.5)))
     assert report["identity_scale"]["recognisers"] == {}
