@@ -156,8 +156,8 @@ def main() -> int:
         for name, pack in packs.items():
             check_network(name, pack)
             print(table_of_people(name, pack))
-    except urllib.error.URLError as error:
-        print(f"skipped: {REGISTRY} cannot be reached ({error.reason})")
+    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        print(f"skipped: {REGISTRY} cannot be reached ({error})")
         return 3
     except subprocess.CalledProcessError:
         print("skipped: pip could not fetch the converter of MobileFaceNet")

@@ -14,7 +14,14 @@ from types import MethodType
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxImg2ImgPipeline, QwenImageImg2ImgPipeline, WanPipeline
+from diffusers import (
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    FluxImg2ImgPipeline,
+    QwenImageImg2ImgPipeline,
+    WanPipeline,
+)
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
 from image_pipelines import random_flux, random_flux2_klein, random_qwen_image, random_sd3, random_z_image
@@ -505,11 +512,18 @@ def test_a_clips_latents_are_the_stock_pipelines(tenant, backbone, monkeypatch):
     monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
     video = torch.rand(2, 3, frames_of(backbone), HEIGHT, WIDTH, generator=torch.Generator().manual_seed(SEED)) * 2 - 1
     latents = backbone.video_encoder(CPU)(video)
+    pipe = tenant.stock()
     with torch.no_grad():
-        expected = tenant.encode(tenant.stock(), video)
+        expected = tenant.encode(pipe, video)
+        pixels = video if pipe.vae.__class__ in (AutoencoderKLWan, AutoencoderKLQwenImage) else video[:, :, 0]
+        back = pipe.vae.decode(pipe.vae.encode(pixels).latent_dist.mode()).sample.clamp(-1, 1).view_as(video)
     assert latents.shape == (2, *backbone.latent_shape(HEIGHT, WIDTH, frames_of(backbone)))
     assert latents.dtype == torch.float32
     torch.testing.assert_close(latents, expected, rtol=1e-5, atol=1e-6)
+    encode_image = backbone.image_encoder(CPU)
+    conditioning = backbone.collate([encode_image(clip[:, 0], clip.shape[1]) for clip in video])
+    decoded = backbone.load_decoder(CPU).decode(latents, conditioning)
+    torch.testing.assert_close(decoded, back, rtol=0, atol=1e-4)
 
 
 def test_the_decoders_pullback_is_its_derivative(backbone):
