@@ -122,7 +122,8 @@ def table_of(records: Sequence[Record], arms: Sequence[str], reading: Reading) -
     figures = {arm: {clip: read[id(record)] for clip, record in found.items()} for arm, found in made.items()}
     rows = {clip.row for clip in clips}
     through_vae = [record for record in records if record["arm"] == VAE and record["row"] in rows]
-    no_scale = why_no_scale(len({clip.person for clip in clips}), through_vae)
+    is_whole = {record["row"] for record in through_vae} == rows
+    no_scale = why_no_scale(len({clip.person for clip in clips}), is_whole)
     names = [] if no_scale else through_vae[0]["embedding"]
     scales = {name: scale for name in names if (scale := find_scale(through_vae, name)) is not None}
     if names and not scales:

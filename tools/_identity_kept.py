@@ -60,8 +60,11 @@ def find_scale(records: Sequence[Record], recogniser: str) -> Scale | None:
     return Scale(dict(zip(people, others.tolist(), strict=True)), dict(zip(people, ceilings, strict=True)))
 
 
-def why_no_scale(people: int, records: Sequence[Record]) -> str:
-    """Return why no recogniser can have a scale, empty where each may. records: of real clips through the VAE."""
+def why_no_scale(people: int, is_whole: bool) -> str:
+    """Return why no recogniser can have a scale, empty where each may.
+
+    is_whole: whether each real clip has been through the VAE.
+    """
     if people < FEWEST:
         return f"it takes {FEWEST} people, and there are {people}"
-    return "" if records else "there is no model whose VAE the real clips could go through"
+    return "" if is_whole else "there is no model whose VAE the real clips could go through"
