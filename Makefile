@@ -11,7 +11,7 @@ INTERPRETER = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .PHONY: demo realface test quick lowest long lint check chaos golden golden-record pretend report-check format clean interpreter
 
-# Two processes with half of the cores and of the batch each: faster than one, and twice as fast beside a busy program
+# Two processes with half of the cores and of the batch each: faster than one, and 1.7 times as fast beside a busy program
 TWO = ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 --
 
 demo: $(READY)

@@ -410,6 +410,7 @@ def test_a_damaged_run_is_refused(tmp_path, monkeypatch, capsys, content):
     [
         None, 3, {}, {"row": None}, {"seed": None}, {"index": "x"}, {"figures": {"a": "b"}}, {"curves": {}},
         {"curves": 3}, {"detected": {"other": [True]}}, {"arm": "real", "seed": None},
+        {"arm": "vae", "seed": None}, {"arm": "vae", "seed": None, "embedding": {JUDGE: [1, 0]}, "pool": {JUDGE: [1]}},
     ],
 )  # fmt: skip
 def test_a_damaged_record_is_refused(tmp_path, change):

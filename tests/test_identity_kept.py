@@ -13,6 +13,7 @@ from runs import CONFIG, QUICK, launch, table
 from test_evaluate import ARMS, JUDGE, pair, real, record, summary
 
 from rewardfl import config, data
+from rewardfl.rewards import face
 from rewardfl_tools import evaluate
 from rewardfl_tools._identity_kept import FEWEST, find_scale
 
@@ -150,8 +151,6 @@ def test_an_evaluation_has_it_by_every_recogniser(evaluated):
 
 def test_the_upper_end_is_the_stock_vaes_clip(evaluated):
     """Encoded and decoded by diffusers alone, and scored by the reward's recogniser."""
-    from rewardfl.rewards import face
-
     cfg = config.load(str(CONFIG), [*QUICK])
     records = [json.loads(line) for line in (evaluated / "out" / "records.jsonl").read_text().splitlines()]
     line = next(line for line in records if line["arm"] == "vae")

@@ -59,10 +59,11 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
     rows = rows_of(cfg, args, processes)
     files = {arm.name: _videos.files_of(arm.videos, rows) for arm in arms if arm.videos is not None}
     judges = judges_of(cfg, args)
-    backbone, problem = open_model(cfg, arms)
+    enough = len({row.person or row.id for row in rows}) >= FEWEST
+    backbone, problem = open_model(cfg, arms) if enough or any(arm.videos is None for arm in arms) else (None, "")
     if problem and processes.main:
         print(printable(f"note: identity kept cannot be measured: {problem}"))
-    through_vae = backbone is not None and len({row.person or row.id for row in rows}) >= FEWEST
+    through_vae = enough and backbone is not None
     base = {} if backbone is None else parts_of(backbone, arms)
     settings = settings_of(cfg, rows, arms, base, identify(judges, cfg, args.dino))
     study = Study(cfg, folder.path, tuple(arms), judges, processes, files)

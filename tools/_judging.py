@@ -27,6 +27,7 @@ from rewardfl_tools._vbench import dynamic_degree, motion_smoothness
 FACE = ("face_sim", "coverage", "speed", "nonrigid")  # the figures of a recogniser
 Kept = dict[str, Tensor]  # what a row's videos are compared with; of a judge that needs several tensors, name/part
 Figures = dict[str, float | None]
+Scores = dict[str, face.FaceScore | None]  # by recogniser
 
 
 @dataclass(frozen=True)
@@ -145,14 +146,23 @@ def _input_faces(judges: Judges, example: data.Example) -> Kept:
     return found
 
 
-@torch.no_grad()
 def judge_video(judges: Judges, video: Tensor, kept: Kept, fps: float) -> dict:
     """Figures, curves and detections (see _records) of a clip (3, F, H, W) in [-1, 1] on the judges' device.
 
     A clip without any face has a FaceSim, a coverage and a motion of 0. RewardError when a reward has failed.
     """
+    return _record(judges, video, kept, fps, _face_scores(judges, video, kept))
+
+
+@torch.no_grad()
+def _face_scores(judges: Judges, video: Tensor, kept: Kept) -> Scores:
+    """Return each recogniser's score of the clip against the row's pool, None where it finds no face."""
+    return {name: identity.score(video, kept[f"pool/{name}"]) for name, identity in judges.faces.items()}
+
+
+@torch.no_grad()
+def _record(judges: Judges, video: Tensor, kept: Kept, fps: float, scores: Scores) -> dict:
     frames = data.to_uint8(video).contiguous().cpu().numpy()
-    scores = {name: one.score(video, kept[f"pool/{name}"]) for name, one in judges.faces.items()}
     figures: Figures = {}
     for name, score in scores.items():
         values = (0.0,) * 4 if score is None else (float(score.mean), score.coverage, score.speed, score.nonrigid)
@@ -176,7 +186,6 @@ def judge_video(judges: Judges, video: Tensor, kept: Kept, fps: float) -> dict:
     }
 
 
-@torch.no_grad()
 def judge_through_vae(judges: Judges, video: Tensor, references: Kept, fps: float) -> dict:
     """Return `judge_video` of a real clip that the VAE has encoded and decoded, and two vectors by recogniser.
 
@@ -184,11 +193,11 @@ def judge_through_vae(judges: Judges, video: Tensor, references: Kept, fps: floa
     that of the row's pool. Their product is the clip's FaceSim.
     """
     pools = {name: references[f"pool/{name}"].mean(0) for name in judges.faces}
-    scores = {name: identity.score(video, references[f"pool/{name}"]) for name, identity in judges.faces.items()}
+    scores = _face_scores(judges, video, references)
     vectors = {
         name: torch.zeros_like(pools[name]) if score is None else score.embedding for name, score in scores.items()
     }
-    return judge_video(judges, video, references, fps) | {
+    return _record(judges, video, references, fps, scores) | {
         "embedding": {name: vector.tolist() for name, vector in vectors.items()},
         "pool": {name: pool.tolist() for name, pool in pools.items()},
     }

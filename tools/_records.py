@@ -64,10 +64,8 @@ class Line(BaseModel):
             raise ValueError("seed, size or face_width is missing")
         if not self.curves or self.curves.keys() != self.detected.keys():
             raise ValueError("curves and detected must hold the same recognisers")
-        vectors = [(len(value), len(self.pool.get(name, ()))) for name, value in self.embedding.items()]
-        if self.arm == VAE and (
-            self.embedding.keys() != self.curves.keys() or any(a != b or not a for a, b in vectors)
-        ):
+        faces, pools = ({name: len(v) for name, v in vectors.items()} for vectors in (self.embedding, self.pool))
+        if self.arm == VAE and (faces != pools or faces.keys() != self.curves.keys()):
             raise ValueError("embedding and pool must hold a vector of one length for each recogniser")
         return self
 

@@ -85,9 +85,9 @@ class Kind:
     patch: latents on a side of one token. vae: its class; decode: (it, latents as they are sampled) -> pixels, of one
     frame both; encode_image: the way back, by the mode of its posterior. sigmas: (steps) -> what the pipeline gives
     the scheduler, None where that is left to its own; mu: (tokens, steps, the scheduler's configuration) -> the
-    logarithm of a shift by size. longest_side: of the images, in
-    pixels, by the configurations, None for any. told_on_meta: (configurations, text encoders on the meta device) ->
-    what `encode` would give, a mask with its numbers. streams: as in ExpertOnMeta.
+    logarithm of a shift by size. longest_side: of the images, in pixels, by the configurations, None for any.
+    told_on_meta: (configurations, text encoders on the meta device) -> what `encode` would give, a mask with its
+    numbers. streams: as in ExpertOnMeta.
     """
 
     published: str

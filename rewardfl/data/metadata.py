@@ -177,8 +177,8 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     else:
         names = (_unlike_a_name(name, cell[name]) for name in PATHS)
         problem = next(filter(None, names), "") or _unlike_a_size(cell)
-    # only the cells that are given: an id stays what it was when a column comes to the file
-    given = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:-1] if cell[name])]
+    # only the cells that are given: an id stays what it was when a column comes to the file, or a person gets a name
+    given = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:] if cell[name] and name != "person")]
     row_id = f"{cell['video'] or 'prompt'}#{hashlib.blake2b(chr(10).join(given).encode(), digest_size=4).hexdigest()}"
     seen[row_id] += 1  # a line repeated to weigh more is a sample of its own, with noise of its own
     suffix = f"-{seen[row_id]}" if seen[row_id] > 1 else ""
