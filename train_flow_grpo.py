@@ -28,7 +28,7 @@ from rewardfl.config import FlowGrpoConfig
 from rewardfl.optim import averaged
 from rewardfl.rewards import RewardError, blackbox, build_terms
 from rewardfl.rewards import metrics as reward_metrics
-from rewardfl.run import invariants, prepare, start, work
+from rewardfl.run import evaluation, invariants, prepare, start, work
 from rewardfl.run.checkpoint import RunFolder, folder_of
 from rewardfl.run.monitor import Timer, peak_memory_gb
 from rewardfl.run.signals import Interruption
@@ -77,6 +77,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
+    scales = evaluation.find_scales(cfg, job, terms, conditions, decoder, held_out)
     model, trained = start.load_experts(cfg, backbone, job, conditions, samples)
     start.fill_adapters(model, trained, backbone, resumed)
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
@@ -111,7 +112,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     def evaluate() -> dict[str, float]:
         """eval/*: the held-out clips under every reward, by the averaged weights."""
         with averaged(average, parameters):
-            return start.evaluate(cfg, job, terms, places, held_out, partial(sample_clean, held_out))
+            return evaluation.evaluate(cfg, job, terms, places, held_out, partial(sample_clean, held_out), scales)
 
     def save(done: int, last: bool) -> None:
         """A checkpoint of the averaged weights, with all that going on takes, and sample videos. On all processes."""

@@ -9,13 +9,14 @@ import pytest
 import torch
 from conftest import ROOT
 from diffusers import AutoencoderKLWan
-from runs import CONFIG, QUICK, launch, table
+from runs import CONFIG, QUICK, launch, launch_grpo, metrics, table
 from test_evaluate import ARMS, JUDGE, pair, real, record, summary
 
 from rewardfl import config, data
 from rewardfl.rewards import face
+from rewardfl.rewards.face.identity_kept import FEWEST
 from rewardfl_tools import evaluate
-from rewardfl_tools._identity_kept import FEWEST, find_scale
+from rewardfl_tools._identity_kept import find_scale
 
 PEOPLE = "abcdefghij"
 WORLD = ROOT / "assets" / "tiny_world"
@@ -175,6 +176,23 @@ def test_videos_of_another_tool_have_it_too(evaluated, tmp_path):
         [1, 1], abs=0.1
     )
     assert report["settings"]["model"].keys() == {"vae"}
+
+
+def test_training_measures_it_on_the_held_out_clips(evaluated, tmp_path):
+    """Between the ends that the evaluation has found for the same people."""
+    launch_grpo(
+        f"run.output_dir={tmp_path}", "train.max_steps=1", "reward.name=face_identity", "reward.others={}",
+        f"reward.reward_model_path={WORLD / 'faces' / 'reward'}",
+        f"reward.held_out_model_path={WORLD / 'faces' / 'judge'}",
+        f"evaluation.eval_clips={evaluated / 'metadata.csv'}",
+    )  # fmt: skip
+    ends = read_report(evaluated / "out")["identity_scale"]["recognisers"]
+    for line in (metrics(tmp_path)[0], metrics(tmp_path)[-1]):
+        for judge, where in (("reward", "eval"), ("held_out", "eval/held_out")):
+            another = ends[judge]["another_person"]["mean"]
+            length = ends[judge]["real_through_vae"]["mean"] - another
+            expected = (line[f"{where}/face_score"] - another) / length
+            assert line[f"{where}/identity_kept"] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("judge", ["reward=x", "motion=x", "Big=x", "fr_feature", "fr_feature="])

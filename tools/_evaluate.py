@@ -18,12 +18,12 @@ from rewardfl import __version__, config, data, machine
 from rewardfl.backbones.seam import Backbone
 from rewardfl.data import cache
 from rewardfl.files import atomic_write, model_digest, printable
+from rewardfl.rewards.face.identity_kept import FEWEST
 from rewardfl.run import start
 from rewardfl_tools import _arms, _common, _evaluate_images, _evaluate_pictures, _output, _records, _videos
 from rewardfl_tools._arms import Arm
 from rewardfl_tools._evaluate_table import table
 from rewardfl_tools._figures import Reading, summarise
-from rewardfl_tools._identity_kept import FEWEST
 from rewardfl_tools._judging import identify, judges_of
 from rewardfl_tools._processes import Processes, connected
 from rewardfl_tools._report_page import report_page
@@ -59,7 +59,7 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
     rows = rows_of(cfg, args, processes)
     files = {arm.name: _videos.files_of(arm.videos, rows) for arm in arms if arm.videos is not None}
     judges = judges_of(cfg, args)
-    enough = len({row.person or row.id for row in rows}) >= FEWEST
+    enough = len({row.who for row in rows}) >= FEWEST
     backbone, problem = open_model(cfg, arms) if enough or any(arm.videos is None for arm in arms) else (None, "")
     if problem and processes.main:
         print(printable(f"note: identity kept cannot be measured: {problem}"))

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rewardfl.rewards.face.identity_kept import why_no_scale
 from rewardfl_tools._arms import Arm
-from rewardfl_tools._identity_kept import Scale, find_scale, why_no_scale
+from rewardfl_tools._identity_kept import Scale, find_scale
 from rewardfl_tools._intervals import Interval, interval, ratio
 from rewardfl_tools._records import REAL, VAE, Record
 

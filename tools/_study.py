@@ -249,7 +249,7 @@ class Study:
 
 def head(row: data.Row) -> dict:
     """The beginning of each record of a row."""
-    return {"row": row.id, "line": row.line, "index": row.index, "person": row.person or row.id}
+    return {"row": row.id, "line": row.line, "index": row.index, "person": row.who}
 
 
 def file_of(row: data.Row, arm: str, seed: int | None) -> Path:

@@ -76,6 +76,11 @@ class Row:
     table: str = "data.file_name"  # what lists the row, as messages call it: the setting and its file
 
     @property
+    def who(self) -> str:
+        """Whom the clip shows, by a name: rows without one show somebody of their own."""
+        return self.person or self.id
+
+    @property
     def reference(self) -> Path | None:
         """The clip that rewards compare with, or the picture of a row that has only that; None where nothing is."""
         return self.reference_video or self.video or self.image

@@ -276,6 +276,17 @@ class Conditions:
         fill(self.store, texts, partial(self.backbone.text_encoder, device), share, "prompts")
         fill(self.store, [(self._image_key(sample), sample) for sample in samples], image_encoder, share, "images")
 
+    def fill_latents(
+        self, samples: Sequence[Sample], clip_of: Callable[[Sample], Tensor], device: torch.device, share: Share
+    ) -> None:
+        """Encode the samples' clips (3, F, H, W) that the cache lacks. The encoder is loaded only for that."""
+
+        def video_encoder() -> Callable[[Sample], Mapping[str, Tensor]]:
+            encode = self.backbone.video_encoder(device)
+            return lambda sample: {"latents": encode(clip_of(sample)[None].to(device))}
+
+        fill(self.store, [(self._latents_key(sample), sample) for sample in samples], video_encoder, share, "latents")
+
     def fill_boundary(
         self, noises: Sequence[tuple[Sample, int]], schedules: Schedules, device: torch.device, share: Share
     ) -> None:
@@ -326,6 +337,10 @@ class Conditions:
         """The part of the conditioning that a prompt makes, on the CPU."""
         return read(self.store, self._text_key(prompt))
 
+    def latents_of(self, sample: Sample) -> Tensor:
+        """Return the latents (1, C, T, h, w) of the sample's clip, float32 on the CPU, which `fill_latents` made."""
+        return read(self.store, self._latents_key(sample))["latents"]
+
     def boundary_latents(self, sample: Sample, noise_seed: int, schedule: Schedule) -> Tensor:
         """(1, C, T, h, w) float32, on the CPU, that the second expert's first step starts from."""
         return read(self.store, self._boundary_key(sample, noise_seed, schedule))["x"]
@@ -335,6 +350,9 @@ class Conditions:
 
     def _image_key(self, sample: Sample) -> Key:
         return {"kind": "image", "model": self.image, "dtype": self.dtype, "clip": cache.digest(sample.clip)}
+
+    def _latents_key(self, sample: Sample) -> Key:
+        return {"kind": "latents", "model": self.image, "clip": cache.digest(sample.clip)}
 
     def _boundary_key(self, sample: Sample, noise_seed: int, schedule: Schedule) -> Key:
         return {

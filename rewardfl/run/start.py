@@ -5,7 +5,6 @@ weight is read.
 """
 
 import argparse
-import itertools
 import json
 import os
 import sys
@@ -30,8 +29,7 @@ from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
 from rewardfl.files import escape_unencodable_output, model_digest, printable
 from rewardfl.optim import Average, learning_rate_factor
-from rewardfl.rewards import FaceIdentityReward, blackbox, registry
-from rewardfl.rewards import metrics as reward_metrics
+from rewardfl.rewards import FaceIdentityReward, registry
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe_packs, file_hashes
 from rewardfl.rewards.remote import RewardServerError
@@ -808,30 +806,6 @@ def sample_videos(
 
 
 @torch.no_grad()
-def evaluate(
-    cfg: configuration.FlowGrpoConfig,
-    job: Job,
-    terms: Sequence[Term],
-    places: Sequence[blackbox.Places | None],
-    clips: Sequence[prepare.Sample],
-    generate: Callable[[int, int], tuple[int, Tensor]],
-) -> dict[str, float]:
-    """eval/*: what every reward says of videos of the clips, each process judging its share.
-
-    generate: (row, which of its noises) -> (row, its video (3, F, H, W)), asked as often on every process.
-    """
-    judged = []
-    for (row, n), mine in job.share.rounds(itertools.product(range(len(clips)), range(cfg.evaluation.eval_noises))):
-        row, video = generate(row, n)
-        if mine:
-            pending = blackbox.begin(terms, video[None], [clips[row].references], places)
-            judged.append(blackbox.finish(pending))
-    judged = job.gather_lists(judged)
-    own = {"eval/failed": reward_metrics.failed_fraction(judged)}
-    own |= reward_metrics.deviations(terms, judged, "eval")
-    return own | reward_metrics.means(terms, judged, "eval", own)
-
-
 def write_beside(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Path) -> None:
     """The real clip, its face marked, beside the generated `video` (3, F, H, W), which is alone where there is none.
 

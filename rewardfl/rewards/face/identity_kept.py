@@ -1,0 +1,70 @@
+"""Identity kept: FaceSim on a scale that means the same for every recogniser (docs/evaluate.md)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FEWEST = 8  # people that the scale takes: the lower end is a mean over the others
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The ends of a recogniser's scale, FaceSim by person.
+
+    another: of the other people's real clips through the VAE, 0 on the scale. through_vae: of the person's own, 1.
+    """
+
+    another: Mapping[str, float]
+    through_vae: Mapping[str, float]
+
+    def place_mean(self, face_sim: Mapping[str, float]) -> float:
+        """Return the place of FaceSim, by person, on the scale: mean distance from its start over mean length."""
+        return float(self.distances(face_sim).mean() / self.lengths(list(face_sim)).mean())
+
+    def distances(self, face_sim: Mapping[str, float]) -> Tensor:
+        """Return how far each person's FaceSim is from the other people's, (people,)."""
+        return torch.tensor([value - self.another[person] for person, value in face_sim.items()])
+
+    def lengths(self, people: Sequence[str]) -> Tensor:
+        """Return the length of the scale for each person, (people,)."""
+        return torch.tensor([self.through_vae[person] - self.another[person] for person in people])
+
+
+@dataclass(frozen=True)
+class ThroughVae:
+    """A real clip through the VAE. face_sim: with the row's own pool; face, pool: mean embeddings (D,)."""
+
+    person: str
+    face_sim: float
+    face: Tensor
+    pool: Tensor
+
+
+def find_scale(clips: Sequence[ThroughVae]) -> Scale | None:
+    """Return the scale of one recogniser; None where it has no length in the mean.
+
+    A person's clips count as one: their mean embedding is what the others' pools are compared with.
+    """
+    people: dict[str, list[ThroughVae]] = {}
+    for clip in clips:
+        people.setdefault(clip.person, []).append(clip)
+    faces = torch.stack([torch.stack([clip.face for clip in some]).mean(0) for some in people.values()])
+    pools = torch.stack([torch.stack([clip.pool for clip in some]).mean(0) for some in people.values()])
+    similarities = pools @ faces.T  # (people, people): of a row's pool and a column's clip
+    others = (similarities.sum(1) - similarities.diagonal()) / (len(people) - 1)
+    ceilings = [sum(clip.face_sim for clip in some) / len(some) for some in people.values()]
+    if torch.tensor(ceilings).mean() <= others.mean():
+        return None
+    return Scale(dict(zip(people, others.tolist(), strict=True)), dict(zip(people, ceilings, strict=True)))
+
+
+def why_no_scale(people: int, is_whole: bool) -> str:
+    """Return why no recogniser can have a scale, empty where each may.
+
+    is_whole: whether each real clip has been, or can go, through the VAE.
+    """
+    if people < FEWEST:
+        return f"it takes {FEWEST} people, and there are {people}"
+    return "" if is_whole else "there is no model whose VAE the real clips could go through"

@@ -1,0 +1,99 @@
+"""eval/*: what the rewards say of held-out clips during training."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rewardfl.backbones import seam
+from rewardfl.backbones.seam import Decoder
+from rewardfl.config import AnyConfig, FlowGrpoConfig
+from rewardfl.rewards import FaceIdentityReward, blackbox
+from rewardfl.rewards import metrics as reward_metrics
+from rewardfl.rewards.face.identity_kept import Scale, ThroughVae, find_scale, why_no_scale
+from rewardfl.rewards.terms import Term, joined
+from rewardfl.run import prepare
+from rewardfl.run.job import Job
+from rewardfl.run.start import example_of
+
+
+@torch.no_grad()
+def find_scales(
+    cfg: AnyConfig,
+    job: Job,
+    terms: Sequence[Term],
+    conditions: prepare.Conditions,
+    decoder: Decoder,
+    clips: Sequence[prepare.Sample],
+) -> dict[int, Scale]:
+    """Return the scale of identity kept by the position of each face reward that follows one person.
+
+    Its ends are the clips through the VAE, each process decoding its share.
+    """
+    judges = {
+        i: term.reward
+        for i, term in enumerate(terms)
+        if isinstance(term.reward, FaceIdentityReward) and term.reward.people == "largest"
+    }
+    if not clips or not judges:
+        return {}
+    is_whole = all(sample.row.video is not None for sample in clips)
+    if reason := why_no_scale(len({sample.row.who for sample in clips}), is_whole):
+        job.say(f"note: eval/* has no identity kept: {reason}")
+        return {}
+    conditions.fill_latents(clips, lambda sample: example_of(cfg, sample.row).video, job.device, job.share)
+    job.wait()
+    through_vae = []
+    for sample in job.share.of(clips):
+        conditioning = seam.to(conditions.conditioning(sample), job.device)
+        video = decoder.decode(conditions.latents_of(sample).to(job.device), conditioning)[0].float()
+        for i, judge in judges.items():
+            pool = sample.references[i]["embeddings"]
+            score = judge.identity.score(video, pool)
+            face_sim, face = (0.0, torch.zeros_like(pool[0])) if score is None else (score.mean.item(), score.embedding)
+            through_vae.append((i, ThroughVae(sample.row.who, face_sim, face.cpu(), pool.mean(0).cpu())))
+    through_vae = job.gather_lists(through_vae)
+    found = {i: find_scale([clip for judge, clip in through_vae if judge == i]) for i in judges}
+    return {i: scale for i, scale in found.items() if scale is not None}
+
+
+def evaluate(
+    cfg: FlowGrpoConfig,
+    job: Job,
+    terms: Sequence[Term],
+    places: Sequence[blackbox.Places | None],
+    clips: Sequence[prepare.Sample],
+    generate: Callable[[int, int], tuple[int, Tensor]],
+    scales: Mapping[int, Scale],
+) -> dict[str, float]:
+    """eval/*: what every reward says of videos of the clips, each process judging its share.
+
+    generate: (row, which of its noises) -> (row, its video (3, F, H, W)), asked as often on every process. scales: of
+    `find_scales`.
+    """
+    judged, people = [], []
+    for (row, n), mine in job.share.rounds(itertools.product(range(len(clips)), range(cfg.evaluation.eval_noises))):
+        row, video = generate(row, n)
+        if mine:
+            pending = blackbox.begin(terms, video[None], [clips[row].references], places)
+            judged.append(blackbox.finish(pending))
+            people.append(clips[row].row.who)
+    judged, people = job.gather_lists(judged), job.gather_lists(people)
+    own = {"eval/failed": reward_metrics.failed_fraction(judged)}
+    own |= reward_metrics.deviations(terms, judged, "eval")
+    for i, scale in scales.items():
+        face_sims = joined([each[i] for each in judged]).output.parts["face_score"]
+        where = "eval" if i == 0 else f"eval/{terms[i].label}"
+        own[f"{where}/identity_kept"] = scale.place_mean(mean_of_each(people, face_sims.tolist()))
+    return own | reward_metrics.means(terms, judged, "eval", own)
+
+
+def mean_of_each(people: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+    """Return the mean value of each person that has one; NaN is none."""
+    found: dict[str, list[float]] = {}
+    for person, value in zip(people, values, strict=True):
+        if not math.isnan(value):
+            found.setdefault(person, []).append(value)
+    return {person: sum(some) / len(some) for person, some in found.items()}
