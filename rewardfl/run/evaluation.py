@@ -55,8 +55,8 @@ def find_scales(
             face_sim, face = (0.0, torch.zeros_like(pool[0])) if score is None else (score.mean.item(), score.embedding)
             through_vae.append((i, ThroughVae(sample.row.who, face_sim, face.cpu(), pool.mean(0).cpu())))
     through_vae = job.gather_lists(through_vae)
-    found = {i: find_scale([clip for judge, clip in through_vae if judge == i]) for i in judges}
-    return {i: scale for i, scale in found.items() if scale is not None}
+    scales = {i: find_scale([clip for judge, clip in through_vae if judge == i]) for i in judges}
+    return {i: scale for i, scale in scales.items() if scale is not None}
 
 
 def evaluate(
@@ -73,27 +73,28 @@ def evaluate(
     generate: (row, which of its noises) -> (row, its video (3, F, H, W)), asked as often on every process. scales: of
     `find_scales`.
     """
-    judged, people = [], []
+    outputs, people = [], []
     for (row, n), mine in job.share.rounds(itertools.product(range(len(clips)), range(cfg.evaluation.eval_noises))):
         row, video = generate(row, n)
         if mine:
             pending = blackbox.begin(terms, video[None], [clips[row].references], places)
-            judged.append(blackbox.finish(pending))
+            outputs.append(blackbox.finish(pending))
             people.append(clips[row].row.who)
-    judged, people = job.gather_lists(judged), job.gather_lists(people)
-    own = {"eval/failed": reward_metrics.failed_fraction(judged)}
-    own |= reward_metrics.deviations(terms, judged, "eval")
+    outputs, people = job.gather_lists(outputs), job.gather_lists(people)
+    metrics = {"eval/failed": reward_metrics.failed_fraction(outputs)}
+    metrics |= reward_metrics.deviations(terms, outputs, "eval")
     for i, scale in scales.items():
-        face_sims = joined([each[i] for each in judged]).output.parts["face_score"]
-        where = "eval" if i == 0 else f"eval/{terms[i].label}"
-        own[f"{where}/identity_kept"] = scale.place_mean(mean_of_each(people, face_sims.tolist()))
-    return own | reward_metrics.means(terms, judged, "eval", own)
+        parts = joined([each[i] for each in outputs]).output.parts
+        if "face_score" in parts:  # not where the judge has failed for every clip
+            where = "eval" if i == 0 else f"eval/{terms[i].label}"
+            metrics[f"{where}/identity_kept"] = scale.place_mean(mean_of_each(people, parts["face_score"].tolist()))
+    return metrics | reward_metrics.means(terms, outputs, "eval", metrics)
 
 
 def mean_of_each(people: Sequence[str], values: Sequence[float]) -> dict[str, float]:
     """Return the mean value of each person that has one; NaN is none."""
-    found: dict[str, list[float]] = {}
+    values_of: dict[str, list[float]] = {}
     for person, value in zip(people, values, strict=True):
         if not math.isnan(value):
-            found.setdefault(person, []).append(value)
-    return {person: sum(some) / len(some) for person, some in found.items()}
+            values_of.setdefault(person, []).append(value)
+    return {person: sum(some) / len(some) for person, some in values_of.items()}
