@@ -124,7 +124,8 @@ def table_of(records: Sequence[Record], arms: Sequence[str], reading: Reading) -
     rows = {clip.row for clip in clips}
     through_vae = [record for record in records if record["arm"] == VAE and record["row"] in rows]
     is_whole = {record["row"] for record in through_vae} == rows
-    no_scale = why_no_scale(len({clip.person for clip in clips}), is_whole)
+    missing = "" if is_whole else "there is no model whose VAE the real clips could go through"
+    no_scale = why_no_scale(len({clip.person for clip in clips}), missing)
     names = [] if no_scale else through_vae[0]["embedding"]
     scales = {name: scale for name in names if (scale := find_scale(through_vae, name)) is not None}
     if names and not scales:

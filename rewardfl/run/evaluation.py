@@ -39,8 +39,9 @@ def find_scales(
     }
     if not clips or not judges:
         return {}
-    is_whole = all(sample.row.video is not None for sample in clips)
-    if reason := why_no_scale(len({sample.row.who for sample in clips}), is_whole):
+    has_clips = all(sample.row.video is not None for sample in clips)
+    missing = "" if has_clips else "a row of evaluation.eval_clips has no video"
+    if reason := why_no_scale(len({sample.row.who for sample in clips}), missing):
         job.say(f"note: eval/* has no identity kept: {reason}")
         return {}
     conditions.fill_latents(clips, lambda sample: example_of(cfg, sample.row).video, job.device, job.share)
@@ -59,6 +60,7 @@ def find_scales(
     return {i: scale for i, scale in scales.items() if scale is not None}
 
 
+@torch.no_grad()
 def evaluate(
     cfg: FlowGrpoConfig,
     job: Job,

@@ -805,7 +805,6 @@ def sample_videos(
     return folder
 
 
-@torch.no_grad()
 def write_beside(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Path) -> None:
     """The real clip, its face marked, beside the generated `video` (3, F, H, W), which is alone where there is none.
 

@@ -60,11 +60,9 @@ def find_scale(clips: Sequence[ThroughVae]) -> Scale | None:
     return Scale(dict(zip(people, others.tolist(), strict=True)), dict(zip(people, ceilings, strict=True)))
 
 
-def why_no_scale(people: int, is_whole: bool) -> str:
+def why_no_scale(people: int, missing: str) -> str:
     """Return why no recogniser can have a scale, empty where each may.
 
-    is_whole: whether each real clip has been, or can go, through the VAE.
+    missing: why a real clip has not been through the VAE; empty where all have been, or can go.
     """
-    if people < FEWEST:
-        return f"it takes {FEWEST} people, and there are {people}"
-    return "" if is_whole else "there is no model whose VAE the real clips could go through"
+    return missing if people >= FEWEST else f"it takes {FEWEST} people, and there are {people}"
