@@ -15,6 +15,7 @@ from test_evaluate import ARMS, JUDGE, pair, real, record, summary
 from rewardfl import config, data
 from rewardfl.rewards import face
 from rewardfl.rewards.face.identity_kept import FEWEST
+from rewardfl.run import evaluation
 from rewardfl_tools import evaluate
 from rewardfl_tools._identity_kept import find_scale
 
@@ -178,8 +179,20 @@ def test_videos_of_another_tool_have_it_too(evaluated, tmp_path):
     assert report["settings"]["model"].keys() == {"vae"}
 
 
-def test_training_measures_it_on_the_held_out_clips(evaluated, tmp_path):
-    """Between the ends that the evaluation has found for the same people."""
+def test_training_measures_it_on_the_held_out_clips(evaluated, tmp_path, monkeypatch):
+    """Between the ends that the evaluation has found for the same people. No video has a graph."""
+    evaluate_in_training = evaluation.evaluate
+
+    def watch(*arguments):
+        *others, generate, scales = arguments
+
+        def generate_without_graph(row, n):
+            assert not torch.is_grad_enabled()
+            return generate(row, n)
+
+        return evaluate_in_training(*others, generate_without_graph, scales)
+
+    monkeypatch.setattr(evaluation, "evaluate", watch)
     launch_grpo(
         f"run.output_dir={tmp_path}", "train.max_steps=1", "reward.name=face_identity", "reward.others={}",
         f"reward.reward_model_path={WORLD / 'faces' / 'reward'}",
