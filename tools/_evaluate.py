@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from rewardfl import __version__, config, data, machine
+from rewardfl import __version__, backbones, config, data, machine
 from rewardfl.backbones.seam import Backbone
 from rewardfl.data import cache
 from rewardfl.files import atomic_write, model_digest, printable
@@ -107,13 +107,13 @@ def arms_of(args: argparse.Namespace, cfg: config.AnyConfig) -> list[Arm]:
 def open_model(cfg: config.AnyConfig, arms: Sequence[Arm]) -> tuple[Backbone | None, str]:
     """Return the model, or None and why it cannot be opened, where nothing is sampled from it.
 
-    Raise what start.open_model does where something is: videos of other tools need the VAE alone.
+    Raise what start.open_model does where something is. Videos of other tools need the VAE alone, and no training data.
     """
-    try:
+    if any(arm.videos is None for arm in arms):
         return start.open_model(cfg), ""
+    try:
+        return backbones.open(cfg.model.model_name, start.model_source(cfg)), ""
     except (ValueError, OSError) as error:
-        if any(arm.videos is None for arm in arms):
-            raise
         return None, str(error)
 
 
