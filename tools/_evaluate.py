@@ -112,7 +112,9 @@ def open_model(cfg: config.AnyConfig, arms: Sequence[Arm]) -> tuple[Backbone | N
     if any(arm.videos is None for arm in arms):
         return start.open_model(cfg), ""
     try:
-        return backbones.open(cfg.model.model_name, start.model_source(cfg)), ""
+        backbone = backbones.open(cfg.model.model_name, start.model_source(cfg))
+        backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
+        return backbone, ""
     except (ValueError, OSError) as error:
         return None, str(error)
 
