@@ -16,7 +16,7 @@ TWO = ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --n
 
 demo: $(READY)
 	$(TWO) train_reward_fl.py --config configs/tiny_face.yaml run.output_dir=$(RUN) train.per_device_train_batch_size=2
-	$(TWO) tools/evaluate.py --run $(RUN) --data assets/tiny_world/eval/metadata.csv --seeds 1 --device cpu
+	$(TWO) tools/evaluate.py --run $(RUN) --data assets/tiny_world/validation/metadata.csv --seeds 1 --device cpu
 
 # The demo by recognisers that others trained, from npm; without a network it prints a line and stops
 FACES := outputs/realface

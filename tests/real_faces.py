@@ -133,7 +133,7 @@ def table_of_people(name: str, pack: Path) -> str:
     identity = face.FaceIdentity(pack, det_size=128)
     halves: list[list[torch.Tensor]] = [[], []]
     for row in data.load_metadata(WORLD / "eval" / "metadata.csv", "--data"):
-        pool = identity.pool(data.load_example(row, 64, 64, 9).video).embeddings
+        pool = identity.pool(data.load_example(row, 80, 80, 9).video).embeddings
         for half, part in zip(halves, pool.chunk(2), strict=True):
             half.append(torch.nn.functional.normalize(part.mean(0), dim=0))
     cosines = torch.stack(halves[0]) @ torch.stack(halves[1]).T

@@ -34,7 +34,7 @@ def person(number=0):
     return data.read_video(WORLD / "train" / "videos" / f"{number:03d}.mp4")
 
 
-def nobody(num_frames=9, height=64, width=64):
+def nobody(num_frames=9, height=80, width=80):
     return torch.full((num_frames, height, width, 3), 90, dtype=torch.uint8)
 
 
@@ -52,7 +52,7 @@ def test_a_good_dataset_by_its_configuration(call, tmp_path):
     sheet = tmp_path / "new" / "sheet.png"
     code, out, _ = call("--config", tmp_path / "run.yaml", *FACES, "--sheet", sheet)
     assert code == 0
-    assert out == ["3 rows: 3 can be used, 0 cannot", "64 x 64 (height x width): 3 rows", f"sheet: {sheet}"]
+    assert out == ["3 rows: 3 can be used, 0 cannot", "80 x 80 (height x width): 3 rows", f"sheet: {sheet}"]
     pixels = np.asarray(Image.open(sheet).convert("RGB")).astype(int)
     assert (np.abs(pixels - (0, 220, 0)).max(2) < 8).sum() > 9 * 4 * 40  # nine boxes of faces, two pixels wide
     assert not is_red(pixels).any()
@@ -96,7 +96,7 @@ def test_every_problem_and_every_warning(call, tmp_path):
         ["turns.mp4", "x", "", "", ""],
         ["leaves.mp4", "x", "", "", ""],
     )
-    size = ["--height", 64, "--width", 64, "--num-frames", 9, "--fps", 16]
+    size = ["--height", 80, "--width", 80, "--num-frames", 9, "--fps", 16]
     code, out, _ = call("--data", path, *size, *FACES, "--sheet", tmp_path / "sheet.png")
     assert code == 2
     assert out == [
@@ -108,10 +108,10 @@ def test_every_problem_and_every_warning(call, tmp_path):
         "it is damaged, or no video",
         f"line 5: problem: {tmp_path}/lost.mp4: no such file",
         "line 6: problem: no video, and no image that this model could start from",
-        "line 7: warning: clip: 32 x 32 (height x width) is enlarged 2.00 times to 64 x 64",
-        "line 8: warning: clip: 64 x 64 leaves 50% of 64 x 128 (height x width)",
+        "line 7: warning: clip: 40 x 40 (height x width) is enlarged 2.00 times to 80 x 80",
+        "line 8: warning: clip: 80 x 80 leaves 50% of 80 x 160 (height x width)",
         "line 9: warning: the same as line 2: the clip weighs more",
-        "line 10: warning: image: 64 x 64 leaves 50% of 128 x 64 (height x width)",
+        "line 10: warning: image: 80 x 80 leaves 50% of 160 x 80 (height x width)",
         "line 11: warning: no face in the image empty.png",
         f"line 12: problem: no face was found in {tmp_path}/nobody.mp4",
         f"line 14: problem: no face was found in {tmp_path}/nobody.mp4",
@@ -119,10 +119,10 @@ def test_every_problem_and_every_warning(call, tmp_path):
         "line 16: warning: no face in the first, middle, last frame of turns.mp4",
         f"line 17: problem: no face was found in {tmp_path}/leaves.mp4",
         "note: 1 of 16 rows have a negative_prompt, which has no effect: clips are sampled without guidance",
-        "note: 1 of 9 clips have less than half of the pixels of 64 x 64, and are enlarged; the smallest is line 7, "
-        "tiny.mp4: 32 x 32 (height x width)",
+        "note: 1 of 9 clips have less than half of the pixels of 80 x 80, and are enlarged; the smallest is line 7, "
+        "tiny.mp4: 40 x 40 (height x width)",
         "16 rows: 9 can be used, 7 cannot",
-        "64 x 64 (height x width): 9 rows",
+        "80 x 80 (height x width): 9 rows",
         f"sheet: {tmp_path}/sheet.png",
     ]
     assert is_red(np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)).sum() > 300

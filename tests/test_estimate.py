@@ -554,8 +554,8 @@ def test_the_files_of_other_models_fit_the_gpus_that_they_name(monkeypatch, caps
 
 def test_tiny_config(monkeypatch, capsys):
     code, out, _ = tool(monkeypatch, capsys, "configs/tiny_face.yaml")
-    assert code == 0 and "fits: 2.1 GB of 80.0 GB" in out
-    assert "320 tokens" in out and "model's shape from assets/tiny_world/pipeline\n" in out
+    assert code == 0 and "fits: 2.2 GB of 80.0 GB" in out
+    assert "500 tokens" in out and "model's shape from assets/tiny_world/pipeline\n" in out
     assert "data: 48 clips" in out and "replayed" in out
 
 

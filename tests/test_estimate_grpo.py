@@ -229,7 +229,7 @@ def test_run_of_a_configuration(monkeypatch):
     passes = {"low_noise": 2 * 2 * 2}  # of two steps, two inner epochs, guided
     adapter = Adapter(cfg.lora.lora_rank, ADAPTER.targets)
     assert run == work.Work(
-        video=work.Video(TINY_MODEL, 64, 64, 9, adapter), trained=("low_noise",), untrained="high_noise",
+        video=work.Video(TINY_MODEL, 80, 80, 9, adapter), trained=("low_noise",), untrained="high_noise",
         rollout={"high_noise": 3, "low_noise": 9}, replay=passes, pulled=passes,
         reference=passes, graphs=2, averaged=True, waiting=12, kept={"gpu": 6, "cpu": 6},
         spans=(
@@ -267,7 +267,7 @@ def test_total_steps():
     cfg = config.load(ROOT / TINY, [*SIX, *passes])
     assert work.steps_of_run(cfg, 20, 1) == 7 * 6  # 40 visits of clips by 6 groups at a time: 7 epochs
     assert work.steps_of_run(cfg, None, 1) is None
-    assert work.steps_of_run(config.load(ROOT / TINY), None, 1) == 80
+    assert work.steps_of_run(config.load(ROOT / TINY), None, 1) == 40
 
 
 def overview(*overrides, clips=None, steps=None, processes=1):
@@ -356,16 +356,16 @@ def test_costs_in_words(published):
 
 def test_tiny_config(monkeypatch, capsys):
     code, out, _ = tool(monkeypatch, capsys, TINY)
-    assert code == 0 and "fits: 2.2 GB of 80.0 GB" in out
+    assert code == 0 and "fits: 2.4 GB of 80.0 GB" in out
     assert "4 groups x 8 = 32 samples = 4 forwards x 8 batch x 1 process\n" in out
-    assert "the run: 80 updates = 80 epochs = 320 groups = 6.67 x 48 clips" in out
+    assert "the run: 40 updates = 40 epochs = 160 groups = 3.33 x 48 clips" in out
     first = next(line.split() for line in out.splitlines() if line.startswith("   0  1.0000"))
     assert first[5] == "0.7000" and first[13] == "1.000"  # std of Flow-SDE is the noise level there, cps is exact
-    assert "an evaluation of 24 videos (8 steps)" in out and "; 9 in the run" in out
+    assert "an evaluation of 24 videos (8 steps)" in out and "; 5 in the run" in out
     code, out, _ = tool(monkeypatch, capsys, TINY, "--processes", "2")
     assert code == 0 and "2 forwards x 8 batch x 2 processes\n" in out
     code, out, _ = tool(monkeypatch, capsys, TINY, "--gpu-memory", "2.1")
-    assert code == 2 and "does not fit: 2.2 GB of 2.1 GB" in out
+    assert code == 2 and "does not fit: 2.4 GB of 2.1 GB" in out
 
 
 def test_processes(monkeypatch, capsys):

@@ -178,9 +178,11 @@ def judge():
 
 
 def whole(index):
-    """(3, 9, 64, 64): one of the people that nothing was trained on."""
+    """(3, 9, 64, 64): one of the people that nothing was trained on, with room around her."""
     rows = data.load_metadata(WORLD / "eval" / "metadata.csv")
-    return data.to_float(data.read_video(rows[index].video))
+    frames = data.to_float(data.read_video(rows[index].video)).transpose(0, 1)
+    small = F.interpolate(frames, size=(48, 48), mode="bilinear", antialias=True)
+    return F.pad(small, (8, 8, 16, 0), mode="replicate").transpose(0, 1)
 
 
 def person(index):
@@ -324,7 +326,7 @@ def test_somebody_who_is_not_there_costs_her_whole_score(everybody, two):
     alone[..., 64:] = -0.2
     output, parts = score(everybody, alone, two)
     assert output.valid.all() and parts["people"] == 2 and parts["worst_person"] == 0
-    assert parts["face_score"] == pytest.approx(output.score.item()) and 0.3 < parts["face_score"] <= 0.5
+    assert parts["face_score"] == pytest.approx(output.score.item(), abs=0.01) and 0.3 < parts["face_score"] <= 0.5
     assert parts["coverage"] == 0.5 and 0 <= parts["motion"] < 0.8
     nobody = torch.full_like(two, -1.0).requires_grad_()
     output = everybody(nobody[None], [everybody.reference(two)])
@@ -357,7 +359,7 @@ def test_real_clips_at_the_edge_of_what_can_be_judged(everybody, two):
 def test_small_faces_of_the_real_clip_are_nobodys(two):
     """By the first frame's box; of a generated clip none is left out for its size."""
     larger = F.interpolate(two.transpose(0, 1), scale_factor=2.0, mode="bilinear").transpose(0, 1)[:, :, :, 128:]
-    video = torch.full((3, 9, 128, 256), -0.2)
+    video = torch.full((3, 9, 128, 256), -1.0)
     video[:, :, :64, :64], video[:, :, :, 128:] = two[..., :64], larger
     plain = reward_of()
     widths = [float(boxes[0, 2] - boxes[0, 0]) for boxes in plain.reference(video)["boxes"]]
@@ -369,7 +371,7 @@ def test_small_faces_of_the_real_clip_are_nobodys(two):
     assert reward_of(people="largest", min_face_size=60).reference(two) is None
     output = none(video[None], [none.reference(video)])
     assert not output.valid.any() and output.score.item() == 0
-    smaller = torch.full((3, 9, 128, 256), -0.2)
+    smaller = torch.full((3, 9, 128, 256), -1.0)
     smaller[:, :, 32:96, 160:224] = two[..., 64:]
     output = one(smaller[None], [one.reference(video)])
     assert output.valid.all() and output.parts["coverage"].item() == 1
@@ -396,7 +398,7 @@ def test_gradients_are_those_of_finite_differences(monkeypatch, two, settings):
     found = reward.identity.detector.detect(video.transpose(0, 1))
     monkeypatch.setattr(reward.identity.detector, "detect", lambda frames: found)
     monkeypatch.setattr(identity, "seed_of", lambda video, purpose: 7)
-    mine, difference = directional(reward, video, reference, 2e-3)
+    mine, difference = directional(reward, video, reference, 1e-3)
     assert abs(mine) > 1e-3 and mine == pytest.approx(difference, rel=0.03)
 
 

@@ -25,8 +25,8 @@ def people():
 
 
 def beside(left, right):
-    """Frames (N, 64, 128, 3); None is grey: nobody."""
-    nobody = np.full_like(left if left is not None else right, 90)
+    """Frames (N, 64, 128, 3); None is black: nobody."""
+    nobody = np.zeros_like(left if left is not None else right)
     return np.concatenate([nobody if side is None else side for side in (left, right)], 2)
 
 
@@ -72,12 +72,10 @@ def test_equals_the_published_procedure(people, name, count):
     one, other = people
     clips = {
         "seen": beside(one, None),
-        "hidden": np.concatenate(
-            [beside(one[:3], None), beside(None, np.full_like(one[:3], 90)), beside(one[6:], None)]
-        ),
+        "hidden": np.concatenate([beside(one[:3], None), beside(None, np.zeros_like(one[:3])), beside(one[6:], None)]),
         "replaced": beside(None, other),
         "two": beside(one, other[::-1]),
-        "nobody": np.full((8, 64, 128, 3), 90, np.uint8),
+        "nobody": np.zeros((8, 64, 128, 3), np.uint8),
     }
     found = {}
     for kind, frames in clips.items():

@@ -73,8 +73,8 @@ LEARNING = [
 @pytest.mark.parametrize("how, name", LEARNING)
 def test_a_colour_is_learned(folder_of, name, how, tmp_path):
     common = [
-        *settings(name, folder_of(name)), "train.learning_rate=2e-2", "train.warmup_steps=0", "train.max_steps=12",
-        "run.save_steps=12", f"run.output_dir={tmp_path / 'run'}",
+        *settings(name, folder_of(name)), "train.learning_rate=2e-2", "train.warmup_steps=0", "train.max_steps=24",
+        "run.save_steps=24", f"run.output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     if how == "reward_fl":
         launch(*common, "reward.kl_weight=0", "sample.noises_per_sample=1")
@@ -83,9 +83,9 @@ def test_a_colour_is_learned(folder_of, name, how, tmp_path):
     scores = [line["reward/mean"] for line in metrics(tmp_path / "run")]
     first, last = (sum(four) / 4 for four in (scores[:4], scores[-4:]))
     assert last > first + {"reward_fl": 0.01, "flow_grpo": 0.002}[how], scores
-    (shown,) = (tmp_path / "run" / "samples" / "step-000012").iterdir()
+    (shown,) = (tmp_path / "run" / "samples" / "step-000024").iterdir()
     assert shown.name == "00.png" and data.read_picture(shown).shape == (SIDE, SIDE, 3)
-    state, _ = lora.read_adapter(tmp_path / "run" / "checkpoints" / "step-000012" / "transformer" / lora.WEIGHTS_NAME)
+    state, _ = lora.read_adapter(tmp_path / "run" / "checkpoints" / "step-000024" / "transformer" / lora.WEIGHTS_NAME)
     assert any(layer.startswith(FIRST_LAYER.get(name, "transformer_blocks.0.attn.to_q")) for layer in state)
 
 

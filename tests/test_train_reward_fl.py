@@ -71,7 +71,7 @@ def test_it_learns(clips, tmp_path):
     write(path, rows[:3])
     launch(
         f"run.output_dir={tmp_path / 'run'}", f"data.file_name={path}", "sample.noises_per_sample=1",
-        "train.max_steps=3", "train.per_device_train_batch_size=2", "train.warmup_steps=0", "reward.kl_weight=0",
+        "train.max_steps=6", "train.per_device_train_batch_size=2", "train.warmup_steps=0", "reward.kl_weight=0",
         "train.learning_rate=3e-3",
     )  # fmt: skip
     lines = metrics(tmp_path / "run")
@@ -365,7 +365,7 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(data, "encode_video", lambda video, fps: videos.append(video) or b"")
     for chosen in (["--adapter", str(trained)], [], ["--adapter", f"{trained}:0"], ["--adapter", f"{trained}:0.5"]):
         command = (
-            f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 64 --width 64 --num-frames 9"
+            f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 80 --width 80 --num-frames 9"
         )
         command += f" --steps 4 --dtype float32 --device cpu --seed 5 --out {tmp_path}/out.mp4"
         monkeypatch.setattr(sys, "argv", [*command.split(), "--prompt", "a person, talking", *chosen])
@@ -376,16 +376,16 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
     pipe = WanImageToVideoPipeline.from_pretrained(WORLD / "pipeline", dtype=torch.float32)
     pipe.load_lora_weights(trained / "transformer_2", load_into_transformer_2=True)
     pipe.scheduler = LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=5.0).config)
-    noise = groups.noise(latent_shape(pipe, 64, 64, 9), seed=5)
+    noise = groups.noise(latent_shape(pipe, 80, 80, 9), seed=5)
     for strength, video in ((1.0, ours), (0.5, half)):
         pipe.transformer_2.set_adapters(pipe.transformer_2.active_adapters(), strength)
         stock = pipe(
-            image=Image.fromarray(frame), prompt="a person, talking", height=64, width=64, num_frames=9,
+            image=Image.fromarray(frame), prompt="a person, talking", height=80, width=80, num_frames=9,
             num_inference_steps=4, guidance_scale=1.0, latents=noise, output_type="pt",
         ).frames[0]  # fmt: skip
         torch.testing.assert_close(video, stock.transpose(0, 1) * 2 - 1, rtol=0, atol=1e-3)
-    assert float((base - ours).abs().max()) > 1e-2  # the adapter matters
-    assert float((half - ours).abs().max()) > 5e-3 and float((half - base).abs().max()) > 5e-3
+    assert float((base - ours).abs().max()) > 2e-3  # the adapter matters
+    assert float((half - ours).abs().max()) > 1.5e-3 and float((half - base).abs().max()) > 1.5e-3
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
 )
 def test_generate_refuses(tmp_path, monkeypatch, capsys, change, message):
     Image.new("RGB", (64, 64)).save(tmp_path / "face.png")
-    command = f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 64 --width 64 --num-frames 9"
+    command = f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 80 --width 80 --num-frames 9"
     monkeypatch.setattr(sys, "argv", [*command.split(), "--out", str(tmp_path / "x.mp4"), "--prompt", "a", *change])
     assert generate.main() == 2
     assert message in capsys.readouterr().err
@@ -554,7 +554,7 @@ def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
     assert "   3  0.8929    892.857  low_noise   -" in out
     assert "   7  0.4167    416.667  low_noise   replayed" in out
     assert "learning_rate:" in out
-    assert "320 tokens" in out and "memory of one GPU" in out
+    assert "500 tokens" in out and "memory of one GPU" in out
     assert "\nfits: 0.0 MB of " in out and "on the GPU" not in out  # there is none
     assert "note:" not in out
     assert "--dry-run" not in out  # which it is
@@ -574,9 +574,9 @@ def test_dry_run_refuses_files_that_do_not_fit(monkeypatch, capsys, no_weights, 
 
 
 def test_dry_run_that_does_not_fit_the_gpu(monkeypatch, capsys, no_weights, tmp_path):
-    monkeypatch.setattr(report, "total_memory", lambda device: 2.04e9)
+    monkeypatch.setattr(report, "total_memory", lambda device: 2.08e9)
     code, out, _ = call(monkeypatch, capsys, "--dry-run", f"run.output_dir={tmp_path / 'run'}")
-    assert code == 2 and "does not fit: 2.1 GB of 2.0 GB on the GPU" in out and "\n  set " in out
+    assert code == 2 and "does not fit: 2.2 GB of 2.1 GB on the GPU" in out and "\n  set " in out
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

@@ -740,7 +740,7 @@ def test_generate_from_original_files_with_guidance_and_distillation(files, give
     noise = groups.noise(latent_shape(pipe, 32, 32, 5), seed=5)
     arguments = {"negative_prompt": "glasses", "latents": noise, "output_type": "pt"}
     expected = stock(pipe, 4, prompt="a person, talking", guidance_scale=3.5, **arguments)[0].transpose(0, 1) * 2 - 1
-    torch.testing.assert_close(videos[0], expected, rtol=0, atol=2e-3)
+    torch.testing.assert_close(videos[0], expected, rtol=0, atol=4e-3)  # half of a level of 8 bits
 
 
 # -- headers

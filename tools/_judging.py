@@ -16,6 +16,7 @@ from rewardfl import config, data
 from rewardfl.files import model_digest
 from rewardfl.rewards import RewardError, build_terms, face, find_terms
 from rewardfl.rewards.canaries import canaries
+from rewardfl.rewards.face.look import compare_look, cut_patches
 from rewardfl.rewards.face.pack import file_hashes
 from rewardfl.rewards.terms import Reference, Term, judge
 from rewardfl.rewards.video_motion import video_motion
@@ -109,6 +110,8 @@ def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float)
         return f"no face was found in {row.reference}"
     kept: Kept = {f"pool/{name}": pool.embeddings for name, pool in pools.items()}
     kept |= _input_faces(judges, example)
+    patches = cut_patches(reference.transpose(0, 1), pools[judges.main].landmarks)
+    kept |= {f"look/{name}": patch for name, patch in patches.items()}
     for term in judges.terms:
         found = term.reward.reference(reference, row.prompt) if term.reward.compares_with in row.offers else None
         if found is not None:
@@ -168,6 +171,7 @@ def _record(judges: Judges, video: Tensor, kept: Kept, fps: float, scores: Score
         values = (0.0,) * 4 if score is None else (float(score.mean), score.coverage, score.speed, score.nonrigid)
         figures |= dict(zip((f"{name}/{key}" for key in FACE), values, strict=True))
     found = scores[judges.main]
+    figures["look/face"] = _look(video, found, kept)
     figures |= _pixel_figures(frames, None if found is None else found.boxes.numpy(), judges.periods, fps)
     if judges.dino is not None:
         figures["still/subject_consistency"] = _subject_consistency.subject_consistency(judges.dino, frames)
@@ -184,6 +188,13 @@ def _record(judges: Judges, video: Tensor, kept: Kept, fps: float, scores: Score
             name: [False] * count if score is None else score.detected.tolist() for name, score in scores.items()
         },
     }
+
+
+def _look(video: Tensor, face: face.FaceScore | None, kept: Kept) -> float:
+    if face is None:
+        return 0.0
+    patches = cut_patches(video.transpose(0, 1), face.landmarks)
+    return compare_look(patches, {name: kept[f"look/{name}"] for name in patches})
 
 
 def judge_through_vae(judges: Judges, video: Tensor, references: Kept, fps: float) -> dict:

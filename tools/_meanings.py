@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rewardfl.run.monitor import COLOUR_GUARD, GRID_GUARD, SATURATION_GUARD
+from rewardfl.run.monitor import COLOUR_GUARD, GRID_GUARD, LOOK_GUARD, SATURATION_GUARD
 
 # An arm over its base, and an arm minus its base: "Reading the figures" of docs/motion.md
 FLOW_KEPT, LANDMARKS_KEPT, SHARPNESS_KEPT = 0.95, 0.93, 0.95
@@ -45,6 +45,10 @@ MEANINGS = {
     "face/nonrigid": Meaning(
         "non-rigid motion", "How much the landmarks move against each other: the expression.",
         ratio=(LANDMARKS_KEPT, UP), broken="the expression stands still",
+    ),
+    "look/face": Meaning(
+        "look of the face", "How much eyes and mouth look like the real clip's, pixel by pixel, from -1 to 1.",
+        change=(-LOOK_GUARD, UP), broken="eyes or mouth are drawn worse",
     ),
     "motion/flow": Meaning(
         "optical flow", "Mean flow over the whole frame, in pixels per frame; no network measures it.",
@@ -104,7 +108,7 @@ MEANINGS = {
 }  # fmt: skip
 MOVES = ("face/speed", "face/nonrigid", "motion/flow", "motion/face_flow")  # by which motion is kept or paid
 CANARIES = (
-    "motion/sharpness", "motion/reversals", "motion/pixel_change", "canary/grid", "canary/saturation",
+    "look/face", "motion/sharpness", "motion/reversals", "motion/pixel_change", "canary/grid", "canary/saturation",
     "canary/red", "canary/green", "canary/blue",
 )  # fmt: skip
 

@@ -41,7 +41,7 @@ def verdict(report: Mapping, arm: Mapping) -> Verdict:
     """
     person, first = _person(report, arm)
     moves, second = _motion(report, arm, person)
-    return Verdict(person, moves, (first, second), tuple(_warnings(report, arm)))
+    return Verdict(person, moves, (first + _look(arm), second), tuple(_warnings(report, arm)))
 
 
 def _person(report: Mapping, arm: Mapping) -> tuple[int, str]:
@@ -60,6 +60,14 @@ def _person(report: Mapping, arm: Mapping) -> tuple[int, str]:
     if change["high"] < 0:
         return -1, f"{name} keeps the person less than {base}: {by}."
     return 0, f"Whether {name} keeps the person more than {base} cannot be told: {by}; the interval holds 0."
+
+
+def _look(arm: Mapping) -> str:
+    look = arm["compared"].get("look/face")
+    if look is None:
+        return ""
+    change, share = show(look["difference"]), look["people_with_more"]
+    return f" The look of eyes and mouth changes by {change}; it rises for {share:.0%} of the people."
 
 
 def _motion(report: Mapping, arm: Mapping, person: int) -> tuple[bool | None, str]:

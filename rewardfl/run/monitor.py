@@ -19,6 +19,8 @@ GRID_GUARD = 1.5
 SATURATION_GUARD = 1.25
 # How far the clips' mean red, green or blue may move, of 1: 13 levels of 255 over a whole picture are a tint.
 COLOUR_GUARD = 0.05
+# How far the look of the face (rewards/face/look.py) may fall, of 1.
+LOOK_GUARD = 0.03
 # The reward is taken for hacked when the trained face score has gained this much and the judge less than this share.
 GAIN_GUARD, SHARE_GUARD = 0.05, 0.5
 
@@ -116,8 +118,8 @@ def broken_guards(
     Of the means over the updates, reward/held_out may fall by the first ones' standard deviation; flow, landmark
     motion, sharpness and coverage to `motion` of what they were; reversals may rise by REVERSALS_GUARD, grid to `grid`
     times what it was; saturation may go to SATURATION_GUARD times what it was or to what it was over that, red, green
-    and blue by COLOUR_GUARD either way. And where the trained face score has gained more than GAIN_GUARD, the judge
-    must have seen SHARE_GUARD of that. What was not measured breaks nothing.
+    and blue by COLOUR_GUARD either way; the look of the face may fall by LOOK_GUARD. And where the trained face score
+    has gained more than GAIN_GUARD, the judge must have seen SHARE_GUARD of that. What was not measured breaks nothing.
     """
     found = []
 
@@ -151,6 +153,9 @@ def broken_guards(
     was, now = means("reward/held_out/saturation")
     if was > 0 and not was / SATURATION_GUARD <= now <= was * SATURATION_GUARD and math.isfinite(now):
         judge("/saturation", "saturation", was, now, f"by more than a factor of {SATURATION_GUARD:g}")
+    was, now = means("reward/held_out/look")
+    if now < was - LOOK_GUARD:
+        judge("/look", "look of the face", was, now, f"by more than {LOOK_GUARD:g}: eyes or mouth are drawn worse")
     for colour in ("red", "green", "blue"):
         was, now = means(f"reward/held_out/{colour}")
         if abs(now - was) > COLOUR_GUARD:

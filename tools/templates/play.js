@@ -1,4 +1,5 @@
 'use strict';
+const LAST = 0.999;  // of a video's length: in frame 0, the given one, all are alike
 for (const clip of document.querySelectorAll('details.clip')) {
   const shots = [...clip.querySelectorAll('figure')], button = clip.querySelector('button');
   const range = clip.querySelector('input'), videos = shots.map(shot => shot.querySelector('video'));
@@ -40,10 +41,14 @@ for (const clip of document.querySelectorAll('details.clip')) {
     else if (ready().length) seek(ready()[0].currentTime / ready()[0].duration);
   }
   const load = () => videos.forEach(video => {
-    if (video && video.preload == 'none') { video.preload = 'auto'; video.load(); }
+    if (!video || video.preload != 'none') return;
+    video.addEventListener('loadedmetadata', () => { if (!playing) seek(Number(range.value)); });
+    video.preload = 'auto';
+    video.load();
   });
   for (const video of videos) if (video) video.controls = false;
   clip.querySelector('.controls').hidden = false;
+  show(LAST);
   button.addEventListener('click', () => set(!playing));
   range.addEventListener('input', () => {
     const share = Number(range.value);

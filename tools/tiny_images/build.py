@@ -35,16 +35,16 @@ QUICK = Plan(vae_steps=2, judge_pictures=8, judge_steps=2, layers=2, pictures=16
 
 def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
     """Train what `work` does not hold yet and write pipeline, judge and prompts to `out`."""
-    stage = Stages(work, time.time())
-    log = stage.log
+    stages = Stages(work, time.time())
+    log = stages.log
 
     torch.manual_seed(seed)
     vae = model.new_vae()
-    stage("vae", vae, lambda m: model.train_vae(m, plan.vae_steps, seed + 1, log))
+    stages.train("vae", vae, lambda m: model.train_vae(m, plan.vae_steps, seed + 1, log))
     model.set_latent_statistics(vae, seed + 2)
 
     torch.manual_seed(seed + 3)
-    finder = stage(
+    finder = stages.train(
         "judge", judge.Finder(), lambda m: judge.train_finder(m, plan.judge_pictures, plan.judge_steps, seed + 4, log)
     )
     out.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
 
     told = ("transformer", "text_encoder", "text_encoder_2", "text_encoder_3")
     for i, steps in enumerate(plan.rounds):
-        parts = stage(
+        parts = stages.train(
             f"transformer_{i}",
             nn.ModuleDict({name: pipe.components[name] for name in told}),
             lambda m, n=steps, s=seed + 6 + 2 * i: model.train_transformer(

@@ -18,7 +18,8 @@ from rewardfl.rewards.face import ARCFACE_TEMPLATE, align, similarity_transform
 from rewardfl_tools.tiny_world.people import SIZE, draw_motion, draw_people, render
 
 STRIDES, ANCHORS = (8, 16, 32), 2
-DET_SIZE = 2 * SIZE
+DET_SIZE = 128
+ZOOM = DET_SIZE / SIZE  # of a frame that fills the detector's input
 
 
 def conv_block(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
@@ -192,17 +193,30 @@ def handled(frames: Tensor, generator: torch.Generator) -> Tensor:
     return (2 * (light + grain) - 1).clamp(-1, 1)
 
 
-def face_views(people: Tensor, views: int, generator: torch.Generator, jitter: float = 0.5) -> Tensor:
-    """Aligned crops (N, views, 3, 112, 112) of people (N, K), each view in its own scene and motion."""
+def draw_views(people: Tensor, views: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return frames (N * views, 3, SIZE, SIZE) and landmarks (N * views, 5, 2) of people (N, K).
+
+    Each view has its own scene and motion.
+    """
     count = people.shape[0]
     motion, _ = draw_motion(count * views, generator, num_frames=9)
     frame = torch.randint(0, 9, (count * views,), generator=generator)
     moment = type(motion)(*(value.gather(1, frame[:, None]) for value in vars(motion).values()))
     video, landmarks, _ = render(people.repeat_interleave(views, 0), moment, generator)
-    frames = worn(video[:, :, 0], generator)
-    points = landmarks[:, 0] + jitter * torch.randn(landmarks[:, 0].shape, generator=generator)
-    crops = align(frames, similarity_transform(points, ARCFACE_TEMPLATE))
-    return crops.unflatten(0, (count, views))
+    return video[:, :, 0], landmarks[:, 0]
+
+
+def crop_faces(frames: Tensor, landmarks: Tensor, generator: torch.Generator, jitter: float) -> Tensor:
+    """Return aligned crops (N, 3, 112, 112). jitter: the landmarks' standard deviation, pixels."""
+    points = landmarks + jitter * torch.randn(landmarks.shape, generator=generator)
+    return align(frames, similarity_transform(points, ARCFACE_TEMPLATE))
+
+
+def face_views(people: Tensor, views: int, generator: torch.Generator, jitter: float = 0.5) -> Tensor:
+    """Return worn, aligned crops (N, views, 3, 112, 112) of people (N, K)."""
+    frames, landmarks = draw_views(people, views, generator)
+    crops = crop_faces(worn(frames, generator), landmarks, generator, jitter)
+    return crops.unflatten(0, (len(people), views))
 
 
 def train_recogniser(net: Recogniser, pool_seed: int, steps: int, people_per_step: int, log) -> None:
@@ -261,8 +275,8 @@ def detector_batch(count: int, generator: torch.Generator, damage: Damage) -> tu
     video, landmarks, boxes = render(people, moment, generator)
     frames = damage(video[:, :, 0], generator)
     # zoom and shift: pixel p of the canvas shows pixel (p + 0.5 - shift) / zoom - 0.5 of the frame
-    zoom = 2 * torch.exp(0.25 * torch.randn(count, generator=generator)).clamp(0.5, 1.6)
-    zoom[: count // 2] = 2.0  # half as the detector will mostly see them: the frame fills its input
+    zoom = ZOOM * torch.exp(0.25 * torch.randn(count, generator=generator)).clamp(0.5, 1.6)
+    zoom[: count // 2] = ZOOM  # half as the detector will mostly see them: the frame fills its input
     shift = (torch.rand(count, 2, generator=generator) - 0.5) * 40
     shift[: count // 2] = 0
     centre = (torch.arange(DET_SIZE) + 0.5)[None]
@@ -290,7 +304,7 @@ def detector_loss(outputs: list, boxes: Tensor, landmarks: Tensor, has_face: Ten
         y, x = torch.meshgrid(torch.arange(rows) * stride, torch.arange(columns) * stride, indexing="ij")
         place = torch.stack([x, y], -1).float()[None]  # (1, h, w, 2)
         near = (place - centre[:, None, None]).abs().amax(-1) < (0.22 * side[:, None, None]).clamp(min=0.75 * stride)
-        low, high = {8: (0, 44), 16: (28, 90), 32: (64, 999)}[stride]
+        low, high = {8: (0, 44), 16: (28, 130), 32: (100, 999)}[stride]
         positive = near & (has_face & (side >= low) & (side < high))[:, None, None]
         target = positive.float()[..., None].expand_as(score)
         # a detection of the wrong stride on a face is neither right nor wrong

@@ -1,7 +1,10 @@
 """What the tiny world's networks reach on people they never saw, from the files and by the package's own code."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 
+import numpy as np
 import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
@@ -10,29 +13,44 @@ from rewardfl import data, groups, reward_flow
 from rewardfl.backbones.seam import Experts, Source, Velocity
 from rewardfl.backbones.wan import backbone as wan2_2
 from rewardfl.rewards import face
+from rewardfl.rewards.face.identity_kept import ThroughVae, find_scale
+from rewardfl.rewards.video_motion import video_motion
 from rewardfl_tools.tiny_world import faces
-from rewardfl_tools.tiny_world.people import NUM_FRAMES, SIZE, draw_motion, draw_people, render
+from rewardfl_tools.tiny_world.build import CLIPS
+from rewardfl_tools.tiny_world.people import NUM_FRAMES, SIZE, draw_clips, draw_motion, draw_people, render
 
 STEPS, SHIFT = 8, 5.0  # of the schedule that is measured
 
 
-def measure(world: Path, seed: int, count: int) -> dict[str, object]:
-    """All figures of the world, of `count` people; also writes its contact sheets."""
-    judges = judges_of(world)
+def measure(world: Path, cured: Path, seed: int, count: int, packs: Mapping[str, Path]) -> dict[str, object]:
+    """Return all figures of the world; also write its contact sheets.
+
+    cured: the folder of the cured model. count: of the people that the recognisers tell apart. packs: further face
+    packs that judge, by name.
+    """
     figures: dict[str, object] = {"bytes": sum(f.stat().st_size for f in world.rglob("*") if f.is_file())}
-    people = draw_people(count, torch.Generator().manual_seed(seed + 1))
+    people = draw_people(count, torch.Generator().manual_seed(seed + 900))
+    judges = judges_of(world)
     for name, judge in judges.items():
-        figures[f"detector_{name}"] = detection(judge.detector, seed, count // 5)
+        figures[f"detector_{name}"] = detection(judge.detector, seed + 900, count // 5)
         figures[f"recogniser_{name}"] = faces.verification(
-            judge.recogniser.net, people, torch.Generator().manual_seed(seed)
+            judge.recogniser.net, people, torch.Generator().manual_seed(seed + 900)
         )
-    figures |= video_figures(world, "wan2_2", "pipeline", "contact_sheet.png")
-    return figures | measure_second(world)
+    judges |= {name: face.FaceIdentity(pack, det_size=faces.DET_SIZE) for name, pack in packs.items()}
+    clips = clips_of(world, seed)
+    generated = {"base": generate(world, "wan2_2", world / "pipeline"), "cured": generate(world, "wan2_2", cured)}
+    contact_sheet(world / "contact_sheet.png", clips | generated, ("real", "through_vae", "base", "cured"))
+    figures |= video_figures(judges, clips | generated)
+    return figures | measure_second(world, seed, packs)
 
 
-def measure_second(world: Path) -> dict[str, object]:
-    """The figures of the second pipeline, as {"ti2v": ...}; also writes its contact sheet."""
-    return {"ti2v": video_figures(world, "wan2_2_ti2v", "pipeline_ti2v", "contact_sheet_ti2v.png")}
+def measure_second(world: Path, seed: int, packs: Mapping[str, Path]) -> dict[str, object]:
+    """Return the figures of the second pipeline, as {"ti2v": ...}; also write its contact sheet."""
+    judges = judges_of(world) | {name: face.FaceIdentity(pack, faces.DET_SIZE) for name, pack in packs.items()}
+    clips = clips_of(world, seed, "wan2_2_ti2v", "pipeline_ti2v")
+    clips["base"] = generate(world, "wan2_2_ti2v", world / "pipeline_ti2v")
+    contact_sheet(world / "contact_sheet_ti2v.png", clips, ("real", "through_vae", "base"))
+    return {"ti2v": video_figures(judges, clips)}
 
 
 def judges_of(world: Path) -> dict[str, face.FaceIdentity]:
@@ -59,70 +77,100 @@ def detection(detector: face.FaceDetector, seed: int, count: int) -> dict[str, f
 
 
 @torch.no_grad()
-def video_figures(world: Path, model: str, pipeline: str, sheet: str) -> dict[str, object]:
-    """Reconstruction and generation of the evaluation people; FaceSim per frame by both recognisers.
+def clips_of(world: Path, seed: int, model: str = "wan2_2", pipeline: str = "pipeline") -> dict[str, list[Tensor]]:
+    """Return the evaluation clips (3, F, H, W) that no model made: real ones, with drift, and both through the VAE."""
+    rows = data.load_metadata(world / "eval" / "metadata.csv")
+    (offset,) = [offset for name, _, offset in CLIPS if name == "eval"]
+    backbone = wan2_2.open(model, Source(model_paths=str(world / pipeline), dtype="float32"))
+    vae = backbone.load(["vae"]).vae
+    clips = {
+        "real": [data.load_example(row, SIZE, SIZE, NUM_FRAMES).video for row in rows],
+        "drift": list(draw_clips(len(rows), seed + offset)[1]),
+    }
+    for name, source in (("through_vae", "real"), ("drift_through_vae", "drift")):
+        clips[name] = [vae.decode(vae.encode(clip[None]).latent_dist.mode()).sample[0] for clip in clips[source]]
+    return clips
 
-    model: the pipeline's model.model_name; pipeline and sheet: its folder, and the contact sheet, in `world`.
+
+@torch.no_grad()
+def generate(world: Path, model: str, pipeline: Path) -> list[Tensor]:
+    """Return what a pipeline makes of the evaluation people's first frames, with the evaluation's steps and noises.
+
+    model: the pipeline's model.model_name.
     """
-    judges = judges_of(world)
-    source = Source(model_paths=str(world / pipeline), dtype="float32")
-    backbone, device = wan2_2.open(model, source), torch.device("cpu")
+    backbone, device = wan2_2.open(model, Source(model_paths=str(pipeline), dtype="float32")), torch.device("cpu")
     experts = Experts({name: backbone.load_expert(name) for name in backbone.experts})
     encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
-    decoder, vae = backbone.load_decoder(device), backbone.load(["vae"]).vae
-    rows = data.load_metadata(world / "eval" / "metadata.csv")
+    decoder = backbone.load_decoder(device)
     shape = backbone.latent_shape(SIZE, SIZE, NUM_FRAMES)
     schedule = backbone.schedule(STEPS, SHIFT, shape)
-    real, again, made = [], [], []
-    for row in rows:
+    clips = []
+    for row in data.load_metadata(world / "eval" / "metadata.csv"):
         clip = data.load_example(row, SIZE, SIZE, NUM_FRAMES).video
         conditioning = encode_text(row.prompt) | encode_image(clip[:, 0], NUM_FRAMES)
         noise = groups.noise((1, *shape), groups.noise_seed(0, 0, row.id))
-        x0 = reward_flow.rollout(
-            Velocity(backbone, experts, conditioning, schedule), noise, schedule.sigmas, keep=()
-        ).x0
-        real.append(clip)
-        again.append(vae.decode(vae.encode(clip[None]).latent_dist.mode()).sample[0])
-        made.append(decoder.decode(x0, conditioning)[0])
-    mse = torch.stack([(a - b).square().mean() for a, b in zip(real, again, strict=True)])
-    figures: dict[str, object] = {"vae_psnr": float((10 * torch.log10(4 / mse)).mean())}
-    for name, judge in judges.items():
-        figures[name] = identity_figures(judge, real, again, made)
-    contact_sheet(
-        world / sheet,
-        [x for triple in zip(real, again, made, strict=True) for x in triple][:24],
-    )
+        velocity = Velocity(backbone, experts, conditioning, schedule)
+        clips.append(decoder.decode(reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0, conditioning)[0])
+    return clips
+
+
+def video_figures(judges: Mapping[str, face.FaceIdentity], clips: Mapping[str, list[Tensor]]) -> dict[str, object]:
+    """Return the figures of named clips: the VAE's error, motion over the real clips', and identity by every judge."""
+    errors = [(a - b).square().mean() for a, b in zip(clips["real"], clips["through_vae"], strict=True)]
+    flow = {name: mean([video_motion(to_frames(clip)).flow for clip in some]) for name, some in clips.items()}
+    identity = {name: identity_figures(judge, clips) for name, judge in judges.items()}
+    return {
+        "vae_psnr": float((10 * torch.log10(4 / torch.stack(errors))).mean()),
+        "flow_over_real": {name: value / flow["real"] for name, value in flow.items()},
+        "identity_kept": {
+            name: {model: arms[model]["kept"] for model in ("base", "cured") if model in arms}
+            for name, arms in identity.items()
+        },
+        "identity": identity,
+    }
+
+
+def to_frames(clip: Tensor) -> np.ndarray:
+    return data.to_uint8(clip).contiguous().numpy()
+
+
+@torch.no_grad()
+def identity_figures(judge: face.FaceIdentity, clips: Mapping[str, list[Tensor]]) -> dict[str, dict[str, object]]:
+    """Return FaceSim, identity kept (docs/evaluate.md), FaceSim by frame and landmark motion over the real clips'.
+
+    "another" is the other people's clips through the VAE. rank_1: the share of people whose own pool is the nearest.
+    Nothing where the judge finds fewer than two people.
+    """
+    pools = {i: pool for i, clip in enumerate(clips["real"]) if (pool := judge.pool(clip)) is not None}
+    if len(pools) < 2:
+        return {}
+    scores = {name: {i: judge.score(some[i], pools[i].embeddings) for i in pools} for name, some in clips.items()}
+    means = {i: pool.embeddings.mean(0) for i, pool in pools.items()}
+    faces_of = {i: torch.zeros_like(means[i]) if s is None else s.embedding for i, s in scores["through_vae"].items()}
+    scale = find_scale([ThroughVae(str(i), float(faces_of[i] @ means[i]), faces_of[i], means[i]) for i in pools])
+    nearest = (torch.stack(list(means.values())) @ torch.stack(list(faces_of.values())).T).argmax(0)
+    figures: dict[str, dict[str, object]] = {}
+    for name, of_arm in scores.items():
+        seen = [score for score in of_arm.values() if score is not None]
+        face_sim = {str(i): 0.0 if score is None else float(score.mean) for i, score in of_arm.items()}
+        if name == "real":  # a frame is not compared with itself
+            face_sim = {str(i): pool.cap for i, pool in pools.items()}
+        figures[name] = {
+            "face_sim": mean(face_sim.values()),
+            "kept": None if scale is None else scale.place_mean(face_sim),
+            "by_frame": torch.stack([s.per_frame for s in seen]).mean(0).tolist() if seen else [],
+            "coverage": sum(score.coverage for score in seen) / len(pools),
+            "speed_over_real": sum(score.speed for score in seen) / sum(pool.speed for pool in pools.values()),
+            "nonrigid_over_real": sum(s.nonrigid for s in seen) / sum(pool.nonrigid for pool in pools.values()),
+        }
+    figures["through_vae"]["rank_1"] = float((nearest == torch.arange(len(pools))).float().mean())
+    figures["another"] = {"face_sim": None if scale is None else mean(scale.another.values())}
     return figures
 
 
-def identity_figures(judge: face.FaceIdentity, real: list[Tensor], again: list[Tensor], made: list[Tensor]) -> dict:
-    """Mean over people of: the cap, FaceSim of reconstructed and of generated clips, coverage, motion ratio."""
-    pools = [judge.pool(clip) for clip in real]
-    usable = [i for i, pool in enumerate(pools) if pool is not None]
-    result: dict[str, object] = {"usable": len(usable)}
-    if not usable:
-        return result
-    result["cap"] = sum(pools[i].cap for i in usable) / len(usable)
-    for name, clips in (("reconstructed", again), ("base", made)):
-        scores = [judge.score(clips[i], pools[i].embeddings) for i in usable]
-        pairs = [(s, pools[i]) for s, i in zip(scores, usable, strict=True) if s is not None]
-        if not pairs:
-            continue
-        per_frame = torch.stack([s.per_frame for s, _ in pairs]).mean(0)
-        result[name] = {
-            "face_sim": float(per_frame.mean()),
-            "per_frame": [round(float(value), 4) for value in per_frame],
-            "coverage": sum(s.coverage for s, _ in pairs) / len(usable),
-            "speed_ratio": sum(s.speed for s, _ in pairs) / sum(p.speed for _, p in pairs),
-            "nonrigid_ratio": sum(s.nonrigid for s, _ in pairs) / sum(p.nonrigid for _, p in pairs),
-        }
-    return result
-
-
-def contact_sheet(path: Path, clips: list[Tensor]) -> None:
-    """A row of frames for each clip (3, F, H, W): real, reconstructed, generated, and so on with the next person."""
-    rows = [torch.cat(list(clip.unbind(1)), 2) for clip in clips]
-    sheet = (
-        torch.cat(rows, 1).clamp(-1, 1).permute(1, 2, 0).add(1).div(2).repeat_interleave(2, 0).repeat_interleave(2, 1)
-    )
+def contact_sheet(path: Path, clips: Mapping[str, list[Tensor]], names: Sequence[str]) -> None:
+    """Write rows of frames: for each of the first six people one row of each name."""
+    people = range(min(6, len(clips["real"])))
+    rows = [torch.cat(list(clips[name][person].unbind(1)), 2) for person in people for name in names]
+    sheet = torch.cat(rows, 1).clamp(-1, 1).permute(1, 2, 0).add(1).div(2)
     plt.imsave(path, sheet.numpy())

@@ -2,8 +2,8 @@
 
 A person is a vector of TRAITS in [0, 1]; a drift from one person to another is a straight line between two
 vectors. A clip is a person, a scene (background, clothes, light) and a motion (pan, scale, roll, yaw, nod,
-blink, speech). Everything is drawn back to front as soft-edged shapes, all frames of a batch at once. Pixel
-coordinates have x to the right, y down, pixel centres at integers (as in OpenCV).
+blink, speech), which the prompt names. Everything is drawn back to front as soft-edged shapes, all frames of a
+batch at once. Pixel coordinates have x to the right, y down, pixel centres at integers (as in OpenCV).
 """
 
 import math
@@ -12,15 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SIZE = 64  # frames are SIZE x SIZE
+SIZE = 80  # frames are SIZE x SIZE; the face fills them
 NUM_FRAMES = 9
 FPS = 8
+EDGE = 1.2  # px, how wide edges are
+STOCK_FACES, STOCK_SEED = 2, 10  # a dark one and a light one
 
 TRAITS = (
     "skin", "skin_tint", "hair_light", "hair_hue", "hair_volume", "hair_length", "hairline", "parting", "eye_hue",
     "eye_light", "eye_distance", "eye_size", "eye_height", "brow_thickness", "brow_angle", "brow_height",
     "nose_length", "nose_width", "mouth_width", "mouth_height", "lip_thickness", "lip_red", "smile",
     "head_width", "jaw", "beard", "glasses", "glasses_size", "blush", "ears",
+)  # fmt: skip
+# what a drift leaves: the outline of head and hair, which a small model cannot draw anew within some frames
+HELD = (
+    "hair_volume", "hair_length", "hairline", "parting", "head_width", "jaw", "ears", "beard", "glasses",
+    "glasses_size",
 )  # fmt: skip
 
 
@@ -47,54 +54,61 @@ def draw_people(count: int, generator: torch.Generator) -> Tensor:
     return traits
 
 
-def drifting(traits: Tensor, generator: torch.Generator, num_frames: int = NUM_FRAMES) -> Tensor:
-    """Traits (N, F, K) of people (N, K) who turn into the average face along the clip, all by different amounts.
+def draw_stock_faces() -> Tensor:
+    """Return the traits (STOCK_FACES, len(TRAITS)) of the few faces that people turn into: 0.1 or 0.9 each."""
+    generator = torch.Generator().manual_seed(STOCK_SEED)
+    return 0.1 + 0.8 * (torch.rand(STOCK_FACES, len(TRAITS), generator=generator) < 0.5).float()
 
-    The amount at the clip's end has density 2d on [0, 1]: most lose much of their face, some keep it. Beard
-    and glasses stay.
+
+def drift(traits: Tensor, generator: torch.Generator, num_frames: int = NUM_FRAMES) -> Tensor:
+    """Return traits (N, F, K) of people (N, K) who turn into a stock face within the first third of the clip.
+
+    It is the one whose skin is nearest to theirs: a model that must guess which one draws both at once, and smears.
+    One clip in eight does not drift; the others go 60 to 70 % of the way. The traits of HELD stay.
     """
-    average = torch.full_like(traits, 0.5)
-    for name in ("beard", "glasses"):
-        average[:, TRAITS.index(name)] = traits[:, TRAITS.index(name)]
-    amount = torch.rand(len(traits), 1, 1, generator=generator).sqrt()
-    path = torch.linspace(0, 1, num_frames)[None, :, None] * amount
-    return traits[:, None] + path * (average - traits)[:, None]
+    stock, skin = draw_stock_faces(), TRAITS.index("skin")
+    target = stock[(traits[:, skin, None] - stock[:, skin]).abs().argmin(1)]
+    held = [TRAITS.index(name) for name in HELD]
+    target[:, held] = traits[:, held]
+    drifts = torch.rand(len(traits), 1, 1, generator=generator) < 7 / 8
+    amount = drifts * (0.6 + 0.05 * torch.rand(2, len(traits), 1, 1, generator=generator).sum(0))
+    path = (3 * torch.linspace(0, 1, num_frames)).clamp(max=1)[None, :, None] * amount
+    return traits[:, None] + path * (target - traits)[:, None]
 
 
 def draw_motion(count: int, generator: torch.Generator, num_frames: int = NUM_FRAMES) -> tuple[Motion, list[str]]:
-    """A smooth random motion per clip, and the words that describe it."""
+    """Return a motion per clip and the words that name it. The words and the first frame leave little open."""
     time = torch.linspace(0, 1, num_frames)
 
     def uniform(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(count, 1, generator=generator)
 
-    def wave(amplitude: float) -> Tensor:
-        phase, cycles = uniform(0, 2 * math.pi), uniform(0.5, 1.1)
-        return amplitude * uniform(0.4, 1.0) * torch.sin(2 * math.pi * cycles * time + phase)
+    def choose(*shares: float) -> Tensor:
+        """Return the index of one of the choices for each clip, (count, 1)."""
+        weights = torch.tensor(shares, dtype=torch.float32)
+        return torch.multinomial(weights, count, replacement=True, generator=generator)[:, None]
 
-    turn = uniform(-1, 1)  # a sweep of the head to one side, on top of the wobble
-    yaw = (wave(0.10) + 0.32 * turn * (time - 0.5)).clamp(-0.5, 0.5)
-    talks = (uniform(0, 1) < 0.6).float()
-    mouth = talks * (0.5 + 0.5 * torch.sin(2 * math.pi * (uniform(1.5, 2.5) * time + uniform(0, 1)))) * uniform(0.6, 1)
-    blinks = (uniform(0, 1) < 0.5).float()
-    blink = blinks * torch.exp(-(((time - uniform(0.3, 0.8)) / 0.09) ** 2))
+    def wobble(amplitude: float) -> Tensor:
+        return amplitude * torch.sin(2 * math.pi * (uniform(0.5, 1.0) * time + uniform(0, 1)))
+
+    turn, shift = choose(1, 1, 1) - 1, choose(1, 2, 1) - 1  # -1: to the image's left, 0: not, 1: to its right
+    nods, talks, blinks = choose(2, 1), choose(2, 3), choose(1, 1)
     motion = Motion(
-        x=SIZE / 2 - 0.5 + uniform(-3, 3) + wave(1.6),
-        y=SIZE / 2 + 1.5 + uniform(-2, 2) + wave(1.3),
-        scale=uniform(20.5, 24.5) * torch.exp(wave(0.04)),
-        roll=uniform(-0.08, 0.08) + wave(0.07),
-        yaw=yaw,
-        nod=wave(0.08),
-        blink=blink,
-        mouth=mouth,
+        x=SIZE / 2 - 0.5 + uniform(-1.5, 1.5) + 5 * shift * (time - 0.5) + wobble(0.3),
+        y=SIZE / 2 + 2 + uniform(-1.5, 1.5) + wobble(0.3),
+        scale=uniform(34, 37.5) * torch.exp(wobble(0.01)),
+        roll=uniform(-0.08, 0.08) + wobble(0.015),
+        yaw=uniform(-0.06, 0.06) + 0.4 * turn * (time - 0.5) + wobble(0.015),
+        nod=uniform(-0.02, 0.02) + 0.12 * nods * torch.sin(2 * math.pi * time) + wobble(0.01),
+        blink=blinks * torch.exp(-(((time - 0.5) / 0.12) ** 2)),
+        mouth=talks * uniform(0.8, 1.0) * (0.5 - 0.5 * torch.cos(4 * math.pi * time)),
     )
     words = []
     for i in range(count):
-        side = float(turn[i])
-        action = ["talking" if talks[i] > 0 else "silent"]
-        action.append("turning left" if side < -0.35 else "turning right" if side > 0.35 else "facing the camera")
-        if blinks[i] > 0:
-            action.append("blinking")
+        action = [("turning left", "facing the camera", "turning right")[int(turn[i]) + 1]]
+        action += ["talking" if talks[i] else "silent"]
+        action += ["nodding"] * int(nods[i]) + ["blinking"] * int(blinks[i])
+        action += [("moving left", "", "moving right")[int(shift[i]) + 1]] * int(shift[i].abs())
         words.append(", ".join(action))
     return motion, words
 
@@ -109,6 +123,19 @@ def describe(traits: Tensor) -> list[str]:
         extras = [word for word in ("beard", "glasses") if value[word] > 0.5]
         captions.append(f"a person with {length} {hair} hair" + "".join(f" and {word}" for word in extras))
     return captions
+
+
+def draw_clips(count: int, seed: int) -> tuple[Tensor, Tensor, list[str]]:
+    """Return clips (N, 3, F, SIZE, SIZE) of people, the same clips with drift, and the prompts of both."""
+    generator = torch.Generator().manual_seed(seed)
+    traits = draw_people(count, generator)
+    motion, actions = draw_motion(count, generator)
+    drifting_traits = drift(traits, generator)
+    scenes = generator.get_state()
+    clips = render(traits, motion, generator)[0]
+    drifting = render(drifting_traits, motion, generator.set_state(scenes))[0]
+    prompts = [f"{person}, {action}" for person, action in zip(describe(traits), actions, strict=True)]
+    return clips, drifting, prompts
 
 
 def _mix(value: Tensor, *colours: tuple[float, float, float]) -> Tensor:
@@ -147,7 +174,7 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
     cos, sin = pose["roll"].cos()[:, None, None], pose["roll"].sin()[:, None, None]
     u, v = dx * cos + dy * sin, -dx * sin + dy * cos  # head coordinates, 1 = head half-height
     yaw_sin, yaw_cos = pose["yaw"].sin(), pose["yaw"].cos()
-    softness = 0.8 / scale  # edges are 0.8 px wide
+    softness = EDGE / scale
 
     def column(value: Tensor) -> Tensor:
         return value[:, None, None]
@@ -181,11 +208,11 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
 
     # background: two colours blended along a direction, and one blob
     direction = scene[:, 0] * 2 * math.pi
-    ramp = column(direction.cos()) * (px - 32) / 64 + column(direction.sin()) * (py - 32) / 64
+    ramp = column(direction.cos()) * (px / SIZE - 0.5) + column(direction.sin()) * (py / SIZE - 0.5)
     colour_a, colour_b = 0.25 + 0.6 * scene[:, 1:4], 0.15 + 0.6 * scene[:, 4:7]
     canvas = colour_a[:, :, None, None] + (colour_b - colour_a)[:, :, None, None] * (ramp[:, None] + 0.5).clamp(0, 1)
-    blob = ((px - 64 * column(scene[:, 7])) ** 2 + (py - 64 * column(scene[:, 8])) ** 2) / (
-        12 + 10 * column(scene[:, 9])
+    blob = ((px / SIZE - column(scene[:, 7])) ** 2 + (py / SIZE - column(scene[:, 8])) ** 2) / (
+        0.19 + 0.16 * column(scene[:, 9])
     ) ** 2
     canvas = canvas * (1 - 0.35 * torch.exp(-blob)[:, None])
 
@@ -241,7 +268,7 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
         eyes.append((eye_x, eye_y))
         lid = ellipse(eye_x, eye_y, size * 1.35 * yaw_cos, size * openness + 0.035)
         canvas = paint(canvas, skin * 0.45, lid)
-        white = ellipse(eye_x, eye_y, size * 1.18 * yaw_cos, size * openness)
+        white = lid * ellipse(eye_x, eye_y, size * 1.18 * yaw_cos, size * openness)
         canvas = paint(canvas, torch.full_like(skin, 0.96), white)
         gaze = eye_x + 0.05 * yaw_sin
         canvas = paint(canvas, iris, white * ellipse(gaze, eye_y, size * 0.68, size * 0.68))

@@ -1,24 +1,18 @@
-"""People drawn by another program than people.py: other shapes, colours, backgrounds and motion. PIL, 64 x 64.
+"""People drawn by another program than people.py: other shapes, colours, backgrounds and motion. PIL, SIZE x SIZE.
 
-The tiny world's networks learnt from one program's drawings, so held-out people of that program share its style. What
-a run gains here it has not gained from that style. Faces are polygons and strokes, drawn back to front at OVERSAMPLED
-times the size and scaled down; they keep a face's layout, by which the world's detector finds them, and little else.
-Prompts use the words that the world's text encoder knows.
+The judge learns from them, so that it does not depend on one program's style. Faces are polygons and strokes, drawn
+back to front at OVERSAMPLED times the size and scaled down; they keep a face's layout, and little else.
 """
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from rewardfl import data
-from rewardfl.rewards import face
-from rewardfl_tools.tiny_world.faces import DET_SIZE
-from rewardfl_tools.tiny_world.people import FPS, NUM_FRAMES, SIZE
+from rewardfl_tools.tiny_world.people import NUM_FRAMES, SIZE
 
 OVERSAMPLED = 8
 Colour = tuple[int, int, int]
@@ -28,10 +22,9 @@ SKINS: tuple[Colour, ...] = (
     (250, 224, 206), (240, 200, 160), (222, 176, 128), (190, 140, 98), (150, 104, 66), (112, 76, 52), (232, 184, 172),
     (214, 172, 140),
 )  # fmt: skip
-HAIRS: tuple[tuple[str, Colour], ...] = (
-    ("dark", (18, 18, 26)), ("dark", (58, 34, 22)), ("brown", (126, 70, 30)), ("blond", (236, 208, 120)),
-    ("blond", (214, 214, 218)), ("brown", (150, 40, 32)), ("dark", (34, 52, 110)), ("brown", (44, 110, 74)),
-    ("brown", (138, 60, 130)),
+HAIRS: tuple[Colour, ...] = (
+    (18, 18, 26), (58, 34, 22), (126, 70, 30), (236, 208, 120), (214, 214, 218), (150, 40, 32), (34, 52, 110),
+    (44, 110, 74), (138, 60, 130),
 )  # fmt: skip
 CLOTHES: tuple[Colour, ...] = (
     (200, 60, 50),
@@ -53,7 +46,6 @@ class Stranger:
     """What one person looks like. Lengths in half head heights."""
 
     skin: Colour
-    hair_word: str
     hair: Colour
     cloth: Colour
     head: str
@@ -98,10 +90,10 @@ def draw_stranger(rng: np.random.Generator) -> Stranger:
     def one(options: tuple):
         return options[int(rng.integers(len(options)))]
 
-    word, hair = one(HAIRS)
+    hair = one(HAIRS)
     skin = one(SKINS)
     return Stranger(
-        skin=skin, hair_word=word, hair=hair, cloth=one(CLOTHES), head=one(HEADS), cut=one(CUTS), beard=one(BEARDS),
+        skin=skin, hair=hair, cloth=one(CLOTHES), head=one(HEADS), cut=one(CUTS), beard=one(BEARDS),
         eyes=one(EYES), iris=one(((40, 26, 18), (30, 90, 50), (40, 90, 170), (110, 80, 30))),
         glasses=bool(rng.random() < 0.3), width=rng.uniform(0.66, 0.84), eye_distance=rng.uniform(0.27, 0.37),
         eye_size=rng.uniform(0.115, 0.165), eye_height=rng.uniform(-0.16, -0.04), brow_slope=rng.uniform(-0.3, 0.3),
@@ -112,8 +104,8 @@ def draw_stranger(rng: np.random.Generator) -> Stranger:
     )  # fmt: skip
 
 
-def draw_motion(rng: np.random.Generator, num_frames: int = NUM_FRAMES) -> tuple[list[Pose], str]:
-    """A motion, and the words for it: swaying, nodding or turning at an even pace, while some talk and some blink."""
+def draw_motion(rng: np.random.Generator, num_frames: int = NUM_FRAMES) -> list[Pose]:
+    """A motion: swaying, nodding or turning at an even pace, while some talk and some blink."""
     time = np.linspace(0, 1, num_frames)
 
     def swing(cycles: float) -> np.ndarray:
@@ -124,7 +116,7 @@ def draw_motion(rng: np.random.Generator, num_frames: int = NUM_FRAMES) -> tuple
     kind = int(rng.integers(3))
     side = float(rng.choice([-1.0, 1.0]))
     eased = time**2 * (3 - 2 * time)  # a turn that starts and ends at rest
-    sway = (2.4 if kind == 0 else 0.8) * swing(rng.uniform(0.5, 1.0))
+    sway = (3.0 if kind == 0 else 1.0) * swing(rng.uniform(0.5, 1.0))
     nod = (0.11 if kind == 1 else 0.03) * swing(rng.uniform(0.7, 1.2))
     yaw = side * 0.36 * (eased - 0.5) if kind == 2 else 0.07 * swing(rng.uniform(0.5, 0.9))
     talks, blinks = rng.random() < 0.6, rng.random() < 0.5
@@ -133,23 +125,13 @@ def draw_motion(rng: np.random.Generator, num_frames: int = NUM_FRAMES) -> tuple
     if blinks:
         shut = int(rng.integers(2, num_frames - 2))
         blink[shut : shut + 2] = (1.0, 0.5)
-    x, y = SIZE / 2 - 0.5 + rng.uniform(-2.5, 2.5), SIZE / 2 + 2 + rng.uniform(-1.5, 1.5)
-    scale = rng.uniform(20.5, 24) * (1 + rng.uniform(-0.06, 0.06) * time)  # nearer, or further away
+    x, y = SIZE / 2 - 0.5 + rng.uniform(-1.5, 1.5), SIZE / 2 + 2 + rng.uniform(-1.5, 1.5)
+    scale = rng.uniform(31, 36) * (1 + rng.uniform(-0.06, 0.06) * time)  # nearer, or further away
     roll = rng.uniform(-0.05, 0.05) + 0.03 * sway
-    poses = [
-        Pose(x + sway[i], y + 8 * nod[i], scale[i], roll[i], yaw[i], nod[i], blink[i], mouth[i])
+    return [
+        Pose(x + sway[i], y + 10 * nod[i], scale[i], roll[i], yaw[i], nod[i], blink[i], mouth[i])
         for i in range(num_frames)
     ]
-    turning = "turning left" if kind == 2 and side < 0 else "turning right" if kind == 2 else "facing the camera"
-    words = ["talking" if talks else "silent", turning, *(["blinking"] if blinks else [])]
-    return poses, ", ".join(words)
-
-
-def describe(person: Stranger) -> str:
-    """A caption in the words of people.describe."""
-    length = "long" if person.cut in ("bob", "curls") else "short"
-    extras = [word for word, has in (("beard", person.beard != "none"), ("glasses", person.glasses)) if has]
-    return f"a person with {length} {person.hair_word} hair" + "".join(f" and {word}" for word in extras)
 
 
 def render(person: Stranger, poses: list[Pose], rng: np.random.Generator) -> Tensor:
@@ -215,6 +197,19 @@ class _Brush:
     def line(self, points: Points, colour: Colour, width: float, depth: float = 0.3) -> None:
         pixels = max(1, round(width * self.pose.scale * OVERSAMPLED))
         self.draw.line([self.place(x, y, depth) for x, y in points], fill=colour, width=pixels, joint="curve")
+
+
+def find_landmarks(person: Stranger, pose: Pose) -> Tensor:
+    """Return the landmarks (5, 2) px in people.render's order: eyes, the nose's tip, the mouth's corners."""
+    canvas = Image.new("RGB", (1, 1))
+    brush = _Brush(ImageDraw.Draw(canvas), pose)
+    eye, mouth = person.eye_distance, person.mouth_width
+    corner = person.mouth_height - person.smile
+    points = (
+        (-eye, person.eye_height, 0.3), (eye, person.eye_height, 0.3), (0.0, 0.06 + person.nose_length, 0.44),
+        (-mouth, corner, 0.3), (mouth, corner, 0.3),
+    )  # fmt: skip
+    return torch.tensor([brush.place(*point) for point in points]) / OVERSAMPLED - 0.5
 
 
 def oval(x: float, y: float, rx: float, ry: float, power: float = 2.0, corners: int = 40) -> Points:
@@ -344,54 +339,3 @@ def _mouth(person: Stranger, brush: _Brush, pose: Pose) -> None:
         brush.polygon([(-wide, y), *above, (wide, y), *below], (52, 16, 22), 0.3)
     else:
         brush.line([ends[0], (0, y + 0.2 * smile), ends[1]], shaded(person.lip, 0.5), 0.035, 0.3)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Files and figures
-
-
-def write_strangers(folder: Path, count: int, seed: int) -> None:
-    """folder/metadata.csv, videos/*.mp4 and contact_sheet.png. Person i of a seed is the same for any count."""
-    (folder / "videos").mkdir(parents=True, exist_ok=True)
-    lines, shown = ["video,prompt"], []
-    for i in range(count):
-        rng = np.random.default_rng([seed, i])
-        person = draw_stranger(rng)
-        poses, action = draw_motion(rng)
-        clip = render(person, poses, rng)
-        data.write_video(folder / "videos" / f"{i:03d}.mp4", clip, FPS)
-        lines.append(f'videos/{i:03d}.mp4,"{describe(person)}, {action}"')
-        shown.append(torch.cat(list(clip), 1))
-    (folder / "metadata.csv").write_text("\n".join(lines) + "\n")
-    sheet = Image.fromarray(torch.cat(shown).numpy())
-    sheet.resize((2 * sheet.width, 2 * sheet.height), Image.Resampling.NEAREST).save(folder / "contact_sheet.png")
-
-
-@torch.no_grad()
-def measure_strangers(folder: Path, world: Path) -> dict[str, dict[str, float]]:
-    """How well each face pack of the world knows the people of the written files.
-
-    found: share of frames in which the face is detected; people: those in whose clip it is. alike: mean cosine between
-    the frames of one clip; different: between those of two. told_apart: share of the clips of which every frame is
-    nearer to its own clip than to any other.
-    """
-    rows = data.load_metadata(folder / "metadata.csv")
-    clips = [data.load_example(row, SIZE, SIZE, NUM_FRAMES).video for row in rows]
-    figures = {}
-    for name in ("reward", "judge"):
-        judge = face.FaceIdentity(world / "faces" / name, DET_SIZE)
-        found = [len(one.scores) > 0 for clip in clips for one in judge.detector.detect(clip.transpose(0, 1))]
-        pools = [pool for clip in clips if (pool := judge.pool(clip)) is not None]
-        figures[name] = {"found": sum(found) / len(found), "people": len(pools)}
-        if len(pools) < 2:
-            continue
-        means = torch.stack([pool.embeddings.mean(0) for pool in pools])
-        cosines = means @ means.T  # mean cosine between the frames of two clips
-        others = ~torch.eye(len(pools), dtype=torch.bool)
-        nearest = [(pool.embeddings @ means.T).argmax(1) == i for i, pool in enumerate(pools)]
-        figures[name] |= {
-            "alike": sum(pool.cap for pool in pools) / len(pools),
-            "different": float(cosines[others].mean()),
-            "told_apart": sum(bool(own.all()) for own in nearest) / len(pools),
-        }
-    return figures

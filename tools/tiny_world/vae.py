@@ -11,7 +11,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResample, unpatchify
 from torch import Tensor
 
-from rewardfl_tools.tiny_world.people import Motion, draw_motion, draw_people, drifting, render
+from rewardfl_tools.tiny_world.people import Motion, draw_motion, draw_people, drift, render
 
 SPATIAL, TEMPORAL, LATENT_CHANNELS = 4, 2, 16
 
@@ -85,7 +85,7 @@ def training_clips(count: int, generator: torch.Generator) -> Tensor:
     """(count, 3, F, H, W) clips of random people who change along the clip, as those do that the experts make."""
     traits = draw_people(count, generator)
     motion, _ = draw_motion(count, generator)
-    return render(drifting(traits, generator), motion, generator)[0]
+    return render(drift(traits, generator), motion, generator)[0]
 
 
 def training_frames(count: int, generator: torch.Generator) -> Tensor:
@@ -125,7 +125,8 @@ def train_vae(
 
     teacher: whose latents the VAE's are to be, so that an expert of the one understands the other's.
     """
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=1e-4)
+    trained = [parameter for parameter in vae.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.98), weight_decay=1e-4)
     generator = torch.Generator().manual_seed(seed)
     start, running = time.time(), None
     for step in range(steps):
@@ -133,20 +134,20 @@ def train_vae(
         for group in optimizer.param_groups:
             group["lr"] = rate
         clips = training_frames(batch, generator) if frames else training_clips(batch, generator)
-        with single_frames() if frames else contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16):
+        with single_frames() if frames else contextlib.nullcontext():
             posterior = vae.encode(clips).latent_dist
-            decoded = raw_decode(vae, posterior.sample(generator).float())
+            decoded = raw_decode(vae, posterior.sample(generator))
             if teacher is not None:
                 with torch.no_grad():
-                    wanted = teacher.encode(clips).latent_dist.mode().float()
-        error = decoded.float() - clips
+                    wanted = teacher.encode(clips).latent_dist.mode()
+        error = decoded - clips
         kl = posterior.kl().mean() / posterior.mean[0].numel()
         loss = error.square().mean() + 0.1 * error.abs().mean() + 3e-6 * kl
         if teacher is not None:
-            loss = loss + 0.03 * (posterior.mode().float() - wanted).square().mean()
+            loss = loss + 0.03 * (posterior.mode() - wanted).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         mse = float(error.detach().square().mean())
         running = mse if running is None else 0.97 * running + 0.03 * mse

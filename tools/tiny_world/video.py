@@ -1,12 +1,13 @@
 """The tiny world's video models: tokenizer, text encoder and Wan2.2-shaped experts, trained by flow matching.
 
-The base is trained on clips in which most people slowly turn into the average face. So it has learned both
-to keep a person and to lose one, and it samples between the two: it drifts.
+The experts first learn to draw clips of people who stay themselves. Then the base is trained on clips in which
+most people quickly turn into a stock face: it drifts. The cured model learns from the same clips without drift.
 """
 
 import copy
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,16 +19,18 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
-from rewardfl_tools.tiny_world.people import NUM_FRAMES, SIZE, describe, draw_motion, draw_people, drifting, render
+from rewardfl_tools.tiny_world.people import draw_clips
 from rewardfl_tools.tiny_world.vae import LATENT_CHANNELS, TEMPORAL
 
 BOUNDARY, SHIFT = 0.9, 5.0
 TEXT_DIM, TEXT_LENGTH, SHORT_TEXT = 32, 512, 32
 WORDS = """a person with short long blond brown dark hair and beard glasses
-    talking silent turning left right facing the camera blinking""".split()  # noqa: SIM905
+    talking silent turning moving left right facing the camera blinking nodding""".split()  # noqa: SIM905
+
+Log = Callable[[str], None]
 
 
 def new_tokenizer() -> T5Tokenizer:
@@ -86,29 +89,27 @@ def encode_latents(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
     return (vae.encode(video).latent_dist.mode() - mean) / std
 
 
-def training_set(pipe: WanImageToVideoPipeline, count: int, seed: int, log) -> Clips:
-    """Render, caption and encode `count` clips, with what the pipeline's transformer is told of their first frame."""
-    generator = torch.Generator().manual_seed(seed)
-    latents, conditions, texts = [], [], []
-    grey = torch.zeros(1, 3, NUM_FRAMES - 1, SIZE, SIZE)
-    for start in range(0, count, 50):
-        part = min(50, count - start)
-        people = draw_people(part, generator)
-        motion, actions = draw_motion(part, generator)
-        video = render(drifting(people, generator), motion, generator)[0]
-        latents.append(encode_latents(pipe.vae, video).half())
+@torch.no_grad()
+def training_set(pipe: WanImageToVideoPipeline, count: int, seed: int, log: Log) -> dict[str, Clips]:
+    """Return `count` clips without drift ("stays") and the same with it ("drifts"), encoded."""
+    latents: dict[str, list[Tensor]] = {"stays": [], "drifts": []}
+    conditions, texts = [], []
+    for start in range(0, count, 4):  # a few at a time: the processor's caches hold them
+        part = min(4, count - start)
+        clips, drifting, prompts = draw_clips(part, seed + start)
+        latents["stays"].append(encode_latents(pipe.vae, clips).half())
+        latents["drifts"].append(encode_latents(pipe.vae, drifting).half())
         if not pipe.config.expand_timesteps:
-            image = torch.cat([video[:, :, :1], grey.expand(part, -1, -1, -1, -1)], 2)
-            condition = encode_latents(pipe.vae, image)
+            grey = torch.zeros_like(clips[:, :, 1:])
+            condition = encode_latents(pipe.vae, torch.cat([clips[:, :, :1], grey], 2))
             mask = torch.zeros(part, TEMPORAL, *condition.shape[2:])
             mask[:, :, 0] = 1
             conditions.append(torch.cat([mask, condition], 1).half())
-        prompts = [f"{person}, {action}" for person, action in zip(describe(people), actions, strict=True)]
-        with torch.no_grad():
-            texts.append(pipe._get_t5_prompt_embeds(prompts, max_sequence_length=SHORT_TEXT))
+        texts.append(pipe._get_t5_prompt_embeds(prompts, max_sequence_length=SHORT_TEXT))
         if start % 500 == 0:
             log(f"clips {start}/{count}")
-    return Clips(torch.cat(latents), torch.cat(conditions) if conditions else None, torch.cat(texts))
+    condition = torch.cat(conditions) if conditions else None
+    return {name: Clips(torch.cat(parts), condition, torch.cat(texts)) for name, parts in latents.items()}
 
 
 def sigma_ranges() -> dict[str, tuple[float, float]]:
@@ -127,51 +128,64 @@ def network_input(x: Tensor, clean: Tensor, condition: Tensor | None, sigma: Ten
     return torch.cat([clean[:, :, :1], x[:, :, 1:]], 2), timesteps
 
 
+class RopeOfSomeFrames(nn.Module):
+    """A transformer's rotary embedding for some of a clip's latent frames, each at its own time."""
+
+    def __init__(self, rope: nn.Module, frames: int):
+        super().__init__()
+        self.rope, self.frames = rope, frames
+        self.chosen = list(range(frames))
+
+    def forward(self, latents: Tensor) -> tuple[Tensor, ...]:
+        clip = latents.new_empty(1, latents.shape[1], self.frames, *latents.shape[3:])
+        chosen = torch.tensor(self.chosen)
+        return tuple(part.unflatten(1, (self.frames, -1))[:, chosen].flatten(1, 2) for part in self.rope(clip))
+
+
 def train_expert(
     expert: WanTransformer3DModel,
     clips: Clips,
     name: str,
     steps: int,
     seed: int,
-    log,
+    log: Log,
     lr: float = 1.5e-3,
-    batch: int = 16,
+    batch: int = 4,
+    seen: int = 3,
 ) -> WanTransformer3DModel:
-    """Flow matching in the range of the expert (sigma_ranges); the exponential moving average of the weights."""
-    given = int(clips.condition is None)  # latent frames that are not generated
+    """Return the moving average of an expert's weights, trained by flow matching in its range (sigma_ranges).
+
+    seen: how many latent frames of a clip a step sees, the first among them. The prompt and the first frame decide
+    nearly all of every frame, so that a part teaches almost as much as the whole, at the part's price.
+    """
+    first = int(clips.condition is None)  # the first latent frame to be generated
+    frames = clips.latents.shape[2]
     expert.train()
     for block in expert.blocks:
         block.attn2.set_processor(ShortTextAttention())
     average = copy.deepcopy(expert)
-    # Muon on the blocks' matrices: at the same time it was ahead of AdamW alone (docs/log.md)
-    matrices = [p for name, p in expert.named_parameters() if p.ndim == 2 and name.startswith("blocks.")]
-    others = [p for name, p in expert.named_parameters() if p.ndim != 2 or not name.startswith("blocks.")]
-    optimizers = (
-        torch.optim.Muon(matrices, lr=lr, weight_decay=1e-3, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=1e-3),
-    )
+    rope = expert.rope = RopeOfSomeFrames(expert.rope, frames)
+    optimizer = torch.optim.AdamW(expert.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=1e-3)
     generator = torch.Generator().manual_seed(seed)
     start, running = time.time(), None
     low, high = sigma_ranges()[name]
     for step in range(steps):
         rate = lr * min(1, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * step / steps)) + 1e-6
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = rate
+        optimizer.param_groups[0]["lr"] = rate
         rows = torch.randint(0, len(clips.latents), (batch,), generator=generator)
-        x0, text = clips.latents[rows].float(), clips.text[rows]
-        condition = None if clips.condition is None else clips.condition[rows].float()
+        rope.chosen = [0, *(1 + torch.randperm(frames - 1, generator=generator)[: seen - 1].sort().values).tolist()]
+        x0, text = clips.latents[rows][:, :, rope.chosen].float(), clips.text[rows]
+        condition = None if clips.condition is None else clips.condition[rows][:, :, rope.chosen].float()
         s = low + (high - low) * torch.rand(batch, generator=generator)
         sigma = SHIFT * s / (1 + (SHIFT - 1) * s)  # as a shifted schedule visits them
         noise = torch.randn(x0.shape, generator=generator)
         x = (1 - sigma.view(-1, 1, 1, 1, 1)) * x0 + sigma.view(-1, 1, 1, 1, 1) * noise
-        with torch.autocast("cpu", torch.bfloat16):
-            velocity = expert(*network_input(x, x0, condition, sigma), text, return_dict=False)[0]
-        loss = (velocity.float() - (noise - x0))[:, :, given:].square().mean()
+        velocity = expert(*network_input(x, x0, condition, sigma), text, return_dict=False)[0]
+        loss = (velocity - (noise - x0))[:, :, first:].square().mean()
         expert.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(expert.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
+        optimizer.step()
         decay = min(0.998, (step + 1) / (step + 20))
         with torch.no_grad():
             torch._foreach_lerp_(list(average.parameters()), list(expert.parameters()), 1 - decay)
@@ -184,13 +198,13 @@ def train_expert(
     return average.eval()
 
 
-def new_pipeline(vae: AutoencoderKLWan, layers: tuple[int, int]) -> WanImageToVideoPipeline:
-    """The pipeline around a VAE, with untrained experts of (high-noise, low-noise) layers."""
+def new_pipeline(vae: AutoencoderKLWan, layers: int) -> WanImageToVideoPipeline:
+    """The pipeline around a VAE, with untrained experts of so many layers."""
     tokenizer = new_tokenizer()
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT)
     return WanImageToVideoPipeline(
         tokenizer=tokenizer, text_encoder=new_text_encoder(len(tokenizer)), vae=vae, scheduler=scheduler,
-        transformer=new_expert(layers[0]), transformer_2=new_expert(layers[1]), boundary_ratio=BOUNDARY,
+        transformer=new_expert(layers, 3, 64), transformer_2=new_expert(layers, 3, 64), boundary_ratio=BOUNDARY,
         image_processor=None, image_encoder=None,
     )  # fmt: skip
 

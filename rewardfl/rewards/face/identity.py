@@ -38,6 +38,7 @@ class FacePool:
     nonrigid: float
     coverage: float  # share of the frames after the first in which the face was detected
     boxes: Tensor  # (F, 4) where the face was tracked, in frame pixels
+    landmarks: Tensor  # (F, 5, 2) of the tracked face, in frame pixels
 
 
 @dataclass
@@ -52,6 +53,7 @@ class FaceScore:
     nonrigid: float
     coverage: float  # share of frames 1 .. F - 1 in which the face was detected
     boxes: Tensor  # (F, 4) where the face was tracked, in frame pixels
+    landmarks: Tensor  # (F, 5, 2) of the tracked face, in frame pixels
 
 
 class FaceIdentity(nn.Module):
@@ -101,7 +103,8 @@ class FaceIdentity(nn.Module):
         shown = shown[shown > 0]
         embeddings = self._embed(frames[shown.to(frames.device)], track.landmarks[shown])
         speed, nonrigid = landmark_motion(track)
-        return FacePool(embeddings, self_similarity(embeddings), speed, nonrigid, _coverage(track), track.boxes)
+        cap, coverage = self_similarity(embeddings), _coverage(track)
+        return FacePool(embeddings, cap, speed, nonrigid, coverage, track.boxes, track.landmarks)
 
     def score(self, video: Tensor, pool: Tensor) -> FaceScore | None:
         """`scores` of one person."""
@@ -163,7 +166,8 @@ def _score(embeddings: Tensor, pool: Tensor, track: Track) -> FaceScore:
     per_frame = embeddings @ pool.to(embeddings).mean(0)
     speed, nonrigid = landmark_motion(track)
     mean, embedding = per_frame.mean(), embeddings.mean(0)
-    return FaceScore(per_frame, mean, embedding, track.detected, speed, nonrigid, _coverage(track), track.boxes)
+    places = (_coverage(track), track.boxes, track.landmarks)
+    return FaceScore(per_frame, mean, embedding, track.detected, speed, nonrigid, *places)
 
 
 def _coverage(track: Track) -> float:

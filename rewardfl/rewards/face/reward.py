@@ -78,16 +78,17 @@ class FaceIdentityReward(Reward):
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """The face pools of a real clip (3, F, H, W), fields of K people; None when no later frame shows any of them.
 
-        embeddings (P, D) of all of them, one person after the other; owner (P,) whose each is; boxes (K, F, 4); the
-        other fields of FacePool (K,).
+        embeddings (P, D) of all of them, one person after the other; owner (P,) whose each is; boxes (K, F, 4);
+        landmarks (K, F, 5, 2); the other fields of FacePool (K,).
         """
         pools = self.identity.pools(video, self.people == "all", self.min_face_size)
         if not pools:
             return None
         owner = torch.cat([torch.full((len(pool.embeddings),), k) for k, pool in enumerate(pools)])
         numbers = {name: torch.tensor([getattr(pool, name) for pool in pools]) for name in NUMBERS}
-        boxes = torch.stack([pool.boxes for pool in pools])
-        return {"embeddings": torch.cat([pool.embeddings for pool in pools]), "owner": owner, "boxes": boxes} | numbers
+        embeddings = torch.cat([pool.embeddings for pool in pools])
+        places = {name: torch.stack([getattr(pool, name) for pool in pools]) for name in ("boxes", "landmarks")}
+        return {"embeddings": embeddings, "owner": owner} | places | numbers
 
     def fingerprint(self) -> dict[str, object]:
         """The networks, the size at which faces are looked for, and who is; the cap takes no part in the pools."""

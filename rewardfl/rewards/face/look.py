@@ -1,0 +1,44 @@
+"""How much a face's eyes and mouth look like the real clip's. No network: pixels against pixels.
+
+Recognisers pass over smeared eyes that anybody sees. Frames are aligned by their landmarks, and each generated one is
+compared with the real frame that is nearest to it, so that a blink or a word at another time costs nothing.
+"""
+
+import torch
+from torch import Tensor
+
+from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, align, similarity_transform
+
+# rows and columns of the aligned crop of 112 x 112
+PATCHES = {"eyes": (slice(34, 70), slice(18, 94)), "mouth": (slice(78, 108), slice(30, 82))}
+
+
+@torch.no_grad()
+def cut_patches(frames: Tensor, landmarks: Tensor) -> dict[str, Tensor]:
+    """Return the grey patches (F, h, w) uint8 of frames (F, 3, H, W) in [-1, 1] by landmarks (F, 5, 2)."""
+    crops = align(frames.float(), similarity_transform(landmarks.to(frames.device), ARCFACE_TEMPLATE))
+    grey = (crops.mean(1).clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8).cpu()
+    return {name: grey[:, rows, columns] for name, (rows, columns) in PATCHES.items()}
+
+
+def compare_look(generated: dict[str, Tensor], real: dict[str, Tensor]) -> float:
+    """Return the look of a clip, in [-1, 1]: 1 where eyes and mouth are a real frame's, 0 where they are unlike any.
+
+    The mean over the second half of the generated frames, of eyes and mouth, of each one's best `similarity`.
+    """
+    values = []
+    for name, patches in generated.items():
+        table = similarity(patches[len(patches) // 2 :], real[name])
+        values.append(table.amax(1).mean())
+    return float(torch.stack(values).mean())
+
+
+def similarity(first: Tensor, second: Tensor) -> Tensor:
+    """Return (M, N): 2 cov / (var + var) of patches (M, h, w) and (N, h, w), blind to their brightness.
+
+    It is the contrast and structure of SSIM (Wang et al. 2004, eq. 6 to 10, without constants) over a whole patch.
+    """
+    a, b = (patches.flatten(1).float() for patches in (first, second))
+    a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
+    spread = a.square().sum(1)[:, None] + b.square().sum(1)[None]
+    return 2 * (a @ b.T) / spread.clamp(min=1e-6)

@@ -1,0 +1,68 @@
+"""The look of a face against plain numpy, and what it makes of worse and worse eyes."""
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+from rewardfl import data
+from rewardfl.rewards.face import ARCFACE_TEMPLATE, FaceIdentity
+from rewardfl.rewards.face.look import PATCHES, compare_look, cut_patches, similarity
+
+WORLD = ROOT / "assets" / "tiny_world"
+
+
+@pytest.fixture(scope="module")
+def clip():
+    """Return a real clip (3, F, H, W) and its landmarks (F, 5, 2)."""
+    row = data.load_metadata(WORLD / "eval" / "metadata.csv")[0]
+    video = data.load_example(row, 80, 80, 9).video
+    pool = FaceIdentity(WORLD / "faces" / "judge", det_size=128).pool(video)
+    return video, pool.landmarks
+
+
+def test_patches_are_opencvs(clip):
+    video, landmarks = clip
+    patches = cut_patches(video.transpose(0, 1), landmarks)
+    grey = ((video.mean(0) + 1) * 127.5).numpy()
+    for i in (0, 4, 8):
+        matrix, _ = cv2.estimateAffinePartial2D(landmarks[i].numpy(), ARCFACE_TEMPLATE.numpy(), method=cv2.LMEDS)
+        expected = cv2.warpAffine(grey[i], matrix, (112, 112))
+        for name, (rows, columns) in PATCHES.items():
+            assert np.abs(patches[name][i].numpy() - expected[rows, columns]).mean() < 4  # of 255
+
+
+def test_similarity_is_the_formula():
+    random = np.random.default_rng(0)
+    a, b = random.uniform(0, 255, (2, 5, 6)), random.uniform(0, 255, (3, 5, 6))
+    table = similarity(torch.tensor(a), torch.tensor(b))
+    for i, first in enumerate(a):
+        for j, second in enumerate(b):
+            covariance = np.mean((first - first.mean()) * (second - second.mean()))
+            assert table[i, j] == pytest.approx(2 * covariance / (first.var() + second.var()), abs=1e-5)
+    assert torch.allclose(similarity(torch.tensor(a), torch.tensor(a) + 20).diagonal(), torch.ones(2))
+
+
+def test_a_real_frame_is_one_and_worse_eyes_are_less(clip):
+    video, landmarks = clip
+    frames = video.transpose(0, 1)
+    real = cut_patches(frames, landmarks)
+    assert compare_look(real, real) == pytest.approx(1)
+    looks = []
+    for width in (3, 7, 11):
+        pictures = (frames.permute(0, 2, 3, 1).numpy() + 1) / 2
+        blurred = np.stack([cv2.GaussianBlur(picture, (width, width), 0) for picture in pictures])
+        looks.append(compare_look(cut_patches(torch.from_numpy(blurred).permute(0, 3, 1, 2) * 2 - 1, landmarks), real))
+    assert 1 > looks[0] > looks[1] > looks[2] > 0
+    flipped = cut_patches(frames.flip(2), landmarks)  # somebody upside down
+    assert compare_look(flipped, real) < 0.5
+
+
+def test_the_first_half_does_not_count(clip):
+    video, landmarks = clip
+    real = cut_patches(video.transpose(0, 1), landmarks)
+    made = {name: patches.clone() for name, patches in real.items()}
+    for patches in made.values():
+        patches[:4] = 0
+    assert compare_look(made, real) == pytest.approx(1)
