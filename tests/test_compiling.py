@@ -68,7 +68,7 @@ def test_runs_are_the_same_to_rounding(tmp_path, graphs):
         )
         for mine, theirs in zip(lines, plain, strict=True):
             for key in ("reward/mean", "grad_norm"):
-                assert mine[key] == pytest.approx(theirs[key], rel=1e-4), (name, key)
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-3), (name, key)
         assert before.keys() == after.keys() and graphs["unique_graphs"] >= 3, name
         graphs.clear()
         for key, value in before.items():
