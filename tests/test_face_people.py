@@ -326,6 +326,7 @@ def test_somebody_who_is_not_there_costs_her_whole_score(everybody, two):
     alone[..., 64:] = -0.2
     output, parts = score(everybody, alone, two)
     assert output.valid.all() and parts["people"] == 2 and parts["worst_person"] == 0
+    # but for the cap
     assert parts["face_score"] == pytest.approx(output.score.item(), abs=0.01) and 0.3 < parts["face_score"] <= 0.5
     assert parts["coverage"] == 0.5 and 0 <= parts["motion"] < 0.8
     nobody = torch.full_like(two, -1.0).requires_grad_()
