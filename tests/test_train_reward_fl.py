@@ -75,8 +75,8 @@ def test_it_learns(clips, tmp_path):
         "train.learning_rate=3e-3",
     )  # fmt: skip
     lines = metrics(tmp_path / "run")
-    for key in ("actor/face_score", "reward/held_out"):
-        assert lines[-1][key] > lines[0][key] + 0.05
+    for key, gain in {"actor/face_score": 0.05, "reward/held_out": 0.02}.items():
+        assert lines[-1][key] > lines[0][key] + gain
 
 
 def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
