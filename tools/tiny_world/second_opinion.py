@@ -69,7 +69,7 @@ def draw_strangers(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def wear(frames: Tensor, generator: torch.Generator) -> Tensor:
-    """Return frames (N, 3, H, W) a little blurred, off-colour and noisy, so that the network sees what it will judge."""
+    """Return frames (N, 3, H, W) a little blurred, off-colour and noisy, as generated ones are."""
     count, _, height, width = frames.shape
 
     def draw(*shape: int) -> Tensor:
