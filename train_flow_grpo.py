@@ -6,6 +6,7 @@ One epoch:
     2. decode and judge them; no gradient is asked of a reward, and slow ones go on meanwhile    (rewards.blackbox)
     3. advantage = how much better than its group a video is, over all processes    (grpo.advantages)
     4. score the window's steps again, with a graph, and update: ratio, clip, KL and loss stand below    (sde.score)
+    5. with a data anchor: the flow-matching loss on the real clips' latents, in the same update    (run.anchors)
 
     accelerate launch train_flow_grpo.py --config configs/tiny_flow_grpo.yaml [--dry-run] [section.key=value ...]
 """
@@ -45,7 +46,8 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     job = start.open_job(cfg)
     geometry = work.geometry_of(cfg, job.world)
     per_update, per_epoch = geometry.forwards_per_update, work.updates_of_epoch(cfg)
-    job.backwards = per_update * window_size  # each scored step is one; the last one of an update synchronises
+    scored = per_update * window_size  # steps of an update; the last of its backward passes synchronises
+    job.backwards = scored + per_update * work.anchor_draws(cfg)
     rows = start.look_at_rows(cfg, job, backbone, wanted)
     steps = work.steps_of_run(cfg, len(rows.train), job.world)
     start.say_plan(cfg, backbone, wanted, rows, steps, job)
@@ -74,6 +76,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     conditions = start.conditions_of(cfg, backbone, opened.base, store)
     guidance = cfg.sample.guidance_scale
     negative = start.fill_conditions(cfg, conditions, [*samples, *held_out], job)
+    anchors = start.make_anchors(cfg, backbone, conditions, samples, job)
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
@@ -218,7 +221,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         # 4. Update, once per part of the epoch's samples, and the whole inner_epochs times.
         for n in range(per_epoch):
             part = slice(n % geometry.updates * per_update, (n % geometry.updates + 1) * per_update)
-            seen, losses = [], []
+            seen, losses, anchored = [], [], []
             with timer("step"):
                 with timer("replay"), job.one_update():
                     for rollout, advantage in zip(rollouts[part], advantages[part], strict=True):
@@ -242,10 +245,12 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                                 if cfg.grpo.kl_weight != 0:
                                     kl = flow.transition_kl(mean, reference_mean, step.std)
                                     loss = loss + cfg.grpo.kl_weight * kl.mean()
-                                job.backward(loss / job.backwards)
+                                job.backward(loss / scored)
                             losses.append(loss.detach())
                             of_step = (advantage, ratio, clipped, kl, log_prob, step.log_prob, row)
                             seen.append([value.detach() for value in of_step])
+                        each = 1 / (per_update * geometry.batch)
+                        anchored.append(anchors.accumulate(job, policy, rollout, done, each))
                 seen = job.gather(dict(zip(SEEN, map(torch.cat, zip(*seen, strict=True)), strict=True)))  # (N,) each
                 if n == 0:  # nothing was updated since the rollout
                     grpo.check_ratio(seen["log_prob"], seen["old_log_prob"], tolerance, window, geometry.batch)
@@ -263,6 +268,11 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                 "grad_norm": norm,
                 "lr": rate,
             }
+            anchor_loss, has_clip = map(job.gather, map(torch.cat, zip(*anchored, strict=True)))  # (N,) each
+            policy_loss = metrics["actor/loss"]
+            metrics |= anchors.metrics(anchor_loss, has_clip)
+            metrics["actor/loss"] += policy_loss
+            taught |= has_clip.any()
             metrics |= {"train/no_signal": invariants.no_signal(done, norm, taught)} | grpo.policy_statistics(seen)
             if n == 0 or not why:  # an epoch of which nothing could be judged counts once
                 log.count(norm, why)
@@ -277,6 +287,8 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                 with timer("invariants"):
                     learner.watched.check(done)
             eval_due = groups.is_due(done, per_epoch, cfg.evaluation.eval_steps, steps) or stopped != ""
+            if done == resumed.step + 1 or (last and save_due):
+                metrics |= anchors.data_loss(job, model)
             if last and held_out and eval_due:
                 metrics |= evaluate()
             metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}

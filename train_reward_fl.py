@@ -6,6 +6,7 @@ One update, for every sample of the batch:
     2. decode, score, and take the loss's gradient with respect to the frames alone    (rewards, autograd)
     3. pull it back through the decoder, chunk by chunk: dL/dx0    (backbones: Decoder.vjp)
     4. replay the active steps from last to first, one graph at a time; LoRA gradients add up    (reward_flow.replay)
+    5. with a data anchor: the flow-matching loss on the real clips; alone, supervised fine-tuning    (run.anchors)
 
     accelerate launch train_reward_fl.py --config configs/tiny_face.yaml [--dry-run] [section.key=value ...]
 """
@@ -43,7 +44,8 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     wanted = start.find_rewards(cfg, backbone)
     job = start.open_job(cfg)
     accumulation, batch_size = cfg.train.gradient_accumulation_steps, cfg.train.per_device_train_batch_size
-    job.backwards = accumulation * len(active)  # each replayed step is one; the last one of an update synchronises
+    supervised = configuration.is_supervised(cfg)
+    job.backwards = accumulation * ((0 if supervised else len(active)) + work.anchor_draws(cfg))  # the last one reduces
     per_process = accumulation * batch_size  # what a loss is divided by here; the processes are averaged over
     global_batch = checks.check_batch(cfg, job.world)
     checks.check_graphs(cfg, job.world)
@@ -73,14 +75,8 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     # ---------------------------------------------------------------------------------- what the cache lacks
     conditions = start.conditions_of(cfg, backbone, opened.base, store)
     negative = start.fill_conditions(cfg, conditions, samples, job)
-    cached = cfg.experts.untrained == "boundary_cache"
-    schedule_of, noises = partial(work.schedule_of, cfg, backbone), cfg.sample.noises_per_sample
-    starts = prepare.Starts(
-        samples, conditions, schedule_of, cfg.run.seed, noises, cached, cfg.data.skip_bad_rows, job.device
-    )
-    if cached:
-        starts.fill(cfg.run.sample_videos, job.share)
-        job.wait()
+    anchors = start.make_anchors(cfg, backbone, conditions, samples, job)
+    starts = start.make_starts(cfg, backbone, conditions, samples, job)
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
@@ -89,8 +85,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     start.fill_adapters(model, trained, backbone, resumed)
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler
-    decay = cfg.train.ema_decay
-    average = start.make_average(decay, learner.parameters, resumed) if decay else None
+    average = start.make_average(cfg.train.ema_decay, learner.parameters, resumed) if cfg.train.ema_decay else None
     log = start.open_log(cfg, job, run_folder, resumed, steps)
 
     def velocity_of(network: nn.Module, batch: prepare.Batch) -> Velocity:
@@ -120,8 +115,8 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     floor = {}
     if cfg.reward.kl_weight != 0 and cfg.model.dtype == "bfloat16":
         batch = starts.batch([(0, 0)])
-        reference = velocity_of(policy, batch).reference
-        floor["actor/kl_floor"] = reward_flow.kl_floor(reference, batch.x, batch.schedule.sigmas, active, batch.start)
+        reference, sigmas = velocity_of(policy, batch).reference, batch.schedule.sigmas
+        floor["actor/kl_floor"] = reward_flow.kl_floor(reference, batch.x, sigmas, active, batch.start)
         job.say(f"note: in bfloat16 this model's KL reads about {floor['actor/kl_floor']:.1e} from rounding alone")
 
     # ---------------------------------------------------------------------------------- Go!
@@ -134,10 +129,24 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         with timer("step"), job.one_update():
             for micro in range(accumulation):
                 with timer("encode"):
-                    visits = order.micro_batch(step, micro, job.rank)
-                    batch = starts.batch(visits)
+                    batch = starts.batch(order.micro_batch(step, micro, job.rank))
                     sigmas = batch.schedule.sigmas
                     velocity = velocity_of(policy, batch)
+
+                # 0. The data anchor: towards the real clips, whatever a reward says of videos.
+                with timer("anchor"):
+                    anchor_loss, has_clip = anchors.accumulate(job, policy, batch, step, 1 / per_process)
+                outcome = {
+                    "row": torch.tensor(batch.rows, device=job.device),
+                    "replaced": torch.tensor(batch.replaced, device=job.device),
+                    "anchor_loss": anchor_loss,
+                    "has_clip": has_clip,
+                    "signal": has_clip,  # whether the sample has something to teach
+                    "finite": anchor_loss.isfinite(),
+                }
+                seen.append(outcome)
+                if supervised:
+                    continue
 
                 # 1. Noise -> latents; of the active steps the latents before them are kept, or their graphs.
                 with timer("rollout"):
@@ -181,19 +190,15 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                         micro_batch=partial(job.micro_batch, policy),
                     )
                     kl = replayed.kl  # (B,)
-                seen.append(
-                    {
-                        "reward": reward,
-                        "kl": kl,
-                        "cotangent": replayed.cotangents * per_process,  # (B, K) of the sample's own loss
-                        "valid": judged[0].output.valid.float().to(job.device),
-                        "finite": (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & kl.isfinite(),
-                        "sample_norm": norms,
-                        "signal": grad_x0.flatten(1).any(1) | (kl > 0),  # what the sample has to teach
-                        "row": torch.tensor(batch.rows, device=job.device),
-                        "replaced": torch.tensor(batch.replaced, device=job.device),
-                    }
-                )
+                outcome["signal"] = has_clip | grad_x0.flatten(1).any(1) | (kl > 0)
+                outcome["finite"] &= (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & kl.isfinite()
+                outcome |= {
+                    "reward": reward,
+                    "kl": kl,
+                    "cotangent": replayed.cotangents * per_process,  # (B, K) of the sample's own loss
+                    "valid": judged[0].output.valid.float().to(job.device),
+                    "sample_norm": norms,
+                }
                 judgements.append(judged)
 
         # 5. One step of AdamW on the gradients of all samples of all processes.
@@ -207,18 +212,19 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     average.step(learner.parameters)
                 scheduler.step()
         done = step + 1
-        metrics = {
-            "actor/loss": float(cfg.reward.kl_weight * seen["kl"].mean() - seen["reward"].mean()),
-            "actor/kl_loss": float(seen["kl"].mean()),
-            "reward/valid_fraction": float(seen["valid"].mean()),
-            "reward/failed": reward_metrics.failed_fraction(judgements),
-            "data/replaced": float(seen["replaced"].sum()),
-            "train/sample_norm": float(seen["sample_norm"].median()),
-        }
-        metrics |= reward_metrics.means(terms, judgements, "reward", metrics, score="mean")
-        sizes = seen["cotangent"].mean(0).tolist()
-        metrics |= {f"grad_norm/step_{i}": size for i, size in zip(active, sizes, strict=True)}
-        metrics |= {"grad_norm": norm, "lr": rate, "train/no_signal": invariants.no_signal(done, norm, seen["signal"])}
+        metrics = anchors.metrics(seen["anchor_loss"], seen["has_clip"])
+        if not supervised:
+            metrics["actor/loss"] += float(cfg.reward.kl_weight * seen["kl"].mean() - seen["reward"].mean())
+            metrics |= {"actor/kl_loss": float(seen["kl"].mean()), "reward/valid_fraction": float(seen["valid"].mean())}
+            metrics["reward/failed"] = reward_metrics.failed_fraction(judgements)
+            metrics["train/sample_norm"] = float(seen["sample_norm"].median())
+            metrics |= reward_metrics.means(terms, judgements, "reward", metrics, score="mean")
+            norms = zip(active, seen["cotangent"].mean(0).tolist(), strict=True)
+            metrics |= {f"grad_norm/step_{i}": size for i, size in norms}
+        metrics |= {"grad_norm": norm, "lr": rate, "data/replaced": float(seen["replaced"].sum())}
+        metrics |= {"train/no_signal": invariants.no_signal(done, norm, seen["signal"])}
+        if done in (1, steps) or done % cfg.run.save_steps == 0:
+            metrics |= anchors.data_loss(job, model)
         stopped = log.early_stop(done, metrics)
         last = interruption.agreed(job.largest) or done == steps or stopped != ""
         due = last or done % cfg.run.save_steps == 0
@@ -227,10 +233,9 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                 learner.watched.check(done)
         metrics |= {"memory/peak_gb": peak_memory_gb(job.device)} | floor
         metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
-        progress.set_postfix(loss=f"{metrics['actor/loss']:.3f}", score=f"{metrics['reward/mean']:.3f}")
+        progress.set_postfix(loss=f"{metrics['actor/loss']:.3f}", score=f"{metrics.get('reward/mean', math.nan):.3f}")
 
-        any_judged = reward_metrics.any_judged(terms, judgements)
-        why = "" if any_judged else reward_metrics.why_nothing_was_judged(terms, judgements)
+        why = reward_metrics.why_nothing_was_judged(terms, judgements)
         log.count(norm, why)
         log.write(done, metrics)
         log.say_skipped(done, norm, [samples[row].row.id for row in seen["row"].tolist()], seen["finite"])

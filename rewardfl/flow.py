@@ -44,6 +44,11 @@ def euler_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -
     return x + (sigma_next - sigma) * velocity
 
 
+def add_noise(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
+    """Return x at sigma: clean latents x0 (B, ...) with noise (B, ...). sigma: a float32 scalar in [0, 1]."""
+    return (1 - sigma) * x0 + sigma * noise
+
+
 def velocity_kl(velocity: Tensor, reference: Tensor, sigma: Tensor) -> Tensor:
     """(B,) distance of two velocities at one sigma: mean over elements of (v - v_ref)^2 / (2 sigma^2).
 

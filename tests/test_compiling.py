@@ -71,7 +71,7 @@ def test_runs_are_the_same_to_rounding(tmp_path, graphs):
                 assert mine[key] == pytest.approx(theirs[key], rel=1e-3), (name, key)
         assert before.keys() == after.keys() and graphs["unique_graphs"] >= 3, name
         graphs.clear()
-        for key, value in before.items():  # AdamW divides by the gradient: what is near zero moves by its rounding
+        for key, value in before.items():  # AdamW divides by the gradient: elements near zero move by rounding
             assert (after[key] - value).norm() <= 1e-2 * value.norm(), (name, key)
 
 

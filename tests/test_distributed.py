@@ -36,6 +36,7 @@ COMMON = [
     "train.lr_scheduler_type=constant", "train.learning_rate=1e-4", "train.warmup_steps=0", "train.max_grad_norm=0.01",
     f"data.cache_dir={CACHE}", f"data.file_name={table(f'{CACHE}/four.csv', 'train', 4)}",
 ]  # fmt: skip
+ANCHOR = ["anchor.weight=0.5", "anchor.draws=2", "anchor.measured_clips=3"]
 # two replayed steps, one of each expert, so that neither adapter takes part in every backward; and the KL whose
 # gradient is taken outside of `backward`, through the wrapped model with the adapter off. The second update has an
 # infinite gradient on the last process, and in none of them is there anybody to be seen in the fourth clip
@@ -43,7 +44,7 @@ REWARD_FL = [
     "train_reward_fl.py", "--config", "configs/tiny_face.yaml", *COMMON, "sample.num_inference_steps=3",
     "sample.mid_timestep=1", "sample.final_timestep=2", "sample.gradient_mode=chain", "model.trainable_models=dit,dit2",
     "reward.kl_gradient=exact", "train.per_device_train_batch_size=1", "run.save_steps=1",
-    "reward.held_out_model_path=null", "reward.kl_weight=9",
+    "reward.held_out_model_path=null", "reward.kl_weight=9", *ANCHOR,
 ]  # fmt: skip
 # two updates an epoch, each of a group of four whose members are on both processes
 GRPO = [
@@ -53,7 +54,7 @@ GRPO = [
     "grpo.window_bounds=[1, 3]", "grpo.same_noise_in_group=true", "run.save_steps=2",
     "reward.reward_model_path=null", "reward.held_out_model_path=null", "reward.coverage_weight=0",
     "evaluation.eval_inference_steps=2", "train.max_steps=2", "model.trainable_models=dit,dit2",
-    f"evaluation.eval_clips={table(f'{CACHE}/one.csv', 'eval', 1)}",
+    f"evaluation.eval_clips={table(f'{CACHE}/one.csv', 'eval', 1)}", *ANCHOR,
 ]  # fmt: skip
 
 
@@ -195,7 +196,10 @@ def assert_same_moments(mine, theirs):
     assert a.keys() == b.keys() and a["params"] == b["params"] and a["lr"] == b["lr"]
 
 
-FL_KEYS = ("grad_norm", "actor/loss", "actor/face_score", "reward/valid_fraction", "lr")
+FL_KEYS = (
+    "grad_norm", "actor/loss", "actor/anchor_loss", "actor/data_loss", "actor/face_score", "reward/valid_fraction",
+    "lr",
+)  # fmt: skip
 
 
 def test_two_processes_are_one_with_more_accumulation(one, two):
@@ -245,8 +249,8 @@ def test_policy_updates_do_not_depend_on_the_processes(one, two):
     mine, theirs = map(metrics, folders)
     assert [line["step"] for line in mine] == [0, 1, 2]
     assert all(line["policy/ratio"] == pytest.approx(1, abs=1e-4) for line in mine[1:])
-    keys = ("grad_norm", "reward/mean", "reward/std_in_group", "policy/kl")
-    assert_same_lines(mine[1:2], theirs[1:2], keys[:3], rel=1e-5)
+    keys = ("grad_norm", "reward/mean", "reward/std_in_group", "actor/anchor_loss", "actor/loss", "policy/kl")
+    assert_same_lines(mine[1:2], theirs[1:2], keys[:4], rel=1e-5)
     assert_same_lines(mine[2:], theirs[2:], keys, rel=1e-3)
     assert_same_lines([mine[0], mine[2]], [theirs[0], theirs[2]], ["eval/score"])  # the second: of averaged weights
     assert_same_adapter(*folders, 2)  # the averaged weights

@@ -115,6 +115,21 @@ def test_flops_of_a_clip(published, size, replayed, full):
     assert work["replay forward"] == work["replay recompute"]
 
 
+def test_an_anchor_costs_a_replayed_step_for_each_draw(published):
+    """And nothing else; supervised fine-tuning costs its draws alone."""
+    measured = published("480x480", ADAPTER)
+    anchored = dataclasses.replace(RUN, anchor={"low_noise": 2})
+    plain, work = needs.flops(measured, RUN), needs.flops(measured, anchored)
+    step = sum(plain[f"replay {part}"] for part in ("forward", "recompute", "backward")) / 4
+    assert work.pop("data anchor") == pytest.approx(2 * step) and work == plain
+    assert needs.memory(measured, anchored) == needs.memory(measured, RUN)
+    more = needs.flops(measured, dataclasses.replace(anchored, anchor_to_reference=True))
+    assert more["data anchor"] == pytest.approx(2 * step + plain["reference"] / 2)
+    alone = ["reward.reward_weight=0", "reward.motion_weight=0", "reward.others={}", "reward.kl_weight=0"]
+    supervised = configured(*alone, "anchor.weight=1", "anchor.draws=2")
+    assert {name for name, amount in needs.flops(measured, supervised).items() if amount} == {"data anchor"}
+
+
 @pytest.mark.parametrize("size", SHORT_SIZES)
 @pytest.mark.parametrize(
     "adapter, per_element, expected",  # bytes per token and channel, GB at both sizes [section 4]

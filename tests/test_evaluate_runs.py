@@ -285,7 +285,7 @@ def test_everybody_is_a_column_where_everybody_is_trained(run, tmp_path, monkeyp
     settings = ["data.width=128", "reward.det_size=256", "reward.people=all"]
     call(monkeypatch, capsys, [*source, "--out", tmp_path / "out", *videos, *settings])
     both, twice = (arm["figures"]["rewards/everybody"]["mean"] for arm in left(tmp_path / "out")[0]["arms"])
-    assert both > 0.8 and twice == pytest.approx(both / 2, abs=0.15)  # the other one is 0.2 alike
+    assert both > 0.7 and twice == pytest.approx(both / 2, abs=0.15)  # the other one is 0.2 alike
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ from rewardfl.rewards.face import (
     track_largest,
 )
 from rewardfl.rewards.face.track import Embeddings, Track, follow_first, follow_known
+from rewardfl.rewards.face.vary import vary_crops
 
 # ---- tracks, of faces that are drawn up ----
 
@@ -392,9 +393,11 @@ def directional(reward, video, reference, h):
     return (gradient * direction).sum().item(), (sides[0] - sides[1]) / (2 * h)
 
 
-@pytest.mark.parametrize("settings", [{}, {"second_pack_dir": WORLD / "faces" / "judge"}, {"landmark_jitter": 0.03}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"second_pack_dir": WORLD / "faces" / "judge"}, {"landmark_jitter": 0.03}, {"views": 2}]
+)
 def test_gradients_are_those_of_finite_differences(monkeypatch, two, settings):
-    """Of two people, with detection held still, which has no gradient, and one draw of the jitter."""
+    """Of two people, with detection held still, which has no gradient, and one draw of jitter and views."""
     reward = reward_of(cap="none", **settings)
     reference, video = reward.reference(two), changed(two, 0.1)
     found = reward.identity.detector.detect(video.transpose(0, 1))
@@ -447,10 +450,34 @@ def test_jitter_is_drawn_from_the_clip_where_a_gradient_is_wanted(monkeypatch, t
     assert (moved / widths).std().item() == pytest.approx(0.03, rel=0.2) and abs((moved / widths).mean()) < 0.01
 
 
+def test_views_are_paid_for_and_the_face_score_is_the_crops_own(two):
+    plain, varied = reward_of(cap="none"), reward_of(cap="none", views=3)
+    reference, video = plain.reference(two), changed(two)
+    assert varied.fingerprint() == plain.fingerprint()  # real clips are seen as they are
+    wanted = video.clone().requires_grad_()[None]
+    exact, output = plain(wanted, [reference]), varied(wanted, [reference])
+    assert output.parts["face_score"].item() == pytest.approx(exact.parts["face_score"].item(), abs=1e-6)
+    pools = [reference["embeddings"][reference["owner"] == k] for k in (0, 1)]
+    faces = varied.identity.scores(video, pools, views=3)
+    assert output.score.item() == pytest.approx(float(torch.stack([face.paid for face in faces]).mean()), abs=1e-6)
+    assert all(face.paid != face.mean for face in faces) and varied(video[None], [reference]).score == exact.score
+
+
+def test_varied_crops_are_pictures_of_the_same_face():
+    crops = torch.rand(64, 3, 112, 112, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    varied = [vary_crops(crops, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)]
+    assert torch.equal(varied[0], varied[1]) and not torch.equal(varied[0], varied[2])
+    assert varied[0].abs().max() <= 1
+    colours = varied[0].flatten(2)
+    covered = (colours == colours.mode(-1).values[..., None]).all(1).float().mean(1)
+    assert 0.02 < covered.mean() < 0.08 and covered.max() < 0.16  # a fifth squared, on average
+
+
 @pytest.mark.parametrize(
     "settings, key",
     [
         ({"people": "both"}, "people"),
+        ({"views": 65}, "views"),
         ({"min_face_size": -1}, "min_face_size"),
         ({"min_face_size": math.nan}, "min_face_size"),
         ({"landmark_jitter": 0.2}, "landmark_jitter"),

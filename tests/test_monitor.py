@@ -27,6 +27,15 @@ def test_suspects_are_named_once():
     assert suspects(["a", "b", "a"], [True] * 3) == "in the backward pass of a, b"
 
 
+def test_a_data_loss_that_rises_by_more_than_a_tenth_breaks_a_guard():
+    """It is there in a few lines alone; without any there is nothing to say."""
+    first, rest = [{"step": 1, "actor/data_loss": 0.5}, {"step": 2}], [{"step": 3}]
+    assert broken_guards(first, [*rest, {"step": 4, "actor/data_loss": 0.54}], 0.8) == []
+    assert broken_guards(first, rest, 0.8) == []
+    (line,) = broken_guards(first, [*rest, {"step": 4, "actor/data_loss": 0.56}], 0.8)
+    assert "actor/data_loss) went from 0.5000 to 0.5600, by more than 10%" in line
+
+
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5])
 def test_every_process_has_as_many_rounds(count):
     shares = [Share(rank, 4).rounds(range(count)) for rank in range(4)]

@@ -111,7 +111,9 @@ def cfg(tmp_path):
 def of(folder, **settings):
     sizes = {"file_name": str(folder / "metadata.csv"), "height": 32, "width": 48, "num_frames": 5}
     return SimpleNamespace(
-        data=config.DataConfig(**sizes | settings), run=SimpleNamespace(output_dir=str(folder / "run"), sample_videos=3)
+        data=config.DataConfig(**sizes | settings),
+        run=SimpleNamespace(output_dir=str(folder / "run"), sample_videos=3),
+        anchor=config.AnchorConfig(),
     )
 
 

@@ -85,8 +85,8 @@ def test_what_failed_and_why_nothing_could_be_judged():
         "reward.others.far: OSError: gone": 2, "reward.name: KeyError: x": 1, "reward.others.red: late": 1,
     }  # fmt: skip
     assert metrics.failed_fraction(judged) == 1 and metrics.failed_fraction([[lost, said(1.0, 1.0)]]) == 0
-    assert not metrics.any_judged(terms, judged)  # what is only measured trains nothing
-    assert metrics.any_judged(terms, [*judged, [lost, lost, said(1.0, 0.0, valid=[True, False])]])
+    judged_by_one = [*judged, [lost, lost, said(1.0, 0.0, valid=[True, False])]]
+    assert metrics.why_nothing_was_judged(terms, judged_by_one) == ""
     why = metrics.why_nothing_was_judged(terms, judged)
     assert (
         "reward.name (Reward): 0 of 3 samples valid, 1 failed, 1 scores not finite; the first problem: KeyError" in why

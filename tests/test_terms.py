@@ -110,7 +110,8 @@ def test_terms_of_a_configuration():
     own, judge = config.wanted_rewards(face)
     who = {"people": "largest", "min_face_size": 0}
     assert own.settings == {
-        "pack_dir": "a", "cap": 0.5, "det_size": 640, "chunk": 8, "second_pack_dir": None, "landmark_jitter": 0
+        "pack_dir": "a", "cap": 0.5, "det_size": 640, "chunk": 8, "second_pack_dir": None, "landmark_jitter": 0,
+        "views": 0,
     } | who and own.weight == 0.1  # fmt: skip
     assert who.items() <= judge.settings.items() and not {"second_pack_dir", "landmark_jitter"} & judge.settings.keys()
     assert judge.settings["pack_dir"] == "b" and judge.settings["cap"] == "none" and judge.weight == 0
@@ -185,7 +186,7 @@ def test_settings_of_faces_are_refused_where_nothing_reads_them():
         "run": {"output_dir": "out"}, "model": {"model_paths": "m"}, "lora": {}, "data": {"file_name": "d.csv"},
         "sample": {}, "train": {},
     }  # fmt: skip
-    settings = {"second_model_path": "c", "people": "all", "min_face_size": 30.0, "landmark_jitter": 0.02}
+    settings = {"second_model_path": "c", "people": "all", "min_face_size": 30.0, "landmark_jitter": 0.02, "views": 2}
     face = {"reward_model_path": "a", "held_out_model_path": "b"}
     own, judge = config.wanted_rewards(config.parse(base | {"reward": face | settings}))
     assert (own.settings["people"], own.settings["min_face_size"]) == ("all", 30)

@@ -62,6 +62,14 @@ class Schedule:
         """The first step that another expert answers than the first one; the number of steps where there is none."""
         return next((i for i, expert in enumerate(self.experts) if expert != self.experts[0]), len(self))
 
+    def at(self, moment: float) -> "Schedule":
+        """Return one step to 0 from the sigma at `moment`: 4 is that of step 4, 4.5 is half-way to that of step 5."""
+        step = int(moment)
+        part = moment - step
+        sigma = (1 - part) * self.sigmas[step] + part * self.sigmas[step + 1]
+        timestep = self.timesteps[step] if part == 0 else 1000 * sigma
+        return Schedule(torch.stack([sigma, sigma.new_zeros(())]), timestep[None], (self.experts[step],))
+
     def until(self, final_step: int) -> "Schedule":
         """The schedule that stops after `final_step`, whose own step goes straight to sigma 0: its x0 prediction."""
         kept = final_step + 1

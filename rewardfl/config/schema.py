@@ -458,8 +458,6 @@ class SharedRewardConfig(Section):
     others: IfNamed[dict[Label, GrpoTermConfig]] = Field(default_factory=dict)
 
     def conflicts(self) -> Iterator[str]:
-        if self.name == "face_identity" and self.reward_model_path is None:
-            yield "reward.reward_model_path is required for face_identity; name the folder of a face pack"
         if self.name == "face_identity" and self.settings:
             names = shown(list(self.settings))
             yield f"reward.settings: face_identity takes none, its keys stand in reward itself; got {names}"
@@ -491,6 +489,9 @@ class RewardConfig(SharedRewardConfig):
     # Deviation, in face widths, of the noise that moves the landmarks by which face_identity cuts a generated face out,
     # drawn from the clip itself, so that it is not one fixed crop that is trained on. 0: none; 0.02 is a pixel of 50.
     landmark_jitter: IfNamed[Annotated[NonNegative, Field(le=0.1)]] = 0.0
+    # How many varied crops of each generated face are shown to the recogniser, too: mirrored, of
+    # fewer pixels, off-colour, noisy and partly covered, others at each step. What is paid is the mean over all.
+    views: IfNamed[Annotated[int, Field(ge=0, le=64)]] = 0
     # 0 skips the reference model's forward passes.
     kl_weight: IfNamed[NonNegative] = 1.0
     # How the KL's gradient travels back along the trajectory to earlier active steps: exact (the gradient of the KL,
@@ -510,6 +511,8 @@ class RewardConfig(SharedRewardConfig):
             )
         if self.name != "face_identity" and self.landmark_jitter:
             yield f"reward.landmark_jitter is for face_identity, not {shown(self.name)}; remove it"
+        if self.name != "face_identity" and self.views:
+            yield f"reward.views is for face_identity, not {shown(self.name)}; remove it"
         if self.motion_weight and "face_motion" in self.others:
             yield (
                 "reward.others.face_motion: reward.motion_weight adds a reward of that label; choose another label, or "
@@ -535,6 +538,33 @@ class GrpoRewardConfig(SharedRewardConfig):
             yield f"reward.coverage_weight and motion_weight are for face_identity, not {shown(self.name)}; remove them"
         if self.reward_weight == 0 and all(term.weight == 0 for term in self.others.values()):
             yield "reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained"
+
+
+class AnchorConfig(Section):
+    """Section `anchor` of both scripts: the flow-matching loss on the real clips, next to the reward (anchor.py).
+
+    A row without a video has none. Without any reward or KL, train_reward_fl.py is supervised fine-tuning by it alone.
+    """
+
+    # The loss has this times the mean squared misfit of the velocity; 0: no anchor.
+    weight: IfNamed[NonNegative] = 0.0
+    # Moments, and noises, of each clip in an update: each takes one forward and one backward pass of a network.
+    draws: IfNamed[Annotated[int, Field(ge=1, le=1_000)]] = 1
+    # Where on the schedule: active, the steps that carry the reward's gradient, in Flow-GRPO those that windows draw;
+    # trained_range, any moment of the trained experts' steps; or a list of denoising steps.
+    sigmas: IfNamed[Literal["active", "trained_range"] | Listed[int]] = "active"
+    # What the velocity is fitted to: data, the way to the real clip; reference, the velocity of the model without its
+    # adapter at the same place, for a distilled model, whose velocity is not the data's.
+    target: IfNamed[Literal["data", "reference"]] = "data"
+    # Training clips whose loss is measured at the first step and at every save, always with the same moments and
+    # noises (actor/data_loss). A rise by more than a tenth is an alarm, and counts in train.early_stop. 0: none.
+    measured_clips: IfNamed[Annotated[int, Field(ge=0, le=10_000)]] = 0
+
+    def conflicts(self) -> Iterator[str]:
+        if not isinstance(self.sigmas, str) and (
+            not self.sigmas or list(self.sigmas) != sorted(set(self.sigmas)) or self.sigmas[0] < 0
+        ):
+            yield f"anchor.sigmas must be steps in increasing order, from 0 on, got {shown(list(self.sigmas))}"
 
 
 class EarlyStopConfig(Section):
@@ -751,12 +781,18 @@ class RewardFlConfig(Section):
     data: DataConfig
     sample: SampleConfig
     reward: RewardConfig
+    anchor: AnchorConfig
     train: TrainConfig
 
     def conflicts(self) -> Iterator[str]:
         yield from _shared_conflicts(self)
         if self.experts.untrained != "boundary_cache":
             return
+        if is_supervised(self):
+            yield (
+                "experts.untrained boundary_cache is for rollouts, and supervised fine-tuning (anchor.weight alone) "
+                "makes none; set experts.untrained: cpu_swap"
+            )
         if trained_positions(self) != (1,):
             yield "experts.untrained boundary_cache is for training dit2 alone; set model.trainable_models: dit2"
         if self.sample.noises_per_sample == "fresh":
@@ -783,6 +819,7 @@ class FlowGrpoConfig(Section):
     data: DataConfig
     sample: GrpoSampleConfig
     reward: GrpoRewardConfig
+    anchor: AnchorConfig
     train: GrpoTrainConfig
     grpo: GrpoConfig
     evaluation: EvaluationConfig
@@ -817,6 +854,17 @@ MARKS: dict[str, list[object]] = {
 
 def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     yield from _resume_conflicts(cfg)
+    if cfg.reward.name == "face_identity" and cfg.reward.reward_model_path is None and not is_supervised(cfg):
+        yield "reward.reward_model_path is required for face_identity; name the folder of a face pack"
+    if is_supervised(cfg) and cfg.train.early_stop is not None:
+        yield (
+            "train.early_stop is the held-out judge's, and supervised fine-tuning (anchor.weight alone) makes no video "
+            "for it; set train.early_stop: null"
+        )
+    steps = () if isinstance(cfg.anchor.sigmas, str) else cfg.anchor.sigmas
+    if steps and steps[-1] > cfg.sample.final_timestep:
+        last = cfg.sample.final_timestep
+        yield f"anchor.sigmas must lie in 0..{last} (sample.final_timestep), got {shown(list(steps))}"
     widest = cfg.data.width if cfg.data.max_pixels is None else cfg.data.max_pixels // 16
     if cfg.reward.min_face_size > widest:
         yield f"reward.min_face_size {cfg.reward.min_face_size:g} is wider than a frame ({widest}), so no face counts"
@@ -881,6 +929,15 @@ def active_steps(cfg: RewardFlConfig) -> tuple[int, ...]:
     return tuple(range(sample.mid_timestep, sample.final_timestep + 1))
 
 
+def is_supervised(cfg: AnyConfig) -> bool:
+    """Return whether the data anchor is all that is trained: no reward has a weight, and there is no KL."""
+    if not isinstance(cfg, RewardFlConfig) or cfg.anchor.weight == 0:
+        return False
+    reward = cfg.reward
+    weights = [reward.reward_weight, reward.motion_weight, *(term.weight for term in reward.others.values())]
+    return reward.kl_weight == 0 and not any(weights)
+
+
 def resolved_coupling(cfg: RewardFlConfig) -> float:
     """Weight in 0..1 of the gradient that one active step hands to the one before it."""
     if cfg.sample.coupling is not None:
@@ -904,8 +961,12 @@ class WantedReward:
 def wanted_rewards(cfg: AnyConfig, pixels_per_token: int = 0) -> list[WantedReward]:
     """What is trained first, then the held-out judge and the motion beside the face if wanted, then the others.
 
+    Nothing for supervised fine-tuning, which makes no video that a reward could score.
+
     pixels_per_token: of the model, in whose period the judge looks for a grid; 0: it does not.
     """
+    if is_supervised(cfg):
+        return []
     reward = cfg.reward
     face = {"det_size": reward.det_size, "chunk": reward.recogniser_chunk}
     who = {"people": reward.people, "min_face_size": reward.min_face_size}
@@ -913,7 +974,7 @@ def wanted_rewards(cfg: AnyConfig, pixels_per_token: int = 0) -> list[WantedRewa
         key, settings = "reward.reward_model_path", {"pack_dir": reward.reward_model_path, "cap": reward.cap} | face
         settings |= who | {"second_pack_dir": reward.second_model_path}
         if isinstance(cfg, RewardFlConfig):
-            settings["landmark_jitter"] = cfg.reward.landmark_jitter
+            settings |= {"landmark_jitter": cfg.reward.landmark_jitter, "views": cfg.reward.views}
     else:
         key, settings = "reward.name", reward.settings
     mean, std = (cfg.reward.reward_mean, cfg.reward.reward_std) if isinstance(cfg, RewardFlConfig) else (0.0, 1.0)

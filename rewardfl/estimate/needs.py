@@ -24,7 +24,7 @@ def flops(costs: Costs, work: Work) -> dict[str, float]:
     decode = sum(chunk.forward for chunk in costs.chunks)
     made_before = work.untrained if work.placement == "boundary_cache" else None
     rolled = {expert: passes for expert, passes in work.rollout.items() if expert != made_before}
-    parts = {"rollout": sampled(costs, work, rolled), "decode": decode}
+    parts = {"rollout": sampled(costs, work, rolled), "decode": decode if work.rollout else 0}
     if work.reward_gradient:
         again = 2 if work.decode_caches == "segment" else 1
         parts["decode VJP"] = again * decode + sum(chunk.backward for chunk in costs.chunks)
@@ -35,6 +35,11 @@ def flops(costs: Costs, work: Work) -> dict[str, float]:
     def recomputed(expert: ExpertCost) -> int:
         return expert.forward - expert.attention if work.keep_attention else expert.forward
 
+    if work.anchor:
+        passes = total(work.anchor, lambda expert: expert.forward + expert.backward)
+        again = total(work.anchor, recomputed) if work.checkpointing else 0
+        other = total(work.anchor, lambda expert: expert.forward_frozen) if work.anchor_to_reference else 0
+        parts["data anchor"] = passes + again + other
     return parts | {
         "replay forward": 0 if work.keeps_graphs else total(work.replay, lambda expert: expert.forward),
         "replay recompute": total(work.pulled, recomputed) if work.checkpointing else 0,
@@ -87,7 +92,10 @@ def memory(costs: Costs, work: Work) -> Memory:
         phase: {name: work.batch * amount for name, amount in amounts.items()} for phase, amounts in parts.items()
     }
     swapped = _swapped_experts(work)
-    for phase, passes in (("rollout", work.rollout), ("replay", work.replay)):  # between them no block is on the GPU
+    for phase, passes in (
+        ("rollout", work.rollout),
+        ("replay", {**work.replay, **work.anchor}),
+    ):  # between them no block is on the GPU
         if blocks := [costs.experts[name].block_weights for name in swapped if name in passes]:
             phases[phase]["two blocks' weights"] = 2 * max(blocks)
     parameters = trained_parameters(costs, work)
@@ -211,7 +219,7 @@ def decode_caches(chunks: Sequence[ChunkCost], place: str) -> tuple[int, int, in
 
 def _replay(costs: Costs, work: Work) -> tuple[dict[str, int], int]:
     """Return the bytes of activations in the replay of one step of one video: on the GPU, and in the host by graph."""
-    largest = max((costs.experts[expert] for expert in work.replay), key=lambda cost: cost.saved)
+    largest = max((costs.experts[expert] for expert in [*work.replay, *work.anchor]), key=lambda cost: cost.saved)
     if not work.checkpointing:
         backward = largest.block_peak - largest.block_saved
         return {"all blocks, saved": work.graphs * largest.saved, "backward of one": backward}, 0

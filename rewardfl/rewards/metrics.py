@@ -59,23 +59,20 @@ def problems(terms: Sequence[Term], judged: Sequence[Sequence[Judged]]) -> dict[
     return dict(Counter(f"{term.key}: {problem}" for term, one in verdicts for problem in one.problems))
 
 
-def any_judged(terms: Sequence[Term], judged: Sequence[Sequence[Judged]]) -> bool:
-    """Whether some reward that is trained on has a score for some sample."""
-    verdicts = [pair for each in judged for pair in zip(terms, each, strict=True)]
-    return any(bool(one.output.valid.any()) for term, one in verdicts if term.weight > 0)
-
-
 def why_nothing_was_judged(terms: Sequence[Term], judged: Sequence[Sequence[Judged]]) -> str:
-    """One line on what the rewards that are trained on made of the samples."""
+    """Return one line on what the rewards that are trained on made of the samples; "" where one scored a sample."""
     accounts = []
     for i, term in enumerate(terms):
         if term.weight > 0:
-            one = joined([each[i] for each in judged])
-            nonfinite = int(one.output.parts.get(NONFINITE, torch.zeros(1)).nan_to_num().sum())
-            first = f"; the first problem: {one.problems[0]}" if one.problems else ""
+            verdict = joined([each[i] for each in judged])
+            valid, failed = int(verdict.output.valid.sum()), int(verdict.failed.sum())
+            if valid:
+                return ""
+            nonfinite = int(verdict.output.parts.get(NONFINITE, torch.zeros(1)).nan_to_num().sum())
+            first = f"; the first problem: {verdict.problems[0]}" if verdict.problems else ""
             accounts.append(
-                f"{term.key} ({type(term.reward).__qualname__}): {int(one.output.valid.sum())} of {len(one.failed)} "
-                f"samples valid, {int(one.failed.sum())} failed, {nonfinite} scores not finite{first}"
+                f"{term.key} ({type(term.reward).__qualname__}): {valid} of {len(verdict.failed)} samples valid, "
+                f"{failed} failed, {nonfinite} scores not finite{first}"
             )
     return "; ".join(accounts)
 

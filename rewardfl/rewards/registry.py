@@ -77,7 +77,10 @@ def check_trainable(found: Sequence[Chosen]) -> None:
                 "differentiable = True in the class"
             )
     if not any(one.weight > 0 for one, _ in found):
-        raise RewardError("reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained")
+        raise RewardError(
+            "reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained; for supervised "
+            "fine-tuning set anchor.weight: 1 and reward.kl_weight: 0"
+        )
 
 
 def build_terms(found: Sequence[Chosen], device: torch.device) -> list[Term]:

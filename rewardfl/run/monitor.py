@@ -23,6 +23,8 @@ COLOUR_GUARD = 0.05
 LOOK_GUARD = 0.03
 # The reward is taken for hacked when the trained face score has gained this much and the judge less than this share.
 GAIN_GUARD, SHARE_GUARD = 0.05, 0.5
+# By what share of itself the data loss may rise.
+DATA_LOSS_GUARD = 0.1
 
 
 class Timer:
@@ -119,7 +121,8 @@ def broken_guards(
     motion, sharpness and coverage to `motion` of what they were; reversals may rise by REVERSALS_GUARD, grid to `grid`
     times what it was; saturation may go to SATURATION_GUARD times what it was or to what it was over that, red, green
     and blue by COLOUR_GUARD either way; the look of the face may fall by LOOK_GUARD. And where the trained face score
-    has gained more than GAIN_GUARD, the judge must have seen SHARE_GUARD of that. What was not measured breaks nothing.
+    has gained more than GAIN_GUARD, the judge must have seen SHARE_GUARD of that. The data loss may rise by
+    DATA_LOSS_GUARD of what it was. What was not measured breaks nothing.
     """
     found = []
 
@@ -156,6 +159,12 @@ def broken_guards(
     was, now = means("reward/held_out/look")
     if now < was - LOOK_GUARD:
         judge("/look", "look of the face", was, now, f"by more than {LOOK_GUARD:g}: eyes or mouth are drawn worse")
+    was, now = means("actor/data_loss")
+    if now > (1 + DATA_LOSS_GUARD) * was:
+        found.append(
+            f"the data loss (actor/data_loss) went from {was:.4f} to {now:.4f}, by more than {DATA_LOSS_GUARD:.0%}: "
+            "the model leaves its data; raise anchor.weight, or lower train.learning_rate"
+        )
     for colour in ("red", "green", "blue"):
         was, now = means(f"reward/held_out/{colour}")
         if abs(now - was) > COLOUR_GUARD:

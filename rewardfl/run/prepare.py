@@ -218,7 +218,7 @@ def _read_clip(
     height, width = kept["image"].shape[1:] if "image" in kept else kept["size"].tolist()
     return [
         Found(row.line, size=(height, width))
-        if read(store, keys[row.line][0])["usable"]
+        if not rewards or read(store, keys[row.line][0])["usable"]
         else Found(row.line, f"{rewards[0].nothing_found} {row.reference}")
         for row in rows
     ]
@@ -379,6 +379,11 @@ class Batch:
     x: Tensor  # (B, C, T, h, w) float32
     schedule: Schedule
     start: int  # the denoising step that x is given to
+
+    @property
+    def members(self) -> list[groups.Member]:
+        """The samples as groups of one."""
+        return [groups.Member(row, group_id, 0, 0, 0) for group_id, row in enumerate(self.rows)]
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from rewardfl.rewards.face.pack import describe_packs, file_hashes
 from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.terms import RewardError, Term, try_out
 from rewardfl.run import checkpoint, checks, invariants, monitor, prepare, rounding, work
+from rewardfl.run.anchors import Anchors
 from rewardfl.run.job import Job, LaunchError
 from rewardfl.run.log import Log, start_tracker
 from rewardfl.run.signals import Interruption
@@ -132,7 +133,7 @@ def find_rewards(cfg: AnyConfig, backbone: Backbone, here: bool = True) -> list[
     """
     found = registry.find_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token), here)
     check_frames(cfg, found)
-    if isinstance(cfg, configuration.RewardFlConfig):
+    if isinstance(cfg, configuration.RewardFlConfig) and not configuration.is_supervised(cfg):
         registry.check_trainable(found)
     return found
 
@@ -202,11 +203,22 @@ def _look_at(
     said, table = [f"skipped: {line}" for line in bad], rows[0].table
     if bad:
         said.append(f"note: {table}: {len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows)")
+    said += _anchor_notes(cfg, good)
     lines = {row.line for row in good}
     seen = [look for row, look in zip(rows, looks, strict=True) if row.line in lines]
     sizes = (cfg.data.height, cfg.data.width, cfg.data.max_pixels, cfg.data.fps)
     notes = [*data.notes(good), *data.clip_notes(good, seen, *sizes), *work.size_notes(cfg, good)]
     return good, [*said, *(f"note: {table}: {note}" for note in notes)]
+
+
+def _anchor_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
+    """Return a note on rows without a clip to anchor at. DataError where no row has one."""
+    without = sum(row.video is None for row in rows)
+    if cfg.anchor.weight == 0 or not without:
+        return []
+    if without == len(rows):
+        raise data.DataError("anchor.weight: no row names a video, so there is no clip to anchor at; set it to 0")
+    return [f"note: {rows[0].table}: {without} of {len(rows)} rows name no video and have no anchor (anchor.weight)"]
 
 
 def say_plan(
@@ -219,8 +231,11 @@ def say_plan(
     trained = [f"{one.weight:g} x {one.label} ({one.name})" for one, _ in wanted if one.weight > 0]
     if isinstance(cfg, configuration.FlowGrpoConfig):
         trained += [f"{weight:g} x {part}" for part, weight in configuration.part_weights(cfg).items()]
+    trained += [f"{cfg.anchor.weight:g} x the data anchor"] if cfg.anchor.weight else []
     measured = [f"{one.label} ({one.name})" for one, _ in wanted if one.weight == 0]
     rewards = f"trained on {' + '.join(trained)}; only measured: {', '.join(measured) or 'nothing'}"
+    if configuration.is_supervised(cfg):
+        rewards = "supervised fine-tuning: trained on the clips alone, without rollouts; no reward is computed"
     notes = [f"note: {note}" for note in backbone.differences(cfg.sample.shift, cfg.sample.guidance_scale)]
     if isinstance(cfg, configuration.RewardFlConfig) and cfg.reward.kl_gradient == "through_trajectory":
         notes.append("note: reward.kl_gradient: through_trajectory is now reference_constant; the old name will go")
@@ -419,11 +434,14 @@ def _lacks(cfg: AnyConfig, row: data.Row, needs: dict[str, str]) -> list[str]:
     if isinstance(cfg, configuration.FlowGrpoConfig) and "motion" in configuration.part_weights(cfg):
         needs = needs | {"reward.motion_weight": "clip"}
     columns = {"clip": "video or reference_video", "picture": "video, reference_video or image"}
-    return [
+    lacks = [
         f"{key} compares with a {what}, and the row names none ({columns[what]})"
         for key, what in needs.items()
         if what not in row.offers
     ]
+    if configuration.is_supervised(cfg) and row.video is None:
+        lacks.append("supervised fine-tuning fits the clip of a row, and the row names none (video)")
+    return lacks
 
 
 def _check_face_packs(
@@ -481,6 +499,48 @@ def conditions_of(cfg: AnyConfig, backbone: Backbone, base: Mapping[str, str], s
     # what an image becomes is the model's own affair: two models of one VAE make different things of it
     image = " ".join([cfg.model.model_name, *(base[part] for part in ("vae", "image_encoder") if part in base)])
     return prepare.Conditions(store, backbone, base["text_encoder"], image, first, cfg.model.dtype, cfg.data.num_frames)
+
+
+def make_anchors(
+    cfg: AnyConfig, backbone: Backbone, conditions: prepare.Conditions, samples: Sequence[prepare.Sample], job: Job
+) -> Anchors:
+    """Return the data anchor of the run, with the clips' latents in the cache where it trains or measures them."""
+    trained = work.trained_experts(cfg, backbone.experts)
+    anchors = Anchors(
+        cfg=cfg.anchor,
+        steps=work.anchor_steps(cfg, work.schedule_of(cfg, backbone), trained),
+        seed=cfg.run.seed,
+        backbone=backbone,
+        conditions=conditions,
+        samples=samples,
+        schedules=partial(work.schedule_of, cfg, backbone),
+        skip_lost=cfg.data.skip_bad_rows,
+        device=job.device,
+    )
+    clips = [sample for sample in samples if sample.row.video is not None] if anchors.is_wanted else []
+    clips = clips if cfg.anchor.weight else clips[: cfg.anchor.measured_clips]
+    conditions.fill_latents(clips, lambda sample: example_of(cfg, sample.row).video, job.device, job.share)
+    job.wait()
+    return anchors
+
+
+def make_starts(
+    cfg: configuration.RewardFlConfig,
+    backbone: Backbone,
+    conditions: prepare.Conditions,
+    samples: Sequence[prepare.Sample],
+    job: Job,
+) -> prepare.Starts:
+    """Return where rollouts start, with the first expert's latents in the cache where the run caches them."""
+    cached = cfg.experts.untrained == "boundary_cache"
+    schedules, noises = partial(work.schedule_of, cfg, backbone), cfg.sample.noises_per_sample
+    starts = prepare.Starts(
+        samples, conditions, schedules, cfg.run.seed, noises, cached, cfg.data.skip_bad_rows, job.device
+    )
+    if cached:
+        starts.fill(cfg.run.sample_videos, job.share)
+        job.wait()
+    return starts
 
 
 def fill_conditions(
@@ -817,7 +877,7 @@ def write_beside(cfg: AnyConfig, sample: prepare.Sample, video: Tensor, path: Pa
     if real.shape != video.shape:
         sizes = " x ".join(map(str, real.shape[1:])), " x ".join(map(str, video.shape[1:]))
         raise data.DataError(f"{sample.row.video}: is {sizes[0]} (frames x height x width) now, it was {sizes[1]}")
-    if "boxes" in (sample.references[0] or {}) and sample.row.reference_video is None:
+    if sample.references and "boxes" in (sample.references[0] or {}) and sample.row.reference_video is None:
         for boxes in sample.references[0]["boxes"]:  # of those whom the reward follows
             real = data.draw_boxes(real, boxes)
     fps = cfg.data.fps or data.frame_rate(sample.row.video)

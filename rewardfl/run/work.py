@@ -196,6 +196,32 @@ def check_active_experts(cfg: RewardFlConfig, backbone: Backbone) -> None:
         )
 
 
+def anchor_steps(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -> tuple[int, ...]:
+    """Return the denoising steps that anchor.sigmas stands for, increasing, of trained experts alone.
+
+    ConfigError where a listed step is another expert's.
+    """
+    trained_steps = [i for i, expert in enumerate(schedule.experts) if expert in trained]
+    sigmas = cfg.anchor.sigmas
+    if sigmas == "trained_range":
+        return tuple(trained_steps)
+    if sigmas == "active":
+        if isinstance(cfg, FlowGrpoConfig):
+            return tuple(windows_of(cfg, schedule.experts, trained).drawable)
+        return tuple(i for i in configuration.active_steps(cfg) if i in trained_steps)
+    if foreign := [i for i in sigmas if i not in trained_steps]:
+        raise ConfigError(
+            f"anchor.sigmas: no trained expert answers at the steps {foreign} (model.trainable_models "
+            f"{cfg.model.trainable_models}); take some of {trained_steps}"
+        )
+    return tuple(sigmas)
+
+
+def anchor_draws(cfg: AnyConfig) -> int:
+    """Return the backward passes that the data anchor adds to each forward pass of an update."""
+    return cfg.anchor.draws if cfg.anchor.weight else 0
+
+
 def check_sizes(cfg: FlowGrpoConfig, sizes: Sequence[tuple[int, int]]) -> None:
     """ConfigError where a forward pass would get videos of two sizes; sizes: of all clips."""
     if len(set(sizes)) > 1 and cfg.grpo.group_size % cfg.train.per_device_train_batch_size:
@@ -216,7 +242,20 @@ def overview(cfg: AnyConfig, backbone: Backbone, clips: int | None, steps: int |
         lines, trained = _group_arithmetic(cfg, len(schedule), windows, clips, steps, processes), windows.drawable
     else:
         lines, trained = _batch_arithmetic(cfg, clips, steps, processes), configuration.active_steps(cfg)
+    if cfg.anchor.weight:
+        lines.append(_anchor_line(cfg, anchor_steps(cfg, schedule, trained_experts(cfg, backbone.experts))))
     return "\n".join([*lines, "", *sigma_table(cfg, schedule, trained), ""])
+
+
+def _anchor_line(cfg: AnyConfig, steps: Sequence[int]) -> str:
+    """Return what the data anchor does, in words."""
+    anchor = cfg.anchor
+    where = "any moment of" if anchor.sigmas == "trained_range" else "in turn"
+    target = "the velocity without the adapter" if anchor.target == "reference" else "the clips"
+    return (
+        f"data anchor: weight {anchor.weight:g}, {anchor.draws} draws per sample, {where} steps {list(steps)}, "
+        f"fitted to {target}"
+    )
 
 
 def _batch_arithmetic(cfg: RewardFlConfig, clips: int | None, steps: int | None, processes: int) -> list[str]:
@@ -229,6 +268,8 @@ def _batch_arithmetic(cfg: RewardFlConfig, clips: int | None, steps: int | None,
         f"{configuration.resolved_coupling(cfg):g}, KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient})",
         f"untrained expert: {cfg.experts.untrained}; decoder caches: {train.decode_caches}",
     ]
+    if configuration.is_supervised(cfg):
+        lines = lines[:1]
     if answers_of(cfg) > 1:
         lines.append(f"guidance: {sample.guidance_scale:g}, gradient of {sample.guidance_gradient}")
     if steps is None or clips is None:
@@ -351,6 +392,8 @@ class Work:
     replay: Mapping[str, float] = field(default_factory=dict)  # passes with one
     pulled: Mapping[str, float] = field(default_factory=dict)  # backward passes through these
     reference: Mapping[str, float] = field(default_factory=dict)  # passes without a graph and without the adapter
+    anchor: Mapping[str, float] = field(default_factory=dict)  # passes of the data anchor, with a graph
+    anchor_to_reference: bool = False  # each with one more, without a graph
     graphs: int = 1  # passes whose graphs live together
     reward_gradient: bool = False  # the reward's gradient goes back through the decoder
     cacheable: bool = False  # what the untrained expert hands over can be computed before training
@@ -405,6 +448,7 @@ def work_of(
         offload_inputs=cfg.train.use_gradient_checkpointing_offload,
         keep_attention=cfg.train.keep_attention,
         batch=cfg.train.per_device_train_batch_size,
+        anchor_to_reference=cfg.anchor.target == "reference",
     )
     return _flow_grpo(common, cfg) if isinstance(cfg, FlowGrpoConfig) else _reward_fl(common, cfg)
 
@@ -420,33 +464,49 @@ def _reward_fl(common: Work, cfg: RewardFlConfig) -> Work:
     apart = cfg.reward.kl_gradient in ("exact", "fixed_trajectory")
     twice = active[1:] if kl and coupled and apart else ()
     own = cfg.train.per_device_train_batch_size * cfg.train.gradient_accumulation_steps
+    common = replace(
+        common,
+        anchor=_anchor_passes(cfg, schedule, common.trained),
+        averaged=cfg.train.ema_decay > 0,
+        spans=(Span(f"one update of {own} clips per GPU", own, own),),
+        saves=None if common.steps is None else math.ceil(common.steps / cfg.run.save_steps),
+        accumulation=cfg.train.gradient_accumulation_steps,
+    )
+    if configuration.is_supervised(cfg):
+        return common
     return replace(
         common,
         # with an answer that replay takes as a constant
         rollout=_times(answers, Counter(experts)) + (replay if answers == 2 and not both else Counter()),
         replay=_times(1 + both, replay),
         pulled=_times(1 + both, replay + Counter(experts[i] for i in twice)),
-        averaged=cfg.train.ema_decay > 0,
         reference=_times(answers, replay) if kl else {},
         graphs=1 + both,
         reward_gradient=True,
         # what comes before the boundary, where nothing is trained or handed a gradient
         cacheable=common.untrained == experts[0] and experts[0] not in replay,
-        spans=(Span(f"one update of {own} clips per GPU", own, own),),
-        saves=None if common.steps is None else math.ceil(common.steps / cfg.run.save_steps),
-        accumulation=cfg.train.gradient_accumulation_steps,
         decode_caches=cfg.train.decode_caches,
         keeps_graphs=cfg.train.active_graphs == "keep_on_host",
         noises=cfg.sample.noises_per_sample,
     )
 
 
-def _times(factor: int, passes: Counter[str]) -> Counter[str]:
+def _anchor_passes(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -> dict[str, float]:
+    """Return the data anchor's draws for one sample of an update, by expert; means where the draws differ."""
+    if cfg.anchor.weight == 0:
+        return {}
+    steps = anchor_steps(cfg, schedule, trained)
+    counts = Counter(schedule.experts[i] for i in steps)
+    return {expert: cfg.anchor.draws * count / len(steps) for expert, count in counts.items()}
+
+
+def _times(factor: int, passes: Mapping[str, float]) -> Counter[str]:
     return Counter({expert: factor * count for expert, count in passes.items()})
 
 
 def _flow_grpo(common: Work, cfg: FlowGrpoConfig) -> Work:
-    experts, grpo = schedule_of(cfg, common.video.backbone).experts, cfg.grpo
+    schedule, grpo = schedule_of(cfg, common.video.backbone), cfg.grpo
+    experts = schedule.experts
     geometry, windows = geometry_of(cfg, common.processes), windows_of(cfg, experts, common.trained)
     per_epoch = updates_of_epoch(cfg)
     drawn, answers = drawn_windows(cfg, windows, common.steps), answers_of(cfg)
@@ -476,6 +536,7 @@ def _flow_grpo(common: Work, cfg: FlowGrpoConfig) -> Work:
         rollout=rollout,
         replay=replay,
         pulled=replay,
+        anchor=_times(grpo.inner_epochs, _anchor_passes(cfg, schedule, common.trained)),
         reference=replay if grpo.kl_weight != 0 else {},
         graphs=answers,
         averaged=True,

@@ -25,6 +25,7 @@ from rewardfl.rewards.face.track import (
     follow_known,
     landmark_motion,
 )
+from rewardfl.rewards.face.vary import vary_crops
 from rewardfl.rewards.face.view import seed_of
 
 
@@ -47,6 +48,7 @@ class FaceScore:
 
     per_frame: Tensor  # (F - 1,) mean cosine with the pool of frames 1 .. F - 1, in [-1, 1], with gradient
     mean: Tensor  # () of per_frame, with gradient
+    paid: Tensor  # () the mean over that and the varied views, with gradient
     embedding: Tensor  # (D,) mean of the unit embeddings of frames 1 .. F - 1, with gradient
     detected: Tensor  # (F,) bool
     speed: float  # landmark_motion
@@ -110,29 +112,34 @@ class FaceIdentity(nn.Module):
         """`scores` of one person."""
         return self.scores(video, [pool])[0]
 
-    def scores(self, video: Tensor, pools: Sequence[Tensor], jitter: float = 0.0) -> list[FaceScore | None]:
+    def scores(
+        self, video: Tensor, pools: Sequence[Tensor], jitter: float = 0.0, views: int = 0
+    ) -> list[FaceScore | None]:
         """The scores of the people of a generated clip, differentiable to the video; None for one who is not found.
 
         pools: the embeddings of a FacePool each. Where the detector loses a face, it is looked for at its last
         landmarks: hiding it costs score. jitter: landmarks by which faces are cut out are moved by normal noise of this
-        deviation, in widths of their boxes, drawn from the clip itself.
+        deviation, in widths of their boxes, drawn from the clip itself. views: how many varied crops are recognised
+        next to each crop (vary.py).
         """
         with torch.autocast(video.device.type, enabled=False):
             frames = frames_of(video)
             faces = self.detector.detect(frames)
             known = [pool.float().cpu() for pool in pools]
             tracks = follow_known(faces, known, self._embeddings(frames, faces))
-            found = [track for track in tracks if track is not None]
-            if not found:
+            tracked = [track for track in tracks if track is not None]
+            if not tracked:
                 return [None] * len(pools)
-            landmarks = torch.stack([track.landmarks[1:] for track in found])  # (people, F - 1, 5, 2)
+            landmarks = torch.stack([track.landmarks[1:] for track in tracked])  # (people, F - 1, 5, 2)
             if jitter > 0:
-                widths = torch.stack([track.width[1:] for track in found])[..., None, None]
+                widths = torch.stack([track.width[1:] for track in tracked])[..., None, None]
                 drawn = torch.Generator().manual_seed(seed_of(video, "landmarks"))
                 landmarks = landmarks + jitter * widths * torch.randn(landmarks.shape, generator=drawn)
             matrices = similarity_transform(landmarks.flatten(0, 1), ARCFACE_TEMPLATE)
             crops = align_each(frames[1:], matrices.unflatten(0, landmarks.shape[:2]))
-            embeddings = iter(self._recognise(crops).split(len(frames) - 1))
+            drawn = torch.Generator().manual_seed(seed_of(video, "views"))
+            shown = torch.cat([crops, *(vary_crops(crops, drawn) for _ in range(views))])
+            embeddings = iter(self._recognise(shown).unflatten(0, (1 + views, len(tracked), -1)).unbind(1))
             return [
                 None if track is None else _score(next(embeddings), pool, track)
                 for track, pool in zip(tracks, pools, strict=True)
@@ -162,12 +169,13 @@ class FaceIdentity(nn.Module):
 
 
 def _score(embeddings: Tensor, pool: Tensor, track: Track) -> FaceScore:
+    """Return the score of one person. embeddings: (1 + views, F - 1, D), those of the crops as they are first."""
     # all are unit vectors, so the mean of the cosines is the product with the mean embedding
-    per_frame = embeddings @ pool.to(embeddings).mean(0)
+    cosines = embeddings @ pool.to(embeddings).mean(0)
     speed, nonrigid = landmark_motion(track)
-    mean, embedding = per_frame.mean(), embeddings.mean(0)
+    means = (cosines[0].mean(), cosines.mean(), embeddings[0].mean(0))
     places = (_coverage(track), track.boxes, track.landmarks)
-    return FaceScore(per_frame, mean, embedding, track.detected, speed, nonrigid, *places)
+    return FaceScore(cosines[0], *means, track.detected, speed, nonrigid, *places)
 
 
 def _coverage(track: Track) -> float:

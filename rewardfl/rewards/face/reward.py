@@ -19,6 +19,7 @@ from rewardfl.rewards.face.track import MIN_MOTION
 
 PARTS = ("face_score", "cap", "coverage", "motion_speed", "motion_nonrigid", "motion")
 NUMBERS = ("cap", "speed", "nonrigid", "coverage")  # of a FacePool
+MOST_VIEWS = 64
 MOST_JITTER = 0.1  # face widths: beyond it the crop is no face's any more
 PARTS_OF_ALL = ("people", "worst_person")  # beside these, where everybody is scored
 
@@ -35,7 +36,10 @@ class FaceIdentityReward(Reward):
 
     `second_pack_dir`: a pack whose recogniser's cosines are averaged with the first's, detector and landmarks being
     the first's. `landmark_jitter`: deviation, in face widths, of what the landmarks are moved by before a face of a
-    clip that is given a gradient is cut out, another at each visit.
+    clip that is given a gradient is cut out, another at each visit. `views`: with a gradient, the score is the mean
+    over each crop and so many varied ones of it (vary.py); face_score stays that of the crop itself.
+
+    It has nine arguments because each is a setting of the configuration.
 
     Parts, means over people: face_score, the mean before the cap; cap (1 for "none"); coverage, the share of generated
     frames with a detection; motion_speed and motion_nonrigid, landmark motion over the real clip's, NaN where that
@@ -63,8 +67,10 @@ class FaceIdentityReward(Reward):
         min_face_size: NonNegative = 0.0,
         second_pack_dir: PackFolder | None = None,
         landmark_jitter: Annotated[NonNegative, Field(le=MOST_JITTER)] = 0.0,
+        views: Annotated[int, Field(ge=0, le=MOST_VIEWS)] = 0,
     ):
         super().__init__()
+        self.views = views
         self.cap, self.people, self.min_face_size, self.landmark_jitter = cap, people, min_face_size, landmark_jitter
         if min_face_size:
             self.nothing_found = f"no face at least {min_face_size:g} pixels wide (min_face_size) was found in"
@@ -106,8 +112,9 @@ class FaceIdentityReward(Reward):
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
         """Score and what is known of the parts of one clip (3, F, H, W)."""
         pools = [reference["embeddings"][reference["owner"] == k] for k in range(len(reference["cap"]))]
-        jitter = self.landmark_jitter if torch.is_grad_enabled() and video.requires_grad else 0.0
-        faces = self.identity.scores(video, pools, jitter)
+        trained = torch.is_grad_enabled() and video.requires_grad
+        jitter, views = (self.landmark_jitter, self.views) if trained else (0.0, 0)
+        faces = self.identity.scores(video, pools, jitter, views)
         columns = [reference[name].tolist() for name in NUMBERS]
         real = [dict(zip(NUMBERS, row, strict=True)) for row in zip(*columns, strict=True)]
         of_all = 1.0 if self.cap == "none" else self.cap
@@ -115,13 +122,13 @@ class FaceIdentityReward(Reward):
         parts = {"cap": float(np.mean(caps)), "people": float(len(pools))}
         parts["coverage"] = float(np.mean([0.0 if face is None else face.coverage for face in faces]))
         parts |= self.measured(video, faces, reference)
-        means = [no_score(video) if face is None else face.mean for face in faces]
-        if all(face is None for face in faces) or not all(mean.isfinite() for mean in means):
+        paid = [no_score(video) if face is None else face.paid for face in faces]
+        if all(face is None for face in faces) or not all(score.isfinite() for score in paid):
             return None, parts
         parts |= _motion(faces, real)
-        of_each = [mean.item() for mean in means]
+        of_each = [0.0 if face is None else face.mean.item() for face in faces]
         parts |= {"face_score": float(np.mean(of_each)), "worst_person": min(of_each)}
-        return torch.stack([mean.clamp(max=cap) for mean, cap in zip(means, caps, strict=True)]).mean(), parts
+        return torch.stack([score.clamp(max=cap) for score, cap in zip(paid, caps, strict=True)]).mean(), parts
 
     def measured(
         self, video: Tensor, faces: Sequence[FaceScore | None], reference: Mapping[str, Tensor]

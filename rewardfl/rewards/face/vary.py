@@ -1,0 +1,39 @@
+"""Vary crops of faces at each step, so that a reward is paid for the person and not for one picture."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def vary_crops(crops: Tensor, generator: torch.Generator) -> Tensor:
+    """Return crops (N, 3, H, W) in [-1, 1] as another camera might show them, with gradient.
+
+    Each is mirrored or not, of fewer pixels, nearer to grey, of other exposure and colour, noisy as 8-bit video is, and
+    has a rectangle covered. Everything is drawn from `generator`, on the CPU, for each crop on its own.
+    """
+    count, _, height, width = crops.shape
+
+    def draw(*shape: int) -> Tensor:
+        return torch.rand(count, *shape, generator=generator).to(crops)
+
+    crops = torch.where(draw(1, 1, 1) < 0.5, crops.flip(-1), crops)
+    side = int(torch.randint(height // 3, height, (1,), generator=generator))
+    coarse = F.interpolate(crops, size=(side, side), mode="bilinear", antialias=True)
+    crops = crops + draw(1, 1, 1) * (F.interpolate(coarse, size=(height, width), mode="bilinear") - crops)
+    crops = crops + draw(1, 1, 1) * (crops.mean(1, keepdim=True) - crops)
+    gain, shift = 1 + 0.6 * (draw(3, 1, 1) - 0.5), 0.6 * (draw(3, 1, 1) - 0.5)
+    noise = torch.randn(crops.shape, generator=generator).to(crops)
+    crops = (crops * gain + shift + 0.05 * draw(1, 1, 1) * noise).clamp(-1, 1)
+    return torch.where(_covered(draw(4), height, width), shift, crops)
+
+
+def _covered(drawn: Tensor, height: int, width: int) -> Tensor:
+    """Return (N, 1, H, W) bool: a rectangle of up to 0.4 of each side. drawn: (N, 4) in [0, 1), its sizes and place."""
+    sides = 0.4 * drawn[:, :2]
+    starts = drawn[:, 2:] * (1 - sides)
+    inside = []
+    for axis, size in enumerate((height, width)):
+        place = (torch.arange(size, device=drawn.device) + 0.5) / size
+        start = starts[:, axis, None]
+        inside.append((place >= start) & (place < start + sides[:, axis, None]))
+    return (inside[0][:, :, None] & inside[1][:, None, :])[:, None]

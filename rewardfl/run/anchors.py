@@ -1,0 +1,124 @@
+"""The data anchor of a run: which clips, moments and noises, and the data loss that is measured at every save."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from rewardfl import anchor, groups
+from rewardfl.anchor import Draw
+from rewardfl.backbones import seam
+from rewardfl.backbones.seam import Backbone, Conditioning, Schedule, Velocity
+from rewardfl.config import AnchorConfig
+from rewardfl.data.cache import CacheError
+from rewardfl.run.job import Job
+from rewardfl.run.prepare import Batch, Conditions, Rollout, Sample, Schedules
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anchors:
+    """The data anchor of a run. steps: the denoising steps that `anchor.sigmas` stands for (work.anchor_steps)."""
+
+    cfg: AnchorConfig
+    steps: tuple[int, ...]
+    seed: int
+    backbone: Backbone
+    conditions: Conditions
+    samples: Sequence[Sample]
+    schedules: Schedules
+    skip_lost: bool  # a clip whose cache entry is lost has no anchor; else it is an error
+    device: torch.device
+
+    def accumulate(
+        self, job: Job, policy: nn.Module, batch: Batch | Rollout, update: int, share: float
+    ) -> tuple[Tensor, Tensor]:
+        """Accumulate the gradients of `share` times the weighted loss of one forward pass's samples.
+
+        Return the losses (B,) and bool (B,) whether a sample has a clip; both are 0 without an anchor. CacheError for a
+        clip whose latents are lost, unless `skip_lost`.
+        """
+        members = batch.members
+        if self.cfg.weight == 0:
+            return torch.zeros(len(members), device=self.device), torch.zeros(len(members), device=self.device).bool()
+        x0, has_clip = self.latents([member.row for member in members])
+        conditioning = seam.to(batch.conditioning, self.device)
+        whole_range = self.cfg.sigmas == "trained_range"
+        draws = []
+        for n, moment in enumerate(anchor.draw_moments(self.cfg.draws, self.steps, whole_range, self.seed, update)):
+            names = [f"anchor/{self.samples[member.row].row.id}/{member.member}" for member in members]
+            seeds = [groups.noise_seed(self.seed, update, name, n) for name in names]
+            draws.append(self._draw(policy, conditioning, batch.schedule.at(moment), seeds, x0))
+        weights, micro_batch = share * self.cfg.weight * has_clip, partial(job.micro_batch, policy)
+        losses = anchor.accumulate(draws, x0, weights, backward=job.backward, micro_batch=micro_batch)
+        return losses, has_clip
+
+    def metrics(self, losses: Tensor, has_clip: Tensor) -> dict[str, float]:
+        """Return actor/loss, the anchor's part of it, and with an anchor actor/anchor_loss, the mean over the clips."""
+        anchored = {"actor/anchor_loss": float(losses.sum() / has_clip.sum().clamp(min=1))} if self.cfg.weight else {}
+        return {"actor/loss": self.cfg.weight * float(losses.mean())} | anchored
+
+    def latents(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return latents (B, C, T, h, w) of the rows' clips, 0 without a clip, and bool (B,) whether there is one."""
+        latents, present = [], []
+        for row in rows:
+            sample = self.samples[row]
+            x0 = None if sample.row.video is None else self._read(sample)
+            present.append(x0 is not None)
+            latents.append(torch.zeros(1, *self.conditions.shape_of(sample)) if x0 is None else x0)
+        return torch.cat(latents).to(self.device), torch.tensor(present, device=self.device)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the run trains or measures the loss."""
+        return self.cfg.weight > 0 or self.cfg.measured_clips > 0
+
+    @torch.no_grad()
+    def data_loss(self, job: Job, model: nn.Module) -> dict[str, float]:
+        """Return {"actor/data_loss": the loss of the measured clips}, or nothing. On all processes.
+
+        It is the mean over clips and `steps`, of always the same noises. Each process has a share of the clips. A clip
+        whose latents are lost is left out where `skip_lost`.
+        """
+        clips = [row for row, sample in enumerate(self.samples) if sample.row.video is not None]
+        losses = []
+        for row, mine in job.share.rounds(clips[: self.cfg.measured_clips]):
+            sample = self.samples[row]
+            schedule = self.schedules(self.conditions.shape_of(sample))
+            x0, has_clip = self.latents([row])
+            conditioning = seam.to(self.conditions.conditioning(sample), self.device)
+            for step in self.steps:
+                seeds = [groups.noise_seed(self.seed, -1, f"anchor/{sample.row.id}", step)]
+                draw = self._draw(model, conditioning, schedule.at(step), seeds, x0, to_data=True)
+                loss = anchor.velocity_misfit(draw, x0)
+                losses += loss.tolist() if mine and has_clip else []
+        losses = job.gather_lists(losses)
+        return {"actor/data_loss": sum(losses) / len(losses)} if losses else {}
+
+    def _draw(
+        self,
+        network: nn.Module,
+        conditioning: Conditioning,
+        at: Schedule,
+        seeds: Sequence[int],
+        x0: Tensor,
+        to_data: bool = False,
+    ) -> Draw:
+        """Return a draw at the one step of `at`. The velocity is the prompt's own, without guidance."""
+        velocity = Velocity(self.backbone, network, conditioning, at)
+        reference = None
+        if self.cfg.target == "reference" and not to_data:
+            reference = partial(velocity.reference, step=0)
+        noise = torch.cat([groups.noise((1, *x0.shape[1:]), seed, self.device) for seed in seeds])
+        return Draw(velocity=partial(velocity, step=0), sigma=at.sigmas[0], noise=noise, reference=reference)
+
+    def _read(self, sample: Sample) -> Tensor | None:
+        try:
+            return self.conditions.latents_of(sample)
+        except CacheError as error:
+            if not self.skip_lost:
+                raise
+            tqdm.write(f"skipped: {sample.row.id} has no anchor: {error}")
+            return None

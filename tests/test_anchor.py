@@ -1,0 +1,209 @@
+"""The data anchor: its gradient against autograd, its moments, and both scripts with it, or with nothing else."""
+
+import csv
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+from pipelines import backbone_of
+from runs import adapter, launch, launch_grpo, metrics, table
+from test_reward_flow import SCHEDULE, assert_same, autograd_gradients, conditioning, gradients, lora_model
+from test_reward_flow import replay_gradients as replayed
+from test_train_reward_fl import write
+
+from rewardfl import anchor, config, data, flow
+from rewardfl.backbones.seam import Velocity
+from rewardfl.config import ConfigError
+from rewardfl.data.cache import CacheError
+from rewardfl.run.anchors import Anchors
+
+ANCHOR = ["anchor.weight=1", "anchor.draws=2", "anchor.measured_clips=2"]
+SUPERVISED = [*ANCHOR, "reward.reward_weight=0", "reward.kl_weight=0"]
+
+
+def draws_of(pipe, model, cond, x0, moments):
+    drawn = []
+    for n, moment in enumerate(moments):
+        at = SCHEDULE.at(moment)
+        velocity = Velocity(backbone_of(pipe), model, cond, at)
+        noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(n), dtype=x0.dtype)
+        drawn.append(anchor.Draw(velocity=lambda x, v=velocity: v(x, 0), sigma=at.sigmas[0], noise=noise))
+    return drawn
+
+
+def test_replay_and_anchor_equal_one_graph():
+    results = []
+    for run in (autograd_gradients, replayed):
+        pipe, model = lora_model(torch.float64)
+        cond, x = conditioning(2, torch.float64, pipe)
+        x0 = torch.randn(x.shape, generator=torch.Generator().manual_seed(9), dtype=x.dtype)
+        weights = torch.tensor([0.7, 0.2], dtype=x.dtype)
+        draws = draws_of(pipe, model, cond, x0, [3.0, 4.5])
+        if run is autograd_gradients:
+            whole = 0
+            for draw in draws:
+                noisy = flow.add_noise(x0, draw.noise, draw.sigma)
+                whole = whole + ((draw.velocity(noisy) - draw.noise + x0) ** 2).flatten(1).mean(1) / 2
+            (weights * whole).sum().backward()
+        else:
+            losses = anchor.accumulate(draws, x0, weights)
+        run(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, "exact", SCHEDULE)
+        results.append(gradients(model))
+    torch.testing.assert_close(losses, whole.detach())
+    assert_same(results[1], results[0], 1e-7)  # diffusers' norms round to float32 inside
+
+
+def test_the_anchor_alone_equals_autograd():
+    """To 1e-9, and a sample of weight 0 has no part in it."""
+    results = []
+    for weights in ([1.0, 0.0], [1.0]):
+        pipe, model = lora_model(torch.float64)
+        cond, x = conditioning(2, torch.float64, pipe)
+        count = len(weights)
+        cond = {name: value[:count] for name, value in cond.items()}
+        draws = draws_of(pipe, model, cond, x[:2], [4.0])
+        draw = anchor.Draw(velocity=draws[0].velocity, sigma=draws[0].sigma, noise=draws[0].noise[:count])
+        losses = anchor.accumulate([draw], x[:count], torch.tensor(weights, dtype=x.dtype))
+        assert losses[0] > 0 and not losses[1:].any()
+        results.append(gradients(model))
+    assert_same(results[0], results[1], 1e-9)
+
+
+def test_the_loss_is_the_distance_to_the_datas_velocity():
+    x0, noise = torch.randn(2, 2, 3, 4, 4, generator=torch.Generator().manual_seed(1)).unbind()
+    sigma = torch.tensor(0.75)
+
+    def misfit(velocity, reference=None):
+        return anchor.velocity_misfit(anchor.Draw(velocity=velocity, sigma=sigma, noise=noise, reference=reference), x0)
+
+    assert misfit(lambda x: (x - x0) / sigma).abs().max() < 1e-12  # x leads back to x0
+    torch.testing.assert_close(misfit(torch.zeros_like), (noise - x0).square().flatten(1).mean(1))
+    assert not misfit(torch.ones_like, reference=torch.ones_like).any()
+
+
+def test_moments_go_through_the_steps_in_turn():
+    first = anchor.draw_moments(4, [4, 5, 6, 7], False, 42, 1)
+    assert sorted(first) == [4, 5, 6, 7] and first == anchor.draw_moments(4, [4, 5, 6, 7], False, 42, 1)
+    assert len({tuple(anchor.draw_moments(4, [4, 5, 6, 7], False, 42, update)) for update in range(20)}) > 5
+    assert sorted(anchor.draw_moments(6, [4, 7], False, 42, 1)) == [4, 4, 4, 7, 7, 7]
+    for update in range(200):
+        low, high = anchor.draw_moments(2, [3, 4], True, 42, update)
+        assert 3 <= low < 4 <= high < 5
+
+
+def test_a_moment_lies_between_steps():
+    at = SCHEDULE.at(4.0)
+    assert at.sigmas.tolist() == [float(SCHEDULE.sigmas[4]), 0] and torch.equal(at.timesteps, SCHEDULE.timesteps[4:5])
+    half = SCHEDULE.at(2.5)
+    assert float(half.sigmas[0]) == pytest.approx(float(SCHEDULE.sigmas[2] + SCHEDULE.sigmas[3]) / 2)
+    assert half.experts == (SCHEDULE.experts[2],) and torch.equal(half.timesteps, 1000 * half.sigmas[:1])
+
+
+# -- the scripts
+
+
+def test_supervised_fine_tuning_lowers_the_data_loss(tmp_path):
+    """Without a face pack, a rollout or a reward."""
+    settings = [
+        *SUPERVISED, "anchor.sigmas=trained_range", "anchor.draws=4", "train.warmup_steps=0",
+        "reward.reward_model_path=null",
+        "reward.held_out_model_path=null", "train.learning_rate=3e-3", "run.save_steps=6", "train.max_steps=12",
+    ]  # fmt: skip
+    said = launch(f"run.output_dir={tmp_path / 'run'}", *settings).stdout
+    assert "supervised fine-tuning: trained on the clips alone" in said
+    lines = metrics(tmp_path / "run")
+    assert not any(key.startswith("reward/") or key == "time/rollout" for line in lines for key in line)
+    assert all(line["actor/loss"] == pytest.approx(line["actor/anchor_loss"]) for line in lines)
+    measured = {line["step"]: line["actor/data_loss"] for line in lines if "actor/data_loss" in line}
+    assert list(measured) == [1, 6, 12] and measured[12] < 0.97 * measured[1]
+    launch(f"run.output_dir={tmp_path / 'cut'}", *settings, "train.max_steps=6")
+    launch(f"run.output_dir={tmp_path / 'cut'}", *settings)
+    for name, value in adapter(tmp_path / "run", 12).items():
+        assert torch.equal(adapter(tmp_path / "cut", 12)[name], value), name
+
+
+MEMORY = {
+    "swap": ["experts.trained=cpu_swap", "train.use_gradient_checkpointing=true"],
+    "kept graphs": [
+        "train.active_graphs=keep_on_host", "train.use_gradient_checkpointing=true",
+        "train.use_gradient_checkpointing_offload=true",
+    ],
+}  # fmt: skip
+
+
+def test_the_anchor_next_to_a_reward(tmp_path):
+    """It changes the adapter and not the first video, and wherever weights and graphs wait the run is one."""
+    one = ["train.max_steps=2", "run.save_steps=1", "run.sample_videos=0", "reward.held_out_model_path=null"]
+    launch(f"run.output_dir={tmp_path / 'without'}", *one)
+    launch(f"run.output_dir={tmp_path / 'with'}", *one, *ANCHOR)
+    without, lines = metrics(tmp_path / "without"), metrics(tmp_path / "with")
+    assert lines[0]["reward/mean"] == without[0]["reward/mean"] and "actor/anchor_loss" not in without[0]
+    assert lines[0]["actor/loss"] == pytest.approx(without[0]["actor/loss"] + lines[0]["actor/anchor_loss"])
+    assert lines[1]["reward/mean"] != without[1]["reward/mean"]
+    wanted = adapter(tmp_path / "with", 2)
+    for name, settings in MEMORY.items():
+        launch(f"run.output_dir={tmp_path / name}", *one, *ANCHOR, *settings)
+        for key, value in adapter(tmp_path / name, 2).items():
+            assert (value - wanted[key]).norm() <= 1e-3 * wanted[key].norm(), (name, key)
+
+
+def test_rows_without_a_clip_have_no_anchor(tmp_path):
+    """The first row has an image and somebody's face; where no row has a clip, an anchor is refused."""
+    link = table(tmp_path / "some.csv", "train", 2)
+    _, (first, _), (second, prompt) = csv.reader(link.read_text().splitlines())
+    Image.fromarray(data.read_video(tmp_path / first, 1)[0].numpy()).save(tmp_path / "face.png")
+    head, without = ["video", "prompt", "image", "reference_video"], ["", prompt, "face.png", first]
+    run = [f"data.file_name={tmp_path / 'metadata.csv'}", "train.max_steps=1", "run.sample_videos=0", "anchor.weight=1"]
+    write(tmp_path / "metadata.csv", [head, without, [second, prompt, "", ""]])
+    done = launch(f"run.output_dir={tmp_path / 'run'}", *run, "train.per_device_train_batch_size=2")
+    assert "1 of 2 rows name no video and have no anchor (anchor.weight)" in done.stdout
+    (line,) = metrics(tmp_path / "run")
+    assert line["reward/valid_fraction"] == 1 and 0 < line["actor/anchor_loss"] < 1
+    supervised = launch(f"run.output_dir={tmp_path / 'two'}", *run, *SUPERVISED, check=False)
+    assert supervised.returncode == 2 and "fits the clip of a row, and the row names none (video)" in supervised.stderr
+    write(tmp_path / "metadata.csv", [head, without])
+    refused = launch(f"run.output_dir={tmp_path / 'three'}", *run, check=False)
+    assert refused.returncode == 2 and "anchor.weight: no row names a video" in refused.stderr
+
+
+def test_a_clip_whose_latents_are_lost_is_an_error_or_has_no_anchor(capsys):
+    def lost(sample):
+        raise CacheError("latents are missing")
+
+    row = SimpleNamespace(id="0", video="a.mp4")
+    conditions = SimpleNamespace(latents_of=lost, shape_of=lambda sample: (2, 1, 4, 4))
+    known = {"steps": (4,), "seed": 1, "backbone": None, "samples": [SimpleNamespace(row=row)], "schedules": None}
+    known |= {"cfg": config.AnchorConfig(weight=1), "conditions": conditions, "device": torch.device("cpu")}
+    with pytest.raises(CacheError):
+        Anchors(**known, skip_lost=False).latents([0])
+    latents, has_clip = Anchors(**known, skip_lost=True).latents([0])
+    assert not latents.any() and has_clip.tolist() == [False]
+    assert "skipped: 0 has no anchor: latents are missing" in "".join(capsys.readouterr())
+
+
+def test_policy_updates_with_the_anchor(tmp_path):
+    run = ["train.max_steps=2", "run.save_steps=1", "run.sample_videos=0"]
+    launch_grpo(f"run.output_dir={tmp_path / 'without'}", *run)
+    launch_grpo(f"run.output_dir={tmp_path / 'with'}", *run, *ANCHOR)
+    without, lines = metrics(tmp_path / "without"), metrics(tmp_path / "with")
+    assert lines[0]["reward/mean"] == without[0]["reward/mean"]
+    assert lines[0]["actor/loss"] == pytest.approx(without[0]["actor/loss"] + lines[0]["actor/anchor_loss"], abs=1e-6)
+    assert all(math.isfinite(line["actor/data_loss"]) for line in lines) and lines[0]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    "settings,message",
+    [
+        (["anchor.sigmas=[3,2]"], "anchor.sigmas must be steps in increasing order"),
+        (["anchor.sigmas=[2,8]"], r"anchor.sigmas must lie in 0..7 \(sample.final_timestep\)"),
+        (["anchor.sigmas=most"], "anchor.sigmas must be "),
+        (["anchor.draws=0"], "anchor.draws must be at least 1"),
+        (["reward.reward_model_path=null", "anchor.weight=1"], "reward.reward_model_path is required"),
+        ([*SUPERVISED, "reward.motion_weight=0", "reward.others={}", "train.early_stop={}"], "train.early_stop is the"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        config.load("configs/tiny_face.yaml", settings)
