@@ -137,9 +137,10 @@ class FaceIdentity(nn.Module):
                 landmarks = landmarks + jitter * widths * torch.randn(landmarks.shape, generator=drawn)
             matrices = similarity_transform(landmarks.flatten(0, 1), ARCFACE_TEMPLATE)
             crops = align_each(frames[1:], matrices.unflatten(0, landmarks.shape[:2]))
-            drawn = torch.Generator().manual_seed(seed_of(video, "views"))
-            shown = torch.cat([crops, *(vary_crops(crops, drawn) for _ in range(views))])
-            embeddings = iter(self._recognise(shown).unflatten(0, (1 + views, len(tracked), -1)).unbind(1))
+            if views > 0:
+                drawn = torch.Generator().manual_seed(seed_of(video, "views"))
+                crops = torch.cat([crops, *(vary_crops(crops, drawn) for _ in range(views))])
+            embeddings = iter(self._recognise(crops).unflatten(0, (1 + views, len(tracked), -1)).unbind(1))
             return [
                 None if track is None else _score(next(embeddings), pool, track)
                 for track, pool in zip(tracks, pools, strict=True)
