@@ -490,7 +490,7 @@ class RewardConfig(SharedRewardConfig):
     # drawn from the clip itself, so that it is not one fixed crop that is trained on. 0: none; 0.02 is a pixel of 50.
     landmark_jitter: IfNamed[Annotated[NonNegative, Field(le=0.1)]] = 0.0
     # How many varied crops of each generated face are shown to the recogniser, too: mirrored, of
-    # fewer pixels, off-colour, noisy and partly covered, others at each step. What is paid is the mean over all.
+    # fewer pixels, off-colour, noisy and partly covered, others at each step. The mean over all is trained.
     views: IfNamed[Annotated[int, Field(ge=0, le=64)]] = 0
     # 0 skips the reference model's forward passes.
     kl_weight: IfNamed[NonNegative] = 1.0
