@@ -272,7 +272,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             policy_loss = metrics["actor/loss"]
             metrics |= anchors.metrics(anchor_loss, has_clip)
             metrics["actor/loss"] += policy_loss
-            taught |= has_clip.any()
+            taught |= (anchor_loss > 0).any()
             metrics |= {"train/no_signal": invariants.no_signal(done, norm, taught)} | grpo.policy_statistics(seen)
             if n == 0 or not why:  # an epoch of which nothing could be judged counts once
                 log.count(norm, why)

@@ -141,7 +141,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     "replaced": torch.tensor(batch.replaced, device=job.device),
                     "anchor_loss": anchor_loss,
                     "has_clip": has_clip,
-                    "signal": has_clip,  # whether the sample has something to teach
+                    "signal": anchor_loss > 0,  # whether the sample has something to teach
                     "finite": anchor_loss.isfinite(),
                 }
                 seen.append(outcome)
@@ -190,7 +190,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                         micro_batch=partial(job.micro_batch, policy),
                     )
                     kl = replayed.kl  # (B,)
-                outcome["signal"] = has_clip | grad_x0.flatten(1).any(1) | (kl > 0)
+                outcome["signal"] |= grad_x0.flatten(1).any(1) | (kl > 0)
                 outcome["finite"] &= (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & kl.isfinite()
                 outcome |= {
                     "reward": reward,

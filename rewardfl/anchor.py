@@ -42,7 +42,7 @@ def draw_moments(count: int, steps: Sequence[int], whole_range: bool, seed: int,
     if whole_range:
         first, length = steps[0], steps[-1] + 1 - steps[0]
         places = (torch.arange(count) + torch.rand(count, generator=generator)) / count
-        return [first + length * min(place, 1 - 2**-20) for place in places.tolist()]
+        return [first + length * min(place, 1 - 2**-20) for place in places.tolist()]  # float32 may round up to 1
     orders = [torch.randperm(len(steps), generator=generator) for _ in range(-(-count // len(steps)))]
     return [float(steps[i]) for i in torch.cat(orders)[:count].tolist()]
 

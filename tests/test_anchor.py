@@ -13,14 +13,16 @@ from test_reward_flow import SCHEDULE, assert_same, autograd_gradients, conditio
 from test_reward_flow import replay_gradients as replayed
 from test_train_reward_fl import write
 
-from rewardfl import anchor, config, data, flow
-from rewardfl.backbones.seam import Velocity
+from rewardfl import anchor, backbones, config, data, flow
+from rewardfl.backbones.seam import Source, Velocity
 from rewardfl.config import ConfigError
 from rewardfl.data.cache import CacheError
+from rewardfl.run import work
 from rewardfl.run.anchors import Anchors
 
 ANCHOR = ["anchor.weight=1", "anchor.draws=2", "anchor.measured_clips=2"]
 SUPERVISED = [*ANCHOR, "reward.reward_weight=0", "reward.kl_weight=0"]
+ALONE = [*SUPERVISED, "reward.motion_weight=0", "reward.others={}"]
 
 
 def draws_of(pipe, model, cond, x0, moments):
@@ -168,6 +170,34 @@ def test_rows_without_a_clip_have_no_anchor(tmp_path):
     assert refused.returncode == 2 and "anchor.weight: no row names a video" in refused.stderr
 
 
+def test_every_trained_expert_must_be_reached():
+    """By the anchor's own steps where it is alone: steps 4 to 7 are the low-noise expert's."""
+    backbone = backbones.describe("wan2_2", Source("assets/tiny_world/pipeline"))
+
+    def check(*settings):
+        work.check_active_experts(config.load("configs/tiny_face.yaml", [*ALONE, *settings]), backbone)
+
+    check("model.trainable_models=dit", "anchor.sigmas=trained_range")
+    check("model.trainable_models=dit,dit2", "anchor.sigmas=[1, 5]")
+    with pytest.raises(
+        ConfigError, match=r"dit answers at no active step of \[4, 5, 6, 7\].*; train dit2, or change anchor"
+    ):
+        check("model.trainable_models=dit,dit2")
+    with pytest.raises(ConfigError, match=r"would not learn .*\); change anchor.sigmas"):
+        check("model.trainable_models=dit")
+    with pytest.raises(ConfigError, match=r"no trained expert answers at the steps \[1\]"):
+        check("anchor.sigmas=[1, 5]")
+
+
+def test_an_anchor_to_the_reference_teaches_nothing_at_first(tmp_path):
+    """The policy is the reference then, so a gradient of 0 has its reason."""
+    one = ["train.max_steps=1", "run.sample_videos=0", "reward.held_out_model_path=null", "reward.kl_weight=0"]
+    capped = ["reward.cap=0.001", "anchor.weight=1", "anchor.target=reference"]
+    launch(f"run.output_dir={tmp_path / 'run'}", *one, *capped)
+    (line,) = metrics(tmp_path / "run")
+    assert line["actor/anchor_loss"] == line["grad_norm"] == 0 and line["train/no_signal"] == 1
+
+
 def test_a_clip_whose_latents_are_lost_is_an_error_or_has_no_anchor(capsys):
     def lost(sample):
         raise CacheError("latents are missing")
@@ -201,7 +231,9 @@ def test_policy_updates_with_the_anchor(tmp_path):
         (["anchor.sigmas=most"], "anchor.sigmas must be "),
         (["anchor.draws=0"], "anchor.draws must be at least 1"),
         (["reward.reward_model_path=null", "anchor.weight=1"], "reward.reward_model_path is required"),
-        ([*SUPERVISED, "reward.motion_weight=0", "reward.others={}", "train.early_stop={}"], "train.early_stop is the"),
+        ([*ALONE, "train.early_stop={}"], "train.early_stop is the"),
+        ([*ALONE, "anchor.target=reference"], "anchor.target reference is where the model starts"),
+        ([*ALONE, "experts.untrained=boundary_cache", "sample.noises_per_sample=2"], "boundary_cache is for rollouts"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(settings, message):

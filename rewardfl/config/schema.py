@@ -861,6 +861,11 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
             "train.early_stop is the held-out judge's, and supervised fine-tuning (anchor.weight alone) makes no video "
             "for it; set train.early_stop: null"
         )
+    if is_supervised(cfg) and cfg.anchor.target == "reference":
+        yield (
+            "anchor.target reference is where the model starts, so that supervised fine-tuning (anchor.weight alone) "
+            "would train nothing; set anchor.target: data"
+        )
     steps = () if isinstance(cfg.anchor.sigmas, str) else cfg.anchor.sigmas
     if steps and steps[-1] > cfg.sample.final_timestep:
         last = cfg.sample.final_timestep

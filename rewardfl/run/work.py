@@ -171,19 +171,28 @@ def lora_targets(cfg: AnyConfig, backbone: Backbone) -> list[str]:
 def check_active_experts(cfg: RewardFlConfig, backbone: Backbone) -> None:
     """ConfigError when a trained expert answers at no active step, or an active step gives nothing a gradient.
 
-    A frozen expert's step has no gradient of its own: it is of use only in handing one on to a trained expert's.
+    A frozen expert's step has no gradient of its own: it is of use only in handing one on to a trained expert's. The
+    active steps of supervised fine-tuning are the data anchor's.
     """
-    active, coupling = configuration.active_steps(cfg), configuration.resolved_coupling(cfg)
-    answering, trained = schedule_of(cfg, backbone).experts, trained_experts(cfg, backbone.experts)
+    schedule, trained = schedule_of(cfg, backbone), trained_experts(cfg, backbone.experts)
+    active, coupling, answering = (
+        configuration.active_steps(cfg),
+        configuration.resolved_coupling(cfg),
+        schedule.experts,
+    )
+    way_out = "sample.mid_timestep or sample.active_steps"
+    if configuration.is_supervised(cfg):
+        active, way_out = anchor_steps(cfg, schedule, trained), "anchor.sigmas (trained_range reaches every expert)"
     table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(answering))
     asked = {answering[i] for i in active}
     words = dict(zip(backbone.experts, configuration.TRAINABLE, strict=False))
     idle = [words[expert] for expert in trained if expert not in asked]
     if idle:
         useful = ",".join(words[expert] for expert in backbone.experts if expert in asked)
+        train = f"train {useful}, or change" if useful else "change"
         raise ConfigError(
             f"model.trainable_models: {', '.join(idle)} answers at no active step of {list(active)} and would not "
-            f"learn (expert by step: {table}); train {useful}, or change sample.mid_timestep or sample.active_steps"
+            f"learn (expert by step: {table}); {train} {way_out}"
         )
     own = [i for i in active if answering[i] in trained]
     useless = [i for i in active if i not in own and (coupling == 0 or i < own[0])]
