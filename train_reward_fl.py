@@ -86,6 +86,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler
     average = start.make_average(cfg.train.ema_decay, learner.parameters, resumed) if cfg.train.ema_decay else None
+    endpoint = cfg.sample.gradient_mode == "endpoint"  # its rollouts are by the averaged weights
     log = start.open_log(cfg, job, run_folder, resumed, steps)
 
     def velocity_of(network: nn.Module, batch: prepare.Batch) -> Velocity:
@@ -112,12 +113,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
             if not interruption.number:  # who sent a signal may not wait for videos
                 log.show_samples(done, start.sample_videos(cfg, samples, generate, job, done))
 
-    floor = {}
-    if cfg.reward.kl_weight != 0 and cfg.model.dtype == "bfloat16":
-        batch = starts.batch([(0, 0)])
-        reference, sigmas = velocity_of(policy, batch).reference, batch.schedule.sigmas
-        floor["actor/kl_floor"] = reward_flow.kl_floor(reference, batch.x, sigmas, active, batch.start)
-        job.say(f"note: in bfloat16 this model's KL reads about {floor['actor/kl_floor']:.1e} from rounding alone")
+    floor = start.measure_kl_floor(cfg, job, starts, partial(velocity_of, policy))
 
     # ---------------------------------------------------------------------------------- Go!
     interruption.listen()
@@ -149,7 +145,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     continue
 
                 # 1. Noise -> latents; of the active steps the latents before them are kept, or their graphs.
-                with timer("rollout"):
+                with timer("rollout"), averaged(average if endpoint else None, learner.parameters):
                     trajectory = reward_flow.rollout(velocity, batch.x, sigmas, active, batch.start, with_graph)
 
                 # 2. loss = -reward + kl_weight * KL, the mean over samples; here the gradient of -reward by the frames.
@@ -176,19 +172,22 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
                 # 4. Back through the active steps, each forward pass anew unless its graph was kept; here the KL joins.
                 with timer("replay"):
-                    replayed = reward_flow.replay(
-                        velocity,
-                        trajectory,
-                        sigmas,
-                        active,
-                        grad_x0,
-                        coupling,
-                        reference=velocity.reference,
-                        kl_weight=cfg.reward.kl_weight / per_process,
-                        kl_gradient=cfg.reward.kl_gradient,
-                        backward=job.backward,
-                        micro_batch=partial(job.micro_batch, policy),
-                    )
+                    per_step = partial(job.micro_batch, policy)
+                    if endpoint:
+                        length, share = cfg.sample.endpoint_length, 1 / per_process
+                        replayed = reward_flow.replay_endpoint(
+                            velocity, trajectory, sigmas, grad_x0, length, share, job.backward, per_step
+                        )
+                    else:
+                        inputs = (velocity, trajectory, sigmas, active, grad_x0, coupling)
+                        replayed = reward_flow.replay(
+                            *inputs,
+                            reference=velocity.reference,
+                            kl_weight=cfg.reward.kl_weight / per_process,
+                            kl_gradient=cfg.reward.kl_gradient,
+                            backward=job.backward,
+                            micro_batch=per_step,
+                        )
                     kl = replayed.kl  # (B,)
                 outcome["signal"] |= grad_x0.flatten(1).any(1) | (kl > 0)
                 outcome["finite"] &= (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & kl.isfinite()

@@ -21,6 +21,9 @@ from rewardfl.flow import euler_step, velocity_kl
 # how the KL's gradient travels, see `replay`; the last is an old name of reference_constant
 KL_GRADIENTS = ("exact", "fixed_trajectory", "reference_constant", "through_trajectory")
 
+# rise of the reward over an ascent of `replay_endpoint`, to first order, below which its direction is rounding
+SMALLEST_GAIN = 1e-4
+
 Velocity = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> velocity (B, ...)
 
 
@@ -170,6 +173,44 @@ def replay(
             chain = x.grad if chain is None else chain
             g = g + coupling * (chain if pull is None else chain + pull)
     return Replayed(kl, torch.stack(cotangents[::-1], 1))
+
+
+def replay_endpoint(
+    velocity: Velocity,
+    trajectory: Trajectory,
+    sigmas: Tensor,
+    grad_x0: Tensor,
+    length: float,
+    share: float,
+    backward: Callable[[Tensor], None] = torch.Tensor.backward,
+    micro_batch: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> Replayed:
+    """Accumulate the parameters' gradients of  share * sum_b loss_b  for the one step that was kept. The KL is 0.
+
+        loss = 5 mean((x0(v) - x0 - ascent)^2) / mean|x0(v) - x0 - ascent|,   ascent = -length |x0| grad_x0 / |grad_x0|
+
+    The denominator is a constant, so every sample pulls equally hard. x0 is the rollout's, by an older policy: how far
+    the policy has left it takes part of the ascent away. This is DiffusionOPSD (arXiv 2608.24646) with one ascent step,
+    in which its two branches are one loss, whatever the sample's advantage. A sample whose reward would rise by less
+    than SMALLEST_GAIN over the ascent teaches nothing: its direction is rounding.
+
+    grad_x0: (B, ...) `share` times each sample's gradient of -reward. length: a share of x0's norm. backward,
+    micro_batch: as `replay` takes them.
+    """
+    ((step, x),) = trajectory.kept.items()
+    rows = (-1, *[1] * (grad_x0.ndim - 1))
+    slope = torch.linalg.vector_norm(grad_x0.flatten(1), dim=1)
+    reach = length * torch.linalg.vector_norm(trajectory.x0.flatten(1), dim=1)
+    teaches = ~(slope * reach <= share * SMALLEST_GAIN)  # true for what is no number: an update with it is skipped
+    ascent = -grad_x0 * torch.where(teaches, reach / slope, 0).view(rows)
+    with micro_batch():
+        v = velocity(x, step)
+        left = (sigmas[step + 1] - sigmas[step]) * (v - trajectory.velocities[step]) - ascent
+        size = left.detach().abs().flatten(1).mean(1).view(rows)
+        pull = torch.where(teaches.view(rows), 10 * left.detach() / size / left[0].numel(), 0)
+        backward((share * pull * left).sum())
+    norms = share * torch.linalg.vector_norm(pull.flatten(1), dim=1, keepdim=True)
+    return Replayed(torch.zeros_like(slope), norms)
 
 
 def _reference_velocity(

@@ -14,6 +14,7 @@ from rewardfl import config
 from rewardfl.config import ConfigError
 
 ROOT = Path(__file__).parents[1]
+ENDPOINT = "sample.gradient_mode=endpoint"
 REQUIRED = {
     "run": {"output_dir": "out"},
     "model": {"model_paths": "weights/wan"},
@@ -125,7 +126,11 @@ def test_casts(write, override, expected):
         ("sample.noises_per_sample=frsh", "'frsh', did you mean 'fresh'?", "'fresh' or a whole number"),
         ("sample.active_steps=5", "5", "list or null"),
         ("sample.active_steps=[1, true]", "True", "whole number"),
-        ("sample.gradient_mode=chian", "'chian', did you mean 'chain'?", "'chain', 'bridge', 'drtune' or 'last'"),
+        (
+            "sample.gradient_mode=chian",
+            "'chian', did you mean 'chain'?",
+            "'chain', 'bridge', 'drtune', 'last' or 'endpoint'",
+        ),
     ],
 )
 def test_wrong_values_name_the_key_and_the_value(write, override, value, may_be):
@@ -409,6 +414,11 @@ def test_the_largest_values(write):
             ["sample.active_steps=[6, 7]", "sample.gradient_mode=last"],
             r"last differentiates final_timestep 7 alone, got active_steps \[6, 7\]; remove active_steps",
         ),
+        (["sample.endpoint_length=0.2"], "sample.endpoint_length is for gradient_mode endpoint; remove it"),
+        ([ENDPOINT, "reward.kl_weight=0"], "endpoint makes its videos by averaged weights; set train.ema_decay"),
+        ([ENDPOINT, "train.ema_decay=0.5"], "endpoint stays near the averaged weights and has no KL; set reward.kl"),
+        ([ENDPOINT, "train.max_sample_norm=1"], "gives every sample's gradient one length; set train.max_sample_norm"),
+        ([ENDPOINT, "train.active_graphs=keep_on_host"], "endpoint has no graphs in its rollout; set train.active"),
         (
             ["sample.coupling=0.5"],
             "coupling of gradient_mode chain is 1, got 0.5; remove it, or take gradient_mode",
@@ -474,6 +484,8 @@ def test_combinations_that_work(write):
 def test_active_steps(write):
     assert config.active_steps(load(write)) == (4, 5, 6, 7)
     assert config.active_steps(load(write, "sample.gradient_mode=last")) == (7,)
+    averaged = [ENDPOINT, "train.ema_decay=0.5", "reward.kl_weight=0", "sample.mid_timestep=9"]
+    assert config.active_steps(load(write, *averaged, "sample.final_timestep=6")) == (6,)
     assert config.active_steps(load(write, "sample.active_steps=[0, 6]")) == (0, 6)
     assert config.active_steps(load(write, "sample.mid_timestep=7")) == (7,)
 

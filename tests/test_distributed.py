@@ -102,7 +102,11 @@ REWARD_PLACES = {
     "both": [BOTH, "sample.mid_timestep=1", "sample.final_timestep=2"],
     "both, apart": [BOTH, "sample.active_steps=[0,3]", "sample.final_timestep=3", "sample.gradient_mode=drtune"],
     "one step": ["model.trainable_models=dit2", "sample.gradient_mode=last", "sample.final_timestep=3"],
-}
+    "endpoint": [
+        "model.trainable_models=dit2", "sample.gradient_mode=endpoint", "sample.final_timestep=3",
+        "reward.kl_weight=0", "train.ema_decay=0.5",
+    ],
+}  # fmt: skip
 GUIDED = ["sample.guidance_scale=3", "sample.negative_prompt=a blurred picture"]
 REWARD_PLACES |= {
     "guided": [*REWARD_PLACES["both"], *GUIDED],

@@ -282,6 +282,85 @@ def test_chain_against_finite_differences():
     assert analytic == pytest.approx((loss_at(eps) - loss_at(-eps)) / (2 * eps), rel=1e-3)
 
 
+def endpoint_step(rewards, share=1.0):
+    """A rollout by the policy, which then leaves it; grad_x0 of `rewards` (B,) times the smooth reward."""
+    pipe, model = lora_model(torch.float64)
+    cond, x = conditioning(3, torch.float64, pipe)
+    velocity, sigmas = Velocity(backbone_of(pipe), model, cond, SCHEDULE), SCHEDULE.sigmas.double()
+    trajectory = reward_flow.rollout(velocity, x, sigmas, [5])
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        parameter.data *= 1.3
+    x0 = trajectory.x0.clone().requires_grad_()
+    score = (rewards.view(3, 1) * torch.tanh(x0).flatten(1)).sum()
+    (grad_x0,) = torch.autograd.grad(-share * score, x0)
+    return model, velocity, trajectory, sigmas, grad_x0
+
+
+def published_endpoint_loss(velocity, trajectory, sigma, gradient, share, advantage, length, b):
+    """DiffusionOPSD's two branches, term by term (shared/reference/forward.md, section 5), with one ascent step."""
+    y0, v_old = trajectory.x0, trajectory.velocities[5]
+    per_sample = (-1, *[1] * (y0.ndim - 1))
+    step = length * y0.flatten(1).norm(dim=1).view(per_sample) * gradient
+    step = step / gradient.flatten(1).norm(dim=1).view(per_sample)
+    v, z = velocity(trajectory.kept[5], 5), trajectory.kept[5]
+    loss = 0
+    for sign, weight in ((1, advantage / 10 + 0.5), (-1, 0.5 - advantage / 10)):
+        y = z - sigma * ((1 - sign * b) * v_old + sign * b * v)
+        gap = y - (y0 + sign * step)
+        size = gap.detach().abs().flatten(1).mean(1)
+        loss = loss + (weight * gap.square().flatten(1).mean(1) / size).sum()
+    return 5 * share * loss
+
+
+@pytest.mark.parametrize("b,length", [(1.0, 0.1), (0.1, 0.02)])
+def test_endpoint_is_the_published_two_branch_form(b, length):
+    share = 0.25
+    rewards = torch.tensor([1.0, 0.01, 30.0], dtype=torch.float64)
+    model, velocity, trajectory, sigmas, grad_x0 = endpoint_step(rewards, share)
+    replayed = reward_flow.replay_endpoint(velocity, trajectory, sigmas, grad_x0, length / b, b * share)
+    actual = gradients(model)
+    model.zero_grad()
+    advantage = torch.tensor([2.0, -4.0, 0.5], dtype=torch.float64)
+    published_endpoint_loss(velocity, trajectory, sigmas[5], -grad_x0, share, advantage, length, b).backward()
+    assert_same(actual, gradients(model), 1e-9)
+    assert replayed.kl.tolist() == [0, 0, 0] and replayed.cotangents.shape == (3, 1)
+
+
+def test_endpoint_against_finite_differences():
+    model, velocity, trajectory, sigmas, grad_x0 = endpoint_step(torch.ones(3, dtype=torch.float64))
+    reward_flow.replay_endpoint(velocity, trajectory, sigmas, grad_x0, 0.1, 1.0)
+    grads, parameters = gradients(model), dict(model.named_parameters())
+    generator = torch.Generator().manual_seed(9)
+    direction = {n: torch.randn(g.shape, generator=generator, dtype=g.dtype) for n, g in grads.items()}
+    lengths = grad_x0.flatten(1).norm(dim=1) / trajectory.x0.flatten(1).norm(dim=1) / 0.1
+    target = trajectory.x0 - grad_x0 / lengths.view(3, 1, 1, 1, 1)
+
+    def gap_at(offset):
+        for n, d in direction.items():
+            parameters[n].data += offset * d
+        with torch.no_grad():
+            gap = trajectory.kept[5] - sigmas[5] * velocity(trajectory.kept[5], 5) - target
+        for n, d in direction.items():
+            parameters[n].data -= offset * d
+        return gap.flatten(1)
+
+    size = gap_at(0.0).abs().mean(1)  # a constant of the loss
+    high, low = (float((5 * gap_at(eps).square().mean(1) / size).sum()) for eps in (1e-3, -1e-3))
+    slope = sum(float((grads[n] * d).sum()) for n, d in direction.items())
+    assert slope == pytest.approx((high - low) / 2e-3, rel=1e-3)
+
+
+def test_endpoint_learns_nothing_from_a_sample_without_gradient():
+    rewards = torch.tensor([1.0, 0.0, 1e-9], dtype=torch.float64)  # nobody to be seen; a rounding
+    model, velocity, trajectory, sigmas, grad_x0 = endpoint_step(rewards)
+    replayed = reward_flow.replay_endpoint(velocity, trajectory, sigmas, grad_x0, 0.1, 1.0)
+    sizes = replayed.cotangents.flatten()
+    assert sizes[0] > 0 and sizes[1:].tolist() == [0, 0]
+    grad_x0[1, 0, 0, 0, 0] = torch.nan  # but what is no number is seen, so that the update is skipped
+    reward_flow.replay_endpoint(velocity, trajectory, sigmas, grad_x0, 0.1, 1.0)
+    assert any(grad.isnan().any() for grad in gradients(model).values())
+
+
 def test_checkpointing_changes_nothing():
     results = []
     for checkpointing in (False, True):  # the reference's blocks, too, are computed again with its adapter off

@@ -279,6 +279,26 @@ def test_an_averaged_adapter(straight, tmp_path):
     assert not equal(adapter(run, 3), adapter(straight, 3))
 
 
+def test_endpoint_rolls_out_with_the_average(monkeypatch, capsys, tmp_path):
+    """A run that was resumed has the same weights, bit for bit."""
+    settings = [*FAST, "sample.gradient_mode=endpoint", "train.ema_decay=0.9", "reward.kl_weight=0"]
+    settings += ["run.save_steps=2", "run.sample_videos=0", "train.max_steps=3"]
+    run, resumed, gaps = tmp_path / "run", tmp_path / "resumed", []
+    replay = reward_flow.replay_endpoint
+
+    def watched(velocity, trajectory, *others):
+        ((step, x),) = trajectory.kept.items()
+        with torch.no_grad():
+            gaps.append(float((velocity(x, step) - trajectory.velocities[step]).abs().max()))
+        return replay(velocity, trajectory, *others)
+
+    monkeypatch.setattr(reward_flow, "replay_endpoint", watched)
+    assert call(monkeypatch, capsys, *settings, f"run.output_dir={run}")[0] == 0
+    assert gaps[0] == 0 and gaps[1] > 0 and gaps[2] > 0
+    assert call(monkeypatch, capsys, *settings, f"run.output_dir={cut(run, resumed, 2)}")[0] == 0
+    assert metrics(run) == metrics(resumed) and equal(adapter(run, 3), adapter(resumed, 3))
+
+
 def test_another_learning_rate_and_weight(straight, monkeypatch, capsys, tmp_path):
     run, groups = cut(straight, tmp_path / "run", 3), []
     changes = ["train.learning_rate=5e-4", "train.weight_decay=0.5", "reward.kl_weight=3", "train.max_steps=4"]

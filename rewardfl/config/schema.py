@@ -140,7 +140,8 @@ def _names(text: str) -> list[str]:
 
 TRAINABLE = ("dit", "dit2")  # a model's experts in the order in which they answer; a model with one has the first
 TORCHS_ATTENTION = ("native", "_native_cudnn", "_native_efficient", "_native_flash")  # diffusers' names
-COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0}
+COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0, "endpoint": 1.0}
+ONE_STEP = ("last", "endpoint")  # gradient modes of one active step
 # reward/<name> of the scripts themselves, and of face_identity's parts where alarms and documents mean those
 OWN_METRICS = ("mean", "std_in_group", "valid_fraction", "failed", "score", "held_out", "coverage", "motion")
 
@@ -341,8 +342,11 @@ class SampleConfig(SharedSampleConfig):
     # The steps that carry gradient as an increasing list within 0..final_timestep, instead of mid..final.
     active_steps: Listed[int] | None = None
     # How the reward's gradient travels back from one active step to the one before: chain (exactly), bridge
-    # (damped), drtune (not at all); last differentiates final_timestep alone, whatever mid_timestep says.
-    gradient_mode: Literal["chain", "bridge", "drtune", "last"] = "chain"
+    # (damped), drtune (not at all); last and endpoint differentiate final_timestep alone, whatever mid_timestep says.
+    # endpoint pulls every sample equally far up its reward, from videos of the averaged weights (DiffusionOPSD).
+    gradient_mode: Literal["chain", "bridge", "drtune", "last", "endpoint"] = "chain"
+    # How far gradient_mode endpoint goes up the reward, as a share of the latents' norm.
+    endpoint_length: Annotated[Number, Field(gt=0, le=1)] = 0.1
     # Weight of that path; null takes the mode's: chain 1, bridge 0.2, drtune 0, last 1. Only bridge takes
     # another, between 0 and 1.
     coupling: Share | None = None
@@ -357,13 +361,15 @@ class SampleConfig(SharedSampleConfig):
         yield from super().conflicts()
         if self.guidance_gradient != "both" and self.guidance_scale == 1:
             yield "sample.guidance_gradient does nothing without guidance; set sample.guidance_scale, or remove it"
+        if self.gradient_mode != "endpoint" and self.endpoint_length != 0.1:
+            yield "sample.endpoint_length is for gradient_mode endpoint; remove it"
         last, steps = self.final_timestep, self.num_inference_steps
         mode, coupling = self.gradient_mode, self.coupling
         if last >= steps:
             yield f"sample.final_timestep must be at most {steps - 1} for {steps} sampling steps, got {last}"
         if self.active_steps is not None:
             yield from self._conflicts_of_active_steps(list(self.active_steps))
-        elif self.mid_timestep > last and mode != "last":
+        elif self.mid_timestep > last and mode not in ONE_STEP:
             yield f"sample.mid_timestep must be at most final_timestep {last}, got {self.mid_timestep}"
         if mode == "bridge" and coupling is not None and not 0 < coupling < 1:
             yield (
@@ -382,10 +388,10 @@ class SampleConfig(SharedSampleConfig):
             yield f"sample.active_steps must be an increasing list of steps, got {shown(active)}"
         elif active[0] < 0 or active[-1] > last:
             yield f"sample.active_steps must lie in 0..{last} (final_timestep), got {shown(active)}"
-        elif self.gradient_mode == "last" and active != [last]:
+        elif self.gradient_mode in ONE_STEP and active != [last]:
             yield (
-                f"sample.gradient_mode last differentiates final_timestep {last} alone, got active_steps "
-                f"{shown(active)}; remove active_steps, or take gradient_mode chain"
+                f"sample.gradient_mode {self.gradient_mode} differentiates final_timestep {last} alone, got "
+                f"active_steps {shown(active)}; remove active_steps, or take gradient_mode chain"
             )
 
 
@@ -672,7 +678,8 @@ class TrainConfig(GrpoTrainConfig):
     # memory (13.4 GB for each step at 480x832x81), so that one forward pass of each step is saved. For one process.
     active_graphs: Free[Literal["replay", "keep_on_host"]] = "replay"
     # An average of the weights, which is shown and saved instead of the last ones: weight of the old average at each
-    # update (rising from 0.1 to this). 0: the last weights themselves. What is trained and judged is not touched.
+    # update (rising from 0.1 to this). 0: the last weights themselves. What is trained and judged is not touched, but
+    # for gradient_mode endpoint, whose videos are the average's.
     ema_decay: Annotated[Number, Field(ge=0, lt=1)] = 0.0
 
     def conflicts(self) -> Iterator[str]:
@@ -786,6 +793,8 @@ class RewardFlConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         yield from _shared_conflicts(self)
+        if self.sample.gradient_mode == "endpoint" and not is_supervised(self):
+            yield from self._endpoint_conflicts()
         if self.experts.untrained != "boundary_cache":
             return
         if is_supervised(self):
@@ -805,6 +814,18 @@ class RewardFlConfig(Section):
                 "experts.untrained boundary_cache makes its latents without guidance, sample.guidance_scale is "
                 f"{self.sample.guidance_scale:g}; set experts.untrained: cpu_swap, or guidance_scale: 1"
             )
+
+    def _endpoint_conflicts(self) -> Iterator[str]:
+        """Yield what gradient_mode endpoint does not go with."""
+        needs = "sample.gradient_mode endpoint"
+        if self.train.ema_decay == 0:
+            yield f"{needs} makes its videos by averaged weights; set train.ema_decay, for example to 0.5"
+        if self.reward.kl_weight != 0:
+            yield f"{needs} stays near the averaged weights and has no KL; set reward.kl_weight: 0"
+        if self.train.max_sample_norm is not None:
+            yield f"{needs} gives every sample's gradient one length; set train.max_sample_norm: null"
+        if self.train.active_graphs == "keep_on_host":
+            yield f"{needs} has no graphs in its rollout; set train.active_graphs: replay"
 
 
 class FlowGrpoConfig(Section):
@@ -925,9 +946,9 @@ def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:
 
 
 def active_steps(cfg: RewardFlConfig) -> tuple[int, ...]:
-    """The sampling steps that carry gradient, increasing; gradient_mode last: final_timestep alone."""
+    """The sampling steps that carry gradient, increasing; final_timestep alone for some gradient_modes."""
     sample = cfg.sample
-    if sample.gradient_mode == "last":
+    if sample.gradient_mode in ONE_STEP:
         return (sample.final_timestep,)
     if sample.active_steps is not None:
         return sample.active_steps

@@ -21,11 +21,24 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rewardfl import attention, backbones, compiling, data, groups, grpo, lora, machine, offload, sharding, trust
+from rewardfl import (
+    attention,
+    backbones,
+    compiling,
+    data,
+    groups,
+    grpo,
+    lora,
+    machine,
+    offload,
+    reward_flow,
+    sharding,
+    trust,
+)
 from rewardfl import config as configuration
 from rewardfl.backbones import seam
-from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Experts, Source
-from rewardfl.config import AnyConfig
+from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Experts, Source, Velocity
+from rewardfl.config import AnyConfig, RewardFlConfig
 from rewardfl.data.cache import Cache, digest
 from rewardfl.files import escape_unencodable_output, model_digest, printable
 from rewardfl.optim import Average, learning_rate_factor
@@ -720,6 +733,19 @@ def load_schedule(scheduler: LambdaLR, state: dict[str, Any], train: configurati
     scheduler.load_state_dict(state | {"base_lrs": [train.learning_rate] * len(rates), "_last_lr": rates})
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group |= {"initial_lr": train.learning_rate, "lr": rate, "weight_decay": train.weight_decay}
+
+
+def measure_kl_floor(
+    cfg: RewardFlConfig, job: Job, starts: prepare.Starts, velocity_of: Callable[[prepare.Batch], Velocity]
+) -> dict[str, float]:
+    """Return {"actor/kl_floor": the KL that rounding alone shows}, and print it; nothing in float32 or without KL."""
+    if cfg.reward.kl_weight == 0 or cfg.model.dtype != "bfloat16":
+        return {}
+    batch = starts.batch([(0, 0)])
+    reference, sigmas = velocity_of(batch).reference, batch.schedule.sigmas
+    floor = reward_flow.kl_floor(reference, batch.x, sigmas, configuration.active_steps(cfg), batch.start)
+    job.say(f"note: in bfloat16 this model's KL reads about {floor:.1e} from rounding alone")
+    return {"actor/kl_floor": floor}
 
 
 def make_average(decay: float, parameters: Sequence[nn.Parameter], resumed: ResumedRun) -> Average:
