@@ -1,6 +1,7 @@
 """Build the tiny world from a seed: what is trained how long, in which order, and what is written."""
 
 import multiprocessing
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -111,7 +112,10 @@ def train_vae(build: Build) -> AutoencoderKLWan:
 
 
 def train_faces(build: Build) -> None:
-    """Two packs that share neither an architecture nor a person."""
+    """Packs of the reward and of the judge, which share neither an architecture nor a person.
+
+    A third pack has the reward's detector, and a recogniser that sees the inner face alone.
+    """
     plan, seed = build.plan, build.seed
     for name, network, offset, damage in (
         ("reward", faces.PyramidDetector, 5, faces.worn),
@@ -123,10 +127,12 @@ def train_faces(build: Build) -> None:
             lambda m, o=offset, d=damage: faces.train_detector(m, seed + o, plan.detector_steps, build.log, damage=d),
         )  # fmt: skip
         faces.export(detector, build.out / "faces" / name / "detector.onnx")
-    torch.manual_seed(seed + 11)
-    recogniser = build.train("reward_recogniser", faces.Recogniser(12), lambda m: faces.train_recogniser(
-        m, seed + 11, plan.recogniser_steps, plan.people_per_step, build.log))  # fmt: skip
-    faces.export(recogniser, build.out / "faces" / "reward" / "recogniser.onnx")
+    for name, kind, offset in (("reward", faces.Recogniser, 11), ("inner_face", faces.InnerFaceRecogniser, 13)):
+        torch.manual_seed(seed + offset)
+        recogniser = build.train(f"{name}_recogniser", kind(12), lambda m, o=offset: faces.train_recogniser(
+            m, seed + o, plan.recogniser_steps, plan.people_per_step, build.log))  # fmt: skip
+        faces.export(recogniser, build.out / "faces" / name / "recogniser.onnx")
+    shutil.copy(build.out / "faces" / "reward" / "detector.onnx", build.out / "faces" / "inner_face" / "detector.onnx")
     torch.manual_seed(seed + 12)
     judge = build.train("judge_recogniser", second_opinion.SeparableRecogniser(), lambda m: second_opinion.train_judge(
         m, seed + 12, plan.judge_steps, plan.people_per_step, plan.judge_people, build.log))  # fmt: skip

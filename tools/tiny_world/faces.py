@@ -20,6 +20,7 @@ from rewardfl_tools.tiny_world.people import SIZE, draw_motion, draw_people, ren
 STRIDES, ANCHORS = (8, 16, 32), 2
 DET_SIZE = 128
 ZOOM = DET_SIZE / SIZE  # of a frame that fills the detector's input
+NEIGHBOURHOOD = 13  # pixels on a side of the crop's 112: about an eye
 
 
 def conv_block(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
@@ -54,6 +55,37 @@ class Recogniser(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.embed(self.pool(self.features(x)).flatten(1))
+
+
+def local_contrast(crops: Tensor) -> Tensor:
+    """Return crops (N, 3, H, W) as grey (N, 1, H, W), minus the local mean and over the local deviation."""
+    grey = crops.mean(1, keepdim=True)
+
+    def blur(x: Tensor) -> Tensor:
+        return F.avg_pool2d(x, NEIGHBOURHOOD, 1, NEIGHBOURHOOD // 2, count_include_pad=False)
+
+    details = grey - blur(grey)
+    return details / (blur(details * details).sqrt() + 0.05)
+
+
+def inner_face() -> Tensor:
+    """Return a mask (1, 1, 112, 112): 1 from the brows to the chin and from eye to eye, 0 around it."""
+    mask = torch.zeros(1, 1, 112, 112)
+    mask[..., 32:104, 22:90] = 1
+    return mask
+
+
+class InnerFaceRecogniser(Recogniser):
+    """A recogniser that sees the inner face alone, grey and in local contrast: no colour of hair or skin."""
+
+    mask: Tensor
+
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.register_buffer("mask", inner_face())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((local_contrast(x) * self.mask).expand(-1, 3, -1, -1))
 
 
 class Scrfd(nn.Module):

@@ -12,24 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rewardfl_tools.tiny_world import strangers
-from rewardfl_tools.tiny_world.faces import Separable, crop_faces, draw_views
+from rewardfl_tools.tiny_world.faces import Separable, crop_faces, draw_views, inner_face, local_contrast
 from rewardfl_tools.tiny_world.people import draw_people
 from rewardfl_tools.tiny_world.video import Log
 
 SCALE, MARGIN = 24.0, 0.3
 FRAMES_OF_A_STRANGER = 6
-NEIGHBOURHOOD = 13  # pixels on a side of the crop's 112: about an eye
-
-
-def local_contrast(crops: Tensor) -> Tensor:
-    """Return crops (N, 3, H, W) as grey (N, 1, H, W), minus the local mean and over the local deviation."""
-    grey = crops.mean(1, keepdim=True)
-
-    def blur(x: Tensor) -> Tensor:
-        return F.avg_pool2d(x, NEIGHBOURHOOD, 1, NEIGHBOURHOOD // 2, count_include_pad=False)
-
-    details = grey - blur(grey)
-    return details / (blur(details * details).sqrt() + 0.05)
 
 
 class SeparableRecogniser(nn.Module):
@@ -40,9 +28,7 @@ class SeparableRecogniser(nn.Module):
     def __init__(self, width: int = 40):
         super().__init__()
         w = width
-        mask = torch.zeros(1, 1, 112, 112)
-        mask[..., 32:104, 22:90] = 1
-        self.register_buffer("inner_face", mask)
+        self.register_buffer("inner_face", inner_face())
         self.features = nn.Sequential(
             nn.Conv2d(1, w, 7, 4, 3, bias=False), nn.BatchNorm2d(w), nn.SiLU(), Separable(w, w), Separable(w, w),
             Separable(w, 2 * w, 2), Separable(2 * w, 2 * w), Separable(2 * w, 2 * w),
