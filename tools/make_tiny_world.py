@@ -29,13 +29,13 @@ def main() -> None:
         "--judge", action=Judge, default={}, metavar="NAME=FOLDER", help="a further face pack that judges"
     )
     args = parser.parse_args()
-    from rewardfl_tools.tiny_world import build, measure  # not before: --help is answered without torch
+    from rewardfl_tools.tiny_world import build, distil, measure  # not before: --help is answered without torch
 
     plan = build.QUICK if args.quick else build.Plan()
     if args.distil:
-        if not (args.out / "pipeline" / "model_index.json").is_file():
-            parser.error(f"--distil: no pipeline in {args.out}; give the folder of a built world as --out")
-        build.distil_pipeline(plan, args.out, args.seed, print)
+        if missing := [name for name in ("pipeline", "train/metadata.csv") if not (args.out / name).exists()]:
+            parser.error(f"--distil: {args.out / missing[0]} is missing; give the folder of a built world as --out")
+        build.run_pass((distil.distil, args.out, plan.distil_updates, args.seed, print))
         return
     work = args.work or (args.out / "work" if args.quick else Path("build/tiny_world"))
     work.mkdir(parents=True, exist_ok=True)

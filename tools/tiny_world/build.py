@@ -220,13 +220,8 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
     # clips of people that no network above has seen: to train on, to choose by, and to judge by
     for name, count, offset in CLIPS:
         write_clips(out / name, getattr(plan, count), seed + offset)
-    distil_pipeline(plan, out, seed, this.log)
+    run_pass((distil.distil, out, plan.distil_updates, seed, this.log))
     this.log(f"written to {out}")
-
-
-def distil_pipeline(plan: Plan, out: Path, seed: int, log: video.Log) -> None:
-    """Write the four-step LoRAs of `out`/pipeline to `out`/lightning, learned from the people of `out`/train."""
-    run_pass((distil.distil, out, plan.distil_updates, seed, log))
 
 
 def run_pass(*jobs: tuple) -> None:

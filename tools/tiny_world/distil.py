@@ -8,7 +8,6 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,33 +27,19 @@ BATCH, LEARNING_RATE = 2, 2e-3
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The student's four steps and the teacher's shorter ones between them, for one batch."""
-
-    student: Velocity
-    teacher: Velocity
-
-    def target(self, x: Tensor, step: int) -> Tensor:
-        """Return the velocity that takes x (B, ...) before the student's `step` to where the teacher goes from it."""
-        sigmas = self.teacher.schedule.sigmas
-        first, end = step * SUBSTEPS, (step + 1) * SUBSTEPS
-        goal = reward_flow.rollout(self.teacher.reference, x, sigmas[: end + 1], keep=(), start=first).x0
-        return (goal - x) / (sigmas[end] - sigmas[first])
+def find_target(teacher: Velocity, x: Tensor, step: int) -> Tensor:
+    """Return the velocity that takes x (B, ...) before the student's `step` to where the teacher goes from it."""
+    sigmas, first, end = teacher.schedule.sigmas, step * SUBSTEPS, (step + 1) * SUBSTEPS
+    goal = reward_flow.rollout(teacher.reference, x, sigmas[: end + 1], keep=(), start=first).x0
+    return (goal - x) / (sigmas[end] - sigmas[first])
 
 
-def make_steps(backbone: Backbone, experts: Experts, conditioning: Conditioning) -> Steps:
-    shape = backbone.latent_shape(SIZE, SIZE, NUM_FRAMES)
-    student, teacher = (backbone.schedule(count, SHIFT, shape) for count in (STEPS, STEPS * SUBSTEPS))
-    return Steps(*(Velocity(backbone, experts, conditioning, schedule) for schedule in (student, teacher)))
-
-
-def fit_steps(steps: Steps, x: Tensor) -> list[float]:
+def fit_steps(student: Velocity, teacher: Velocity, x: Tensor) -> list[float]:
     """Accumulate the gradients of the squared misfits along the student's path from noise x; return the misfits."""
-    sigmas, misfits = steps.student.schedule.sigmas, []
+    sigmas, misfits = student.schedule.sigmas, []
     for i in range(STEPS):
-        target = steps.target(x, i)
-        velocity = steps.student(x, i)
+        target = find_target(teacher, x, i)
+        velocity = student(x, i)
         loss = (velocity - target).square().mean()
         loss.backward()
         misfits.append(float(loss.detach()))
@@ -80,21 +65,23 @@ def distil(world: Path, updates: int, seed: int, log: Callable[[str], None]) -> 
     trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0)
     shape, start = backbone.latent_shape(SIZE, SIZE, NUM_FRAMES), time.time()
+    schedules = [backbone.schedule(count, SHIFT, shape) for count in (STEPS, STEPS * SUBSTEPS)]
     for update in range(updates):
         rate = LEARNING_RATE * min(1, (update + 1) / 10) * (0.5 + 0.5 * math.cos(math.pi * update / updates))
         optimizer.param_groups[0]["lr"] = rate
         rows = [groups.sample_at(update * BATCH + i, len(conditioning), seed)[1] for i in range(BATCH)]
         x = groups.noise((BATCH, *shape), groups.noise_seed(seed, update, "distil"))
-        steps = make_steps(backbone, experts, backbone.collate([conditioning[row] for row in rows]))
-        misfits = fit_steps(steps, x)
+        batch = backbone.collate([conditioning[row] for row in rows])
+        student, teacher = (Velocity(backbone, experts, batch, schedule) for schedule in schedules)
+        misfits = fit_steps(student, teacher, x)
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         log(f"distil {update} {time.time() - start:.0f}s misfit {' '.join(f'{misfit:.4f}' for misfit in misfits)}")
-    write(backbone, experts, world / "lightning")
+    write_loras(backbone, experts, world / "lightning")
 
 
-def write(backbone: Backbone, experts: Experts, folder: Path) -> None:
+def write_loras(backbone: Backbone, experts: Experts, folder: Path) -> None:
     """Write the adapters as Wan2.2-Lightning's files, in float16."""
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as checkpoint:
