@@ -2,6 +2,7 @@
 
     python tools/make_tiny_world.py                    # assets/tiny_world, under six hours on two CPU cores
     python tools/make_tiny_world.py --quick --out DIR  # the whole path with next to no training, a minute
+    python tools/make_tiny_world.py --distil           # OUT/lightning alone, from OUT/pipeline and OUT/train
 
 Finished stages are kept in --work and not trained again; delete the folder to start over. The cured model stays in
 --work: it learns from the same clips without drift. The figures that the trained networks reach are measured from the
@@ -23,13 +24,19 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="where finished stages are kept (default: build/tiny_world)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="next to no training, for tests")
+    parser.add_argument("--distil", action="store_true", help="write the four-step LoRAs of OUT/pipeline, nothing else")
     parser.add_argument(
         "--judge", action=Judge, default={}, metavar="NAME=FOLDER", help="a further face pack that judges"
     )
     args = parser.parse_args()
-    from rewardfl_tools.tiny_world import build, measure  # not before: --help is answered without torch
+    from rewardfl_tools.tiny_world import build, distil, measure  # not before: --help is answered without torch
 
     plan = build.QUICK if args.quick else build.Plan()
+    if args.distil:
+        if missing := [name for name in ("pipeline", "train/metadata.csv") if not (args.out / name).exists()]:
+            parser.error(f"--distil: {args.out / missing[0]} is missing; give the folder of a built world as --out")
+        build.run_pass((distil.distil, args.out, plan.distil_updates, args.seed, print))
+        return
     work = args.work or (args.out / "work" if args.quick else Path("build/tiny_world"))
     work.mkdir(parents=True, exist_ok=True)
     build.build(plan, args.out, work, args.seed)

@@ -13,7 +13,7 @@ from diffusers import AutoencoderKLWan, WanImageToVideoPipeline
 from torch import nn
 
 from rewardfl.data import write_video
-from rewardfl_tools.tiny_world import faces, people, second_opinion, vae, video
+from rewardfl_tools.tiny_world import distil, faces, people, second_opinion, vae, video
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Plan:
     low_last_steps: int = 2500
     residual_vae_steps: tuple[int, int] = (1000, 120)  # of the second pipeline: on frames and on clips
     only_steps: int = 1500
+    distil_updates: int = 100
     train_people: int = 48
     validation_people: int = 24
     eval_people: int = 48
@@ -47,7 +48,7 @@ QUICK = Plan(
     vae_frame_steps=4, vae_clip_steps=2, vae_decoder_steps=2, detector_steps=2, recogniser_steps=2, judge_steps=2,
     judge_people=8, people_per_step=4, clips=16, layers=1, high_steps=2, high_last_steps=2, low_steps=2,
     low_last_steps=2, residual_vae_steps=(2, 1), only_steps=2, train_people=4, validation_people=2, eval_people=2,
-    statistics_clips=8, measured_people=20,
+    statistics_clips=8, measured_people=20, distil_updates=2,
 )  # fmt: skip
 
 # folders of clips: the plan's count and the seed of each; no two seeds share people
@@ -225,6 +226,7 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
     # clips of people that no network above has seen: to train on, to choose by, and to judge by
     for name, count, offset in CLIPS:
         write_clips(out / name, getattr(plan, count), seed + offset)
+    run_pass((distil.distil, out, plan.distil_updates, seed, this.log))
     this.log(f"written to {out}")
 
 

@@ -1,0 +1,90 @@
+"""The tiny world's four-step LoRAs: files like Wan2.2-Lightning's, and a sampler that is nearer to its teacher."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, run_tool
+from diffusers import WanImageToVideoPipeline
+from safetensors.torch import load_file
+
+from rewardfl import backbones, groups, reward_flow
+from rewardfl.backbones.seam import Experts, Source, Velocity
+from rewardfl.flow import linear_sigmas
+from rewardfl_tools import make_tiny_world
+from rewardfl_tools.tiny_world import distil
+
+WORLD = ROOT / "assets" / "tiny_world"
+FILES = [WORLD / "lightning" / f"{noise}_noise_model.safetensors" for noise in ("high", "low")]
+
+
+def open_world(files=("", "")):
+    """Return the committed pipeline's backbone and its experts, with the LoRAs of two files fused."""
+    source = Source(model_paths=str(WORLD / "pipeline"), dtype="float32", distilled=(*map(str, files), "fuse"))
+    backbone = backbones.open("wan2_2", source)
+    return backbone, Experts({name: backbone.load_expert(name) for name in backbone.experts})
+
+
+def test_the_files_have_lightnings_names_and_are_small():
+    assert sum(path.stat().st_size for path in FILES) <= 1e6
+    key = r"diffusion_model\.blocks\.[0-3]\.((self|cross)_attn\.[qkvo]|ffn\.[02])\.(lora_(down|up)\.weight|alpha)"
+    for names in map(load_file, FILES):
+        assert len(names) == 4 * 10 * 3 and all(re.fullmatch(key, name) for name in names)
+
+
+def test_diffusers_loads_what_we_fuse():
+    (_, experts), (_, plain) = open_world(FILES), open_world()
+    pipe = WanImageToVideoPipeline.from_pretrained(WORLD / "pipeline", torch_dtype=torch.float32)
+    for i, path in enumerate(FILES):
+        pipe.load_lora_weights(path, load_into_transformer_2=i == 1, adapter_name=path.stem)
+    pipe.fuse_lora(components=["transformer", "transformer_2"])
+    pipe.unload_lora_weights()
+    for name, expert in (("high_noise", pipe.transformer), ("low_noise", pipe.transformer_2)):
+        ours, theirs, base = (dict(each.state_dict()) for each in (experts.inside[name], expert, plain.inside[name]))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        assert all(not torch.equal(ours[key], base[key]) for key in base if key.endswith("ffn.net.2.weight"))
+
+
+def test_the_target_is_the_teachers_way_and_the_student_walks_its_own():
+    states, weight, sigmas = [], torch.tensor(2.0, requires_grad=True), linear_sigmas(16, 5.0)
+
+    def student(x, step):
+        states.append(x)
+        return weight * x
+
+    student.schedule = SimpleNamespace(sigmas=linear_sigmas(4, 5.0))
+    teacher = SimpleNamespace(reference=lambda x, step: x, schedule=SimpleNamespace(sigmas=sigmas))
+    misfits = distil.fit_steps(student, teacher, torch.tensor([[1.0, -3.0]]))
+    torch.testing.assert_close(states[1], states[0] * (1 + 2 * (sigmas[4] - sigmas[0])))
+    gaps = [2 - ((1 + sigmas[i : i + 5].diff()).prod() - 1) / (sigmas[i + 4] - sigmas[i]) for i in (0, 4, 8, 12)]
+    pairs = [(gap, state.square().mean()) for gap, state in zip(gaps, states, strict=True)]
+    assert misfits == pytest.approx([float(gap**2 * size) for gap, size in pairs], rel=1e-4)
+    assert float(weight.grad) == pytest.approx(sum(float(2 * gap * size) for gap, size in pairs), rel=1e-4)
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_four_distilled_steps_are_nearer_to_the_teachers_many():
+    (plain, base), (_, distilled) = open_world(), open_world(FILES)
+    conditioning = plain.collate(distil.read_conditioning(plain, WORLD / "validation" / "metadata.csv")[:4])
+    shape, ends = plain.latent_shape(80, 80, 9), []
+    for experts, steps in ((base, 32), (base, 4), (distilled, 4)):
+        velocity = Velocity(plain, experts, conditioning, plain.schedule(steps, 5.0, shape))
+        ends.append(reward_flow.rollout(velocity, groups.noise((4, *shape), 7), velocity.schedule.sigmas, ()).x0)
+    before, after = (float((end - ends[0]).square().mean()) for end in ends[1:])
+    assert after < 0.65 * before
+
+
+@pytest.mark.long
+def test_the_tool_writes_the_same_files_again(tmp_path):
+    assert f"{tmp_path}/pipeline is missing" in run_tool(make_tiny_world.main, "--distil", "--out", tmp_path, expect=2)
+    contents = []
+    (tmp_path / "train").mkdir()
+    (tmp_path / "pipeline").symlink_to(WORLD / "pipeline")
+    table = "\n".join((WORLD / "train" / "metadata.csv").read_text().splitlines()[:3])
+    (tmp_path / "train" / "metadata.csv").write_text(table.replace("videos/", f"{WORLD}/train/videos/"))
+    for _ in range(2):
+        distil.distil(tmp_path, 1, 3, log=print)
+        contents.append([(tmp_path / "lightning" / path.name).read_bytes() for path in FILES])
+    assert contents[0] == contents[1] and contents[0][0] != contents[0][1]
