@@ -201,7 +201,7 @@ def replay_endpoint(
     rows = (-1, *[1] * (grad_x0.ndim - 1))
     slope = torch.linalg.vector_norm(grad_x0.flatten(1), dim=1)
     reach = length * torch.linalg.vector_norm(trajectory.x0.flatten(1), dim=1)
-    teaches = ~(slope * reach <= share * SMALLEST_GAIN)  # true for what is no number: an update with it is skipped
+    teaches = ~(slope * reach <= share * SMALLEST_GAIN)  # true for NaN: such an update is skipped
     ascent = -grad_x0 * torch.where(teaches, reach / slope, 0).view(rows)
     with micro_batch():
         v = velocity(x, step)

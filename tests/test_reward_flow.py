@@ -297,7 +297,7 @@ def endpoint_step(rewards, share=1.0):
 
 
 def published_endpoint_loss(velocity, trajectory, sigma, gradient, share, advantage, length, b):
-    """DiffusionOPSD's two branches, term by term (shared/reference/forward.md, section 5), with one ascent step."""
+    """DiffusionOPSD's two branches, term by term (arXiv 2608.24646), with one ascent step."""
     y0, v_old = trajectory.x0, trajectory.velocities[5]
     per_sample = (-1, *[1] * (y0.ndim - 1))
     step = length * y0.flatten(1).norm(dim=1).view(per_sample) * gradient
@@ -356,7 +356,7 @@ def test_endpoint_learns_nothing_from_a_sample_without_gradient():
     replayed = reward_flow.replay_endpoint(velocity, trajectory, sigmas, grad_x0, 0.1, 1.0)
     sizes = replayed.cotangents.flatten()
     assert sizes[0] > 0 and sizes[1:].tolist() == [0, 0]
-    grad_x0[1, 0, 0, 0, 0] = torch.nan  # but what is no number is seen, so that the update is skipped
+    grad_x0[1, 0, 0, 0, 0] = torch.nan  # NaN is seen, so that the update is skipped
     reward_flow.replay_endpoint(velocity, trajectory, sigmas, grad_x0, 0.1, 1.0)
     assert any(grad.isnan().any() for grad in gradients(model).values())
 

@@ -96,8 +96,8 @@ def test_inner_face_is_blind_to_colour_and_hair():
     for pack in ("reward", "inner_face"):
         recogniser = face.FaceRecogniser(WORLD / "faces" / pack / "recogniser.onnx")
         with torch.no_grad():
-            own, turned, other = (recogniser(x) for x in (crops, crops.flip(1), other_hair))
-        seen[pack] = [(own * changed).sum(1).min() for changed in (turned, other)]
+            plain, turned, other = (recogniser(x) for x in (crops, crops.flip(1), other_hair))
+        seen[pack] = [(plain * changed).sum(1).min() for changed in (turned, other)]
     assert seen["inner_face"][0] > 0.9999 and max(seen["reward"]) < 0.99
     assert seen["inner_face"][1] > seen["reward"][1]
 
