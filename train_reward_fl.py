@@ -173,14 +173,13 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                 # 4. Back through the active steps, each forward pass anew unless its graph was kept; here the KL joins.
                 with timer("replay"):
                     per_step = partial(job.micro_batch, policy)
-                    if endpoint:
-                        length, share = cfg.sample.endpoint_length, 1 / per_process
-                        replayed = reward_flow.replay_endpoint(
-                            velocity, trajectory, sigmas, grad_x0, length, share, job.backward, per_step
+                    inputs = (velocity, trajectory, sigmas, active, grad_x0, coupling)
+                    replayed = (
+                        reward_flow.replay_endpoint(
+                            *inputs[:3], grad_x0, cfg.sample.endpoint_length, 1 / per_process, job.backward, per_step
                         )
-                    else:
-                        inputs = (velocity, trajectory, sigmas, active, grad_x0, coupling)
-                        replayed = reward_flow.replay(
+                        if endpoint
+                        else reward_flow.replay(
                             *inputs,
                             reference=velocity.reference,
                             kl_weight=cfg.reward.kl_weight / per_process,
@@ -188,6 +187,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                             backward=job.backward,
                             micro_batch=per_step,
                         )
+                    )
                     kl = replayed.kl  # (B,)
                 outcome["signal"] |= grad_x0.flatten(1).any(1) | (kl > 0)
                 outcome["finite"] &= (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & kl.isfinite()

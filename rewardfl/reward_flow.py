@@ -89,9 +89,9 @@ def kl_floor(reference: Velocity, x: Tensor, sigmas: Tensor, active: Sequence[in
 
     The mean over the active steps of the reference's own rollout from x (B, ...) at sigmas[start].
     """
-    kept = rollout(reference, x, sigmas, active, start).kept
+    latents = rollout(reference, x, sigmas, active, start).kept
     jittered = flow.jittered(reference)
-    read = [velocity_kl(jittered(kept[i], i), reference(kept[i], i), sigmas[i]).mean() for i in active]
+    read = [velocity_kl(jittered(latents[i], i), reference(latents[i], i), sigmas[i]).mean() for i in active]
     return float(torch.stack(read).mean())
 
 
