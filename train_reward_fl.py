@@ -86,7 +86,9 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler
     average = start.make_average(cfg.train.ema_decay, learner.parameters, resumed) if cfg.train.ema_decay else None
-    endpoint = cfg.sample.gradient_mode == "endpoint"  # its rollouts are by the averaged weights
+    ascent = (
+        cfg.sample.endpoint_length if cfg.sample.gradient_mode == "endpoint" else None
+    )  # endpoint: how far up the reward
     log = start.open_log(cfg, job, run_folder, resumed, steps)
 
     def velocity_of(network: nn.Module, batch: prepare.Batch) -> Velocity:
@@ -113,7 +115,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
             if not interruption.number:  # who sent a signal may not wait for videos
                 log.show_samples(done, start.sample_videos(cfg, samples, generate, job, done))
 
-    floor = start.measure_kl_floor(cfg, job, starts, partial(velocity_of, policy))
+    floor = start.find_floor(job, starts, partial(velocity_of, policy), active, cfg.reward.kl_weight, cfg.model.dtype)
 
     # ---------------------------------------------------------------------------------- Go!
     interruption.listen()
@@ -145,7 +147,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     continue
 
                 # 1. Noise -> latents; of the active steps the latents before them are kept, or their graphs.
-                with timer("rollout"), averaged(average if endpoint else None, learner.parameters):
+                with timer("rollout"), averaged(average if ascent else None, learner.parameters):
                     trajectory = reward_flow.rollout(velocity, batch.x, sigmas, active, batch.start, with_graph)
 
                 # 2. loss = -reward + kl_weight * KL, the mean over samples; here the gradient of -reward by the frames.
@@ -176,9 +178,9 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     inputs = (velocity, trajectory, sigmas, active, grad_x0, coupling)
                     replayed = (
                         reward_flow.replay_endpoint(
-                            *inputs[:3], grad_x0, cfg.sample.endpoint_length, 1 / per_process, job.backward, per_step
+                            velocity, trajectory, sigmas, grad_x0, ascent, 1 / per_process, job.backward, per_step
                         )
-                        if endpoint
+                        if ascent
                         else reward_flow.replay(
                             *inputs,
                             reference=velocity.reference,
@@ -218,8 +220,8 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
             metrics["reward/failed"] = reward_metrics.failed_fraction(judgements)
             metrics["train/sample_norm"] = float(seen["sample_norm"].median())
             metrics |= reward_metrics.means(terms, judgements, "reward", metrics, score="mean")
-            norms = zip(active, seen["cotangent"].mean(0).tolist(), strict=True)
-            metrics |= {f"grad_norm/step_{i}": size for i, size in norms}
+            sizes = seen["cotangent"].mean(0).tolist()
+            metrics |= {f"grad_norm/step_{i}": size for i, size in zip(active, sizes, strict=True)}
         metrics |= {"grad_norm": norm, "lr": rate, "data/replaced": float(seen["replaced"].sum())}
         metrics |= {"train/no_signal": invariants.no_signal(done, norm, seen["signal"])}
         if done in (1, steps) or done % cfg.run.save_steps == 0:

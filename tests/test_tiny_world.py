@@ -90,8 +90,8 @@ def test_the_packs_share_no_file_and_no_architecture():
 
 def test_inner_face_is_blind_to_colour_and_hair():
     """What its reward is paid for is the face, which recognisers of others see, too."""
-    crops = torch.rand(2, 3, 112, 112, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    other_hair = torch.where(faces.inner_face() == 0, torch.rand(2, 3, 112, 112) * 2 - 1, crops)
+    crops, others = torch.rand(2, 2, 3, 112, 112, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    other_hair = torch.where(faces.inner_face() == 0, others, crops)
     seen = {}
     for pack in ("reward", "inner_face"):
         recogniser = face.FaceRecogniser(WORLD / "faces" / pack / "recogniser.onnx")

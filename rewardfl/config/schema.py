@@ -345,11 +345,11 @@ class SampleConfig(SharedSampleConfig):
     # (damped), drtune (not at all); last and endpoint differentiate final_timestep alone, whatever mid_timestep says.
     # endpoint pulls every sample equally far up its reward, from videos of the averaged weights (DiffusionOPSD).
     gradient_mode: Literal["chain", "bridge", "drtune", "last", "endpoint"] = "chain"
-    # How far gradient_mode endpoint goes up the reward, as a share of the latents' norm.
-    endpoint_length: Annotated[Number, Field(gt=0, le=1)] = 0.1
-    # Weight of that path; null takes the mode's: chain 1, bridge 0.2, drtune 0, last 1. Only bridge takes
+    # Weight of that path; null takes the mode's: chain 1, bridge 0.2, drtune 0, last and endpoint 1. Only bridge takes
     # another, between 0 and 1.
     coupling: Share | None = None
+    # How far gradient_mode endpoint goes up the reward, as a share of the latents' norm.
+    endpoint_length: Annotated[Number, Field(gt=0, le=1)] = 0.1
     # "fresh": new noise each time a clip comes up; n: each clip has n noises, used in turn, so that what the
     # steps before the first active one compute can be cached.
     noises_per_sample: Literal["fresh"] | Batch = "fresh"

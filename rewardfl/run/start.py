@@ -38,7 +38,7 @@ from rewardfl import (
 from rewardfl import config as configuration
 from rewardfl.backbones import seam
 from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Experts, Source, Velocity
-from rewardfl.config import AnyConfig, RewardFlConfig
+from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
 from rewardfl.files import escape_unencodable_output, model_digest, printable
 from rewardfl.optim import Average, learning_rate_factor
@@ -735,15 +735,20 @@ def load_schedule(scheduler: LambdaLR, state: dict[str, Any], train: configurati
         group |= {"initial_lr": train.learning_rate, "lr": rate, "weight_decay": train.weight_decay}
 
 
-def measure_kl_floor(
-    cfg: RewardFlConfig, job: Job, starts: prepare.Starts, velocity_of: Callable[[prepare.Batch], Velocity]
+def find_floor(
+    job: Job,
+    starts: prepare.Starts,
+    velocity_of: Callable[[prepare.Batch], Velocity],
+    active: Sequence[int],
+    kl_weight: float,
+    dtype: str,
 ) -> dict[str, float]:
     """Return {"actor/kl_floor": the KL that rounding alone shows}, and print it; nothing in float32 or without KL."""
-    if cfg.reward.kl_weight == 0 or cfg.model.dtype != "bfloat16":
+    if kl_weight == 0 or dtype != "bfloat16":
         return {}
     batch = starts.batch([(0, 0)])
     reference, sigmas = velocity_of(batch).reference, batch.schedule.sigmas
-    floor = reward_flow.kl_floor(reference, batch.x, sigmas, configuration.active_steps(cfg), batch.start)
+    floor = reward_flow.kl_floor(reference, batch.x, sigmas, active, batch.start)
     job.say(f"note: in bfloat16 this model's KL reads about {floor:.1e} from rounding alone")
     return {"actor/kl_floor": floor}
 
