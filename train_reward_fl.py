@@ -86,9 +86,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler
     average = start.make_average(cfg.train.ema_decay, learner.parameters, resumed) if cfg.train.ema_decay else None
-    ascent = (
-        cfg.sample.endpoint_length if cfg.sample.gradient_mode == "endpoint" else None
-    )  # endpoint: how far up the reward
+    ascent = cfg.sample.endpoint_length if cfg.sample.gradient_mode == "endpoint" else None  # how far up the reward
     log = start.open_log(cfg, job, run_folder, resumed, steps)
 
     def velocity_of(network: nn.Module, batch: prepare.Batch) -> Velocity:
