@@ -24,7 +24,7 @@ from rewardfl.rewards.face import OnnxModule
 from rewardfl.rewards.face import parity as face_parity
 
 WORLD = ROOT / "assets" / "tiny_world"
-CONFIG = str(ROOT / "configs" / "tiny_face.yaml")
+CONFIG = str(ROOT / "tests" / "face.yaml")
 GRPO_CONFIG = str(ROOT / "configs" / "tiny_flow_grpo.yaml")
 YAMLS = ROOT / "configs" / "accelerate"
 PACKS = {"reward_model_path": "reward", "held_out_model_path": "judge"}

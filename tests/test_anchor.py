@@ -175,7 +175,7 @@ def test_every_trained_expert_must_be_reached():
     backbone = backbones.describe("wan2_2", Source("assets/tiny_world/pipeline"))
 
     def check(*settings):
-        work.check_active_experts(config.load("configs/tiny_face.yaml", [*ALONE, *settings]), backbone)
+        work.check_active_experts(config.load("tests/face.yaml", [*ALONE, *settings]), backbone)
 
     check("model.trainable_models=dit", "anchor.sigmas=trained_range")
     check("model.trainable_models=dit,dit2", "anchor.sigmas=[1, 5]")
@@ -238,4 +238,4 @@ def test_policy_updates_with_the_anchor(tmp_path):
 )  # fmt: skip
 def test_what_cannot_work_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        config.load("configs/tiny_face.yaml", settings)
+        config.load("tests/face.yaml", settings)

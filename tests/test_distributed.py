@@ -41,7 +41,7 @@ ANCHOR = ["anchor.weight=0.5", "anchor.draws=2", "anchor.measured_clips=3"]
 # gradient is taken outside of `backward`, through the wrapped model with the adapter off. The second update has an
 # infinite gradient on the last process, and in none of them is there anybody to be seen in the fourth clip
 REWARD_FL = [
-    "train_reward_fl.py", "--config", "configs/tiny_face.yaml", *COMMON, "sample.num_inference_steps=3",
+    "train_reward_fl.py", "--config", "tests/face.yaml", *COMMON, "sample.num_inference_steps=3",
     "sample.mid_timestep=1", "sample.final_timestep=2", "sample.gradient_mode=chain", "model.trainable_models=dit,dit2",
     "reward.kl_gradient=exact", "train.per_device_train_batch_size=1", "run.save_steps=1",
     "reward.held_out_model_path=null", "reward.kl_weight=9", *ANCHOR,

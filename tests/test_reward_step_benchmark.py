@@ -12,7 +12,7 @@ from rewardfl import backbones, config
 from rewardfl.estimate import needs
 from rewardfl.run import start, work
 
-CONFIG = str(ROOT / "configs" / "tiny_face.yaml")
+CONFIG = str(ROOT / "tests" / "face.yaml")
 FAST = [
     "sample.num_inference_steps=4", "sample.mid_timestep=2", "sample.final_timestep=3", "lora.lora_rank=4",
     "data.height=32", "data.width=32", "data.num_frames=9", "train.per_device_train_batch_size=2",

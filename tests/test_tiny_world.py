@@ -253,3 +253,15 @@ def test_strangers_move_blink_and_talk():
     eyes, mouth = (slice(28, 47), slice(12, 68)), (slice(48, 70), slice(20, 60))
     assert (blinking - rest)[eyes].abs().max() > 60 and (blinking - rest)[mouth].abs().max() == 0
     assert (talking - rest)[mouth].abs().max() > 60 and (talking - rest)[eyes].abs().max() == 0
+
+
+def test_clips_of_strangers_come_with_prompts_that_the_models_know(tmp_path):
+    strangers.write_clips(tmp_path, 12, seed=1)
+    rows = data.load_metadata(tmp_path / "metadata.csv")
+    assert {word for row in rows for word in row.prompt.replace(",", "").split()} <= set(video.WORDS)
+    assert data.load_example(rows[0], 80, 80, 9).video.shape == (3, 9, 80, 80)
+    rng = np.random.default_rng([1, 3])
+    person, poses = strangers.draw_stranger(rng), strangers.draw_motion(rng)
+    turned = [dataclasses.replace(pose, yaw=0.3 - 0.06 * i) for i, pose in enumerate(poses)]
+    assert "turning left" in strangers.describe(person, turned)
+    assert "turning right" in strangers.describe(person, turned[::-1])

@@ -6,13 +6,15 @@ back to front at OVERSAMPLED times the size and scaled down; they keep a face's 
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from rewardfl_tools.tiny_world.people import NUM_FRAMES, SIZE
+from rewardfl.data import write_video
+from rewardfl_tools.tiny_world.people import FPS, NUM_FRAMES, SIZE
 
 OVERSAMPLED = 8
 Colour = tuple[int, int, int]
@@ -210,6 +212,37 @@ def find_landmarks(person: Stranger, pose: Pose) -> Tensor:
         (-mouth, corner, 0.3), (mouth, corner, 0.3),
     )  # fmt: skip
     return torch.tensor([brush.place(*point) for point in points]) / OVERSAMPLED - 0.5
+
+
+def describe(person: Stranger, poses: list[Pose]) -> str:
+    """Return the prompt of a clip in the words of people.py, the only ones that the tiny models know."""
+    light = sum(person.hair) / 3
+    hair = "blond" if light > 150 else "brown" if light > 80 else "dark"
+    length = "long" if person.cut in ("bob", "curls") else "short"
+    first, last = poses[0], poses[-1]
+    turn, shift = last.yaw - first.yaw, last.x - first.x
+    traits = {"beard": person.beard == "full", "glasses": person.glasses}
+    talks = max(pose.mouth for pose in poses) > 0.3
+    actions = {
+        "turning left": turn < -0.2, "facing the camera": abs(turn) <= 0.2, "turning right": turn > 0.2,
+        "talking": talks, "silent": not talks, "nodding": max(abs(pose.nod) for pose in poses) > 0.05,
+        "blinking": max(pose.blink for pose in poses) > 0.5, "moving left": shift < -1.5, "moving right": shift > 1.5,
+    }  # fmt: skip
+    who = " and ".join([f"{length} {hair} hair", *(word for word, has in traits.items() if has)])
+    return f"a person with {who}, {', '.join(word for word, does in actions.items() if does)}"
+
+
+def write_clips(folder: Path, count: int, seed: int) -> None:
+    """Write folder/metadata.csv (video, prompt) and folder/videos/*.mp4, one clip of each of `count` strangers."""
+    (folder / "videos").mkdir(parents=True, exist_ok=True)
+    lines = ["video,prompt"]
+    for i in range(count):
+        rng = np.random.default_rng([seed, i])
+        person, poses = draw_stranger(rng), draw_motion(rng)
+        video = render(person, poses, rng).permute(3, 0, 1, 2).float() / 127.5 - 1
+        write_video(folder / "videos" / f"{i:03d}.mp4", video, FPS)
+        lines.append(f'videos/{i:03d}.mp4,"{describe(person, poses)}"')
+    (folder / "metadata.csv").write_text("\n".join(lines) + "\n")
 
 
 def oval(x: float, y: float, rx: float, ry: float, power: float = 2.0, corners: int = 40) -> Points:
