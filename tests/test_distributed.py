@@ -104,7 +104,7 @@ REWARD_PLACES = {
     "one step": ["model.trainable_models=dit2", "sample.gradient_mode=last", "sample.final_timestep=3"],
     "endpoint": [
         "model.trainable_models=dit2", "sample.gradient_mode=endpoint", "sample.final_timestep=3",
-        "reward.kl_weight=0", "train.ema_decay=0.5",
+        "reward.kl_weight=0", "train.ema_decay=0.5", "train.max_steps=3",
     ],
 }  # fmt: skip
 GUIDED = ["sample.guidance_scale=3", "sample.negative_prompt=a blurred picture"]
