@@ -25,7 +25,7 @@ from rewardfl.rewards.face import parity as face_parity
 
 WORLD = ROOT / "assets" / "tiny_world"
 CONFIG = str(ROOT / "tests" / "face.yaml")
-GRPO_CONFIG = str(ROOT / "configs" / "tiny_flow_grpo.yaml")
+GRPO_CONFIG = str(ROOT / "tests" / "grpo.yaml")
 YAMLS = ROOT / "configs" / "accelerate"
 PACKS = {"reward_model_path": "reward", "held_out_model_path": "judge"}
 needs_deepspeed = pytest.mark.skipif(

@@ -48,7 +48,7 @@ REWARD_FL = [
 ]  # fmt: skip
 # two updates an epoch, each of a group of four whose members are on both processes
 GRPO = [
-    "train_flow_grpo.py", "--config", "configs/tiny_flow_grpo.yaml", *COMMON, "sample.num_inference_steps=4",
+    "train_flow_grpo.py", "--config", "tests/grpo.yaml", *COMMON, "sample.num_inference_steps=4",
     "grpo.groups=2", "grpo.group_size=4", "grpo.window_size=2", "grpo.spread=spread", "grpo.kl_weight=0.01",
     "grpo.updates_per_epoch=2", "train.per_device_train_batch_size=1", "reward.name=colour",
     "grpo.window_bounds=[1, 3]", "grpo.same_noise_in_group=true", "run.save_steps=2",

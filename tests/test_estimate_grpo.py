@@ -19,7 +19,7 @@ from rewardfl.run import work
 ADAPTER = Adapter(32, tuple(LAYERS))
 SCHEDULE = wan.schedule(8, 5.0, I2V.experts, 0.9)
 SIGMAS, EXPERTS = tuple(SCHEDULE.sigmas.tolist()), SCHEDULE.experts  # three steps of high noise, five of low
-TINY, FULL = "configs/tiny_flow_grpo.yaml", "configs/wan22_flow_grpo.yaml"
+TINY, FULL = "tests/grpo.yaml", "configs/wan22_flow_grpo.yaml"
 PIPELINE = ROOT / "assets/tiny_world/pipeline"
 SIX = ["grpo.groups=6", "grpo.same_noise_in_group=false", "grpo.window_bounds=null"]  # overrides of TINY
 PRESETS = ("flow_grpo", "flow_grpo_fast", "dance_grpo", "guard")

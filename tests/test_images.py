@@ -153,7 +153,7 @@ def test_two_processes_are_one(folder_of, name, kind, tmp_path):
     """A network of two kinds of blocks, whose text and image streams both are gathered one block at a time; and one
     that takes lists and gives one."""
     words = [
-        "train_flow_grpo.py", "--config", "configs/tiny_flow_grpo.yaml", *GRPO_FAST,
+        "train_flow_grpo.py", "--config", "tests/grpo.yaml", *GRPO_FAST,
         *settings(name, folder_of(name)),
         "grpo.group_size=4", "grpo.spread=spread", "train.per_device_train_batch_size=1", "grpo.kl_weight=0.01",
         "train.max_steps=2", "run.save_steps=2", "train.warmup_steps=0", "train.max_grad_norm=0.01",
