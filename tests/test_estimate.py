@@ -126,7 +126,7 @@ def test_an_anchor_costs_a_replayed_step_for_each_draw(published):
     more = needs.flops(measured, dataclasses.replace(anchored, anchor_to_reference=True))
     assert more["data anchor"] == pytest.approx(2 * step + plain["reference"] / 2)
     alone = ["reward.reward_weight=0", "reward.motion_weight=0", "reward.others={}", "reward.kl_weight=0"]
-    supervised = configured(*alone, "anchor.weight=1", "anchor.draws=2")
+    supervised = configured(*alone, "anchor.target=data", "anchor.draws=2")
     assert {name for name, amount in needs.flops(measured, supervised).items() if amount} == {"data anchor"}
 
 
@@ -603,8 +603,8 @@ def test_run_of_a_configuration(monkeypatch):
         video=dataclasses.replace(RUN.video, height=480, width=480), trained=("high_noise", "low_noise"),
         untrained=None, rollout={"high_noise": 2, "low_noise": 1}, replay={"high_noise": 2, "low_noise": 1},
         pulled={"high_noise": 2, "low_noise": 1}, reward_gradient=True, accumulation=8, saves=2, steps=12, clips=30,
-        reward_bytes=pack, processes=2, sharding="zero2",
-        spans=(Span("one update of 8 clips per GPU", 8, 8),),
+        reward_bytes=pack, processes=2, sharding="zero2", anchor={"high_noise": 2 / 3, "low_noise": 1 / 3},
+        anchor_to_reference=True, spans=(Span("one update of 8 clips per GPU", 8, 8),),
     )  # fmt: skip
     assert needs.memory(measured_before(TINY), run).resident["reward networks' weights"] == pack > 1e6
     as_shipped = configured()
