@@ -28,8 +28,8 @@ def mean_of_arms(table: Table, arms: list[str], name: str) -> Tensor:
     return torch.tensor(people).mean(0)
 
 
-def show(found: Interval) -> str:
-    return f"{found['mean']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
+def show(change: Interval) -> str:
+    return f"{change['mean']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}]"
 
 
 def lines(table: Table, first: list[str], second: list[str]) -> list[str]:
@@ -42,13 +42,13 @@ def lines(table: Table, first: list[str], second: list[str]) -> list[str]:
         places = [f"{scale.place(side)['mean']:.3f}" for side in sides]
         rows.append(f"| identity kept ({judge}) | {' | '.join(places)} | {show(scale.change(*sides))} |")
     for name in SIGNED:
-        one, other = (mean_of_arms(table, arms, name) for arms in (first, second))
-        rows.append(f"| {name} | {one.mean():.3f} | {other.mean():.3f} | {show(interval(one - other))} |")
+        a, b = (mean_of_arms(table, arms, name) for arms in (first, second))
+        rows.append(f"| {name} | {a.mean():.3f} | {b.mean():.3f} | {show(interval(a - b))} |")
     last_judge = list(table.scales)[-1]
     for name in (*AMOUNTS, f"{last_judge}/nonrigid"):
-        one, other, base = (mean_of_arms(table, arms, name) for arms in (first, second, [BASE]))
-        over = [f"{float(side.mean() / base.mean()):.3f}" for side in (one, other)]
-        rows.append(f"| {name} over the base's | {' | '.join(over)} | {show(ratio(one - other, base))} |")
+        a, b, base = (mean_of_arms(table, arms, name) for arms in (first, second, [BASE]))
+        over = [f"{float(side.mean() / base.mean()):.3f}" for side in (a, b)]
+        rows.append(f"| {name} over the base's | {' | '.join(over)} | {show(ratio(a - b, base))} |")
     return rows
 
 

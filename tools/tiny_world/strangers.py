@@ -228,8 +228,8 @@ def describe(person: Stranger, poses: list[Pose]) -> str:
         "talking": talks, "silent": not talks, "nodding": max(abs(pose.nod) for pose in poses) > 0.05,
         "blinking": max(pose.blink for pose in poses) > 0.5, "moving left": shift < -1.5, "moving right": shift > 1.5,
     }  # fmt: skip
-    who = " and ".join([f"{length} {hair} hair", *(word for word, has in traits.items() if has)])
-    return f"a person with {who}, {', '.join(word for word, does in actions.items() if does)}"
+    looks = " and ".join([f"{length} {hair} hair", *(word for word in traits if traits[word])])
+    return f"a person with {looks}, {', '.join(word for word in actions if actions[word])}"
 
 
 def write_clips(folder: Path, count: int, seed: int) -> None:
