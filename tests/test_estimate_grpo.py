@@ -319,7 +319,7 @@ def test_sigma_table():
     assert cells(3, "grpo.window=list", "grpo.window_steps=[3]", "grpo.window_bounds=null")[4] == "trained"
     assert cells(0, "grpo.noise_level=1.2")[5] == "1.2000"
     assert cells(0, "grpo.noise_level=1.2")[11:] == ["-"] * 3  # there is no such cps
-    face = work.sigma_table(config.load(ROOT / "configs/tiny_face.yaml"), SCHEDULE, (4, 5, 6, 7))
+    face = work.sigma_table(config.load(ROOT / "tests/face.yaml"), SCHEDULE, (4, 5, 6, 7))
     assert face[3].split() == ["2", "0.9375", "937.500", "high_noise", "-"]
     assert [line.split()[4] for line in face[1:]] == ["-"] * 4 + ["replayed"] * 4
 
