@@ -60,6 +60,8 @@ def main() -> None:
     args = parser.parse_args()
     groups = [args.first.split(","), args.second.split(",")]
     records = list(_records.read(args.evaluation).values())
+    if missing := {*groups[0], *groups[1]} - {record["arm"] for record in records}:
+        parser.error(f"{args.evaluation} has no arm {', '.join(sorted(missing))}; its videos/ has a folder of each")
     print("\n".join(lines(table_of(records, [BASE, *groups[0], *groups[1]], Reading()), *groups)))
 
 

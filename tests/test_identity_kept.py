@@ -163,6 +163,10 @@ def test_groups_of_arms_are_compared_person_by_person(evaluated, monkeypatch, ca
     assert f"{change['mean']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}]" in rows["identity kept (held_out)"]
     flow = compared["motion/flow"]["ratio"]
     assert f"| {flow['mean']:.3f} | 1.000 | {flow['mean'] - 1:+.3f} [" in rows["motion/flow over the base's"]
+    monkeypatch.setattr(sys, "argv", [*words[:-1], "gone"])
+    with pytest.raises(SystemExit, match="2"):
+        paired_arms.main()
+    assert "has no arm gone;" in capsys.readouterr().err
 
 
 def test_the_upper_end_is_the_stock_vaes_clip(evaluated):
