@@ -752,7 +752,7 @@ def test_every_header_is_read_once_at_a_start(files, given, monkeypatch):
     monkeypatch.setattr(shards, "read_header", lambda path: read.update([path]) or read_header(path))
     for model in (files.fp32, given()):
         read.clear()
-        cfg = config.load(ROOT / "configs" / "tiny_face.yaml", [f"model.model_paths={model}", "data.num_frames=5"])
+        cfg = config.load(ROOT / "tests" / "face.yaml", [f"model.model_paths={model}", "data.num_frames=5"])
         backbone = start.open_model(cfg)
         experts = {file for checkpoint in backbone.layout.opened.values() for file in checkpoint.files}
         start.identify(backbone)
