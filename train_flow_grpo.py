@@ -23,11 +23,14 @@ from tqdm import tqdm
 
 from rewardfl import config as configuration
 from rewardfl import flow, groups, grpo, reward_flow, sde
-from rewardfl.backbones import seam
-from rewardfl.backbones.seam import Conditioning, Schedule, Velocity
+from rewardfl.backbones import protocol
+from rewardfl.backbones.protocol import Conditioning
+from rewardfl.backbones.protocol import Schedule
+from rewardfl.backbones.protocol import Velocity
 from rewardfl.config import FlowGrpoConfig
 from rewardfl.optim import averaged
-from rewardfl.rewards import RewardError, blackbox, build_terms
+from rewardfl.rewards import RewardError, build_terms
+from rewardfl.rewards import async_scoring
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.run import evaluation, invariants, prepare, start, work
 from rewardfl.run.checkpoint import RunFolder, folder_of
@@ -60,7 +63,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- data, rewards, what was done
     terms = build_terms(wanted, job.device)
-    places = blackbox.places(terms, cfg.reward.reward_timeout)
+    places = async_scoring.make_worker_pool(terms, cfg.reward.reward_timeout)
     parts = configuration.part_weights(cfg)
     store = start.open_cache(cfg)
     samples = start.find_samples(cfg, rows.train, terms, store, job)
@@ -96,7 +99,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     keep_means = cfg.grpo.objective == "guard"
 
     def velocity_of(conditioning: Conditioning, schedule: Schedule) -> Velocity:
-        return Velocity(backbone, policy, seam.to(conditioning, job.device), schedule, negative, guidance)
+        return Velocity(backbone, policy, protocol.move_to(conditioning, job.device), schedule, negative, guidance)
 
     def kernel_of(schedule: Schedule) -> sde.Kernel:
         return sde.Kernel(cfg.grpo.sde, cfg.grpo.noise_level, schedule.sigmas)
@@ -107,7 +110,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         shape, seed = conditions.shape_of(clips[row]), groups.noise_seed(cfg.run.seed, -1, clips[row].row.id, n)
         num_steps = cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps
         schedule = backbone.schedule(num_steps, cfg.sample.shift, shape)
-        conditioning = seam.to(conditioning, job.device)
+        conditioning = protocol.move_to(conditioning, job.device)
         velocity = Velocity(backbone, model, conditioning, schedule, negative, guidance)
         x0 = reward_flow.rollout(velocity, groups.noise((1, *shape), seed, job.device), schedule.sigmas, keep=()).x0
         return row, decoder.decode(x0, conditioning)[0].float()
@@ -161,12 +164,12 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                 conditioning, own = conditions.batch(samples, [m.row for m in members], cfg.data.skip_bad_rows)
                 shape = (1, *conditions.shape_of(samples[members[0].row]))
                 schedule = work.schedule_of(cfg, backbone, shape[1:])
-                kernel, conditioning = kernel_of(schedule), seam.to(conditioning, job.device)
+                kernel, conditioning = kernel_of(schedule), protocol.move_to(conditioning, job.device)
                 with timer("rollout"):
                     if is_new:  # up to the window, members that start from the same noise are one
                         first = list({member.start: i for i, member in enumerate(members)}.values())
                         x = torch.cat([groups.noise(shape, members[i].noise_seed, job.device) for i in first])
-                        velocity = velocity_of(seam.rows(conditioning, first), schedule)
+                        velocity = velocity_of(protocol.select_rows(conditioning, first), schedule)
                         x = reward_flow.rollout(velocity, x, schedule.sigmas[: window[0] + 1], keep=()).x0
                         starts = {members[i].start: x[n : n + 1] for n, i in enumerate(first)}
                     x = torch.cat([starts[member.start] for member in members])
@@ -179,17 +182,21 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                     video = decoder.decode(x0, conditioning).float()  # (B, 3, F, H, W) in [-1, 1]
                 with timer("reward"):
                     references = [samples[member.row].references for member in members]
-                    pending.append(blackbox.begin(terms, video, references, places))
+                    pending.append(async_scoring.submit(terms, video, references, places))
                 del video  # the updates have no use for it
                 kept = {i: step.to(kept_on) for i, step in kept.items()}
-                rollouts.append(prepare.Rollout(members, own, seam.to(conditioning, kept_on), schedule, kernel, kept))
+                rollouts.append(
+                    prepare.Rollout(members, own, protocol.move_to(conditioning, kept_on), schedule, kernel, kept)
+                )
             if interruption.number:
                 break
 
             # 3. Advantages: how much better than its group a video is, over all processes.
             with timer("reward"):
-                judged = [blackbox.finish(one) for one in pending]
-            rewards, valid, weights = zip(*(blackbox.weighed(terms, one, parts) for one in judged), strict=True)
+                judged = [async_scoring.collect(one) for one in pending]
+            rewards, valid, weights = zip(
+                *(async_scoring.stack_rewards(terms, one, parts) for one in judged), strict=True
+            )
             own = torch.cat([rollout.own for rollout in rollouts])
             group_ids = torch.tensor([member.group_id for rollout in rollouts for member in rollout.members])
             everyones = (torch.cat(rewards), group_ids, torch.cat(valid) & own, ~own)

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from rewardfl import config as configuration
-from rewardfl import data, offload, reward_flow
-from rewardfl.backbones.seam import Velocity
+from rewardfl import data, reward_flow
+from rewardfl.memory import offload
+from rewardfl.backbones.protocol import Velocity
 from rewardfl.config import RewardFlConfig
 from rewardfl.optim import averaged
 from rewardfl.rewards import build_terms
 from rewardfl.rewards import metrics as reward_metrics
-from rewardfl.rewards.terms import score_terms
+from rewardfl.rewards.scoring import score_terms
 from rewardfl.run import checks, invariants, prepare, start, work
 from rewardfl.run.checkpoint import RunFolder
 from rewardfl.run.monitor import Timer, peak_memory_gb

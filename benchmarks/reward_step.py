@@ -40,8 +40,8 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
 
-from rewardfl import backbones, config, flow, lora, offload, reward_flow, swap
-from rewardfl.backbones.seam import DTYPES, Backbone, Conditioning, Experts, Velocity
+from rewardfl import backbones, config, flow, lora, reward_flow
+from rewardfl.backbones.protocol import DTYPES, Backbone, Conditioning, Experts, Velocity
 from rewardfl.backbones.wan import decoder as wan_decoder
 from rewardfl.backbones.wan import files
 from rewardfl.backbones.wan import model as wan
@@ -50,6 +50,7 @@ from rewardfl.config import RewardFlConfig
 from rewardfl.estimate import needs
 from rewardfl.estimate.measure import Costs, Living
 from rewardfl.estimate.measure import measure as measure_costs
+from rewardfl.memory import offload, swap
 from rewardfl.run import start, work
 from rewardfl.run.checkpoint import git_commit, library_versions
 
@@ -225,7 +226,7 @@ def new_expert(
                 parameter.data = (ADAPTED * rank**-0.5 * drawn).to(parameter)
         if cfg.train.use_gradient_checkpointing:
             expert.enable_gradient_checkpointing(checkpointed)
-    return offload.place(expert, where, device, backbone.block_classes)
+    return offload.move_expert(expert, where, device, backbone.block_classes)
 
 
 def new_decoder(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -> WanDecoder:

@@ -14,7 +14,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from rewardfl.sharding import whole
+from rewardfl.memory.sharding import full_tensor
 from rewardfl.weights import adapter_config
 from rewardfl.weights.lora_files import Lora, load_tensor
 from rewardfl.weights.shards import Refused
@@ -170,7 +170,7 @@ def adapter_state(model: ModelMixin) -> dict[str, Tensor]:
     On all processes: under FSDP each has a part of them.
     """
     state = get_peft_model_state_dict(model, adapter_name=POLICY)
-    return {name: whole(value.detach()).cpu().contiguous() for name, value in state.items()}
+    return {name: full_tensor(value.detach()).cpu().contiguous() for name, value in state.items()}
 
 
 def order_metadata(path: Path) -> None:

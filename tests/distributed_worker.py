@@ -23,13 +23,13 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 
-from rewardfl import sharding
+from rewardfl.memory import sharding
 from rewardfl.run import start
 from rewardfl.run.job import Job
 
 
 def digest(parameters):
-    return hashlib.sha256(b"".join(p.numpy().tobytes() for p in sharding.gathered(parameters))).hexdigest()
+    return hashlib.sha256(b"".join(p.numpy().tobytes() for p in sharding.gather_to_cpu(parameters))).hexdigest()
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def watched(seen, faceless, breaking):
 
     def watched_prepare(job, model, optimizer, block_classes):
         policy, optimizer, parameters = prepare(job, model, optimizer, block_classes)
-        seen["trained"] = sum(sharding.whole(parameter.detach()).nbytes for parameter in parameters)
+        seen["trained"] = sum(sharding.full_tensor(parameter.detach()).nbytes for parameter in parameters)
         seen.update(type=job.accelerator.distributed_type.value, processes=job.world)
         seen.update(wrapper=type(policy).__name__, updates=[])
         return policy, optimizer, parameters
@@ -53,7 +53,7 @@ def watched(seen, faceless, breaking):
         before = digest(parameters)
         norm = step(job, optimizer, parameters, max_norm)
         after = digest(parameters)
-        left = sum(p.grad is not None and bool(sharding.whole(p.grad).any()) for p in parameters)
+        left = sum(p.grad is not None and bool(sharding.full_tensor(p.grad).any()) for p in parameters)
         seen["updates"].append({"norm": norm, "digest": after, "moved": before != after, "gradients_left": left})
         return norm
 

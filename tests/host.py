@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rewardfl import offload, swap
 from rewardfl.backbones.wan import decoder
+from rewardfl.memory import offload, swap
 
 COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 

@@ -12,7 +12,7 @@ from diffusers.loaders import WanLoraLoaderMixin
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
 from rewardfl import lora
-from rewardfl.backbones import seam, stock
+from rewardfl.backbones import protocol, stock
 from rewardfl.backbones.wan.backbone import Wan
 from rewardfl.backbones.wan.variants import LAYERS as LAYER_NAMES
 from rewardfl.backbones.wan.variants import VARIANTS
@@ -112,11 +112,11 @@ def encode_text(pipe, prompt) -> torch.Tensor:
     return backbone_of(pipe).text_encoder(torch.device("cpu"))(prompt)["text"]
 
 
-def experts_of(pipe, outside=()) -> seam.Experts:
-    return seam.Experts({"high_noise": pipe.transformer, "low_noise": pipe.transformer_2}, outside)
+def experts_of(pipe, outside=()) -> protocol.Experts:
+    return protocol.Experts({"high_noise": pipe.transformer, "low_noise": pipe.transformer_2}, outside)
 
 
-def encode(pipe, prompt, image, num_frames) -> seam.Conditioning:
+def encode(pipe, prompt, image, num_frames) -> protocol.Conditioning:
     backbone, device = backbone_of(pipe), torch.device("cpu")
     return backbone.text_encoder(device)(prompt) | backbone.image_encoder(device)(image, num_frames)
 

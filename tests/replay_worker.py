@@ -17,7 +17,7 @@ from pipelines import FRAMES, HEIGHT, WIDTH, backbone_of, latent_shape
 from test_reward_flow import SCHEDULE, gradients, lora_model, quadratic_reward
 
 from rewardfl import reward_flow
-from rewardfl.backbones.seam import Conditioning, Velocity
+from rewardfl.backbones.protocol import Conditioning, Velocity
 from rewardfl.backbones.wan.decoder import WanDecoder
 
 ACTIVE = {0.0: [3, 4, 5], 0.2: [3, 4, 5], 1.0: [1, 3, 5]}  # by coupling; step 1 belongs to the other expert

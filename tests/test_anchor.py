@@ -14,7 +14,7 @@ from test_reward_flow import replay_gradients as replayed
 from test_train_reward_fl import write
 
 from rewardfl import anchor, backbones, config, data, flow
-from rewardfl.backbones.seam import Source, Velocity
+from rewardfl.backbones.protocol import Source, Velocity
 from rewardfl.config import ConfigError
 from rewardfl.data.cache import CacheError
 from rewardfl.run import work

@@ -151,7 +151,7 @@ def test_the_house_keeps_its_rules(sources):
         ("data/clips.py", "from .order import micro_batch", "data.clips: a relative import"),
         ("files.py", "from rewardfl.rewards import base", "rewardfl: a circle among"),
         ("weights/shards.py", "from rewardfl.weights import merge", "weights: a circle among"),
-        ("backbones/seam.py", "from rewardfl.run import start", "rewardfl: a circle among"),
+        ("backbones/protocol.py", "from rewardfl.run import start", "rewardfl: a circle among"),
         ("run/start.py", "first = 'high_noise'", "run.start: names a model"),
         ("data/order.py", "wan_order = 1", "data.order: names a model"),
     ],

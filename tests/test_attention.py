@@ -5,8 +5,8 @@ import torch
 from pipelines import random_pipeline
 from runs import launch, metrics
 
-from rewardfl import attention
-from rewardfl.attention import CannotTrain, check_backward, check_name
+from rewardfl.memory import attention
+from rewardfl.memory.attention import BackendError, check_backward, check_name
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def test_backends_with_a_gradient_are_taken(name, dtype):
 @pytest.mark.parametrize("name", ["flash", "_flash_3", "sage", "xformers", "flex", "_native_efficient"])
 def test_what_cannot_train_on_this_machine_is_refused(name):
     """Not installed, or without a backward pass on a CPU."""
-    with pytest.raises(CannotTrain, match=f"model.attention_backend {name} .*native"):
+    with pytest.raises(BackendError, match=f"model.attention_backend {name} .*native"):
         check_backward(name, torch.float32, CPU)
 
 
@@ -42,7 +42,7 @@ def test_what_cannot_train_on_this_machine_is_refused(name):
 def test_a_backend_that_is_wrong_is_refused(monkeypatch, broken, words):
     real = attention.dispatch_attention_fn
     monkeypatch.setattr(attention, "dispatch_attention_fn", lambda *given: broken(real(*given)))
-    with pytest.raises(CannotTrain, match=words):
+    with pytest.raises(BackendError, match=words):
         check_backward("_native_math", torch.float32, CPU)
 
 
@@ -50,12 +50,12 @@ def test_names(expert, monkeypatch):
     check_name("_native_math", expert, False)
     check_name("flash_hub", expert, True)
     for name, words in (("flesh", "none of diffusers'"), ("flash_hub", "model.allow_download")):
-        with pytest.raises(CannotTrain, match=words):
+        with pytest.raises(BackendError, match=words):
             check_name(name, expert, False)
     monkeypatch.setenv(attention.VARIABLE, "sage")  # diffusers would take it without a word
     check_name("sage", expert, False)
     for name in ("native", "_native_math"):
-        with pytest.raises(CannotTrain, match="unset"):
+        with pytest.raises(BackendError, match="unset"):
             check_name(name, expert, False)
 
 
@@ -64,7 +64,7 @@ def test_a_network_that_would_not_use_it_is_refused():
 
     with torch.device("meta"):
         network = SD3Transformer2DModel(num_layers=1)
-    with pytest.raises(CannotTrain, match="JointAttnProcessor2_0"):
+    with pytest.raises(BackendError, match="JointAttnProcessor2_0"):
         check_name("_native_math", network, False)
     check_name("native", network, False)
 

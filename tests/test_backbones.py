@@ -29,12 +29,13 @@ from PIL import Image
 from pipelines import FRAMES, HEIGHT, WIDTH, LinearFlowEuler, random_variant
 from torch import nn
 
-from rewardfl import backbones, data, flow, groups, lora, offload, reward_flow, sde
-from rewardfl.backbones.flux import pack, unpack
-from rewardfl.backbones.images import ImageModel
-from rewardfl.backbones.sd3 import SD3
-from rewardfl.backbones.seam import DTYPES, Backbone, Experts, Source, Velocity
+from rewardfl import backbones, data, flow, groups, lora, reward_flow, sde
+from rewardfl.backbones.image.flux import pack, unpack
+from rewardfl.backbones.image.pipeline import ImageModel
+from rewardfl.backbones.image.sd3 import SD3
+from rewardfl.backbones.protocol import DTYPES, Backbone, Experts, Source, Velocity
 from rewardfl.backbones.wan.variants import VARIANTS
+from rewardfl.memory import offload
 
 CPU = torch.device("cpu")
 PROMPT, NEGATIVE, STEPS, SHIFT = "a person with short dark hair, talking", "blinking", 6, 5.0
@@ -405,7 +406,7 @@ def test_what_waits_in_host_memory_changes_no_bit(backbone):
         for expert in loaded.values():
             expert.enable_gradient_checkpointing(*([offload.InputsOnHost(CPU)] if waits else []))
             if waits:
-                offload.place(expert, "cpu_swap", CPU, backbone.block_classes)
+                offload.move_expert(expert, "cpu_swap", CPU, backbone.block_classes)
         velocity, with_graph = velocity_of(backbone, experts, 2, 3.5, short=True), offload.InputsOnHost(CPU).whole_graph
         noise, sigmas = noise_of(backbone, 2), schedule.sigmas
         kept = reward_flow.rollout(velocity, noise, sigmas, active, with_graph=with_graph if waits else None)

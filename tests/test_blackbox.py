@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
-from rewardfl.rewards import Reward, RewardOutput, blackbox
-from rewardfl.rewards.checked import checked
-from rewardfl.rewards.terms import Term
+from rewardfl.rewards import Reward, RewardOutput, async_scoring
+from rewardfl.rewards.contract import checked
+from rewardfl.rewards.scoring import Term
 
 VIDEO = torch.arange(4.0).view(4, 1, 1, 1, 1).expand(4, 3, 2, 2, 2)  # a video's score is its number
 
@@ -33,8 +33,8 @@ def term(reward, label="score", weight=1.0):
 
 
 def judged(*terms, timeout=5.0):
-    where = blackbox.places(terms, timeout)
-    return blackbox.finish(blackbox.begin(terms, VIDEO, [[{} for _ in terms]] * 4, where))
+    where = async_scoring.make_worker_pool(terms, timeout)
+    return async_scoring.collect(async_scoring.submit(terms, VIDEO, [[{} for _ in terms]] * 4, where))
 
 
 def test_samples_that_raise_and_samples_that_are_nan():
@@ -56,14 +56,14 @@ def test_what_is_weighed_and_what_is_only_measured():
         term(Number(nan=(2.0,)), "third", 2.0),
     ]
     found = judged(*terms)
-    rewards, valid, weights = blackbox.weighed(terms, found, {"half": 0.5})
+    rewards, valid, weights = async_scoring.stack_rewards(terms, found, {"half": 0.5})
     assert weights == [1.0, 2.0, 0.5] and valid.tolist() == [True, False, False, True]
     assert rewards[valid].tolist() == [[0, 0, 0], [3, 3, 1]]  # a part counts up to 1
 
 
 def test_a_part_that_is_not_there_counts_as_nothing():
     terms = [term(Number(parts=False))]
-    rewards, valid, _ = blackbox.weighed(terms, judged(*terms), {"coverage": 1.0})
+    rewards, valid, _ = async_scoring.stack_rewards(terms, judged(*terms), {"coverage": 1.0})
     assert rewards[:, 1].tolist() == [0, 0, 0, 0] and valid.all()
 
 
@@ -90,14 +90,14 @@ class Waits(Number):
 
 
 def begun(terms, where):
-    return blackbox.begin(terms, VIDEO, [[{} for _ in terms]] * 4, where)
+    return async_scoring.submit(terms, VIDEO, [[{} for _ in terms]] * 4, where)
 
 
 def test_concurrent_rewards_go_on_meanwhile_and_late_ones_have_failed():
     event = threading.Event()
     terms = [term(Waits(event)), term(Number(), "quick")]
-    pending = begun(terms, blackbox.places(terms, 0.2))  # returns, although nobody has set the event
-    late, quick = blackbox.finish(pending)
+    pending = begun(terms, async_scoring.make_worker_pool(terms, 0.2))  # returns, although nobody has set the event
+    late, quick = async_scoring.collect(pending)
     assert late.failed.all() and not late.output.valid.any()
     assert late.problems == ("no answer within 0.2 s (reward.reward_timeout)",) * 4
     assert quick.output.valid.all()
@@ -110,7 +110,7 @@ def test_no_more_calls_at_a_time_than_places_and_no_more_wait():
     """Two are at work and two wait; who brings a fifth batch waits until one of them is done."""
     event, brought = threading.Event(), []
     terms = [term(Waits(event))]
-    where = blackbox.places(terms, 60)
+    where = async_scoring.make_worker_pool(terms, 60)
 
     def bring():
         for _ in range(5):
@@ -124,14 +124,14 @@ def test_no_more_calls_at_a_time_than_places_and_no_more_wait():
     assert len(brought) == 4 and terms[0].reward.at_work == 2 and bringer.is_alive()
     event.set()
     bringer.join(30)
-    assert [blackbox.finish(pending)[0].output.valid.all() for pending in brought] == [True] * 5
+    assert [async_scoring.collect(pending)[0].output.valid.all() for pending in brought] == [True] * 5
     assert terms[0].reward.most == 2
 
 
 def test_a_call_is_not_late_while_it_waits_for_its_turn(monkeypatch):
     """The second of one place is brought at 0 s, has its turn at 50 s, and is at work at 100 s; the timeout is 60 s."""
     now, go = [0.0], threading.Semaphore(0)
-    monkeypatch.setattr(blackbox.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(async_scoring.time, "monotonic", lambda: now[0])
 
     class OneAtATime(Waits):
         parallel = 1
@@ -142,7 +142,7 @@ def test_a_call_is_not_late_while_it_waits_for_its_turn(monkeypatch):
             return Number.forward(self, video, batch)
 
     terms = [term(OneAtATime(None))]
-    (places,) = where = blackbox.places(terms, 60.0)
+    (places,) = where = async_scoring.make_worker_pool(terms, 60.0)
     first, second = begun(terms, where), begun(terms, where)
     for turn, pending in ((0.0, first), (50.0, second)):
         assert terms[0].reward.begun.acquire(timeout=30)
@@ -155,7 +155,7 @@ def test_a_call_is_not_late_while_it_waits_for_its_turn(monkeypatch):
             return wait(seconds)
 
         monkeypatch.setattr(places, "_wait", watched)
-        assert blackbox.finish(pending)[0].output.valid.all() and left[0] == 10
+        assert async_scoring.collect(pending)[0].output.valid.all() and left[0] == 10
         monkeypatch.setattr(places, "_wait", wait)
 
 
@@ -163,14 +163,14 @@ def test_calls_that_never_answer_hold_their_places_and_nothing_else(monkeypatch)
     """Two that hang are late, the two behind them never had a turn, and no more are taken in; one that ends is."""
     event = threading.Event()
     terms = [term(Waits(event))]
-    (places,) = where = blackbox.places(terms, 0.05)
+    (places,) = where = async_scoring.make_worker_pool(terms, 0.05)
     pending = [begun(terms, where) for _ in range(6)]  # the last two wait until the first two are late
     assert [one.judging[0] is None for one in pending] == [False] * 4 + [True] * 2
-    assert all(blackbox.finish(one)[0].failed.all() for one in pending)
+    assert all(async_scoring.collect(one)[0].failed.all() for one in pending)
     assert not places._waiting and len(places._running) == 2  # what waited in vain is not held any more
     event.set()
     places.timeout = 60
-    assert blackbox.finish(begun(terms, where))[0].output.valid.all()
+    assert async_scoring.collect(begun(terms, where))[0].output.valid.all()
 
 
 def test_what_waits_is_on_the_cpu_and_as_small_as_the_reward_says():

@@ -4,7 +4,7 @@ import cv2
 import numpy as np
 import pytest
 
-from rewardfl.rewards import canaries as measures
+from rewardfl.rewards.pixels import artifacts as measures
 
 HEIGHT, WIDTH = 96, 128
 X = np.arange(WIDTH)
@@ -76,7 +76,7 @@ def test_a_picture_without_a_grid_has_one():
 def test_what_the_given_image_shows_is_left_out():
     frames = clip(noise())
     frames[0] = clip(noise() + sine(8, 20.0))[1]
-    assert measures.canaries(frames, [8]) == measures.canaries(clip(noise()), [8])
+    assert measures.measure_artifacts(frames, [8]) == measures.measure_artifacts(clip(noise()), [8])
 
 
 def test_axes_that_are_too_small_are_left_out():
@@ -94,11 +94,11 @@ def test_saturation_and_colour_by_hand():
     frames[1, :2] = [255, 0, 0]
     frames[1, 2:, :2] = [102, 102, 102]
     frames[1, 2:, 2:] = [0, 51, 102]
-    found = measures.canaries(frames, [8])
+    found = measures.measure_artifacts(frames, [8])
     assert found.saturation == pytest.approx(0.5 * 1 + 0.25 * 0 + 0.25 * 0.4)
     assert found.colour == pytest.approx((0.5 + 0.25 * 0.4, 0.25 * 0.4 + 0.25 * 0.2, 0.25 * 0.4 + 0.25 * 0.4))
 
 
 def test_one_frame_has_nothing_to_measure():
-    found = measures.canaries(clip(noise())[:1], [8])
+    found = measures.measure_artifacts(clip(noise())[:1], [8])
     assert all(np.isnan([found.grid, found.saturation, *found.colour]))

@@ -35,7 +35,7 @@ from runs import (
 
 from rewardfl import data
 from rewardfl.backbones.wan.decoder import WanDecoder
-from rewardfl.rewards import blackbox
+from rewardfl.rewards import async_scoring
 from rewardfl.run import checkpoint
 from rewardfl.run.job import Job
 
@@ -227,7 +227,7 @@ def test_sigterm_in_the_rollouts_saves_the_epoch_before(monkeypatch, capsys, tmp
     settings = [*GRPO_FAST, f"run.output_dir={tmp_path}", "train.max_steps=2", "run.save_steps=100"]
     calls = []
     # two passes an epoch: the third call is the first of the second epoch
-    send_sigterm(monkeypatch, blackbox, "begin", lambda *_: calls.append(1) or len(calls) == 3)
+    send_sigterm(monkeypatch, async_scoring, "submit", lambda *_: calls.append(1) or len(calls) == 3)
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
     assert code == 143 and "stopped after step 1" in out and len(calls) == 3
     assert "note: SIGTERM came before the sample videos of step 1, which are left out" in out
@@ -237,7 +237,7 @@ def test_sigterm_in_the_rollouts_saves_the_epoch_before(monkeypatch, capsys, tmp
 
 NOISY = """
 import random, numpy, torch
-from rewardfl.rewards.colour import ColourReward
+from rewardfl.rewards.pixels.colour import ColourReward
 
 class Noisy(ColourReward):
     def forward(self, video, references):
@@ -444,7 +444,7 @@ def hit(tmp_path, how, *settings):
 
 REWARD = """
 import os, pathlib, signal, time
-from rewardfl.rewards.colour import ColourReward
+from rewardfl.rewards.pixels.colour import ColourReward
 
 class Hit(ColourReward):
     calls = 0

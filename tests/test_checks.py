@@ -6,7 +6,7 @@ from conftest import ROOT
 from face_nets import magenta_pack, marked
 
 from rewardfl import backbones, config
-from rewardfl.backbones.seam import Source
+from rewardfl.backbones.protocol import Source
 from rewardfl.config import ConfigError
 from rewardfl.data import Row
 from rewardfl.run import checks, work

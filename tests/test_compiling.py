@@ -7,8 +7,9 @@ import torch
 from runs import adapter, launch, launch_grpo, metrics
 from test_swap import DEVICE, answer, expert, gradients, inputs
 
-from rewardfl import compiling, lora, offload
-from rewardfl.attention import CannotTrain
+from rewardfl import lora
+from rewardfl.memory import compiling, offload
+from rewardfl.memory.attention import BackendError
 
 BLOCKS = ["WanTransformerBlock"]
 
@@ -95,5 +96,5 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch):
         return failing
 
     monkeypatch.setattr(torch, "compile", cannot)
-    with pytest.raises(CannotTrain, match=r"^train.compile_blocks: .* cpu .*InvalidCxxCompiler.*compiler; .*false$"):
+    with pytest.raises(BackendError, match=r"^train.compile_blocks: .* cpu .*InvalidCxxCompiler.*compiler; .*false$"):
         compiling.check_compiler(DEVICE)

@@ -23,7 +23,7 @@ from runs import CONFIG, FAST, GRPO_CONFIG, GRPO_FAST, SMALL, WORLD
 from safetensors.torch import load_file, save_file
 
 from rewardfl import backbones, config, data
-from rewardfl.backbones.seam import Source
+from rewardfl.backbones.protocol import Source
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl_tools import _doctor, _doctor_models, doctor
 from rewardfl_tools._doctor_models import Case, Finding

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import UMT5EncoderModel
 
 from rewardfl import backbones, config, lora, machine
-from rewardfl.backbones.seam import Adapter, Experts, Source
+from rewardfl.backbones.protocol import Adapter, Experts, Source
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import meta
 from rewardfl.backbones.wan import model as wan

@@ -10,7 +10,7 @@ from pipelines import I2V, LAYERS
 from test_estimate import tool
 
 from rewardfl import backbones, config, flow, groups, sde
-from rewardfl.backbones.seam import Adapter, Source
+from rewardfl.backbones.protocol import Adapter, Source
 from rewardfl.backbones.wan import model as wan
 from rewardfl.estimate import needs, report
 from rewardfl.estimate.advice import Machine, fits, options, recommend, with_options

@@ -11,7 +11,7 @@ from conftest import ROOT
 
 from rewardfl import config, data, lora
 from rewardfl.rewards import face
-from rewardfl.rewards.video_motion import video_motion
+from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl.weights.shards import Refused
 from rewardfl_tools import _arms, _evaluate, _evaluate_pictures, _figures, _judging, _records, _videos, evaluate
 from rewardfl_tools._arms import Arm

@@ -9,9 +9,9 @@ from face_nets import SIZE, clip, magenta_pack
 
 from rewardfl import data, rewards
 from rewardfl.rewards import FaceIdentityReward
-from rewardfl.rewards.canaries import canaries
 from rewardfl.rewards.face.reward import PARTS
-from rewardfl.rewards.video_motion import video_motion
+from rewardfl.rewards.pixels.artifacts import measure_artifacts
+from rewardfl.rewards.pixels.video_motion import video_motion
 
 MOUTH = [0.0, 0.1, 0.3, 0.2]
 REAL = clip([(2, 2), (2, 2), (3, 2), (3, 3)], seed=1, mouth=MOUTH)
@@ -81,7 +81,10 @@ def test_canaries_are_the_generated_clips_beside_the_real_ones(judge, pack):
     film = torch.tensor([0.2, 0.0, 0.0]).view(3, 1, 1, 1)
     red, _ = parts(judge, (REAL + film).clamp(-1, 1), reference)
     frames = np.stack(list(data.to_uint8((REAL + film).clamp(-1, 1)).contiguous().numpy()))
-    made, real = canaries(frames, [PERIOD]), canaries(data.to_uint8(REAL).contiguous().numpy(), [PERIOD])
+    made, real = (
+        measure_artifacts(frames, [PERIOD]),
+        measure_artifacts(data.to_uint8(REAL).contiguous().numpy(), [PERIOD]),
+    )
     assert red["red"] == pytest.approx(made.colour[0] - real.colour[0], abs=1e-6) and red["red"] > 0.05
     assert [red["green"], red["blue"]] == pytest.approx([0, 0], abs=1e-6)
     assert red["saturation"] == pytest.approx(made.saturation / real.saturation)

@@ -12,8 +12,8 @@ from test_images import PROMPTS, folder_of, settings  # noqa: F401  (a fixture)
 from test_variants import folder_of as video_folder_of  # noqa: F401
 
 from rewardfl import backbones, config, data, lora, reward_flow, sde
-from rewardfl.backbones.flux import pack
-from rewardfl.backbones.seam import Experts, Velocity
+from rewardfl.backbones.image.flux import pack
+from rewardfl.backbones.protocol import Experts, Velocity
 from rewardfl.rewards import build_terms, find_terms
 from rewardfl.run import prepare, start, work
 from rewardfl_tools import check_dataset, plan_run

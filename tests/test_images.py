@@ -12,9 +12,9 @@ from image_pipelines import SIDE, random_flux, random_flux2_klein, random_qwen_i
 from runs import CONFIG, GRPO_FAST, call, launch, launch_grpo, metrics
 
 from rewardfl import backbones, config, data, groups, lora
-from rewardfl.backbones import images, qwen_image, z_image
-from rewardfl.backbones.flux import pack
-from rewardfl.backbones.seam import Adapter, Schedule, Source
+from rewardfl.backbones.image import pipeline, qwen_image, z_image
+from rewardfl.backbones.image.flux import pack
+from rewardfl.backbones.protocol import Adapter, Schedule, Source
 from rewardfl.estimate import measure
 from rewardfl.run import start
 from rewardfl.weights.shards import Refused
@@ -337,7 +337,7 @@ def untrained(folder_of, tmp_path_factory):
     ],
 )
 def test_what_evaluate_cannot_judge_is_refused_before_weights_load(folder_of, untrained, monkeypatch, words, said):
-    monkeypatch.setattr(images.ImageModel, "_check_weights", None)
+    monkeypatch.setattr(pipeline.ImageModel, "_check_weights", None)
     words, said = ([word.replace("RUN", str(untrained)) for word in words], said.replace("RUN", str(untrained)))
     prompts = folder_of("sd3") / "prompts.csv"
     words = ["--run", untrained, "--data", prompts, "--device", "cpu", "--trust-code", *words]

@@ -8,9 +8,10 @@ from pipelines import experts_of, random_pipeline
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rewardfl import attention, lora, offload
-from rewardfl.offload import Waiting
-from rewardfl.swap import BlockSwap
+from rewardfl import lora
+from rewardfl.memory import attention, offload
+from rewardfl.memory.offload import OffloadedInputs
+from rewardfl.memory.swap import BlockSwap
 from rewardfl_tools.tiny_world.video import new_expert
 
 DEVICE, BLOCKS = torch.device("cpu"), ["WanTransformerBlock"]
@@ -49,7 +50,7 @@ def gradients(expert):
 def traffic(monkeypatch):
     """What went to the host and was sent for, in order, by block; all that is in the host."""
     log, order, alive = [], {}, weakref.WeakSet()
-    put, fetch, take = Waiting.put, Waiting.fetch, Waiting.take
+    put, fetch, take = OffloadedInputs.put, OffloadedInputs.fetch, OffloadedInputs.take
 
     def noting(what, act):
         def noted(waiting, *given):
@@ -60,7 +61,7 @@ def traffic(monkeypatch):
         return noted
 
     for name, act in (("put", put), ("fetch", fetch), ("take", take)):
-        monkeypatch.setattr(Waiting, name, noting(name, act))
+        monkeypatch.setattr(OffloadedInputs, name, noting(name, act))
     return log, alive
 
 
@@ -100,7 +101,7 @@ class Attentions(TorchDispatchMode):
 def test_attention_that_is_kept_is_not_computed_again_and_changes_nothing(on_host, where):
     plain = gradients(adapted())
     for keep in (False, True):
-        expert = offload.place(adapted(offload.checkpointing(DEVICE, on_host, keep)), where, DEVICE, BLOCKS)
+        expert = offload.move_expert(adapted(offload.checkpointing(DEVICE, on_host, keep)), where, DEVICE, BLOCKS)
         with Attentions() as forward:
             out = answer(expert)
         assert (forward.own, forward.all) == (LAYERS, 2 * LAYERS)  # and the text's
@@ -144,7 +145,7 @@ def test_two_blocks_inputs_are_back_on_the_device_at_once(traffic, monkeypatch):
     _, alive = traffic
     held, begin = [], BlockSwap.begin
     monkeypatch.setattr(BlockSwap, "begin", lambda swap, turn: (held.append(back(alive)), begin(swap, turn))[1])
-    gradients(offload.place(adapted(offload.InputsOnHost(DEVICE)), "cpu_swap", DEVICE, BLOCKS))
+    gradients(offload.move_expert(adapted(offload.InputsOnHost(DEVICE)), "cpu_swap", DEVICE, BLOCKS))
     # when a block is computed anew its own have been taken, and those of the block before it are there
     assert held == [0] * LAYERS + [1] * (LAYERS - 2) + [3, 0]
 
@@ -155,7 +156,7 @@ def back(alive):
 
 def test_what_has_been_sent_for_is_not_sent_for_again():
     """A block of two streams asks for the inputs of the block before it with each of its own."""
-    waiting = Waiting(offload.InputsOnHost(DEVICE), None)
+    waiting = OffloadedInputs(offload.InputsOnHost(DEVICE), None)
     numbers = [waiting.put(torch.full((2, 3), value)) for value in (1.0, 2.0)]
     waiting.fetch()
     there = dict(waiting.back)
@@ -191,7 +192,7 @@ def test_fp8_rounds_the_blocks_linear_weights_alone():
                 parameter.data = parameter.data.to(torch.float8_e4m3fn).to(torch.bfloat16)
     with torch.no_grad():
         before, expected = answer(expert), answer(rounded)
-        placed = offload.place(expert, "fp8", DEVICE, BLOCKS)
+        placed = offload.move_expert(expert, "fp8", DEVICE, BLOCKS)
         assert torch.equal(answer(placed), expected)
         assert not torch.equal(expected, before)
     kinds = {name: p.dtype for name, p in placed.named_parameters()}
@@ -202,7 +203,7 @@ def test_fp8_rounds_the_blocks_linear_weights_alone():
 
 def test_unknown_places_are_refused():
     with pytest.raises(ValueError, match="gpu, cpu_swap or fp8, got 'disk'"):
-        offload.place(random_pipeline().transformer, "disk", DEVICE, BLOCKS)
+        offload.move_expert(random_pipeline().transformer, "disk", DEVICE, BLOCKS)
 
 
 def test_experts_outside_the_module_answer_and_are_not_seen():

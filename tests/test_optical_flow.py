@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from conftest import ROOT
 
 from rewardfl import data, rewards
-from rewardfl.rewards.optical_flow import LONG_SIDE, lucas_kanade, mean_length, mean_reversal
-from rewardfl.rewards.video_motion import flow_fields, mean_flow, reversals
+from rewardfl.rewards.pixels.optical_flow import LONG_SIDE, lucas_kanade, mean_length, mean_reversal
+from rewardfl.rewards.pixels.video_motion import flow_fields, mean_flow, reversals
 
 WORLD = ROOT / "assets" / "tiny_world" / "eval"
 

@@ -10,7 +10,7 @@ from host import apart
 from runs import FAST, GRPO_FAST, adapter, call, call_grpo, launch, metrics
 
 from rewardfl import data, lora
-from rewardfl.backbones.seam import Schedule
+from rewardfl.backbones.protocol import Schedule
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache

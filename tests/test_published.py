@@ -10,8 +10,8 @@ import transformers
 from conftest import ROOT
 
 from rewardfl import backbones, config, lora
-from rewardfl.backbones.images import PUBLISHED
-from rewardfl.backbones.seam import Source
+from rewardfl.backbones.image.pipeline import PUBLISHED
+from rewardfl.backbones.protocol import Source
 from rewardfl.run import start, work
 from rewardfl.weights.shards import Refused
 

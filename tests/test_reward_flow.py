@@ -9,12 +9,12 @@ from conftest import ROOT
 from pipelines import FRAMES, HEIGHT, I2V, LAYERS, WIDTH, backbone_of, experts_of, latent_shape, random_pipeline
 
 from rewardfl import backbones, flow, lora, reward_flow, sde
-from rewardfl.backbones import seam
-from rewardfl.backbones.seam import DTYPES, Experts, Source, Velocity
+from rewardfl.backbones import protocol
+from rewardfl.backbones.protocol import DTYPES, Experts, Source, Velocity
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.estimate.measure import Living, nbytes
-from rewardfl.offload import InputsOnHost
+from rewardfl.memory.offload import InputsOnHost
 
 SCHEDULE = wan.schedule(6, 5.0, I2V.experts, 0.9)  # 1, .961, .909 high noise; .833, .714, .5 low noise
 
@@ -421,7 +421,7 @@ def test_a_batch_is_its_samples():
     both = replay_gradients(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, "exact", SCHEDULE)[0]
     pipe, model = lora_model(torch.float64)
     for i in range(2):  # gradients accumulate
-        one = seam.rows(cond, [i])
+        one = protocol.select_rows(cond, [i])
         single = replay_gradients(pipe, model, one, x[i : i + 1], [3, 4, 5], 1.0, 0.7, "exact", SCHEDULE)[0]
     assert_same(single, both, 1e-10)
 

@@ -11,9 +11,9 @@ from runs import CONFIG, FAST
 
 from rewardfl import config
 from rewardfl.rewards import Reward, RewardOutput
-from rewardfl.rewards.colour import ColourReward
-from rewardfl.rewards.motion import MotionReward, mean_change
-from rewardfl.rewards.terms import Term
+from rewardfl.rewards.pixels.colour import ColourReward
+from rewardfl.rewards.pixels.motion import MotionReward, mean_change
+from rewardfl.rewards.scoring import Term
 from rewardfl_tools import _reward_scales, reward_scales
 
 

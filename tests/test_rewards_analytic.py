@@ -10,7 +10,7 @@ from PIL import Image
 from rewardfl import rewards
 from rewardfl.data import to_uint8
 from rewardfl.rewards.frames import FrameReward, chosen_frames, pool
-from rewardfl.rewards.motion import MIN_CHANGE, mean_change
+from rewardfl.rewards.pixels.motion import MIN_CHANGE, mean_change
 
 
 def random_video(seed=0, frames=5, size=24):

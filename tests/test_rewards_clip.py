@@ -16,8 +16,8 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from rewardfl import rewards
 from rewardfl.data import to_uint8
-from rewardfl.rewards.clip import TextTower, load_clip, load_tokenizer, preprocess, resize
-from rewardfl.rewards.hpsv2 import letterbox, load_open_clip
+from rewardfl.rewards.clip.hpsv2 import letterbox, load_open_clip
+from rewardfl.rewards.clip.network import TextTower, load_clip, load_tokenizer, preprocess, resize
 
 PROMPT = "the dancer and the sea, the end."
 OTHER = "a zebra"

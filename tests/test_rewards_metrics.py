@@ -7,7 +7,7 @@ import torch
 from grpo_rewards import Names
 
 from rewardfl.rewards import Reward, RewardError, RewardOutput, metrics
-from rewardfl.rewards.terms import Judged, Term, failure
+from rewardfl.rewards.scoring import RewardResult, Term, failure
 
 
 def term(label="score", weight=1.0, key="reward.name", reward=None):
@@ -17,7 +17,7 @@ def term(label="score", weight=1.0, key="reward.name", reward=None):
 def said(*scores, valid=None, parts=None, **more):
     valid = [True] * len(scores) if valid is None else valid
     parts = {name: torch.tensor(values) for name, values in ((parts or {}) | more).items()}
-    return Judged(RewardOutput(torch.tensor(scores), torch.tensor(valid), parts), torch.zeros(len(scores)).bool())
+    return RewardResult(RewardOutput(torch.tensor(scores), torch.tensor(valid), parts), torch.zeros(len(scores)).bool())
 
 
 NAN = math.nan

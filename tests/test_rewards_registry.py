@@ -12,7 +12,7 @@ from conftest import ROOT
 
 from rewardfl import data, rewards
 from rewardfl.rewards import REWARDS, Reward, RewardError, RewardOutput, __main__, find_reward
-from rewardfl.rewards.checked import checked
+from rewardfl.rewards.contract import checked
 from rewardfl.run import prepare
 
 VIDEO = 1.8 * torch.rand(2, 3, 4, 16, 16, generator=torch.Generator().manual_seed(0)) - 0.9
@@ -338,7 +338,7 @@ def test_a_video_without_a_row_is_named(capsys, clips):
 
 def test_a_library_that_cannot_be_imported_is_named(monkeypatch):
     """As OpenCV's where the system has no libGL."""
-    for name in ("cv2", "rewardfl.rewards.video_motion", "rewardfl.rewards.face_judge"):
+    for name in ("cv2", "rewardfl.rewards.pixels.video_motion", "rewardfl.rewards.face_judge"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "cv2", None)
     with pytest.raises(ValueError, match="reward 'face_judge' cannot be imported .*cv2.*libgl1"):

@@ -30,7 +30,7 @@ from rewardfl import data, rewards
 from rewardfl.rewards.remote import RemoteReward, RewardServerError, client, wire
 from rewardfl.rewards.remote.client import split
 from rewardfl.rewards.remote.wire import Clip, WireError
-from rewardfl.rewards.terms import judge
+from rewardfl.rewards.scoring import score_safely
 from rewardfl_tools import _reward_server as server
 from rewardfl_tools import _serve_reward, serve_reward
 from rewardfl_tools._reward_server import RewardServer, Service
@@ -232,12 +232,12 @@ def test_down():
 def test_samples_are_tried_one_by_one_only_where_that_may_help():
     """A server that is down is so for each of them; a reward that raised may have done so for one."""
     reward = remote(f"http://127.0.0.1:{free_port()}", retries=3)
-    one = judge(reward, VIDEO, [reward.reference(real, "") for real in REAL])
+    one = score_safely(reward, VIDEO, [reward.reference(real, "") for real in REAL])
     assert one.failed.all() and len(reward.waits) == 3 and "ServerAwayError: settings.url http" in one.problems[0]
     with serving(Likeness()) as url:
         reward = remote(url, retries=0)
         prompts = ["a", "b", "fails", "c", "d"]
-        one = judge(reward, VIDEO, [reward.reference(*each) for each in zip(REAL, prompts, strict=True)])
+        one = score_safely(reward, VIDEO, [reward.reference(*each) for each in zip(REAL, prompts, strict=True)])
     assert one.failed.tolist() == [False, False, True, False, False] and "no memory for that" in one.problems[0]
 
 

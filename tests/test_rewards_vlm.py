@@ -15,9 +15,9 @@ from transformers import Qwen2VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from rewardfl import rewards
-from rewardfl.rewards import hpsv3, video_align
-from rewardfl.rewards.qwen2_vl import own_name, shown_size
-from rewardfl.rewards.video_align import read_trained, shown_frames
+from rewardfl.rewards.vlm import hpsv3, video_align
+from rewardfl.rewards.vlm.qwen2_vl import own_name, shown_size
+from rewardfl.rewards.vlm.video_align import read_trained, shown_frames
 
 PROMPT, OTHER = "the child, waving", "a {zebra}"
 PUBLISHED = 256 * 28 * 28  # pixels of a frame; most tests show a sixteenth of it
@@ -455,10 +455,10 @@ def test_shapes_are_looked_at_before_weights_are_read(files, monkeypatch):
         assert own.startswith("rm_head."), "a weight of the backbone was read"
         return torch.zeros(published.shape(own))
 
-    monkeypatch.setattr("rewardfl.rewards.qwen2_vl.Published.read", read)
+    monkeypatch.setattr("rewardfl.rewards.vlm.qwen2_vl.Published.read", read)
     config = Qwen2VLConfig.from_pretrained(files / "qwen")
     config.text_config.num_hidden_layers = 1
-    monkeypatch.setattr("rewardfl.rewards.qwen2_vl.read_config", lambda folder: config)
+    monkeypatch.setattr("rewardfl.rewards.vlm.qwen2_vl.read_config", lambda folder: config)
     for name in ("video_align", "hpsv3"):
         with pytest.raises(ValueError, match="it differs in language_model.layers.1"):
             build(files, name)

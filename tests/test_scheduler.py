@@ -11,7 +11,7 @@ from pipelines import FRAMES, HEIGHT, I2V, WIDTH, LinearFlowEuler, backbone_of, 
 from test_wan import PROMPT, picture
 
 from rewardfl import flow, groups
-from rewardfl.backbones.seam import Velocity
+from rewardfl.backbones.protocol import Velocity
 from rewardfl.backbones.wan import model as wan
 from rewardfl.scheduler import FlowMatchSDEScheduler
 

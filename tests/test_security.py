@@ -146,7 +146,7 @@ COMMANDS = {
 }
 OWN = """
 open(__file__ + ".ran", "w").close()
-from rewardfl.rewards.colour import ColourReward
+from rewardfl.rewards.pixels.colour import ColourReward
 
 class Own(ColourReward):
     def __init__(self, red: float):

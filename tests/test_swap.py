@@ -9,8 +9,9 @@ import torch
 from host import apart
 from pipelines import LAYERS as TARGETS
 
-from rewardfl import lora, offload
-from rewardfl.swap import BlockSwap, host_memory, pack_block
+from rewardfl import lora
+from rewardfl.memory import offload
+from rewardfl.memory.swap import BlockSwap, host_memory, pack_block
 from rewardfl_tools.tiny_world.video import new_expert
 
 DEVICE, LAYERS = torch.device("cpu"), 5
@@ -27,7 +28,7 @@ def expert(where="gpu", checkpoint=None, layers=LAYERS, change=lambda model: Non
         if "lora_B" in name:
             parameter.data.normal_(generator=generator)
     model.enable_gradient_checkpointing(*([checkpoint] if checkpoint else []))
-    return offload.place(model, where, DEVICE, ["WanTransformerBlock"])
+    return offload.move_expert(model, where, DEVICE, ["WanTransformerBlock"])
 
 
 def inputs(model):

@@ -5,7 +5,7 @@ import torch
 
 from rewardfl import config
 from rewardfl.rewards import Reward, RewardError, RewardOutput, build_terms, find_terms, registry
-from rewardfl.rewards.terms import Term, score_terms
+from rewardfl.rewards.scoring import Term, score_terms
 
 OWN = f"{__file__}:Brightness"  # a user's own class in a file
 VIDEO = torch.rand(3, 3, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1

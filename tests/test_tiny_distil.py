@@ -10,7 +10,7 @@ from diffusers import WanImageToVideoPipeline
 from safetensors.torch import load_file
 
 from rewardfl import backbones, groups, reward_flow
-from rewardfl.backbones.seam import Experts, Source, Velocity
+from rewardfl.backbones.protocol import Experts, Source, Velocity
 from rewardfl.flow import linear_sigmas
 from rewardfl_tools import make_tiny_world
 from rewardfl_tools.tiny_world import distil

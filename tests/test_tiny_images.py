@@ -8,7 +8,7 @@ import zygote
 from conftest import ROOT
 
 from rewardfl import backbones, rewards
-from rewardfl.backbones.seam import Source
+from rewardfl.backbones.protocol import Source
 from rewardfl_tools.tiny_images import build, checker, judge, model, scenes
 from rewardfl_tools.tiny_images.scenes import SCENES, Thing
 

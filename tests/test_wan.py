@@ -21,7 +21,7 @@ from pipelines import (
 )  # fmt: skip
 
 from rewardfl import backbones, data, groups, reward_flow
-from rewardfl.backbones.seam import Source, Velocity
+from rewardfl.backbones.protocol import Source, Velocity
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan

@@ -10,8 +10,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from rewardfl import config, data, groups, lora, offload, reward_flow
-from rewardfl.backbones.seam import Backbone, Conditioning, Decoder, Experts, Velocity
+from rewardfl import config, data, groups, lora, reward_flow
+from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, Velocity
+from rewardfl.memory import offload
 from rewardfl.run import work
 
 BASE = "base"
@@ -135,7 +136,9 @@ def load_model(backbone: Backbone, adapter: Path | None, experts: str, device: t
     loaded = {name: backbone.load_expert(name) for name in backbone.experts}
     if adapter is not None:
         backbone.attach_adapters(loaded, adapter)
-    placed = {name: offload.place(expert, experts, device, backbone.block_classes) for name, expert in loaded.items()}
+    placed = {
+        name: offload.move_expert(expert, experts, device, backbone.block_classes) for name, expert in loaded.items()
+    }
     return Experts(placed), decoder
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import backbones, config, data
-from rewardfl.backbones.seam import Backbone, Source
+from rewardfl.backbones.protocol import Backbone, Source
 from rewardfl.files import printable
 from rewardfl.rewards import face
 from rewardfl.rewards.face import pack as face_pack

@@ -23,13 +23,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import rewardfl
-from rewardfl import attention, config, data, groups, offload, trust
-from rewardfl.backbones.seam import Backbone, Experts
+from rewardfl import config, data, groups, trust
+from rewardfl.backbones.protocol import Backbone, Experts
 from rewardfl.backbones.wan import files as wan_files
 from rewardfl.backbones.wan.backbone import Wan
 from rewardfl.estimate.measure import measure
 from rewardfl.estimate.needs import RESERVE, flops, memory
 from rewardfl.files import printable
+from rewardfl.memory import attention, offload
 from rewardfl.run import start, work
 from rewardfl.run.monitor import peak_memory_gb
 from rewardfl.weights import wan_names
@@ -150,7 +151,7 @@ def placed(case: Case, name: str, load: Callable[[str], ModelMixin]) -> ModelMix
         expert.set_attention_backend(cfg.model.attention_backend)
     trained = name in work.trained_experts(cfg, case.backbone.experts)
     swapped = (cfg.experts.trained if trained else cfg.experts.untrained).startswith("cpu_swap")
-    return offload.place(expert, "cpu_swap" if swapped else "gpu", case.device, case.backbone.block_classes)
+    return offload.move_expert(expert, "cpu_swap" if swapped else "gpu", case.device, case.backbone.block_classes)
 
 
 def distillations(backbone: Wan) -> dict[str, Path]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from rewardfl import __version__, backbones, config, data, machine
-from rewardfl.backbones.seam import Backbone
+from rewardfl.backbones.protocol import Backbone
 from rewardfl.data import cache
 from rewardfl.files import atomic_write, model_digest, printable
 from rewardfl.rewards.face.identity_kept import FEWEST

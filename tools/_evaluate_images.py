@@ -15,11 +15,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import config, data
-from rewardfl.backbones.seam import Backbone
+from rewardfl.backbones.protocol import Backbone
 from rewardfl.files import printable
 from rewardfl.rewards import RewardError, build_terms, find_terms
-from rewardfl.rewards.checked import NONFINITE
-from rewardfl.rewards.terms import Reference, Term, judge
+from rewardfl.rewards.contract import NONFINITE
+from rewardfl.rewards.scoring import Reference, Term, score_safely
 from rewardfl.run import start, work
 from rewardfl_tools import _arms, _output
 from rewardfl_tools._arms import Arm
@@ -136,7 +136,7 @@ def scores_of(terms: Sequence[Term], pictures: Tensor, references: Sequence[Sequ
     """
     found: dict[str, Tensor] = {}
     for i, term in enumerate(terms):
-        judged = judge(term.reward, pictures, [reference[i] for reference in references])
+        judged = score_safely(term.reward, pictures, [reference[i] for reference in references])
         if judged.failed.all():
             raise RewardError(f"{term.key}: {judged.problems[0]}")
         found[term.label] = judged.output.score.where(judged.output.valid, torch.nan)

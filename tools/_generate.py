@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rewardfl import backbones, data, groups, lora, offload, reward_flow
-from rewardfl.backbones.seam import Experts, Source, Velocity
+from rewardfl import backbones, data, groups, lora, reward_flow
+from rewardfl.backbones.protocol import Experts, Source, Velocity
 from rewardfl.files import atomic_directory
+from rewardfl.memory import offload
 from rewardfl_tools import _common, _output
 
 
@@ -103,7 +104,8 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
         for expert in loaded.values():
             lora.set_strength(expert, strength)
     placed = {
-        name: offload.place(expert, args.experts, device, backbone.block_classes) for name, expert in loaded.items()
+        name: offload.move_expert(expert, args.experts, device, backbone.block_classes)
+        for name, expert in loaded.items()
     }
     experts = Experts(placed)
     shape = backbone.latent_shape(args.height, args.width, args.num_frames)

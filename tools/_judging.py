@@ -15,11 +15,11 @@ from transformers import ViTModel
 from rewardfl import config, data
 from rewardfl.files import model_digest
 from rewardfl.rewards import RewardError, build_terms, face, find_terms
-from rewardfl.rewards.canaries import canaries
 from rewardfl.rewards.face.look import compare_look, cut_patches
 from rewardfl.rewards.face.pack import file_hashes
-from rewardfl.rewards.terms import Reference, Term, judge
-from rewardfl.rewards.video_motion import video_motion
+from rewardfl.rewards.pixels.artifacts import measure_artifacts
+from rewardfl.rewards.pixels.video_motion import video_motion
+from rewardfl.rewards.scoring import Reference, Term, score_safely
 from rewardfl.run import start
 from rewardfl_tools import _face_protocols as protocols
 from rewardfl_tools import _subject_consistency
@@ -83,8 +83,8 @@ def columns(cfg: config.AnyConfig) -> list[config.WantedReward]:
     wanted = config.wanted_rewards(cfg)
     found = [wanted[0]] if cfg.reward.name != "face_identity" else []
     if cfg.reward.people == "all":
-        judge = cfg.reward.held_out_model_path or cfg.reward.reward_model_path
-        settings = {"pack_dir": judge, "cap": "none", "det_size": cfg.reward.det_size, "people": "all"}
+        score_safely = cfg.reward.held_out_model_path or cfg.reward.reward_model_path
+        settings = {"pack_dir": score_safely, "cap": "none", "det_size": cfg.reward.det_size, "people": "all"}
         settings["min_face_size"] = cfg.reward.min_face_size
         found.append(config.WantedReward("reward.people", "everybody", "face_identity", settings, weight=0.0))
     return found + [one for one in wanted if one.key.startswith("reward.others.")]
@@ -216,7 +216,7 @@ def judge_through_vae(judges: Judges, video: Tensor, references: Kept, fps: floa
 
 def _pixel_figures(frames: np.ndarray, boxes: np.ndarray | None, periods: Sequence[int], fps: float) -> Figures:
     """What no network measures of frames (F, H, W, 3) uint8."""
-    motion, seen = video_motion(frames, boxes), canaries(frames, periods)
+    motion, seen = video_motion(frames, boxes), measure_artifacts(frames, periods)
     return {
         **{f"motion/{name}": value for name, value in vars(motion).items()},
         "motion/dynamic_degree": float(dynamic_degree(frames, fps)),
@@ -242,7 +242,7 @@ def _protocol_figures(judges: Judges, video: Tensor, kept: Kept) -> Figures:
 def _reward_figures(terms: Sequence[Term], video: Tensor, kept: Kept) -> Figures:
     found: Figures = {}
     for term in terms:
-        judged = judge(term.reward, video[None], [_reference(kept, term.label)])
+        judged = score_safely(term.reward, video[None], [_reference(kept, term.label)])
         if judged.failed.any():
             raise RewardError(f"{term.key}: {judged.problems[0]}")
         valid = bool(judged.output.valid[0])

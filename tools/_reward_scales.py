@@ -12,11 +12,11 @@ from tqdm import tqdm
 
 from rewardfl import config as configuration
 from rewardfl import data
-from rewardfl.backbones.seam import Backbone
+from rewardfl.backbones.protocol import Backbone
 from rewardfl.config import AnyConfig, RewardFlConfig
 from rewardfl.files import printable
 from rewardfl.rewards import build_terms
-from rewardfl.rewards.terms import Reference, Term, judge
+from rewardfl.rewards.scoring import Reference, Term, score_safely
 from rewardfl.run import start
 from rewardfl.run.monitor import Timer
 from rewardfl_tools import _arms, _common, _evaluate_images
@@ -121,7 +121,7 @@ def measure(terms: Sequence[Term], videos: Sequence[Tensor], references: Sequenc
 def score_and_gradient(term: Term, video: Tensor, reference: Reference) -> tuple[float, Tensor | None]:
     """The score of a video (3, F, H, W), NaN where it is invalid, and d score / d video if there is one."""
     if not term.reward.differentiable:
-        output = judge(term.reward, video[None], [reference]).output
+        output = score_safely(term.reward, video[None], [reference]).output
         return (float(output.score) if output.valid else math.nan), None
     video = video[None].detach().requires_grad_()
     output = term.reward(video, [reference])

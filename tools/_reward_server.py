@@ -26,7 +26,7 @@ from rewardfl import data
 from rewardfl.rewards.base import Reward
 from rewardfl.rewards.remote import wire
 from rewardfl.rewards.remote.wire import Clip
-from rewardfl.rewards.terms import Judged, joined
+from rewardfl.rewards.scoring import RewardResult, concat_results
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Service:
         try:
             with self._device_is_ours:
                 outputs = [self._score(clips[i : i + self.batch]) for i in range(0, len(clips), self.batch)]
-            output = joined(outputs).output
+            output = concat_results(outputs).output
             return wire.pack_answer(output.score, output.valid, output.parts), len(clips)
         except REWARD_ERRORS as error:
             log.exception("reward %s failed", self.reward.name)
@@ -92,11 +92,11 @@ class Service:
             raise HTTPException(500, said) from None
 
     @torch.no_grad()
-    def _score(self, clips: list[Clip]) -> Judged:
+    def _score(self, clips: list[Clip]) -> RewardResult:
         """What the reward says of one micro-batch, at rest."""
         references = [self._reference(clip) for clip in clips]
         output = self.reward(torch.stack([self._video(clip.frames) for clip in clips]), references)
-        return Judged(output, torch.zeros(len(clips)).bool()).at_rest()
+        return RewardResult(output, torch.zeros(len(clips)).bool()).at_rest()
 
     def _reference(self, clip: Clip) -> dict[str, Tensor] | None:
         """What the reward keeps of the clip's prompt, and of its real clip: of no frames where none was sent."""

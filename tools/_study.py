@@ -15,8 +15,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import config, data
-from rewardfl.backbones import seam
-from rewardfl.backbones.seam import Backbone, Conditioning
+from rewardfl.backbones import protocol
+from rewardfl.backbones.protocol import Backbone, Conditioning
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache
 from rewardfl.files import printable
@@ -173,7 +173,7 @@ class Study:
         self.processes.wait()
 
     def _told(self, row_id: str) -> Conditioning:
-        return seam.to(prepare.read(self.store, told_of(row_id)), self.judges.device)
+        return protocol.move_to(prepare.read(self.store, told_of(row_id)), self.judges.device)
 
     @torch.no_grad()
     def _sample(self, sampler: _arms.Sampler, arm: Arm, batch: Sequence[Job]) -> None:

@@ -6,8 +6,8 @@ Frames are (F, H, W, 3) uint8, RGB, before a video codec smooths them.
 import cv2
 import numpy as np
 
-from rewardfl.rewards.canaries import mean
-from rewardfl.rewards.video_motion import flow_fields
+from rewardfl.rewards.pixels.artifacts import mean
+from rewardfl.rewards.pixels.video_motion import flow_fields
 
 
 def dynamic_degree(frames: np.ndarray, fps: float) -> bool:

@@ -2,18 +2,18 @@
 
 import importlib
 
-from rewardfl.backbones.seam import Backbone, Source
+from rewardfl.backbones.protocol import Backbone, Source
 from rewardfl.config import did_you_mean
 from rewardfl.weights.shards import Refused
 
 WAN = "rewardfl.backbones.wan.backbone"
 MODULES = dict.fromkeys(("wan2_2", "wan2_2_t2v", "wan2_2_ti2v", "wan2_2_ti2v_text", "wan2_1_i2v", "wan2_1_t2v"), WAN)
 MODULES |= {
-    "sd3": "rewardfl.backbones.sd3",
-    "flux": "rewardfl.backbones.flux",
-    "qwen_image": "rewardfl.backbones.qwen_image",
-    "flux2_klein": "rewardfl.backbones.flux2",
-    "z_image": "rewardfl.backbones.z_image",
+    "sd3": "rewardfl.backbones.image.sd3",
+    "flux": "rewardfl.backbones.image.flux",
+    "qwen_image": "rewardfl.backbones.image.qwen_image",
+    "flux2_klein": "rewardfl.backbones.image.flux2",
+    "z_image": "rewardfl.backbones.image.z_image",
 }
 
 

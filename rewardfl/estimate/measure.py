@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
-from rewardfl.attention import is_self_attention
-from rewardfl.backbones.seam import Adapter, Caches, ChunksOnMeta, ExpertOnMeta
+from rewardfl.backbones.protocol import Adapter, Caches, ChunksOnMeta, ExpertOnMeta
+from rewardfl.memory.attention import is_self_attention
 from rewardfl.run.work import Video
 
 

@@ -11,18 +11,20 @@ from torch import Tensor
 from rewardfl import data
 from rewardfl.config.schema import Cap, Count, DetectionSide, NonNegative
 from rewardfl.rewards.base import RewardOutput
-from rewardfl.rewards.canaries import GRAIN, canaries
 from rewardfl.rewards.face.identity import FaceScore
 from rewardfl.rewards.face.look import PATCHES, compare_look, cut_patches
 from rewardfl.rewards.face.pack import PackFolder
 from rewardfl.rewards.face.reward import FaceIdentityReward, ratio
-from rewardfl.rewards.motion import MIN_CHANGE
-from rewardfl.rewards.video_motion import FARNEBACK, LONG_SIDE, VideoMotion, video_motion
+from rewardfl.rewards.pixels.artifacts import GRAIN, measure_artifacts
+from rewardfl.rewards.pixels.motion import MIN_CHANGE
+from rewardfl.rewards.pixels.video_motion import FARNEBACK, LONG_SIDE, VideoMotion, video_motion
 
 # A real clip with less gives no ratio, which would divide by noise: pixels per frame; levels of 255 squared; two levels
 # of 255, as far as the channels of a grey clip are apart after a video codec.
 LEAST_FLOW, LEAST_SHARPNESS, LEAST_SATURATION = 0.05, 0.1, 2 / 255
+
 COLOURS = ("red", "green", "blue")
+
 MEASURED = ("flow", "face_flow", "pixel_change", "sharpness", "reversals", "grid", "saturation", *COLOURS, "look")
 
 
@@ -114,7 +116,7 @@ class FaceJudge(FaceIdentityReward):
 
     def _canaries(self, frames: np.ndarray) -> dict[str, float]:
         """grid, saturation and the COLOURS of the frames."""
-        found = canaries(frames, [self.grid_period] if self.grid_period else [])
+        found = measure_artifacts(frames, [self.grid_period] if self.grid_period else [])
         return {"grid": found.grid, "saturation": found.saturation, **dict(zip(COLOURS, found.colour, strict=True))}
 
 

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from rewardfl.rewards.base import RewardError
-from rewardfl.rewards.checked import NONFINITE
-from rewardfl.rewards.terms import Judged, Term, joined
+from rewardfl.rewards.contract import NONFINITE
+from rewardfl.rewards.scoring import RewardResult, Term, concat_results
 
 
 def means(
-    terms: Sequence[Term], judged: Sequence[Sequence[Judged]], where: str, taken: Collection[str], score: str = "score"
+    terms: Sequence[Term],
+    judged: Sequence[Sequence[RewardResult]],
+    where: str,
+    taken: Collection[str],
+    score: str = "score",
 ) -> dict[str, float]:
     """Metrics of what all processes' rewards said, each the mean over the samples that have a value.
 
@@ -25,7 +29,7 @@ def means(
 
     RewardError when two processes' parts of one reward have other names.
     """
-    of_all = [joined([each[i] for each in judged]) for i in range(len(terms))]
+    of_all = [concat_results([each[i] for each in judged]) for i in range(len(terms))]
     names = [score, *(term.label for term in terms[1:])]
     found = {f"{where}/{name}": _mean(_scores(one)) for name, one in zip(names, of_all, strict=True)}
     taken = {*taken, *found, f"{where}/held_out"}
@@ -39,32 +43,32 @@ def means(
     return found
 
 
-def deviations(terms: Sequence[Term], judged: Sequence[Sequence[Judged]], where: str) -> dict[str, float]:
+def deviations(terms: Sequence[Term], judged: Sequence[Sequence[RewardResult]], where: str) -> dict[str, float]:
     """<where>/<label>_std of each term's score, over the samples that have one."""
     found = {}
     for i, term in enumerate(terms):
-        scores = _scores(joined([each[i] for each in judged]))
+        scores = _scores(concat_results([each[i] for each in judged]))
         found[f"{where}/{term.label}_std"] = float(scores[~scores.isnan()].std(correction=0))
     return found
 
 
-def failed_fraction(judged: Sequence[Sequence[Judged]]) -> float:
+def failed_fraction(judged: Sequence[Sequence[RewardResult]]) -> float:
     """The share of samples for which some reward raised or was too late, in 0..1."""
     return float(torch.cat([torch.stack([one.failed for one in each]).any(0) for each in judged]).float().mean())
 
 
-def problems(terms: Sequence[Term], judged: Sequence[Sequence[Judged]]) -> dict[str, int]:
+def problems(terms: Sequence[Term], judged: Sequence[Sequence[RewardResult]]) -> dict[str, int]:
     """What was said of samples for which a reward failed, each with their number and the reward's key before it."""
     verdicts = [pair for each in judged for pair in zip(terms, each, strict=True)]
     return dict(Counter(f"{term.key}: {problem}" for term, one in verdicts for problem in one.problems))
 
 
-def why_nothing_was_judged(terms: Sequence[Term], judged: Sequence[Sequence[Judged]]) -> str:
+def why_nothing_was_judged(terms: Sequence[Term], judged: Sequence[Sequence[RewardResult]]) -> str:
     """Return one line on what the rewards that are trained on made of the samples; "" where one scored a sample."""
     accounts = []
     for i, term in enumerate(terms):
         if term.weight > 0:
-            verdict = joined([each[i] for each in judged])
+            verdict = concat_results([each[i] for each in judged])
             valid, failed = int(verdict.output.valid.sum()), int(verdict.failed.sum())
             if valid:
                 return ""
@@ -77,7 +81,7 @@ def why_nothing_was_judged(terms: Sequence[Term], judged: Sequence[Sequence[Judg
     return "; ".join(accounts)
 
 
-def _scores(one: Judged) -> Tensor:
+def _scores(one: RewardResult) -> Tensor:
     return one.output.score.where(one.output.valid, torch.nan)
 
 
@@ -85,7 +89,7 @@ def _mean(values: Tensor) -> float:
     return float(values.nanmean())
 
 
-def _check_names(term: Term, judged: Sequence[Judged]) -> None:
+def _check_names(term: Term, judged: Sequence[RewardResult]) -> None:
     found = {frozenset(one.output.parts) - {NONFINITE}: None for one in judged}
     names = [", ".join(sorted(each)) for each in found if each]  # none at all: nothing could be scored there
     if len(names) > 1:

@@ -12,27 +12,27 @@ import torch
 from rewardfl import trust
 from rewardfl.config import WantedReward, did_you_mean
 from rewardfl.rewards.base import Reward, RewardError
-from rewardfl.rewards.checked import checked
+from rewardfl.rewards.contract import checked
+from rewardfl.rewards.scoring import Term
 from rewardfl.rewards.settings import check_settings
-from rewardfl.rewards.terms import Term
 
 Chosen = tuple[WantedReward, type[Reward]]
 # name -> module and class within this package, imported when asked for: some take transformers, which loads slowly
 REWARDS: dict[str, str] = {
-    "aesthetic": "aesthetic:AestheticReward",
-    "clip_score": "clip_score:ClipScoreReward",
-    "colour": "colour:ColourReward",
+    "aesthetic": "clip.aesthetic:AestheticReward",
+    "clip_score": "clip.clip_score:ClipScoreReward",
+    "colour": "pixels.colour:ColourReward",
     "face_identity": "face.reward:FaceIdentityReward",
     "face_judge": "face_judge:FaceJudge",
     "face_motion": "face.motion:FaceMotionReward",
-    "hpsv2": "hpsv2:Hpsv2Reward",
-    "hpsv3": "hpsv3:Hpsv3Reward",
-    "jpeg_size": "jpeg_size:JpegSizeReward",
-    "motion": "motion:MotionReward",
-    "optical_flow": "optical_flow:OpticalFlowReward",
-    "pickscore": "pickscore:PickScoreReward",
+    "hpsv2": "clip.hpsv2:Hpsv2Reward",
+    "hpsv3": "vlm.hpsv3:Hpsv3Reward",
+    "jpeg_size": "pixels.jpeg_size:JpegSizeReward",
+    "motion": "pixels.motion:MotionReward",
+    "optical_flow": "pixels.optical_flow:OpticalFlowReward",
+    "pickscore": "clip.pickscore:PickScoreReward",
     "remote": "remote:RemoteReward",
-    "video_align": "video_align:VideoAlignReward",
+    "video_align": "vlm.video_align:VideoAlignReward",
 }
 
 

@@ -10,8 +10,8 @@ from tqdm import tqdm
 
 from rewardfl import anchor, groups
 from rewardfl.anchor import Draw
-from rewardfl.backbones import seam
-from rewardfl.backbones.seam import Backbone, Conditioning, Schedule, Velocity
+from rewardfl.backbones import protocol
+from rewardfl.backbones.protocol import Backbone, Conditioning, Schedule, Velocity
 from rewardfl.config import AnchorConfig
 from rewardfl.data.cache import CacheError
 from rewardfl.run.job import Job
@@ -44,7 +44,7 @@ class Anchors:
         if self.cfg.weight == 0:
             return torch.zeros(len(members), device=self.device), torch.zeros(len(members), device=self.device).bool()
         x0, has_clip = self.latents([member.row for member in members])
-        conditioning = seam.to(batch.conditioning, self.device)
+        conditioning = protocol.move_to(batch.conditioning, self.device)
         whole_range = self.cfg.sigmas == "trained_range"
         draws = []
         for n, moment in enumerate(anchor.draw_moments(self.cfg.draws, self.steps, whole_range, self.seed, update)):
@@ -88,7 +88,7 @@ class Anchors:
             sample = self.samples[row]
             schedule = self.schedules(self.conditions.shape_of(sample))
             x0, has_clip = self.latents([row])
-            conditioning = seam.to(self.conditions.conditioning(sample), self.device)
+            conditioning = protocol.move_to(self.conditions.conditioning(sample), self.device)
             for step in self.steps:
                 seeds = [groups.noise_seed(self.seed, -1, f"anchor/{sample.row.id}", step)]
                 draw = self._draw(model, conditioning, schedule.at(step), seeds, x0, to_data=True)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rewardfl.backbones import seam
-from rewardfl.backbones.seam import Decoder
+from rewardfl.backbones import protocol
+from rewardfl.backbones.protocol import Decoder
 from rewardfl.config import AnyConfig, FlowGrpoConfig
-from rewardfl.rewards import FaceIdentityReward, blackbox
+from rewardfl.rewards import FaceIdentityReward, async_scoring
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.face.identity_kept import Scale, ThroughVae, find_scale, why_no_scale
-from rewardfl.rewards.terms import Term, joined
+from rewardfl.rewards.scoring import Term, concat_results
 from rewardfl.run import prepare
 from rewardfl.run.job import Job
 from rewardfl.run.start import example_of
@@ -48,7 +48,7 @@ def find_scales(
     job.wait()
     through_vae = []
     for sample in job.share.of(clips):
-        conditioning = seam.to(conditions.conditioning(sample), job.device)
+        conditioning = protocol.move_to(conditions.conditioning(sample), job.device)
         video = decoder.decode(conditions.latents_of(sample).to(job.device), conditioning)[0].float()
         for i, judge in judges.items():
             pool = sample.references[i]["embeddings"]
@@ -65,7 +65,7 @@ def evaluate(
     cfg: FlowGrpoConfig,
     job: Job,
     terms: Sequence[Term],
-    places: Sequence[blackbox.Places | None],
+    places: Sequence[async_scoring.WorkerPool | None],
     clips: Sequence[prepare.Sample],
     generate: Callable[[int, int], tuple[int, Tensor]],
     scales: Mapping[int, Scale],
@@ -79,14 +79,14 @@ def evaluate(
     for (row, n), mine in job.share.rounds(itertools.product(range(len(clips)), range(cfg.evaluation.eval_noises))):
         row, video = generate(row, n)
         if mine:
-            pending = blackbox.begin(terms, video[None], [clips[row].references], places)
-            outputs.append(blackbox.finish(pending))
+            pending = async_scoring.submit(terms, video[None], [clips[row].references], places)
+            outputs.append(async_scoring.collect(pending))
             people.append(clips[row].row.who)
     outputs, people = job.gather_lists(outputs), job.gather_lists(people)
     metrics = {"eval/failed": reward_metrics.failed_fraction(outputs)}
     metrics |= reward_metrics.deviations(terms, outputs, "eval")
     for i, scale in scales.items():
-        parts = joined([each[i] for each in outputs]).output.parts
+        parts = concat_results([each[i] for each in outputs]).output.parts
         if "face_score" in parts:  # not where the judge has failed for every clip
             where = "eval" if i == 0 else f"eval/{terms[i].label}"
             metrics[f"{where}/identity_kept"] = scale.place_mean(mean_of_each(people, parts["face_score"].tolist()))

@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rewardfl.backbones.seam import Experts
+from rewardfl.backbones.protocol import Experts
 
 
 class InvariantError(RuntimeError):

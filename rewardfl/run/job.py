@@ -47,8 +47,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rewardfl import machine
 from rewardfl.files import printable
+from rewardfl.memory.sharding import full_tensor, shard_like
 from rewardfl.run.prepare import Share
-from rewardfl.sharding import placed, whole
 
 # of a collective: the others wait while one process writes sample videos, or fills what is left of the cache
 TIMEOUT = timedelta(hours=2)
@@ -210,7 +210,7 @@ class Job:
         if engine is not None:
             engine.step()
             return float(engine.get_global_grad_norm())
-        norm = float(whole(self.accelerator.clip_grad_norm_(parameters, max_norm)))
+        norm = float(full_tensor(self.accelerator.clip_grad_norm_(parameters, max_norm)))
         if math.isfinite(norm):
             optimizer.step()
         optimizer.zero_grad()
@@ -223,7 +223,7 @@ class Job:
         """What `optimizer.state_dict()` of one process gives. On all processes, which may hold parts of it."""
         if self._engine is None:
             state = optimizer.state_dict()
-            every = {i: {name: whole(value) for name, value in of.items()} for i, of in state["state"].items()}
+            every = {i: {name: full_tensor(value) for name, value in of.items()} for i, of in state["state"].items()}
             return state | {"state": every}
         adam, flat = self._adam()
         state = adam.state[flat]  # of the part that is here: step, exp_avg, exp_avg_sq; nothing before the first update
@@ -244,7 +244,7 @@ class Job:
         """Go on from an `optimizer_state`."""
         if self._engine is None:
             lying = {
-                i: {name: placed(value, parameters[i]) if value.ndim else value for name, value in of.items()}
+                i: {name: shard_like(value, parameters[i]) if value.ndim else value for name, value in of.items()}
                 for i, of in state["state"].items()
             }
             optimizer.load_state_dict({**state, "state": lying})

@@ -17,8 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import data, files, groups, reward_flow, sde
-from rewardfl.backbones import seam
-from rewardfl.backbones.seam import Backbone, Conditioning, Experts, Schedule, Shape, Velocity
+from rewardfl.backbones import protocol
+from rewardfl.backbones.protocol import Backbone, Conditioning, Experts, Schedule, Shape, Velocity
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache, CacheError, Key
 from rewardfl.rewards import Reward
@@ -302,7 +302,7 @@ class Conditions:
             def run(item: tuple[Sample, int]) -> Mapping[str, Tensor]:
                 sample, seed = item
                 schedule = schedules(self.shape_of(sample))
-                conditioning = seam.to(self.conditioning(sample), device)
+                conditioning = protocol.move_to(self.conditioning(sample), device)
                 velocity = Velocity(self.backbone, experts, conditioning, schedule)
                 x = groups.noise((1, *self.shape_of(sample)), seed, device)
                 return {"x": reward_flow.rollout(velocity, x, schedule.sigmas[: schedule.handover + 1], keep=()).x0}
@@ -412,7 +412,7 @@ class Starts:
         return Batch(
             rows=rows,
             replaced=[row != wanted for row, (_, wanted) in zip(rows, visits, strict=True)],
-            conditioning=seam.to(conditioning, self.device),
+            conditioning=protocol.move_to(conditioning, self.device),
             x=torch.cat([x for _, (_, x) in taken]).to(self.device),
             schedule=schedule,
             start=schedule.handover if self.cached else 0,

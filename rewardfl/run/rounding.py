@@ -7,9 +7,9 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor
 
-from rewardfl import offload
-from rewardfl.backbones import seam
-from rewardfl.backbones.seam import Backbone, Conditioning, Experts, Schedule
+from rewardfl.backbones import protocol
+from rewardfl.backbones.protocol import Backbone, Conditioning, Experts, Schedule
+from rewardfl.memory import offload
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Probe:
     @torch.no_grad()
     def velocity(self, name: str, expert: ModelMixin) -> Tensor:
         """(1, C, T, h, w) of the expert called `name`, which answers on the device."""
-        step, given = self.schedule.experts.index(name), seam.to(self.conditioning, self.device)
+        step, given = self.schedule.experts.index(name), protocol.move_to(self.conditioning, self.device)
         return self.backbone.velocity(Experts({name: expert}), self.noise.to(self.device), step, self.schedule, given)
 
     def exact(self, name: str, load: Callable[[], ModelMixin]) -> Tensor:
         """The velocity of the network that `load` gives, whose blocks come to the device one at a time."""
-        expert = offload.place(load(), "cpu_swap", self.device, self.backbone.block_classes)
+        expert = offload.move_expert(load(), "cpu_swap", self.device, self.backbone.block_classes)
         return self.velocity(name, expert)
 
     def note(self, name: str, expert: ModelMixin, exact: Tensor) -> str:

@@ -21,32 +21,20 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rewardfl import (
-    attention,
-    backbones,
-    compiling,
-    data,
-    groups,
-    grpo,
-    lora,
-    machine,
-    offload,
-    reward_flow,
-    sharding,
-    trust,
-)
+from rewardfl import backbones, data, groups, grpo, lora, machine, reward_flow, trust
 from rewardfl import config as configuration
-from rewardfl.backbones import seam
-from rewardfl.backbones.seam import DTYPES, Adapter, Backbone, Conditioning, Experts, Source, Velocity
+from rewardfl.backbones import protocol
+from rewardfl.backbones.protocol import DTYPES, Adapter, Backbone, Conditioning, Experts, Source, Velocity
 from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache, digest
 from rewardfl.files import escape_unencodable_output, model_digest, printable
+from rewardfl.memory import attention, compiling, offload, sharding
 from rewardfl.optim import Average, learning_rate_factor
 from rewardfl.rewards import FaceIdentityReward, registry
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe_packs, file_hashes
 from rewardfl.rewards.remote import RewardServerError
-from rewardfl.rewards.terms import RewardError, Term, try_out
+from rewardfl.rewards.scoring import RewardError, Term, check_reward
 from rewardfl.run import checkpoint, checks, invariants, monitor, prepare, rounding, work
 from rewardfl.run.anchors import Anchors
 from rewardfl.run.job import Job, LaunchError
@@ -76,7 +64,7 @@ REFUSALS = (
     LaunchError,
     prepare.CacheError,
     grpo.RatioError,
-    attention.CannotTrain,
+    attention.BackendError,
 )
 
 
@@ -496,7 +484,7 @@ def try_rewards(cfg: AnyConfig, job: Job, terms: Sequence[Term], samples: Sequen
         by_gradient = isinstance(cfg, configuration.RewardFlConfig)
         count = min(2, cfg.train.per_device_train_batch_size)  # two tell a mean over the batch from one over a video
         found = {
-            term.key: try_out(term, video.to(job.device), reference, count, by_gradient and term.weight > 0)
+            term.key: check_reward(term, video.to(job.device), reference, count, by_gradient and term.weight > 0)
             for term, reference in zip(terms, first.references, strict=True)
             if not term.reward.concurrent
         }
@@ -563,7 +551,7 @@ def fill_conditions(
     guided = cfg.sample.guidance_scale != 1
     conditions.fill(samples, job.device, job.share, [cfg.sample.negative_prompt] if guided else [])
     job.wait()
-    return seam.to(conditions.text_of(cfg.sample.negative_prompt), job.device) if guided else None
+    return protocol.move_to(conditions.text_of(cfg.sample.negative_prompt), job.device) if guided else None
 
 
 # Model and adapter
@@ -645,7 +633,7 @@ def load_experts(
             measures = probe is not None and job.main and name in probe.schedule.experts
             # loaded twice then: two in the host at once would take what is to be saved
             exact = probe.exact(name, partial(loaded, name)) if measures else None
-            expert = offload.place(loaded(name), cfg.experts.untrained, job.device, backbone.block_classes)
+            expert = offload.move_expert(loaded(name), cfg.experts.untrained, job.device, backbone.block_classes)
             if exact is not None:
                 job.say(probe.note(name, expert, exact))
             model_of[name] = expert
@@ -654,7 +642,7 @@ def load_experts(
     for i, name in enumerate(names):
         expert = loaded(name)
         lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed + i * SEED_STRIDE)
-        expert = offload.place(expert, cfg.experts.trained, job.home, backbone.block_classes)
+        expert = offload.move_expert(expert, cfg.experts.trained, job.home, backbone.block_classes)
         if cfg.train.use_gradient_checkpointing:
             on_host, keep_attention = cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention
             expert.enable_gradient_checkpointing(offload.checkpointing(job.device, on_host, keep_attention))
@@ -761,14 +749,14 @@ def make_average(decay: float, parameters: Sequence[nn.Parameter], resumed: Resu
     average = Average(parameters, decay=decay)
     if resumed.state:
         average.load_state_dict(resumed.state.pop("average"))
-        average.shadow_params = list(map(sharding.placed, average.shadow_params, parameters))
+        average.shadow_params = list(map(sharding.shard_like, average.shadow_params, parameters))
     return average
 
 
 def state_of_average(average: Average, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
     """What going on takes where a checkpoint's adapter is an average. On all processes, which may hold parts of it."""
-    shadows = {"shadow_params": sharding.gathered(average.shadow_params)}
-    return {"parameters": sharding.gathered(parameters), "average": average.state_dict() | shadows}
+    shadows = {"shadow_params": sharding.gather_to_cpu(average.shadow_params)}
+    return {"parameters": sharding.gather_to_cpu(parameters), "average": average.state_dict() | shadows}
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:

@@ -15,7 +15,7 @@ from statistics import fmean
 
 from rewardfl import config as configuration
 from rewardfl import data, flow, groups, lora
-from rewardfl.backbones.seam import Adapter, Backbone, Schedule, Shape
+from rewardfl.backbones.protocol import Adapter, Backbone, Schedule, Shape
 from rewardfl.config import AnyConfig, ConfigError, FlowGrpoConfig, RewardFlConfig
 from rewardfl.groups import Geometry
 from rewardfl.run import checks

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 pretend_gpu.install()
 
-from rewardfl import offload, swap  # noqa: E402
+from rewardfl.memory import offload, swap  # noqa: E402
 
 seen: dict[str, bool] = {}
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rewardfl import backbones, data, flow, groups, lora, reward_flow
-from rewardfl.backbones.seam import Backbone, Conditioning, Experts, Source, Velocity
+from rewardfl.backbones.protocol import Backbone, Conditioning, Experts, Source, Velocity
 from rewardfl.backbones.wan.variants import LAYERS
 from rewardfl.weights import lora_files
 from rewardfl_tools import _convert_lora, _writing

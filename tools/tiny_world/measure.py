@@ -10,11 +10,11 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from rewardfl import data, groups, reward_flow
-from rewardfl.backbones.seam import Experts, Source, Velocity
+from rewardfl.backbones.protocol import Experts, Source, Velocity
 from rewardfl.backbones.wan import backbone as wan2_2
 from rewardfl.rewards import face
 from rewardfl.rewards.face.identity_kept import ThroughVae, find_scale
-from rewardfl.rewards.video_motion import video_motion
+from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl_tools.tiny_world import faces
 from rewardfl_tools.tiny_world.build import CLIPS
 from rewardfl_tools.tiny_world.people import NUM_FRAMES, SIZE, draw_clips, draw_motion, draw_people, render

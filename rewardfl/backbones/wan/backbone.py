@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rewardfl import lora
 from rewardfl.backbones import stock
-from rewardfl.backbones.seam import DTYPES, Adapter, Conditioning, OnMeta, Schedule, Shape, Source
+from rewardfl.backbones.protocol import DTYPES, Adapter, Conditioning, OnMeta, Schedule, Shape, Source
 from rewardfl.backbones.wan import files, load, meta, model
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.backbones.wan.variants import VARIANTS, Variant

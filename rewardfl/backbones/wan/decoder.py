@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from rewardfl.backbones.seam import Caches, Conditioning, Decoded
-from rewardfl.offload import InHost, to_host
+from rewardfl.backbones.protocol import Caches, Conditioning, Decoded
+from rewardfl.memory.offload import InHost, to_host
 
 Kept = list[Tensor | InHost | str | None]  # caches for a VJP to come
 STRIP = 2**24  # numbers of a strip of pictures whose norm is computed again at a time; it takes five float32 copies

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
 from rewardfl.backbones import stock
-from rewardfl.backbones.seam import Caches, ChunksOnMeta, ExpertOnMeta, OnMeta, Shape
+from rewardfl.backbones.protocol import Caches, ChunksOnMeta, ExpertOnMeta, OnMeta, Shape
 from rewardfl.backbones.wan import files
 from rewardfl.backbones.wan.decoder import parts_checkpointed
 from rewardfl.backbones.wan.model import TEXT_LENGTH, new_expert

@@ -8,7 +8,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from rewardfl import lora
-from rewardfl.backbones.seam import Adapter, Schedule
+from rewardfl.backbones.protocol import Adapter, Schedule
 from rewardfl.flow import linear_sigmas
 from rewardfl.weights import wan_names
 

@@ -16,7 +16,7 @@ from rewardfl.rewards.face.detect import STRIDES, FaceDetector
 from rewardfl.rewards.face.pack import PackFolder, pack_files
 from rewardfl.rewards.face.track import MIN_MOTION, Track, step_motion, step_reversals, track_largest
 from rewardfl.rewards.face.view import View, seed_of
-from rewardfl.rewards.motion import MIN_CHANGE, alike, mean_change
+from rewardfl.rewards.pixels.motion import MIN_CHANGE, alike, mean_change
 
 # Half of the detector's finest stride to each side: every place of a face between two of its cells comes up.
 MAX_SHIFT = STRIDES[0] / 2  # detector pixels

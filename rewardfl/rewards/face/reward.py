@@ -12,10 +12,10 @@ from torch import Tensor
 from rewardfl.config.schema import Cap, Count, DetectionSide, NonNegative
 from rewardfl.files import sha256
 from rewardfl.rewards.base import Reward, RewardOutput, by_sample, no_score
-from rewardfl.rewards.canaries import mean
 from rewardfl.rewards.face.identity import FaceIdentity, FaceScore
 from rewardfl.rewards.face.pack import PackFolder
 from rewardfl.rewards.face.track import MIN_MOTION
+from rewardfl.rewards.pixels.artifacts import mean
 
 PARTS = ("face_score", "cap", "coverage", "motion_speed", "motion_nonrigid", "motion")
 NUMBERS = ("cap", "speed", "nonrigid", "coverage")  # of a FacePool

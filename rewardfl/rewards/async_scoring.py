@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 
 from rewardfl.rewards.base import Reward
-from rewardfl.rewards.terms import Judged, Reference, Term, failure, judge
+from rewardfl.rewards.scoring import Reference, RewardResult, Term, failure, score_safely
 
 
 @dataclass(eq=False)
 class Call:
     """A call of a concurrent reward. work: None once it is done, so that the videos go; began: when its turn came."""
 
-    work: Callable[[], Judged] | None
+    work: Callable[[], RewardResult] | None
     began: float | None = None
-    found: Judged | BaseException | None = None
+    found: RewardResult | BaseException | None = None
 
 
-class Places:
+class WorkerPool:
     """Where the calls of a concurrent reward are made: `count` at a time, in the order in which they came.
 
     timeout: seconds from the moment when a call's turn comes, after which it has failed. It keeps its place until it
@@ -46,7 +46,7 @@ class Places:
         self._running: set[Call] = set()
         self._threads = 0
 
-    def submit(self, work: Callable[[], Judged]) -> Call | None:
+    def submit(self, work: Callable[[], RewardResult]) -> Call | None:
         """The call, which waits for its turn; None where no place comes free. Waits while `count` others do."""
         call = Call(work)
         with self._changed:
@@ -59,7 +59,7 @@ class Places:
                 threading.Thread(target=self._work, daemon=True).start()
         return call
 
-    def result(self, call: Call) -> Judged | None:
+    def result(self, call: Call) -> RewardResult | None:
         """What the call found; None when it is too late. Raises what is no Exception and ended it."""
         with self._changed:
             while call.found is None:
@@ -109,18 +109,18 @@ class Places:
 class Pending:
     """Rewards of B samples, some of which may still be at work."""
 
-    judging: Sequence[Judged | Call | None]  # by term; None where no place came free
-    where: Sequence[Places | None]
+    judging: Sequence[RewardResult | Call | None]  # by term; None where no place came free
+    where: Sequence[WorkerPool | None]
     count: int
 
 
-def places(terms: Sequence[Term], timeout: float) -> list[Places | None]:
+def make_worker_pool(terms: Sequence[Term], timeout: float) -> list[WorkerPool | None]:
     """Where the calls of each term are made; None for one that is not concurrent. timeout: see Places."""
-    return [Places(term.reward.parallel, timeout) if term.reward.concurrent else None for term in terms]
+    return [WorkerPool(term.reward.parallel, timeout) if term.reward.concurrent else None for term in terms]
 
 
-def begin(
-    terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]], where: Sequence[Places | None]
+def submit(
+    terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]], where: Sequence[WorkerPool | None]
 ) -> Pending:
     """Judge videos (B, 3, F, H, W); references: what the rewards keep of the real clips, by sample and then by term.
 
@@ -128,14 +128,14 @@ def begin(
     wait for their turn. The others have answered when it returns.
     """
     calls = [(term.reward, video, [each[i] for each in references]) for i, term in enumerate(terms)]
-    judging = [_submit(own, *call) if own else None for own, call in zip(where, calls, strict=True)]
+    judging = [_submit_term(own, *call) if own else None for own, call in zip(where, calls, strict=True)]
     for i, own in enumerate(where):
         if own is None:
-            judging[i] = judge(*calls[i])
+            judging[i] = score_safely(*calls[i])
     return Pending(judging, where, len(video))
 
 
-def finish(pending: Pending) -> list[Judged]:
+def collect(pending: Pending) -> list[RewardResult]:
     """Every term's verdict."""
     found = []
     for judging, own in zip(pending.judging, pending.where, strict=True):
@@ -146,16 +146,18 @@ def finish(pending: Pending) -> list[Judged]:
 
 
 @torch.no_grad()
-def _submit(own: Places, reward: Reward, video: Tensor, references: Sequence[Reference]) -> Judged | Call | None:
+def _submit_term(
+    pool: WorkerPool, reward: Reward, video: Tensor, references: Sequence[Reference]
+) -> RewardResult | Call | None:
     try:
         kept = reward.held(video, references)
-    except Exception as error:  # the user's code, as in `judge`
+    except Exception as error:  # the user's code, as in score_safely
         return failure(len(video), f"{type(error).__name__}: {error}")
-    return own.submit(partial(judge, reward, *kept))
+    return pool.submit(partial(score_safely, reward, *kept))
 
 
-def weighed(
-    terms: Sequence[Term], judged: Sequence[Judged], part_weights: Mapping[str, float]
+def stack_rewards(
+    terms: Sequence[Term], judged: Sequence[RewardResult], part_weights: Mapping[str, float]
 ) -> tuple[Tensor, Tensor, list[float]]:
     """(rewards (B, R), valid (B,) bool, weights (R,)): what is trained, by reward.
 

@@ -6,7 +6,7 @@ from types import MethodType
 import torch
 from diffusers import ModelMixin
 
-from rewardfl.attention import CannotTrain
+from rewardfl.memory.attention import BackendError
 
 # In which one expert's blocks may be compiled: with a graph and without, the adapter on and off, a clip's shape, then
 # any shape, a batch of one and of several. torch's own limit is 8 for all experts together.
@@ -17,7 +17,8 @@ def compile_blocks(expert: ModelMixin, block_classes: Sequence[str]) -> None:
     """Let torch compile the blocks' forward passes, each kind of block once, when they are first called.
 
     block_classes: the names of their classes. What hangs on a block's call stays outside, above all the hooks that
-    bring its weights (rewardfl.swap); diffusers' compile_repeated_blocks compiles the call, hooks included, and fails.
+    bring its weights (rewardfl.memory.swap); diffusers' compile_repeated_blocks compiles the call, hooks included, and
+    fails.
     A block that torch cannot compile as a whole, or would compile in more than FORMS forms, is an error: torch would
     otherwise run it as it is, and at most say so in a warning.
     """
@@ -43,7 +44,7 @@ def check_compiler(device: torch.device) -> None:
         double(x).sum().backward()
     except RuntimeError as error:
         (first, *_) = str(error).splitlines() or [type(error).__name__]
-        raise CannotTrain(
+        raise BackendError(
             f"train.compile_blocks: torch cannot compile for {device.type} on this machine: {first}; install what it "
             "asks for (a C++ compiler, for a GPU Triton), or set compile_blocks: false"
         ) from error

@@ -26,11 +26,13 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLModel
 
 from rewardfl.files import model_digest
 from rewardfl.rewards.base import Reward
-from rewardfl.rewards.clip import TOKENIZER_FILES, UNREADABLE, some
+from rewardfl.rewards.clip.network import TOKENIZER_FILES, UNREADABLE, some
 from rewardfl.weights.shards import json_object
 
 MAX_RATIO = 200  # of a picture's edges, qwen-vl-utils
+
 Head = TypeVar("Head", bound=nn.Module)
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -171,6 +173,7 @@ HALVES = {
     "model.language_model.": "language_model.", "model.visual.": "visual.", "visual.": "visual.",
     "model.": "language_model.",
 }  # fmt: skip
+
 LORA = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.default\.weight")
 
 

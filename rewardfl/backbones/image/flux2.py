@@ -14,10 +14,9 @@ from diffusers.loaders import Flux2LoraLoaderMixin
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
-from rewardfl.backbones import images
-from rewardfl.backbones.flux import pack, unpack
-from rewardfl.backbones.images import PATCH, Configs, Kind
-from rewardfl.backbones.seam import Conditioning
+from rewardfl.backbones.image.flux import pack, unpack
+from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, Configs, ImageModelSpec, describe, open
+from rewardfl.backbones.protocol import Conditioning
 
 TOKENS, LAYERS = 512, (9, 18, 27)  # the length that diffusers' pipeline pads prompts to; of the text encoder
 
@@ -74,14 +73,14 @@ def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Condit
     return {"text": torch.cat([hidden[layer] for layer in LAYERS], -1)}
 
 
-FLUX2_KLEIN = Kind(
+FLUX2_KLEIN = ImageModelSpec(
     published="FLUX.2 klein",
     pipeline="Flux2KleinPipeline",
     mixin=Flux2LoraLoaderMixin,
     transformer=Flux2Transformer2DModel,
     block_classes=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
     layer_names={
-        **images.ATTENTION, "ffn.0": "ff.linear_in", "ffn.2": "ff.linear_out", **images.JOINT,
+        **ATTENTION, "ffn.0": "ff.linear_in", "ffn.2": "ff.linear_out", **JOINT,
         "qkv_mlp": "to_qkv_mlp_proj", "o_mlp": "attn.to_out",
     },
     encoders={"text_encoder": Qwen3ForCausalLM},
@@ -95,4 +94,4 @@ FLUX2_KLEIN = Kind(
     told_on_meta=_told_on_meta,
 )  # fmt: skip
 
-open, describe = partial(images.open, FLUX2_KLEIN), partial(images.describe, FLUX2_KLEIN)
+open, describe = partial(open, FLUX2_KLEIN), partial(describe, FLUX2_KLEIN)

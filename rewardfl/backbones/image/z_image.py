@@ -13,9 +13,17 @@ from diffusers.loaders import ZImageLoraLoaderMixin
 from torch import Tensor, nn
 from transformers import Qwen3Model
 
-from rewardfl.backbones import images
-from rewardfl.backbones.images import EXPERT, PATCH, Configs, Kind
-from rewardfl.backbones.seam import Conditioning
+from rewardfl.backbones.image.pipeline import (
+    ATTENTION,
+    EXPERT,
+    PATCH,
+    Configs,
+    ImageModelSpec,
+    describe,
+    open,
+    pixels_per_latent,
+)
+from rewardfl.backbones.protocol import Conditioning
 
 # The length to which diffusers' pipeline pads a prompt for the text encoder alone, and that of a prompt for the
 # estimate: prompts are as long as they are. The network pads both streams of tokens to multiples of 32.
@@ -45,7 +53,7 @@ def _guide(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
 
 def _longest_side(configs: Configs) -> int:
     """The longest side that images may have in pixels, by the rows and columns that the network can tell apart."""
-    return min(configs[EXPERT]["axes_lens"][1:]) * PATCH * images.pixels_per_latent(configs)
+    return min(configs[EXPERT]["axes_lens"][1:]) * PATCH * pixels_per_latent(configs)
 
 
 def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
@@ -54,14 +62,14 @@ def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Condit
     return {"text": text[:, :TOKENS], "mask": torch.ones(1, TOKENS, dtype=torch.long)}
 
 
-Z_IMAGE = Kind(
+Z_IMAGE = ImageModelSpec(
     published="Z-Image",
     pipeline="ZImagePipeline",
     mixin=ZImageLoraLoaderMixin,
     transformer=ZImageTransformer2DModel,
     block_classes=("ZImageTransformerBlock",),
     layer_names={
-        **images.ATTENTION, "ffn.0": "feed_forward.w1", "ffn.2": "feed_forward.w2", "ffn.3": "feed_forward.w3",
+        **ATTENTION, "ffn.0": "feed_forward.w1", "ffn.2": "feed_forward.w2", "ffn.3": "feed_forward.w3",
     },
     encoders={"text_encoder": Qwen3Model},
     encode=_encode,
@@ -74,4 +82,4 @@ Z_IMAGE = Kind(
     streams=("x",),
 )  # fmt: skip
 
-open, describe = partial(images.open, Z_IMAGE), partial(images.describe, Z_IMAGE)
+open, describe = partial(open, Z_IMAGE), partial(describe, Z_IMAGE)

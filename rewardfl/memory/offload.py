@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from rewardfl.attention import Contexts, keeping_outputs
-from rewardfl.swap import BlockSwap, host_memory
+from rewardfl.memory.attention import Contexts, keeping_outputs
+from rewardfl.memory.swap import BlockSwap, host_memory
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -48,14 +48,14 @@ class InputsOnHost:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.rooms: dict[int, list[Tensor]] = defaultdict(list)  # by bytes: host memory that nobody uses
         self.given: list[weakref.ref[Tensor]] = []  # inputs of the block before
-        self.before: weakref.ref[Waiting] | None = None  # what it left in the host
+        self.before: weakref.ref[OffloadedInputs] | None = None  # what it left in the host
 
     def __call__(self, block: Callable[..., Tensor], *inputs: object) -> Tensor:
         """`block(*inputs)`."""
         tensors = [one for one in inputs if isinstance(one, Tensor)]
         known = [old() for old in self.given]
         new = {tensor.data_ptr() for tensor in tensors if not any(tensor is old for old in known)}
-        waiting = Waiting(self, self.before)
+        waiting = OffloadedInputs(self, self.before)
         self.given, self.before = [weakref.ref(tensor) for tensor in tensors], weakref.ref(waiting)
 
         def pack(tensor: Tensor) -> Tensor | int:
@@ -70,7 +70,7 @@ class InputsOnHost:
     @contextlib.contextmanager
     def whole_graph(self) -> Iterator[None]:
         """Within, all that a graph keeps outside of the blocks waits in host memory, too."""
-        waiting = Waiting(self, None)
+        waiting = OffloadedInputs(self, None)
         with saved_tensors_hooks(waiting.put, waiting.take):
             yield
 
@@ -107,13 +107,13 @@ def _checkpoint(contexts: Callable[[], Contexts]) -> Callable[..., Tensor]:
     return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-class Waiting:
+class OffloadedInputs:
     """One block's inputs in host memory, which die with the graph that asks for them.
 
     before: those of the block before it, which a backward pass asks for next.
     """
 
-    def __init__(self, home: InputsOnHost, before: "weakref.ref[Waiting] | None"):
+    def __init__(self, home: InputsOnHost, before: "weakref.ref[OffloadedInputs] | None"):
         self.home, self.before = home, before
         self.hosts: list[Tensor] = []
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # the shape and dtype of each
@@ -161,12 +161,12 @@ class Waiting:
         return tensor
 
 
-def place(expert: ModelMixin, where: str, device: torch.device, block_classes: Sequence[str]) -> ModelMixin:
+def move_expert(expert: ModelMixin, where: str, device: torch.device, block_classes: Sequence[str]) -> ModelMixin:
     """Put an expert where its frozen weights are to live; it answers on `device` in every case.
 
     where: gpu (all of it on `device`), cpu_swap (its blocks' weights in host memory, from where they come for their
-    turn: rewardfl.swap; a graph through it must then be a checkpointed one), fp8 (on `device`, linear weights stored
-    as float8_e4m3fn and cast to the expert's dtype in turn; norms and embeddings stay as they are. Not for an expert
+    turn: rewardfl.memory.swap; a graph through it must then be a checkpointed one), fp8 (on `device`, linear
+    weights stored as float8_e4m3fn and cast to the expert's dtype in turn; norms and embeddings stay. Not for an expert
     with an adapter: diffusers then keeps peft from casting the layers' inputs to the adapter's float32).
     block_classes: the names of the classes of its blocks.
     """

@@ -13,10 +13,9 @@ from diffusers.loaders import QwenImageLoraLoaderMixin
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from rewardfl.backbones import images
-from rewardfl.backbones.flux import pack, unpack
-from rewardfl.backbones.images import PATCH, Configs, Kind
-from rewardfl.backbones.seam import Conditioning
+from rewardfl.backbones.image.flux import pack, unpack
+from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, Configs, ImageModelSpec, describe, open
+from rewardfl.backbones.protocol import Conditioning
 
 TOKENS = 128  # of a prompt, for the estimate alone: prompts are as long as they are
 
@@ -71,14 +70,14 @@ def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Condit
     return {"text": text, "mask": torch.ones(1, TOKENS, dtype=torch.long)}
 
 
-QWEN_IMAGE = Kind(
+QWEN_IMAGE = ImageModelSpec(
     published="Qwen-Image",
     pipeline="QwenImagePipeline",
     mixin=QwenImageLoraLoaderMixin,
     transformer=QwenImageTransformer2DModel,
     block_classes=("QwenImageTransformerBlock",),
     layer_names={
-        **images.ATTENTION, "ffn.0": "img_mlp.net.0.proj", "ffn.2": "img_mlp.net.2", **images.JOINT,
+        **ATTENTION, "ffn.0": "img_mlp.net.0.proj", "ffn.2": "img_mlp.net.2", **JOINT,
     },
     encoders={"text_encoder": Qwen2_5_VLForConditionalGeneration},
     encode=_encode,
@@ -91,4 +90,4 @@ QWEN_IMAGE = Kind(
     told_on_meta=_told_on_meta,
 )  # fmt: skip
 
-open, describe = partial(images.open, QWEN_IMAGE), partial(images.describe, QWEN_IMAGE)
+open, describe = partial(open, QWEN_IMAGE), partial(describe, QWEN_IMAGE)

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from rewardfl import lora
 from rewardfl.backbones import stock
-from rewardfl.backbones.seam import (
+from rewardfl.backbones.protocol import (
     DTYPES,
     Adapter,
     ChunksOnMeta,
@@ -34,13 +34,19 @@ from rewardfl.weights import shards
 from rewardfl.weights.shards import Checkpoint, Refused
 
 Network = TypeVar("Network", bound=ModelMixin)
+
 EXPERT = "transformer"  # the one network, by the name that the pipelines give it
+
 # configurations of published models by their names: pipeline folders without weights; docs/images.md has the sources
 PUBLISHED = Path(__file__).parent / "published"
+
 Configs = Mapping[str, Mapping[str, Any]]  # by part: what its config.json holds
+
 PATCH = 2  # latents on a side of one token
+
 # the layers by their short names: of an image's stream, and beside them of the text's where that has its own
 ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0"}
+
 JOINT = {"add_q": "add_q_proj", "add_k": "add_k_proj", "add_v": "add_v_proj", "add_o": "to_add_out"}
 
 
@@ -74,7 +80,7 @@ def mu_by_tokens(tokens: int, steps: int, config: Mapping[str, Any]) -> float:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ImageModelSpec:
     """What tells one model from another, beside its files.
 
     published: its name. pipeline: diffusers' class; mixin: that pipeline's LoRA loader. encoders: its text encoders, by
@@ -122,7 +128,7 @@ class ImageModel:
     None for a model that is only described.
     """
 
-    kind: Kind
+    kind: ImageModelSpec
     folder: Path
     configs: Configs
     dtype: torch.dtype
@@ -433,7 +439,7 @@ def on_meta_as_trained(model: Network, dtype: torch.dtype, adapter: Adapter | No
     return model
 
 
-def open(kind: Kind, name: str, source: Source) -> ImageModel:
+def open(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
     """The model of a pipeline folder. Refused by its headers: another model, missing, surplus or misshapen tensors."""
     model = describe(kind, name, source)
     if PUBLISHED in model.folder.parents:
@@ -460,7 +466,7 @@ def open(kind: Kind, name: str, source: Source) -> ImageModel:
     return replace(model, opened=checkpoint)
 
 
-def describe(kind: Kind, name: str, source: Source) -> ImageModel:
+def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
     """The model of a folder's configurations, without weights. Refused where they are another model's.
 
     For a path that leads nowhere they are those of the published model that its last part names.

@@ -6,13 +6,14 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from rewardfl.config.schema import Count
-from rewardfl.rewards.clip import ImageTower, load_clip, load_weights, some
+from rewardfl.rewards.clip.network import ImageTower, load_clip, load_weights, some
 from rewardfl.rewards.frames import FrameReward
 from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
 
 # github.com/christophschuhmann/improved-aesthetic-predictor: linear layers without activations between them; the
 # numbers are their places in its nn.Sequential, whose others are dropouts, which do nothing outside of training.
 WIDTHS = (768, 1024, 128, 64, 16, 1)
+
 PLACES = (0, 2, 4, 6, 7)
 
 

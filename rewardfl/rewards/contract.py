@@ -10,6 +10,7 @@ from torch import Tensor
 from rewardfl.rewards.base import Reward, RewardError, RewardOutput
 
 NONFINITE = "nonfinite"  # the part that counts scores that were not finite
+
 PART_NAME = re.compile(r"[\w.-]+")  # it becomes a piece of a metric's key
 
 

@@ -9,10 +9,10 @@ from typing import Literal
 from torch import Tensor, nn
 
 from rewardfl.config.schema import Count
-from rewardfl.rewards.clip import normalise, resize, unit_range
+from rewardfl.rewards.clip.network import normalise, resize, unit_range
 from rewardfl.rewards.frames import FrameReward
-from rewardfl.rewards.qwen2_vl import JudgeFiles, Question, QuestionReward, load_judge, shown_size
 from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
+from rewardfl.rewards.vlm.qwen2_vl import JudgeFiles, Question, QuestionReward, load_judge, shown_size
 
 QUESTION = Question(
     literals=("INSTRUCTION", "prompt_with_special_token"),
@@ -21,7 +21,9 @@ QUESTION = Question(
     vision="<|image_pad|>",
     answers=("<|Reward|>",),
 )
+
 PIXELS = 256 * 28 * 28  # of an image, at least and at most, inference.py:98
+
 WIDTHS = (1024, 16, 2)  # of the head's layers, qwen2vl_trainer.py:99; the last is mu and sigma
 
 

@@ -20,11 +20,17 @@ KERNELS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
+
 NATIVE = "native"  # torch chooses among its kernels
+
 VARIABLE = "DIFFUSERS_ATTN_BACKEND"  # of the environment, what diffusers takes by default
+
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of a gradient's norm: rounding stays far below, faults above
+
 WHAT = ("an output", "a queries' gradient", "a keys' gradient", "a values' gradient")
+
 Contexts = tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]
+
 Kept = tuple[Any, ...]  # an attention's outputs, tensors and plain numbers
 
 
@@ -41,8 +47,8 @@ def keeping_outputs() -> tuple["_Keep", "_Take"]:
 
     They stay on their device, with the sums that the kernel's backward pass needs: in each block tokens x heads x
     (head_dim numbers of the model's dtype and one float32). Gradients are the same to the last bit. torch's own
-    create_selective_checkpoint_contexts wants both passes to be one list of operations, and the copies of rewardfl.swap
-    are others in each.
+    create_selective_checkpoint_contexts wants both passes to be one list of operations, and the copies of
+    rewardfl.memory.swap differ between them.
     """
     kept: list[Kept] = []
     return _Keep(kept), _Take(kept)
@@ -85,7 +91,7 @@ def _copied(outputs: Kept) -> Kept:
     return tuple(one.clone() if isinstance(one, Tensor) else one for one in outputs)
 
 
-class CannotTrain(ValueError):
+class BackendError(ValueError):
     """A run cannot use the attention backend that it asks for."""
 
 
@@ -95,7 +101,7 @@ def check_name(name: str, expert: ModelMixin, may_download: bool) -> None:
     expert: of the run's architecture, of any size, on any device.
     """
     if os.environ.get(VARIABLE, name) != name:
-        raise CannotTrain(
+        raise BackendError(
             f"the environment's {VARIABLE} is {os.environ[VARIABLE]} and model.attention_backend is {name}; unset the "
             "one and say it with the other"
         )
@@ -103,9 +109,9 @@ def check_name(name: str, expert: ModelMixin, may_download: bool) -> None:
         return
     if name not in [known.value for known in AttentionBackendName]:
         names = ", ".join(known.value for known in AttentionBackendName)
-        raise CannotTrain(f"model.attention_backend {name} is none of diffusers': {names}")
+        raise BackendError(f"model.attention_backend {name} is none of diffusers': {names}")
     if name.endswith("_hub") and not may_download:
-        raise CannotTrain(
+        raise BackendError(
             f"model.attention_backend {name} is a kernel that would be downloaded; set model.allow_download: true, or "
             f"attention_backend: {NATIVE}"
         )
@@ -113,7 +119,7 @@ def check_name(name: str, expert: ModelMixin, may_download: bool) -> None:
     deaf = {type(one.processor) for one in modules if "_attention_backend" not in vars(type(one.processor))}
     if deaf:
         kinds = ", ".join(sorted(kind.__name__ for kind in deaf))
-        raise CannotTrain(
+        raise BackendError(
             f"model.attention_backend {name} would change nothing in this model, whose {kinds} calls torch's own "
             f"attention; set it to {NATIVE}"
         )
@@ -137,11 +143,11 @@ def check_backward(name: str, dtype: torch.dtype, device: torch.device) -> None:
         gradients = torch.autograd.grad(out, leaves, cotangent) if out.requires_grad else ()
     except (RuntimeError, NotImplementedError, ImportError, ValueError) as error:
         (first, *_) = str(error).splitlines() or [type(error).__name__]
-        raise CannotTrain(
+        raise BackendError(
             f"model.attention_backend {name} cannot train on {device.type} in {dtype}: {first}; set it to {NATIVE}"
         ) from error
     if not gradients:
-        raise CannotTrain(
+        raise BackendError(
             f"model.attention_backend {name} has no backward pass, and every layer before it would learn nothing; set "
             f"it to {NATIVE}, or to another with one"
         )
@@ -149,7 +155,7 @@ def check_backward(name: str, dtype: torch.dtype, device: torch.device) -> None:
     for what, mine, right in zip(WHAT, (out.detach(), *gradients), wanted, strict=True):
         error = float((mine.float() - right).norm() / right.norm())
         if not error <= TOLERANCE[dtype]:
-            raise CannotTrain(
+            raise BackendError(
                 f"model.attention_backend {name} gives {what} that is {error:.1%} away from attention's on this "
                 f"machine, where {TOLERANCE[dtype]:.1%} would be rounding; set it to {NATIVE}"
             )

@@ -6,7 +6,7 @@ from typing import Literal
 from torch import Tensor
 
 from rewardfl.config.schema import Count, Positive
-from rewardfl.rewards.clip import PromptReward, load_clip
+from rewardfl.rewards.clip.network import PromptReward, load_clip
 from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
 
 

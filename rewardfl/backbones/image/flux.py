@@ -13,9 +13,8 @@ from diffusers.loaders import FluxLoraLoaderMixin
 from torch import Tensor, nn
 from transformers import CLIPTextModel, T5EncoderModel
 
-from rewardfl.backbones import images
-from rewardfl.backbones.images import PATCH, Configs, Kind
-from rewardfl.backbones.seam import Conditioning
+from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, Configs, ImageModelSpec, describe, open
+from rewardfl.backbones.protocol import Conditioning
 
 CLIP_TOKENS, T5_TOKENS = 77, 512  # the lengths that diffusers' pipeline pads prompts to
 
@@ -63,14 +62,14 @@ def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Condit
     return {"text": found["text_encoder_2"][0], "pooled": found["text_encoder"].pooler_output}
 
 
-FLUX = Kind(
+FLUX = ImageModelSpec(
     published="FLUX.1",
     pipeline="FluxPipeline",
     mixin=FluxLoraLoaderMixin,
     transformer=FluxTransformer2DModel,
     block_classes=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
     layer_names={
-        **images.ATTENTION, "ffn.0": "ff.net.0.proj", "ffn.2": "ff.net.2", **images.JOINT, "mlp": "proj_mlp",
+        **ATTENTION, "ffn.0": "ff.net.0.proj", "ffn.2": "ff.net.2", **JOINT, "mlp": "proj_mlp",
     },
     encoders={"text_encoder": CLIPTextModel, "text_encoder_2": T5EncoderModel},
     tokenizers=("tokenizer", "tokenizer_2"),
@@ -80,4 +79,4 @@ FLUX = Kind(
     told_on_meta=_told_on_meta,
 )  # fmt: skip
 
-open, describe = partial(images.open, FLUX), partial(images.describe, FLUX)
+open, describe = partial(open, FLUX), partial(describe, FLUX)

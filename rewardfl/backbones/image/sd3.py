@@ -13,9 +13,18 @@ from diffusers.loaders import SD3LoraLoaderMixin
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
-from rewardfl.backbones import images
-from rewardfl.backbones.images import EXPERT, Configs, Kind
-from rewardfl.backbones.seam import Conditioning
+from rewardfl.backbones.image.pipeline import (
+    ATTENTION,
+    EXPERT,
+    JOINT,
+    Configs,
+    ImageModelSpec,
+    describe,
+    open,
+    pixels_per_latent,
+    prompt_tokens,
+)
+from rewardfl.backbones.protocol import Conditioning
 
 CLIP_TOKENS, T5_TOKENS = 77, 256  # the lengths that diffusers' pipeline pads prompts to; a tokenizer may allow less
 
@@ -40,12 +49,12 @@ def _ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -
 def _longest_side(configs: Configs) -> int:
     """The longest side that images may have in pixels, by the positions that the network can tell apart."""
     config = configs[EXPERT]
-    return config["pos_embed_max_size"] * config["patch_size"] * images.pixels_per_latent(configs)
+    return config["pos_embed_max_size"] * config["patch_size"] * pixels_per_latent(configs)
 
 
 def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
-    short = images.prompt_tokens(configs, "tokenizer", CLIP_TOKENS)
-    long = images.prompt_tokens(configs, "tokenizer_3", T5_TOKENS)
+    short = prompt_tokens(configs, "tokenizer", CLIP_TOKENS)
+    long = prompt_tokens(configs, "tokenizer_3", T5_TOKENS)
     ids = {"text_encoder": short, "text_encoder_2": short, "text_encoder_3": long}
     tokens = {name: torch.zeros(1, length, dtype=torch.long, device="meta") for name, length in ids.items()}
     clips = [encoders[name](tokens[name], output_hidden_states=True) for name in ("text_encoder", "text_encoder_2")]
@@ -55,14 +64,14 @@ def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Condit
     return {"text": torch.cat([clip, t5], -2), "pooled": torch.cat([one[0] for one in clips], -1)}
 
 
-SD3 = Kind(
+SD3 = ImageModelSpec(
     published="Stable Diffusion 3",
     pipeline="StableDiffusion3Pipeline",
     mixin=SD3LoraLoaderMixin,
     transformer=SD3Transformer2DModel,
     block_classes=("JointTransformerBlock",),
     layer_names={
-        **images.ATTENTION, "ffn.0": "ff.net.0.proj", "ffn.2": "ff.net.2", **images.JOINT,
+        **ATTENTION, "ffn.0": "ff.net.0.proj", "ffn.2": "ff.net.2", **JOINT,
     },
     encoders={
         "text_encoder": CLIPTextModelWithProjection,
@@ -78,4 +87,4 @@ SD3 = Kind(
     told_on_meta=_told_on_meta,
 )  # fmt: skip
 
-open, describe = partial(images.open, SD3), partial(images.describe, SD3)
+open, describe = partial(open, SD3), partial(describe, SD3)

@@ -15,14 +15,16 @@ import numpy as np
 # Grain of one level, which nobody sees, has this variance in the difference of two pixels. It stands on both sides of a
 # ratio: a flat picture has 1, and the steps of a smooth slope that was rounded to 8 bits are no grid.
 GRAIN = 2.0
+
 # A Hann window spreads a periodic pattern over its own frequency and the one on either side.
 NEAREST = 2
+
 # Patterns are told apart from their neighbours where this many frequencies lie between one harmonic and the next.
 FEWEST = 2 * NEAREST
 
 
 @dataclass(frozen=True)
-class Canaries:
+class Artifacts:
     """What `canaries` finds in a clip; NaN where there is nothing to measure."""
 
     grid: float  # energy at the periods asked for, over that of the frequencies beside them: 1 without a grid
@@ -30,9 +32,9 @@ class Canaries:
     colour: tuple[float, float, float]  # mean red, green and blue, in [0, 1]
 
 
-def canaries(frames: np.ndarray, periods: Sequence[int]) -> Canaries:
+def measure_artifacts(frames: np.ndarray, periods: Sequence[int]) -> Artifacts:
     """The figures of a clip (F, H, W, 3) uint8; periods: in pixels, those of the VAE and of the transformer's patch."""
-    return Canaries(grid=grid(frames, periods), saturation=saturation(frames), colour=colour(frames))
+    return Artifacts(grid=grid(frames, periods), saturation=saturation(frames), colour=colour(frames))
 
 
 def grid(frames: np.ndarray, periods: Sequence[int]) -> float:

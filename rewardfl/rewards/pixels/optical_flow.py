@@ -11,15 +11,19 @@ from torch import Tensor
 
 from rewardfl.config.schema import NonNegative, Number
 from rewardfl.rewards.base import Reward, RewardOutput, by_sample
-from rewardfl.rewards.motion import alike
+from rewardfl.rewards.pixels.motion import alike
 
 # Larger frames are shrunk to this many pixels on their long side: a flow of one level follows motions of a pixel or so.
 LONG_SIDE = 128
+
 WINDOW = 15  # pixels on a side, in which all is taken to move alike
+
 # Added to the sums of squared gradients (grey in 0..1): where the picture is flat, the flow is 0 and no noise.
 FLAT = 1e-4
+
 # Pixels per frame, of the shrunk frames, below which a real clip stands still, and a field has no direction.
 MIN_FLOW = 0.02
+
 GREY = (0.299, 0.587, 0.114)  # OpenCV's
 
 

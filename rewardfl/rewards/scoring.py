@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rewardfl.rewards.base import Reward, RewardError, RewardOutput, Unavailable
-from rewardfl.rewards.checked import ContractError
+from rewardfl.rewards.contract import ContractError
 
 Reference = Mapping[str, Tensor] | None
 
@@ -25,21 +25,21 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Judged:
+class RewardResult:
     """One reward of B samples. failed: (B,) bool, invalid because it raised or was too late; problems: of each, why."""
 
     output: RewardOutput
     failed: Tensor
     problems: tuple[str, ...] = ()
 
-    def at_rest(self) -> "Judged":
+    def at_rest(self) -> "RewardResult":
         """The same in float32 on the CPU and without a graph, as what is logged."""
         parts = {name: part.detach().float().cpu() for name, part in self.output.parts.items()}
         output = RewardOutput(self.output.score.detach().float().cpu(), self.output.valid.cpu(), parts)
-        return Judged(output, self.failed, self.problems)
+        return RewardResult(output, self.failed, self.problems)
 
 
-def try_out(term: Term, video: Tensor, reference: Reference, count: int, with_gradient: bool) -> str:
+def check_reward(term: Term, video: Tensor, reference: Reference, count: int, with_gradient: bool) -> str:
     """What the reward raises for a video (3, F, H, W), `count` times, in words, or nothing.
 
     RewardError where it breaks its contract.
@@ -54,7 +54,7 @@ def try_out(term: Term, video: Tensor, reference: Reference, count: int, with_gr
     return ""
 
 
-def score_terms(terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]]) -> list[Judged]:
+def score_terms(terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]]) -> list[RewardResult]:
     """Every term of videos (B, 3, F, H, W): with its gradient where it has a weight, else as `judge` has it.
 
     So one that only measures costs nothing but its own numbers when it raises; one that is trained on raises here.
@@ -64,17 +64,17 @@ def score_terms(terms: Sequence[Term], video: Tensor, references: Sequence[Seque
     for i, term in enumerate(terms):
         batch = [reference[i] for reference in references]
         if term.weight == 0:
-            judged.append(judge(term.reward, video, batch))
+            judged.append(score_safely(term.reward, video, batch))
             continue
         try:
-            judged.append(Judged(term.reward(video, batch), torch.zeros(len(video)).bool()))
+            judged.append(RewardResult(term.reward(video, batch), torch.zeros(len(video)).bool()))
         except RewardError as error:
             raise RewardError(f"{term.key}: {error}") from error
     return judged
 
 
 @torch.no_grad()
-def judge(reward: Reward, video: Tensor, references: Sequence[Reference]) -> Judged:
+def score_safely(reward: Reward, video: Tensor, references: Sequence[Reference]) -> RewardResult:
     """The reward's output, at rest. If it raises for a batch, its samples are tried one by one where that may help."""
     count = len(video)
     try:
@@ -84,17 +84,17 @@ def judge(reward: Reward, video: Tensor, references: Sequence[Reference]) -> Jud
     except Exception as error:  # whatever the user's code raises; what stops the process is no Exception
         if count == 1:
             return failure(1, f"{type(error).__name__}: {error}")
-        return joined([judge(reward, video[i : i + 1], references[i : i + 1]) for i in range(count)])
-    return Judged(output, torch.zeros(count).bool()).at_rest()
+        return concat_results([score_safely(reward, video[i : i + 1], references[i : i + 1]) for i in range(count)])
+    return RewardResult(output, torch.zeros(count).bool()).at_rest()
 
 
-def failure(count: int, problem: str) -> Judged:
+def failure(count: int, problem: str) -> RewardResult:
     """What is known of `count` samples for which a reward has failed."""
     output = RewardOutput(torch.zeros(count), torch.zeros(count).bool(), {})
-    return Judged(output, torch.ones(count).bool(), (problem,) * count)
+    return RewardResult(output, torch.ones(count).bool(), (problem,) * count)
 
 
-def joined(judged: Sequence[Judged]) -> Judged:
+def concat_results(judged: Sequence[RewardResult]) -> RewardResult:
     """One reward of several batches, at rest, as one of all their samples; parts are NaN where a batch has none."""
     names = dict.fromkeys(name for one in judged for name in one.output.parts)
     nothing = [torch.full_like(one.output.score, torch.nan) for one in judged]
@@ -106,4 +106,4 @@ def joined(judged: Sequence[Judged]) -> Judged:
         torch.cat([one.output.score for one in judged]), torch.cat([one.output.valid for one in judged]), parts
     )
     failed = torch.cat([one.failed for one in judged])
-    return Judged(output, failed, tuple(problem for one in judged for problem in one.problems))
+    return RewardResult(output, failed, tuple(problem for one in judged for problem in one.problems))

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from rewardfl.config.schema import NonNegative, Positive
 from rewardfl.rewards.base import RewardOutput, by_sample
-from rewardfl.rewards.clip import normalise, unit_range
-from rewardfl.rewards.qwen2_vl import JudgeFiles, Question, QuestionReward, load_judge, shown_size
+from rewardfl.rewards.clip.network import normalise, unit_range
 from rewardfl.rewards.settings import ExistingPath
+from rewardfl.rewards.vlm.qwen2_vl import JudgeFiles, Question, QuestionReward, load_judge, shown_size
 from rewardfl.weights.shards import json_object
 
 PARTS = ("vq", "mq", "ta")  # the order of the tokens and of the head's rows, train_reward.py:95
+
 QUESTION = Question(
     literals=("DETAILED_PROMPT_WITH_SPECIAL_TOKEN",),
     digest="fdb6309bac618dd0c8b1b589d3a0970a974f7856eecbb355a190b2dce54af700",
@@ -30,7 +31,9 @@ QUESTION = Question(
     vision="<|video_pad|>",
     answers=("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>"),
 )
+
 FEWEST_PIXELS = 128 * 28 * 28  # of a frame, vision_process.py:31
+
 FEWEST_FRAMES, MOST_FRAMES = 4, 768  # that a number of frames a second comes to, vision_process.py:36
 
 

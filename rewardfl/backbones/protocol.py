@@ -19,9 +19,12 @@ from rewardfl import lora
 from rewardfl.weights.shards import Refused
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of the frozen weights, by config word
+
 # what the networks are told of a batch, every tensor (B, ...), under names that only the backbone knows
 Conditioning = dict[str, Tensor]
+
 Shape = tuple[int, int, int, int]  # (channels, frames, height, width) of one sample's latents
+
 Caches = list[Tensor | str | None]  # what a decoder remembers from one chunk of latents to the next
 
 
@@ -357,11 +360,11 @@ class _Reference(torch.autograd.Function):
         return pull, None, None
 
 
-def to(conditioning: Conditioning, device: str | torch.device) -> Conditioning:
+def move_to(conditioning: Conditioning, device: str | torch.device) -> Conditioning:
     """The same on a device."""
     return {name: value.to(device) for name, value in conditioning.items()}
 
 
-def rows(conditioning: Conditioning, chosen: Sequence[int]) -> Conditioning:
+def select_rows(conditioning: Conditioning, chosen: Sequence[int]) -> Conditioning:
     """The conditioning of these samples of the batch alone."""
     return {name: value[list(chosen)] for name, value in conditioning.items()}

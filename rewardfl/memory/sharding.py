@@ -6,17 +6,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of it. On all processes: under FSDP each has a part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gathered(tensors: Sequence[Tensor]) -> list[Tensor]:
+def gather_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of all of them, whole and on the CPU. On all processes."""
-    return [whole(tensor.detach()).cpu().clone() for tensor in tensors]
+    return [full_tensor(tensor.detach()).cpu().clone() for tensor in tensors]
 
 
-def placed(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+def shard_like(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
     """A whole tensor as `parameter` lies: on its device, and under FSDP in the same parts."""
     tensor = tensor.to(parameter.device)
     if not isinstance(parameter, DTensor):

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
 from rewardfl.config.schema import Count
-from rewardfl.rewards.clip import PromptReward, load_weights, normalise, some, unit_range
+from rewardfl.rewards.clip.network import PromptReward, load_weights, normalise, some, unit_range
 from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
 
 # open_clip's ViT-H-14: 1280 / head_width 80 in the image tower, 1024 / 64 in the text tower
@@ -20,6 +20,7 @@ BLOCK = {
     "ln_1": "layer_norm1", "ln_2": "layer_norm2", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2",
     "attn.out_proj": "self_attn.out_proj",
 }  # fmt: skip
+
 OUTSIDE = {
     "visual.class_embedding": "vision_model.embeddings.class_embedding",
     "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
@@ -34,6 +35,7 @@ OUTSIDE = {
     "ln_final.bias": "text_model.final_layer_norm.bias",
     "logit_scale": "logit_scale",
 }
+
 TRANSPOSED = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}
 
 

@@ -1,0 +1,1 @@
+"""Models of images: one module per architecture on a common pipeline."""

@@ -1,0 +1,1 @@
+"""Where weights and activations live: swapping, offloading, attention kernels, compilation, sharded tensors."""

@@ -1,0 +1,1 @@
+"""Rewards and measures computed from pixels alone."""

@@ -1,0 +1,1 @@
+"""Rewards from vision language models, which answer a question about a video."""
