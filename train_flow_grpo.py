@@ -3,10 +3,10 @@
 One epoch:
 
     1. roll out `group_size` videos of each of `groups` clips; the steps of the window are stochastic    (sde.rollout)
-    2. decode and judge them; no gradient is asked of a reward, and slow ones go on meanwhile    (rewards.blackbox)
+    2. decode and score them, without a gradient; slow rewards run meanwhile    (rewards.async_scoring)
     3. advantage = how much better than its group a video is, over all processes    (grpo.advantages)
-    4. score the window's steps again, with a graph, and update: ratio, clip, KL and loss stand below    (sde.score)
-    5. with a data anchor: the flow-matching loss on the real clips' latents, in the same update    (run.anchors)
+    4. score the window's steps again, with a graph, and update; ratio, clip, KL and loss are inline    (sde.score)
+    5. with a data anchor: the flow-matching loss on the real clips' latents, in the same update    (training.anchors)
 
     accelerate launch train_flow_grpo.py --config configs/tiny_flow_grpo.yaml [--dry-run] [section.key=value ...]
 """
@@ -22,186 +22,206 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import config as configuration
-from rewardfl import flow, groups, grpo, reward_flow, sde
+from rewardfl import flow, group_plan, grpo, reward_flow, sde
 from rewardfl.backbones import protocol
-from rewardfl.backbones.protocol import Conditioning
-from rewardfl.backbones.protocol import Schedule
-from rewardfl.backbones.protocol import Velocity
+from rewardfl.backbones.protocol import Conditioning, Schedule, Velocity
 from rewardfl.config import FlowGrpoConfig
+from rewardfl.epoch_order import due_this_epoch
+from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.optim import averaged
-from rewardfl.rewards import RewardError, build_terms
-from rewardfl.rewards import async_scoring
+from rewardfl.rewards import RewardError, async_scoring, build_terms
 from rewardfl.rewards import metrics as reward_metrics
-from rewardfl.run import evaluation, invariants, prepare, start, work
-from rewardfl.run.checkpoint import RunFolder, folder_of
-from rewardfl.run.monitor import Timer, peak_memory_gb
-from rewardfl.run.signals import Interruption
+from rewardfl.training import cli, evaluation, plan, saving, setup_data, setup_model, setup_rewards, summary, workload
+from rewardfl.training.checkpoint import checkpoint_dir
+from rewardfl.training.learner import average_state, make_average, make_learner, seed_generators
+from rewardfl.training.resume import is_finished, open_run, resume
+from rewardfl.training.run_folder import RunFolder
+from rewardfl.training.samples import Rollout, Sample
+from rewardfl.training.setup_processes import connect_processes
+from rewardfl.training.signals import Interruption
+from rewardfl.training.timer import Timer
+from rewardfl.training.update_metrics import common_metrics, flow_grpo_metrics
+from rewardfl.windows import draw_window
+
+# what is logged of each sample and step of an update
+STATISTICS = ("advantage", "ratio", "clipped", "kl", "log_prob", "old_log_prob", "row")
 
 
 def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_folder: RunFolder) -> int:
-    """Train; the process's exit code: 2 for a dry run that does not fit the GPU that is there, 128 + a signal's."""
-    # ---------------------------------------------------------------------------------- what will be done, checked
-    backbone = start.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
-    answering, trained_names = work.schedule_of(cfg, backbone).experts, work.trained_experts(cfg, backbone.experts)
-    windows = work.windows_of(cfg, answering, trained_names)
-    wanted = start.find_rewards(cfg, backbone)
-    window_size = len(groups.window(windows, 0, cfg.run.seed))  # of every epoch
-    job = start.open_job(cfg)
-    geometry = work.geometry_of(cfg, job.world)
-    per_update, per_epoch = geometry.forwards_per_update, work.updates_of_epoch(cfg)
-    scored = per_update * window_size  # steps of an update; the last of its backward passes synchronises
-    job.backwards = scored + per_update * work.anchor_draws(cfg)
-    rows = start.look_at_rows(cfg, job, backbone, wanted)
-    steps = work.steps_of_run(cfg, len(rows.train), job.world)
-    start.say_plan(cfg, backbone, wanted, rows, steps, job)
-    opened = start.open_run(cfg, None if dry_run else run_folder, job, backbone)
+    """Train, and return the exit code: 2 for a dry run that does not fit the GPU, 128 + the number of a signal."""
+    # ---------------------------------------------------------------------------------- plan: headers alone are read
+    backbone = setup_model.open_model(cfg)
+    step_experts, trained_names = plan.make_schedule(cfg, backbone).experts, plan.trained_experts(cfg, backbone.experts)
+    windows = plan.make_windows(cfg, step_experts, trained_names)
+    reward_specs = setup_rewards.find_rewards(cfg, backbone)
+    window_size = len(draw_window(windows, 0, cfg.run.seed))  # the same in every epoch
+    job = connect_processes(cfg)
+    geometry = plan.make_geometry(cfg, job.world)
+    per_update, per_epoch = geometry.forwards_per_update, plan.updates_per_epoch(cfg)
+    per_process = per_update * window_size  # loss denominator of this process; processes are averaged
+    job.backwards = per_process + per_update * plan.anchor_draws(cfg)  # the last one reduces
+    rows = setup_data.scan_rows(cfg, job, backbone, reward_specs)
+    steps = plan.count_steps(cfg, len(rows.train), job.world)
+    summary.print_run_summary(cfg, backbone, reward_specs, rows, steps, job)
+    resume_point = open_run(cfg, None if dry_run else run_folder, job, backbone)
     if dry_run:
-        from rewardfl.estimate import report  # training must not need what it measures with
+        from rewardfl.estimate import report  # only a dry run needs it
 
-        asked = work.work_of(cfg, backbone, len(rows.train), steps, job.world, job.sharding)
-        return report.dry_run(asked, job)
+        work = workload.make_workload(cfg, backbone, len(rows.train), steps, job.world, job.sharding)
+        return report.dry_run(work, job)
 
-    # ---------------------------------------------------------------------------------- data, rewards, what was done
-    terms = build_terms(wanted, job.device)
-    places = async_scoring.make_worker_pool(terms, cfg.reward.reward_timeout)
-    parts = configuration.part_weights(cfg)
-    store = start.open_cache(cfg)
-    samples = start.find_samples(cfg, rows.train, terms, store, job)
-    held_out = start.find_samples(cfg, rows.held_out, terms, store, job)
-    work.check_sizes(cfg, [sample.size for sample in samples])
-    resumed = start.resume(cfg, opened, job, backbone, terms, samples, held_out)
-    steps = work.steps_of_run(cfg, len(samples), job.world)
-    if start.is_finished(cfg, opened, steps, job):
+    # ---------------------------------------------------------------------------------- data, rewards, resume
+    terms = build_terms(reward_specs, job.device)
+    pool = async_scoring.make_worker_pool(terms, cfg.reward.reward_timeout)
+    part_weights = configuration.part_weights(cfg)
+    store = setup_data.open_cache(cfg)
+    samples = setup_data.find_samples(cfg, rows.train, terms, store, job)
+    held_out = setup_data.find_samples(cfg, rows.held_out, terms, store, job)
+    plan.check_sizes(cfg, [sample.size for sample in samples])
+    state = resume(cfg, resume_point, job, backbone, terms, samples, held_out)
+    steps = plan.count_steps(cfg, len(samples), job.world)
+    if is_finished(cfg, resume_point, steps, job):
         return 0
-    start.try_rewards(cfg, job, terms, samples)
+    setup_rewards.check_rewards(cfg, job, terms, samples)
 
-    # ---------------------------------------------------------------------------------- what the cache lacks
-    conditions = start.conditions_of(cfg, backbone, opened.base, store)
+    # ---------------------------------------------------------------------------------- fill the cache
+    conditions = setup_data.make_conditions(cfg, backbone, resume_point.base, store)
     guidance = cfg.sample.guidance_scale
-    negative = start.fill_conditions(cfg, conditions, [*samples, *held_out], job)
-    anchors = start.make_anchors(cfg, backbone, conditions, samples, job)
+    negative = setup_data.fill_conditions(cfg, conditions, [*samples, *held_out], job)
+    anchors = setup_data.make_anchors(cfg, backbone, conditions, samples, job)
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
     scales = evaluation.find_scales(cfg, job, terms, conditions, decoder, held_out)
-    model, trained = start.load_experts(cfg, backbone, job, conditions, samples)
-    start.fill_adapters(model, trained, backbone, resumed)
-    learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
+    model, trained = setup_model.load_experts(cfg, backbone, job, conditions, samples)
+    setup_model.fill_adapters(model, trained, backbone, state)
+    learner = make_learner(cfg, job, backbone, model, trained, steps, state)
     policy, optimizer, scheduler, parameters = learner.policy, learner.optimizer, learner.scheduler, learner.parameters
-    average = start.make_average(cfg.grpo.ema_decay, parameters, resumed)
-    log = start.open_log(cfg, job, run_folder, resumed, steps)
+    average = make_average(cfg.grpo.ema_decay, parameters, state)
+    log = saving.open_log(cfg, job, run_folder, state, steps)
+    rollouts_on = job.device if cfg.grpo.samples_on == "gpu" else torch.device("cpu")
 
-    # ---------------------------------------------------------------------------------- who rolls out what
-    def plan_of(epoch: int, rank: int = job.rank) -> list[list[groups.Member]]:
-        return groups.plan(epoch, rank, geometry, [sample.row.id for sample in samples], cfg.run.seed)
-
-    kept_on = job.device if cfg.grpo.samples_on == "gpu" else torch.device("cpu")
-    keep_means = cfg.grpo.objective == "guard"
+    def plan_epoch(epoch: int, rank: int) -> list[list[group_plan.Member]]:
+        return group_plan.plan(epoch, rank, geometry, [sample.row.id for sample in samples], cfg.run.seed)
 
     def velocity_of(conditioning: Conditioning, schedule: Schedule) -> Velocity:
         return Velocity(backbone, policy, protocol.move_to(conditioning, job.device), schedule, negative, guidance)
 
-    def kernel_of(schedule: Schedule) -> sde.Kernel:
+    def make_kernel(schedule: Schedule) -> sde.Kernel:
         return sde.Kernel(cfg.grpo.sde, cfg.grpo.noise_level, schedule.sigmas)
 
-    def sample_clean(clips: list[prepare.Sample], row: int, n: int = 0) -> tuple[int, Tensor]:
-        """(row, its video (3, F, H, W) by the ODE) of the weights as they are now; n: which of its noises."""
+    def reference_mean_of(velocity: Velocity, kernel: sde.Kernel, x: Tensor, step: int) -> Tensor | None:
+        """Return the mean of the transition without the adapter; None without a KL."""
+        if cfg.grpo.kl_weight == 0:
+            return None
+        with torch.no_grad():
+            return kernel.transition(velocity.reference, x, step)[0]
+
+    def roll_out_prefix(
+        members: list[group_plan.Member], conditioning: Conditioning, schedule: Schedule, steps_before: int
+    ) -> dict[tuple[int, int], Tensor]:
+        """Return {member.start: latents before the window}. Members with equal noise share the prefix."""
+        first = list({member.start: i for i, member in enumerate(members)}.values())
+        shape = (1, *conditions.shape_of(samples[members[0].row]))
+        x = torch.cat([draw_noise(shape, members[i].noise_seed, job.device) for i in first])
+        velocity = velocity_of(protocol.select_rows(conditioning, first), schedule)
+        x = reward_flow.rollout(velocity, x, schedule.sigmas[: steps_before + 1], keep=()).x0
+        return {members[i].start: x[n : n + 1] for n, i in enumerate(first)}
+
+    def sample_clean(clips: list[Sample], row: int, n: int = 0) -> tuple[int, Tensor]:
+        """Return (row, its video (3, F, H, W) by the ODE) under the current weights; n: which of its noises."""
         row, conditioning = conditions.readable(clips, row, cfg.data.skip_bad_rows)
-        shape, seed = conditions.shape_of(clips[row]), groups.noise_seed(cfg.run.seed, -1, clips[row].row.id, n)
+        shape, seed = conditions.shape_of(clips[row]), noise_seed(cfg.run.seed, -1, clips[row].row.id, n)
         num_steps = cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps
         schedule = backbone.schedule(num_steps, cfg.sample.shift, shape)
         conditioning = protocol.move_to(conditioning, job.device)
         velocity = Velocity(backbone, model, conditioning, schedule, negative, guidance)
-        x0 = reward_flow.rollout(velocity, groups.noise((1, *shape), seed, job.device), schedule.sigmas, keep=()).x0
+        x0 = reward_flow.rollout(velocity, draw_noise((1, *shape), seed, job.device), schedule.sigmas, keep=()).x0
         return row, decoder.decode(x0, conditioning)[0].float()
 
     def evaluate() -> dict[str, float]:
-        """eval/*: the held-out clips under every reward, by the averaged weights."""
+        """Return eval/*: the scores of the held-out clips under the averaged weights."""
         with averaged(average, parameters):
-            return evaluation.evaluate(cfg, job, terms, places, held_out, partial(sample_clean, held_out), scales)
+            return evaluation.evaluate(cfg, job, terms, pool, held_out, partial(sample_clean, held_out), scales)
 
     def save(done: int, last: bool) -> None:
-        """A checkpoint of the averaged weights, with all that going on takes, and sample videos. On all processes."""
-        state = start.state_of(job, learner, resumed, log, done)
-        state |= start.state_of_average(average, parameters)
-        # `best` is the checkpoint with the highest score among those whose own weights were evaluated
+        """Save a checkpoint of the averaged weights, and sample videos. All processes call it."""
+        content = saving.collect_state(job, learner, state, log, done) | average_state(average, parameters)
+        # `best` has the highest score among the checkpoints whose own weights were evaluated
         score = log.score_for_best(done, done - 1, ["eval/held_out", "eval/score"])
         with averaged(average, parameters):
-            start.save(cfg, job, backbone, learner, log, state, score, last)
-            if not interruption.number:  # who sent a signal may not wait for videos
+            saving.save(cfg, job, backbone, learner, log, content, score, last)
+            if not interruption.number:  # shutting down: skip the videos
                 shown = held_out or samples
-                log.show_samples(done, start.sample_videos(cfg, shown, partial(sample_clean, shown), job, done))
+                log.show_samples(done, saving.sample_videos(cfg, shown, partial(sample_clean, shown), job, done))
 
     floor = {}
     if cfg.grpo.kl_weight != 0 and cfg.model.dtype == "bfloat16":
         row, conditioning = conditions.readable(samples, 0, cfg.data.skip_bad_rows)
-        shape, seed = conditions.shape_of(samples[row]), groups.noise_seed(cfg.run.seed, 0, "floor")
-        schedule = work.schedule_of(cfg, backbone, shape)
-        x, window = groups.noise((1, *shape), seed, job.device), groups.window(windows, 0, cfg.run.seed)
-        reads = sde.kl_floor(velocity_of(conditioning, schedule).reference, x, kernel_of(schedule), window)
+        shape, seed = conditions.shape_of(samples[row]), noise_seed(cfg.run.seed, 0, "floor")
+        schedule = plan.make_schedule(cfg, backbone, shape)
+        x, window = draw_noise((1, *shape), seed, job.device), draw_window(windows, 0, cfg.run.seed)
+        reads = sde.kl_floor(velocity_of(conditioning, schedule).reference, x, make_kernel(schedule), window)
         floor["policy/kl_floor"] = reads
         job.say(f"note: in bfloat16 this model's KL reads about {reads:.1e} from rounding alone")
 
-    # ---------------------------------------------------------------------------------- Go!
+    # ---------------------------------------------------------------------------------- train
     interruption.listen()
-    done, stopped = resumed.step, ""
+    done, stopped = state.step, ""
     progress = tqdm(range(done, steps), initial=done, total=steps, disable=not job.accelerator.is_local_main_process)
     clip_low, clip_high = cfg.grpo.clip_range, cfg.grpo.clip_range_high or cfg.grpo.clip_range
     exact = cfg.model.dtype == "float32" and not cfg.train.compile_blocks
     tolerance = grpo.ratio_tolerance(cfg.grpo.ratio_tolerance, exact, clip_low)
-    if held_out and opened.path is None:
+    if held_out and resume_point.path is None:
         log.write(0, evaluate())
-    for epoch in range(done // per_epoch, steps // per_epoch):
-        window, timer = groups.window(windows, epoch, cfg.run.seed), Timer(job.device)
-        start.seed_generators(cfg.run.seed, done, job.rank)
-        with timer("step"):  # of an epoch's first update: with all that it takes to get there
-            # 1. Roll out this process's videos; only the window's steps are stochastic, and kept.
-            plans = [plan_of(epoch, rank) for rank in range(job.world)]
-            rollouts, pending, starts = [], [], {}
-            for members, is_new in zip(plans[job.rank], groups.new_starts(plans), strict=True):
-                if interruption.agreed(job.largest):  # nothing was updated since the last epoch: nothing is lost
+    for step in progress:
+        epoch, update = divmod(step, per_epoch)
+        timer = Timer(job.device)  # of an epoch's first update: includes the rollouts
+        if update == 0:
+            # 1. Roll out this process's videos. Only the window's steps are stochastic; they are stored.
+            window = draw_window(windows, epoch, cfg.run.seed)
+            seed_generators(cfg.run.seed, step, job.rank)
+            plans = [plan_epoch(epoch, rank) for rank in range(job.world)]
+            rollouts, pending = [], []
+            prefixes: dict[tuple[int, int], Tensor] = {}
+            for members, is_new in zip(plans[job.rank], group_plan.needs_prefix(plans), strict=True):
+                if interruption.agreed(job.largest):  # nothing has changed since the last update: nothing is lost
                     break
-                conditioning, own = conditions.batch(samples, [m.row for m in members], cfg.data.skip_bad_rows)
-                shape = (1, *conditions.shape_of(samples[members[0].row]))
-                schedule = work.schedule_of(cfg, backbone, shape[1:])
-                kernel, conditioning = kernel_of(schedule), protocol.move_to(conditioning, job.device)
-                with timer("rollout"):
-                    if is_new:  # up to the window, members that start from the same noise are one
-                        first = list({member.start: i for i, member in enumerate(members)}.values())
-                        x = torch.cat([groups.noise(shape, members[i].noise_seed, job.device) for i in first])
-                        velocity = velocity_of(protocol.select_rows(conditioning, first), schedule)
-                        x = reward_flow.rollout(velocity, x, schedule.sigmas[: window[0] + 1], keep=()).x0
-                        starts = {members[i].start: x[n : n + 1] for n, i in enumerate(first)}
-                    x = torch.cat([starts[member.start] for member in members])
+                with timer("step"), timer("rollout"):
+                    conditioning, own = conditions.batch(samples, [m.row for m in members], cfg.data.skip_bad_rows)
+                    conditioning = protocol.move_to(conditioning, job.device)
+                    shape = (1, *conditions.shape_of(samples[members[0].row]))
+                    schedule = plan.make_schedule(cfg, backbone, shape[1:])
+                    prefixes = roll_out_prefix(members, conditioning, schedule, window[0]) if is_new else prefixes
+                    x = torch.cat([prefixes[member.start] for member in members])
+                    noise = partial(group_plan.draw_step_noise, members, shape, job.device)
+                    kernel, keep_means = make_kernel(schedule), cfg.grpo.objective == "guard"
                     velocity = velocity_of(conditioning, schedule)
-                    noise = partial(groups.step_noise, members, shape, job.device)
-                    x0, kept = sde.rollout(velocity, x, kernel, window, noise, window[0], keep_means)
+                    x0, stored = sde.rollout(velocity, x, kernel, window, noise, window[0], keep_means)
 
-                # 2. Decode and judge; a slow reward goes on beside the next rollouts.
-                with timer("decode"):
+                # 2. Decode and score. A slow reward runs while the next videos are rolled out.
+                with timer("step"), timer("decode"):
                     video = decoder.decode(x0, conditioning).float()  # (B, 3, F, H, W) in [-1, 1]
-                with timer("reward"):
+                with timer("step"), timer("reward"):
                     references = [samples[member.row].references for member in members]
-                    pending.append(async_scoring.submit(terms, video, references, places))
-                del video  # the updates have no use for it
-                kept = {i: step.to(kept_on) for i, step in kept.items()}
-                rollouts.append(
-                    prepare.Rollout(members, own, protocol.move_to(conditioning, kept_on), schedule, kernel, kept)
-                )
+                    pending.append(async_scoring.submit(terms, video, references, pool))
+                del video  # the updates do not need it
+                stored = {i: transition.to(rollouts_on) for i, transition in stored.items()}
+                conditioning = protocol.move_to(conditioning, rollouts_on)
+                rollouts.append(Rollout(members, own, conditioning, schedule, kernel, stored))
             if interruption.number:
                 break
 
             # 3. Advantages: how much better than its group a video is, over all processes.
-            with timer("reward"):
-                judged = [async_scoring.collect(one) for one in pending]
-            rewards, valid, weights = zip(
-                *(async_scoring.stack_rewards(terms, one, parts) for one in judged), strict=True
-            )
+            with timer("step"), timer("reward"):
+                results = [async_scoring.collect(each) for each in pending]
+                stacked = [async_scoring.stack_rewards(terms, each, part_weights) for each in results]
+            rewards, valid, weights = zip(*stacked, strict=True)
             own = torch.cat([rollout.own for rollout in rollouts])
             group_ids = torch.tensor([member.group_id for rollout in rollouts for member in rollout.members])
-            everyones = (torch.cat(rewards), group_ids, torch.cat(valid) & own, ~own)
-            rewards, group_ids, valid, replaced = (x.cpu() for x in job.gather([x.to(job.device) for x in everyones]))
-            advantages, of_epoch = grpo.advantages(
+            local = (torch.cat(rewards), group_ids, torch.cat(valid) & own, ~own)
+            rewards, group_ids, valid, replaced = (x.cpu() for x in job.gather([x.to(job.device) for x in local]))
+            advantages, epoch_metrics = grpo.advantages(
                 rewards,
                 group_ids,
                 group_size=cfg.grpo.group_size,
@@ -211,97 +231,84 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                 clip=cfg.grpo.advantage_clip,
                 valid=valid,
             )
-            share = slice(job.rank * len(own), (job.rank + 1) * len(own))
-            advantages = advantages[share].to(job.device).split(geometry.batch)
-            judged = job.gather_lists(judged)
-            for problem, count in reward_metrics.problems(terms, judged).items():
+            local = slice(job.rank * len(own), (job.rank + 1) * len(own))
+            advantages = advantages[local].to(job.device).split(geometry.batch)
+            results = job.gather_lists(results)
+            epoch_metrics |= {"epoch": epoch, "reward/failed": reward_metrics.failed_fraction(results)} | floor
+            epoch_metrics |= reward_metrics.means(terms, results, "reward", {*epoch_metrics, "data/replaced"})
+            why = "" if valid.any() else reward_metrics.why_nothing_was_judged(terms, results)
+            for problem, count in reward_metrics.problems(terms, results).items():
                 job.say(f"{problem} ({count} samples)")
-            of_epoch |= {"data/replaced": float(replaced.sum()), "epoch": epoch} | floor
-            of_epoch |= {"reward/failed": reward_metrics.failed_fraction(judged)}
-            of_epoch |= reward_metrics.means(terms, judged, "reward", of_epoch)
-            why = "" if valid.any() else reward_metrics.why_nothing_was_judged(terms, judged)
-            if why and done == resumed.step:  # a reward that has not worked since the start is not waited for
+            if why and step == state.step:  # a reward that has failed since the start is not waited for
                 raise RewardError(f"not one sample of the epoch could be judged; {why}")
             if why:
                 job.say(f"epoch {epoch}: not one sample could be judged; {why}")
 
-        # 4. Update, once per part of the epoch's samples, and the whole inner_epochs times.
-        for n in range(per_epoch):
-            part = slice(n % geometry.updates * per_update, (n % geometry.updates + 1) * per_update)
-            seen, losses, anchored = [], [], []
-            with timer("step"):
-                with timer("replay"), job.one_update():
-                    for rollout, advantage in zip(rollouts[part], advantages[part], strict=True):
-                        kernel = rollout.kernel
-                        row = torch.tensor([member.row for member in rollout.members], device=job.device)
-                        for i in window:
-                            step = rollout.steps[i].to(job.device)
-                            velocity = velocity_of(rollout.conditioning, rollout.schedule)
-                            with job.micro_batch(policy):
-                                if cfg.grpo.kl_weight != 0:  # before the policy's forward: no graph is alive yet
-                                    with torch.no_grad():
-                                        reference_mean, _ = kernel.transition(velocity.reference, step.x, i)
-                                mean, log_prob = sde.score(velocity, step, i, kernel)
-                                ratio = grpo.log_ratio(cfg.grpo.objective, log_prob, mean, step, kernel.kind).exp()
-                                clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-                                loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio).mean()
-                                clipped = grpo.clipped(ratio, advantage, clip_low, clip_high)  # these give no gradient
-                                if cfg.grpo.objective == "guard":  # each step's gradient is proportional to |dt|
-                                    loss = loss / abs(kernel.dt(i))
-                                kl = torch.zeros_like(log_prob)  # (B,)
-                                if cfg.grpo.kl_weight != 0:
-                                    kl = flow.transition_kl(mean, reference_mean, step.std)
-                                    loss = loss + cfg.grpo.kl_weight * kl.mean()
-                                job.backward(loss / scored)
-                            losses.append(loss.detach())
-                            of_step = (advantage, ratio, clipped, kl, log_prob, step.log_prob, row)
-                            seen.append([value.detach() for value in of_step])
-                        each = 1 / (per_update * geometry.batch)
-                        anchored.append(anchors.accumulate(job, policy, rollout, done, each))
-                seen = job.gather(dict(zip(SEEN, map(torch.cat, zip(*seen, strict=True)), strict=True)))  # (N,) each
-                if n == 0:  # nothing was updated since the rollout
-                    grpo.check_ratio(seen["log_prob"], seen["old_log_prob"], tolerance, window, geometry.batch)
-                with timer("optimizer"):
-                    rate = float(scheduler.get_last_lr()[0])
-                    norm = job.step(optimizer, parameters, cfg.train.max_grad_norm)
-                    if math.isfinite(norm):
-                        average.step(parameters)
-                    scheduler.step()
-            done += 1
-            progress.update()
-            taught = (seen["advantage"] != 0) & ~seen["clipped"] | (seen["kl"] > 0)
-            metrics = {
-                "actor/loss": float(job.gather(torch.stack(losses).mean()[None]).mean()),
-                "grad_norm": norm,
-                "lr": rate,
-            }
-            anchor_loss, has_clip = map(job.gather, map(torch.cat, zip(*anchored, strict=True)))  # (N,) each
-            policy_loss = metrics["actor/loss"]
-            metrics |= anchors.metrics(anchor_loss, has_clip)
-            metrics["actor/loss"] += policy_loss
-            taught |= (anchor_loss > 0).any()
-            metrics |= {"train/no_signal": invariants.no_signal(done, norm, taught)} | grpo.policy_statistics(seen)
-            if n == 0 or not why:  # an epoch of which nothing could be judged counts once
-                log.count(norm, why)
-            ids = [samples[row].row.id for row in seen["row"].tolist()]
-            log.say_skipped(done, norm, ids, seen["log_prob"].isfinite())
-            metrics |= of_epoch | {"memory/peak_gb": peak_memory_gb(job.device)}
-            last = n == per_epoch - 1
-            stopped = log.early_stop(done, metrics) if last else ""
-            save_due = groups.is_due(done, per_epoch, cfg.run.save_steps, steps) or stopped != ""
-            due = last and (interruption.agreed(job.largest) or save_due)
-            if due or done == resumed.step + 1:
-                with timer("invariants"):
-                    learner.watched.check(done)
-            eval_due = groups.is_due(done, per_epoch, cfg.evaluation.eval_steps, steps) or stopped != ""
-            if done == resumed.step + 1 or (last and save_due):
-                metrics |= anchors.data_loss(job, model)
-            if last and held_out and eval_due:
-                metrics |= evaluate()
-            metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
-            log.write(done, metrics)
-            timer = Timer(job.device)
-            log.stop_if_stuck(done, why)
+        # 4. Update: score the window's steps of this part of the rollouts again, with a graph.
+        first = update % geometry.updates * per_update
+        part = zip(rollouts[first : first + per_update], advantages[first : first + per_update], strict=True)
+        statistics, losses, anchored = [], [], []
+        with timer("step"), timer("replay"), job.one_update():
+            for rollout, advantage, i in [(rollout, advantage, i) for rollout, advantage in part for i in window]:
+                kernel, transition = rollout.kernel, rollout.steps[i].to(job.device)
+                velocity = velocity_of(rollout.conditioning, rollout.schedule)
+                with job.micro_batch(policy):
+                    reference_mean = reference_mean_of(velocity, kernel, transition.x, i)  # no graph is alive yet
+                    mean, log_prob = sde.score(velocity, transition, i, kernel)
+                    ratio = grpo.log_ratio(cfg.grpo.objective, log_prob, mean, transition, kernel.kind).exp()
+                    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+                    loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio).mean()
+                    clipped = grpo.clipped(ratio, advantage, clip_low, clip_high)  # these have no gradient
+                    if cfg.grpo.objective == "guard":  # a step's gradient is proportional to |dt|
+                        loss = loss / abs(kernel.dt(i))
+                    kl = torch.zeros_like(log_prob)  # (B,)
+                    if reference_mean is not None:
+                        kl = flow.transition_kl(mean, reference_mean, transition.std)
+                        loss = loss + cfg.grpo.kl_weight * kl.mean()
+                    job.backward(loss / per_process)
+                losses.append(loss.detach())
+                row = torch.tensor([member.row for member in rollout.members], device=job.device)
+                values = (advantage, ratio, clipped, kl, log_prob, transition.log_prob, row)
+                statistics.append([value.detach() for value in values])
+                if i == window[-1]:
+                    anchored.append(anchors.accumulate(job, policy, rollout, step, 1 / (per_update * geometry.batch)))
+        with timer("step"):
+            seen = dict(zip(STATISTICS, map(torch.cat, zip(*statistics, strict=True)), strict=True))
+            seen = job.gather(seen)  # (N,) each
+            if update == 0:  # nothing was updated since the rollout
+                grpo.check_ratio(seen["log_prob"], seen["old_log_prob"], tolerance, window, geometry.batch)
+            with timer("optimizer"):
+                rate = float(scheduler.get_last_lr()[0])
+                norm = job.step(optimizer, parameters, cfg.train.max_grad_norm)
+                if math.isfinite(norm):
+                    average.step(parameters)
+                scheduler.step()
+        done = step + 1
+
+        # 5. Metrics, checks, checkpoint.
+        policy_loss = float(job.gather(torch.stack(losses).mean()[None]).mean())
+        anchor_loss, has_clip = map(job.gather, map(torch.cat, zip(*anchored, strict=True)))  # (N,) each
+        signal = (seen["advantage"] != 0) & ~seen["clipped"] | (seen["kl"] > 0) | (anchor_loss > 0).any()
+        metrics = flow_grpo_metrics(anchors.metrics(anchor_loss, has_clip), policy_loss, seen) | epoch_metrics
+        metrics |= common_metrics(job.device, done, norm, rate, replaced, signal)
+        if update == 0 or not why:  # count a failed epoch once, not per update
+            log.count(norm, why)
+        ids = [samples[row].row.id for row in seen["row"].tolist()]
+        log.say_skipped(done, norm, ids, seen["log_prob"].isfinite())
+        ends_epoch = update == per_epoch - 1
+        stopped = log.early_stop(done, metrics) if ends_epoch else ""
+        save_due = due_this_epoch(done, per_epoch, cfg.run.save_steps, steps) or stopped != ""
+        due = ends_epoch and (interruption.agreed(job.largest) or save_due)
+        if due or step == state.step:
+            with timer("invariants"):
+                learner.watched.check(done)
+        if step == state.step or (ends_epoch and save_due):
+            metrics |= anchors.data_loss(job, model)
+        eval_due = due_this_epoch(done, per_epoch, cfg.evaluation.eval_steps, steps) or stopped != ""
+        if ends_epoch and held_out and eval_due:
+            metrics |= evaluate()
+        log.write(done, metrics | timer.metrics())
+        log.stop_if_stuck(done, why)
         progress.set_postfix(reward=f"{metrics['reward/mean']:.3f}", spread=f"{metrics['reward/std_in_group']:.3f}")
         if interruption.number:
             break
@@ -309,20 +316,17 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             save(done, last=done == steps or stopped != "")
         if stopped:
             break
-    if interruption.number:  # after an epoch, or in the rollouts of one, which have changed nothing
-        if job.largest(int(done > 0 and not folder_of(cfg.run.output_dir, done).exists())):
+    if interruption.number:  # the weights are those of the last update
+        if job.largest(int(done > 0 and not checkpoint_dir(cfg.run.output_dir, done).exists())):
             learner.watched.check(done)
             save(done, last=True)
         job.wait()
-    return start.close_run(cfg, job, interruption, done, stopped)
-
-
-SEEN = ("advantage", "ratio", "clipped", "kl", "log_prob", "old_log_prob", "row")  # of each sample and step
+    return saving.close_run(cfg, job, interruption, done, stopped)
 
 
 def main() -> int:
-    """The command line; the exit code."""
-    return start.main(__doc__, FlowGrpoConfig, train)
+    """Run the command line and return the exit code."""
+    return cli.main(__doc__, FlowGrpoConfig, train)
 
 
 if __name__ == "__main__":

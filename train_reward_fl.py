@@ -23,114 +23,120 @@ from tqdm import tqdm
 
 from rewardfl import config as configuration
 from rewardfl import data, reward_flow
-from rewardfl.memory import offload
 from rewardfl.backbones.protocol import Velocity
 from rewardfl.config import RewardFlConfig
+from rewardfl.memory import offload
 from rewardfl.optim import averaged
 from rewardfl.rewards import build_terms
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.scoring import score_terms
-from rewardfl.run import checks, invariants, prepare, start, work
-from rewardfl.run.checkpoint import RunFolder
-from rewardfl.run.monitor import Timer, peak_memory_gb
-from rewardfl.run.signals import Interruption
+from rewardfl.training import checks, cli, plan, saving, setup_data, setup_model, setup_rewards, summary, workload
+from rewardfl.training.batches import measure_kl_floor
+from rewardfl.training.learner import average_state, make_average, make_learner, seed_generators
+from rewardfl.training.resume import is_finished, open_run, resume
+from rewardfl.training.run_folder import RunFolder
+from rewardfl.training.samples import Batch
+from rewardfl.training.setup_processes import connect_processes
+from rewardfl.training.signals import Interruption
+from rewardfl.training.timer import Timer
+from rewardfl.training.update_metrics import common_metrics, reward_fl_metrics
 
 
 def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_folder: RunFolder) -> int:
-    """Train; the process's exit code: 2 for a dry run that does not fit the GPU that is there, 128 + a signal's."""
-    # ---------------------------------------------------------------------------------- what will be done, checked
-    backbone = start.open_model(cfg)  # headers alone: what does not fit is refused before anything loads
+    """Train, and return the exit code: 2 for a dry run that does not fit the GPU, 128 + the number of a signal."""
+    # ---------------------------------------------------------------------------------- plan: headers alone are read
+    backbone = setup_model.open_model(cfg)
     active, coupling = configuration.active_steps(cfg), configuration.resolved_coupling(cfg)
-    work.check_active_experts(cfg, backbone)
-    wanted = start.find_rewards(cfg, backbone)
-    job = start.open_job(cfg)
+    plan.check_active_experts(cfg, backbone)
+    reward_specs = setup_rewards.find_rewards(cfg, backbone)
+    job = connect_processes(cfg)
     accumulation, batch_size = cfg.train.gradient_accumulation_steps, cfg.train.per_device_train_batch_size
     supervised = configuration.is_supervised(cfg)
-    job.backwards = accumulation * ((0 if supervised else len(active)) + work.anchor_draws(cfg))  # the last one reduces
-    per_process = accumulation * batch_size  # what a loss is divided by here; the processes are averaged over
+    job.backwards = accumulation * ((0 if supervised else len(active)) + plan.anchor_draws(cfg))  # the last one reduces
+    per_process = accumulation * batch_size  # loss denominator of this process; processes are averaged
     global_batch = checks.check_batch(cfg, job.world)
     checks.check_graphs(cfg, job.world)
-    rows = start.look_at_rows(cfg, job, backbone, wanted)
-    steps = work.steps_of_run(cfg, len(rows.train), job.world)
-    start.say_plan(cfg, backbone, wanted, rows, steps, job)
-    opened = start.open_run(cfg, None if dry_run else run_folder, job, backbone)
+    rows = setup_data.scan_rows(cfg, job, backbone, reward_specs)
+    steps = plan.count_steps(cfg, len(rows.train), job.world)
+    summary.print_run_summary(cfg, backbone, reward_specs, rows, steps, job)
+    resume_point = open_run(cfg, None if dry_run else run_folder, job, backbone)
     if dry_run:
-        from rewardfl.estimate import report  # training must not need what it measures with
+        from rewardfl.estimate import report  # only a dry run needs it
 
-        asked = work.work_of(cfg, backbone, len(rows.train), steps, job.world, job.sharding)
-        return report.dry_run(asked, job)
+        work = workload.make_workload(cfg, backbone, len(rows.train), steps, job.world, job.sharding)
+        return report.dry_run(work, job)
 
-    # ---------------------------------------------------------------------------------- data, rewards, what was done
-    terms = build_terms(wanted, job.device)
-    store = start.open_cache(cfg)
-    samples = start.find_samples(cfg, rows.train, terms, store, job)
-    sizes = [sample.size for sample in samples]  # one forward pass takes clips of one
+    # ---------------------------------------------------------------------------------- data, rewards, resume
+    terms = build_terms(reward_specs, job.device)
+    store = setup_data.open_cache(cfg)
+    samples = setup_data.find_samples(cfg, rows.train, terms, store, job)
+    sizes = [sample.size for sample in samples]  # one forward pass takes clips of one size
     order = data.Order(sizes, batch_size, accumulation, job.world, cfg.run.seed)
     batches = {"global_batch": global_batch, "one_shape_batch": batch_size if len(set(sizes)) > 1 else None}
-    resumed = start.resume(cfg, opened, job, backbone, terms, samples, batches=batches)
-    steps = work.steps_of_run(cfg, len(samples), job.world)
-    if start.is_finished(cfg, opened, steps, job):
+    state = resume(cfg, resume_point, job, backbone, terms, samples, batches=batches)
+    steps = plan.count_steps(cfg, len(samples), job.world)
+    if is_finished(cfg, resume_point, steps, job):
         return 0
-    start.try_rewards(cfg, job, terms, samples)
+    setup_rewards.check_rewards(cfg, job, terms, samples)
 
-    # ---------------------------------------------------------------------------------- what the cache lacks
-    conditions = start.conditions_of(cfg, backbone, opened.base, store)
-    negative = start.fill_conditions(cfg, conditions, samples, job)
-    anchors = start.make_anchors(cfg, backbone, conditions, samples, job)
-    starts = start.make_starts(cfg, backbone, conditions, samples, job)
+    # ---------------------------------------------------------------------------------- fill the cache
+    conditions = setup_data.make_conditions(cfg, backbone, resume_point.base, store)
+    negative = setup_data.fill_conditions(cfg, conditions, samples, job)
+    anchors = setup_data.make_anchors(cfg, backbone, conditions, samples, job)
+    builder = setup_data.make_batch_builder(cfg, backbone, conditions, samples, job)
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
     with_graph = offload.InputsOnHost(job.device).whole_graph if cfg.train.active_graphs == "keep_on_host" else None
-    model, trained = start.load_experts(cfg, backbone, job, conditions, samples)
-    start.fill_adapters(model, trained, backbone, resumed)
-    learner = start.make_learner(cfg, job, backbone, model, trained, steps, resumed)
+    model, trained = setup_model.load_experts(cfg, backbone, job, conditions, samples)
+    setup_model.fill_adapters(model, trained, backbone, state)
+    learner = make_learner(cfg, job, backbone, model, trained, steps, state)
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler
-    average = start.make_average(cfg.train.ema_decay, learner.parameters, resumed) if cfg.train.ema_decay else None
-    ascent = cfg.sample.endpoint_length if cfg.sample.gradient_mode == "endpoint" else None  # how far up the reward
-    log = start.open_log(cfg, job, run_folder, resumed, steps)
+    average = make_average(cfg.train.ema_decay, learner.parameters, state) if cfg.train.ema_decay else None
+    ascent = cfg.sample.endpoint_length if cfg.sample.gradient_mode == "endpoint" else None  # length of the cotangent
+    log = saving.open_log(cfg, job, run_folder, state, steps)
 
-    def velocity_of(network: nn.Module, batch: prepare.Batch) -> Velocity:
+    def velocity_of(network: nn.Module, batch: Batch) -> Velocity:
         guidance, both = cfg.sample.guidance_scale, cfg.sample.guidance_gradient == "both"
         return Velocity(backbone, network, batch.conditioning, batch.schedule, negative, guidance, both)
 
     def generate(row: int) -> tuple[int, Tensor]:
-        """(row, its video (3, F, H, W)) as the weights are now, always from the same noise."""
-        batch = starts.batch([(-1, row)])
+        """Return (row, its video (3, F, H, W)) under the current weights, always from the same noise."""
+        batch = builder.batch([(-1, row)])
         velocity, sigmas = velocity_of(model, batch), batch.schedule.sigmas
         x0 = reward_flow.rollout(velocity, batch.x, sigmas, keep=(), start=batch.start).x0
         return batch.rows[0], decoder.decode(x0, batch.conditioning)[0]
 
     def save(done: int, last: bool) -> None:
-        """A checkpoint and sample videos. On all processes, which may hold parts of the weights and moments."""
-        # `best` is by the steps since the last save that the configuration asks for: a resumed run finds the same
+        """Save a checkpoint and sample videos. All processes call it: each may hold parts of the weights."""
+        # score `best` over the steps since the last scheduled save, so that a resumed run agrees
         since = (done - 1) // cfg.run.save_steps * cfg.run.save_steps
-        judged = log.score_for_best(done, since, ["reward/held_out", "reward/mean"])
-        state = start.state_of(job, learner, resumed, log, done) | batches
+        score = log.score_for_best(done, since, ["reward/held_out", "reward/mean"])
+        content = saving.collect_state(job, learner, state, log, done) | batches
         if average is not None:
-            state |= start.state_of_average(average, learner.parameters)
+            content |= average_state(average, learner.parameters)
         with averaged(average, learner.parameters):
-            start.save(cfg, job, backbone, learner, log, state, judged, last)
-            if not interruption.number:  # who sent a signal may not wait for videos
-                log.show_samples(done, start.sample_videos(cfg, samples, generate, job, done))
+            saving.save(cfg, job, backbone, learner, log, content, score, last)
+            if not interruption.number:  # shutting down: skip the videos
+                log.show_samples(done, saving.sample_videos(cfg, samples, generate, job, done))
 
-    floor = start.find_floor(job, starts, partial(velocity_of, policy), active, cfg.reward.kl_weight, cfg.model.dtype)
+    floor = measure_kl_floor(job, builder, partial(velocity_of, policy), active, cfg.reward.kl_weight, cfg.model.dtype)
 
-    # ---------------------------------------------------------------------------------- Go!
+    # ---------------------------------------------------------------------------------- train
     interruption.listen()
-    done, stopped = resumed.step, ""
+    done, stopped = state.step, ""
     progress = tqdm(range(done, steps), initial=done, total=steps, disable=not job.accelerator.is_local_main_process)
     for step in progress:
-        start.seed_generators(cfg.run.seed, step, job.rank)
-        timer, seen, judgements = Timer(job.device), [], []
+        seed_generators(cfg.run.seed, step, job.rank)
+        timer, outcomes, results = Timer(job.device), [], []
         with timer("step"), job.one_update():
             for micro in range(accumulation):
                 with timer("encode"):
-                    batch = starts.batch(order.micro_batch(step, micro, job.rank))
+                    batch = builder.batch(order.micro_batch(step, micro, job.rank))
                     sigmas = batch.schedule.sigmas
                     velocity = velocity_of(policy, batch)
 
-                # 0. The data anchor: towards the real clips, whatever a reward says of videos.
+                # 0. The data anchor: the flow-matching loss on the real clips.
                 with timer("anchor"):
                     anchor_loss, has_clip = anchors.accumulate(job, policy, batch, step, 1 / per_process)
                 outcome = {
@@ -138,50 +144,54 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     "replaced": torch.tensor(batch.replaced, device=job.device),
                     "anchor_loss": anchor_loss,
                     "has_clip": has_clip,
-                    "signal": anchor_loss > 0,  # whether the sample has something to teach
+                    "signal": anchor_loss > 0,  # whether the sample has a gradient
                     "finite": anchor_loss.isfinite(),
                 }
-                seen.append(outcome)
+                outcomes.append(outcome)
                 if supervised:
                     continue
 
-                # 1. Noise -> latents; of the active steps the latents before them are kept, or their graphs.
+                # 1. Noise -> latents. The latents before the active steps are kept, or these steps' graphs.
                 with timer("rollout"), averaged(average if ascent else None, learner.parameters):
                     trajectory = reward_flow.rollout(velocity, batch.x, sigmas, active, batch.start, with_graph)
 
-                # 2. loss = -reward + kl_weight * KL, the mean over samples; here the gradient of -reward by the frames.
+                # 2. loss = -reward + kl_weight * KL, a mean over samples. Here: the gradient of -reward by the frames.
                 with timer("decode"):
                     decoded = decoder.decode_with_caches(trajectory.x0, cfg.train.decode_caches, batch.conditioning)
                 with timer("reward"):
                     video = decoded.video.float().requires_grad_()  # (B, 3, F, H, W) in [-1, 1]
-                    judged = score_terms(terms, video, [samples[row].references for row in batch.rows])
+                    scored = score_terms(terms, video, [samples[row].references for row in batch.rows])
                     normalised = [
-                        term.weight * (one.output.score - term.mean) / term.std * one.output.valid
-                        for term, one in zip(terms, judged, strict=True)
+                        term.weight * (result.output.score - term.mean) / term.std * result.output.valid
+                        for term, result in zip(terms, scored, strict=True)
                         if term.weight > 0
                     ]
                     reward = torch.stack(normalised).sum(0)  # (B,)
                     (grad_video,) = torch.autograd.grad(-reward.sum() / per_process, video)
                     grad_video, norms = reward_flow.limited(grad_video, cfg.train.max_sample_norm, per_process)
-                    reward, judged = reward.detach(), [one.at_rest() for one in judged]
-                    del video, normalised  # up to 2 GB that nothing has a use for
+                    reward, scored = reward.detach(), [result.at_rest() for result in scored]
+                    del video, normalised  # up to 2 GB
 
                 # 3. Back through the decoder.
                 with timer("decode"):
                     grad_x0 = decoder.vjp(trajectory.x0, grad_video, decoded, batch.conditioning)
-                del decoded, grad_video  # up to 38 GB that replay has no use for
+                del decoded, grad_video  # up to 38 GB
 
-                # 4. Back through the active steps, each forward pass anew unless its graph was kept; here the KL joins.
+                # 4. Back through the active steps: one forward pass each, unless its graph was kept. The KL joins here.
                 with timer("replay"):
                     per_step = partial(job.micro_batch, policy)
-                    inputs = (velocity, trajectory, sigmas, active, grad_x0, coupling)
                     replayed = (
                         reward_flow.replay_endpoint(
                             velocity, trajectory, sigmas, grad_x0, ascent, 1 / per_process, job.backward, per_step
                         )
                         if ascent
                         else reward_flow.replay(
-                            *inputs,
+                            velocity,
+                            trajectory,
+                            sigmas,
+                            active,
+                            grad_x0,
+                            coupling,
                             reference=velocity.reference,
                             kl_weight=cfg.reward.kl_weight / per_process,
                             kl_gradient=cfg.reward.kl_gradient,
@@ -196,15 +206,15 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     "reward": reward,
                     "kl": kl,
                     "cotangent": replayed.cotangents * per_process,  # (B, K) of the sample's own loss
-                    "valid": judged[0].output.valid.float().to(job.device),
+                    "valid": scored[0].output.valid.float().to(job.device),
                     "sample_norm": norms,
                 }
-                judgements.append(judged)
+                results.append(scored)
 
-        # 5. One step of AdamW on the gradients of all samples of all processes.
+        # 5. One AdamW step on the gradients of all samples of all processes.
         with timer("step"):
-            seen = job.gather({name: torch.cat([one[name] for one in seen]) for name in seen[0]})  # (samples,) each
-            judgements = job.gather_lists(judgements)  # objects: rewards name their parts as they like
+            gathered = job.gather({name: torch.cat([each[name] for each in outcomes]) for name in outcomes[0]})  # (N,)
+            results = job.gather_lists(results)
             with timer("optimizer"):
                 rate = float(scheduler.get_last_lr()[0])
                 norm = job.step(optimizer, learner.parameters, cfg.train.max_grad_norm)
@@ -212,48 +222,38 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     average.step(learner.parameters)
                 scheduler.step()
         done = step + 1
-        metrics = anchors.metrics(seen["anchor_loss"], seen["has_clip"])
+
+        # 6. Metrics, checks, checkpoint.
+        metrics = anchors.metrics(gathered["anchor_loss"], gathered["has_clip"])
         if not supervised:
-            metrics["actor/loss"] += float(cfg.reward.kl_weight * seen["kl"].mean() - seen["reward"].mean())
-            metrics |= {"actor/kl_loss": float(seen["kl"].mean()), "reward/valid_fraction": float(seen["valid"].mean())}
-            metrics["reward/failed"] = reward_metrics.failed_fraction(judgements)
-            metrics["train/sample_norm"] = float(seen["sample_norm"].median())
-            metrics |= reward_metrics.means(terms, judgements, "reward", metrics, score="mean")
-            sizes = seen["cotangent"].mean(0).tolist()
-            metrics |= {f"grad_norm/step_{i}": size for i, size in zip(active, sizes, strict=True)}
-        metrics |= {"grad_norm": norm, "lr": rate, "data/replaced": float(seen["replaced"].sum())}
-        metrics |= {"train/no_signal": invariants.no_signal(done, norm, seen["signal"])}
+            metrics = reward_fl_metrics(metrics, terms, results, gathered, active, cfg.reward.kl_weight)
+        metrics |= common_metrics(job.device, done, norm, rate, gathered["replaced"], gathered["signal"]) | floor
         if done in (1, steps) or done % cfg.run.save_steps == 0:
             metrics |= anchors.data_loss(job, model)
         stopped = log.early_stop(done, metrics)
         last = interruption.agreed(job.largest) or done == steps or stopped != ""
         due = last or done % cfg.run.save_steps == 0
-        if step == resumed.step or due:
+        if step == state.step or due:
             with timer("invariants"):
                 learner.watched.check(done)
-        metrics |= {"memory/peak_gb": peak_memory_gb(job.device)} | floor
-        metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
+        metrics |= timer.metrics()
         progress.set_postfix(loss=f"{metrics['actor/loss']:.3f}", score=f"{metrics.get('reward/mean', math.nan):.3f}")
-
-        why = reward_metrics.why_nothing_was_judged(terms, judgements)
+        why = reward_metrics.why_nothing_was_judged(terms, results)
         log.count(norm, why)
         log.write(done, metrics)
-        log.say_skipped(done, norm, [samples[row].row.id for row in seen["row"].tolist()], seen["finite"])
-        if why:
-            log.say(done, f"not one sample could be judged ({log.skipped_in_a_row} in a row); {why}")
-        problems = reward_metrics.problems(terms, judgements)
-        log.say_once(done, [f"{one}; it is only measured, so the run goes on (reward/failed)" for one in problems])
+        log.say_skipped(done, norm, [samples[row].row.id for row in gathered["row"].tolist()], gathered["finite"])
+        log.say_problems(done, why, reward_metrics.problems(terms, results))
         log.stop_if_stuck(done, why)
         if due:
             save(done, last)
         if last:
             break
-    return start.close_run(cfg, job, interruption, done, stopped)
+    return saving.close_run(cfg, job, interruption, done, stopped)
 
 
 def main() -> int:
-    """The command line; the exit code."""
-    return start.main(__doc__, RewardFlConfig, train)
+    """Run the command line and return the exit code."""
+    return cli.main(__doc__, RewardFlConfig, train)
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ from rewardfl.estimate import needs
 from rewardfl.estimate.measure import Costs, Living
 from rewardfl.estimate.measure import measure as measure_costs
 from rewardfl.memory import offload, swap
-from rewardfl.run import start, work
-from rewardfl.run.checkpoint import git_commit, library_versions
+from rewardfl.training import plan, setup_model, workload
+from rewardfl.training.run_folder import git_commit, library_versions
 
 EXACT = ["sample.gradient_mode=chain", "sample.coupling=null", "reward.kl_gradient=reference_constant"]
 RESIDENT = [
@@ -335,7 +335,10 @@ class Size:
 
 
 def size_of(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -> Size:
-    asked, generator = work.work_of(cfg, backbone, None, None, 1), torch.Generator(device).manual_seed(cfg.run.seed)
+    asked, generator = (
+        workload.make_workload(cfg, backbone, None, None, 1),
+        torch.Generator(device).manual_seed(cfg.run.seed),
+    )
     video, batch = asked.video, asked.batch
     parts = backbone.on_meta(video.height, video.width, video.num_frames)
 
@@ -353,7 +356,7 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
     torch.cuda.empty_cache()
     reset_rss()
     device, backbone, counted = size.latents.device, size.backbone, Counted(size.latents.device)
-    asked = replace(work.work_of(cfg, backbone, None, None, 1), reward_bytes=0)
+    asked = replace(workload.make_workload(cfg, backbone, None, None, 1), reward_bytes=0)
     checkpointed = offload.checkpointing(device, cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention)
     with counted:
         untrained = [asked.untrained] if asked.untrained else []
@@ -369,7 +372,7 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
         generator = torch.Generator(device).manual_seed(cfg.run.seed)
         return torch.randn(video.shape, generator=generator, device=device) / video.numel()
 
-    velocity = Velocity(backbone, model, size.conditioning, work.schedule_of(cfg, backbone))
+    velocity = Velocity(backbone, model, size.conditioning, plan.make_schedule(cfg, backbone))
     update, found, gradient = Update(cfg, velocity, decoder, size.latents, cotangent), [], torch.empty(0)
     torch.cuda.empty_cache()  # what building left is not to count
     counted.copied_in = counted.copied_out = 0
@@ -395,7 +398,7 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
     return figures, gradient
 
 
-def phase_rows(found: Sequence[Measured], costs: Costs, asked: work.Work) -> list[dict[str, Any]]:
+def phase_rows(found: Sequence[Measured], costs: Costs, asked: workload.Workload) -> list[dict[str, Any]]:
     """A row for each phase, beside the plan where that has it, and one for the whole update."""
     planned_flops, memory, table = needs.flops(costs, asked), needs.memory(costs, asked), []
     planned = set(found[0].seconds) == set(PHASES)
@@ -512,7 +515,7 @@ def main() -> None:
     print("\n".join(f"- {name}: {value}" for name, value in report.items()) + f"\n\n{NOTE}\n", flush=True)
     report["sizes"] = []
     with tempfile.TemporaryDirectory() as home:
-        described = backbones.describe(base.model.model_name, start.model_source(base))
+        described = backbones.describe(base.model.model_name, setup_model.model_source(base))
         folder = smaller(described, args.layers, args.heads, args.vae_channels, Path(home))
         for point in points:
             more = [*args.overrides, *filter(None, [point]), f"model.model_paths={folder}"]
@@ -521,7 +524,7 @@ def main() -> None:
                 return config.load(args.config, [*more, *(EXACT if mode != "as_configured" else []), *MODES[mode]])
 
             cfg = load(args.modes[0])
-            size = size_of(cfg, backbones.describe(cfg.model.model_name, start.model_source(cfg)), device)
+            size = size_of(cfg, backbones.describe(cfg.model.model_name, setup_model.model_source(cfg)), device)
             shape, tokens = (
                 "x".join(map(str, size.latents.shape)),
                 max(one.tokens for one in size.costs.experts.values()),

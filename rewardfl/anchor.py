@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rewardfl.flow import add_noise
-from rewardfl.groups import noise_seed
+from rewardfl.noise import noise_seed
 
 
 @dataclass(frozen=True, kw_only=True)

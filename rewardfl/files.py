@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 CONTROL = {"Cc", "Cs"}  # Unicode's categories of what a terminal obeys, and of what cannot be printed
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # read of a model's file to identify it
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # read of a model's file to digest_base_model it
 
 
 def escape_unencodable_output() -> None:

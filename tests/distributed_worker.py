@@ -24,8 +24,8 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 
 from rewardfl.memory import sharding
-from rewardfl.run import start
-from rewardfl.run.job import Job
+from rewardfl.training import setup_data
+from rewardfl.training.distributed import Distributed
 
 
 def digest(parameters):
@@ -35,7 +35,12 @@ def digest(parameters):
 @contextlib.contextmanager
 def watched(seen, faceless, breaking):
     """Within, what a script does is written to `seen`; with the faults that the environment names."""
-    prepare, step, backward, find_samples = Job.prepare, Job.step, Job.backward, start.find_samples
+    prepare, step, backward, find_samples = (
+        Distributed.prepare,
+        Distributed.step,
+        Distributed.backward,
+        setup_data.find_samples,
+    )
     rank, update = (int(n) for n in os.environ["BREAK_GRADIENT"].split(":")) if breaking else (-1, -1)
 
     def watched_broadcast(group, tensors, *arguments):
@@ -69,14 +74,14 @@ def watched(seen, faceless, breaking):
 
     broadcast = torch.distributed._broadcast_coalesced
     torch.distributed._broadcast_coalesced = watched_broadcast
-    Job.prepare, Job.step, Job.backward = watched_prepare, watched_step, watched_backward
-    start.find_samples = faulty_find if faceless else find_samples
+    Distributed.prepare, Distributed.step, Distributed.backward = watched_prepare, watched_step, watched_backward
+    setup_data.find_samples = faulty_find if faceless else find_samples
     try:
         yield
     finally:
-        Job.prepare, Job.step, Job.backward = prepare, step, backward
+        Distributed.prepare, Distributed.step, Distributed.backward = prepare, step, backward
         torch.distributed._broadcast_coalesced = broadcast
-        start.find_samples = find_samples
+        setup_data.find_samples = find_samples
 
 
 def fsdp_on_cpu():

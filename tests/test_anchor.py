@@ -17,8 +17,8 @@ from rewardfl import anchor, backbones, config, data, flow
 from rewardfl.backbones.protocol import Source, Velocity
 from rewardfl.config import ConfigError
 from rewardfl.data.cache import CacheError
-from rewardfl.run import work
-from rewardfl.run.anchors import Anchors
+from rewardfl.training import plan
+from rewardfl.training.anchors import Anchors
 
 ANCHOR = ["anchor.weight=1", "anchor.draws=2", "anchor.measured_clips=2"]
 SUPERVISED = [*ANCHOR, "reward.reward_weight=0", "reward.kl_weight=0"]
@@ -188,7 +188,7 @@ def test_every_trained_expert_must_be_reached():
     backbone = backbones.describe("wan2_2", Source("assets/tiny_world/pipeline"))
 
     def check(*settings):
-        work.check_active_experts(config.load("tests/face.yaml", [*ALONE, *settings]), backbone)
+        plan.check_active_experts(config.load("tests/face.yaml", [*ALONE, *settings]), backbone)
 
     check("model.trainable_models=dit", "anchor.sigmas=trained_range")
     check("model.trainable_models=dit,dit2", "anchor.sigmas=[1, 5]")

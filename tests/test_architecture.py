@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ALGORITHMS = ("flow", "reward_flow", "sde", "grpo", "groups", "scheduler")
+ALGORITHMS = ("flow", "reward_flow", "sde", "grpo", "group_plan", "noise", "windows", "epoch_order", "scheduler")
 # inside a room: a face goes through file, graph, detector, identity and reward
 ROOM_FLOORS, MODULE_FLOORS = 7, 5
 # model.model_name has a default; no other module outside of backbones/ and weights/ names a model or one of its parts
@@ -113,8 +113,8 @@ def violations(sources: Sources) -> list[str]:
             found += [
                 f"{name}: the configuration imports {n}" for n in below & house.keys() if child(n, "") != "config"
             ]
-        if "accelerate" in below and room != "run":
-            found.append(f"{name}: accelerate is for run/ and the scripts")
+        if "accelerate" in below and room != "training":
+            found.append(f"{name}: accelerate is for training/ and the scripts")
         if room != "estimate" and any(child(other, "") == "estimate" for other in below & house.keys()):
             found.append(f"{name}: the estimate is for --dry-run, plan_run, doctor and benchmarks")
         if any(other.startswith(".") for other in below):
@@ -146,13 +146,13 @@ def test_the_house_keeps_its_rules(sources):
         ("flow.py", "from rewardfl import data", "flow: an algorithm imports data"),
         ("sde.py", "import diffusers", "sde: an algorithm imports diffusers"),
         ("config/schema.py", "from rewardfl.files import sha256", "config.schema: the configuration imports files"),
-        ("lora.py", "import accelerate", "lora: accelerate is for run/"),
-        ("run/start.py", "from rewardfl.estimate import needs", "run.start: the estimate is for"),
+        ("lora.py", "import accelerate", "lora: accelerate is for training/"),
+        ("training/resume.py", "from rewardfl.estimate import needs", "training.resume: the estimate is for"),
         ("data/clips.py", "from .order import micro_batch", "data.clips: a relative import"),
         ("files.py", "from rewardfl.rewards import base", "rewardfl: a circle among"),
         ("weights/shards.py", "from rewardfl.weights import merge", "weights: a circle among"),
-        ("backbones/protocol.py", "from rewardfl.run import start", "rewardfl: a circle among"),
-        ("run/start.py", "first = 'high_noise'", "run.start: names a model"),
+        ("backbones/protocol.py", "from rewardfl.training import plan", "rewardfl: a circle among"),
+        ("training/plan.py", "first = 'high_noise'", "training.plan: names a model"),
         ("data/order.py", "wan_order = 1", "data.order: names a model"),
     ],
 )

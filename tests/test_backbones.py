@@ -29,13 +29,14 @@ from PIL import Image
 from pipelines import FRAMES, HEIGHT, WIDTH, LinearFlowEuler, random_variant
 from torch import nn
 
-from rewardfl import backbones, data, flow, groups, lora, reward_flow, sde
+from rewardfl import backbones, data, flow, lora, reward_flow, sde
 from rewardfl.backbones.image.flux import pack, unpack
 from rewardfl.backbones.image.pipeline import ImageModel
 from rewardfl.backbones.image.sd3 import SD3
 from rewardfl.backbones.protocol import DTYPES, Backbone, Experts, Source, Velocity
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.memory import offload
+from rewardfl.noise import draw_noise
 
 CPU = torch.device("cpu")
 PROMPT, NEGATIVE, STEPS, SHIFT = "a person with short dark hair, talking", "blinking", 6, 5.0
@@ -250,7 +251,7 @@ def frames_of(backbone):
 
 def noise_of(backbone, batch=1):
     shape = backbone.latent_shape(HEIGHT, WIDTH, frames_of(backbone))
-    return torch.cat([groups.noise((1, *shape), SEED + i) for i in range(batch)])
+    return torch.cat([draw_noise((1, *shape), SEED + i) for i in range(batch)])
 
 
 def schedule_of(backbone):

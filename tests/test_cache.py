@@ -12,7 +12,7 @@ import zygote
 from rewardfl import files
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache, CacheError
-from rewardfl.run import prepare
+from rewardfl.training.shard import Shard, fill_missing, read_entry
 
 KEY = {"kind": "text", "model": "m", "prompt": "a person"}
 
@@ -159,16 +159,16 @@ def test_fill_computes_what_is_missing_once_and_loads_nothing_when_warm(tmp_path
 
     wanted = [({"kind": "n", "n": n % 5}, n % 5) for n in range(8)]  # 5 distinct ones
     for rank in range(2):
-        prepare.fill(store, wanted, ready, prepare.Share(rank, 2, quiet=True), "numbers")
+        fill_missing(store, wanted, ready, Shard(rank, 2, quiet=True), "numbers")
     assert sorted(computed) == [0, 1, 2, 3, 4] and len(loads) == 2
-    prepare.fill(store, wanted, ready, prepare.Share(0, 1, quiet=True), "numbers")
+    fill_missing(store, wanted, ready, Shard(0, 1, quiet=True), "numbers")
     assert len(loads) == 2
-    assert [prepare.read(store, key)["x"].item() for key, _ in wanted] == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert [read_entry(store, key)["x"].item() for key, _ in wanted] == [0, 1, 2, 3, 4, 0, 1, 2]
     store.path(wanted[3][0]).unlink()
-    prepare.fill(store, wanted, ready, prepare.Share(0, 1, quiet=True), "numbers")
+    fill_missing(store, wanted, ready, Shard(0, 1, quiet=True), "numbers")
     assert sorted(computed) == [0, 1, 2, 3, 3, 4] and len(loads) == 3
 
 
 def test_an_entry_that_vanished_is_an_error_that_says_why(tmp_path):
-    with pytest.raises(prepare.CacheError, match="data.cache_dir must be on a disk that all processes share"):
-        prepare.read(Cache(tmp_path), KEY)
+    with pytest.raises(CacheError, match="data.cache_dir must be on a disk that all processes share"):
+        read_entry(Cache(tmp_path), KEY)

@@ -36,8 +36,9 @@ from runs import (
 from rewardfl import data
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.rewards import async_scoring
-from rewardfl.run import checkpoint
-from rewardfl.run.job import Job
+from rewardfl.training import checkpoint, metrics_file
+from rewardfl.training.distributed import Distributed
+from rewardfl.training.run_folder import RunFolder
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "0"))
 RIVALS = 0.5 if KILLS else 0.0  # share of the lives in which a second process is started on the same folder
@@ -211,13 +212,13 @@ def send_sigterm(monkeypatch, owner, name, when):
 def test_sigterm_in_the_updates_finishes_the_epoch(straight_grpo, epochs, monkeypatch, capsys, tmp_path):
     """And the same command goes on to what an uninterrupted run would have been."""
     settings = [*GRPO_FAST, f"run.output_dir={tmp_path}", *epochs, "run.save_steps=100"]
-    send_sigterm(monkeypatch, checkpoint.MetricsFile, "append", lambda _self, step, _values: step == EPOCH - 1)
+    send_sigterm(monkeypatch, metrics_file.MetricsFile, "append", lambda _self, step, _values: step == EPOCH - 1)
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
     assert code == 143 and f"SIGTERM: stopped after step {EPOCH}; the same command goes on from there" in out
     assert metrics(tmp_path) == metrics(straight_grpo)[: EPOCH + 1]
     assert checkpoint.find_checkpoint(tmp_path, "auto").name == f"step-{EPOCH:06d}"
     monkeypatch.undo()
-    checkpoint.MetricsFile(tmp_path / "metrics.jsonl").append(EPOCH + 1, {"actor/loss": 123.0})  # begun, and killed
+    metrics_file.MetricsFile(tmp_path / "metrics.jsonl").append(EPOCH + 1, {"actor/loss": 123.0})  # begun, and killed
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
     assert code == 0 and f"step-{EPOCH:06d} at step {EPOCH}" in out
     assert_same(tmp_path, straight_grpo, GRPO_LAST)
@@ -308,14 +309,14 @@ def test_a_full_disk_at_the_end_stops_the_run(monkeypatch, capsys, tmp_path):
 
 def loses_images(monkeypatch, tmp_path, count):
     """Settings for a run in tmp_path on two clips; `count` of them cannot be read from the cache after a step."""
-    append = checkpoint.MetricsFile.append
+    append = metrics_file.MetricsFile.append
 
     def losing(self, step, values):
         append(self, step, values)
         for path in sorted((tmp_path / "cache" / "image").rglob("*.safetensors"))[:count]:
             path.write_bytes(b"\0" * 100)
 
-    monkeypatch.setattr(checkpoint.MetricsFile, "append", losing)
+    monkeypatch.setattr(metrics_file.MetricsFile, "append", losing)
     return [
         f"run.output_dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "run.sample_videos=2", "run.save_steps=1",
         f"data.file_name={table(tmp_path / 'metadata.csv', 'train', 2)}",
@@ -360,7 +361,7 @@ def test_members_of_a_lost_clip_leave_their_group(monkeypatch, capsys, tmp_path)
 
 def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, capsys, tmp_path):
     """The second step's second clip comes back from the decoder with one; the third's appear in the backward pass."""
-    pull_back, backward, calls = WanDecoder.vjp, Job.backward, []
+    pull_back, backward, calls = WanDecoder.vjp, Distributed.backward, []
 
     def broken(decoder, x0, grad_video, decoded, given):
         calls.append(1)
@@ -373,7 +374,7 @@ def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, cap
         backward(job, loss * torch.nan if len(calls) == 3 else loss)
 
     monkeypatch.setattr(WanDecoder, "vjp", broken)
-    monkeypatch.setattr(Job, "backward", breaking)
+    monkeypatch.setattr(Distributed, "backward", breaking)
     batches = []
     batch_of = data.Order.micro_batch
     monkeypatch.setattr(data.Order, "micro_batch", lambda *a: batches.append(batch_of(*a)) or batches[-1])
@@ -391,8 +392,8 @@ def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, cap
 
 
 def test_skips_in_a_row_are_counted_over_a_restart(monkeypatch, capsys, tmp_path):
-    backward = Job.backward
-    monkeypatch.setattr(Job, "backward", lambda job, loss: backward(job, loss * torch.nan))
+    backward = Distributed.backward
+    monkeypatch.setattr(Distributed, "backward", lambda job, loss: backward(job, loss * torch.nan))
     settings = [*FAST, f"run.output_dir={tmp_path}", "run.save_steps=1", "run.sample_videos=0", "train.max_nonfinite=1"]
     assert call(monkeypatch, capsys, *settings, "train.max_steps=1")[0] == 0
     with pytest.raises(SystemExit, match="stopped at step 2: 2 updates in a row"):
@@ -412,7 +413,7 @@ def test_a_folder_in_use_is_refused_by_both_processes(tmp_path):
         port = str(free.getsockname()[1])
     both = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     arguments = command("train_reward_fl.py", f"run.output_dir={tmp_path}")
-    with checkpoint.RunFolder() as run_folder:
+    with RunFolder() as run_folder:
         run_folder.take(tmp_path)
         before = {path: path.read_bytes() for path in tmp_path.iterdir()}
         ranks = [

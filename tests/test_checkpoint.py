@@ -20,17 +20,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import rewardfl
+from rewardfl import files
 from rewardfl.config import MARKS, SECTIONS, Alike, FlowGrpoConfig, Resumed, RewardFlConfig
-from rewardfl.run import checkpoint
-from rewardfl.run.checkpoint import (
-    FREE_KEYS,
-    NAMED_KEYS,
-    CheckpointError,
-    MetricsFile,
-    Resumption,
+from rewardfl.training import checkpoint
+from rewardfl.training.checkpoint import CheckpointError, WriteError
+from rewardfl.training.metrics_file import MetricsFile
+from rewardfl.training.run_folder import (
+    MAY_CHANGE,
+    MAY_CHANGE_IF_NAMED,
     RunFolder,
-    WriteError,
+    git_commit,
+    library_versions,
+    prepare_output_dir,
 )
+from rewardfl.training.state import ResumePoint
 
 CONFIG = {
     "run": {"output_dir": "out", "save_steps": 25, "resume_from_checkpoint": "auto", "resume_with_changes": []},
@@ -58,7 +61,7 @@ def opened(output_dir, config=CONFIG, resume="auto", base_model=BASE):
     """What the script does before its first step; what it goes on from. The lock is let go of."""
     run = config["run"] | {"output_dir": str(output_dir), "resume_from_checkpoint": resume}
     with RunFolder() as run_folder:
-        found = checkpoint.prepare_output_dir(run_folder, config | {"run": run}, base_model)
+        found = prepare_output_dir(run_folder, config | {"run": run}, base_model)
         packs = {"reward.pack": {"det.onnx": "0f"}}
         run_folder.write_run_json(record(config, base_model, found.changes, face_packs=packs))
     return found
@@ -87,7 +90,8 @@ def fail(*_args, **_kwargs):
 
 def run_and_kill(code, folder):
     """Run `code` (with Path `folder` at hand) in a process that ends by SIGKILL."""
-    prelude = "import os, signal; from pathlib import Path; from rewardfl.run import checkpoint\n"
+    prelude = "import os, signal; from pathlib import Path; from rewardfl import files\n"
+    prelude += "from rewardfl.training import checkpoint, run_folder\n"
     kill = "kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
     script = f"{prelude}{kill}folder = Path({str(folder)!r})\n{code}"
     assert zygote.run(["-c", script], cwd=ROOT).returncode == -9
@@ -98,17 +102,17 @@ def run_and_kill(code, folder):
 
 def test_atomic_write(tmp_path):
     path = tmp_path / "a.json"
-    checkpoint.atomic_write(path, "grüße")
+    files.atomic_write(path, "grüße")
     assert path.read_text(encoding="utf-8") == "grüße"
-    checkpoint.atomic_write(path, b"\x00\x01")
+    files.atomic_write(path, b"\x00\x01")
     assert path.read_bytes() == b"\x00\x01" and names(tmp_path) == ["a.json"]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    checkpoint.atomic_write(tmp_path / "a", "old")
+    files.atomic_write(tmp_path / "a", "old")
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
-        checkpoint.atomic_write(tmp_path / "a", "new")
+        files.atomic_write(tmp_path / "a", "new")
     assert (tmp_path / "a").read_text() == "old" and names(tmp_path) == ["a"]
 
 
@@ -117,7 +121,7 @@ def test_a_kill_leaves_the_old_file_and_the_old_folder(tmp_path):
     start(tmp_path)
     save(tmp_path, 1)
     old = (tmp_path / "run.json").read_text()
-    run_and_kill("os.fsync = kill\ncheckpoint.atomic_write(folder / 'run.json', 'new')", tmp_path)
+    run_and_kill("os.fsync = kill\nfiles.atomic_write(folder / 'run.json', 'new')", tmp_path)
     run_and_kill("checkpoint.save_checkpoint(folder, 1, kill, {})", tmp_path)
     run_and_kill("checkpoint.save_checkpoint(folder, 2, kill, {})", tmp_path)
     run_and_kill("os.replace = kill\ncheckpoint.save_checkpoint(folder, 3, lambda _: None, {})", tmp_path)
@@ -131,15 +135,15 @@ def test_a_kill_leaves_the_old_file_and_the_old_folder(tmp_path):
 
 def test_atomic_directory(tmp_path):
     path = tmp_path / "deep" / "folder"
-    with checkpoint.atomic_directory(path) as folder:
+    with files.atomic_directory(path) as folder:
         assert not path.exists() and folder.parent == path.parent
         (folder / "a").write_text("1")
     assert names(path) == ["a"] and names(path.parent) == ["folder"]
-    with checkpoint.atomic_directory(path) as folder:
+    with files.atomic_directory(path) as folder:
         (folder / "b").write_text("2")
         assert names(path) == ["a"]
     assert names(path) == ["b"] and names(path.parent) == ["folder"]
-    with pytest.raises(OSError, match="disk full"), checkpoint.atomic_directory(path) as folder:
+    with pytest.raises(OSError, match="disk full"), files.atomic_directory(path) as folder:
         (folder / "c").write_text("3")
         fail()
     assert names(path) == ["b"] and names(path.parent) == ["folder"]
@@ -149,7 +153,7 @@ def test_a_hard_link_in_a_written_folder_keeps_its_mode(tmp_path):
     original = tmp_path / "weights"
     original.write_bytes(b"taken as it is")
     original.chmod(0o600)
-    with checkpoint.atomic_directory(tmp_path / "out") as folder:
+    with files.atomic_directory(tmp_path / "out") as folder:
         (folder / "weights").hardlink_to(original)
     assert original.stat().st_mode & 0o777 == 0o600
 
@@ -253,7 +257,7 @@ def test_foreign_files_stay(tmp_path):
 
 
 def test_library_versions():
-    versions = checkpoint.library_versions(["rewardfl", "torch", "pyyaml", "no-such-package"])
+    versions = library_versions(["rewardfl", "torch", "pyyaml", "no-such-package"])
     assert list(versions) == ["rewardfl", "torch", "pyyaml"] and versions["torch"] == torch.__version__
     assert versions["rewardfl"] == rewardfl.__version__
 
@@ -261,7 +265,7 @@ def test_library_versions():
 def test_the_build_of_torch_is_recorded(monkeypatch):
     """The distribution of a CUDA build calls itself 2.13.0, too."""
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    assert checkpoint.library_versions(["torch"]) == {"torch": "2.13.0+cu130"}
+    assert library_versions(["torch"]) == {"torch": "2.13.0+cu130"}
 
 
 def test_git_commit(tmp_path, monkeypatch):
@@ -271,16 +275,16 @@ def test_git_commit(tmp_path, monkeypatch):
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert checkpoint.git_commit(tmp_path) is None
+    assert git_commit(tmp_path) is None
     (tmp_path / "a").write_text("1")
     for arguments in (["init"], ["add", "a"], ["commit", "-m", "a"], ["tag", "-a", "v1", "-m", "v1"]):
         git(*arguments)
     commit = git("rev-parse", "HEAD")
-    assert checkpoint.git_commit(tmp_path) == commit and len(commit) == 40
+    assert git_commit(tmp_path) == commit and len(commit) == 40
     (tmp_path / "a").write_text("2")
-    assert checkpoint.git_commit(tmp_path) == f"{commit}-dirty"
+    assert git_commit(tmp_path) == f"{commit}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert checkpoint.git_commit(tmp_path) is None
+    assert git_commit(tmp_path) is None
 
 
 # ---- one process at a time
@@ -316,7 +320,7 @@ def test_the_kernel_lets_go_of_a_dead_processs_folder(tmp_path):
     """Also while a child that it has started lives on."""
     run_and_kill(
         "import subprocess\n"
-        "lock = checkpoint.RunFolder()\nlock.take(folder)\n"
+        "lock = run_folder.RunFolder()\nlock.take(folder)\n"
         "child = subprocess.Popen(['sleep', '60'])\n(folder / 'child').write_text(str(child.pid))\nkill()",
         tmp_path,
     )
@@ -406,14 +410,14 @@ def copy(saved, tmp_path):
 def test_every_key_that_changes(copy, key):
     """Free: goes on. Others: refused with both values, and what may be accepted goes on when it is named."""
     other = whole_config(**{key.replace(".", "__"): ["another"]})
-    if key in FREE_KEYS:
+    if key in MAY_CHANGE:
         assert opened(copy, other).changes == ()
         return
     with pytest.raises(CheckpointError, match=f"other settings: {key} '{key}' -> .'another'.;") as error:
         start(copy, other)
     other["run"]["resume_with_changes"] = [key]
-    assert (f"run.resume_with_changes=[{key}]" in str(error.value)) == (key in NAMED_KEYS)
-    if key in NAMED_KEYS:
+    assert (f"run.resume_with_changes=[{key}]" in str(error.value)) == (key in MAY_CHANGE_IF_NAMED)
+    if key in MAY_CHANGE_IF_NAMED:
         change = {"key": key, "old": key, "new": ["another"], "step": 1}
         assert opened(copy, other).changes == (change,)
         assert json.loads((copy / "run.json").read_text())["changes"] == [change]
@@ -422,8 +426,8 @@ def test_every_key_that_changes(copy, key):
 def test_what_must_never_change():
     fixed = "run.seed model.dtype model.trainable_models lora.lora_rank lora.lora_target_modules data.num_frames"
     fixed += " reward.name grpo.group_size grpo.updates_per_epoch grpo.ema_decay sample.num_inference_steps"
-    assert set(fixed.split()) <= MARKS.keys() - FREE_KEYS - NAMED_KEYS
-    assert {"train.learning_rate", "reward.reward_weight", "lora.init_from"} <= NAMED_KEYS
+    assert set(fixed.split()) <= MARKS.keys() - MAY_CHANGE - MAY_CHANGE_IF_NAMED
+    assert {"train.learning_rate", "reward.reward_weight", "lora.init_from"} <= MAY_CHANGE_IF_NAMED
 
 
 def test_both_scripts_say_the_same_of_a_key():
@@ -451,7 +455,7 @@ def test_values_that_compute_the_same(tmp_path, key, old, new, goes_on):
     path = save(tmp_path, 1)
     other = whole_config(**{key: new})
     if goes_on:
-        assert opened(tmp_path, other) == Resumption(path, 1)
+        assert opened(tmp_path, other) == ResumePoint(path, 1)
         return
     with pytest.raises(CheckpointError, match=key.replace("__", ".")):
         start(tmp_path, other)
@@ -863,7 +867,7 @@ def test_a_dry_run_looks_and_changes_nothing(tmp_path):
     before = tree(tmp_path)
     for name, step in (("old", 3), ("new", 0)):
         config = changed(run__output_dir=str(tmp_path / name))
-        assert checkpoint.prepare_output_dir(None, config, BASE).step == step
+        assert prepare_output_dir(None, config, BASE).step == step
     assert tree(tmp_path) == before and names(tmp_path) == ["old"]
 
 
@@ -888,24 +892,24 @@ def test_a_dry_run_is_refused_what_a_start_is_refused(tmp_path, output_dir, sett
     before = tree(tmp_path)
     config = changed(run__output_dir=str(tmp_path / output_dir), **settings)
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.prepare_output_dir(None, config, BASE)
+        prepare_output_dir(None, config, BASE)
     assert tree(tmp_path) == before
     with RunFolder() as run_folder, pytest.raises(CheckpointError):
-        checkpoint.prepare_output_dir(run_folder, config, BASE)
+        prepare_output_dir(run_folder, config, BASE)
 
 
 def test_a_dry_run_finds_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(WriteError, match=f"{tmp_path}/out could not be written .{tmp_path} may not be written"):
-        checkpoint.prepare_output_dir(None, changed(run__output_dir=str(tmp_path / "out")), BASE)
+        prepare_output_dir(None, changed(run__output_dir=str(tmp_path / "out")), BASE)
 
 
 def test_tolerant():
     said = []
-    with checkpoint.tolerant(said.append, 3, last=False):
+    with checkpoint.warn_on_write_error(said.append, 3, last=False):
         raise WriteError("no room")
     assert said == ["warning: step 3: no room"]
-    with pytest.raises(WriteError, match="no room"), checkpoint.tolerant(said.append, 3, last=True):
+    with pytest.raises(WriteError, match="no room"), checkpoint.warn_on_write_error(said.append, 3, last=True):
         raise WriteError("no room")
-    with pytest.raises(CheckpointError, match="other"), checkpoint.tolerant(said.append, 3, last=False):
+    with pytest.raises(CheckpointError, match="other"), checkpoint.warn_on_write_error(said.append, 3, last=False):
         raise CheckpointError("other")

@@ -9,7 +9,7 @@ from rewardfl import backbones, config
 from rewardfl.backbones.protocol import Source
 from rewardfl.config import ConfigError
 from rewardfl.data import Row
-from rewardfl.run import checks, work
+from rewardfl.training import checks, plan
 
 REQUIRED = {
     "run": {"output_dir": "out"},
@@ -150,7 +150,7 @@ def check_active(active, trained, coupling):
         f"sample.gradient_mode={MODES[coupling]}",
         f"model.trainable_models={TRAINED[trained]}",
     ]
-    work.check_active_experts(config.load(ROOT / "configs" / "wan22_face.yaml", settings), PUBLISHED)
+    plan.check_active_experts(config.load(ROOT / "configs" / "wan22_face.yaml", settings), PUBLISHED)
 
 
 HIGH, LOW, BOTH = ("high_noise",), ("low_noise",), ("high_noise", "low_noise")

@@ -17,8 +17,9 @@ import pytest
 import torch
 from PIL import Image
 
-from rewardfl import data, groups
+from rewardfl import data, epoch_order
 from rewardfl.data import DataError, clips, order
+from rewardfl.noise import draw_noise, noise_seed, stable_hash, training_noise_seed
 from rewardfl_tools import _generate
 
 
@@ -979,7 +980,7 @@ def global_batch(step, batch_size, accumulation, processes, num_rows, seed=3):
 def test_a_step_is_the_same_whatever_the_geometry(num_rows):
     assert len(GEOMETRIES) == 18
     for step in range(6):
-        stream = [groups.sample_at(step * 12 + i, num_rows, seed=3) for i in range(12)]
+        stream = [epoch_order.sample_at(step * 12 + i, num_rows, seed=3) for i in range(12)]
         for geometry in GEOMETRIES:
             assert global_batch(step, *geometry, num_rows) == sorted(stream)
 
@@ -998,7 +999,7 @@ def test_batches_of_one_shape_are_those_of_a_queue(shapes, batch_size):
     """Against samples that really queue up, and leave when batch_size of a shape are there."""
     queues, expected = defaultdict(list), []
     for position in range(40 * len(shapes)):
-        epoch, row = groups.sample_at(position, len(shapes), seed=3)
+        epoch, row = epoch_order.sample_at(position, len(shapes), seed=3)
         queues[shapes[row]].append((epoch, row))
         if len(queues[shapes[row]]) == batch_size:
             expected.append(queues.pop(shapes[row]))
@@ -1014,9 +1015,9 @@ def test_one_shape_or_one_sample_is_the_stream():
     for step in range(5):
         for micro, rank in [(0, 0), (0, 2), (1, 1)]:
             first = 2 * ((2 * step + micro) * 3 + rank)
-            stream = [groups.sample_at(position, 7, seed=3) for position in (first, first + 1)]
+            stream = [epoch_order.sample_at(position, 7, seed=3) for position in (first, first + 1)]
             assert micro_batch(step, micro, rank, batch_size=2, **size) == stream
-            stream = [groups.sample_at(first // 2, 7, seed=3)]
+            stream = [epoch_order.sample_at(first // 2, 7, seed=3)]
             assert micro_batch(step, micro, rank, batch_size=1, **size, shapes=list("abcabca")) == stream
 
 
@@ -1033,16 +1034,16 @@ def test_with_shapes_a_step_depends_on_accumulation_times_processes():
 
 
 def test_the_order_is_shuffled_and_depends_on_seed_and_epoch():
-    orders = {groups.epoch_order(50, seed, epoch) for seed in range(3) for epoch in range(3)}
+    orders = {epoch_order.visit_order(50, seed, epoch) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9 and tuple(range(50)) not in orders
     assert all(sorted(order) == list(range(50)) for order in orders)
-    assert groups.epoch_order(6, 42, 0) == (0, 2, 3, 5, 4, 1)  # the same in every process and version
+    assert epoch_order.visit_order(6, 42, 0) == (0, 2, 3, 5, 4, 1)  # the same in every process and version
 
 
 def test_total_steps():
-    assert groups.total_steps(10, 4, 1) == 3  # 2.5 steps hold one epoch; the third takes 2 of the next
-    assert groups.total_steps(10, 5, 2) == 4
-    assert groups.total_steps(3, 8, 1) == 1
+    assert epoch_order.total_steps(10, 4, 1) == 3  # 2.5 steps hold one epoch; the third takes 2 of the next
+    assert epoch_order.total_steps(10, 5, 2) == 4
+    assert epoch_order.total_steps(3, 8, 1) == 1
 
 
 # ---- noise
@@ -1050,35 +1051,35 @@ def test_total_steps():
 
 def test_seeds_are_distinct():
     cells = [(s, e, i, m) for s in range(4) for e in range(12) for i in ("a", "b", "1/a") for m in range(4)]
-    seeds = {groups.noise_seed(*cell) for cell in cells}
+    seeds = {noise_seed(*cell) for cell in cells}
     assert len(seeds) == len(cells) and all(0 <= seed < 2**63 for seed in seeds)
-    assert not any(groups._stable_hash(f"order/{s}/{e}") in seeds for s in range(4) for e in range(12))
+    assert not any(stable_hash(f"order/{s}/{e}") in seeds for s in range(4) for e in range(12))
 
 
 @pytest.mark.long
 def test_noise_is_the_same_in_every_process():
-    code = "from rewardfl.groups import *; print(noise_seed(42, 1, 'clip#1', 2), noise((3,), 5).tolist())"
-    here = f"{groups.noise_seed(42, 1, 'clip#1', 2)} {groups.noise((3,), 5).tolist()}"
+    code = "from rewardfl.noise import *; print(noise_seed(42, 1, 'clip#1', 2), draw_noise((3,), 5).tolist())"
+    here = f"{noise_seed(42, 1, 'clip#1', 2)} {draw_noise((3,), 5).tolist()}"
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == here
-    assert groups.noise_seed(42, 1, "clip#1", 2) == 8305654411088914815
+    assert noise_seed(42, 1, "clip#1", 2) == 8305654411088914815
 
 
 def test_noise_does_not_depend_on_the_global_generator_or_the_batch():
     torch.manual_seed(0)
-    first = groups.noise((16, 3, 4, 4), 11)
+    first = draw_noise((16, 3, 4, 4), 11)
     torch.manual_seed(1)
-    assert torch.equal(groups.noise((16, 3, 4, 4), 11), first)
+    assert torch.equal(draw_noise((16, 3, 4, 4), 11), first)
     assert first.dtype == torch.float32 and first.shape == (16, 3, 4, 4)
-    assert not torch.equal(groups.noise((16, 3, 4, 4), 12), first)
+    assert not torch.equal(draw_noise((16, 3, 4, 4), 12), first)
     assert abs(first.mean()) < 0.1 and abs(first.std() - 1) < 0.1
 
 
 def test_noise_is_independent_of_the_geometry():
     def seeds(*geometry):
         visits = [sample for step in range(3) for sample in global_batch(step, *geometry, num_rows=7)]
-        return sorted(groups.training_noise_seed(42, epoch, f"row{row}", "fresh") for epoch, row in visits)
+        return sorted(training_noise_seed(42, epoch, f"row{row}", "fresh") for epoch, row in visits)
 
     reference = seeds(1, 1, 12)
     assert len(set(reference)) == 36
@@ -1087,7 +1088,7 @@ def test_noise_is_independent_of_the_geometry():
 
 def test_noises_per_sample():
     def seeds(n):
-        return [groups.training_noise_seed(42, epoch, "a", n) for epoch in range(6)]
+        return [training_noise_seed(42, epoch, "a", n) for epoch in range(6)]
 
     assert len(set(seeds("fresh"))) == 6
     assert len(set(seeds(2))) == 2 and seeds(2)[:2] * 3 == seeds(2)

@@ -17,7 +17,7 @@ from conftest import ROOT
 from runs import CACHE, FACE_ALONE, SMALL, launch_as, launch_environment, launcher, metrics, needs_deepspeed, table
 
 from rewardfl import lora
-from rewardfl.run import checkpoint, start
+from rewardfl.training import checkpoint, setup_data
 
 pytestmark = pytest.mark.timeout(1500)  # a test may come with the runs that it is compared with
 # DeepSpeed compiles its optimizer where it has not run before: minutes
@@ -226,14 +226,14 @@ def test_two_processes_are_one_with_more_accumulation(one, two):
 
 def test_one_process_goes_on_from_two(one, two, tmp_path, monkeypatch):
     shutil.copytree(two[2] / FL, tmp_path / "run", symlinks=True)
-    find = start.find_samples
+    find = setup_data.find_samples
 
     def faceless(*arguments, **settings):
         samples = find(*arguments, **settings)
         samples[3] = dataclasses.replace(samples[3], references=(None,))
         return samples
 
-    monkeypatch.setattr(start, "find_samples", faceless)
+    monkeypatch.setattr(setup_data, "find_samples", faceless)
     again = ["train.gradient_accumulation_steps=4", "train.max_steps=4", f"run.output_dir={tmp_path / 'run'}"]
     launch_as(REWARD_FL, *again)
     assert_same_lines(metrics(tmp_path / "run")[3:], metrics(one[1] / FL)[3:], FL_KEYS, rel=1e-3)

@@ -115,7 +115,9 @@ def test_what_documents_name_exists():
 
 
 def test_a_name_that_is_gone_is_seen():
-    places = named("`rewardfl/flow.py: transition, nothing` `rewardfl/gone.py` `rewardfl/run/: Share` `configs/x.yaml`")
+    places = named(
+        "`rewardfl/flow.py: transition, nothing` `rewardfl/gone.py` `rewardfl/training/: Shard` `configs/x.yaml`"
+    )
     gone = {"rewardfl/flow.py: nothing", "rewardfl/gone.py", "configs/x.yaml"}
     assert len(places) == 5 and {place for place in places if not is_there(place)} == gone
 

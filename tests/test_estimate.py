@@ -28,7 +28,7 @@ from rewardfl.backbones.wan.decoder import WanDecoder, parts_checkpointed
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, Machine, fits, options, recommend, with_options
-from rewardfl.run.work import Span, Video, Work, work_of
+from rewardfl.training.workload import Span, Video, Workload, make_workload
 from rewardfl_tools import plan_run
 
 TARGETS = tuple(LAYERS)
@@ -47,7 +47,7 @@ PIPELINE = ROOT / "assets" / "tiny_world" / "pipeline"
 TINY = Video(described(PIPELINE, "float32"), 64, 64, 9, Adapter(16, TARGETS))
 BF16 = torch.bfloat16
 LAST_FOUR = {"low_noise": 4}  # of 8 steps, of which the low-noise expert has 5 at boundary 0.9
-RUN = Work(
+RUN = Workload(
     video=Video(PUBLISHED, 480, 832, 81, ADAPTER), trained=("low_noise",), untrained="high_noise",
     rollout={"high_noise": 3, "low_noise": 5}, replay=LAST_FOUR, pulled=LAST_FOUR, reference=LAST_FOUR,
     reward_gradient=True, cacheable=True, accumulation=1,
@@ -465,7 +465,7 @@ BOTH = dataclasses.replace(
 
 def configured(*overrides):
     cfg = config.load(ROOT / "configs" / "wan22_face.yaml", list(overrides))
-    return work_of(cfg, PUBLISHED, None, None, 1)
+    return make_workload(cfg, PUBLISHED, None, None, 1)
 
 
 def test_every_option_is_a_setting():
@@ -598,8 +598,8 @@ def test_run_of_a_configuration(monkeypatch):
     files = Path("assets/tiny_world/faces/reward")  # as the configuration has it
     pack = sum(file.stat().st_size for file in files.glob("*.onnx"))
     cfg = config.load(ROOT / "configs" / "wan22_face.yaml", settings)
-    run = work_of(cfg, PUBLISHED, 30, 12, 2, "zero2")
-    assert run == Work(
+    run = make_workload(cfg, PUBLISHED, 30, 12, 2, "zero2")
+    assert run == Workload(
         video=dataclasses.replace(RUN.video, height=480, width=480), trained=("high_noise", "low_noise"),
         untrained=None, rollout={"high_noise": 2, "low_noise": 1}, replay={"high_noise": 2, "low_noise": 1},
         pulled={"high_noise": 2, "low_noise": 1}, reward_gradient=True, accumulation=8, saves=2, steps=12, clips=30,

@@ -9,12 +9,13 @@ from conftest import ROOT, measured_before
 from pipelines import I2V, LAYERS
 from test_estimate import tool
 
-from rewardfl import backbones, config, flow, groups, sde
+from rewardfl import backbones, config, epoch_order, flow, group_plan, sde
 from rewardfl.backbones.protocol import Adapter, Source
 from rewardfl.backbones.wan import model as wan
 from rewardfl.estimate import needs, report
 from rewardfl.estimate.advice import Machine, fits, options, recommend, with_options
-from rewardfl.run import work
+from rewardfl.training import plan, summary, workload
+from rewardfl.windows import draw_window
 
 ADAPTER = Adapter(32, tuple(LAYERS))
 SCHEDULE = wan.schedule(8, 5.0, I2V.experts, 0.9)
@@ -25,7 +26,7 @@ SIX = ["grpo.groups=6", "grpo.same_noise_in_group=false", "grpo.window_bounds=nu
 PRESETS = ("flow_grpo", "flow_grpo_fast", "dance_grpo", "guard")
 PUBLISHED = backbones.describe("wan2_2", Source())
 TINY_MODEL = backbones.describe("wan2_2", Source(str(PIPELINE), dtype="float32"))
-VIDEO = work.Video(PUBLISHED, 480, 832, 17, ADAPTER)
+VIDEO = workload.Video(PUBLISHED, 480, 832, 17, ADAPTER)
 PLAIN = [
     *SIX, "grpo.group_size=4", "train.per_device_train_batch_size=1", "train.use_gradient_checkpointing=true",
     "evaluation.eval_clips=null", "reward.held_out_model_path=null", "reward.reward_model_path=nowhere",
@@ -37,8 +38,8 @@ def asked(*overrides, steps=None, clips=None, processes=1, windows=((3, 4), (4, 
     """The work of the tiny configuration, six groups of four, as if of the published model; `windows` in turn."""
     cfg = config.load(ROOT / TINY, [*PLAIN, *overrides])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "drawn_windows", lambda *_: list(windows))
-        found = work.work_of(cfg, TINY_MODEL, clips, steps, processes)
+        patch.setattr(plan, "draw_windows", lambda *_: list(windows))
+        found = workload.make_workload(cfg, TINY_MODEL, clips, steps, processes)
     return dataclasses.replace(found, video=VIDEO)
 
 
@@ -106,12 +107,12 @@ def test_settings_change_the_work(published):
     ],
 )
 def test_members_of_one_start_share_the_steps_before_the_window(published, processes, batch, spread, clips, passes):
-    geometry = groups.Geometry(4, 6, processes, batch, spread=spread, same_noise=True)
+    geometry = group_plan.Geometry(4, 6, processes, batch, spread=spread, same_noise=True)
     samples = 24 // processes
     after, apart = (samples, samples // batch), dataclasses.replace(geometry, same_noise=False)
-    assert groups.rollout_counts(geometry, 8, (3, 4)) == [(clips, passes)] * 3 + [after] * 5
-    assert groups.rollout_counts(geometry, 8, (0, 4)) == [after] * 8
-    assert groups.rollout_counts(apart, 8, (3, 4)) == [after] * 8
+    assert group_plan.rollout_counts(geometry, 8, (3, 4)) == [(clips, passes)] * 3 + [after] * 5
+    assert group_plan.rollout_counts(geometry, 8, (0, 4)) == [after] * 8
+    assert group_plan.rollout_counts(apart, 8, (3, 4)) == [after] * 8
     expert, settings = published.experts["low_noise"], ["grpo.same_noise_in_group=true", f"grpo.spread={spread}"]
     run = asked(*settings, f"train.per_device_train_batch_size={batch}", processes=processes)
     share = clips / samples
@@ -179,9 +180,9 @@ def test_disk(published):
     adapter = 4 * published.experts["low_noise"].adapter_parameters
     # the averaged adapter; Adam's moments, the last weights, the average
     assert needs.disk(published, RUN)[0] == 5 * adapter
-    assert groups.epochs_due(6, 4, 20) == 3  # of five epochs of four updates: updates 6, 12, 18 are in 2, 3 and 5
-    assert groups.epochs_due(40, 4, 20) == 1
-    assert groups.epochs_due(6, 4, None) is None
+    assert epoch_order.count_due(6, 4, 20) == 3  # of five epochs of four updates: updates 6, 12, 18 are in 2, 3 and 5
+    assert epoch_order.count_due(40, 4, 20) == 1
+    assert epoch_order.count_due(6, 4, None) is None
     settings = ["grpo.updates_per_epoch=2", "grpo.inner_epochs=2", "run.save_steps=6"]
     text = "\n".join(report.disk_table(published, asked(*settings, steps=20, clips=10)))
     assert f"3 in 20 steps: {report.size(15 * adapter)}" in text
@@ -224,34 +225,34 @@ def test_run_of_a_configuration(monkeypatch):
     ]  # fmt: skip
     packs = (ROOT / "assets/tiny_world/faces" / name for name in ("reward", "judge"))
     cfg = config.load(TINY, [*SIX, *settings])
-    run = work.work_of(cfg, TINY_MODEL, 48, 12, 4, "fsdp2")
+    run = workload.make_workload(cfg, TINY_MODEL, 48, 12, 4, "fsdp2")
     # guided; two members of a group on each process share the four steps before the window
     passes = {"low_noise": 2 * 2 * 2}  # of two steps, two inner epochs, guided
     adapter = Adapter(cfg.lora.lora_rank, ADAPTER.targets)
-    assert run == work.Work(
-        video=work.Video(TINY_MODEL, 80, 80, 9, adapter), trained=("low_noise",), untrained="high_noise",
+    assert run == workload.Workload(
+        video=workload.Video(TINY_MODEL, 80, 80, 9, adapter), trained=("low_noise",), untrained="high_noise",
         rollout={"high_noise": 3, "low_noise": 9}, replay=passes, pulled=passes,
         reference=passes, graphs=2, averaged=True, waiting=12, kept={"gpu": 6, "cpu": 6},
         spans=(
-            work.Span("one update of 16 samples, with its share of the rollouts", 8, 2),
-            work.Span("one epoch of 48 samples", 48, 12),
-            work.Span("the run of 2 epochs, without its evaluations", 96, 24),
+            workload.Span("one update of 16 samples, with its share of the rollouts", 8, 2),
+            workload.Span("one epoch of 48 samples", 48, 12),
+            workload.Span("the run of 2 epochs, without its evaluations", 96, 24),
         ),
-        evaluation=work.Sampling({"high_noise": 4, "low_noise": 4}, 4, 48, 3), steps=12, saves=1, clips=48,
+        evaluation=workload.Sampling({"high_noise": 4, "low_noise": 4}, 4, 48, 3), steps=12, saves=1, clips=48,
         reward_bytes=sum(file.stat().st_size for pack in packs for file in pack.glob("*.onnx")),
         processes=4, sharding="fsdp2", placement="fp8", offload_inputs=True, batch=2, samples_on="cpu",
     )  # fmt: skip
     cfg = config.load(TINY, [*SIX, "evaluation.eval_clips=null"])  # nothing is known of its length
-    drawn = work.work_of(cfg, TINY_MODEL, None, None, 1)
+    drawn = workload.make_workload(cfg, TINY_MODEL, None, None, 1)
     assert drawn.evaluation is None and drawn.saves is None and len(drawn.spans) == 2
     assert drawn.replay == pytest.approx({"low_noise": 2})
-    windows = work.windows_of(cfg, EXPERTS, ["low_noise"])
+    windows = plan.make_windows(cfg, EXPERTS, ["low_noise"])
     assert windows.drawable == (3, 4, 5, 6)
-    found = work.drawn_windows(cfg, windows, None)
+    found = plan.draw_windows(cfg, windows, None)
     assert set(found) == {(3, 4), (4, 5), (5, 6)} and len(found) == 100
-    assert found[:3] == work.drawn_windows(cfg, windows, 3) == [groups.window(windows, e, 42) for e in range(3)]
+    assert found[:3] == plan.draw_windows(cfg, windows, 3) == [draw_window(windows, e, 42) for e in range(3)]
     cfg = config.load(TINY, ["grpo.window_bounds=[4,6]"])
-    assert work.windows_of(cfg, EXPERTS, ["low_noise"]).drawable == (4, 5)
+    assert plan.make_windows(cfg, EXPERTS, ["low_noise"]).drawable == (4, 5)
 
 
 def test_the_expert_that_answers_at_a_tie_is_the_schedules():
@@ -259,20 +260,20 @@ def test_the_expert_that_answers_at_a_tie_is_the_schedules():
     overrides = [*SIX, "sample.shift=3", "sample.num_inference_steps=4", "grpo.window=list", "grpo.window_steps=[1]"]
     cfg = config.load(ROOT / TINY, overrides)
     with pytest.raises(config.ConfigError, match="grpo.window: .*model.trainable_models"):
-        work.work_of(cfg, TINY_MODEL, 4, 2, 1)
+        workload.make_workload(cfg, TINY_MODEL, 4, 2, 1)
 
 
 def test_total_steps():
     passes = ["train.max_steps=null", "train.num_train_epochs=2", "grpo.updates_per_epoch=3", "grpo.inner_epochs=2"]
     cfg = config.load(ROOT / TINY, [*SIX, *passes])
-    assert work.steps_of_run(cfg, 20, 1) == 7 * 6  # 40 visits of clips by 6 groups at a time: 7 epochs
-    assert work.steps_of_run(cfg, None, 1) is None
-    assert work.steps_of_run(config.load(ROOT / TINY), None, 1) == 40
+    assert plan.count_steps(cfg, 20, 1) == 7 * 6  # 40 visits of clips by 6 groups at a time: 7 epochs
+    assert plan.count_steps(cfg, None, 1) is None
+    assert plan.count_steps(config.load(ROOT / TINY), None, 1) == 40
 
 
 def overview(*overrides, clips=None, steps=None, processes=1):
     cfg = config.load(ROOT / TINY, [*SIX, *overrides])
-    return work.overview(cfg, TINY_MODEL, clips, steps, processes)
+    return summary.overview(cfg, TINY_MODEL, clips, steps, processes)
 
 
 def test_overview():
@@ -287,7 +288,7 @@ def test_overview():
 
 
 def test_forwards_of_a_shared_start_are_a_mean_over_the_windows(monkeypatch):
-    monkeypatch.setattr(work, "drawn_windows", lambda *_: [(3, 4), (4, 5)])
+    monkeypatch.setattr(plan, "draw_windows", lambda *_: [(3, 4), (4, 5)])
     settings = ["grpo.same_noise_in_group=true", "grpo.group_size=4", "train.per_device_train_batch_size=2"]
     # twelve batches; six groups; three or four steps once per group: 6 * 3.5 + 12 * 4.5
     assert "per process 75 forwards without gradient" in overview(*settings)
@@ -298,8 +299,8 @@ def test_forwards_of_a_shared_start_are_a_mean_over_the_windows(monkeypatch):
 
 def cells(step, *overrides):
     cfg = config.load(ROOT / TINY, [*SIX, "grpo.window_bounds=[3, 6]", *overrides])
-    windows = work.windows_of(cfg, EXPERTS, ["low_noise"])
-    return work.sigma_table(cfg, SCHEDULE, windows.drawable)[1 + step].split()
+    windows = plan.make_windows(cfg, EXPERTS, ["low_noise"])
+    return summary.sigma_table(cfg, SCHEDULE, windows.drawable)[1 + step].split()
 
 
 def test_sigma_table():
@@ -319,7 +320,7 @@ def test_sigma_table():
     assert cells(3, "grpo.window=list", "grpo.window_steps=[3]", "grpo.window_bounds=null")[4] == "trained"
     assert cells(0, "grpo.noise_level=1.2")[5] == "1.2000"
     assert cells(0, "grpo.noise_level=1.2")[11:] == ["-"] * 3  # there is no such cps
-    face = work.sigma_table(config.load(ROOT / "tests/face.yaml"), SCHEDULE, (4, 5, 6, 7))
+    face = summary.sigma_table(config.load(ROOT / "tests/face.yaml"), SCHEDULE, (4, 5, 6, 7))
     assert face[3].split() == ["2", "0.9375", "937.500", "high_noise", "-"]
     assert [line.split()[4] for line in face[1:]] == ["-"] * 4 + ["replayed"] * 4
 

@@ -7,14 +7,15 @@ from collections import Counter
 import pytest
 import torch
 
-from rewardfl import data, groups
-from rewardfl.groups import Geometry
+from rewardfl import data, group_plan
+from rewardfl.group_plan import Geometry
+from rewardfl.windows import Windows, draw_window
 
 IDS = [f"clip-{i}" for i in range(7)]
 
 
 def plan(epoch=0, rank=0, sample_ids=IDS, seed=0, **geometry):
-    return groups.plan(epoch, rank, Geometry(**({"group_size": 4, "groups": 6} | geometry)), sample_ids, seed)
+    return group_plan.plan(epoch, rank, Geometry(**({"group_size": 4, "groups": 6} | geometry)), sample_ids, seed)
 
 
 def epoch_of(world, **geometry):
@@ -52,7 +53,7 @@ def test_every_geometry_that_divides_gives_every_position_once(spread):
             if geometry.forwards % updates:
                 continue
             geometry = Geometry(group_size, count, world, batch, updates, spread)
-            lists = [groups.positions(geometry, rank) for rank in range(world)]
+            lists = [group_plan.positions(geometry, rank) for rank in range(world)]
             assert {len(forwards) for forwards in lists} == {geometry.forwards}
             assert {(len(at), at.step) for at in chained(lists)} == {(batch, 1)}
             share = geometry.forwards_per_update
@@ -73,7 +74,7 @@ def test_a_position_is_the_same_member_whatever_the_geometry(spread):
         assert [(m.group_id, m.member) for m in members] == [*itertools.product(range(count), range(group_size))]
         geometry = dict(group_size=group_size, groups=count, world=world, batch=batch, spread=spread)
         for rank in range(world):
-            expected = [[members[i] for i in at] for at in groups.positions(Geometry(**geometry), rank)]
+            expected = [[members[i] for i in at] for at in group_plan.positions(Geometry(**geometry), rank)]
             assert plan(epoch=3, rank=rank, **geometry) == expected
 
 
@@ -91,7 +92,7 @@ def test_geometries_that_do_not_divide_are_refused_with_the_nearest_that_do():
 
     def refusal(geometry):
         try:
-            groups.check_geometry(*geometry)
+            group_plan.check_geometry(*geometry)
         except ValueError as error:
             return str(error)
 
@@ -166,7 +167,7 @@ def test_a_process_has_every_start_that_it_needs(same, spread, world):
     """Where new_starts says no, nobody's pass has a start that the pass before lacked; where yes, somebody's has."""
     geometry = dict(world=world, batch=2, spread=spread, same_noise=same)
     plans = [plan(4, rank, list("abcde"), 1, **geometry) for rank in range(world)]
-    new = groups.new_starts(plans)
+    new = group_plan.needs_prefix(plans)
     assert new[0] and len(new) == len(plans[0])
     for i in range(1, len(new)):
         lacking = [{m.start for m in plan[i]} - {m.start for m in plan[i - 1]} for plan in plans]
@@ -178,10 +179,14 @@ def test_a_process_has_every_start_that_it_needs(same, spread, world):
 
 
 def test_the_noise_of_a_step_is_the_members_own_whatever_its_batch():
-    members = [groups.Member(0, 0, m, noise_seed=7, step_seed=100 + m) for m in range(3)]
-    both = groups.step_noise(members, (1, 2, 3), "cpu", 5)
-    assert both.shape == (3, 2, 3) and torch.equal(both[1:2], groups.step_noise(members[1:2], (1, 2, 3), "cpu", 5))
-    assert not torch.equal(both[0], both[1]) and not torch.equal(both, groups.step_noise(members, (1, 2, 3), "cpu", 6))
+    members = [group_plan.Member(0, 0, m, noise_seed=7, step_seed=100 + m) for m in range(3)]
+    both = group_plan.draw_step_noise(members, (1, 2, 3), "cpu", 5)
+    assert both.shape == (3, 2, 3) and torch.equal(
+        both[1:2], group_plan.draw_step_noise(members[1:2], (1, 2, 3), "cpu", 5)
+    )
+    assert not torch.equal(both[0], both[1]) and not torch.equal(
+        both, group_plan.draw_step_noise(members, (1, 2, 3), "cpu", 6)
+    )
 
 
 def test_plan_refuses_what_cannot_be():
@@ -200,7 +205,7 @@ def test_plan_refuses_what_cannot_be():
 
 
 def window(kind, num_steps, *, epoch, seed, **settings):
-    return groups.window(groups.Windows(kind, **{"usable": range(num_steps)} | settings), epoch, seed)
+    return draw_window(Windows(kind, **{"usable": range(num_steps)} | settings), epoch, seed)
 
 
 def test_windows_are_the_steps_asked_for():

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rewardfl import flow, groups, grpo, sde
-from rewardfl.groups import Geometry
+from rewardfl import flow, group_plan, grpo, sde
+from rewardfl.group_plan import Geometry
 from rewardfl.optim import Average
 
 
@@ -19,7 +19,7 @@ def epoch_of(
 ):
     """All members of an epoch, rank by rank."""
     geometry = Geometry(group_size, count, world, spread=spread)
-    plans = [groups.plan(epoch, rank, geometry, sample_ids, seed=0) for rank in range(world)]
+    plans = [group_plan.plan(epoch, rank, geometry, sample_ids, seed=0) for rank in range(world)]
     return [member for forwards in plans for members in forwards for member in members]
 
 

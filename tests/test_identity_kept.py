@@ -16,7 +16,7 @@ from benchmarks import paired_arms
 from rewardfl import config, data
 from rewardfl.rewards import face
 from rewardfl.rewards.face.identity_kept import FEWEST
-from rewardfl.run import evaluation
+from rewardfl.training import evaluation
 from rewardfl_tools import evaluate
 from rewardfl_tools._identity_kept import find_scale
 

@@ -11,7 +11,8 @@ from PIL import Image
 
 from rewardfl import data
 from rewardfl.data import clips
-from rewardfl.run import prepare, start
+from rewardfl.training import saving
+from rewardfl.training.shard import Shard
 
 
 def pictures(*sizes):
@@ -56,8 +57,8 @@ def sampled(folder, images, count, process=0):
         run=SimpleNamespace(output_dir=str(folder), sample_videos=count), data=SimpleNamespace(fps=None)
     )
     rows = [SimpleNamespace(row=SimpleNamespace(video=None)) for _ in images]
-    job = SimpleNamespace(share=prepare.Share(process, 2), main=process == 0, wait=lambda: None)
-    return start.sample_videos(cfg, rows, lambda row: (row, images[row]), job, 3)
+    job = SimpleNamespace(share=Shard(process, 2), main=process == 0, wait=lambda: None)
+    return saving.sample_videos(cfg, rows, lambda row: (row, images[row]), job, 3)
 
 
 def test_a_step_has_a_grid_of_its_images(tmp_path):

@@ -15,7 +15,9 @@ from rewardfl import backbones, config, data, lora, reward_flow, sde
 from rewardfl.backbones.image.flux import pack
 from rewardfl.backbones.protocol import Experts, Velocity
 from rewardfl.rewards import build_terms, find_terms
-from rewardfl.run import prepare, start, work
+from rewardfl.training import batches, plan, setup_data, setup_model, workload
+from rewardfl.training import resume as resume_module
+from rewardfl.training.setup_processes import connect_processes
 from rewardfl_tools import check_dataset, plan_run
 
 SIZES = [(SIDE, SIDE), (SIDE, 2 * SIDE)]  # of the rows in turn; data.height and data.width are the first's
@@ -81,12 +83,12 @@ def test_two_sizes_train_and_a_resumed_run_is_an_uninterrupted_one(folder_of, ho
 def opened(words):
     """(configuration, model, samples, conditions), as the scripts open them."""
     cfg = config.load(CONFIG, words)
-    backbone, job = start.open_model(cfg), start.open_job(cfg)
-    store, rows = start.open_cache(cfg), start.look_at_rows(cfg, job, backbone).train
+    backbone, job = setup_model.open_model(cfg), connect_processes(cfg)
+    store, rows = setup_data.open_cache(cfg), setup_data.scan_rows(cfg, job, backbone).train
     terms = build_terms(find_terms(config.wanted_rewards(cfg)), job.device)
-    samples = start.find_samples(cfg, rows, terms, store, job)
-    conditions = start.conditions_of(cfg, backbone, start.identify(backbone), store)
-    start.fill_conditions(cfg, conditions, samples, job)
+    samples = setup_data.find_samples(cfg, rows, terms, store, job)
+    conditions = setup_data.make_conditions(cfg, backbone, resume_module.digest_base_model(backbone), store)
+    setup_data.fill_conditions(cfg, conditions, samples, job)
     return cfg, backbone, samples, conditions
 
 
@@ -98,8 +100,8 @@ def test_latents_of_each_size_are_the_stock_pipelines(folder_of, tmp_path):  # n
     cfg, backbone, samples, conditions = opened([*words, "sample.final_timestep=3", table])
     assert [sample.size for sample in samples] == SIZES
     assert samples[0].clip != samples[1].clip and samples[0].row.id != samples[1].row.id
-    starts = prepare.Starts(
-        samples, conditions, partial(work.schedule_of, cfg, backbone), 0, "fresh", False, False, torch.device("cpu")
+    starts = batches.BatchBuilder(
+        samples, conditions, partial(plan.make_schedule, cfg, backbone), 0, "fresh", False, False, torch.device("cpu")
     )
     model, pipe = Experts({"transformer": backbone.load_expert("transformer")}), random_flux()
     for row, (height, width) in enumerate(SIZES):
@@ -156,7 +158,7 @@ def test_a_size_that_cannot_be_is_refused_with_its_line(
 ):
     table = write(tmp_path / "sizes.csv", [f"a red ball{',' * columns.count(',')}", row], columns)
     words = [*settings("sd3", folder_of("sd3")), table, f"run.output_dir={tmp_path / 'run'}", "train.max_steps=1"]
-    monkeypatch.setattr(start, "open_run", None)  # before anything loads or is written
+    monkeypatch.setattr(resume_module, "open_run", None)  # before anything loads or is written
     code, _, error = call(monkeypatch, capsys, *words)
     assert code == 2 and "1 of 2 rows cannot be used" in error and f"\nline 3: {said}" in error, error
     if MULTIPLE in said:
@@ -178,8 +180,8 @@ def test_the_estimate_is_of_the_largest(folder_of, tmp_path):  # noqa: F811
 
     def work_of(*more):
         cfg = config.load(CONFIG, [*words, *more])
-        backbone = backbones.open("flux", start.model_source(cfg))
-        return work.work_of(cfg, backbone, 4, 1, 1).video, work.schedule_of(cfg, backbone).sigmas
+        backbone = backbones.open("flux", setup_model.model_source(cfg))
+        return workload.make_workload(cfg, backbone, 4, 1, 1).video, plan.make_schedule(cfg, backbone).sigmas
 
     video, sigmas = work_of(two_sizes(tmp_path))
     usual, expected = work_of(f"data.width={2 * SIDE}")

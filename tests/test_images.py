@@ -11,12 +11,13 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from image_pipelines import SIDE, random_flux, random_flux2_klein, random_qwen_image, random_sd3, random_z_image
 from runs import CONFIG, GRPO_FAST, call, launch, launch_grpo, metrics
 
-from rewardfl import backbones, config, data, groups, lora
+from rewardfl import backbones, config, data, lora
 from rewardfl.backbones.image import pipeline, qwen_image, z_image
 from rewardfl.backbones.image.flux import pack
 from rewardfl.backbones.protocol import Adapter, Schedule, Source
 from rewardfl.estimate import measure
-from rewardfl.run import start
+from rewardfl.noise import draw_noise, noise_seed
+from rewardfl.training import setup_model
 from rewardfl.weights.shards import Refused
 from rewardfl_tools import _evaluate_images, evaluate, generate
 
@@ -99,7 +100,7 @@ def test_generate_is_the_stock_pipeline(folder_of, name, tmp_path, monkeypatch):
     run_tool(generate.main, *words, "--out", tmp_path / "new" / "ball.png")
     pipe, (given, guidance) = MODELS[name][0](), STOCK[name]
     source = Source(str(folder), dtype="float32", embedded_guidance=told)
-    noise = groups.noise((1, *backbones.open(name, source).latent_shape(SIDE, 2 * SIDE, 1)), 5)[:, :, 0]
+    noise = draw_noise((1, *backbones.open(name, source).latent_shape(SIDE, 2 * SIDE, 1)), 5)[:, :, 0]
     stock = pipe(
         prompt=PROMPTS[0], height=SIDE, width=2 * SIDE, num_inference_steps=4, output_type="pt",
         latents=given(noise), guidance_scale=guidance,
@@ -187,7 +188,7 @@ def test_two_processes_are_one(folder_of, name, kind, tmp_path):
 )
 def test_what_does_not_fit_is_refused(folder_of, monkeypatch, capsys, override, said, tmp_path):
     words = [*settings("sd3", folder_of("sd3")), f"run.output_dir={tmp_path / 'run'}", "train.max_steps=1"]
-    monkeypatch.setattr(start, "load_experts", None)
+    monkeypatch.setattr(setup_model, "load_experts", None)
     code, _, error = call(monkeypatch, capsys, *words, override)
     assert code == 2 and said in error, error
     assert not (tmp_path / "run" / "run.json").exists()
@@ -215,7 +216,7 @@ def test_prompts_of_several_lengths_are_one_batch(folder_of, name):
 
 def test_a_shift_by_size_and_a_fixed_one(folder_of):
     cfg = config.load(CONFIG, settings("flux", folder_of("flux")))
-    backbone = backbones.open("flux", start.model_source(cfg))
+    backbone = backbones.open("flux", setup_model.model_source(cfg))
     small, large = (backbone.schedule(4, None, backbone.latent_shape(side, side, 1)).sigmas for side in (32, 512))
     assert (large[1:-1] > small[1:-1]).all()
     fixed = [backbone.schedule(4, 3.0, backbone.latent_shape(side, side, 1)).sigmas for side in (32, 512)]
@@ -260,7 +261,7 @@ def test_evaluate_says_what_became_of_the_pictures(folder_of, tmp_path, monkeypa
     pipe, pair = random_sd3(), pairs[1]
     (row,) = [row for row in data.load_metadata(folder / "prompts.csv") if row.line == pair["line"]]
     latent = backbones.open("sd3", Source(str(folder / "model"), dtype="float32")).latent_shape(SIDE, SIDE, 1)
-    noise = groups.noise((1, *latent), groups.noise_seed(pair["seed"], 0, row.id))[:, :, 0]
+    noise = draw_noise((1, *latent), noise_seed(pair["seed"], 0, row.id))[:, :, 0]
     steps = json.loads((run_folder / "run.json").read_text())["config"]["sample"]["num_inference_steps"]
 
     def redness():

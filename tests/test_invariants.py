@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from runs import FAST, GRPO_FAST, call, call_grpo, launch, launch_grpo, metrics
 from torch import nn
 
-from rewardfl.run import invariants
-from rewardfl.run.job import Job
+from rewardfl.training import invariants
+from rewardfl.training.distributed import Distributed
 
 SHORT = ["train.max_steps=2", "run.sample_videos=0", "reward.held_out_model_path=null"]
 
@@ -108,14 +108,14 @@ SCRIPTS = [(launch, call, FAST), (launch_grpo, call_grpo, GRPO_FAST)]
 @pytest.mark.parametrize("_,call_script,fast", SCRIPTS, ids=["reward_fl", "flow_grpo"])
 def test_a_run_whose_gradients_go_missing_stops(monkeypatch, capsys, tmp_path, _, call_script, fast):
     """As when the backward passes never reach the parameters that are trained."""
-    step = Job.step
+    step = Distributed.step
 
     def after_the_loss(job, optimizer, parameters, max_norm):
         for parameter in parameters:
             parameter.grad.zero_()
         return step(job, optimizer, parameters, max_norm)
 
-    monkeypatch.setattr(Job, "step", after_the_loss)
+    monkeypatch.setattr(Distributed, "step", after_the_loss)
     code, _, err = call_script(monkeypatch, capsys, *fast, *SHORT, f"run.output_dir={tmp_path}")
     assert code == invariants.GradientMissing.exit_code == 3 and "step 1" in err
     assert not list((tmp_path / "checkpoints").iterdir())
@@ -123,7 +123,7 @@ def test_a_run_whose_gradients_go_missing_stops(monkeypatch, capsys, tmp_path, _
 
 @pytest.mark.parametrize("_,call_script,fast", SCRIPTS, ids=["reward_fl", "flow_grpo"])
 def test_a_run_that_changes_its_base_stops(monkeypatch, capsys, tmp_path, _, call_script, fast):
-    step = Job.step
+    step = Distributed.step
 
     def careless(job, optimizer, parameters, max_norm):
         for frozen in seen["base"].values():
@@ -138,7 +138,7 @@ def test_a_run_that_changes_its_base_stops(monkeypatch, capsys, tmp_path, _, cal
         return made
 
     monkeypatch.setattr(invariants, "Weights", watched)
-    monkeypatch.setattr(Job, "step", careless)
+    monkeypatch.setattr(Distributed, "step", careless)
     code, _, err = call_script(monkeypatch, capsys, *fast, *SHORT, f"run.output_dir={tmp_path}")
     assert code == invariants.BaseChanged.exit_code == 5 and "step 1" in err
     assert not list((tmp_path / "checkpoints").iterdir())

@@ -12,7 +12,9 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from conftest import ROOT
 from runs import YAMLS, free_port, launch_environment, launcher, needs_deepspeed
 
-from rewardfl.run import job as distributed
+from rewardfl.training import launch
+from rewardfl.training.distributed import Distributed
+from rewardfl.training.launch import LaunchError, check_environment, check_fsdp, requested_processes
 
 
 def test_every_yaml_keeps_the_adapter_in_float32():
@@ -84,7 +86,7 @@ def test_one_process_where_two_were_asked_for_is_refused():
 
 
 def test_a_step_clips_or_skips_and_forgets_the_gradient():
-    job = distributed.Job(max_grad_norm=0.5, cpu_threads=1)
+    job = Distributed(max_grad_norm=0.5, cpu_threads=1)
     parameter = torch.nn.Parameter(torch.zeros(4))
     optimizer = job.accelerator.prepare(torch.optim.SGD([parameter], lr=1.0))
     for gradient, norm, expected in [(3.0, 6.0, -0.25), (0.1, 0.2, -0.35), (torch.inf, torch.inf, -0.35)]:
@@ -98,24 +100,24 @@ def test_processes_that_a_command_line_asks_for(tmp_path):
     (tmp_path / "a.yaml").write_text("num_processes: 3\n")
     (tmp_path / "b.yaml").write_text("use_cpu: true\n")
     launch = ["python", "/usr/bin/accelerate", "launch"]
-    assert distributed.asked_processes([*launch, "--num_processes", "2", "x.py"]) == 2
-    assert distributed.asked_processes([*launch, "--num-processes=4", "x.py"]) == 4
-    assert distributed.asked_processes([*launch, "--config_file", str(tmp_path / "a.yaml"), "x.py"]) == 3
-    assert distributed.asked_processes([*launch, "--config_file", str(tmp_path / "b.yaml"), "x.py"]) == 1
-    assert distributed.asked_processes(["bash", "--num_processes", "2"]) == 1
-    assert distributed.asked_processes([]) == 1
+    assert requested_processes([*launch, "--num_processes", "2", "x.py"]) == 2
+    assert requested_processes([*launch, "--num-processes=4", "x.py"]) == 4
+    assert requested_processes([*launch, "--config_file", str(tmp_path / "a.yaml"), "x.py"]) == 3
+    assert requested_processes([*launch, "--config_file", str(tmp_path / "b.yaml"), "x.py"]) == 1
+    assert requested_processes(["bash", "--num_processes", "2"]) == 1
+    assert requested_processes([]) == 1
 
 
 def test_mixed_precision_is_refused():
-    with pytest.raises(distributed.LaunchError, match="mixed_precision is bf16.* model.dtype"):
-        distributed.check_environment({"ACCELERATE_MIXED_PRECISION": "bf16"}, [])
-    distributed.check_environment({"ACCELERATE_MIXED_PRECISION": "no"}, [])
+    with pytest.raises(LaunchError, match="mixed_precision is bf16.* model.dtype"):
+        check_environment({"ACCELERATE_MIXED_PRECISION": "bf16"}, [])
+    check_environment({"ACCELERATE_MIXED_PRECISION": "no"}, [])
 
 
 def test_an_old_deepspeed_is_refused(monkeypatch):
-    monkeypatch.setattr(distributed.metadata, "version", lambda name: "0.18.9")
-    with pytest.raises(distributed.LaunchError, match=r"deepspeed is 0\.18\.9, 0\.19\.8 or later"):
-        distributed.check_environment({"ACCELERATE_USE_DEEPSPEED": "true"}, [])
+    monkeypatch.setattr(launch.metadata, "version", lambda name: "0.18.9")
+    with pytest.raises(LaunchError, match=r"deepspeed is 0\.18\.9, 0\.19\.8 or later"):
+        check_environment({"ACCELERATE_USE_DEEPSPEED": "true"}, [])
 
 
 @pytest.mark.parametrize(
@@ -129,6 +131,6 @@ def test_an_old_deepspeed_is_refused(monkeypatch):
 )
 def test_other_fsdp_is_refused(settings, message):
     plugin = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
-    distributed.check_fsdp(FullyShardedDataParallelPlugin(**plugin))
-    with pytest.raises(distributed.LaunchError, match=message):
-        distributed.check_fsdp(FullyShardedDataParallelPlugin(**plugin | settings))
+    check_fsdp(FullyShardedDataParallelPlugin(**plugin))
+    with pytest.raises(LaunchError, match=message):
+        check_fsdp(FullyShardedDataParallelPlugin(**plugin | settings))

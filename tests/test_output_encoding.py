@@ -11,7 +11,7 @@ from pipelines import random_pipeline
 
 import rewardfl_tools
 from rewardfl import config
-from rewardfl.run import start
+from rewardfl.training import cli
 from rewardfl_tools import check_dataset, merge_lora
 
 NAME = "没有"
@@ -52,7 +52,7 @@ def test_scripts(encoding, monkeypatch):
         return 0
 
     def main():
-        return start.main("", config.RewardFlConfig, train)
+        return cli.main("", config.RewardFlConfig, train)
 
     given = ("--config", ROOT / "configs" / "wan22_face_80gb.yaml", "--dry-run")
     code, text = printed(encoding, main, monkeypatch, *given)

@@ -15,7 +15,10 @@ from rewardfl.backbones.wan import load as wan_load
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache
 from rewardfl.rewards import Reward
-from rewardfl.run import prepare
+from rewardfl.training import clip_scan
+from rewardfl.training.conditions import Conditions
+from rewardfl.training.samples import Sample
+from rewardfl.training.shard import Shard
 
 
 @pytest.fixture(scope="module")
@@ -127,17 +130,17 @@ def test_whatever_an_entry_depends_on_makes_it_another(tmp_path):
     reader.uses_prompt = True
 
     def hashes(row):
-        return prepare.hash_files([row], prepare.Share(0, 1, quiet=True), list)[0]
+        return clip_scan.hash_files([row], Shard(0, 1, quiet=True), list)[0]
 
     def digests(
         row=row, size=size, text="t", image="v", untrained="h", dtype="float32", seed=1, sigmas=sigmas, by=judge
     ):  # fmt: skip
-        clip = prepare.clip_key(row, hashes(row), size)
-        sample = prepare.Sample(row, clip, (64, 64), ())
-        conditions = prepare.Conditions(Cache(tmp_path), None, text, image, untrained, dtype, 9)
+        clip = clip_scan.clip_key(row, hashes(row), size)
+        sample = Sample(row, clip, (64, 64), ())
+        conditions = Conditions(Cache(tmp_path), None, text, image, untrained, dtype, 9)
         return {
             "clip": cache.digest(clip),
-            "face": cache.digest(prepare.reference_key(clip, by, row.prompt)),
+            "face": cache.digest(clip_scan.reference_key(clip, by, row.prompt)),
             "text": cache.digest(conditions._text_key(sample.row.prompt)),
             "image": cache.digest(conditions._image_key(sample)),
             "boundary": cache.digest(conditions._boundary_key(sample, seed, schedule_to(sigmas))),

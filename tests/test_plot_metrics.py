@@ -9,7 +9,7 @@ from conftest import ROOT
 from matplotlib import pyplot as plt
 from PIL import Image
 
-from rewardfl.run.checkpoint import MetricsFile
+from rewardfl.training.metrics_file import MetricsFile
 from rewardfl_tools import plot_metrics
 
 

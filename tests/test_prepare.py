@@ -14,7 +14,8 @@ from rewardfl.data import clips, metadata
 from rewardfl.data.cache import Cache
 from rewardfl.rewards import FaceIdentityReward, Reward
 from rewardfl.rewards.face import parity as face_parity
-from rewardfl.run import prepare, start
+from rewardfl.training import saving, setup_data, setup_rewards
+from rewardfl.training import shard as shard_module
 
 
 class Brightness(Reward):
@@ -56,7 +57,7 @@ def together(count, work):
             return found
 
         try:
-            said, share = [], prepare.Share(rank, count, quiet=True)
+            said, share = [], shard_module.Shard(rank, count, quiet=True)
             job = SimpleNamespace(share=share, gather_lists=gather, device=torch.device("cpu"), said=said)
             job.say, job.wait, job.by_main = said.append, lambda: None, by_main
             results[rank] = work(job)
@@ -122,8 +123,8 @@ def find(cfg, processes, store, rewards):
     terms = [SimpleNamespace(reward=reward, key="reward", weight=1.0) for reward in rewards]
 
     def work(job):
-        rows = start.look_at_rows(cfg, job, SimpleNamespace(takes_image=True))
-        return start.find_samples(cfg, rows.train, terms, store, job), rows.said + job.said
+        rows = setup_data.scan_rows(cfg, job, SimpleNamespace(takes_image=True))
+        return setup_data.find_samples(cfg, rows.train, terms, store, job), rows.said + job.said
 
     return together(processes, work)
 
@@ -161,7 +162,10 @@ def test_samples_are_what_was_read(cfg, tmp_path):
     store = Cache(tmp_path / "cache")
     for sample in samples:
         example = data.load_example(sample.row, 32, 48, 5)
-        assert torch.equal(prepare.read(store, sample.clip)["image"], example.image) and sample.size == (32, 48)
+        assert torch.equal(shard_module.read_entry(store, sample.clip)["image"], example.image) and sample.size == (
+            32,
+            48,
+        )
         assert sample.references[0]["mean"] == example.reference.mean()
         assert sample.clip["video"] == files.sha256(sample.row.video)
 
@@ -174,7 +178,7 @@ def test_every_problem_is_found_and_every_process_knows(cfg, tmp_path, monkeypat
     (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])  # its header is left
     with (tmp_path / "metadata.csv").open("a") as file:
         file.write("short.mp4,x\nblack.mp4,x\n4.mp4,\ngone.mp4,x\n")
-    read_all = prepare.read_all
+    read_all = shard_module.map_shared
 
     def then_remove(*arguments):
         looks = read_all(*arguments)
@@ -182,7 +186,7 @@ def test_every_problem_is_found_and_every_process_knows(cfg, tmp_path, monkeypat
             (tmp_path / "gone.mp4").unlink(missing_ok=True)
         return looks
 
-    monkeypatch.setattr(prepare, "read_all", then_remove)
+    monkeypatch.setattr(setup_data, "map_shared", then_remove)
     for error in find(cfg, 2, Cache(tmp_path / "cache"), [Brightness()]):
         assert isinstance(error, data.DataError) and "data.file_name (" in str(error) and "2 of 12 rows" in str(error)
         assert (
@@ -202,8 +206,8 @@ def test_the_file_that_is_named_is_the_one_that_was_read(cfg):
     cfg.data = config.DataConfig(**vars(cfg.data) | {"num_frames": 6})
     with pytest.raises(data.DataError, match=r"evaluation.eval_clips \(.*\): 8 of 8 rows"):
         rows = data.load_metadata(cfg.data.file_name, "evaluation.eval_clips")
-        job = SimpleNamespace(share=prepare.Share(0, 1, quiet=True), gather_lists=list)
-        start._look_at(cfg, rows, job, SimpleNamespace(takes_image=True))
+        job = SimpleNamespace(share=shard_module.Shard(0, 1, quiet=True), gather_lists=list)
+        setup_data._scan_table(cfg, rows, job, SimpleNamespace(takes_image=True))
     with pytest.raises(data.DataError, match="evaluation.eval_clips: no such file: nowhere.csv"):
         data.load_metadata("nowhere.csv", "evaluation.eval_clips")
     with pytest.raises(data.DataError, match="--data: is a folder"):
@@ -226,7 +230,7 @@ def check_packs(cfg, processes, reward):
     terms = [SimpleNamespace(reward=reward, key="reward.reward_model_path")]
 
     def work(job):
-        return start._check_face_packs(cfg, terms, [sample], job)
+        return setup_rewards._check_face_packs(cfg, terms, [sample], job)
 
     return together(processes, work)
 
@@ -286,7 +290,7 @@ def test_a_sample_video_whose_clip_is_lost_is_left_out(cfg, tmp_path, capsys):
         asked.append(row)
         return row, torch.zeros(3, 5, 32, 48)
 
-    folders = together(2, lambda job: start.sample_videos(cfg, samples, generate, job, 7))
+    folders = together(2, lambda job: saving.sample_videos(cfg, samples, generate, job, 7))
     assert folders == [tmp_path / "run" / "samples" / "step-000007"] * 2
     assert sorted(asked) == [0, 0, 1, 2] and [path.name for path in folders[0].iterdir()] == ["02.mp4"]
     said = capsys.readouterr().out.splitlines()

@@ -12,7 +12,7 @@ from conftest import ROOT
 from rewardfl import backbones, config, lora
 from rewardfl.backbones.image.pipeline import PUBLISHED
 from rewardfl.backbones.protocol import Source
-from rewardfl.run import start, work
+from rewardfl.training import plan, setup_model
 from rewardfl.weights.shards import Refused
 
 # What the published files hold. Halves of a size in bytes are of index files (16 bits a number) that the repository
@@ -117,8 +117,8 @@ def test_a_path_that_leads_nowhere_and_names_nothing_is_refused(tmp_path):
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_name_what_the_model_has(name):
     cfg = config.load(ROOT / "configs" / f"{name}.yaml")
-    backbone = backbones.describe(cfg.model.model_name, start.model_source(cfg))
-    lora.check_targets(work.lora_targets(cfg, backbone), backbone.linear_layers(), backbone.layer_names)
+    backbone = backbones.describe(cfg.model.model_name, setup_model.model_source(cfg))
+    lora.check_targets(plan.lora_targets(cfg, backbone), backbone.linear_layers(), backbone.layer_names)
     backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
     assert cfg.sample.shift is None and cfg.model.trainable_models == "dit"
 
@@ -138,7 +138,7 @@ def test_the_recipes_numbers_have_a_source(name):
 def test_the_four_steps_of_the_recipe_are_those_that_it_names():
     """Of linspace(1, 0, 5) at shift 3, by the formula of sample.shift; diffusers' own range ends at 0.003."""
     cfg = config.load(ROOT / "configs" / "sd35_reward_fl.yaml")
-    backbone = backbones.describe("sd3", start.model_source(cfg))
+    backbone = backbones.describe("sd3", setup_model.model_source(cfg))
     schedule = backbone.schedule(cfg.sample.num_inference_steps, None, backbone.latent_shape(512, 512, 1))
     even = torch.linspace(1, 0, 5)
     assert schedule.until(cfg.sample.final_timestep).sigmas == pytest.approx(3 * even / (1 + 2 * even), abs=4e-3)

@@ -13,7 +13,7 @@ from conftest import ROOT
 from matplotlib.figure import Figure
 from test_evaluate import ARMS, JUDGE, pair, real, record, summary
 
-from rewardfl.run.checkpoint import MetricsFile
+from rewardfl.training.metrics_file import MetricsFile
 from rewardfl_tools import _charts, _compare_runs, _evaluate_pictures, _meanings, compare_runs
 from rewardfl_tools._arms import Arm
 from rewardfl_tools._charts import front

@@ -13,7 +13,7 @@ from conftest import ROOT
 from rewardfl import data, rewards
 from rewardfl.rewards import REWARDS, Reward, RewardError, RewardOutput, __main__, find_reward
 from rewardfl.rewards.contract import checked
-from rewardfl.run import prepare
+from rewardfl.training import clip_scan
 
 VIDEO = 1.8 * torch.rand(2, 3, 4, 16, 16, generator=torch.Generator().manual_seed(0)) - 0.9
 pytestmark = pytest.mark.usefixtures("trusts_code")
@@ -234,9 +234,9 @@ def test_the_prompt_is_part_of_the_key_of_rewards_that_use_it():
         name, uses_prompt = "reads", True
 
     clip = {"kind": "clip"}
-    assert prepare.reference_key(clip, Reads(), "a") != prepare.reference_key(clip, Reads(), "b")
+    assert clip_scan.reference_key(clip, Reads(), "a") != clip_scan.reference_key(clip, Reads(), "b")
     plain_reward = rewards.build("motion", {})
-    assert prepare.reference_key(clip, plain_reward, "a") == prepare.reference_key(clip, plain_reward, "b")
+    assert clip_scan.reference_key(clip, plain_reward, "a") == clip_scan.reference_key(clip, plain_reward, "b")
 
 
 # ---- command line ----

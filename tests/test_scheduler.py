@@ -10,9 +10,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from pipelines import FRAMES, HEIGHT, I2V, WIDTH, LinearFlowEuler, backbone_of, encode, experts_of, latent_shape
 from test_wan import PROMPT, picture
 
-from rewardfl import flow, groups
+from rewardfl import flow
 from rewardfl.backbones.protocol import Velocity
 from rewardfl.backbones.wan import model as wan
+from rewardfl.noise import draw_noise
 from rewardfl.scheduler import FlowMatchSDEScheduler
 
 STOCHASTIC = ["flow", "dance", "cps"]
@@ -33,7 +34,7 @@ class Recording(FlowMatchSDEScheduler):
 def sampled(pipe, scheduler, steps=4):
     """Latents (1, 16, T, h, w) that the stock pipeline ends with."""
     pipe.scheduler = scheduler
-    noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = draw_noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     return pipe(
         image=picture()[0], prompt=PROMPT, height=HEIGHT, width=WIDTH, num_frames=FRAMES, num_inference_steps=steps,
         guidance_scale=1.0, latents=noise, output_type="latent",

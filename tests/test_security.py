@@ -15,7 +15,7 @@ import train_reward_fl
 from rewardfl import config, files, trust
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.rewards.__main__ import main as score_main
-from rewardfl.run.job import Job
+from rewardfl.training.distributed import Distributed
 from rewardfl_tools import _arms, check_dataset, doctor, evaluate, plan_run, reward_scales, serve_reward
 
 SOURCES = sorted(
@@ -125,7 +125,7 @@ def test_names_in_files_do_not_drive_the_terminal(monkeypatch, capsys, tmp_path)
 )
 def test_what_is_printed(text, shown, capsys):
     """Line breaks and what people write stay."""
-    Job.say(SimpleNamespace(accelerator=SimpleNamespace(print=print)), text)
+    Distributed.say(SimpleNamespace(accelerator=SimpleNamespace(print=print)), text)
     assert capsys.readouterr().out == shown + "\n" and files.printable(shown) == shown
 
 

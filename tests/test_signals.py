@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import ROOT
 
-from rewardfl.run.signals import ECHO, Interruption
+from rewardfl.training.signals import ECHO, Interruption
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored():
 
 STARTING = """
 import os, signal
-from rewardfl.run.signals import Interruption
+from rewardfl.training.signals import Interruption
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started this may ignore it
 with Interruption():
     os.kill(os.getpid(), signal.SIGINT)
@@ -83,7 +83,7 @@ def test_other_exceptions_before_the_first_step_pass():
 
 BUSY = """
 import time
-from rewardfl.run.signals import Interruption
+from rewardfl.training.signals import Interruption
 with Interruption() as interruption:
     interruption.listen()
     print("ready", flush=True)

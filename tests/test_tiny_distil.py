@@ -9,9 +9,10 @@ from conftest import ROOT, run_tool
 from diffusers import WanImageToVideoPipeline
 from safetensors.torch import load_file
 
-from rewardfl import backbones, groups, reward_flow
+from rewardfl import backbones, reward_flow
 from rewardfl.backbones.protocol import Experts, Source, Velocity
 from rewardfl.flow import linear_sigmas
+from rewardfl.noise import draw_noise
 from rewardfl_tools import make_tiny_world
 from rewardfl_tools.tiny_world import distil
 
@@ -71,7 +72,7 @@ def test_four_distilled_steps_are_nearer_to_the_teachers_many():
     shape, ends = plain.latent_shape(80, 80, 9), []
     for experts, steps in ((base, 32), (base, 4), (distilled, 4)):
         velocity = Velocity(plain, experts, conditioning, plain.schedule(steps, 5.0, shape))
-        ends.append(reward_flow.rollout(velocity, groups.noise((4, *shape), 7), velocity.schedule.sigmas, ()).x0)
+        ends.append(reward_flow.rollout(velocity, draw_noise((4, *shape), 7), velocity.schedule.sigmas, ()).x0)
     before, after = (float((end - ends[0]).square().mean()) for end in ends[1:])
     assert after < 0.65 * before
 

@@ -10,8 +10,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rewardfl import config, data
 from rewardfl.config import ConfigError
-from rewardfl.run import checkpoint, checks
-from rewardfl.run.log import Log, start_tracker
+from rewardfl.training import checks, metrics_file
+from rewardfl.training.logger import Log, start_tracker
+from rewardfl.training.run_folder import RunFolder
 
 
 def opened(folder, name, first_step):
@@ -21,9 +22,9 @@ def opened(folder, name, first_step):
     accelerator = Accelerator(log_with=name, project_config=ProjectConfiguration(logging_dir=f"{folder}/logs"))
     job = SimpleNamespace(accelerator=accelerator, main=True, say=print, by_main=lambda decide, _refusal: decide())
     start_tracker(cfg, job, first_step)
-    run_folder = checkpoint.RunFolder()
+    run_folder = RunFolder()
     run_folder.take(folder)
-    return Log(cfg, job, run_folder, checkpoint.MetricsFile(folder / "metrics.jsonl"), 10)
+    return Log(cfg, job, run_folder, metrics_file.MetricsFile(folder / "metrics.jsonl"), 10)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from runs import GRPO_FAST, WORLD, adapter, call, call_grpo, launch_grpo, metric
 
 from rewardfl import data, grpo, reward_flow, sde
 from rewardfl.backbones.wan.decoder import WanDecoder
-from rewardfl.run import checkpoint
-from rewardfl.run.job import Job
+from rewardfl.training import checkpoint
+from rewardfl.training.distributed import Distributed
 
 REWARDS = ROOT / "tests" / "grpo_rewards.py"
 
@@ -178,8 +178,8 @@ def test_another_policy_than_the_one_that_rolled_out_is_noticed(monkeypatch, cap
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(monkeypatch, capsys, tmp_path):
-    backward = Job.backward
-    monkeypatch.setattr(Job, "backward", lambda job, loss: backward(job, loss * torch.nan))
+    backward = Distributed.backward
+    monkeypatch.setattr(Distributed, "backward", lambda job, loss: backward(job, loss * torch.nan))
     with pytest.raises(SystemExit, match="stopped at step 2: 2 updates in a row were not finite"):
         trained(monkeypatch, capsys, tmp_path, "train.max_nonfinite=1", max_steps=4)
     assert [line["grad_norm"] for line in metrics(tmp_path)] == [None, None]
@@ -298,7 +298,7 @@ def test_the_scripts_loss_is_the_papers(monkeypatch, tmp_path, objective):
     Two updates on the same samples at a rate that moves the ratio, with a range that clips some of them and the KL.
     """
     scores, losses, references, advantages = [], [], [], []
-    score, backward, transition, advantages_of = sde.score, Job.backward, sde.Kernel.transition, grpo.advantages
+    score, backward, transition, advantages_of = sde.score, Distributed.backward, sde.Kernel.transition, grpo.advantages
 
     def seen_score(velocity, step, i, kernel):
         scores.append((step, i, kernel, *score(velocity, step, i, kernel)))
@@ -318,7 +318,7 @@ def test_the_scripts_loss_is_the_papers(monkeypatch, tmp_path, objective):
     monkeypatch.setattr(sde, "score", seen_score)
     monkeypatch.setattr(sde.Kernel, "transition", seen_transition)
     monkeypatch.setattr(grpo, "advantages", seen_advantages)
-    monkeypatch.setattr(Job, "backward", lambda job, loss: losses.append(loss.detach()) or backward(job, loss))
+    monkeypatch.setattr(Distributed, "backward", lambda job, loss: losses.append(loss.detach()) or backward(job, loss))
     launch_grpo(
         f"run.output_dir={tmp_path}", f"grpo.objective={objective}", "grpo.inner_epochs=2", "train.max_steps=2",
         "grpo.clip_range=1e-5", "grpo.clip_range_high=2e-5", "grpo.kl_weight=0.3", "train.learning_rate=0.05",
@@ -358,7 +358,7 @@ def test_settings_may_stand_on_both_sides_of_an_option(monkeypatch, capsys, tmp_
 
 def test_no_video_is_held_while_the_policy_is_updated(monkeypatch, tmp_path):
     """Of 480x832x81 each takes 0.4 GB, at the moment at which most is needed."""
-    videos, alive, decode, update = [], [], WanDecoder.decode, Job.one_update
+    videos, alive, decode, update = [], [], WanDecoder.decode, Distributed.one_update
 
     def seen_decode(self, latents, given):
         video = decode(self, latents, given)
@@ -370,6 +370,6 @@ def test_no_video_is_held_while_the_policy_is_updated(monkeypatch, tmp_path):
         return update(self)
 
     monkeypatch.setattr(WanDecoder, "decode", seen_decode)
-    monkeypatch.setattr(Job, "one_update", seen_update)
+    monkeypatch.setattr(Distributed, "one_update", seen_update)
     launch_grpo(f"run.output_dir={tmp_path}", "train.max_steps=2", "run.sample_videos=0")
     assert len(videos) == 4 and alive == [0, 0]

@@ -18,13 +18,14 @@ from PIL import Image
 from pipelines import LinearFlowEuler, latent_shape
 from runs import CACHE, FAST, PACKS, WORLD, adapter, call, launch, metrics
 
-from rewardfl import config, data, groups, lora, reward_flow
+from rewardfl import config, data, lora, reward_flow
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.data import clips as clip_files
 from rewardfl.estimate import report
-from rewardfl.run import checkpoint, start
-from rewardfl.run.job import Job
+from rewardfl.noise import draw_noise
+from rewardfl.training import checkpoint, setup_model
+from rewardfl.training.distributed import Distributed
 from rewardfl_tools import _generate, generate
 
 # -- runs
@@ -181,7 +182,7 @@ def test_what_computes_the_same_may_change(straight, tmp_path):
 def test_fewer_steps_than_are_done(monkeypatch, capsys, straight, tmp_path):
     """Said with both numbers; no weight is loaded, nothing is trained and nothing changed."""
     run = cut(straight, tmp_path / "run", 6)
-    monkeypatch.setattr(start, "load_experts", None)
+    monkeypatch.setattr(setup_model, "load_experts", None)
     for steps in (4, 6):
         code, out, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={run}", f"train.max_steps={steps}")
         (line,) = [line for line in out.splitlines() if "train.max_steps" in line]
@@ -307,13 +308,13 @@ def test_another_learning_rate_and_weight(straight, monkeypatch, capsys, tmp_pat
     code, _, error = call(monkeypatch, capsys, *settings)
     assert code == 2 and "train.learning_rate 0.001 -> 0.0005" in error
     assert f"run.resume_with_changes=[{','.join(keys)}]" in error and metrics(run) == metrics(straight)
-    step = Job.step
+    step = Distributed.step
 
     def watched(job, optimizer, *arguments):
         groups.append({key: optimizer.param_groups[0][key] for key in ("lr", "weight_decay")})
         return step(job, optimizer, *arguments)
 
-    monkeypatch.setattr(Job, "step", watched)
+    monkeypatch.setattr(Distributed, "step", watched)
     code, out, _ = call(
         monkeypatch, capsys, *settings, f"run.resume_with_changes=[{','.join([*keys, 'train.warmup_steps'])}]"
     )
@@ -396,7 +397,7 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
     pipe = WanImageToVideoPipeline.from_pretrained(WORLD / "pipeline", dtype=torch.float32)
     pipe.load_lora_weights(trained / "transformer_2", load_into_transformer_2=True)
     pipe.scheduler = LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=5.0).config)
-    noise = groups.noise(latent_shape(pipe, 80, 80, 9), seed=5)
+    noise = draw_noise(latent_shape(pipe, 80, 80, 9), seed=5)
     for strength, video in ((1.0, ours), (0.5, half)):
         pipe.transformer_2.set_adapters(pipe.transformer_2.active_adapters(), strength)
         stock = pipe(

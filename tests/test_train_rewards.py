@@ -16,7 +16,7 @@ from runs import CONFIG, FAST, GRPO_FAST, adapter, call, call_grpo, environment,
 from rewardfl import config, rewards
 from rewardfl.rewards import build_terms, find_terms
 from rewardfl.rewards.settings import types_of_settings
-from rewardfl.run import start
+from rewardfl.training import setup_model
 
 OWN = ROOT / "tests" / "grpo_rewards.py"
 COLOUR = ["reward.name=colour", "reward.held_out_model_path=null", "reward.reward_mean=0", "reward.reward_std=0.1"]
@@ -131,7 +131,7 @@ def test_what_breaks_the_contract_is_found_before_a_model_is_loaded(
 ):
     """Mean gives what one video asks for, and GRPO_FAST takes two at a time."""
     (tmp_path / "odd.py").write_text(ODD)
-    monkeypatch.setattr(start, "load_experts", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(setup_model, "load_experts", lambda *_: pytest.fail("the model was loaded"))
     odd = others(x={"name": f"{tmp_path / 'odd.py'}:{name}", "weight": weight})
     fast = FAST if start_of is call else GRPO_FAST
     code, _, error = start_of(monkeypatch, capsys, *fast, f"run.output_dir={tmp_path / 'run'}", "--trust-code", odd)
@@ -141,7 +141,7 @@ def test_what_breaks_the_contract_is_found_before_a_model_is_loaded(
 
 def test_what_else_a_reward_raises_is_said_and_left_to_training(monkeypatch, capsys, tmp_path):
     (tmp_path / "odd.py").write_text(ODD)
-    monkeypatch.setattr(start, "load_experts", lambda *_: pytest.exit("far enough"))
+    monkeypatch.setattr(setup_model, "load_experts", lambda *_: pytest.exit("far enough"))
     late = others(x={"name": f"{tmp_path / 'odd.py'}:Late"})
     with pytest.raises(pytest.exit.Exception):
         call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}", "--trust-code", late)

@@ -13,7 +13,8 @@ from runs import CONFIG, FAST, WORLD, launch, launch_grpo, metrics
 from rewardfl import config, data, lora
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.rewards import build_terms, find_terms
-from rewardfl.run import start
+from rewardfl.training import setup_data, setup_model
+from rewardfl.training.setup_processes import connect_processes
 from rewardfl_tools import convert_lora, generate, merge_lora
 
 OTHERS = [name for name, variant in VARIANTS.items() if name != "wan2_2"]
@@ -98,11 +99,11 @@ def test_a_picture_says_who_is_asked_for(folder_of, tmp_path):
     places = [f"run.output_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     table = [f"data.file_name={tmp_path / 'people.csv'}", "data.height=64", "data.width=64"]
     cfg = config.load(CONFIG, [*FAST, *model(text, folder_of(text)), *table, *places])
-    backbone, job = start.open_model(cfg), start.open_job(cfg)
+    backbone, job = setup_model.open_model(cfg), connect_processes(cfg)
     assert not backbone.takes_image
     terms = build_terms(find_terms(config.wanted_rewards(cfg)), job.device)
-    rows = start.look_at_rows(cfg, job, backbone)
-    (sample,) = start.find_samples(cfg, rows.train, terms, start.open_cache(cfg), job)
+    rows = setup_data.scan_rows(cfg, job, backbone)
+    (sample,) = setup_data.find_samples(cfg, rows.train, terms, setup_data.open_cache(cfg), job)
     face, judge = sample.references
     assert face["embeddings"].shape == (1, 512) and face["speed"] == 0 and judge["flow"] < 1e-3
     video = data.to_float(clip)[None]

@@ -20,12 +20,13 @@ from pipelines import (
     random_pipeline,
 )  # fmt: skip
 
-from rewardfl import backbones, data, groups, reward_flow
+from rewardfl import backbones, data, reward_flow
 from rewardfl.backbones.protocol import Source, Velocity
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.variants import TWO_EXPERTS
+from rewardfl.noise import draw_noise
 from rewardfl.weights.shards import Refused
 
 PROMPT = "a person with short dark hair, talking"
@@ -66,7 +67,7 @@ def test_sampler_is_the_pipeline_in_bfloat16_within_its_rounding(tmp_path, pipe,
 
     So we are nearer to the float32 result than it is.
     """
-    noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = draw_noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     arguments = {"guidance_scale": guidance, "output_type": "latent"}
     exact = stock(pipe, 8, latents=noise.clone(), **arguments)
     pipe.save_pretrained(tmp_path)
@@ -114,7 +115,7 @@ def test_the_network_takes_the_expert_that_the_schedule_names(pipe):
     """At a tie, by what answers: each expert gives a velocity of its own."""
     experts, schedule = experts_of(pipe), wan.schedule(4, 3.0, I2V.experts, 0.9)
     conditioning = encode(pipe, PROMPT, picture()[1], FRAMES)
-    noise = groups.noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
+    noise = draw_noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     inputs = torch.cat([noise, conditioning["image"]], 1)
     with torch.no_grad():
         for step in range(4):
@@ -129,7 +130,7 @@ def test_a_batch_is_the_pipelines_samples(pipe, guidance):
     experts, schedule = experts_of(pipe), wan.schedule(4, 5.0, I2V.experts, 0.9)
     jobs = [(PROMPT, 4, 1), ("blinking", 5, 2)]  # prompt, seed of the picture, seed of the noise
     shape = latent_shape(pipe, HEIGHT, WIDTH, FRAMES)
-    noise = torch.cat([groups.noise(shape, seed) for _, _, seed in jobs])
+    noise = torch.cat([draw_noise(shape, seed) for _, _, seed in jobs])
     both = backbone_of(pipe).collate([encode(pipe, prompt, picture(seed)[1], FRAMES) for prompt, seed, _ in jobs])
     velocity = Velocity(backbone_of(pipe), experts, both, schedule, {"text": encode_text(pipe, "glasses")}, guidance)
     actual = reward_flow.rollout(velocity, noise, schedule.sigmas, ()).x0

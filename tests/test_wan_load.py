@@ -24,13 +24,15 @@ from test_wan import picture, stock
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from benchmarks import load as load_benchmark
-from rewardfl import config, data, groups, lora
+from rewardfl import config, data, lora
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan import variants
 from rewardfl.backbones.wan.variants import TWO_EXPERTS, VARIANTS
-from rewardfl.run import start
+from rewardfl.noise import draw_noise
+from rewardfl.training import setup_model
+from rewardfl.training.resume import digest_base_model
 from rewardfl.weights import shards
 from rewardfl.weights.shards import Refused
 from rewardfl_tools import generate
@@ -737,7 +739,7 @@ def test_generate_from_original_files_with_guidance_and_distillation(files, give
     pipe.set_progress_bar_config(disable=True)
     pipe.load_lora_weights(files.loras["high_noise"], adapter_name="high")
     pipe.load_lora_weights(files.loras["low_noise"], adapter_name="low", load_into_transformer_2=True)
-    noise = groups.noise(latent_shape(pipe, 32, 32, 5), seed=5)
+    noise = draw_noise(latent_shape(pipe, 32, 32, 5), seed=5)
     arguments = {"negative_prompt": "glasses", "latents": noise, "output_type": "pt"}
     expected = stock(pipe, 4, prompt="a person, talking", guidance_scale=3.5, **arguments)[0].transpose(0, 1) * 2 - 1
     torch.testing.assert_close(videos[0], expected, rtol=0, atol=4e-3)  # half of a level of 8 bits
@@ -753,9 +755,9 @@ def test_every_header_is_read_once_at_a_start(files, given, monkeypatch):
     for model in (files.fp32, given()):
         read.clear()
         cfg = config.load(ROOT / "tests" / "face.yaml", [f"model.model_paths={model}", "data.num_frames=5"])
-        backbone = start.open_model(cfg)
+        backbone = setup_model.open_model(cfg)
         experts = {file for checkpoint in backbone.layout.opened.values() for file in checkpoint.files}
-        start.identify(backbone)
+        digest_base_model(backbone)
         for part in ("text_encoder", "vae", "vae_decoder", "high_noise", "low_noise"):
             backbone.load((part,))
         assert experts <= read.keys() and set(read.values()) == {1}

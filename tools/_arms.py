@@ -10,10 +10,11 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from rewardfl import config, data, groups, lora, reward_flow
+from rewardfl import config, data, lora, reward_flow
 from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, Velocity
 from rewardfl.memory import offload
-from rewardfl.run import work
+from rewardfl.noise import draw_noise, noise_seed
+from rewardfl.training import plan
 
 BASE = "base"
 TAKEN = (BASE, "real", "vae")  # names that no adapter's or tool's arm may have
@@ -96,14 +97,14 @@ class Sampler:
         conditioning = self.backbone.collate([self.told(row.id) for row, _ in batch])
         shape = self.backbone.latent_shape(*self.sizes[batch[0][0].id], self.cfg.data.num_frames)
         if arm.steps == self.cfg.sample.num_inference_steps:
-            schedule = work.schedule_of(self.cfg, self.backbone, shape)
+            schedule = plan.make_schedule(self.cfg, self.backbone, shape)
         else:
             schedule = self.backbone.schedule(arm.steps, self.cfg.sample.shift, shape)
         guidance = self.cfg.sample.guidance_scale  # as it was trained
         negative = self.told(NEGATIVE) if guidance != 1 else None
         velocity = Velocity(self.backbone, self.experts, conditioning, schedule, negative, guidance)
-        seeds = [groups.noise_seed(seed, 0, row.id) for row, seed in batch]
-        noise = torch.cat([groups.noise((1, *shape), seed, self.device) for seed in seeds])
+        seeds = [noise_seed(seed, 0, row.id) for row, seed in batch]
+        noise = torch.cat([draw_noise((1, *shape), seed, self.device) for seed in seeds])
         lora.set_strength(self.experts, arm.strength)
         answer = velocity.reference if arm.adapter is None else velocity
         x0 = reward_flow.rollout(answer, noise, schedule.sigmas, keep=()).x0

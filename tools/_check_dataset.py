@@ -22,7 +22,7 @@ from rewardfl.backbones.protocol import Backbone, Source
 from rewardfl.files import printable
 from rewardfl.rewards import face
 from rewardfl.rewards.face import pack as face_pack
-from rewardfl.run import work
+from rewardfl.training import plan
 from rewardfl_tools import _common, _output
 
 USABLE, UNUSABLE = 0, 2  # exit codes
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     with ThreadPoolExecutor(4) as pool:
         reports = list(tqdm(pool.map(check, rows), total=len(rows), desc="checking", disable=None))
     for report in reports:
-        if said := work.size_problem(cfg, backbone, report.row.size):
+        if said := plan.size_problem(cfg, backbone, report.row.size):
             report.problems.append(said)
     warn_of_repeats(reports)
     print(printable("\n".join([*listing(reports), *notes(rows, reports, cfg.data), *summary(reports)])))

@@ -76,9 +76,9 @@ def exit_code(work: Callable[[], int | None]) -> int:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    from rewardfl.run import start  # here: it imports torch
+    from rewardfl.training import cli  # here: it imports torch
 
-    return (*start.REFUSALS, ValueError, OSError)
+    return (*cli.REFUSALS, ValueError, OSError)
 
 
 def _words(error: Exception) -> str:

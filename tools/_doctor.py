@@ -22,8 +22,9 @@ from rewardfl import config, data
 from rewardfl.files import atomic_write, printable
 from rewardfl.rewards import FaceIdentityReward, build_terms, find_terms
 from rewardfl.rewards.face import parity as face_parity
-from rewardfl.run import start
-from rewardfl.run.checkpoint import git_commit, library_versions
+from rewardfl.training import cli, clip_scan, saving, setup_model, setup_rewards
+from rewardfl.training.resume import digest_base_model
+from rewardfl.training.run_folder import git_commit, library_versions
 from rewardfl_tools import _common, _doctor_models
 from rewardfl_tools._doctor_models import DIFFERS, NOT_DONE, OK, Case, Finding
 
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Do the checks, and write each down when it is done: the exit code. Wrong input differs."""
     try:
         case = open_case(args)
-    except (*start.REFUSALS, OSError) as error:
+    except (*cli.REFUSALS, OSError) as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return 2
     findings: dict[str, Finding] = {}
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         began = time.perf_counter()
         try:
             found = CHECKS[name](case)
-        except (*start.REFUSALS, *MACHINE) as error:
+        except (*cli.REFUSALS, *MACHINE) as error:
             line = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             found = Finding(NOT_DONE if isinstance(error, MACHINE) else DIFFERS, line)
         findings[name] = replace(found, facts={**found.facts, "seconds": time.perf_counter() - began})
@@ -66,8 +67,8 @@ def open_case(args: argparse.Namespace) -> Case:
         raise config.ConfigError("--device: this torch sees no GPU; give cpu, or leave it out")
     if args.out.exists():
         raise config.ConfigError(f"--out: {args.out} is there; name a new file")
-    backbone = start.open_model(cfg)
-    start.find_rewards(cfg, backbone)
+    backbone = setup_model.open_model(cfg)
+    setup_rewards.find_rewards(cfg, backbone)
     rows = data.load_metadata(cfg.data.file_name)[: args.clips]
     rows, _ = data.check_rows(rows, cfg.data.num_frames, cfg.data.skip_bad_rows, cfg.data.fps, backbone.takes_image)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,7 @@ def open_case(args: argparse.Namespace) -> Case:
 def write(case: Case, findings: Mapping[str, Finding]) -> None:
     """Write the page, whole or not at all. OSError when the disk does not take it."""
     shown = {"script": case.cfg.script} | {key: config.flat(case.cfg)[key] for key in SHOWN}
-    shown |= {"clips": str(len(case.rows)), **start.identify(case.backbone)}
+    shown |= {"clips": str(len(case.rows)), **digest_base_model(case.backbone)}
     worst = DIFFERS if any(found.status == DIFFERS for found in findings.values()) else OK
     lines = [f"# rewardfl doctor: {worst}", "", "| check | result | in a line |", "|---|---|---|"]
     lines += [f"| {n} | {found.status} | {plain(found.line).replace('|', '/')} |" for n, found in findings.items()]
@@ -107,7 +108,7 @@ def environment(case: Case) -> Finding:
         "system": f"{platform.system()} {platform.machine()}, {psutil.cpu_count()} cores",
         "driver, CUDA of torch": [driver, torch.version.cuda],
         "onnxruntime providers": onnxruntime.get_available_providers(),
-        "versions": library_versions((*start.VERSIONED, "insightface", "onnxruntime", "onnxruntime-gpu")),
+        "versions": library_versions((*saving.VERSIONED, "insightface", "onnxruntime", "onnxruntime-gpu")),
         "git commit": git_commit(Path(__file__).parent),
         "free disk, GB": shutil.disk_usage(case.args.out.parent).free / 1e9,
         "free and whole memory, GB": [host.available / 1e9, host.total / 1e9],
@@ -131,7 +132,7 @@ def faces(case: Case) -> Finding:
     rows = [row for row in case.rows if row.video is not None]
     if not packs or not rows:
         return Finding(NOT_DONE, "the configuration names no face pack" if rows else "no row names a video")
-    clips = {row.line: start.example_of(case.cfg, row).reference.to(case.device) for row in rows}
+    clips = {row.line: clip_scan.load_sized_example(case.cfg, row).reference.to(case.device) for row in rows}
     lines = face_parity.check_packs(packs, next(iter(clips.values())))
     table: list[dict[str, Any]] = []
     for (label, identity), (number, clip) in itertools.product(packs.items(), clips.items()):

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import rewardfl
-from rewardfl import config, data, groups, trust
+from rewardfl import config, data, trust
 from rewardfl.backbones.protocol import Backbone, Experts
 from rewardfl.backbones.wan import files as wan_files
 from rewardfl.backbones.wan.backbone import Wan
@@ -31,8 +31,10 @@ from rewardfl.estimate.measure import measure
 from rewardfl.estimate.needs import RESERVE, flops, memory
 from rewardfl.files import printable
 from rewardfl.memory import attention, offload
-from rewardfl.run import start, work
-from rewardfl.run.monitor import peak_memory_gb
+from rewardfl.noise import draw_noise
+from rewardfl.training import clip_scan, workload
+from rewardfl.training.plan import make_schedule, trained_experts
+from rewardfl.training.timer import peak_memory_gb
 from rewardfl.weights import wan_names
 
 OK, DIFFERS, NOT_DONE = "ok", "differs", "could not be done"
@@ -92,12 +94,12 @@ def weights(case: Case) -> Finding:
 def velocity(case: Case) -> Callable[[str, ModelMixin], Tensor]:
     """Return what computes an expert's velocity of the first row's noise, at the first step that asks the expert."""
     cfg, backbone, row = case.cfg, case.backbone, case.rows[0]
-    example = start.example_of(cfg, row)
+    example = clip_scan.load_sized_example(cfg, row)
     told = dict(backbone.text_encoder(case.device)(row.prompt))
     told |= backbone.image_encoder(case.device)(example.image, cfg.data.num_frames)
     shape = backbone.latent_shape(*example.size, cfg.data.num_frames)
-    schedule = work.schedule_of(cfg, backbone, shape)
-    noise = groups.noise((1, *shape), 0, case.device)
+    schedule = make_schedule(cfg, backbone, shape)
+    noise = draw_noise((1, *shape), 0, case.device)
 
     def ask(name: str, expert: ModelMixin) -> Tensor:
         step = schedule.experts.index(name) if name in schedule.experts else 0
@@ -123,7 +125,7 @@ def measured(case: Case, name: str, ask: Callable[[str, ModelMixin], Tensor], co
     if train.use_gradient_checkpointing:
         on_host, keep = train.use_gradient_checkpointing_offload, train.keep_attention
         expert.enable_gradient_checkpointing(offload.checkpointing(case.device, on_host, keep))
-    if name in work.trained_experts(case.cfg, case.backbone.experts):
+    if name in trained_experts(case.cfg, case.backbone.experts):
         with torch.enable_grad():
             found["with a graph"] = apart(ask(name, expert), ours)
     del expert
@@ -149,7 +151,7 @@ def placed(case: Case, name: str, load: Callable[[str], ModelMixin]) -> ModelMix
     expert, cfg = load(name), case.cfg
     if cfg.model.attention_backend != attention.NATIVE:
         expert.set_attention_backend(cfg.model.attention_backend)
-    trained = name in work.trained_experts(cfg, case.backbone.experts)
+    trained = name in trained_experts(cfg, case.backbone.experts)
     swapped = (cfg.experts.trained if trained else cfg.experts.untrained).startswith("cpu_swap")
     return offload.move_expert(expert, "cpu_swap" if swapped else "gpu", case.device, case.backbone.block_classes)
 
@@ -223,7 +225,7 @@ def step(case: Case) -> Finding:
             return Finding(DIFFERS, f"{case.cfg.script} ended with {done.returncode}: {lines[-1]}")
         metrics = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
         cfg = config.load(case.args.config, overrides)
-    return planned(case, work.work_of(cfg, case.backbone, len(case.rows), 1, processes=1), metrics)
+    return planned(case, workload.make_workload(cfg, case.backbone, len(case.rows), 1, processes=1), metrics)
 
 
 def write_table(rows: Sequence[data.Row], path: Path) -> None:
@@ -234,7 +236,7 @@ def write_table(rows: Sequence[data.Row], path: Path) -> None:
         csv.writer(file).writerows(lines)
 
 
-def planned(case: Case, plan: work.Work, metrics: Mapping[str, Any]) -> Finding:
+def planned(case: Case, plan: workload.Workload, metrics: Mapping[str, Any]) -> Finding:
     """Return what the update took next to its estimate. metrics: its line of metrics.jsonl."""
     costs, videos = measure(plan.video), plan.spans[0].of_process
     needs = memory(costs, plan)

@@ -19,7 +19,8 @@ from rewardfl.backbones.protocol import Backbone
 from rewardfl.data import cache
 from rewardfl.files import atomic_write, model_digest, printable
 from rewardfl.rewards.face.identity_kept import FEWEST
-from rewardfl.run import start
+from rewardfl.training import setup_model
+from rewardfl.training.resume import digest_base_model
 from rewardfl_tools import _arms, _common, _evaluate_images, _evaluate_pictures, _output, _records, _videos
 from rewardfl_tools._arms import Arm
 from rewardfl_tools._evaluate_table import table
@@ -110,9 +111,9 @@ def open_model(cfg: config.AnyConfig, arms: Sequence[Arm]) -> tuple[Backbone | N
     Raise what start.open_model does where something is. Videos of other tools need the VAE alone, and no training data.
     """
     if any(arm.videos is None for arm in arms):
-        return start.open_model(cfg), ""
+        return setup_model.open_model(cfg), ""
     try:
-        backbone = backbones.open(cfg.model.model_name, start.model_source(cfg))
+        backbone = backbones.open(cfg.model.model_name, setup_model.model_source(cfg))
         backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
         return backbone, ""
     except (ValueError, OSError) as error:
@@ -122,7 +123,7 @@ def open_model(cfg: config.AnyConfig, arms: Sequence[Arm]) -> tuple[Backbone | N
 def parts_of(backbone: Backbone, arms: Sequence[Arm]) -> dict[str, str]:
     """Return digests of the model's parts that the records depend on: of the VAE alone where nothing is sampled."""
     if any(arm.videos is None for arm in arms):
-        return start.identify(backbone)
+        return digest_base_model(backbone)
     return {"vae": model_digest(backbone.weight_files()["vae"])}
 
 

@@ -20,7 +20,7 @@ from rewardfl.files import printable
 from rewardfl.rewards import RewardError, build_terms, find_terms
 from rewardfl.rewards.contract import NONFINITE
 from rewardfl.rewards.scoring import Reference, Term, score_safely
-from rewardfl.run import start, work
+from rewardfl.training import clip_scan, plan, setup_model, setup_rewards
 from rewardfl_tools import _arms, _output
 from rewardfl_tools._arms import Arm
 from rewardfl_tools._evaluate_table import show
@@ -51,7 +51,7 @@ def run(cfg: config.AnyConfig, arm: Arm, args: argparse.Namespace, folder: _outp
     folder.claim(names)
     (out / "images").mkdir(exist_ok=True)
     found = find_terms(config.wanted_rewards(cfg))
-    start.check_frames(cfg, found)
+    setup_rewards.check_frames(cfg, found)
     terms = build_terms(found, torch.device(args.device))
     pairs = evaluate(cfg, terms, arm, args)
     report = summarise(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
@@ -75,9 +75,9 @@ def picture_file(index: int, seed: int) -> str:
 def evaluate(cfg: config.AnyConfig, terms: Sequence[Term], arm: Arm, args: argparse.Namespace) -> list[Pair]:
     """Sample and score every prompt and seed. FileNotFoundError where there is no adapter."""
     _arms.check_adapter(arm.adapter)
-    backbone, device = start.open_model(cfg), torch.device(args.device)
+    backbone, device = setup_model.open_model(cfg), torch.device(args.device)
     rows = look_at_rows(cfg, backbone, terms)
-    examples = {row.id: (row, start.example_of(cfg, row)) for row in rows}
+    examples = {row.id: (row, clip_scan.load_sized_example(cfg, row)) for row in rows}
     kept = {
         key: [term.reward.reference(example.reference.to(device), row.prompt) for term in terms]
         for key, (row, example) in examples.items()
@@ -119,9 +119,9 @@ def look_at_rows(cfg: config.AnyConfig, backbone: Backbone, terms: Sequence[Term
     takes, problems = backbone.takes_image, []
     for row in rows:
         found = data.row_problems(row, cfg.data.num_frames, cfg.data.fps, takes)
-        found += filter(None, [work.size_problem(cfg, backbone, row.size)])
+        found += filter(None, [plan.size_problem(cfg, backbone, row.size)])
         # a term at a time: also those that the run only measured, and never said that they had nothing to compare with
-        found += [said for term in terms for said in start.nothing_to_compare(cfg, row, [term])]
+        found += [said for term in terms for said in setup_rewards.missing_references(cfg, row, [term])]
         problems += [(row.line, problem) for problem in found]
     good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     for line in bad:

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rewardfl import backbones, data, groups, lora, reward_flow
+from rewardfl import backbones, data, lora, reward_flow
 from rewardfl.backbones.protocol import Experts, Source, Velocity
 from rewardfl.files import atomic_directory
 from rewardfl.memory import offload
+from rewardfl.noise import draw_noise
 from rewardfl_tools import _common, _output
 
 
@@ -109,7 +110,7 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     }
     experts = Experts(placed)
     shape = backbone.latent_shape(args.height, args.width, args.num_frames)
-    noise = groups.noise((1, *shape), args.seed, device)
+    noise = draw_noise((1, *shape), args.seed, device)
     schedule = backbone.schedule(args.steps, args.shift, shape)
     velocity = Velocity(backbone, experts, conditioning, schedule, negative, args.guidance)
     x0 = reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0

@@ -20,7 +20,7 @@ from rewardfl.rewards.face.pack import file_hashes
 from rewardfl.rewards.pixels.artifacts import measure_artifacts
 from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl.rewards.scoring import Reference, Term, score_safely
-from rewardfl.run import start
+from rewardfl.training import setup_rewards
 from rewardfl_tools import _face_protocols as protocols
 from rewardfl_tools import _subject_consistency
 from rewardfl_tools._vbench import dynamic_degree, motion_smoothness
@@ -55,7 +55,7 @@ def judges_of(cfg: config.AnyConfig, args: argparse.Namespace) -> Judges:
     RewardError for a reward that cannot be had.
     """
     found = find_terms(columns(cfg))
-    start.check_frames(cfg, found)
+    setup_rewards.check_frames(cfg, found)
     packs = {"reward": cfg.reward.reward_model_path, "held_out": cfg.reward.held_out_model_path, **args.judge}
     faces = {
         name: face.FaceIdentity(pack, cfg.reward.det_size).to(args.device)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rewardfl.run.monitor import COLOUR_GUARD, GRID_GUARD, LOOK_GUARD, SATURATION_GUARD
+from rewardfl.training.alarms import COLOUR_GUARD, GRID_GUARD, LOOK_GUARD, SATURATION_GUARD
 
 # An arm over its base, and an arm minus its base: "Reading the figures" of docs/motion.md
 FLOW_KEPT, LANDMARKS_KEPT, SHARPNESS_KEPT = 0.95, 0.93, 0.95

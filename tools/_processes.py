@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from rewardfl.run.prepare import Share
+from rewardfl.training.shard import Shard
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)  # that a process waits for the slowest one; a launcher ends all when one has failed
@@ -19,7 +19,7 @@ class Processes:
 
     def __init__(self, rank: int, count: int):
         self.rank, self.count = rank, count
-        self.share = Share(rank, count, quiet=rank > 0)
+        self.share = Shard(rank, count, quiet=rank > 0)
 
     @property
     def main(self) -> bool:

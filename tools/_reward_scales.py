@@ -17,8 +17,8 @@ from rewardfl.config import AnyConfig, RewardFlConfig
 from rewardfl.files import printable
 from rewardfl.rewards import build_terms
 from rewardfl.rewards.scoring import Reference, Term, score_safely
-from rewardfl.run import start
-from rewardfl.run.monitor import Timer
+from rewardfl.training import clip_scan, setup_model, setup_rewards
+from rewardfl.training.timer import Timer
 from rewardfl_tools import _arms, _common, _evaluate_images
 
 
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     """Sample, score and print: the exit code."""
     device = torch.device(_common.device(args.device))
     cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
-    backbone = start.open_model(cfg)
-    terms = build_terms(start.find_rewards(cfg, backbone), device)
+    backbone = setup_model.open_model(cfg)
+    terms = build_terms(setup_rewards.find_rewards(cfg, backbone), device)
     examples, references = find_clips(cfg, terms, args.rows, device)
     videos = sample(cfg, backbone, examples, args.experts, device)
     scales = measure(terms, videos, references)
@@ -63,9 +63,9 @@ def find_clips(
     references: list[list[Reference]] = []
     for row in data.load_metadata(cfg.data.file_name):
         try:
-            if problems := [row.problem] if row.problem else start.nothing_to_compare(cfg, row, terms):
+            if problems := [row.problem] if row.problem else setup_rewards.missing_references(cfg, row, terms):
                 raise data.DataError("; ".join(problems))
-            example = start.example_of(cfg, row)
+            example = clip_scan.load_sized_example(cfg, row)
             clip = example.reference.to(device)
             kept: list[Reference] = [
                 term.reward.reference(clip, row.prompt) if term.reward.compares_with in row.offers else None

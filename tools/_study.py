@@ -20,7 +20,8 @@ from rewardfl.backbones.protocol import Backbone, Conditioning
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache
 from rewardfl.files import printable
-from rewardfl.run import prepare, start
+from rewardfl.training import clip_scan
+from rewardfl.training.shard import read_entry
 from rewardfl_tools import _arms, _evaluate_pictures, _records
 from rewardfl_tools._arms import Arm, Job
 from rewardfl_tools._judging import FACE, Judges, judge_real, judge_through_vae, judge_video
@@ -100,7 +101,7 @@ class Study:
 
     def _read_real(self, row: data.Row) -> str:
         """Judge a row's real clip: why it is of no use, else empty."""
-        example = start.example_of(self.cfg, row)
+        example = clip_scan.load_sized_example(self.cfg, row)
         fps = self.cfg.data.fps or data.frame_rate(row.video)
         real = judge_real(self.judges, row, example, fps)
         if isinstance(real, str):
@@ -131,12 +132,12 @@ class Study:
         encode_video, encode_image = backbone.video_encoder(device), backbone.image_encoder(device)
         decoder = backbone.load_decoder(device)
         for row in tqdm(missing, desc="through the VAE", disable=share.quiet):
-            example = start.example_of(self.cfg, row)
+            example = clip_scan.load_sized_example(self.cfg, row)
             conditioning = encode_image(example.image, self.cfg.data.num_frames)
             video = decoder.decode(encode_video(example.video[None]), conditioning)[0].float()
             fps = self.cfg.data.fps or data.frame_rate(row.video)
             self._keep(row, VAE, None, video, fps)
-            record = judge_through_vae(self.judges, video, prepare.read(self.store, compared_with(row)), fps)
+            record = judge_through_vae(self.judges, video, read_entry(self.store, compared_with(row)), fps)
             name = {"arm": VAE, "seed": None, "steps": 0, "decoded": False, "file": str(file_of(row, VAE, None))}
             self.writer.add(head(row) | name | record)
 
@@ -167,13 +168,13 @@ class Study:
         """Encode what the model is told of the rows, where that is not kept yet: this process's share, and all wait."""
         # shared out before looking: another process may have written while this one comes
         if missing := [row for row in self.processes.share.of(rows) if self.store.get(told_of(row.id)) is None]:
-            asked = ((row, prepare.read(self.store, compared_with(row))["image"]) for row in missing)
+            asked = ((row, read_entry(self.store, compared_with(row))["image"]) for row in missing)
             for row_id, conditioning in _arms.encoded(self.cfg, backbone, asked, device):
                 self.store.put(told_of(row_id), conditioning)
         self.processes.wait()
 
     def _told(self, row_id: str) -> Conditioning:
-        return protocol.move_to(prepare.read(self.store, told_of(row_id)), self.judges.device)
+        return protocol.move_to(read_entry(self.store, told_of(row_id)), self.judges.device)
 
     @torch.no_grad()
     def _sample(self, sampler: _arms.Sampler, arm: Arm, batch: Sequence[Job]) -> None:
@@ -201,7 +202,7 @@ class Study:
         frames = data.read_clip(
             path, settings.height, settings.width, settings.num_frames, settings.max_pixels, settings.fps
         )
-        size = prepare.read(self.store, compared_with(row))["image"].shape[1:]
+        size = read_entry(self.store, compared_with(row))["image"].shape[1:]
         video = data.to_float(data.fit(frames, *size))
         if not seed:
             _evaluate_pictures.write_strip(_evaluate_pictures.strip_file(self.out, row.index, arm.name), video)
@@ -210,7 +211,7 @@ class Study:
 
     def _judge(self, row: data.Row, arm: Arm, seed: int, video: Tensor, fps: float, file: str) -> None:
         """Judge a video (3, F, H, W) in [-1, 1] and write its record."""
-        kept = prepare.read(self.store, compared_with(row))
+        kept = read_entry(self.store, compared_with(row))
         made = {"arm": arm.name, "seed": seed, "steps": arm.steps, "decoded": arm.videos is not None, "file": file}
         self.writer.add(head(row) | made | judge_video(self.judges, video, kept, fps))
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rewardfl.run.monitor import GAIN_GUARD, SHARE_GUARD
+from rewardfl.training.alarms import GAIN_GUARD, SHARE_GUARD
 from rewardfl_tools._evaluate_table import show
 from rewardfl_tools._meanings import (
     CANARIES,

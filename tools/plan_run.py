@@ -52,24 +52,24 @@ def main() -> int:
     from rewardfl.estimate.advice import Machine
     from rewardfl.estimate.report import TFLOPS, estimate
     from rewardfl.files import printable
-    from rewardfl.run import start, work
+    from rewardfl.training import cli, plan, setup_model, setup_rewards, summary, workload
 
     try:
         cfg = configuration.load(args.config, args.overrides)
         rows = data.load_metadata(cfg.data.file_name) if Path(cfg.data.file_name).is_file() else None
-        backbone = backbones.describe(cfg.model.model_name, start.model_source(cfg))
+        backbone = backbones.describe(cfg.model.model_name, setup_model.model_source(cfg))
         backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
-        start.find_rewards(cfg, backbone, here=False)
+        setup_rewards.find_rewards(cfg, backbone, here=False)
         if rows is not None:
-            problems = [(row.line, said) for row in rows if (said := work.size_problem(cfg, backbone, row.size))]
+            problems = [(row.line, said) for row in rows if (said := plan.size_problem(cfg, backbone, row.size))]
             rows, _ = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
         clips = None if rows is None else len(rows)
         if isinstance(cfg, RewardFlConfig):
-            work.check_active_experts(cfg, backbone)
-        steps = work.steps_of_run(cfg, clips, args.processes)
-        told = work.overview(cfg, backbone, clips, steps, args.processes)
-        asked = work.work_of(cfg, backbone, clips, steps, args.processes, args.sharding)
-    except start.REFUSALS as error:
+            plan.check_active_experts(cfg, backbone)
+        steps = plan.count_steps(cfg, clips, args.processes)
+        told = summary.overview(cfg, backbone, clips, steps, args.processes)
+        asked = workload.make_workload(cfg, backbone, clips, steps, args.processes, args.sharding)
+    except cli.REFUSALS as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return DOES_NOT
     print(f"model's shape from {backbone.described_by()}")

@@ -62,7 +62,7 @@ def labels(runs: Sequence[Path]) -> list[str]:
 
 def read(run: Path) -> Lines:
     """The run's metrics; FileNotFoundError for a folder that is none of a run."""
-    from rewardfl.run.checkpoint import MetricsFile
+    from rewardfl.training.metrics_file import MetricsFile
 
     path = run / "metrics.jsonl"
     if not path.is_file():

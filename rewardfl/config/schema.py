@@ -581,7 +581,7 @@ class EarlyStopConfig(Section):
     deviation of the first window's updates, or has seen less than half of what the trained face score gained; the
     judge's flow, landmark motion, sharpness or coverage are below `motion` of what they were; its grid is above `grid`
     times what it was; its reversals, saturation or mean colours have gone as far as a warning would say
-    (rewardfl/run/monitor.py: broken_guards).
+    (rewardfl/training/alarms.py: broken_guards).
     What is read is reward/held_out and reward/held_out/... of the videos that are trained on, in metrics.jsonl.
     """
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from rewardfl.groups import epoch_order
+from rewardfl.epoch_order import visit_order
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def one_shape_batch(index: int, batch_size: int, shapes: Sequence[Hashable], see
     while leaving_before(epoch + 1) <= index:
         epoch += 1
     arrived, leaving = Counter({shape: epoch * size for shape, size in sizes.items()}), []
-    for row in epoch_order(len(shapes), seed, epoch):
+    for row in visit_order(len(shapes), seed, epoch):
         arrived[shapes[row]] += 1
         if arrived[shapes[row]] % batch_size == 0:
             leaving.append((shapes[row], arrived[shapes[row]]))
@@ -66,4 +66,4 @@ def one_shape_batch(index: int, batch_size: int, shapes: Sequence[Hashable], see
 
 def _rows_of_shape(shapes: Sequence[Hashable], shape: Hashable, seed: int, epoch: int) -> list[int]:
     """The rows of one shape in the order in which the epoch visits them."""
-    return [row for row in epoch_order(len(shapes), seed, epoch) if shapes[row] == shape]
+    return [row for row in visit_order(len(shapes), seed, epoch) if shapes[row] == shape]

@@ -7,7 +7,7 @@ from typing import Any
 
 from rewardfl.estimate.measure import Costs
 from rewardfl.estimate.needs import RESERVE, flops, memory
-from rewardfl.run.work import Work
+from rewardfl.training.workload import Workload
 
 KEYS = {
     "trained_placement": "experts.trained",
@@ -38,7 +38,7 @@ class Option:
         return {KEYS[field]: value for field, value in self.fields.items()}
 
 
-def options(work: Work) -> list[Option]:
+def options(work: Workload) -> list[Option]:
     """Return what can be switched on in this run; of two that take the same time, the first is preferred.
 
     The decoder's caches go to the host late: their copies have the least computing to hide behind. The trained expert
@@ -72,18 +72,18 @@ class Machine:
     processes: int = 1
 
 
-def lacking(costs: Costs, work: Work, machine: Machine) -> tuple[float, float]:
+def lacking(costs: Costs, work: Workload, machine: Machine) -> tuple[float, float]:
     """Return the bytes that the run needs and the machine does not have: of a GPU, and of the host's memory."""
     needed = memory(costs, work)
     gpu = 0.0 if machine.gpu is None else needed.peak + RESERVE - machine.gpu
     return max(0.0, gpu), max(0.0, machine.processes * sum(needed.host.values()) - machine.host)
 
 
-def fits(costs: Costs, work: Work, machine: Machine) -> bool:
+def fits(costs: Costs, work: Workload, machine: Machine) -> bool:
     return sum(lacking(costs, work, machine)) == 0
 
 
-def recommend(costs: Costs, work: Work, machine: Machine) -> list[Option]:
+def recommend(costs: Costs, work: Workload, machine: Machine) -> list[Option]:
     """Return what makes the run fit the machine, or comes closest.
 
     Of what lowers the bytes that are lacking always the one that adds the fewest FLOPs, what computes the same numbers
@@ -104,7 +104,7 @@ def recommend(costs: Costs, work: Work, machine: Machine) -> list[Option]:
     return chosen
 
 
-def with_options(work: Work, chosen: Iterable[Option]) -> Work:
+def with_options(work: Workload, chosen: Iterable[Option]) -> Workload:
     for option in chosen:
         work = replace(work, **option.fields)
     return work

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from rewardfl.backbones.protocol import Adapter, Caches, ChunksOnMeta, ExpertOnMeta
 from rewardfl.memory.attention import is_self_attention
-from rewardfl.run.work import Video
+from rewardfl.training.workload import Video
 
 
 class _Flash(TorchFunctionMode):

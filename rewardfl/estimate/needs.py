@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost
-from rewardfl.run.job import REDUCE_BUCKET
-from rewardfl.run.work import Work
+from rewardfl.training.launch import REDUCE_BUCKET
+from rewardfl.training.workload import Workload
 
 RESERVE = 2e9  # bytes of a GPU that no tensor gets: CUDA context, workspaces, fragmentation
 ADAM_BYTES = 16  # per LoRA parameter: float32 weight, gradient and two moments
 FLOAT32 = 4
 
 
-def flops(costs: Costs, work: Work) -> dict[str, float]:
+def flops(costs: Costs, work: Workload) -> dict[str, float]:
     """Return the FLOPs of one video, by part. A frozen expert's replayed steps are counted as trained ones."""
     decode = sum(chunk.forward for chunk in costs.chunks)
     made_before = work.untrained if work.placement == "boundary_cache" else None
@@ -48,7 +48,7 @@ def flops(costs: Costs, work: Work) -> dict[str, float]:
     }
 
 
-def sampled(costs: Costs, work: Work, passes: Mapping[str, float]) -> float:
+def sampled(costs: Costs, work: Workload, passes: Mapping[str, float]) -> float:
     """Return the FLOPs of forward passes without a graph, by expert; a trained one has its adapter."""
     return sum(
         count * (costs.experts[name].forward if name in work.trained else costs.experts[name].forward_frozen)
@@ -83,7 +83,7 @@ class Memory:
         return max(self.by_phase.values())
 
 
-def memory(costs: Costs, work: Work) -> Memory:
+def memory(costs: Costs, work: Workload) -> Memory:
     """Return memory by phase. Text and VAE encoder are gone when training starts: the conditioning is cached."""
     replay, inputs = _replay(costs, work)
     rolled = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
@@ -139,17 +139,17 @@ def _without_zeros(amounts: Mapping[str, int]) -> dict[str, int]:
     return {name: amount for name, amount in amounts.items() if amount}
 
 
-def trained_parameters(costs: Costs, work: Work) -> int:
+def trained_parameters(costs: Costs, work: Workload) -> int:
     return sum(costs.experts[expert].adapter_parameters for expert in work.trained)
 
 
-def _swapped_experts(work: Work) -> list[str]:
+def _swapped_experts(work: Workload) -> list[str]:
     """Return those whose blocks come from host memory, each for its turn."""
     trained = work.trained if work.trained_placement == "cpu_swap" else ()
     return [*trained, work.untrained] if work.untrained and work.placement == "cpu_swap" else [*trained]
 
 
-def _resident_weights(costs: Costs, work: Work) -> dict[str, int]:
+def _resident_weights(costs: Costs, work: Workload) -> dict[str, int]:
     """Return the bytes of the experts' frozen weights that stay on each GPU."""
     resident = {}
     for expert in work.trained:
@@ -167,7 +167,7 @@ def _resident_weights(costs: Costs, work: Work) -> dict[str, int]:
     return resident
 
 
-def adapter_bytes(work: Work, parameters: int) -> tuple[int, int]:
+def adapter_bytes(work: Workload, parameters: int) -> tuple[int, int]:
     """Return the bytes that training so many parameters takes on each GPU, without activations, and in the host."""
     if work.sharding == "zero2":  # weight and gradient whole, and a buffer to reduce it; a process's part in the host
         return 2 * FLOAT32 * parameters + FLOAT32 * REDUCE_BUCKET, ADAM_BYTES * parameters // work.processes
@@ -176,13 +176,13 @@ def adapter_bytes(work: Work, parameters: int) -> tuple[int, int]:
     return ADAM_BYTES * parameters, 0
 
 
-def kept_bytes(costs: Costs, work: Work) -> int:
+def kept_bytes(costs: Costs, work: Workload) -> int:
     """Return what one video leaves until the epoch's updates: latents, and its own copy of the conditioning."""
     latents = work.kept.get(work.samples_on, 0)
     return latents * math.prod(costs.shape) * FLOAT32 + sum(costs.cached.values())
 
 
-def _decoding(costs: Costs, work: Work) -> dict[str, dict[str, int]]:
+def _decoding(costs: Costs, work: Workload) -> dict[str, dict[str, int]]:
     """Return the bytes for one video of the phases between rollout and replay, without what is resident."""
     decoded, pixels = costs.num_pixels * costs.itemsize, FLOAT32 * costs.num_pixels
     frames = {"frames by chunk and in one": 2 * decoded}
@@ -217,7 +217,7 @@ def decode_caches(chunks: Sequence[ChunkCost], place: str) -> tuple[int, int, in
     return 0, max(sizes), sum(sizes[::length]) + segment
 
 
-def _replay(costs: Costs, work: Work) -> tuple[dict[str, int], int]:
+def _replay(costs: Costs, work: Workload) -> tuple[dict[str, int], int]:
     """Return the bytes of activations in the replay of one step of one video: on the GPU, and in the host by graph."""
     largest = max((costs.experts[expert] for expert in [*work.replay, *work.anchor]), key=lambda cost: cost.saved)
     if not work.checkpointing:
@@ -231,7 +231,7 @@ def _replay(costs: Costs, work: Work) -> tuple[dict[str, int], int]:
     return {"block inputs": work.graphs * largest.stored} | recompute, 0
 
 
-def disk(costs: Costs, work: Work) -> tuple[int, dict[str, int]]:
+def disk(costs: Costs, work: Workload) -> tuple[int, dict[str, int]]:
     """Return the bytes of a checkpoint (the float32 adapter, Adam's moments, the average), and of one clip's cache."""
     cache = dict(costs.cached)
     if work.placement == "boundary_cache" and isinstance(work.noises, int):

@@ -9,14 +9,14 @@ from rewardfl.estimate import needs
 from rewardfl.estimate.advice import Machine, Option, fits, lacking, recommend, with_options
 from rewardfl.estimate.measure import Costs, measure
 from rewardfl.machine import usable_memory
-from rewardfl.run.job import Job
-from rewardfl.run.monitor import total_memory
-from rewardfl.run.work import Sampling, Work
+from rewardfl.training.distributed import Distributed
+from rewardfl.training.timer import total_memory
+from rewardfl.training.workload import Sampling, Workload
 
 TFLOPS = 400.0  # TFLOP/s that an H100 reaches in bfloat16, when nothing else is said
 
 
-def estimate(work: Work, machine: Machine, tflops: float = TFLOPS) -> tuple[str, bool]:
+def estimate(work: Workload, machine: Machine, tflops: float = TFLOPS) -> tuple[str, bool]:
     """(what the run takes, as text, and whether it fits)."""
     costs = measure(work.video)
     tables = [work_table(costs, work, tflops), memory_lines(needs.memory(costs, work)), disk_table(costs, work)]
@@ -24,14 +24,14 @@ def estimate(work: Work, machine: Machine, tflops: float = TFLOPS) -> tuple[str,
     return "\n\n".join("\n".join(lines) for lines in sections), fits(costs, work, machine)
 
 
-def dry_run(work: Work, job: Job) -> int:
+def dry_run(work: Workload, job: Distributed) -> int:
     """Print what the run takes. Return the exit code: 2 where it does not fit the machine that it is on."""
     text, enough = estimate(work, Machine(total_memory(job.device), usable_memory(), job.processes_here()))
     job.say(text)
     return 0 if enough else 2
 
 
-def work_table(costs: Costs, work: Work, tflops: float) -> list[str]:
+def work_table(costs: Costs, work: Workload, tflops: float) -> list[str]:
     """FLOPs by part, and seconds at `tflops` TFLOP/s: of one video, and of parts of the run."""
     tokens, shape = costs.experts[work.trained[0]].tokens, "x".join(map(str, costs.shape))
     parts = needs.flops(costs, work)
@@ -52,7 +52,7 @@ def work_table(costs: Costs, work: Work, tflops: float) -> list[str]:
     return [*lines, f"VAE encode and text: {encode / 1e12:.4g} TFLOP once per clip, then from the cache"]
 
 
-def _evaluation_line(costs: Costs, work: Work, evaluation: Sampling, second: float) -> str:
+def _evaluation_line(costs: Costs, work: Workload, evaluation: Sampling, second: float) -> str:
     amount = needs.sampled(costs, work, evaluation.passes) + sum(chunk.forward for chunk in costs.chunks)
     if evaluation.videos is None:
         return f"a video of the evaluation ({evaluation.steps} steps): {_spent(1, amount, amount / second)}"
@@ -80,7 +80,7 @@ def memory_lines(memory: needs.Memory) -> list[str]:
     return ["memory of one GPU", *(f"  {name:11s}{size(amount):>9s}   {parts}" for name, amount, parts in rows)]
 
 
-def disk_table(costs: Costs, work: Work) -> list[str]:
+def disk_table(costs: Costs, work: Workload) -> list[str]:
     checkpoint, cache = needs.disk(costs, work)
     clip = sum(cache.values())
     saves = "" if work.saves is None else f"; {work.saves} in {work.steps} steps: {size(work.saves * checkpoint)}"
@@ -89,7 +89,7 @@ def disk_table(costs: Costs, work: Work) -> list[str]:
     return ["disk", f"  a checkpoint: {size(checkpoint)}{saves}", cached]
 
 
-def verdict(costs: Costs, work: Work, machine: Machine) -> list[str]:
+def verdict(costs: Costs, work: Workload, machine: Machine) -> list[str]:
     """Whether the run fits the machine, and what to set when it does not."""
     needed = _needed(costs, work, machine)
     if fits(costs, work, machine):
@@ -104,7 +104,7 @@ def verdict(costs: Costs, work: Work, machine: Machine) -> list[str]:
     return [*lines, f"no setting makes it fit; the closest {takes}{less}"]
 
 
-def _needed(costs: Costs, work: Work, machine: Machine) -> str:
+def _needed(costs: Costs, work: Workload, machine: Machine) -> str:
     """The bytes that a run takes of what the machine has, in words."""
     memory = needs.memory(costs, work)
     gpu = [] if machine.gpu is None else [f"{size(memory.peak + needs.RESERVE)} of {size(machine.gpu)} on the GPU"]
@@ -114,7 +114,7 @@ def _needed(costs: Costs, work: Work, machine: Machine) -> str:
     return ", ".join([*gpu, f"{host}{limit} in host memory{each}"])
 
 
-def _room(costs: Costs, work: Work, machine: Machine) -> list[str]:
+def _room(costs: Costs, work: Workload, machine: Machine) -> list[str]:
     """What saves time and fits, too."""
     after = replace(work, keep_attention=True)
     if not work.checkpointing or work.keeps_graphs or work.keep_attention or not fits(costs, after, machine):
@@ -123,7 +123,7 @@ def _room(costs: Costs, work: Work, machine: Machine) -> list[str]:
     return [f"  there is room for train.keep_attention: true (takes {more} more, {_more_time(costs, work, after)})"]
 
 
-def _more_time(costs: Costs, before: Work, after: Work) -> str:
+def _more_time(costs: Costs, before: Workload, after: Workload) -> str:
     """The share of FLOPs that `after` has more than `before`, in words."""
     first, second = (sum(needs.flops(costs, run).values()) for run in (before, after))
     return f"{100 * (second / first - 1):+.1f} % time"

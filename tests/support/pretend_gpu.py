@@ -725,7 +725,7 @@ def install() -> None:
 
 
 def watch_phases(timer_class) -> None:
-    """Name the ledger's phases by the timer of the scripts (rewardfl.run.monitor.Timer), without its own wait."""
+    """Name the ledger's phases by the timer of the scripts (rewardfl.training.timer.Timer), without its own wait."""
     real_call = timer_class.__call__
 
     @contextlib.contextmanager

@@ -28,9 +28,9 @@ def rows(counter: dict) -> list:
 
 def main(report: str, script: str, arguments: list[str]) -> int:
     pretend_gpu.install()
-    from rewardfl.run import monitor
+    from rewardfl.training.timer import Timer
 
-    pretend_gpu.watch_phases(monitor.Timer)
+    pretend_gpu.watch_phases(Timer)
     sys.argv = [script, *arguments]
     os.chdir(ROOT)
     code = 1

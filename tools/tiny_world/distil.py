@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rewardfl import backbones, data, flow, groups, lora, reward_flow
+from rewardfl import backbones, data, epoch_order, flow, lora, reward_flow
 from rewardfl.backbones.protocol import Backbone, Conditioning, Experts, Source, Velocity
 from rewardfl.backbones.wan.variants import LAYERS
+from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.weights import lora_files
 from rewardfl_tools import _convert_lora, _writing
 from rewardfl_tools.tiny_world.people import NUM_FRAMES, SIZE
@@ -69,8 +70,8 @@ def distil(world: Path, updates: int, seed: int, log: Callable[[str], None]) -> 
     for update in range(updates):
         rate = LEARNING_RATE * min(1, (update + 1) / 10) * (0.5 + 0.5 * math.cos(math.pi * update / updates))
         optimizer.param_groups[0]["lr"] = rate
-        rows = [groups.sample_at(update * BATCH + i, len(conditioning), seed)[1] for i in range(BATCH)]
-        x = groups.noise((BATCH, *shape), groups.noise_seed(seed, update, "distil"))
+        rows = [epoch_order.sample_at(update * BATCH + i, len(conditioning), seed)[1] for i in range(BATCH)]
+        x = draw_noise((BATCH, *shape), noise_seed(seed, update, "distil"))
         batch = backbone.collate([conditioning[row] for row in rows])
         student, teacher = (Velocity(backbone, experts, batch, schedule) for schedule in schedules)
         misfits = fit_steps(student, teacher, x)

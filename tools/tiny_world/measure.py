@@ -9,9 +9,10 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
 
-from rewardfl import data, groups, reward_flow
+from rewardfl import data, reward_flow
 from rewardfl.backbones.protocol import Experts, Source, Velocity
 from rewardfl.backbones.wan import backbone as wan2_2
+from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.rewards import face
 from rewardfl.rewards.face.identity_kept import ThroughVae, find_scale
 from rewardfl.rewards.pixels.video_motion import video_motion
@@ -108,7 +109,7 @@ def generate(world: Path, model: str, pipeline: Path) -> list[Tensor]:
     for row in data.load_metadata(world / "eval" / "metadata.csv"):
         clip = data.load_example(row, SIZE, SIZE, NUM_FRAMES).video
         conditioning = encode_text(row.prompt) | encode_image(clip[:, 0], NUM_FRAMES)
-        noise = groups.noise((1, *shape), groups.noise_seed(0, 0, row.id))
+        noise = draw_noise((1, *shape), noise_seed(0, 0, row.id))
         velocity = Velocity(backbone, experts, conditioning, schedule)
         clips.append(decoder.decode(reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0, conditioning)[0])
     return clips

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 ECHO = 1.0  # seconds: a launcher passes on what a batch system or a terminal has sent to its children, too
 
 

@@ -1,10 +1,8 @@
-"""Who rolls out what: the order of the samples, groups of rollouts, their noises, the steps that are trained.
+"""Which process rolls out which member of which group, and from which noise.
 
-Pure functions of a seed, an epoch and numbers. Which samples an epoch has, and the noise that each of them starts from,
-depend neither on the number of processes nor on the batch size; only the order in which they are visited does.
+Pure functions of a seed, an epoch and numbers.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,57 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-# Order: position p of the training stream is sample p % num_rows in the order of epoch p // num_rows
-
-
-@lru_cache(maxsize=4)
-def epoch_order(num_rows: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """The order in which an epoch visits the rows 0..num_rows - 1, each once."""
-    generator = torch.Generator().manual_seed(_stable_hash(f"order/{seed}/{epoch}"))
-    return tuple(torch.randperm(num_rows, generator=generator).tolist())
-
-
-def sample_at(position: int, num_rows: int, seed: int) -> tuple[int, int]:
-    """(epoch, row) at `position` (from 0) of the endless stream of epochs."""
-    epoch, offset = divmod(position, num_rows)
-    return epoch, epoch_order(num_rows, seed, epoch)[offset]
-
-
-def total_steps(num_rows: int, global_batch: int, num_train_epochs: int) -> int:
-    """Steps of a run: as many as visit every row at least num_train_epochs times.
-
-    With clips of several shapes the last few may still wait for company then (one_shape_batch).
-    """
-    return math.ceil(num_train_epochs * num_rows / global_batch)
-
-
-# Noise
-
-
-def noise_seed(run_seed: int, epoch: int, sample_id: str, member: int = 0) -> int:
-    """Seed (63 bits) of the noise of one sample; `member` counts the noises of a sample within an epoch."""
-    return _stable_hash(f"noise/{run_seed}/{epoch}/{member}/{sample_id}")
-
-
-def training_noise_seed(run_seed: int, epoch: int, sample_id: str, noises_per_sample: str | int) -> int:
-    """noise_seed for a sample's visit in `epoch`: new in each ("fresh"), or the same n in turn (n).
-
-    Epoch -1 is that of the sample videos, which have a noise of their own.
-    """
-    if isinstance(noises_per_sample, str) or epoch < 0:
-        return noise_seed(run_seed, epoch, sample_id)
-    return noise_seed(run_seed, 0, sample_id, epoch % noises_per_sample)
-
-
-def noise(shape: Sequence[int], seed: int, device: str | torch.device = "cpu") -> Tensor:
-    """Standard normal float32 noise, drawn on the CPU so that every device starts from the same."""
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def _stable_hash(text: str) -> int:
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # Python's own hash() differs from process to process
-
+from rewardfl.epoch_order import sample_at
+from rewardfl.noise import draw_noise, noise_seed
 
 # The group plan
 
@@ -168,7 +117,7 @@ def plan(epoch: int, rank: int, geometry: Geometry, sample_ids: Sequence[str], s
     return [list(map(member_at, members)) for members in positions(geometry, rank)]
 
 
-def new_starts(plans: Sequence[Sequence[Sequence[Member]]]) -> list[bool]:
+def needs_prefix(plans: Sequence[Sequence[Sequence[Member]]]) -> list[bool]:
     """By forward pass: whether some process comes to a start that its pass before had not.
 
     plans: of all processes. Where it is False, the latents before the window can be taken from the pass before. The
@@ -180,13 +129,13 @@ def new_starts(plans: Sequence[Sequence[Sequence[Member]]]) -> list[bool]:
 
 
 @lru_cache
-def start_counts(geometry: Geometry) -> tuple[int, int]:
+def prefix_counts(geometry: Geometry) -> tuple[int, int]:
     """(starts, forward passes) with which one process computes one step before the window, for all of an epoch.
 
     starts: of the process that has the most of them. The passes are the same on all processes.
     """
     plans = [plan(0, rank, geometry, ("",), seed=0) for rank in range(geometry.world)]
-    new = new_starts(plans)
+    new = needs_prefix(plans)
     starts = [
         sum(len({member.start for member in members}) for members, is_new in zip(one, new, strict=True) if is_new)
         for one in plans
@@ -199,29 +148,14 @@ def rollout_counts(geometry: Geometry, num_steps: int, window: Sequence[int]) ->
 
     With the same noise in a group the steps before the window are computed once for all members that a pass has of it.
     """
-    before, after = start_counts(geometry), (geometry.forwards * geometry.batch, geometry.forwards)
+    before, after = prefix_counts(geometry), (geometry.forwards * geometry.batch, geometry.forwards)
     return [before if i < window[0] else after for i in range(num_steps)]
 
 
-def epochs_due(every: int, per_epoch: int, steps: int | None) -> int | None:
-    """How many epochs of `per_epoch` updates end with something that is done `every` so many updates.
-
-    These are the epochs in which a multiple falls, and the last one. None where the number of steps is not known.
-    """
-    if steps is None:
-        return None
-    return len({math.ceil(step / per_epoch) for step in range(every, steps + 1, every)} | {steps // per_epoch})
-
-
-def is_due(step: int, per_epoch: int, every: int, steps: int) -> bool:
-    """Whether the epoch that ends with `step` has a multiple of `every` in it, or is the last of `steps`."""
-    return step // every > (step - per_epoch) // every or step == steps
-
-
-def step_noise(members: Sequence[Member], shape: Sequence[int], device: str | torch.device, step: int) -> Tensor:
+def draw_step_noise(members: Sequence[Member], shape: Sequence[int], device: str | torch.device, step: int) -> Tensor:
     """(B, ...) standard normal noise of one stochastic step, each member's its own; shape: (1, ...) of one latent."""
     seeds = [noise_seed(member.step_seed, step, "step") for member in members]
-    return torch.cat([noise(shape, seed, device) for seed in seeds])
+    return torch.cat([draw_noise(shape, seed, device) for seed in seeds])
 
 
 def check_geometry(world: int, batch: int, group_size: int, groups: int) -> None:
@@ -246,65 +180,3 @@ def check_geometry(world: int, batch: int, group_size: int, groups: int) -> None
 def _nearest_multiples(value: int, step: int) -> list[int]:
     below = value // step * step
     return [candidate for candidate in (below, below + step) if candidate > 0]
-
-
-# Which steps are stochastic, and trained
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Which steps of a schedule may be stochastic, and trained.
-
-    kind: `list`, the given `steps`; `random`, `size` steps in a row (Flow-GRPO-Fast); `fraction`, that share of
-    the steps, rounded and at least one, not necessarily in a row (DanceGRPO draws 0.6). Both draw from
-    bounds[0] <= step < bounds[1], all steps by default, anew in each epoch.
-
-    usable: the steps that have std > 0 and matter. The caller leaves out deterministic ones: CPS
-    has std = 0 at the last. Flow-SDE and Dance-SDE have a density there, yet it only leaves noise in the sample;
-    every published recipe leaves it out as well.
-    """
-
-    kind: Literal["list", "random", "fraction"]
-    usable: Sequence[int]
-    steps: Sequence[int] = ()
-    size: int = 1
-    bounds: Sequence[int] | None = None
-    fraction: float = 0.6
-
-    @property
-    def drawable(self) -> tuple[int, ...]:
-        """The steps that some epoch's window may have, ascending."""
-        if self.kind == "list":
-            return tuple(sorted(self.steps))
-        low, high = self.bounds or (0, math.inf)
-        return tuple(step for step in sorted(self.usable) if low <= step < high)
-
-
-def window(windows: Windows, epoch: int, seed: int) -> tuple[int, ...]:
-    """The SDE steps of an epoch, ascending: the same on every process and for every group; ODE elsewhere.
-
-    Raises ValueError for a window that fits nowhere, and for listed steps that are not usable.
-    """
-    candidates, usable = windows.drawable, sorted(windows.usable)
-    if windows.kind == "list":
-        refused = [step for step in windows.steps if step not in usable]
-        if refused or not candidates or len(set(candidates)) < len(candidates):
-            raise ValueError(
-                f"steps must be some of the usable {usable}, each once, got {list(windows.steps)}"
-                + (f": {refused} are not usable" if refused else "")
-            )
-        return candidates
-    generator = torch.Generator().manual_seed(noise_seed(seed, epoch, "window"))
-    size = windows.size if windows.kind == "random" else 1
-    starts = [s for s in candidates if set(range(s, s + size)) <= set(candidates)]
-    if not starts:
-        raise ValueError(
-            f"no {size} steps in a row among the usable {list(candidates)} within the bounds; take a smaller window or "
-            "wider bounds"
-        )
-    if windows.kind == "random":
-        start = starts[int(torch.randint(len(starts), (), generator=generator))]
-        return tuple(range(start, start + size))
-    count = max(1, round(windows.fraction * len(candidates)))
-    drawn = torch.randperm(len(candidates), generator=generator)[:count].tolist()
-    return tuple(sorted(candidates[i] for i in drawn))

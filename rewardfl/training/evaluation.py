@@ -14,19 +14,20 @@ from rewardfl.rewards import FaceIdentityReward, async_scoring
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.face.identity_kept import Scale, ThroughVae, find_scale, why_no_scale
 from rewardfl.rewards.scoring import Term, concat_results
-from rewardfl.run import prepare
-from rewardfl.run.job import Job
-from rewardfl.run.start import example_of
+from rewardfl.training.clip_scan import load_sized_example
+from rewardfl.training.conditions import Conditions
+from rewardfl.training.distributed import Distributed
+from rewardfl.training.samples import Sample
 
 
 @torch.no_grad()
 def find_scales(
     cfg: AnyConfig,
-    job: Job,
+    job: Distributed,
     terms: Sequence[Term],
-    conditions: prepare.Conditions,
+    conditions: Conditions,
     decoder: Decoder,
-    clips: Sequence[prepare.Sample],
+    clips: Sequence[Sample],
 ) -> dict[int, Scale]:
     """Return the scale of identity kept by the position of each face reward that follows one person.
 
@@ -44,7 +45,7 @@ def find_scales(
     if reason := why_no_scale(len({sample.row.who for sample in clips}), missing):
         job.say(f"note: eval/* has no identity kept: {reason}")
         return {}
-    conditions.fill_latents(clips, lambda sample: example_of(cfg, sample.row).video, job.device, job.share)
+    conditions.fill_latents(clips, lambda sample: load_sized_example(cfg, sample.row).video, job.device, job.share)
     job.wait()
     through_vae = []
     for sample in job.share.of(clips):
@@ -63,10 +64,10 @@ def find_scales(
 @torch.no_grad()
 def evaluate(
     cfg: FlowGrpoConfig,
-    job: Job,
+    job: Distributed,
     terms: Sequence[Term],
     places: Sequence[async_scoring.WorkerPool | None],
-    clips: Sequence[prepare.Sample],
+    clips: Sequence[Sample],
     generate: Callable[[int, int], tuple[int, Tensor]],
     scales: Mapping[int, Scale],
 ) -> dict[str, float]:

@@ -1,60 +1,32 @@
-"""What a training script tells of itself: seconds, memory, and warnings when the numbers look wrong."""
+"""Alarms of a run: reward hacking, frozen faces, artifacts, early stop, the score of `best`."""
 
-import contextlib
 import math
-import resource
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 
-import torch
-
 WINDOW = 10  # updates whose means are compared
+
 # How much the judge's mean reversals may rise: a clip that goes on as it does has -1, one that goes back and forth with
 # every frame has 1.
 REVERSALS_GUARD = 0.1
+
 # By what factor the judge's grid may rise, where 1 is a picture without one, and its saturation rise or fall. On the
 # tiny world, over five updates, a healthy run's go by 1.08 and 1.04; one that trains on a colour reaches 10 and 3.
 GRID_GUARD = 1.5
+
 SATURATION_GUARD = 1.25
+
 # How far the clips' mean red, green or blue may move, of 1: 13 levels of 255 over a whole picture are a tint.
 COLOUR_GUARD = 0.05
+
 # How far the look of the face (rewards/face/look.py) may fall, of 1.
 LOOK_GUARD = 0.03
+
 # The reward is taken for hacked when the trained face score has gained this much and the judge less than this share.
 GAIN_GUARD, SHARE_GUARD = 0.05, 0.5
+
 # By what share of itself the data loss may rise.
 DATA_LOSS_GUARD = 0.1
-
-
-class Timer:
-    """Seconds by name: `with timer("decode"): ...` adds up. device: whose work is waited for."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Peak in 1e9 bytes: of a GPU's allocator since it was last asked, on a CPU of the process since its start."""
-    if device.type != "cuda":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak / 1e9
-
-
-def total_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU; None for the CPU."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def recent_mean(history: Sequence[dict[str, float]], since: int, keys: Sequence[str]) -> float | None:

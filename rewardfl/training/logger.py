@@ -6,7 +6,7 @@ And how many updates in a row have taught nothing: a run that has stopped learni
 import json
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,9 @@ from rewardfl import data
 from rewardfl.config import AnyConfig, ConfigError, flat
 from rewardfl.files import atomic_write, printable
 from rewardfl.rewards.base import RewardError
-from rewardfl.run import checkpoint
-from rewardfl.run.job import Job
-from rewardfl.run.monitor import alarms, early_stop, score_for_best, suspects
+from rewardfl.training import checkpoint, metrics_file, run_folder
+from rewardfl.training.alarms import alarms, early_stop, score_for_best, suspects
+from rewardfl.training.distributed import Distributed
 
 FRAMES_SHOWN = 4  # of each sample video, by trackers
 
@@ -32,9 +32,9 @@ class Log:
     """One plain call per step. The main process writes; all of them count."""
 
     cfg: AnyConfig
-    job: Job
-    folder: checkpoint.RunFolder
-    metrics: checkpoint.MetricsFile
+    job: Distributed
+    folder: run_folder.RunFolder
+    metrics: metrics_file.MetricsFile
     last_step: int  # of the whole run
     skipped_in_a_row: int = 0  # updates that taught nothing, before this start and then until now
 
@@ -60,16 +60,22 @@ class Log:
             found = suspects(ids, finite.tolist())
             self.say(step, f"gradient norm {norm}, skipped ({self.skipped_in_a_row} in a row); it became so {found}")
 
+    def say_problems(self, step: int, why_nothing: str, problems: Collection[str]) -> None:
+        """Print why no sample of an update could be scored, and each new problem of a reward once."""
+        if why_nothing:
+            self.say(step, f"not one sample could be judged ({self.skipped_in_a_row} in a row); {why_nothing}")
+        self.say_once(step, [f"{line}; it is only measured, so the run goes on (reward/failed)" for line in problems])
+
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step's line; step 0 is an evaluation before the first update."""
         if not self.job.main:
             return
         self.history.append({"step": step, **metrics})
-        with checkpoint.tolerant(self.job.say, step, last=step == self.last_step):
+        with checkpoint.warn_on_write_error(self.job.say, step, last=step == self.last_step):
             self.folder.check_present()
             self.metrics.append(step, metrics)
         if step % self.cfg.run.logging_steps == 0:
-            with checkpoint.tolerant(self.job.say, step, last=False), self._tracking():
+            with checkpoint.warn_on_write_error(self.job.say, step, last=False), self._tracking():
                 self.job.accelerator.log(metrics, step=step)
         for warning in alarms(self.history, self.cfg.reward.motion_alarm):
             tqdm.write(f"step {step}: {warning}")
@@ -81,11 +87,11 @@ class Log:
             for path in sorted([*folder.glob("*.mp4"), *folder.glob("*.png")]):
                 frames = data.read_picture(path)[None] if path.suffix == ".png" else data.read_video(path)
                 shown = torch.linspace(0, len(frames) - 1, min(FRAMES_SHOWN, len(frames))).round().long()
-                with checkpoint.tolerant(self.job.say, step, last=False), self._tracking():
+                with checkpoint.warn_on_write_error(self.job.say, step, last=False), self._tracking():
                     tracker.log_images({f"samples/{path.stem}": frames[shown].numpy()}, step=step, **layout)
 
     def _tracking(self) -> AbstractContextManager[None]:
-        return checkpoint.writing(Path(self.cfg.run.output_dir), "metrics.jsonl and samples/ have everything")
+        return checkpoint.as_write_error(Path(self.cfg.run.output_dir), "metrics.jsonl and samples/ have everything")
 
     def early_stop(self, step: int, metrics: Mapping[str, float]) -> str:
         """Why train.early_stop ends the run with this step, whose line is still to be written; "" where it goes on.
@@ -132,7 +138,7 @@ class Log:
         raise SystemExit(f"stopped at step {step}: {self.skipped_in_a_row} updates in a row were not finite")
 
 
-def start_tracker(cfg: AnyConfig, job: Job, first_step: int) -> None:
+def start_tracker(cfg: AnyConfig, job: Distributed, first_step: int) -> None:
     """Start the tracker of run.log_with on the main process. first_step: 0, or where the run resumes.
 
     ConfigError where it cannot start, as wandb without a key.

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from rewardfl import anchor, groups
+from rewardfl import anchor
 from rewardfl.anchor import Draw
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning, Schedule, Velocity
 from rewardfl.config import AnchorConfig
 from rewardfl.data.cache import CacheError
-from rewardfl.run.job import Job
-from rewardfl.run.prepare import Batch, Conditions, Rollout, Sample, Schedules
+from rewardfl.noise import draw_noise, noise_seed
+from rewardfl.training.conditions import Conditions, Schedules
+from rewardfl.training.distributed import Distributed
+from rewardfl.training.samples import Batch, Rollout, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class Anchors:
     device: torch.device
 
     def accumulate(
-        self, job: Job, policy: nn.Module, batch: Batch | Rollout, update: int, share: float
+        self, job: Distributed, policy: nn.Module, batch: Batch | Rollout, update: int, share: float
     ) -> tuple[Tensor, Tensor]:
         """Accumulate the gradients of `share` times the weighted loss of one forward pass's samples.
 
@@ -49,7 +51,7 @@ class Anchors:
         draws = []
         for n, moment in enumerate(anchor.draw_moments(self.cfg.draws, self.steps, whole_range, self.seed, update)):
             names = [f"anchor/{self.samples[member.row].row.id}/{member.member}" for member in members]
-            seeds = [groups.noise_seed(self.seed, update, name, n) for name in names]
+            seeds = [noise_seed(self.seed, update, name, n) for name in names]
             draws.append(self._draw(policy, conditioning, batch.schedule.at(moment), seeds, x0))
         weights, micro_batch = share * self.cfg.weight * has_clip, partial(job.micro_batch, policy)
         losses = anchor.accumulate(draws, x0, weights, backward=job.backward, micro_batch=micro_batch)
@@ -76,7 +78,7 @@ class Anchors:
         return self.cfg.weight > 0 or self.cfg.measured_clips > 0
 
     @torch.no_grad()
-    def data_loss(self, job: Job, model: nn.Module) -> dict[str, float]:
+    def data_loss(self, job: Distributed, model: nn.Module) -> dict[str, float]:
         """Return {"actor/data_loss": the loss of the measured clips}, or nothing. On all processes.
 
         It is the mean over clips and `steps`, of always the same noises. Each process has a share of the clips. A clip
@@ -90,7 +92,7 @@ class Anchors:
             x0, has_clip = self.latents([row])
             conditioning = protocol.move_to(self.conditions.conditioning(sample), self.device)
             for step in self.steps:
-                seeds = [groups.noise_seed(self.seed, -1, f"anchor/{sample.row.id}", step)]
+                seeds = [noise_seed(self.seed, -1, f"anchor/{sample.row.id}", step)]
                 draw = self._draw(model, conditioning, schedule.at(step), seeds, x0, to_data=True)
                 loss = anchor.velocity_misfit(draw, x0)
                 losses += loss.tolist() if mine and has_clip else []
@@ -111,7 +113,7 @@ class Anchors:
         reference = None
         if self.cfg.target == "reference" and not to_data:
             reference = partial(velocity.reference, step=0)
-        noise = torch.cat([groups.noise((1, *x0.shape[1:]), seed, self.device) for seed in seeds])
+        noise = torch.cat([draw_noise((1, *x0.shape[1:]), seed, self.device) for seed in seeds])
         return Draw(velocity=partial(velocity, step=0), sigma=at.sigmas[0], noise=noise, reference=reference)
 
     def _read(self, sample: Sample) -> Tensor | None:

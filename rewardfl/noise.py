@@ -1,0 +1,37 @@
+"""Seeds and draws of noise: a stable hash of run seed, epoch, sample and member.
+
+Nothing depends on the number of processes or the batch size.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Noise
+
+
+def noise_seed(run_seed: int, epoch: int, sample_id: str, member: int = 0) -> int:
+    """Seed (63 bits) of the noise of one sample; `member` counts the noises of a sample within an epoch."""
+    return stable_hash(f"noise/{run_seed}/{epoch}/{member}/{sample_id}")
+
+
+def training_noise_seed(run_seed: int, epoch: int, sample_id: str, noises_per_sample: str | int) -> int:
+    """noise_seed for a sample's visit in `epoch`: new in each ("fresh"), or the same n in turn (n).
+
+    Epoch -1 is that of the sample videos, which have a noise of their own.
+    """
+    if isinstance(noises_per_sample, str) or epoch < 0:
+        return noise_seed(run_seed, epoch, sample_id)
+    return noise_seed(run_seed, 0, sample_id, epoch % noises_per_sample)
+
+
+def draw_noise(shape: Sequence[int], seed: int, device: str | torch.device = "cpu") -> Tensor:
+    """Standard normal float32 noise, drawn on the CPU so that every device starts from the same."""
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def stable_hash(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # Python's own hash() differs from process to process

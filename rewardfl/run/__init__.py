@@ -1,1 +1,0 @@
-"""What happens around training: set-up, processes, checkpoints, signals, logs."""

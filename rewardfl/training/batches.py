@@ -1,0 +1,87 @@
+"""Batches of reward feedback learning, and the rollouts that a Flow-GRPO epoch keeps."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rewardfl import reward_flow
+from rewardfl.backbones import protocol
+from rewardfl.backbones.protocol import Conditioning, Velocity
+from rewardfl.noise import draw_noise, training_noise_seed
+from rewardfl.training.conditions import Conditions, Schedules, read_or_substitute
+from rewardfl.training.distributed import Distributed
+from rewardfl.training.samples import Batch, Sample
+from rewardfl.training.shard import Shard
+
+
+@dataclass(frozen=True)
+class BatchBuilder:
+    """Where the rollouts of reward feedback learning start: at each clip's noise, or at what is cached of it.
+
+    schedules: the denoising steps by the shape of latents. noises: sample.noises_per_sample. cached: the first expert's
+    steps are in the cache. skip: take another clip where the cache has lost one.
+    """
+
+    samples: Sequence[Sample]
+    conditions: Conditions
+    schedules: Schedules
+    seed: int
+    noises: str | int
+    cached: bool
+    skip: bool
+    device: torch.device
+
+    def batch(self, visits: Sequence[tuple[int, int]]) -> Batch:
+        """The samples (epoch, row); epoch -1 is that of the sample videos. CacheError where an entry is lost."""
+        taken = [read_or_substitute(self.samples, row, partial(self._read, epoch), self.skip) for epoch, row in visits]
+        rows = [row for row, _ in taken]
+        conditioning = self.conditions.backbone.collate([conditioning for _, (conditioning, _) in taken])
+        schedule = self.schedules(self.conditions.shape_of(self.samples[rows[0]]))
+        return Batch(
+            rows=rows,
+            replaced=[row != wanted for row, (_, wanted) in zip(rows, visits, strict=True)],
+            conditioning=protocol.move_to(conditioning, self.device),
+            x=torch.cat([x for _, (_, x) in taken]).to(self.device),
+            schedule=schedule,
+            start=schedule.handover if self.cached else 0,
+        )
+
+    def fill(self, sample_videos: int, share: Shard) -> None:
+        """Compute what the cache lacks of the noises of the samples, and of the first ones' sample videos."""
+        epochs = range(self.noises) if isinstance(self.noises, int) else range(0)
+        noises = [(sample, self._noise_seed(sample, epoch)) for sample in self.samples for epoch in epochs]
+        noises += [(sample, self._noise_seed(sample, -1)) for sample in self.samples[:sample_videos]]
+        self.conditions.fill_boundary(noises, self.schedules, self.device, share)
+
+    def _noise_seed(self, sample: Sample, epoch: int) -> int:
+        return training_noise_seed(self.seed, epoch, sample.row.id, self.noises)
+
+    def _read(self, epoch: int, row: int) -> tuple[Conditioning, Tensor]:
+        sample = self.samples[row]
+        seed, shape = self._noise_seed(sample, epoch), self.conditions.shape_of(sample)
+        if self.cached:
+            x = self.conditions.boundary_latents(sample, seed, self.schedules(shape))
+        else:
+            x = draw_noise((1, *shape), seed)
+        return self.conditions.conditioning(sample), x
+
+
+def measure_kl_floor(
+    job: Distributed,
+    starts: BatchBuilder,
+    velocity_of: Callable[[Batch], Velocity],
+    active: Sequence[int],
+    kl_weight: float,
+    dtype: str,
+) -> dict[str, float]:
+    """Return {"actor/kl_floor": the KL that rounding alone shows}, and print it; nothing in float32 or without KL."""
+    if kl_weight == 0 or dtype != "bfloat16":
+        return {}
+    batch = starts.batch([(0, 0)])
+    reference, sigmas = velocity_of(batch).reference, batch.schedule.sigmas
+    floor = reward_flow.kl_floor(reference, batch.x, sigmas, active, batch.start)
+    job.say(f"note: in bfloat16 this model's KL reads about {floor:.1e} from rounding alone")
+    return {"actor/kl_floor": floor}

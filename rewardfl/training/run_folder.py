@@ -1,0 +1,319 @@
+"""The folder of one run: its lock, run.json, and the configuration keys that may change on resume."""
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+import torch
+from pydantic import BaseModel, NonNegativeInt, ValidationError
+
+import rewardfl
+from rewardfl.config import BY_CONTENT, FREE, IF_NAMED, MARKS, Alike, shown
+from rewardfl.files import atomic_write
+from rewardfl.training.checkpoint import (
+    MANIFEST,
+    METRICS,
+    CheckpointError,
+    WriteError,
+    _Manifest,
+    _point_links,
+    _steps,
+    as_write_error,
+    find_checkpoint,
+    load_metrics,
+)
+from rewardfl.training.state import ResumePoint
+
+# The run folder
+
+LOCK = "run.lock"
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a network file system that is mounted without
+
+
+class RunFolder:
+    """A run's folder, this process's alone from `take` to the end of the `with`, or until the process dies.
+
+    The kernel's lock on the file LOCK says so; the file's text says whose it is, and stays behind without meaning.
+    """
+
+    def __init__(self):
+        self.path: Path | None = None
+        self._lock: TextIO | None = None
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def take(self, path: str | Path) -> None:
+        """Create the folder and lock it. CheckpointError, and nothing is changed, while another process has it."""
+        self.path = Path(path)
+        with as_write_error(self.path, "nothing was changed"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+
+    def _take_lock(self) -> None:
+        self._lock = (self.path / LOCK).open("a+", encoding="utf-8", errors="replace")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            owner = self._lock.read(200).strip() or "a process that is just starting"
+            raise CheckpointError(
+                f"run.output_dir {self.path} is in use by {owner}; wait for its end, stop it, or take another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            warnings.warn(
+                f"run.output_dir {self.path} is on a file system without locks ({error.strerror}): nothing keeps a "
+                "second start of the same command out of it",
+                stacklevel=4,
+            )
+        self._lock.truncate(0)
+        started = datetime.fromtimestamp(psutil.Process().create_time()).isoformat(" ", "seconds")
+        self._lock.write(f"process {os.getpid()} on {platform.node()}, started {started}\n")
+        self._lock.flush()
+
+    def write_run_json(self, record: Mapping[str, Any]) -> None:
+        """Write run.json: what it takes to repeat the run.
+
+        config, base_model and changes are what a later start compares with; command, versions, git_commit, face_packs
+        and init_from are for people.
+        """
+        path = self.path / RUN_JSON
+        with as_write_error(path, "checkpoints and metrics are as they were"):
+            atomic_write(path, json.dumps(record, indent=2) + "\n")
+
+    def check_present(self) -> None:
+        """Raise CheckpointError unless the folder is still the one that was taken. Called before the run writes."""
+        try:
+            if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):
+                return
+        except FileNotFoundError:
+            pass
+        raise CheckpointError(
+            f"run.output_dir {self.path} was deleted, moved away or replaced during the run ({LOCK} is not this run's "
+            "any more), so this run stops; move the folder back or take another one, and start the same command again"
+        )
+
+
+# Keys whose values are not compared when a run goes on, and those that run.resume_with_changes may name
+MAY_CHANGE = frozenset(key for key, marks in MARKS.items() if FREE in marks or BY_CONTENT in marks)
+
+MAY_CHANGE_IF_NAMED = frozenset(key for key, marks in MARKS.items() if IF_NAMED in marks)
+
+EQUIVALENT = {key: mark.values for key, marks in MARKS.items() for mark in marks if isinstance(mark, Alike)}
+
+RUN_JSON = "run.json"
+
+# what a killed process leaves where only the holder of the lock writes
+STRAYS = (f"{RUN_JSON}.tmp-*", "metrics.jsonl.tmp-*", "checkpoints/*.tmp-*", "samples/*/*.tmp-*")
+
+
+def prepare_output_dir(
+    run_folder: RunFolder | None, config: dict[str, dict], base_model: Mapping[str, str]
+) -> ResumePoint:
+    """Take and create the run's folder, or make sure that what it holds is this run; remove what a kill left behind.
+
+    run_folder: None for a dry run, which is refused what a start is refused, and changes nothing.
+
+    config: as config.to_dict gives it; base_model: {part: digest of its weights}. A run that never finished a step
+    holds nothing and may be replaced. Raises CheckpointError for a folder that another process is using, for another
+    run's folder, for this run's without resuming, for a checkpoint of a run with other settings or another base model,
+    for damaged files, and for a folder that cannot be written.
+    """
+    output_dir, resume = Path(config["run"]["output_dir"]), config["run"]["resume_from_checkpoint"]
+    if run_folder is None:
+        _check_writable(output_dir)
+    else:
+        run_folder.take(output_dir)
+        _clean(output_dir)
+    named = resume not in (False, "auto")
+    found = _resumption(find_checkpoint(output_dir, resume), config, base_model) if named else ResumePoint()
+    metrics = output_dir / "metrics.jsonl"
+    if not _steps(output_dir) and not (metrics.is_file() and metrics.stat().st_size > 0):
+        return found
+    if resume is False:
+        raise CheckpointError(
+            f"run.output_dir {output_dir} already holds a run; take another folder, delete it, or go on with "
+            "it: run.resume_from_checkpoint=auto"
+        )
+    _changes(output_dir, config, base_model)
+    path = found.path if named else find_checkpoint(output_dir, resume)
+    if path is not None:
+        _check_metrics(metrics, path)
+    if not named:
+        found = _resumption(path, config, base_model) if path else ResumePoint()
+    if not named and run_folder is not None:
+        # a kill may have come between a checkpoint and its links, and the last one may be damaged
+        with as_write_error(output_dir / "checkpoints" / "latest", "the checkpoints are as they were"):
+            _point_links(output_dir, path)
+    return found
+
+
+def _check_writable(output_dir: Path) -> None:
+    """WriteError for a folder that could not be made, or not be written to."""
+    existing = next(path for path in (output_dir, *output_dir.parents) if os.path.lexists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        why = "may not be written" if existing.is_dir() else "is no folder"
+        raise WriteError(f"run.output_dir {output_dir} could not be written ({existing} {why}); take another folder")
+
+
+def _clean(output_dir: Path) -> None:
+    """Try whether the folder takes a file, and remove what a kill left behind."""
+    with as_write_error(output_dir, "nothing was changed"):
+        (output_dir / "checkpoints").mkdir(exist_ok=True)
+        (output_dir / f"{RUN_JSON}.tmp-probe").write_bytes(b"x" * 4096)  # refused now, not after the weights are loaded
+        for stray in [path for pattern in STRAYS for path in output_dir.glob(pattern)]:
+            if stray.is_dir() and not stray.is_symlink():
+                shutil.rmtree(stray)
+            else:
+                stray.unlink(missing_ok=True)
+
+
+def _check_metrics(metrics: Path, folder: Path) -> None:
+    """CheckpointError unless metrics.jsonl begins with the lines that the checkpoint was saved with.
+
+    Early stop, alarms and `best` are computed from them. What comes after the checkpoint may be cut off.
+    """
+    saved = load_metrics(folder).encode()
+    lines = metrics.read_bytes() if metrics.is_file() else b""
+    if not lines.startswith(saved):
+        number = saved.count(b"\n", 0, len(os.path.commonprefix([lines, saved]))) + 1
+        raise CheckpointError(
+            f"{metrics} has lost or changed lines: line {number} is not the one that {folder} was saved with; put the "
+            f"checkpoint's copy back: {shlex.join(['cp', str(folder / METRICS), str(metrics)])}"
+        )
+
+
+def _resumption(path: Path, config: dict[str, dict], base_model: Mapping[str, str]) -> ResumePoint:
+    """How to go on from a complete checkpoint, whose run.json is beside the folder that it lies in."""
+    earlier, changed = _changes(path.parent.parent, config, base_model)
+    load_metrics(path)  # refused now, not after the weights are loaded
+    step = _Manifest.model_validate_json((path / MANIFEST).read_bytes()).step
+    # what was changed after a checkpoint that is gone is in force from this one on
+    earlier = [change | {"step": min(change["step"], step)} for change in earlier]
+    return ResumePoint(path, step, (*earlier, *({**change, "step": step} for change in changed)))
+
+
+def _changes(
+    run_dir: Path, config: dict[str, dict], base_model: Mapping[str, str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(the changes that run.json lists, those that it does not: key, old, new). CheckpointError for any other."""
+    record = _read_run_json(run_dir / RUN_JSON)
+    old = _flat(record.config | {"base_model": record.base_model})
+    new = _flat(config | {"base_model": base_model})
+    if other_keys := sorted(_flat(record.config).keys() ^ _flat(config).keys()):
+        raise CheckpointError(
+            f"{run_dir / RUN_JSON} was written by another version of rewardfl, whose settings are others "
+            f"({', '.join(other_keys[:5])}); resume with that version, or start a new run in another folder from the "
+            f"adapter: lora.init_from={run_dir}/checkpoints/latest"
+        )
+    free = MAY_CHANGE
+    if "cosine" in (old.get("train.lr_scheduler_type"), new.get("train.lr_scheduler_type")):
+        # the learning rate depends on how long the run is
+        by_epochs = None in (old.get("train.max_steps"), new.get("train.max_steps"))
+        free -= {"train.max_steps", *(["train.num_train_epochs"] if by_epochs else [])}
+    differing = [
+        {"key": key, "old": old.get(key), "new": new.get(key)}
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and key not in free
+        and not {str(old.get(key)), str(new.get(key))} <= set(EQUIVALENT.get(key, ()))
+    ]  # fmt: skip
+    named = new.get("run.resume_with_changes", ())
+    refused = [change for change in differing if change["key"] not in named]
+    if refused:
+        raise CheckpointError(_refusal(run_dir, refused))
+    return [change.model_dump() for change in record.changes], differing
+
+
+def _refusal(run_dir: Path, refused: Sequence[Mapping[str, Any]]) -> str:
+    keys = [change["key"] for change in refused]
+    ways = [f"set {'it' if len(keys) == 1 else 'them'} back"]
+    if set(keys) <= MAY_CHANGE_IF_NAMED:
+        ways.append(f"accept this with run.resume_with_changes=[{','.join(keys)}]")
+    ways.append(f"use another folder (lora.init_from={run_dir}/checkpoints/latest starts a new run from the adapter)")
+    base = (
+        " (base_model: what model.model_paths leads to)" if any(key.startswith("base_model.") for key in keys) else ""
+    )
+    return f"{run_dir} holds a run with other settings: {describe_changes(refused)}{base}; {', or '.join(ways)}"
+
+
+def describe_changes(changes: Sequence[Mapping[str, Any]]) -> str:
+    """Changes (key, old, new) in words."""
+    return ", ".join(f"{one['key']} {shown(one['old'])} -> {shown(one['new'])}" for one in changes)
+
+
+class _Change(BaseModel):
+    key: str
+    old: Any
+    new: Any
+    step: NonNegativeInt
+
+
+class _RunRecord(BaseModel):
+    """What a later start reads of run.json."""
+
+    config: dict[str, dict[str, Any]]
+    base_model: dict[str, str]
+    changes: list[_Change]
+
+
+def _read_run_json(path: Path) -> _RunRecord:
+    """Return the record of a run.json. CheckpointError when it is missing or damaged."""
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing, so nothing says whether this is the same run; put it back or use another folder"
+        )
+    try:
+        return _RunRecord.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{path} is damaged, so nothing says whether this is the same run; put it back as the run wrote it, or use "
+            f"another folder (lora.init_from={path.parent}/checkpoints/latest starts a new run from the adapter)"
+        ) from error
+
+
+def _flat(config: Mapping[str, Mapping]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
+
+
+def library_versions(names: Sequence[str]) -> dict[str, str]:
+    """{distribution name: installed version}, leaving out what is not installed.
+
+    Of torch it is the build (2.13.0+cu130), of rewardfl that of the files that run, which need not be installed.
+    """
+    imported = {"torch": str(torch.__version__), "rewardfl": rewardfl.__version__}
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = imported.get(name) or metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_commit(folder: str | Path) -> str | None:
+    """Commit of the checkout that `folder` is in, "-dirty" added when files differ; None without one."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:  # no git on this machine
+        return None
+    return found.stdout.strip() if found.returncode == 0 else None

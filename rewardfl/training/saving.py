@@ -1,0 +1,190 @@
+"""Write checkpoints, sample videos and run.json, and close a run."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rewardfl import config as configuration
+from rewardfl import data, lora
+from rewardfl.backbones.protocol import Backbone
+from rewardfl.config import AnyConfig
+from rewardfl.files import printable
+from rewardfl.training import checkpoint, metrics_file, run_folder
+from rewardfl.training.checkpoint import AFTER_EARLY_STOP, describe_best
+from rewardfl.training.clip_scan import load_sized_example
+from rewardfl.training.distributed import Distributed
+from rewardfl.training.learner import Learner
+from rewardfl.training.logger import Log, start_tracker
+from rewardfl.training.samples import Sample
+from rewardfl.training.signals import Interruption
+from rewardfl.training.state import RunState
+
+VERSIONED = (
+    "rewardfl", "torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av",
+    "deepspeed",
+)  # fmt: skip
+
+PROMPT_FPS = 16  # frames per second of sample videos that no real clip gives a rate
+
+
+# What a run leaves
+
+
+def open_log(cfg: AnyConfig, job: Distributed, folder: run_folder.RunFolder, resumed: RunState, steps: int) -> Log:
+    """Begin to write run.json and metrics.jsonl. steps: of the whole run."""
+    opened = resumed.opened
+    before = "" if opened.path is None else checkpoint.load_metrics(opened.path)
+    metrics = metrics_file.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl", before)
+    if opened.path is not None:
+        job.say(f"resuming from {opened.path} at step {opened.step}")
+    for change in resumed.changes:
+        job.say(f"changed at step {change['step']}: {run_folder.describe_changes([change])}")
+    changed = {change["key"] for change in resumed.changes}
+    for key in cfg.run.resume_with_changes:
+        if key not in changed:
+            job.say(f"note: run.resume_with_changes names {key}, which has not changed")
+
+    def begin() -> None:
+        folder.check_present()
+        metrics.start()
+        packs = {key: files for key, files in resumed.content.items() if key.startswith("reward.")}
+        folder.write_run_json(
+            {
+                "config": configuration.to_dict(cfg),
+                "command": sys.argv,
+                "versions": run_folder.library_versions(VERSIONED),
+                "git_commit": run_folder.git_commit(Path(__file__).parent),
+                "face_packs": packs,
+                "base_model": opened.base,
+                "init_from": resumed.content["lora.init_from"],
+                "changes": resumed.changes,
+            }
+        )
+
+    job.by_main(begin, checkpoint.CheckpointError)
+    start_tracker(cfg, job, opened.step)
+    return Log(cfg, job, folder, metrics, steps, resumed.state.get("skipped_in_a_row", 0))
+
+
+def collect_state(job: Distributed, learner: Learner, resumed: RunState, log: Log, step: int) -> dict[str, Any]:
+    """What going on after `step` takes in both scripts. On all processes, which may hold parts of it."""
+    return {
+        "step": step,
+        "skipped_in_a_row": log.skipped_in_a_row,
+        "content": {key: dict(files) for key, files in resumed.content.items()},
+        "scheduler": learner.scheduler.state_dict(),
+        "optimizer": job.optimizer_state(learner.optimizer, learner.parameters),
+    }
+
+
+def save(
+    cfg: AnyConfig,
+    job: Distributed,
+    backbone: Backbone,
+    learner: Learner,
+    log: Log,
+    state: dict[str, Any],
+    score: float | None,
+    last: bool,
+) -> None:
+    """Write a checkpoint of the adapters as they are now. On all processes; the main one writes.
+
+    state: see state_of. score: what `best` is chosen by. last: a disk that does not take it stops the run, as nothing
+    later could make up for it; it is said otherwise.
+    """
+    adapters = {name: lora.adapter_state(expert) for name, expert in learner.trained.items()}
+
+    def write(folder: Path) -> None:
+        for name, expert in learner.trained.items():
+            backbone.save_adapter(name, expert, folder, adapters[name])
+
+    if job.main:
+        with checkpoint.warn_on_write_error(job.say, state["step"], last=last):
+            log.folder.check_present()
+            keep_last, lines = cfg.run.keep_last, log.metrics.text
+            checkpoint.save_checkpoint(cfg.run.output_dir, state["step"], write, state, score, keep_last, lines)
+
+
+def samples_dir(cfg: AnyConfig, step: int) -> Path:
+    return Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
+
+
+@torch.no_grad()
+def sample_videos(
+    cfg: AnyConfig,
+    samples: Sequence[Sample],
+    generate: Callable[[int], tuple[int, Tensor]],
+    job: Distributed,
+    step: int,
+) -> Path:
+    """Write samples/step-*/<n>.mp4 of the first samples, each process its share; the folder, when all have written.
+
+    A model of images writes <n>.png, and grid.png of them all where they are several.
+
+    generate: row -> (row, its video (3, F, H, W)), asked as often on every process; another row where this one's inputs
+    are lost. A video that the disk does not take, or whose real clip cannot be read any more, is said and left out.
+    """
+    folder = samples_dir(cfg, step)
+    for wanted, mine in job.share.rounds(range(min(cfg.run.sample_videos, len(samples)))):
+        row, video = generate(wanted)
+        path = folder / f"{wanted:02d}.{'png' if video.shape[1] == 1 else 'mp4'}"
+        if mine:
+            try:
+                with checkpoint.warn_on_write_error(print, step, last=False):
+                    write_comparison(cfg, samples[row], video, path)
+            except data.DataError as error:
+                why = f"its real clip cannot be shown: {error}"
+                print(printable(f"warning: step {step}: {path} is left out, since {why}"))
+    job.wait()
+    written = [path for n in range(cfg.run.sample_videos) if (path := folder / f"{n:02d}.png").is_file()]
+    if len(written) > 1 and job.main:
+        with checkpoint.warn_on_write_error(print, step, last=False):
+            pictures = [data.read_picture(path) for path in written]
+            _write_video(folder / "grid.png", data.side_by_side(pictures)[None], PROMPT_FPS)
+    return folder
+
+
+def write_comparison(cfg: AnyConfig, sample: Sample, video: Tensor, path: Path) -> None:
+    """The real clip, its face marked, beside the generated `video` (3, F, H, W), which is alone where there is none.
+
+    WriteError as a checkpoint's; DataError where the real clip is not what it was when training began.
+    """
+    if sample.row.video is None:
+        _write_video(path, video.float().cpu(), cfg.data.fps or PROMPT_FPS)
+        return
+    real = load_sized_example(cfg, sample.row).video
+    if real.shape != video.shape:
+        sizes = " x ".join(map(str, real.shape[1:])), " x ".join(map(str, video.shape[1:]))
+        raise data.DataError(f"{sample.row.video}: is {sizes[0]} (frames x height x width) now, it was {sizes[1]}")
+    if sample.references and "boxes" in (sample.references[0] or {}) and sample.row.reference_video is None:
+        for boxes in sample.references[0]["boxes"]:  # of those whom the reward follows
+            real = data.draw_boxes(real, boxes)
+    fps = cfg.data.fps or data.frame_rate(sample.row.video)
+    _write_video(path, torch.cat([real, video.float().cpu()], -1), fps)
+
+
+def _write_video(path: Path, video: Tensor, fps: float) -> None:
+    with checkpoint.as_write_error(path, "training goes on without this sample video"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".png":
+            data.write_picture(path, video)
+        else:
+            data.write_video(path, video, fps=fps)
+
+
+def close_run(cfg: AnyConfig, job: Distributed, interruption: Interruption, step: int, stopped: str) -> int:
+    """Close everything after the last step of this process group; the exit code. stopped: by train.early_stop, why."""
+    job.accelerator.end_training()
+    if interruption.number:
+        if cfg.run.sample_videos and step and not samples_dir(cfg, step).exists():
+            job.say(f"note: {interruption.name} came before the sample videos of step {step}, which are left out")
+        job.say(f"{interruption.name}: stopped after step {step}; the same command goes on from there")
+        return interruption.exit_code
+    if stopped:
+        job.say(f"stopped at step {step}: {stopped}; {describe_best(cfg)}; {AFTER_EARLY_STOP}")
+    job.say(f"done: {cfg.run.output_dir}/checkpoints/latest")
+    return 0

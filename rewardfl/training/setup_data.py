@@ -1,0 +1,187 @@
+"""Scan the rows of metadata files, and fill the cache with all that training reads of clips."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from rewardfl import config as configuration
+from rewardfl import data
+from rewardfl.backbones import protocol
+from rewardfl.backbones.protocol import Backbone, Conditioning
+from rewardfl.config import AnyConfig
+from rewardfl.data.cache import Cache
+from rewardfl.rewards import registry
+from rewardfl.rewards.scoring import Term
+from rewardfl.training import batches, checks, clip_scan, plan, setup_data
+from rewardfl.training.anchors import Anchors
+from rewardfl.training.clip_scan import load_sized_example
+from rewardfl.training.conditions import Conditions
+from rewardfl.training.distributed import Distributed
+from rewardfl.training.samples import Rows, Sample
+from rewardfl.training.setup_rewards import missing_columns, missing_references
+from rewardfl.training.shard import map_shared
+
+MAX_SIZES = 5  # of those that rows have
+
+
+def size_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
+    """How many rows are generated at which size, in words, where some have a size of their own."""
+    if not any(row.size for row in rows):
+        return []
+    counts = Counter(row.size or (cfg.data.height, cfg.data.width) for row in rows)
+    listed = [f"{height} x {width} ({count} rows)" for (height, width), count in counts.most_common(MAX_SIZES)]
+    more = [f"{len(counts) - MAX_SIZES} more"] if len(counts) > MAX_SIZES else []
+    return [
+        f"sizes (height x width): {', '.join([*listed, *more])}; the table of sigmas and the estimate are of the "
+        "largest that is trained on"
+    ]
+
+
+def scan_rows(cfg: AnyConfig, job: Distributed, backbone: Backbone, rewards: Sequence[registry.Chosen] = ()) -> Rows:
+    """Look at the headers of all clips, milliseconds for each, and at what the rewards' classes need of a row.
+
+    rewards: of find_rewards.
+
+    DataError lists every row that cannot be used, unless data.skip_bad_rows, and is raised where none is left.
+    """
+    rows, said = _scan_table(cfg, data.load_metadata(cfg.data.file_name), job, backbone, rewards)
+    held_out: list[data.Row] = []
+    if isinstance(cfg, configuration.FlowGrpoConfig) and cfg.evaluation.eval_clips:
+        others = data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips")
+        held_out, more = _scan_table(cfg, others, job, backbone, rewards)
+        said = [*said, *more, *checks.check_held_out(rows, held_out)]
+    return Rows(rows, held_out, said)
+
+
+def _scan_table(
+    cfg: AnyConfig,
+    rows: Sequence[data.Row],
+    job: Distributed,
+    backbone: Backbone,
+    rewards: Sequence[registry.Chosen] = (),
+) -> tuple[list[data.Row], list[str]]:
+    look = partial(data.look_at, num_frames=cfg.data.num_frames, fps=cfg.data.fps, takes_image=backbone.takes_image)
+    looks = map_shared(look, rows, job.share, job.gather_lists, "headers")
+    problems = [(row.line, problem) for row, look in zip(rows, looks, strict=True) for problem in look.problems]
+    # of the others it depends on their settings: find_samples asks them
+    needs: dict[str, str] = {
+        reward.key: str(cls.compares_with)
+        for i, (reward, cls) in enumerate(rewards)
+        if (reward.weight > 0 or i == 0) and isinstance(cls.compares_with, str)
+    }
+    problems += [(row.line, lack) for row in rows if not row.problem for lack in missing_columns(cfg, row, needs)]
+    refused = {size: plan.size_problem(cfg, backbone, size) for size in {row.size for row in rows}}
+    problems += [(row.line, refused[row.size]) for row in rows if refused[row.size]]
+    good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
+    said, table = [f"skipped: {line}" for line in bad], rows[0].table
+    if bad:
+        said.append(f"note: {table}: {len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows)")
+    said += _anchor_notes(cfg, good)
+    lines = {row.line for row in good}
+    seen = [look for row, look in zip(rows, looks, strict=True) if row.line in lines]
+    sizes = (cfg.data.height, cfg.data.width, cfg.data.max_pixels, cfg.data.fps)
+    notes = [*data.notes(good), *data.clip_notes(good, seen, *sizes), *setup_data.size_notes(cfg, good)]
+    return good, [*said, *(f"note: {table}: {note}" for note in notes)]
+
+
+def _anchor_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
+    """Return a note on rows without a clip to anchor at. DataError where no row has one."""
+    without = sum(row.video is None for row in rows)
+    if cfg.anchor.weight == 0 or not without:
+        return []
+    if without == len(rows):
+        raise data.DataError("anchor.weight: no row names a video, so there is no clip to anchor at; set it to 0")
+    return [f"note: {rows[0].table}: {without} of {len(rows)} rows name no video and have no anchor (anchor.weight)"]
+
+
+def open_cache(cfg: AnyConfig) -> Cache:
+    """The folder of what is computed once per clip."""
+    return Cache(cfg.data.cache_dir or f"{cfg.run.output_dir}/cache")
+
+
+def find_samples(
+    cfg: AnyConfig, rows: Sequence[data.Row], terms: Sequence[Term], store: Cache, job: Distributed
+) -> list[Sample]:
+    """The clips, read once, and what the rewards keep of them; what is left out is said.
+
+    rows: those that look_at_rows left.
+    """
+    if not rows:
+        return []
+    rewards = [term.reward for term in terms]
+    size = {name: getattr(cfg.data, name) for name in ("height", "width", "num_frames", "max_pixels", "fps")}
+    hashes, unreadable = clip_scan.hash_files(rows, job.share, job.gather_lists)
+    problems = [
+        (row.line, unreadable[path]) for row in rows for path in dict.fromkeys(row.files.values()) if path in unreadable
+    ]
+    problems += [(row.line, problem) for row in rows for problem in missing_references(cfg, row, terms)]
+    lost = {line for line, _ in problems}
+    whole = [row for row in rows if row.line not in lost]
+    keys = {row.line: clip_scan.clip_key(row, hashes, size) for row in whole}
+    load = partial(load_sized_example, cfg)
+    found = job.gather_lists(clip_scan.scan_clips(store, whole, keys, load, rewards, job.device, job.share))
+    problems += [(one.line, one.problem) for one in found if one.problem]
+    rows, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
+    for line in bad:
+        job.say(f"skipped: {line}")
+    return clip_scan.load_samples(store, rows, keys, found, rewards)
+
+
+def make_conditions(cfg: AnyConfig, backbone: Backbone, base: Mapping[str, str], store: Cache) -> Conditions:
+    """The conditioning of clips, in the cache. base: as `digest_base_model` gives it."""
+    first = " ".join(base.get(part, part) for part in backbone.parts_of(backbone.experts[0]))
+    # what an image becomes is the model's own affair: two models of one VAE make different things of it
+    image = " ".join([cfg.model.model_name, *(base[part] for part in ("vae", "image_encoder") if part in base)])
+    return Conditions(store, backbone, base["text_encoder"], image, first, cfg.model.dtype, cfg.data.num_frames)
+
+
+def make_anchors(
+    cfg: AnyConfig, backbone: Backbone, conditions: Conditions, samples: Sequence[Sample], job: Distributed
+) -> Anchors:
+    """Return the data anchor of the run, with the clips' latents in the cache where it trains or measures them."""
+    trained = plan.trained_experts(cfg, backbone.experts)
+    anchors = Anchors(
+        cfg=cfg.anchor,
+        steps=plan.anchor_steps(cfg, plan.make_schedule(cfg, backbone), trained),
+        seed=cfg.run.seed,
+        backbone=backbone,
+        conditions=conditions,
+        samples=samples,
+        schedules=partial(plan.make_schedule, cfg, backbone),
+        skip_lost=cfg.data.skip_bad_rows,
+        device=job.device,
+    )
+    clips = [sample for sample in samples if sample.row.video is not None] if anchors.is_wanted else []
+    clips = clips if cfg.anchor.weight else clips[: cfg.anchor.measured_clips]
+    conditions.fill_latents(clips, lambda sample: load_sized_example(cfg, sample.row).video, job.device, job.share)
+    job.wait()
+    return anchors
+
+
+def make_batch_builder(
+    cfg: configuration.RewardFlConfig,
+    backbone: Backbone,
+    conditions: Conditions,
+    samples: Sequence[Sample],
+    job: Distributed,
+) -> batches.BatchBuilder:
+    """Return where rollouts start, with the first expert's latents in the cache where the run caches them."""
+    cached = cfg.experts.untrained == "boundary_cache"
+    schedules, noises = partial(plan.make_schedule, cfg, backbone), cfg.sample.noises_per_sample
+    starts = batches.BatchBuilder(
+        samples, conditions, schedules, cfg.run.seed, noises, cached, cfg.data.skip_bad_rows, job.device
+    )
+    if cached:
+        starts.fill(cfg.run.sample_videos, job.share)
+        job.wait()
+    return starts
+
+
+def fill_conditions(
+    cfg: AnyConfig, conditions: Conditions, samples: Sequence[Sample], job: Distributed
+) -> Conditioning | None:
+    """Compute what the cache lacks of the conditioning; what guidance leads away from, on the device, None for none."""
+    guided = cfg.sample.guidance_scale != 1
+    conditions.fill(samples, job.device, job.share, [cfg.sample.negative_prompt] if guided else [])
+    job.wait()
+    return protocol.move_to(conditions.text_of(cfg.sample.negative_prompt), job.device) if guided else None

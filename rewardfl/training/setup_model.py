@@ -1,0 +1,123 @@
+"""Open the model, check its headers, load experts, and give adapters their first weights."""
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from diffusers import ModelMixin
+from torch import nn
+
+from rewardfl import backbones, lora, machine
+from rewardfl.backbones.protocol import Backbone, Experts, Source
+from rewardfl.config import AnyConfig
+from rewardfl.memory import attention, compiling, offload
+from rewardfl.noise import draw_noise, noise_seed
+from rewardfl.training import checkpoint, checks, plan, rounding
+from rewardfl.training.conditions import Conditions
+from rewardfl.training.distributed import Distributed
+from rewardfl.training.lora_init import read_initial_adapters
+from rewardfl.training.samples import Sample
+from rewardfl.training.state import RunState
+
+SEED_STRIDE = 1_000_003  # between the adapters of two experts, which must not start from equal matrices
+
+
+# What will be done, as far as the configuration and headers tell
+
+
+def model_source(cfg: AnyConfig) -> Source:
+    """What the configuration says of the model's files."""
+    model = cfg.model
+    return Source(
+        model_paths=model.model_paths,
+        tokenizer_path=model.tokenizer_path,
+        origin_paths=model.model_id_with_origin_paths,
+        allow_download=model.allow_download,
+        boundary=model.min_timestep_boundary,
+        embedded_guidance=model.embedded_guidance,
+        dtype=model.dtype,
+        distilled=(model.distill_lora_high, model.distill_lora_low, model.distill_lora_mode),
+    )
+
+
+def open_model(cfg: AnyConfig) -> Backbone:
+    """The model: all of its files are checked by their headers alone, and so is what the run wants of them."""
+    checks.check_tracker(cfg.run.log_with)
+    checks.check_threads(cfg.run.cpu_threads, machine.usable_cores())
+    checks.check_paths(cfg)
+    backbone = backbones.open(cfg.model.model_name, model_source(cfg))
+    lora.check_targets(plan.lora_targets(cfg, backbone), backbone.linear_layers(), backbone.layer_names)
+    backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
+    read_initial_adapters(cfg, backbone)
+    if cfg.model.attention_backend != attention.NATIVE or attention.VARIABLE in os.environ:
+        network = next(iter(backbone.on_meta(512, 512, cfg.data.num_frames).experts.values()))[0].build(None)
+        attention.check_name(cfg.model.attention_backend, network, cfg.model.allow_download)
+    return backbone
+
+
+def load_experts(
+    cfg: AnyConfig, backbone: Backbone, job: Distributed, conditions: Conditions, samples: Sequence[Sample]
+) -> tuple[Experts, dict[str, nn.Module]]:
+    """(all experts in their places, the trained ones by name with their LoRA, where `job.prepare` wants them).
+
+    samples: by one of them it is measured how far an expert's velocity in fp8 is from the exact one.
+    """
+    names = plan.trained_experts(cfg, backbone.experts)
+    outside = [name for name in backbone.experts if name not in names]
+    model_of: dict[str, nn.Module | None] = dict.fromkeys(backbone.experts)  # one at a time: the host holds one expert
+
+    def loaded(name: str) -> ModelMixin:
+        expert = backbone.load_expert(name)
+        if cfg.model.attention_backend != attention.NATIVE:
+            expert.set_attention_backend(cfg.model.attention_backend)
+        if cfg.train.compile_blocks:
+            compiling.compile_blocks(expert, backbone.block_classes)
+        return expert
+
+    if cfg.experts.untrained != "boundary_cache":  # which nothing will ask
+        probe = None
+        if cfg.experts.untrained == "fp8":
+            row, conditioning = conditions.readable(samples, 0, cfg.data.skip_bad_rows)
+            shape = conditions.shape_of(samples[row])
+            noise = draw_noise((1, *shape), noise_seed(cfg.run.seed, 0, "8 bits"))
+            probe = rounding.Probe(backbone, plan.make_schedule(cfg, backbone, shape), noise, conditioning, job.device)
+        for name in outside:
+            measures = probe is not None and job.main and name in probe.schedule.experts
+            # loaded twice then: two in the host at once would take what is to be saved
+            exact = probe.exact(name, partial(loaded, name)) if measures else None
+            expert = offload.move_expert(loaded(name), cfg.experts.untrained, job.device, backbone.block_classes)
+            if exact is not None:
+                job.say(probe.note(name, expert, exact))
+            model_of[name] = expert
+    trained, rank, targets = {}, cfg.lora.lora_rank, plan.lora_targets(cfg, backbone)
+
+    for i, name in enumerate(names):
+        expert = loaded(name)
+        lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed + i * SEED_STRIDE)
+        expert = offload.move_expert(expert, cfg.experts.trained, job.home, backbone.block_classes)
+        if cfg.train.use_gradient_checkpointing:
+            on_host, keep_attention = cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention
+            expert.enable_gradient_checkpointing(offload.checkpointing(job.device, on_host, keep_attention))
+        trained[name] = model_of[name] = expert
+    return Experts(model_of, outside), trained
+
+
+def fill_adapters(model: Experts, trained: Mapping[str, nn.Module], backbone: Backbone, resumed: RunState) -> None:
+    """Give the adapters their first weights: of the checkpoint, of lora.init_from, or as they are: they change nothing.
+
+    CheckpointError for a checkpoint without the adapters that are trained.
+    """
+    folder = resumed.opened.path
+    if folder is None:
+        for name, one in resumed.init.items():
+            lora.start_from(trained[name], one)
+        return
+    for name, expert in trained.items():
+        try:
+            backbone.load_adapter(name, expert, folder)
+        except (ValueError, FileNotFoundError) as error:
+            raise checkpoint.CheckpointError(f"{folder} cannot be gone on from: {error}") from error
+    if "parameters" in resumed.state:  # the checkpoint's adapter is an average of these
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter, value in zip(parameters, resumed.state.pop("parameters"), strict=True):
+            parameter.data.copy_(value)

@@ -1,0 +1,66 @@
+"""Metrics of one update, over all samples of all processes."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rewardfl import grpo
+from rewardfl.rewards import metrics as reward_metrics
+from rewardfl.rewards.scoring import RewardResult, Term
+from rewardfl.training import invariants
+from rewardfl.training.timer import peak_memory_gb
+
+
+def common_metrics(
+    device: torch.device, step: int, norm: float, rate: float, replaced: Tensor, signal: Tensor
+) -> dict[str, float]:
+    """Return the metrics that both scripts log: gradient norm, learning rate, replaced samples, peak memory.
+
+    replaced, signal: (N,) bool, whether a sample took the place of another, and whether it had a gradient.
+    GradientMissing where the norm is 0 although a sample had one.
+    """
+    return {
+        "grad_norm": norm,
+        "lr": rate,
+        "data/replaced": float(replaced.sum()),
+        "train/no_signal": invariants.no_signal(step, norm, signal),
+        "memory/peak_gb": peak_memory_gb(device),
+    }
+
+
+def reward_fl_metrics(
+    anchor_metrics: Mapping[str, float],
+    terms: Sequence[Term],
+    results: Sequence[Sequence[RewardResult]],
+    samples: Mapping[str, Tensor],
+    active: Sequence[int],
+    kl_weight: float,
+) -> dict[str, float]:
+    """Return the metrics of an update of reward feedback learning.
+
+    anchor_metrics: of Anchors.metrics; the policy's loss is added to its actor/loss. results: by batch and term.
+    samples: reward, kl, valid and sample_norm (N,), cotangent (N, K) with K the number of active steps.
+    """
+    policy_loss = float(kl_weight * samples["kl"].mean() - samples["reward"].mean())
+    metrics = dict(anchor_metrics) | {
+        "actor/loss": anchor_metrics["actor/loss"] + policy_loss,
+        "actor/kl_loss": float(samples["kl"].mean()),
+        "reward/valid_fraction": float(samples["valid"].mean()),
+        "reward/failed": reward_metrics.failed_fraction(results),
+        "train/sample_norm": float(samples["sample_norm"].median()),
+    }
+    metrics |= reward_metrics.means(terms, results, "reward", metrics, score="mean")
+    norms = samples["cotangent"].mean(0).tolist()
+    return metrics | {f"grad_norm/step_{i}": norm for i, norm in zip(active, norms, strict=True)}
+
+
+def flow_grpo_metrics(
+    anchor_metrics: Mapping[str, float], policy_loss: float, samples: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Return the metrics of a Flow-GRPO update. policy_loss: the mean loss of its samples and steps.
+
+    samples: of grpo.policy_statistics.
+    """
+    loss = anchor_metrics["actor/loss"] + policy_loss
+    return dict(anchor_metrics) | {"actor/loss": loss} | grpo.policy_statistics(samples)

@@ -1,0 +1,71 @@
+"""Which denoising steps are stochastic and trained in an epoch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rewardfl.noise import noise_seed
+
+# Which steps are stochastic, and trained
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Which steps of a schedule may be stochastic, and trained.
+
+    kind: `list`, the given `steps`; `random`, `size` steps in a row (Flow-GRPO-Fast); `fraction`, that share of
+    the steps, rounded and at least one, not necessarily in a row (DanceGRPO draws 0.6). Both draw from
+    bounds[0] <= step < bounds[1], all steps by default, anew in each epoch.
+
+    usable: the steps that have std > 0 and matter. The caller leaves out deterministic ones: CPS
+    has std = 0 at the last. Flow-SDE and Dance-SDE have a density there, yet it only leaves noise in the sample;
+    every published recipe leaves it out as well.
+    """
+
+    kind: Literal["list", "random", "fraction"]
+    usable: Sequence[int]
+    steps: Sequence[int] = ()
+    size: int = 1
+    bounds: Sequence[int] | None = None
+    fraction: float = 0.6
+
+    @property
+    def drawable(self) -> tuple[int, ...]:
+        """The steps that some epoch's window may have, ascending."""
+        if self.kind == "list":
+            return tuple(sorted(self.steps))
+        low, high = self.bounds or (0, math.inf)
+        return tuple(step for step in sorted(self.usable) if low <= step < high)
+
+
+def draw_window(windows: Windows, epoch: int, seed: int) -> tuple[int, ...]:
+    """The SDE steps of an epoch, ascending: the same on every process and for every group; ODE elsewhere.
+
+    Raises ValueError for a window that fits nowhere, and for listed steps that are not usable.
+    """
+    candidates, usable = windows.drawable, sorted(windows.usable)
+    if windows.kind == "list":
+        refused = [step for step in windows.steps if step not in usable]
+        if refused or not candidates or len(set(candidates)) < len(candidates):
+            raise ValueError(
+                f"steps must be some of the usable {usable}, each once, got {list(windows.steps)}"
+                + (f": {refused} are not usable" if refused else "")
+            )
+        return candidates
+    generator = torch.Generator().manual_seed(noise_seed(seed, epoch, "window"))
+    size = windows.size if windows.kind == "random" else 1
+    starts = [s for s in candidates if set(range(s, s + size)) <= set(candidates)]
+    if not starts:
+        raise ValueError(
+            f"no {size} steps in a row among the usable {list(candidates)} within the bounds; take a smaller window or "
+            "wider bounds"
+        )
+    if windows.kind == "random":
+        start = starts[int(torch.randint(len(starts), (), generator=generator))]
+        return tuple(range(start, start + size))
+    count = max(1, round(windows.fraction * len(candidates)))
+    drawn = torch.randperm(len(candidates), generator=generator)[:count].tolist()
+    return tuple(sorted(candidates[i] for i in drawn))
