@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan.variants import VARIANTS
+from rewardfl.merging import writing
 from rewardfl.weights import lora_files, shards, wan_names
-from rewardfl_tools import _writing
 
 SHARDS, RANK = 3, 64
 
@@ -66,7 +66,7 @@ def write(folder: Path, layers: int, width: int) -> tuple[Path, Path]:
         for layout in ("original", "diffusers"):
             named = {wan_names.to_original(name) if layout == "original" else name: state[name] for name in state}
             (folder / layout).mkdir(exist_ok=True)
-            save_file(named, folder / layout / f"{_writing.STEM}-{i + 1:05d}-of-{SHARDS:05d}.safetensors")
+            save_file(named, folder / layout / f"{writing.STEM}-{i + 1:05d}-of-{SHARDS:05d}.safetensors")
     lora = {}
     for name, shape in shapes.items():
         if name.startswith("blocks.") and len(shape) == 2:

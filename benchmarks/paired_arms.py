@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rewardfl_tools import _records
-from rewardfl_tools._figures import Reading, Table, per_person, table_of
-from rewardfl_tools._intervals import Interval, interval, ratio
+from rewardfl.evaluation.figures import Reading, Table, per_person, table_of
+from rewardfl.evaluation.intervals import Interval, interval, ratio
+from rewardfl.evaluation.records import read
 
 BASE = "base"
 SIGNED = ("look/face", "motion/reversals")  # compared by their difference
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--second", required=True)
     args = parser.parse_args()
     groups = [args.first.split(","), args.second.split(",")]
-    records = list(_records.read(args.evaluation).values())
+    records = list(read(args.evaluation).values())
     if missing := {*groups[0], *groups[1]} - {record["arm"] for record in records}:
         parser.error(f"{args.evaluation} has no arm {', '.join(sorted(missing))}; its videos/ has a folder of each")
     print("\n".join(lines(table_of(records, [BASE, *groups[0], *groups[1]], Reading()), *groups)))

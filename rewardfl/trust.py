@@ -32,6 +32,6 @@ def arguments() -> list[str]:
 
 def refusal(name: str, source: str) -> str:
     """Return why the reward `name` of a module or file `source` may not be loaded; "" where it may."""
-    if _allowed or not source.endswith(".py") and source.partition(".")[0] in ("rewardfl", "rewardfl_tools"):
+    if _allowed or not source.endswith(".py") and source.partition(".")[0] == "rewardfl":
         return ""
     return f"{name} is code of {source}; {OPTION} on the command line loads it"

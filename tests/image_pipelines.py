@@ -35,7 +35,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from rewardfl_tools.tiny_world.video import new_tokenizer
+from tiny_world.video import new_tokenizer
 
 SIDE = 32
 

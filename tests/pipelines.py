@@ -17,8 +17,8 @@ from rewardfl.backbones.wan.backbone import Wan
 from rewardfl.backbones.wan.variants import LAYERS as LAYER_NAMES
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.flow import linear_sigmas
-from rewardfl_tools.tiny_world.vae import new_vae
-from rewardfl_tools.tiny_world.video import new_expert, new_pipeline
+from tiny_world.vae import new_vae
+from tiny_world.video import new_expert, new_pipeline
 
 HEIGHT, WIDTH, FRAMES = 32, 32, 5
 I2V = VARIANTS["wan2_2"]

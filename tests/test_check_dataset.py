@@ -12,7 +12,8 @@ from PIL import Image, ImageDraw
 from pipelines import I2V
 
 from rewardfl import config, data
-from rewardfl_tools import _check_dataset, check_dataset
+from rewardfl.doctor import dataset
+from rewardfl_tools import check_dataset
 
 WORLD = ROOT / "assets" / "tiny_world"
 FACES = ("--faces", WORLD / "faces" / "reward", "--det-size", 128, "--device", "cpu")
@@ -134,14 +135,14 @@ def test_clips_with_problems_are_shown_as_far_as_they_go(tmp_path):
     data.write_video(tmp_path / "short.mp4", person()[:2, ::2, ::2], 16)
     path = write_csv(tmp_path, *([f"{name}.mp4", name, "", "", ""] for name in ("slow", "short", "lost")))
     settings = config.DataConfig(file_name=str(path), height=64, width=64, num_frames=9, fps=16)
-    reports = [_check_dataset.inspect(row, settings, None, "cpu", True) for row in data.load_metadata(path)]
+    reports = [dataset.inspect(row, settings, None, "cpu", True) for row in data.load_metadata(path)]
     assert [len(report.problems) for report in reports] == [1, 1, 1]
     assert [len(report.pictures) for report in reports] == [3, 3, 0]
     assert all(report.warnings and report.size == (64, 64) for report in reports[:2])
-    sheet = np.asarray(_check_dataset.contact_sheet(reports[:1])).astype(int)
+    sheet = np.asarray(dataset.contact_sheet(reports[:1])).astype(int)
     reports[0].problems.clear()
     assert is_red(sheet).any()
-    assert not is_red(np.asarray(_check_dataset.contact_sheet(reports[:1])).astype(int)).any()
+    assert not is_red(np.asarray(dataset.contact_sheet(reports[:1])).astype(int)).any()
 
 
 def test_a_sheet_shows_every_name(tmp_path, monkeypatch):
@@ -158,7 +159,7 @@ def test_a_sheet_shows_every_name(tmp_path, monkeypatch):
         data.write_video(tmp_path / f"{name}.mp4", nobody(), 16)
     rows = data.load_metadata(write_csv(tmp_path, *([f"{name}.mp4", "x", "", "", ""] for name in names)))
     settings = config.DataConfig(file_name="-", height=64, width=64, num_frames=9)
-    _check_dataset.contact_sheet([_check_dataset.inspect(row, settings, None, "cpu", True) for row in rows])
+    dataset.contact_sheet([dataset.inspect(row, settings, None, "cpu", True) for row in rows])
     assert [words.split()[2].split(".mp4")[0] for words, _ in drawn] == list(names.values())
     box = picture_of("\U0010fffd", drawn[0][1])  # of a private character, which no font has
     assert all(picture_of(letter, drawn[0][1]) != box for words, _ in drawn for letter in words if letter != " ")

@@ -9,8 +9,9 @@ from pipelines import LAYERS, random_pipeline, save_adapter
 from safetensors.torch import load_file, save_file
 
 from rewardfl import lora
+from rewardfl.merging import conversion
 from rewardfl.weights import lora_files, shards, wan_names
-from rewardfl_tools import _convert_lora, convert_lora
+from rewardfl_tools import convert_lora
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +214,7 @@ def test_places_that_are_refused(values, tmp_path):
 
 
 def test_verify_notices_a_wrong_scale(values, tmp_path, monkeypatch):
-    monkeypatch.setattr(_convert_lora.Update, "rank", property(lambda self: 3))  # writes a wrong alpha
+    monkeypatch.setattr(conversion.Update, "rank", property(lambda self: 3))  # writes a wrong alpha
     source = DIALECTS["d5"](tmp_path, values)
     text = run("--lora", source, "--to", "comfy", "--out", tmp_path / "o.safetensors", "--verify", expect=2)
     assert "is not that of" in text

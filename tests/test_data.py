@@ -19,8 +19,8 @@ from PIL import Image
 
 from rewardfl import data, epoch_order
 from rewardfl.data import DataError, clips, order
+from rewardfl.evaluation import generation
 from rewardfl.noise import draw_noise, noise_seed, stable_hash, training_noise_seed
-from rewardfl_tools import _generate
 
 
 def clip(num_frames=9, height=48, width=64):
@@ -127,8 +127,8 @@ def test_the_same_frames_are_the_same_bytes(tmp_path):
 
 
 def test_lossless_files_hold_the_pixels(tmp_path):
-    (tmp_path / "a.npy").write_bytes(_generate.encoded(data.to_float(clip()), ".npy", 16))
-    _generate.write_pngs(tmp_path / "a", data.to_float(clip()))
+    (tmp_path / "a.npy").write_bytes(generation.encoded(data.to_float(clip()), ".npy", 16))
+    generation.write_pngs(tmp_path / "a", data.to_float(clip()))
     array = np.load(tmp_path / "a.npy")
     assert array.dtype == np.uint8 and np.array_equal(array, clip().numpy())
     assert sorted(os.listdir(tmp_path)) == ["a", "a.npy"]
@@ -140,7 +140,7 @@ def test_lossless_files_hold_the_pixels(tmp_path):
 def test_pngs_replace_nothing(tmp_path):
     (tmp_path / "thesis.txt").write_text("x")
     with pytest.raises(FileExistsError, match=str(tmp_path)):
-        _generate.write_pngs(tmp_path, data.to_float(clip()))
+        generation.write_pngs(tmp_path, data.to_float(clip()))
     assert os.listdir(tmp_path) == ["thesis.txt"]
 
 

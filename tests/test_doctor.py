@@ -25,8 +25,10 @@ from safetensors.torch import load_file, save_file
 from rewardfl import backbones, config, data
 from rewardfl.backbones.protocol import Source
 from rewardfl.backbones.wan.variants import VARIANTS
-from rewardfl_tools import _doctor, _doctor_models, doctor
-from rewardfl_tools._doctor_models import Case, Finding
+from rewardfl.doctor import checks as checks_module
+from rewardfl.doctor import models
+from rewardfl.doctor.models import Case, Finding
+from rewardfl_tools import doctor
 
 SWAPPED = ("experts.trained=cpu_swap", "experts.untrained=cpu_swap", "train.use_gradient_checkpointing=true")
 CPU = torch.device("cpu")
@@ -83,7 +85,9 @@ def test_on_the_tiny_world_everything_is_as_expected_and_the_page_names_no_perso
 def test_folders_and_hosts_are_replaced(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setattr(platform, "node", lambda: "gpu-7.example.org")
-    told = _doctor.plain(f"no file {ROOT}/x.onnx, /home/somebody/a b/y on gpu-7.example.org: 0.123456789, 2.13.0, 3.0")
+    told = checks_module.plain(
+        f"no file {ROOT}/x.onnx, /home/somebody/a b/y on gpu-7.example.org: 0.123456789, 2.13.0, 3.0"
+    )
     assert told == "no file ./x.onnx, ~/a b/y on (host): 0.1235, 2.13.0, 3.0"
 
 
@@ -132,7 +136,7 @@ def test_attention_that_is_another_kernel_with_a_graph_is_measured(monkeypatch, 
 def test_one_expert_is_in_memory_at_a_time(monkeypatch, native_again):
     """Ours and diffusers' in turn, with the weights swapped; the attention of both is the run's."""
     case, alive, most = opened([*SWAPPED, "model.attention_backend=_native_math"]), [], []
-    real = _doctor_models.offload.place
+    real = models.offload.place
 
     def place(expert, where, *rest):
         alive.append(weakref.ref(expert))
@@ -141,8 +145,8 @@ def test_one_expert_is_in_memory_at_a_time(monkeypatch, native_again):
         assert where == "cpu_swap" and used == {"AttentionBackendName._NATIVE_MATH"}
         return real(expert, where, *rest)
 
-    monkeypatch.setattr(_doctor_models.offload, "place", place)
-    assert _doctor_models.weights(case).status == "ok" and most == [1, 1, 1, 1]
+    monkeypatch.setattr(models.offload, "place", place)
+    assert models.weights(case).status == "ok" and most == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,7 @@ def test_every_wan_model_is_compared(tmp_path, name):
     case = opened([f"model.model_name={name}", "model.trainable_models=dit", f"model.model_paths={tmp_path / 'model'}"])
     if VARIANTS[name].image == "none":
         case = dataclasses.replace(case, rows=[dataclasses.replace(case.rows[0], video=None)])
-    found = _doctor_models.weights(case)
+    found = models.weights(case)
     assert found.status == "ok" and found.line == "compared with diffusers' loading"
     assert list(found.facts["experts"]) == list(case.backbone.experts)
 
@@ -200,13 +204,13 @@ def test_a_distillation_is_compared_with_diffusers_own_adapter(distilled, tmp_pa
 
 
 def test_a_distillation_that_is_not_the_same_differs(distilled, monkeypatch, tmp_path):
-    real, second = _doctor_models.WanLoraLoaderMixin.lora_state_dict, load_file(distilled[1]["transformer_2"])
+    real, second = models.WanLoraLoaderMixin.lora_state_dict, load_file(distilled[1]["transformer_2"])
 
     def weaker(values):
         changed = all(torch.equal(values[key], value.float()) for key, value in second.items())
         return {key: value * (0.8 if changed and "lora_B" in key else 1) for key, value in real(dict(values)).items()}
 
-    monkeypatch.setattr(_doctor_models.WanLoraLoaderMixin, "lora_state_dict", weaker)
+    monkeypatch.setattr(models.WanLoraLoaderMixin, "lora_state_dict", weaker)
     text, _ = call(tmp_path / "page.md", ["weights"], *distilled[0], expect=1)
     assert "weights: differs: low_noise's velocity differs by" in text
 
@@ -225,7 +229,7 @@ def test_a_distillation_that_diffusers_reads_in_part_is_not_compared(distilled, 
 
 def test_a_face_pack_that_answers_otherwise_is_seen(monkeypatch, tmp_path):
     pack = shutil.copytree(WORLD / "faces" / "judge", tmp_path / "judge")  # whose check tests/runs.py does not remember
-    real = _doctor.build_terms
+    real = checks_module.build_terms
 
     def changed(*given):
         terms = real(*given)
@@ -234,7 +238,7 @@ def test_a_face_pack_that_answers_otherwise_is_seen(monkeypatch, tmp_path):
         weight += 0.2 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
         return terms
 
-    monkeypatch.setattr(_doctor, "build_terms", changed)
+    monkeypatch.setattr(checks_module, "build_terms", changed)
     text, found = call(tmp_path / "page.md", ["faces"], f"reward.held_out_model_path={pack}", expect=1)
     assert found["faces"]["status"] == "differs" and "FaceParityError: held_out: face parity" in text
 
@@ -267,8 +271,8 @@ def test_one_update_is_started_and_leaves_the_page_alone(monkeypatch, tmp_path, 
         Path(cfg.run.output_dir, "metrics.jsonl").write_text(json.dumps(line))
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(_doctor_models.subprocess, "run", run)
-    monkeypatch.setattr(_doctor_models, "measure", measured_before)
+    monkeypatch.setattr(models.subprocess, "run", run)
+    monkeypatch.setattr(models, "measure", measured_before)
     text, found = call(tmp_path / "page.md", ["step"], *settings, configuration=configuration)
     (cfg,) = seen
     assert cfg.train.max_steps == 1 and cfg.data.height == 32
@@ -280,10 +284,10 @@ def test_one_update_is_started_and_leaves_the_page_alone(monkeypatch, tmp_path, 
 
 @pytest.mark.parametrize("peak, status", [(0.06, "ok"), (1.9, "ok"), (2.5, "differs")])
 def test_a_gpu_peak_above_the_estimate_differs(monkeypatch, peak, status):
-    monkeypatch.setattr(_doctor_models, "measure", measured_before)
+    monkeypatch.setattr(models, "measure", measured_before)
     case = opened(device=torch.device("cuda"))
-    plan = _doctor_models.work.work_of(case.cfg, case.backbone, 2, 1, 1)
-    found = _doctor_models.planned(case, plan, {"time/step": 2.0, "memory/peak_gb": peak})
+    plan = models.work.work_of(case.cfg, case.backbone, 2, 1, 1)
+    found = models.planned(case, plan, {"time/step": 2.0, "memory/peak_gb": peak})
     assert found.status == status and f"peak {peak:.2f} GB, estimated 0.07" in found.line
 
 
@@ -298,7 +302,7 @@ def test_a_script_that_refuses_differs_with_its_own_words(monkeypatch, tmp_path)
         stdout.write("one\nerror: reward.others.words: no\n\n")
         return SimpleNamespace(returncode=2)
 
-    monkeypatch.setattr(_doctor_models.subprocess, "run", run)
+    monkeypatch.setattr(models.subprocess, "run", run)
     text, _ = call(tmp_path / "page.md", ["step"], *FAST, expect=1)
     assert "step: differs: train_reward_fl.py ended with 2: error: reward.others.words: no" in text and "one\n" in text
 
@@ -306,7 +310,7 @@ def test_a_script_that_refuses_differs_with_its_own_words(monkeypatch, tmp_path)
 def test_the_table_of_the_update_is_the_rows_own(tmp_path):
     row = data.load_metadata(config.load(CONFIG).data.file_name)[0]
     alone = dataclasses.replace(row, video=None, prompt='of "one", a\nprompt', size=(32, 48))
-    _doctor_models.write_table([row, alone], tmp_path / "clips.csv")
+    models.write_table([row, alone], tmp_path / "clips.csv")
     with (tmp_path / "clips.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == 2
     first, second = data.load_metadata(tmp_path / "clips.csv")
@@ -350,8 +354,8 @@ def test_what_the_machine_cannot_do_is_said_and_the_other_checks_are_done(monkey
     def too_much(case):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
 
-    monkeypatch.setitem(_doctor.CHECKS, "weights", too_much)
-    assert tuple(_doctor.CHECKS) == doctor.CHECKS
+    monkeypatch.setitem(checks_module.CHECKS, "weights", too_much)
+    assert tuple(checks_module.CHECKS) == doctor.CHECKS
     text, found = call(tmp_path / "page.md", ["weights", "environment", "faces"])
     assert [facts["status"] for facts in found.values()] == ["ok", "could not be done", "ok"]
     assert "weights: could not be done: OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB\n" in text
@@ -380,7 +384,7 @@ def test_an_image_model_has_what_can_be_checked_of_it(tmp_path):
 
 def test_the_page_takes_any_figure_and_any_words(tmp_path):
     facts = {"a": math.nan, "table": [{"x": 1.5, "y": "a|b"}, {"x": 2}], "words": ["p", "```"], "yes": True}
-    _doctor.write(opened(out=tmp_path / "page.md"), {"one": Finding("ok", "it|is", facts)})
+    checks_module.write(opened(out=tmp_path / "page.md"), {"one": Finding("ok", "it|is", facts)})
     found = page(tmp_path / "page.md")["one"]
     assert math.isnan(found["a"]) and found["table"] == [{"x": 1.5, "y": "a|b"}, {"x": 2}]
     assert found["words"] == ["p", "´´´"] and found["line"] == "it/is"

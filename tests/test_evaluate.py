@@ -10,14 +10,17 @@ import torch
 from conftest import ROOT
 
 from rewardfl import config, data, lora
+from rewardfl.evaluation import judge_videos, judging, video_files
+from rewardfl.evaluation.arms import Arm, batches, names_of, planned, run_config
+from rewardfl.evaluation.figures import AMOUNTS, Reading, above, drift, last_quarter, summarise, worst_tenth
+from rewardfl.evaluation.records import SETTINGS, Writer, agree, difference, join, read
+from rewardfl.evaluation.report import pictures
+from rewardfl.evaluation.report.table import table
+from rewardfl.evaluation.vbench import dynamic_degree, fastest, motion_smoothness
 from rewardfl.rewards import face
 from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl.weights.shards import Refused
-from rewardfl_tools import _arms, _evaluate, _evaluate_pictures, _figures, _judging, _records, _videos, evaluate
-from rewardfl_tools._arms import Arm
-from rewardfl_tools._evaluate_table import table
-from rewardfl_tools._figures import Reading
-from rewardfl_tools._vbench import dynamic_degree, fastest, motion_smoothness
+from rewardfl_tools import evaluate
 
 JUDGE = "held_out"
 ARMS = [Arm("base", 8), Arm("latest", 8, ROOT)]
@@ -58,7 +61,7 @@ def pair(person, seed, before, after, **figures):
 def summary(*records, arms=ARMS, reading=Reading()):  # noqa: B008
     people = dict.fromkeys(one["row"] for one in records if one["arm"] != "real")
     known = {one["row"] for one in records if one["arm"] == "real"}
-    return _figures.summarise([*records, *(real(one) for one in people if one not in known)], arms, reading)
+    return summarise([*records, *(real(one) for one in people if one not in known)], arms, reading)
 
 
 def close(value):
@@ -118,7 +121,7 @@ def test_motion_without_a_network_is_a_ratio_of_means_over_people():
     assert [figures[arm]["flow"] for arm in ("real", "before", "after")] == pytest.approx([4, 1, 0.8])  # 0.6 and 1
     assert figures["after_to_before"]["flow"] == pytest.approx({"mean": 0.8, "low": 0.6, "high": 1.0})
     assert figures["after_to_before"]["sharpness"] == close(1)
-    assert figures["after"].keys() == figures["after_to_before"].keys() == {*_figures.AMOUNTS}
+    assert figures["after"].keys() == figures["after_to_before"].keys() == {*AMOUNTS}
     reversals = figures["reversals"]
     assert [reversals[arm] for arm in ("real", "before", "after")] == pytest.approx([-0.8, -0.8, -0.7])
     assert reversals["after_minus_before"] == pytest.approx({"mean": 0.1, "low": 0.0, "high": 0.2})
@@ -138,12 +141,12 @@ def test_who_has_no_face_flow_is_left_out_of_it_alone():
 
 def test_the_shape_of_a_curve():
     curve = [0.9 - 0.02 * i for i in range(20)]
-    assert _figures.drift(curve) == pytest.approx(-0.02)
+    assert drift(curve) == pytest.approx(-0.02)
     noisy = np.random.default_rng(0).uniform(size=13)
-    assert _figures.drift(noisy) == pytest.approx(np.polyfit(np.arange(13), noisy, 1)[0])
-    assert math.isnan(_figures.drift([0.5]))
-    assert _figures.worst_tenth(curve) == pytest.approx(0.53) and _figures.worst_tenth([0.4, 0.8]) == 0.4
-    assert _figures.above([0.4, 0.41, 0.5, 0.1], 0.4) == 0.5 and _figures.last_quarter(curve) == pytest.approx(0.56)
+    assert drift(noisy) == pytest.approx(np.polyfit(np.arange(13), noisy, 1)[0])
+    assert math.isnan(drift([0.5]))
+    assert worst_tenth(curve) == pytest.approx(0.53) and worst_tenth([0.4, 0.8]) == 0.4
+    assert above([0.4, 0.41, 0.5, 0.1], 0.4) == 0.5 and last_quarter(curve) == pytest.approx(0.56)
     figures = summary(*pair("a", 0, 0.5, 0.5), record("b", "base", curve=curve[:8]), arms=ARMS[:1])["arms"][0][
         "figures"
     ]
@@ -195,7 +198,7 @@ def test_every_arm_is_compared_with_the_base_of_its_steps():
 def test_a_real_clips_own_likeness_leaves_each_frame_out_of_its_pool():
     embeddings = torch.nn.functional.normalize(torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), dim=1)
     with_itself = (embeddings @ embeddings.mean(0)).tolist()
-    found = _judging.without_itself([*with_itself, 0.3], [True] * 5 + [False], 5)
+    found = judging.without_itself([*with_itself, 0.3], [True] * 5 + [False], 5)
     for i in range(5):
         others = torch.cat([embeddings[:i], embeddings[i + 1 :]])
         assert found[i] == pytest.approx(float((others @ embeddings[i]).mean()), abs=1e-6)
@@ -227,8 +230,8 @@ def test_the_real_clips_motion_is_taken_of_its_own_frames():
     row = data.load_metadata(world / "eval" / "metadata.csv")[0]
     example = data.load_example(row, 64, 64, 9)
     judge = face.FaceIdentity(world / "faces" / "judge", 128)
-    judges = _judging.Judges({"held_out": judge}, {}, {}, [], None, (8,), "cpu")
-    record, kept = _judging.judge_real(judges, row, example, 16)
+    judges = judging.Judges({"held_out": judge}, {}, {}, [], None, (8,), "cpu")
+    record, kept = judging.judge_real(judges, row, example, 16)
     pool = judge.pool(example.video)
     figures, frames = record["figures"], data.to_uint8(example.video).contiguous().numpy()
     motion = video_motion(frames, pool.boxes.numpy())
@@ -243,8 +246,8 @@ def test_the_real_clips_motion_is_taken_of_its_own_frames():
     assert figures["still/motion_smoothness"] == motion_smoothness(frames)
     assert 10 < record["face_width"] < 64 and record["size"] == [64, 64]
     nobody = data.Example((64, 64), torch.zeros(3, 9, 64, 64), torch.zeros(3, 64, 64), torch.zeros(3, 9, 64, 64))
-    assert "no face was found" in _judging.judge_real(judges, row, nobody, 16)
-    black = _judging.judge_video(judges, torch.full((3, 9, 64, 64), -1.0), kept, 16)
+    assert "no face was found" in judging.judge_real(judges, row, nobody, 16)
+    black = judging.judge_video(judges, torch.full((3, 9, 64, 64), -1.0), kept, 16)
     assert black["figures"]["held_out/face_sim"] == 0 and black["curves"]["held_out"] == [0] * 8
     assert black["figures"]["motion/face_flow"] is None and not any(black["detected"]["held_out"])
 
@@ -263,10 +266,8 @@ def test_table_and_pictures(tmp_path):
     rows = [ord("a"), ord("b")]
     for row in rows:
         for name in ("real", *(arm.name for arm in arms)):
-            _evaluate_pictures.write_strip(
-                _evaluate_pictures.strip_file(tmp_path, row, name), torch.zeros(3, 9, 16, 16)
-            )
-    for picture in _evaluate_pictures.draw(report, tmp_path, arms, [*records, *third], rows):
+            video_files.write_strip(video_files.strip_file(tmp_path, row, name), torch.zeros(3, 9, 16, 16))
+    for picture in pictures.draw(report, tmp_path, arms, [*records, *third], rows):
         assert picture.stat().st_size > 500
     assert (tmp_path / "front.png").is_file()
 
@@ -277,9 +278,9 @@ def test_table_and_pictures(tmp_path):
 def test_batches_hold_clips_of_one_size():
     rows = [data.Row(i, i + 2, str(i), None, "a person") for i in range(5)]
     jobs = [(row, seed) for seed in (0, 1) for row in rows]
-    assert _arms.batches(jobs, dict.fromkeys("01234", (64, 64)), 4) == [jobs[:4], jobs[4:8], jobs[8:]]
+    assert batches(jobs, dict.fromkeys("01234", (64, 64)), 4) == [jobs[:4], jobs[4:8], jobs[8:]]
     sizes = {"0": (64, 64), "1": (64, 80), "2": (64, 64), "3": (64, 80), "4": (64, 64)}
-    mixed = _arms.batches(jobs, sizes, 4)
+    mixed = batches(jobs, sizes, 4)
     assert sorted(map(jobs.index, sum(mixed, []))) == list(range(10))
     assert [len(batch) for batch in mixed] == [4, 2, 4]
     assert all(len({sizes[row.id] for row, _ in batch}) == 1 for batch in mixed)
@@ -287,42 +288,42 @@ def test_batches_hold_clips_of_one_size():
 
 def test_arms_are_named_by_what_tells_them_apart(tmp_path):
     one, two = tmp_path / "a" / "latest", tmp_path / "b" / "latest"
-    arms = _arms.planned([(one, 1.0), (one, 0.5), (two, 1.0)], [8, 20], 8)
+    arms = planned([(one, 1.0), (one, 0.5), (two, 1.0)], [8, 20], 8)
     assert [arm.name for arm in arms[:4]] == ["base", "a_latest", "a_latest_x0.5", "b_latest"]
     assert [arm.name for arm in arms[4:6]] == ["base_20steps", "a_latest_20steps"]
     assert len({arm.name for arm in arms}) == 8 and arms[5].steps == 20 and arms[2].strength == 0.5
     with pytest.raises(ValueError, match="--adapter"):
-        _arms.planned([(one, 1.0), (one, 1.0)], [8], 8)
-    assert _arms.names_of([tmp_path / "base"]) != ["base"]
+        planned([(one, 1.0), (one, 1.0)], [8], 8)
+    assert names_of([tmp_path / "base"]) != ["base"]
 
 
 def test_a_folder_of_videos_is_told_by_place_or_id(tmp_path):
     rows = [data.Row(i, i + 2, f"clips/{i}.mp4#ab", None, "x") for i in range(3)]
     for name in ("000.mp4", "1_seed1.mp4", "1.mp4", "clips_2.mp4_ab.mp4", "notes.mp4", "007.mp4"):
         (tmp_path / name).touch()
-    found = _videos.files_of(tmp_path, rows)
+    found = video_files.files_of(tmp_path, rows)
     assert {key: path.name for key, path in found.items()} == {
         (rows[0].id, 0): "000.mp4", (rows[1].id, 0): "1.mp4", (rows[1].id, 1): "1_seed1.mp4",
         (rows[2].id, 0): "clips_2.mp4_ab.mp4",
     }  # fmt: skip
     (tmp_path / "002.mp4").touch()
     with pytest.raises(ValueError, match="002.mp4"):
-        _videos.files_of(tmp_path, rows)
+        video_files.files_of(tmp_path, rows)
     (tmp_path / "002.mp4").unlink()
     with pytest.raises(ValueError, match="line 5"):
-        _videos.files_of(tmp_path, [*rows, data.Row(3, 5, "3", None, "x")])
+        video_files.files_of(tmp_path, [*rows, data.Row(3, 5, "3", None, "x")])
 
 
 def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path):
-    writer = _records.Writer(tmp_path, 0)
+    writer = Writer(tmp_path, 0)
     first, second = pair("a", 0, 0.4, 0.6)
     writer.add(first)
     whole = (tmp_path / "records.jsonl").read_bytes()
     (tmp_path / "records.jsonl").write_bytes(whole + json.dumps(second).encode()[:50])
-    assert [*_records.read(tmp_path)] == [("a", "base", 0)]
-    _records.Writer(tmp_path, 0).add(second)
-    _records.Writer(tmp_path, 3).add(real("a"))
-    assert [one["arm"] for one in _records.join(tmp_path)] == ["real", "base", "latest"]
+    assert [*read(tmp_path)] == [("a", "base", 0)]
+    Writer(tmp_path, 0).add(second)
+    Writer(tmp_path, 3).add(real("a"))
+    assert [one["arm"] for one in join(tmp_path)] == ["real", "base", "latest"]
     assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 3
 
@@ -330,18 +331,18 @@ def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path):
 def test_records_of_other_settings_are_refused(tmp_path):
     settings = {"judges": {"held_out": "1"}, "adapters": {"latest": "a"}}
     for known in (settings, settings | {"adapters": {"best": "b"}}):  # one more adapter
-        (tmp_path / _records.SETTINGS).write_text(json.dumps(_records.agree(tmp_path, known)))
+        (tmp_path / SETTINGS).write_text(json.dumps(agree(tmp_path, known)))
     for other, said in (
         ({"judges": {"held_out": "2"}}, "held_out was 1, and is 2"),
         ({"adapters": {"latest": "c"}}, "latest was a, and is c"),
         ({"judges": {"held_out": "1", "consisid": "1"}}, "consisid was not there"),
     ):
         with pytest.raises(Refused, match=f"{said}.*--force"):
-            _records.agree(tmp_path, settings | other)
+            agree(tmp_path, settings | other)
     for damaged in ("3", "null", "{", '{"judges": 3}'):
-        (tmp_path / _records.SETTINGS).write_text(damaged)
+        (tmp_path / SETTINGS).write_text(damaged)
         with pytest.raises(Refused, match="settings.json holds no settings"):
-            _records.agree(tmp_path, settings)
+            agree(tmp_path, settings)
 
 
 # ---- refusals
@@ -349,7 +350,7 @@ def test_records_of_other_settings_are_refused(tmp_path):
 
 def test_refuses_what_is_no_run(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"run\.json is missing; name the output_dir of a training run"):
-        _arms.run_config(tmp_path, [])
+        run_config(tmp_path, [])
 
 
 def test_a_run_with_another_reward_names_the_way_out(tmp_path, monkeypatch, capsys):
@@ -418,7 +419,7 @@ def test_a_damaged_record_is_refused(tmp_path, change):
     changed = whole | change if isinstance(change, dict) and change else change
     (tmp_path / "records.jsonl").write_text(f"{json.dumps(whole)}\n{json.dumps(changed)}\n")
     with pytest.raises(ValueError, match=r"records\.jsonl: line 2 is no record .*--force"):
-        _records.read(tmp_path)
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("name", [".mp4", "0\n0.mp4", "_seed1.mp4"])
@@ -426,14 +427,14 @@ def test_videos_of_odd_names_are_passed_over(tmp_path, name):
     rows = [data.Row(0, 2, "a", None, "x")]
     for file in (name, "000.mp4"):
         (tmp_path / file).touch()
-    assert _videos.files_of(tmp_path, rows) == {("a", 0): tmp_path / "000.mp4"}
+    assert video_files.files_of(tmp_path, rows) == {("a", 0): tmp_path / "000.mp4"}
 
 
 def test_sampling_settings_leave_out_the_files():
     cfg = config.load(str(ROOT / "configs" / "tiny_face.yaml"))
     rows = data.load_metadata(ROOT / "assets" / "tiny_world" / "eval" / "metadata.csv")[:2]
-    settings = _evaluate.settings_of(cfg, rows, [Arm("x", 8)], None, {})
+    settings = judge_videos.settings_of(cfg, rows, [Arm("x", 8)], None, {})
     assert {"data.height", "sample.shift", "model.dtype"} <= settings["sampling"].keys()
     assert not any("file_name" in key or "paths" in key for key in settings["sampling"])
-    other = _evaluate.settings_of(cfg, rows[:1], [Arm("x", 8)], None, {})
-    assert _records.difference(settings, other).startswith("data: --data was")
+    other = judge_videos.settings_of(cfg, rows[:1], [Arm("x", 8)], None, {})
+    assert difference(settings, other).startswith("data: --data was")

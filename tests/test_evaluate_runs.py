@@ -20,8 +20,11 @@ from conftest import ROOT
 from runs import CONFIG, QUICK, environment, launch, table
 
 from rewardfl import data, rewards
-from rewardfl_tools import _arms, _evaluate, _output, _records, evaluate
-from rewardfl_tools import _face_protocols as protocols
+from rewardfl.evaluation import arms, judge_videos
+from rewardfl.evaluation import face_protocols as protocols
+from rewardfl.evaluation.records import Writer
+from rewardfl.merging import output
+from rewardfl_tools import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +87,7 @@ def test_arms_share_their_noises(straight):
     "videos", [pytest.param(1, marks=pytest.mark.long), 3, pytest.param(9, marks=pytest.mark.long)]
 )
 def test_stopped_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_path, monkeypatch, capsys, videos):
-    add, count = _records.Writer.add, []
+    add, count = Writer.add, []
 
     def stop(self, record):
         count.append(record)
@@ -94,7 +97,7 @@ def test_stopped_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_pa
 
     arguments = words(run, tmp_path, "--strengths", "0,1", "--steps", "4,2")
     with monkeypatch.context() as patch:
-        patch.setattr(_records.Writer, "add", stop)
+        patch.setattr(Writer, "add", stop)
         assert call(patch, capsys, arguments, expect=130).endswith("\ninterrupted\n")
     known = (tmp_path / "records.jsonl").read_text()
     assert len(known.splitlines()) == videos
@@ -105,7 +108,7 @@ def test_stopped_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_pa
 def test_what_is_known_is_not_sampled_again_and_others_are_refused(run, straight, monkeypatch, capsys):
     before = left(straight)
     with monkeypatch.context() as patch:
-        patch.setattr(_arms, "load_model", None)  # whoever asks for it fails
+        patch.setattr(arms, "load_model", None)  # whoever asks for it fails
         call(patch, capsys, words(run, straight, "--strengths", "0,1", "--steps", "4,2"))
         assert left(straight) == before
         said = call(patch, capsys, words(run, straight, "sample.shift=3"), expect=2)
@@ -154,7 +157,7 @@ def test_force_removes_what_the_evaluation_wrote(run, copied, monkeypatch, capsy
     for path in mine:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
-    monkeypatch.setattr(_arms, "load_model", stop)
+    monkeypatch.setattr(arms, "load_model", stop)
     call(monkeypatch, capsys, words(run, copied, "sample.shift=3", "--force"), expect=130)
     assert all(path.read_text() == "mine" for path in mine)
     files = {str(path.relative_to(copied)) for path in all_files(copied / "videos")}
@@ -180,7 +183,7 @@ def test_no_input_is_written(run, copied, monkeypatch, capsys):
 
 
 def test_one_evaluation_works_in_a_folder(run, copied, monkeypatch, capsys):
-    with _output.Folder(copied, "rewardfl evaluate 1").locked():
+    with output.Folder(copied, "rewardfl evaluate 1").locked():
         assert "another process" in call(monkeypatch, capsys, words(run, copied, *SAME), expect=2)
 
 
@@ -199,7 +202,7 @@ def test_a_record_names_no_file_of_its_own(run, straight, copied, tmp_path, monk
 
 
 def test_an_adapter_that_is_none_is_found_before_anything_is_judged(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(_evaluate, "judges_of", None)
+    monkeypatch.setattr(judge_videos, "judges_of", None)
     (tmp_path / "empty").mkdir()
     said = call(monkeypatch, capsys, words(run, tmp_path / "out", "--adapter", tmp_path / "empty"), expect=2)
     assert "--adapter" in said and not (tmp_path / "out").exists()
@@ -210,7 +213,7 @@ def test_memory_does_not_grow_with_the_number_of_clips(run, tmp_path, monkeypatc
     """While a batch is sampled the one before it is alive at most; while a clip is read none of those before it."""
     alive = {"sample": [], "example": []}
     most = {"sample": 0, "example": 0}
-    sample, load = _arms.Sampler.sample, data.load_example
+    sample, load = arms.Sampler.sample, data.load_example
 
     def count(kind, found):
         gc.collect()
@@ -227,7 +230,7 @@ def test_memory_does_not_grow_with_the_number_of_clips(run, tmp_path, monkeypatc
         count("example", found.video)
         return found
 
-    monkeypatch.setattr(_arms.Sampler, "sample", sampled)
+    monkeypatch.setattr(arms.Sampler, "sample", sampled)
     monkeypatch.setattr(data, "load_example", loaded)
     table(run / "metadata.csv", "eval", 4)
     try:
@@ -239,7 +242,7 @@ def test_memory_does_not_grow_with_the_number_of_clips(run, tmp_path, monkeypatc
 
 
 def test_videos_of_other_tools_need_no_model(run, straight, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(_arms, "load_model", None)
+    monkeypatch.setattr(arms, "load_model", None)
     monkeypatch.setattr(protocols, "DET_SIZE", 128)  # the tiny world's detector was trained at
     sizes = [word for word in QUICK if word.startswith("data.") and "file_name" not in word]
     videos = [word for name in ("base", "latest") for word in ("--videos", straight / "videos" / name)]

@@ -9,8 +9,8 @@ from insightface.model_zoo import get_model
 from insightface.utils.face_align import norm_crop
 
 from rewardfl import data
+from rewardfl.evaluation import face_protocols as protocols
 from rewardfl.rewards import face
-from rewardfl_tools import _face_protocols as protocols
 
 PACK = ROOT / "assets" / "tiny_world" / "faces" / "judge"
 SIZE = 128  # the tiny world's detector was trained at

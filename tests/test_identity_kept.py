@@ -14,11 +14,11 @@ from test_evaluate import ARMS, JUDGE, pair, real, record, summary
 
 from benchmarks import paired_arms
 from rewardfl import config, data
+from rewardfl.evaluation.identity_scale import find_scale
 from rewardfl.rewards import face
 from rewardfl.rewards.face.identity_kept import FEWEST
 from rewardfl.training import evaluation
 from rewardfl_tools import evaluate
-from rewardfl_tools._identity_kept import find_scale
 
 PEOPLE = "abcdefghij"
 WORLD = ROOT / "assets" / "tiny_world"

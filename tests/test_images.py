@@ -16,10 +16,11 @@ from rewardfl.backbones.image import pipeline, qwen_image, z_image
 from rewardfl.backbones.image.flux import pack
 from rewardfl.backbones.protocol import Adapter, Schedule, Source
 from rewardfl.estimate import measure
+from rewardfl.evaluation import judge_images
 from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.training import setup_model
 from rewardfl.weights.shards import Refused
-from rewardfl_tools import _evaluate_images, evaluate, generate
+from rewardfl_tools import evaluate, generate
 
 RED = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
 PROMPTS = ["a red ball", "a blue ball", "a ball", "the ball and the red ball"]
@@ -285,10 +286,10 @@ def test_win_rate_counts_a_tie_half_and_leaves_out_what_has_no_score():
         row = data.Row(line, line + 2, str(line), None, "a ball")
         picture = torch.zeros(4, 4, 3, dtype=torch.uint8)
         scores = {"score": {"before": before, "after": after}}
-        return _evaluate_images.Pair(row, seed, {"before": picture, "after": picture}, scores)
+        return judge_images.Pair(row, seed, {"before": picture, "after": picture}, scores)
 
     pairs = [pair(0, 0, 1.0, 2.0), pair(0, 1, 1.0, 1.0), pair(1, 0, 3.0, 2.0), pair(1, 1, float("nan"), 2.0)]
-    figures = _evaluate_images.summarise(pairs, {"score": True})["figures"]["score"]
+    figures = judge_images.summarise(pairs, {"score": True})["figures"]["score"]
     assert figures["win_rate"]["mean"] == (0.75 + 0) / 2 and figures["left_out"] == 1 and figures["trained"]
     assert figures["before"]["mean"] == 2 and figures["gain"]["mean"] == pytest.approx((0.5 - 1) / 2)
 

@@ -64,11 +64,11 @@ def test_the_wheel_has_the_package_its_data_and_nothing_else(wheel):
     modules = [("rewardfl", path) for path in (ROOT / "rewardfl").rglob("*.py")]
     modules += [("rewardfl_tools", path) for path in (ROOT / "tools").rglob("*.py")]
     data = [path for path in (ROOT / "rewardfl").rglob("*") if path.suffix == ".json" or path.name == "py.typed"]
-    modules += [("rewardfl_tools", path) for path in (ROOT / "tools" / "templates").iterdir()]
+    data += (ROOT / "rewardfl" / "evaluation" / "report" / "pages").iterdir()
     expected = {f"{package}/{path.relative_to(ROOT / path.relative_to(ROOT).parts[0])}" for package, path in modules}
     assert names == expected | {str(path.relative_to(ROOT)) for path in data}
     assert "rewardfl/backbones/wan/published/Wan2.2-I2V-A14B/transformer_2/config.json" in names
-    assert "rewardfl/backbones/published/FLUX.1-dev/transformer/config.json" in names
+    assert "rewardfl/backbones/image/published/FLUX.1-dev/transformer/config.json" in names
     assert "rewardfl/py.typed" in names
 
 

@@ -18,8 +18,9 @@ from pipelines import random_pipeline
 from safetensors.torch import load_file, save_file
 
 from rewardfl.files import sha256
+from rewardfl.merging import lora_merge, merge_tensors, writing
 from rewardfl.weights import lora_files, merge, shards, wan_names
-from rewardfl_tools import _merge_lora, _merging, _writing, merge_lora, merge_shards
+from rewardfl_tools import merge_lora, merge_shards
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +109,8 @@ def test_every_dialect_gives_the_same_weights(world, expert, values, dialect, tm
     (lora,) = lora_files.read_lora(DIALECTS[dialect](tmp_path, values))
     assert {name: update.scale for name, update in lora.updates.items()}.keys() == values.keys()
     base = shards.open_checkpoint(world / "transformer_2")
-    plan = _merging.plan_merge(base, [(lora, 1.0)], "keep", "keep")
-    _writing.write_file(tmp_path / "out.safetensors", plan.parts, {}, lambda count: None)
+    plan = merge_tensors.plan_merge(base, [(lora, 1.0)], "keep", "keep")
+    writing.write_file(tmp_path / "out.safetensors", plan.parts, {}, lambda count: None)
     assert_same(load_file(tmp_path / "out.safetensors"), expected_weights(expert.state_dict(), values))
 
 
@@ -459,7 +460,7 @@ def test_only_published_names_speak_of_an_expert_and_the_user_outranks_them(worl
     (lora,) = lora_files.read_lora(path)
     assert lora.expert == meaning
     for word in ("high", "low"):
-        (lora,) = _merge_lora.read(f"{path}@{word}:0.5", None).loras
+        (lora,) = lora_merge.read(f"{path}@{word}:0.5", None).loras
         assert lora.expert == f"{word}_noise"
     if meaning is None:
         text = refuse(tmp_path / "out", "--base", world, "--lora", path)
@@ -525,10 +526,10 @@ def test_kill_while_writing_leaves_the_old_file(world, values, tmp_path):
     code = (
         "import sys, time; sys.argv = sys.argv[1:]\n"
         "from rewardfl_tools import merge_lora\n"
-        "from rewardfl_tools import _writing\n"
-        "write = _writing.write_file\n"
+        "from rewardfl.merging import writing\n"
+        "write = writing.write_file\n"
         "def slowly(count): print('writing', flush=True); time.sleep(0.2)\n"
-        "_writing.write_file = lambda path, parts, metadata, _, *rest: write(path, parts, metadata, slowly, *rest)\n"
+        "writing.write_file = lambda path, parts, metadata, _, *rest: write(path, parts, metadata, slowly, *rest)\n"
         "merge_lora.main()"
     )
     arguments = ["x", "--base", world / "transformer_2", "--lora", lora, "--out", out, "--force"]
@@ -548,16 +549,16 @@ def test_kill_while_writing_leaves_the_old_file(world, values, tmp_path):
 def test_verify_finds_what_is_wrong(world, values, tmp_path):
     """A merged tensor and a copied one, each changed after the write by one bit that matters."""
     (lora,) = lora_files.read_lora(DIALECTS["d5"](tmp_path, values))
-    plan = _merging.plan_merge(shards.open_checkpoint(world / "transformer_2"), [(lora, 1.0)], "keep", "keep")
+    plan = merge_tensors.plan_merge(shards.open_checkpoint(world / "transformer_2"), [(lora, 1.0)], "keep", "keep")
     out = tmp_path / "out.safetensors"
     for name, message in (("blocks.0.attn1.to_q.weight", "not base"), ("proj_out.bias", "not a copy")):
-        _writing.write_file(out, plan.parts, {}, lambda count: None)
-        _merging.verify(plan, shards.open_checkpoint(out), lambda count: None)
+        writing.write_file(out, plan.parts, {}, lambda count: None)
+        merge_tensors.verify(plan, shards.open_checkpoint(out), lambda count: None)
         content = bytearray(out.read_bytes())
         content[shards.read_header(out)[0][name].offset + 3] ^= 0x40
         out.write_bytes(content)
         with pytest.raises(shards.Refused, match=message):
-            _merging.verify(plan, shards.open_checkpoint(out), lambda count: None)
+            merge_tensors.verify(plan, shards.open_checkpoint(out), lambda count: None)
 
 
 def test_an_adapter_that_was_never_trained_is_pointed_out(world, values, tmp_path):

@@ -12,7 +12,7 @@ from rewardfl import lora
 from rewardfl.memory import attention, offload
 from rewardfl.memory.offload import OffloadedInputs
 from rewardfl.memory.swap import BlockSwap
-from rewardfl_tools.tiny_world.video import new_expert
+from tiny_world.video import new_expert
 
 DEVICE, BLOCKS = torch.device("cpu"), ["WanTransformerBlock"]
 

@@ -1,6 +1,5 @@
 """Output that is not UTF-8 (Windows consoles, LANG=de_DE) escapes what it lacks; no command ends in a traceback."""
 
-import importlib
 import io
 import sys
 
@@ -9,7 +8,6 @@ from conftest import ROOT
 from lora_dialects import DIALECTS, factors
 from pipelines import random_pipeline
 
-import rewardfl_tools
 from rewardfl import config
 from rewardfl.training import cli
 from rewardfl_tools import check_dataset, merge_lora
@@ -22,7 +20,6 @@ def printed(encoding, main, monkeypatch, *arguments):
     output = io.TextIOWrapper(io.BytesIO(), encoding)
     monkeypatch.setattr(sys, "stdout", output)
     monkeypatch.setattr(sys, "argv", ["x", *map(str, arguments)])
-    importlib.reload(rewardfl_tools)  # as its import at the start of a process
     code = main()
     output.flush()
     return code, output.buffer.getvalue().decode("ascii")

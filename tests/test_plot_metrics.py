@@ -9,6 +9,7 @@ from conftest import ROOT
 from matplotlib import pyplot as plt
 from PIL import Image
 
+from rewardfl.evaluation import metric_curves
 from rewardfl.training.metrics_file import MetricsFile
 from rewardfl_tools import plot_metrics
 
@@ -63,7 +64,7 @@ def test_without_a_key_what_is_to_be_watched(monkeypatch, capsys, tmp_path):
 
 def test_the_watched_keys_are_those_of_the_documents():
     text = "".join((ROOT / name).read_text() for name in ("README.md", "docs/flow_grpo.md"))
-    assert [key for key in plot_metrics.WATCHED if f"`{key}`" not in text] == []
+    assert [key for key in metric_curves.WATCHED if f"`{key}`" not in text] == []
 
 
 def test_no_run_and_nothing_to_watch(monkeypatch, capsys, tmp_path):

@@ -13,13 +13,15 @@ from conftest import ROOT
 from matplotlib.figure import Figure
 from test_evaluate import ARMS, JUDGE, pair, real, record, summary
 
+from rewardfl.evaluation import comparison
+from rewardfl.evaluation.arms import Arm
+from rewardfl.evaluation.report import charts, meanings, pictures
+from rewardfl.evaluation.report.charts import front
+from rewardfl.evaluation.report.report_page import report_page, worst_first
+from rewardfl.evaluation.report.templates import digits
+from rewardfl.evaluation.report.verdicts import verdict
 from rewardfl.training.metrics_file import MetricsFile
-from rewardfl_tools import _charts, _compare_runs, _evaluate_pictures, _meanings, compare_runs
-from rewardfl_tools._arms import Arm
-from rewardfl_tools._charts import front
-from rewardfl_tools._report_page import report_page, worst_first
-from rewardfl_tools._templates import digits
-from rewardfl_tools._verdict import verdict
+from rewardfl_tools import compare_runs
 
 VOID = {"meta", "input", "br", "link", "img"}
 NAMES = "abcdefghi"  # people enough for no warning of few
@@ -103,7 +105,7 @@ def test_the_person_is_kept_where_the_whole_interval_says_so():
 def test_motion_is_paid_for_below_what_is_healthy(name, base, least):
     kept, paid = (said(changed(**{name: base * (least + more)})) for more in (0.001, -0.001))
     assert kept.moves is True and paid.moves is False
-    label = _meanings.MEANINGS[f"{'motion' if 'flow' in name else 'face'}/{name}"].label
+    label = meanings.MEANINGS[f"{'motion' if 'flow' in name else 'face'}/{name}"].label
     assert "paid for with motion" in paid.sentences[1] and f"{label} is {least - 0.001:.3f}" in paid.sentences[1]
     lost = said(changed(-0.1, **{name: base * (least - 0.001)}))
     assert "Motion is lost" in lost.sentences[1] and "paid" not in lost.sentences[1]
@@ -163,7 +165,7 @@ def test_healthy_values_are_those_of_the_guide():
     """docs/motion.md, "Reading the figures": the page's thresholds stand there, too."""
     text = (ROOT / "docs" / "motion.md").read_text()
     rows = dict(re.findall(r"^\| ([a-z][^|]*) \| ([^|]*\d[^|]*) \|", text, re.M))
-    known = _meanings.MEANINGS
+    known = meanings.MEANINGS
     assert rows["flow"] == f"{known['motion/flow'].ratio[0]:g} and more" and known["motion/face_flow"].ratio[0] == 0.95
     assert rows["landmark speed, non-rigid"] == f"{known['face/speed'].ratio[0]:g} and more"
     assert known["face/nonrigid"].ratio == known["face/speed"].ratio
@@ -214,7 +216,7 @@ def test_the_page_is_whole_and_asks_no_network(evaluation):
     assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttp|WebSocket", text) and "default-src 'none'" in text
     assert base64.b64decode(sources[0].partition(",")[2]).startswith(b"real of b")
     for name in report["arms"][1]["figures"]:
-        assert _meanings.meaning(name, [JUDGE]).says in page.text, name
+        assert meanings.meaning(name, [JUDGE]).says in page.text, name
     assert re.findall("<h2>(.*?)</h2>", text) == [
         "Is the person kept?", "Does it still move?", "These reward stillness: may only fall",
         "Canaries: was the reward hacked?", "By the size of the face", "FaceSim along the clip",
@@ -275,13 +277,13 @@ def test_charts_have_the_figures_and_any_name(evaluation, tmp_path):
     report, _ = evaluation
     report["arms"][1]["name"] = "_latest $\\frac$"  # to matplotlib no entry of a legend, and a formula
     axis = Figure().subplots()
-    _charts.draw_front(axis, _charts.places(report), "the judge")
+    charts.draw_front(axis, charts.places(report), "the judge")
     base = axis.lines[-1]
     assert (base.get_xdata()[0], base.get_ydata()[0]) == (0, 1)
     change = report["arms"][1]["compared"]
     assert change[f"{JUDGE}/face_sim"]["difference"]["mean"] in axis.lines[0].get_xdata()
-    _evaluate_pictures.save_curves(report, tmp_path / "curves.png")
-    _evaluate_pictures.save_front(report, tmp_path / "front.png")
+    pictures.save_curves(report, tmp_path / "curves.png")
+    pictures.save_front(report, tmp_path / "front.png")
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("curves.png", "front.png"))
 
 
@@ -381,12 +383,12 @@ def test_a_foreign_report_is_refused_or_compared(runs):
             inner[last] = value
         path.write_text(json.dumps(report))
         try:
-            evaluations = _compare_runs.read_all([runs / "a", runs / "b"])
+            evaluations = comparison.read_all([runs / "a", runs / "b"])
         except ValueError as error:
             assert str(path) in str(error) and "\n" not in str(error)
             refusals += 1
         else:
-            pages += "</html>" in _compare_runs.comparison_page(evaluations, _compare_runs.unlike(evaluations))
+            pages += "</html>" in comparison.comparison_page(evaluations, comparison.unlike(evaluations))
     assert refusals > 100 and pages > 100
 
 

@@ -10,11 +10,12 @@ from conftest import ROOT
 from runs import CONFIG, FAST
 
 from rewardfl import config
+from rewardfl.evaluation.scales import deviation, equal_weight, measure, shares, table
 from rewardfl.rewards import Reward, RewardOutput
 from rewardfl.rewards.pixels.colour import ColourReward
 from rewardfl.rewards.pixels.motion import MotionReward, mean_change
 from rewardfl.rewards.scoring import Term
-from rewardfl_tools import _reward_scales, reward_scales
+from rewardfl_tools import reward_scales
 
 
 def term(reward, label="score", weight=1.0, std=1.0):
@@ -28,7 +29,7 @@ def videos(count, frames=5, size=8):
 
 def measured(*terms, clips, real):
     references = [[one.reward.reference(clip) for one in terms] for clip in real]
-    return _reward_scales.measure(terms, clips, references)
+    return measure(terms, clips, references)
 
 
 def test_colour_pulls_as_hard_as_its_formula_says():
@@ -40,7 +41,7 @@ def test_colour_pulls_as_hard_as_its_formula_says():
     channels = torch.tensor([0.5, -2.0, 1.0])
     scores = [float(((clip[:, 1:] + 1) / 2).mean((1, 2, 3)) @ channels) for clip in videos(3)]
     assert scale.scores.tolist() == pytest.approx(scores, rel=1e-4)
-    assert _reward_scales.deviation(scale.scores) == pytest.approx(float(torch.tensor(scores).std()), rel=1e-4)
+    assert deviation(scale.scores) == pytest.approx(float(torch.tensor(scores).std()), rel=1e-4)
 
 
 def test_motion_and_its_cosine_equal_autograd_by_hand():
@@ -62,10 +63,10 @@ def test_equal_weight_gives_equal_shares():
     terms = [term(ColourReward(), weight=0.2, std=0.1), term(MotionReward(), "m", weight=0.7, std=3.0)]
     scales = measured(*terms, clips=videos(2), real=videos(4)[2:])
     pulls = [scale.pull for scale in scales]
-    assert _reward_scales.shares(scales) == pytest.approx([pull / sum(pulls) for pull in pulls])
-    weight = _reward_scales.equal_weight(scales[1], scales[0])
+    assert shares(scales) == pytest.approx([pull / sum(pulls) for pull in pulls])
+    weight = equal_weight(scales[1], scales[0])
     again = measured(terms[0], term(MotionReward(), "m", weight=weight, std=3.0), clips=videos(2), real=videos(4)[2:])
-    assert _reward_scales.shares(again) == pytest.approx([0.5, 0.5])
+    assert shares(again) == pytest.approx([0.5, 0.5])
 
 
 class NoGradient(Reward):
@@ -82,9 +83,9 @@ def test_what_cannot_be_judged_is_left_out():
     scales = measured(*terms, clips=videos(3), real=[*videos(2), still])
     assert scales[0].scores.isnan().tolist() == scales[0].norms.isnan().tolist() == [False, False, True]
     assert not scales[1].scores.isnan().any() and scales[1].norms.isnan().all()
-    text = _reward_scales.table(scales)
+    text = table(scales)
     assert "score (2 of 3 clips)" in text and "nan" not in text
-    assert _reward_scales.shares(scales) == [1.0, 0.0]
+    assert shares(scales) == [1.0, 0.0]
 
 
 def test_one_clip_of_the_tiny_world(monkeypatch, capsys):

@@ -25,15 +25,15 @@ from conftest import ROOT
 from remote_rewards import Likeness
 from safetensors.torch import save
 
-import rewardfl_tools
-from rewardfl import data, rewards
+from rewardfl import data, reward_server, rewards
+from rewardfl.reward_server import server
+from rewardfl.reward_server import serving as serving_module
+from rewardfl.reward_server.server import RewardServer, Service
 from rewardfl.rewards.remote import RemoteReward, RewardServerError, client, wire
 from rewardfl.rewards.remote.client import split
 from rewardfl.rewards.remote.wire import Clip, WireError
 from rewardfl.rewards.scoring import score_safely
-from rewardfl_tools import _reward_server as server
-from rewardfl_tools import _serve_reward, serve_reward
-from rewardfl_tools._reward_server import RewardServer, Service
+from rewardfl_tools import serve_reward
 
 PROMPTS = ["a person, talking", "", "eine Frau in München", "他在说话", 'quotes " and \\ and \x01']
 MB = 1_000_000
@@ -704,21 +704,21 @@ def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
     }
     for arguments, message in cases.items():
         code, error = tool(monkeypatch, capsys, "--trust-code", "--reward", OWN, *arguments)
-        assert code == _serve_reward.REFUSED and message in error, arguments
+        assert code == serving_module.REFUSED and message in error, arguments
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         code, error = tool(monkeypatch, capsys, "--trust-code", "--reward", OWN, "--port", port)
-    assert code == _serve_reward.NO_ADDRESS and f"--port {port}" in error
+    assert code == serving_module.NO_ADDRESS and f"--port {port}" in error
 
 
 @pytest.mark.parametrize("name", ["starlette.applications", "uvicorn"])
 def test_without_its_libraries_the_tool_says_what_to_install(monkeypatch, capsys, name):
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, server.__name__)
-    monkeypatch.delitem(sys.modules, _serve_reward.__name__)
-    monkeypatch.delattr(rewardfl_tools, "_serve_reward")
+    monkeypatch.delitem(sys.modules, serving_module.__name__)
+    monkeypatch.delattr(reward_server, "serving")
     code, error = tool(monkeypatch, capsys, "--reward", "colour")
-    assert code == _serve_reward.REFUSED and error.count("\n") == 1
+    assert code == serving_module.REFUSED and error.count("\n") == 1
     assert name in error and "pip install" in error
 
 
@@ -768,5 +768,5 @@ def test_in_another_process(monkeypatch):
         output, log = process.communicate(timeout=10)
     finally:
         process.kill()
-    assert process.returncode == _serve_reward.STOPPED, log
+    assert process.returncode == serving_module.STOPPED, log
     assert "Traceback" not in log and "s3cret" not in log and log.count("5 clips") == 2

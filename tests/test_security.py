@@ -14,9 +14,10 @@ import train_flow_grpo
 import train_reward_fl
 from rewardfl import config, files, trust
 from rewardfl.backbones.wan import load as wan_load
+from rewardfl.evaluation import judge_videos
 from rewardfl.rewards.__main__ import main as score_main
 from rewardfl.training.distributed import Distributed
-from rewardfl_tools import _arms, check_dataset, doctor, evaluate, plan_run, reward_scales, serve_reward
+from rewardfl_tools import check_dataset, doctor, evaluate, plan_run, reward_scales, serve_reward
 
 SOURCES = sorted(
     path
@@ -169,7 +170,7 @@ def stranger(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(wan_load, "load_pipeline", lambda *_: pytest.fail("weights were loaded"))
-    monkeypatch.setattr(_arms, "check_adapter", lambda _: None)
+    monkeypatch.setattr(judge_videos, "check_adapter", lambda _: None)
     return tmp_path
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import ViTConfig, ViTModel
 
-from rewardfl_tools import _subject_consistency as subject
+from rewardfl.evaluation import subject_consistency as subject
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pipelines import LAYERS as TARGETS
 from rewardfl import lora
 from rewardfl.memory import offload
 from rewardfl.memory.swap import BlockSwap, host_memory, pack_block
-from rewardfl_tools.tiny_world.video import new_expert
+from tiny_world.video import new_expert
 
 DEVICE, LAYERS = torch.device("cpu"), 5
 

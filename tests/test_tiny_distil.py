@@ -3,6 +3,7 @@
 import re
 from types import SimpleNamespace
 
+import make_tiny_world
 import pytest
 import torch
 from conftest import ROOT, run_tool
@@ -13,8 +14,7 @@ from rewardfl import backbones, reward_flow
 from rewardfl.backbones.protocol import Experts, Source, Velocity
 from rewardfl.flow import linear_sigmas
 from rewardfl.noise import draw_noise
-from rewardfl_tools import make_tiny_world
-from rewardfl_tools.tiny_world import distil
+from tiny_world import distil
 
 WORLD = ROOT / "assets" / "tiny_world"
 FILES = [WORLD / "lightning" / f"{noise}_noise_model.safetensors" for noise in ("high", "low")]

@@ -9,8 +9,9 @@ from conftest import ROOT
 
 from rewardfl import backbones, rewards
 from rewardfl.backbones.protocol import Source
-from rewardfl_tools.tiny_images import build, checker, judge, model, scenes
-from rewardfl_tools.tiny_images.scenes import SCENES, Thing
+from rewardfl.rewards.scenes import checker, drawing, judge
+from rewardfl.rewards.scenes.drawing import SCENES, Thing
+from tiny_images import build, model
 
 IMAGES = ROOT / "assets" / "tiny_images"
 FIGURES = json.loads((IMAGES / "figures.json").read_text())
@@ -19,15 +20,15 @@ FIGURES = json.loads((IMAGES / "figures.json").read_text())
 def judges():
     weights = {"weights_file": IMAGES / "judge.safetensors"}
     return {
-        "checker": rewards.build("rewardfl_tools.tiny_images.checker:SceneChecker", {}),
-        "judge": rewards.build("rewardfl_tools.tiny_images.judge:SceneJudge", weights),
+        "checker": rewards.build("rewardfl.rewards.scenes.checker:SceneChecker", {}),
+        "judge": rewards.build("rewardfl.rewards.scenes.judge:SceneJudge", weights),
     }
 
 
 @pytest.mark.parametrize("name", ["checker", "judge"])
 def test_a_judge_finds_what_is_drawn(name):
     """On pictures and prompts that neither has seen."""
-    drawn, images = scenes.draw_scenes(100, torch.Generator().manual_seed(77), held_out=True)
+    drawn, images = drawing.draw_scenes(100, torch.Generator().manual_seed(77), held_out=True)
     one = judges()[name]
     output = one(images[:, :, None], [one.reference(images[:0], scene.prompt) for scene in drawn])
     assert output.valid.all() and output.parts["right"].mean() >= 0.95 and output.score.mean() >= 0.97
@@ -51,7 +52,7 @@ def test_a_judge_knows_each_kind_of_mistake(name):
         "three green triangles": 0.0,
     }
     one = judges()[name]
-    image = scenes.draw([red, blue], torch.Generator().manual_seed(0))[:, None]
+    image = drawing.draw([red, blue], torch.Generator().manual_seed(0))[:, None]
     for prompt, wanted in places.items():
         output = one(image[None], [one.reference(image, prompt)])
         assert output.score.item() == pytest.approx(wanted, abs=1e-6), prompt
@@ -83,7 +84,7 @@ def test_wrong_weights_are_refused():
 def test_prompts_are_split_as_the_files_say():
     train, held_out = ((IMAGES / f"{name}.txt").read_text().splitlines() for name in ("train", "eval"))
     assert {*train} | {*held_out} == {*SCENES} and not {*train} & {*held_out}
-    drawn = {scene.prompt for scene in scenes.draw_places(2000, torch.Generator().manual_seed(1))[0]}
+    drawn = {scene.prompt for scene in drawing.draw_places(2000, torch.Generator().manual_seed(1))[0]}
     assert drawn <= {*train}
     for part in (train, held_out):
         assert {SCENES[prompt].form for prompt in part} >= {"number", "two", "relation"}
@@ -103,7 +104,7 @@ def test_prompts_are_no_longer_than_the_tokenizers_allow():
     backbone = backbones.open("sd3", Source(str(IMAGES / "pipeline"), dtype="float32"))
     told = backbone.text_encoder(torch.device("cpu"))("a red circle left of a blue square")
     assert told["text"].shape[1] == 2 * model.TOKENS
-    wanted = backbone.on_meta(scenes.SIZE, scenes.SIZE, 1).conditioning
+    wanted = backbone.on_meta(drawing.SIZE, drawing.SIZE, 1).conditioning
     assert {name: value.shape for name, value in told.items()} == {name: value.shape for name, value in wanted.items()}
 
 
@@ -112,7 +113,7 @@ def test_the_base_draws_what_the_figures_say():
     """It obeys in part: enough to learn from, and far from all."""
     pipe = build.load_pipeline(IMAGES)
     generator = torch.Generator().manual_seed(5)
-    wanted, _ = scenes.draw_places(64, generator, held_out=True)
+    wanted, _ = drawing.draw_places(64, generator, held_out=True)
     images = build.sample(pipe, [scene.prompt for scene in wanted], generator)
     right = [checker.judged(one, checker.find_things(image))[1] for one, image in zip(wanted, images, strict=True)]
     assert abs(sum(right) / 64 - FIGURES["checker/base"]["all"]) < 0.15  # two standard errors of the two shares

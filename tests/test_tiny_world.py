@@ -22,7 +22,7 @@ from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.rewards import face
 from rewardfl.rewards.face.onnx_file import read_graph
-from rewardfl_tools.tiny_world import faces, measure, people, strangers, vae, video
+from tiny_world import faces, measure, people, strangers, vae, video
 
 WORLD = ROOT / "assets" / "tiny_world"
 PACKS = ("reward", "judge")

@@ -25,10 +25,11 @@ from pipelines import random_pipeline
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from rewardfl import data
+from rewardfl import command_line, data
 from rewardfl.files import atomic_directory, temporary_path
+from rewardfl.merging import output
 from rewardfl.weights import shards
-from rewardfl_tools import _common, _output, convert_lora, generate, merge_lora, merge_shards
+from rewardfl_tools import convert_lora, generate, merge_lora, merge_shards
 
 TOOLS = {"merge_lora": merge_lora, "merge_shards": merge_shards, "convert_lora": convert_lora}
 
@@ -165,16 +166,16 @@ def test_a_folder_with_parts_missing_is_replaced_and_an_edited_one_is_not(world,
 def test_a_damaged_manifest_makes_the_folder_foreign(world, place, manifest):
     out = place / "out"
     call("merge_shards", world, "--out", out)
-    (out / _output.MANIFEST).write_text(manifest)
-    assert _output.MANIFEST in refused("merge_shards", world, place, "--out", out, "--force")
+    (out / output.MANIFEST).write_text(manifest)
+    assert output.MANIFEST in refused("merge_shards", world, place, "--out", out, "--force")
 
 
 def test_large_files_are_known_by_size_and_time(world, place, monkeypatch):
-    monkeypatch.setattr(_output, "HASHED_BYTES", 2000)
+    monkeypatch.setattr(output, "HASHED_BYTES", 2000)
     out = place / "out"
     call("merge_shards", world, "--out", out)
     (weights,) = out.glob("*.safetensors")
-    entry = json.loads((out / _output.MANIFEST).read_text())["files"][weights.name]
+    entry = json.loads((out / output.MANIFEST).read_text())["files"][weights.name]
     assert entry == {"bytes": weights.stat().st_size, "mtime_ns": weights.stat().st_mtime_ns}
     os.utime(weights, ns=(0, 0))
     assert weights.name in refused("merge_shards", world, place, "--out", out, "--force")
@@ -182,14 +183,14 @@ def test_large_files_are_known_by_size_and_time(world, place, monkeypatch):
 
 def test_what_came_to_the_place_while_writing_is_kept(world, place, monkeypatch):
     """A merge takes minutes: the check at its start is not enough."""
-    write = _output._writing.write_file
+    write = output.writing.write_file
 
     def slowly(path, parts, metadata, progress, *rest):
         for name in ("out", "out.safetensors"):
             (place / name).write_text("mine")
         return write(path, parts, metadata, progress, *rest)
 
-    monkeypatch.setattr(_output._writing, "write_file", slowly)
+    monkeypatch.setattr(output.writing, "write_file", slowly)
     for name in ("out", "out.safetensors"):
         call("merge_shards", world, "--out", place / name, expect=2)
         assert (place / name).read_text() == "mine" and not list(place.glob("*.tmp-*"))
@@ -373,10 +374,10 @@ def test_a_kill_while_a_folder_is_written_is_cleared_up(world, place):
     before = snapshot(out)
     code = (
         "import time\nfrom rewardfl_tools import merge_shards\n"
-        "from rewardfl_tools import _writing\n"
-        "write = _writing.write_file\n"
+        "from rewardfl.merging import writing\n"
+        "write = writing.write_file\n"
         "def hang(count): print('writing', flush=True); time.sleep(600)\n"
-        "_writing.write_file = lambda path, parts, metadata, progress: write(path, parts, metadata, hang)\n"
+        "writing.write_file = lambda path, parts, metadata, progress: write(path, parts, metadata, hang)\n"
         "merge_shards.main()"
     )
     arguments = ["--input", world / "pipeline" / "transformer_2", "--out", out, "--force"]
@@ -422,10 +423,10 @@ def test_all_that_is_copied_is_counted(world, place, monkeypatch, where):
     out, base = place / "merged", world / "pipeline"
     small = [path for path in base.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
     linked = [path for path in base.rglob("*.safetensors") if path.parent.name != "transformer_2"]
-    expert = _output.shards.open_checkpoint(base / "transformer_2").nbytes
+    expert = output.shards.open_checkpoint(base / "transformer_2").nbytes
     size = {"small": sum(path.stat().st_size for path in small), "linked": sum(p.stat().st_size for p in linked)}
     if where == "across file systems":
-        monkeypatch.setattr(_output.Path, "stat", other_device(base, _output.Path.stat))
+        monkeypatch.setattr(output.Path, "stat", other_device(base, output.Path.stat))
 
     def no_links(*_):
         raise OSError(18, "Invalid cross-device link")
@@ -468,9 +469,9 @@ def test_a_merged_pipeline_is_a_base_again(world, place):
     merged_pipeline(world, first)
     lora = world / "lora_low" / "comfy.safetensors"
     run_tool(merge_lora.main, "--base", first, "--lora", lora, "--out", second, "--verify")
-    listed = json.loads((second / _output.MANIFEST).read_text())
+    listed = json.loads((second / output.MANIFEST).read_text())
     assert {path.relative_to(second).as_posix() for path in second.rglob("*") if path.is_file()} == {
-        *listed["files"], _output.MANIFEST,
+        *listed["files"], output.MANIFEST,
     }  # fmt: skip
 
 
@@ -519,7 +520,7 @@ def test_a_file_is_replaced_where_it_is_as_the_tool_wrote_it(tmp_path, suffix):
     content, read = contents()[suffix]
     path = tmp_path / "new" / f"x.{suffix}"
     (tmp_path / f"plain.{suffix}").write_bytes(content)
-    file = _output.File(option="--out", path=path, tool="rewardfl a", inputs=())
+    file = output.File(option="--out", path=path, tool="rewardfl a", inputs=())
     file.write(content)
     file.write(content)
     assert np.array_equal(read(path), read(tmp_path / f"plain.{suffix}"))
@@ -544,7 +545,7 @@ NAMES = ("report.html", "videos/base/000.mp4")
 @pytest.fixture
 def filled(tmp_path):
     """A folder of a finished tool."""
-    folder = _output.Folder(tmp_path / "out", "rewardfl evaluate 1")
+    folder = output.Folder(tmp_path / "out", "rewardfl evaluate 1")
     folder.path.mkdir()
     folder.claim(NAMES)
     (folder.path / "videos" / "base").mkdir(parents=True)
@@ -560,7 +561,7 @@ def test_a_folder_is_filled_again(filled):
     (filled.path / NAMES[0]).write_text("half")  # and then it is killed
     filled.claim(NAMES)
     filled.remove(filled.listed())
-    assert [path.name for path in filled.path.iterdir()] == [_output.MANIFEST] and filled.listed() == {}
+    assert [path.name for path in filled.path.iterdir()] == [output.MANIFEST] and filled.listed() == {}
 
 
 def link(path):
@@ -590,7 +591,7 @@ def test_what_is_no_longer_ours_is_in_the_way_and_stays(filled, change):
     filled.remove(filled.listed())
     left = {path: path.read_bytes() for path in filled.path.parent.rglob("*") if path.is_file()}
     assert before.items() - left.items() <= {
-        (filled.path / n, before[filled.path / n]) for n in (NAMES[0], _output.MANIFEST)
+        (filled.path / n, before[filled.path / n]) for n in (NAMES[0], output.MANIFEST)
     }
 
 
@@ -599,23 +600,23 @@ def test_a_manifest_cannot_give_away_what_lies_elsewhere(filled, name):
     mine = filled.path.parent / "mine.txt"
     mine.write_text("mine")
     (filled.path / "link").symlink_to("..")
-    manifest = json.loads((filled.path / _output.MANIFEST).read_text())
+    manifest = json.loads((filled.path / output.MANIFEST).read_text())
     manifest["files"] |= {name.format(out=filled.path): None}
-    (filled.path / _output.MANIFEST).write_text(json.dumps(manifest))
+    (filled.path / output.MANIFEST).write_text(json.dumps(manifest))
     filled.remove(filled.listed())
     assert mine.read_text() == "mine"
 
 
 @pytest.mark.parametrize("content", ['{"a": 1}', "x", '{"tool": "rewardfl merge_lora 1", "folders": [], "files": {}}'])
 def test_a_folder_of_something_else_is_refused(tmp_path, content):
-    (tmp_path / _output.MANIFEST).write_text(content)
+    (tmp_path / output.MANIFEST).write_text(content)
     with pytest.raises(shards.Refused, match="not an output of this tool"):
-        _output.Folder(tmp_path, "rewardfl evaluate 1").claim(["x"])
-    assert (tmp_path / _output.MANIFEST).read_text() == content
+        output.Folder(tmp_path, "rewardfl evaluate 1").claim(["x"])
+    assert (tmp_path / output.MANIFEST).read_text() == content
 
 
 def test_one_process_fills_a_folder(tmp_path):
-    folder = _output.Folder(tmp_path / "out", "rewardfl evaluate 1")
+    folder = output.Folder(tmp_path / "out", "rewardfl evaluate 1")
     with folder.locked(), pytest.raises(shards.Refused, match="another process"), folder.locked():
         pass
     with folder.locked():
@@ -639,7 +640,7 @@ def test_an_error_is_one_line_after_the_bar(capsys, error, code, line):
             for _ in bar:
                 raise error
 
-    assert _common.exit_code(work) == code
+    assert command_line.exit_code(work) == code
     assert capsys.readouterr().err.splitlines()[-1] == line
 
 

@@ -23,10 +23,11 @@ from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.data import clips as clip_files
 from rewardfl.estimate import report
+from rewardfl.evaluation import generation
 from rewardfl.noise import draw_noise
 from rewardfl.training import checkpoint, setup_model
 from rewardfl.training.distributed import Distributed
-from rewardfl_tools import _generate, generate
+from rewardfl_tools import generate
 
 # -- runs
 
@@ -434,7 +435,7 @@ def test_generate_writes_what_the_name_says(tmp_path, monkeypatch, capsys):
     def call(out):
         command = f"generate.py --model m --image i --prompt p --fps 8 --out {out}"
         monkeypatch.setattr(sys, "argv", command.split())
-        monkeypatch.setattr(_generate, "generate", lambda args: made.append(args) or video)
+        monkeypatch.setattr(generation, "generate", lambda args: made.append(args) or video)
         return generate.main(), capsys.readouterr()
 
     for name in ("new/a.mp4", "new/a.npy", "new/frames"):

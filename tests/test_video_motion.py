@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from rewardfl.evaluation.vbench import motion_smoothness
 from rewardfl.rewards.pixels import video_motion as measures
 from rewardfl.rewards.pixels.motion import mean_change
-from rewardfl_tools._vbench import motion_smoothness
 
 ROOM = 24  # pixels of texture around a frame, for it to be shifted over
 

@@ -15,7 +15,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from safetensors.torch import save_file
 from transformers import UMT5Config, UMT5EncoderModel
 
-from rewardfl_tools.tiny_world.video import new_tokenizer
+from tiny_world.video import new_tokenizer
 
 LAYERS = 2
 T5_LAYERS = 2

@@ -15,11 +15,11 @@ Exit code 0: every row can be used; 2: some cannot, or there is nothing to check
 import sys
 from pathlib import Path
 
-from rewardfl_tools import _common
+from rewardfl import command_line
 
 
 def main() -> int:
-    parser = _common.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.add_argument("--config", help="a run's YAML file")
     parser.add_argument("--data", help="metadata.csv, without a configuration")
     # the configuration checks these as its own keys
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--det-size", help="as reward.det_size (default: 640)")
     parser.add_argument("--device", help="for --faces (default: cuda where there is one, else cpu)")
     args = parser.parse_args()
-    return _common.run("_check_dataset", args)
+    return command_line.run("rewardfl.doctor.dataset", args)
 
 
 if __name__ == "__main__":

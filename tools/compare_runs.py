@@ -13,18 +13,18 @@ Exit code 0: written; 2: an evaluation is missing, they are not alike, or --out 
 import sys
 from pathlib import Path
 
-from rewardfl_tools import _common
+from rewardfl import command_line
 
 
 def main() -> int:
-    parser = _common.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.add_argument("evaluations", nargs="+", type=Path, metavar="RUN_OR_EVALUATION", help="two or more folders")
     parser.add_argument("--out", type=Path, required=True, metavar="PAGE.html", help="the page to write")
     parser.add_argument("--anyway", action="store_true", help="compare what was not evaluated alike, and say so")
     args = parser.parse_args()
     if len(args.evaluations) < 2:
         parser.error("RUN_OR_EVALUATION: name two or more")
-    return _common.run("_compare_runs", args)
+    return command_line.run("rewardfl.evaluation.comparison", args)
 
 
 if __name__ == "__main__":

@@ -15,19 +15,19 @@ Exit codes: 0 written, 2 refused with nothing written.
 import sys
 from pathlib import Path
 
-from rewardfl_tools import _common
+from rewardfl import command_line
 
 
 def main() -> int:
-    parser = _common.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.add_argument("--lora", type=Path, required=True, help="file, peft folder or checkpoint, of any tool")
     parser.add_argument("--to", choices=("comfy", "diffusers"), required=True)
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the output (default: fp32)"
     )
     parser.add_argument("--alpha", type=float, help="alpha of a LoRA that does not tell its own (default: its rank)")
-    _common.add_output_options(parser)
-    return _common.run("_convert_lora", parser.parse_args())
+    command_line.add_output_options(parser)
+    return command_line.run("rewardfl.merging.conversion", parser.parse_args())
 
 
 if __name__ == "__main__":

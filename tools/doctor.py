@@ -11,18 +11,17 @@ The page names no host and no user, and holds no prompt. Exit code 0: all that c
 something differs; 2: the configuration is refused.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
 
-from rewardfl import trust
+from rewardfl import command_line, trust
 
 CHECKS = ("environment", "weights", "faces", "step")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.Parser(__doc__)
     parser.add_argument("--config", required=True, help="a run's YAML file, of either training script")
     page = Path(time.strftime("outputs/doctor_%Y%m%d_%H%M%S.md"))
     parser.add_argument("--out", type=Path, default=page, help="a new file (default: outputs/doctor_TIME.md)")
@@ -34,9 +33,9 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     if args.clips < 1:
         parser.error("--clips must be at least 1")
-    from rewardfl_tools import _doctor  # not before: --help and mistakes are answered without torch
+    from rewardfl.doctor import checks  # not before: --help and mistakes are answered without torch
 
-    return _doctor.run(args)
+    return checks.run(args)
 
 
 if __name__ == "__main__":

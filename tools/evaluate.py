@@ -4,11 +4,11 @@ Or, of an image model: are the pictures of prompts it never saw better, by every
     python tools/evaluate.py --run outputs/tiny_face --data assets/tiny_world/eval/metadata.csv --seeds 2
 
     # several adapters, strengths and step counts, from the same noises; two GPUs share the work
-    torchrun --nproc_per_node 2 -- tools/evaluate.py --run outputs/my --data held_out/metadata.csv \\
+    torchrun --nproc_per_node 2 -- tools/evaluate.py --run outputs/my --data held_out/metadata.csv \
         --adapter outputs/my/checkpoints/best --adapter outputs/other/checkpoints/best --strengths 0.5,1 --steps 8,20
 
     # videos of other tools; no model is loaded
-    python tools/evaluate.py --config configs/wan22_face_80gb.yaml --data held_out/metadata.csv \\
+    python tools/evaluate.py --config configs/wan22_face_80gb.yaml --data held_out/metadata.csv \
         --videos base_videos --videos their_videos --out outputs/compared
 
     python tools/evaluate.py --run outputs/tiny_image --data assets/tiny_images/eval.txt --seeds 4
@@ -26,7 +26,6 @@ Exit code 0: judged; 2: refused, or the disk is full; 130: stopped by Ctrl-C.
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,18 +33,16 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rewardfl import trust
+from rewardfl import command_line, trust
+from rewardfl.command_line import Judge
 from rewardfl.config import schema
-from rewardfl_tools import _common
 
-# what the figures' names begin with otherwise
-NO_JUDGE = ("reward", "held_out", "rewards", "motion", "still", "canary", "consisid", "opens2v")
 Period = Annotated[int, Field(ge=2, le=1000)]  # in pixels
 
 
 def numbers(kind: Any) -> Callable[[str], list]:
     """Return a reader of a list such as 0.5,1 of numbers of a type of the schema's."""
-    read = _common.option(kind)
+    read = command_line.option(kind)
     return lambda text: [read(part) for part in text.split(",")]
 
 
@@ -56,28 +53,14 @@ def ascending(text: str) -> list[float]:
     return values
 
 
-class Judge(argparse.Action):
-    """Collects --judge NAME=FOLDER into {name: folder}."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        name, _, folder = values.partition("=")
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or not folder:
-            parser.error(f"{option}: {values!r} must be NAME=FOLDER, NAME of small letters, digits and underscores")
-        if name in (*namespace.judge, *NO_JUDGE):
-            parser.error(f"{option}: {name} is taken; give the recogniser another name")
-        namespace.judge = namespace.judge | {name: Path(folder)}
-
-
 def parsed() -> argparse.Namespace:
-    parser = _common.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, help="folder of a training run; its run.json says how to sample")
     source.add_argument("--config", help="a configuration instead, for --videos: its sizes, face packs and rewards")
     parser.add_argument("--data", required=True, help="metadata.csv of people, or prompts, that were not trained on")
     parser.add_argument(
-        "--adapter", type=_common.adapter, action="append", metavar="PATH[:STRENGTH]",
+        "--adapter", type=command_line.adapter, action="append", metavar="PATH[:STRENGTH]",
         help="checkpoint folder; may be given several times (default: RUN/checkpoints/latest)",
     )  # fmt: skip
     parser.add_argument("--strengths", type=numbers(schema.NonNegative), metavar="0.5,1", help="of every adapter")
@@ -93,7 +76,7 @@ def parsed() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--seeds",
-        type=_common.option(schema.Batch),
+        type=command_line.option(schema.Batch),
         default=2,
         help="noises per person or prompt (default: %(default)s)",
     )
@@ -101,7 +84,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--force", action="store_true", help="remove an evaluation of other settings from OUT")
     parser.add_argument(
         "--batch",
-        type=_common.option(schema.Batch),
+        type=command_line.option(schema.Batch),
         default=4,
         help="clips or images sampled at a time (default: %(default)s)",
     )
@@ -135,7 +118,7 @@ def add_figures(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     figures.add_argument(
         "--threshold",
-        type=_common.option(schema.Share),
+        type=command_line.option(schema.Share),
         default=0.4,
         help="of FaceSim: the share of frames above it (default: %(default)s)",
     )
@@ -148,7 +131,7 @@ def add_figures(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     args = parsed()
-    return _common.run("_evaluate", args)
+    return command_line.run("rewardfl.evaluation.judge_videos", args)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ replaced where this tool wrote it, a folder never.
 import sys
 from pathlib import Path
 
+from rewardfl import command_line
 from rewardfl.config import schema
-from rewardfl_tools import _common
 
 
 def main() -> int:
-    parser = _common.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.add_argument(
         "--model-name", default="wan2_2", help="which model it is, as model.model_name (default: wan2_2)"
     )
@@ -27,12 +27,12 @@ def main() -> int:
     parser.add_argument("--image", type=Path, help="the first frame, for models that take one")
     parser.add_argument("--prompt", required=True)
     parser.add_argument(
-        "--guidance", type=_common.setting(schema.SampleConfig, "guidance_scale"), default=1.0,
+        "--guidance", type=command_line.setting(schema.SampleConfig, "guidance_scale"), default=1.0,
         help="classifier-free guidance: 3.5 (with --steps 40) for the official model, 1 (none, the default) for "
         "distilled ones",
     )  # fmt: skip
     parser.add_argument(
-        "--embedded-guidance", type=_common.setting(schema.ModelConfig, "embedded_guidance"),
+        "--embedded-guidance", type=command_line.setting(schema.ModelConfig, "embedded_guidance"),
         help="as model.embedded_guidance, for FLUX.1-dev",
     )  # fmt: skip
     parser.add_argument("--negative-prompt", default="", help="what --guidance above 1 leads away from")
@@ -40,13 +40,13 @@ def main() -> int:
     parser.add_argument("--distill-lora-high", default="", help="distillation LoRA fused into the high-noise expert")
     parser.add_argument("--distill-lora-low", default="", help="the same for the low-noise expert")
     parser.add_argument(
-        "--adapter", type=_common.adapter, metavar="PATH[:strength]",
+        "--adapter", type=command_line.adapter, metavar="PATH[:strength]",
         help="checkpoint folder of a run, e.g. outputs/x/checkpoints/latest, or outputs/x/checkpoints/latest:0.8",
     )  # fmt: skip
     default = "default: %(default)s"
-    side, count = _common.option(schema.Side), _common.setting(schema.DataConfig, "num_frames")
-    steps, seed, rate = map(_common.option, (schema.Denoising, schema.Seed, schema.FrameRate))
-    shift = _common.setting(schema.SampleConfig, "shift")
+    side, count = command_line.option(schema.Side), command_line.setting(schema.DataConfig, "num_frames")
+    steps, seed, rate = map(command_line.option, (schema.Denoising, schema.Seed, schema.FrameRate))
+    shift = command_line.setting(schema.SampleConfig, "shift")
     parser.add_argument("--height", type=side, default=480, help=default)
     parser.add_argument("--width", type=side, default=832, help=default)
     parser.add_argument("--num-frames", type=count, default=81, help=default)
@@ -63,7 +63,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.negative_prompt and args.guidance == 1:
         parser.error("--negative-prompt: does nothing without guidance; give --guidance, or remove it")
-    return _common.run("_generate", args)
+    return command_line.run("rewardfl.evaluation.generation", args)
 
 
 if __name__ == "__main__":

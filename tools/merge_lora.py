@@ -15,18 +15,18 @@ refused with nothing written.
 import sys
 from pathlib import Path
 
-from rewardfl_tools import _common
+from rewardfl import command_line
 
 
 def main() -> int:
-    parser = _common.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--lora", action="append", required=True, metavar="PATH[@high|@low][:strength]")
     parser.add_argument("--expert", choices=("high", "low"), help="which the base is, where its name does not say")
     parser.add_argument("--alpha", type=float, help="alpha of LoRAs that do not tell theirs (default: their rank)")
-    _common.add_layout_options(parser)
-    _common.add_output_options(parser)
-    return _common.run("_merge_lora", parser.parse_args())
+    command_line.add_layout_options(parser)
+    command_line.add_output_options(parser)
+    return command_line.run("rewardfl.merging.lora_merge", parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -10,18 +10,17 @@ Exits with 0 when the run fits the memory of the GPU and of the host as it is se
 all. The host's memory is this machine's, or its container's limit, unless --host-gb names another's.
 """
 
-import argparse
 import math
 import sys
 from pathlib import Path
 
-from rewardfl import trust
+from rewardfl import command_line, trust
 
 FITS, DOES_NOT = 0, 2  # exit codes
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.Parser(__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="of one GPU, in 1e9 bytes")
     parser.add_argument(

@@ -11,15 +11,14 @@ every reward to its own scale. The KL is no reward, and not in here.
 
 import sys
 
-from rewardfl import trust
+from rewardfl import command_line, trust
 from rewardfl.config import schema
-from rewardfl_tools import _common
 
 
 def main() -> int:
-    parser = _common.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.add_argument("--config", required=True)
-    count = _common.option(schema.Count)
+    count = command_line.option(schema.Count)
     parser.add_argument("--rows", type=count, default=4, help="clips, one noise each (default: %(default)s)")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument(
@@ -28,7 +27,7 @@ def main() -> int:
     trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()
-    return _common.run("_reward_scales", args)
+    return command_line.run("rewardfl.evaluation.scales", args)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ import sys
 
 import yaml
 
-from rewardfl import trust
+from rewardfl import command_line, trust
 
 MISSING = 2  # exit code, as for settings that cannot work
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.Parser(__doc__)
     parser.add_argument("--reward", required=True, help="a name, as reward.name in a config")
     parser.add_argument("--settings", nargs="*", default=[], type=setting, metavar="key=value", help="of the reward")
     parser.add_argument("--host", default="127.0.0.1", help="another address than this machine's own needs a token")
@@ -31,13 +31,13 @@ def main() -> int:
     trust.add_option(parser)
     args = parser.parse_args()
     try:
-        from rewardfl_tools import _serve_reward  # not before: --help and mistakes are answered without torch
+        from rewardfl.reward_server import serving  # not before: --help and mistakes are answered without torch
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in ("starlette", "uvicorn"):
             raise
         print(f"error: {error}; a reward server needs: pip install starlette uvicorn", file=sys.stderr)
         return MISSING
-    return _serve_reward.run(args)
+    return serving.run(args)
 
 
 def setting(text: str) -> tuple[str, object]:

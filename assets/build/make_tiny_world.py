@@ -1,0 +1,57 @@
+"""Rebuild the tiny world from a seed: people, clips, a Wan2.2-I2V-shaped pipeline, a detector and two recognisers.
+
+    python tools/make_tiny_world.py                    # assets/tiny_world, under six hours on two CPU cores
+    python tools/make_tiny_world.py --quick --out DIR  # the whole path with next to no training, a minute
+    python tools/make_tiny_world.py --distil           # OUT/lightning alone, from OUT/pipeline and OUT/train
+
+Finished stages are kept in --work and not trained again; delete the folder to start over. The cured model stays in
+--work: it learns from the same clips without drift. The figures that the trained networks reach are measured from the
+written files and land in OUT/figures.json, with a contact sheet. They are by the world's own judges and by those of
+--judge (`make realface` fetches two).
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from rewardfl.command_line import Judge
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("assets/tiny_world"))
+    parser.add_argument("--work", type=Path, help="where finished stages are kept (default: build/tiny_world)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="next to no training, for tests")
+    parser.add_argument("--distil", action="store_true", help="write the four-step LoRAs of OUT/pipeline, nothing else")
+    parser.add_argument(
+        "--judge", action=Judge, default={}, metavar="NAME=FOLDER", help="a further face pack that judges"
+    )
+    args = parser.parse_args()
+    from tiny_world import (
+        build,
+        distil,
+        measure,  # not before: --help is answered without torch
+    )
+
+    plan = build.QUICK if args.quick else build.Plan()
+    if args.distil:
+        if missing := [name for name in ("pipeline", "train/metadata.csv") if not (args.out / name).exists()]:
+            parser.error(f"--distil: {args.out / missing[0]} is missing; give the folder of a built world as --out")
+        build.run_pass((distil.distil, args.out, plan.distil_updates, args.seed, print))
+        return
+    work = args.work or (args.out / "work" if args.quick else Path("build/tiny_world"))
+    work.mkdir(parents=True, exist_ok=True)
+    build.build(plan, args.out, work, args.seed)
+    write_figures(measure.measure(args.out, work / "cured", args.seed, plan.measured_people, args.judge), args.out)
+
+
+def write_figures(figures: Mapping[str, object], folder: Path) -> None:
+    text = json.dumps(figures, indent=2)
+    (folder / "figures.json").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""What tools share: command lines, exit codes, options of those that merge, the device. No torch at import."""
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from rewardfl.config.schema import Number, Section, shown
+from rewardfl.files import escape_unencodable_output, printable
+from rewardfl.weights.shards import Refused
+
+# what the figures' names begin with otherwise
+NO_JUDGE = ("reward", "held_out", "rewards", "motion", "still", "canary", "consisid", "opens2v")
+
+
+class Judge(argparse.Action):
+    """Collects --judge NAME=FOLDER into {name: folder}."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        name, _, folder = values.partition("=")
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or not folder:
+            parser.error(f"{option}: {values!r} must be NAME=FOLDER, NAME of small letters, digits and underscores")
+        if name in (*namespace.judge, *NO_JUDGE):
+            parser.error(f"{option}: {name} is taken; give the recogniser another name")
+        namespace.judge = namespace.judge | {name: Path(folder)}
+
+
+DONE, REFUSED, INTERRUPTED = 0, 2, 130  # exit codes; 130 is the shell's for Ctrl-C
+
+LONGEST_LINE = 2000  # characters of a message: names come from files
+
+Strength = Annotated[Number, Field(ge=-1000, le=1000)]  # of an adapter
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line with the tool's docstring as its help. A mistake is one line that names the option."""
+
+    def __init__(self, description: str | None):
+        escape_unencodable_output()
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(REFUSED, one_line(f"error: {message.removeprefix('argument ')}") + "\n")
+
+
+def option(kind: Any) -> Callable[[str], Any]:
+    """Return a reader of an option's text, for `type=`: kind is a type of the schema's, `null` stands for None."""
+    adapter: TypeAdapter = TypeAdapter(kind)
+
+    def read(text: str) -> Any:
+        try:
+            return adapter.validate_python(None if text == "null" else text)
+        except ValidationError as error:
+            words = error.errors()[0]["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+            raise argparse.ArgumentTypeError(f"must be {words}, got {shown(text)}") from None
+
+    return read
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the place of the first problem, if it has one, and what it is."""
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))} {problem['msg']}".strip()
+
+
+def setting(section: type[Section], key: str) -> Callable[[str], Any]:
+    """Return a reader of an option with the type of a key of the configuration."""
+    return option(section.model_fields[key].rebuild_annotation())
+
+
+def run(module: str, args: argparse.Namespace) -> int:
+    """Return the exit code of a module's work. It is imported here: help and mistakes are answered without torch."""
+    return exit_code(lambda: importlib.import_module(module).run(args))
+
+
+def exit_code(work: Callable[[], int | None]) -> int:
+    """Return the tool's exit code: 2 with one line for a refusal or the disk's error, 130 with one for Ctrl-C."""
+    try:
+        return work() or DONE
+    except KeyboardInterrupt:
+        code, line = INTERRUPTED, "interrupted"
+    except Refused as error:
+        code, line = REFUSED, one_line(f"error: {error}")
+    except _refusals() as error:
+        code, line = REFUSED, f"error: {_words(error)}"
+    print(printable(line), file=sys.stderr)  # here the frames that drew a progress bar are gone, and it has ended
+    return code
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    from rewardfl.data.cache import CacheError  # here: they import torch
+    from rewardfl.rewards.remote import RewardServerError
+
+    return (CacheError, RewardServerError, ValueError, OSError)
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'the disk'}: {error.strerror}"
+    return str(error)
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="a .safetensors file, or a folder")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, report, write nothing")
+    parser.add_argument("--verify", action="store_true", help="read the output back and compare it with the input")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
+    parser.add_argument("--force", action="store_true", help="replace an earlier output of this tool")
+
+
+def add_layout_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype", default="keep", choices=("keep", "fp32", "bf16", "fp16"),
+        help="of the output; bf16 and fp16 leave in float32 what diffusers keeps there (default: keep)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rename", default="keep", choices=("keep", "diffusers", "original", "comfy"),
+        help="names of the tensors in the output; comfy: original names behind model.diffusion_model. (default: keep)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-shard-size", type=size, default=size("5GB"), metavar="5GB", help="of files in an output folder"
+    )
+
+
+def size(text: str) -> int:
+    """Bytes of 5GB, 500MB, 1.5GB or a number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text.strip().upper())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB or 500MB")
+    nbytes = float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[found[2]]
+    if not 1 <= nbytes < 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of a file; write 5GB or 500MB")
+    return int(nbytes)
+
+
+def path_and_strength(text: str) -> tuple[str, float]:
+    """PATH[:strength], as LoRAs are named on the command line; 1 where it names no strength."""
+    found = re.fullmatch(r"(.+):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)", text)
+    return (found[1], float(found[2])) if found else (text, 1.0)
+
+
+def adapter(text: str) -> tuple[str, float]:
+    """Return a checkpoint folder and the strength of its adapter, as --adapter names them."""
+    path, strength = path_and_strength(text)
+    return path, option(Strength)(str(strength))
+
+
+def one_line(text: str) -> str:
+    """The text as one line for a terminal, cut where it is longer than a page: names in files may be anything."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:LONGEST_LINE])
+    return line + (" ..." if len(text) > LONGEST_LINE else "")
+
+
+def device(name: str | None) -> str:
+    """Return the device of this name; without one cuda where there is a GPU, else cpu. Raise Refused for no device."""
+    import torch  # here: a copy of shards does without
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        raise Refused(f"--device: {shown(name)} is no device of these tools; give cpu or cuda, or leave it out")
+    place = torch.device(name)
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise Refused(f"--device: this torch sees no GPU {name}; give cpu, or leave it out")
+    return name
+
+
+def gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e3:.1f} kB"

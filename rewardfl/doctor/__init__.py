@@ -1,0 +1,1 @@
+"""Checks before the first run: the machine, published weights, face packs, a data set."""

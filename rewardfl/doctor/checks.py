@@ -1,0 +1,156 @@
+"""The work of tools/doctor.py: its page, the checks one after the other, and those of machine and faces."""
+
+import argparse
+import itertools
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import psutil
+import torch
+import yaml
+
+from rewardfl import command_line, config, data
+from rewardfl.doctor import models
+from rewardfl.doctor.models import DIFFERS, NOT_DONE, OK, Case, Finding
+from rewardfl.files import atomic_write, printable
+from rewardfl.rewards import FaceIdentityReward, build_terms, find_terms
+from rewardfl.rewards.face import parity as face_parity
+from rewardfl.training import cli, clip_scan, saving, setup_model, setup_rewards
+from rewardfl.training.resume import digest_base_model
+from rewardfl.training.run_folder import git_commit, library_versions
+
+SHOWN = (
+    "model.model_name", "model.dtype", "model.attention_backend", "model.trainable_models", "experts.trained",
+    "experts.untrained", "lora.lora_rank", "data.height", "data.width", "data.max_pixels", "data.num_frames",
+    "sample.num_inference_steps", "sample.shift", "sample.guidance_scale",
+)  # fmt: skip
+
+# what a check runs into on a machine that it does not know
+MACHINE = (OSError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do the checks, and write each down when it is done: the exit code. Wrong input differs."""
+    try:
+        case = open_case(args)
+    except (*cli.REFUSALS, OSError) as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 2
+    findings: dict[str, Finding] = {}
+    for name in (name for name in CHECKS if name in (args.only or CHECKS)):
+        began = time.perf_counter()
+        try:
+            found = CHECKS[name](case)
+        except (*cli.REFUSALS, *MACHINE) as error:
+            line = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            found = Finding(NOT_DONE if isinstance(error, MACHINE) else DIFFERS, line)
+        findings[name] = replace(found, facts={**found.facts, "seconds": time.perf_counter() - began})
+        write(case, findings)
+        print(printable(f"{name}: {found.status}: {found.line}"), flush=True)
+    print(f"page: {case.args.out}")
+    return int(any(found.status == DIFFERS for found in findings.values()))
+
+
+def open_case(args: argparse.Namespace) -> Case:
+    """Return the case. Raised before anything is written: all that training would refuse."""
+    cfg = config.load(args.config, args.overrides)
+    device = torch.device(command_line.device(args.device))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise config.ConfigError("--device: this torch sees no GPU; give cpu, or leave it out")
+    if args.out.exists():
+        raise config.ConfigError(f"--out: {args.out} is there; name a new file")
+    backbone = setup_model.open_model(cfg)
+    setup_rewards.find_rewards(cfg, backbone)
+    rows = data.load_metadata(cfg.data.file_name)[: args.clips]
+    rows, _ = data.check_rows(rows, cfg.data.num_frames, cfg.data.skip_bad_rows, cfg.data.fps, backbone.takes_image)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    return Case(args=args, cfg=cfg, backbone=backbone, rows=rows, device=device)
+
+
+def write(case: Case, findings: Mapping[str, Finding]) -> None:
+    """Write the page, whole or not at all. OSError when the disk does not take it."""
+    shown = {"script": case.cfg.script} | {key: config.flat(case.cfg)[key] for key in SHOWN}
+    shown |= {"clips": str(len(case.rows)), **digest_base_model(case.backbone)}
+    worst = DIFFERS if any(found.status == DIFFERS for found in findings.values()) else OK
+    lines = [f"# rewardfl doctor: {worst}", "", "| check | result | in a line |", "|---|---|---|"]
+    lines += [f"| {n} | {found.status} | {plain(found.line).replace('|', '/')} |" for n, found in findings.items()]
+    for name, facts in {"configuration": shown, **{n: found.facts for n, found in findings.items()}}.items():
+        text = yaml.safe_dump(dict(facts), sort_keys=False, default_flow_style=None, width=160, allow_unicode=True)
+        lines += ["", f"## {name}", "", "```yaml", *map(plain, text.splitlines()), "```"]
+    atomic_write(case.args.out, "\n".join(lines) + "\n")
+
+
+def plain(text: str) -> str:
+    """Return the line without the current folder, the user's home and the host; numbers with four digits."""
+    text = printable(text).replace("`", "´")
+    for word, name in ((str(Path.cwd()), "."), (str(Path.home()), "~"), (platform.node(), "(host)")):
+        text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", name, text) if len(word) > 1 else text
+    return re.sub(r"\b\d+\.\d{5,}(e[-+]\d+)?\b", lambda found: f"{float(found[0]):.4g}", text)
+
+
+def environment(case: Case) -> Finding:
+    """Return versions, card and driver; differs where there is a driver, and this torch cannot use its GPU."""
+    command, driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], ""
+    if shutil.which(command[0]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        driver = "" if done.returncode else done.stdout.split("\n")[0].strip()
+    sees, host = torch.cuda.is_available(), psutil.virtual_memory()
+    card = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if sees else "no GPU"
+    facts: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.machine()}, {psutil.cpu_count()} cores",
+        "driver, CUDA of torch": [driver, torch.version.cuda],
+        "onnxruntime providers": onnxruntime.get_available_providers(),
+        "versions": library_versions((*saving.VERSIONED, "insightface", "onnxruntime", "onnxruntime-gpu")),
+        "git commit": git_commit(Path(__file__).parent),
+        "free disk, GB": shutil.disk_usage(case.args.out.parent).free / 1e9,
+        "free and whole memory, GB": [host.available / 1e9, host.total / 1e9],
+        "the same of the first GPU": [amount / 1e9 for amount in torch.cuda.mem_get_info()] if sees else None,
+    }
+    line = f"python {platform.python_version()}, torch {torch.__version__}, {card}"
+    if driver and not sees:
+        return Finding(DIFFERS, f"{line}; torch cannot use the driver {driver}: see pytorch.org", facts)
+    return Finding(OK, line, facts)
+
+
+@torch.no_grad()
+def faces(case: Case) -> Finding:
+    """Compare each pack with insightface's on the first clip, and return what it finds in the clips.
+
+    Differs where a clip shows no face; FaceParityError where insightface sees something else.
+    """
+    rewards = [one for one in config.wanted_rewards(case.cfg) if one.name in ("face_identity", "face_judge")]
+    terms = {term.label: term.reward for term in build_terms(find_terms(rewards), case.device)}
+    packs = {label: reward.identity for label, reward in terms.items() if isinstance(reward, FaceIdentityReward)}
+    rows = [row for row in case.rows if row.video is not None]
+    if not packs or not rows:
+        return Finding(NOT_DONE, "the configuration names no face pack" if rows else "no row names a video")
+    clips = {row.line: clip_scan.load_sized_example(case.cfg, row).reference.to(case.device) for row in rows}
+    lines = face_parity.check_packs(packs, next(iter(clips.values())))
+    table: list[dict[str, Any]] = []
+    for (label, identity), (number, clip) in itertools.product(packs.items(), clips.items()):
+        if (pool := identity.pool(clip)) is None:
+            return Finding(DIFFERS, f"{label}: no face in the clip of line {number}", {"parity": lines})
+        width = float((pool.boxes[:, 2] - pool.boxes[:, 0]).mean())
+        found = {"width, px": width, "coverage": pool.coverage, "self-similarity": pool.cap}
+        table.append({"pack": label, "line": number, **found})
+    line, status = f"a face in all {len(clips)} clips", OK
+    for skipped in (line for line in lines if "skipped" in line):
+        line, status = skipped, NOT_DONE
+    return Finding(status, line, {"parity": lines, "clips": table})
+
+
+CHECKS: dict[str, Callable[[Case], Finding]] = {
+    "environment": environment,
+    "weights": models.weights,
+    "faces": faces,
+    "step": models.step,
+}

@@ -1,0 +1,260 @@
+"""What the checks of tools/doctor.py take and give, and those that run the model: velocities, and one update."""
+
+import argparse
+import csv
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import ModelMixin, WanTransformer3DModel
+from diffusers.loaders.lora_pipeline import WanLoraLoaderMixin
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+import rewardfl
+from rewardfl import config, data, trust
+from rewardfl.backbones.protocol import Backbone, Experts
+from rewardfl.backbones.wan import files as wan_files
+from rewardfl.backbones.wan.backbone import Wan
+from rewardfl.estimate.measure import measure
+from rewardfl.estimate.needs import RESERVE, flops, memory
+from rewardfl.files import printable
+from rewardfl.memory import attention, offload
+from rewardfl.noise import draw_noise
+from rewardfl.training import clip_scan, workload
+from rewardfl.training.plan import make_schedule, trained_experts
+from rewardfl.training.timer import peak_memory_gb
+from rewardfl.weights import wan_names
+
+OK, DIFFERS, NOT_DONE = "ok", "differs", "could not be done"
+
+# Of velocities where we have fused a distillation, which diffusers' adapter adds to every product instead.
+# The tests' small network shows 4e-7 and 7e-3
+FUSED = {torch.float32: 1e-4, torch.bfloat16: 0.03}
+
+LORA_LEAVES = (".lora_down.weight", ".lora_up.weight", ".lora_A.weight", ".lora_B.weight", ".alpha")
+
+ONE_UPDATE = [
+    "train.max_steps=1", "run.sample_videos=0", "run.log_with=none", "run.resume_from_checkpoint=false",
+    "run.resume_with_changes=[]", "run.keep_last=null",
+]  # fmt: skip
+
+ONE_EPOCH = ["grpo.updates_per_epoch=1", "grpo.inner_epochs=1", "evaluation.eval_clips=null"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A configuration, its model by the headers, and the first rows of its data, which are read."""
+
+    args: argparse.Namespace
+    cfg: config.AnyConfig
+    backbone: Backbone
+    rows: Sequence[data.Row]
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check has found: OK, DIFFERS or NOT_DONE, the result in a line, and figures by name."""
+
+    status: str
+    line: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def weights(case: Case) -> Finding:
+    """Compare each expert's velocity of the same noise with that of the weights as diffusers loads them.
+
+    Differs where it is not the same to the last bit (and repeats itself). A distillation is an adapter of diffusers',
+    and is mostly fused in ours: then a tenth of what it changes may be another number.
+    """
+    ask, why_not, line, status = velocity(case), not_comparable(case.backbone), "", OK
+    table = {name: measured(case, name, ask, not why_not) for name in case.backbone.experts}
+    for name, record in table.items():
+        distance, allowed = record.get("from diffusers'", record["repeated"]), record["repeated"]
+        if "by the distillation" in record:
+            allowed = max(allowed, 0.1 * record["by the distillation"], FUSED[case.backbone.dtype])
+        if not distance <= allowed:  # NaN differs, too
+            line, status = f"{name}'s velocity differs by {distance:.1e} of its largest value; ", DIFFERS
+    line += f"not compared with diffusers' loading: {why_not}" if why_not else "compared with diffusers' loading"
+    if (most := max(record.get("with a graph", 0.0) for record in table.values())) > 0:
+        line += f"; with a graph the velocity differs by {most:.1e}: if Flow-GRPO's check of the ratio stops, set "
+        line += "model.attention_backend: _native_flash"
+    return Finding(status, line, {"experts": table, "peak memory, GB": peak_memory_gb(case.device)})
+
+
+def velocity(case: Case) -> Callable[[str, ModelMixin], Tensor]:
+    """Return what computes an expert's velocity of the first row's noise, at the first step that asks the expert."""
+    cfg, backbone, row = case.cfg, case.backbone, case.rows[0]
+    example = clip_scan.load_sized_example(cfg, row)
+    told = dict(backbone.text_encoder(case.device)(row.prompt))
+    told |= backbone.image_encoder(case.device)(example.image, cfg.data.num_frames)
+    shape = backbone.latent_shape(*example.size, cfg.data.num_frames)
+    schedule = make_schedule(cfg, backbone, shape)
+    noise = draw_noise((1, *shape), 0, case.device)
+
+    def ask(name: str, expert: ModelMixin) -> Tensor:
+        step = schedule.experts.index(name) if name in schedule.experts else 0
+        x = noise.clone().requires_grad_(torch.is_grad_enabled())
+        return backbone.velocity(Experts(dict.fromkeys(backbone.experts, expert)), x, step, schedule, told).detach()
+
+    return ask
+
+
+def measured(case: Case, name: str, ask: Callable[[str, ModelMixin], Tensor], compare: bool) -> dict[str, float]:
+    """Return the distances of an expert's velocities: the largest difference over the largest absolute value.
+
+    Of our loading the same again, and of a trained expert with a graph, whose attention may be another kernel; of
+    diffusers' loading, and how far a distillation moves there. One of the two is in memory at a time.
+    """
+
+    def apart(one: Tensor, other: Tensor) -> float:
+        return float((one - other).abs().max() / other.abs().max())
+
+    train, expert = case.cfg.train, placed(case, name, case.backbone.load_expert)
+    ours = ask(name, expert)
+    found = {"repeated": apart(ask(name, expert), ours)}
+    if train.use_gradient_checkpointing:
+        on_host, keep = train.use_gradient_checkpointing_offload, train.keep_attention
+        expert.enable_gradient_checkpointing(offload.checkpointing(case.device, on_host, keep))
+    if name in trained_experts(case.cfg, case.backbone.experts):
+        with torch.enable_grad():
+            found["with a graph"] = apart(ask(name, expert), ours)
+    del expert
+    if compare and isinstance(case.backbone, Wan):
+        stock = placed(case, name, partial(load_stock, case.backbone))
+        theirs = ask(name, stock)
+        found["from diffusers'"] = apart(ours, theirs)
+        if name in distillations(case.backbone):
+            stock.disable_adapters()
+            found["by the distillation"] = apart(ask(name, stock), theirs)
+    return found
+
+
+def give_back() -> None:
+    """Give back memory that nothing refers to any more: to Python, and of the GPU to others."""
+    gc.collect()  # what swaps blocks refers to itself
+    torch.cuda.empty_cache()
+
+
+def placed(case: Case, name: str, load: Callable[[str], ModelMixin]) -> ModelMixin:
+    """Return the expert with its weights where the run has them, without other rounding, and the run's attention."""
+    give_back()  # what the expert before took
+    expert, cfg = load(name), case.cfg
+    if cfg.model.attention_backend != attention.NATIVE:
+        expert.set_attention_backend(cfg.model.attention_backend)
+    trained = name in trained_experts(cfg, case.backbone.experts)
+    swapped = (cfg.experts.trained if trained else cfg.experts.untrained).startswith("cpu_swap")
+    return offload.move_expert(expert, "cpu_swap" if swapped else "gpu", case.device, case.backbone.block_classes)
+
+
+def distillations(backbone: Wan) -> dict[str, Path]:
+    """Return the files of the distillation by expert."""
+    return {name: Path(path) for name, path in zip(backbone.experts, backbone.source.distilled, strict=False) if path}
+
+
+def not_comparable(backbone: Backbone) -> str:
+    """Return why diffusers cannot load all of the weights by itself (a DoRA, changed norms); empty where it can."""
+    if not isinstance(backbone, Wan):
+        return "this is no Wan model"
+    loras, files = distillations(backbone).values(), wan_files.files(backbone.layout)
+    if any(file.suffix != ".safetensors" for file in (*loras, *(f for name in backbone.experts for f in files[name]))):
+        return "a file is no .safetensors"
+    for path in loras:
+        with safe_open(path, "pt") as file:
+            names, scaled_elsewhere = list(file.keys()), "lora_adapter_metadata" in (file.metadata() or {})
+        if scaled_elsewhere or not all(n.startswith("diffusion_model.") and n.endswith(LORA_LEAVES) for n in names):
+            return "diffusers reads less of the distillation"
+    return ""
+
+
+def load_stock(backbone: Wan, name: str) -> ModelMixin:
+    """Load an expert as diffusers does, and a distillation as its pipelines' load_lora_weights."""
+    layout, part, dtype = backbone.layout, backbone.variant.parts[name], backbone.dtype
+    if layout.experts[name] == [layout.configs / part]:
+        expert = WanTransformer3DModel.from_pretrained(layout.configs / part, torch_dtype=dtype, local_files_only=True)
+    else:
+        tensors = {key: value for file in wan_files.files(layout)[name] for key, value in load_file(file).items()}
+        expert = WanTransformer3DModel.from_single_file(
+            tensors, config=str(layout.configs), subfolder=part, local_files_only=True
+        )  # not torch_dtype, which would round the parts that from_pretrained keeps in float32
+    for key, parameter in expert.named_parameters():
+        kind = torch.float32 if wan_names.stays_float32(key) else dtype
+        # a copy: mapped from the file they lie at odd addresses, and a CPU's sums differ
+        parameter.data = parameter.data.to(kind, copy=True)
+    if path := distillations(backbone).get(name):
+        # in float32: diffusers scales the factors in the precision that they come in
+        values = {key: value.float() for key, value in load_file(path).items()}
+        WanLoraLoaderMixin.load_lora_into_transformer(WanLoraLoaderMixin.lora_state_dict(values), expert)
+    return expert.eval().requires_grad_(False)
+
+
+def step(case: Case) -> Finding:
+    """Measure the script's own first update on these clips: of Flow-GRPO an epoch of the fewest groups.
+
+    Differs where the script fails, and where a GPU's peak is above what the estimate says that a GPU must have.
+    """
+    script = Path(rewardfl.__file__).parents[1] / case.cfg.script
+    if not script.is_file():
+        return Finding(NOT_DONE, f"{case.cfg.script} is not next to the package; run the tool from a checkout")
+    give_back()
+    with tempfile.TemporaryDirectory(prefix="rewardfl-doctor-", dir=case.args.out.parent) as place:
+        folder, table, log = (Path(place).resolve() / name for name in ("run", "clips.csv", "run.log"))
+        write_table(case.rows, table)
+        once = ["train.train_batch_size=null"]  # which counts the clips of all processes
+        if isinstance(case.cfg, config.FlowGrpoConfig):
+            batch = case.cfg.train.per_device_train_batch_size
+            once = [*ONE_EPOCH, f"grpo.groups={batch // math.gcd(batch, case.cfg.grpo.group_size)}"]
+        paths = [f"run.output_dir={json.dumps(str(folder))}", f"data.file_name={json.dumps(str(table))}"]
+        overrides = [*case.args.overrides, *ONE_UPDATE, *once, *paths]
+        command = [sys.executable, str(script), "--config", case.args.config, *trust.arguments(), *overrides]
+        environment = os.environ | ({"ACCELERATE_USE_CPU": "true"} if case.device.type == "cpu" else {})
+        with log.open("w") as output:
+            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        if done.returncode:
+            lines = [line for line in log.read_text(errors="replace").split("\n") if line.strip()] or ["no word"]
+            print(printable("\n".join(lines[-30:])), file=sys.stderr)
+            return Finding(DIFFERS, f"{case.cfg.script} ended with {done.returncode}: {lines[-1]}")
+        metrics = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+        cfg = config.load(case.args.config, overrides)
+    return planned(case, workload.make_workload(cfg, case.backbone, len(case.rows), 1, processes=1), metrics)
+
+
+def write_table(rows: Sequence[data.Row], path: Path) -> None:
+    """Write a metadata.csv of these rows, with absolute paths."""
+    lines: list[list[object]] = [["prompt", *rows[0].files, "height", "width"]]
+    lines += [[r.prompt, *(f.resolve() if f else "" for f in r.files.values()), *(r.size or ("", ""))] for r in rows]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(lines)
+
+
+def planned(case: Case, plan: workload.Workload, metrics: Mapping[str, Any]) -> Finding:
+    """Return what the update took next to its estimate. metrics: its line of metrics.jsonl."""
+    costs, videos = measure(plan.video), plan.spans[0].of_process
+    needs = memory(costs, plan)
+    seconds = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
+    peak, gpu = metrics["memory/peak_gb"], case.device.type == "cuda"
+    facts = {
+        "peak memory, GB": peak,
+        "estimated, GB": {phase: amount / 1e9 for phase, amount in needs.by_phase.items()},
+        "estimated in host memory, GB": {name: amount / 1e9 for name, amount in needs.host.items()},
+        "TFLOP/s": videos * sum(flops(costs, plan).values()) / 1e12 / seconds["step"],
+        "seconds by phase": seconds,
+    }
+    line = f"{seconds['step']:.1f} s for {videos:g} videos, peak {peak:.2f} GB"
+    line += f", estimated {needs.peak / 1e9:.2f}" if gpu else " of the whole process on a CPU"
+    if gpu and peak * 1e9 > needs.peak + RESERVE:
+        return Finding(DIFFERS, f"{line}, which with {RESERVE / 1e9:g} to spare is too little", facts)
+    return Finding(OK, line, facts)

@@ -1,0 +1,154 @@
+"""What an evaluation samples from the same noises: the base model, and adapters at strengths and step counts."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from rewardfl import config, data, lora, reward_flow
+from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, Velocity
+from rewardfl.memory import offload
+from rewardfl.noise import draw_noise, noise_seed
+from rewardfl.training import plan
+
+BASE = "base"
+
+TAKEN = (BASE, "real", "vae")  # names that no adapter's or tool's arm may have
+
+NEGATIVE = ""  # the id, which no row has, of the prompt that a run is guided away from
+
+Job = tuple[data.Row, int]  # of a row of the table the noise of this number
+
+
+def run_config(run: Path, overrides: list[str]) -> config.AnyConfig:
+    """The configuration that a run was trained with, and the overrides. FileNotFoundError where there is no run."""
+    path = run / "run.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"--run: {path} is missing; name the output_dir of a training run")
+    try:
+        content = TypeAdapter(dict[str, Any]).validate_json(path.read_bytes())
+        sections = TypeAdapter(dict[str, Any]).validate_python(content.get("config"))
+    except ValidationError:
+        raise ValueError(f"--run: {path} is not as training writes it; name the output_dir of a training run") from None
+    return config.parse(sections, overrides)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way in which every row's video comes about. The name is a file's, too."""
+
+    name: str
+    steps: int = 0  # sampling steps; 0 for videos that were made elsewhere
+    adapter: Path | None = None  # a checkpoint; None: the model as it was before training
+    strength: float = 1.0  # of the adapter
+    videos: Path | None = None  # a folder of videos that are judged as they are; nothing is sampled
+
+
+def planned(adapters: Sequence[tuple[Path, float]], steps: Sequence[int], usual: int) -> list[Arm]:
+    """The base model of each step count, then every adapter at its strength. usual: the count that no name says.
+
+    ValueError for an adapter at one strength, or a step count, that is named twice.
+    """
+    for option, given in (("--adapter", adapters), ("--steps", steps)):
+        if twice := [one for i, one in enumerate(given) if one in given[:i]]:
+            raise ValueError(f"{option}: {twice[0]} is named twice; remove one")
+    folders = list(dict.fromkeys(folder for folder, _ in adapters))
+    names = dict(zip(folders, names_of(folders), strict=True))
+    arms = []
+    for count in steps:
+        tail = "" if count == usual else f"_{count}steps"
+        arms.append(Arm(BASE + tail, count))
+        for adapter, strength in adapters:
+            at = "" if strength == 1 else f"_x{strength:g}"
+            arms.append(Arm(f"{names[adapter]}{at}{tail}", count, adapter, strength))
+    return arms
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """The folders' own names, with as many of those around them as it takes to tell them apart; fit for a file's."""
+    paths, names = [folder.absolute() for folder in folders], []
+    for count in range(1, max((len(path.parts) for path in paths), default=0) + 1):
+        names = ["_".join(path.parts[-count:]) for path in paths]
+        names = [re.sub(r"[^\w.-]", "_", name) for name in names]
+        if len(set(names)) == len(names) and not {*TAKEN} & {*names}:
+            return names
+    return [f"{i}_{name}" for i, name in enumerate(names)]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A model with an adapter that may be off. told: what it is told of a row, by the row's id; sizes: (H, W) likewise.
+
+    Where the run is guided, `told` also knows NEGATIVE.
+    """
+
+    cfg: config.AnyConfig
+    backbone: Backbone
+    experts: Experts
+    decoder: Decoder
+    told: Callable[[str], Conditioning]
+    sizes: Mapping[str, tuple[int, int]]
+    device: torch.device
+
+    def sample(self, batch: Sequence[Job], arm: Arm) -> Tensor:
+        """(B, 3, F, H, W) in [-1, 1] of jobs of one size, by the ODE. A job has the same noise in every arm."""
+        conditioning = self.backbone.collate([self.told(row.id) for row, _ in batch])
+        shape = self.backbone.latent_shape(*self.sizes[batch[0][0].id], self.cfg.data.num_frames)
+        if arm.steps == self.cfg.sample.num_inference_steps:
+            schedule = plan.make_schedule(self.cfg, self.backbone, shape)
+        else:
+            schedule = self.backbone.schedule(arm.steps, self.cfg.sample.shift, shape)
+        guidance = self.cfg.sample.guidance_scale  # as it was trained
+        negative = self.told(NEGATIVE) if guidance != 1 else None
+        velocity = Velocity(self.backbone, self.experts, conditioning, schedule, negative, guidance)
+        seeds = [noise_seed(seed, 0, row.id) for row, seed in batch]
+        noise = torch.cat([draw_noise((1, *shape), seed, self.device) for seed in seeds])
+        lora.set_strength(self.experts, arm.strength)
+        answer = velocity.reference if arm.adapter is None else velocity
+        x0 = reward_flow.rollout(answer, noise, schedule.sigmas, keep=()).x0
+        return self.decoder.decode(x0, conditioning).float()
+
+
+def encoded(
+    cfg: config.AnyConfig, backbone: Backbone, asked: Iterable[tuple[data.Row, Tensor | None]], device: torch.device
+) -> Iterator[tuple[str, Conditioning]]:
+    """What the model is told of each row and its image, (3, H, W) in [-1, 1], one at a time: by the row's id.
+
+    First of all, where the run is guided, what it is guided away from: by NEGATIVE.
+    """
+    encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
+    if cfg.sample.guidance_scale != 1:
+        yield NEGATIVE, encode_text(cfg.sample.negative_prompt)
+    for row, image in asked:
+        yield row.id, encode_text(row.prompt) | encode_image(image, cfg.data.num_frames)
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise FileNotFoundError where the folder holds no adapter, before anything loads."""
+    if not any(folder.glob(f"*/{lora.WEIGHTS_NAME}")):
+        raise FileNotFoundError(f"{folder}: holds no */{lora.WEIGHTS_NAME}; name a checkpoint with --adapter")
+
+
+def load_model(backbone: Backbone, adapter: Path | None, experts: str, device: torch.device) -> tuple[Experts, Decoder]:
+    """The model with the checkpoint's adapter, if there is one. experts: as offload.place takes it."""
+    decoder = backbone.load_decoder(device)
+    loaded = {name: backbone.load_expert(name) for name in backbone.experts}
+    if adapter is not None:
+        backbone.attach_adapters(loaded, adapter)
+    placed = {
+        name: offload.move_expert(expert, experts, device, backbone.block_classes) for name, expert in loaded.items()
+    }
+    return Experts(placed), decoder
+
+
+def batches(jobs: Sequence[Job], sizes: Mapping[str, tuple[int, int]], count: int) -> list[list[Job]]:
+    """The jobs, each once, in lists of at most `count` whose videos have one size; sizes: by row id."""
+    alike: dict[tuple[int, int], list[Job]] = {}
+    for row, seed in jobs:
+        alike.setdefault(sizes[row.id], []).append((row, seed))
+    return [group[i : i + count] for group in alike.values() for i in range(0, len(group), count)]

@@ -1,0 +1,166 @@
+"""What is known of an evaluation while it goes on: one JSON line per judged video, and the settings they belong to.
+
+A line of a generated video, and of the real clip likewise, with arm `real`, seed null, its size (height, width), its
+rate fps and face_width in pixels. Arm `vae` is the real clip encoded and decoded by the model's VAE, seed null, with
+embedding and pool by recogniser (`_judging.judge_through_vae`):
+
+    row, line, index   the row of the table: its id, its line, its place
+    person             whom it shows, by column `person`, else the row's id
+    arm, seed, steps   how the video came about; steps 0 where it was made elsewhere
+    decoded            whether its pixels went through a video codec
+    file               the video: below the folder of the evaluation, or elsewhere by its whole path
+    figures            {name: number, null where there was nothing to measure}; a name is block/figure
+    curves             {recogniser: FaceSim of frames 1 .. F - 1}
+    detected           {recogniser: whether its detector found the face, frames 0 .. F - 1}
+
+Each process appends to a file of its own; the first one joins them when all is done.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, FiniteFloat, TypeAdapter, ValidationError, model_validator
+
+from rewardfl import command_line
+from rewardfl.files import atomic_write
+from rewardfl.weights.shards import Refused
+
+Record = dict[str, Any]
+
+Key = tuple[str, str, int | None]  # row id, arm, seed
+
+Settings = Mapping[str, Mapping[str, str]]  # block -> name -> value
+
+REAL, VAE = "real", "vae"
+
+FORMAT = 3  # to be raised when a figure comes or is computed in another way: records of both must not be compared
+
+FILE, SETTINGS = "records.jsonl", "settings.json"
+
+GROWING = ("model", "adapters", "videos")  # blocks of the settings whose names may come and go
+
+WAY_OUT = "give --out another folder, or --force to remove that evaluation"
+
+
+class Line(BaseModel):
+    """What a line of the file must hold."""
+
+    row: str
+    line: int
+    index: int
+    person: str
+    arm: str
+    seed: int | None
+    steps: int
+    decoded: bool
+    figures: dict[str, FiniteFloat | None]
+    curves: dict[str, list[FiniteFloat]]
+    detected: dict[str, list[bool]]
+    size: tuple[int, int] | None = None
+    face_width: FiniteFloat | None = None
+    embedding: dict[str, list[FiniteFloat]] = {}
+    pool: dict[str, list[FiniteFloat]] = {}
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "Line":
+        """Raise ValueError for a generated video without a seed, and for a real clip without what it alone has."""
+        real = self.arm == REAL
+        if (self.seed is None) != (self.arm in (REAL, VAE)) or (real and None in (self.size, self.face_width)):
+            raise ValueError("seed, size or face_width is missing")
+        if not self.curves or self.curves.keys() != self.detected.keys():
+            raise ValueError("curves and detected must hold the same recognisers")
+        faces, pools = ({name: len(v) for name, v in vectors.items()} for vectors in (self.embedding, self.pool))
+        if self.arm == VAE and (faces != pools or faces.keys() != self.curves.keys()):
+            raise ValueError("embedding and pool must hold a vector of one length for each recogniser")
+        return self
+
+
+def key_of(record: Record) -> Key:
+    return record["row"], record["arm"], record["seed"]
+
+
+def file_of(out: Path, rank: int) -> Path:
+    """Where a process appends."""
+    return out / FILE if rank == 0 else out / f"records-{rank}.jsonl"
+
+
+def read(out: Path) -> dict[Key, Record]:
+    """Return all records of the folder, also of earlier processes. A line that was cut off at the end is no record.
+
+    Raise Refused for a line that holds something else.
+    """
+    records = {}
+    for path in _files(out):
+        *lines, _ = path.read_bytes().split(b"\n")  # the last is empty, or was cut off
+        for i, line in enumerate(lines, 1):
+            try:
+                Line.model_validate_json(line)
+            except ValidationError as error:
+                problem = command_line.first_problem(error)
+                raise Refused(f"{path}: line {i} is no record ({problem}); {WAY_OUT}") from None
+            record = json.loads(line)
+            records[key_of(record)] = record
+    return records
+
+
+class Writer:
+    """Appends records to the file of a process, each whole; what a kill cut off at its end is removed."""
+
+    def __init__(self, out: Path, rank: int):
+        self.path = file_of(out, rank)
+        if self.path.is_file() and not (content := self.path.read_bytes()).endswith(b"\n"):
+            atomic_write(self.path, content[: content.rfind(b"\n") + 1])
+
+    def add(self, record: Record) -> None:
+        with self.path.open("ab", buffering=0) as file:  # one system call: a kill leaves all of it, or none
+            file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+
+
+def join(out: Path) -> list[Record]:
+    """All records in one file, sorted, and those of other processes removed: as one process would have left them."""
+    records = sorted(
+        read(out).values(),
+        key=lambda line: (line["index"], line["arm"] != REAL, line["arm"] != VAE, line["arm"], line["seed"] or 0),
+    )
+    atomic_write(out / FILE, "".join(json.dumps(one, allow_nan=False) + "\n" for one in records))
+    for path in _files(out):
+        if path != out / FILE:
+            path.unlink()
+    return records
+
+
+def _files(out: Path) -> list[Path]:
+    return sorted(path for path in (out / FILE, *out.glob("records-*.jsonl")) if path.is_file())
+
+
+def agree(out: Path, settings: Settings) -> Settings:
+    """Return the settings of the folder's records and of those to come.
+
+    Adapters and folders of videos may come to the others. Refused names what differs.
+    """
+    path = out / SETTINGS
+    old: Settings = {}
+    if path.is_file():
+        try:
+            old = TypeAdapter(dict[str, dict[str, str]]).validate_json(path.read_bytes())
+        except ValidationError:
+            raise Refused(f"{path} holds no settings of an evaluation; {WAY_OUT}") from None
+        if problem := difference(old, settings):
+            raise Refused(f"{out} holds records of other settings: {problem}; {WAY_OUT}")
+    elif _files(out):
+        raise Refused(f"{out} holds records, and no {SETTINGS} that says of what; {WAY_OUT}")
+    return {block: {**old.get(block, {}), **values} for block, values in settings.items()}
+
+
+def difference(old: Settings, new: Settings) -> str:
+    """What differs first, in words; empty where nothing does."""
+    for block in dict.fromkeys((*old, *new)):
+        was, now = old.get(block, {}), new.get(block, {})
+        for name in dict.fromkeys((*was, *now)):
+            if name in was and name in now and was[name] != now[name]:
+                return f"{block}: {name} was {was[name]}, and is {now[name]}"
+            if (name in was) != (name in now) and block not in GROWING:
+                return f"{block}: {name} was {was.get(name, 'not there')}, and is {now.get(name, 'not there')}"
+    return ""

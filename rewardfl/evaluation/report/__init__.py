@@ -1,0 +1,1 @@
+"""Pages, tables, charts and verdicts made of evaluation figures."""

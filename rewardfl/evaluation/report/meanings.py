@@ -1,0 +1,175 @@
+"""What the figures of an evaluation are called, what each tells in a line, and between what it is healthy."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rewardfl.training.alarms import COLOUR_GUARD, GRID_GUARD, LOOK_GUARD, SATURATION_GUARD
+
+# An arm over its base, and an arm minus its base: "Reading the figures" of docs/motion.md
+FLOW_KEPT, LANDMARKS_KEPT, SHARPNESS_KEPT = 0.95, 0.93, 0.95
+
+PIXELS_KEPT = (0.9, 1.1)
+
+REVERSALS_RISE = 0.02
+
+FROZEN_MOST = 0.1  # of the clips: one in ten may move less than half as much as the base's own
+
+UP = math.inf
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """A figure in words. ratio, change: between what arm / base and arm - base are healthy, where that is known;
+    broken: what it tells when they are not."""
+
+    label: str
+    says: str
+    ratio: tuple[float, float] | None = None
+    change: tuple[float, float] | None = None
+    broken: str = ""
+
+
+MEANINGS = {
+    "face/face_sim": Meaning("FaceSim", "Mean cosine of the frames after the first with the real clip's faces."),
+    "face/identity_kept": Meaning(
+        "identity kept",
+        "FaceSim on a scale from other people's real clips (0) to the person's own (1), both through the model's VAE.",
+    ),
+    "face/coverage": Meaning("coverage", "Share of the frames in which the detector finds the face."),
+    "face/drift": Meaning("drift per frame", "Slope of FaceSim along the clip; below 0 the person is being lost."),
+    "face/worst_tenth": Meaning("worst tenth", "Mean FaceSim of the lowest tenth of the frames."),
+    "face/last_quarter": Meaning("last quarter", "Mean FaceSim of the last quarter of the frames."),
+    "face/above_threshold": Meaning("above the threshold", "Share of the frames whose FaceSim is above --threshold."),
+    "face/cap": Meaning("self-similarity", "Likeness of the real clip's frames to each other: the ceiling."),
+    "face/speed": Meaning(
+        "landmark speed", "How fast the face's landmarks move, in face widths per frame.",
+        ratio=(LANDMARKS_KEPT, UP), broken="the head stands still",
+    ),
+    "face/nonrigid": Meaning(
+        "non-rigid motion", "How much the landmarks move against each other: the expression.",
+        ratio=(LANDMARKS_KEPT, UP), broken="the expression stands still",
+    ),
+    "look/face": Meaning(
+        "look of the face", "How much eyes and mouth look like the real clip's, pixel by pixel, from -1 to 1.",
+        change=(-LOOK_GUARD, UP), broken="eyes or mouth are drawn worse",
+    ),
+    "motion/flow": Meaning(
+        "optical flow", "Mean flow over the whole frame, in pixels per frame; no network measures it.",
+        ratio=(FLOW_KEPT, UP), broken="the clip moves less",
+    ),
+    "motion/face_flow": Meaning(
+        "face flow", "Optical flow in the face's box alone.",
+        ratio=(FLOW_KEPT, UP), broken="the head is still before what moves around it",
+    ),
+    "motion/pixel_change": Meaning(
+        "pixel change", "Mean absolute change of a pixel from frame to frame.",
+        ratio=PIXELS_KEPT, broken="above, the picture flickers; below, it stands still",
+    ),
+    "motion/sharpness": Meaning(
+        "sharpness", "Energy of the picture's finest detail.",
+        ratio=(SHARPNESS_KEPT, UP), broken="the picture is blurred",
+    ),
+    "motion/reversals": Meaning(
+        "reversals", "How much successive flows point against each other: -1 goes on, 1 trembles.",
+        change=(-UP, REVERSALS_RISE), broken="the motion trembles",
+    ),
+    "motion/dynamic_degree": Meaning(
+        "dynamic degree (Farneback)", "Share of the clips that VBench's rule calls dynamic, by another flow."
+    ),
+    "still/temporal_flickering": Meaning(
+        "temporal flickering", "VBench's: 1 - mean absolute change of a pixel. A still picture has 1."
+    ),
+    "still/motion_smoothness": Meaning(
+        "motion smoothness (Farneback)",
+        "VBench's rule, by another flow: how well the frames beside it tell every second one. A still picture has 1.",
+    ),
+    "still/subject_consistency": Meaning(
+        "subject consistency", "VBench's: likeness of the frames' DINO features. A still picture has 1."
+    ),
+    "canary/grid": Meaning(
+        "grid energy", "Energy at the period of the VAE's and the patch's grid; 1 is a picture without one.",
+        ratio=(0.0, GRID_GUARD), broken="the model's tokens show",
+    ),
+    "canary/saturation": Meaning(
+        "saturation", "How strong the colours are.",
+        ratio=(1 / SATURATION_GUARD, SATURATION_GUARD), broken="the colours have become stronger or weaker",
+    ),
+    **{
+        f"canary/{colour}": Meaning(
+            f"mean {colour}", f"Mean of the {colour} channel, of 1.",
+            change=(-COLOUR_GUARD, COLOUR_GUARD), broken="the picture has taken on a tint",
+        )
+        for colour in ("red", "green", "blue")
+    },
+    "consisid": Meaning("FaceSim-Arc as ConsisID", "The published protocol, its frame choice and faults included."),
+    "opens2v": Meaning("FaceSim-Arc as OpenS2V", "The published protocol, its frame choice and faults included."),
+    "colour_shift": Meaning("colour shift", "Distance of the clip's mean colour from the base's, in RGB of [0, 1]."),
+    "frozen_share": Meaning(
+        "frozen clips",
+        f"Share of the clips with less than half of the base's non-rigid motion (healthy: {FROZEN_MOST:g} at most).",
+    ),
+}  # fmt: skip
+
+MOVES = ("face/speed", "face/nonrigid", "motion/flow", "motion/face_flow")  # by which motion is kept or paid
+
+CANARIES = (
+    "look/face", "motion/sharpness", "motion/reversals", "motion/pixel_change", "canary/grid", "canary/saturation",
+    "canary/red", "canary/green", "canary/blue",
+)  # fmt: skip
+
+
+def main_judge(report: Mapping) -> str:
+    """Return the recogniser whose word counts (_judging.Judges.main)."""
+    return list(report["real"]["per_frame"])[-1]
+
+
+def judge_words(judge: str) -> str:
+    """Return what texts call a recogniser: one that --judge names has its own name."""
+    return {"held_out": "the held-out judge", "reward": "the reward's own recogniser"}.get(judge, judge)
+
+
+def meaning(name: str, judges: Sequence[str]) -> Meaning:
+    """A figure of the report in words: one of a recogniser, of a block, of a protocol, or a reward's score."""
+    block, _, key = name.partition("/")
+    if block in judges:
+        return MEANINGS[f"face/{key}"]
+    if block == "rewards":
+        return Meaning(key, f"Score of reward.others.{key}, on that reward's own scale.")
+    return MEANINGS.get(name) or MEANINGS[block]
+
+
+def outside(found: Mapping | None, bounds: Meaning) -> str:
+    """Words on how what has become of a figure is not healthy; empty where it is, or nothing is known of it.
+
+    found: what _figures.compared says of it. Its mean decides, and the border itself is healthy.
+    """
+    found = found or {}
+    for key, limits, words in (
+        ("ratio", bounds.ratio, "of the base's"),
+        ("difference", bounds.change, "from the base's"),
+    ):
+        if limits is None or not found.get(key):
+            continue
+        low, high = limits
+        if not low <= as_told(found[key]["mean"]) <= high:
+            mean = f"{found[key]['mean']:{'.3f' if key == 'ratio' else '+.3f'}} {words}"
+            return f"{bounds.label[0].upper()}{bounds.label[1:]} is {mean}{healthy(bounds)}: {bounds.broken}"
+    return ""
+
+
+def as_told(mean: float) -> float:
+    """A mean of float32 without the digits that it does not have: 0.1 is no more than 0.1."""
+    return round(mean, 6)
+
+
+def healthy(bounds: Meaning) -> str:
+    """The healthy values, as a remark in brackets; empty where nothing is known of them."""
+    if bounds.ratio is None and bounds.change is None:
+        return ""
+    low, high = bounds.ratio or bounds.change
+    if high == UP:
+        return f" (healthy: {low:g} of the base's and more)"
+    if bounds.ratio:
+        return f" (healthy: {low:g} to {high:g} of the base's)"
+    return f" (healthy: {high:+g} at most)" if low == -UP else f" (healthy: {low:+g} to {high:+g})"

@@ -1,0 +1,200 @@
+"""Scales of rewards on one's own clips: the work of tools/reward_scales.py."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import yaml
+from torch import Tensor
+from tqdm import tqdm
+
+from rewardfl import command_line, data
+from rewardfl import config as configuration
+from rewardfl.backbones.protocol import Backbone
+from rewardfl.config import AnyConfig, RewardFlConfig
+from rewardfl.evaluation import arms, judge_images
+from rewardfl.files import printable
+from rewardfl.rewards import build_terms
+from rewardfl.rewards.scoring import Reference, Term, score_safely
+from rewardfl.training import clip_scan, setup_model, setup_rewards
+from rewardfl.training.timer import Timer
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One reward of n videos; NaN where a video could not be judged, gradients also where the reward has none."""
+
+    term: Term
+    scores: Tensor  # (n,)
+    norms: Tensor  # (n,) Euclidean, of d score / d video
+    cosines: Tensor  # (n,) of that gradient with the first reward's
+    seconds: float  # per clip, with the gradient
+
+    @property
+    def pull(self) -> float:
+        """The mean norm of weight * gradient / std, as it is in the loss."""
+        return self.term.weight * mean(self.norms) / self.term.std
+
+
+def run(args: argparse.Namespace) -> int:
+    """Sample, score and print: the exit code."""
+    device = torch.device(command_line.device(args.device))
+    cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
+    backbone = setup_model.open_model(cfg)
+    terms = build_terms(setup_rewards.find_rewards(cfg, backbone), device)
+    examples, references = find_clips(cfg, terms, args.rows, device)
+    videos = sample(cfg, backbone, examples, args.experts, device)
+    scales = measure(terms, videos, references)
+    print(table(scales))
+    print(f"\n{paste(cfg, scales)}", end="")
+    return 0
+
+
+def find_clips(
+    cfg: AnyConfig, terms: Sequence[Term], count: int, device: torch.device
+) -> tuple[list[tuple[data.Row, data.Example]], list[list[Reference]]]:
+    """The first `count` clips that the first reward can be compared with, and what the rewards keep of each.
+
+    DataError where there is none.
+    """
+    found: list[tuple[data.Row, data.Example]] = []
+    references: list[list[Reference]] = []
+    for row in data.load_metadata(cfg.data.file_name):
+        try:
+            if problems := [row.problem] if row.problem else setup_rewards.missing_references(cfg, row, terms):
+                raise data.DataError("; ".join(problems))
+            example = clip_scan.load_sized_example(cfg, row)
+            clip = example.reference.to(device)
+            kept: list[Reference] = [
+                term.reward.reference(clip, row.prompt) if term.reward.compares_with in row.offers else None
+                for term in terms
+            ]
+            if kept[0] is None:
+                raise data.DataError(f"{terms[0].reward.nothing_found} {row.reference}")
+        except data.DataError as error:
+            print(printable(f"skipped: line {row.line}: {error}"))
+            continue
+        found.append((row, example))
+        references.append(kept)
+        if len(found) == count:
+            break
+    if not found:
+        raise data.DataError(f"{cfg.data.file_name}: no clip can be used")
+    return found, references
+
+
+@torch.no_grad()
+def sample(
+    cfg: AnyConfig,
+    backbone: Backbone,
+    examples: Sequence[tuple[data.Row, data.Example]],
+    experts: str,
+    device: torch.device,
+) -> list[Tensor]:
+    """The base model's video (3, F, H, W) of each clip, from the noise of training's first epoch."""
+    by_row = {row.id: (row, example) for row, example in examples}
+    sampler = judge_images.sampler_of(cfg, backbone, by_row, None, experts, device)
+    base = arms.Arm(arms.BASE, cfg.sample.num_inference_steps)
+    return [sampler.sample([(row, cfg.run.seed)], base)[0] for row, _ in tqdm(examples, desc="sampling")]
+
+
+def measure(terms: Sequence[Term], videos: Sequence[Tensor], references: Sequence[Sequence[Reference]]) -> list[Scale]:
+    """Every reward of every video (3, F, H, W), one at a time. references: by video and then by reward."""
+    first: list[Tensor | None] = []
+    scales = []
+    for i, term in enumerate(terms):
+        timer, rows = Timer(videos[0].device), []
+        for n, (video, kept) in enumerate(zip(videos, references, strict=True)):
+            with timer("score"):
+                score, gradient = score_and_gradient(term, video, kept[i])
+            if i == 0:
+                first.append(gradient)
+            norm = math.nan if gradient is None else float(gradient.double().norm())
+            rows.append((score, norm, cosine(gradient, first[n])))
+        scores, norms, cosines = torch.tensor(rows, dtype=torch.float64).unbind(1)
+        scales.append(Scale(term, scores, norms, cosines, timer.seconds["score"] / len(videos)))
+    return scales
+
+
+def score_and_gradient(term: Term, video: Tensor, reference: Reference) -> tuple[float, Tensor | None]:
+    """The score of a video (3, F, H, W), NaN where it is invalid, and d score / d video if there is one."""
+    if not term.reward.differentiable:
+        output = score_safely(term.reward, video[None], [reference]).output
+        return (float(output.score) if output.valid else math.nan), None
+    video = video[None].detach().requires_grad_()
+    output = term.reward(video, [reference])
+    if not output.valid:
+        return math.nan, None
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
+    return float(output.score.detach()), gradient[0]
+
+
+def cosine(one: Tensor | None, other: Tensor | None) -> float:
+    """NaN where one of them is missing or zero, as that of a likeness above its cap."""
+    if one is None or other is None or not one.any() or not other.any():
+        return math.nan
+    return float(torch.nn.functional.cosine_similarity(one.double().flatten(), other.double().flatten(), dim=0))
+
+
+def mean(values: Tensor) -> float:
+    """Over what is known; NaN where nothing is."""
+    return float(values.nanmean())
+
+
+def deviation(values: Tensor) -> float:
+    """The standard deviation over what is known; NaN for less than two values."""
+    known = values[~values.isnan()]
+    return float(known.std()) if len(known) > 1 else math.nan
+
+
+def shares(scales: Sequence[Scale]) -> list[float]:
+    """Each reward's share of the sum of all weighted gradients' norms; 0 for those that only measure."""
+    pulls = [scale.pull if scale.term.weight > 0 else 0.0 for scale in scales]
+    total = sum(pull for pull in pulls if not math.isnan(pull))
+    return [pull / total if total > 0 else math.nan for pull in pulls]
+
+
+def equal_weight(scale: Scale, first: Scale) -> float:
+    """The weight with which this reward would pull as hard as the first does; NaN where one has no gradient."""
+    per_weight = mean(scale.norms) / scale.term.std
+    return first.pull / per_weight if per_weight > 0 else math.nan
+
+
+def table(scales: Sequence[Scale]) -> str:
+    heads = ("reward", "score", "std", "gradient", "cosine", "weight", "mean, std", "share", "equal at", "s/clip")
+    rows: list[tuple[str, ...]] = [heads]
+    for scale, share in zip(scales, shares(scales), strict=True):
+        term = scale.term
+        figures = [mean(scale.scores), deviation(scale.scores), mean(scale.norms), mean(scale.cosines), term.weight]
+        cells = [*(show(value) for value in figures), f"{term.mean:g}, {term.std:g}"]
+        cells += [show(100 * share) + " %", show(equal_weight(scale, scales[0])), f"{scale.seconds:.2f}"]
+        judged = int((~scale.scores.isnan()).sum())
+        name = term.label if judged == len(scale.scores) else f"{term.label} ({judged} of {len(scale.scores)} clips)"
+        rows.append((name, *cells))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def show(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3g}"
+
+
+def paste(cfg: AnyConfig, scales: Sequence[Scale]) -> str:
+    """YAML of `reward` that makes (score - mean) / std of every reward 0 on average and 1 in size."""
+    lines: dict = {}
+    others = configuration.to_dict(cfg)["reward"]["others"]
+    for scale in scales:
+        average, std = (float(f"{value:.3g}") for value in (mean(scale.scores), deviation(scale.scores)))
+        if not std > 0:
+            continue
+        if scale.term.label == "score":
+            lines |= {"reward_mean": average, "reward_std": std}
+        elif scale.term.label in others and scale.term.weight > 0:
+            changed = others[scale.term.label] | {"mean": average, "std": std}
+            lines.setdefault("others", {})[scale.term.label] = changed
+    if not lines:
+        return "# no reward differs between these clips: give more --rows\n"
+    note = "# to paste; a weight / std counts, so another std needs another weight for the same pull\n"
+    return note + yaml.safe_dump({"reward": lines}, sort_keys=False)

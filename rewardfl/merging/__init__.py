@@ -1,0 +1,1 @@
+"""Merge LoRAs into checkpoints, convert LoRAs, join and split shards, tensor by tensor."""

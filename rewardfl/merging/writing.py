@@ -1,0 +1,110 @@
+"""Safetensors files written in constant memory, tensor by tensor, alone or as the shards of a folder.
+
+The safetensors library writes from complete state dicts only. No torch here: copying shards takes 34 MiB, importing
+torch alone 220.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from tqdm import tqdm
+
+from rewardfl.files import atomic_file
+from rewardfl.weights.shards import ITEM_BYTES, Entry
+
+STEM = "diffusion_pytorch_model"  # of the files in a diffusers or Wan-AI expert folder
+
+Bytes = bytes | bytearray | memoryview
+
+Progress = Callable[[int], object]  # called with the bytes of each piece that is written
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor to write: its bytes are those of its pieces, one after the other."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[Bytes]] = field(compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        return ITEM_BYTES[self.dtype] * prod(self.shape)
+
+
+def copy_of(entry: Entry, name: str | None = None) -> Part:
+    """`entry` as it is, perhaps under another name."""
+    return Part(name or entry.name, entry.dtype, entry.shape, entry.pieces)
+
+
+def write_file(
+    path: Path,
+    parts: list[Part],
+    metadata: Mapping[str, str],
+    progress: Progress,
+    before_replacing: Callable[[], None] = lambda: None,
+) -> None:
+    """Write a safetensors file that appears at `path` only when it is complete; progress(bytes) as it goes.
+
+    Tensors are laid out by falling item size, then by name, which aligns each of them. before_replacing: called when
+    the content is written; what it raises leaves `path` as it is.
+    """
+    ordered = sorted(parts, key=lambda part: (-ITEM_BYTES[part.dtype], part.name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for part in ordered:
+        header[part.name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [end, end + part.nbytes]}
+        end += part.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_file(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for part in ordered:
+            written = 0
+            for content in part.pieces():
+                written += file.write(content)
+                progress(len(content))
+            if written != part.nbytes:
+                raise RuntimeError(f"tensor {part.name} came as {written} bytes of {part.nbytes}")
+        before_replacing()
+
+
+def shard(parts: list[Part], max_bytes: int) -> dict[str, list[Part]]:
+    """{file name: its tensors} in the given order, each file with at most max_bytes unless one tensor has more."""
+    groups: list[list[Part]] = [[]]
+    size = 0
+    for part in parts:
+        if groups[-1] and size + part.nbytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(part)
+        size += part.nbytes
+    if len(groups) == 1:
+        return {f"{STEM}.safetensors": groups[0]}
+    return {f"{STEM}-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def write_folder(
+    folder: Path, parts: list[Part], metadata: Mapping[str, str], max_bytes: int, progress: Progress
+) -> None:
+    """Fill an existing folder with one file or with shards and their index.json, under the names loaders expect."""
+    files = shard(parts, max_bytes)
+    for name, group in files.items():
+        write_file(folder / name, group, metadata, progress)
+    if len(files) > 1:
+        weight_map = {part.name: name for name, group in files.items() for part in group}
+        index = {
+            "metadata": {"total_size": sum(part.nbytes for part in parts)},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def progress_bar(parts: list[Part], title: str) -> tqdm:
+    total = sum(part.nbytes for part in parts)
+    return tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
