@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rewardfl.evaluation.figures import Reading, Table, per_person, table_of
-from rewardfl.evaluation.intervals import Interval, interval, ratio
-from rewardfl.evaluation.records import read
+from rewardfl.evaluation.intervals import Interval, interval, ratio_interval
+from rewardfl.evaluation.records import read_records
 
 BASE = "base"
 SIGNED = ("look/face", "motion/reversals")  # compared by their difference
@@ -48,7 +48,7 @@ def lines(table: Table, first: list[str], second: list[str]) -> list[str]:
     for name in (*AMOUNTS, f"{last_judge}/nonrigid"):
         a, b, base = (mean_of_arms(table, arms, name) for arms in (first, second, [BASE]))
         over = [f"{float(side.mean() / base.mean()):.3f}" for side in (a, b)]
-        rows.append(f"| {name} over the base's | {' | '.join(over)} | {show(ratio(a - b, base))} |")
+        rows.append(f"| {name} over the base's | {' | '.join(over)} | {show(ratio_interval(a - b, base))} |")
     return rows
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--second", required=True)
     args = parser.parse_args()
     groups = [args.first.split(","), args.second.split(",")]
-    records = list(read(args.evaluation).values())
+    records = list(read_records(args.evaluation).values())
     if missing := {*groups[0], *groups[1]} - {record["arm"] for record in records}:
         parser.error(f"{args.evaluation} has no arm {', '.join(sorted(missing))}; its videos/ has a folder of each")
     print("\n".join(lines(table_of(records, [BASE, *groups[0], *groups[1]], Reading()), *groups)))

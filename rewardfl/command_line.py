@@ -18,7 +18,7 @@ from rewardfl.weights.shards import Refused
 NO_JUDGE = ("reward", "held_out", "rewards", "motion", "still", "canary", "consisid", "opens2v")
 
 
-class Judge(argparse.Action):
+class JudgeOption(argparse.Action):
     """Collects --judge NAME=FOLDER into {name: folder}."""
 
     def __call__(
@@ -125,11 +125,15 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
         help="names of the tensors in the output; comfy: original names behind model.diffusion_model. (default: keep)",
     )  # fmt: skip
     parser.add_argument(
-        "--max-shard-size", type=size, default=size("5GB"), metavar="5GB", help="of files in an output folder"
+        "--max-shard-size",
+        type=parse_size,
+        default=parse_size("5GB"),
+        metavar="5GB",
+        help="of files in an output folder",
     )
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Bytes of 5GB, 500MB, 1.5GB or a number."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text.strip().upper())
     if not found:
@@ -140,15 +144,15 @@ def size(text: str) -> int:
     return int(nbytes)
 
 
-def path_and_strength(text: str) -> tuple[str, float]:
+def parse_path_and_strength(text: str) -> tuple[str, float]:
     """PATH[:strength], as LoRAs are named on the command line; 1 where it names no strength."""
     found = re.fullmatch(r"(.+):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)", text)
     return (found[1], float(found[2])) if found else (text, 1.0)
 
 
-def adapter(text: str) -> tuple[str, float]:
+def parse_adapter(text: str) -> tuple[str, float]:
     """Return a checkpoint folder and the strength of its adapter, as --adapter names them."""
-    path, strength = path_and_strength(text)
+    path, strength = parse_path_and_strength(text)
     return path, option(Strength)(str(strength))
 
 

@@ -27,6 +27,7 @@ from rewardfl.backbones.protocol import Source
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.doctor import checks as checks_module
 from rewardfl.doctor import models
+from rewardfl.doctor.checks import CHECKS, anonymise, write_page
 from rewardfl.doctor.models import Case, Finding
 from rewardfl_tools import doctor
 
@@ -85,9 +86,7 @@ def test_on_the_tiny_world_everything_is_as_expected_and_the_page_names_no_perso
 def test_folders_and_hosts_are_replaced(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setattr(platform, "node", lambda: "gpu-7.example.org")
-    told = checks_module.plain(
-        f"no file {ROOT}/x.onnx, /home/somebody/a b/y on gpu-7.example.org: 0.123456789, 2.13.0, 3.0"
-    )
+    told = anonymise(f"no file {ROOT}/x.onnx, /home/somebody/a b/y on gpu-7.example.org: 0.123456789, 2.13.0, 3.0")
     assert told == "no file ./x.onnx, ~/a b/y on (host): 0.1235, 2.13.0, 3.0"
 
 
@@ -136,7 +135,7 @@ def test_attention_that_is_another_kernel_with_a_graph_is_measured(monkeypatch, 
 def test_one_expert_is_in_memory_at_a_time(monkeypatch, native_again):
     """Ours and diffusers' in turn, with the weights swapped; the attention of both is the run's."""
     case, alive, most = opened([*SWAPPED, "model.attention_backend=_native_math"]), [], []
-    real = models.offload.place
+    real = models.offload.move_expert
 
     def place(expert, where, *rest):
         alive.append(weakref.ref(expert))
@@ -145,7 +144,7 @@ def test_one_expert_is_in_memory_at_a_time(monkeypatch, native_again):
         assert where == "cpu_swap" and used == {"AttentionBackendName._NATIVE_MATH"}
         return real(expert, where, *rest)
 
-    monkeypatch.setattr(models.offload, "place", place)
+    monkeypatch.setattr(models.offload, "move_expert", place)
     assert models.weights(case).status == "ok" and most == [1, 1, 1, 1]
 
 
@@ -286,8 +285,8 @@ def test_one_update_is_started_and_leaves_the_page_alone(monkeypatch, tmp_path, 
 def test_a_gpu_peak_above_the_estimate_differs(monkeypatch, peak, status):
     monkeypatch.setattr(models, "measure", measured_before)
     case = opened(device=torch.device("cuda"))
-    plan = models.work.work_of(case.cfg, case.backbone, 2, 1, 1)
-    found = models.planned(case, plan, {"time/step": 2.0, "memory/peak_gb": peak})
+    plan = models.workload.make_workload(case.cfg, case.backbone, 2, 1, 1)
+    found = models.plan_step(case, plan, {"time/step": 2.0, "memory/peak_gb": peak})
     assert found.status == status and f"peak {peak:.2f} GB, estimated 0.07" in found.line
 
 
@@ -354,8 +353,8 @@ def test_what_the_machine_cannot_do_is_said_and_the_other_checks_are_done(monkey
     def too_much(case):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
 
-    monkeypatch.setitem(checks_module.CHECKS, "weights", too_much)
-    assert tuple(checks_module.CHECKS) == doctor.CHECKS
+    monkeypatch.setitem(CHECKS, "weights", too_much)
+    assert tuple(CHECKS) == doctor.CHECKS
     text, found = call(tmp_path / "page.md", ["weights", "environment", "faces"])
     assert [facts["status"] for facts in found.values()] == ["ok", "could not be done", "ok"]
     assert "weights: could not be done: OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB\n" in text
@@ -384,7 +383,7 @@ def test_an_image_model_has_what_can_be_checked_of_it(tmp_path):
 
 def test_the_page_takes_any_figure_and_any_words(tmp_path):
     facts = {"a": math.nan, "table": [{"x": 1.5, "y": "a|b"}, {"x": 2}], "words": ["p", "```"], "yes": True}
-    checks_module.write(opened(out=tmp_path / "page.md"), {"one": Finding("ok", "it|is", facts)})
+    write_page(opened(out=tmp_path / "page.md"), {"one": Finding("ok", "it|is", facts)})
     found = page(tmp_path / "page.md")["one"]
     assert math.isnan(found["a"]) and found["table"] == [{"x": 1.5, "y": "a|b"}, {"x": 2}]
     assert found["words"] == ["p", "´´´"] and found["line"] == "it/is"

@@ -389,10 +389,10 @@ def test_room_that_saves_time_is_named(published):
     run = with_levers(placement="cpu_swap", decode_caches="offload")  # its peak is in the replay
     kept = dataclasses.replace(run, keep_attention=True)
     peak = needs.memory(measured, kept).peak + needs.RESERVE
-    (line,) = report.verdict(measured, run, Machine(peak))[1:]
+    (line,) = report.fit_verdict(measured, run, Machine(peak))[1:]
     assert "train.keep_attention: true" in line and "13.6 GB more, -7.5 % time" in line
-    assert len(report.verdict(measured, run, Machine(peak - 1))) == 1
-    assert len(report.verdict(measured, kept, Machine(peak))) == 1
+    assert len(report.fit_verdict(measured, run, Machine(peak - 1))) == 1
+    assert len(report.fit_verdict(measured, kept, Machine(peak))) == 1
 
 
 def test_settings_take_from_the_phase_they_are_for(published):
@@ -508,7 +508,7 @@ def test_recommendation(published, run, memory):
     else:
         peak = needs.memory(measured, after).peak
         assert all(needs.memory(measured, with_options(after, [o])).peak >= peak for o in options(after))
-    text = "\n".join(report.verdict(measured, run, Machine(memory * 1e9)))
+    text = "\n".join(report.fit_verdict(measured, run, Machine(memory * 1e9)))
     assert "does not fit" in text and ("no setting makes it fit" in text) == (not fit)
     for option in chosen:
         for key, value in option.settings.items():
@@ -640,11 +640,11 @@ def test_the_processes_host_memory_is_one_sum_in_the_verdict(published, processe
     run = with_levers(placement="cpu_swap", decode_caches="offload")
     each = sum(needs.memory(measured, run).host.values())
     enough = Machine(80e9, processes * each, processes)
-    (line, *_) = report.verdict(measured, run, enough)
+    (line, *_) = report.fit_verdict(measured, run, enough)
     assert fits(measured, run, enough) and line.startswith("fits: ")
-    assert f"{report.size(processes * each)} of {report.size(processes * each)} in host memory" in line
+    assert f"{report.format_size(processes * each)} of {report.format_size(processes * each)} in host memory" in line
     less = dataclasses.replace(enough, host=processes * each - 1)
-    lines = report.verdict(measured, run, less)
+    lines = report.fit_verdict(measured, run, less)
     assert not fits(measured, run, less) and lines[0].startswith("does not fit: ")
     # half of the caches wait in host memory then; a GPU's bytes are not what is lacking
     assert lines[1] == "  set train.decode_caches: segment" and lines[2].endswith("+0.6 % time"), lines
@@ -655,7 +655,7 @@ def test_no_advice_asks_for_more_host_memory_than_there_is(published):
     measured = published("480x832", ADAPTER)
     chosen = recommend(measured, RUN, Machine(80e9, 30e9))
     assert fits(measured, with_options(RUN, chosen), Machine(80e9, 30e9))
-    text = "\n".join(report.verdict(measured, with_levers(placement="cpu_swap"), Machine(None, 1e9, 8)))
+    text = "\n".join(report.fit_verdict(measured, with_levers(placement="cpu_swap"), Machine(None, 1e9, 8)))
     assert "does not fit: 224.9 GB of 1.0 GB in host memory for 8 processes" in text
     assert "no setting makes it fit" not in text  # boundary_cache does
 

@@ -185,7 +185,7 @@ def test_disk(published):
     assert epoch_order.count_due(6, 4, None) is None
     settings = ["grpo.updates_per_epoch=2", "grpo.inner_epochs=2", "run.save_steps=6"]
     text = "\n".join(report.disk_table(published, asked(*settings, steps=20, clips=10)))
-    assert f"3 in 20 steps: {report.size(15 * adapter)}" in text
+    assert f"3 in 20 steps: {report.format_size(15 * adapter)}" in text
     assert "of 10 clips: 66.9 MB" in text
 
 

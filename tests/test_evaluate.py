@@ -11,11 +11,11 @@ from conftest import ROOT
 
 from rewardfl import config, data, lora
 from rewardfl.evaluation import judge_videos, judging, video_files
-from rewardfl.evaluation.arms import Arm, batches, names_of, planned, run_config
+from rewardfl.evaluation.arms import Arm, batches, names_of, plan_arms, run_config
 from rewardfl.evaluation.figures import AMOUNTS, Reading, above, drift, last_quarter, summarise, worst_tenth
-from rewardfl.evaluation.records import SETTINGS, Writer, agree, difference, join, read
+from rewardfl.evaluation.records import SETTINGS, Writer, agree, difference, join, read_records
 from rewardfl.evaluation.report import pictures
-from rewardfl.evaluation.report.table import table
+from rewardfl.evaluation.report.table import format_report
 from rewardfl.evaluation.vbench import dynamic_degree, fastest, motion_smoothness
 from rewardfl.rewards import face
 from rewardfl.rewards.pixels.video_motion import video_motion
@@ -135,7 +135,7 @@ def test_who_has_no_face_flow_is_left_out_of_it_alone():
     assert report["per_clip"][0]["motion"]["after"]["face_flow"] is None
     alone = summary(*first)
     assert alone["motion"]["after_to_before"]["face_flow"] is alone["motion"]["after"]["face_flow"] is None
-    assert "nothing to measure" in table(alone)
+    assert "nothing to measure" in format_report(alone)
     json.dumps(alone, allow_nan=False)  # other readers of JSON know no NaN
 
 
@@ -162,8 +162,8 @@ def test_strata_are_by_the_real_clips_face_and_small_ones_are_only_counted():
     assert [*strata] == ["40-80 px", "> 80 px"]
     assert strata["40-80 px"]["figures"][f"{JUDGE}/face_sim"]["mean"] == pytest.approx(0.7)
     assert strata["40-80 px"]["compared"][f"{JUDGE}/face_sim"]["difference"]["mean"] == pytest.approx(0.2)
-    assert "too small to score" in table(report)
-    assert "too small" not in table(summary(*people[0], real("a", 39.0), reading=Reading(edges=(20.0,))))
+    assert "too small to score" in format_report(report)
+    assert "too small" not in format_report(summary(*people[0], real("a", 39.0), reading=Reading(edges=(20.0,))))
 
 
 def test_canaries_are_held_against_the_base():
@@ -257,7 +257,7 @@ def test_table_and_pictures(tmp_path):
     third = [record(name, "latest_x0.5", seed, face_sim=0.55) for name in "ab" for seed in (0, 1)]
     arms = [*ARMS, Arm("latest_x0.5", 8, ROOT, 0.5)]
     report = summary(*records, *third, arms=arms)
-    text = table(report)
+    text = format_report(report)
     (flow,) = [line for line in text.splitlines() if line.strip().startswith("flow")]
     assert "real 4 " in flow and "after / before 1.000 [1.000, 1.000]" in flow
     assert "2 people, 4 clips" in text and "held-out judge" in text and "+20.0% [+20.0, +20.0] relative" in text
@@ -267,7 +267,7 @@ def test_table_and_pictures(tmp_path):
     for row in rows:
         for name in ("real", *(arm.name for arm in arms)):
             video_files.write_strip(video_files.strip_file(tmp_path, row, name), torch.zeros(3, 9, 16, 16))
-    for picture in pictures.draw(report, tmp_path, arms, [*records, *third], rows):
+    for picture in pictures.draw_pictures(report, tmp_path, arms, [*records, *third], rows):
         assert picture.stat().st_size > 500
     assert (tmp_path / "front.png").is_file()
 
@@ -288,12 +288,12 @@ def test_batches_hold_clips_of_one_size():
 
 def test_arms_are_named_by_what_tells_them_apart(tmp_path):
     one, two = tmp_path / "a" / "latest", tmp_path / "b" / "latest"
-    arms = planned([(one, 1.0), (one, 0.5), (two, 1.0)], [8, 20], 8)
+    arms = plan_arms([(one, 1.0), (one, 0.5), (two, 1.0)], [8, 20], 8)
     assert [arm.name for arm in arms[:4]] == ["base", "a_latest", "a_latest_x0.5", "b_latest"]
     assert [arm.name for arm in arms[4:6]] == ["base_20steps", "a_latest_20steps"]
     assert len({arm.name for arm in arms}) == 8 and arms[5].steps == 20 and arms[2].strength == 0.5
     with pytest.raises(ValueError, match="--adapter"):
-        planned([(one, 1.0), (one, 1.0)], [8], 8)
+        plan_arms([(one, 1.0), (one, 1.0)], [8], 8)
     assert names_of([tmp_path / "base"]) != ["base"]
 
 
@@ -320,7 +320,7 @@ def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path):
     writer.add(first)
     whole = (tmp_path / "records.jsonl").read_bytes()
     (tmp_path / "records.jsonl").write_bytes(whole + json.dumps(second).encode()[:50])
-    assert [*read(tmp_path)] == [("a", "base", 0)]
+    assert [*read_records(tmp_path)] == [("a", "base", 0)]
     Writer(tmp_path, 0).add(second)
     Writer(tmp_path, 3).add(real("a"))
     assert [one["arm"] for one in join(tmp_path)] == ["real", "base", "latest"]
@@ -419,7 +419,7 @@ def test_a_damaged_record_is_refused(tmp_path, change):
     changed = whole | change if isinstance(change, dict) and change else change
     (tmp_path / "records.jsonl").write_text(f"{json.dumps(whole)}\n{json.dumps(changed)}\n")
     with pytest.raises(ValueError, match=r"records\.jsonl: line 2 is no record .*--force"):
-        read(tmp_path)
+        read_records(tmp_path)
 
 
 @pytest.mark.parametrize("name", [".mp4", "0\n0.mp4", "_seed1.mp4"])

@@ -14,7 +14,7 @@ from test_evaluate import ARMS, JUDGE, pair, real, record, summary
 
 from benchmarks import paired_arms
 from rewardfl import config, data
-from rewardfl.evaluation.identity_scale import find_scale
+from rewardfl.evaluation.identity_scale import find_identity_scale
 from rewardfl.rewards import face
 from rewardfl.rewards.face.identity_kept import FEWEST
 from rewardfl.training import evaluation
@@ -39,7 +39,7 @@ def through_vae(names=PEOPLE, people=None, spread=0.6):
 
 def test_the_ends_are_the_definitions():
     records = through_vae()
-    scale = find_scale(records, JUDGE)
+    scale = find_identity_scale(records, JUDGE)
     for line in records:
         pool = np.array(line["pool"][JUDGE])
         others = [pool @ np.array(other["embedding"][JUDGE]) for other in records if other is not line]
@@ -52,7 +52,7 @@ def test_the_ends_are_the_definitions():
 
 
 def test_the_interval_draws_a_person_for_both_ends():
-    scale = find_scale(through_vae(), JUDGE)
+    scale = find_identity_scale(through_vae(), JUDGE)
     random = np.random.default_rng(1)
     values = dict(zip(PEOPLE, random.uniform(0.2, 0.8, len(PEOPLE)).tolist(), strict=True))
     top = np.array([values[person] - scale.another[person] for person in PEOPLE])
@@ -69,7 +69,7 @@ def test_the_interval_draws_a_person_for_both_ends():
 def test_a_report_has_it_beside_the_cosine():
     records = [line for person in PEOPLE for line in pair(person, 0, 0.3, 0.5)]
     report = summary(*through_vae(), *records)
-    scale = find_scale(through_vae(), JUDGE)
+    scale = find_identity_scale(through_vae(), JUDGE)
     base, latest = (arm["figures"][f"{JUDGE}/identity_kept"]["mean"] for arm in report["arms"])
     length = np.mean(list(scale.through_vae.values())) - np.mean(list(scale.another.values()))
     assert latest - base == pytest.approx(0.2 / length)
@@ -85,7 +85,7 @@ def test_rows_of_one_person_are_one_person():
     """Neither in the other people's mean nor in the bootstrap do two rows of a person count as two people."""
     names, people = "abcdefghijkl", [*PEOPLE[:6], *PEOPLE[:6]]
     vae = through_vae(names, people)
-    scale = find_scale(vae, JUDGE)
+    scale = find_identity_scale(vae, JUDGE)
     faces, pools = (
         {p: np.mean([line[key][JUDGE] for line in vae if line["person"] == p], 0) for p in people}
         for key in ("embedding", "pool")

@@ -289,7 +289,7 @@ def test_win_rate_counts_a_tie_half_and_leaves_out_what_has_no_score():
         return judge_images.Pair(row, seed, {"before": picture, "after": picture}, scores)
 
     pairs = [pair(0, 0, 1.0, 2.0), pair(0, 1, 1.0, 1.0), pair(1, 0, 3.0, 2.0), pair(1, 1, float("nan"), 2.0)]
-    figures = judge_images.summarise(pairs, {"score": True})["figures"]["score"]
+    figures = judge_images.summarise_images(pairs, {"score": True})["figures"]["score"]
     assert figures["win_rate"]["mean"] == (0.75 + 0) / 2 and figures["left_out"] == 1 and figures["trained"]
     assert figures["before"]["mean"] == 2 and figures["gain"]["mean"] == pytest.approx((0.5 - 1) / 2)
 

@@ -460,7 +460,7 @@ def test_only_published_names_speak_of_an_expert_and_the_user_outranks_them(worl
     (lora,) = lora_files.read_lora(path)
     assert lora.expert == meaning
     for word in ("high", "low"):
-        (lora,) = lora_merge.read(f"{path}@{word}:0.5", None).loras
+        (lora,) = lora_merge.read_loras(f"{path}@{word}:0.5", None).loras
         assert lora.expert == f"{word}_noise"
     if meaning is None:
         text = refuse(tmp_path / "out", "--base", world, "--lora", path)
@@ -553,12 +553,12 @@ def test_verify_finds_what_is_wrong(world, values, tmp_path):
     out = tmp_path / "out.safetensors"
     for name, message in (("blocks.0.attn1.to_q.weight", "not base"), ("proj_out.bias", "not a copy")):
         writing.write_file(out, plan.parts, {}, lambda count: None)
-        merge_tensors.verify(plan, shards.open_checkpoint(out), lambda count: None)
+        merge_tensors.verify_merge(plan, shards.open_checkpoint(out), lambda count: None)
         content = bytearray(out.read_bytes())
         content[shards.read_header(out)[0][name].offset + 3] ^= 0x40
         out.write_bytes(content)
         with pytest.raises(shards.Refused, match=message):
-            merge_tensors.verify(plan, shards.open_checkpoint(out), lambda count: None)
+            merge_tensors.verify_merge(plan, shards.open_checkpoint(out), lambda count: None)
 
 
 def test_an_adapter_that_was_never_trained_is_pointed_out(world, values, tmp_path):

@@ -277,7 +277,7 @@ def test_charts_have_the_figures_and_any_name(evaluation, tmp_path):
     report, _ = evaluation
     report["arms"][1]["name"] = "_latest $\\frac$"  # to matplotlib no entry of a legend, and a formula
     axis = Figure().subplots()
-    charts.draw_front(axis, charts.places(report), "the judge")
+    charts.draw_front(axis, charts.make_markers(report), "the judge")
     base = axis.lines[-1]
     assert (base.get_xdata()[0], base.get_ydata()[0]) == (0, 1)
     change = report["arms"][1]["compared"]

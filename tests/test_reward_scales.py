@@ -10,7 +10,7 @@ from conftest import ROOT
 from runs import CONFIG, FAST
 
 from rewardfl import config
-from rewardfl.evaluation.scales import deviation, equal_weight, measure, shares, table
+from rewardfl.evaluation.scales import deviation, equal_weight, format_scales, measure_scales, shares
 from rewardfl.rewards import Reward, RewardOutput
 from rewardfl.rewards.pixels.colour import ColourReward
 from rewardfl.rewards.pixels.motion import MotionReward, mean_change
@@ -29,7 +29,7 @@ def videos(count, frames=5, size=8):
 
 def measured(*terms, clips, real):
     references = [[one.reward.reference(clip) for one in terms] for clip in real]
-    return measure(terms, clips, references)
+    return measure_scales(terms, clips, references)
 
 
 def test_colour_pulls_as_hard_as_its_formula_says():
@@ -83,7 +83,7 @@ def test_what_cannot_be_judged_is_left_out():
     scales = measured(*terms, clips=videos(3), real=[*videos(2), still])
     assert scales[0].scores.isnan().tolist() == scales[0].norms.isnan().tolist() == [False, False, True]
     assert not scales[1].scores.isnan().any() and scales[1].norms.isnan().all()
-    text = table(scales)
+    text = format_scales(scales)
     assert "score (2 of 3 clips)" in text and "nan" not in text
     assert shares(scales) == [1.0, 0.0]
 

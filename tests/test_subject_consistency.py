@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import ViTConfig, ViTModel
 
-from rewardfl.evaluation import subject_consistency as subject
+from rewardfl.evaluation.subject_consistency import features, load_dino, subject_consistency
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def test_equals_the_definition(folder, height, width):
     """Frames whose shorter side is 224 are not resized: only the network and the two cosines are left."""
     frames = np.random.default_rng(0).integers(0, 255, (4, height, width, 3), np.uint8)
     frames[2] = frames[1]
-    model = subject.load(str(folder), "cpu")
+    model = load_dino(str(folder), "cpu")
     seen = []
     for frame in frames:
         pixels = (frame / 255 - np.array([0.485, 0.456, 0.406])) / np.array([0.229, 0.224, 0.225])
@@ -32,14 +32,14 @@ def test_equals_the_definition(folder, height, width):
         seen.append(model(batch, interpolate_pos_encoding=True).last_hidden_state[0, 0])
     cosine = torch.nn.CosineSimilarity(dim=0)
     expected = [(max(0, cosine(seen[i], seen[i - 1])) + max(0, cosine(seen[i], seen[0]))) / 2 for i in (1, 2, 3)]
-    assert subject.subject_consistency(model, frames) == pytest.approx(float(sum(expected) / 3), abs=1e-5)
-    assert subject.subject_consistency(model, frames[[0, 0, 0]]) == pytest.approx(1, abs=1e-5)
-    assert subject.features(model, frames[:1, :64, :96]).shape == (1, 32)  # is enlarged
+    assert subject_consistency(model, frames) == pytest.approx(float(sum(expected) / 3), abs=1e-5)
+    assert subject_consistency(model, frames[[0, 0, 0]]) == pytest.approx(1, abs=1e-5)
+    assert features(model, frames[:1, :64, :96]).shape == (1, 32)  # is enlarged
 
 
 def test_other_networks_are_refused(tmp_path):
     with pytest.raises(ValueError, match="--dino.*is missing"):
-        subject.load(str(tmp_path), "cpu")
+        load_dino(str(tmp_path), "cpu")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip"}))
     with pytest.raises(ValueError, match="of a model 'clip'"):
-        subject.load(str(tmp_path), "cpu")
+        load_dino(str(tmp_path), "cpu")

@@ -52,7 +52,7 @@ def test_a_judge_knows_each_kind_of_mistake(name):
         "three green triangles": 0.0,
     }
     one = judges()[name]
-    image = drawing.draw([red, blue], torch.Generator().manual_seed(0))[:, None]
+    image = drawing.draw_scene([red, blue], torch.Generator().manual_seed(0))[:, None]
     for prompt, wanted in places.items():
         output = one(image[None], [one.reference(image, prompt)])
         assert output.score.item() == pytest.approx(wanted, abs=1e-6), prompt

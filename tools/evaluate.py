@@ -34,7 +34,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rewardfl import command_line, trust
-from rewardfl.command_line import Judge
+from rewardfl.command_line import JudgeOption
 from rewardfl.config import schema
 
 Period = Annotated[int, Field(ge=2, le=1000)]  # in pixels
@@ -60,7 +60,7 @@ def parsed() -> argparse.Namespace:
     source.add_argument("--config", help="a configuration instead, for --videos: its sizes, face packs and rewards")
     parser.add_argument("--data", required=True, help="metadata.csv of people, or prompts, that were not trained on")
     parser.add_argument(
-        "--adapter", type=command_line.adapter, action="append", metavar="PATH[:STRENGTH]",
+        "--adapter", type=command_line.parse_adapter, action="append", metavar="PATH[:STRENGTH]",
         help="checkpoint folder; may be given several times (default: RUN/checkpoints/latest)",
     )  # fmt: skip
     parser.add_argument("--strengths", type=numbers(schema.NonNegative), metavar="0.5,1", help="of every adapter")
@@ -104,7 +104,7 @@ def parsed() -> argparse.Namespace:
 def add_figures(parser: argparse.ArgumentParser) -> None:
     figures = parser.add_argument_group("figures")
     figures.add_argument(
-        "--judge", action=Judge, default={}, metavar="NAME=FOLDER",
+        "--judge", action=JudgeOption, default={}, metavar="NAME=FOLDER",
         help="a face pack of another recogniser, next to the run's; may be given several times. The last one's word "
         "counts in the report's first sentences",
     )  # fmt: skip

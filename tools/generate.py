@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--distill-lora-high", default="", help="distillation LoRA fused into the high-noise expert")
     parser.add_argument("--distill-lora-low", default="", help="the same for the low-noise expert")
     parser.add_argument(
-        "--adapter", type=command_line.adapter, metavar="PATH[:strength]",
+        "--adapter", type=command_line.parse_adapter, metavar="PATH[:strength]",
         help="checkpoint folder of a run, e.g. outputs/x/checkpoints/latest, or outputs/x/checkpoints/latest:0.8",
     )  # fmt: skip
     default = "default: %(default)s"

@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from rewardfl.command_line import Judge
+from rewardfl.command_line import JudgeOption
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="next to no training, for tests")
     parser.add_argument("--distil", action="store_true", help="write the four-step LoRAs of OUT/pipeline, nothing else")
     parser.add_argument(
-        "--judge", action=Judge, default={}, metavar="NAME=FOLDER", help="a further face pack that judges"
+        "--judge", action=JudgeOption, default={}, metavar="NAME=FOLDER", help="a further face pack that judges"
     )
     args = parser.parse_args()
     from tiny_world import (

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             line = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             found = Finding(NOT_DONE if isinstance(error, MACHINE) else DIFFERS, line)
         findings[name] = replace(found, facts={**found.facts, "seconds": time.perf_counter() - began})
-        write(case, findings)
+        write_page(case, findings)
         print(printable(f"{name}: {found.status}: {found.line}"), flush=True)
     print(f"page: {case.args.out}")
     return int(any(found.status == DIFFERS for found in findings.values()))
@@ -76,20 +76,20 @@ def open_case(args: argparse.Namespace) -> Case:
     return Case(args=args, cfg=cfg, backbone=backbone, rows=rows, device=device)
 
 
-def write(case: Case, findings: Mapping[str, Finding]) -> None:
+def write_page(case: Case, findings: Mapping[str, Finding]) -> None:
     """Write the page, whole or not at all. OSError when the disk does not take it."""
     shown = {"script": case.cfg.script} | {key: config.flat(case.cfg)[key] for key in SHOWN}
     shown |= {"clips": str(len(case.rows)), **digest_base_model(case.backbone)}
     worst = DIFFERS if any(found.status == DIFFERS for found in findings.values()) else OK
     lines = [f"# rewardfl doctor: {worst}", "", "| check | result | in a line |", "|---|---|---|"]
-    lines += [f"| {n} | {found.status} | {plain(found.line).replace('|', '/')} |" for n, found in findings.items()]
+    lines += [f"| {n} | {found.status} | {anonymise(found.line).replace('|', '/')} |" for n, found in findings.items()]
     for name, facts in {"configuration": shown, **{n: found.facts for n, found in findings.items()}}.items():
         text = yaml.safe_dump(dict(facts), sort_keys=False, default_flow_style=None, width=160, allow_unicode=True)
-        lines += ["", f"## {name}", "", "```yaml", *map(plain, text.splitlines()), "```"]
+        lines += ["", f"## {name}", "", "```yaml", *map(anonymise, text.splitlines()), "```"]
     atomic_write(case.args.out, "\n".join(lines) + "\n")
 
 
-def plain(text: str) -> str:
+def anonymise(text: str) -> str:
     """Return the line without the current folder, the user's home and the host; numbers with four digits."""
     text = printable(text).replace("`", "´")
     for word, name in ((str(Path.cwd()), "."), (str(Path.home()), "~"), (platform.node(), "(host)")):

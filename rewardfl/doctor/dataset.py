@@ -38,7 +38,7 @@ UNSAID = {"run": {"output_dir": "-"}, "model": {"model_paths": "-"}, "reward": {
 
 
 @dataclass
-class Report:
+class DatasetReport:
     """What was found of a row; no size where its clip cannot be read."""
 
     row: data.Row
@@ -53,7 +53,7 @@ class Report:
 def run(args: argparse.Namespace) -> int:
     """Looking at clips before they are trained on: the exit code."""
     args.device = command_line.device(args.device)
-    cfg, backbone = resolve(args)
+    cfg, backbone = resolve_settings(args)
     rows = data.load_metadata(cfg.data.file_name, "--data" if args.data else "data.file_name")
     sheet = sheet_file(args, rows, cfg.data.file_name) if args.sheet else None
     detector = None
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         if said := plan.size_problem(cfg, backbone, report.row.size):
             report.problems.append(said)
     warn_of_repeats(reports)
-    print(printable("\n".join([*listing(reports), *notes(rows, reports, cfg.data), *summary(reports)])))
+    print(printable("\n".join([*listing(reports), *list_notes(rows, reports, cfg.data), *summary(reports)])))
     if sheet:
         content = io.BytesIO()
         contact_sheet(reports).save(content, Image.registered_extensions()[args.sheet.suffix.lower()])
@@ -86,7 +86,7 @@ def sheet_file(args: argparse.Namespace, rows: Sequence[data.Row], table: str) -
     return file
 
 
-def resolve(args: argparse.Namespace) -> tuple[config.AnyConfig, Backbone]:
+def resolve_settings(args: argparse.Namespace) -> tuple[config.AnyConfig, Backbone]:
     """(the configuration, or its defaults for --data, with the flags as overrides; the model as its headers have it).
 
     ConfigError names what is wrong.
@@ -115,10 +115,10 @@ def resolve(args: argparse.Namespace) -> tuple[config.AnyConfig, Backbone]:
 
 def inspect(
     row: data.Row, settings: config.DataConfig, detector: face.FaceDetector | None, device: str, takes_image: bool
-) -> Report:
+) -> DatasetReport:
     """The row's report, without regard to other rows."""
     look = data.look_at(row, settings.num_frames, settings.fps, takes_image)
-    report = Report(row, look, data.row_problems(row, settings.num_frames, settings.fps, takes_image))
+    report = DatasetReport(row, look, data.row_problems(row, settings.num_frames, settings.fps, takes_image))
     if row.problem:
         return report
     # what is there of a clip that is too short or too slow can still be shown
@@ -135,7 +135,7 @@ def inspect(
             pooled = read(row.video)
             report.size = size_of(pooled)
             report.warnings += size_warnings("clip", report.source, report.size)
-            shown += three_of(pooled)
+            shown += sample_frames(pooled)
         if row.image is not None:
             image = data.read_picture(row.image)
             if report.size is None:
@@ -146,7 +146,7 @@ def inspect(
         if row.reference_video is not None:
             pooled = read(row.reference_video)
             report.warnings += size_warnings("reference", source_size(row.reference_video), size_of(pooled))
-            shown += three_of(pooled)
+            shown += sample_frames(pooled)
         if report.size is None and settings.max_pixels is None:
             report.size = row.size or (settings.height, settings.width)
     except data.DataError:  # is among the problems
@@ -172,7 +172,7 @@ def size_of(pixels: Tensor) -> tuple[int, int]:
     return pixels.shape[-3], pixels.shape[-2]
 
 
-def three_of(frames: Tensor) -> Tensor:
+def sample_frames(frames: Tensor) -> Tensor:
     """The first, middle and last of (F, H, W, 3) frames."""
     return frames[[0, len(frames) // 2, len(frames) - 1]]
 
@@ -183,9 +183,11 @@ def size_warnings(what: str, source: tuple[int, int], size: tuple[int, int]) -> 
     left = min(scales) / max(scales)  # the larger scale is taken; what then sticks out of the other side is cropped
     found = []
     if max(scales) > ENLARGED:
-        found.append(f"{what}: {show(source)} (height x width) is enlarged {max(scales):.2f} times to {show(size)}")
+        found.append(
+            f"{what}: {in_pixels(source)} (height x width) is enlarged {max(scales):.2f} times to {in_pixels(size)}"
+        )
     if left < CROPPED:
-        found.append(f"{what}: {show(size)} leaves {left:.0%} of {show(source)} (height x width)")
+        found.append(f"{what}: {in_pixels(size)} leaves {left:.0%} of {in_pixels(source)} (height x width)")
     return found
 
 
@@ -212,7 +214,7 @@ def face_remarks(
     return [], warnings
 
 
-def warn_of_repeats(reports: Sequence[Report]) -> None:
+def warn_of_repeats(reports: Sequence[DatasetReport]) -> None:
     first: dict[tuple, int] = {}
     for report in reports:
         row = report.row
@@ -222,7 +224,7 @@ def warn_of_repeats(reports: Sequence[Report]) -> None:
             report.warnings.append(f"the same as line {line}: the clip weighs more")
 
 
-def listing(reports: Sequence[Report]) -> list[str]:
+def listing(reports: Sequence[DatasetReport]) -> list[str]:
     """A line for each problem and each warning, in the order of the file."""
     return [
         f"line {report.row.line}: {kind}: {text}"
@@ -232,7 +234,7 @@ def listing(reports: Sequence[Report]) -> list[str]:
     ]
 
 
-def notes(rows: Sequence[data.Row], reports: Sequence[Report], settings: config.DataConfig) -> list[str]:
+def list_notes(rows: Sequence[data.Row], reports: Sequence[DatasetReport], settings: config.DataConfig) -> list[str]:
     """What training says of the rows, and of the clips that it takes."""
     usable = [report for report in reports if not report.problems]
     sizes = (settings.height, settings.width, settings.max_pixels, settings.fps)
@@ -240,17 +242,17 @@ def notes(rows: Sequence[data.Row], reports: Sequence[Report], settings: config.
     return [f"note: {note}" for note in [*data.notes(rows), *of_clips]]
 
 
-def summary(reports: Sequence[Report]) -> list[str]:
+def summary(reports: Sequence[DatasetReport]) -> list[str]:
     """How many rows can be used, and how many of them have which size."""
     usable = [report for report in reports if not report.problems]
     sizes = Counter(report.size for report in usable)
     return [
         f"{len(reports)} rows: {len(usable)} can be used, {len(reports) - len(usable)} cannot",
-        *(f"{show(size)} (height x width): {count} rows" for size, count in sizes.most_common() if size),
+        *(f"{in_pixels(size)} (height x width): {count} rows" for size, count in sizes.most_common() if size),
     ]
 
 
-def show(size: tuple[int, int]) -> str:
+def in_pixels(size: tuple[int, int]) -> str:
     return f"{size[0]} x {size[1]}"
 
 
@@ -269,7 +271,7 @@ def drawable(text: str) -> str:
     return "".join(c if ord(c) in known else c.encode("unicode_escape").decode() for c in command_line.one_line(text))
 
 
-def contact_sheet(reports: Sequence[Report]) -> Image.Image:
+def contact_sheet(reports: Sequence[DatasetReport]) -> Image.Image:
     """Every row's thumbnails over its line, id and size; problems in red, warnings in grey."""
     font = ImageFont.truetype(FONT, 10)  # Pillow's own has the letters of English alone
     slots = max(3, *(len(report.pictures) for report in reports))
@@ -283,7 +285,7 @@ def contact_sheet(reports: Sequence[Report]) -> Image.Image:
             sheet.paste(picture, (left + slot * (THUMBNAIL[0] + 4), top))
         if not report.pictures:
             pen.rectangle((left, top, left + THUMBNAIL[0], top + THUMBNAIL[1]), outline="red")
-        sizes = f"  {show(report.source)} to {show(report.size)}" if report.source and report.size else ""
+        sizes = f"  {in_pixels(report.source)} to {in_pixels(report.size)}" if report.source and report.size else ""
         title = drawable(f"line {report.row.line}  {report.row.id}{sizes}")
         pen.text((left, top + THUMBNAIL[1] + 2), title, "black", font)
         said, colour = drawable("; ".join(report.problems + report.warnings)), "red" if report.problems else "dimgrey"

@@ -143,7 +143,7 @@ def measured(case: Case, name: str, ask: Callable[[str, ModelMixin], Tensor], co
     return found
 
 
-def give_back() -> None:
+def free_memory() -> None:
     """Give back memory that nothing refers to any more: to Python, and of the GPU to others."""
     gc.collect()  # what swaps blocks refers to itself
     torch.cuda.empty_cache()
@@ -151,7 +151,7 @@ def give_back() -> None:
 
 def placed(case: Case, name: str, load: Callable[[str], ModelMixin]) -> ModelMixin:
     """Return the expert with its weights where the run has them, without other rounding, and the run's attention."""
-    give_back()  # what the expert before took
+    free_memory()  # what the expert before took
     expert, cfg = load(name), case.cfg
     if cfg.model.attention_backend != attention.NATIVE:
         expert.set_attention_backend(cfg.model.attention_backend)
@@ -209,7 +209,7 @@ def step(case: Case) -> Finding:
     script = Path(rewardfl.__file__).parents[1] / case.cfg.script
     if not script.is_file():
         return Finding(NOT_DONE, f"{case.cfg.script} is not next to the package; run the tool from a checkout")
-    give_back()
+    free_memory()
     with tempfile.TemporaryDirectory(prefix="rewardfl-doctor-", dir=case.args.out.parent) as place:
         folder, table, log = (Path(place).resolve() / name for name in ("run", "clips.csv", "run.log"))
         write_table(case.rows, table)
@@ -229,7 +229,7 @@ def step(case: Case) -> Finding:
             return Finding(DIFFERS, f"{case.cfg.script} ended with {done.returncode}: {lines[-1]}")
         metrics = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
         cfg = config.load(case.args.config, overrides)
-    return planned(case, workload.make_workload(cfg, case.backbone, len(case.rows), 1, processes=1), metrics)
+    return plan_step(case, workload.make_workload(cfg, case.backbone, len(case.rows), 1, processes=1), metrics)
 
 
 def write_table(rows: Sequence[data.Row], path: Path) -> None:
@@ -240,7 +240,7 @@ def write_table(rows: Sequence[data.Row], path: Path) -> None:
         csv.writer(file).writerows(lines)
 
 
-def planned(case: Case, plan: workload.Workload, metrics: Mapping[str, Any]) -> Finding:
+def plan_step(case: Case, plan: workload.Workload, metrics: Mapping[str, Any]) -> Finding:
     """Return what the update took next to its estimate. metrics: its line of metrics.jsonl."""
     costs, videos = measure(plan.video), plan.spans[0].of_process
     needs = memory(costs, plan)

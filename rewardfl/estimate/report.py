@@ -20,7 +20,7 @@ def estimate(work: Workload, machine: Machine, tflops: float = TFLOPS) -> tuple[
     """(what the run takes, as text, and whether it fits)."""
     costs = measure(work.video)
     tables = [work_table(costs, work, tflops), memory_lines(needs.memory(costs, work)), disk_table(costs, work)]
-    sections = [*tables, verdict(costs, work, machine)]
+    sections = [*tables, fit_verdict(costs, work, machine)]
     return "\n\n".join("\n".join(lines) for lines in sections), fits(costs, work, machine)
 
 
@@ -75,21 +75,25 @@ def memory_lines(memory: needs.Memory) -> list[str]:
     for phase, parts in memory.encode.items():
         rows.append((phase, sum(parts.values()), f"before the experts: {_parts(parts)}"))
     phase = max(memory.by_phase, key=memory.by_phase.get)
-    rows.append(("peak", memory.peak, f"in {phase}; with {size(needs.RESERVE)} for CUDA, libraries, fragmentation"))
+    rows.append(
+        ("peak", memory.peak, f"in {phase}; with {format_size(needs.RESERVE)} for CUDA, libraries, fragmentation")
+    )
     rows.append(("host", sum(memory.host.values()), f"of each process: {_parts(memory.host) or 'nothing'}"))
-    return ["memory of one GPU", *(f"  {name:11s}{size(amount):>9s}   {parts}" for name, amount, parts in rows)]
+    return ["memory of one GPU", *(f"  {name:11s}{format_size(amount):>9s}   {parts}" for name, amount, parts in rows)]
 
 
 def disk_table(costs: Costs, work: Workload) -> list[str]:
     checkpoint, cache = needs.disk(costs, work)
     clip = sum(cache.values())
-    saves = "" if work.saves is None else f"; {work.saves} in {work.steps} steps: {size(work.saves * checkpoint)}"
-    clips = "" if work.clips is None else f"; of {work.clips} clips: {size(work.clips * clip)}"
-    cached = f"  conditioning cache of a clip: {size(clip)} ({_parts(cache)}){clips}"
-    return ["disk", f"  a checkpoint: {size(checkpoint)}{saves}", cached]
+    saves = (
+        "" if work.saves is None else f"; {work.saves} in {work.steps} steps: {format_size(work.saves * checkpoint)}"
+    )
+    clips = "" if work.clips is None else f"; of {work.clips} clips: {format_size(work.clips * clip)}"
+    cached = f"  conditioning cache of a clip: {format_size(clip)} ({_parts(cache)}){clips}"
+    return ["disk", f"  a checkpoint: {format_size(checkpoint)}{saves}", cached]
 
 
-def verdict(costs: Costs, work: Workload, machine: Machine) -> list[str]:
+def fit_verdict(costs: Costs, work: Workload, machine: Machine) -> list[str]:
     """Whether the run fits the machine, and what to set when it does not."""
     needed = _needed(costs, work, machine)
     if fits(costs, work, machine):
@@ -107,9 +111,13 @@ def verdict(costs: Costs, work: Workload, machine: Machine) -> list[str]:
 def _needed(costs: Costs, work: Workload, machine: Machine) -> str:
     """The bytes that a run takes of what the machine has, in words."""
     memory = needs.memory(costs, work)
-    gpu = [] if machine.gpu is None else [f"{size(memory.peak + needs.RESERVE)} of {size(machine.gpu)} on the GPU"]
-    host = size(machine.processes * sum(memory.host.values()))
-    limit = f" of {size(machine.host)}" if machine.host < math.inf else ""
+    gpu = (
+        []
+        if machine.gpu is None
+        else [f"{format_size(memory.peak + needs.RESERVE)} of {format_size(machine.gpu)} on the GPU"]
+    )
+    host = format_size(machine.processes * sum(memory.host.values()))
+    limit = f" of {format_size(machine.host)}" if machine.host < math.inf else ""
     each = f" for {machine.processes} processes" if machine.processes > 1 else ""
     return ", ".join([*gpu, f"{host}{limit} in host memory{each}"])
 
@@ -119,7 +127,7 @@ def _room(costs: Costs, work: Workload, machine: Machine) -> list[str]:
     after = replace(work, keep_attention=True)
     if not work.checkpointing or work.keeps_graphs or work.keep_attention or not fits(costs, after, machine):
         return []
-    more = size(needs.memory(costs, after).peak - needs.memory(costs, work).peak)
+    more = format_size(needs.memory(costs, after).peak - needs.memory(costs, work).peak)
     return [f"  there is room for train.keep_attention: true (takes {more} more, {_more_time(costs, work, after)})"]
 
 
@@ -134,10 +142,10 @@ def _settings(option: Option) -> str:
 
 
 def _parts(parts: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {size(amount)}" for name, amount in parts.items())
+    return ", ".join(f"{name} {format_size(amount)}" for name, amount in parts.items())
 
 
-def size(amount: float) -> str:
+def format_size(amount: float) -> str:
     """Bytes in words: 57.3 GB, 4.2 MB."""
     unit, divisor = ("GB", 1e9) if amount >= 1e9 else ("MB", 1e6)
     return f"{amount / divisor:.1f} {unit}"

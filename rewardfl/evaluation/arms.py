@@ -49,7 +49,7 @@ class Arm:
     videos: Path | None = None  # a folder of videos that are judged as they are; nothing is sampled
 
 
-def planned(adapters: Sequence[tuple[Path, float]], steps: Sequence[int], usual: int) -> list[Arm]:
+def plan_arms(adapters: Sequence[tuple[Path, float]], steps: Sequence[int], usual: int) -> list[Arm]:
     """The base model of each step count, then every adapter at its strength. usual: the count that no name says.
 
     ValueError for an adapter at one strength, or a step count, that is named twice.
@@ -114,7 +114,7 @@ class Sampler:
         return self.decoder.decode(x0, conditioning).float()
 
 
-def encoded(
+def encode_inputs(
     cfg: config.AnyConfig, backbone: Backbone, asked: Iterable[tuple[data.Row, Tensor | None]], device: torch.device
 ) -> Iterator[tuple[str, Conditioning]]:
     """What the model is told of each row and its image, (3, H, W) in [-1, 1], one at a time: by the row's id.

@@ -17,16 +17,16 @@ from rewardfl.evaluation import metric_curves, records
 from rewardfl.evaluation.report.charts import (
     Chart,
     Curve,
+    arm_colour,
     arm_curves,
-    colour,
     curves_chart,
     front_chart,
-    places,
+    make_markers,
     real_curve,
 )
 from rewardfl.evaluation.report.meanings import CANARIES, MEANINGS, MOVES, healthy, judge_words, main_judge
 from rewardfl.evaluation.report.report_page import figure_cell
-from rewardfl.evaluation.report.templates import Row, render
+from rewardfl.evaluation.report.templates import TableRow, render
 from rewardfl.evaluation.report.verdicts import verdict
 from rewardfl.merging import output
 
@@ -132,7 +132,9 @@ def read_all(folders: Sequence[Path]) -> list[Evaluated]:
     reports = [read_report(folder) for folder in folders]
     colours = itertools.accumulate((len(report["arms"]) for report in reports), initial=0)
     return [
-        Evaluated(name, report, metric_curves.read(folder) if (folder / "metrics.jsonl").is_file() else [], colour)
+        Evaluated(
+            name, report, metric_curves.read_metrics(folder) if (folder / "metrics.jsonl").is_file() else [], colour
+        )
         for name, folder, report, colour in zip(metric_curves.labels(folders), folders, reports, colours, strict=False)
     ]
 
@@ -173,7 +175,7 @@ def comparison_page(found: Sequence[Evaluated], problem: str) -> str:
     """Return the page. problem: how the evaluations differ, which the page then says first."""
     judge = main_judge(found[0].report)
     columns = [MEANINGS[key] for key in (*COMPARED, *WHOLE)]
-    arms = [place for one in found for place in places(one.report, f"{one.name}: ", one.colour)]
+    arms = [place for one in found for place in make_markers(one.report, f"{one.name}: ", one.colour)]
     runs = [
         {
             "name": one.name,
@@ -196,7 +198,7 @@ def comparison_page(found: Sequence[Evaluated], problem: str) -> str:
     return render("comparison.html", values)
 
 
-def rows(found: Sequence[Evaluated]) -> list[Row]:
+def rows(found: Sequence[Evaluated]) -> list[TableRow]:
     """Return a row for each arm that has a base, with a cell for each figure."""
     rows = []
     for one in found:
@@ -206,7 +208,7 @@ def rows(found: Sequence[Evaluated]) -> list[Row]:
             cells = [replace(figure_cell(arm, name, [judge]), figure=None) for name in names]
             cells += [figure_cell(arm, name, [judge]) for name in WHOLE]
             people = f"{one.report['people']} people, {arm['clips']} clips"
-            rows.append(Row((f"{one.name}: {arm['name']}", people), cells))
+            rows.append(TableRow((f"{one.name}: {arm['name']}", people), cells))
     return rows
 
 
@@ -228,7 +230,7 @@ def training(found: Sequence[Evaluated], key: str) -> list[Chart]:
     A run has the colour of its first adapter.
     """
     lines = [
-        Curve(one.name, list(zip(*metric_curves.points(one.metrics, key), strict=True)), colour(one.colour + 1))
+        Curve(one.name, list(zip(*metric_curves.points(one.metrics, key), strict=True)), arm_colour(one.colour + 1))
         for one in found
     ]
     drawn = [line for line in lines if line.points]

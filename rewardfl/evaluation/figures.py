@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from rewardfl.evaluation.arms import Arm
-from rewardfl.evaluation.identity_scale import Scale, find_scale
-from rewardfl.evaluation.intervals import Interval, interval, ratio
+from rewardfl.evaluation.identity_scale import IdentityScale, find_identity_scale
+from rewardfl.evaluation.intervals import Interval, interval, ratio_interval
 from rewardfl.evaluation.records import REAL, VAE, Record
 from rewardfl.rewards.face.identity_kept import why_no_scale
 
 
-class Clip(NamedTuple):
+class ClipKey(NamedTuple):
     """A video of an arm."""
 
     row: str
@@ -29,7 +29,7 @@ class Clip(NamedTuple):
     person: str
 
 
-Values = dict[Clip, float]  # of one figure of one arm, where it is known
+Values = dict[ClipKey, float]  # of one figure of one arm, where it is known
 
 AMOUNTS = ("flow", "face_flow", "pixel_change", "sharpness")  # of the block motion: those compared by their ratio
 
@@ -93,9 +93,9 @@ class Table:
     scales: by recogniser; empty where there is none. no_scale: why, in words.
     """
 
-    figures: Mapping[str, Mapping[Clip, Mapping[str, float]]]
-    records: Mapping[str, Mapping[Clip, Record]]
-    scales: Mapping[str, Scale]
+    figures: Mapping[str, Mapping[ClipKey, Mapping[str, float]]]
+    records: Mapping[str, Mapping[ClipKey, Record]]
+    scales: Mapping[str, IdentityScale]
     no_scale: str
 
     @property
@@ -118,11 +118,11 @@ class Table:
 
 def table_of(records: Sequence[Record], arms: Sequence[str], reading: Reading) -> Table:
     """The records of these arms, and of the real clips that belong to them."""
-    made: dict[str, dict[Clip, Record]] = {arm: {} for arm in arms}
+    made: dict[str, dict[ClipKey, Record]] = {arm: {} for arm in arms}
     real = {record["row"]: record for record in records if record["arm"] == REAL}
     for record in records:
         if record["arm"] in made:
-            made[record["arm"]][Clip(record["row"], record["seed"], record["person"])] = record
+            made[record["arm"]][ClipKey(record["row"], record["seed"], record["person"])] = record
     clips = sorted({clip for of_arm in made.values() for clip in of_arm})
     made[REAL] = {clip: real[clip.row] for clip in clips}
     read = {id(record): figures_of(record, reading.threshold) for of_arm in made.values() for record in of_arm.values()}
@@ -133,13 +133,13 @@ def table_of(records: Sequence[Record], arms: Sequence[str], reading: Reading) -
     missing = "" if is_whole else "there is no model whose VAE the real clips could go through"
     no_scale = why_no_scale(len({clip.person for clip in clips}), missing)
     names = [] if no_scale else through_vae[0]["embedding"]
-    scales = {name: scale for name in names if (scale := find_scale(through_vae, name)) is not None}
+    scales = {name: scale for name in names if (scale := find_identity_scale(through_vae, name)) is not None}
     if names and not scales:
         no_scale = "real clips through the VAE are no more like their own people than like others"
     return Table(figures, made, scales, no_scale)
 
 
-def per_person(values: Values, clips: Iterable[Clip] | None = None) -> dict[str, float]:
+def per_person(values: Values, clips: Iterable[ClipKey] | None = None) -> dict[str, float]:
     """Return the mean over each person's clips, in the order of the rows' ids. clips: those that count; None: all."""
     people: dict[str, list[float]] = {}
     for clip in sorted(values if clips is None else clips):
@@ -147,7 +147,7 @@ def per_person(values: Values, clips: Iterable[Clip] | None = None) -> dict[str,
     return {person: sum(numbers) / len(numbers) for person, numbers in people.items()}
 
 
-def by_person(values: Values, clips: Iterable[Clip] | None = None) -> Tensor:
+def by_person(values: Values, clips: Iterable[ClipKey] | None = None) -> Tensor:
     """Return `per_person` as (people,)."""
     return torch.tensor(list(per_person(values, clips).values()))
 
@@ -187,7 +187,7 @@ def compared(mine: Values, theirs: Values, by_ratio: bool) -> dict | None:
         return None
     found = {"difference": interval(left - right), "people_with_more": float((left > right).float().mean())}
     if by_ratio:
-        found["ratio"] = ratio(left, right)
+        found["ratio"] = ratio_interval(left, right)
     found["left_out"] = len(mine.keys() | theirs.keys()) - len(mine.keys() & theirs.keys())
     return found
 
@@ -244,7 +244,7 @@ def scale_report(table: Table) -> dict:
     return {"missing": table.no_scale, "recognisers": ends}
 
 
-def identity_change(scale: Scale, after: Values, before: Values, face_sim: dict) -> dict:
+def identity_change(scale: IdentityScale, after: Values, before: Values, face_sim: dict) -> dict:
     """Return the change of identity kept on the clips that both arms have. face_sim: as `compared` has its change."""
     clips = after.keys() & before.keys()
     return face_sim | {"difference": scale.change(per_person(after, clips), per_person(before, clips))}
@@ -308,7 +308,7 @@ def recogniser_report(table: Table, judge: str, names: Mapping[str, str]) -> dic
         figures[which]["last_quarter"] = float(np.mean(list(values[which]["last_quarter"].values())))
     before, after = values["before"]["face_sim"], values["after"]["face_sim"]
     both_means = both(after, before)
-    rise = {key: value - 1 for key, value in ratio(*both_means, -math.inf).items()}
+    rise = {key: value - 1 for key, value in ratio_interval(*both_means, -math.inf).items()}
     figures["gain"] = {
         "absolute": interval(both_means[0] - both_means[1]), "relative": rise,
         "people_improved": float((both_means[0] > both_means[1]).float().mean()),
@@ -321,7 +321,7 @@ def recogniser_report(table: Table, judge: str, names: Mapping[str, str]) -> dic
 def motion_ratio(mine: Values, theirs: Values) -> dict:
     """The ratio of the means over people, and the median ratio of a clip."""
     clips = [clip for clip in mine if clip in theirs]
-    return ratio(*both(mine, theirs)) | {
+    return ratio_interval(*both(mine, theirs)) | {
         "median_per_clip": float(np.median([mine[clip] / max(theirs[clip], 1e-9) for clip in clips]))
     }
 
@@ -341,7 +341,7 @@ def motion_report(table: Table, names: Mapping[str, str]) -> dict:
         if key in AMOUNTS:
             for which, mean in means.items():
                 figures[which][key] = mean
-            figures["after_to_before"][key] = ratio(people["after"], people["before"]) if clips else None
+            figures["after_to_before"][key] = ratio_interval(people["after"], people["before"]) if clips else None
         else:
             figures[key] = means | {"after_minus_before": known(people["after"] - people["before"])}
     return figures
@@ -364,7 +364,7 @@ def per_clip(table: Table, arms: Sequence[Arm], judges: Sequence[str]) -> list[d
     return found
 
 
-def clip_report(table: Table, arm: str, clip: Clip) -> dict:
+def clip_report(table: Table, arm: str, clip: ClipKey) -> dict:
     """All that is known of one video, and where it is: below the evaluation's folder, else by its whole path."""
     record = table.records[arm][clip]
     return {"figures": table.figures[arm][clip]} | {key: record[key] for key in ("curves", "detected", "file")}

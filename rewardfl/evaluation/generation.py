@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     if not video.isfinite().all():
         raise ValueError("the video is not finite, so it would be black; look for NaN in the model and the adapter")
     if args.out.suffix:
-        file.write(encoded(video, args.out.suffix, args.fps))
+        file.write(encode_prompt(video, args.out.suffix, args.fps))
     else:
         write_pngs(args.out, video)
     print(args.out)
@@ -47,7 +47,7 @@ def check_out(file: output.File) -> None:
     file.check()
 
 
-def encoded(video: torch.Tensor, suffix: str, fps: float) -> bytes:
+def encode_prompt(video: torch.Tensor, suffix: str, fps: float) -> bytes:
     """Return a video (3, F, H, W) in [-1, 1] as .mp4, as .png of its one frame, or as .npy.
 
     The latter two keep the pixels: numpy's array is uint8 (F, H, W, 3) in RGB.

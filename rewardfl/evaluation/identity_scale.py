@@ -4,25 +4,25 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from rewardfl.evaluation.intervals import Interval, ratio
+from rewardfl.evaluation.intervals import Interval, ratio_interval
 from rewardfl.evaluation.records import Record
 from rewardfl.rewards.face import identity_kept
 from rewardfl.rewards.face.identity_kept import ThroughVae
 
 
-class Scale(identity_kept.Scale):
+class IdentityScale(identity_kept.Scale):
     """A scale whose places have 95 % bootstrap intervals. A person is drawn for the distance and for the length."""
 
     def place(self, face_sim: Mapping[str, float]) -> Interval:
         """Return the place of FaceSim, by person, on the scale, with its interval over people."""
-        return ratio(self.distances(face_sim), self.lengths(list(face_sim)))
+        return ratio_interval(self.distances(face_sim), self.lengths(list(face_sim)))
 
     def change(self, after: Mapping[str, float], before: Mapping[str, float]) -> Interval:
         """Return how far FaceSim moves on the scale. after, before: of the same people."""
-        return ratio(self.distances(after) - self.distances(before), self.lengths(list(after)))
+        return ratio_interval(self.distances(after) - self.distances(before), self.lengths(list(after)))
 
 
-def find_scale(records: Sequence[Record], recogniser: str) -> Scale | None:
+def find_identity_scale(records: Sequence[Record], recogniser: str) -> IdentityScale | None:
     """Return the scale by records of real clips through the VAE; None where it has no length in the mean."""
     clips = [
         ThroughVae(
@@ -34,4 +34,4 @@ def find_scale(records: Sequence[Record], recogniser: str) -> Scale | None:
         for record in records
     ]
     scale = identity_kept.find_scale(clips)
-    return None if scale is None else Scale(scale.another, scale.through_vae)
+    return None if scale is None else IdentityScale(scale.another, scale.through_vae)

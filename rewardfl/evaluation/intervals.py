@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 Interval = dict[str, float]  # mean, low, high: the ends of the 95 % interval
+
 NOTHING = "nothing to measure"
 
 
-def show(value: Interval | None, percent: bool = False) -> str:
+def format_interval(value: Interval | None, percent: bool = False) -> str:
     """mean [low, high], or in per cent with a sign."""
     if value is None:
         return NOTHING
@@ -33,7 +34,7 @@ def interval(values: Tensor) -> Interval:
     return _ends(values.mean(), values[resampled(len(values))].mean(1))
 
 
-def ratio(mine: Tensor, theirs: Tensor, least: float = LEAST) -> Interval:
+def ratio_interval(mine: Tensor, theirs: Tensor, least: float = LEAST) -> Interval:
     """The mean of (n,) values over that of others, which is taken as `least` at least, with its interval."""
     rows = resampled(len(mine))
     ratios = mine[rows].mean(1) / theirs[rows].mean(1).clamp(min=least)

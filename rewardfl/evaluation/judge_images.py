@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from rewardfl import config, data
 from rewardfl.backbones.protocol import Backbone
-from rewardfl.evaluation.arms import BASE, Arm, Sampler, batches, check_adapter, encoded, load_model
-from rewardfl.evaluation.intervals import interval, show
+from rewardfl.evaluation.arms import BASE, Arm, Sampler, batches, check_adapter, encode_inputs, load_model
+from rewardfl.evaluation.intervals import format_interval, interval
 from rewardfl.files import printable
 from rewardfl.merging import output
 from rewardfl.rewards import RewardError, build_terms, find_terms
@@ -53,15 +53,15 @@ def run(cfg: config.AnyConfig, arm: Arm, args: argparse.Namespace, folder: outpu
     found = find_terms(config.wanted_rewards(cfg))
     setup_rewards.check_frames(cfg, found)
     terms = build_terms(found, torch.device(args.device))
-    pairs = evaluate(cfg, terms, arm, args)
-    report = summarise(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
+    pairs = evaluate_images(cfg, terms, arm, args)
+    report = summarise_images(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
     for pair in pairs:
         beside = torch.cat([pair.made[arm] for arm in ARMS], 1)
         data.write_picture(out / picture_file(pair.row.index, pair.seed), beside[None])
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    draw_grid(pairs, out / "grid.png")
+    draw_image_grid(pairs, out / "grid.png")
     folder.seal(names)
-    print(table(report))
+    print(format_table(report))
     print(f"\nreport: {out / 'report.json'}\npictures: {out / 'grid.png'}, {out / 'images'}")
     return 0
 
@@ -72,7 +72,7 @@ def picture_file(index: int, seed: int) -> str:
 
 
 @torch.no_grad()
-def evaluate(cfg: config.AnyConfig, terms: Sequence[Term], arm: Arm, args: argparse.Namespace) -> list[Pair]:
+def evaluate_images(cfg: config.AnyConfig, terms: Sequence[Term], arm: Arm, args: argparse.Namespace) -> list[Pair]:
     """Sample and score every prompt and seed. FileNotFoundError where there is no adapter."""
     check_adapter(arm.adapter)
     backbone, device = setup_model.open_model(cfg), torch.device(args.device)
@@ -107,7 +107,7 @@ def sampler_of(
     device: torch.device,
 ) -> Sampler:
     """The run's model with the checkpoint's adapter. examples: by the row's id. experts: as offload.place takes it."""
-    told = dict(encoded(cfg, backbone, ((row, one.image) for row, one in examples.values()), device))
+    told = dict(encode_inputs(cfg, backbone, ((row, one.image) for row, one in examples.values()), device))
     sizes = {key: example.size for key, (_, example) in examples.items()}
     model, decoder = load_model(backbone, adapter, experts, device)
     return Sampler(cfg, backbone, model, decoder, told.__getitem__, sizes, device)
@@ -145,7 +145,7 @@ def scores_of(terms: Sequence[Term], pictures: Tensor, references: Sequence[Sequ
     return found
 
 
-def summarise(pairs: Sequence[Pair], trained: dict[str, bool]) -> dict:
+def summarise_images(pairs: Sequence[Pair], trained: dict[str, bool]) -> dict:
     """All figures of the report: means over prompts with 95 % bootstrap intervals over them, as one prompt's noises
     are not independent. trained: by a reward's label. win_rate: of pairs, those whose picture scored higher after, a
     tie counts half."""
@@ -178,19 +178,21 @@ def summarise(pairs: Sequence[Pair], trained: dict[str, bool]) -> dict:
     return report
 
 
-def table(report: dict) -> str:
+def format_table(report: dict) -> str:
     """The report's figures for a terminal."""
     lines = [f"{report['prompts']} prompts, {report['pairs']} pairs; mean [95 % interval over prompts]", ""]
     for name, figures in report["figures"].items():
         words = " (trained on)" if figures["trained"] else ""
         left = f"   {figures['left_out']} pairs left out" if figures["left_out"] else ""
         lines.append(f"{name}{words}")
-        lines.append(f"  before {show(figures['before'])}   after {show(figures['after'])}")
-        lines.append(f"  gain {show(figures['gain'])}   better after {show(figures['win_rate'])}{left}")
+        lines.append(f"  before {format_interval(figures['before'])}   after {format_interval(figures['after'])}")
+        lines.append(
+            f"  gain {format_interval(figures['gain'])}   better after {format_interval(figures['win_rate'])}{left}"
+        )
     return "\n".join(lines)
 
 
-def draw_grid(pairs: Sequence[Pair], path: Path, columns: int = 3) -> None:
+def draw_image_grid(pairs: Sequence[Pair], path: Path, columns: int = 3) -> None:
     """before | after of up to SHOWN prompts, from the greatest loss to the greatest gain of the first reward."""
     (name, *_) = pairs[0].scores
     gains = [pair.scores[name]["after"] - pair.scores[name]["before"] for pair in pairs]

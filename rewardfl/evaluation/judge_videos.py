@@ -18,14 +18,14 @@ from rewardfl import __version__, backbones, command_line, config, data, machine
 from rewardfl.backbones.protocol import Backbone
 from rewardfl.data import cache
 from rewardfl.evaluation import judge_images, video_files
-from rewardfl.evaluation.arms import Arm, check_adapter, names_of, planned, run_config
+from rewardfl.evaluation.arms import Arm, check_adapter, names_of, plan_arms, run_config
 from rewardfl.evaluation.figures import Reading, summarise
 from rewardfl.evaluation.judging import identify, judges_of
 from rewardfl.evaluation.processes import Processes, connected
-from rewardfl.evaluation.records import FORMAT, SETTINGS, Settings, agree, file_of
-from rewardfl.evaluation.report.pictures import draw
+from rewardfl.evaluation.records import FORMAT, SETTINGS, Settings, agree, record_file
+from rewardfl.evaluation.report.pictures import draw_pictures
 from rewardfl.evaluation.report.report_page import report_page
-from rewardfl.evaluation.report.table import table
+from rewardfl.evaluation.report.table import format_report
 from rewardfl.evaluation.study import Study
 from rewardfl.evaluation.video_files import PEOPLE
 from rewardfl.files import atomic_write, model_digest, printable
@@ -67,15 +67,15 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
     files = {arm.name: video_files.files_of(arm.videos, rows) for arm in arms if arm.videos is not None}
     judges = judges_of(cfg, args)
     enough = len({row.who for row in rows}) >= FEWEST
-    backbone, problem = open_model(cfg, arms) if enough or any(arm.videos is None for arm in arms) else (None, "")
+    backbone, problem = open_backbone(cfg, arms) if enough or any(arm.videos is None for arm in arms) else (None, "")
     if problem and processes.main:
         print(printable(f"note: identity kept cannot be measured: {problem}"))
     through_vae = enough and backbone is not None
-    base = {} if backbone is None else parts_of(backbone, arms)
+    base = {} if backbone is None else digest_parts(backbone, arms)
     settings = settings_of(cfg, rows, arms, base, identify(judges, cfg, args.dino))
     study = Study(cfg, folder.path, tuple(arms), judges, processes, files)
     names = study.names(rows, args.seeds)
-    records = [str(file_of(Path(), rank)) for rank in range(processes.count)]  # these grow, and get no hash
+    records = [str(record_file(Path(), rank)) for rank in range(processes.count)]  # these grow, and get no hash
     processes.by_main(partial(take, folder, [*names, *records], settings, args.force, lock), (ValueError, OSError))
     rows = study.read_real(rows, args.seeds, through_vae)
     if through_vae:
@@ -103,7 +103,7 @@ def arms_of(args: argparse.Namespace, cfg: config.AnyConfig) -> list[Arm]:
     if not given and not args.videos:
         given = [(args.run / "checkpoints" / "latest", 1.0)]
     adapters = [(path, one) for path, strength in given for one in args.strengths or [strength]]
-    sampled = planned(adapters, args.steps or [usual], usual) if args.run else []
+    sampled = plan_arms(adapters, args.steps or [usual], usual) if args.run else []
     names = names_of(args.videos)
     if taken := {arm.name for arm in sampled} & set(names):
         raise ValueError(f"--videos: an adapter is called {min(taken)}, too; name the folder otherwise")
@@ -111,7 +111,7 @@ def arms_of(args: argparse.Namespace, cfg: config.AnyConfig) -> list[Arm]:
     return [*sampled, *made]
 
 
-def open_model(cfg: config.AnyConfig, arms: Sequence[Arm]) -> tuple[Backbone | None, str]:
+def open_backbone(cfg: config.AnyConfig, arms: Sequence[Arm]) -> tuple[Backbone | None, str]:
     """Return the model, or None and why it cannot be opened, where nothing is sampled from it.
 
     Raise what start.open_model does where something is. Videos of other tools need the VAE alone, and no training data.
@@ -126,7 +126,7 @@ def open_model(cfg: config.AnyConfig, arms: Sequence[Arm]) -> tuple[Backbone | N
         return None, str(error)
 
 
-def parts_of(backbone: Backbone, arms: Sequence[Arm]) -> dict[str, str]:
+def digest_parts(backbone: Backbone, arms: Sequence[Arm]) -> dict[str, str]:
     """Return digests of the model's parts that the records depend on: of the VAE alone where nothing is sampled."""
     if any(arm.videos is None for arm in arms):
         return digest_base_model(backbone)
@@ -217,8 +217,8 @@ def finish(study: Study, rows: Sequence[data.Row], settings: Settings, reading: 
     report |= {"command": sys.argv, "version": __version__, "settings": plain}
     atomic_write(out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     shown = [row.index for row in rows[:PEOPLE]]
-    pictures = draw(report, out, study.arms, records, shown)
+    pictures = draw_pictures(report, out, study.arms, records, shown)
     atomic_write(out / "report.html", report_page(report, out))
-    print(table(report))
+    print(format_report(report))
     print(f"\nreport: {out / 'report.html'}, {out / 'report.json'}")
     print(f"pictures: {', '.join(map(str, pictures))}\nvideos: {out / 'videos'}")

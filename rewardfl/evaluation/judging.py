@@ -74,7 +74,7 @@ def judges_of(cfg: config.AnyConfig, args: argparse.Namespace) -> Judges:
         if wanted
     }
     terms = build_terms(found, torch.device(args.device))
-    dino = subject_consistency.load(args.dino, args.device) if args.dino else None
+    dino = subject_consistency.load_dino(args.dino, args.device) if args.dino else None
     return Judges(faces, wanted, detectors, terms, dino, args.periods, args.device)
 
 

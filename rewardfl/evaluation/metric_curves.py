@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
     inputs = tuple(run / "metrics.jsonl" for run in args.runs)
     file = output.File(option="--out", path=out, tool="rewardfl plot_metrics", inputs=inputs)
     file.check()
-    curves = dict(zip(labels(args.runs), map(read, args.runs), strict=True))
+    curves = dict(zip(labels(args.runs), map(read_metrics, args.runs), strict=True))
     keys = chosen(args.keys, {key for lines in curves.values() for line in lines for key in line})
-    file.write(draw(curves, keys, out.suffix[1:]))
+    file.write(draw_metrics(curves, keys, out.suffix[1:]))
     print(out)
     return 0
 
@@ -43,7 +43,7 @@ def labels(runs: Sequence[Path]) -> list[str]:
     return [run.resolve().name if count[run.resolve().name] == 1 else str(run) for run in runs]
 
 
-def read(run: Path) -> Lines:
+def read_metrics(run: Path) -> Lines:
     """The run's metrics; FileNotFoundError for a folder that is none of a run."""
     from rewardfl.training.metrics_file import MetricsFile
 
@@ -69,7 +69,7 @@ def points(lines: Lines, key: str) -> tuple[list[float], list[float]]:
     return [step for step, _ in found], [value for _, value in found]
 
 
-def draw(curves: dict[str, Lines], keys: Sequence[str], kind: str) -> bytes:
+def draw_metrics(curves: dict[str, Lines], keys: Sequence[str], kind: str) -> bytes:
     """Return the picture: kind is png, svg or pdf."""
     import matplotlib
 

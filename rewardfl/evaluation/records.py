@@ -81,12 +81,12 @@ def key_of(record: Record) -> Key:
     return record["row"], record["arm"], record["seed"]
 
 
-def file_of(out: Path, rank: int) -> Path:
+def record_file(out: Path, rank: int) -> Path:
     """Where a process appends."""
     return out / FILE if rank == 0 else out / f"records-{rank}.jsonl"
 
 
-def read(out: Path) -> dict[Key, Record]:
+def read_records(out: Path) -> dict[Key, Record]:
     """Return all records of the folder, also of earlier processes. A line that was cut off at the end is no record.
 
     Raise Refused for a line that holds something else.
@@ -109,7 +109,7 @@ class Writer:
     """Appends records to the file of a process, each whole; what a kill cut off at its end is removed."""
 
     def __init__(self, out: Path, rank: int):
-        self.path = file_of(out, rank)
+        self.path = record_file(out, rank)
         if self.path.is_file() and not (content := self.path.read_bytes()).endswith(b"\n"):
             atomic_write(self.path, content[: content.rfind(b"\n") + 1])
 
@@ -121,7 +121,7 @@ class Writer:
 def join(out: Path) -> list[Record]:
     """All records in one file, sorted, and those of other processes removed: as one process would have left them."""
     records = sorted(
-        read(out).values(),
+        read_records(out).values(),
         key=lambda line: (line["index"], line["arm"] != REAL, line["arm"] != VAE, line["arm"], line["seed"] or 0),
     )
     atomic_write(out / FILE, "".join(json.dumps(one, allow_nan=False) + "\n" for one in records))

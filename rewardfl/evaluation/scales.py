@@ -23,7 +23,7 @@ from rewardfl.training.timer import Timer
 
 
 @dataclass(frozen=True)
-class Scale:
+class RewardScale:
     """One reward of n videos; NaN where a video could not be judged, gradients also where the reward has none."""
 
     term: Term
@@ -35,7 +35,7 @@ class Scale:
     @property
     def pull(self) -> float:
         """The mean norm of weight * gradient / std, as it is in the loss."""
-        return self.term.weight * mean(self.norms) / self.term.std
+        return self.term.weight * mean_of_finite(self.norms) / self.term.std
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     backbone = setup_model.open_model(cfg)
     terms = build_terms(setup_rewards.find_rewards(cfg, backbone), device)
     examples, references = find_clips(cfg, terms, args.rows, device)
-    videos = sample(cfg, backbone, examples, args.experts, device)
-    scales = measure(terms, videos, references)
-    print(table(scales))
+    videos = collect_videos(cfg, backbone, examples, args.experts, device)
+    scales = measure_scales(terms, videos, references)
+    print(format_scales(scales))
     print(f"\n{paste(cfg, scales)}", end="")
     return 0
 
@@ -86,7 +86,7 @@ def find_clips(
 
 
 @torch.no_grad()
-def sample(
+def collect_videos(
     cfg: AnyConfig,
     backbone: Backbone,
     examples: Sequence[tuple[data.Row, data.Example]],
@@ -100,7 +100,9 @@ def sample(
     return [sampler.sample([(row, cfg.run.seed)], base)[0] for row, _ in tqdm(examples, desc="sampling")]
 
 
-def measure(terms: Sequence[Term], videos: Sequence[Tensor], references: Sequence[Sequence[Reference]]) -> list[Scale]:
+def measure_scales(
+    terms: Sequence[Term], videos: Sequence[Tensor], references: Sequence[Sequence[Reference]]
+) -> list[RewardScale]:
     """Every reward of every video (3, F, H, W), one at a time. references: by video and then by reward."""
     first: list[Tensor | None] = []
     scales = []
@@ -114,7 +116,7 @@ def measure(terms: Sequence[Term], videos: Sequence[Tensor], references: Sequenc
             norm = math.nan if gradient is None else float(gradient.double().norm())
             rows.append((score, norm, cosine(gradient, first[n])))
         scores, norms, cosines = torch.tensor(rows, dtype=torch.float64).unbind(1)
-        scales.append(Scale(term, scores, norms, cosines, timer.seconds["score"] / len(videos)))
+        scales.append(RewardScale(term, scores, norms, cosines, timer.seconds["score"] / len(videos)))
     return scales
 
 
@@ -138,7 +140,7 @@ def cosine(one: Tensor | None, other: Tensor | None) -> float:
     return float(torch.nn.functional.cosine_similarity(one.double().flatten(), other.double().flatten(), dim=0))
 
 
-def mean(values: Tensor) -> float:
+def mean_of_finite(values: Tensor) -> float:
     """Over what is known; NaN where nothing is."""
     return float(values.nanmean())
 
@@ -149,27 +151,37 @@ def deviation(values: Tensor) -> float:
     return float(known.std()) if len(known) > 1 else math.nan
 
 
-def shares(scales: Sequence[Scale]) -> list[float]:
+def shares(scales: Sequence[RewardScale]) -> list[float]:
     """Each reward's share of the sum of all weighted gradients' norms; 0 for those that only measure."""
     pulls = [scale.pull if scale.term.weight > 0 else 0.0 for scale in scales]
     total = sum(pull for pull in pulls if not math.isnan(pull))
     return [pull / total if total > 0 else math.nan for pull in pulls]
 
 
-def equal_weight(scale: Scale, first: Scale) -> float:
+def equal_weight(scale: RewardScale, first: RewardScale) -> float:
     """The weight with which this reward would pull as hard as the first does; NaN where one has no gradient."""
-    per_weight = mean(scale.norms) / scale.term.std
+    per_weight = mean_of_finite(scale.norms) / scale.term.std
     return first.pull / per_weight if per_weight > 0 else math.nan
 
 
-def table(scales: Sequence[Scale]) -> str:
+def format_scales(scales: Sequence[RewardScale]) -> str:
     heads = ("reward", "score", "std", "gradient", "cosine", "weight", "mean, std", "share", "equal at", "s/clip")
     rows: list[tuple[str, ...]] = [heads]
     for scale, share in zip(scales, shares(scales), strict=True):
         term = scale.term
-        figures = [mean(scale.scores), deviation(scale.scores), mean(scale.norms), mean(scale.cosines), term.weight]
-        cells = [*(show(value) for value in figures), f"{term.mean:g}, {term.std:g}"]
-        cells += [show(100 * share) + " %", show(equal_weight(scale, scales[0])), f"{scale.seconds:.2f}"]
+        figures = [
+            mean_of_finite(scale.scores),
+            deviation(scale.scores),
+            mean_of_finite(scale.norms),
+            mean_of_finite(scale.cosines),
+            term.weight,
+        ]
+        cells = [*(format_number(value) for value in figures), f"{term.mean:g}, {term.std:g}"]
+        cells += [
+            format_number(100 * share) + " %",
+            format_number(equal_weight(scale, scales[0])),
+            f"{scale.seconds:.2f}",
+        ]
         judged = int((~scale.scores.isnan()).sum())
         name = term.label if judged == len(scale.scores) else f"{term.label} ({judged} of {len(scale.scores)} clips)"
         rows.append((name, *cells))
@@ -177,16 +189,16 @@ def table(scales: Sequence[Scale]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def show(value: float) -> str:
+def format_number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.3g}"
 
 
-def paste(cfg: AnyConfig, scales: Sequence[Scale]) -> str:
+def paste(cfg: AnyConfig, scales: Sequence[RewardScale]) -> str:
     """YAML of `reward` that makes (score - mean) / std of every reward 0 on average and 1 in size."""
     lines: dict = {}
     others = configuration.to_dict(cfg)["reward"]["others"]
     for scale in scales:
-        average, std = (float(f"{value:.3g}") for value in (mean(scale.scores), deviation(scale.scores)))
+        average, std = (float(f"{value:.3g}") for value in (mean_of_finite(scale.scores), deviation(scale.scores)))
         if not std > 0:
             continue
         if scale.term.label == "score":

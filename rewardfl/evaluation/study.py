@@ -20,10 +20,10 @@ from rewardfl.backbones.protocol import Backbone, Conditioning
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache
 from rewardfl.evaluation import video_files
-from rewardfl.evaluation.arms import NEGATIVE, Arm, Job, Sampler, batches, encoded, load_model
+from rewardfl.evaluation.arms import NEGATIVE, Arm, Job, Sampler, batches, encode_inputs, load_model
 from rewardfl.evaluation.judging import FACE, Judges, judge_real, judge_through_vae, judge_video
 from rewardfl.evaluation.processes import Processes
-from rewardfl.evaluation.records import REAL, VAE, WAY_OUT, Key, Record, Writer, join, key_of, read
+from rewardfl.evaluation.records import REAL, VAE, WAY_OUT, Key, Record, Writer, join, key_of, read_records
 from rewardfl.files import printable
 from rewardfl.training import clip_scan
 from rewardfl.training.shard import read_entry
@@ -43,7 +43,7 @@ class Study:
     @cached_property
     def records(self) -> dict[Key, Record]:
         """What was known when this process came; its own later ones are not among these."""
-        return read(self.out)
+        return read_records(self.out)
 
     @cached_property
     def writer(self) -> Writer:
@@ -79,7 +79,7 @@ class Study:
             row
             for row in share.of(rows)
             if (row.id, REAL, None) not in self.records
-            or (row.id in needed and self.store.get(compared_with(row)) is None)
+            or (row.id in needed and self.store.get(comparison_key(row)) is None)
         ]
         broken, faceless = [], []
         with tqdm(todo, desc="real clips", disable=share.quiet) as bar:
@@ -107,16 +107,16 @@ class Study:
         if isinstance(real, str):
             return real
         record, kept = real
-        self.store.put(compared_with(row), kept | {"image": example.image})
+        self.store.put(comparison_key(row), kept | {"image": example.image})
         if (row.id, REAL, None) not in self.records:
             self._keep(row, REAL, None, example.video, fps)
-            name = {"arm": REAL, "seed": None, "steps": 0, "decoded": True, "file": str(file_of(row, REAL, None))}
+            name = {"arm": REAL, "seed": None, "steps": 0, "decoded": True, "file": str(video_file(row, REAL, None))}
             self.writer.add(head(row) | name | record)
         return ""
 
     def _keep(self, row: data.Row, arm: str, seed: int | None, video: Tensor, fps: float) -> None:
         """Write the video (3, F, H, W), to look at, and of a person's first one what the grid may show."""
-        path = self.out / file_of(row, arm, seed)
+        path = self.out / video_file(row, arm, seed)
         path.parent.mkdir(parents=True, exist_ok=True)
         data.write_video(path, video, fps)
         if not seed:
@@ -137,8 +137,8 @@ class Study:
             video = decoder.decode(encode_video(example.video[None]), conditioning)[0].float()
             fps = self.cfg.data.fps or data.frame_rate(row.video)
             self._keep(row, VAE, None, video, fps)
-            record = judge_through_vae(self.judges, video, read_entry(self.store, compared_with(row)), fps)
-            name = {"arm": VAE, "seed": None, "steps": 0, "decoded": False, "file": str(file_of(row, VAE, None))}
+            record = judge_through_vae(self.judges, video, read_entry(self.store, comparison_key(row)), fps)
+            name = {"arm": VAE, "seed": None, "steps": 0, "decoded": False, "file": str(video_file(row, VAE, None))}
             self.writer.add(head(row) | name | record)
 
     def sample(self, backbone: Backbone | None, rows: Sequence[data.Row], args: argparse.Namespace) -> None:
@@ -149,7 +149,7 @@ class Study:
             return
         device, share = torch.device(args.device), self.processes.share
         self._tell(backbone, sorted({job[0] for _, jobs in waiting for job in jobs}, key=lambda row: row.index), device)
-        sizes = {row: tuple(record["size"]) for (row, arm, _), record in read(self.out).items() if arm == REAL}
+        sizes = {row: tuple(record["size"]) for (row, arm, _), record in read_records(self.out).items() if arm == REAL}
         adapters = list(dict.fromkeys(arm.adapter for arm, _ in waiting if arm.adapter is not None)) or [None]
         tasks = [(arm, batch) for arm, jobs in waiting for batch in share.of(batches(jobs, sizes, args.batch))]
         total = len(waiting) * len(waiting[0][1])
@@ -167,14 +167,14 @@ class Study:
     def _tell(self, backbone: Backbone, rows: Sequence[data.Row], device: torch.device) -> None:
         """Encode what the model is told of the rows, where that is not kept yet: this process's share, and all wait."""
         # shared out before looking: another process may have written while this one comes
-        if missing := [row for row in self.processes.share.of(rows) if self.store.get(told_of(row.id)) is None]:
-            asked = ((row, read_entry(self.store, compared_with(row))["image"]) for row in missing)
-            for row_id, conditioning in encoded(self.cfg, backbone, asked, device):
-                self.store.put(told_of(row_id), conditioning)
+        if missing := [row for row in self.processes.share.of(rows) if self.store.get(prompt_key(row.id)) is None]:
+            asked = ((row, read_entry(self.store, comparison_key(row))["image"]) for row in missing)
+            for row_id, conditioning in encode_inputs(self.cfg, backbone, asked, device):
+                self.store.put(prompt_key(row_id), conditioning)
         self.processes.wait()
 
     def _told(self, row_id: str) -> Conditioning:
-        return protocol.move_to(read_entry(self.store, told_of(row_id)), self.judges.device)
+        return protocol.move_to(read_entry(self.store, prompt_key(row_id)), self.judges.device)
 
     @torch.no_grad()
     def _sample(self, sampler: Sampler, arm: Arm, batch: Sequence[Job]) -> None:
@@ -186,7 +186,7 @@ class Study:
             if (row, seed) in wanted:
                 fps = self.cfg.data.fps or data.frame_rate(row.video)
                 self._keep(row, arm.name, seed, video, fps)
-                self._judge(row, arm, seed, video, fps, str(file_of(row, arm.name, seed)))
+                self._judge(row, arm, seed, video, fps, str(video_file(row, arm.name, seed)))
 
     def judge_files(self, rows: Sequence[data.Row]) -> None:
         """Judge the videos of other tools, at the real clip's size and number of frames, one at a time."""
@@ -202,7 +202,7 @@ class Study:
         frames = data.read_clip(
             path, settings.height, settings.width, settings.num_frames, settings.max_pixels, settings.fps
         )
-        size = read_entry(self.store, compared_with(row))["image"].shape[1:]
+        size = read_entry(self.store, comparison_key(row))["image"].shape[1:]
         video = data.to_float(data.fit(frames, *size))
         if not seed:
             video_files.write_strip(video_files.strip_file(self.out, row.index, arm.name), video)
@@ -211,7 +211,7 @@ class Study:
 
     def _judge(self, row: data.Row, arm: Arm, seed: int, video: Tensor, fps: float, file: str) -> None:
         """Judge a video (3, F, H, W) in [-1, 1] and write its record."""
-        kept = read_entry(self.store, compared_with(row))
+        kept = read_entry(self.store, comparison_key(row))
         made = {"arm": arm.name, "seed": seed, "steps": arm.steps, "decoded": arm.videos is not None, "file": file}
         self.writer.add(head(row) | made | judge_video(self.judges, video, kept, fps))
 
@@ -230,7 +230,7 @@ class Study:
             names = {f"{judge}/{key}" for judge in self.judges.faces for key in FACE}
             if record["curves"].keys() != self.judges.faces.keys() or not names <= record["figures"].keys():
                 raise ValueError(f"{self.out}: a record of {row} lacks figures of the judges; {WAY_OUT}")
-            path = files[arm][row, seed].absolute() if arm in files else file_of(by_id[row], arm, seed)
+            path = files[arm][row, seed].absolute() if arm in files else video_file(by_id[row], arm, seed)
             records.append(record | head(by_id[row]) | {"file": str(path)})
         return records
 
@@ -238,14 +238,14 @@ class Study:
         """Return all files that are written while videos are judged, below the evaluation's folder."""
         jobs: list[tuple[str, data.Row, int | None]] = [(arm, row, None) for row in rows for arm in (REAL, VAE)]
         jobs += [(arm.name, row, seed) for arm in self.arms for row, seed in self.jobs(arm, rows, seeds)]
-        videos = [str(file_of(row, arm, seed)) for arm, row, seed in jobs if arm not in self.files]
+        videos = [str(video_file(row, arm, seed)) for arm, row, seed in jobs if arm not in self.files]
         strips = [video_files.strip_file(Path(), row.index, arm) for arm, row, seed in jobs if not seed]
         return [*videos, *map(str, strips), *self.prepared(rows)]
 
     def prepared(self, rows: Sequence[data.Row]) -> list[str]:
         """Return the files of the store, which are gone when the evaluation is done."""
-        keys = [key for row in rows for key in (compared_with(row), told_of(row.id))]
-        return [str(self.store.path(key).relative_to(self.out)) for key in (*keys, told_of(NEGATIVE))]
+        keys = [key for row in rows for key in (comparison_key(row), prompt_key(row.id))]
+        return [str(self.store.path(key).relative_to(self.out)) for key in (*keys, prompt_key(NEGATIVE))]
 
 
 def head(row: data.Row) -> dict:
@@ -253,14 +253,14 @@ def head(row: data.Row) -> dict:
     return {"row": row.id, "line": row.line, "index": row.index, "person": row.who}
 
 
-def file_of(row: data.Row, arm: str, seed: int | None) -> Path:
+def video_file(row: data.Row, arm: str, seed: int | None) -> Path:
     """Where a video is written, below the evaluation's folder, named as --videos takes it."""
     return Path("videos") / arm / (f"{row.index:03d}.mp4" if seed is None else f"{row.index:03d}_seed{seed}.mp4")
 
 
-def compared_with(row: data.Row) -> cache.Key:
+def comparison_key(row: data.Row) -> cache.Key:
     return {"kind": "compared_with", "row": row.id}
 
 
-def told_of(row_id: str) -> cache.Key:
+def prompt_key(row_id: str) -> cache.Key:
     return {"kind": "told", "row": row_id}

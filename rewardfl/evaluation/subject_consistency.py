@@ -16,7 +16,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CHUNK = 8  # frames at a time
 
 
-def load(folder: str, device: str) -> ViTModel:
+def load_dino(folder: str, device: str) -> ViTModel:
     """The network of a transformers folder. ValueError where there is none, or one of another kind."""
     path = Path(folder) / "config.json"
     kind = json.loads(path.read_text()).get("model_type") if path.is_file() else None

@@ -11,7 +11,7 @@ from torch import Tensor
 from rewardfl import command_line
 from rewardfl.files import sha256
 from rewardfl.merging import writing
-from rewardfl.merging.merge_tensors import Kept
+from rewardfl.merging.merge_tensors import MergeLoss
 from rewardfl.merging.output import Output
 from rewardfl.merging.writing import Part
 from rewardfl.weights import lora_files, merge, wan_names
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
         merge.check_finite(lora)
         name = args.out if output.is_file else args.out / file_name(args, lora)
         line = f"{lora.path} -> {name}: {len(lora.updates)} modules, alpha from {lora.alpha_source}"
-        for text in (line, *(f"note: {note}" for note in notes(lora, args.to))):
+        for text in (line, *(f"note: {note}" for note in conversion_notes(lora, args.to))):
             print(command_line.one_line(text))
         report["files"][str(name)] = line
     states = []
@@ -74,15 +74,15 @@ def run(args: argparse.Namespace) -> None:
         return
     if output.is_file:
         ((_, state, metadata),) = states
-        output.write_file(parts_of(state), metadata, lambda count: None)
+        output.write_file(make_parts(state), metadata, lambda count: None)
     else:
         with output.folder() as folder:
             for lora, state, metadata in states:
                 place = folder / file_name(args, lora)
                 place.parent.mkdir(exist_ok=True)
-                writing.write_file(place, parts_of(state), metadata, lambda count: None)
+                writing.write_file(place, make_parts(state), metadata, lambda count: None)
     if args.verify:
-        verify(loras, lora_files.read_lora(args.out), DTYPES[args.dtype])
+        verify_conversion(loras, lora_files.read_lora(args.out), DTYPES[args.dtype])
         print("verified: read back, every update equals the input's")
     print(command_line.one_line(f"written: {args.out}"))
     output.write_report(report)
@@ -92,7 +92,7 @@ def is_wan(lora: Lora) -> bool:
     return lora_files.WAN in lora.models
 
 
-def notes(lora: Lora, to: str) -> list[str]:
+def conversion_notes(lora: Lora, to: str) -> list[str]:
     """What the user should know of the LoRA before another tool loads it."""
     if to == "comfy" and not is_wan(lora):
         return [*lora.notes, f"ComfyUI reads diffusers' names of {' and '.join(lora.models)}; they are written"]
@@ -110,7 +110,7 @@ def file_name(args: argparse.Namespace, lora: Lora) -> str:
     return NAMES[args.to][lora.expert].format(args.out.name)
 
 
-def converted(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, str], Kept]:
+def converted(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, str], MergeLoss]:
     """Return the LoRA's tensors under the names of `to`, the file's metadata, and how much of the update they hold.
 
     Refused for what `to` cannot carry.
@@ -152,9 +152,9 @@ def partner(name: str) -> str:
     return name.replace(".lora_down.", ".lora_up.").replace(".lora_A.", ".lora_B.")
 
 
-def measure_loss(state: dict[str, Tensor], rounded: dict[str, Tensor]) -> Kept:
+def measure_loss(state: dict[str, Tensor], rounded: dict[str, Tensor]) -> MergeLoss:
     """Measure how much of the products, differences and biases the stored tensors hold."""
-    total = Kept()
+    total = MergeLoss()
     for name, value in state.items():
         if name.endswith(DOWN):
             up = partner(name)
@@ -224,7 +224,7 @@ def diffusers_config(lora: Lora) -> dict[str, object]:
     return {f"transformer.{key}": value for key, value in config.items()}
 
 
-def parts_of(state: dict[str, Tensor]) -> list[Part]:
+def make_parts(state: dict[str, Tensor]) -> list[Part]:
     """The tensors as a file's parts."""
     names = {dtype: name for name, dtype in lora_files.TORCH_DTYPES.items()}
 
@@ -234,7 +234,7 @@ def parts_of(state: dict[str, Tensor]) -> list[Part]:
     return [part(*item) for item in state.items()]
 
 
-def verify(before: list[Lora], after: list[Lora], dtype: torch.dtype) -> None:
+def verify_conversion(before: list[Lora], after: list[Lora], dtype: torch.dtype) -> None:
     """Refused (the output is wrong) unless each update is there and its product is the same up to rounding."""
     tolerance = 4 * torch.finfo(dtype).eps
     for old, new in zip(before, after, strict=True):

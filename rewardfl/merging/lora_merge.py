@@ -43,7 +43,7 @@ class Given:
 def run(args: argparse.Namespace) -> None:
     """Merging LoRAs into a checkpoint. Refused with nothing written."""
     output = Output(args.out, args.json, args.force, TOOL)
-    given = [read(text, args.alpha) for text in args.lora]
+    given = [read_loras(text, args.alpha) for text in args.lora]
     layouts = (layout for layout in LAYOUTS if all((args.base / folder).is_dir() for folder in layout.values()))
     layout = next(layouts, None)
     if layout and (args.rename != "keep" or output.is_file or args.expert):
@@ -67,7 +67,9 @@ def run(args: argparse.Namespace) -> None:
     for line in report["lines"]:
         print(command_line.one_line(line))
     rest = list(other_files(args.base, {layout[expert] for expert in plans})) if layout else []
-    write(args, output, layout, plans, rest, config if args.rename == "keep" and config.is_file() else None, report)
+    write_merged(
+        args, output, layout, plans, rest, config if args.rename == "keep" and config.is_file() else None, report
+    )
 
 
 def open_bases(
@@ -85,9 +87,9 @@ def open_bases(
     return bases, layout
 
 
-def read(text: str, alpha: float | None) -> Given:
+def read_loras(text: str, alpha: float | None) -> Given:
     """PATH[@high|@low][:strength] -> the LoRAs in it, with their experts set where the text names one."""
-    (path, strength), expert = command_line.path_and_strength(text), None
+    (path, strength), expert = command_line.parse_path_and_strength(text), None
     if found := re.fullmatch(r"(.+)@(high|low)", path):
         path, expert = found[1], EXPERTS[found[2]]
     loras = lora_files.read_lora(path, alpha)
@@ -109,7 +111,7 @@ def route(given: list[Given], experts: list[str | None]) -> dict[str | None, lis
     for one in given:
         placed = False
         for lora in one.loras:
-            expert = place(one.text, lora, experts, alone=len(one.loras) == 1)
+            expert = assign_experts(one.text, lora, experts, alone=len(one.loras) == 1)
             if expert in routed:
                 routed[expert].append((lora, one.strength))
                 placed = True
@@ -118,7 +120,7 @@ def route(given: list[Given], experts: list[str | None]) -> dict[str | None, lis
     return routed
 
 
-def place(text: str, lora: Lora, experts: list[str | None], alone: bool) -> str | None:
+def assign_experts(text: str, lora: Lora, experts: list[str | None], alone: bool) -> str | None:
     """The base's expert that a LoRA belongs to; the LoRA's own, not in the base, for the other half of a pair."""
     if lora.expert in experts and lora.expert is not None:
         return lora.expert
@@ -186,7 +188,7 @@ def span(values: Sequence[float]) -> str:
     return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g}..{values[-1]:g}"
 
 
-def warn_of_loss(expert: str | None, kept: merge_tensors.Kept, plan: merge_tensors.Plan, report: dict) -> None:
+def warn_of_loss(expert: str | None, kept: merge_tensors.MergeLoss, plan: merge_tensors.Plan, report: dict) -> None:
     """Print how much of the update the stored dtype holds."""
     if not kept.intended:
         return
@@ -226,7 +228,7 @@ def other_files(base: Path, merged: set[str]) -> Iterator[tuple[Path, Path]]:
             yield base / folder / "config.json", Path(folder, "config.json")
 
 
-def write(
+def write_merged(
     args: argparse.Namespace,
     output: Output,
     layout: dict[str, str] | None,
@@ -263,7 +265,7 @@ def write(
         for expert, plan in plans.items():
             place = args.out / layout[expert] if layout else args.out
             with writing.progress_bar(plan.parts, f"verifying {place}") as bar:
-                merge_tensors.verify(plan, shards.open_checkpoint(place), bar.update)
+                merge_tensors.verify_merge(plan, shards.open_checkpoint(place), bar.update)
         print("verified: copies are equal byte by byte, merged rows equal base + LoRA")
     print(command_line.one_line(f"written: {args.out}"))
     output.write_report(report)

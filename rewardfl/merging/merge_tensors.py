@@ -21,7 +21,7 @@ SAMPLE_ROWS = 64  # of each merged tensor, for the dry run's estimate and for ve
 
 
 @dataclass
-class Kept:
+class MergeLoss:
     """How much of the intended update arrived in the file, over sampled rows: <realised, intended> / |intended|^2."""
 
     along: float = 0.0  # <realised, intended>
@@ -69,7 +69,7 @@ class Plan:
     parts: list[Part]
     merged: dict[str, list[tuple[Update, float]]]
     naming: str  # of the base: diffusers or original
-    kept: Kept = field(default_factory=Kept)
+    kept: MergeLoss = field(default_factory=MergeLoss)
 
 
 def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str, names: str) -> Plan:
@@ -83,7 +83,7 @@ def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str
     is_wan = models == (WAN,)
     if not is_wan and names in ("original", "comfy"):
         raise Refused(f"{base.path} is {' or '.join(models)}; --rename {names} knows the names of {WAN} alone")
-    kept = Kept()
+    kept = MergeLoss()
     parts = []
     for name, entry in base.tensors.items():
         common, updates = commons[name], merged.get(name, [])
@@ -112,7 +112,7 @@ def _stored(values: Tensor, dtype: str) -> Tensor:
 
 
 def _merging(
-    entry: Entry, updates: Sequence[tuple[Update, float]], stored: str, kept: Kept
+    entry: Entry, updates: Sequence[tuple[Update, float]], stored: str, kept: MergeLoss
 ) -> Callable[[], Iterator[memoryview]]:
     """The pieces of a tensor with its updates, or with none, in another dtype; what arrives is added to `kept`."""
 
@@ -132,12 +132,12 @@ def _merging(
     return pieces
 
 
-def estimate_kept(plan: Plan) -> Kept:
+def estimate_kept(plan: Plan) -> MergeLoss:
     """What the plan would keep, from a few rows of every merged tensor; writes nothing.
 
     Reads little, but all of a tensor whose DoRA is of the inputs.
     """
-    kept = Kept()
+    kept = MergeLoss()
     for (name, entry), part in zip(plan.base.tensors.items(), plan.parts, strict=True):
         if name in plan.merged:
             count = min(SAMPLE_ROWS, entry.rows)
@@ -148,7 +148,7 @@ def estimate_kept(plan: Plan) -> Kept:
     return kept
 
 
-def verify(plan: Plan, written: Checkpoint, progress: Callable[[int], object]) -> None:
+def verify_merge(plan: Plan, written: Checkpoint, progress: Callable[[int], object]) -> None:
     """Compare the output with base and LoRAs: copies byte by byte, merged tensors by rows computed again.
 
     Refused (the output is wrong) at the first difference beyond the rounding of the stored dtype.

@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> None:
     output = Output(args.out, args.json, args.force, TOOL)
     config = model.files[0].with_name("config.json")
     output.check([*args.input, *model.files, config])
-    parts = plan(model, args.dtype, args.rename)
+    parts = plan_parts(model, args.dtype, args.rename)
     total = sum(part.nbytes for part in parts)
     output.make_room(total, args.dry_run)
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
         )  # fmt: skip
     if args.verify:
         with writing.progress_bar(parts, "verifying") as bar:
-            verify(model, parts, shards.open_checkpoint(args.out), bar.update)
+            verify_shards(model, parts, shards.open_checkpoint(args.out), bar.update)
         print("verified: every tensor equals the input's")
     print(command_line.one_line(f"written: {args.out}"))
     output.write_report(report)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
         )
 
 
-def plan(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
+def plan_parts(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
     """The tensors to write. Refused where names or dtypes are to change and the model is not a Wan transformer."""
     if dtype == "keep" and rename == "keep":
         return [copy_of(entry) for entry in model.tensors.values()]
@@ -75,7 +75,7 @@ def plan(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
     return merge_tensors.plan_merge(model, [], dtype, rename).parts
 
 
-def verify(model: Checkpoint, parts: list[Part], written: Checkpoint, progress) -> None:
+def verify_shards(model: Checkpoint, parts: list[Part], written: Checkpoint, progress) -> None:
     """Refused (the output is wrong) unless it holds exactly the planned tensors with the planned bytes."""
     if len(written.tensors) != len(parts):
         raise Refused(f"{written.path} has {len(written.tensors)} tensors of {len(parts)}")

@@ -94,4 +94,4 @@ def write_loras(backbone: Backbone, experts: Experts, folder: Path) -> None:
         for adapter in lora_files.read_lora(checkpoint):
             state, metadata, _ = conversion.converted(adapter, "comfy", torch.float16)
             path = folder / f"{adapter.expert}_model.safetensors"
-            writing.write_file(path, conversion.parts_of(state), metadata, lambda count: None)
+            writing.write_file(path, conversion.make_parts(state), metadata, lambda count: None)

@@ -37,7 +37,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Place:
+class Marker:
     """An arm's gain in FaceSim and its motion over the base's, under a name."""
 
     name: str
@@ -55,7 +55,7 @@ class Chart:
     names: Sequence[tuple[str, str]]
 
 
-def colour(number: int) -> str:
+def arm_colour(number: int) -> str:
     """Return the colour of the arm with this number."""
     return COLOURS[number % len(COLOURS)]
 
@@ -63,7 +63,7 @@ def colour(number: int) -> str:
 def arm_curves(report: Mapping, judge: str, before: str = "", first: int = 0) -> list[Curve]:
     """Return FaceSim along the clip of every arm, under its name after `before`, coloured from number `first` on."""
     return [
-        Curve(before + arm["name"], list(enumerate(arm["per_frame"][judge], 1)), colour(i))
+        Curve(before + arm["name"], list(enumerate(arm["per_frame"][judge], 1)), arm_colour(i))
         for i, arm in enumerate(report["arms"], first)
     ]
 
@@ -73,13 +73,13 @@ def real_curve(report: Mapping, judge: str) -> Curve:
     return Curve("real clips", list(enumerate(report["real"]["per_frame"][judge], 1)), REAL)
 
 
-def places(report: Mapping, before: str = "", first: int = 0) -> list[Place]:
+def make_markers(report: Mapping, before: str = "", first: int = 0) -> list[Marker]:
     """Return gain and non-rigid motion, by the main judge, of every arm that has a base and both."""
     judge, found = main_judge(report), []
     for i, arm in enumerate(report["arms"], first):
         gain, motion = ((arm.get("compared") or {}).get(f"{judge}/{key}") for key in ("face_sim", "nonrigid"))
         if gain and motion:
-            found.append(Place(before + arm["name"], gain["difference"], motion["ratio"], colour(i)))
+            found.append(Marker(before + arm["name"], gain["difference"], motion["ratio"], arm_colour(i)))
     return found
 
 
@@ -107,7 +107,7 @@ def curves_chart(title: str, found: Sequence[Curve], labels: tuple[str, str] = (
 
 
 @STYLE
-def front_chart(found: Sequence[Place], judge: str) -> Chart:
+def front_chart(found: Sequence[Marker], judge: str) -> Chart:
     """Return gain against motion as a page shows it."""
     figure = Figure(figsize=(5.6, 3.5), layout="constrained")
     draw_front(figure.subplots(), found, judge_words(judge))
@@ -126,7 +126,7 @@ def draw_curves(axis: Axes, found: Sequence[Curve], labels: tuple[str, str] = ("
         axis.set_ylim(min(low, 0), max(high, 1))
 
 
-def draw_front(axis: Axes, found: Sequence[Place], judge: str) -> None:
+def draw_front(axis: Axes, found: Sequence[Marker], judge: str) -> None:
     """Draw places with their intervals; a line joins those that no other one beats, and a cross is the base."""
     best = [found[i] for i in front([(one.gain["mean"], one.motion["mean"]) for one in found])]
     axis.plot([one.gain["mean"] for one in best], [one.motion["mean"] for one in best], color=REAL, linestyle="--")

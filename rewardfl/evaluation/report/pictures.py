@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 
 from rewardfl.evaluation.arms import Arm
 from rewardfl.evaluation.records import REAL, Record
-from rewardfl.evaluation.report.charts import STYLE, arm_curves, draw_curves, draw_front, places, real_curve
+from rewardfl.evaluation.report.charts import STYLE, arm_curves, draw_curves, draw_front, make_markers, real_curve
 from rewardfl.evaluation.report.meanings import judge_words, main_judge
 from rewardfl.evaluation.video_files import HEIGHT, picked, strip_file
 
@@ -50,7 +50,7 @@ def _draw_clips(report: dict, judges: Sequence[str], axis: Axes) -> None:
 @STYLE
 def save_front(report: dict, path: Path) -> None:
     """Draw gain in FaceSim against the face's own motion, both over the base's, by the main judge."""
-    figure, found = Figure(figsize=(7, 5), layout="constrained"), places(report)
+    figure, found = Figure(figsize=(7, 5), layout="constrained"), make_markers(report)
     axis = figure.subplots()
     draw_front(axis, found, judge_words(main_judge(report)))
     for place in found:
@@ -88,7 +88,9 @@ def _write_scores(pen: ImageDraw.ImageDraw, left: int, top: int, width: int, cur
         pen.text((left + k * width // len(frames) + 4, top), f"{curve[frame - 1]:.2f}", fill="black")
 
 
-def draw(report: Mapping, out: Path, arms: Sequence[Arm], records: Sequence[Record], rows: Sequence[int]) -> list[Path]:
+def draw_pictures(
+    report: Mapping, out: Path, arms: Sequence[Arm], records: Sequence[Record], rows: Sequence[int]
+) -> list[Path]:
     """All pictures of an evaluation, and where they are."""
     pictures = [out / "grid.png", out / "curves.png"]
     save_curves(dict(report), out / "curves.png")

@@ -9,10 +9,10 @@ from urllib.parse import quote
 
 from rewardfl.evaluation.figures import FROZEN
 from rewardfl.evaluation.records import REAL
-from rewardfl.evaluation.report.charts import arm_curves, curves_chart, front_chart, places, real_curve
+from rewardfl.evaluation.report.charts import arm_curves, curves_chart, front_chart, make_markers, real_curve
 from rewardfl.evaluation.report.meanings import FROZEN_MOST, healthy, judge_words, main_judge, meaning, outside
 from rewardfl.evaluation.report.table import STILL
-from rewardfl.evaluation.report.templates import Cell, Row, render
+from rewardfl.evaluation.report.templates import Cell, TableRow, render
 from rewardfl.evaluation.report.verdicts import frozen, verdict
 
 PAGE = 40_000_000  # bytes of a page at most, the videos in it included
@@ -37,7 +37,7 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE) -> str:
             curves_chart(f"By {judge_words(name)}", [*arm_curves(report, name), real_curve(report, name)])
             for name in reversed(judges)
         ],
-        "front": front_chart(places(report), judge),
+        "front": front_chart(make_markers(report), judge),
         "worst_by": judged_arm(report),
         "judge": judge_words(judge),
         "clips": clips,
@@ -54,7 +54,7 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE) -> str:
     return render("report.html", values | {"inside": inside})
 
 
-Table = tuple[str, str, Sequence[tuple[str, str]], Sequence[Row]]  # its two headings, its head and its rows
+Table = tuple[str, str, Sequence[tuple[str, str]], Sequence[TableRow]]  # its two headings, its head and its rows
 
 
 def tables(report: Mapping, judges: Sequence[str]) -> list[Table]:
@@ -83,11 +83,11 @@ def tables(report: Mapping, judges: Sequence[str]) -> list[Table]:
     ]
 
 
-def _row(report: Mapping, name: str) -> Row:
+def _row(report: Mapping, name: str) -> TableRow:
     judges = list(report["real"]["per_frame"])
     known = meaning(name, judges)
     cells = [figure_cell(arm, name, judges) for arm in report["arms"]]
-    return Row((known.label, known.says + healthy(known)), [*cells, Cell(report["real"]["figures"].get(name))])
+    return TableRow((known.label, known.says + healthy(known)), [*cells, Cell(report["real"]["figures"].get(name))])
 
 
 def figure_cell(arm: Mapping, name: str, judges: Sequence[str]) -> Cell:
@@ -103,11 +103,11 @@ def strata(report: Mapping) -> Table:
     """Return FaceSim by the width of the face."""
     name = f"{main_judge(report)}/face_sim"
     (least, small), *larger = report["face_sizes"].items()
-    rows = [Row((least, ""), [str(small), *("too small to be scored here" for _ in report["arms"])])]
+    rows = [TableRow((least, ""), [str(small), *("too small to be scored here" for _ in report["arms"])])]
     for width, count in larger:
         found = [arm["strata"][width] for arm in report["arms"]]
         cells = [Cell(one["figures"][name], (one.get("compared") or {}).get(name)) for one in found]
-        rows.append(Row((width, ""), [str(count), *cells]))
+        rows.append(TableRow((width, ""), [str(count), *cells]))
     arms = [f"FaceSim of {arm['name']}" for arm in report["arms"]]
     head = [(text, "") for text in ("face's width in the real clip", "people", *arms)]
     return "By the size of the face", "", head, rows

@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 
 from rewardfl.evaluation.figures import AMOUNTS, FROZEN
-from rewardfl.evaluation.intervals import NOTHING, show
+from rewardfl.evaluation.intervals import NOTHING, format_interval
 
 STILL = "these reward stillness: may only fall"
 
 CANARIES = "canaries: by what hacking is recognised; after - base, and after / base where that is given"
-
 
 WORDS = {
     "motion/dynamic_degree": "dynamic degree (Farneback)",
@@ -17,7 +16,7 @@ WORDS = {
 }
 
 
-def table(report: dict) -> str:
+def format_report(report: dict) -> str:
     """The report's main figures. Two arms stand side by side in full; all of them in a list below."""
     lines = [f"{report['people']} people, {report['clips']} clips; mean [95 % interval over people]", ""]
     if "compared" in report:
@@ -38,12 +37,20 @@ def _recogniser(report: dict, judge: str) -> Iterator[str]:
     names = {"held_out": "held-out judge", "reward": "reward's recogniser (trained against)"}
     yield names.get(judge, f"judge {judge}")
     for label, key in (("FaceSim", "face_sim"), ("coverage", "coverage")):
-        yield _line(label, f"before {show(figures['before'][key])}", f"after {show(figures['after'][key])}")
-    yield _line("FaceSim gain", f"{show(figures['gain']['relative'], percent=True)} relative")
+        yield _line(
+            label,
+            f"before {format_interval(figures['before'][key])}",
+            f"after {format_interval(figures['after'][key])}",
+        )
+    yield _line("FaceSim gain", f"{format_interval(figures['gain']['relative'], percent=True)} relative")
     yield _line("real clips vs themselves", f"{figures['cap']:.3f}")
     for to in ("before", "real"):
         by = figures[f"motion_after_to_{to}"]
-        yield _line(f"motion after / {to}", f"speed {show(by['speed'])}", f"non-rigid {show(by['nonrigid'])}")
+        yield _line(
+            f"motion after / {to}",
+            f"speed {format_interval(by['speed'])}",
+            f"non-rigid {format_interval(by['nonrigid'])}",
+        )
 
 
 def _motion(motion: dict) -> Iterator[str]:
@@ -55,7 +62,11 @@ def _motion(motion: dict) -> Iterator[str]:
             yield _line(key.replace("_", " "), NOTHING)
             continue
         texts = [f"{which} {means[which]:.4g}" for which in ("real", "before", "after")]
-        yield _line(key.replace("_", " "), *texts, f"{'after - before' if signed else 'after / before'} {show(change)}")
+        yield _line(
+            key.replace("_", " "),
+            *texts,
+            f"{'after - before' if signed else 'after / before'} {format_interval(change)}",
+        )
 
 
 def _identity_scale(report: dict) -> Iterator[str]:
@@ -80,19 +91,19 @@ def _arms(report: dict) -> Iterator[str]:
         yield f"{arm['name']}: {arm['clips']} clips{made}{against}"
         figures = arm["figures"]
         for judge in report["identity_scale"]["recognisers"]:
-            yield _line(f"identity kept ({judge})", show(figures[f"{judge}/identity_kept"]))
+            yield _line(f"identity kept ({judge})", format_interval(figures[f"{judge}/identity_kept"]))
         for judge in judges:
             yield _line(
-                f"FaceSim ({judge})", show(figures[f"{judge}/face_sim"]),
-                f"drift per frame {show(figures.get(f'{judge}/drift'))}",
-                f"worst tenth {show(figures[f'{judge}/worst_tenth'])}",
-                f"above {threshold:g} {show(figures[f'{judge}/above_threshold'])}",
+                f"FaceSim ({judge})", format_interval(figures[f"{judge}/face_sim"]),
+                f"drift per frame {format_interval(figures.get(f'{judge}/drift'))}",
+                f"worst tenth {format_interval(figures[f'{judge}/worst_tenth'])}",
+                f"above {threshold:g} {format_interval(figures[f'{judge}/above_threshold'])}",
             )  # fmt: skip
         yield from _others(arm, judges)
         if arm["against"]:
             yield from _against(arm, judges[-1])
         yield f"  {STILL}"
-        yield from ("  " + _line(_words(name), show(value)) for name, value in _block(figures, "still"))
+        yield from ("  " + _line(_words(name), format_interval(value)) for name, value in _block(figures, "still"))
 
 
 def _others(arm: dict, judges: Sequence[str]) -> Iterator[str]:
@@ -101,22 +112,28 @@ def _others(arm: dict, judges: Sequence[str]) -> Iterator[str]:
     names = ["motion/dynamic_degree", *(name for name in arm["figures"] if name.partition("/")[0] not in own)]
     for name in names:
         change = (arm.get("compared") or {}).get(name)
-        texts = [show(arm["figures"][name])] + ([f"difference {show(change['difference'])}"] if change else [])
+        texts = [format_interval(arm["figures"][name])] + (
+            [f"difference {format_interval(change['difference'])}"] if change else []
+        )
         yield _line(_words(name), *texts)
 
 
 def _against(arm: dict, judge: str) -> Iterator[str]:
     compared = arm["compared"]
     gain, moved = compared[f"{judge}/face_sim"], compared[f"{judge}/nonrigid"]
-    yield _line("gain in FaceSim", show(gain["difference"]), f"better for {gain['people_with_more']:.0%} of people")
-    yield _line("non-rigid motion", f"over the base's {show(moved['ratio'])}")
-    yield _line("frozen clips", show(arm["frozen_share"]), f"moving less than {FROZEN:g} of the base's")
+    yield _line(
+        "gain in FaceSim", format_interval(gain["difference"]), f"better for {gain['people_with_more']:.0%} of people"
+    )
+    yield _line("non-rigid motion", f"over the base's {format_interval(moved['ratio'])}")
+    yield _line("frozen clips", format_interval(arm["frozen_share"]), f"moving less than {FROZEN:g} of the base's")
     yield f"  {CANARIES}"
     for name, change in [("motion/sharpness", compared.get("motion/sharpness")), *_block(compared, "canary")]:
         if change is not None:
-            texts = [show(change["difference"])] + ([f"/ base {show(change['ratio'])}"] if "ratio" in change else [])
+            texts = [format_interval(change["difference"])] + (
+                [f"/ base {format_interval(change['ratio'])}"] if "ratio" in change else []
+            )
             yield "  " + _line(_words(name), *texts)
-    yield "  " + _line("colour shift", show(arm["colour_shift"]))
+    yield "  " + _line("colour shift", format_interval(arm["colour_shift"]))
 
 
 def _face_sizes(report: dict) -> Iterator[str]:
@@ -129,7 +146,8 @@ def _face_sizes(report: dict) -> Iterator[str]:
     for name, count in larger:
         if count:
             texts = [
-                f"{arm['name']} {show(arm['strata'][name]['figures'][f'{judge}/face_sim'])}" for arm in report["arms"]
+                f"{arm['name']} {format_interval(arm['strata'][name]['figures'][f'{judge}/face_sim'])}"
+                for arm in report["arms"]
             ]
             yield _line(name, f"{count} people", *texts)
 

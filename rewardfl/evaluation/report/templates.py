@@ -19,7 +19,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A line of a table: its name with a line below (empty for none), and its cells, which may be texts."""
 
     name: tuple[str, str]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rewardfl.evaluation.intervals import show
+from rewardfl.evaluation.intervals import format_interval
 from rewardfl.evaluation.report.meanings import (
     CANARIES,
     FROZEN_MOST,
@@ -66,7 +66,7 @@ def _look(arm: Mapping) -> str:
     look = arm["compared"].get("look/face")
     if look is None:
         return ""
-    change, share = show(look["difference"]), look["people_with_more"]
+    change, share = format_interval(look["difference"]), look["people_with_more"]
     return f" The look of eyes and mouth changes by {change}; it rises for {share:.0%} of the people."
 
 
@@ -80,7 +80,7 @@ def _motion(report: Mapping, arm: Mapping, person: int) -> tuple[bool | None, st
         found, before = arm["compared"].get(name), bases[arm["against"]]["figures"].get(name)
         if not found or not before or not before["mean"] > 0:  # what stands still has no share to keep
             continue
-        told = f"{MEANINGS[key].label} is {show(found['ratio'])}"
+        told = f"{MEANINGS[key].label} is {format_interval(found['ratio'])}"
         (lost if outside(found, MEANINGS[key]) else kept).append(told)
     if lost:
         begin = "That is paid for with motion" if person > 0 else "Motion is lost"
@@ -110,7 +110,7 @@ def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
     for name, found in compared.items():
         if name.startswith("still/") and found and found["difference"]["low"] > 0:
             label = meaning(name, judges).label.capitalize()
-            yield f"{label} has risen by {show(found['difference'])}, which rewards stillness."
+            yield f"{label} has risen by {format_interval(found['difference'])}, which rewards stillness."
     trained, seen = (compared[f"{one}/face_sim"] for one in (judges[0], judge))
     if judges[0] != judge and trained and seen:
         gains = [one["difference"]["mean"] for one in (trained, seen)]

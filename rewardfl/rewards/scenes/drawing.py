@@ -103,7 +103,7 @@ def holds(relation: str, first: Thing, second: Thing, apart: float = APART) -> b
     return sign * along >= apart and abs(along) > abs(across)
 
 
-def place(scene: Scene, generator: torch.Generator) -> list[Thing]:
+def place_things(scene: Scene, generator: torch.Generator) -> list[Thing]:
     """The scene's objects at random places that fit it."""
     kinds = [kind for kind, count in scene.wanted.items() for _ in range(count)]
     edge = RADII[1] + 0.02
@@ -115,7 +115,7 @@ def place(scene: Scene, generator: torch.Generator) -> list[Thing]:
             return things
 
 
-def draw(things: list[Thing], generator: torch.Generator) -> Tensor:
+def draw_scene(things: list[Thing], generator: torch.Generator) -> Tensor:
     """(3, SIZE, SIZE) in [-1, 1]; size, shade and ground vary."""
     fine = 4 * SIZE  # four samples on a pixel's side: smooth edges
     grid = (torch.arange(fine) + 0.5) / fine
@@ -139,7 +139,7 @@ def draw(things: list[Thing], generator: torch.Generator) -> Tensor:
 def draw_scenes(count: int, generator: torch.Generator, held_out: bool = False) -> tuple[list[Scene], Tensor]:
     """Scenes (of the prompts to train on, or of those that are held out) and their pictures (count, 3, SIZE, SIZE)."""
     scenes, places = draw_places(count, generator, held_out)
-    return scenes, torch.stack([draw(things, generator) for things in places])
+    return scenes, torch.stack([draw_scene(things, generator) for things in places])
 
 
 def draw_places(
@@ -156,4 +156,4 @@ def draw_places(
     for i in drawn.tolist():
         pool = pools[forms[i]]
         scenes.append(pool[int(torch.randint(len(pool), (), generator=generator))])
-    return scenes, [place(scene, generator) for scene in scenes]
+    return scenes, [place_things(scene, generator) for scene in scenes]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rewardfl.rewards.scenes.checker import SceneChecker
-from rewardfl.rewards.scenes.drawing import COLOURS, SHAPES, SIZE, Thing, draw, draw_places
+from rewardfl.rewards.scenes.drawing import COLOURS, SHAPES, SIZE, Thing, draw_places, draw_scene
 
 Log = Callable[[str], None]
 KINDS = list(product(COLOURS, SHAPES))
@@ -96,7 +96,7 @@ def train_finder(
     """By the paper's focal loss (equation 1), on `count` pictures of its own."""
     generator = torch.Generator().manual_seed(seed)
     _, places = draw_places(count, generator)
-    pictures, maps = torch.stack([draw(things, generator) for things in places]), _wanted_maps(places)
+    pictures, maps = torch.stack([draw_scene(things, generator) for things in places]), _wanted_maps(places)
     optimizer = torch.optim.AdamW(finder.parameters(), lr=lr)
     start = time.time()
     for step in range(steps):
