@@ -15,7 +15,13 @@ import rewardfl  # noqa: F401, I001  before torch: it sets how OpenMP's threads 
 
 import math
 import sys
+from argparse import Namespace
 from functools import partial
+
+from rewardfl.training.arguments import parse_arguments
+
+if __name__ == "__main__":
+    ARGUMENTS = parse_arguments(__doc__)  # before torch is imported: --help answers at once
 
 import torch
 from torch import Tensor
@@ -324,10 +330,14 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     return saving.close_run(cfg, job, interruption, done, stopped)
 
 
-def main() -> int:
+def main(args: Namespace | None = None) -> int:
     """Run the command line and return the exit code."""
-    return cli.main(__doc__, FlowGrpoConfig, train)
+    args = args or parse_arguments(__doc__)
+    with cli.exit_codes() as result, Interruption() as interruption, RunFolder() as run_folder:
+        cfg = configuration.load(args.config, args.overrides, FlowGrpoConfig)
+        result.exit_code = train(cfg, args.dry_run, interruption, run_folder)
+    return result.exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(ARGUMENTS))

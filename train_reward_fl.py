@@ -15,7 +15,13 @@ import rewardfl  # noqa: F401, I001  before torch: it sets how OpenMP's threads 
 
 import math
 import sys
+from argparse import Namespace
 from functools import partial
+
+from rewardfl.training.arguments import parse_arguments
+
+if __name__ == "__main__":
+    ARGUMENTS = parse_arguments(__doc__)  # before torch is imported: --help answers at once
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +101,8 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     average = make_average(cfg.train.ema_decay, learner.parameters, state) if cfg.train.ema_decay else None
     ascent = cfg.sample.endpoint_length if cfg.sample.gradient_mode == "endpoint" else None  # length of the cotangent
     log = saving.open_log(cfg, job, run_folder, state, steps)
+    kl = {"kl_weight": cfg.reward.kl_weight / per_process, "kl_gradient": cfg.reward.kl_gradient}
+    hooks = {"backward": job.backward, "micro_batch": partial(job.micro_batch, policy)}  # how gradients are reduced
 
     def velocity_of(network: nn.Module, batch: Batch) -> Velocity:
         guidance, both = cfg.sample.guidance_scale, cfg.sample.guidance_gradient == "both"
@@ -179,32 +187,17 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
                 # 4. Back through the active steps: one forward pass each, unless its graph was kept. The KL joins here.
                 with timer("replay"):
-                    per_step = partial(job.micro_batch, policy)
+                    inputs, reference = (velocity, trajectory, sigmas), velocity.reference
                     replayed = (
-                        reward_flow.replay_endpoint(
-                            velocity, trajectory, sigmas, grad_x0, ascent, 1 / per_process, job.backward, per_step
-                        )
+                        reward_flow.replay_endpoint(*inputs, grad_x0, ascent, 1 / per_process, **hooks)
                         if ascent
-                        else reward_flow.replay(
-                            velocity,
-                            trajectory,
-                            sigmas,
-                            active,
-                            grad_x0,
-                            coupling,
-                            reference=velocity.reference,
-                            kl_weight=cfg.reward.kl_weight / per_process,
-                            kl_gradient=cfg.reward.kl_gradient,
-                            backward=job.backward,
-                            micro_batch=per_step,
-                        )
+                        else reward_flow.replay(*inputs, active, grad_x0, coupling, reference=reference, **kl, **hooks)
                     )
-                    kl = replayed.kl  # (B,)
-                outcome["signal"] |= grad_x0.flatten(1).any(1) | (kl > 0)
-                outcome["finite"] &= (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & kl.isfinite()
+                outcome["signal"] |= grad_x0.flatten(1).any(1) | (replayed.kl > 0)
+                outcome["finite"] &= (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & replayed.kl.isfinite()
                 outcome |= {
                     "reward": reward,
-                    "kl": kl,
+                    "kl": replayed.kl,  # (B,)
                     "cotangent": replayed.cotangents * per_process,  # (B, K) of the sample's own loss
                     "valid": scored[0].output.valid.float().to(job.device),
                     "sample_norm": norms,
@@ -251,10 +244,14 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     return saving.close_run(cfg, job, interruption, done, stopped)
 
 
-def main() -> int:
+def main(args: Namespace | None = None) -> int:
     """Run the command line and return the exit code."""
-    return cli.main(__doc__, RewardFlConfig, train)
+    args = args or parse_arguments(__doc__)
+    with cli.exit_codes() as result, Interruption() as interruption, RunFolder() as run_folder:
+        cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
+        result.exit_code = train(cfg, args.dry_run, interruption, run_folder)
+    return result.exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(ARGUMENTS))

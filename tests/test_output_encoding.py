@@ -8,8 +8,8 @@ from conftest import ROOT
 from lora_dialects import DIALECTS, factors
 from pipelines import random_pipeline
 
-from rewardfl import config
 from rewardfl.training import cli
+from rewardfl.training.arguments import parse_arguments
 from rewardfl_tools import check_dataset, merge_lora
 
 NAME = "没有"
@@ -44,12 +44,11 @@ def test_tools(encoding, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("encoding", ("ascii", "latin-1"))
 def test_scripts(encoding, monkeypatch):
-    def train(*_):
-        print(NAME)
-        return 0
-
     def main():
-        return cli.main("", config.RewardFlConfig, train)
+        parse_arguments("")
+        with cli.exit_codes() as result:
+            print(NAME)
+        return result.exit_code
 
     given = ("--config", ROOT / "configs" / "wan22_face_80gb.yaml", "--dry-run")
     code, text = printed(encoding, main, monkeypatch, *given)

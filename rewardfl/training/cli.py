@@ -1,23 +1,20 @@
-"""Entry point of the training scripts: arguments, configuration, exit codes."""
+"""Exit codes of the training scripts."""
 
-import argparse
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rewardfl import config as configuration
-from rewardfl import data, grpo, trust
-from rewardfl.config import AnyConfig
+from rewardfl import data, grpo
 from rewardfl.data.cache import CacheError
-from rewardfl.files import escape_unencodable_output, printable
+from rewardfl.files import printable
 from rewardfl.memory import attention
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.scoring import RewardError
 from rewardfl.training import checkpoint, invariants
 from rewardfl.training.launch import LaunchError
-from rewardfl.training.run_folder import RunFolder
-from rewardfl.training.signals import Interruption
 from rewardfl.weights.shards import Refused
 
 # what is wrong with the input: one line for the user instead of a traceback
@@ -36,24 +33,22 @@ REFUSALS = (
 )
 
 
-def main(description: str, kind: type[AnyConfig], train: Callable[[Any, bool, Interruption, RunFolder], int]) -> int:
-    """A script: its command line, `train`, and the exit code of what it gives or raises."""
-    escape_unencodable_output()
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved plan and stop before loading weights"
-    )
-    trust.add_option(parser)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_intermixed_args()  # settings may stand on both sides of an option
+@dataclass
+class Result:
+    """The exit code of a script."""
+
+    exit_code: int = 0
+
+
+@contextmanager
+def exit_codes() -> Iterator[Result]:
+    """Map the refusals of the block to one line on stderr and an exit code: 2, or that of a broken invariant."""
+    result = Result()
     try:
-        with Interruption() as interruption, RunFolder() as run_folder:
-            cfg = configuration.load(args.config, args.overrides, kind)
-            return train(cfg, args.dry_run, interruption, run_folder)
+        yield result
     except REFUSALS as error:
         print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
+        result.exit_code = 2
     except invariants.InvariantError as error:
         print(printable(f"error: {error}"), file=sys.stderr)
-        return error.exit_code
+        result.exit_code = error.exit_code
