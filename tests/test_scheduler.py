@@ -8,7 +8,7 @@ import torch
 from conftest import ROOT
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from pipelines import FRAMES, HEIGHT, I2V, WIDTH, LinearFlowEuler, backbone_of, encode, experts_of, latent_shape
-from test_wan import PROMPT, picture
+from test_backbone import PROMPT, picture
 
 from rewardfl import flow
 from rewardfl.backbones.protocol import Velocity

@@ -1,7 +1,7 @@
 """CLIP as rewards use it: pixels to unit embeddings with a gradient, prompts to unit embeddings without.
 
 What the published scorers do to an image (PIL, bytes) is done here in torch on floats, so that the gradient reaches
-the frames; the scores agree to the rounding of PIL's bytes (tests/test_rewards_clip.py measures it).
+the frames; the scores agree to the rounding of PIL's bytes (tests/rewards/clip/test_clip_network.py measures it).
 """
 
 import json

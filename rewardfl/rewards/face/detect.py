@@ -2,7 +2,7 @@
 
 Frames are (N, 3, H, W), RGB in [-1, 1]. Pixel coordinates are OpenCV's: (x, y) from the top left, pixel centres at
 integers. Decoding and suppression are insightface's of SCRFD and OpenCV's of YuNet (FaceDetectorYN);
-tests/test_face.py and tests/test_face_yunet.py hold them against these themselves.
+tests/rewards/face/test_detect.py and tests/rewards/face/test_yunet.py hold them against these themselves.
 """
 
 import functools

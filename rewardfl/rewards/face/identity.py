@@ -1,7 +1,7 @@
 """Who is in a video: detect (no gradient) -> track -> align (gradient) -> embed (gradient) -> score.
 
 Template, normalisation, decoding and suppression are insightface's, so that scores compare with those published for
-its packs; tests/test_face.py holds every stage against insightface itself.
+its packs; tests/rewards/face/test_detect.py holds every stage against insightface itself.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 Every node runs as one torch function, in graph order. Weights are buffers: they follow `.to(device, dtype)`
 and no optimizer ever sees them. Shapes and what is computed from them stay on the CPU, off the GPU's queue.
-Semantics: https://onnx.ai/onnx/operators/, checked against onnxruntime in tests/test_onnx_module.py.
+Semantics: https://onnx.ai/onnx/operators/, checked against onnxruntime in tests/rewards/face/test_onnx_module.py.
 """
 
 import math

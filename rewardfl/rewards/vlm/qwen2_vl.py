@@ -1,7 +1,7 @@
 """Qwen2-VL as rewards use it: frames to patches with a gradient, a question to tokens, hidden states at its answers.
 
 What the published scorers do to bytes (PIL or torchvision, then transformers' processor) is done here in torch on
-floats, so that the gradient reaches the frames; tests/test_rewards_vlm.py compares both.
+floats, so that the gradient reaches the frames; tests/rewards/vlm/test_qwen2_vl.py compares both.
 
 Positions are 0, 1, 2, ... for text and patches alike. Qwen2-VL itself gives patches the place of their frame, row and
 column, but both scorers call the text model with embeddings and without `position_ids` (VideoAlign trainer.py:115,

@@ -1,0 +1,376 @@
+"""Both scripts on small random text-to-image models, whose mathematics test_contract.py asks about."""
+
+import json
+
+import numpy as np
+import pytest
+import test_distributed as distributed
+import torch
+from conftest import run_tool
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+from image_pipelines import SIDE, random_flux, random_flux2_klein, random_qwen_image, random_sd3, random_z_image
+from runs import CONFIG, GRPO_FAST, call, launch, launch_grpo, metrics
+
+from rewardfl import backbones, config, data, lora
+from rewardfl.backbones.image import pipeline, qwen_image, z_image
+from rewardfl.backbones.image.flux import pack
+from rewardfl.backbones.protocol import Adapter, Schedule, Source
+from rewardfl.estimate import measure
+from rewardfl.evaluation import judge_images
+from rewardfl.noise import draw_noise, noise_seed
+from rewardfl.training import setup_model
+from rewardfl.weights.shards import Refused
+from rewardfl_tools import evaluate, generate
+
+pytestmark = pytest.mark.slow(210)
+
+RED = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
+PROMPTS = ["a red ball", "a blue ball", "a ball", "the ball and the red ball"]
+# how one is made, what it is told
+MODELS = {
+    "sd3": (random_sd3, None), "flux": (random_flux, 3.5), "qwen_image": (random_qwen_image, None),
+    "flux2_klein": (random_flux2_klein, None), "z_image": (random_z_image, None),
+}  # fmt: skip
+# how its pipeline is given noise (B, C, h, w), and what guidance it is asked for
+STOCK = {
+    "sd3": (lambda noise: noise, 1.0), "flux": (pack, 3.5), "qwen_image": (pack, 1.0),
+    "flux2_klein": (lambda noise: torch.nn.functional.pixel_unshuffle(noise, 2), 1.0),
+    "z_image": (lambda noise: noise, 0.0),
+}  # fmt: skip
+FIRST_LAYER = {"z_image": "layers.0.attention.to_q"}
+TOKENS = {"qwen_image": qwen_image.TOKENS, "z_image": z_image.TOKENS}  # of an estimate, where prompts are as they are
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            MODELS[name][0]().save_pretrained(made[name] / "model")
+            (made[name] / "prompts.csv").write_text("\n".join(["prompt", *PROMPTS, ""]))
+        return made[name]
+
+    return folder
+
+
+def settings(name, folder):
+    """What a configuration says of the model and its prompts."""
+    told = MODELS[name][1]
+    return [
+        f"model.model_name={name}", f"model.model_paths={folder / 'model'}", "model.trainable_models=dit", *RED,
+        f"data.file_name={folder / 'prompts.csv'}", f"data.cache_dir={folder / 'cache'}", "data.num_frames=1",
+        f"data.height={SIDE}", f"data.width={SIDE}", "sample.shift=null", "reward.others={}", "reward.motion_weight=0",
+        *([] if told is None else [f"model.embedded_guidance={told}"]),
+    ]  # fmt: skip
+
+
+SHORT = {("reward_fl", "flux"), ("reward_fl", "qwen_image"), ("flow_grpo", "qwen_image")}  # of few tokens
+LEARNING = [
+    pytest.param(how, name, marks=[] if (how, name) in SHORT else pytest.mark.long)
+    for how in ("reward_fl", "flow_grpo")
+    for name in MODELS
+]
+
+
+@pytest.mark.parametrize("how, name", LEARNING)
+def test_a_colour_is_learned(folder_of, name, how, tmp_path):
+    common = [
+        *settings(name, folder_of(name)), "train.learning_rate=2e-2", "train.warmup_steps=0", "train.max_steps=24",
+        "run.save_steps=24", f"run.output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    if how == "reward_fl":
+        launch(*common, "reward.kl_weight=0", "sample.noises_per_sample=1")
+    else:
+        launch_grpo(*common, "grpo.group_size=4", "grpo.groups=4", "train.per_device_train_batch_size=8")
+    scores = [line["reward/mean"] for line in metrics(tmp_path / "run")]
+    first, last = (sum(four) / 4 for four in (scores[:4], scores[-4:]))
+    assert last > first + {"reward_fl": 0.01, "flow_grpo": 0.002}[how], scores
+    (shown,) = (tmp_path / "run" / "samples" / "step-000024").iterdir()
+    assert shown.name == "00.png" and data.read_picture(shown).shape == (SIDE, SIDE, 3)
+    state, _ = lora.read_adapter(tmp_path / "run" / "checkpoints" / "step-000024" / "transformer" / lora.WEIGHTS_NAME)
+    assert any(layer.startswith(FIRST_LAYER.get(name, "transformer_blocks.0.attn.to_q")) for layer in state)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_is_the_stock_pipeline(folder_of, name, tmp_path, monkeypatch):
+    """Of the noise that the seed gives; 8 bits of rounding."""
+    told, folder = MODELS[name][1], folder_of(name) / "model"
+    words = ["--model-name", name, "--model", folder, "--prompt", PROMPTS[0], "--height", SIDE, "--width", 2 * SIDE]
+    words += ["--num-frames", 1, "--steps", 4, "--shift", "null", "--dtype", "float32", "--seed", 5]
+    words += [] if told is None else ["--embedded-guidance", told]
+    run_tool(generate.main, *words, "--out", tmp_path / "new" / "ball.png")
+    pipe, (given, guidance) = MODELS[name][0](), STOCK[name]
+    source = Source(str(folder), dtype="float32", embedded_guidance=told)
+    noise = draw_noise((1, *backbones.open(name, source).latent_shape(SIDE, 2 * SIDE, 1)), 5)[:, :, 0]
+    stock = pipe(
+        prompt=PROMPTS[0], height=SIDE, width=2 * SIDE, num_inference_steps=4, output_type="pt",
+        latents=given(noise), guidance_scale=guidance,
+    ).images[0]  # fmt: skip
+    ours = data.read_picture(tmp_path / "new" / "ball.png").permute(2, 0, 1) / 255
+    assert (ours - stock).abs().max() < 1 / 255
+    said = run_tool(generate.main, *words, "--num-frames", 5, "--out", tmp_path / "b.png", expect=2)
+    assert "num_frames" in said and not (tmp_path / "b.png").exists()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ("qwen_image", "flux2_klein") else pytest.mark.long) for n in MODELS]
+)
+def test_the_estimate_knows_every_kind_of_block(folder_of, name):
+    """Weights, adapter and FLOPs of the real network, whose blocks differ."""
+    source = Source(str(folder_of(name) / "model"), dtype="float32", embedded_guidance=MODELS[name][1])
+    backbone = backbones.open(name, source)
+    targets = (
+        "to_q",
+        "to_out.0",
+        *(backbone.layer_names[one] for one in ("add_k", "o_mlp") if one in backbone.layer_names),
+    )
+    parts, shape = backbone.on_meta(SIDE, 2 * SIDE, 1), backbone.latent_shape(SIDE, 2 * SIDE, 1)
+    predicted = measure.measure_expert(
+        parts.experts["transformer"], torch.float32, backbone.block_classes, Adapter(4, targets)
+    )
+    model = backbone.load_expert("transformer")
+    assert predicted.weights == measure.nbytes([*model.parameters(), *model.buffers()])
+    schedule = backbone.schedule(4, None, shape)
+    told = backbone.text_encoder(torch.device("cpu"))(PROMPTS[0])
+    if name in TOKENS:
+        told = {key: torch.cat([value] * TOKENS[name], 1)[:, : TOKENS[name]] for key, value in told.items()}
+    assert {k: v.shape for k, v in told.items()} == {k: v.shape for k, v in parts.conditioning.items()}
+    x = torch.randn(1, *shape)
+
+    def network(_, **inputs):
+        return model(**inputs, return_dict=False)[0]
+
+    with torch.no_grad(), measure.Flops() as flops:
+        velocity = backbone.velocity(network, x, 0, schedule, told)
+    assert velocity.shape == x.shape and flops.total == predicted.forward_frozen
+    lora.inject(model, 4, 4, list(targets), seed=0)
+    assert predicted.adapter_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    decoder = measure.measure_chunks(parts.decoder)
+    assert len(decoder) == 1 and decoder[0].backward > decoder[0].forward > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, kind", [("flux", "ddp"), ("flux", "fsdp2"), ("z_image", "ddp"), ("z_image", "fsdp2")])
+def test_two_processes_are_one(folder_of, name, kind, tmp_path):
+    """A network of two kinds of blocks, whose text and image streams both are gathered one block at a time; and one
+    that takes lists and gives one."""
+    words = [
+        "train_flow_grpo.py", "--config", "tests/grpo.yaml", *GRPO_FAST,
+        *settings(name, folder_of(name)),
+        "grpo.group_size=4", "grpo.spread=spread", "train.per_device_train_batch_size=1", "grpo.kl_weight=0.01",
+        "train.max_steps=2", "run.save_steps=2", "train.warmup_steps=0", "train.max_grad_norm=0.01",
+    ]  # fmt: skip
+    found = []
+    for launched in ("cpu", kind):
+        folder = tmp_path / launched
+        distributed.run(launched, folder, words, BREAK_GRADIENT="-1:-1")
+        found.append(folder / "train_flow_grpo.py")
+    mine, theirs = (metrics(run) for run in found)
+    keys = ("grad_norm", "reward/mean", "reward/std_in_group", "policy/kl")
+    distributed.assert_same_lines(mine[-2:], theirs[-2:], keys, rel=1e-3)
+    distributed.assert_same_adapter(*found, 2, experts=["transformer"])
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("data.num_frames=5", "data.num_frames must be 1, got 5"),
+        (f"data.height={SIDE + 4}", f"data.height must be a multiple of 8, at most 96, got {SIDE + 4}"),
+        ("data.height=104", "data.height must be a multiple of 8, at most 96, got 104"),
+        ("model.embedded_guidance=3.5", "model.embedded_guidance: "),
+        ("model.min_timestep_boundary=0.9", "model.min_timestep_boundary: "),
+        ("model.tokenizer_path=somewhere", "model.tokenizer_path"),
+        ("model.model_name=flux", "set model.model_name to the model that it is"),
+        ("model.trainable_models=dit2", "model.trainable_models"),
+        ("lora.lora_target_modules=nothing", "lora.lora_target_modules"),
+        ("reward.name=motion", "reward.name judges at least 2 frames, and data.num_frames is 1"),
+        ("reward.others.flow.name=optical_flow", "reward.others.flow judges at least 2 frames"),
+    ],
+)
+def test_what_does_not_fit_is_refused(folder_of, monkeypatch, capsys, override, said, tmp_path):
+    words = [*settings("sd3", folder_of("sd3")), f"run.output_dir={tmp_path / 'run'}", "train.max_steps=1"]
+    monkeypatch.setattr(setup_model, "load_experts", None)
+    code, _, error = call(monkeypatch, capsys, *words, override)
+    assert code == 2 and said in error, error
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_prompts_of_several_lengths_are_one_batch(folder_of, name):
+    """What is padded is masked: each answer is that of its prompt alone."""
+    backbone = backbones.open(name, Source(str(folder_of(name) / "model"), dtype="float32"))
+    encode, model = backbone.text_encoder(torch.device("cpu")), backbone.load_expert("transformer")
+    told = [encode(prompt) for prompt in ("a ball", PROMPTS[-1])]
+    both = backbone.collate(told)
+    assert both["mask"].sum(1).tolist() == [one["text"].shape[1] for one in told] and not both["mask"].all()
+    shape = backbone.latent_shape(SIDE, SIDE, 1)
+    schedule, x = backbone.schedule(4, None, shape), torch.randn(2, *shape)
+
+    def network(_, **inputs):
+        return model(**inputs, return_dict=False)[0]
+
+    with torch.no_grad():
+        together = backbone.velocity(network, x, 1, schedule, both)
+        alone = [backbone.velocity(network, x[i : i + 1], 1, schedule, told[i]) for i in range(2)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
+
+
+def test_a_shift_by_size_and_a_fixed_one(folder_of):
+    cfg = config.load(CONFIG, settings("flux", folder_of("flux")))
+    backbone = backbones.open("flux", setup_model.model_source(cfg))
+    small, large = (backbone.schedule(4, None, backbone.latent_shape(side, side, 1)).sigmas for side in (32, 512))
+    assert (large[1:-1] > small[1:-1]).all()
+    fixed = [backbone.schedule(4, 3.0, backbone.latent_shape(side, side, 1)).sigmas for side in (32, 512)]
+    assert torch.equal(*fixed)
+    s = torch.tensor([1, 0.75, 0.5, 0.25])
+    torch.testing.assert_close(fixed[0], torch.cat([3 * s / (1 + 2 * s), torch.zeros(1)]))
+
+
+@pytest.mark.parametrize("steps, side", [(4, 32), (28, 128), (50, 128), (4, 264), (50, 264)])  # above 4300 tokens
+def test_a_shift_by_size_and_steps_is_the_stock_pipelines(folder_of, steps, side):
+    backbone = backbones.open("flux2_klein", Source(str(folder_of("flux2_klein") / "model"), dtype="float32"))
+    scheduler = random_flux2_klein().scheduler
+    mu = compute_empirical_mu((side // 2) ** 2, steps)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+    assert torch.equal(backbone.schedule(steps, None, (4, 1, side, side)).sigmas, scheduler.sigmas)
+
+
+def test_guidance_of_a_distilled_model_is_told(tmp_path):
+    random_flux2_klein(distilled=True).save_pretrained(tmp_path)
+    backbone = backbones.describe("flux2_klein", Source(str(tmp_path)))
+    assert backbone.differences(None, 1.0) == []
+    (said,) = backbone.differences(None, 4.0)
+    assert "sample.guidance_scale is 4" in said and "distilled" in said
+
+
+def test_evaluate_says_what_became_of_the_pictures(folder_of, tmp_path, monkeypatch):
+    """Its scores are those of the stock pipeline's pictures; the judges that the run watches are there, too."""
+    folder, run_folder = folder_of("sd3"), tmp_path / "run"
+    launch_grpo(
+        *settings("sd3", folder), "train.learning_rate=5e-2", "train.warmup_steps=0", "train.max_steps=2",
+        f"run.output_dir={run_folder}", "grpo.group_size=2", "grpo.groups=4",
+        "reward.others={blue: {name: colour, weight: 0, settings: {red: -0.5, green: -0.5, blue: 1.0}}}",
+    )  # fmt: skip
+    words = ["--run", run_folder, "--data", folder / "prompts.csv", "--seeds", 2, "--device", "cpu", "--batch", 3]
+    said = run_tool(evaluate.main, *words)
+    report = json.loads((run_folder / "evaluation" / "report.json").read_text())
+    assert report["prompts"] == len(PROMPTS) and report["pairs"] == 2 * len(PROMPTS)
+    assert "score (trained on)" in said and "blue\n" in said and "better after" in said
+    pairs = report["per_pair"]
+    wins = [(pair["score/after"] > pair["score/before"]) for pair in pairs]
+    assert report["figures"]["score"]["win_rate"]["mean"] == pytest.approx(sum(wins) / len(wins))
+    pipe, pair = random_sd3(), pairs[1]
+    (row,) = [row for row in data.load_metadata(folder / "prompts.csv") if row.line == pair["line"]]
+    latent = backbones.open("sd3", Source(str(folder / "model"), dtype="float32")).latent_shape(SIDE, SIDE, 1)
+    noise = draw_noise((1, *latent), noise_seed(pair["seed"], 0, row.id))[:, :, 0]
+    steps = json.loads((run_folder / "run.json").read_text())["config"]["sample"]["num_inference_steps"]
+
+    def redness():
+        image = pipe(
+            row.prompt, height=SIDE, width=SIDE, num_inference_steps=steps, output_type="pt", latents=noise,
+            guidance_scale=1.0,
+        ).images  # fmt: skip
+        return (image.mean((0, 2, 3)) * torch.tensor([1.0, -0.5, -0.5])).sum().item()
+
+    assert pair["score/before"] == pytest.approx(redness(), abs=1e-4)
+    pipe.load_lora_weights(str(run_folder / "checkpoints" / "latest" / "transformer"))
+    assert pair["score/after"] == pytest.approx(redness(), abs=1e-4)
+    assert data.read_picture(run_folder / "evaluation" / "images" / "0000_seed0.png").shape == (SIDE, 2 * SIDE, 3)
+    assert data.read_picture(run_folder / "evaluation" / "grid.png").shape[2] == 3
+    said = run_tool(evaluate.main, *words, "reward.name=motion", expect=2)
+    assert "reward.name" in said
+
+
+def test_win_rate_counts_a_tie_half_and_leaves_out_what_has_no_score():
+    def pair(line, seed, before, after):
+        row = data.Row(line, line + 2, str(line), None, "a ball")
+        picture = torch.zeros(4, 4, 3, dtype=torch.uint8)
+        scores = {"score": {"before": before, "after": after}}
+        return judge_images.Pair(row, seed, {"before": picture, "after": picture}, scores)
+
+    pairs = [pair(0, 0, 1.0, 2.0), pair(0, 1, 1.0, 1.0), pair(1, 0, 3.0, 2.0), pair(1, 1, float("nan"), 2.0)]
+    figures = judge_images.summarise_images(pairs, {"score": True})["figures"]["score"]
+    assert figures["win_rate"]["mean"] == (0.75 + 0) / 2 and figures["left_out"] == 1 and figures["trained"]
+    assert figures["before"]["mean"] == 2 and figures["gain"]["mean"] == pytest.approx((0.5 - 1) / 2)
+
+
+OWN_REWARD = """
+import torch
+from rewardfl.rewards import Reward, RewardOutput
+
+class LikeTheClip(Reward):
+    name = "like_the_clip"
+
+    def reference(self, video, prompt=""):
+        return {"mean": video.mean()[None]}
+
+class Broken(Reward):
+    name = "broken"
+
+    def forward(self, video, batch):
+        raise RuntimeError("out of order")
+"""
+
+
+@pytest.fixture(scope="module")
+def untrained(folder_of, tmp_path_factory):
+    """A run of one step."""
+    run = tmp_path_factory.mktemp("untrained")
+    launch_grpo(*settings("sd3", folder_of("sd3")), "train.max_steps=1", f"run.output_dir={run}")
+    (run / "own.py").write_text(OWN_REWARD)
+    (run / "sizes.csv").write_text("prompt,height,width\na ball,,\na ball,36,32\na ball,32,\n,32,32\n")
+    (run / "clip.csv").write_text("prompt,video\na ball,gone.mp4\n")
+    return run
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--adapter", "RUN/nowhere"], "RUN/nowhere: holds no */"),
+        (["reward.name=RUN/own.py:LikeTheClip"], "line 2: reward.name compares with a clip"),
+        (["reward.others={own: {name: 'RUN/own.py:LikeTheClip', weight: 0}}"], "line 2: reward.others.own compares"),
+        (["reward.others={flow: {name: optical_flow, weight: 0}}"], "reward.others.flow judges at least 2 frames"),
+        (["--data", "RUN/sizes.csv"], "line 3: height must be a multiple of 8, at most 96, got 36\nline 4: height w"),
+        (["--data", "RUN/sizes.csv"], "line 5: empty prompt"),
+        (["--data", "RUN/clip.csv"], "line 2: RUN/gone.mp4: no such file"),
+        (["--data", "RUN/nowhere.csv"], "--data: no such file: RUN/nowhere.csv"),
+        (["--out", "RUN/own.py"], "--out RUN/own.py is no folder"),
+        (["--out", "RUN"], "--out RUN is, holds or lies in the input RUN/run.json"),
+    ],
+)
+def test_what_evaluate_cannot_judge_is_refused_before_weights_load(folder_of, untrained, monkeypatch, words, said):
+    monkeypatch.setattr(pipeline.ImageModel, "_check_weights", None)
+    words, said = ([word.replace("RUN", str(untrained)) for word in words], said.replace("RUN", str(untrained)))
+    prompts = folder_of("sd3") / "prompts.csv"
+    words = ["--run", untrained, "--data", prompts, "--device", "cpu", "--trust-code", *words]
+    assert said in run_tool(evaluate.main, *words, expect=2)
+
+
+def test_evaluate_names_a_reward_that_fails_and_judges_each_size(folder_of, untrained):
+    own = f"reward.others={{own: {{name: '{untrained}/own.py:Broken', weight: 0}}}}"
+    words = ["--trust-code", "--run", untrained, "--device", "cpu", "--seeds", 1, "--data"]
+    said = run_tool(evaluate.main, *words, folder_of("sd3") / "prompts.csv", own, expect=2)
+    assert "error: reward.others.own: RuntimeError: out of order" in said
+    (untrained / "two.csv").write_text("prompt,height,width\na ball,,\na ball,32,64\nbad,36,32\n")
+    said = run_tool(evaluate.main, *words, untrained / "two.csv", "data.skip_bad_rows=true")
+    assert "skipped: line 4: height must be a multiple of 8" in said and "2 prompts, 2 pairs" in said
+    shown = [data.read_picture(one).shape for one in sorted((untrained / "evaluation" / "images").iterdir())]
+    assert shown == [(SIDE, 2 * SIDE, 3), (SIDE, 4 * SIDE, 3)]
+    assert not any(
+        "nonfinite" in name for name in json.loads((untrained / "evaluation/report.json").read_text())["figures"]
+    )
+
+
+def test_a_schedule_that_does_not_fall_is_refused():
+    """Qwen-Image's for one step is not a number: its time shift divides 0 by 0."""
+    backbone = backbones.describe("qwen_image", Source(model_paths="Qwen-Image"))
+    shape = backbone.latent_shape(512, 512, 1)
+    assert len(backbone.schedule(2, None, shape)) == 2
+    with pytest.raises(Refused, match="^sample.num_inference_steps: 1 steps give this model the sigmas nan, 0, which"):
+        backbone.schedule(1, None, shape)
+    for sigmas in ([1.0, 0.5, 0.5, 0.0], [0.5, 1.0, 0.0], [float("inf"), 1.0, 0.0]):
+        sigmas = torch.tensor(sigmas)
+        with pytest.raises(Refused, match="^sample.num_inference_steps: . steps"):
+            Schedule(sigmas, 1000 * sigmas[:-1], ("one",) * (len(sigmas) - 1))

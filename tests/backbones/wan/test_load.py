@@ -1,0 +1,777 @@
+"""Loaders against diffusers' own, on files in the published layouts; the network is walled off throughout."""
+
+import json
+import shutil
+import socket
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import wan_files
+from accelerate import init_empty_weights
+from conftest import ROOT
+from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
+from PIL import Image
+from pipelines import I2V, latent_shape, random_variant, save_adapter
+from safetensors.torch import load_file, save_file
+from test_backbone import picture, stock
+from transformers import CLIPVisionConfig, CLIPVisionModel
+
+from benchmarks import load as load_benchmark
+from rewardfl import config, data, lora
+from rewardfl.backbones.wan import files as layouts
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan import variants
+from rewardfl.backbones.wan.variants import TWO_EXPERTS, VARIANTS
+from rewardfl.noise import draw_noise
+from rewardfl.training import setup_model
+from rewardfl.training.resume import digest_base_model
+from rewardfl.weights import shards
+from rewardfl.weights.shards import Refused
+from rewardfl_tools import generate
+
+pytestmark = pytest.mark.slow(100)
+
+MODULES = ("transformer", "transformer_2", "vae", "text_encoder")
+DTYPES = [torch.float32, torch.bfloat16]
+HUB = ", ".join(
+    f"{wan_files.REPOSITORY}:{pattern}"
+    for pattern in (
+        "high_noise_model/diffusion_pytorch_model*.safetensors",
+        "low_noise_model/diffusion_pytorch_model*.safetensors",
+        "models_t5_umt5-xxl-enc-bf16.pth",
+        "Wan2.1_VAE.pth",
+    )
+)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """The hub's own offline switch is off, so that only the code under test keeps it from being asked."""
+
+    def refuse(*_):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+class Files:
+    """The small model, and where it lies in each layout."""
+
+    def __init__(self, root: Path):
+        self.pipe = wan_files.small_pipeline()
+        self.fp32 = wan_files.write_diffusers(self.pipe, root / "fp32", torch.float32)
+        self.bf16 = wan_files.write_diffusers(self.pipe, root / "bf16", torch.bfloat16)
+        self.original = wan_files.write_original(self.pipe, root / "original")
+        self.configs = wan_files.write_configs(self.pipe, root / "configs")
+        self.lightning = {
+            expert: wan_files.lightning(self.pipe.components[part], seed)
+            for seed, (expert, part) in enumerate(TWO_EXPERTS.items())
+        }
+        self.loras = {
+            expert: str(wan_files.write_lightning(values, root / "Lightning" / f"{expert}_model.safetensors"))
+            for expert, values in self.lightning.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return Files(tmp_path_factory.mktemp("wan"))
+
+
+@pytest.fixture
+def given(files, tmp_path):
+    """Writes a wan22_paths.json, with the named parts changed, and gives its path."""
+
+    def write(**changed):
+        path = tmp_path / "wan22_paths.json"
+        path.write_text(json.dumps(wan_files.paths(files.original, files.configs, changed)))
+        return str(path)
+
+    return write
+
+
+def everything(module):
+    """Parameters and buffers, those that no file holds too."""
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def assert_same_modules(actual, expected, modules=MODULES):
+    for name in modules:
+        mine, theirs = everything(actual.components[name]), everything(expected.components[name])
+        assert mine.keys() == theirs.keys(), name
+        for key in theirs:
+            assert mine[key].dtype == theirs[key].dtype, (name, key)
+            assert torch.equal(mine[key], theirs[key]), (name, key)
+        assert set(actual.components[name].state_dict()) == set(expected.components[name].state_dict())
+        assert not any(parameter.requires_grad for parameter in mine.values())
+        assert not actual.components[name].training
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "original"])
+def test_linear_layers_by_the_headers(files, given, layout):
+    opened = layouts.open_files(layouts.find_files(I2V, given() if layout == "original" else str(files.fp32)))
+    for expert, part in TWO_EXPERTS.items():
+        modules = files.pipe.components[part].named_modules()
+        expected = {name for name, module in modules if isinstance(module, torch.nn.Linear)}
+        assert set(layouts.linear_layers(opened.opened[expert])) == expected and len(expected) > 20
+
+
+def from_pretrained(folder, dtype):
+    return WanImageToVideoPipeline.from_pretrained(folder, torch_dtype=dtype)
+
+
+def load(model, dtype, **arguments):
+    return wan_load.load_pipeline(layouts.find_files(I2V, str(model)), dtype, **arguments)
+
+
+# -- layouts
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stored", ["fp32", "bf16"])
+def test_diffusers_folder_equals_from_pretrained(files, stored, dtype):
+    folder = getattr(files, stored)
+    loaded = load(folder, dtype)
+    assert_same_modules(loaded, from_pretrained(folder, dtype))
+    assert loaded.config.boundary_ratio == 0.9
+    islands = {name for name, value in loaded.transformer.named_parameters() if value.dtype == torch.float32}
+    assert {"scale_shift_table", "blocks.0.norm2.weight", "blocks.1.scale_shift_table"} <= islands
+    assert ("blocks.0.attn1.to_q.weight" in islands) == (dtype == torch.float32)
+
+
+def one_file(files, folder, prefix=""):
+    """Each expert as a single file with original names, behind ComfyUI's prefix or bare."""
+    found = {}
+    for name in ("high_noise_model", "low_noise_model"):
+        parts = [load_file(file) for file in sorted((files.original / name).glob("*.safetensors"))]
+        state = {prefix + key: value for part in parts for key, value in part.items()}
+        save_file(state, folder / f"wan2.2_i2v_{name.removesuffix('_model')}_14B.safetensors")
+        found[name] = f"wan2.2_i2v_{name.removesuffix('_model')}_14B.safetensors"  # relative to the json file
+    return found
+
+
+FORMS = {
+    "folders": lambda files, folder: {},
+    "index": lambda files, folder: {
+        name: f"{files.original / name}/diffusion_pytorch_model.safetensors.index.json"
+        for name in ("high_noise_model", "low_noise_model")
+    },
+    "shards": lambda files, folder: {
+        name: [str(file) for file in sorted((files.original / name).glob("*.safetensors"))]
+        for name in ("high_noise_model", "low_noise_model")
+    },
+    "single": one_file,
+    "comfy": lambda files, folder: one_file(files, folder, "model.diffusion_model."),
+    "diffusers names": lambda files, folder: {
+        "high_noise_model": str(files.fp32 / "transformer"), "low_noise_model": str(files.fp32 / "transformer_2"),
+        "text_encoder": str(files.fp32 / "text_encoder"), "vae": str(files.fp32 / "vae"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_original_files_equal_from_pretrained(files, given, tmp_path, form):
+    model = given(**FORMS[form](files, tmp_path))
+    for dtype in DTYPES if form == "folders" else DTYPES[1:]:
+        loaded = load(model, dtype)
+        assert_same_modules(loaded, from_pretrained(files.fp32, dtype))
+    assert loaded.tokenizer("a person").input_ids == files.pipe.tokenizer("a person").input_ids
+
+
+def test_list_form(files, given, tmp_path, monkeypatch):
+    """A list in the order high, low, text encoder, VAE; the configurations are the published ones, here small."""
+    monkeypatch.setattr(layouts, "published", lambda _: files.configs)
+    entries = wan_files.paths(files.original, files.configs) | FORMS["shards"](files, tmp_path)
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps([entries[key] for key in I2V.original_parts]))
+    layout = layouts.find_files(I2V, str(path), tokenizer_path=entries["tokenizer"])
+    assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
+
+
+def test_published_configurations_are_the_real_models():
+    """By name and size; every figure is from the model's card and diffusers' conversion script."""
+    config = layouts.config_of(layouts.Layout(I2V, layouts.published(I2V), {}), "transformer_2")
+    with torch.device("meta"):
+        expert = WanTransformer3DModel.from_config(config)
+        vae = AutoencoderKLWan.from_config(layouts.published(I2V) / "vae")
+    assert sum(parameter.numel() for parameter in expert.parameters()) == 14_288_901_184
+    assert len(expert.state_dict()) == 1095
+    assert set(wan_files.original_expert(wan.empty_expert(config))) == set(wan_files.original_expert_names(40))
+    assert set(wan_files.original_vae(vae)) == set(wan_files.original_vae_names())
+    assert sum(parameter.numel() for parameter in vae.parameters()) == 126_892_531
+
+
+def test_experts_that_are_not_wanted_are_not_loaded(files, given):
+    pipe = load(given(), torch.bfloat16, parts=("vae", "low_noise"))
+    assert pipe.transformer is None and pipe.transformer_2 is not None
+
+
+# -- the hub
+
+
+def test_hub_form(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(layouts, "published", lambda _: files.configs)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
+    layout = layouts.find_files(I2V, "", origin_paths=HUB)
+    assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
+    assert layout.tokenizer.name == "umt5-xxl"
+    layout = layouts.find_files(I2V, "", str(files.fp32 / "tokenizer"), HUB)
+    assert layout.tokenizer == files.fp32 / "tokenizer"
+
+
+def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(Refused, match="not in the local hub cache; set model.allow_download: true"):
+        layouts.find_files(I2V, "", origin_paths=HUB)
+    asked = []
+
+    def snapshot_download(repository, allow_patterns, local_files_only):
+        asked.append((repository, allow_patterns, local_files_only))
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(layouts, "snapshot_download", snapshot_download)
+    with pytest.raises(Refused, match="not in the local hub cache and could not be fetched: no connection"):
+        layouts.find_files(I2V, "", origin_paths=HUB, allow_download=True)
+    assert asked == [(wan_files.REPOSITORY, ["high_noise_model/diffusion_pytorch_model*.safetensors"], False)]
+
+
+@pytest.mark.parametrize(
+    "paths, message",
+    [
+        ("high_noise_model/*.safetensors", "must be owner/repository:pattern"),
+        (f"{wan_files.REPOSITORY}:weights.pth", "with one of high_noise, low_noise, t5, vae in the pattern"),
+        (f"{wan_files.REPOSITORY}:Wan2.1_VAE.pth", "names no high_noise_model, low_noise_model, text_encoder"),
+        (f"{HUB},{HUB}", "names high_noise_model twice"),
+        (f"{wan_files.REPOSITORY}:other_vae.pth", "matches 0 files"),
+        (HUB.replace("Wan2.1_VAE.pth", "*vae*"), "matches 0 files"),
+    ],
+)
+def test_hub_form_refused(files, tmp_path, monkeypatch, paths, message):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
+    with pytest.raises(Refused, match=message):
+        layouts.find_files(I2V, "", origin_paths=paths)
+
+
+# -- distillation
+
+
+@pytest.fixture
+def distilled(files):
+    return wan_load.read_distilled(I2V.experts, files.loras["high_noise"], files.loras["low_noise"])
+
+
+def test_fused_distillation_is_exact(files, given, distilled):
+    """base + alpha/r up @ down, rounded once: within half a spacing of float64's. Rounding first is not."""
+    for dtype, slack in ((torch.float32, 1.0), (torch.bfloat16, 1e-3)):
+        fused, base = load(given(), dtype, distilled=distilled), files.pipe
+        twice = 0
+        for expert, part in TWO_EXPERTS.items():
+            values = files.lightning[expert]
+            for name, value in fused.components[part].named_parameters():
+                module = name.removesuffix(".weight")
+                original = base.components[part].get_parameter(name)
+                if module not in values or not name.endswith(".weight"):
+                    assert torch.equal(value, original.to(value.dtype)), name
+                    continue
+                down, up, alpha = values[module]
+                wanted = original.double() + alpha / wan_files.RANK * up.double() @ down.double()
+                half = torch.finfo(dtype).eps / 2 * torch.exp2(wanted.abs().log2().floor())
+                assert ((value.double() - wanted).abs() <= (1 + slack) * half + 1e-7).all(), name
+                early = original.to(dtype) + (alpha / wan_files.RANK * up @ down).to(dtype)
+                twice += int(((early.double() - wanted).abs() > (1 + slack) * half + 1e-7).sum())
+        assert dtype == torch.float32 or twice > 100
+
+
+def velocity(model, sigma=0.5):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, 36, 3, 4, 4, generator=generator).to(model.dtype)
+    text = torch.randn(1, 6, 32, generator=generator).to(model.dtype)
+    return model(x, torch.tensor([1000 * sigma]), text, return_dict=False)[0]
+
+
+def randomise_policy(model):
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+
+
+def test_adapter_is_the_fused_model_in_policy_and_reference(files, given, distilled, tmp_path):
+    fused = load(given(), torch.float32, distilled=distilled)
+    pipe = load(given(), torch.float32, distilled=distilled, distill_mode="adapter")
+    plain = load(given(), torch.float32)
+    for part in TWO_EXPERTS.values():
+        model = pipe.components[part]
+        base = velocity(model).detach()
+        torch.testing.assert_close(base, velocity(fused.components[part]), rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(base, velocity(plain.components[part]), atol=1e-2)
+
+        lora.inject(model, 3, 6.0, lora.target_modules("q,k,ffn.0", variants.LAYERS), seed=0)
+        assert torch.equal(velocity(model), base)  # the policy starts at zero, the distillation stays on
+        randomise_policy(model)
+        policy = velocity(model).detach()
+        assert not torch.allclose(policy, base, atol=1e-3)
+        with lora.reference(model):
+            assert torch.equal(velocity(model), base)
+        assert torch.equal(velocity(model), policy)
+
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert trained and all(f".{lora.POLICY}." in name for name in trained)
+        save_adapter(model, tmp_path / part)
+        saved, metadata = lora.read_adapter(tmp_path / part / lora.WEIGHTS_NAME)
+        assert len(saved) == len(trained) and metadata["r"] == 3
+        again = load(given(), torch.float32, distilled=distilled, distill_mode="adapter").components[part]
+        lora.attach_adapter(again, tmp_path / part)
+        assert torch.equal(velocity(again), policy)
+
+
+def test_adapter_stays_float32_on_a_bfloat16_base(files, given, distilled):
+    pipe = load(given(), torch.bfloat16, distilled=distilled, distill_mode="adapter")
+    for expert, part in TWO_EXPERTS.items():
+        for name, (down, up, alpha) in files.lightning[expert].items():
+            layer = pipe.components[part].get_submodule(name)
+            assert layer.scaling["distilled"] == alpha / wan_files.RANK
+            for values, weight in ((down, layer.lora_A["distilled"].weight), (up, layer.lora_B["distilled"].weight)):
+                assert weight.dtype == torch.float32 and torch.equal(weight, values)
+        assert velocity(pipe.components[part]).dtype == torch.bfloat16
+
+
+def test_distillations_that_do_not_fit_are_refused(files, given, tmp_path):
+    high, low = files.loras["high_noise"], files.loras["low_noise"]
+    with pytest.raises(Refused, match="have each other's names; swap them"):
+        wan_load.read_distilled(I2V.experts, low, high)
+    (one,) = wan_load.read_distilled(I2V.experts, "", high)  # the key outranks the name of a file
+    assert one.expert == "low_noise"
+    neutral = [shutil.copy(high, tmp_path / f"{letter}.safetensors") for letter in "ab"]
+    with pytest.raises(Refused, match="are the same LoRA; each expert has its own"):
+        wan_load.read_distilled(I2V.experts, str(neutral[0]), str(neutral[1]))
+    state = load_file(low)
+    save_file({key: torch.full_like(value, torch.nan) for key, value in state.items()}, tmp_path / "low.safetensors")
+    with pytest.raises(Refused, match="nan or infinite|alpha of"):
+        wan_load.read_distilled(I2V.experts, "", str(tmp_path / "low.safetensors"))
+    values = {"blocks.0.attn1.to_q": (torch.ones(4, 20), torch.ones(20, 4), 4.0)}
+    for mode in ("fuse", "adapter"):
+        odd = str(wan_files.write_lightning(values, tmp_path / "high_noise.safetensors"))
+        with pytest.raises(Refused, match=r"to_q"):
+            load(given(), torch.float32, distilled=wan_load.read_distilled(I2V.experts, odd, ""), distill_mode=mode)
+    state["diffusion_model.blocks.0.norm3.diff_b"] = torch.zeros(24)
+    save_file(state, tmp_path / "low.safetensors")
+    with pytest.raises(Refused, match="more than a low-rank update .* set model.distill_lora_mode: fuse"):
+        odd = wan_load.read_distilled(I2V.experts, "", str(tmp_path / "low.safetensors"))
+        load(given(), torch.float32, distilled=odd, distill_mode="adapter")
+
+
+# -- refusals
+
+
+def edit_json(path, **changed):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def cut(path, share=0.5):
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+
+
+def first_shard(folder):
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+INDEX = Path("transformer", "diffusion_pytorch_model.safetensors.index.json")
+
+
+def swap_indices(folder):
+    """The index is of another set of shards."""
+    (folder / INDEX).write_text((folder / INDEX).read_text().replace("-of-00003", "-of-00004"))
+
+
+def move_a_tensor(folder):
+    """The index says that a tensor is in another shard than it is."""
+    places = json.loads((folder / INDEX).read_text())["weight_map"]
+    first, *_, last = sorted(places, key=places.get)
+    edit_json(folder / INDEX, weight_map=places | {first: places[last]})
+
+
+def drop_index(folder):
+    next((folder / "transformer_2").glob("*.index.json")).unlink()
+    first_shard(folder / "transformer_2").unlink()
+
+
+def same_experts(folder):
+    shutil.rmtree(folder / "transformer_2")
+    shutil.copytree(folder / "transformer", folder / "transformer_2")
+
+
+DAMAGED = {
+    "missing shard": (lambda d: first_shard(d / "transformer").unlink(), "names .*00001-of-00003.* which is not there"),
+    "missing shard, no index": (drop_index, "is one of 3 shards; 2 are given"),
+    "truncated shard": (lambda d: cut(first_shard(d / "transformer_2")), "transformer_2/.* is cut off"),
+    "truncated text encoder": (lambda d: cut(first_shard(d / "text_encoder")), "text_encoder.* is cut off"),
+    "truncated VAE": (lambda d: cut(first_shard(d / "vae")), "vae.* is cut off"),
+    "other shards in the index": (swap_indices, "which is not one of its shards; loaders take the index"),
+    "tensor elsewhere": (move_a_tensor, "but diffusion_pytorch_model.safetensors.index.json says"),
+    "index cut off": (lambda d: cut(d / INDEX), "is not JSON"),
+    "same expert twice": (same_experts, "are the same weights; Wan2.2 has a high-noise and a low-noise expert"),
+    "no tokenizer files": (lambda d: (d / "tokenizer" / "tokenizer.json").unlink(), "has no tokenizer.json or spiece"),
+    "no tokenizer": (lambda d: shutil.rmtree(d / "tokenizer"), "has no tokenizer folder"),
+    "no config": (lambda d: (d / "transformer" / "config.json").unlink(), "transformer/config.json is missing"),
+    "one transformer": (
+        lambda d: edit_json(d / "model_index.json", transformer_2=[None, None]), "is Wan2.1-I2V-14B; set .*: wan2_1_i2v"
+    ),
+    "no boundary": (
+        lambda d: edit_json(d / "model_index.json", boundary_ratio=None), "has no boundary_ratio between its two"
+    ),
+    "TI2V-5B": (
+        lambda d: edit_json(d / "model_index.json", expand_timesteps=True), "is Wan2.2-TI2V-5B; set .*: wan2_2_ti2v"
+    ),
+    "T2V pipeline": (
+        lambda d: edit_json(d / "transformer" / "config.json", in_channels=16),
+        "is Wan2.2-T2V-A14B; set model.model_name: wan2_2_t2v",
+    ),
+    "another family": (
+        lambda d: edit_json(d / "transformer" / "config.json", _class_name="SD3Transformer2DModel", in_channels=16),
+        "is no Wan: transformer/config.json says _class_name 'SD3Transformer2DModel'",
+    ),
+    "surplus tensor": (
+        lambda d: edit_json(d / "transformer" / "config.json", num_layers=1), "has no place in a model of 1 layers"
+    ),
+    "missing tensor": (
+        lambda d: edit_json(d / "transformer" / "config.json", num_layers=3), r"lacks blocks.2.* tensors missing\)"
+    ),
+    "other size": (
+        lambda d: edit_json(d / "transformer" / "config.json", ffn_dim=40), r"ffn.net.0.* is \(32.*, the model's is"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_or_other_folder_is_refused(files, tmp_path, damage):
+    """From headers, before any weight is read: `open_files` is what --dry-run calls."""
+    change, message = DAMAGED[damage]
+    folder = shutil.copytree(files.fp32, tmp_path / "model")
+    change(folder)
+    with pytest.raises(Refused, match=message):
+        layouts.open_files(layouts.find_files(I2V, str(folder)))
+
+
+def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path):
+    """The libraries would fill in random numbers."""
+    folder = shutil.copytree(files.fp32, tmp_path / "model")
+    for part, gone in (
+        ("vae", "decoder.conv_out.weight"),
+        ("text_encoder", "encoder.block.1.layer.0.SelfAttention.q.weight"),
+    ):
+        for index in (folder / part).glob("*.index.json"):
+            index.unlink()
+        state = {}
+        for file in sorted((folder / part).glob("*.safetensors")):
+            state |= load_file(file)
+            file.unlink()
+        del state[gone]
+        name = "model.safetensors" if part == "text_encoder" else "diffusion_pytorch_model.safetensors"
+        save_file(state, folder / part / name, {"format": "pt"})
+        with pytest.raises(Refused, match=f"lacks {gone}"):
+            load(folder, torch.float32)
+        shutil.rmtree(folder / part)
+        shutil.copytree(files.fp32 / part, folder / part)
+
+
+def test_another_models_original_files_of_one_expert_are_refused(files, tmp_path):
+    configs = Path(shutil.copytree(files.configs, tmp_path / "configs"))
+    edit_json(configs / "transformer" / "config.json", in_channels=16)
+    edit_json(configs / "model_index.json", boundary_ratio=None)
+    shutil.rmtree(configs / "transformer_2")
+    given = wan_files.paths(files.original, configs)
+    given = {key: str(value) for key, value in given.items() if not key.endswith("noise_model")}
+    (tmp_path / "paths.json").write_text(json.dumps(given | {"transformer": str(files.original / "high_noise_model")}))
+    with pytest.raises(Refused, match=r"wan2_1_t2v is Wan2.1-T2V, but .* takes 36 channels, not 16 \(an image-to"):
+        layouts.open_files(layouts.find_files(VARIANTS["wan2_1_t2v"], str(tmp_path / "paths.json")))
+
+
+def as_original_files(name, folder):
+    """(a model of one expert, the json that names its parts in the original layout)."""
+    pipe = random_variant(name)
+    pipe.save_pretrained(folder / "pipeline")
+    state = convert_wan_transformer_to_diffusers({old: old for old in expert_names(pipe.transformer.config)})
+    own = pipe.transformer.state_dict()
+    assert state.keys() == own.keys()
+    parts = {"text_encoder": "pipeline/text_encoder", "tokenizer": "pipeline/tokenizer", "configs": "pipeline"}
+    wan_files.write_shards({old: own[new].clone() for new, old in state.items()}, folder / "expert")
+    if name == "wan2_1_i2v":
+        encoder = wan_files.original_image_encoder(pipe.image_encoder)
+        torch.save(encoder, folder / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth")
+        parts |= {"image_encoder": "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth", "vae": "pipeline/vae"}
+    else:
+        torch.save(wan_files.original_residual_vae(pipe.vae), folder / "Wan2.2_VAE.pth")
+        parts |= {"vae": "Wan2.2_VAE.pth"}
+    (folder / "paths.json").write_text(json.dumps(parts | {"transformer": "expert"}))
+    return pipe, folder / "paths.json"
+
+
+def expert_names(config):
+    names = wan_files.original_expert_names(config.num_layers)
+    if config.image_dim is None:
+        return names
+    for i in range(config.num_layers):
+        stem = f"blocks.{i}.cross_attn"
+        names += wan_files.with_leaves([f"{stem}.k_img", f"{stem}.v_img"], ("weight", "bias"))
+        names += [f"{stem}.norm_k_img.weight"]
+    return names + wan_files.with_leaves([f"img_emb.proj.{i}" for i in (0, 1, 3, 4)], ("weight", "bias"))
+
+
+@pytest.mark.parametrize("name", ["wan2_2_ti2v", "wan2_1_i2v"])
+def test_original_files_of_models_with_parts_of_their_own(tmp_path, name):
+    """TI2V-5B's residual VAE, and Wan2.1-I2V's CLIP: every tensor in its place, and what CLIP sees the same."""
+    stock, paths = as_original_files(name, tmp_path)
+    pipe = wan_load.load_pipeline(layouts.find_files(VARIANTS[name], str(paths)), torch.float32)
+    for part in ("transformer", "vae", *(["image_encoder"] if name == "wan2_1_i2v" else [])):
+        ours, theirs = pipe.components[part].state_dict(), stock.components[part].state_dict()
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours), part
+    if name == "wan2_1_i2v":
+        picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8))
+        assert torch.equal(pipe.encode_image(picture, "cpu"), stock.encode_image(picture, "cpu"))
+        (tmp_path / "paths.json").write_text(json.dumps(json.loads(paths.read_text()) | {"image_encoder": ""}))
+        with pytest.raises(
+            Refused, match="no image_encoder; Wan2.1-I2V-14B takes transformer, text_encoder, vae, image"
+        ):
+            layouts.find_files(VARIANTS[name], str(paths))
+    else:
+        state = torch.load(tmp_path / "Wan2.2_VAE.pth", weights_only=True)
+        gone = "encoder.downsamples.0.downsamples.0.residual.2.weight"
+        torch.save({key: value for key, value in state.items() if key != gone}, tmp_path / "Wan2.2_VAE.pth")
+        with pytest.raises(Refused, match="has no encoder.down_blocks.0.resnets.0.conv1.weight"):
+            wan_load.load_pipeline(layouts.find_files(VARIANTS[name], str(paths)), torch.float32)
+
+
+def test_the_published_clip_has_the_tensors_of_its_file():
+    """393 of them, as models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth holds without its text side."""
+    config = CLIPVisionConfig.from_pretrained(layouts.published(VARIANTS["wan2_1_i2v"]) / "image_encoder")
+    with init_empty_weights(include_buffers=False):
+        model = CLIPVisionModel(config)
+    original = wan_files.original_image_encoder(model)
+    assert len(original) == 393 and original["visual.pos_embedding"].shape == (1, 257, 1280)
+    assert original["visual.transformer.31.attn.to_qkv.weight"].shape == (3840, 1280)
+
+
+def changed_expert(files, folder, tensors):
+    """The high-noise expert with other tensors, or more of them."""
+    state = wan_files.original_expert(files.pipe.transformer) | tensors
+    save_file(state, folder / "high_noise.safetensors")
+    return {"high_noise_model": "high_noise.safetensors"}
+
+
+def patched(files, folder, channels):
+    return changed_expert(files, folder, {"patch_embedding.weight": torch.zeros(24, channels, 1, 2, 2)})
+
+
+WAN21 = {"img_emb.proj.0.weight": torch.zeros(8)}
+FP8 = {
+    "blocks.0.self_attn.q.weight": torch.zeros(24, 24).to(torch.float8_e4m3fn),
+    "blocks.0.self_attn.q.scale_weight": torch.tensor(0.1),
+}
+
+
+def renamed(files, folder, high, low):
+    """The experts under file names of one's choice."""
+    result = {}
+    for key, source, name in (("high_noise_model", *high), ("low_noise_model", *low)):
+        (folder / "experts").mkdir(exist_ok=True)
+        path = folder / "experts" / f"{name}.safetensors"
+        save_file(wan_files.original_expert(files.pipe.components[source]), path)
+        result[key] = str(path)
+    return result
+
+
+def no_model(files, folder):
+    save_file({"conv_in.weight": torch.zeros(4)}, folder / "high_noise.safetensors")
+    return {"high_noise_model": "high_noise.safetensors"}
+
+
+ORIGINAL = {
+    "T2V": (lambda f, d: patched(f, d, 16), r"takes 16 channels, not 36 \(a text-to-video model\); give"),
+    "TI2V-5B": (lambda f, d: patched(f, d, 48), r"takes 48 channels, not 36 \(Wan2.2-TI2V-5B\)"),
+    "Wan2.1": (lambda f, d: changed_expert(f, d, WAN21), "is Wan2.1-I2V-14B; set model.model_name: wan2_1_i2v"),
+    "no Wan model": (no_model, "conv_in.weight are not those of a Wan transformer"),
+    "fp8": (
+        lambda f, d: changed_expert(f, d, FP8),
+        r"is quantised \(tensor .*\): it cannot be trained on as it is; give the fp32, fp16 or bf16 files",
+    ),
+    "swapped": (
+        lambda f, d: {
+            "high_noise_model": str(f.original / "low_noise_model"),
+            "low_noise_model": str(f.original / "high_noise_model"),
+        },
+        "is given as the high_noise expert, its name or folder says low_noise; swap the two, or rename it",
+    ),
+    "same path": (
+        lambda f, d: dict.fromkeys(("high_noise_model", "low_noise_model"), str(d / "one.safetensors"))
+        | {"_": renamed(f, d, ("transformer", "../one"), ("transformer_2", "two")) and ""},
+        "are the same weights",
+    ),
+    "same expert, other name": (
+        lambda f, d: renamed(f, d, ("transformer", "a"), ("transformer", "b")), "are the same weights"
+    ),
+    "missing": (lambda f, d: {"vae": "nowhere.pth"}, "vae: .*nowhere.pth does not exist"),
+    "two VAEs": (lambda f, d: {"vae": [str(f.original / "Wan2.1_VAE.pth")] * 2}, "vae must be one path, it lists 2"),
+    "a number": (lambda f, d: {"vae": 3}, "3 in the list of model files must be a path, or a list of paths"),
+    "no VAE": (lambda f, d: {"vae": ""}, "no vae; Wan2.2-I2V-A14B takes high_noise_model, low_noise_model"),
+    "unknown key": (lambda f, d: {"image_encoder": "x"}, "unknown key 'image_encoder'"),
+    "no tokenizer": (lambda f, d: {"tokenizer": ""}, "tokenizer_path: is empty, and these original files come without"),
+    "empty tokenizer": (lambda f, d: {"tokenizer": str(d)}, "has no tokenizer.json or spiece.model; give the folder"),
+    "configs": (lambda f, d: {"configs": str(d)}, "config.json is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ORIGINAL)
+def test_other_original_files_are_refused(files, given, tmp_path, case):
+    change, message = ORIGINAL[case]
+    changed = change(files, tmp_path)
+    changed.pop("_", None)
+    with pytest.raises(Refused, match=message):
+        layouts.open_files(layouts.find_files(I2V, given(**changed)))
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", "is not JSON"),
+        ('"x"', "must be an object with high_noise_model"),
+        ('["a", "b"]', "lists 2 parts; it must list high_noise_model, low_noise_model, text_encoder, vae"),
+    ],
+)
+def test_a_broken_paths_file_is_refused(tmp_path, content, message):
+    (tmp_path / "wan22_paths.json").write_text(content)
+    with pytest.raises(Refused, match=message):
+        layouts.find_files(I2V, str(tmp_path / "wan22_paths.json"))
+
+
+class Malicious:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "vae"])
+def test_bad_pickles_are_refused(files, given, tmp_path, part):
+    state = torch.load(wan_files.paths(files.original, files.configs)[part], weights_only=True)
+    name = next(name for name in state if name.endswith(".weight"))
+    bad = tmp_path / "bad.pth"
+
+    def refused(content, message):
+        torch.save(content, bad)
+        with pytest.raises(Refused, match=message):
+            load(given(**{part: str(bad)}), torch.float32)
+
+    refused(state | {"extra": Malicious(tmp_path / "touched")}, "holds code, which is not run")
+    assert not (tmp_path / "touched").exists()
+    refused({key: value for key, value in state.items() if key != name}, r"it has no .* \(1 names differ\)")
+    refused(state | {"more.weight": torch.zeros(1)}, "it has a surplus more.weight")
+    refused(state | {name: torch.zeros(3)}, r"is \(3,\), the model's is")
+    refused([1], "is not a flat dictionary of tensors")
+    torch.save(state, bad)
+    cut(bad)
+    with pytest.raises(Refused, match="bad.pth, read as a torch file, is damaged"):
+        load(given(**{part: str(bad)}), torch.float32)
+
+
+def test_what_is_loaded_does_not_follow_its_file(files, given, tmp_path):
+    """Files are mapped while they are read."""
+    vae = Path(shutil.copy(files.original / "Wan2.1_VAE.pth", tmp_path))
+    loaded = load(given(vae=str(vae)), torch.float32)
+    with vae.open("r+b") as file:
+        file.write(bytes(vae.stat().st_size))
+    assert_same_modules(loaded, from_pretrained(files.fp32, torch.float32), ("vae",))
+
+
+def test_old_pickles_and_safetensors_load_too(files, given, tmp_path):
+    expected = from_pretrained(files.fp32, torch.float32)
+    state = wan_files.original_vae(files.pipe.vae)
+    torch.save(state, tmp_path / "vae.pth", _use_new_zipfile_serialization=False)
+    save_file(state, tmp_path / "vae.safetensors")
+    save_file(files.pipe.vae.state_dict(), tmp_path / "diffusers.safetensors")
+    for name in ("vae.pth", "vae.safetensors", "diffusers.safetensors"):
+        assert_same_modules(load(given(vae=name), torch.float32), expected, ("vae",))
+
+
+def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
+    layout = layouts.find_files(I2V, str(files.fp32))
+    assert layouts.differences(layout, 0.9, 3.0) == []
+    assert layouts.differences(layout, 0.875, 5.0) == [
+        "model.min_timestep_boundary is 0.875, the checkpoint says 0.9",
+        "sample.shift is 5, the checkpoint says 3",
+    ]
+
+
+def test_example_of_original_files():
+    """Its keys are those that are taken; of its paths, the first is the first to be missed."""
+    with pytest.raises(Refused, match="high_noise_model: .*Wan2.2-I2V-A14B/high_noise_model does not exist"):
+        layouts.find_files(I2V, str(ROOT / "examples" / "wan22_paths.json"))
+
+
+# -- use
+
+
+def test_generate_from_original_files_with_guidance_and_distillation(files, given, tmp_path, monkeypatch):
+    """tools/generate.py against the stock pipeline with Lightning attached by diffusers itself."""
+    _, image = picture()
+    Image.fromarray(data.to_uint8(image[:, None])[0].numpy()).save(tmp_path / "face.png")
+    videos = []
+    monkeypatch.setattr(data, "encode_video", lambda video, fps: videos.append(video) or b"")
+    command = (
+        f"generate.py --model {given()} --image {tmp_path}/face.png --height 32 --width 32 --num-frames 5 --steps 4"
+    )
+    command += f" --seed 5 --dtype float32 --device cpu --out {tmp_path}/x.mp4 --guidance 3.5 --negative-prompt glasses"
+    command += f" --distill-lora-high {files.loras['high_noise']} --distill-lora-low {files.loras['low_noise']}"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--prompt", "a person, talking"])
+    assert generate.main() == 0
+
+    pipe = from_pretrained(files.fp32, torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.load_lora_weights(files.loras["high_noise"], adapter_name="high")
+    pipe.load_lora_weights(files.loras["low_noise"], adapter_name="low", load_into_transformer_2=True)
+    noise = draw_noise(latent_shape(pipe, 32, 32, 5), seed=5)
+    arguments = {"negative_prompt": "glasses", "latents": noise, "output_type": "pt"}
+    expected = stock(pipe, 4, prompt="a person, talking", guidance_scale=3.5, **arguments)[0].transpose(0, 1) * 2 - 1
+    torch.testing.assert_close(videos[0], expected, rtol=0, atol=4e-3)  # half of a level of 8 bits
+
+
+# -- headers
+
+
+def test_every_header_is_read_once_at_a_start(files, given, monkeypatch):
+    """As a training script opens, identifies and loads the parts of its model one after another."""
+    read, read_header = Counter(), shards.read_header
+    monkeypatch.setattr(shards, "read_header", lambda path: read.update([path]) or read_header(path))
+    for model in (files.fp32, given()):
+        read.clear()
+        cfg = config.load(ROOT / "tests" / "face.yaml", [f"model.model_paths={model}", "data.num_frames=5"])
+        backbone = setup_model.open_model(cfg)
+        experts = {file for checkpoint in backbone.layout.opened.values() for file in checkpoint.files}
+        digest_base_model(backbone)
+        for part in ("text_encoder", "vae", "vae_decoder", "high_noise", "low_noise"):
+            backbone.load((part,))
+        assert experts <= read.keys() and set(read.values()) == {1}
+
+
+# -- memory
+
+
+@pytest.mark.long
+def test_host_memory_peaks_below_1_3_experts(tmp_path):
+    """benchmarks/load.py on 0.46 GB of float32 files and a LoRA; what the libraries hold before is subtracted."""
+    config, distilled = load_benchmark.write(tmp_path, layers=6, width=1024)
+    figures = load_benchmark.in_own_process(config, tmp_path / "original", str(distilled))
+    assert figures["expert_gb"] > 0.2
+    assert 0.95 < figures["peak_over_expert"] < 1.3, figures

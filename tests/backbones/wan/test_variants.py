@@ -1,0 +1,172 @@
+"""Both scripts, and generating with what they saved, on a small random model of each Wan but the first, whose runs the
+other tests are. That the mathematics is the stock pipeline's: test_contract.py.
+"""
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_tool
+from PIL import Image
+from pipelines import random_variant
+from runs import CONFIG, FAST, WORLD, launch, launch_grpo, metrics
+
+from rewardfl import config, data, lora
+from rewardfl.backbones.wan.variants import VARIANTS
+from rewardfl.rewards import build_terms, find_terms
+from rewardfl.training import setup_data, setup_model
+from rewardfl.training.setup_processes import connect_processes
+from rewardfl_tools import convert_lora, generate, merge_lora
+
+OTHERS = [name for name, variant in VARIANTS.items() if name != "wan2_2"]
+GUIDED = ["sample.guidance_scale=3", "sample.negative_prompt=a blurred picture"]
+REWARD = ["reward.name=motion", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            random_variant(name).save_pretrained(made[name])
+        return made[name]
+
+    return folder
+
+
+def model(name, folder):
+    trained = "dit,dit2" if len(VARIANTS[name].experts) > 1 else "dit"
+    return [f"model.model_name={name}", f"model.model_paths={folder}", f"model.trainable_models={trained}"]
+
+
+def adapters(run, step, name):
+    files = [
+        run / "checkpoints" / f"step-{step:06d}" / part / lora.WEIGHTS_NAME for part in VARIANTS[name].parts.values()
+    ]
+    return {f"{file.parent.name}.{key}": value for file in files for key, value in lora.read_adapter(file)[0].items()}
+
+
+def test_prompts_alone_train_a_text_to_video_model(folder_of, tmp_path):
+    """With rewards that need nothing but the video and its prompt; one that compares with a clip is refused."""
+    table = tmp_path / "prompts.csv"
+    table.write_text("prompt\na red ball\na blue ball\na ball\n")
+    held_out = tmp_path / "held_out.csv"
+    held_out.write_text("prompt\na red ball\na green ball\n")
+    rest = [*model("wan2_2_ti2v_text", folder_of("wan2_2_ti2v_text")), f"data.file_name={table}"]
+    red = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
+    run = tmp_path / "reward"
+    launch(*rest, *red, "train.max_steps=2", f"run.output_dir={run}")
+    first, second = metrics(run)
+    assert first["grad_norm"] > 0 and second["reward/mean"] != first["reward/mean"]
+    (shown,) = (run / "samples" / "step-000002").glob("*.mp4")
+    assert data.read_video(shown).shape == (5, 32, 32, 3)  # the video alone: there is no real one beside it
+    run = tmp_path / "grpo"
+    launch_grpo(
+        *rest,
+        "train.max_steps=1",
+        "evaluation.eval_noises=1",
+        f"evaluation.eval_clips={held_out}",
+        f"run.output_dir={run}",
+    )
+    (row,) = metrics(run)[-1:]
+    assert row["grad_norm"] > 0 and row["policy/ratio"] == 1 and "eval/score" in row
+
+    def refused(how, *words):
+        done = how(*rest, *words, f"run.output_dir={tmp_path / 'refused'}", check=False)
+        assert done.returncode == 2, done.stdout
+        return done.stderr
+
+    said = refused(launch, *REWARD)
+    assert "3 of 3 rows" in said and "line 2: reward.name compares with a clip, and the row names none" in said
+    flow = "reward.others={flow: {name: optical_flow, weight: 0.1}}"
+    assert "line 3: reward.others.flow compares with a clip" in refused(launch, *red, flow)
+    assert (
+        "line 2: reward.reward_model_path compares with a picture, and the row names none (video, reference"
+        in refused(launch, "--dry-run")
+    )
+    launch(*rest, *red, flow.replace("0.1", "0"), "train.max_steps=1", f"run.output_dir={tmp_path / 'measured'}")
+    (row,) = metrics(tmp_path / "measured")
+    assert row["reward/flow"] is None  # what only measures does not stop a run
+
+
+def test_a_picture_says_who_is_asked_for(folder_of, tmp_path):
+    """Of a text-to-video model: nothing but the reward sees the picture."""
+    clip = data.read_video(WORLD / "eval" / "videos" / "000.mp4")
+    Image.fromarray(clip[0].numpy()).save(tmp_path / "who.png")
+    (tmp_path / "people.csv").write_text("prompt,image\na person,who.png\n")
+    text = "wan2_2_ti2v_text"
+    places = [f"run.output_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    table = [f"data.file_name={tmp_path / 'people.csv'}", "data.height=64", "data.width=64"]
+    cfg = config.load(CONFIG, [*FAST, *model(text, folder_of(text)), *table, *places])
+    backbone, job = setup_model.open_model(cfg), connect_processes(cfg)
+    assert not backbone.takes_image
+    terms = build_terms(find_terms(config.wanted_rewards(cfg)), job.device)
+    rows = setup_data.scan_rows(cfg, job, backbone)
+    (sample,) = setup_data.find_samples(cfg, rows.train, terms, setup_data.open_cache(cfg), job)
+    face, judge = sample.references
+    assert face["embeddings"].shape == (1, 512) and face["speed"] == 0 and judge["flow"] < 1e-3
+    video = data.to_float(clip)[None]
+    same = terms[0].reward(video, [face])
+    stranger = terms[0].reward(data.to_float(data.read_video(WORLD / "eval" / "videos" / "001.mp4"))[None], [face])
+    assert same.valid and stranger.valid and same.score > stranger.score + 0.2
+    assert same.parts["motion"].isnan() and torch.isnan(terms[1].reward(video, [judge]).parts["flow"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OTHERS)
+def test_both_scripts_train_and_what_they_saved_is_resumed_shown_and_merged(folder_of, tmp_path, name):
+    folder = folder_of(name)
+    # every step replayed, so that each expert has one
+    rest = [*model(name, folder), *REWARD, "sample.mid_timestep=0", "reward.kl_weight=1", "run.save_steps=1"]
+    rest += [f"lora.lora_target_modules={','.join(VARIANTS[name].layer_names)}"]  # Wan2.1's view of the image, too
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    launch(*rest, "train.max_steps=3", f"run.output_dir={whole}")
+    launch(*rest, "train.max_steps=2", f"run.output_dir={parts}")
+    launch(*rest, "train.max_steps=3", f"run.output_dir={parts}")
+    ours, resumed = adapters(whole, 3, name), adapters(parts, 3, name)
+    assert ours.keys() == resumed.keys() and all(torch.equal(ours[key], resumed[key]) for key in ours)
+    assert all(value.any() for value in ours.values())  # nothing stayed where it began
+    rows = metrics(whole)
+    assert rows[0]["actor/kl_loss"] == 0 < rows[-1]["actor/kl_loss"] and all(row["grad_norm"] > 0 for row in rows)
+
+    grown = {}
+    for differentiated in ("both", "conditional"):
+        run = tmp_path / differentiated
+        words = [*rest, *GUIDED, f"sample.guidance_gradient={differentiated}", "train.max_steps=2"]
+        launch(*words, f"run.output_dir={run}")
+        first, second = metrics(run)
+        assert first["actor/kl_loss"] == 0 < second["actor/kl_loss"]  # the reference is guided, too
+        grown[differentiated] = first["grad_norm"]
+    assert len({*grown.values(), rows[0]["grad_norm"]}) == 3
+
+    run = tmp_path / "grpo"
+    launch_grpo(*model(name, folder), "train.max_steps=1", f"run.output_dir={run}")
+    (row,) = metrics(run)
+    assert row["grad_norm"] > 0 and row["policy/ratio"] == 1
+
+    image, video = tmp_path / "image.png", tmp_path / "video.npy"
+    Image.new("RGB", (32, 32), (180, 140, 120)).save(image)
+    settings = {
+        "model": folder, "model-name": name, "prompt": "a person", "height": 32, "width": 32,
+        "num-frames": 5, "steps": 2, "out": video, "device": "cpu", "dtype": "float32",
+    }  # fmt: skip
+    with_image = VARIANTS[name].image != "none"
+    wrong = [f"--{key}={value}" for key, value in settings.items()] + [f"--image={image}"] * (not with_image)
+    assert "--image" in run_tool(generate.main, *wrong, expect=2)
+    settings |= {"image": image} if with_image else {}
+    checkpoint, merged = whole / "checkpoints" / "latest", tmp_path / "merged"
+    run_tool(merge_lora.main, "--base", folder, "--lora", checkpoint, "--out", merged, "--dtype", "fp32")
+    comfy, again = tmp_path / "comfy", tmp_path / "again"  # in ComfyUI's names, and merged from there
+    run_tool(convert_lora.main, "--lora", checkpoint, "--to", "comfy", "--out", comfy, "--verify")
+    run_tool(merge_lora.main, "--base", folder, "--lora", comfy, "--out", again, "--dtype", "fp32")
+    shown = {}
+    for arm, changed in (
+        ("base", {}), ("adapted", {"adapter": checkpoint}), ("merged", {"model": merged}), ("again", {"model": again})
+    ):  # fmt: skip
+        run_tool(generate.main, *(f"--{key}={value}" for key, value in (settings | changed).items()))
+        shown[arm] = np.load(video).astype(int)
+        video.unlink()
+    assert shown["base"].shape == (5, 32, 32, 3) and not np.array_equal(shown["base"], shown["adapted"])
+    assert abs(shown["adapted"] - shown["merged"]).max() <= 1  # of 255
+    assert abs(shown["merged"] - shown["again"]).max() <= 1

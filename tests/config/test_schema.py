@@ -1,0 +1,570 @@
+import copy
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from rewardfl import config
+from rewardfl.config import ConfigError
+
+ROOT = Path(__file__).parents[2]
+ENDPOINT = "sample.gradient_mode=endpoint"
+REQUIRED = {
+    "run": {"output_dir": "out"},
+    "model": {"model_paths": "weights/wan"},
+    "data": {"file_name": "clips/metadata.csv"},
+    "reward": {"reward_model_path": "weights/antelopev2"},
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text=None, **sections):
+        path = tmp_path / "run.yaml"
+        path.write_text(text or yaml.safe_dump(REQUIRED | sections))
+        return path
+
+    return write
+
+
+def load(write, *overrides):
+    return config.load(write(), overrides)
+
+
+def expect(match, write, *overrides):
+    with pytest.raises(ConfigError, match=match) as error:
+        load(write, *overrides)
+    return str(error.value).splitlines()
+
+
+def test_defaults_and_sections(write):
+    cfg = load(write)
+    assert cfg.run.seed == 42 and cfg.train.learning_rate == 2.5e-6 and cfg.sample.shift == 5.0
+    assert cfg.run.resume_from_checkpoint == "auto" and cfg.reward.cap == "self_similarity"
+    assert cfg.model.min_timestep_boundary is None and cfg.sample.noises_per_sample == "fresh"
+    with pytest.raises(ValidationError):
+        cfg.run.seed = 1
+
+
+def test_file_values_then_overrides(write):
+    path = write(train={"learning_rate": "1e-5", "warmup_steps": 3})
+    cfg = config.load(path, ["train.warmup_steps=7", "lora.lora_rank=4", "sample.active_steps=[2, 5]"])
+    assert cfg.train.learning_rate == 1e-5 and isinstance(cfg.train.learning_rate, float)
+    assert cfg.train.warmup_steps == 7 and cfg.lora.lora_rank == 4
+    assert cfg.sample.active_steps == (2, 5)
+
+
+def test_text_that_holds_an_equals_sign_and_null(write):
+    cfg = load(write, "run.output_dir=out/lr=3", "train.max_steps=null")
+    assert cfg.run.output_dir == "out/lr=3" and cfg.train.max_steps is None
+
+
+@pytest.mark.parametrize(
+    "override, expected",
+    [
+        ("train.learning_rate=1e-5", 1e-5),
+        ("train.learning_rate=1", 1.0),
+        ("reward.cap=none", "none"),
+        ("reward.cap=0.7", 0.7),
+        ("sample.noises_per_sample=4", 4),
+        ("run.resume_from_checkpoint=false", False),
+        ("run.resume_from_checkpoint=out/checkpoints/step-000025", "out/checkpoints/step-000025"),
+        ("lora.lora_alpha=16", 16.0),
+        ("data.skip_bad_rows=true", True),
+    ],
+)
+def test_casts(write, override, expected):
+    cfg = load(write, override)
+    section, key = override.split("=")[0].split(".")
+    value = config.to_dict(cfg)[section][key]
+    assert value == expected and type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    "override, value, may_be",
+    [
+        ("train.learning_rate=fast", "'fast'", "number"),
+        ("train.learning_rate=true", "True", "number"),
+        ("train.learning_rate=0", "0", "greater than 0"),
+        ("train.learning_rate=.nan", "nan", "finite"),
+        ("train.max_grad_norm=inf", "'inf'", "finite"),
+        ("train.warmup_steps=true", "True", "whole number"),
+        ("train.warmup_steps='3'", "'3'", "whole number"),
+        ("train.warmup_steps=1.0", "1.0", "whole number"),
+        ("train.warmup_steps=1.5", "1.5", "whole number"),
+        ("train.warmup_steps=-1", "-1", "at least 0"),
+        ("train.max_steps=0", "0", "at least 1"),
+        ("data.max_pixels=255", "255", "256"),
+        ("data.fps=0", "0", "0.1"),
+        ("train.max_steps=all", "'all'", "whole number or null"),
+        ("train.use_gradient_checkpointing=1", "1", "true or false"),
+        ("model.min_timestep_boundary=900", "900", "at most 1"),
+        ("run.output_dir=2024", "2024", "text"),
+        ("run.output_dir=''", "''", "not empty"),
+        ("run.resume_from_checkpoint=true", "True", "text or false"),
+        ("run.resume_from_checkpoint=0", "0", "text or false"),
+        ("reward.reward_std=0", "0", "at least 0.000001"),
+        ("reward.reward_std=4e9", "'4e9'", "at most 1000000"),
+        ("reward.reward_std=1e-7", "'1e-7'", "at least 0.000001"),
+        ("reward.reward_mean=1e30", "'1e30'", "at most 1000000"),
+        ("reward.reward_mean=-1e7", "'-1e7'", "at least -1000000"),
+        ("reward.others={a: {name: colour, std: 1e9}}", "'1e9'", "at most 1000000"),
+        ("reward.others={a: {name: colour, mean: 1e9}}", "'1e9'", "at most 1000000"),
+        ("reward.cap=high", "'high'", "'self_similarity' or 'none'"),
+        ("reward.cap=-1", "-1", "greater than 0"),
+        ("reward.cap=1.5", "1.5", "at most 1"),
+        ("reward.det_size=1", "1", "multiple of 32"),
+        ("reward.det_size=100", "100", "multiple of 32"),
+        ("reward.settings={a: [1]}", "[1]", "text or true or false or a whole number or a number or keys and values"),
+        ("sample.noises_per_sample=0", "0", "at least 1"),
+        ("sample.noises_per_sample=frsh", "'frsh', did you mean 'fresh'?", "'fresh' or a whole number"),
+        ("sample.active_steps=5", "5", "list or null"),
+        ("sample.active_steps=[1, true]", "True", "whole number"),
+        (
+            "sample.gradient_mode=chian",
+            "'chian', did you mean 'chain'?",
+            "'chain', 'bridge', 'drtune', 'last' or 'endpoint'",
+        ),
+    ],
+)
+def test_wrong_values_name_the_key_and_the_value(write, override, value, may_be):
+    (line,) = expect(None, write, override)
+    assert line.startswith(override.split("=")[0]) and line.endswith(f", got {value}") and may_be in line
+
+
+def test_settings_keep_their_types(write):
+    given = {"a": 1, "b": 1.5, "c": "1e-5", "d": True, "e": None, "f": 1.0}
+    kept = load(write, "reward.name=motion", f"reward.settings={yaml.safe_dump(given, default_flow_style=True)}").reward
+    assert [(key, type(value), value) for key, value in kept.settings.items()] == [
+        (key, type(value), value) for key, value in given.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("train.lerning_rate=1", "unknown key 'train.lerning_rate', did you mean 'learning_rate'?"),
+        ("train.zzz=1", "unknown key 'train.zzz'"),
+        (
+            "train.lora_rank=1",
+            "train.lora_rank -> lora.lora_rank: ",
+        ),
+        (
+            "trian.learning_rate=1",
+            "unknown section 'trian', did you mean 'train'?; sections are run, model, experts,",
+        ),
+        ("model_paths=x", "model_paths -> model.model_paths: "),
+        ("lora.lora_rank", "override 'lora.lora_rank' must have the form section.key=value"),
+        ("lora=4", "override 'lora=4' must name a key: lora.<key>=value"),
+        ("data.file_name=[a", "override 'data.file_name=[a' is not valid YAML: "),
+    ],
+)
+def test_unknown_keys_and_overrides(write, override, message):
+    (line,) = expect(None, write, override)
+    assert line.startswith(message)
+
+
+def test_an_override_of_one_key_within_a_key(write):
+    """It keeps the others, adds what is not there yet, and changes nothing that was read before."""
+    raw = yaml.safe_load(write().read_text())
+    raw["reward"]["others"] = {"flow": {"name": "optical_flow", "weight": 0.3, "settings": {"reversals": 2.0}}}
+    before = copy.deepcopy(raw)
+    others = config.parse(
+        raw,
+        ["reward.others.flow.weight=0.5", "reward.others.flow.settings.reversals=1", "reward.others.red.name=colour"],
+    ).reward.others
+    assert (others["flow"].weight, others["flow"].settings, others["red"].name) == (0.5, {"reversals": 1}, "colour")
+    assert raw == before and others["flow"].name == "optical_flow"
+
+
+def test_a_section_that_may_be_null(write):
+    judged = ["reward.held_out_model_path=judge", "train.early_stop.patience=3"]
+    assert config.load(write()).train.early_stop is None
+    cfg = config.load(write(), judged)
+    assert (cfg.train.early_stop.patience, cfg.train.early_stop.motion) == (3, 0.8)
+    assert config.parse(yaml.safe_load(config.dump(cfg))) == cfg
+    assert config.load(write(), [*judged, "train.early_stop=null"]).train.early_stop is None
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("reward.others.flow.weight=0.5", "reward.others.flow.name is required; write it in the file or pass "),
+        ("reward.others.flow.wieght=0.5", "unknown key 'reward.others.flow.wieght', did you mean 'weight'?"),
+        ("reward.others..weight=0.5", "override 'reward.others..weight=0.5' must name a key: reward.<key>=value"),
+        ("run.output_dir.x=1", "override 'run.output_dir.x=1': run.output_dir holds "),
+        ("train.zzz.x=1", "unknown key 'train.zzz'"),
+        ("train.weight_decay.x=1", "train.weight_decay must be a number, got {'x': 1}"),
+        ("train.early_stop.patinece=1", "unknown key 'train.early_stop.patinece', did you mean 'patience'?"),
+        ("train.early_stop.grid=0.5", "train.early_stop.grid must be at least 1, got 0.5"),
+        ("train.early_stop=true", "section 'train.early_stop' must hold keys, got True"),
+    ],
+)
+def test_wrong_keys_within_a_key(write, override, message):
+    assert any(line.startswith(message) for line in expect(None, write, override))
+
+
+def test_keys_of_the_old_flat_files_are_answered_with_their_place(write):
+    path = write("model_paths: x\nlearning_rate: 1e-5\nfile_name: m.csv\noutput_dir: out\nreward_model_path: r\n")
+    with pytest.raises(ConfigError) as error:
+        config.load(path)
+    lines = str(error.value).splitlines()
+    for place in ("model_paths -> model.model_paths: ", "learning_rate -> train.learning_rate: "):
+        assert any(line.startswith(place) for line in lines)
+
+
+def test_all_problems_at_once(write):
+    lines = expect(None, write, "train.learning_rate=fast", "lora.lora_rnak=4", "data.height=0")
+    assert len(lines) == 3
+
+
+def test_a_key_has_one_place():
+    for sections in config.SECTIONS.values():
+        names = [name for section in sections.values() for name in section.model_fields]
+        assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            "run: {output_dir: out}\n",
+            "data.file_name is required; write it in the file or pass data.file_name=",
+        ),
+        ("- run\n", r"must hold sections \(run, model, experts"),
+        ("", r"must hold sections"),
+        ("run: [a\n", "is not valid YAML"),
+        ("lora:\n", "section 'lora' must hold keys, got None; write them beneath it or remove the line"),
+        ("lora: 3\n", "section 'lora' must hold keys, got 3"),
+        ("run: {seed: 1}\nrun: {seed: 2}\n", "line 2: 'run' is given twice; remove one"),
+        ("run:\n  seed: 1\n  seed: 2\n", "line 3: 'seed' is given twice"),
+        ("3: {a: 1}\n", "unknown section 3"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, text, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        config.load(path)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="config file not found: .*none.yaml"):
+        config.load(tmp_path / "none.yaml")
+
+
+def test_override_into_a_null_section(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(REQUIRED | {"lora": None}))
+    with pytest.raises(ConfigError, match="section 'lora' must hold keys, got None"):
+        config.load(path, ["lora.lora_rank=4"])
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What a file may hold
+
+
+def refused(path, *overrides, longest=300):
+    """The lines of the ConfigError, none of them longer than `longest` characters or holding control characters."""
+    with pytest.raises(ConfigError) as error:
+        config.load(path, overrides)
+    lines = str(error.value).split("\n")
+    assert all(len(line) <= longest and line.isprintable() for line in lines), lines
+    return lines
+
+
+BOMB = "a: &a [x, x]\n" + "".join(f"{c}: &{c} [*{b}, *{b}]\n" for b, c in itertools.pairwise("abcdefghijklmnopqrstuv"))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (BOMB, "line 1: a configuration takes no anchors and aliases"),
+        ("run: *nobody\n", "line 1: a configuration takes no anchors and aliases"),
+        ("run: !!python/name:os.system\n", "line 1: a configuration takes no tags"),
+        ("[" * 50_000, "recursion"),
+        ("run: {output_dir: " + "x" * 200_000 + "}\n", "has 200020 bytes, a configuration at most 100000"),
+        ("train: {<<: {learning_rate: 1}, learning_rate: 2}", "'learning_rate' is given twice"),
+        ("run:\n  [a]: 1\n", "line 2: .* unhashable key"),
+        ("run:\n  seed: \x9f\n", "character #x009f"),
+        ("run: caf\udce9\n", "is not UTF-8 .*; save it as UTF-8"),
+    ],
+    ids=["bomb", "alias", "tag", "deep", "big", "merge", "no key", "control character", "no text"],
+)
+def test_files_that_are_no_configuration(tmp_path, text, message):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    (line,) = refused(path)
+    assert str(path) in line and re.search(message, line)
+
+
+@pytest.mark.parametrize(
+    "number", ["042", "-042", "0x2a", "0b11", "1_000", "1:30", "1:30.5", "1_0.5", "9" * 400, "9" * 5000]
+)
+def test_numbers_that_yaml_1_1_and_1_2_read_otherwise(write, tmp_path, number):
+    """042 would silently be 34 and 1:30 be 90."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"run:\n  output_dir: out\n  seed: {number}\n")
+    (line,) = refused(path)
+    assert str(path) in line and re.search("line 3: '.* is no plain decimal number", line)
+    (line,) = refused(write(), f"train.learning_rate={number}")
+    assert "train.learning_rate=" in line and "is no plain decimal number" in line
+
+
+@pytest.mark.parametrize("word", ["yes", "No", "on", "OFF", "2024-01-31"])
+def test_words_that_yaml_takes_for_something_else_are_no_text(write, word):
+    (line,) = refused(write(), f"run.output_dir={word}")
+    assert line.startswith("run.output_dir must be a text, got ")
+    assert load(write, f"run.output_dir='{word}'").run.output_dir == word
+
+
+def test_a_byte_order_mark_is_none_of_the_text(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + yaml.safe_dump(REQUIRED).encode())
+    assert config.load(path).run.output_dir == "out"
+    (line,) = refused(tmp_path / ("x" * 300), longest=600)
+    assert "x" * 300 in line
+
+
+@pytest.mark.parametrize("value", ["\\0", "\\e[31m", "a\\nb", "\\x7f", "\\u2028", "\\ud800", "x" * 70 + "\\n" * 5000])
+def test_texts_with_control_characters(write, value):
+    override = f'run.output_dir="{value}"'
+    (line,) = refused(write(), override)
+    assert "run.output_dir" in line
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.seed=" + "x" * 10_000, "train.learning_rate=[" + "1, " * 2_000 + "]", "train." + "x" * 10_000 + "=1",
+        "x" * 10_000 + ".y=1", "x" * 10_000, "lora=" + "x" * 10_000, "sample.gradient_mode=" + "x" * 10_000,
+        "sample.active_steps=[" + "1, " * 2_000 + "]", "lora.lora_base_model=" + "x" * 10_000,
+        "model.trainable_models=" + "x" * 10_000, "model.trainable_models=" + "dit," * 1_000 + "dit",
+        "reward.settings={" + "x" * 10_000 + ": 1}", "reward.others={" + "x" * 10_000 + ": 1}",
+        "reward.others={y: {" + "x" * 10_000 + ": 1}}", "reward.others={y: {name: y, weight: " + "x" * 10_000 + "}}",
+        'reward.others={"\\e[31m": {name: y}}', '"\\e": 1',
+    ],
+)  # fmt: skip
+def test_long_values_are_cut_in_messages(write, override):
+    for line in refused(write(), override):
+        assert line.count("x") <= 100
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.seed=9223372036854775808", "run.seed=1e30", "run.output_dir=" + "x" * 256,
+        "run.output_dir=" + "x/" * 3000, "data.file_name=" + "x" * 256, "reward.name=" + "x" * 256,
+        "lora.init_from=" + "x" * 256, "run.save_steps=10000000000", "lora.lora_rank=1000000000",
+        "lora.lora_alpha=1e9", "data.height=1000000", "data.max_pixels=1e10", "data.fps=1e-320", "data.fps=1e5",
+        "data.num_frames=1000000", "sample.num_inference_steps=1001", "sample.shift=1e300", "sample.shift=1e-3",
+        "reward.reward_std=1e-320", "reward.reward_std=1e-13", "reward.reward_mean=1e300",
+        "reward.reward_weight=1e300", "reward.reward_weight=1e-320",
+        "reward.others={a: {name: motion, weight: 1e300}}", "reward.others={a: {name: motion, std: 1e-320}}",
+        "reward.settings={a: 1e300}", "reward.det_size=1000000", "train.learning_rate=1.5",
+        "train.learning_rate=1e-320", "train.weight_decay=1e300", "train.per_device_train_batch_size=1000000",
+        "train.gradient_accumulation_steps=1000000", "sample.noises_per_sample=1000000", "train.max_steps=100000000",
+        "train.num_train_epochs=100000000",
+    ],
+)  # fmt: skip
+def test_numbers_that_would_fail_later(write, override):
+    (line,) = refused(write(), override)
+    assert line.startswith(override.split("=")[0])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "grpo.noise_level=1e300", "grpo.noise_level=1e-320", "grpo.group_size=1000000", "grpo.groups=1000000",
+        "sample.guidance_scale=1e300", "reward.reward_timeout=1e11", "evaluation.eval_noises=1000000",
+        "evaluation.eval_inference_steps=1001", "evaluation.eval_clips=" + "x" * 256,
+    ],
+)  # fmt: skip
+def test_numbers_of_flow_grpo_that_would_fail_later(write, override):
+    path = write(grpo={"sde": "flow"})
+    (line,) = refused(path, override)
+    assert line.startswith(override.split("=")[0])
+
+
+def test_the_largest_values(write):
+    cfg = load(write, "run.seed=9223372036854775807", "train.learning_rate=1", "run.output_dir=" + "x" * 255)
+    assert cfg.run.seed == 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            ["sample.mid_timestep=6", "sample.final_timestep=5"],
+            "mid_timestep must be at most final_timestep 5, got 6",
+        ),
+        (["sample.final_timestep=8"], "final_timestep must be at most 7 for 8 sampling steps, got 8"),
+        (["sample.active_steps=[6, 8]"], r"active_steps must lie in 0..7 \(final_timestep\), got \[6, 8\]"),
+        (["sample.active_steps=[-1, 2]"], r"active_steps must lie in 0..7 \(final_timestep\), got \[-1, 2\]"),
+        (["sample.active_steps=[]"], r"active_steps must be an increasing list of steps, got \[\]"),
+        (["sample.active_steps=[5, 4]"], r"active_steps must be an increasing list of steps, got \[5, 4\]"),
+        (["sample.active_steps=[5, 5]"], r"active_steps must be an increasing list of steps, got \[5, 5\]"),
+        (
+            ["sample.active_steps=[6, 7]", "sample.gradient_mode=last"],
+            r"last differentiates final_timestep 7 alone, got active_steps \[6, 7\]; remove active_steps",
+        ),
+        (["sample.endpoint_length=0.2"], "sample.endpoint_length is for gradient_mode endpoint; remove it"),
+        ([ENDPOINT, "reward.kl_weight=0"], "endpoint makes its videos by averaged weights; set train.ema_decay"),
+        ([ENDPOINT, "train.ema_decay=0.5"], "endpoint stays near the averaged weights and has no KL; set reward.kl"),
+        ([ENDPOINT, "train.max_sample_norm=1"], "gives every sample's gradient one length; set train.max_sample_norm"),
+        ([ENDPOINT, "train.active_graphs=keep_on_host"], "endpoint has no graphs in its rollout; set train.active"),
+        (
+            ["sample.coupling=0.5"],
+            "coupling of gradient_mode chain is 1, got 0.5; remove it, or take gradient_mode",
+        ),
+        (
+            ["sample.gradient_mode=drtune", "sample.coupling=1"],
+            "coupling of gradient_mode drtune is 0, got 1",
+        ),
+        (
+            ["sample.gradient_mode=bridge", "sample.coupling=1"],
+            "bridge must lie between 0 and 1, got 1; 1 is gradient_mode chain, 0 is drtune",
+        ),
+        (
+            ["model.trainable_models=ditt2"],
+            "trainable_models takes dit, dit2 .*; got 'ditt2', did you mean 'dit2'",
+        ),
+        (["model.trainable_models='dit,'"], "trainable_models takes dit, dit2 .*; got ''"),
+        (["model.trainable_models='dit,dit'"], "trainable_models names a model twice: 'dit,dit'"),
+        (
+            ["lora.lora_base_model=dit"],
+            "lora_base_model must be model.trainable_models 'dit2' .*, got 'dit'; remove",
+        ),
+        (
+            ["model.max_timestep_boundary=0.9"],
+            "max_timestep_boundary must be 1, got 0.9: no expert would answer",
+        ),
+        (["model.trainable_models=dit,dit2", "experts.untrained=cpu_swap"], "needs one expert that is not trained"),
+        (["train.active_graphs=keep_on_host"], "set train.use_gradient_checkpointing_offload: true, or active_graphs"),
+        (["experts.trained=cpu_swap", "train.use_gradient_checkpointing=false"], "cpu_swap needs train.use_gradient_c"),
+        (
+            ["experts.untrained=fp8", "model.distill_lora_low=x", "model.distill_lora_mode=adapter"],
+            "fp8 takes no distillation's adapter; set model.distill_lora_mode: fuse",
+        ),
+        (
+            ["experts.untrained=fp8", "train.compile_blocks=true"],
+            "compile_blocks does not go with experts.untrained fp8",
+        ),
+        (["train.keep_attention=true", "train.compile_blocks=true"], "compile_blocks leaves none to be seen"),
+        (["reward.min_face_size=900"], r"reward.min_face_size 900 is wider than a frame \(832\)"),
+        (["reward.min_face_size=99", "data.max_pixels=1024"], r"reward.min_face_size 99 is wider than a frame \(64\)"),
+        (["data.num_frames=1", "data.fps=8"], "data.fps is for videos, got 8 with data.num_frames 1; remove it"),
+        (["experts.untrained=boundary_cache"], "sample.noises_per_sample is fresh; set it to, for example, 4"),
+        (
+            ["experts.untrained=boundary_cache", "model.trainable_models=dit", "sample.noises_per_sample=2"],
+            "boundary_cache is for training dit2 alone",
+        ),
+        (
+            ["train.use_gradient_checkpointing=false", "train.use_gradient_checkpointing_offload=true"],
+            "keeps what gradient checkpointing stores; set train.use_gradient_checkpointing: true",
+        ),
+    ],
+)
+def test_combinations_that_cannot_work(write, overrides, message):
+    expect(message, write, *overrides)
+
+
+def test_combinations_that_work(write):
+    load(write, "train.max_steps=2", "train.warmup_steps=10")
+    load(write, "model.trainable_models='dit, dit2'", "lora.lora_base_model='dit2,dit'")
+    load(write, "sample.gradient_mode=last", "sample.final_timestep=3")
+
+
+def test_active_steps(write):
+    assert config.active_steps(load(write)) == (4, 5, 6, 7)
+    assert config.active_steps(load(write, "sample.gradient_mode=last")) == (7,)
+    averaged = [ENDPOINT, "train.ema_decay=0.5", "reward.kl_weight=0", "sample.mid_timestep=9"]
+    assert config.active_steps(load(write, *averaged, "sample.final_timestep=6")) == (6,)
+    assert config.active_steps(load(write, "sample.active_steps=[0, 6]")) == (0, 6)
+    assert config.active_steps(load(write, "sample.mid_timestep=7")) == (7,)
+
+
+@pytest.mark.parametrize(
+    "overrides, coupling",
+    [
+        ([], 1.0),
+        (["sample.gradient_mode=bridge"], 0.2),
+        (["sample.gradient_mode=bridge", "sample.coupling=0.4"], 0.4),
+        (["sample.gradient_mode=drtune"], 0.0),
+        (["sample.gradient_mode=drtune", "sample.coupling=0"], 0.0),
+        (["sample.gradient_mode=last"], 1.0),
+    ],
+)
+def test_resolved_coupling(write, overrides, coupling):
+    assert config.resolved_coupling(load(write, *overrides)) == coupling
+
+
+def test_trained_positions(write):
+    assert config.trained_positions(load(write)) == (1,)
+    assert config.trained_positions(load(write, "model.trainable_models=dit")) == (0,)
+    assert config.trained_positions(load(write, "model.trainable_models='dit2,dit'")) == (0, 1)
+
+
+def test_round_trip_through_yaml_and_json(write, tmp_path):
+    cfg = load(write, "sample.active_steps=[2, 3]", "train.learning_rate=1e-5", "run.resume_from_checkpoint=false")
+    again = tmp_path / "again.yaml"
+    again.write_text(config.dump(cfg))
+    assert config.load(again) == cfg
+    assert json.loads(json.dumps(config.to_dict(cfg))) == config.to_dict(cfg)
+
+
+def test_the_room_imports_nothing_else_of_the_package():
+    code = "import sys, rewardfl.config; print(*(name for name in sys.modules if name[:8] in ('rewardfl', 'torch')))"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    expected = {"rewardfl", "rewardfl.config", "rewardfl.config.load", "rewardfl.config.schema", "rewardfl.machine"}
+    assert set(shown.split()) == expected
+
+
+PLACES = {
+    field: name
+    for sections in config.SECTIONS.values()
+    for name, section in sections.items()
+    for field in section.model_fields
+}
+
+# Fields that a function of the configuration or of the checks reads on the caller's behalf; it must be called.
+RESOLVED_BY = {
+    "trainable_models": "trained_positions",
+    "mid_timestep": "active_steps",
+    "active_steps": "active_steps",
+    "gradient_mode": "active_steps",
+    "coupling": "resolved_coupling",
+    "train_batch_size": "check_batch",
+    **dict.fromkeys(("coverage_weight", "motion_weight"), "part_weights"),
+    **dict.fromkeys(("name", "settings", "others", "cap", "recogniser_chunk", "second_model_path"), "wanted_rewards"),
+    **dict.fromkeys(("reward_weight", "reward_mean", "reward_std"), "wanted_rewards"),
+}
+# Fields that are only ever checked: one value is allowed.
+CHECKED_ONLY = {"model_name", "lora_base_model", "max_timestep_boundary"}
+
+
+@pytest.mark.skipif(not (ROOT / "train_reward_fl.py").exists(), reason="train_reward_fl.py reads the fields")
+@pytest.mark.parametrize("name", sorted(PLACES))
+def test_every_field_is_read(name):
+    files = [*ROOT.glob("train_*.py"), *ROOT.glob("rewardfl/**/*.py"), *ROOT.glob("tools/*.py")]
+    own = [ROOT / "rewardfl" / "config", ROOT / "rewardfl" / "run" / "checks.py"]
+    code = "\n".join(path.read_text() for path in files if path not in own and path.parent not in own)
+    if name not in CHECKED_ONLY:
+        wanted = rf"\b{RESOLVED_BY[name]}\(" if name in RESOLVED_BY else rf"\.{name}\b"
+        assert re.search(wanted, code), f"{PLACES[name]}.{name} is a setting nobody reads"
+
+
+def test_every_field_is_explained():
+    """A comment stands above each field, or above the fields it is grouped with."""
+    lines = (ROOT / "rewardfl" / "config" / "schema.py").read_text().splitlines()
+    for name in PLACES:
+        at = next(i for i, line in enumerate(lines) if re.match(rf"    {name}: ", line))
+        while re.match(r"    \w+: ", lines[at]):
+            at -= 1
+        assert lines[at].startswith("    # "), f"{PLACES[name]}.{name} has no comment"

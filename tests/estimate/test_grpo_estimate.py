@@ -1,0 +1,454 @@
+"""The estimate of train_flow_grpo.py: closed forms of its counts, on the published model's shape and the tiny world."""
+
+import dataclasses
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, measured_before
+from pipelines import I2V, LAYERS
+from test_needs import tool
+
+from rewardfl import backbones, config, epoch_order, flow, group_plan, sde
+from rewardfl.backbones.protocol import Adapter, Source
+from rewardfl.backbones.wan import model as wan
+from rewardfl.estimate import needs, report
+from rewardfl.estimate.advice import Machine, fits, options, recommend, with_options
+from rewardfl.training import plan, summary, workload
+from rewardfl.windows import draw_window
+
+pytestmark = pytest.mark.slow(150)
+
+ADAPTER = Adapter(32, tuple(LAYERS))
+SCHEDULE = wan.schedule(8, 5.0, I2V.experts, 0.9)
+SIGMAS, EXPERTS = tuple(SCHEDULE.sigmas.tolist()), SCHEDULE.experts  # three steps of high noise, five of low
+TINY, FULL = "tests/grpo.yaml", "configs/wan22_flow_grpo.yaml"
+PIPELINE = ROOT / "assets/tiny_world/pipeline"
+SIX = ["grpo.groups=6", "grpo.same_noise_in_group=false", "grpo.window_bounds=null"]  # overrides of TINY
+PRESETS = ("flow_grpo", "flow_grpo_fast", "dance_grpo", "guard")
+PUBLISHED = backbones.describe("wan2_2", Source())
+TINY_MODEL = backbones.describe("wan2_2", Source(str(PIPELINE), dtype="float32"))
+VIDEO = workload.Video(PUBLISHED, 480, 832, 17, ADAPTER)
+PLAIN = [
+    *SIX, "grpo.group_size=4", "train.per_device_train_batch_size=1", "train.use_gradient_checkpointing=true",
+    "evaluation.eval_clips=null", "reward.held_out_model_path=null", "reward.reward_model_path=nowhere",
+    "grpo.objective=guard", "grpo.kl_weight=0", "train.max_steps=36",
+]  # fmt: skip
+
+
+def asked(*overrides, steps=None, clips=None, processes=1, windows=((3, 4), (4, 5))):
+    """The work of the tiny configuration, six groups of four, as if of the published model; `windows` in turn."""
+    cfg = config.load(ROOT / TINY, [*PLAIN, *overrides])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "draw_windows", lambda *_: list(windows))
+        found = workload.make_workload(cfg, TINY_MODEL, clips, steps, processes)
+    return dataclasses.replace(found, video=VIDEO)
+
+
+RUN = asked()
+
+
+@pytest.fixture(scope="module")
+def published():
+    """The published model in bfloat16, 480x832x17."""
+    return measured_before(VIDEO)
+
+
+# ---- compute ----
+
+
+def test_work_of_a_sample(published):
+    expert = published.experts["low_noise"]
+    assert needs.flops(published, RUN) == pytest.approx(
+        {
+            "rollout": 3 * expert.forward_frozen + 5 * expert.forward,
+            "decode": sum(chunk.forward for chunk in published.chunks),
+            "replay forward": 2 * expert.forward,
+            "replay recompute": 2 * expert.forward,
+            "replay backward": 2 * expert.backward,
+            "reference": 0,
+        }
+    )
+    # an expert that is not trained answers without an adapter in the rollout; this one is, at its own steps
+    high = needs.flops(published, asked("model.trainable_models=dit", windows=((0, 1),)))
+    assert high["rollout"] == pytest.approx(3 * expert.forward + 5 * expert.forward_frozen)
+
+
+def test_settings_change_the_work(published):
+    expert, base = published.experts["low_noise"], needs.flops(published, RUN)
+
+    def difference(*overrides, **more):
+        after = needs.flops(published, asked(*overrides, **more))
+        return {name: after[name] - base[name] for name in base if after[name] != pytest.approx(base[name])}
+
+    replays = {name: base[name] for name in ("replay forward", "replay recompute", "replay backward")}
+    kl, guided = "grpo.kl_weight=1", "sample.guidance_scale=2"
+    assert difference(kl) == pytest.approx({"reference": 2 * expert.forward_frozen})
+    assert difference(guided) == pytest.approx(replays | {"rollout": base["rollout"]})  # doubled
+    assert difference("grpo.inner_epochs=2") == pytest.approx(replays)
+    assert difference("grpo.inner_epochs=3", guided, kl)["reference"] == pytest.approx(12 * expert.forward_frozen)
+    without = difference("train.use_gradient_checkpointing=false")
+    assert without == pytest.approx({"replay recompute": -2 * expert.forward})
+    several = ("grpo.updates_per_epoch=3", "train.per_device_train_batch_size=4", "grpo.samples_on=cpu")
+    assert difference(*several, processes=2) == {}
+    # by epoch: a window of two steps and twice one of one
+    mixed = needs.flops(published, asked(windows=((3, 4), (5,), (5,))))
+    assert mixed["replay backward"] == pytest.approx(4 / 3 * expert.backward)
+
+
+@pytest.mark.parametrize(
+    "processes, batch, spread, clips, passes",
+    [
+        (1, 1, "contiguous", 6, 6),  # six groups of four, a group at a time
+        (1, 4, "contiguous", 6, 6),
+        (1, 8, "contiguous", 6, 3),  # two groups at a time
+        (3, 2, "contiguous", 2, 2),
+        (4, 1, "contiguous", 3, 3),  # six samples: a group and half another; new ones come at passes 0, 2 and 4
+        (4, 1, "spread", 6, 6),  # one member of each group: nothing is shared
+        (2, 2, "spread", 6, 6),
+    ],
+)
+def test_members_of_one_start_share_the_steps_before_the_window(published, processes, batch, spread, clips, passes):
+    geometry = group_plan.Geometry(4, 6, processes, batch, spread=spread, same_noise=True)
+    samples = 24 // processes
+    after, apart = (samples, samples // batch), dataclasses.replace(geometry, same_noise=False)
+    assert group_plan.rollout_counts(geometry, 8, (3, 4)) == [(clips, passes)] * 3 + [after] * 5
+    assert group_plan.rollout_counts(geometry, 8, (0, 4)) == [after] * 8
+    assert group_plan.rollout_counts(apart, 8, (3, 4)) == [after] * 8
+    expert, settings = published.experts["low_noise"], ["grpo.same_noise_in_group=true", f"grpo.spread={spread}"]
+    run = asked(*settings, f"train.per_device_train_batch_size={batch}", processes=processes)
+    share = clips / samples
+    assert needs.flops(published, run)["rollout"] == pytest.approx(
+        3 * share * expert.forward_frozen + (4.5 + 0.5 * share) * expert.forward
+    )
+
+
+# ---- memory and disk ----
+
+
+def test_memory(published):
+    expert, latents = published.experts["low_noise"], 16 * 5 * 60 * 104 * 4
+    found = needs.memory(published, RUN)
+    assert found.resident["LoRA, gradient, Adam"] == 16 * expert.adapter_parameters
+    assert found.resident["averaged LoRA"] == 4 * expert.adapter_parameters
+    conditioning = 512 * 4096 * 2 + 20 * 5 * 60 * 104 * 4
+    assert needs.kept_bytes(published, RUN) == (3 + 2) * latents + conditioning  # x 3, 4, 5; two means
+    assert found.resident["the epoch's samples"] == 24 * (5 * latents + conditioning)
+    assert needs.kept_bytes(published, asked("grpo.objective=clip")) == 3 * latents + conditioning
+    apart = asked(windows=((3,), (3, 5)))  # x 3, 4, 5, 6, two means, in the widest window
+    assert needs.kept_bytes(published, apart) == (4 + 2) * latents + conditioning
+    host = needs.memory(published, asked("grpo.samples_on=cpu", "experts.untrained=cpu_swap", processes=2))
+    assert host.host == {  # a step's own x and x_next, and its mean
+        "swapped experts": expert.weights - expert.other_weights,
+        "the epoch's samples": 12 * (6 * latents + conditioning),
+    }  # fmt: skip
+    assert "the epoch's samples" not in host.resident
+    assert found.host == {}
+    pixels, steady = 3 * 17 * 480 * 832, published.chunks[-1]
+    assert found.phases["decode"] == {
+        "one chunk, its caches and the next's": steady.caches_in + steady.peak,
+        "frames by chunk and in one": 2 * 2 * pixels,
+    }
+    assert found.phases["reward"] == {"frames, also float32": (2 + 4) * pixels}
+    assert found.phases["rollout"] == {"one block, no graph": 2 * expert.block_input + expert.block_peak_frozen}
+    assert found.phases["replay"] == {
+        "block inputs": expert.stored, "recompute and backward of one": expert.block_peak,
+    }  # fmt: skip
+    # no VJP of the decoder
+    assert list(found.by_phase) == ["rollout", "decode", "reward", "replay", "encode text", "encode clip"]
+    guided = needs.memory(published, asked("sample.guidance_scale=2")).phases
+    assert guided["replay"]["block inputs"] == 2 * expert.stored  # both graphs live until the backward pass
+    kept = needs.memory(published, dataclasses.replace(RUN, graphs=2, checkpointing=False)).phases["replay"]
+    assert kept["all blocks, saved"] == 2 * expert.saved
+
+
+@pytest.mark.parametrize("window", [(3, 4), (3, 5), (0, 1, 2, 6)])
+def test_what_is_kept_is_what_a_rollout_leaves(published, window):
+    """The bytes of its tensors, each storage once: where they were made, and after they have moved."""
+    kernel = sde.Kernel("flow", 0.7, torch.tensor(SIGMAS))
+    x = torch.zeros(1, *published.shape)
+    _, steps = sde.rollout(lambda x, step: x, x, kernel, window, lambda step: torch.ones_like(x))
+
+    def nbytes(steps):
+        tensors = [tensor for step in steps for tensor in (step.x, step.x_next, step.mean)]
+        return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+    for place, moved in (("gpu", steps.values()), ("cpu", [step.to("meta") for step in steps.values()])):
+        kept = needs.kept_bytes(published, asked(f"grpo.samples_on={place}", windows=(window,)))
+        assert kept - sum(published.cached.values()) == nbytes(moved)
+
+
+def test_disk(published):
+    adapter = 4 * published.experts["low_noise"].adapter_parameters
+    # the averaged adapter; Adam's moments, the last weights, the average
+    assert needs.disk(published, RUN)[0] == 5 * adapter
+    assert epoch_order.count_due(6, 4, 20) == 3  # of five epochs of four updates: updates 6, 12, 18 are in 2, 3 and 5
+    assert epoch_order.count_due(40, 4, 20) == 1
+    assert epoch_order.count_due(6, 4, None) is None
+    settings = ["grpo.updates_per_epoch=2", "grpo.inner_epochs=2", "run.save_steps=6"]
+    text = "\n".join(report.disk_table(published, asked(*settings, steps=20, clips=10)))
+    assert f"3 in 20 steps: {report.format_size(15 * adapter)}" in text
+    assert "of 10 clips: 66.9 MB" in text
+
+
+# ---- what to switch on ----
+
+
+def test_what_is_recommended(published):
+    def settings(run, memory):
+        chosen = recommend(published, run, Machine(memory * 1e9))
+        assert fits(published, with_options(run, chosen), Machine(memory * 1e9))
+        return {key: value for option in chosen for key, value in option.settings.items()}
+
+    assert settings(RUN, 80) == {}
+    assert settings(dataclasses.replace(RUN, waiting=2400), 80) == {"grpo.samples_on": "cpu"}
+    assert settings(dataclasses.replace(RUN, batch=12), 80) == {
+        "train.use_gradient_checkpointing_offload": True, "train.per_device_train_batch_size": 3,
+        "grpo.samples_on": "cpu",
+    }  # fmt: skip
+    assert settings(RUN, 45) == {"experts.untrained": "cpu_swap"}
+    assert [option.settings for option in options(dataclasses.replace(RUN, batch=12)) if "batch" in option.fields] == [
+        {"train.per_device_train_batch_size": 6}  # half of it: groups and samples stay
+    ]
+
+
+# ---- the configuration ----
+
+
+def test_run_of_a_configuration(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = [
+        "sample.guidance_scale=3.5", "grpo.kl_weight=0.1", "grpo.spread=spread", "grpo.same_noise_in_group=true",
+        "grpo.updates_per_epoch=3", "grpo.inner_epochs=2", "grpo.sde=dance", "grpo.noise_level=0.3", "grpo.window=list",
+        "grpo.window_steps=[4,6]", "grpo.samples_on=cpu", "experts.untrained=fp8", "train.max_steps=12",
+        "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true", "run.save_steps=9",
+        "evaluation.eval_noises=2", "evaluation.eval_inference_steps=4", "evaluation.eval_steps=5",
+        "train.per_device_train_batch_size=2",
+    ]  # fmt: skip
+    packs = (ROOT / "assets/tiny_world/faces" / name for name in ("reward", "judge"))
+    cfg = config.load(TINY, [*SIX, *settings])
+    run = workload.make_workload(cfg, TINY_MODEL, 48, 12, 4, "fsdp2")
+    # guided; two members of a group on each process share the four steps before the window
+    passes = {"low_noise": 2 * 2 * 2}  # of two steps, two inner epochs, guided
+    adapter = Adapter(cfg.lora.lora_rank, ADAPTER.targets)
+    assert run == workload.Workload(
+        video=workload.Video(TINY_MODEL, 80, 80, 9, adapter), trained=("low_noise",), untrained="high_noise",
+        rollout={"high_noise": 3, "low_noise": 9}, replay=passes, pulled=passes,
+        reference=passes, graphs=2, averaged=True, waiting=12, kept={"gpu": 6, "cpu": 6},
+        spans=(
+            workload.Span("one update of 16 samples, with its share of the rollouts", 8, 2),
+            workload.Span("one epoch of 48 samples", 48, 12),
+            workload.Span("the run of 2 epochs, without its evaluations", 96, 24),
+        ),
+        evaluation=workload.Sampling({"high_noise": 4, "low_noise": 4}, 4, 48, 3), steps=12, saves=1, clips=48,
+        reward_bytes=sum(file.stat().st_size for pack in packs for file in pack.glob("*.onnx")),
+        processes=4, sharding="fsdp2", placement="fp8", offload_inputs=True, batch=2, samples_on="cpu",
+    )  # fmt: skip
+    cfg = config.load(TINY, [*SIX, "evaluation.eval_clips=null"])  # nothing is known of its length
+    drawn = workload.make_workload(cfg, TINY_MODEL, None, None, 1)
+    assert drawn.evaluation is None and drawn.saves is None and len(drawn.spans) == 2
+    assert drawn.replay == pytest.approx({"low_noise": 2})
+    windows = plan.make_windows(cfg, EXPERTS, ["low_noise"])
+    assert windows.drawable == (3, 4, 5, 6)
+    found = plan.draw_windows(cfg, windows, None)
+    assert set(found) == {(3, 4), (4, 5), (5, 6)} and len(found) == 100
+    assert found[:3] == plan.draw_windows(cfg, windows, 3) == [draw_window(windows, e, 42) for e in range(3)]
+    cfg = config.load(TINY, ["grpo.window_bounds=[4,6]"])
+    assert plan.make_windows(cfg, EXPERTS, ["low_noise"]).drawable == (4, 5)
+
+
+def test_the_expert_that_answers_at_a_tie_is_the_schedules():
+    """0.9 in float32 is below 0.9, and 1000 times it is 900: high noise."""
+    overrides = [*SIX, "sample.shift=3", "sample.num_inference_steps=4", "grpo.window=list", "grpo.window_steps=[1]"]
+    cfg = config.load(ROOT / TINY, overrides)
+    with pytest.raises(config.ConfigError, match="grpo.window: .*model.trainable_models"):
+        workload.make_workload(cfg, TINY_MODEL, 4, 2, 1)
+
+
+def test_total_steps():
+    passes = ["train.max_steps=null", "train.num_train_epochs=2", "grpo.updates_per_epoch=3", "grpo.inner_epochs=2"]
+    cfg = config.load(ROOT / TINY, [*SIX, *passes])
+    assert plan.count_steps(cfg, 20, 1) == 7 * 6  # 40 visits of clips by 6 groups at a time: 7 epochs
+    assert plan.count_steps(cfg, None, 1) is None
+    assert plan.count_steps(config.load(ROOT / TINY), None, 1) == 40
+
+
+def overview(*overrides, clips=None, steps=None, processes=1):
+    cfg = config.load(ROOT / TINY, [*SIX, *overrides])
+    return summary.overview(cfg, TINY_MODEL, clips, steps, processes)
+
+
+def test_overview():
+    settings = ["grpo.updates_per_epoch=2", "grpo.inner_epochs=2", "sample.guidance_scale=2"]
+    text = overview(*settings, "train.per_device_train_batch_size=4", clips=48, steps=40, processes=3)
+    assert "6 groups x 8 = 48 samples = 4 forwards x 4 batch x 3 processes\n" in text
+    assert "per process 64 forwards without gradient: 4 batches x 8 steps x 2 (guidance)\n" in text
+    assert "an update: 24 samples; per process 8 forwards with gradient: 2 batches x 2 window steps x 2" in text
+    assert "updates: 2 per epoch x 2 inner epochs = 4\n" in text
+    assert "the run: 40 updates = 10 epochs = 60 groups = 1.25 x 48 clips\n" in text
+    assert "SDE: flow, noise level 0.7, window 2 of [3, 4, 5, 6], drawn in each epoch: [4, 5], [3, 4], [5, 6], " in text
+
+
+def test_forwards_of_a_shared_start_are_a_mean_over_the_windows(monkeypatch):
+    monkeypatch.setattr(plan, "draw_windows", lambda *_: [(3, 4), (4, 5)])
+    settings = ["grpo.same_noise_in_group=true", "grpo.group_size=4", "train.per_device_train_batch_size=2"]
+    # twelve batches; six groups; three or four steps once per group: 6 * 3.5 + 12 * 4.5
+    assert "per process 75 forwards without gradient" in overview(*settings)
+
+
+# ---- the table ----
+
+
+def cells(step, *overrides):
+    cfg = config.load(ROOT / TINY, [*SIX, "grpo.window_bounds=[3, 6]", *overrides])
+    windows = plan.make_windows(cfg, EXPERTS, ["low_noise"])
+    return summary.sigma_table(cfg, SCHEDULE, windows.drawable)[1 + step].split()
+
+
+def test_sigma_table():
+    """step, sigma, timestep, expert, window, and (std, weight, noise) of flow, dance and cps."""
+    assert cells(0) == [
+        "0", "1.0000", "1000.000", "high_noise", "-", "0.7000", "0.0397", "1.038", "0.1167", "0.2381", "1.000",
+        "0.8663", "0.0481", "1.000",
+    ]  # fmt: skip
+    step = (SIGMAS[6], SIGMAS[7], 0.7, SIGMAS[1])
+    for i, kind in enumerate(("flow", "dance", "cps")):
+        weight, noise = flow.gradient_weight(kind, *step), flow.noise_scale_error(kind, *step)
+        expected = [flow.coefficients(kind, *step).std, weight, noise]
+        assert [float(cell) for cell in cells(6)[5 + 3 * i : 8 + 3 * i]] == pytest.approx(expected, abs=6e-4)
+    assert [cells(i)[13] for i in range(7)] == ["1.000"] * 7  # cps leaves the noise that it should
+    assert cells(7)[5:] == ["0.3819", "1.3584", "-", "0.4518", "1.2384", "-", "0.0000", "-", "-"]
+    assert [cells(i)[4] for i in range(8)] == ["-"] * 3 + ["drawn"] * 3 + ["-"] * 2
+    assert cells(3, "grpo.window=list", "grpo.window_steps=[3]", "grpo.window_bounds=null")[4] == "trained"
+    assert cells(0, "grpo.noise_level=1.2")[5] == "1.2000"
+    assert cells(0, "grpo.noise_level=1.2")[11:] == ["-"] * 3  # there is no such cps
+    face = summary.sigma_table(config.load(ROOT / "tests/face.yaml"), SCHEDULE, (4, 5, 6, 7))
+    assert face[3].split() == ["2", "0.9375", "937.500", "high_noise", "-"]
+    assert [line.split()[4] for line in face[1:]] == ["-"] * 4 + ["replayed"] * 4
+
+
+def test_costs_in_words(published):
+    evaluated = ["evaluation.eval_clips=nowhere.csv", "evaluation.eval_steps=4"]
+    settings = ["grpo.groups=60", "grpo.updates_per_epoch=2", "grpo.inner_epochs=2", *evaluated]
+    run = asked(*settings, processes=2, steps=8)
+    run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, videos=5))
+    per_sample = sum(needs.flops(published, run).values())
+    seconds = per_sample / 400e12
+    text = "\n".join(report.work_table(published, run, 400))
+
+    def line(start):
+        (found,) = [line for line in text.splitlines() if line.startswith(start)]
+        return found
+
+    update = f"{60 * per_sample / 1e15:.4g} PFLOP, {30 * seconds:.4g} s"  # 240 samples, four updates; two processes
+    assert line("one update of 120 samples").endswith(update)
+    assert f"{240 * per_sample / 1e15:.4g} PFLOP, {120 * seconds:.4g} s" in line("one epoch of 240 samples")
+    assert f"{480 * per_sample / 1e15:.4g} PFLOP" in line("the run of 2 epochs, without its evaluations")
+    expert = published.experts["low_noise"]
+    video = 3 * expert.forward_frozen + 5 * expert.forward + sum(chunk.forward for chunk in published.chunks)
+    spent = f"{5 * video / 1e15:.4g} PFLOP, {3 * video / 4e14:.4g} s; 3 in the run"  # three on one of the processes
+    assert line("an evaluation of 5 videos (8 steps)").endswith(spent)
+    assert "evaluation of" not in "\n".join(report.work_table(published, RUN, 400))
+    unknown = "\n".join(report.work_table(published, asked(*settings, processes=2), 400))
+    assert "the run of" not in unknown and f"a video of the evaluation (8 steps): {video / 1e15:.4g} PFLOP" in unknown
+    assert any(f"{240 * seconds * 400 / 3600:.4g} GPU hours" in each for each in report.work_table(published, run, 1))
+
+
+# ---- the tool ----
+
+
+def test_tiny_config(monkeypatch, capsys):
+    code, out, _ = tool(monkeypatch, capsys, TINY)
+    assert code == 0 and "fits: 2.4 GB of 80.0 GB" in out
+    assert "4 groups x 8 = 32 samples = 4 forwards x 8 batch x 1 process\n" in out
+    assert "the run: 40 updates = 40 epochs = 160 groups = 3.33 x 48 clips" in out
+    first = next(line.split() for line in out.splitlines() if line.startswith("   0  1.0000"))
+    assert first[5] == "0.7000" and first[13] == "1.000"  # std of Flow-SDE is the noise level there, cps is exact
+    assert "an evaluation of 24 videos (8 steps)" in out and "; 5 in the run" in out
+    code, out, _ = tool(monkeypatch, capsys, TINY, "--processes", "2")
+    assert code == 0 and "2 forwards x 8 batch x 2 processes\n" in out
+    code, out, _ = tool(monkeypatch, capsys, TINY, "--gpu-memory", "2.1")
+    assert code == 2 and "does not fit: 2.4 GB of 2.1 GB" in out
+
+
+def test_processes(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        tool(monkeypatch, capsys, TINY, "--processes", "0")
+    assert stop.value.code == 2 and "--processes must be at least 1" in capsys.readouterr().err
+    # of train_reward_fl.py they make fewer and larger updates: 48 clips, 4 per GPU
+    arguments = ("configs/tiny_face.yaml", "train.max_steps=null", "train.num_train_epochs=2")
+    for processes, steps in ((1, 24), (3, 8)):
+        code, out, _ = tool(monkeypatch, capsys, *arguments, "--processes", str(processes))
+        assert code == 0 and f" in {steps} steps" in out
+
+
+# ---- the files ----
+
+NEEDS = dict.fromkeys([FULL, *(f"configs/presets/{name}.yaml" for name in PRESETS)], 80) | {
+    "configs/presets/dance_grpo.yaml": 141
+}
+IMAGES = [
+    f"configs/{name}_flow_grpo.yaml" for name in ("sd35", "flux", "qwen_image", "flux2_klein", "z_image")
+]  # test_needs.py fits them
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("file, memory", NEEDS.items())
+def test_the_files_fit_the_gpus_that_they_name(monkeypatch, capsys, file, memory):
+    code, out, _ = tool(monkeypatch, capsys, file, "--processes", "8", "--gpu-memory", str(memory))
+    assert code == 0 and "\nfits: " in out
+    assert f"{memory} GB" in (ROOT / file).read_text()
+    assert "published; no configurations" in out and "high_noise" in out
+    if memory != 80:
+        smaller = ["lora.lora_rank=32", "lora.lora_alpha=64", "train.use_gradient_checkpointing_offload=true"]
+        assert all(setting in (ROOT / file).read_text() for setting in smaller)
+        code, _, _ = tool(monkeypatch, capsys, file, *smaller, "--processes", "8")
+        assert code == 0
+
+
+def idle_keys(written, cfg):
+    """The keys of a file that do nothing, given what the others say."""
+    section, several = cfg.grpo, sum(term.weight > 0 for term in cfg.reward.others.values()) > 0
+    works = {
+        "grpo.window_steps": section.window == "list",
+        "grpo.window_size": section.window == "random",
+        "grpo.window_fraction": section.window == "fraction",
+        "grpo.window_bounds": section.window != "list",
+        "grpo.advantage_of": several or bool(cfg.reward.coverage_weight or cfg.reward.motion_weight),
+        "sample.negative_prompt": cfg.sample.guidance_scale != 1,
+        "model.distill_lora_mode": bool(cfg.model.distill_lora_high or cfg.model.distill_lora_low),
+        "data.height": cfg.data.max_pixels is None,
+        "data.width": cfg.data.max_pixels is None,
+        "train.num_train_epochs": cfg.train.max_steps is None,
+        "train.use_gradient_checkpointing_offload": cfg.train.use_gradient_checkpointing,
+        "reward.settings": cfg.reward.name != "face_identity",
+        **{f"evaluation.{key}": cfg.evaluation.eval_clips is not None for key in written.get("evaluation", ())},
+    }
+    return [key for part, keys in written.items() for key in (f"{part}.{k}" for k in keys) if not works.get(key, True)]
+
+
+@pytest.mark.parametrize("file", [TINY, "configs/tiny_image_flow_grpo.yaml", *NEEDS, *IMAGES])
+def test_no_key_does_nothing(file):
+    written = yaml.safe_load((ROOT / file).read_text())
+    cfg = config.load(ROOT / file)
+    assert isinstance(cfg, config.FlowGrpoConfig) and idle_keys(written, cfg) == []
+    assert all(keys for keys in written.values())
+
+
+def test_idle_keys_are_found():
+    written = {"grpo": {"window_size": 2, "group_size": 8}, "evaluation": {"eval_steps": 5}}
+    changes = [*SIX, "grpo.window=list", "grpo.window_steps=[3]", "evaluation.eval_clips=null"]
+    assert idle_keys(written, config.load(ROOT / TINY, changes)) == ["grpo.window_size", "evaluation.eval_steps"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_recipes_numbers_have_a_source(name):
+    """Every number of grpo, and of how it is optimised and sampled, says where it is from."""
+    section = None
+    for line in (ROOT / "configs" / "presets" / f"{name}.yaml").read_text().splitlines():
+        if line and not line.startswith((" ", "#")):
+            section = line.rstrip(":")
+        key = line.strip().partition(":")[0]
+        ours = ("groups", "max_steps", "per_device_train_batch_size", "window", "samples_on", "window_bounds")
+        if section in ("grpo", "train", "sample") and line.startswith("  ") and key not in ours:
+            assert any(word in line for word in ("# repo", "# lora", "# the paper", "# Wan2.2")), line

@@ -1,0 +1,757 @@
+"""The estimate against figures that were measured and calculated independently, and against real tensors on the CPU.
+
+The expected figures of the published model are those of the project's study of Wan2.2-I2V-A14B (reference/wan.md, its
+section in brackets): its own hooks and counters on the meta device, and arithmetic by hand, written before this code.
+"""
+
+import dataclasses
+import gc
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, measured_before
+from pipelines import FRAMES, HEIGHT, I2V, LAYERS, WIDTH, encode, random_variant
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import UMT5EncoderModel
+
+from rewardfl import backbones, config, lora, machine
+from rewardfl.backbones.protocol import Adapter, Experts, Source
+from rewardfl.backbones.wan import files as layouts
+from rewardfl.backbones.wan import meta
+from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.decoder import WanDecoder, parts_checkpointed
+from rewardfl.backbones.wan.variants import VARIANTS
+from rewardfl.estimate import measure, needs, report
+from rewardfl.estimate.advice import KEYS, Machine, fits, options, recommend, with_options
+from rewardfl.training.workload import Span, Video, Workload, make_workload
+from rewardfl_tools import plan_run
+
+pytestmark = pytest.mark.slow(110)
+
+TARGETS = tuple(LAYERS)
+ADAPTER = Adapter(32, TARGETS)
+BLOCKS = ["WanTransformerBlock"]
+
+
+def described(path="", dtype="bfloat16"):
+    return backbones.describe("wan2_2", Source(str(path), dtype=dtype))
+
+
+PUBLISHED = described()
+SIZES = {"480x832": (480, 832), "480x480": (480, 480)}
+SHORT_SIZES = ["480x832", pytest.param("480x480", marks=pytest.mark.long)]
+PIPELINE = ROOT / "assets" / "tiny_world" / "pipeline"
+TINY = Video(described(PIPELINE, "float32"), 64, 64, 9, Adapter(16, TARGETS))
+BF16 = torch.bfloat16
+LAST_FOUR = {"low_noise": 4}  # of 8 steps, of which the low-noise expert has 5 at boundary 0.9
+RUN = Workload(
+    video=Video(PUBLISHED, 480, 832, 81, ADAPTER), trained=("low_noise",), untrained="high_noise",
+    rollout={"high_noise": 3, "low_noise": 5}, replay=LAST_FOUR, pulled=LAST_FOUR, reference=LAST_FOUR,
+    reward_gradient=True, cacheable=True, accumulation=1,
+)  # fmt: skip
+
+
+def with_levers(run=RUN, **fields):
+    return dataclasses.replace(run, **fields)
+
+
+@pytest.fixture(scope="module")
+def published():
+    """(size, adapter) -> Costs of the published model in bfloat16, 81 frames."""
+    measured = {}
+
+    def get(size, adapter):
+        if size not in measured:
+            measured[size] = measured_before(Video(PUBLISHED, *SIZES[size], 81, ADAPTER))
+            measured[size, ADAPTER] = measured[size]
+        if (size, adapter) not in measured:
+            parts = PUBLISHED.on_meta(*SIZES[size], 81)
+            expert = measure.measure_expert(parts.experts["low_noise"], BF16, PUBLISHED.block_classes, adapter)
+            experts = {"high_noise": expert, "low_noise": expert}
+            measured[size, adapter] = dataclasses.replace(measured[size], experts=experts)
+        return measured[size, adapter]
+
+    return get
+
+
+# ---- the published model ----
+
+
+@pytest.mark.parametrize(
+    "size, tokens, forward, backward, decode, encode",
+    [
+        ("480x832", 32760, 1678, 3018, 274, 162),
+        pytest.param("480x480", 18900, 755, 1205, 158, 94, marks=pytest.mark.long),
+    ],  # TFLOP [section 5, 3]
+)
+def test_flops_of_the_parts(published, size, tokens, forward, backward, decode, encode):
+    bare = published(size, None)
+    expert = bare.experts["low_noise"]
+    assert expert.tokens == tokens
+    assert expert.forward_frozen / 1e12 == pytest.approx(forward, rel=0.02)
+    assert expert.backward / 1e12 == pytest.approx(backward, rel=0.02)
+    assert sum(chunk.forward for chunk in bare.chunks) / 1e12 == pytest.approx(decode, rel=0.02)
+    # with what is computed again: of each residual block all but its last convolution
+    assert 1.4 < sum(chunk.backward for chunk in bare.chunks) / 1e12 / decode < 1.5
+    assert bare.image.forward / 1e12 == pytest.approx(encode, rel=0.02)
+    adapted = published(size, ADAPTER).experts["low_noise"]
+    assert 1 < adapted.forward / adapted.forward_frozen < 1.02  # "LoRA r32 adds ~1-2 %"
+
+
+@pytest.mark.parametrize(
+    "size, replayed, full", [("480x832", 46.6, 39.9), pytest.param("480x480", 20.5, 17.5, marks=pytest.mark.long)]
+)  # PFLOP [section 5]
+def test_flops_of_a_clip(published, size, replayed, full):
+    measured = published(size, ADAPTER)
+    work = needs.flops(measured, RUN)
+    encode = measured.image.forward  # the table has it in the step
+    assert (sum(work.values()) + encode) / 1e15 == pytest.approx(replayed, rel=0.02)
+    graph = sum(work.values()) - work["replay forward"]  # the rollout's own forward passes have the graph then
+    assert (graph + encode) / 1e15 == pytest.approx(full, rel=0.02)
+    assert work["reference"] / work["rollout"] == pytest.approx(0.5, rel=0.01)  # 4 and 8 passes without a graph
+    assert work["replay forward"] == work["replay recompute"]
+
+
+def test_an_anchor_costs_a_replayed_step_for_each_draw(published):
+    """And nothing else; supervised fine-tuning costs its draws alone."""
+    measured = published("480x480", ADAPTER)
+    anchored = dataclasses.replace(RUN, anchor={"low_noise": 2})
+    plain, work = needs.flops(measured, RUN), needs.flops(measured, anchored)
+    step = sum(plain[f"replay {part}"] for part in ("forward", "recompute", "backward")) / 4
+    assert work.pop("data anchor") == pytest.approx(2 * step) and work == plain
+    assert needs.memory(measured, anchored) == needs.memory(measured, RUN)
+    more = needs.flops(measured, dataclasses.replace(anchored, anchor_to_reference=True))
+    assert more["data anchor"] == pytest.approx(2 * step + plain["reference"] / 2)
+    alone = ["reward.reward_weight=0", "reward.motion_weight=0", "reward.others={}", "reward.kl_weight=0"]
+    supervised = configured(*alone, "anchor.target=data", "anchor.draws=2")
+    assert {name for name, amount in needs.flops(measured, supervised).items() if amount} == {"data anchor"}
+
+
+@pytest.mark.parametrize("size", SHORT_SIZES)
+@pytest.mark.parametrize(
+    "adapter, per_element, expected",  # bytes per token and channel, GB at both sizes [section 4]
+    [
+        (None, 41.6, (6.98, 4.03)),
+        (Adapter(32, TARGETS[:4]), 45.8, (7.68, 4.43)),  # the report's is a LoRA in bfloat16, which keeps as much
+        (ADAPTER, 53.2, (8.93, 5.16)),
+    ],
+    ids=["no LoRA", "LoRA on attention", "LoRA"],
+)
+def test_saved_bytes_of_a_block(published, adapter, per_element, expected, size):
+    expert = published(size, adapter).experts["low_noise"]
+    assert expert.block_saved / 1e9 == pytest.approx(expected[list(SIZES).index(size)], rel=0.01)
+    assert expert.block_saved / expert.block_input * 2 == pytest.approx(per_element, rel=0.01)
+    # "one block recompute + bwd ~9+4 | ~5+2.5": what the backward pass and the forward's own temporaries add
+    assert 1.2 < expert.block_peak / expert.block_saved < 1.55
+
+
+@pytest.mark.parametrize(
+    "size, stored, caches, kept",  # GB [section 4: block inputs; section 3]
+    [("480x832", 13.4, 1.89, 36.8), pytest.param("480x480", 7.7, 1.09, 21.2, marks=pytest.mark.long)],
+)
+def test_activations(published, size, stored, caches, kept):
+    measured = published(size, ADAPTER)
+    steady = measured.chunks[-1]
+    assert measured.experts["low_noise"].stored / 1e9 == pytest.approx(stored, rel=0.01)
+    assert steady.caches_in / 1e9 == pytest.approx(caches, rel=0.01)
+    assert needs.decode_caches(measured.chunks, "keep")[0] / 1e9 == pytest.approx(kept, rel=0.01)
+    assert 2 * steady.caches_in < steady.peak_vjp
+
+
+def test_weights(published):
+    measured = published("480x832", ADAPTER)
+    expert = measured.experts["low_noise"]
+    assert expert.weights / 1e9 == pytest.approx(28.64, rel=0.001)  # [section 5]
+    assert expert.weights_fp8 / 1e9 == pytest.approx(14.3, rel=0.03)  # [section 4]
+    assert expert.adapter_parameters / 1e6 == pytest.approx(153.4, rel=0.001)  # [section 2]
+    assert needs.memory(measured, RUN).resident["LoRA, gradient, Adam"] / 1e9 == pytest.approx(2.5, rel=0.02)
+    assert measured.vae_weights / 1e9 == pytest.approx(0.25, rel=0.02)
+    assert measured.text_weights / 1e9 == pytest.approx(11.4, rel=0.01)
+
+
+@pytest.mark.parametrize("size", SHORT_SIZES)
+@pytest.mark.parametrize(
+    "fields, expected",  # the plans of section 5, GB; "high on CPU, segment VAE": its caches are in the host here
+    [({}, (113, 90)), ({"placement": "cpu_swap", "decode_caches": "offload"}, (58, 46))],
+    ids=["both bf16, chunk VAE", "high on CPU"],
+)
+def test_peak_memory_of_the_plans(published, fields, expected, size):
+    peak = needs.memory(published(size, ADAPTER), with_levers(**fields)).peak
+    assert peak / 1e9 == pytest.approx(expected[list(SIZES).index(size)], rel=0.1)
+
+
+@pytest.mark.parametrize("processes", [2, 8])
+def test_what_sharding_leaves_on_a_gpu(published, processes):
+    """In parts: 16 bytes of 153.4 million under fsdp2, and 27.9 GB of blocks; zero2 takes the moments away."""
+    measured, run = published("480x832", ADAPTER), dataclasses.replace(RUN, processes=processes)
+    found = {
+        name: needs.memory(measured, dataclasses.replace(run, sharding=name)) for name in ("none", "zero2", "fsdp2")
+    }
+    expert, lora = "low_noise expert", "LoRA, gradient, Adam"
+    trained = measured.experts["low_noise"].adapter_parameters
+    block = measured.experts["low_noise"].block_weights
+    assert found["none"].resident[lora] == 16 * trained and found["none"].host == {}
+    assert found["zero2"].resident[lora] == 8 * trained + 200_000_000
+    assert found["zero2"].host == {"optimizer": 16 * trained // processes}
+    assert found["zero2"].resident[expert] == found["none"].resident[expert]
+    assert found["fsdp2"].resident[lora] == 16 * trained // processes + 4 * trained
+    assert found["fsdp2"].resident[expert] == 40 * block // processes + 2 * block + (28637218944 - 40 * block)
+    assert found["fsdp2"].peak < found["zero2"].peak < found["none"].peak and found["fsdp2"].host == {}
+    untrained = {name: need.resident["high_noise expert (gpu)"] for name, need in found.items()}
+    assert len(set(untrained.values())) == 1  # is not in the module that is prepared
+
+
+def test_one_expert_costs_what_its_placement_says(published):
+    measured = published("480x832", ADAPTER)
+
+    def resident(place):
+        return sum(needs.memory(measured, with_levers(placement=place)).resident.values()) / 1e9
+
+    assert resident("gpu") - resident("boundary_cache") == pytest.approx(28.64, rel=0.001)
+    assert resident("fp8") - resident("boundary_cache") == pytest.approx(14.3, rel=0.03)
+    expert = measured.experts["high_noise"]
+    assert resident("cpu_swap") - resident("boundary_cache") == pytest.approx(expert.other_weights / 1e9)  # embeddings
+    swapped = [
+        needs.memory(measured, with_levers(placement="cpu_swap", trained_placement=at)) for at in ("gpu", "cpu_swap")
+    ]
+    blocks = 28637218944 - expert.other_weights
+    assert [need.host for need in swapped] == [{"swapped experts": blocks}, {"swapped experts": 2 * blocks}]
+    for need in swapped:  # the block at work and the next, of either expert
+        assert need.phases["rollout"]["two blocks' weights"] == 2 * expert.block_weights == blocks // 20
+        assert "two blocks' weights" not in need.phases["decode VJP"]
+    assert [need.phases["replay"].get("two blocks' weights") for need in swapped] == [None, 2 * expert.block_weights]
+    assert swapped[0].of("decode") - swapped[1].of("decode") == blocks
+    both = dataclasses.replace(RUN, trained=("high_noise", "low_noise"), untrained=None)
+    assert sum(needs.memory(measured, both).resident.values()) / 1e9 == pytest.approx(
+        2 * (28.64 + 2.45) + 0.25, rel=0.01
+    )
+
+
+# ---- reality ----
+
+
+def test_peak_counts_what_lives_at_once():
+    x = torch.ones(1000)  # 4000 bytes
+
+    def run():
+        y = x * 2
+        z = y[10:].view(-1) * 2  # a view is no memory of its own
+        del y
+        return z + x[:990]
+
+    assert measure.without_graph(run, [x]).peak == 4000 + 3960
+    assert measure.without_graph(lambda: (x * 2, x.add_(1)), [x]).peak == 4000
+    leaf = x.clone().requires_grad_()
+
+    def peak(graph, **how):
+        leaf.grad = None  # else the gradient is added to memory that is there
+        return measure.with_graph(graph, [leaf], [x], **how).peak
+
+    def exp():
+        return [(leaf * x).exp()]  # which keeps its result; x and the leaf are given
+
+    assert measure.with_graph(exp, [leaf], [leaf, x]).saved == 4000
+    # with it the cotangent, and a gradient made from another, when the graph has let go of the result
+    assert (peak(exp), peak(exp, keep=False)) == (4 * 4000, 3 * 4000)
+
+
+def hooked_bytes(forward, given):
+    """What `measure.with_graph` counts as saved, of real tensors and by their addresses."""
+    known, saved = {tensor.untyped_storage().data_ptr() for tensor in given}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        graph = forward()
+    del graph  # it had to be alive until all was counted
+    return sum(saved.values())
+
+
+def counted(run):
+    """FLOPs as torch's own counter has them on the CPU, with its CPU attention, and what `run` gives."""
+    with FlopCounterMode(display=False, custom_mapping=measure.FUSED) as counter:
+        result = run()
+    return counter.get_total_flops(), result
+
+
+def test_real_expert(pipe):
+    """Saved bytes and FLOPs of real tensors, whose attention is torch's own choice, equal those on the meta device."""
+    model = pipe.transformer_2  # of two blocks
+    shape = (model.config.in_channels, 2, 8, 10)
+    lora.inject(model, 4, 4, list(TARGETS), seed=0)
+    expert = meta.expert_on_meta(model.config, torch.float32, shape, I2V)
+    predicted = measure.measure_expert([expert], torch.float32, BLOCKS, Adapter(4, TARGETS))
+    assert predicted.tokens == 40
+    x = torch.randn(1, *shape, requires_grad=True)
+    text = torch.randn(1, wan.TEXT_LENGTH, model.config.text_dim)
+    real = dataclasses.replace(
+        expert, x=x, run=lambda model: model(x, torch.tensor([500.0]), text, return_dict=False)[0]
+    )
+    given, _ = measure.block_arguments(real, model, model.blocks[0])
+    shared = [one for one in tree_leaves(given) if not one.requires_grad]
+    assert hooked_bytes(lambda: model.blocks[0](**given), [*model.parameters(), *shared]) == predicted.block_saved
+    forward, velocity = counted(lambda: real.run(model))
+    backward, _ = counted(lambda: velocity.sum().backward())
+    assert (forward, backward) == (predicted.forward, predicted.backward)
+    with lora.reference(model), torch.no_grad():
+        assert counted(lambda: real.run(model))[0] == predicted.forward_frozen
+    parts = [*model.parameters(), *model.buffers()]
+    adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert predicted.adapter_parameters == adapter
+    assert predicted.weights == measure.nbytes(parts) - 4 * adapter
+
+
+SHORT = ("wan2_2", "wan2_2_ti2v")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS]
+)
+def test_real_variant(name, tmp_path):
+    """Conditioning, latents, decoder and a network of each variant's folder, as they come out of the real code."""
+    stock = random_variant(name)
+    stock.save_pretrained(tmp_path)
+    source = Source(str(tmp_path), dtype="float32")
+    predicted = measure.measure(Video(backbones.describe(name, source), HEIGHT, WIDTH, FRAMES, None))
+    backbone, cpu = backbones.open(name, source), torch.device("cpu")
+    shape, schedule = backbone.latent_shape(HEIGHT, WIDTH, FRAMES), backbone.schedule(4, 5.0, None)
+    assert predicted.shape == shape
+    clip = stock.image_encoder if VARIANTS[name].clip else None
+    assert predicted.vision_weights == (measure.nbytes(clip.parameters()) if clip else 0)
+    image = torch.zeros(3, HEIGHT, WIDTH)
+    given = backbone.text_encoder(cpu)("a person") | backbone.image_encoder(cpu)(image, FRAMES)
+    assert {part: measure.nbytes([value]) for part, value in given.items()} == predicted.cached
+    x = torch.randn(1, *shape)
+    for i, expert in enumerate(schedule.experts):
+        model = Experts({expert: backbone.load_expert(expert)})
+        with torch.no_grad():
+            work, _ = counted(lambda model=model, i=i: backbone.velocity(model, x, i, schedule, given))
+        assert work == predicted.experts[expert].forward_frozen
+        assert measure.nbytes([*model.parameters(), *model.buffers()]) == predicted.experts[expert].weights
+    work, decoded = counted(lambda: backbone.load_decoder(cpu).decode_with_caches(x, given=given))
+    assert work == sum(chunk.forward for chunk in predicted.chunks)
+    assert decoded.video.numel() == predicted.num_pixels
+
+
+def test_real_folder(pipe, tmp_path):
+    """Decoder, caches and conditioning of a pipeline folder, as they come out of the real code."""
+    pipe.save_pretrained(tmp_path)
+    predicted = measure.measure(Video(described(tmp_path, "float32"), HEIGHT, WIDTH, 4 * FRAMES + 1, None))
+    torch.manual_seed(0)
+    latents = torch.randn(1, *predicted.shape)
+    decoded = WanDecoder(pipe.vae).decode_with_caches(latents)
+    held = [[c for c in caches if isinstance(c, torch.Tensor)] for caches in decoded.caches.values()]
+    assert [measure.nbytes(caches) for caches in held] == [chunk.caches_in for chunk in predicted.chunks]
+    x = latents[:, :, :1].clone().requires_grad_()
+
+    def first_chunk():
+        caches = [None] * pipe.vae._cached_conv_counts["decoder"]
+        frames = pipe.vae.decoder(pipe.vae.post_quant_conv(x), feat_cache=caches, feat_idx=[0], first_chunk=True)
+        return [frames.clamp(-1, 1), *(c for c in caches if isinstance(c, torch.Tensor))]
+
+    with parts_checkpointed(pipe.vae.decoder):
+        _, outputs = counted(first_chunk)
+        backward, _ = counted(lambda: torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs]))
+    assert backward == predicted.chunks[0].backward
+    work, one = counted(lambda: encode(pipe, "a person", torch.zeros(3, HEIGHT, WIDTH), 4 * FRAMES + 1))
+    assert {name: measure.nbytes([value]) for name, value in one.items()} == predicted.cached
+    # the pipeline encodes what the VAE's quantising convolution then takes, which is left out here
+    assert work == pytest.approx(predicted.image.forward + predicted.text.forward, rel=0.01)
+    assert layouts.source_of(I2V, str(tmp_path)) == tmp_path
+
+
+# ---- what the settings do ----
+
+
+def change(measured, phase, **fields):
+    """GB that a phase takes less with these settings."""
+    return (needs.memory(measured, RUN).of(phase) - needs.memory(measured, with_levers(**fields)).of(phase)) / 1e9
+
+
+def test_attention_that_is_kept_takes_memory_and_saves_its_own_work(published):
+    measured, tokens = published("480x832", ADAPTER), 21 * 30 * 52
+    one = tokens * (5120 * 2 + 40 * 4)  # the output in bf16, and a float32 for each head
+    assert change(measured, "replay", keep_attention=True) == pytest.approx(-40 * one / 1e9)
+    before, after = needs.flops(measured, RUN), needs.flops(measured, with_levers(keep_attention=True))
+    assert before.pop("replay recompute") - after.pop("replay recompute") == 4 * 40 * 4 * tokens**2 * 5120
+    assert before == after
+
+
+def test_room_that_saves_time_is_named(published):
+    measured = published("480x832", ADAPTER)
+    run = with_levers(placement="cpu_swap", decode_caches="offload")  # its peak is in the replay
+    kept = dataclasses.replace(run, keep_attention=True)
+    peak = needs.memory(measured, kept).peak + needs.RESERVE
+    (line,) = report.fit_verdict(measured, run, Machine(peak))[1:]
+    assert "train.keep_attention: true" in line and "13.6 GB more, -7.5 % time" in line
+    assert len(report.fit_verdict(measured, run, Machine(peak - 1))) == 1
+    assert len(report.fit_verdict(measured, kept, Machine(peak))) == 1
+
+
+def test_settings_take_from_the_phase_they_are_for(published):
+    measured = published("480x832", ADAPTER)
+    assert change(measured, "replay", offload_inputs=True) == pytest.approx(38 * 0.3355, rel=0.001)  # 2 of 40 stay
+    assert change(measured, "decode VJP", decode_caches="offload") == pytest.approx(36.8 - 1.89, rel=0.01)
+    assert change(measured, "decode VJP", decode_caches="segment") == pytest.approx(36.8 - 1.89, rel=0.01)
+    # 21 chunks in segments of 5: the caches of chunks 0 (none), 5, 10, 15, 20, and those of one segment
+    host = [needs.memory(measured, with_levers(decode_caches=at)).host for at in ("offload", "segment")]
+    assert [need["decoder caches"] / 1e9 for need in host] == pytest.approx([36.8, 9 * 1.89], rel=0.01)
+    without = change(measured, "replay", checkpointing=False)  # 40 blocks' saved bytes for 40 inputs and one block's
+    assert without == pytest.approx(13.4 - 39 * 8.91, rel=0.01)
+    for phase in ("rollout", "decode", "reward", "decode VJP", "replay"):
+        one = needs.memory(measured, RUN)
+        activations = one.of(phase) - sum(one.resident.values())
+        assert change(measured, phase, batch=3) == pytest.approx(-2 * activations / 1e9)
+    frames = needs.memory(measured, RUN).phases["reward"]["frames, also float32, and gradient"]
+    assert frames == 3 * 81 * 480 * 832 * (2 + 4 + 4)
+    host = needs.memory(measured, with_levers(offload_inputs=True, decode_caches="offload", batch=2)).host
+    assert host["block inputs"] / 1e9 == pytest.approx(2 * 13.4, rel=0.01)
+    assert host["decoder caches"] / 1e9 == pytest.approx(2 * 36.8, rel=0.01)
+    assert needs.memory(measured, RUN).host == {}
+
+
+def test_settings_change_the_work(published):
+    measured = published("480x832", ADAPTER)
+    expert, base = measured.experts["low_noise"], needs.flops(measured, RUN)
+
+    def difference(run):
+        after = needs.flops(measured, run)
+        return {name: after[name] - base[name] for name in base if after[name] != base[name]}
+
+    assert difference(dataclasses.replace(RUN, reference={})) == {"reference": -4 * expert.forward_frozen}
+    assert difference(dataclasses.replace(RUN, pulled={"low_noise": 7})) == {
+        "replay recompute": 3 * expert.forward, "replay backward": 3 * expert.backward,
+    }  # fmt: skip
+    assert difference(with_levers(placement="boundary_cache")) == {"rollout": -3 * expert.forward_frozen}
+    assert difference(with_levers(checkpointing=False)) == {"replay recompute": -4 * expert.forward}
+    assert difference(with_levers(decode_caches="segment")) == {"decode VJP": base["decode"]}
+    kept = with_levers(keeps_graphs=True, offload_inputs=True)
+    assert difference(kept) == {"replay forward": -4 * expert.forward}
+    assert needs.memory(measured, kept).host == {"block inputs": 4 * expert.stored}
+    assert difference(with_levers(placement="cpu_swap", decode_caches="offload", offload_inputs=True)) == {}
+
+
+def test_disk(published):
+    measured = published("480x832", ADAPTER)
+    cached = with_levers(placement="boundary_cache", noises=4)
+    assert needs.disk(measured, RUN)[0] == 12 * 153_354_240
+    assert needs.disk(measured, cached)[1] == {
+        "text": 512 * 4096 * 2, "image": 20 * 21 * 60 * 104 * 4, "boundary latents": 4 * 16 * 21 * 60 * 104 * 4,
+    }  # fmt: skip
+    assert "boundary latents" not in needs.disk(measured, RUN)[1]
+    text = "\n".join(report.disk_table(measured, dataclasses.replace(RUN, steps=100, saves=4, clips=200)))
+    assert "4 in 100 steps: 7.4 GB" in text and "of 200 clips: 2.9 GB" in text
+
+
+# ---- what to switch on ----
+
+HIGH = dataclasses.replace(
+    RUN, trained=("high_noise",), untrained="low_noise", cacheable=False, replay={"high_noise": 2},
+    pulled={"high_noise": 2}, reference={"high_noise": 2},
+)  # fmt: skip
+ACROSS = {"high_noise": 1, "low_noise": 1}
+BOTH = dataclasses.replace(
+    RUN, trained=("high_noise", "low_noise"), untrained=None, cacheable=False, replay=ACROSS, pulled=ACROSS,
+    reference=ACROSS,
+)  # fmt: skip
+
+
+def configured(*overrides):
+    cfg = config.load(ROOT / "configs" / "wan22_face.yaml", list(overrides))
+    return make_workload(cfg, PUBLISHED, None, None, 1)
+
+
+def test_every_option_is_a_setting():
+    """Each key and value is one that the configuration takes, and reading it gives the option's own run."""
+    seen = set()
+    for run in (RUN, with_levers(batch=4, checkpointing=False), with_levers(keep_attention=True)):
+        levers = {field: getattr(run, field) for field in KEYS if field != "samples_on"}
+        for option in options(run):
+            settings = {KEYS[field]: value for field, value in (levers | option.fields).items()}
+            read = configured(*(f"{key}={yaml.safe_dump(value).split()[0]}" for key, value in settings.items()))
+            assert {field: getattr(read, field) for field in levers} == levers | option.fields
+            seen |= {(key, str(value)) for key, value in option.settings.items()}
+    assert {key for key, _ in seen} == set(KEYS.values()) - {"grpo.samples_on"}
+    assert {value for key, value in seen if key == "experts.untrained"} == {"cpu_swap", "fp8", "boundary_cache"}
+
+
+def test_options_are_possible():
+    assert not any("experts.untrained" in option.settings for option in options(BOTH))  # there is none
+    high = [option.settings.get("experts.untrained") for option in options(HIGH)]
+    assert "cpu_swap" in high and "boundary_cache" not in high  # the low-noise expert comes after the boundary
+    crossing = configured("sample.mid_timestep=2")
+    assert all(option.settings.get("experts.untrained") != "boundary_cache" for option in options(crossing))
+
+
+@pytest.mark.parametrize(
+    "run, memory",
+    [(RUN, 80), (with_levers(batch=4, checkpointing=False), 80), (BOTH, 100), (HIGH, 10)],
+    ids=["one lever", "several", "both", "none is enough"],
+)
+def test_recommendation(published, run, memory):
+    """Each recommended setting is needed, and printed; where none is enough, nothing lowers the peak any more."""
+    measured = published("480x832", ADAPTER)
+    chosen = recommend(measured, run, Machine(memory * 1e9))
+    after = with_options(run, chosen)
+    fit = fits(measured, after, Machine(memory * 1e9))
+    assert chosen and fit == (memory > 10) and not fits(measured, run, Machine(memory * 1e9))
+    if fit:
+        for option in chosen:
+            assert not fits(measured, with_options(run, [o for o in chosen if o is not option]), Machine(memory * 1e9))
+    else:
+        peak = needs.memory(measured, after).peak
+        assert all(needs.memory(measured, with_options(after, [o])).peak >= peak for o in options(after))
+    text = "\n".join(report.fit_verdict(measured, run, Machine(memory * 1e9)))
+    assert "does not fit" in text and ("no setting makes it fit" in text) == (not fit)
+    for option in chosen:
+        for key, value in option.settings.items():
+            assert f"{key}: {str(value).lower()}" in text
+
+
+def test_the_cheapest_comes_first(published):
+    """One setting is enough for 100 GB; of those that do and take no FLOPs, swapping is the first."""
+    measured = published("480x832", ADAPTER)
+    (first,) = recommend(measured, RUN, Machine(100e9))
+    assert first.settings == {"experts.untrained": "cpu_swap"}
+    # what changes the numbers comes last, though the cache saves time
+    assert all(option.exact for option in recommend(measured, RUN, Machine(80e9)))
+    # a batch of 4 that does not fit is taken one at a time, with the same clips per update
+    settings = {}
+    for option in recommend(measured, with_levers(batch=4, accumulation=2), Machine(80e9)):
+        settings |= option.settings
+    assert settings["train.per_device_train_batch_size"] == 1 and settings["train.gradient_accumulation_steps"] == 8
+
+
+# ---- the tool ----
+
+
+def tool(monkeypatch, capsys, *arguments):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["plan_run.py", "--host-gb", "1000", "--config", *arguments])
+    code = plan_run.main()
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+OTHER_MODELS = {
+    "wan22_face_16gb": 16,
+    "wan22_face_24gb": 24,
+    "wan22_ti2v_5b_face": 48,
+    "wan21_i2v_face": 80,
+    "wan21_t2v_1_3b_flow_grpo": 16,
+    "wan22_ti2v_5b_flow_grpo": 24,
+    "wan22_t2v_flow_grpo": 48,
+    "sd35_flow_grpo": 24,
+    "sd35_reward_fl": 24,
+    "flux_flow_grpo": 48,
+    "flux_reward_fl": 80,
+    "qwen_image_flow_grpo": 80,
+    "flux2_klein_flow_grpo": 24,
+    "z_image_flow_grpo": 32,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, memory", OTHER_MODELS.items())
+def test_the_files_of_other_models_fit_the_gpus_that_they_name(monkeypatch, capsys, name, memory):
+    file = f"configs/{name}.yaml"
+    code, out, _ = tool(monkeypatch, capsys, file, "--gpu-memory", str(memory))
+    assert code == 0 and "\nfits: " in out and "published; no configurations" in out
+    assert f"{memory} GB" in (ROOT / file).read_text()
+
+
+def test_tiny_config(monkeypatch, capsys):
+    code, out, _ = tool(monkeypatch, capsys, "configs/tiny_face.yaml")
+    assert code == 0 and "fits: 2.2 GB of 80.0 GB" in out
+    assert "500 tokens" in out and "model's shape from assets/tiny_world/pipeline\n" in out
+    assert "data: 48 clips" in out and "replayed" in out
+
+
+def test_face_config(monkeypatch, capsys, published):
+    monkeypatch.setattr(report, "measure", lambda video: published("480x832", ADAPTER))  # measured before
+    code, out, _ = tool(monkeypatch, capsys, "configs/wan22_face.yaml")
+    assert code == 2 and "does not fit" in out and "  set experts.untrained: cpu_swap\n" in out
+    assert "published; no configurations" in out and "data: not there yet" in out
+    settings = ["experts.untrained=cpu_swap", "train.decode_caches=offload"]
+    code, out, _ = tool(monkeypatch, capsys, "configs/wan22_face.yaml", *settings)
+    assert code == 0 and "\nfits" in out
+    code, _, _ = tool(monkeypatch, capsys, "configs/wan22_face.yaml", "--gpu-memory", "141")
+    assert code == 0
+
+
+def test_run_of_a_configuration(monkeypatch):
+    settings = [
+        "sample.num_inference_steps=4", "sample.shift=3", "sample.final_timestep=2", "sample.mid_timestep=0",
+        "sample.gradient_mode=drtune", "reward.kl_weight=0", "reward.kl_gradient=fixed_trajectory",
+        "model.trainable_models=dit,dit2", "model.min_timestep_boundary=0.8", "run.save_steps=7",
+        "reward.reward_model_path=assets/tiny_world/faces/reward", "reward.held_out_model_path=null",
+        "train.gradient_accumulation_steps=8",
+    ]  # fmt: skip
+    monkeypatch.chdir(ROOT)
+    files = Path("assets/tiny_world/faces/reward")  # as the configuration has it
+    pack = sum(file.stat().st_size for file in files.glob("*.onnx"))
+    cfg = config.load(ROOT / "configs" / "wan22_face.yaml", settings)
+    run = make_workload(cfg, PUBLISHED, 30, 12, 2, "zero2")
+    assert run == Workload(
+        video=dataclasses.replace(RUN.video, height=480, width=480), trained=("high_noise", "low_noise"),
+        untrained=None, rollout={"high_noise": 2, "low_noise": 1}, replay={"high_noise": 2, "low_noise": 1},
+        pulled={"high_noise": 2, "low_noise": 1}, reward_gradient=True, accumulation=8, saves=2, steps=12, clips=30,
+        reward_bytes=pack, processes=2, sharding="zero2", anchor={"high_noise": 2 / 3, "low_noise": 1 / 3},
+        anchor_to_reference=True, spans=(Span("one update of 8 clips per GPU", 8, 8),),
+    )  # fmt: skip
+    assert needs.memory(measured_before(TINY), run).resident["reward networks' weights"] == pack > 1e6
+    as_shipped = configured()
+    assert (as_shipped.rollout, as_shipped.replay) == ({"high_noise": 3, "low_noise": 5}, LAST_FOUR)
+    assert as_shipped.pulled == as_shipped.reference == LAST_FOUR and as_shipped.cacheable
+    plain, guided = configured(), ["sample.guidance_scale=5"]
+    half = [*guided, "sample.guidance_gradient=conditional"]
+
+    def times(factor, passes):
+        return {expert: factor * count for expert, count in passes.items()}
+
+    both = configured(*guided)
+    assert both.rollout == times(2, plain.rollout) and both.reference == times(2, LAST_FOUR) and both.graphs == 2
+    assert both.replay == both.pulled == times(2, LAST_FOUR)
+    one = configured(*half)  # the other answer is a pass without a graph
+    assert one.rollout == {"high_noise": 6, "low_noise": 14} and one.graphs == 1
+    assert one.replay == one.pulled == LAST_FOUR and one.reference == times(2, LAST_FOUR)
+    for apart in (
+        "reward.kl_gradient=fixed_trajectory",
+        "reward.kl_gradient=exact",
+    ):  # one more backward a coupled step
+        assert (configured(apart).replay, configured(apart).pulled) == (LAST_FOUR, {"low_noise": 7})
+        assert configured(apart, "sample.gradient_mode=drtune").pulled == LAST_FOUR
+    assert configured("reward.kl_gradient=exact", *guided).pulled == {"low_noise": 14}
+
+
+# ---- the host's memory ----
+
+
+@pytest.mark.parametrize("processes", [1, 8])
+def test_the_processes_host_memory_is_one_sum_in_the_verdict(published, processes):
+    measured = published("480x832", ADAPTER)
+    run = with_levers(placement="cpu_swap", decode_caches="offload")
+    each = sum(needs.memory(measured, run).host.values())
+    enough = Machine(80e9, processes * each, processes)
+    (line, *_) = report.fit_verdict(measured, run, enough)
+    assert fits(measured, run, enough) and line.startswith("fits: ")
+    assert f"{report.format_size(processes * each)} of {report.format_size(processes * each)} in host memory" in line
+    less = dataclasses.replace(enough, host=processes * each - 1)
+    lines = report.fit_verdict(measured, run, less)
+    assert not fits(measured, run, less) and lines[0].startswith("does not fit: ")
+    # half of the caches wait in host memory then; a GPU's bytes are not what is lacking
+    assert lines[1] == "  set train.decode_caches: segment" and lines[2].endswith("+0.6 % time"), lines
+    assert not any(option.settings.get("experts.trained") for option in recommend(measured, run, less))
+
+
+def test_no_advice_asks_for_more_host_memory_than_there_is(published):
+    measured = published("480x832", ADAPTER)
+    chosen = recommend(measured, RUN, Machine(80e9, 30e9))
+    assert fits(measured, with_options(RUN, chosen), Machine(80e9, 30e9))
+    text = "\n".join(report.fit_verdict(measured, with_levers(placement="cpu_swap"), Machine(None, 1e9, 8)))
+    assert "does not fit: 224.9 GB of 1.0 GB in host memory for 8 processes" in text
+    assert "no setting makes it fit" not in text  # boundary_cache does
+
+
+def test_plan_run_judges_the_host(monkeypatch, capsys, published):
+    monkeypatch.setattr(report, "measure", lambda video: published("480x832", ADAPTER))
+    arguments = ["configs/wan22_face.yaml", "experts.untrained=cpu_swap", "train.decode_caches=offload"]
+    for host, processes, code in (("70", "1", 0), ("60", "1", 2), ("520", "8", 0), ("510", "8", 2)):
+        found, out, _ = tool(monkeypatch, capsys, *arguments, "--host-gb", host, "--processes", processes)
+        assert found == code and ("\nfits: " in out) == (code == 0) and ("\ndoes not fit: " in out) == (code == 2)
+    monkeypatch.setattr(machine, "usable_memory", lambda: 24e9)
+    monkeypatch.setattr(sys, "argv", ["plan_run.py", "--config", *arguments])  # this machine's
+    assert plan_run.main() == 2 and "of 24.0 GB in host memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--tflops", "--gpu-memory", "--host-gb"])
+@pytest.mark.parametrize("number", ["0", "-1", "nan", "inf"])
+def test_numbers_that_are_no_amounts_are_refused(monkeypatch, capsys, option, number):
+    code, out, error = tool(monkeypatch, capsys, "configs/tiny_face.yaml", f"{option}={number}")
+    assert (code, out) == (2, "") and error == f"error: {option}: must be a number above 0, got {number}\n"
+
+
+def test_rewards_are_there_while_prompts_and_clips_are_encoded(tmp_path):
+    """All weights that a reward's settings name, of one format each; they are loaded before the encoders."""
+    model, judge = tmp_path / "model", tmp_path / "judge.pt"
+    model.mkdir()
+    for name, size in (("model.safetensors", 5000), ("pytorch_model.bin", 5000), ("config.json", 70)):
+        (model / name).write_bytes(bytes(size))
+    judge.write_bytes(bytes(300))
+    hps = {"name": "hpsv2", "weight": 1, "settings": {"checkpoint": str(judge), "tokenizer_dir": "nowhere"}}
+    pick = {"name": "pickscore", "weight": 1, "settings": {"model_dir": str(model)}}
+    others = f"reward.others={json.dumps({'hps': hps, 'pick': pick})}"
+    run = configured("reward.reward_model_path=nowhere", "reward.held_out_model_path=null", others)
+    assert run.reward_bytes == 5300
+    measured = measured_before(TINY)
+    more, none = (needs.memory(measured, dataclasses.replace(RUN, reward_bytes=n)).by_phase for n in (5300, 0))
+    assert {phase: more[phase] - none[phase] for phase in more} == dict.fromkeys(more, 5300)
+    assert {"encode text", "encode clip"} < more.keys()
+
+
+def test_the_text_encoder_is_gone_before_the_vae_comes():
+    """By its last reference, not by a collection of garbage."""
+    backbone = backbones.open("wan2_2", Source(str(PIPELINE), dtype="float32"))
+
+    def encoders():
+        return [one for one in gc.get_objects() if type(one) is UMT5EncoderModel]
+
+    gc.collect()
+    gc.disable()
+    try:
+        before, encode = len(encoders()), backbone.text_encoder(torch.device("cpu"))
+        encode("a person")
+        assert len(encoders()) == before + 1
+        del encode
+        assert len(encoders()) == before
+    finally:
+        gc.enable()
+
+
+def test_what_is_measured_is_what_the_configuration_says():
+    settings = ["lora.lora_rank=8", "lora.lora_target_modules=q,ffn.0", "data.height=480", "data.num_frames=49"]
+    adapter = Adapter(8, ("to_q", "ffn.net.0.proj"))
+    for max_pixels, width in (("null", 832), (480 * 480, 480)):
+        video = configured(*settings, f"data.max_pixels={max_pixels}").video
+        assert video == Video(PUBLISHED, 480, width, 49, adapter)
+
+
+@pytest.mark.parametrize(
+    "file, override, message",
+    [
+        ("wan22_face", "data.height=500", "multiple of 16"),
+        ("wan22_face", "sample.final_timestep=9", "at most 7"),
+        ("wan22_face", "model.trainable_models=dit", "answers at no active step"),
+        ("wan22_face", "train.decode_caches=nowhere", "must be 'keep', 'offload' or 'segment'"),
+        ("tiny_flow_grpo", "--processes=5", "do not divide into forward passes of world 5 x batch 8 = 40; the nearest"),
+        ("tiny_flow_grpo", "grpo.updates_per_epoch=5", "forward passes of a process, got 5; take one of 1, 2, 4"),
+        ("tiny_flow_grpo", "grpo.window_bounds=[0,3]", "no 2 steps in a row among the usable []"),
+        ("tiny_flow_grpo", "data.height=70", "multiple of 16"),
+    ],
+)
+def test_what_cannot_work(monkeypatch, capsys, file, override, message):
+    code, out, error = tool(monkeypatch, capsys, f"configs/{file}.yaml", "data.max_pixels=null", override)
+    assert code == 2 and error.startswith("error: ") and message in error and out == ""
+
+
+def test_source_of_original_files(monkeypatch, tmp_path):
+    paths = tmp_path / "wan22_paths.json"
+    paths.write_text("[]")
+    assert layouts.source_of(I2V, str(paths)) == layouts.published(I2V)
+    own = ROOT / "assets" / "tiny_world" / "pipeline"
+    for nothing in ("", None):  # as examples/wan22_paths.json has it: the published model's
+        (own_paths := tmp_path / "empty.json").write_text(json.dumps({"configs": nothing}))
+        assert layouts.source_of(I2V, str(own_paths)) == layouts.published(I2V)
+    paths.write_text(json.dumps({"configs": str(own)}))
+    assert layouts.source_of(I2V, str(paths)) == own
+    monkeypatch.chdir(own)  # no path is not the folder that the command is started in
+    assert layouts.source_of(I2V, "") == layouts.published(I2V)

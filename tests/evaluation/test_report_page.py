@@ -1,0 +1,404 @@
+"""report.html and the page of tools/compare_runs.py, from reports as evaluate makes them; nothing is sampled."""
+
+import base64
+import itertools
+import json
+import math
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from conftest import ROOT
+from matplotlib.figure import Figure
+from test_judging import ARMS, JUDGE, pair, real, record, summary
+
+from rewardfl.evaluation import comparison
+from rewardfl.evaluation.arms import Arm
+from rewardfl.evaluation.report import charts, meanings, pictures
+from rewardfl.evaluation.report.charts import front
+from rewardfl.evaluation.report.report_page import report_page, worst_first
+from rewardfl.evaluation.report.templates import digits
+from rewardfl.evaluation.report.verdicts import verdict
+from rewardfl.training.metrics_file import MetricsFile
+from rewardfl_tools import compare_runs
+
+VOID = {"meta", "input", "br", "link", "img"}
+NAMES = "abcdefghi"  # people enough for no warning of few
+SETTINGS = {
+    "records": {"format": "1"}, "data": {"--data": "ab"}, "sampling": {"sample.shift": "5"}, "model": {"network": "n"},
+    "judges": {"held_out's w.onnx": "12"}, "adapters": {"latest": "cd"}, "videos": {},
+}  # fmt: skip
+
+
+class Document(HTMLParser):
+    """What a page is made of: unclosed tags, attributes by name, text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.wrong, self.attributes, self.words, self.tags = [], [], [], [], []
+        self.feed(text)
+        self.close()
+        self.wrong += self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attributes]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        self.wrong += [] if self.open and self.open[-1] == tag else [tag]
+        self.open = self.open[:-1]
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.words.append(data)
+
+    def values(self, *names):
+        return [value for name, value in self.attributes if name in names]
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+def videos(page):
+    return [one for one in page.values("src") if not one.startswith("data:image/svg+xml;base64,")]
+
+
+def finished(report, **settings):
+    return report | {"command": ["evaluate.py", "--run", "x"], "version": "9.9", "settings": SETTINGS | settings}
+
+
+def changed(gain=0.1, spread=0.02, **figures):
+    """A report of nine people with this gain, differently large, and these figures of the second arm."""
+    found = [pair(name, 0, 0.5, 0.5 + gain + spread * (i - 4) / 4, **figures) for i, name in enumerate(NAMES)]
+    return finished(summary(*sum(found, [])))
+
+
+def said(report):
+    return verdict(report, report["arms"][1])
+
+
+# ---- the verdict
+
+
+def test_the_person_is_kept_where_the_whole_interval_says_so():
+    better, worse, open_ = (said(changed(gain)) for gain in (0.1, -0.1, 0.0))
+    assert (better.person, worse.person, open_.person) == (1, -1, 0)
+    assert "more than base" in better.sentences[0] and "+0.100 [" in better.sentences[0]
+    assert "9 people" in better.sentences[0] and "100%" in better.sentences[0]
+    assert "less than base" in worse.sentences[0] and "cannot be told" in open_.sentences[0]
+    assert better.moves and "The motion is kept" in better.sentences[1] and better.warnings == ()
+    report = changed()  # an interval that begins at nothing tells nothing
+    change = report["arms"][1]["compared"][f"{JUDGE}/face_sim"]["difference"]
+    for low, high, person in ((0.0, 0.2, 0), (1e-6, 0.2, 1), (-0.2, 0.0, 0), (-0.2, -1e-6, -1)):
+        change |= {"low": low, "high": high}
+        assert said(report).person == person
+
+
+@pytest.mark.parametrize(
+    "name, base, least",
+    [("speed", 0.02, 0.93), ("nonrigid", 0.01, 0.93), ("flow", 1.0, 0.95), ("face_flow", 2.0, 0.95)],
+)
+def test_motion_is_paid_for_below_what_is_healthy(name, base, least):
+    kept, paid = (said(changed(**{name: base * (least + more)})) for more in (0.001, -0.001))
+    assert kept.moves is True and paid.moves is False
+    label = meanings.MEANINGS[f"{'motion' if 'flow' in name else 'face'}/{name}"].label
+    assert "paid for with motion" in paid.sentences[1] and f"{label} is {least - 0.001:.3f}" in paid.sentences[1]
+    lost = said(changed(-0.1, **{name: base * (least - 0.001)}))
+    assert "Motion is lost" in lost.sentences[1] and "paid" not in lost.sentences[1]
+
+
+def test_nothing_is_said_of_what_stands_still_or_has_no_base(tmp_path):
+    still = {"speed": 0.0, "nonrigid": 0.0, "flow": 0.0, "face_flow": 0.0}
+    clips = [record(name, arm, **still) for name in NAMES for arm in ("base", "latest")]
+    assert said(finished(summary(*clips))).moves is None
+    page = Document(report_page(finished(summary(record("a", "base"), arms=ARMS[:1])), tmp_path))
+    assert page.wrong == [] and "nothing to compare it with" in page.text and "costs in motion" not in page.text
+
+
+@pytest.mark.parametrize(
+    "figure, well, badly, word",
+    [
+        ("sharpness", 50 * 0.951, 50 * 0.949, "blurred"), ("reversals", -0.781, -0.779, "trembles"),
+        ("pixel_change", 0.1099, 0.1101, "flickers"), ("pixel_change", 0.0901, 0.0899, "stands still"),
+        ("grid", 1.49, 1.51, "tokens"), ("saturation", 0.249, 0.251, "colours"),
+        ("saturation", 0.161, 0.159, "colours"), ("red", 0.549, 0.551, "tint"), ("blue", 0.451, 0.449, "tint"),
+        ("temporal_flickering", 0.9, 0.91, "rewards stillness"),
+    ],
+)  # fmt: skip
+def test_a_canary_speaks_against_a_gain(figure, well, badly, word):
+    assert said(changed(**{figure: well})).warnings == ()
+    (warning,) = said(changed(**{figure: badly})).warnings
+    assert word in warning
+
+
+def test_frozen_clips_few_people_and_a_trained_recogniser_are_warned_of():
+    def of_nine(frozen):
+        clips = [pair(n, s, 0.5, 0.6, nonrigid=0.004 if i < frozen and s < 1 else 0.0105)
+                 for i, n in enumerate(NAMES) for s in (0, 1)]  # fmt: skip
+        return said(finished(summary(*sum(clips, []))))
+
+    assert not of_nine(1).warnings and "frozen" in of_nine(2).warnings[-1]  # 1/18 and 2/18
+    ten = [pair(n, 0, 0.5, 0.6, nonrigid=0.004 if n == "a" else 0.0105) for n in NAMES + "j"]
+    assert not said(finished(summary(*sum(ten, [])))).warnings  # one in ten is the border, and 0.1 in float32 is more
+    few = finished(summary(*sum((pair(name, 0, 0.5, 0.6) for name in NAMES[:7]), [])))
+    assert any("7 people are few" in line for line in said(few).warnings)
+    alone = json.loads(json.dumps(changed()).replace(JUDGE, "reward"))
+    assert any("no held-out judge" in line for line in said(alone).warnings)
+    both = changed(0.02, 0.001)
+    for block in ([one["figures"] for one in both["arms"]], [both["real"]["per_frame"]], [both["arms"][1]["compared"]]):
+        for found in block:
+            found |= {"reward" + name.removeprefix(JUDGE): value for name, value in found.items() if JUDGE in name}
+    both["real"]["per_frame"] = {name: both["real"]["per_frame"][name] for name in ("reward", JUDGE)}
+    gain = both["arms"][1]["compared"]["reward/face_sim"] = {"difference": {"mean": 0.06, "low": 0.05, "high": 0.07}}
+    seen = both["arms"][1]["compared"][f"{JUDGE}/face_sim"]["difference"]
+    # a gain of more than 0.05, of which the judge has seen less than half
+    for trained, judge, hacked in ((0.06, 0.029, 1), (0.06, 0.031, 0), (0.049, 0.01, 0), (0.051, 0.01, 1)):
+        gain["difference"]["mean"], seen["mean"] = trained, judge
+        assert sum("may be hacked" in line for line in said(both).warnings) == hacked
+
+
+def test_healthy_values_are_those_of_the_guide():
+    """docs/motion.md, "Reading the figures": the page's thresholds stand there, too."""
+    text = (ROOT / "docs" / "motion.md").read_text()
+    rows = dict(re.findall(r"^\| ([a-z][^|]*) \| ([^|]*\d[^|]*) \|", text, re.M))
+    known = meanings.MEANINGS
+    assert rows["flow"] == f"{known['motion/flow'].ratio[0]:g} and more" and known["motion/face_flow"].ratio[0] == 0.95
+    assert rows["landmark speed, non-rigid"] == f"{known['face/speed'].ratio[0]:g} and more"
+    assert known["face/nonrigid"].ratio == known["face/speed"].ratio
+    assert rows["sharpness"] == f"{known['motion/sharpness'].ratio[0]:g} and more"
+    assert rows["pixel change"] == "{:g} to {:g}".format(*known["motion/pixel_change"].ratio)
+    assert rows["reversals"].endswith(f"+ {known['motion/reversals'].change[1]:g}")
+
+
+# ---- the page
+
+
+def test_front_against_every_pair():
+    """By its definition, over all orders of a few places; more motion than before counts as 1."""
+    places = [(0.2, 0.9), (0.5, 0.8), (0.5, 0.7), (0.1, 0.95), (0.4, 0.6), (0.1, 0.95)]
+    for order in itertools.permutations(range(len(places))):
+        shuffled = [places[i] for i in order]
+        found = [shuffled[i] for i in front(shuffled)]
+        assert found == [(0.1, 0.95), (0.1, 0.95), (0.2, 0.9), (0.5, 0.8)]
+    assert front([(0.3, 1.4), (0.4, 1.0)]) == [1]  # trembling is not better
+    assert front([(math.nan, 1.0), (0.1, 0.5), (0.9, math.nan)]) == [1]
+
+
+@pytest.fixture
+def evaluation(tmp_path):
+    """A report of three people and three arms, and a folder of their videos, 3000 bytes each; b is the worst."""
+    arms = [*ARMS, Arm("latest_x0.5", 8, ROOT, 0.5)]
+    likeness = {"a": 0.7, "b": 0.4, "c": 0.6}
+    records = [one for name, value in likeness.items() for one in pair(name, 0, 0.5, value, nonrigid=0.009)]
+    records += [record(name, "latest_x0.5", face_sim=0.55) for name in likeness]
+    records += [real(name) for name in likeness]
+    for one in records:
+        one["file"] = f"videos/{one['arm']}/{one['row']}.mp4"
+        path = tmp_path / one["file"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(f"{one['arm']} of {one['row']}".ljust(3000).encode())
+    return finished(summary(*records, arms=arms)), tmp_path
+
+
+def test_the_page_is_whole_and_asks_no_network(evaluation):
+    report, folder = evaluation
+    text = report_page(report, folder)
+    page = Document(text)
+    assert page.wrong == []
+    assert page.values("href", "poster", "data", "srcset", "action") == []
+    sources = videos(page)
+    assert len(sources) == 12 and all(source.startswith("data:video/mp4;base64,") for source in sources)
+    assert len(page.values("src")) == 12 + 2  # FaceSim along the clip, gain against motion
+    assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttp|WebSocket", text) and "default-src 'none'" in text
+    assert base64.b64decode(sources[0].partition(",")[2]).startswith(b"real of b")
+    for name in report["arms"][1]["figures"]:
+        assert meanings.meaning(name, [JUDGE]).says in page.text, name
+    assert re.findall("<h2>(.*?)</h2>", text) == [
+        "Is the person kept?", "Does it still move?", "These reward stillness: may only fall",
+        "Canaries: was the reward hacked?", "By the size of the face", "FaceSim along the clip",
+        "What likeness costs in motion", "The clips, the worst first", "Where this is from",
+    ]  # fmt: skip
+    assert page.text.index("latest keeps") < page.text.index("Is the person kept?")
+    assert all(words in page.text for words in ("rewardfl 9.9", "evaluate.py --run x", "held_out's w.onnx 12"))
+    assert text == report_page(report, folder)
+
+
+def test_names_are_text(evaluation):
+    report, folder = evaluation
+    evil = '<script>alert("x")</script>&amp;\''
+    for clip in report["per_clip"]:
+        clip["id"] = evil + clip["id"]
+    named = json.loads(json.dumps(report).replace("latest_x0.5", evil.replace('"', '\\"')))
+    named["command"], named["settings"] = ["x", evil], {"data": {evil: evil}}
+    page = Document(report_page(named, folder))
+    assert page.wrong == [] and page.tags.count("script") == 1
+    assert evil + "b, noise 0" in page.text and page.text.count(evil) > 8
+
+
+def test_the_worst_come_first_and_the_limit_leaves_the_others_beside_the_page(evaluation):
+    report, folder = evaluation
+    assert [clip["id"] for clip in worst_first(report)] == ["b", "c", "a"]
+    whole = len(report_page(report, folder).encode())
+    for limit, inside in ((whole + 3000, 3), (whole - 1000, 2), (whole - 20_000, 1), (whole - 40_000, 0)):
+        text = report_page(report, folder, limit)
+        sources = videos(Document(text))
+        assert len(text.encode()) <= limit and sum(one.startswith("data:") for one in sources) == 4 * inside
+        linked = [one for one in sources if not one.startswith("data:")]
+        assert all((folder / one).is_file() for one in linked) and len(sources) == 12
+        assert (f"the worst {inside} of 3 clips" in text) == (inside < 3)
+    assert linked[0] == "videos/real/b.mp4"
+
+
+def test_a_video_that_is_gone_and_an_arm_that_lacks_a_clip_are_said(evaluation):
+    report, folder = evaluation
+    (folder / "videos/latest/b.mp4").unlink()
+    del report["per_clip"][0]["arms"]["latest"]
+    text = report_page(report, folder)
+    assert Document(text).wrong == [] and text.count("no longer where it was") == 1
+    assert [clip["id"] for clip in worst_first(report)] == ["b", "c", "a"] and text.count("<figure") == 11
+
+
+def test_scores_are_steps_and_figures_have_digits_that_tell_something(evaluation):
+    report, folder = evaluation
+    clip = next(one for one in report["per_clip"] if one["id"] == "b")
+    clip["real"] |= {"curves": {JUDGE: [0.5, 2, -1]}, "detected": {JUDGE: [True, True, False, True]}}
+    text = report_page(report, folder)
+    assert 'd="M1 1V0.500h1V-1.000h1V2.000h1V1z"' in text and 'd="M2 .88h1v.12h-1z"' in text
+    assert 'viewBox="0 0 4 1"' in text and 'data-scores="0.500 2.000 -1.000"' in text
+    shown = [digits(dict.fromkeys(("mean", "low", "high"), value))[0] for value in (0.0123, 0.5, 351.2, 0.0)]
+    assert shown == ["0.0123", "0.500", "351.2", "0.000"]
+
+
+def test_charts_have_the_figures_and_any_name(evaluation, tmp_path):
+    report, _ = evaluation
+    report["arms"][1]["name"] = "_latest $\\frac$"  # to matplotlib no entry of a legend, and a formula
+    axis = Figure().subplots()
+    charts.draw_front(axis, charts.make_markers(report), "the judge")
+    base = axis.lines[-1]
+    assert (base.get_xdata()[0], base.get_ydata()[0]) == (0, 1)
+    change = report["arms"][1]["compared"]
+    assert change[f"{JUDGE}/face_sim"]["difference"]["mean"] in axis.lines[0].get_xdata()
+    pictures.save_curves(report, tmp_path / "curves.png")
+    pictures.save_front(report, tmp_path / "front.png")
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("curves.png", "front.png"))
+
+
+# ---- comparing
+
+
+def call(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py", *map(str, arguments)])
+    code, said = compare_runs.main(), capsys.readouterr()
+    return code, said.out + said.err
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two runs that were evaluated alike, a and b, with their metrics."""
+    for name, gain in (("a", 0.1), ("b", 0.2)):
+        folder = tmp_path / name / "evaluation"
+        folder.mkdir(parents=True)
+        report = changed(gain) | {"settings": SETTINGS | {"model": {"n": name}}}
+        (folder / "report.json").write_text(json.dumps(report))
+        file = MetricsFile(tmp_path / name / "metrics.jsonl")
+        for step in range(3):
+            file.append(step, {"reward/held_out": 0.5 + gain * step, "grad_norm": 1.0})
+    return tmp_path
+
+
+def test_two_runs_on_one_page(runs, monkeypatch, capsys):
+    code, text = call(monkeypatch, capsys, runs / "a", runs / "b" / "evaluation", "--out", runs / "page.html")
+    assert code == 0 and "page.html" in text
+    html = (runs / "page.html").read_text()
+    page = Document(html)
+    assert page.wrong == [] and videos(page) == page.values("href") == []
+    assert "a: latest" in page.text and "evaluation: latest" in page.text and "--anyway" not in page.text
+    assert "+0.100 [" in page.text and "+0.200 [" in page.text
+    assert "reward/held_out" in page.text and "reward/held_out/flow" not in page.text  # nobody has it
+    arms = ["a: latest", "evaluation: latest"]  # the base once; two metrics of the one run that was named as such
+    assert re.findall("</i>(.*?)</span>", html) == [*arms, "base", "a: base", *arms, "real clips", "a", "a"]
+    assert len(page.values("src")) == 4
+
+
+@pytest.mark.parametrize(
+    "block, name", [("data", "--data"), ("sampling", "sample.shift"), ("judges", "held_out's w.onnx")]
+)
+def test_unlike_evaluations_are_refused(runs, monkeypatch, capsys, block, name):
+    path = runs / "b" / "evaluation" / "report.json"
+    report = json.loads(path.read_text())
+    report["settings"][block][name] = "other"
+    path.write_text(json.dumps(report))
+    words = [runs / "a", runs / "b", "--out", runs / "page.html"]
+    code, text = call(monkeypatch, capsys, *words)
+    assert code == 2 and f"{block}: {name} was" in text and "--anyway" in text and not (runs / "page.html").exists()
+    code, text = call(monkeypatch, capsys, *words, "--anyway")
+    assert code == 0 and f"{block}: {name} was" in Document((runs / "page.html").read_text()).text
+
+
+def test_what_is_no_evaluation_is_refused(runs, monkeypatch, capsys):
+    out = ("--out", runs / "page.html")
+    code, text = call(monkeypatch, capsys, runs / "a", runs, *out)
+    assert code == 2 and f"{runs}: holds no report.json" in text
+    path = runs / "b" / "evaluation" / "report.json"
+    for content, words in (("{", "Invalid JSON"), ('{"arms": []}', "(people Field required)")):
+        path.write_text(content)
+        code, text = call(monkeypatch, capsys, runs / "a", runs / "b", *out)
+        assert code == 2 and words in text and str(path) in text
+    with pytest.raises(SystemExit, match="2"):
+        call(monkeypatch, capsys, runs / "a", *out)
+
+
+def broken(value, path=()):
+    """Every way in which one place of a report can hold something else: the path and the other value."""
+    if path:
+        yield from ((path, other) for other in (None, 3, {}))
+        yield path, "gone"
+    if isinstance(value, dict):
+        for key in list(value)[: None if len(path) < 3 else 1]:
+            yield from broken(value[key], (*path, key))
+    elif isinstance(value, list) and value:
+        yield from broken(value[-1], (*path, len(value) - 1))
+
+
+def test_a_foreign_report_is_refused_or_compared(runs):
+    """No report ends in a traceback; the file that cannot be compared is named."""
+    path, refusals, pages = runs / "b" / "evaluation" / "report.json", 0, 0
+    whole = json.loads(path.read_text())
+    del whole["per_clip"], whole["recognisers"], whole["face_sizes"]  # of no use to this page
+    for arm in whole["arms"]:
+        del arm["strata"]
+    for place, value in broken(whole):
+        report = json.loads(json.dumps(whole))
+        *above, last = place
+        inner = report
+        for key in above:
+            inner = inner[key]
+        if value == "gone":
+            del inner[last]
+        else:
+            inner[last] = value
+        path.write_text(json.dumps(report))
+        try:
+            evaluations = comparison.read_all([runs / "a", runs / "b"])
+        except ValueError as error:
+            assert str(path) in str(error) and "\n" not in str(error)
+            refusals += 1
+        else:
+            pages += "</html>" in comparison.comparison_page(evaluations, comparison.unlike(evaluations))
+    assert refusals > 100 and pages > 100
+
+
+@pytest.mark.parametrize("place", ["own.html", "a/metrics.jsonl", "a/evaluation/report.json", "a", "link.html"])
+def test_a_page_replaces_pages_of_this_tool_alone(runs, monkeypatch, capsys, place):
+    (runs / "own.html").write_text("<p>mine</p>")
+    (runs / "link.html").symlink_to("own.html")
+    before = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
+    code, text = call(monkeypatch, capsys, runs / "a", runs / "b", "--out", runs / place)
+    assert code == 2 and text.startswith(f"error: --out {runs / place} ")
+    assert before == {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
+    for _ in range(2):  # the tool's own page is replaced
+        assert call(monkeypatch, capsys, runs / "a", runs / "b", "--out", runs / "new" / "page.html")[0] == 0

@@ -1,0 +1,476 @@
+"""Runs that are killed at random moments, told to stop, or meet a full disk: nothing is lost or left behind.
+
+CHAOS_KILLS=10 kills each script ten times (`make chaos`).
+"""
+
+import contextlib
+import errno
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+import torch
+import zygote
+from conftest import ROOT
+from runs import (
+    FAST,
+    GRPO_FAST,
+    WORLD,
+    adapter,
+    call,
+    call_grpo,
+    command,
+    environment,
+    launch,
+    launch_grpo,
+    metrics,
+    table,
+)
+
+from rewardfl import data
+from rewardfl.backbones.wan.decoder import WanDecoder
+from rewardfl.rewards import async_scoring
+from rewardfl.training import checkpoint, metrics_file
+from rewardfl.training.distributed import Distributed
+from rewardfl.training.run_folder import RunFolder
+
+KILLS = int(os.environ.get("CHAOS_KILLS", "0"))
+RIVALS = 0.5 if KILLS else 0.0  # share of the lives in which a second process is started on the same folder
+pytestmark = [pytest.mark.timeout(1800 if KILLS else 600), pytest.mark.slow(230)]
+LAST = 10 + 2 * KILLS  # a life lasts for two steps or so
+STEPS = [f"train.max_steps={LAST}", "run.save_steps=2", "run.keep_last=2"]
+INNER = 2 if KILLS else 1
+EPOCH = 2 * INNER  # updates
+GRPO_LAST = EPOCH * (2 + KILLS)  # or for an epoch
+EPOCHS = [
+    f"train.max_steps={GRPO_LAST}", f"run.save_steps={EPOCH}", "grpo.updates_per_epoch=2", f"grpo.inner_epochs={INNER}",
+    "run.sample_videos=0", f"evaluation.eval_steps={EPOCH}", "evaluation.eval_inference_steps=1",
+]  # fmt: skip
+
+
+def strays(run):
+    return [path for path in run.rglob("*") if ".tmp-" in path.name]
+
+
+def assert_same(run, straight, step):
+    """Metrics, adapter and links of a run to the last bit, and no more files than it should have."""
+    assert metrics(run) == metrics(straight)
+    mine, theirs = adapter(run, step), adapter(straight, step)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    for name in ("latest", "best"):
+        assert (run / "checkpoints" / name).resolve().name == (straight / "checkpoints" / name).resolve().name
+    assert sorted(path.name for path in run.iterdir()) == sorted(path.name for path in straight.iterdir())
+    assert not strays(run)
+
+
+def lines(run):
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@contextlib.contextmanager
+def started(arguments):
+    """A process that does not outlive the block."""
+    process = zygote.Process(arguments, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for_lines(process, run, count):
+    while process.poll() is None and lines(run) < count:
+        time.sleep(0.005)
+
+
+def refused(process):
+    """Whether a process ended because another one had the folder; if not, it had it itself, to the run's end.
+
+    Two that start at once may meet before the first one has written whose the folder is.
+    """
+    output = process.communicate()[0]
+    assert process.returncode in (0, 2), output[-3000:]
+    assert process.returncode == 0 or ("run.output_dir" in output and "is in use by" in output), output[-3000:]
+    return process.returncode == 2
+
+
+@contextlib.contextmanager
+def only_one(arguments, run, dice, late_rivals):
+    """A started process; sometimes two at once, or a second one later: the second one is refused, whichever it is.
+
+    Unless the run was over before the second one looked: then that one finds nothing to do.
+    """
+    count = lines(run)
+    with started(arguments) as process:
+        if late_rivals and dice.random() < RIVALS / 2:
+            wait_for_lines(process, run, count + 1)
+            with started(arguments) as late:
+                assert refused(late) or not refused(process)
+            yield process
+        elif dice.random() < RIVALS / (2 if late_rivals else 1):
+            with started(arguments) as other:
+                while process.poll() is None and other.poll() is None:
+                    time.sleep(0.005)
+                first, last = (process, other) if other.poll() is None else (other, process)
+                yield last if refused(first) else first
+        else:
+            yield process
+
+
+def killed(arguments, run, dice, late_rivals=False):
+    """Start, and kill at a random moment: while it starts, or within half a second of one of its next two lines.
+
+    Whether it was killed: it may have been done before.
+    """
+    count = lines(run)
+    with only_one(arguments, run, dice, late_rivals) as process:
+        if dice.random() < 0.2:
+            time.sleep(dice.uniform(0, 2))
+        else:
+            wait_for_lines(process, run, count + dice.choice([1, 1, 2]))
+            time.sleep(dice.uniform(0, 0.5))
+        process.kill()
+        output = process.communicate()[0]
+    assert process.returncode in (-9, 0), output[-3000:]
+    return process.returncode == -9
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    run = tmp_path_factory.mktemp("straight") / "run"
+    launch(f"run.output_dir={run}", *STEPS)
+    return run
+
+
+@pytest.fixture(scope="module")
+def epochs(tmp_path_factory):
+    """Settings of epochs of several updates, with an evaluation on one person after each."""
+    path = table(tmp_path_factory.mktemp("held_out") / "metadata.csv", "eval", 1)
+    return [*EPOCHS, f"evaluation.eval_clips={path}"]
+
+
+@pytest.fixture(scope="module")
+def straight_grpo(tmp_path_factory, epochs):
+    run = tmp_path_factory.mktemp("straight_grpo") / "run"
+    launch_grpo(f"run.output_dir={run}", *epochs)
+    return run
+
+
+@pytest.mark.long
+def test_killed_and_told_to_stop(straight, tmp_path):
+    """train_reward_fl.py: SIGTERM, then SIGKILL at random moments, resumed each time."""
+    run, dice = tmp_path / "run", random.Random(7)
+    arguments = command("train_reward_fl.py", f"run.output_dir={run}", *STEPS)
+    # with a save at no step: where it stops is the signal's doing
+    with started([*arguments, "run.save_steps=100"]) as process:
+        wait_for_lines(process, run, 1)
+        process.terminate()
+        output = process.communicate()[0]
+    assert process.returncode == 143 and "SIGTERM: stopped after step" in output, output[-3000:]
+    stopped = metrics(run)[-1]["step"]
+    assert stopped < LAST and os.readlink(run / "checkpoints" / "latest") == f"step-{stopped:06d}" and not strays(run)
+    wanted = KILLS or 2
+    assert sum(killed(arguments, run, dice, late_rivals=True) for _ in range(wanted)) >= 0.5 * wanted
+    launch(f"run.output_dir={run}", *STEPS)
+    assert_same(run, straight, LAST)
+
+
+@pytest.mark.long
+def test_killed_between_epochs(straight_grpo, epochs, tmp_path):
+    """train_flow_grpo.py, the same; its epochs may be over before a late rival has started."""
+    run, dice = tmp_path / "run", random.Random(8)
+    arguments = command("train_flow_grpo.py", f"run.output_dir={run}", *epochs)
+    wanted = KILLS or 1
+    assert sum(killed(arguments, run, dice) for _ in range(wanted)) >= 0.5 * wanted
+    launch_grpo(f"run.output_dir={run}", *epochs)
+    assert_same(run, straight_grpo, GRPO_LAST)
+
+
+# -- in this process, where the moment can be chosen
+
+
+def send_sigterm(monkeypatch, owner, name, when):
+    """This process is sent SIGTERM in the call of owner.name that `when` is true of."""
+    function = getattr(owner, name)
+
+    def telling(*arguments, **settings):
+        if when(*arguments):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)  # until the thread has seen it
+        return function(*arguments, **settings)
+
+    monkeypatch.setattr(owner, name, telling)
+
+
+def test_sigterm_in_the_updates_finishes_the_epoch(straight_grpo, epochs, monkeypatch, capsys, tmp_path):
+    """And the same command goes on to what an uninterrupted run would have been."""
+    settings = [*GRPO_FAST, f"run.output_dir={tmp_path}", *epochs, "run.save_steps=100"]
+    send_sigterm(monkeypatch, metrics_file.MetricsFile, "append", lambda _self, step, _values: step == EPOCH - 1)
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 143 and f"SIGTERM: stopped after step {EPOCH}; the same command goes on from there" in out
+    assert metrics(tmp_path) == metrics(straight_grpo)[: EPOCH + 1]
+    assert checkpoint.find_checkpoint(tmp_path, "auto").name == f"step-{EPOCH:06d}"
+    monkeypatch.undo()
+    metrics_file.MetricsFile(tmp_path / "metrics.jsonl").append(EPOCH + 1, {"actor/loss": 123.0})  # begun, and killed
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 0 and f"step-{EPOCH:06d} at step {EPOCH}" in out
+    assert_same(tmp_path, straight_grpo, GRPO_LAST)
+
+
+def test_sigterm_in_the_rollouts_saves_the_epoch_before(monkeypatch, capsys, tmp_path):
+    settings = [*GRPO_FAST, f"run.output_dir={tmp_path}", "train.max_steps=2", "run.save_steps=100"]
+    calls = []
+    # two passes an epoch: the third call is the first of the second epoch
+    send_sigterm(monkeypatch, async_scoring, "submit", lambda *_: calls.append(1) or len(calls) == 3)
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 143 and "stopped after step 1" in out and len(calls) == 3
+    assert "note: SIGTERM came before the sample videos of step 1, which are left out" in out
+    assert not (tmp_path / "samples").exists()
+    assert checkpoint.find_checkpoint(tmp_path, "auto").name == "step-000001" and len(metrics(tmp_path)) == 1
+
+
+NOISY = """
+import random, numpy, torch
+from rewardfl.rewards.pixels.colour import ColourReward
+
+class Noisy(ColourReward):
+    def forward(self, video, references):
+        video = video + 0.1 * torch.randn_like(video) + random.random() * numpy.random.rand()
+        return super().forward(video, references)
+"""
+
+
+@pytest.mark.parametrize("start", [call, pytest.param(call_grpo, marks=pytest.mark.long)])
+def test_a_reward_that_draws_numbers_goes_on_with_the_same(start, monkeypatch, capsys, tmp_path):
+    (tmp_path / "noisy.py").write_text(NOISY)
+    settings = [
+        *(FAST if start is call else GRPO_FAST), "run.sample_videos=0", "run.save_steps=1",
+        "--trust-code", f"reward.name={tmp_path / 'noisy.py'}:Noisy", "reward.reward_model_path=null",
+        "reward.held_out_model_path=null", "train.max_steps=2", f"run.output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    assert start(monkeypatch, capsys, *settings)[0] == 0
+    straight = metrics(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")
+    assert "at step 1" in start(monkeypatch, capsys, *settings)[1]
+    assert metrics(tmp_path / "run") == straight
+
+
+# -- faults
+
+
+def out_of_space(monkeypatch, owner, name, fails):
+    """owner.name meets a full disk in the calls (from 0) that `fails` is true of."""
+    function, calls = getattr(owner, name), []
+
+    def failing(*arguments, **settings):
+        calls.append(1)
+        if fails(len(calls) - 1):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return function(*arguments, **settings)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+def test_a_full_disk_costs_one_checkpoint(monkeypatch, capsys, tmp_path):
+    settings = [*FAST, f"run.output_dir={tmp_path}", "train.max_steps=2", "run.save_steps=1"]
+    out_of_space(monkeypatch, checkpoint, "sha256", lambda call: call == 0)
+    out_of_space(monkeypatch, data, "write_video", lambda call: call == 1)
+    code, out, _ = call(monkeypatch, capsys, *settings)
+    assert code == 0 and len(metrics(tmp_path)) == 2
+    assert "warning: step 1: " in out and "step-000001 could not be written (No space left on device)" in out
+    assert "warning: step 2: " in out and "00.mp4 could not be written (No space left on device); training" in out
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best", "latest", "step-000002"]
+    assert not strays(tmp_path)
+
+
+def test_a_full_disk_at_the_end_stops_the_run(monkeypatch, capsys, tmp_path):
+    settings = [*FAST, f"run.output_dir={tmp_path}", "run.save_steps=1", "run.sample_videos=0"]
+    assert call(monkeypatch, capsys, *settings, "train.max_steps=1")[0] == 0
+    out_of_space(monkeypatch, checkpoint, "atomic_directory", lambda call: True)
+    code, _, error = call(monkeypatch, capsys, *settings, "train.max_steps=2")
+    assert code == 2 and "error: " in error and "step-000002 could not be written (No space left on device)" in error
+    assert "the checkpoints before it are as they were; free space there (run.keep_last: n" in error
+    assert os.readlink(tmp_path / "checkpoints" / "latest") == "step-000001" and not strays(tmp_path)
+    monkeypatch.undo()
+    # and a checkpoint that was cut off meanwhile is not taken: the run begins anew, and says so
+    state = tmp_path / "checkpoints" / "step-000001" / "state" / "state.pt"
+    os.truncate(state, 1000)
+    with pytest.warns(UserWarning, match="skipping checkpoint .*step-000001: state/state.pt has 1000 bytes of"):
+        code, out, _ = call(monkeypatch, capsys, *settings, "train.max_steps=2")
+    assert code == 0 and "resuming" not in out and len(metrics(tmp_path)) == 2
+
+
+def loses_images(monkeypatch, tmp_path, count):
+    """Settings for a run in tmp_path on two clips; `count` of them cannot be read from the cache after a step."""
+    append = metrics_file.MetricsFile.append
+
+    def losing(self, step, values):
+        append(self, step, values)
+        for path in sorted((tmp_path / "cache" / "image").rglob("*.safetensors"))[:count]:
+            path.write_bytes(b"\0" * 100)
+
+    monkeypatch.setattr(metrics_file.MetricsFile, "append", losing)
+    return [
+        f"run.output_dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "run.sample_videos=2", "run.save_steps=1",
+        f"data.file_name={table(tmp_path / 'metadata.csv', 'train', 2)}",
+    ]  # fmt: skip
+
+
+def test_a_lost_cache_entry_says_how_to_go_on(monkeypatch, capsys, tmp_path):
+    settings = [*FAST, *loses_images(monkeypatch, tmp_path, 2), "train.max_steps=2"]
+    code, _, error = call(monkeypatch, capsys, *settings)
+    assert code == 2 and "is missing or damaged although it was prepared" in error
+    assert "the same command computes it anew and goes on from the last checkpoint" in error
+    monkeypatch.undo()
+    code, out, _ = call(monkeypatch, capsys, *settings)
+    assert code == 0 and "at step 1" in out and len(metrics(tmp_path)) == 2
+
+
+def test_another_clip_stands_in_for_a_lost_one(monkeypatch, capsys, tmp_path):
+    settings = [*FAST, *loses_images(monkeypatch, tmp_path, 1), "train.max_steps=3", "data.skip_bad_rows=true"]
+    code, out, error = call(monkeypatch, capsys, *settings, "train.per_device_train_batch_size=2")
+    assert code == 0 and len(re.findall("skipped: .*[01].mp4#.*: .* is missing or damaged", out + error)) >= 2
+    assert [line["data/replaced"] for line in metrics(tmp_path)] == [0, 1, 1]
+    assert all(line["reward/valid_fraction"] == 1 and line["grad_norm"] > 0 for line in metrics(tmp_path))
+    clips = [data.read_video(tmp_path / "samples" / "step-000003" / name) for name in ("00.mp4", "01.mp4")]
+    assert torch.equal(*clips)  # of the one that is left
+
+
+def test_no_clip_is_left(monkeypatch, capsys, tmp_path):
+    settings = [*FAST, *loses_images(monkeypatch, tmp_path, 2), "train.max_steps=2", "data.skip_bad_rows=true"]
+    code, _, error = call(monkeypatch, capsys, *settings)
+    assert code == 2 and re.search("no clip of the size of .*.mp4#.* can be read from the cache any more", error)
+
+
+@pytest.mark.long
+def test_members_of_a_lost_clip_leave_their_group(monkeypatch, capsys, tmp_path):
+    """Both groups are of other clips: the one that is left is trained on."""
+    settings = [*GRPO_FAST, *loses_images(monkeypatch, tmp_path, 1), "train.max_steps=2", "data.skip_bad_rows=true"]
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings)
+    lines = metrics(tmp_path)
+    assert code == 0 and [line["data/replaced"] for line in lines] == [0, 2]
+    assert [line["reward/valid_fraction"] for line in lines] == [1, 0.5] and lines[1]["grad_norm"] > 0
+
+
+def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, capsys, tmp_path):
+    """The second step's second clip comes back from the decoder with one; the third's appear in the backward pass."""
+    pull_back, backward, calls = WanDecoder.vjp, Distributed.backward, []
+
+    def broken(decoder, x0, grad_video, decoded, given):
+        calls.append(1)
+        gradient = pull_back(decoder, x0, grad_video, decoded, given)
+        if len(calls) == 2:
+            gradient[1, 0, 0, 0, 0] = torch.inf
+        return gradient
+
+    def breaking(job, loss):
+        backward(job, loss * torch.nan if len(calls) == 3 else loss)
+
+    monkeypatch.setattr(WanDecoder, "vjp", broken)
+    monkeypatch.setattr(Distributed, "backward", breaking)
+    batches = []
+    batch_of = data.Order.micro_batch
+    monkeypatch.setattr(data.Order, "micro_batch", lambda *a: batches.append(batch_of(*a)) or batches[-1])
+    code, out, _ = call(
+        monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path}", "train.max_steps=4", "run.sample_videos=0",
+        "train.per_device_train_batch_size=2",
+    )  # fmt: skip
+    assert code == 0 and [line["grad_norm"] is None for line in metrics(tmp_path)] == [False, True, True, False]
+    ids = [line.split(",")[0] for line in (WORLD / "train" / "metadata.csv").read_text().splitlines()[1:]]
+    (_, bad), (third, fourth) = ([ids[row].split("/")[-1] for _, row in batch] for batch in batches[1:3])
+    said = re.findall("step (.): gradient norm (?:nan|inf), skipped [(](.) in a row[)]; it became so (.*)", out)
+    assert [(step, count) for step, count, _ in said] == [("2", "1"), ("3", "2")]
+    assert re.fullmatch(f"before the backward pass, of [^,]*{bad}#[^,]*", said[0][2])
+    assert re.fullmatch(f"in the backward pass of [^,]*{third}#[^,]*, [^,]*{fourth}#[^,]*", said[1][2])
+
+
+def test_skips_in_a_row_are_counted_over_a_restart(monkeypatch, capsys, tmp_path):
+    backward = Distributed.backward
+    monkeypatch.setattr(Distributed, "backward", lambda job, loss: backward(job, loss * torch.nan))
+    settings = [*FAST, f"run.output_dir={tmp_path}", "run.save_steps=1", "run.sample_videos=0", "train.max_nonfinite=1"]
+    assert call(monkeypatch, capsys, *settings, "train.max_steps=1")[0] == 0
+    with pytest.raises(SystemExit, match="stopped at step 2: 2 updates in a row"):
+        call(monkeypatch, capsys, *settings, "train.max_steps=3")
+
+
+# -- two starts on one folder
+
+
+def test_a_folder_in_use_is_refused_by_both_processes(tmp_path):
+    """The first process alone looks at the folder; the other ends with it, and does not wait in a collective.
+
+    Started without a launcher, which would end the other one itself.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    both = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    arguments = command("train_reward_fl.py", f"run.output_dir={tmp_path}")
+    with RunFolder() as run_folder:
+        run_folder.take(tmp_path)
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        ranks = [
+            zygote.Process(
+                arguments, cwd=ROOT, env=both | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE
+            )
+            for rank in ("0", "1")
+        ]  # fmt: skip
+        for process in ranks:
+            _, error = process.communicate(timeout=240)
+            assert process.returncode == 2 and "Traceback" not in error, error[-3000:]
+            assert f"run.output_dir {tmp_path} is in use by process {os.getpid()} on " in error
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+# -- two processes, of which one is hit
+
+
+def hit(tmp_path, how, *settings):
+    """(the finished job, time.time() of the hit): rank 1 does `how` in its third call of the reward."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD.replace("HIT", how))
+    run = launch(
+        f"run.output_dir={tmp_path / 'run'}", f"reward.name={reward}:Hit", "--trust-code", "train.max_steps=100",
+        "reward.reward_model_path=null", "reward.held_out_model_path=null", *settings, processes=2, check=False,
+    )  # fmt: skip
+    return run, float((tmp_path / "hit").read_text())
+
+
+REWARD = """
+import os, pathlib, signal, time
+from rewardfl.rewards.pixels.colour import ColourReward
+
+class Hit(ColourReward):
+    calls = 0
+
+    def forward(self, *arguments, **settings):
+        Hit.calls += 1
+        if os.environ.get("RANK") == "1" and Hit.calls == 3:
+            (pathlib.Path(__file__).parent / "hit").write_text(str(time.time()))
+            HIT
+        return super().forward(*arguments, **settings)
+"""
+
+
+def test_a_rank_that_raises_brings_the_job_down(tmp_path):
+    """With its message, before torchrun would kill the others (30 s)."""
+    run, when = hit(tmp_path, "raise RuntimeError('the reward of rank 1 is broken')")
+    assert run.returncode != 0 and "the reward of rank 1 is broken" in run.stderr
+    assert time.time() - when < 25
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
+    run, _ = hit(tmp_path, "os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.3)")
+    assert "SIGTERM: stopped after step" in run.stdout and run.returncode != 0
+    last = metrics(tmp_path / "run")[-1]["step"]
+    assert last < 10 and checkpoint.find_checkpoint(tmp_path / "run", "auto").name == f"step-{last:06d}"
+    told = run.stderr.count("exitcode  : 143") + run.stderr.count("exitcode: 143")
+    # torch's launcher may want to kill a process that has just gone, and fails then before it reports
+    assert told >= 1 or "ProcessLookupError" in run.stderr

@@ -1,0 +1,288 @@
+"""Both scripts as `accelerate launch` starts them with each file of configs/accelerate, on the CPU.
+
+One process with accumulation, and two under DDP, FSDP2 or DeepSpeed ZeRO-2 with its optimizer in host memory, are one
+run: the same gradients and losses to rounding, the same weights on every process, and checkpoints that any of them
+continues. Every launch is asked what it really was. FSDP2's is accelerate's own, made to believe in GPUs.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+
+import pytest
+import torch
+import zygote
+from conftest import ROOT
+from runs import CACHE, FACE_ALONE, SMALL, launch_as, launch_environment, launcher, metrics, needs_deepspeed, table
+
+from rewardfl import lora
+from rewardfl.training import checkpoint, setup_data
+
+# the first test of a kind also makes the runs that it is compared with
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow(240)]
+# DeepSpeed compiles its optimizer where it has not run before: minutes
+KINDS = [
+    "ddp", pytest.param("fsdp2", marks=pytest.mark.long),
+    pytest.param("zero2_offload", marks=[needs_deepspeed, pytest.mark.long]),
+]  # fmt: skip
+REALLY = {  # by yaml: what must have run
+    "cpu": {"type": "NO", "processes": 1, "wrapper": "Experts"},
+    "ddp": {"type": "MULTI_CPU", "processes": 2, "wrapper": "DistributedDataParallel"},
+    "fsdp2": {"type": "FSDP", "processes": 2, "wrapper": "FSDPExperts"},
+    "zero2_offload": {"type": "DEEPSPEED", "processes": 2, "wrapper": "DeepSpeedEngine"},
+}
+COMMON = [
+    "lora.lora_rank=4", *SMALL, *FACE_ALONE, "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none",
+    "train.lr_scheduler_type=constant", "train.learning_rate=1e-4", "train.warmup_steps=0", "train.max_grad_norm=0.01",
+    f"data.cache_dir={CACHE}", f"data.file_name={table(f'{CACHE}/four.csv', 'train', 4)}",
+]  # fmt: skip
+ANCHOR = ["anchor.weight=0.5", "anchor.draws=2", "anchor.measured_clips=3"]
+# two replayed steps, one of each expert, so that neither adapter takes part in every backward; and the KL whose
+# gradient is taken outside of `backward`, through the wrapped model with the adapter off. The second update has an
+# infinite gradient on the last process, and in none of them is there anybody to be seen in the fourth clip
+REWARD_FL = [
+    "train_reward_fl.py", "--config", "tests/face.yaml", *COMMON, "sample.num_inference_steps=3",
+    "sample.mid_timestep=1", "sample.final_timestep=2", "sample.gradient_mode=chain", "model.trainable_models=dit,dit2",
+    "reward.kl_gradient=exact", "train.per_device_train_batch_size=1", "run.save_steps=1",
+    "reward.held_out_model_path=null", "reward.kl_weight=9", *ANCHOR,
+]  # fmt: skip
+# two updates an epoch, each of a group of four whose members are on both processes
+GRPO = [
+    "train_flow_grpo.py", "--config", "tests/grpo.yaml", *COMMON, "sample.num_inference_steps=4",
+    "grpo.groups=2", "grpo.group_size=4", "grpo.window_size=2", "grpo.spread=spread", "grpo.kl_weight=0.01",
+    "grpo.updates_per_epoch=2", "train.per_device_train_batch_size=1", "reward.name=colour",
+    "grpo.window_bounds=[1, 3]", "grpo.same_noise_in_group=true", "run.save_steps=2",
+    "reward.reward_model_path=null", "reward.held_out_model_path=null", "reward.coverage_weight=0",
+    "evaluation.eval_inference_steps=2", "train.max_steps=2", "model.trainable_models=dit,dit2",
+    f"evaluation.eval_clips={table(f'{CACHE}/one.csv', 'eval', 1)}", *ANCHOR,
+]  # fmt: skip
+
+
+def run(kind, out, *runs, **more):
+    """Runs, one after the other in the same processes, into out/<script>, or the output_dir that a run names; of each,
+    every process's account of it.
+
+    They must have been what REALLY says.
+    """
+    watcher = [str(ROOT / "tests" / "support" / "distributed_worker.py"), str(out / "ranks")]
+    for script, *arguments in runs:
+        named = any(argument.startswith("run.output_dir=") for argument in arguments)
+        watcher += ["--", script, *arguments, *([] if named else [f"run.output_dir={out / script}"])]
+    done = zygote.run(launcher(kind, *watcher), cwd=ROOT, env=launch_environment(kind, **more), timeout=1200)
+    files = sorted((out / "ranks").glob("rank-*.json"))
+    assert len(files) == REALLY[kind]["processes"], done.stdout[-2000:] + done.stderr[-4000:]
+    accounts = list(zip(*(json.loads(file.read_text()) for file in files), strict=True))
+    for ranks in accounts:
+        for rank in ranks:
+            assert rank["code"] == 0, done.stdout[-2000:] + done.stderr[-4000:]
+            assert {name: rank[name] for name in REALLY[kind]} == REALLY[kind]
+        # all processes hold the same weights after every update, and no gradient is left over
+        first, *others = [[(u["digest"], u["gradients_left"]) for u in rank["updates"]] for rank in ranks]
+        assert all(other == first for other in others) and all(left == 0 for _, left in first)
+    assert len(accounts) == len(runs)
+    return accounts
+
+
+# -- every place of the boundary among the active steps, on a bfloat16 base
+
+
+ONE_UPDATE = [
+    "sample.num_inference_steps=4", "train.max_steps=1", "model.dtype=bfloat16", "run.sample_videos=0",
+    "train.max_grad_norm=1.0", "train.use_gradient_checkpointing=true",
+]  # fmt: skip
+ONE_GROUP = [
+    "grpo.groups=1", "grpo.updates_per_epoch=1", "grpo.ratio_tolerance=1e-3", "evaluation.eval_clips=null",
+]  # fmt: skip
+BOTH = "model.trainable_models=dit,dit2"
+# steps 0 and 1 are the high-noise expert's. A frozen expert's step before the first trained one is refused
+REWARD_PLACES = {
+    "low alone": ["model.trainable_models=dit2", "sample.mid_timestep=2", "sample.final_timestep=3"],
+    "high alone": ["model.trainable_models=dit", "sample.mid_timestep=0", "sample.final_timestep=1"],
+    "frozen last": ["model.trainable_models=dit", "sample.mid_timestep=1", "sample.final_timestep=3"],
+    "both": [BOTH, "sample.mid_timestep=1", "sample.final_timestep=2"],
+    "both, apart": [BOTH, "sample.active_steps=[0,3]", "sample.final_timestep=3", "sample.gradient_mode=drtune"],
+    "one step": ["model.trainable_models=dit2", "sample.gradient_mode=last", "sample.final_timestep=3"],
+    "endpoint": [
+        "model.trainable_models=dit2", "sample.gradient_mode=endpoint", "sample.final_timestep=3",
+        "reward.kl_weight=0", "train.ema_decay=0.5", "train.max_steps=3",
+    ],
+}  # fmt: skip
+GUIDED = ["sample.guidance_scale=3", "sample.negative_prompt=a blurred picture"]
+REWARD_PLACES |= {
+    "guided": [*REWARD_PLACES["both"], *GUIDED],
+    "guided, half": [*REWARD_PLACES["both"], *GUIDED, "sample.guidance_gradient=conditional"],
+}
+POLICY_PLACES = {
+    "high": ["model.trainable_models=dit", "grpo.window_bounds=[0, 2]"], "both": [BOTH], "guided": [BOTH, *GUIDED],
+}  # fmt: skip
+# by default one of those that went wrong before; `make chaos` runs all
+ALL_PLACES = [*(f"reward, {name}" for name in REWARD_PLACES), *(f"policy, {name}" for name in POLICY_PLACES)]
+PLACES = os.environ.get("PLACES", "reward, both").split("; ")
+PLACES = ALL_PLACES if PLACES == ["all"] else PLACES
+
+
+def placed_runs(folder, accumulation):
+    """A run for each place, into folder/<place>."""
+    runs = []
+    for place in PLACES:
+        kind, _, name = place.partition(", ")
+        if kind == "reward":
+            words = [*REWARD_FL, *ONE_UPDATE, f"train.gradient_accumulation_steps={accumulation}", *REWARD_PLACES[name]]
+        else:
+            words = [*GRPO, *ONE_UPDATE, *ONE_GROUP, *POLICY_PLACES[name]]
+        runs.append([*words, f"run.output_dir={folder / place}"])
+    return runs
+
+
+FL, PG = "train_reward_fl.py", "train_flow_grpo.py"  # of a folder with runs
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """(the account, the folder) of one process: four updates of four clips each, two by policy gradient, and one for
+    each place of the boundary, of two clips."""
+    out = tmp_path_factory.mktemp("one")
+    rewards = [*REWARD_FL, "train.gradient_accumulation_steps=4", "train.max_steps=4"]
+    places = placed_runs(out, accumulation=2)
+    accounts = run("cpu", out, rewards, GRPO, *places, NOBODY_ON="3", BREAK_GRADIENT="0:1")
+    return accounts[0][0], out
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def two(request, one, tmp_path_factory):
+    """(the kind, the accounts by run, the folder) of two processes of two micro-batches each: the second and third of
+    these updates, on from one process's checkpoint, all by policy gradient, and all of the places, of one clip each.
+
+    Under DDP the blocks of the places wait in host memory.
+    """
+    out = tmp_path_factory.mktemp(request.param)
+    shutil.copytree(one[1] / FL, out / FL, symlinks=True)
+    for step in (2, 3, 4):
+        shutil.rmtree(out / FL / "checkpoints" / f"step-{step:06d}")
+    rewards = [*REWARD_FL, "train.gradient_accumulation_steps=2", "train.max_steps=3"]
+    places = placed_runs(out, accumulation=1)
+    if request.param == "ddp":  # the same numbers, whose weights wait in host memory
+        places = [[*words, "experts.trained=cpu_swap"] for words in places]
+    accounts = run(request.param, out, rewards, GRPO, *places, NOBODY_ON="3", BREAK_GRADIENT="1:0")
+    return request.param, accounts, out
+
+
+def assert_same_lines(mine, theirs, keys, rel=1e-4):
+    for a, b in zip(mine, theirs, strict=True):
+        for key in keys:
+            assert a[key] == pytest.approx(b[key], rel=rel), (a["step"], key)
+
+
+def assert_same_adapter(mine, theirs, step, experts=("transformer", "transformer_2")):
+    """To rounding; what moved is less alike, because Adam's first steps divide rounding by rounding.
+
+    Gradients that were not reduced would put it 1 apart.
+    """
+    for expert in experts:
+        files = [run / "checkpoints" / f"step-{step:06d}" / expert / lora.WEIGHTS_NAME for run in (mine, theirs)]
+        a, b = (lora.read_adapter(file)[0] for file in files)
+        everything = torch.cat([b[name].flatten() for name in b])
+        assert torch.cat([(a[name] - b[name]).flatten() for name in b]).norm() < 1e-5 * everything.norm()
+        moved = torch.cat([b[name].flatten() for name in b if "lora_B" in name])
+        apart = torch.cat([(a[name] - b[name]).flatten() for name in b if "lora_B" in name])
+        assert moved.norm() > 0 and apart.norm() < 1e-2 * moved.norm()
+
+
+def assert_same_moments(mine, theirs):
+    """Of an optimizer_state."""
+    assert mine["state"].keys() == theirs["state"].keys()
+    for i, right in theirs["state"].items():
+        assert mine["state"][i]["step"] == right["step"] and mine["state"][i]["step"].shape == ()
+        for name in ("exp_avg", "exp_avg_sq"):
+            tolerance = 1e-2 * float(right[name].abs().max())
+            torch.testing.assert_close(mine["state"][i][name], right[name], rtol=1e-2, atol=tolerance)
+    (a,), (b,) = mine["param_groups"], theirs["param_groups"]
+    assert a.keys() == b.keys() and a["params"] == b["params"] and a["lr"] == b["lr"]
+
+
+FL_KEYS = (
+    "grad_norm", "actor/loss", "actor/anchor_loss", "actor/data_loss", "actor/face_score", "reward/valid_fraction",
+    "lr",
+)  # fmt: skip
+
+
+def test_two_processes_are_one_with_more_accumulation(one, two):
+    """They take up its checkpoint, skip what it skips, and leave what it leaves."""
+    (account, right), ranks, folder = (one[0], one[1] / FL), two[1][0], two[2] / FL
+    mine, theirs = metrics(folder), metrics(right)
+    assert [line["step"] for line in mine] == [1, 2, 3] and mine[0] == theirs[0]
+    assert [line["reward/valid_fraction"] for line in theirs] == [0.75] * 4  # so on one of two processes
+    assert mine[1]["grad_norm"] is None and theirs[1]["grad_norm"] is None
+    assert_same_lines(mine[1:2], theirs[1:2], FL_KEYS[1:], rel=1e-5)
+    assert_same_lines(mine[2:], theirs[2:3], FL_KEYS)
+    assert [update["moved"] for update in account["updates"]] == [True, False, True, True]
+    for rank in ranks:
+        assert [update["moved"] for update in rank["updates"]] == [False, True]
+    assert_same_adapter(folder, right, 3)
+    states = [checkpoint.load_state(path / "checkpoints" / "step-000003") for path in (folder, right)]
+    assert_same_moments(*(state["optimizer"] for state in states))
+    assert len(list((folder / "samples" / "step-000003").iterdir())) == 1
+
+
+def test_one_process_goes_on_from_two(one, two, tmp_path, monkeypatch):
+    shutil.copytree(two[2] / FL, tmp_path / "run", symlinks=True)
+    find = setup_data.find_samples
+
+    def faceless(*arguments, **settings):
+        samples = find(*arguments, **settings)
+        samples[3] = dataclasses.replace(samples[3], references=(None,))
+        return samples
+
+    monkeypatch.setattr(setup_data, "find_samples", faceless)
+    again = ["train.gradient_accumulation_steps=4", "train.max_steps=4", f"run.output_dir={tmp_path / 'run'}"]
+    launch_as(REWARD_FL, *again)
+    assert_same_lines(metrics(tmp_path / "run")[3:], metrics(one[1] / FL)[3:], FL_KEYS, rel=1e-3)
+    assert_same_adapter(tmp_path / "run", one[1] / FL, 4)
+
+
+def test_another_global_batch_is_refused(one, tmp_path):
+    shutil.copytree(one[1] / FL, tmp_path / "run", symlinks=True)
+    settings = ["train.gradient_accumulation_steps=3", "train.max_steps=5", f"run.output_dir={tmp_path / 'run'}"]
+    refused = launch_as(REWARD_FL, *settings, check=False)
+    assert refused.returncode == 2
+    assert "trained on 4 clips per update" in refused.stderr and "now give 3;" in refused.stderr
+
+
+def test_policy_updates_do_not_depend_on_the_processes(one, two):
+    folders = [two[2] / PG, one[1] / PG]
+    mine, theirs = map(metrics, folders)
+    assert [line["step"] for line in mine] == [0, 1, 2]
+    assert all(line["policy/ratio"] == pytest.approx(1, abs=1e-4) for line in mine[1:])
+    keys = ("grad_norm", "reward/mean", "reward/std_in_group", "actor/anchor_loss", "actor/loss", "policy/kl")
+    assert_same_lines(mine[1:2], theirs[1:2], keys[:4], rel=1e-5)
+    assert_same_lines(mine[2:], theirs[2:], keys, rel=1e-3)
+    assert_same_lines([mine[0], mine[2]], [theirs[0], theirs[2]], ["eval/score"])  # the second: of averaged weights
+    assert_same_adapter(*folders, 2)  # the averaged weights
+    states = [checkpoint.load_state(path / "checkpoints" / "step-000002") for path in folders]
+    for name in ("parameters", "average"):
+        lists = [state[name] if name == "parameters" else state[name]["shadow_params"] for state in states]
+        for a, b in zip(*lists, strict=True):
+            assert type(a) is torch.Tensor
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 1e-4 + 1e-6)
+    assert_same_moments(*(state["optimizer"] for state in states))
+    assert states[0]["average"]["optimization_step"] == states[1]["average"]["optimization_step"] == 2
+
+
+def test_the_place_of_the_boundary_does_not_matter(one, two):
+    """Two processes of one clip each against one of two: the same forward passes, so only the sum's order differs."""
+    kind, accounts, folder = two
+    for ranks in accounts[2:]:
+        for rank in ranks:  # DDP sends the adapter around, and neither the frozen base nor its buffers
+            assert rank.get("broadcast", 0) == (rank["trained"] if kind == "ddp" else 0)
+    for place in PLACES:
+        for part in ("transformer", "transformer_2"):
+            files = [out / place / "checkpoints/latest" / part / lora.WEIGHTS_NAME for out in (folder, one[1])]
+            assert files[0].is_file() == files[1].is_file()
+            if files[0].is_file():
+                a, b = (lora.read_adapter(file)[0] for file in files)
+                moved = torch.cat([b[key].flatten() for key in b if "lora_B" in key])
+                apart = torch.cat([(a[key] - b[key]).flatten() for key in b])
+                whole = torch.cat([b[key].flatten() for key in b])
+                assert moved.norm() > 0, (place, part)
+                assert apart.norm() <= 1e-6 * whole.norm(), (place, part, float(apart.norm() / whole.norm()))

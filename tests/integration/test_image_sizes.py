@@ -1,0 +1,206 @@
+"""Rows that say their own height and width: two sizes in one run, of images and of videos."""
+
+from functools import partial
+
+import pytest
+import test_variants
+import torch
+from conftest import run_tool
+from image_pipelines import SIDE, random_flux
+from runs import CONFIG, call, launch, launch_grpo, metrics
+from test_pipeline import PROMPTS, folder_of, settings  # noqa: F401  (a fixture)
+from test_variants import folder_of as video_folder_of  # noqa: F401
+
+from rewardfl import backbones, config, data, lora, reward_flow, sde
+from rewardfl.backbones.image.flux import pack
+from rewardfl.backbones.protocol import Experts, Velocity
+from rewardfl.rewards import build_terms, find_terms
+from rewardfl.training import batches, plan, setup_data, setup_model, workload
+from rewardfl.training import resume as resume_module
+from rewardfl.training.setup_processes import connect_processes
+from rewardfl_tools import check_dataset, plan_run
+
+pytestmark = pytest.mark.slow(180)
+
+SIZES = [(SIDE, SIDE), (SIDE, 2 * SIDE)]  # of the rows in turn; data.height and data.width are the first's
+
+
+def write(path, rows, columns="prompt,height,width"):
+    path.write_text("\n".join([columns, *rows, ""]))
+    return f"data.file_name={path}"
+
+
+def two_sizes(folder):
+    """The first two rows have the usual size, the other two the second."""
+    own = ["", "", *[f"{SIZES[1][0]},{SIZES[1][1]}"] * 2]
+    rows = [f"{prompt},{size or ','}" for prompt, size in zip(PROMPTS, own, strict=True)]
+    return write(folder / "sizes.csv", rows)
+
+
+def adapter(run, step):
+    return lora.read_adapter(run / "checkpoints" / f"step-{step:06d}" / "transformer" / lora.WEIGHTS_NAME)[0]
+
+
+def seen_by(monkeypatch, module):
+    """The latents' height and width, and the second sigma, of each rollout from now on."""
+    seen, rollout = [], module.rollout
+
+    def watched(velocity, x, sigmas, *rest, **named):
+        table = sigmas.sigmas if module is sde else sigmas
+        seen.append((tuple(x.shape[-2:]), round(float(table[1]), 4)))
+        return rollout(velocity, x, sigmas, *rest, **named)
+
+    monkeypatch.setattr(module, "rollout", watched)
+    return seen
+
+
+@pytest.mark.parametrize("how", ["reward_fl", "flow_grpo"])
+def test_two_sizes_train_and_a_resumed_run_is_an_uninterrupted_one(folder_of, how, tmp_path, monkeypatch):  # noqa: F811
+    """In batches of two, each of one size, whose sigmas are its own."""
+    words = [
+        *settings("flux", folder_of("flux")), two_sizes(tmp_path), f"data.cache_dir={tmp_path / 'cache'}",
+        "train.per_device_train_batch_size=2", "train.warmup_steps=0", "run.sample_videos=4", "run.save_steps=1",
+    ]  # fmt: skip
+    run = partial(launch, *words, "reward.kl_weight=1e-3") if how == "reward_fl" else partial(launch_grpo, *words)
+    with monkeypatch.context() as watching:
+        seen = seen_by(watching, reward_flow if how == "reward_fl" else sde)
+        out = run("train.max_steps=2", f"run.output_dir={tmp_path / 'straight'}").stdout
+    small, large = ((height // 4, width // 4) for height, width in SIZES)
+    of_size = dict(seen)
+    assert set(of_size) == {small, large} and len(set(seen)) == 2  # a size's sigmas are the same each time
+    assert of_size[large] > of_size[small]  # FLUX.1's shift grows with the size
+    assert f"sizes (height x width): {SIDE} x {SIDE} (2 rows), {SIDE} x {2 * SIDE} (2 rows)" in out
+    assert f"{of_size[large]:6.4f}" in out  # the table is the largest's
+    shown = sorted((tmp_path / "straight" / "samples" / "step-000002").glob("0*.png"))
+    assert [data.read_picture(one).shape[:2] for one in shown] == [SIZES[0]] * 2 + [SIZES[1]] * 2
+
+    for steps in (1, 2):
+        run(f"train.max_steps={steps}", f"run.output_dir={tmp_path / 'resumed'}")
+    straight, resumed = (metrics(tmp_path / name) for name in ("straight", "resumed"))
+    assert straight == resumed and all(line["grad_norm"] > 0 for line in straight[-2:])
+    mine, theirs = (adapter(tmp_path / name, 2) for name in ("straight", "resumed"))
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def opened(words):
+    """(configuration, model, samples, conditions), as the scripts open them."""
+    cfg = config.load(CONFIG, words)
+    backbone, job = setup_model.open_model(cfg), connect_processes(cfg)
+    store, rows = setup_data.open_cache(cfg), setup_data.scan_rows(cfg, job, backbone).train
+    terms = build_terms(find_terms(config.wanted_rewards(cfg)), job.device)
+    samples = setup_data.find_samples(cfg, rows, terms, store, job)
+    conditions = setup_data.make_conditions(cfg, backbone, resume_module.digest_base_model(backbone), store)
+    setup_data.fill_conditions(cfg, conditions, samples, job)
+    return cfg, backbone, samples, conditions
+
+
+def test_latents_of_each_size_are_the_stock_pipelines(folder_of, tmp_path):  # noqa: F811
+    """One prompt at both sizes, through what training starts a batch from; the cache keeps the sizes apart."""
+    places = [f"data.cache_dir={tmp_path / 'cache'}", f"run.output_dir={tmp_path / 'run'}"]
+    table = write(tmp_path / "one.csv", [f"{PROMPTS[0]},{height},{width}" for height, width in SIZES])
+    words = [*settings("flux", folder_of("flux")), *places, "sample.num_inference_steps=4", "sample.mid_timestep=2"]
+    cfg, backbone, samples, conditions = opened([*words, "sample.final_timestep=3", table])
+    assert [sample.size for sample in samples] == SIZES
+    assert samples[0].clip != samples[1].clip and samples[0].row.id != samples[1].row.id
+    starts = batches.BatchBuilder(
+        samples, conditions, partial(plan.make_schedule, cfg, backbone), 0, "fresh", False, False, torch.device("cpu")
+    )
+    model, pipe = Experts({"transformer": backbone.load_expert("transformer")}), random_flux()
+    for row, (height, width) in enumerate(SIZES):
+        batch = starts.batch([(0, row)])
+        velocity = Velocity(backbone, model, batch.conditioning, batch.schedule)
+        ours = reward_flow.rollout(velocity, batch.x, batch.schedule.sigmas, keep=()).x0
+        stock = pipe(
+            prompt=PROMPTS[0], height=height, width=width, num_inference_steps=4, latents=pack(batch.x[:, :, 0]),
+            guidance_scale=3.5, output_type="latent",
+        ).images  # fmt: skip
+        torch.testing.assert_close(pack(ours[:, :, 0]), stock, rtol=1e-5, atol=1e-5)
+    # a row's own size is the same entry as that of a run which has it for all rows
+    other = write(tmp_path / "plain.csv", [PROMPTS[0]], "prompt")
+    (_, _, (sample,), _) = opened([*words, "sample.final_timestep=3", other, f"data.width={2 * SIDE}"])
+    assert sample.clip == samples[1].clip
+
+
+def test_two_sizes_of_videos(video_folder_of, tmp_path, monkeypatch):  # noqa: F811
+    name = "wan2_2_ti2v_text"
+    table = write(tmp_path / "videos.csv", ["a red ball,,", "a blue ball,32,64"])
+    seen = seen_by(monkeypatch, reward_flow)
+    launch(
+        *test_variants.model(name, video_folder_of(name)), table, "reward.name=colour", "reward.reward_model_path=null",
+        "reward.held_out_model_path=null", "train.max_steps=2", f"run.output_dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    sizes = {size for size, _ in seen}
+    assert len(sizes) == 2 and {2 * height == width for height, width in sizes} == {False, True}
+    assert all(line["grad_norm"] > 0 for line in metrics(tmp_path / "run"))
+
+
+MULTIPLE = "must be a multiple of 8, at most 96, got"
+REFUSED = [
+    ("prompt,height,width", "a ball,32,", "height without width; give both, or neither"),
+    ("prompt,width", "a ball,32", "width without height; give both, or neither"),
+    ("prompt,height,width", "a ball,32,32.0", "width must be a whole number of pixels from 1 to 16384, got '32.0'"),
+    ("prompt,height,width", "a ball,99999,32", "height must be a whole number of pixels from 1 to 16384, got '99999'"),
+    ("prompt,height,width", "a ball,0,32", "height must be a whole number of pixels from 1 to 16384, got '0'"),
+    ("prompt,height,width", "a ball,32,36", f"width {MULTIPLE} 36"),
+    ("prompt,height,width", "a ball,104,36", f"height {MULTIPLE} 104; width {MULTIPLE} 36"),
+    ("prompt,image,height,width", "a ball,a.png,32,32", "height and width beside image: only rows of a prompt alone"),
+    ("prompt,video,height", "a ball,a.mp4,32", "height beside video: only rows of a prompt alone"),
+]
+
+
+@pytest.mark.parametrize("columns, row, said", REFUSED)
+def test_a_size_that_cannot_be_is_refused_with_its_line(
+    folder_of,  # noqa: F811
+    monkeypatch,
+    capsys,
+    columns,
+    row,
+    said,
+    tmp_path,
+):
+    table = write(tmp_path / "sizes.csv", [f"a red ball{',' * columns.count(',')}", row], columns)
+    words = [*settings("sd3", folder_of("sd3")), table, f"run.output_dir={tmp_path / 'run'}", "train.max_steps=1"]
+    monkeypatch.setattr(resume_module, "open_run", None)  # before anything loads or is written
+    code, _, error = call(monkeypatch, capsys, *words)
+    assert code == 2 and "1 of 2 rows cannot be used" in error and f"\nline 3: {said}" in error, error
+    if MULTIPLE in said:
+        error = run_tool(plan_run.main, "--config", CONFIG, *words, expect=2)
+        assert f"line 3: {said}" in error
+        monkeypatch.undo()
+        code, out, error = call(monkeypatch, capsys, *words, "data.skip_bad_rows=true", "--dry-run")
+        assert f"skipped: line 3: {said}" in out
+
+
+def test_a_size_beside_max_pixels_is_refused(folder_of, monkeypatch, capsys, tmp_path):  # noqa: F811
+    words = [*settings("sd3", folder_of("sd3")), two_sizes(tmp_path), f"run.output_dir={tmp_path / 'run'}"]
+    code, _, error = call(monkeypatch, capsys, *words, "data.max_pixels=1024", "train.max_steps=1")
+    assert code == 2 and "line 4: height and width say a size, and so does data.max_pixels" in error
+
+
+def test_the_estimate_is_of_the_largest(folder_of, tmp_path):  # noqa: F811
+    words = [*settings("flux", folder_of("flux")), f"run.output_dir={tmp_path / 'run'}", "train.max_steps=1"]
+
+    def work_of(*more):
+        cfg = config.load(CONFIG, [*words, *more])
+        backbone = backbones.open("flux", setup_model.model_source(cfg))
+        return workload.make_workload(cfg, backbone, 4, 1, 1).video, plan.make_schedule(cfg, backbone).sigmas
+
+    video, sigmas = work_of(two_sizes(tmp_path))
+    usual, expected = work_of(f"data.width={2 * SIDE}")
+    assert (video.height, video.width) == (usual.height, usual.width) == SIZES[1]
+    assert torch.equal(sigmas, expected)
+    video, _ = work_of(write(tmp_path / "sizes.csv", ["a,16,16", "b,8,16"]))  # read anew; no row has the usual size
+    assert (video.height, video.width) == (16, 16)
+    video, _ = work_of(write(tmp_path / "odd.csv", ["a,,", "b,36,640"]))  # a row that is left out
+    assert (video.height, video.width) == SIZES[0]
+
+
+def test_check_dataset_says_the_same(folder_of, tmp_path):  # noqa: F811
+    rows = ["a ball,,", "a ball,32,64", "a ball,32,64", "a ball,36,64", "a ball,32,"]
+    table = write(tmp_path / "sizes.csv", rows)
+    config_file = tmp_path / "run.yaml"
+    config_file.write_text(config.dump(config.load(CONFIG, [*settings("sd3", folder_of("sd3")), table])))
+    said = run_tool(check_dataset.main, "--config", config_file, expect=2)
+    assert f"line 5: problem: height {MULTIPLE} 36" in said and "line 6: problem: height without width" in said
+    assert "line 4: warning: the same as line 3" in said and "line 3: " not in said.replace("as line 3: ", "")
+    assert "32 x 64 (height x width): 2 rows" in said and "32 x 32 (height x width): 1 rows" in said

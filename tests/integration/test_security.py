@@ -1,0 +1,209 @@
+"""What comes from outside (checkpoints, weights, the network, metadata.csv, the config) is data: it is not run."""
+
+import ast
+import csv
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, run_tool
+from runs import CONFIG, FAST, GRPO_CONFIG, QUICK, WORLD, call
+
+import train_flow_grpo
+import train_reward_fl
+from rewardfl import config, files, trust
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.evaluation import judge_videos
+from rewardfl.rewards.__main__ import main as score_main
+from rewardfl.training.distributed import Distributed
+from rewardfl_tools import check_dataset, doctor, evaluate, plan_run, reward_scales, serve_reward
+
+pytestmark = pytest.mark.slow(40)
+
+SOURCES = sorted(
+    path
+    for path in ROOT.rglob("*.py")
+    if path.relative_to(ROOT).parts[0] not in ("tests", "outputs", "build")
+    and not path.relative_to(ROOT).parts[0].startswith(".")
+)
+LOADERS = {"pickle": {"load", "loads", "Unpickler"}, "dill": {"load", "loads"}, "joblib": {"load"}}
+UNSAFE_YAML = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
+
+
+def findings(source):
+    """Calls in a source text that could run what they read."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in (*LOADERS, "yaml"):
+            yield f"line {node.lineno}: from {node.module} import"  # would hide the calls below
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        owner, _, attribute = name.rpartition(".")
+        settings = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        unsafe = (
+            (name == "torch.load" and settings.get("weights_only") != "True")
+            or attribute in LOADERS.get(owner, ())
+            or (owner == "yaml" and attribute in UNSAFE_YAML and not _own_loader(settings, node))
+            or (name in ("np.load", "numpy.load") and settings.get("allow_pickle", "False") != "False")
+            or name in ("eval", "exec", "os.system")
+            or settings.get("shell") == "True"
+        )
+        if unsafe:
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def _own_loader(settings, node):
+    chosen = settings.get("Loader") or (ast.unparse(node.args[1]) if len(node.args) > 1 else "")
+    return chosen in ("yaml.SafeLoader", "_Loader")  # config._Loader is a SafeLoader
+
+
+def test_nothing_pickled_is_loaded():
+    assert len(SOURCES) > 60
+    found = {str(path.relative_to(ROOT)): list(findings(path.read_text())) for path in SOURCES}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.load(p)", "torch.load(p, weights_only=False)", "pickle.loads(b)", "yaml.load(t)", "yaml.unsafe_load(t)",
+        "yaml.load(t, Loader=yaml.Loader)", "np.load(p, allow_pickle=True)", "from pickle import loads", "eval(t)",
+        "subprocess.run(c, shell=True)",
+    ],
+)  # fmt: skip
+def test_the_check_itself(line):
+    assert list(findings(line)) and not list(findings("torch.load(p, weights_only=True); yaml.safe_load(t)"))
+
+
+def test_rows_cannot_write_outside(monkeypatch, capsys, tmp_path):
+    """Clips in a folder beside that of metadata.csv, and prompts like paths: what is written is named by numbers."""
+    table, run = tmp_path / "data" / "metadata.csv", tmp_path / "run"
+    table.parent.mkdir()
+    (tmp_path / "clips").mkdir()
+    with (WORLD / "train" / "metadata.csv").open() as file:
+        rows = list(csv.DictReader(file))[:2]
+    for i, row in enumerate(rows):
+        (tmp_path / "clips" / f"{i}.mp4").write_bytes((WORLD / "train" / row["video"]).read_bytes())
+    with table.open("w", newline="") as file:
+        lines = [(f"../clips/{i}.mp4", f"../../../escaped{i}/\\0 a person, talking") for i in range(2)]
+        csv.writer(file).writerows([("video", "prompt"), *lines])
+    before = {path for path in tmp_path.rglob("*")}
+    code, _, error = call(
+        monkeypatch, capsys, *FAST, f"run.output_dir={run}", f"data.file_name={table}", f"data.cache_dir={run}/cache",
+        "train.max_steps=1", "run.sample_videos=2", "sample.gradient_mode=last", "reward.kl_weight=0",
+    )  # fmt: skip
+    assert code == 0, error
+    assert [path for path in {*tmp_path.rglob("*")} - before if run not in (path, *path.parents)] == []
+    assert sorted(path.name for path in (run / "samples" / "step-000001").iterdir()) == ["00.mp4", "01.mp4"]
+
+
+RED = "\x1b[31m"  # a terminal that gets this writes in red
+
+
+def test_names_in_files_do_not_drive_the_terminal(monkeypatch, capsys, tmp_path):
+    """Neither a row that names a file so, which is one that cannot be used, nor a message that quotes a file."""
+    table = tmp_path / "metadata.csv"
+    video = next((WORLD / "train" / "videos").iterdir())
+    rows = [(str(video), "x"), (f"{RED}a\n.mp4", "x"), (f"b{RED}.mp4", f"{RED}y")]
+    (tmp_path / rows[2][0]).write_bytes(video.read_bytes())
+    start = (f"run.output_dir={tmp_path / 'run'}", f"data.file_name={table}")
+    for header, code in ((("video", "prompt"), 2), (("video", f"{RED}prompt"), 2), (("video", "prompt"), 0)):
+        with table.open("w", newline="") as file:
+            csv.writer(file).writerows([header, *rows])
+        skip = f"data.skip_bad_rows={str(code == 0).lower()}"
+        found, out, error = call(monkeypatch, capsys, *QUICK, *start, skip, "--dry-run")
+        assert found == code, error
+        assert "\x1b" not in out + error and "x1b[31m" in out + error
+    assert [line[:8] for line in out.splitlines() if "control character" in line] == ["skipped:"] * 2
+    args = ("check_dataset", "--data", str(table), "--num-frames", "5")
+    monkeypatch.setattr(sys, "argv", list(args))
+    assert check_dataset.main() == 2
+    said = capsys.readouterr().out
+    assert "\x1b" not in said and said.count("problem: ") == 2
+
+
+@pytest.mark.parametrize(
+    "text, shown", [("a\nb", "a\nb"), (f"{RED}\r\x9b", r"\x1b[31m\r\x9b"), ("é 你\u202f", "é 你\u202f")]
+)
+def test_what_is_printed(text, shown, capsys):
+    """Line breaks and what people write stay."""
+    Distributed.say(SimpleNamespace(accelerator=SimpleNamespace(print=print)), text)
+    assert capsys.readouterr().out == shown + "\n" and files.printable(shown) == shown
+
+
+# Every command that makes rewards, with the options that it needs in front of a configuration's overrides
+COMMANDS = {
+    "train_reward_fl": (train_reward_fl.main, ["--config", CONFIG, "--dry-run"]),
+    "train_flow_grpo": (train_flow_grpo.main, ["--config", GRPO_CONFIG, "--dry-run"]),
+    "plan_run": (plan_run.main, ["--config", CONFIG]),
+    "doctor": (doctor.main, ["--config", CONFIG, "--device", "cpu", "--out", "OUT/doctor"]),
+    "reward_scales": (reward_scales.main, ["--config", CONFIG, "--device", "cpu"]),
+    "evaluate": (
+        evaluate.main,
+        ["--config", CONFIG, "--data", "OUT/eval.csv", "--videos", "OUT/made", "--out", "OUT/e"],
+    ),
+    "evaluate a run": (evaluate.main, ["--run", "OUT", "--data", "OUT/eval.csv", "--device", "cpu"]),
+    "serve_reward": (serve_reward.main, ["--device", "cpu", "--reward", "OUT/own.py:Own"]),
+    "score": (score_main, ["score", "--reward", "OUT/own.py:Own"]),
+}
+OWN = """
+open(__file__ + ".ran", "w").close()
+from rewardfl.rewards.pixels.colour import ColourReward
+
+class Own(ColourReward):
+    def __init__(self, red: float):
+        super().__init__()
+"""
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """A folder with code, which is a module as well, and a run.json that names it."""
+    (tmp_path / "own.py").write_text(OWN)
+    cfg = config.to_dict(config.load(CONFIG, [f"reward.others={{x: {{name: '{tmp_path}/own.py:Own'}}}}"]))
+    (tmp_path / "run.json").write_text(json.dumps({"config": cfg}))
+    checkpoint = tmp_path / "checkpoints" / "latest"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "made").mkdir()
+    for clip in ("0.mp4", "made/0.mp4"):
+        (tmp_path / clip).write_bytes(next((WORLD / "eval" / "videos").iterdir()).read_bytes())
+    (tmp_path / "eval.csv").write_text("video,prompt\n0.mp4,a person\n")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(wan_load, "load_pipeline", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(judge_videos, "check_adapter", lambda _: None)
+    return tmp_path
+
+
+def command_of(name, stranger, source="own.py"):
+    main, words = COMMANDS[name]
+    words = [word.replace("OUT", str(stranger)) for word in words]
+    if words[0] == "--config":
+        words.append(f"reward.others={{x: {{name: '{stranger}/own.py:Own', settings: {{red: a}}}}}}")
+    return main, [word.replace(f"{stranger}/own.py", "own") if source == "own" else word for word in words]
+
+
+@pytest.mark.parametrize("source", ["own.py", "own"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_code_that_a_configuration_names_is_not_run(stranger, name, source):
+    """Neither a file nor a module of another package, whatever an earlier command line of the process allowed."""
+    if (name, source) == ("evaluate a run", "own"):
+        return
+    trust.allow(True)
+    main, words = command_of(name, stranger, source)
+    words += ["--", "0.mp4"] if name == "score" else []
+    said = run_tool(main, *words, expect=2)
+    refused = f"{stranger}/own.py:Own is code of {stranger}/own.py" if source == "own.py" else "own:Own is code of own"
+    assert f"{refused}; --trust-code on the command line loads it" in said
+    assert said.count("\n") == 1 and said.startswith("error: ")
+    assert not (stranger / "own.py.ran").exists() and "own" not in sys.modules
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_code_is_run_where_the_command_line_says_so_and_its_settings_are_checked(stranger, name):
+    main, words = command_of(name, stranger)
+    words += ["--trust-code"] if name != "score" else ["--trust-code", "--", "0.mp4"]
+    said = run_tool(main, *words, expect=2)
+    assert (stranger / "own.py.ran").exists()
+    assert "settings.red" in said and said.count("\n") == 1, "the constructor's annotation, and it has no default"

@@ -1,0 +1,377 @@
+"""train_flow_grpo.py as a user runs it, on the embedded tiny world."""
+
+import dataclasses
+import json
+import re
+import shutil
+import weakref
+
+import pytest
+import torch
+from conftest import ROOT
+from diffusers.training_utils import EMAModel
+from runs import GRPO_FAST, WORLD, adapter, call, call_grpo, launch_grpo, metrics, table
+
+from rewardfl import data, grpo, reward_flow, sde
+from rewardfl.backbones.wan.decoder import WanDecoder
+from rewardfl.training import checkpoint
+from rewardfl.training.distributed import Distributed
+
+pytestmark = pytest.mark.slow(200)
+
+REWARDS = ROOT / "tests" / "support" / "grpo_rewards.py"
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory):
+    """The setting for an evaluation on two people."""
+    return f"evaluation.eval_clips={table(tmp_path_factory.mktemp('held_out') / 'metadata.csv', 'eval', 2)}"
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, held_out):
+    """A run of two epochs of four updates each that nothing interrupts, with a judge."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    launch_grpo(f"run.output_dir={run}", *EPOCHS, JUDGE, held_out, "train.max_steps=8")
+    return run
+
+
+JUDGE = f"reward.held_out_model_path={WORLD}/faces/judge"
+# two updates share an epoch, which is gone through twice; an evaluation and a checkpoint after each
+EPOCHS = [
+    "grpo.updates_per_epoch=2", "grpo.inner_epochs=2", "run.save_steps=4", "grpo.kl_weight=0.01",
+    "evaluation.eval_steps=4", "evaluation.eval_inference_steps=2", "train.warmup_steps=0",
+]  # fmt: skip
+
+
+def test_a_run_leaves_what_the_design_says(straight):
+    lines = metrics(straight)
+    assert [line["step"] for line in lines] == list(range(9))
+    assert [line.get("epoch") for line in lines] == [None, 0, 0, 0, 0, 1, 1, 1, 1]
+    wanted = {
+        "actor/loss", "grad_norm", "lr", "reward/mean", "reward/std_in_group", "reward/valid_fraction", "reward/score",
+        "reward/failed", "group/zero_variance", "policy/ratio", "policy/ratio_std", "policy/clip_fraction",
+        "policy/clip_fraction_positive", "policy/clip_fraction_negative", "policy/approximate_kl", "policy/kl",
+    }  # fmt: skip
+    assert all(wanted <= line.keys() for line in lines[1:])
+    # the first update of an epoch is on-policy, exactly; the others are not
+    assert [line["policy/ratio_std"] == 0 for line in lines[1:]] == [True, False, False, False] * 2
+    assert lines[1]["policy/ratio"] == 1 and lines[1]["policy/kl"] == 0 < lines[2]["policy/kl"]
+    assert [("eval/score" in line) for line in lines] == [True, *[False] * 3, True, *[False] * 3, True]
+    assert lines[0]["eval/score"] != lines[4]["eval/score"] != lines[8]["eval/score"]
+    assert (straight / "checkpoints" / "latest").resolve().name == "step-000008"
+    clip = data.read_video(straight / "samples" / "step-000008" / "00.mp4")
+    assert clip.shape == (5, 32, 64, 3)  # real | generated
+
+
+def test_the_averaged_weights_are_saved_and_the_last_ones_go_on(straight):
+    state = checkpoint.load_state(straight / "checkpoints" / "step-000004")
+    saved = adapter(straight, 4)
+    average = sorted(float(p.double().sum()) for p in state["average"]["shadow_params"])
+    assert average == pytest.approx(sorted(float(p.double().sum()) for p in saved.values()), abs=1e-12)
+    pairs = zip(state["parameters"], state["average"]["shadow_params"], strict=True)
+    assert any(not torch.equal(last, averaged) for last, averaged in pairs)
+
+
+def test_a_run_starts_from_another_ones_adapter(straight, tmp_path):
+    """At a rate that moves nothing the averaged adapter is the given one; the reference is not."""
+    launch_grpo(
+        f"run.output_dir={tmp_path}", f"lora.init_from={straight}/checkpoints/latest", "train.learning_rate=1e-12",
+        "train.warmup_steps=0", "train.max_steps=1", "grpo.kl_weight=0.01", "run.sample_videos=0",
+    )  # fmt: skip
+    (line,) = metrics(tmp_path)
+    assert line["policy/kl"] > 0 and line["policy/ratio"] == 1
+    mine, theirs = adapter(tmp_path, 1), adapter(straight, 8)
+    assert all((mine[name] - theirs[name]).abs().max() < 2e-12 for name in mine | theirs)
+
+
+def test_other_clips_are_evaluated_only_when_that_is_said(straight, monkeypatch, capsys, tmp_path):
+    run = shutil.copytree(straight, tmp_path / "run", symlinks=True)
+    one = f"evaluation.eval_clips={table(tmp_path / 'one.csv', 'eval', 1)}"
+    settings = [*GRPO_FAST, f"run.output_dir={run}", *EPOCHS, JUDGE, one, "train.max_steps=8"]
+    code, _, error = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 2 and "something else in evaluation.eval_clips: 1 gone, new or of other content (" in error
+    assert "run.resume_with_changes=[evaluation.eval_clips]" in error
+    named = "run.resume_with_changes=[evaluation.eval_clips]"
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings, named)
+    assert code == 0 and "nothing to train: 8 steps" in out  # nor to record
+    assert json.loads((run / "run.json").read_text())["changes"] == []
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings, named, "train.max_steps=12")
+    assert code == 0 and "changed at step 8: evaluation.eval_clips" in out
+    assert metrics(run)[: len(metrics(straight))] == metrics(straight)
+    (change,) = json.loads((run / "run.json").read_text())["changes"]
+    assert change["key"] == "evaluation.eval_clips" and change["old"] != change["new"] and change["step"] == 8
+
+
+# -- rewards that fail
+
+
+@pytest.mark.parametrize(
+    "reward, failed, said", [("Raises", 0.5, "RuntimeError: the judge is not at home (2 samples)"), ("Nan", 0.0, "")]
+)
+def test_a_sample_that_cannot_be_judged_leaves_its_group(tmp_path, reward, failed, said):
+    run = launch_grpo(
+        f"run.output_dir={tmp_path}", f"reward.name={REWARDS}:{reward}", "--trust-code", "train.max_steps=1",
+        "grpo.groups=1", "grpo.group_size=4",
+    )  # fmt: skip
+    (line,) = metrics(tmp_path)
+    assert line["reward/valid_fraction"] == 0.5 and line["reward/failed"] == failed and line["grad_norm"] > 0
+    assert said in run.stdout and ("reward.name: " in run.stdout) == bool(said)
+
+
+def test_a_reward_that_does_not_answer_in_time(tmp_path):
+    """The run trains on its other reward's groups no more than on this one's: nothing hangs, also not at the end."""
+    run = launch_grpo(
+        f"run.output_dir={tmp_path}", "train.max_steps=1", "reward.reward_timeout=0.5",
+        "--trust-code", f"reward.others={json.dumps({'slow': {'name': f'{REWARDS}:Hangs', 'weight': 0}})}",
+    )  # fmt: skip
+    (line,) = metrics(tmp_path)
+    assert line["reward/valid_fraction"] == 1 and line["reward/failed"] == 1 and line["grad_norm"] > 0
+    assert "reward.others.slow: no answer within 0.5 s (reward.reward_timeout) (4 samples)" in run.stdout
+
+
+def test_a_reward_that_never_works_stops_the_run(monkeypatch, capsys, tmp_path):
+    settings = [f"run.output_dir={tmp_path}", f"reward.name={REWARDS}:Broken", "--trust-code"]
+    code, _, error = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
+    assert code == 2 and "not one sample of the epoch could be judged; reward.name (Broken): 0 of 4" in error
+    assert "; the first problem: KeyError: 'nobody'" in error
+
+
+# -- in this process, where the pieces can be watched
+
+
+def trained(monkeypatch, capsys, run, *settings, max_steps=1):
+    """Exit code and standard error of a run in this process."""
+    settings = [*GRPO_FAST, f"run.output_dir={run}", f"train.max_steps={max_steps}", *settings]
+    code, _, error = call_grpo(monkeypatch, capsys, *settings)
+    return code, error
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["grpo.sde=dance", "grpo.noise_level=0.3", "grpo.objective=clip", "grpo.advantage_std=global"],
+        ["grpo.sde=cps", "grpo.window=list", "grpo.window_steps=[3]", "grpo.samples_on=cpu"],
+        ["sample.guidance_scale=2", "sample.negative_prompt=ugly", "grpo.window=fraction", "grpo.kl_weight=0.1"],
+        ["model.trainable_models=dit,dit2", "grpo.window_size=4", "grpo.advantage_std=none"],
+        ["model.trainable_models=dit", "grpo.window_steps=[0]", "grpo.window=list"],
+        pytest.param(
+            ["model.trainable_models=dit", "grpo.window_steps=[0]", "grpo.window=list", "model.dtype=bfloat16"],
+            marks=pytest.mark.long,
+        ),
+        ["train.use_gradient_checkpointing=true", "experts.untrained=cpu_swap", "experts.trained=cpu_swap"],
+    ],
+)
+def test_other_kinds_and_places(monkeypatch, capsys, tmp_path, settings):
+    code, error = trained(monkeypatch, capsys, tmp_path, *settings)
+    assert code == 0, error
+    (line,) = metrics(tmp_path)
+    assert line["grad_norm"] > 0 and line["policy/ratio"] == 1 and line["policy/ratio_std"] == 0
+
+
+def test_another_policy_than_the_one_that_rolled_out_is_noticed(monkeypatch, capsys, tmp_path):
+    """Latents that are kept in bfloat16: the second step starts elsewhere than it did."""
+    narrow = lambda step, device: dataclasses.replace(step, x=step.x.bfloat16().float())  # noqa: E731
+    monkeypatch.setattr(sde.Step, "to", narrow)
+    code, error = trained(monkeypatch, capsys, tmp_path)
+    assert code == 2 and "before the first update the ratio must be 1" in error
+    assert "step 2: " in error and "step 3: " in error and "narrower dtype" in error
+    assert not metrics(tmp_path)  # nothing was updated
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(monkeypatch, capsys, tmp_path):
+    backward = Distributed.backward
+    monkeypatch.setattr(Distributed, "backward", lambda job, loss: backward(job, loss * torch.nan))
+    with pytest.raises(SystemExit, match="stopped at step 2: 2 updates in a row were not finite"):
+        trained(monkeypatch, capsys, tmp_path, "train.max_nonfinite=1", max_steps=4)
+    assert [line["grad_norm"] for line in metrics(tmp_path)] == [None, None]
+    said = re.findall(
+        r"gradient norm nan, skipped \((.) in a row\); it became so in the backward pass of ", capsys.readouterr().out
+    )
+    assert said == ["1", "2"]
+
+
+def test_members_of_one_noise_share_the_steps_before_the_window(monkeypatch, capsys, tmp_path):
+    """Groups of four in passes of two: the second pass of a group has nothing to compute before its window."""
+    seen = {}
+    rollout = reward_flow.rollout
+
+    def watched(velocity, x, sigmas, keep, start=0):
+        seen[same].append((len(x), len(sigmas) - 1))
+        return rollout(velocity, x, sigmas, keep, start)
+
+    monkeypatch.setattr(reward_flow, "rollout", watched)
+    rewards = {}
+    for same in (True, False):
+        seen[same] = []
+        settings = ["grpo.group_size=4", f"grpo.same_noise_in_group={same}", "run.sample_videos=0"]
+        assert trained(monkeypatch, capsys, tmp_path / str(same), *settings)[0] == 0
+        (rewards[same],) = metrics(tmp_path / str(same))
+    assert seen == {True: [(1, 2)] * 2, False: [(2, 2)] * 4}
+    # members that differ by the noise of two late steps alone differ less
+    assert 0 < rewards[True]["reward/std_in_group"] < rewards[False]["reward/std_in_group"]
+
+
+def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_path, held_out):
+    """An average that never moves evaluates as the base model does."""
+    settings = [
+        held_out, "evaluation.eval_steps=1", "run.sample_videos=0",
+        "evaluation.eval_inference_steps=1", "train.learning_rate=1e-2", "train.warmup_steps=0",
+    ]  # fmt: skip
+    monkeypatch.setattr(EMAModel, "step", lambda self, parameters: None)
+    assert trained(monkeypatch, capsys, tmp_path, *settings)[0] == 0
+    before, after = metrics(tmp_path)
+    assert {k: v for k, v in after.items() if "eval/" in k} == {k: v for k, v in before.items() if "eval/" in k}
+    state = checkpoint.load_state(tmp_path / "checkpoints" / "step-000001")
+    assert any(
+        not torch.equal(a, b) for a, b in zip(state["parameters"], state["average"]["shadow_params"], strict=True)
+    )
+
+
+def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tmp_path, held_out):
+    """At the end of an epoch, with a checkpoint and an evaluation of its weights, by whose judge `best` is chosen."""
+    common = [
+        *GRPO_FAST, *EPOCHS, JUDGE, held_out, "run.sample_videos=0", "run.save_steps=100", "evaluation.eval_steps=100",
+    ]  # fmt: skip
+    rule = "train.early_stop={window: 3, patience: 1, motion: 1, grid: 1}"  # any loss of motion; an epoch has 4 updates
+    settings = [*common, f"run.output_dir={tmp_path}", "train.max_steps=12", rule]
+    code, out, error = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 0 and "stopped at step 8: train.early_stop: beside steps 1 to 3, steps 4 to 6 " in out, error
+    assert "no checkpoint became" in out  # by the same rule
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == list(range(9))
+    assert [line["step"] for line in lines if "eval/held_out/grid" in line] == [0, 8]
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 0 and "nothing to train: " in out and "step-000008" in out and metrics(tmp_path) == lines
+    assert lines[8] == metrics(straight)[8]  # without the rule
+    score = checkpoint._manifest(straight / "checkpoints" / "step-000008").score
+    assert score == lines[8]["eval/held_out"] != lines[8]["eval/score"]
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["grpo.groups=3", "train.per_device_train_batch_size=4"], "the nearest that do: groups 2 or 4"),
+        (
+            ["grpo.updates_per_epoch=3", "train.max_steps=3"],
+            "must divide the 2 forward passes of a process, got 3; take one of 1, 2",
+        ),
+        (["grpo.window=list", "grpo.window_steps=[4]"], "Usable are the steps of dit2 (model.trainable_models) but"),
+        (["grpo.window_size=3"], "no 3 steps in a row among the usable [2, 3]"),
+        (["grpo.window=fraction", "grpo.window_fraction=0"], "grpo.window_fraction must be greater than 0, got 0"),
+        (["model.trainable_models=dit,dit2", "grpo.window_bounds=[0, 2]"], "low_noise answers at no step that"),
+        (["reward.name=color"], "reward.name: 'color' is not a reward, did you mean 'colour'"),
+        (["model.model_paths=nowhere"], "model.model_paths: no such file or folder"),
+        (["lora.lora_target_modules=q,kk"], "lora.lora_target_modules: 'kk' matches no linear layer"),
+        (["evaluation.eval_clips=gone.csv"], "evaluation.eval_clips: no such file: gone.csv"),
+        (["run.cpu_threads=100000"], "run.cpu_threads must be at most"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_loads(monkeypatch, capsys, tmp_path, overrides, message):
+    code, error = trained(monkeypatch, capsys, tmp_path / "run", *overrides)
+    assert code == 2 and message in error and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_held_out_clips_are_looked_at_before_anything_loads(monkeypatch, capsys, tmp_path):
+    path, settings = tmp_path / "held_out.csv", ["--dry-run", *GRPO_FAST, f"run.output_dir={tmp_path / 'run'}"]
+    settings.append(f"evaluation.eval_clips={path}")
+    code, _, error = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 2 and f"evaluation.eval_clips: no such file: {path}" in error
+    path.write_text("video,prompt\nlost.mp4,a person\n")
+    code, _, error = call_grpo(monkeypatch, capsys, *settings)
+    assert code == 2
+    assert all(word in error for word in ("evaluation.eval_clips (", "1 of 1 rows", "line 2: ", "lost.mp4"))
+
+
+def test_each_script_wants_its_own_file(monkeypatch, capsys):
+    code, _, error = call(monkeypatch, capsys, "--config", "configs/tiny_flow_grpo.yaml")
+    assert code == 2 and "has a section grpo, so it is for train_flow_grpo.py, not train_reward_fl.py" in error
+    code, _, error = call_grpo(monkeypatch, capsys, "--config", "configs/tiny_face.yaml")
+    assert code == 2 and "has no section grpo, so it is for train_reward_fl.py, not train_flow_grpo.py" in error
+
+
+@pytest.mark.parametrize("objective", ["clip", "guard"])
+def test_the_scripts_loss_is_the_papers(monkeypatch, tmp_path, objective):
+    """What is back-propagated, against the formulas written out again from what the rollout and the replay gave.
+
+    Two updates on the same samples at a rate that moves the ratio, with a range that clips some of them and the KL.
+    """
+    scores, losses, references, advantages = [], [], [], []
+    score, backward, transition, advantages_of = sde.score, Distributed.backward, sde.Kernel.transition, grpo.advantages
+
+    def seen_score(velocity, step, i, kernel):
+        scores.append((step, i, kernel, *score(velocity, step, i, kernel)))
+        return scores[-1][3:]
+
+    def seen_transition(self, velocity, x, i):
+        mean, std = transition(self, velocity, x, i)
+        if not torch.is_grad_enabled():
+            references.append(mean)
+        return mean, std
+
+    def seen_advantages(*arguments, **settings):
+        found, logged = advantages_of(*arguments, **settings)
+        advantages.extend(found.split(2))
+        return found, logged
+
+    monkeypatch.setattr(sde, "score", seen_score)
+    monkeypatch.setattr(sde.Kernel, "transition", seen_transition)
+    monkeypatch.setattr(grpo, "advantages", seen_advantages)
+    monkeypatch.setattr(Distributed, "backward", lambda job, loss: losses.append(loss.detach()) or backward(job, loss))
+    launch_grpo(
+        f"run.output_dir={tmp_path}", f"grpo.objective={objective}", "grpo.inner_epochs=2", "train.max_steps=2",
+        "grpo.clip_range=1e-5", "grpo.clip_range_high=2e-5", "grpo.kl_weight=0.3", "train.learning_rate=0.05",
+        "train.warmup_steps=0", "run.sample_videos=0",
+    )  # fmt: skip
+    # two rollouts of two samples, each scored at both steps of the window, in two updates
+    assert len(scores) == len(losses) == 8 and len(advantages) == 2
+    clipped = 0
+    for n, ((step, i, kernel, mean, log_prob), loss) in enumerate(zip(scores, losses, strict=True)):
+        advantage = advantages[n // 2 % 2].double()
+        if objective == "clip":
+            ratio = (log_prob - step.log_prob).exp()
+        else:  # GRPO-Guard: the drift along the noise that was drawn
+            noise = (step.x_next - step.mean) / step.std
+            ratio = ((mean - step.mean) * noise).double().flatten(1).mean(1).exp()
+        inside = ratio.clamp(1 - 1e-5, 1 + 2e-5)
+        clipped += int((ratio != inside).sum())
+        expected = torch.minimum(advantage * ratio, advantage * inside).mean().neg()
+        if objective == "guard":
+            expected = expected / float(kernel.sigmas[i] - kernel.sigmas[i + 1])
+        reference = references[-8:][n]
+        distance = torch.distributions.kl_divergence(
+            torch.distributions.Normal(mean.double(), step.std),
+            torch.distributions.Normal(reference.double(), step.std),
+        )
+        expected = expected + 0.3 * distance.flatten(1).mean(1).mean()
+        # a part of an update: two rollouts at two steps
+        torch.testing.assert_close(4 * loss, expected.detach(), rtol=2e-5, atol=1e-9)
+    assert 0 < clipped < 16 and metrics(tmp_path)[1]["policy/kl"] > 0
+
+
+def test_settings_may_stand_on_both_sides_of_an_option(monkeypatch, capsys, tmp_path):
+    settings = [f"run.output_dir={tmp_path}", "--dry-run", "train.max_steps=6"]
+    code, out, err = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
+    assert code == 0 and "the run: 6 updates" in out, err
+
+
+def test_no_video_is_held_while_the_policy_is_updated(monkeypatch, tmp_path):
+    """Of 480x832x81 each takes 0.4 GB, at the moment at which most is needed."""
+    videos, alive, decode, update = [], [], WanDecoder.decode, Distributed.one_update
+
+    def seen_decode(self, latents, given):
+        video = decode(self, latents, given)
+        videos.append(weakref.ref(video))
+        return video
+
+    def seen_update(self):
+        alive.append(sum(video() is not None for video in videos))
+        return update(self)
+
+    monkeypatch.setattr(WanDecoder, "decode", seen_decode)
+    monkeypatch.setattr(Distributed, "one_update", seen_update)
+    launch_grpo(f"run.output_dir={tmp_path}", "train.max_steps=2", "run.sample_videos=0")
+    assert len(videos) == 4 and alive == [0, 0]

@@ -1,0 +1,629 @@
+"""train_reward_fl.py and the tools as a user runs them, on the embedded tiny world."""
+
+import csv
+import hashlib
+import json
+import re
+import shutil
+import sys
+import weakref
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from conftest import ROOT
+from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
+from PIL import Image
+from pipelines import LinearFlowEuler, latent_shape
+from runs import CACHE, FAST, PACKS, WORLD, adapter, call, launch, metrics
+
+from rewardfl import config, data, lora, reward_flow
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan.decoder import WanDecoder
+from rewardfl.data import clips as clip_files
+from rewardfl.estimate import report
+from rewardfl.evaluation import generation
+from rewardfl.noise import draw_noise
+from rewardfl.training import checkpoint, setup_model
+from rewardfl.training.distributed import Distributed
+from rewardfl_tools import generate
+
+pytestmark = pytest.mark.slow(220)
+
+# -- runs
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run of six steps that nothing interrupts."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    launch(f"run.output_dir={run}", "train.max_steps=6", "run.save_steps=3")
+    return run
+
+
+def test_a_run_leaves_what_the_design_says(straight):
+    lines = metrics(straight)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    wanted = {
+        "actor/loss", "actor/face_score", "actor/kl_loss", "reward/mean", "reward/coverage", "reward/motion",
+        "reward/held_out", "reward/valid_fraction", "grad_norm", "grad_norm/step_2", "grad_norm/step_3", "lr",
+        *(f"reward/held_out/{part}" for part in ("flow", "face_flow", "pixel_change", "sharpness", "reversals")),
+        *(f"reward/held_out/{part}" for part in ("grid", "saturation", "red", "green", "blue")),
+    }  # fmt: skip
+    assert wanted <= lines[0].keys()
+    assert lines[0]["actor/kl_loss"] == 0 and lines[-1]["actor/kl_loss"] > 0  # B starts at zero
+    assert all(line["reward/valid_fraction"] == 1 and line["grad_norm"] > 0 for line in lines)
+    assert [line["lr"] for line in lines[:4]] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3])  # warmup is applied
+    assert (straight / "checkpoints" / "latest").resolve().name == "step-000006"
+    record = json.loads((straight / "run.json").read_text())
+    assert record["config"]["lora"]["lora_rank"] == 4 and torch.__version__.startswith(
+        record["versions"]["torch"].split("+")[0]
+    )
+    packs = {f"reward.{name}": WORLD / "faces" / folder for name, folder in PACKS.items()}
+    assert record["face_packs"] == {
+        key: {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.onnx")}
+        for key, folder in packs.items()
+    }
+    clip = data.read_video(straight / "samples" / "step-000006" / "00.mp4")
+    assert clip.shape == (5, 32, 64, 3)  # real | generated
+
+
+def test_it_learns(clips, tmp_path):
+    """Two people with one noise each: three updates must raise their own score, by the judge too."""
+    path, rows = clips
+    write(path, rows[:3])
+    launch(
+        f"run.output_dir={tmp_path / 'run'}", f"data.file_name={path}", "sample.noises_per_sample=1",
+        "train.max_steps=6", "train.per_device_train_batch_size=2", "train.warmup_steps=0", "reward.kl_weight=0",
+        "train.learning_rate=3e-3",
+    )  # fmt: skip
+    lines = metrics(tmp_path / "run")
+    for key, gain in {"actor/face_score": 0.05, "reward/held_out": 0.02}.items():
+        assert lines[-1][key] > lines[0][key] + gain
+
+
+def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
+    """Two clips are 64 x 80, one is 64 x 64 and at twice the rate; batches of two of one shape."""
+    path, rows = clips
+    for video, _ in rows[2:]:
+        frames = data.read_video(tmp_path / video)
+        wide = torch.nn.functional.pad(frames, (0, 0, 8, 8), mode="constant", value=90)
+        data.write_video(tmp_path / video, wide, 8)
+    data.write_video(tmp_path / rows[1][0], data.read_video(tmp_path / rows[1][0]), 16)
+    Image.fromarray(data.read_video(tmp_path / rows[1][0], 1)[0].numpy()).save(tmp_path / "face.png")
+    write(path, [
+        [*rows[0], "image", "reference_video", "negative_prompt"], [*rows[1], "", "", "ugly"],
+        [*rows[2], "face.png", "", ""], [*rows[3], "", rows[1][0], ""],
+    ])  # fmt: skip
+    settings = [
+        f"run.output_dir={tmp_path / 'run'}", f"data.file_name={path}", "data.max_pixels=5120", "data.fps=8",
+        "data.num_frames=5", "train.max_steps=2", "run.sample_videos=2", "sample.gradient_mode=last",
+        "reward.kl_weight=0",
+    ]  # fmt: skip
+    run = launch(*settings, "train.per_device_train_batch_size=2")
+    assert len(re.findall(r"note: data.file_name \(.*\): 1 of 3 rows have a negative_prompt", run.stdout)) == 1
+    lines = metrics(tmp_path / "run")
+    assert len(lines) == 2 and all(line["grad_norm"] > 0 and line["reward/valid_fraction"] == 1 for line in lines)
+    made = tmp_path / "run" / "samples" / "step-000002"
+    assert data.read_video(made / "00.mp4").shape == (5, 64, 128, 3)  # real | generated
+    assert data.read_video(made / "01.mp4").shape == (5, 64, 160, 3)
+    assert data.frame_rate(made / "00.mp4") == 8
+    other = ["train.per_device_train_batch_size=1", "train.gradient_accumulation_steps=2", "train.max_steps=3"]
+    refused = launch(*settings, *other, check=False)
+    assert refused.returncode == 2 and "several sizes with train.per_device_train_batch_size 2, now 1" in refused.stderr
+
+
+# steps of high noise, then of low noise: shift 5 has 0, 1 | 2, 3 of four; shift 3 has a tie, sigma 0.9, at step 1
+@pytest.mark.parametrize(
+    "settings,words",
+    [
+        (["sample.mid_timestep=1"], ["sample.mid_timestep", "[1] of [1, 2, 3]", "take [2, 3]"]),
+        (["sample.active_steps=[0, 3]", "sample.gradient_mode=bridge"], ["sample.active_steps", "[0] of [0, 3]"]),
+        (
+            ["model.trainable_models=dit", "sample.mid_timestep=1", "sample.gradient_mode=drtune"],
+            ["sample.mid_timestep", "[2, 3] of [1, 2, 3]", "take [1]"],
+        ),
+        (
+            ["sample.mid_timestep=1", "experts.untrained=boundary_cache", "sample.noises_per_sample=1"],
+            ["sample.mid_timestep", "[1] of [1, 2, 3]"],
+        ),
+        (["sample.shift=3", "sample.mid_timestep=1", "sample.final_timestep=1"], ["model.trainable_models", "dit2"]),
+        (["sample.shift=3", "sample.mid_timestep=1"], ["sample.mid_timestep", "[1] of [1, 2, 3]"]),
+    ],
+)
+def test_what_cannot_train_is_refused_before_anything_is_written(settings, words, tmp_path, monkeypatch, capsys):
+    code, _, err = call(monkeypatch, capsys, *FAST, *settings, f"run.output_dir={tmp_path / 'run'}")
+    assert code == 2 and all(word in err for word in words), err
+    assert not (tmp_path / "run").exists()
+
+
+def test_at_a_tie_the_table_names_the_expert_that_learns(tmp_path, monkeypatch, capsys):
+    """Sigma 0.9 in float32 is below 0.9, and its timestep is 900: the high-noise expert's, as in diffusers."""
+    settings = ["model.trainable_models=dit", "sample.shift=3", "sample.mid_timestep=1", "sample.final_timestep=1"]
+    code, out, err = call(
+        monkeypatch, capsys, *FAST, *settings, "train.max_steps=1", "run.sample_videos=0",
+        f"run.output_dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert code == 0, err
+    assert [line.split()[3] for line in out.splitlines() if line.startswith("   1  0.9000")] == ["high_noise"]
+    assert metrics(tmp_path / "run")[0]["grad_norm"] > 0
+
+
+# -- going on
+
+
+def cut(straight, run, step):
+    """A copy of a run as if it had been killed after the checkpoint of `step`."""
+    shutil.copytree(straight, run, symlinks=True)
+    for path in (run / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    return run
+
+
+def test_what_computes_the_same_may_change(straight, tmp_path):
+    """Memory for time, other places, other paths to the same content: the rest of the run is the same, bit for bit."""
+    run = cut(straight, tmp_path / "run", 3)
+    for name, target in {"world": WORLD, "model": WORLD / "pipeline", "cache": CACHE, "packs": WORLD / "faces"}.items():
+        (tmp_path / name).symlink_to(target)
+    shutil.copy(f"{CACHE}/metadata.csv", tmp_path / "other.csv")
+    launch(
+        f"run.output_dir={run}", "train.max_steps=6", "run.save_steps=2", "train.decode_caches=segment",
+        "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true",
+        "experts.untrained=cpu_swap", "train.max_nonfinite=7", "reward.motion_alarm=0.1", "lora.lora_base_model=dit2",
+        "data.skip_bad_rows=true", f"data.cache_dir={tmp_path / 'cache'}", f"data.file_name={tmp_path / 'other.csv'}",
+        f"model.model_paths={tmp_path / 'model'}", f"model.tokenizer_path={WORLD}/pipeline/tokenizer",
+        f"reward.reward_model_path={tmp_path}/packs/reward", f"reward.held_out_model_path={tmp_path}/packs/judge",
+    )  # fmt: skip
+    assert metrics(run) == metrics(straight)
+    mine, theirs = adapter(run, 6), adapter(straight, 6)
+    assert equal(mine, theirs)
+    assert json.loads((run / "run.json").read_text())["changes"] == []
+
+
+def test_fewer_steps_than_are_done(monkeypatch, capsys, straight, tmp_path):
+    """Said with both numbers; no weight is loaded, nothing is trained and nothing changed."""
+    run = cut(straight, tmp_path / "run", 6)
+    monkeypatch.setattr(setup_model, "load_experts", None)
+    for steps in (4, 6):
+        code, out, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={run}", f"train.max_steps={steps}")
+        (line,) = [line for line in out.splitlines() if "train.max_steps" in line]
+        assert code == 0 and "6 steps are done" in line and f" {steps} " in line, error
+        assert metrics(run) == metrics(straight) and "resuming" not in out
+        assert (run / "checkpoints" / "latest").resolve().name == "step-000006"
+
+
+def test_other_content_is_refused(monkeypatch, capsys, clips, tmp_path):
+    """Of the clips, by name and in order, and of the face packs; before weights load, and nothing is changed."""
+    path, rows = clips
+    write(path, rows)
+    settings = [*FAST, f"run.output_dir={tmp_path / 'run'}", f"data.file_name={path}", "run.sample_videos=0"]
+    assert call(monkeypatch, capsys, *settings, "train.max_steps=1")[0] == 0
+    refuse_weights(monkeypatch)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+
+    def refusal(*overrides):
+        code, _, error = call(monkeypatch, capsys, *settings, "train.max_steps=2", *overrides)
+        assert code == 2 and (tmp_path / "run" / "metrics.jsonl").read_text() == before
+        return error
+
+    write(path, [rows[0], rows[2], rows[1], rows[3]])
+    assert "something else in data.file_name: in another order" in refusal()
+    write(path, rows[:3])
+    assert f"something else in data.file_name: 1 gone, new or of other content ({rows[3][0]}#" in refusal()
+    write(path, rows)
+    shutil.copy(WORLD / "train" / rows[2][0], tmp_path / rows[1][0])
+    assert f"something else in data.file_name: 1 gone, new or of other content ({rows[1][0]}#" in refusal()
+    shutil.copy(WORLD / "train" / rows[1][0], tmp_path / rows[1][0])
+    packs = [f"reward.reward_model_path={WORLD}/faces/judge", "reward.held_out_model_path=null"]
+    error = refusal(*packs)
+    assert "something else in reward.held_out_model_path: 2 gone, new or of other content (" in error
+    assert "run.resume_with_changes=[reward.held_out_model_path]" in error
+    error = refusal(*packs, "run.resume_with_changes=[reward.held_out_model_path]")
+    assert "something else in reward.reward_model_path: " in error and "resume_with_changes" not in error
+
+
+def equal(mine, theirs):
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+# breaks at any loss of motion, or any more grid: what one clip after another does
+TOUCHY = "train.early_stop={window: 2, patience: 1, motion: 1, grid: 1}"
+
+
+def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tmp_path):
+    """It leaves what a run of as many steps leaves, resumed or not; another rule lets it go on as if nothing was."""
+    settings = [*FAST, "run.save_steps=3", "run.sample_videos=0", "train.max_steps=6"]
+    runs = {tmp_path / "run": "no checkpoint became", cut(straight, tmp_path / "resumed", 3): ""}
+    for run, best in runs.items():  # by this rule no checkpoint becomes best, but one was before it was set
+        code, out, _ = call(monkeypatch, capsys, *settings, f"run.output_dir={run}", TOUCHY)
+        assert code == 0 and "stopped at step 4: train.early_stop: " in out
+        assert (f"{best} {run}/checkpoints/best;" if best else f"{run}/checkpoints/best is step-000003;") in out
+        assert metrics(run) == metrics(straight)[:4]
+        assert (run / "checkpoints" / "latest").resolve().name == "step-000004"
+    assert equal(adapter(tmp_path / "run", 4), adapter(tmp_path / "resumed", 4))
+    before = (run / "metrics.jsonl").read_text()
+    code, out, _ = call(monkeypatch, capsys, *settings, f"run.output_dir={run}", TOUCHY)
+    assert code == 0 and "nothing to train: " in out and "train.early_stop=null" in out
+    assert (run / "metrics.jsonl").read_text() == before
+    call(monkeypatch, capsys, *settings, f"run.output_dir={run}")
+    assert metrics(run) == metrics(straight) and equal(adapter(run, 6), adapter(straight, 6))
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        ([TOUCHY, "reward.held_out_model_path=null"], "reward.held_out_model_path is null"),
+        (["train.early_stop={}", "train.max_steps=14"], "train.max_steps 14"),
+    ],
+)
+def test_an_early_stop_that_cannot_work_is_refused(monkeypatch, capsys, tmp_path, overrides, words):
+    code, _, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}", *overrides)
+    assert code == 2 and "train.early_stop" in error and words in error and not (tmp_path / "run").exists()
+
+
+def test_an_averaged_adapter(straight, tmp_path):
+    """It is what is saved; what is trained is as without it; a resumed run goes on with it, bit for bit."""
+    settings = ["train.ema_decay=0.9", "run.save_steps=2", "run.sample_videos=0", "train.max_steps=3"]
+    run, resumed = tmp_path / "run", tmp_path / "resumed"
+    launch(f"run.output_dir={run}", *settings)
+    launch(f"run.output_dir={cut(run, resumed, 2)}", *settings)
+    assert metrics(run) == metrics(resumed) == metrics(straight)[:3]
+    assert equal(adapter(run, 3), adapter(resumed, 3))
+    states = [checkpoint.load_state(one / "checkpoints" / "step-000003") for one in (run, resumed)]
+    for mine, theirs in zip(
+        *(state["parameters"] + state["average"]["shadow_params"] for state in states), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    last, average = states[0]["parameters"], states[0]["average"]["shadow_params"]
+    sums = [sorted(float(one.double().sum()) for one in adapter(folder, 3).values()) for folder in (straight, run)]
+    assert sums[0] == pytest.approx(sorted(float(one.double().sum()) for one in last), abs=1e-12)
+    assert sums[1] == pytest.approx(sorted(float(one.double().sum()) for one in average), abs=1e-12)
+    assert not equal(adapter(run, 3), adapter(straight, 3))
+
+
+def test_endpoint_rolls_out_with_the_average(monkeypatch, capsys, tmp_path):
+    """A run that was resumed has the same weights, bit for bit."""
+    settings = [*FAST, "sample.gradient_mode=endpoint", "train.ema_decay=0.9", "reward.kl_weight=0"]
+    settings += ["run.save_steps=2", "run.sample_videos=0", "train.max_steps=3"]
+    run, resumed, gaps = tmp_path / "run", tmp_path / "resumed", []
+    replay = reward_flow.replay_endpoint
+
+    def watched(velocity, trajectory, *others):
+        ((step, x),) = trajectory.kept.items()
+        with torch.no_grad():
+            gaps.append(float((velocity(x, step) - trajectory.velocities[step]).abs().max()))
+        return replay(velocity, trajectory, *others)
+
+    monkeypatch.setattr(reward_flow, "replay_endpoint", watched)
+    assert call(monkeypatch, capsys, *settings, f"run.output_dir={run}")[0] == 0
+    assert gaps[0] == 0 and gaps[1] > 0 and gaps[2] > 0
+    assert call(monkeypatch, capsys, *settings, f"run.output_dir={cut(run, resumed, 2)}")[0] == 0
+    assert metrics(run) == metrics(resumed) and equal(adapter(run, 3), adapter(resumed, 3))
+
+
+def test_another_learning_rate_and_weight(straight, monkeypatch, capsys, tmp_path):
+    run, groups = cut(straight, tmp_path / "run", 3), []
+    changes = ["train.learning_rate=5e-4", "train.weight_decay=0.5", "reward.kl_weight=3", "train.max_steps=4"]
+    settings = [*FAST, f"run.output_dir={run}", "run.sample_videos=0", *changes]
+    keys = ["reward.kl_weight", "train.learning_rate", "train.weight_decay"]
+    code, _, error = call(monkeypatch, capsys, *settings)
+    assert code == 2 and "train.learning_rate 0.001 -> 0.0005" in error
+    assert f"run.resume_with_changes=[{','.join(keys)}]" in error and metrics(run) == metrics(straight)
+    step = Distributed.step
+
+    def watched(job, optimizer, *arguments):
+        groups.append({key: optimizer.param_groups[0][key] for key in ("lr", "weight_decay")})
+        return step(job, optimizer, *arguments)
+
+    monkeypatch.setattr(Distributed, "step", watched)
+    code, out, _ = call(
+        monkeypatch, capsys, *settings, f"run.resume_with_changes=[{','.join([*keys, 'train.warmup_steps'])}]"
+    )
+    assert code == 0 and "changed at step 3: train.learning_rate 0.001 -> 0.0005" in out
+    assert "names train.warmup_steps, which has not changed" in out
+    assert [line["lr"] for line in metrics(run)[2:]] == [1e-3, 5e-4]
+    assert groups == [{"lr": 5e-4, "weight_decay": 0.5}]
+    listed = json.loads((run / "run.json").read_text())["changes"]
+    assert [(change["key"], change["old"], change["new"], change["step"]) for change in listed] == [
+        ("reward.kl_weight", 9.0, 3.0, 3), ("train.learning_rate", 1e-3, 5e-4, 3), ("train.weight_decay", 0.0, 0.5, 3)
+    ]  # fmt: skip
+
+
+def test_a_run_starts_from_another_ones_adapter(straight, monkeypatch, capsys, tmp_path):
+    """Two processes, at a rate that moves nothing: the adapter is the given one, the reference is not."""
+    given = straight / "checkpoints" / "latest"
+    settings = [
+        f"run.output_dir={tmp_path / 'run'}", f"lora.init_from={given}", "train.learning_rate=1e-12",
+        "train.warmup_steps=0", "run.sample_videos=0", "train.max_steps=1",
+    ]  # fmt: skip
+    done = launch(*settings, processes=2)
+    (line,) = metrics(tmp_path / "run")
+    assert line["actor/kl_loss"] > 0 and line["lr"] == 1e-12, done.stderr[-2000:]
+    mine, theirs = adapter(tmp_path / "run", 1), adapter(straight, 6)
+    assert all((mine[name] - theirs[name]).abs().max() < 2e-12 for name in mine | theirs)
+    digests = json.loads((tmp_path / "run" / "run.json").read_text())["init_from"]
+    assert digests.keys() == {"low_noise"}
+    # going on, it is not read but must be what it was, wherever it lies
+    refuse_weights(monkeypatch)
+    other = ["train.max_steps=2", f"lora.init_from={straight / 'checkpoints' / 'step-000003'}"]
+    more = ["train.gradient_accumulation_steps=2"]  # of one process for two
+    code, _, error = call(monkeypatch, capsys, *FAST, *settings, *more, *other)
+    assert code == 2 and "something else in lora.init_from: 1 gone, new or of other content (low_noise)" in error
+    assert "run.resume_with_changes=[lora.init_from]" in error
+    file = shutil.copy(given / "transformer_2" / lora.WEIGHTS_NAME, tmp_path / "low_noise.safetensors")
+    reach_the_weights(monkeypatch)
+    _, _, error = call(monkeypatch, capsys, *FAST, *settings, *more, "train.max_steps=2", f"lora.init_from={file}")
+    assert "reached the weights" in error
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (["lora.lora_rank=8"], "has rank 4 and alpha 4 in blocks.0."),
+        (["lora.lora_alpha=8"], "this run lora.lora_rank 4 and lora.lora_alpha 8"),
+        (["lora.lora_target_modules=q,k,v"], "lora.lora_target_modules"),
+        (["model.trainable_models=dit,dit2", "sample.mid_timestep=0"], "is for low_noise, model.trainable_models dit,"),
+        (["lora.init_from=nowhere"], "lora.init_from: no such file or folder: nowhere"),
+        (["lora.init_from=RUN"], "RUN is a run; give one of its checkpoints"),
+    ],
+)  # fmt: skip
+def test_adapters_that_do_not_fit(straight, monkeypatch, capsys, no_weights, tmp_path, settings, message):
+    settings = [
+        f"lora.init_from={straight}/checkpoints/latest",
+        *(word.replace("RUN", str(straight)) for word in settings),
+    ]
+    code, _, error = call(monkeypatch, capsys, "--dry-run", *FAST, f"run.output_dir={tmp_path / 'run'}", *settings)
+    assert code == 2 and message.replace("RUN", str(straight)) in error and error.count("\n") == 1
+
+
+# -- the tools on the run's adapter
+
+
+def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys):
+    """The adapter of the run in a stock pipeline, against tools/generate.py."""
+    frame = data.read_video(WORLD / "eval" / "videos" / "000.mp4", 1)[0].numpy()
+    Image.fromarray(frame).save(tmp_path / "face.png")
+    trained, videos = straight / "checkpoints" / "latest", []
+    monkeypatch.setattr(data, "encode_video", lambda video, fps: videos.append(video) or b"")
+    for chosen in (["--adapter", str(trained)], [], ["--adapter", f"{trained}:0"], ["--adapter", f"{trained}:0.5"]):
+        command = (
+            f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 80 --width 80 --num-frames 9"
+        )
+        command += f" --steps 4 --dtype float32 --device cpu --seed 5 --out {tmp_path}/out.mp4"
+        monkeypatch.setattr(sys, "argv", [*command.split(), "--prompt", "a person, talking", *chosen])
+        assert generate.main() == 0, capsys.readouterr().err
+    ours, base, off, half = videos
+    assert torch.equal(off, base)
+
+    pipe = WanImageToVideoPipeline.from_pretrained(WORLD / "pipeline", dtype=torch.float32)
+    pipe.load_lora_weights(trained / "transformer_2", load_into_transformer_2=True)
+    pipe.scheduler = LinearFlowEuler.from_config(FlowMatchEulerDiscreteScheduler(shift=5.0).config)
+    noise = draw_noise(latent_shape(pipe, 80, 80, 9), seed=5)
+    for strength, video in ((1.0, ours), (0.5, half)):
+        pipe.transformer_2.set_adapters(pipe.transformer_2.active_adapters(), strength)
+        stock = pipe(
+            image=Image.fromarray(frame), prompt="a person, talking", height=80, width=80, num_frames=9,
+            num_inference_steps=4, guidance_scale=1.0, latents=noise, output_type="pt",
+        ).frames[0]  # fmt: skip
+        torch.testing.assert_close(video, stock.transpose(0, 1) * 2 - 1, rtol=0, atol=1e-3)
+    assert float((base - ours).abs().max()) > 2e-3  # the adapter matters
+    assert float((half - ours).abs().max()) > 1.5e-3 and float((half - base).abs().max()) > 1.5e-3
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (["--image", "nowhere.png"], "--image: no such file: nowhere.png"),
+        (["--num-frames", "10"], "data.num_frames must be 2k+1"),
+        (["--adapter", "nowhere"], "no adapter in nowhere"),
+        (["--model", "nowhere"], "nowhere is neither a diffusers pipeline folder (no model_index.json in it) nor"),
+    ],
+)
+def test_generate_refuses(tmp_path, monkeypatch, capsys, change, message):
+    Image.new("RGB", (64, 64)).save(tmp_path / "face.png")
+    command = f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 80 --width 80 --num-frames 9"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--out", str(tmp_path / "x.mp4"), "--prompt", "a", *change])
+    assert generate.main() == 2
+    assert message in capsys.readouterr().err
+
+
+def test_generate_writes_what_the_name_says(tmp_path, monkeypatch, capsys):
+    """An mp4 to look at; an array or PNG files that hold the pixels; nothing is replaced, nothing is guessed."""
+    video = torch.rand(3, 5, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    pixels, made = data.to_uint8(video).numpy(), []
+
+    def call(out):
+        command = f"generate.py --model m --image i --prompt p --fps 8 --out {out}"
+        monkeypatch.setattr(sys, "argv", command.split())
+        monkeypatch.setattr(generation, "generate", lambda args: made.append(args) or video)
+        return generate.main(), capsys.readouterr()
+
+    for name in ("new/a.mp4", "new/a.npy", "new/frames"):
+        code, said = call(tmp_path / name)
+        assert code == 0 and said.out.strip() == str(tmp_path / name)
+    assert data.read_video(tmp_path / "new" / "a.mp4").shape == (5, 32, 48, 3)
+    assert data.frame_rate(tmp_path / "new" / "a.mp4") == 8
+    assert np.array_equal(np.load(tmp_path / "new" / "a.npy"), pixels)
+    frames = [np.asarray(Image.open(path)) for path in sorted((tmp_path / "new" / "frames").iterdir())]
+    assert np.array_equal(np.stack(frames), pixels)
+    for name in ("a.mov", "new/frames", "new"):
+        made.clear()
+        code, said = call(tmp_path / name)
+        assert code == 2 and f"--out: {tmp_path / name}" in said.err and not made
+
+
+# -- bad input: refused before weights load, with the way out
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    refuse_weights(monkeypatch)
+
+
+def refuse_weights(monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(wan_load, "load_pipeline", refuse)
+
+
+@pytest.fixture
+def clips(tmp_path):
+    """A copy of three training clips that a test may spoil: (metadata path, its rows)."""
+    with (WORLD / "train" / "metadata.csv").open() as file:
+        rows = list(csv.reader(file))[:4]
+    (tmp_path / "videos").mkdir()
+    for video, _ in rows[1:]:
+        shutil.copy(WORLD / "train" / video, tmp_path / video)
+    return tmp_path / "metadata.csv", rows
+
+
+def write(path, rows):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+@pytest.mark.parametrize(
+    "override,message",
+    [
+        ("train.lerning_rate=1", "unknown key 'train.lerning_rate', did you mean 'learning_rate'?"),
+        ("data.num_frames=10", "data.num_frames must be 2k+1 for this VAE, got 10; try 9 or 11"),
+        ("data.height=60", "data.height must be a multiple of 16, got 60; try 48 or 64"),
+        ("model.trainable_models=dit3", "model.trainable_models takes dit, dit2 (comma separated); got 'dit3'"),
+        ("model.trainable_models=dit", "dit answers at no active step"),
+        ("sample.mid_timestep=9", "sample.mid_timestep must be at most final_timestep 7, got 9"),
+        ("data.file_name=nowhere.csv", "data.file_name: no such file or folder: nowhere.csv"),
+        ("model.model_paths=nowhere", "model.model_paths: no such file or folder"),
+        ("reward.reward_model_path=nowhere", "reward.reward_model_path: no face pack at nowhere"),
+        ("train.train_batch_size=3", "train.train_batch_size is 3"),
+        ("run.output_dir=README.md", "README.md"),
+        ("run.resume_from_checkpoint=nowhere", "run.resume_from_checkpoint: no such folder: nowhere"),
+    ],
+)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_bad_settings(monkeypatch, capsys, no_weights, override, message, dry):
+    code, _, error = call(monkeypatch, capsys, *dry, "run.output_dir=/nonexistent/never", override)
+    assert code == 2 and message in error
+
+
+def test_a_dry_run_looks_at_the_clips(monkeypatch, capsys, no_weights, clips, tmp_path):
+    """What headers tell, without decoding; rows that are left out are not counted."""
+    path, rows = clips
+    with (WORLD / "train" / "metadata.csv").open() as file:
+        good = list(csv.reader(file))[5:7]
+    for row in good:
+        shutil.copy(WORLD / "train" / row[0], tmp_path / row[0])
+    (tmp_path / rows[1][0]).write_bytes(b"not a video")
+    rows[2][1] = ""
+    data.write_video(tmp_path / rows[3][0], torch.zeros(3, 64, 64, 3, dtype=torch.uint8), 8)
+    write(path, [*rows, *good])
+    monkeypatch.setattr(clip_files, "_decoded", lambda path: pytest.fail("decoded"))
+    arguments = ["--dry-run", f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}", "train.max_steps=null"]
+    arguments += ["train.num_train_epochs=6"]
+    code, _, error = call(monkeypatch, capsys, *arguments)
+    assert code == 2 and "3 of 5 rows" in error and all(f"line {line}: " in error for line in (2, 3, 4))
+    code, out, error = call(monkeypatch, capsys, *arguments, "data.skip_bad_rows=true")
+    assert code == 0, error
+    assert out.count("skipped: line") == 3 and "3 of 5 rows are left out" in out
+    assert "2 clips" in out and "3 steps" in out  # 6 epochs of 2 clips by 4 a step
+    assert not (tmp_path / "run").exists()
+
+
+def reach_the_weights(monkeypatch):
+    def refuse(*arguments):
+        raise data.DataError("reached the weights")
+
+    monkeypatch.setattr(wan_load, "load_pipeline", refuse)
+
+
+def test_face_packs_are_compared_with_insightface(monkeypatch, capsys, tmp_path):
+    reach_the_weights(monkeypatch)
+    _, out, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}")
+    assert "reached the weights" in error
+    for setting in PACKS:
+        assert out.count(f"reward.{setting}: face parity with insightface: box 0.0") == 1
+        assert out.count(f"reward.{setting}: ") == 3  # and two hashes
+    files = [file for pack in ("reward", "judge") for file in (WORLD / "faces" / pack).glob("*.onnx")]
+    digests = {hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    assert out.count("licence of ") == len(digests) and all(f"sha256 {digest}" in out for digest in digests)
+
+
+def test_face_packs_that_cannot_be_run_are_refused(monkeypatch, capsys, no_weights, tmp_path):
+    pack = tmp_path / "pack" / "antelopev2"
+    shutil.copytree(WORLD / "faces" / "judge", pack)
+    for path in pack.glob("*.onnx"):
+        model = onnx.load(path)
+        model.graph.node[0].op_type = "Einsum"
+        onnx.save(model, path)
+    arguments = [f"run.output_dir={tmp_path / 'run'}", f"reward.held_out_model_path={tmp_path / 'pack'}"]
+    code, _, error = call(monkeypatch, capsys, *FAST, *arguments)
+    assert code == 2 and f"error: reward.held_out_model_path: {pack}" in error and "does not run: Einsum" in error
+
+
+def test_a_judge_that_shares_a_file_with_the_reward_is_refused(monkeypatch, capsys, no_weights, tmp_path):
+    packs = [f"reward.{name}={WORLD / 'faces' / 'reward'}" for name in PACKS]
+    code, _, error = call(monkeypatch, capsys, *FAST, *packs, f"run.output_dir={tmp_path / 'run'}")
+    (line,) = [
+        line for line in error.splitlines() if line.startswith("error: reward.held_out_model_path: the detector")
+    ]
+    assert code == 2 and "reward.reward_model_path" in line and not (tmp_path / "run").exists()
+
+
+def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
+    code, out, _ = call(monkeypatch, capsys, "--dry-run", f"run.output_dir={tmp_path / 'run'}")
+    assert code == 0 and not (tmp_path / "run").exists()
+    assert "4 per process x 1 accumulation x 1 processes = 4 clips per step" in out
+    assert "   2  0.9375    937.500  high_noise  -" in out
+    assert "   3  0.8929    892.857  low_noise   -" in out
+    assert "   7  0.4167    416.667  low_noise   replayed" in out
+    assert "learning_rate:" in out
+    assert "500 tokens" in out and "memory of one GPU" in out
+    assert "\nfits: 0.0 MB of " in out and "on the GPU" not in out  # there is none
+    assert "note:" not in out
+    assert "--dry-run" not in out  # which it is
+    changes = ["sample.shift=3", "model.min_timestep_boundary=0.875", "train.warmup_steps=999"]
+    _, out, _ = call(monkeypatch, capsys, "--dry-run", f"run.output_dir={tmp_path / 'run'}", *changes)
+    assert "note: train.warmup_steps 999 do not end within the run's " in out
+    assert "note: model.min_timestep_boundary is 0.875, the checkpoint says 0.9" in out
+    assert "note: sample.shift is 3, the checkpoint says 5" in out
+
+
+def test_dry_run_refuses_files_that_do_not_fit(monkeypatch, capsys, no_weights, tmp_path):
+    model = shutil.copytree(WORLD / "pipeline", tmp_path / "model")
+    shutil.rmtree(model / "transformer_2")
+    shutil.copytree(model / "transformer", model / "transformer_2")
+    code, _, error = call(monkeypatch, capsys, "--dry-run", f"model.model_paths={model}")
+    assert code == 2 and "are the same weights" in error
+
+
+def test_dry_run_that_does_not_fit_the_gpu(monkeypatch, capsys, no_weights, tmp_path):
+    monkeypatch.setattr(report, "total_memory", lambda device: 2.08e9)
+    code, out, _ = call(monkeypatch, capsys, "--dry-run", f"run.output_dir={tmp_path / 'run'}")
+    assert code == 2 and "does not fit: 2.2 GB of 2.1 GB on the GPU" in out and "\n  set " in out
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_config_parses(path):
+    config.load(path)
+
+
+def test_no_video_is_held_while_the_steps_are_replayed(monkeypatch, tmp_path):
+    """Neither the frames, nor the graph of the reward that refers to them."""
+    videos, alive, decode, replay = [], [], WanDecoder.decode_with_caches, reward_flow.replay
+
+    def seen_decode(self, latents, caches, given):
+        decoded = decode(self, latents, caches, given)
+        videos.append(weakref.ref(decoded.video))
+        return decoded
+
+    def seen_replay(*arguments, **settings):
+        alive.append(sum(video() is not None for video in videos))
+        return replay(*arguments, **settings)
+
+    monkeypatch.setattr(WanDecoder, "decode_with_caches", seen_decode)
+    monkeypatch.setattr(reward_flow, "replay", seen_replay)
+    others = ["sample.gradient_mode=drtune", "reward.kl_gradient=fixed_trajectory", "train.lr_scheduler_type=cosine"]
+    launch(f"run.output_dir={tmp_path}", "train.max_steps=2", "run.sample_videos=0", *others)
+    assert len(videos) == 2 and alive == [0, 0] and all(line["grad_norm"] > 0 for line in metrics(tmp_path))

@@ -1,0 +1,578 @@
+"""tools/merge_lora.py: every dialect merges to the same weights, what cannot be merged is refused, no half files."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, run_tool
+from diffusers import WanTransformer3DModel
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors, peft_metadata
+from pipelines import random_pipeline
+from safetensors.torch import load_file, save_file
+
+from rewardfl.files import sha256
+from rewardfl.merging import lora_merge, merge_tensors, writing
+from rewardfl.weights import lora_files, merge, shards, wan_names
+from rewardfl_tools import merge_lora, merge_shards
+
+pytestmark = pytest.mark.slow(50)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A pipeline folder with random float32 weights, as diffusers saves it."""
+    folder = tmp_path_factory.mktemp("world") / "pipeline"
+    random_pipeline().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expert(world):
+    return WanTransformer3DModel.from_pretrained(world / "transformer_2")
+
+
+@pytest.fixture(scope="module")
+def values(expert):
+    return factors(expert)
+
+
+def run(*arguments, expect=0):
+    return run_tool(merge_lora.main, *arguments, expect=expect)
+
+
+def refuse(out, *arguments):
+    """Runs the tool, which must refuse and leave nothing; returns its message."""
+    text = run(*arguments, "--out", out, expect=2)
+    assert not out.exists() and "Traceback" not in text
+    assert not list(out.parent.glob("*.tmp-*"))
+    return text
+
+
+def weights(folder):
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def expected_weights(before, values, strength=1.0):
+    """base + strength * scale * up @ down, by plain torch."""
+    after = dict(before)
+    for name, (down, up) in values.items():
+        after[f"{name}.weight"] = before[f"{name}.weight"] + strength * SCALE * (up @ down)
+    return after
+
+
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def original_names(state):
+    """A diffusers state dict under the original names, by the table of diffusers' own converter inverted."""
+    identity = {wan_names.to_original(name): name for name in state}
+    converted = convert_wan_transformer_to_diffusers({name: name for name in identity})
+    assert {new: old for old, new in identity.items()} == {
+        v: k for k, v in {o: d for d, o in converted.items()}.items()
+    }
+    return {name: state[diffusers_name] for name, diffusers_name in identity.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What is merged
+
+
+def test_names_are_those_of_diffusers_converter():
+    """All 1095 tensors of the real model and the 1303 of Wan2.1-I2V, one to one, by diffusers' own converter."""
+    for image_dim, count in ((None, 1095), (1280, 1303)):
+        with torch.device("meta"):
+            model = WanTransformer3DModel(
+                in_channels=36, image_dim=image_dim, added_kv_proj_dim=5120 if image_dim else None
+            )
+        names = list(model.state_dict())
+        assert len(names) == count
+        converted = convert_wan_transformer_to_diffusers({wan_names.to_original(name): name for name in names})
+        assert all(new == name for new, name in converted.items())
+        assert [wan_names.to_diffusers(wan_names.to_original(name)) for name in names] == names
+        for name in names:
+            module = name.removesuffix(".weight").removesuffix(".bias")
+            original = wan_names.to_original(module)
+            for alias in (module, original, original.replace(".", "_")):
+                assert lora_files.resolve(alias) == module
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_dialect_gives_the_same_weights(world, expert, values, dialect, tmp_path):
+    (lora,) = lora_files.read_lora(DIALECTS[dialect](tmp_path, values))
+    assert {name: update.scale for name, update in lora.updates.items()}.keys() == values.keys()
+    base = shards.open_checkpoint(world / "transformer_2")
+    plan = merge_tensors.plan_merge(base, [(lora, 1.0)], "keep", "keep")
+    writing.write_file(tmp_path / "out.safetensors", plan.parts, {}, lambda count: None)
+    assert_same(load_file(tmp_path / "out.safetensors"), expected_weights(expert.state_dict(), values))
+
+
+def test_both_experts_in_one_file(world, values, tmp_path):
+    """D2: transformer. and transformer_2. in one file, each with its alpha."""
+    state, metadata = {}, {}
+    down, up = values["blocks.0.attn1.to_q"]
+    for component, factor in (("transformer", 1.0), ("transformer_2", 3.0)):
+        state[f"{component}.blocks.0.attn1.to_q.lora_A.weight"] = down * factor
+        state[f"{component}.blocks.0.attn1.to_q.lora_B.weight"] = up.clone()
+        metadata |= {f"{component}.r": RANK, f"{component}.lora_alpha": ALPHA * factor}
+    save_file(state, tmp_path / "both.safetensors", {"lora_adapter_metadata": json.dumps(metadata)})
+    out = tmp_path / "out"
+    run("--base", world, "--lora", tmp_path / "both.safetensors", "--out", out, "--verify")
+    for component, factor in (("transformer", 1.0), ("transformer_2", 9.0)):
+        name = "blocks.0.attn1.to_q.weight"
+        delta = weights(out / component)[name] - weights(world / component)[name]
+        torch.testing.assert_close(delta, factor * SCALE * (up @ down), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ("original", "comfy", "sharded", "index", "wan-ai"))
+def test_every_layout_of_the_base(world, expert, values, layout, tmp_path):
+    """Original names, ComfyUI's prefix, shards by folder and by index, and Wan-AI's pipeline folder."""
+    before = expert.state_dict()
+    base, lora = tmp_path / "base_low", DIALECTS["d5"](tmp_path, values)
+    base.mkdir()
+    if layout in ("original", "comfy"):
+        prefix = "model.diffusion_model." if layout == "comfy" else ""
+        before = {prefix + name: value for name, value in original_names(before).items()}
+        save_file(before, base / "wan.safetensors")
+        base = base / "wan.safetensors"
+    elif layout == "wan-ai":
+        before = original_names(before)
+        for part in ("high_noise_model", "low_noise_model"):
+            (base / part).mkdir()
+            save_file(before, base / part / "diffusion_pytorch_model.safetensors")
+    else:
+        expert.save_pretrained(base, max_shard_size="60KB")
+        assert len(list(base.glob("*.safetensors"))) > 2
+        base = base if layout == "sharded" else base / "diffusion_pytorch_model.safetensors.index.json"
+    out = tmp_path / "out"
+    run("--base", base, "--lora", f"{lora}@low" if layout == "wan-ai" else lora, "--out", out, "--verify")
+    got = weights(out / "low_noise_model" if layout == "wan-ai" else out)
+    reference = expected_weights(expert.state_dict(), values)
+    if layout in ("original", "comfy", "wan-ai"):
+        reference = {(prefix if layout != "wan-ai" else "") + k: v for k, v in original_names(reference).items()}
+    assert_same(got, reference)
+    if layout == "wan-ai":
+        assert_same(weights(out / "high_noise_model"), before)
+
+
+def test_several_loras_and_strengths(world, expert, values, tmp_path):
+    first = DIALECTS["d5"](tmp_path, values)
+    second = factors(expert, 1)
+    (tmp_path / "second").mkdir()
+    other = DIALECTS["d10"](tmp_path / "second", second)
+    out = tmp_path / "out.safetensors"
+    base = world / "transformer_2"
+    run("--base", base, "--lora", f"{first}:0.5", "--lora", f"{other}@low:-1.25e0", "--out", out, "--verify")
+    wanted = expected_weights(expected_weights(expert.state_dict(), values, 0.5), second, -1.25)
+    assert_same(load_file(out), wanted)
+
+
+def test_full_differences_bias_modulation_norm_and_convolution(world, expert, tmp_path):
+    """.diff, .diff_b, diff_m and a LoRA on the 3-D convolution, as LightX2V and Lightning files have them."""
+    model = expert.state_dict()
+    g = torch.Generator().manual_seed(0)
+
+    def like(name):
+        return torch.randn(model[name].shape, generator=g)
+
+    conv = model["patch_embedding.weight"]
+    down, up = torch.randn(2, *conv.shape[1:], generator=g), torch.randn(conv.shape[0], 2, 1, 1, 1, generator=g)
+    state = {
+        "diffusion_model.blocks.0.norm3.diff": like("blocks.0.norm2.weight"),
+        "diffusion_model.blocks.0.norm3.diff_b": like("blocks.0.norm2.bias"),
+        "diffusion_model.blocks.0.self_attn.norm_q.diff": like("blocks.0.attn1.norm_q.weight"),
+        "diffusion_model.blocks.1.diff_m": like("blocks.1.scale_shift_table"),
+        "diffusion_model.blocks.1.self_attn.q.diff_b": like("blocks.1.attn1.to_q.bias"),
+        "diffusion_model.head.head.diff": like("proj_out.weight"),
+        "diffusion_model.patch_embedding.lora_down.weight": down,
+        "diffusion_model.patch_embedding.lora_up.weight": up,
+        "diffusion_model.patch_embedding.alpha": torch.tensor(1.0),
+    }
+    save_file(state, tmp_path / "low_diff.safetensors")
+    lora = f"{tmp_path / 'low_diff.safetensors'}:0.5"
+    run("--base", world / "transformer_2", "--lora", lora, "--out", tmp_path / "out.safetensors", "--verify")
+    wanted = dict(model)
+    for key, target in (
+        ("blocks.0.norm3.diff", "blocks.0.norm2.weight"),
+        ("blocks.0.norm3.diff_b", "blocks.0.norm2.bias"),
+        ("blocks.0.self_attn.norm_q.diff", "blocks.0.attn1.norm_q.weight"),
+        ("blocks.1.diff_m", "blocks.1.scale_shift_table"),
+        ("blocks.1.self_attn.q.diff_b", "blocks.1.attn1.to_q.bias"),
+        ("head.head.diff", "proj_out.weight"),
+    ):
+        wanted[target] = model[target] + 0.5 * state[f"diffusion_model.{key}"]
+    product = torch.einsum("or,rcthw->octhw", up.flatten(1), down)
+    wanted["patch_embedding.weight"] = conv + 0.5 * 0.5 * product
+    assert_same(load_file(tmp_path / "out.safetensors"), wanted)
+
+
+def lengths(values, axis):
+    """|values| per output (axis 0) or per input (axis 1), in the number of dimensions that `values` has."""
+    return values.square().sum([i for i in range(values.ndim) if i != axis], keepdim=True).sqrt()
+
+
+def dora(base, product, magnitude, axis, strength=1.0):
+    """base + strength (m V / |V| - base), V = base + product, in float64."""
+    moved = base.double() + product.double()
+    return base.double() + strength * (magnitude.double() * moved / lengths(moved, axis) - base.double())
+
+
+@pytest.mark.parametrize(
+    "ending, axis, shape",
+    [
+        ("lora_magnitude_vector", 0, (-1,)), ("lora_magnitude_vector.default.weight", 0, (-1,)),
+        ("lora_magnitude_vector", 0, (-1, 1)), ("dora_scale", 0, (-1, 1)), ("dora_scale", 1, (1, -1)),
+    ],
+)  # fmt: skip
+def test_dora_of_a_square_layer_with_strength_and_another_lora(
+    world, expert, values, tmp_path, monkeypatch, ending, axis, shape
+):
+    """peft's magnitude has one value per output by definition, LyCORIS' says by its shape which axis it is of."""
+    monkeypatch.setattr(merge, "BLOCK_BYTES", 1000)  # a few rows
+    name = "blocks.0.attn1.to_q"
+    base, (down, up) = expert.state_dict()[f"{name}.weight"], values[name]
+    magnitude = lengths(base, axis) * torch.linspace(0.5, 1.5, 24).reshape((-1, 1) if axis == 0 else (1, -1))
+    state = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up, f"{name}.{ending}": magnitude.reshape(shape)}
+    save_file(state, tmp_path / "dora.safetensors")
+    save_file({f"{name}.diff": torch.ones(24, 24)}, tmp_path / "other.safetensors")
+    out = tmp_path / "out.safetensors"
+    given = ["--lora", f"{tmp_path / 'dora.safetensors'}:0.7", "--lora", f"{tmp_path / 'other.safetensors'}:-0.1"]
+    run("--base", world / "transformer_2", *given, "--out", out, "--verify")
+    wanted = dora(base, up @ down, magnitude, axis, 0.7) - 0.1
+    torch.testing.assert_close(load_file(out)[f"{name}.weight"].double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "ending, axis, shape",
+    [
+        ("dora_scale", 0, (-1, 1, 1, 1, 1)), ("dora_scale", 1, (1, -1, 1, 1, 1)),
+        ("lora_magnitude_vector", 0, (1, -1, 1, 1, 1)),
+    ],
+)  # fmt: skip
+def test_dora_of_the_convolution(world, expert, tmp_path, ending, axis, shape):
+    base = expert.state_dict()["patch_embedding.weight"]
+    generator = torch.Generator().manual_seed(0)
+    down, up = torch.randn(2, *base.shape[1:], generator=generator), torch.randn(len(base), 2, 1, 1, 1)
+    length = lengths(base, axis)
+    magnitude = length * (1 + torch.rand(length.shape, generator=generator))
+    state = {"lora_A.weight": down, "lora_B.weight": up, ending: magnitude.reshape(shape)}
+    save_file({f"patch_embedding.{key}": value for key, value in state.items()}, tmp_path / "low.safetensors")
+    out = tmp_path / "out.safetensors"
+    run("--base", world / "transformer_2", "--lora", tmp_path / "low.safetensors", "--out", out, "--verify")
+    wanted = dora(base, torch.einsum("or,rcthw->octhw", up.flatten(1), down), magnitude, axis)
+    torch.testing.assert_close(load_file(out)["patch_embedding.weight"].double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dora_scale": (24,)}, {"dora_scale": (24, 24)}, {"dora_scale": (1, 1)}, {"dora_scale": (1, 24, 1)},
+        {"dora_scale": (1, 23)}, {"dora_scale": ()}, {"lora_magnitude_vector": (1, 24)},
+        {"lora_magnitude_vector": (23,)}, {"lora_magnitude_vector": (24, 24)},
+        {"lora_magnitude_vector": (24,), "dora_scale": (24, 1)},
+    ],
+)  # fmt: skip
+def test_magnitudes_that_do_not_say_their_axis_are_refused(world, values, tmp_path, given):
+    """A square layer takes 24 values along both axes."""
+    name = "blocks.0.attn1.to_q"
+    down, up = values[name]
+    state = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+    state |= {f"{name}.{ending}": torch.ones(shape) for ending, shape in given.items()}
+    save_file(state, tmp_path / "low.safetensors")
+    text = refuse(
+        tmp_path / "out.safetensors", "--base", world / "transformer_2", "--lora", tmp_path / "low.safetensors"
+    )
+    assert "low.safetensors" in text and name in text and all(ending in text for ending in given)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Alpha, dtypes, what is kept
+
+
+def test_alpha_and_where_it_came_from(world, values, tmp_path):
+    base, out = world / "transformer_2", tmp_path / "out.safetensors"
+    for dialect, source in (
+        ("d1", "the file's metadata"),
+        ("d5", "the .alpha keys"),
+        ("d3", "adapter_config.json"),
+        ("d10_metadata", "ss_network_alpha"),
+        ("d6", "nowhere: alpha = rank"),
+    ):
+        lora = DIALECTS[dialect](tmp_path, values)
+        assert source in run("--base", base, "--lora", f"{lora}@low", "--out", out, "--dry-run")
+    assert "--alpha" in run("--base", base, "--lora", lora, "--out", out, "--alpha", 8, "--dry-run")
+    assert not out.exists()
+
+
+def test_alphas_that_disagree(world, values, tmp_path):
+    base, out = world / "transformer_2", tmp_path / "out.safetensors"
+    state = load_file(DIALECTS["d5"](tmp_path, values))
+    save_file(state, tmp_path / "two.safetensors", peft_metadata("transformer", 7.0))
+    text = refuse(out, "--base", base, "--lora", tmp_path / "two.safetensors")
+    assert ".alpha 2" in text and "lora_alpha 7" in text
+    text = refuse(out, "--base", base, "--lora", DIALECTS["d5"](tmp_path, values), "--alpha", "3")
+    assert "alpha 2" in text and "--alpha says 3" in text
+    zero = {k: torch.tensor(0.0) if k.endswith("alpha") else v for k, v in state.items()}
+    save_file(zero, tmp_path / "zero.safetensors")
+    assert "is 0" in refuse(out, "--base", base, "--lora", tmp_path / "zero.safetensors")
+
+
+def test_a_small_update_in_bfloat16_is_reported_lost(world, values, tmp_path):
+    bf16, fp32 = tmp_path / "bf16.safetensors", world / "transformer_2"
+    run_tool(merge_shards.main, "--input", fp32, "--out", bf16, "--dtype", "bf16")
+    tiny = {name: (down, 2e-4 * up) for name, (down, up) in values.items()}
+    lora = DIALECTS["d5"](tmp_path, tiny)
+    report = tmp_path / "report.json"
+    for extra in (["--dry-run"], []):
+        out = tmp_path / f"out{len(extra)}.safetensors"
+        text = run("--base", bf16, "--expert", "low", "--lora", lora, "--out", out, "--json", report, *extra)
+        assert "WARNING" in text and "--dtype fp32" in text
+        assert json.loads(report.read_text())["kept"]["low_noise"]["share"] < 0.7
+    out = tmp_path / "kept.safetensors"
+    assert "WARNING" not in run("--base", fp32, "--lora", lora, "--out", out, "--json", report)
+    assert json.loads(report.read_text())["kept"]["low_noise"]["share"] > 0.999
+    assert_same(load_file(out), expected_weights(weights(fp32), tiny))
+
+
+@pytest.mark.parametrize("dtype", ("bf16", "fp16", "fp32"))
+def test_dtypes_are_those_of_diffusers(world, values, tmp_path, dtype):
+    """What diffusers holds in float32 when it loads a model in lower precision stays in float32 in the file."""
+    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    loaded = WanTransformer3DModel.from_pretrained(world / "transformer_2", torch_dtype=torch_dtype)
+    out = tmp_path / "out"
+    lora = DIALECTS["d5"](tmp_path, values)
+    run("--base", world / "transformer_2", "--lora", lora, "--out", out, "--dtype", dtype, "--verify")
+    state = weights(out)
+    assert {name: value.dtype for name, value in state.items()} == {n: v.dtype for n, v in loaded.state_dict().items()}
+    wanted = expected_weights(weights(world / "transformer_2"), values)
+    for name, value in wanted.items():
+        if "to_q" not in name:  # a rounding: of the target's dtype, or of another order of sums
+            error = (state[name].float() - value).abs().max()
+            assert error <= torch.finfo(state[name].dtype).eps * value.abs().max(), name
+    WanTransformer3DModel.from_pretrained(out, torch_dtype=torch_dtype)
+
+
+def test_rename_and_shards(world, expert, values, tmp_path):
+    out = tmp_path / "out"
+    lora = DIALECTS["d5"](tmp_path, values)
+    size = ("--max-shard-size", "60KB")
+    run("--base", world / "transformer_2", "--lora", lora, "--out", out, "--rename", "original", *size, "--verify")
+    assert len(list(out.glob("*-of-*.safetensors"))) > 2 and not (out / "config.json").exists()
+    assert_same(weights(out), original_names(expected_weights(expert.state_dict(), values)))
+    run("--base", world / "transformer_2", "--lora", lora, "--out", tmp_path / "same", *size)
+    assert_same(
+        WanTransformer3DModel.from_pretrained(tmp_path / "same").state_dict(),
+        expected_weights(expert.state_dict(), values),
+    )
+
+
+def test_metadata_says_what_was_merged(world, values, tmp_path):
+    lora, out = DIALECTS["d5"](tmp_path, values), tmp_path / "out.safetensors"
+    run("--base", world / "transformer_2", "--lora", f"{lora}:0.5", "--out", out)
+    metadata = shards.read_header(out)[1]
+    assert metadata["format"] == "pt" and str(world) in metadata["rewardfl_base"]
+    (record,) = (value for key, value in metadata.items() if key.startswith("rewardfl_lora_0"))
+    assert sha256(lora) in record and "strength 0.5" in record and "scale 0.5" in record
+    umask = os.umask(0)
+    os.umask(umask)
+    assert out.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+Q = "diffusion_model.blocks.0.self_attn.q"
+# {what: (its tensors, None: without this one; what is said)}
+BROKEN = {
+    "missing half": (lambda down, up: {f"{Q}.lora_up.weight": None}, "no up"),
+    "unmatched key": (lambda down, up: {f"{Q[:-2]}.magic.lora_up.weight": torch.zeros(4, 4)}, "magic"),
+    "unknown ending": (lambda down, up: {f"{Q}.gate": torch.zeros(4)}, "gate"),
+    "no such block": (
+        lambda down, up: {f"{Q.replace('.0.', '.7.')}.lora_{name}.weight": half
+                          for name, half in (("up", up.clone()), ("down", down.clone()))}, "blocks.7"
+    ),
+    "rank": (lambda down, up: {f"{Q}.lora_up.weight": up[:, :3].contiguous()}, "ranks"),
+    "shape": (lambda down, up: {f"{Q}.lora_down.weight": down[:, :5].contiguous()}, "up @ down"),
+    "nan": (lambda down, up: {f"{Q}.lora_up.weight": up.index_fill(0, torch.tensor(0), torch.nan)}, "that are nan"),
+    "lokr": (lambda down, up: {f"{Q}.lokr_w1": torch.zeros(4, 4)}, "LoKr"),
+    "twice": (lambda down, up: {"blocks.0.attn1.to_q.lora_A.weight": down.clone()}, "two keys"),
+    "image projection": (
+        lambda down, up: {"diffusion_model.blocks.0.cross_attn.k_img.diff_b": torch.zeros(24)}, "Wan2.1"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*BROKEN, "empty"])
+def test_broken_loras_are_refused(world, values, tmp_path, kind):
+    state = load_file(DIALECTS["d5"](tmp_path, values))
+    change, message = BROKEN.get(kind, (lambda down, up: dict.fromkeys(state), "no tensors"))
+    state |= change(state[f"{Q}.lora_down.weight"], state[f"{Q}.lora_up.weight"])
+    save_file({name: value for name, value in state.items() if value is not None}, tmp_path / "low.safetensors")
+    text = refuse(
+        tmp_path / "out.safetensors", "--base", world / "transformer_2", "--lora", tmp_path / "low.safetensors"
+    )
+    assert message in text and "low.safetensors" in text
+
+
+def test_experts_that_do_not_fit(world, values, tmp_path):
+    lora = DIALECTS["d5"](tmp_path, values)
+    out = tmp_path / "out"
+    assert "@high or" in refuse(out, "--base", world, "--lora", lora)  # nothing says which
+    high = tmp_path / "my_high_noise_lora.safetensors"
+    shutil.copy(lora, high)
+    text = refuse(out, "--base", world / "transformer_2", "--lora", high)
+    assert "high_noise" in text and "low_noise" in text and "PATH@high" in text
+    base = tmp_path / "somewhere.safetensors"
+    shutil.copy(next((world / "transformer_2").glob("*.safetensors")), base)
+    both = tmp_path / "both"
+    for part in ("transformer", "transformer_2"):
+        (both / part).mkdir(parents=True)
+        shutil.copy(DIALECTS["d1"](tmp_path, values), both / part)
+    assert "not for low_noise" in refuse(out, "--base", world, "--lora", f"{both}@low")
+    assert "--expert" in refuse(out, "--base", base, "--lora", both)
+    run("--base", base, "--lora", both, "--expert", "low", "--out", out)
+
+
+@pytest.mark.parametrize(
+    "name, meaning",
+    [
+        ("wan2.2_i2v_A14b_low_noise_lora.safetensors", "low_noise"), ("HighNoise.safetensors", "high_noise"),
+        ("Wan2.2-Fun-A14B-InP-high-noise-HPS2.1.safetensors", "high_noise"),
+        ("low_noise_model/x.safetensors", "low_noise"), ("low_rank/face.safetensors", None),
+        ("transformer_2/pytorch_lora_weights.safetensors", "low_noise"), ("flow_slow.safetensors", None),
+        ("high_noise_and_low_noise.safetensors", None), ("high_quality_face.safetensors", None),
+        ("low_light_portrait.safetensors", None), ("face-low-vram.safetensors", None),
+        ("Wan22-I2V-HIGH-4steps.safetensors", None), ("low/high/x.safetensors", None), ("lownoises.safetensors", None),
+    ],
+)  # fmt: skip
+def test_only_published_names_speak_of_an_expert_and_the_user_outranks_them(world, values, tmp_path, name, meaning):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(DIALECTS["d5"](tmp_path, values), path)
+    (lora,) = lora_files.read_lora(path)
+    assert lora.expert == meaning
+    for word in ("high", "low"):
+        (lora,) = lora_merge.read_loras(f"{path}@{word}:0.5", None).loras
+        assert lora.expert == f"{word}_noise"
+    if meaning is None:
+        text = refuse(tmp_path / "out", "--base", world, "--lora", path)
+        assert "PATH@high or PATH@low" in text and name in text
+
+
+@pytest.mark.parametrize("name", ("face.sft", "0123456789abcdef", "face.safetensors.bin"))
+def test_a_lora_is_read_by_its_content(values, tmp_path, name):
+    path = shutil.copy(DIALECTS["d5"](tmp_path, values), tmp_path / name)
+    (lora,) = lora_files.read_lora(path)
+    assert lora.updates.keys() == values.keys()
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(shards.Refused, match="cut off, damaged or not a safetensors file"):
+        lora_files.read_lora(path)
+
+
+@pytest.mark.parametrize("kind", ("fp8", "scale tensor", "truncated", "not wan", "text", "in the way", "stale index"))
+def test_bases_and_outputs_that_are_refused(world, values, tmp_path, kind):
+    lora, out, base = (
+        DIALECTS["d5"](tmp_path, values),
+        tmp_path / "out" / "out.safetensors",
+        tmp_path / "low.safetensors",
+    )
+    out.parent.mkdir()
+    state = weights(world / "transformer_2")
+    if kind == "fp8":
+        state["blocks.0.attn1.to_q.weight"] = state["blocks.0.attn1.to_q.weight"].to(torch.float8_e4m3fn)
+    elif kind == "scale tensor":
+        state["blocks.0.attn1.to_q.scale_weight"] = torch.ones(1)
+    elif kind == "not wan":
+        state = {f"layer.{i}.weight": value for i, value in enumerate(state.values())}
+    save_file(state, base)
+    if kind == "truncated":
+        base.write_bytes(base.read_bytes()[:-100])
+    elif kind == "text":
+        base.write_text("version https://git-lfs.github.com/spec/v1")
+    elif kind == "in the way":
+        out = base
+    elif kind == "stale index":
+        (out.parent / "out.safetensors.index.json").write_text("{}")
+    before = base.read_bytes()
+    text = run("--base", base, "--lora", lora, "--out", out, expect=2)
+    words = {
+        "fp8": "quantised", "scale tensor": "quantised", "truncated": "cut off", "not wan": "not those of a Wan",
+        "text": "not a safetensors", "in the way": "another place", "stale index": "in the way",
+    }  # fmt: skip
+    assert words[kind] in text and "Traceback" not in text
+    assert base.read_bytes() == before and (out == base or not out.exists())
+
+
+def test_fp16_overflow_leaves_nothing(world, values, tmp_path):
+    huge = {name: (down, 1e6 * up) for name, (down, up) in values.items()}
+    lora = DIALECTS["d5"](tmp_path, huge)
+    out = tmp_path / "out.safetensors"
+    assert "fp32" in refuse(out, "--base", world / "transformer_2", "--lora", lora, "--dtype", "fp16")
+
+
+def test_kill_while_writing_leaves_the_old_file(world, values, tmp_path):
+    """SIGKILL in the middle of the write: the old output is intact, the next run succeeds and clears up."""
+    lora, out = DIALECTS["d5"](tmp_path, values), tmp_path / "out.safetensors"
+    run("--base", world / "transformer_2", "--lora", f"{lora}:0.5", "--out", out)
+    before = out.read_bytes()
+    code = (
+        "import sys, time; sys.argv = sys.argv[1:]\n"
+        "from rewardfl_tools import merge_lora\n"
+        "from rewardfl.merging import writing\n"
+        "write = writing.write_file\n"
+        "def slowly(count): print('writing', flush=True); time.sleep(0.2)\n"
+        "writing.write_file = lambda path, parts, metadata, _, *rest: write(path, parts, metadata, slowly, *rest)\n"
+        "merge_lora.main()"
+    )
+    arguments = ["x", "--base", world / "transformer_2", "--lora", lora, "--out", out, "--force"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert any("writing" in line for line in process.stdout)
+    time.sleep(0.5)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    (stray,) = tmp_path.glob("*.tmp-*")
+    assert out.read_bytes() == before
+    assert stray.name in run(*arguments[1:], "--verify")
+    assert not stray.exists() and out.read_bytes() != before
+
+
+def test_verify_finds_what_is_wrong(world, values, tmp_path):
+    """A merged tensor and a copied one, each changed after the write by one bit that matters."""
+    (lora,) = lora_files.read_lora(DIALECTS["d5"](tmp_path, values))
+    plan = merge_tensors.plan_merge(shards.open_checkpoint(world / "transformer_2"), [(lora, 1.0)], "keep", "keep")
+    out = tmp_path / "out.safetensors"
+    for name, message in (("blocks.0.attn1.to_q.weight", "not base"), ("proj_out.bias", "not a copy")):
+        writing.write_file(out, plan.parts, {}, lambda count: None)
+        merge_tensors.verify_merge(plan, shards.open_checkpoint(out), lambda count: None)
+        content = bytearray(out.read_bytes())
+        content[shards.read_header(out)[0][name].offset + 3] ^= 0x40
+        out.write_bytes(content)
+        with pytest.raises(shards.Refused, match=message):
+            merge_tensors.verify_merge(plan, shards.open_checkpoint(out), lambda count: None)
+
+
+def test_an_adapter_that_was_never_trained_is_pointed_out(world, values, tmp_path):
+    zero = {name: (down, 0 * up) for name, (down, up) in values.items()}
+    lora = DIALECTS["d5"](tmp_path, zero)
+    assert "zero everywhere" in run(
+        "--base", world / "transformer_2", "--lora", lora, "--out", tmp_path / "o.safetensors"
+    )
+
+
+def test_a_run_folder_and_a_missing_file_are_explained(world, values, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "latest").mkdir(parents=True)
+    text = refuse(tmp_path / "o.safetensors", "--base", world / "transformer_2", "--lora", tmp_path / "run")
+    assert "checkpoints/latest" in text
+    assert "no LoRA" in refuse(tmp_path / "o.safetensors", "--base", world, "--lora", tmp_path / "absent.safetensors")

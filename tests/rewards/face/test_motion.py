@@ -1,0 +1,462 @@
+"""Rewards of motion with gradient: the detector's landmarks, reversals, and pixels inside and outside of the face."""
+
+import math
+import shutil
+from dataclasses import replace
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from face_nets import SIZE, clip, magenta_pack
+from test_detect import moving as track_of
+
+from rewardfl import data, rewards
+from rewardfl.rewards.face import FaceDetector, detect, motion, track_largest
+from rewardfl.rewards.face.align import Faces
+from rewardfl.rewards.face.motion import FaceMotionReward
+from rewardfl.rewards.face.track import landmark_motion, step_motion, step_reversals
+from rewardfl.rewards.face.view import View
+
+PACK = ROOT / "assets" / "tiny_world" / "faces" / "reward"
+DETECTOR = PACK / "detector.onnx"
+STILL = {"reversals": 0.0, "jitter": False}
+
+
+@pytest.fixture(scope="module")
+def real():
+    """A clip of the tiny world (3, 9, 64, 64) whose face moves."""
+    row = data.load_metadata(ROOT / "assets" / "tiny_world" / "eval" / "metadata.csv")[1]
+    size = {"height": 64, "width": 64, "num_frames": 9, "max_pixels": None, "fps": None}
+    return data.load_example(row, **size).reference
+
+
+@pytest.fixture(scope="module")
+def slow(real):
+    """The same clip, each frame mixed with the middle one: less motion of every kind, the face in every frame."""
+    return 0.4 * real + 0.6 * real[:, 4:5]
+
+
+@pytest.fixture(scope="module")
+def other_pack(tmp_path_factory):
+    """The pack with another detector: its weights are 3 % larger."""
+    folder = shutil.copytree(PACK, tmp_path_factory.mktemp("other") / "pack")
+    model = onnx.load(folder / "detector.onnx")
+    for tensor in model.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.dims) == 4:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(1.03 * onnx.numpy_helper.to_array(tensor), tensor.name))
+    onnx.save(model, folder / "detector.onnx")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def detector():
+    return FaceDetector(DETECTOR, 128)
+
+
+def reward(**settings):
+    return rewards.build("face_motion", {"pack_dir": PACK, "det_size": 128, **STILL, **settings})
+
+
+def score_and_gradient(reward, video, reference):
+    """Score () and gradient (3, F, H, W) of one clip."""
+    video = video.detach().clone().requires_grad_()
+    output = reward(video[None], [reference])
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
+    return output.score[0].detach(), gradient
+
+
+@pytest.fixture
+def in_double(monkeypatch):
+    """float64 throughout, no rounding to 8 bits, boxes that stay: what finite differences can follow."""
+
+    def track_in_a_box(faces):
+        track = track_largest(faces)
+        return replace(track, boxes=torch.tensor([18.3, 12.2, 45.7, 50.4]).expand_as(track.boxes))
+
+    monkeypatch.setattr(motion, "track_largest", track_in_a_box)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(detect, "_rounded_resize", lambda levels, *size: F.interpolate(levels, size, mode="bilinear"))
+
+
+def assert_gradient(function, x, gradient, step=1e-7):
+    """`gradient` of function (tensor -> number) at x against central differences, along itself and at random."""
+    torch.manual_seed(0)
+    assert gradient.norm() > 0
+    for direction in (gradient, *torch.randn(3, *x.shape, dtype=x.dtype)):
+        direction = direction / direction.norm()
+        difference = (function(x + step * direction) - function(x - step * direction)) / (2 * step)
+        assert difference.item() == pytest.approx(
+            (gradient * direction).sum().item(), rel=1e-4, abs=1e-6 * gradient.norm().item()
+        )
+
+
+# ---- the detector with gradient ----
+
+
+def test_the_traced_faces_are_the_detected_ones_to_the_bit(detector, real):
+    frames = real.transpose(0, 1)
+    detected = detector.detect(frames)
+    with torch.no_grad():
+        untraced = detector.trace(frames, detector.CHUNK)
+    for traced in (untraced, detector.trace(frames.clone().requires_grad_(), detector.CHUNK)):
+        for one, other in zip(traced, detected, strict=True):
+            assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in vars(one))
+            assert len(one.scores) > 0 and not one.boxes.requires_grad and not one.scores.requires_grad
+    assert traced[0].landmarks.requires_grad and not untraced[0].landmarks.requires_grad
+
+
+@pytest.mark.parametrize("height,width", [(90, 128), (128, 90)])
+def test_the_gradient_of_the_rounded_input_is_that_of_the_resize(detector, height, width):
+    frames = torch.rand(1, 3, height, width) * 1.8 - 0.9
+    weights = torch.randn(1, 3, 128, 128)
+    ours, smooth = frames.clone().requires_grad_(), frames.clone().requires_grad_()
+    (detector.fit(ours)[0] * weights).sum().backward()
+    resized = F.interpolate(smooth, scale_factor=128 / max(height, width), mode="bilinear", align_corners=False)
+    (resized * 127.5 / 128 * weights[:, :, : resized.shape[2], : resized.shape[3]]).sum().backward()
+    torch.testing.assert_close(ours.grad, smooth.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("view", [None, View(1.02, (1.3, -0.8))], ids=["as it is", "aside"])
+def test_landmarks_against_finite_differences(in_double, detector, real, view):
+    detector = FaceDetector(DETECTOR, 128).double()
+    torch.manual_seed(0)
+    frames, weights = 0.9 * real.transpose(0, 1)[:2].double(), torch.randn(2, 5, 2, dtype=torch.float64)
+
+    def weighted(frames):
+        faces = detector.trace(frames, 1, view)
+        return (torch.stack([one.landmarks[0] for one in faces]) * weights).sum()
+
+    leaf = frames.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(weighted(leaf), leaf)
+    assert_gradient(weighted, frames, gradient)
+
+
+def test_the_backward_runs_every_chunk_again(detector, real, monkeypatch):
+    """What the forward keeps are the frames: the network runs twice, in chunks of two."""
+    calls = []
+    handle = detector.net.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape))
+    frames = real.transpose(0, 1).clone().requires_grad_()
+    faces = detector.trace(frames, 2)
+    assert len(calls) == 5
+    sum(one.landmarks.sum() for one in faces).backward()
+    handle.remove()
+    assert len(calls) == 10
+
+
+def test_a_view_is_undone(detector, real):
+    frames = real.transpose(0, 1)
+    plain, aside = detector.trace(frames, 8), detector.trace(frames, 8, View(1.03, (1.9, -1.7)))
+    for one, other in zip(plain, aside, strict=True):
+        assert 0 < (one.landmarks[0] - other.landmarks[0]).abs().max() < 1
+        assert (one.boxes[0] - other.boxes[0]).abs().max() < 2
+    moved = detector.detect(View(1.03, (1.9, -1.7)).of(frames))
+    # a face right of the centre is moved by more than the shift
+    assert (moved[0].landmarks[0] - plain[0].landmarks[0])[:, 0].mean() > 1
+
+
+def test_a_view_is_exact_where_pixels_meet_pixels():
+    frames = torch.rand(2, 3, 9, 11)
+    torch.testing.assert_close(View(1.0, (2.0, -1.0)).of(frames)[:, :, :-1, 2:], frames[:, :, 1:, :-2])
+    torch.testing.assert_close(View(1.0, (2.0, 0.0)).of(frames)[..., 0], frames[..., 0])  # the edge goes on
+    twice = View(2.0, (0.0, 0.0)).of(frames)  # about the centre, pixel (4, 5)
+    torch.testing.assert_close(twice[:, :, 4, 5], frames[:, :, 4, 5])
+    torch.testing.assert_close(twice[:, :, 6, 9], frames[:, :, 5, 7])
+    points = torch.tensor([[9.0, 6.0]])
+    (back,) = View(2.0, (0.0, 0.0)).undo(Faces(torch.zeros(0, 4), torch.zeros(0), points), frames).landmarks
+    assert back.tolist() == [7.0, 5.0]
+
+
+# ---- how a track moves ----
+
+
+FACE = torch.tensor([[20.0, 20], [40, 20], [30, 30], [22, 40], [38, 40]])
+
+
+def test_reversals():
+    right, up = torch.tensor([2.0, 0.0]), torch.tensor([0.0, -2.0])
+    assert step_reversals(track_of(FACE, FACE + right, FACE + 2 * right)) == 0  # goes on
+    assert step_reversals(track_of(FACE, FACE + right, FACE)) == pytest.approx(1)  # comes back
+    assert step_reversals(track_of(FACE, FACE + right, FACE + right + up)) == pytest.approx(0, abs=1e-6)
+    diagonal = math.cos(math.pi / 4)
+    assert step_reversals(track_of(FACE, FACE + right, FACE + up)) == pytest.approx(diagonal)
+    one = torch.zeros(5, 2)
+    one[3] = right[0]
+    assert step_reversals(track_of(FACE, FACE + one, FACE)) == pytest.approx(1 / 5)  # one landmark of five
+    small = 0.1 * right  # less than MIN_STEP of 50 pixels: the detector trembles by as much
+    assert step_reversals(track_of(FACE, FACE + small, FACE)) == 0
+    assert step_reversals(track_of(FACE, FACE + right)) is None
+    assert step_reversals(track_of(FACE, FACE + right, FACE, FACE, detected=[True, True, False, True])) is None
+    lost = step_reversals(track_of(FACE + up, FACE, FACE + right, FACE, detected=[False, True, True, True]))
+    assert lost == pytest.approx(1)
+
+
+def test_steps_and_reversals_against_finite_differences():
+    torch.manual_seed(1)
+    x = FACE.double() + torch.randn(6, 5, 2, dtype=torch.float64) * 3
+
+    def numbers(x):
+        track = track_of(*x)
+        return torch.stack([*step_motion(track), step_reversals(track)])
+
+    for i in range(3):
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(numbers(leaf)[i], leaf)
+        assert_gradient(lambda x, i=i: numbers(x)[i], x, gradient)
+
+
+def test_one_definition_of_speed_and_residual():
+    torch.manual_seed(1)
+    track = track_of(*(FACE + torch.randn(6, 5, 2)), detected=[True, True, True, False, True, True])
+    assert landmark_motion(track) == tuple(value.item() for value in step_motion(track))
+    alone = track_of(FACE, FACE, detected=[True, False])
+    assert step_motion(alone) is None and landmark_motion(alone) == (0.0, 0.0)
+
+
+# ---- the reward ----
+
+TERMS = {
+    "landmarks": {},
+    "reversals": {"reversals": 0.7},
+    "face_change": {"landmarks": 0.0, "face_change": 1.0},
+    "background_change": {"landmarks": 0.0, "background_change": 1.0},
+    "all": {"landmarks": 0.5, "face_change": 0.3, "background_change": 2.0, "reversals": 0.7, "jitter": True},
+}
+
+
+@pytest.mark.parametrize("term", [pytest.param(t, marks=[] if t == "all" else pytest.mark.long) for t in TERMS])
+@pytest.mark.parametrize("faster", [False, pytest.param(True, marks=pytest.mark.long)], ids=["slower", "faster"])
+def test_every_term_against_finite_differences(in_double, real, slow, term, faster):
+    if term == "landmarks" and faster:
+        pytest.skip("above the cap there is no gradient: see the next test")
+    ours = reward(**TERMS[term]).double()
+    real, video = 0.9 * real.double(), 0.9 * slow.double()  # off the edges of [-1, 1], where the levels are clamped
+    if faster:
+        real, video = video, real
+    if term in ("reversals", "all"):  # three frames, over and over: back and forth
+        video = torch.stack([video[:, j] for j in (0, 8, 1, 7, 2, 8, 0, 6, 1)], 1)
+    reference = ours.reference(real)
+    if term == "reversals":  # what the cap stops is not what is asked here
+        reference = reference | {"speed": reference["speed"] * 0 + 10, "nonrigid": reference["nonrigid"] * 0 + 10}
+    _, gradient = score_and_gradient(ours, video, reference)
+
+    def score(video):
+        return ours(video[None].requires_grad_(), [reference]).score[0].detach()
+
+    assert_gradient(score, video, gradient)
+
+
+def test_pixels_that_change_more_are_paid_less(real, slow):
+    ours = reward(landmarks=0.0, background_change=1.0)
+    output = ours(real[None], [ours.reference(slow)])
+    ratio = output.parts["background_change"].item()
+    assert ratio > 1.5 and output.score.item() == pytest.approx(1 / ratio)
+
+
+def test_above_the_cap_there_is_no_gradient(real, slow):
+    ours = reward()
+    score, gradient = score_and_gradient(ours, real, ours.reference(slow))
+    assert score == 1 and not gradient.any()
+    score, gradient = score_and_gradient(ours, slow, ours.reference(real))
+    assert 0.2 < score < 0.9 and gradient.any()
+
+
+def test_the_score_in_numbers(real, slow):
+    """Against landmark_motion of the detections and sums over masks that are written out."""
+    ours = reward(landmarks=2.0, face_change=1.0, background_change=0.5, reversals=0.3)
+    output = ours(slow[None], [ours.reference(real)])
+    tracks = [track_largest(ours.detectors[0].detect(video.transpose(0, 1))) for video in (slow, real)]
+    (speed, nonrigid), (real_speed, real_nonrigid) = map(landmark_motion, tracks)
+    ratios = {"speed": speed / real_speed, "nonrigid": nonrigid / real_nonrigid}
+    for name, side in (("face_change", True), ("background_change", False)):
+        changes = []
+        for video, track in zip((slow, real), tracks, strict=True):
+            total, count = 0.0, 0
+            for j in range(8):
+                where = torch.zeros(64, 64, dtype=torch.bool)
+                for left, top, right, bottom in track.boxes[j : j + 2].tolist():
+                    rows = slice(max(math.ceil(top), 0), math.floor(bottom) + 1)
+                    columns = slice(max(math.ceil(left), 0), math.floor(right) + 1)
+                    where[rows, columns] = True
+                where = where if side else ~where
+                total += (video[:, j + 1] - video[:, j]).abs()[:, where].sum().item()
+                count += 3 * where.sum().item()
+            changes.append(total / count)
+        ratios[name] = changes[0] / changes[1]
+    excess = step_reversals(tracks[0]).item() - step_reversals(tracks[1]).item()
+    for name, ratio in (ratios | {"reversals": excess, "lost": 0.0}).items():
+        assert output.parts[name].item() == pytest.approx(ratio, rel=1e-4, abs=1e-6)
+    landmarks = (min(ratios["speed"], 1) + min(ratios["nonrigid"], 1)) / 2 - 0.3 * max(excess, 0)
+    changes = [min(ratio, 1 / ratio) for ratio in (ratios["face_change"], ratios["background_change"])]
+    assert output.score.item() == pytest.approx((2 * landmarks + changes[0] + 0.5 * changes[1]) / 3.5, rel=1e-4)
+    assert output.valid.all()
+
+
+def test_chunks_give_one_value_and_one_gradient(real, slow):
+    found = [score_and_gradient(reward(chunk=n), slow, reward().reference(real)) for n in (1, 4, 9)]
+    for score, gradient in found[1:]:
+        torch.testing.assert_close(score, found[0][0], atol=1e-5, rtol=1e-5)
+        assert (gradient - found[0][1]).norm() < 1e-3 * found[0][1].norm()
+
+
+def test_the_value_does_not_hang_on_the_gradient(real, slow):
+    ours = reward(face_change=0.5, reversals=0.5)
+    reference = ours.reference(real)
+    with_gradient = ours(slow[None].clone().requires_grad_(), [reference])
+    for output in (ours(slow[None], [reference]), torch.no_grad()(ours)(slow[None].requires_grad_(), [reference])):
+        assert torch.equal(output.score, with_gradient.score) and not output.score.requires_grad
+        torch.testing.assert_close(output.parts, with_gradient.parts, atol=0, rtol=0, equal_nan=True)
+    assert with_gradient.score.requires_grad
+
+
+def test_the_gradient_reaches_half_precision(real, slow):
+    """A video in bfloat16, as under autocast: computed in float32."""
+    ours = reward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        score, gradient = score_and_gradient(ours, slow.bfloat16(), ours.reference(real))
+    exact = ours(slow.bfloat16().float()[None], [ours.reference(real)]).score[0]
+    assert score.dtype == torch.float32 and torch.equal(score, exact)
+    assert gradient.isfinite().all() and gradient.any()
+
+
+# ---- faces that are lost ----
+
+MOVING = [(2, 2), (3, 2), (3, 3), (4, 3)]
+
+
+@pytest.fixture(scope="module")
+def magenta(tmp_path_factory):
+    folder = magenta_pack(tmp_path_factory.mktemp("pack"))
+    settings = {"pack_dir": folder, "det_size": SIZE, "face_change": 0.2, "background_change": 0.2, **STILL}
+    return rewards.build("face_motion", settings)
+
+
+def test_a_clip_that_loses_the_face_is_invalid_and_finite(magenta):
+    reference = magenta.reference(clip(MOVING, mouth=[0.0, 0.2, 0.1, 0.3]))
+    empty, shown = clip([None] * 4), clip(MOVING, seed=1, mouth=[0.0, 0.1, 0.0, 0.1])
+    for first in (empty, torch.full_like(empty, math.nan)):
+        video = torch.stack([first, shown]).requires_grad_()
+        output = magenta(video, [reference] * 2)
+        output.score.sum().backward()
+        assert output.valid.tolist() == [False, True] and output.score.tolist()[0] == 0
+        assert not video.grad[0].any() and video.grad[1].any() and video.grad.isfinite().all()
+        assert output.parts["lost"].tolist() == [1.0, 0.0]
+
+
+def test_a_frame_without_the_face_leaves_its_pairs_out(magenta):
+    places, mouth = [(2, 2), (3, 2), None, (3, 3), (3, 3)], [0.0, 0.2, 0.0, 0.2, 0.1]
+    reference = magenta.reference(clip([(2, 2), (3, 2), (3, 3), (4, 3), (4, 4)], mouth=[0.0, 0.2, 0.1, 0.3, 0.1]))
+    video = clip(places, mouth=mouth)
+    track = track_largest(magenta.detectors[0].detect(video.transpose(0, 1)))
+    assert track.detected.tolist() == [True, True, False, True, True]
+    parts = magenta(video[None], [reference]).parts
+    assert parts["lost"].item() == pytest.approx(1 / 4)
+    assert parts["speed"].item() == pytest.approx(landmark_motion(track)[0] / reference["speed"][0, 0].item())
+
+
+def test_a_clip_without_two_frames_of_the_face_is_judged_by_its_pixels(magenta):
+    reference = magenta.reference(clip(MOVING, mouth=[0.0, 0.2, 0.1, 0.3]))
+    video = clip([(2, 2), None, (3, 2), None])[None].requires_grad_()
+    output = magenta(video, [reference])
+    assert output.valid.all() and output.parts["speed"].isnan().all() and output.parts["reversals"].isnan().all()
+    assert output.parts["face_change"].isfinite().all()
+    output.score.sum().backward()
+    assert video.grad.isfinite().all()
+
+
+def test_a_real_clip_that_hardly_moves_gives_no_ratio(magenta):
+    assert magenta.reference(clip([None] * 4)) is None
+    still = clip([(2, 2)] * 4)
+    assert magenta.reference(still) is None
+    drifting = magenta.reference(clip(MOVING))  # no landmark moves against the others
+    assert drifting["nonrigid"][0, 0].item() < motion.MIN_MOTION < drifting["speed"][0, 0].item()
+    assert drifting["background_change"][0, 0].item() < motion.MIN_CHANGE
+    parts = magenta(clip(MOVING, seed=1)[None], [drifting]).parts
+    assert parts["nonrigid"].isnan().all() and parts["background_change"].isnan().all()
+    assert parts["speed"].item() == pytest.approx(1)
+    little = {name: torch.full((1, 2), least / 2) for name, least in motion.LEAST.items()}
+    output = magenta(clip(MOVING, seed=1)[None], [drifting | little])
+    assert not output.valid.any() and output.parts["speed"].isnan().all()
+    output = magenta(still[None].requires_grad_(), [None])
+    assert not output.valid.any() and output.score.tolist() == [0]
+
+
+# ---- hard to fool ----
+
+
+def test_what_is_drawn_is_a_function_of_the_clip(real, slow, other_pack):
+    ours = reward(jitter=True, second_pack_dir=other_pack)
+    reference = ours.reference(real)
+    assert reference["speed"].shape == (2, 2) and reference["speed"].unique().numel() == 4
+    video = slow.clone().requires_grad_()
+    which, view = ours._draw(video)
+    assert (which, view) == ours._draw(video + 1e-7)
+    assert view != ours._draw(video * 0.99)[1]
+    assert ours._draw(slow) == (0, None)
+    with torch.no_grad():
+        assert ours._draw(video) == (0, None)
+    state = torch.get_rng_state()
+    drawn = [ours._draw((slow * (1 - i / 200)).requires_grad_()) for i in range(200)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert 70 < sum(which for which, _ in drawn) < 130
+    places = torch.tensor([[(view.zoom - 1) / 0.03, *(side / 2 for side in view.shift)] for _, view in drawn])
+    assert places.abs().max() <= 1 and places.abs().amax(0).min() > 0.9  # 4 detector pixels are 2 of the frame's
+    assert places.mean(0).abs().max() < 0.15
+
+
+def test_the_gradient_sees_the_view_and_the_detector_that_were_drawn(real, slow, other_pack, monkeypatch):
+    ours = reward(second_pack_dir=other_pack)
+    reference = ours.reference(real)
+    second = reward(pack_dir=other_pack)
+    alone, scores = score_and_gradient(second, slow, second.reference(real))[0].item(), []
+    for drawn in ((0, None), (1, None), (0, View(1.02, (0.5, 1.0)))):
+        monkeypatch.setattr(FaceMotionReward, "_draw", lambda *_, drawn=drawn: drawn)
+        scores.append(score_and_gradient(ours, slow, reference)[0].item())
+    assert scores[1] == alone != scores[0]
+    assert scores[2] not in scores[:2]
+
+
+def test_trembling_is_not_paid(real, slow):
+    """A face that goes to and fro by a pixel has the real clip's speed, and its reversals are taken off."""
+    still = slow[:, :1].repeat(1, 9, 1, 1)
+    trembling = torch.stack([still[:, j].roll(2 * (j % 2), dims=-1) for j in range(9)], 1)
+    plain, strict = reward(), reward(reversals=1.0)
+    reference = plain.reference(real)
+    scores = [one(trembling[None], [reference]).score.item() for one in (plain, strict)]
+    parts = strict(trembling[None], [reference]).parts
+    assert parts["reversals"].item() > 0.5 and scores[1] == pytest.approx(scores[0] - parts["reversals"].item())
+
+
+# ---- settings, and what is kept ----
+
+
+def test_what_is_kept_of_a_real_clip(real, other_pack):
+    ours = reward()
+    reference = ours.reference(real)
+    assert set(reference) == {"speed", "nonrigid", "reversals", "face_change", "background_change"}
+    assert all(value.shape == (1, 2) and not value.requires_grad for value in reference.values())
+    frames = real.transpose(0, 1)
+    assert reference["speed"][0, 0].item() == landmark_motion(track_largest(ours.detectors[0].detect(frames)))[0]
+    moved = [track_largest(ours.detectors[0].trace(frames, 8, view)) for view in motion.views(2.0)]
+    assert reference["nonrigid"][0, 1].item() == pytest.approx(sum(landmark_motion(one)[1] for one in moved) / 4)
+    assert 0.5 < reference["nonrigid"][0, 0] / reference["nonrigid"][0, 1] < 2
+    fingerprint = ours.fingerprint()
+    assert fingerprint == reward(reversals=1.0, face_change=2.0, jitter=True).fingerprint()
+    assert fingerprint != reward(det_size=96).fingerprint() != reward(pack_dir=other_pack, det_size=96).fingerprint()
+    assert len(reward(second_pack_dir=other_pack).fingerprint()["weights"]) == 2
+
+
+@pytest.mark.parametrize(
+    "settings, key",
+    [
+        ({"chunk": 0}, "chunk"),
+        ({"landmarks": -1.0}, "landmarks"),
+        ({"reversals": math.nan}, "reversals"),
+        ({"landmarks": 0.0}, "face_change"),
+        ({"second_pack_dir": "nowhere"}, "nowhere"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, key):
+    with pytest.raises((ValueError, FileNotFoundError), match=key):
+        reward(**settings)

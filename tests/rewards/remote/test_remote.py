@@ -1,0 +1,771 @@
+"""Remote rewards: the same scores as at home, and what happens when the server is down, slow, wary or lies."""
+
+import json
+import logging
+import math
+import pickle
+import random
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import torch
+from conftest import ROOT
+from remote_rewards import Likeness
+from safetensors.torch import save
+
+from rewardfl import data, reward_server, rewards
+from rewardfl.reward_server import server
+from rewardfl.reward_server import serving as serving_module
+from rewardfl.reward_server.server import RewardServer, Service
+from rewardfl.rewards.remote import RemoteReward, RewardServerError, client, wire
+from rewardfl.rewards.remote.client import split
+from rewardfl.rewards.remote.wire import Clip, WireError
+from rewardfl.rewards.scoring import score_safely
+from rewardfl_tools import serve_reward
+
+PROMPTS = ["a person, talking", "", "eine Frau in München", "他在说话", 'quotes " and \\ and \x01']
+MB = 1_000_000
+
+
+def frames(count, shape=(4, 6, 8), seed=0):
+    """(count, F, H, W, 3) uint8; the first pixel bright, so that Likeness calls them valid."""
+    made = torch.randint(0, 256, (count, *shape, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    made[:, 0, 0, 0] = 200
+    return made
+
+
+def videos(made):
+    return torch.stack([data.to_float(clip) for clip in made]).contiguous()
+
+
+VIDEO, REAL = videos(frames(5)), videos(frames(5, (5, 4, 6), seed=1))
+
+
+@contextmanager
+def serving(reward, batch=2, max_bytes=10 * MB, token=""):
+    """The url of a server in a thread."""
+    serves = RewardServer(("127.0.0.1", 0), Service(reward, "cpu", batch, max_bytes, token))
+    thread = threading.Thread(target=serves.run)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{serves.address[1]}"
+    finally:
+        serves.stop()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def scripted(*answers, health=None, tls=None):
+    """The url of a server whose answers to POST /score are the (status, body) or functions of the handler given.
+
+    health: what GET /health answers. tls: the certificate it has.
+    """
+    left = list(answers)
+    state = {"status": "ok", "reward": "x", "version": 1, "max_bytes": 10 * MB}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply(200, json.dumps(state).encode() if health is None else health)
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.close_connection = True
+            answer = left.pop(0)
+            answer(self) if callable(answer) else self.reply(*answer)
+
+        def reply(self, status, body, **headers):
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.handle_error = lambda *_: None
+    if tls:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http{'s' if tls else ''}://127.0.0.1:{server.server_address[1]}"
+        assert not left, f"{len(left)} answers were never asked for"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def remote(url, **settings):
+    """A RemoteReward that notes its waits in `waits` instead of waiting."""
+    reward = RemoteReward(**{"url": url, "timeout": 10, **settings})
+    reward.waits = []
+    reward.client.sleep = reward.waits.append
+    return reward
+
+
+def score(reward, video=VIDEO, prompts=PROMPTS):
+    return reward(video, [reward.reference(real, prompt) for real, prompt in zip(REAL, prompts, strict=False)])
+
+
+def at_home(video=VIDEO, prompts=PROMPTS, real=REAL):
+    """What Likeness says without a server, clip by clip."""
+    reward = Likeness()
+    return [reward(video[i : i + 1], [reward.reference(real[i], prompts[i])]) for i in range(len(video))]
+
+
+def assert_same(output, expected):
+    """Compare bit for bit; expected: outputs of one clip each. No score may be counted as not finite."""
+    assert output.valid.dtype == torch.bool and output.score.dtype == torch.float32
+    assert output.score.tolist() == [one.score.item() for one in expected]
+    assert output.valid.tolist() == [one.valid.item() for one in expected]
+    assert not output.parts.get("nonfinite", torch.zeros(1)).any()
+    for name in output.parts.keys() - {"nonfinite"}:
+        torch.testing.assert_close(
+            output.parts[name], torch.cat([one.parts[name] for one in expected]), rtol=0, atol=0, equal_nan=True
+        )
+
+
+def answer_of(score=(0.5, 0.25), valid=(1, 1), **parts):
+    """A body of POST /score's answer as a server might make it."""
+    tensors = {"score": torch.as_tensor(score), "valid": torch.as_tensor(valid, dtype=torch.uint8)}
+    return save(tensors | {name.replace("_", ".", 1): torch.as_tensor(value) for name, value in parts.items()})
+
+
+# ---- the same scores ----
+
+
+@pytest.mark.parametrize("max_bytes", [400 * MB, 2000], ids=["one request", "split"])
+@pytest.mark.parametrize("send_reference", [False, True])
+def test_scores_are_those_at_home_bit_for_bit(send_reference, max_bytes):
+    likeness = Likeness()
+    with serving(likeness) as url:
+        output = score(remote(url, send_reference=send_reference, max_bytes=max_bytes))
+    real = REAL if send_reference else REAL[:, :, :0]
+    assert_same(output, at_home(real=real))
+    assert set(output.parts) == {"mean", "real"} and output.valid.all()
+    assert output.parts["real"].isnan().all() != send_reference
+    assert sum(likeness.batches) == 5 and max(likeness.batches) <= 2
+    assert (len(likeness.batches) == 3) == (max_bytes > 2000)
+
+
+def test_every_nth_frame_is_sent():
+    with serving(Likeness()) as url:
+        reward = remote(url, frames=3, send_reference=True)
+        assert reward.reference(REAL[0])["frames"].shape == (2, 4, 6, 3)
+        assert_same(score(reward), at_home(VIDEO[:, :, ::3].contiguous(), real=REAL[:, :, ::3].contiguous()))
+
+
+def test_all_256_values_of_a_pixel_survive():
+    every = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16, 1).expand(1, 16, 16, 3)
+    assert torch.equal(remote("http://127.0.0.1")._frames(data.to_float(every)), every)
+
+
+def test_what_a_waiting_call_holds_scores_the_same():
+    """The frames that are sent, one byte a channel; a sample that is not finite is no sample any more."""
+    video = VIDEO.clone()
+    video[3, 0, 1, 1, 1] = float("nan")
+    with serving(Likeness()) as url:
+        reward = remote(url, frames=2)
+        references = [reward.reference(real, prompt) for real, prompt in zip(REAL, PROMPTS, strict=True)]
+        frames, kept = reward.held(video, references)
+        assert frames.dtype == torch.uint8 and frames.shape == (5, 2, 6, 8, 3) and frames.device.type == "cpu"
+        assert frames.nbytes * 4 * 2 == video.nbytes  # every second frame, one byte instead of four
+        assert [one is None for one in kept] == [False, False, False, True, False]
+        direct, later = reward(video, references), reward(frames, kept)
+    assert direct.score.tolist() == later.score.tolist() and direct.valid.tolist() == later.valid.tolist()
+    assert later.valid.tolist() == [True, True, True, False, True]
+
+
+# ---- invalid samples ----
+
+
+def test_invalid_samples_score_zero_and_the_others_as_if_alone():
+    dark, not_finite = videos(frames(5)), PROMPTS.copy()
+    dark[1, 0, 0, 0, 0] = -1  # the server's own word for invalid
+    dark[2, 1, 1, 1, 1] = float("nan")  # never sent
+    not_finite[4] = "not finite"
+    with serving(Likeness()) as url:
+        reward = remote(url)
+        references = [reward.reference(real, prompt) for real, prompt in zip(REAL, not_finite, strict=True)]
+        output = reward(dark, [None, *references[1:]])
+    assert output.valid.tolist() == [False, False, False, True, False]
+    assert output.score[~output.valid].tolist() == [0, 0, 0, 0]
+    assert output.score[3] == at_home(real=REAL[:, :, :0])[3].score[0]
+    assert output.parts["mean"].isnan().tolist() == [True, True, True, False, True]
+
+
+# ---- a server that is down, slow, wary, overwhelmed ----
+
+
+def free_port():
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def test_down():
+    reward = remote(f"http://127.0.0.1:{free_port()}", retries=3)
+    state = random.getstate()
+    with pytest.raises(RewardServerError, match=r"GET /health failed 4 times.*start tools/serve_reward.py") as error:
+        score(reward)
+    assert reward.client.url in str(error.value)
+    assert [0.25 * 2**i <= wait <= 0.5 * 2**i for i, wait in enumerate(reward.waits)] == [True] * 3
+    assert random.getstate() == state, "the training's random numbers"
+
+
+def test_samples_are_tried_one_by_one_only_where_that_may_help():
+    """A server that is down is so for each of them; a reward that raised may have done so for one."""
+    reward = remote(f"http://127.0.0.1:{free_port()}", retries=3)
+    one = score_safely(reward, VIDEO, [reward.reference(real, "") for real in REAL])
+    assert one.failed.all() and len(reward.waits) == 3 and "ServerAwayError: settings.url http" in one.problems[0]
+    with serving(Likeness()) as url:
+        reward = remote(url, retries=0)
+        prompts = ["a", "b", "fails", "c", "d"]
+        one = score_safely(reward, VIDEO, [reward.reference(*each) for each in zip(REAL, prompts, strict=True)])
+    assert one.failed.tolist() == [False, False, True, False, False] and "no memory for that" in one.problems[0]
+
+
+def drip(handler, sent=b"x"):
+    with suppress(ConnectionError):
+        for _ in range(300):
+            handler.wfile.write(sent)
+            time.sleep(0.03)
+
+
+def drip_body(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    drip(handler)
+
+
+@pytest.mark.parametrize("answer", [lambda _: time.sleep(9), drip, drip_body], ids=["silent", "its head", "its body"])
+def test_a_server_that_is_slow_or_trickles_is_left_at_the_deadline(answer):
+    with scripted(answer) as url:
+        start = time.monotonic()
+        with pytest.raises(RewardServerError, match=r"no answer in 0.2 s: raise settings.timeout"):
+            score(remote(url, timeout=0.2, retries=0), VIDEO[:1], PROMPTS[:1])
+        assert time.monotonic() - start < 5
+
+
+def cut_off(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "100000")
+    handler.end_headers()
+    handler.wfile.write(answer_of())
+
+
+def other_protocol(handler):
+    handler.wfile.write(b"SSH-2")
+
+
+@pytest.mark.parametrize("fault", [(500, b"{}"), (502, b"{}"), (503, b"{}"), cut_off, other_protocol])
+def test_an_error_of_the_server_is_tried_again(fault):
+    with scripted(fault, lambda handler: handler.connection.close(), (200, answer_of())) as url:
+        reward = remote(url)
+        assert score(reward, VIDEO[:2], PROMPTS[:2]).score.tolist() == [0.5, 0.25]
+        assert len(reward.waits) == 2
+
+
+def test_a_reward_that_fails_says_so():
+    likeness = Likeness()
+    with serving(likeness) as url:
+        reward = remote(url, retries=1)
+        said = (
+            r"failed 2 times.*status 500: reward likeness failed: RuntimeError: no memory for that; the request held no"
+        )
+        with pytest.raises(RewardServerError, match=said):
+            score(reward, VIDEO[:1], ["fails"])
+        with pytest.raises(RewardServerError, match="it compares with the real clip; .*the client's send_reference"):
+            score(reward, VIDEO[:1], ["needs the real clip"])
+        with pytest.raises(RewardServerError, match="no memory for that$|no memory for that; see"):
+            score(remote(url, retries=0, send_reference=True), VIDEO[:1], ["fails"])
+        assert score(reward).valid.all(), "it goes on"
+
+
+@pytest.mark.parametrize("status", [302, 400, 404, 413, 415])
+def test_a_refusal_is_not_tried_again(status):
+    """What it says is one line of the message, without escapes."""
+    refusal = json.dumps({"error": "no\n\x1b[31m" + "x" * 5000}).encode()
+    elsewhere = {"Location": "http://127.0.0.1:1/"}
+    with scripted(lambda handler: handler.reply(status, refusal, **elsewhere)) as url:
+        reward = remote(url)
+        said = rf"settings.url {url}: POST /score: status {status}: no\?\?\[31mx{{5}}"
+        with pytest.raises(RewardServerError, match=said) as error:
+            score(reward, VIDEO[:1], PROMPTS[:1])
+        assert not reward.waits and str(error.value).isprintable() and len(str(error.value)) < 1500
+
+
+def test_unauthorised(monkeypatch):
+    monkeypatch.setenv("MINE", "wrong-token")
+    with serving(Likeness(), token="right-token") as url:
+        for settings, now in (({}, "not set"), ({"token_env": "MINE"}, "now MINE")):
+            reward = remote(url, **settings)
+            with pytest.raises(RewardServerError, match=rf"status 401: .*set settings.token_env \({now}\)") as error:
+                score(reward)
+            assert not reward.waits and "wrong-token" not in str(error.value)
+        monkeypatch.setenv("MINE", "right-token")
+        assert score(remote(url, token_env="MINE")).valid.all()
+
+
+@pytest.mark.parametrize("token", ["", "a b", "a\nX: y", "ä"])
+def test_tokens_that_no_header_can_hold(monkeypatch, token):
+    monkeypatch.setenv("MINE", token)
+    with pytest.raises(ValueError, match="(that is set: export MINE=<the token>|is ASCII without spaces)"):
+        remote("http://127.0.0.1:1", token_env="MINE")
+
+
+def test_too_big_for_the_client_and_for_the_server_it_asked():
+    with serving(Likeness(), max_bytes=1000) as url:
+        for settings in ({}, {"max_bytes": 700}):
+            with pytest.raises(
+                ValueError, match=r"settings.max_bytes .*one clip has \d+ bytes: raise it, or send fewer"
+            ):
+                score(remote(url, **settings))
+        assert score(remote(url, frames=4), VIDEO[:, :, :, :3]).valid.all()
+
+
+def test_too_big_for_the_server_is_read_off_its_answer_though_it_reads_no_body():
+    """15 MB do not fit the sockets' buffers: the client is still sending when it is refused."""
+    likeness = Likeness()
+    with serving(likeness, max_bytes=MB) as url:
+        reward = remote(url)
+        reward.client._max_bytes = 400 * MB  # as if a proxy between them had the limit
+        big = torch.zeros(1, 3, 5, 1000, 1000)
+        with pytest.raises(RewardServerError, match=r"status 413: .*takes at most 1000000 .*lower settings.max_bytes"):
+            score(reward, big, PROMPTS[:1])
+        assert not reward.waits and not likeness.batches
+
+
+# ---- a server that lies ----
+
+
+LIES = [
+    (answer_of(score=(0.5,)), r"tensor 'score' must be \(2,\) float32, got \(1,\) float32"),
+    (answer_of(score=(1, 2)), "tensor 'score' has dtype I64"),
+    (save({"score": torch.zeros(2), "valid": torch.ones(2)}), "tensor 'valid' must be .* got .* float32"),
+    (save({"score": torch.zeros(2)}), "tensor 'valid' must be .* got none"),
+    (answer_of(part_x=(0.0, 0.0, 0.0)), r"tensor 'part.x' must be \(2,\) float32, got \(3,\)"),
+    (answer_of(other=(0.0, 0.0)), "unknown tensor 'other'"),
+    (answer_of()[:-1], "not safetensors"),
+    (b"<html>hello</html>", "a safetensors header of"),
+    (pickle.dumps([0.5, 0.25]), "a safetensors header of|not safetensors"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), LIES, ids=[message for _, message in LIES])
+def test_lies(body, message):
+    with scripted((200, body)) as url:
+        reward = remote(url)
+        with pytest.raises(RewardServerError, match=f"settings.url {url}: the answer to 2 clips is wrong: .*{message}"):
+            score(reward, VIDEO[:2], PROMPTS[:2])
+        assert not reward.waits
+
+
+def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
+    monkeypatch.setattr("rewardfl.rewards.remote.client.MAX_ANSWER_BYTES", 1000)
+    with scripted((200, bytes(100_000))) as url, pytest.raises(RewardServerError, match="more than 1000 bytes"):
+        score(remote(url), VIDEO[:1], PROMPTS[:1])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"ok", b"[1]", b'{"version": 2, "max_bytes": 5}', b'{"version": 1}', b"[" * 100_000],
+    ids=["no JSON", "a list", "another version", "no limit", "deep"],
+)
+def test_something_else_than_a_reward_server(body):
+    said = "settings.url http.*: GET /health should answer JSON .*is that a reward server"
+    with scripted(health=body) as url, pytest.raises(RewardServerError, match=said):
+        score(remote(url))
+
+
+# ---- settings ----
+
+
+@pytest.mark.parametrize(
+    ("setting", "values"),
+    {
+        "url": [None, "127.0.0.1:8400", "http://", "ftp://host", "http://host:port", "http://user:secret@host"]
+        + ["http://host/?x=1", "http://host/a b"],
+        "timeout": [0, "1m", math.inf],
+        "retries": [-1, 1.5, True],
+        "frames": [0, "some", 1.5],
+        "parallel": [0, 1.5],
+        "wait": [-1, None],
+        "max_bytes": [0, "1GB"],
+        "send_reference": ["no", 1],
+        "token_env": [5, "NOT_SET"],
+    }.items(),
+)
+def test_settings_that_cannot_work(setting, values):
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^settings.{setting} must be .*, got [^\n]*$"):
+            rewards.build("remote", {"url": "http://127.0.0.1:8400", setting: value})
+
+
+def test_a_url_may_have_a_path():
+    asked = []
+
+    def note(handler):
+        asked.append(handler.path)
+        handler.reply(200, answer_of())
+
+    with scripted(note) as url:
+        score(remote(f"{url}/rewards/face/"), VIDEO[:2], PROMPTS[:2])
+    assert asked == ["/rewards/face/score"]
+
+
+def test_https_is_spoken_and_certificates_are_checked(tmp_path):
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
+    files = {"keyout": tmp_path / "key", "out": tmp_path / "certificate"}
+    subprocess.run([*make.split(), "-keyout", files["keyout"], "-out", files["out"]], check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(files["out"], files["keyout"])
+    with scripted((200, answer_of()), tls=tls) as url:
+        reward = remote(url, retries=0)
+        with pytest.raises(RewardServerError, match="CERTIFICATE_VERIFY_FAILED"):
+            score(reward, VIDEO[:2], PROMPTS[:2])
+        reward.client._tls.load_verify_locations(files["out"])
+        assert score(reward, VIDEO[:2], PROMPTS[:2]).valid.all()
+
+
+# ---- the format ----
+
+
+# What version 1 said before its server and client were rebuilt on libraries: a client's request and a server's answer.
+REQUEST = (
+    b'\xd8\0\0\0\0\0\0\0{"__metadata__":{"request":"{\\"version\\": 1, \\"prompts\\": [\\"\xc3\xa4\\\\\\"\\\\n\\"]}"},'
+    b'"reference.0":{"dtype":"U8","shape":[1,1,1,3],"data_offsets":[0,3]},'
+    b'"video":{"dtype":"U8","shape":[1,2,1,1,3],"data_offsets":[3,9]}}       \x80\x80\x80\x00f\xcc3\x99\xff'
+)
+ANSWER = (
+    b'\xb0\0\0\0\0\0\0\0{"part.x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
+    b'"score":{"dtype":"F32","shape":[1],"data_offsets":[4,8]},'
+    b'"valid":{"dtype":"U8","shape":[1],"data_offsets":[8,9]}}    \0\0\0@\0\0\0?\x01'
+)
+
+
+def test_the_bytes_on_the_wire_are_those_of_version_1(monkeypatch):
+    """As recorded: old and new understand each other."""
+    bodies = []
+    pack = client.pack_request
+    monkeypatch.setattr(client, "pack_request", lambda clips: bodies.append(pack(clips)) or bodies[-1])
+    with scripted((200, ANSWER)) as url:
+        reward = remote(url, send_reference=True)
+        video = torch.linspace(-1, 1, 6).reshape(1, 3, 2, 1, 1)
+        output = reward(video, [reward.reference(torch.zeros(3, 1, 1, 1), 'ä"\n')])
+    assert (output.score.tolist(), output.valid.tolist(), output.parts["x"].tolist()) == ([0.5], [True], [2.0])
+    assert bodies == [REQUEST]
+    (clip,) = wire.unpack_request(REQUEST)
+    assert clip.prompt == 'ä"\n' and clip.frames.shape == (2, 1, 1, 3) and clip.reference.tolist() == [[[[128] * 3]]]
+    made = wire.pack_answer(torch.tensor([0.5]), torch.tensor([True]), {"x": torch.tensor([2.0])})
+    assert made == ANSWER
+
+
+def clips_of(made, prompts=PROMPTS, references=(None,) * 5):
+    return [Clip(*parts) for parts in zip(made, prompts, references, strict=True)]
+
+
+@pytest.mark.parametrize("prompt", ["", "\x01" * 500, '"\\' * 500, "他" * 500, "\U0001f600" * 500])
+def test_no_request_is_bigger_than_its_clips_say(prompt):
+    clips = clips_of(frames(5, (1, 1, 1)), [prompt] * 5, frames(5, (1, 1, 1)))
+    for count in (1, 5):
+        body = wire.pack_request(clips[:count])
+        assert len(body) <= wire.ENVELOPE_BYTES + sum(clip.nbytes for clip in clips[:count])
+
+
+def test_split(monkeypatch):
+    def pieces(sizes, limit, frames=1):
+        clips = {i: SimpleNamespace(nbytes=nbytes, frame_count=frames) for i, nbytes in sizes.items()}
+        return list(split(clips, limit, "p"))
+
+    room = wire.ENVELOPE_BYTES + 100
+    assert pieces({0: 40, 2: 60, 3: 1, 5: 100, 6: 99}, room) == [[0, 2], [3], [5], [6]]
+    assert pieces({}, room) == []
+    with pytest.raises(ValueError, match=f"p.max_bytes .* is {room}, one clip has 101 bytes"):
+        pieces({0: 40, 1: 101}, room)
+    assert [len(group) for group in pieces(dict.fromkeys(range(600), 1), MB)] == [256, 256, 88]
+    assert [len(group) for group in pieces(dict.fromkeys(range(5), 1), MB, frames=8000)] == [2, 2, 1]
+
+
+def header(content, payload=b""):
+    text = json.dumps(content).encode()
+    return len(text).to_bytes(8, "little") + text + payload
+
+
+def request_of(tensors=None, request=None):
+    tensors = {"video": frames(2, (1, 1, 1))} if tensors is None else tensors
+    return save(tensors, {"request": json.dumps({"version": 1, "prompts": ["a", "b"]} if request is None else request)})
+
+
+MALFORMED = [
+    (b"", "not safetensors"),
+    (pickle.dumps(["video"]), "not safetensors|header of"),
+    ((1 << 40).to_bytes(8, "little") + b"{}", "a safetensors header of 1099511627776 bytes"),
+    (header({"video": {"dtype": "U8", "shape": [2**40] * 5, "data_offsets": [0, 2]}}, b"12"), "not safetensors"),
+    (header({"video": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"1"), "dtype F4"),
+    (request_of() + b"x", "not safetensors"),
+    (request_of({"clip": frames(2)}), "tensor 'video' must be .* got none"),
+    (request_of({"video": frames(2).float()}), "'video' must be .* got .* float32"),
+    (request_of({"video": frames(2)[0]}), r"'video' must be .* got \(4, 6, 8, 3\)"),
+    (request_of({"video": frames(2)[:0]}), "'video' must be .* without empty axes"),
+    (request_of({"video": frames(2), "reference.2": frames(2)[0]}), "unknown tensor 'reference.2'"),
+    (request_of({"video": frames(2), "reference.0": frames(2)}), r"'reference.0' must be \(F, H, W, 3\)"),
+    (save({"video": frames(2)}), "metadata lack the key 'request'"),
+    (save({"video": frames(2)}, {"request": "[" * 100_000}), "is not JSON"),
+    (request_of(request={"version": 2, "prompts": ["a", "b"]}), "must be an object with version 1"),
+    (request_of(request={"version": 1, "prompts": ["a"]}), "'prompts' .* must be 2 strings"),
+    (request_of(request={"version": 1, "prompts": ["a", 1]}), "'prompts' .* must be 2 strings"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), MALFORMED, ids=[message for _, message in MALFORMED])
+def test_malformed_bodies_are_refused(body, message):
+    with pytest.raises(WireError, match=message):
+        wire.unpack_request(body)
+
+
+# ---- the server ----
+
+
+def connect(url, sent=b""):
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=5)
+    connection.sendall(sent)
+    return closing(connection)
+
+
+POST = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: {wire.CONTENT_TYPE}\r\n"
+
+
+def ask(url, path="/score", content=None, method="POST", **headers):
+    """The server's answer to httpx; None leaves a header out."""
+    headers = {"Content-Type": wire.CONTENT_TYPE} | {name.replace("_", "-"): text for name, text in headers.items()}
+    headers = {name: text for name, text in headers.items() if text is not None}
+    return httpx.request(method, url + path, content=content, headers=headers, trust_env=False)
+
+
+def test_errors_are_json_over_the_wire():
+    with serving(Likeness(), token="t", max_bytes=100) as url:
+        for token in (None, "Bearer tt", "Basic t", b"Bearer \xe4"):
+            assert ask(url, content=bytes(5), Authorization=token).status_code == 401
+        cases = {
+            404: {"path": "/"},
+            405: {"method": "PUT"},
+            415: {"Content_Type": "application/x-www-form-urlencoded"},
+            413: {"content": bytes(101)},
+            400: {"content": b"hello"},
+        }
+        for status, request in cases.items():
+            answer = ask(url, **{"Authorization": "Bearer t"} | request)
+            assert answer.status_code == status and answer.json()["error"], request
+        health = ask(url, "/health", method="GET")
+        assert health.json() == {"status": "ok", "reward": "likeness", "version": 1, "max_bytes": 100}
+        for nonsense in (b"nonsense\r\n\r\n", b"x" * 70_000):
+            with connect(url, nonsense) as connection:
+                assert connection.recv(12) == b"HTTP/1.1 400"
+
+
+def test_clients_that_leave_or_stall_do_not_hold_a_place(monkeypatch):
+    monkeypatch.setattr(server, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(wire, "PLACES", 1)
+    partial = f"{POST}Content-Length: 100\r\n\r\n".encode() + b"half"
+    with serving(Likeness()) as url:
+        with connect(url, partial):
+            pass
+        with connect(url, partial) as stalled:
+            assert score(remote(url, timeout=5, retries=0), VIDEO[:1], PROMPTS[:1]).valid.all()
+            assert stalled.recv(12) == b"HTTP/1.1 503", "which a client tries again"
+
+
+def test_connections_are_counted(monkeypatch):
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
+    with serving(Likeness()) as url, ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connect(url))
+        assert ask(url, "/health", method="GET").status_code == 503
+        stack.close()
+        reward = remote(url)
+        reward.client.sleep = time.sleep
+        assert score(reward).valid.all()
+
+
+def test_a_busy_server_is_asked_again(monkeypatch):
+    """For `wait` seconds, which costs none of the tries."""
+    monkeypatch.setattr(server, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(wire, "PLACES", 1)
+    scoring, release, scores = threading.Event(), threading.Event(), Service.score
+
+    def score_later(service, body):
+        scoring.set()
+        assert release.wait(30)
+        return scores(service, body)
+
+    monkeypatch.setattr(Service, "score", score_later)
+    with serving(Likeness()) as url, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(score, remote(url), VIDEO[:1], PROMPTS[:1])
+        assert scoring.wait(30)
+        said = r"busy for 0 s \(settings.wait\): status 503: busy: no place came free in 0.05 s"
+        with pytest.raises(RewardServerError, match=said):
+            score(remote(url, wait=0), VIDEO[:1], PROMPTS[:1])
+        second, waits = remote(url, retries=0), []
+        second.client.sleep = lambda seconds: waits.append(seconds) or release.set() or first.result()
+        assert score(second, VIDEO[:1], PROMPTS[:1]).valid.all()
+        assert waits and all(0.5 <= wait <= 1.5 for wait in waits)
+
+
+def pixels(count, frames=1):
+    """A request of clips of one pixel."""
+    request = json.dumps({"version": 1, "prompts": [""] * count})
+    return save({"video": torch.zeros(count, frames, 1, 1, 3, dtype=torch.uint8)}, {"request": request})
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (pixels(150_000), 400, "150000 clips; at most 256"),
+        (pixels(1, 1_000_000), 400, "1000000 frames; at most 16384"),
+        (pixels(256, 65), 400, "16640 frames; at most 16384"),
+        (bytes(11 * MB), 413, "this server takes at most 10000000 (--max-mb)"),
+    ],
+    ids=["clips", "frames", "frames of all clips", "bytes"],
+)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_what_costs_too_much_is_refused_quickly(body, status, said, chunked):
+    likeness = Likeness()
+    with serving(likeness) as url:
+        start = time.monotonic()
+        answer = ask(url, content=iter([body]) if chunked else body)
+        assert answer.status_code == status and said in answer.json()["error"]
+        assert time.monotonic() - start < 2 and not likeness.batches
+
+
+def test_one_line_of_log_per_request_without_what_was_in_it(caplog):
+    caplog.set_level(logging.INFO)
+    with serving(Likeness(), token="t0ken") as url:
+        ask(url, content=b"xyz", Authorization="Bearer gue55")
+        ask(url, "/health", method="GET")
+    lines = [record.getMessage() for record in caplog.records]
+    assert all(line.isprintable() for line in lines) and any("this server wants its token" in line for line in lines)
+    assert [line[-3:] for line in lines if line.startswith("127.0.0.1:")] == ["401", "200"]
+    assert not any(secret in "".join(lines) for secret in ("t0ken", "gue55", "xyz"))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "some.host", ""])
+def test_only_this_machine_without_a_token(host):
+    with pytest.raises(ValueError, match=f"--host {host}: without a token .* --token-env"):
+        RewardServer((host, 0), Service(Likeness(), "cpu", 1, MB))
+    for own in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
+        server.check_host(own, "")
+    server.check_host(host, "token")
+
+
+# ---- the tool ----
+
+
+def tool(monkeypatch, capsys, *arguments):
+    """Exit code and what was printed as an error."""
+    monkeypatch.setattr(sys, "argv", ["serve_reward.py", *map(str, arguments)])
+    return serve_reward.main(), capsys.readouterr().err
+
+
+OWN = str(ROOT / "tests" / "support" / "remote_rewards.py") + ":Likeness"
+
+
+def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
+    monkeypatch.delenv("NO_TOKEN", raising=False)
+    cases = {
+        ("--reward", "lightness"): "'lightness' is not a reward",
+        ("--settings", "gains=2"): "unknown key '--settings.gains', did you mean 'gain'",
+        ("--settings", "gain=two"): "--settings.gain must be a number, got 'two'",
+        ("--settings", "gains=2", "--host", "0.0.0.0"): "without a token",
+        ("--token-env", "NO_TOKEN"): "--token-env must be the name of an environment variable that is set",
+        ("--batch", 0): "--batch must be 1 or more",
+        ("--device", "abacus"): "abacus",
+        ("--port", 99999): "--port must be 0 (a free one) to 65535, got 99999",
+        ("--max-mb", "inf"): "--max-mb must be",
+        ("--max-mb", "nan"): "--max-mb must be",
+    }
+    for arguments, message in cases.items():
+        code, error = tool(monkeypatch, capsys, "--trust-code", "--reward", OWN, *arguments)
+        assert code == serving_module.REFUSED and message in error, arguments
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        code, error = tool(monkeypatch, capsys, "--trust-code", "--reward", OWN, "--port", port)
+    assert code == serving_module.NO_ADDRESS and f"--port {port}" in error
+
+
+@pytest.mark.parametrize("name", ["starlette.applications", "uvicorn"])
+def test_without_its_libraries_the_tool_says_what_to_install(monkeypatch, capsys, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, server.__name__)
+    monkeypatch.delitem(sys.modules, serving_module.__name__)
+    monkeypatch.delattr(reward_server, "serving")
+    code, error = tool(monkeypatch, capsys, "--reward", "colour")
+    assert code == serving_module.REFUSED and error.count("\n") == 1
+    assert name in error and "pip install" in error
+
+
+def test_a_reward_that_hangs_does_not_keep_the_server_from_stopping(monkeypatch):
+    monkeypatch.setattr(server, "DRAIN_SECONDS", 1)
+    hangs, scores = threading.Event(), threading.Event()
+    monkeypatch.setattr(Service, "score", lambda *_: scores.set() or hangs.wait(30))
+    with ThreadPoolExecutor(1) as pool:
+        with serving(Likeness()) as url:
+            running = pool.submit(ask, url, content=b"xyz")
+            assert scores.wait(10)
+            start = time.monotonic()
+        assert time.monotonic() - start < 5
+        hangs.set()
+        assert running.result().status_code == 503
+
+
+def test_settings_are_yaml():
+    assert [serve_reward.setting(text) for text in ("a=1", "b=x=y", "c=", "d=[1, no]")] == [
+        ("a", 1),
+        ("b", "x=y"),
+        ("c", None),
+        ("d", [1, False]),
+    ]
+    for text in ("a", "=1", "a=["):
+        with pytest.raises(serve_reward.argparse.ArgumentTypeError, match="no setting|no YAML"):
+            serve_reward.setting(text)
+
+
+@pytest.mark.long
+def test_in_another_process(monkeypatch):
+    script = ROOT / "tools" / "serve_reward.py"
+    arguments = ["--trust-code", "--reward", OWN, "--settings", "gain=1", "seconds=0.3", "--port", 0, "--batch", 3]
+    monkeypatch.setenv("MINE", "s3cret")
+    command = [sys.executable, script, *arguments, "--token-env", "MINE", "--device", "cpu"]
+    process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("serving likeness at http://127.0.0.1:"), process.stderr.read()
+        reward = remote(line.split()[-1], token_env="MINE", send_reference=True, retries=0)
+        assert_same(score(reward), at_home())
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(score, reward)
+            time.sleep(0.2)
+            process.send_signal(signal.SIGTERM)
+            assert_same(running.result(), at_home())
+        output, log = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert process.returncode == serving_module.STOPPED, log
+    assert "Traceback" not in log and "s3cret" not in log and log.count("5 clips") == 2

@@ -1,0 +1,540 @@
+"""VideoAlign and HPSv3 against transformers' own processor and model, PEFT's layers, and heads written here."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import vlm_files
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from test_clip_network import pictures, smooth_video, truncate
+from transformers import Qwen2VLConfig
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+
+from rewardfl import rewards
+from rewardfl.rewards.vlm import hpsv3, video_align
+from rewardfl.rewards.vlm.qwen2_vl import own_name, shown_size
+from rewardfl.rewards.vlm.video_align import read_trained, shown_frames
+
+PROMPT, OTHER = "the child, waving", "a {zebra}"
+PUBLISHED = 256 * 28 * 28  # pixels of a frame; most tests show a sixteenth of it
+# Qwen2-VL-Instruct's turns, in our own words of Jinja
+TEMPLATE = (
+    "{% for turn in messages %}{{ '<|im_start|>' + turn.role + '\n' + turn.content + '<|im_end|>\n' }}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}"
+)
+
+
+VIDEO = smooth_video(1, 5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shrunk():
+    """Small frames, and the digests of our own questions in place of the authors'."""
+    assert hpsv3.PIXELS == PUBLISHED and video_align.FEWEST_PIXELS == PUBLISHED / 2
+    texts = {video_align: vlm_files.VIDEO_QUESTION, hpsv3: "".join(vlm_files.FRAME_QUESTION)}
+    with pytest.MonkeyPatch.context() as patch:
+        for module, text in texts.items():
+            patch.setattr(module, "QUESTION", replace(module.QUESTION, digest=vlm_files.digest(text)))
+        patch.setattr(hpsv3, "PIXELS", vlm_files.PIXELS)
+        patch.setattr(video_align, "FEWEST_PIXELS", vlm_files.PIXELS // 2)
+        yield
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder of all files, and of each scorer transformers' model and tokenizer."""
+    folder = tmp_path_factory.mktemp("vlm")
+    qwen = vlm_files.write_qwen(folder / "qwen")
+    vlm_files.write_questions(folder)
+    video = vlm_files.write_video_align(folder / "video_align", qwen, video_align.QUESTION.answers)
+    return folder, video, vlm_files.write_hpsv3(folder / "HPSv3.safetensors", qwen, hpsv3.QUESTION.answers)
+
+
+@pytest.fixture(scope="module")
+def files(written):
+    return written[0]
+
+
+def settings(files, name, **others):
+    own = {
+        "video_align": {"checkpoint_dir": files / "video_align", "prompt_file": files / "prompt_template.py"},
+        "hpsv3": {"checkpoint": files / "HPSv3.safetensors", "prompt_file": files / "data_collator_qwen.py"},
+    }[name]
+    return own | {"model_dir": files / "qwen", "dtype": "float32"} | others
+
+
+def build(files, name, **others):
+    return rewards.build(name, settings(files, name, **others))
+
+
+# ---- the published procedure, by transformers and in this file ----
+
+
+def encode(tokenizer, vision, count, text):
+    """(1, L) tokens of the whole chat with `count` places for a picture."""
+    turns = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": f"<|vision_start|>{vision * count}<|vision_end|>{text}"},
+    ]
+    chat = tokenizer.apply_chat_template(turns, chat_template=TEMPLATE, tokenize=False)
+    return tokenizer(chat, return_tensors="pt").input_ids
+
+
+def hidden_states(model, tokens, **seen):
+    """(L, D) of transformers' whole model at the positions 0, 1, 2, ..."""
+    places = torch.arange(tokens.shape[1]).expand(3, 1, -1)
+    return model(input_ids=tokens, position_ids=places, **seen).last_hidden_state[0]
+
+
+def video_patches(video, shown, size):
+    """Patches of a video as transformers' processor makes them of images, two frames to a patch, and the grid.
+
+    VideoAlign resizes by torchvision: torch's bicubic on bytes, clipped and rounded.
+    """
+    levels = (video[:, shown].transpose(0, 1) + 1) * 127.5
+    levels = F.interpolate(levels, size, mode="bicubic", antialias=True).clamp(0, 255).round().byte()
+    seen = Qwen2VLImageProcessorPil()(
+        [Image.fromarray(one.permute(1, 2, 0).numpy()) for one in levels], return_tensors="pt"
+    )
+    patches = seen.pixel_values.view(len(shown) // 2, 2, -1, 3, 2, 14, 14)  # pair, image of it, patch, channel, twice
+    patches = torch.stack([patches[:, 0, :, :, 0], patches[:, 1, :, :, 0]], 3).reshape(-1, 3 * 2 * 14 * 14)
+    return patches, torch.tensor([[len(shown) // 2, *seen.image_grid_thw[0, 1:].tolist()]])
+
+
+@torch.no_grad()
+def published_parts(model, tokenizer, video, prompt, shown):
+    """(3,) normalised vq, mq, ta as inference.py and trainer.py of VideoAlign have them."""
+    inner = model.base_model.model if "Peft" in type(model).__name__ else model
+    patches, grid = video_patches(
+        video, shown, smart_resize(*video.shape[2:], 28, vlm_files.PIXELS // 2, vlm_files.PIXELS)
+    )
+    text = vlm_files.VIDEO_QUESTION.format(text_prompt=prompt)
+    tokens = encode(tokenizer, "<|video_pad|>", len(patches) // 4, text)
+    states = hidden_states(inner.model, tokens, pixel_values_videos=patches, video_grid_thw=grid)
+    logits = inner.rm_head(states)
+    special = tokenizer.convert_tokens_to_ids(list(video_align.QUESTION.answers))
+    rows = logits[torch.isin(tokens[0], torch.tensor(special))]
+    raw = rows.diagonal() if rows.shape[1] == 3 else rows[:, 0]
+    return torch.stack([
+        (value - vlm_files.NORM[f"{part}_mean"]) / vlm_files.NORM[f"{part}_std"]
+        for part, value in zip(("VQ", "MQ", "TA"), raw, strict=True)
+    ])  # fmt: skip
+
+
+@torch.no_grad()
+def published_mu(model, tokenizer, video, prompt):
+    """(F,) mu of each frame as HPSv3's inference.py has it: PIL's resize, within transformers' processor."""
+    text = vlm_files.FRAME_QUESTION[0].format(text_prompt=prompt) + vlm_files.FRAME_QUESTION[1]
+    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": vlm_files.PIXELS, "longest_edge": vlm_files.PIXELS})
+    found = []
+    for picture in pictures(video):
+        seen = processor(picture, return_tensors="pt")
+        tokens = encode(tokenizer, "<|image_pad|>", len(seen.pixel_values) // 4, text)
+        states = hidden_states(model.model, tokens, pixel_values=seen.pixel_values, image_grid_thw=seen.image_grid_thw)
+        at = tokens[0] == tokenizer.convert_tokens_to_ids("<|Reward|>")
+        x = states[at]
+        for place in (0, 3, 5):
+            x = F.linear(F.relu(x) if place else x, model.rm_head[place].weight, model.rm_head[place].bias)
+        found.append(x[0, 0])
+    return torch.stack(found)
+
+
+# ---- scores ----
+
+
+@pytest.mark.parametrize(
+    "outputs, old_names, lora", [(3, True, True), (1, True, True), (3, False, True), (3, True, False)]
+)
+def test_video_align_is_the_published_one(files, tmp_path, outputs, old_names, lora):
+    """Of frames that need no resizing, to the rounding of float32."""
+    folder, answers = tmp_path / "published", video_align.QUESTION.answers
+    scorer = vlm_files.write_video_align(folder, files / "qwen", answers, outputs, old_names, lora)
+    reward = build(files, "video_align", checkpoint_dir=folder)
+    found = []
+    for seed, prompt in ((1, PROMPT), (1, OTHER), (3, PROMPT)):
+        video = smooth_video(seed, 5, 84, 112)
+        expected = published_parts(*scorer, video, prompt, [0, 1, 3, 4])
+        output = reward(video[None], [reward.reference(video, prompt)])
+        parts = torch.stack([output.parts[name][0] for name in ("vq", "mq", "ta")])
+        torch.testing.assert_close(parts, expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(output.score[0], parts.sum())
+        assert output.score.dtype == torch.float32 and output.valid.all()
+        found.append(expected)
+    assert (found[0] - found[2]).abs().min() > 1e-3 and (found[0] - found[1])[2].abs() > 1e-3  # they matter to it
+
+
+@pytest.mark.parametrize("video", [VIDEO, smooth_video(2, 4, 100, 50), smooth_video(2, 4, 180, 320)], ids="wts")
+def test_video_align_resizes_as_published_but_for_rounding(written, video):
+    files, scorer, _ = written
+    shown = [0, 1, 3, 4] if video.shape[1] == 5 else [0, 1, 2, 3]
+    reward = build(files, "video_align")
+    output = reward(video[None], [reward.reference(video, PROMPT)])
+    parts = torch.stack([output.parts[name][0] for name in ("vq", "mq", "ta")])
+    torch.testing.assert_close(parts, published_parts(*scorer, video, PROMPT, shown), atol=3e-2, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "shape, tolerance", [((112, 112), 2e-5), ((60, 88), 3e-2), ((700, 300), 3e-2), ((20, 30), 3e-2)]
+)
+def test_hpsv3_is_the_published_one(written, shape, tolerance):
+    """Of frames that need no resizing to the rounding of float32, of others to that of PIL's bytes."""
+    files, _, scorer = written
+    reward = build(files, "hpsv3", frames="all", first_frame=True, chunk=2)
+    video = smooth_video(2, 3, *shape)
+    expected = published_mu(*scorer, video, PROMPT)
+    output = reward(video[None], [reward.reference(video, PROMPT)])
+    torch.testing.assert_close(output.score[0], expected.mean(), atol=tolerance, rtol=0)
+    torch.testing.assert_close(output.parts["frame_min"][0], expected.min(), atol=tolerance, rtol=0)
+    assert expected.max() - expected.min() > 0.1
+    assert (expected - published_mu(*scorer, video, OTHER)).abs().max() > 0.1
+
+
+def test_hpsv3_reads_both_layouts_of_names(files, tmp_path):
+    state = load_file(files / "HPSv3.safetensors")
+    new = {
+        name.replace("model.", "model.language_model.", 1): value for name, value in state.items() if "model." in name
+    }
+    new |= {f"model.{name}": value for name, value in state.items() if name.startswith("visual.")}
+    new |= {name: value for name, value in state.items() if name.startswith(("rm_head", "lm_head"))}
+    assert len(new) == len(state)
+    save_file(new, tmp_path / "new.safetensors")
+    scores = []
+    for checkpoint in (files / "HPSv3.safetensors", tmp_path / "new.safetensors"):
+        reward = build(files, "hpsv3", checkpoint=checkpoint, frames=1)
+        scores.append(reward(VIDEO[None], [reward.reference(VIDEO, PROMPT)]).score)
+    assert torch.equal(*scores)
+    assert own_name("base_model.model.visual.blocks.0.norm1.bias") == "visual.blocks.0.norm1.bias"
+
+
+def test_shown_size_is_transformers():
+    sizes = [(480, 832), (448, 448), (832, 480), (37, 1100), (64, 64), (1080, 1920), (30, 31), (704, 1280)]
+    for fewest, most in ((PUBLISHED // 2, PUBLISHED), (PUBLISHED, PUBLISHED), (4 * 784, 64 * 784)):
+        for height, width in sizes:
+            size = shown_size(height, width, 28, fewest, most)
+            assert size == smart_resize(height, width, 28, fewest, most) and size[0] % 28 == size[1] % 28 == 0
+    assert shown_size(480, 832, 28, PUBLISHED, PUBLISHED) == (336, 588)
+    with pytest.raises(ValueError, match="frames of 10 x 2010"):
+        shown_size(10, 2010, 28, 1, PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    "count, fps, frames, expected",
+    [
+        (81, 16, None, [0, 9, 18, 27, 36, 44, 53, 62, 71, 80]),  # 10.1 at two a second
+        (81, 24, None, [0, 16, 32, 48, 64, 80]),  # 6.75
+        (17, 16, None, [0, 5, 11, 16]),  # at least four
+        (5, 16, None, [0, 1, 3, 4]),
+        (3, 16, None, [0, 2]),
+        (81, 16, 5, [0, 27, 53, 80]),  # half to even
+        (7, 16, 40, [0, 1, 2, 4, 5, 6]),
+    ],
+)
+def test_which_frames_are_shown(count, fps, frames, expected):
+    assert shown_frames(count, fps, 2.0, frames) == expected
+    if frames is None:  # vision_process.py's smart_nframes and linspace, written anew
+        wanted = min(max(count / fps * 2.0, 4), min(768, count) // 2 * 2)
+        places = torch.linspace(0, count - 1, round(wanted / 2) * 2).round()
+        assert expected == [int(place) for place in places]
+
+
+def test_a_clip_of_one_frame_has_no_motion_to_judge():
+    with pytest.raises(ValueError, match="at least 2 frames, this has 1"):
+        shown_frames(1, 16, 2.0, None)
+
+
+# ---- gradients ----
+
+
+@pytest.mark.parametrize("name", ["video_align", "hpsv3"])
+def test_the_gradient_is_that_of_finite_differences(files, name):
+    reward = build(files, name, frames=4 if name == "video_align" else 2).double()
+    video = (0.8 * VIDEO[None]).double().requires_grad_()  # clear of -1 and 1, where the clipping has a kink
+    reference = reward.reference(video[0].detach(), PROMPT)
+    output = reward(video, [reference])
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
+    seen = [0, 1, 3, 4] if name == "video_align" else [1, 4]
+    hidden = [i for i in range(5) if i not in seen]
+    assert gradient.isfinite().all() and (gradient[:, :, hidden] == 0).all()
+    assert (gradient[:, :, seen].flatten(3).abs().sum((1, 3)) > 0).all()
+    # transformers rotates queries and keys, and takes RMSNorm's mean, in float32 whatever the weights are: a direction
+    # of much slope, and a step that is large for float64
+    direction = gradient / gradient.norm()
+    step = 2e-3
+    with torch.no_grad():
+        up, down = (reward(video + sign * step * direction, [reference]).score.item() for sign in (1, -1))
+    assert (up - down) / (2 * step) == pytest.approx(gradient.norm().item(), rel=1e-3)
+
+
+def test_blocks_are_run_again_and_give_the_same_gradient(files):
+    found = []
+    for checkpointing, runs in ((True, 2), (False, 1)):
+        reward = build(files, "video_align", checkpointing=checkpointing)
+        halves = (reward.judge.model.visual.blocks, reward.judge.model.language_model.layers)
+        counts = [0, 0]
+        for i, blocks in enumerate(halves):
+            blocks[1].mlp.register_forward_pre_hook(lambda *_, i=i, counts=counts: counts.__setitem__(i, counts[i] + 1))
+        video = VIDEO[None].clone().requires_grad_()
+        output = reward(video, [reward.reference(VIDEO, PROMPT)])
+        found.append((output.score.detach(), *torch.autograd.grad(output.score.sum(), video)))
+        assert counts == [runs, runs]
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-8, rtol=1e-5)
+
+
+# ---- what makes the score ----
+
+
+def test_parts_are_weighed(files):
+    reward = build(files, "video_align", parts={"ta": 0.5, "mq": 2})
+    output = reward(VIDEO[None], [reward.reference(VIDEO, PROMPT)])
+    torch.testing.assert_close(output.score, 2 * output.parts["mq"] + 0.5 * output.parts["ta"])
+    with pytest.warns(UserWarning, match="vq alone: .* animation"):
+        assert video_align.weigh_parts({"vq": 1}) == [1, 0, 0]
+    for parts, message in (({"vq": 0}, "one is positive"), ({}, "one is positive")):
+        with pytest.raises(ValueError, match=message):
+            video_align.weigh_parts(parts)
+
+
+def test_settings_that_cannot_work_are_refused(files):
+    for others, message in (
+        ({"fps": 0}, "settings.fps must be greater than 0, got 0"),
+        ({"frames": 1}, "settings.frames must be at least 2, got 1"),
+        ({"dtype": "float16"}, "settings.dtype must be 'bfloat16' or 'float32', got 'float16'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(files, "video_align", **others)
+
+
+@pytest.mark.parametrize("name", ["video_align", "hpsv3"])
+def test_bfloat16_is_the_default_and_scores_are_float32(files, name):
+    exact = build(files, name)
+    reward = rewards.build(name, {key: value for key, value in settings(files, name).items() if key != "dtype"})
+    assert reward.judge.model.dtype == torch.bfloat16 and next(reward.head.parameters()).dtype == torch.float32
+    assert not any(parameter.requires_grad for parameter in reward.parameters())
+    assert not any(module.training for module in reward.children())
+    video = VIDEO[None].clone().requires_grad_()
+    output = reward(video, [reward.reference(VIDEO, PROMPT)])
+    assert output.score.dtype == torch.float32
+    expected = exact(VIDEO[None], [exact.reference(VIDEO, PROMPT)])
+    torch.testing.assert_close(output.score.detach(), expected.score, atol=0.2, rtol=0.05)
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
+    assert gradient.dtype == torch.float32 and gradient.abs().sum() > 0
+
+
+def test_a_sample_without_a_reference_is_invalid(files):
+    reward = build(files, "video_align")
+    output = reward(torch.stack([VIDEO, VIDEO]), [None, reward.reference(VIDEO, PROMPT)])
+    assert (
+        output.valid.tolist() == [False, True]
+        and output.score[0] == 0
+        and output.parts["vq"].isnan().tolist() == [True, False]
+    )
+
+
+# ---- the question ----
+
+
+@pytest.mark.parametrize("name", ["video_align", "hpsv3"])
+def test_questions_depend_on_prompt_and_files(files, tmp_path, name):
+    reward = build(files, name)
+    assert reward.uses_prompt and reward.compares_with == "nothing"
+    tokens = reward.reference(VIDEO, PROMPT)["tokens"]
+    assert not torch.equal(tokens, reward.reference(VIDEO, OTHER)["tokens"])
+    with pytest.raises(ValueError, match=f"reward '{name}' compares a clip with its prompt, and there is none"):
+        reward.reference(VIDEO)
+    for sign in (reward.judge.question.vision, reward.judge.question.answers[-1], "<|im_end|>"):
+        with pytest.raises(ValueError, match="in it, a sign that Qwen2-VL has for itself"):
+            reward.reference(VIDEO, f"a {sign} dog")
+    assert build(files, name).fingerprint() == reward.fingerprint()
+    other = shutil.copy(settings(files, name)["prompt_file"], tmp_path / "other.py")
+    with open(other, "a") as file:
+        file.write("\n")
+    assert build(files, name, prompt_file=other).fingerprint() != reward.fingerprint()
+
+
+@pytest.mark.parametrize("name", ["video_align", "hpsv3"])
+def test_other_questions_are_refused(files, tmp_path, name):
+    path = tmp_path / "question.py"
+    first = {"video_align": video_align, "hpsv3": hpsv3}[name].QUESTION.literals[0]
+    for write, message in (
+        (lambda: None, "settings.prompt_file must be a file or folder that exists"),
+        (lambda: path.write_text("def ("), "question.py cannot be read as"),
+        (lambda: path.write_bytes(b"\xff\x00"), "question.py cannot be read as"),
+        (lambda: path.write_text("TEXT = 'a'"), f"question.py has no string .*{first}"),
+        (
+            lambda: path.write_text(settings(files, name)["prompt_file"].read_text().replace("\\nI", "\\ni")),
+            "is another text than that of",
+        ),
+    ):
+        write()
+        with pytest.raises(ValueError, match=message):
+            build(files, name, prompt_file=path)
+
+
+# ---- files that are wrong ----
+
+
+def edit(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_other_base_models_are_refused(files, tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path} is no folder of a transformers model: it has no config.json"):
+        build(files, "hpsv3", model_dir=tmp_path)
+    folder = tmp_path / "qwen"
+    for spoil, message in (
+        (lambda: (folder / "tokenizer.json").unlink(), "holds no tokenizer"),
+        (lambda: truncate(folder / "tokenizer.json"), "the tokenizer cannot be read, fetch it again"),
+        (lambda: truncate(folder / "config.json"), "config.json is not JSON"),
+        (
+            lambda: edit(folder / "config.json", lambda c: c.update(model_type="qwen2_5_vl")),
+            "type 'qwen2_5_vl'; a Qwen2-VL",
+        ),
+        (
+            lambda: edit(folder / "config.json", lambda c: c.update(image_token_id=3)),
+            "<|image_pad|> at 263, config.json at 3",
+        ),
+        (
+            lambda: edit(folder / "config.json", lambda c: c.update(num_hidden_layers=3)),
+            r"HPSv3.safetensors is no Qwen2-VL of this config.json: it differs in language_model.layers.2",
+        ),
+        (
+            lambda: edit(folder / "config.json", lambda c: c["vision_config"].update(mlp_ratio=3)),
+            "it differs in visual.blocks.0.mlp.fc1.bias, .* more",
+        ),
+    ):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(files / "qwen", folder)
+        spoil()
+        with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+            build(files, "hpsv3", model_dir=folder)
+
+
+def test_a_tokenizer_that_knows_the_answers_is_refused(written, tmp_path):
+    files, (_, tokenizer), _ = written
+    tokenizer.save_pretrained(shutil.copytree(files / "qwen", tmp_path / "qwen"))
+    with pytest.raises(ValueError, match=r"knows <\|MQ_reward\|>, .* already"):
+        build(files, "video_align", model_dir=tmp_path / "qwen")
+
+
+def test_wrong_hpsv3_files_are_refused(files, tmp_path):
+    path = tmp_path / "HPSv3.safetensors"
+    state = load_file(files / "HPSv3.safetensors")
+    for write, message in (
+        (lambda: None, "settings.checkpoint must be a file or folder that exists"),
+        (lambda: (shutil.copy(files / "HPSv3.safetensors", path), truncate(path)), "cannot be read as weights"),
+        (
+            lambda: save_file({k: v for k, v in state.items() if k != "rm_head.3.bias"}, path),
+            "differs in rm_head.3.bias$",
+        ),
+        (lambda: save_file(state | {"rm_head.5.weight": torch.ones(1, 16)}, path), "differs in rm_head.5.weight$"),
+        (lambda: save_file(state | {"rm_head.7.weight": torch.ones(1)}, path), "differs in rm_head.7.weight$"),
+        (
+            lambda: save_file(state | {"model.norm.weight": torch.ones(2)}, path),
+            "differs in language_model.norm.weight$",
+        ),
+        (
+            lambda: save_file(state | {"model.visual.merger.ln_q.bias": torch.ones(32)}, path),
+            "under two names, model.visual.merger.ln_q.bias and visual.merger.ln_q.bias|under two names, visual.",
+        ),
+        (lambda: save_file(state | {"extra": torch.ones(2)}, path), "differs in extra$"),
+    ):
+        write()
+        with pytest.raises(ValueError, match=message):
+            build(files, "hpsv3", checkpoint=path)
+
+
+def test_shapes_are_looked_at_before_weights_are_read(files, monkeypatch):
+    def read(published, own, dtype):
+        assert own.startswith("rm_head."), "a weight of the backbone was read"
+        return torch.zeros(published.shape(own))
+
+    monkeypatch.setattr("rewardfl.rewards.vlm.qwen2_vl.Published.read", read)
+    config = Qwen2VLConfig.from_pretrained(files / "qwen")
+    config.text_config.num_hidden_layers = 1
+    monkeypatch.setattr("rewardfl.rewards.vlm.qwen2_vl.read_config", lambda folder: config)
+    for name in ("video_align", "hpsv3"):
+        with pytest.raises(ValueError, match="it differs in language_model.layers.1"):
+            build(files, name)
+
+
+@pytest.fixture
+def folder(files, tmp_path):
+    return shutil.copytree(files / "video_align", tmp_path / "video_align")
+
+
+def test_wrong_checkpoints_of_video_align_are_refused(files, folder):
+    path = folder / "checkpoint-11352" / "model.pth"
+    state = torch.load(path)
+    layer = "base_model.model.model.layers.1.mlp.up_proj"
+    for write, message in (
+        (lambda: truncate(path), "model.pth cannot be read as weights"),
+        (lambda: torch.save([1], path), "model.pth is no state dict"),
+        (lambda: torch.save(torch.nn.Linear(2, 2), path), "model.pth cannot be read as weights"),  # code, not weights
+        (lambda: torch.save({k: v for k, v in state.items() if "rm_head" not in k}, path), "in rm_head.weight$"),
+        (
+            lambda: torch.save({k: v for k, v in state.items() if k != f"{layer}.lora_B.default.weight"}, path),
+            r"LoRA of language_model.layers.1.mlp.up_proj.weight .* does not fit",
+        ),
+        (
+            lambda: torch.save({k: v for k, v in state.items() if k != f"{layer}.base_layer.weight"}, path),
+            r"LoRA of language_model.layers.1.mlp.up_proj.weight .* does not fit",
+        ),
+        (lambda: path.unlink(), "model.pth is missing; a checkpoint of an adapter"),
+        (lambda: shutil.rmtree(path.parent), r"is no Qwen2-VL|has not the head"),  # the step before it, an empty one
+        (lambda: shutil.rmtree(folder / "checkpoint-900"), "has no folder checkpoint-<step>"),
+    ):
+        write()
+        with pytest.raises(ValueError, match=message):
+            build(files, "video_align", checkpoint_dir=folder)
+
+
+def test_the_lora_has_the_rank_and_factor_that_the_configuration_says(files, folder):
+    edit(folder / "model_config.json", lambda c: c["peft_lora_config"].update(lora_r=8))
+    with pytest.raises(ValueError, match="does not fit .* 8$"):
+        build(files, "video_align", checkpoint_dir=folder)
+    edit(folder / "model_config.json", lambda c: c["peft_lora_config"].update(lora_enable=False))
+    with pytest.raises(ValueError, match="does not fit .* none$"):
+        build(files, "video_align", checkpoint_dir=folder)
+    rank, alpha = vlm_files.RANK, vlm_files.ALPHA
+    assert read_trained(files / "video_align" / "model_config.json").lora == (rank, alpha / rank)
+    edit(
+        folder / "model_config.json",
+        lambda c: c["peft_lora_config"].update(lora_enable=True, lora_r=4, use_rslora=True),
+    )
+    assert read_trained(folder / "model_config.json").lora == (rank, alpha / rank**0.5)
+
+
+def test_wrong_configurations_of_video_align_are_refused(folder):
+    path = folder / "model_config.json"
+    right = path.read_text()
+    for change, message in (
+        (lambda c: c["data_config"].update(prompt_template_type="simple"), "prompt_template_type is 'simple'"),
+        (lambda c: c["data_config"].update(sample_type="multi_pts"), "sample_type is 'multi_pts'"),
+        (lambda c: c["model_config"].update(use_special_tokens=False), "use_special_tokens is False"),
+        (lambda c: c.pop("data_config"), "lacks, .*'data_config'"),
+        (lambda c: c["data_config"].update(fps="two"), "lacks, or has in another form"),
+        (lambda c: c["model_config"].pop("output_dim"), "lacks, .*'output_dim'"),
+        (lambda c: c["inference_config"].pop("MQ_std"), "lacks, .*'MQ_std'"),
+        (lambda c: c["inference_config"].update(MQ_std=0), "deviations must be positive"),
+    ):
+        path.write_text(right)
+        edit(path, change)
+        with pytest.raises(ValueError, match=message):
+            read_trained(path)
+    path.write_text(right)
+    edit(path, lambda c: c.pop("inference_config"))
+    trained = read_trained(path)
+    assert trained.mean == (0, 0, 0) and trained.std == (1, 1, 1)
+    path.write_text("[")
+    with pytest.raises(ValueError, match="model_config.json is not JSON"):
+        read_trained(path)
+    path.unlink()
+    with pytest.raises(ValueError, match="model_config.json is missing"):
+        read_trained(path)

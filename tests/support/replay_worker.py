@@ -1,0 +1,91 @@
+"""One process of tests/integration/test_accelerate.py: one update's gradients, written to OUT/<case>-<rank>.pt.
+
+argv: OUT. Every case is a global batch of accumulation x batch x processes samples; each sample's noise and
+conditioning are a function of its number alone. `naive` leaves accelerate's division in place, the error that
+the test must see.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from pipelines import FRAMES, HEIGHT, WIDTH, backbone_of, latent_shape
+from test_reward_flow import SCHEDULE, gradients, lora_model, quadratic_reward
+
+from rewardfl import reward_flow
+from rewardfl.backbones.protocol import Conditioning, Velocity
+from rewardfl.backbones.wan.decoder import WanDecoder
+
+ACTIVE = {0.0: [3, 4, 5], 0.2: [3, 4, 5], 1.0: [1, 3, 5]}  # by coupling; step 1 belongs to the other expert
+KL_WEIGHT = 0.7
+# accumulation, batch, coupling, naive
+CASES = [(2, 1, 1.0, True), *((ga, batch, c, False) for ga, batch in ((1, 2), (2, 1)) for c in (0.0, 0.2, 1.0))]
+
+
+def sample(number: int, pipe) -> tuple[Conditioning, torch.Tensor]:
+    g = torch.Generator().manual_seed(number)
+    shape = latent_shape(pipe, HEIGHT, WIDTH, FRAMES)
+    text, image, x = (
+        torch.randn(*s, generator=g, dtype=torch.float64) for s in ((1, 8, 32), (1, 18, *shape[2:]), shape)
+    )
+    return {"text": text, "image": image}, x
+
+
+def batch_of(numbers: list[int], pipe) -> tuple[Conditioning, torch.Tensor]:
+    conditions, noises = zip(*(sample(n, pipe) for n in numbers), strict=True)
+    return backbone_of(pipe).collate(conditions), torch.cat(noises)
+
+
+def update(accumulation: int, batch: int, coupling: float, naive: bool) -> tuple[dict, str, int]:
+    """Gradients after one update of this process, the kind of wrapper, and how many backwards synchronised."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    active = ACTIVE[coupling]
+    plugin = GradientAccumulationPlugin(num_steps=accumulation * len(active), sync_with_dataloader=False)
+    # both experts have an adapter: those of the one that is not replayed last would otherwise stay unreduced,
+    # silently
+    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, kwargs_handlers=[unused])
+    pipe, model = lora_model(torch.float64)
+    policy = accelerator.prepare(model)
+    per_process, synchronised = accumulation * batch, 0
+
+    def backward(loss):
+        nonlocal synchronised
+        synchronised += accelerator.sync_gradients
+        accelerator.backward(loss if naive else loss * accelerator.gradient_accumulation_steps)
+
+    for micro in range(accumulation):
+        first = (micro * accelerator.num_processes + accelerator.process_index) * batch
+        conditioning, x = batch_of(list(range(first, first + batch)), pipe)
+        velocity = Velocity(backbone_of(pipe), policy, conditioning, SCHEDULE)
+        trajectory = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, active)
+        decoded = WanDecoder(pipe.vae).decode_with_caches(trajectory.x0)
+        video = decoded.video.requires_grad_()
+        (grad_video,) = torch.autograd.grad(-quadratic_reward(video).sum() / per_process, video)
+        grad_x0 = WanDecoder(pipe.vae).vjp(trajectory.x0, grad_video, decoded)
+        reward_flow.replay(
+            velocity, trajectory, SCHEDULE.sigmas, active, grad_x0, coupling,
+            reference=velocity.reference, kl_weight=KL_WEIGHT / per_process, kl_gradient="exact", backward=backward,
+            micro_batch=lambda: accelerator.accumulate(policy),
+        )  # fmt: skip
+    return gradients(model), type(policy).__name__, synchronised
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rank = int(os.environ.get("RANK", "0"))
+    for case in CASES:
+        grads, wrapper, synchronised = update(*case)
+        result = {"gradients": grads, "wrapper": wrapper, "synchronised": synchronised}
+        torch.save(result, Path(sys.argv[1]) / f"{'-'.join(map(str, case))}-{rank}.pt")
+    sys.stdout.flush()
+    os._exit(0)  # gloo may abort at interpreter exit
+
+
+if __name__ == "__main__":
+    main()

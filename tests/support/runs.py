@@ -1,0 +1,205 @@
+"""Runs of the training scripts on the tiny world, in this process or in others."""
+
+import atexit
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import zygote
+
+import train_flow_grpo
+import train_reward_fl
+from rewardfl import lora
+from rewardfl.rewards.face import OnnxModule
+from rewardfl.rewards.face import parity as face_parity
+
+ROOT = Path(__file__).parents[2]
+WORLD = ROOT / "assets" / "tiny_world"
+CONFIG = str(ROOT / "tests" / "face.yaml")
+GRPO_CONFIG = str(ROOT / "tests" / "grpo.yaml")
+YAMLS = ROOT / "configs" / "accelerate"
+PACKS = {"reward_model_path": "reward", "held_out_model_path": "judge"}
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: no ZeRO-2 run"
+)
+CLIPS = 6
+# what is computed of the clips, once for all tests of this process
+CACHE = tempfile.mkdtemp(prefix="rewardfl-test-cache-")
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+
+
+def once(owner, name, key):
+    """A check of the world's own networks, which each run in this process would do again, is done once; a forked
+    process does it all. key: what its answer depends on, None for other networks."""
+    check, known = getattr(owner, name), {}
+
+    def checked(*arguments):
+        if (asked := key(*arguments)) is None:
+            return check(*arguments)
+        if asked not in known:
+            known[asked] = check(*arguments)
+        return known[asked]
+
+    setattr(owner, name, checked)
+
+
+def within_world(*files):
+    return files if all(Path(file).resolve().is_relative_to(WORLD) for file in files) else None
+
+
+def parity_of(identity, _video):
+    files = within_world(*identity.files)
+    return files and (files, identity.detector.det_size, face_parity.MAX_COSINE_DISTANCE)
+
+
+def size_of(module, shape, dtype=None):
+    file = within_world(module._path)
+    return file and (file, shape, dtype)
+
+
+once(face_parity, "check", parity_of)
+once(OnnxModule, "check_size", size_of)
+
+
+def table(path, part, clips):
+    """A metadata.csv of the first `clips` of the world's train or eval.
+
+    It names them through a link beside it: noise is drawn by these names, so that no test depends on the checkout.
+    """
+    head, *rows = (WORLD / part / "metadata.csv").read_text().splitlines()[: clips + 1]
+    link = Path(path).parent / "world"
+    if not link.is_symlink():
+        link.symlink_to(WORLD)
+    Path(path).write_text("\n".join([head, *(f"world/{part}/{row}" for row in rows)]) + "\n")
+    return path
+
+
+# a quarter of the world's own size: faces are found in it, and no claim is about the size
+SMALL = ["data.height=32", "data.width=32", "data.num_frames=5"]
+FACE_ALONE = ["reward.motion_weight=0", "reward.others={}"]
+CONSTANT_RATE = [
+    "train.lr_scheduler_type=constant",
+    "train.learning_rate=1e-3",
+]  # with another one no length may change
+QUICK = [
+    "lora.lora_rank=4", "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none", f"data.cache_dir={CACHE}",
+    *SMALL, *FACE_ALONE, *CONSTANT_RATE,
+    f"data.file_name={table(f'{CACHE}/metadata.csv', 'train', CLIPS)}",
+]  # fmt: skip
+# four sampling steps, two of them replayed, one clip at a time
+FAST = [
+    *QUICK, "sample.num_inference_steps=4", "sample.mid_timestep=2", "sample.final_timestep=3",
+    "train.gradient_accumulation_steps=1", "train.per_device_train_batch_size=1", "reward.kl_weight=9",
+]  # fmt: skip
+# five sampling steps, of which the third and fourth are the window; two groups of two; the colour is a black box
+GRPO_FAST = [
+    *QUICK, "sample.num_inference_steps=5", "grpo.groups=2", "grpo.group_size=2", "grpo.window_size=2",
+    "train.per_device_train_batch_size=2", "reward.name=colour", "reward.reward_model_path=null",
+    "reward.held_out_model_path=null", "evaluation.eval_clips=null",
+    "grpo.window_bounds=null", "grpo.same_noise_in_group=false",
+]  # fmt: skip
+
+
+def environment():
+    return os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def launch(*overrides, processes=1, check=True):
+    """Run train_reward_fl.py with FAST settings: one process is this one."""
+    return _launch(train_reward_fl, CONFIG, [*FAST, *overrides], processes, check)
+
+
+def launch_grpo(*overrides, processes=1, check=True):
+    """Run train_flow_grpo.py with GRPO_FAST settings: one process is this one."""
+    return _launch(train_flow_grpo, GRPO_CONFIG, [*GRPO_FAST, *overrides], processes, check)
+
+
+def launch_as(arguments, *overrides, check=True):
+    """A script and its arguments, in this process."""
+    script = {"train_reward_fl.py": train_reward_fl, "train_flow_grpo.py": train_flow_grpo}[arguments[0]]
+    return _here(script, [*arguments, *overrides], check)
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def launcher(kind, *arguments, options=(), port=None):
+    """Python's arguments: accelerate launch with a yaml of configs/accelerate."""
+    processes = 1 if kind in ("cpu", "single_gpu") else 2
+    return [
+        "-m", "accelerate.commands.launch", "--config_file", str(YAMLS / f"{kind}.yaml"),
+        "--num_processes", str(processes), "--main_process_port", str(port or free_port()), *options, *arguments,
+    ]  # fmt: skip
+
+
+def launch_environment(kind, **more):
+    # DDP's yaml is for GPUs: without one accelerate takes gloo. DeepSpeed on a CPU must not be told
+    cpu = {"ddp": {"ACCELERATE_USE_CPU": "true"}, "fsdp2": {"FSDP_ON_CPU": "true"}}.get(kind, {})
+    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | cpu | more
+
+
+def command(script, *overrides):
+    """Arguments of Python: a script with its fast settings."""
+    config, fast = {"train_reward_fl.py": (CONFIG, FAST), "train_flow_grpo.py": (GRPO_CONFIG, GRPO_FAST)}[script]
+    return [script, "--config", config, *fast, *overrides]
+
+
+def _launch(script, config, overrides, processes, check):
+    arguments = [f"{script.__name__}.py", "--config", config, *overrides]
+    if processes > 1:  # gloo may abort at exit after all is done; the files tell
+        start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+        return zygote.run([*start, *arguments], cwd=ROOT, env=environment())
+    return _here(script, arguments, check)
+
+
+def _here(script, arguments, check):
+    out, err, before = io.StringIO(), io.StringIO(), (sys.argv, os.getcwd())
+    sys.argv = arguments
+    os.chdir(ROOT)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = script.main()
+    finally:
+        sys.argv, folder = before
+        os.chdir(folder)
+    assert code == 0 or not check, err.getvalue()[-3000:]
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def metrics(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
+
+
+def adapter(run, step):
+    return lora.read_adapter(run / "checkpoints" / f"step-{step:06d}" / "transformer_2" / lora.WEIGHTS_NAME)[0]
+
+
+def call(monkeypatch, capsys, *arguments):
+    """train_reward_fl.py's main in this process: exit code, standard output and error."""
+    return _call(train_reward_fl, CONFIG, monkeypatch, capsys, arguments)
+
+
+def call_grpo(monkeypatch, capsys, *arguments):
+    """train_flow_grpo.py's."""
+    return _call(train_flow_grpo, GRPO_CONFIG, monkeypatch, capsys, arguments)
+
+
+def _call(script, config, monkeypatch, capsys, arguments):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", "--config", config, *arguments])
+    code = script.main()
+    out = capsys.readouterr()
+    return code, out.out, out.err

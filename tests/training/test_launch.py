@@ -1,0 +1,138 @@
+"""What `accelerate launch` starts with each file of configs/accelerate, and what is refused."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+import zygote
+from accelerate.utils import FullyShardedDataParallelPlugin
+from conftest import ROOT
+from runs import YAMLS, free_port, launch_environment, launcher, needs_deepspeed
+
+from rewardfl.training import launch
+from rewardfl.training.distributed import Distributed
+from rewardfl.training.launch import LaunchError, check_environment, check_fsdp, requested_processes
+
+pytestmark = pytest.mark.slow(170)
+
+
+def test_every_yaml_keeps_the_adapter_in_float32():
+    files = sorted(YAMLS.glob("*.yaml"))
+    assert [file.stem for file in files] == [
+        "cpu", "ddp", "fsdp2", "multi_node_zero2", "single_gpu", "zero2_offload"
+    ]  # fmt: skip
+    for file in files:
+        assert yaml.safe_load(file.read_text())["mixed_precision"] == "no"
+
+
+DRY = ["train_reward_fl.py", "--config", "configs/tiny_face.yaml", "--dry-run"]
+DRY_GRPO = ["train_flow_grpo.py", "--config", "configs/tiny_flow_grpo.yaml", "--dry-run"]
+
+
+def really(arguments, env):
+    """A command in an interpreter of its own, not a forked one."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+
+
+def forked(arguments, env):
+    return zygote.run(arguments, cwd=ROOT, env=env)
+
+
+@pytest.mark.parametrize(
+    "start, dry",
+    [pytest.param(really, DRY, marks=pytest.mark.long), (forked, DRY_GRPO)],
+    ids=["reward_fl", "flow_grpo"],
+)
+def test_dry_run_of_one_gpu(start, dry):
+    """It asks for no more than its process here: without a GPU accelerate takes the CPU."""
+    done = start(launcher("single_gpu", *dry), launch_environment("single_gpu"))
+    assert done.returncode == 0 and re.search("x 1 process(es)?( = |\n)", done.stdout), done.stderr[-3000:]
+
+
+@pytest.mark.long
+@needs_deepspeed
+def test_dry_run_of_two_machines():
+    """Two launches of a process each meet, as on two machines."""
+    port = free_port()
+    launches = [
+        zygote.Process(
+            launcher("multi_node_zero2", *DRY, options=["--machine_rank", machine], port=port), cwd=ROOT,
+            env=launch_environment("multi_node_zero2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for machine in ("0", "1")
+    ]  # fmt: skip
+    outputs = [launch.communicate(timeout=280) for launch in launches]
+    for printed, errors in outputs:  # each machine's first process speaks
+        assert "x 2 processes = " in printed, errors[-3000:]
+
+
+def test_fsdp_without_gpus_is_refused():
+    """accelerate would start processes that know nothing of each other, as if nothing had been asked for."""
+    asked = launch_environment("cpu", ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    done = zygote.run(DRY, cwd=ROOT, env=asked)
+    assert done.returncode == 2 and "FSDP needs GPUs" in done.stderr and "processes = " not in done.stdout
+
+
+@pytest.mark.long
+def test_one_process_where_two_were_asked_for_is_refused():
+    start = ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2"]
+    done = really([*start, *DRY], launch_environment("cpu"))
+    assert done.returncode != 0 and "asked for 2 processes and started one" in done.stderr
+
+
+# -- without a launch
+
+
+def test_a_step_clips_or_skips_and_forgets_the_gradient():
+    job = Distributed(max_grad_norm=0.5, cpu_threads=1)
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = job.accelerator.prepare(torch.optim.SGD([parameter], lr=1.0))
+    for gradient, norm, expected in [(3.0, 6.0, -0.25), (0.1, 0.2, -0.35), (torch.inf, torch.inf, -0.35)]:
+        parameter.grad = torch.full((4,), gradient)
+        assert job.step(optimizer, [parameter], 0.5) == pytest.approx(norm)
+        torch.testing.assert_close(parameter.detach(), torch.full((4,), expected), rtol=1e-5, atol=0)
+        assert parameter.grad is None
+
+
+def test_processes_that_a_command_line_asks_for(tmp_path):
+    (tmp_path / "a.yaml").write_text("num_processes: 3\n")
+    (tmp_path / "b.yaml").write_text("use_cpu: true\n")
+    launch = ["python", "/usr/bin/accelerate", "launch"]
+    assert requested_processes([*launch, "--num_processes", "2", "x.py"]) == 2
+    assert requested_processes([*launch, "--num-processes=4", "x.py"]) == 4
+    assert requested_processes([*launch, "--config_file", str(tmp_path / "a.yaml"), "x.py"]) == 3
+    assert requested_processes([*launch, "--config_file", str(tmp_path / "b.yaml"), "x.py"]) == 1
+    assert requested_processes(["bash", "--num_processes", "2"]) == 1
+    assert requested_processes([]) == 1
+
+
+def test_mixed_precision_is_refused():
+    with pytest.raises(LaunchError, match="mixed_precision is bf16.* model.dtype"):
+        check_environment({"ACCELERATE_MIXED_PRECISION": "bf16"}, [])
+    check_environment({"ACCELERATE_MIXED_PRECISION": "no"}, [])
+
+
+def test_an_old_deepspeed_is_refused(monkeypatch):
+    monkeypatch.setattr(launch.metadata, "version", lambda name: "0.18.9")
+    with pytest.raises(LaunchError, match=r"deepspeed is 0\.18\.9, 0\.19\.8 or later"):
+        check_environment({"ACCELERATE_USE_DEEPSPEED": "true"}, [])
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"fsdp_version": 1}, "fsdp_version is 1; set fsdp_version: 2"),
+        ({"reshard_after_forward": False}, "fsdp_reshard_after_forward is False"),
+        ({"activation_checkpointing": True}, "fsdp_activation_checkpointing and"),
+        ({"cpu_ram_efficient_loading": True}, "fsdp_cpu_ram_efficient_loading must be false"),
+    ],
+)
+def test_other_fsdp_is_refused(settings, message):
+    plugin = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
+    check_fsdp(FullyShardedDataParallelPlugin(**plugin))
+    with pytest.raises(LaunchError, match=message):
+        check_fsdp(FullyShardedDataParallelPlugin(**plugin | settings))

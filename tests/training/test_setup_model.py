@@ -1,0 +1,175 @@
+"""Where experts, caches and activations live, and what a warm cache saves, on whole runs."""
+
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from host import apart
+from runs import FAST, GRPO_FAST, adapter, call, call_grpo, launch, metrics
+
+from rewardfl import data, lora
+from rewardfl.backbones.protocol import Schedule
+from rewardfl.backbones.wan import load as wan_load
+from rewardfl.data import cache
+from rewardfl.data.cache import Cache
+from rewardfl.rewards import Reward
+from rewardfl.training import clip_scan
+from rewardfl.training.conditions import Conditions
+from rewardfl.training.samples import Sample
+from rewardfl.training.shard import Shard
+
+pytestmark = pytest.mark.slow(70)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run with two noises per clip, everything on the device."""
+    run = tmp_path_factory.mktemp("plain") / "run"
+    launch(f"run.output_dir={run}", f"data.cache_dir={run}/cache", *TWO_NOISES)
+    return run
+
+
+TWO_NOISES = ["train.max_steps=2", "sample.noises_per_sample=2", "train.use_gradient_checkpointing=false"]
+HOST = [
+    "experts.untrained=cpu_swap", "experts.trained=cpu_swap", "train.decode_caches=offload",
+    "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true",
+    "train.keep_attention=true",
+]  # fmt: skip
+KEPT = [*HOST, "train.active_graphs=keep_on_host", "train.keep_attention=false"]
+BOUNDARY = ["experts.untrained=boundary_cache", "train.decode_caches=segment"]
+
+
+def assert_same(run, plain):
+    assert metrics(run) == metrics(plain)
+    mine, theirs = adapter(run, 2), adapter(plain, 2)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    name = "samples/step-000002/00.mp4"
+    assert (data.read_video(run / name).int() - data.read_video(plain / name).int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("settings", [HOST, pytest.param(KEPT, marks=pytest.mark.long)], ids=["replay", "graphs kept"])
+def test_only_copies_read_what_waits_in_host_memory(plain, tmp_path, monkeypatch, capsys, settings):
+    """On a CPU anything may; a GPU would stop there."""
+    arguments = [*FAST, *TWO_NOISES, *settings, f"data.cache_dir={plain / 'cache'}", f"run.output_dir={tmp_path}"]
+    with apart(monkeypatch) as seen:
+        code, _, error = call(monkeypatch, capsys, *arguments)
+    assert code == 0, error
+    assert seen.copied > 400
+    assert_same(tmp_path, plain)
+
+
+def test_fp8_is_near_and_the_run_prints_how_near(tmp_path, monkeypatch, capsys):
+    settings = ["experts.untrained=fp8", f"run.output_dir={tmp_path}", "train.max_steps=1"]
+    code, out, _ = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
+    note = r"note: with its weights in 8 bits \(fp8\) the (\w+) expert's velocity is (\d+\.\d+)% away"
+    ((expert, away),) = re.findall(note, out)
+    assert (code, expert) == (0, "high_noise") and 0.5 < float(away) < 10
+
+
+def test_both_experts_train(tmp_path):
+    """Steps on both sides of the boundary: each expert's adapter learns and is saved in its own folder."""
+    settings = ["model.trainable_models=dit,dit2", "sample.mid_timestep=1", "train.max_steps=1"]
+    launch(f"run.output_dir={tmp_path / 'run'}", *settings)
+    states = [
+        lora.read_adapter(tmp_path / "run/checkpoints/latest" / part / lora.WEIGHTS_NAME)[0]
+        for part in ("transformer", "transformer_2")
+    ]
+    for state in states:
+        assert max(value.abs().max() for name, value in state.items() if "lora_B" in name) > 0
+    # an update of 1e-3 from matrices of their own: the same start would leave them at most 2e-3 apart
+    shared = [name for name in states[0].keys() & states[1].keys() if "lora_A" in name]
+    assert shared and all((states[0][name] - states[1][name]).abs().max() > 0.05 for name in shared)
+
+
+def only_the_first(read):
+    def first(row, *arguments, **settings):
+        assert row.index == 0
+        return read(row, *arguments, **settings)
+
+    return first
+
+
+def test_a_warm_cache_loads_the_decoder_and_the_trained_expert_alone(plain, tmp_path, monkeypatch, capsys):
+    """And boundary latents from it, or caches of the decoder made anew, change nothing."""
+    cache = shutil.copytree(plain / "cache", tmp_path / "cache")
+    loaded, load = [], wan_load.load_pipeline
+    monkeypatch.setattr(wan_load, "load_pipeline", lambda *a: loaded.append(a[-1]) or load(*a))
+    monkeypatch.setattr(data, "load_example", only_the_first(data.load_example))  # to compare faces, and to be shown
+
+    def run(name):
+        loaded.clear()
+        arguments = [*FAST, *TWO_NOISES, *BOUNDARY, f"data.cache_dir={cache}", f"run.output_dir={tmp_path / name}"]
+        assert call(monkeypatch, capsys, *arguments)[0] == 0
+        assert_same(tmp_path / name, plain)
+        return [part for parts in loaded for part in parts]
+
+    entry = next((cache / "text").rglob("*.safetensors"))
+    entry.write_bytes(entry.read_bytes()[:-1])  # a damaged entry is made anew
+    assert run("first") == ["text_encoder", "high_noise", "vae_decoder", "low_noise"]
+    assert run("warm") == ["vae_decoder", "low_noise"]
+
+
+def schedule_to(sigmas):
+    """A schedule whose first expert hands over at the last of these."""
+    sigmas = torch.cat([sigmas, torch.zeros(1)])
+    return Schedule(sigmas, 1000 * sigmas[:-1], ("first",) * (len(sigmas) - 2) + ("second",))
+
+
+def test_whatever_an_entry_depends_on_makes_it_another(tmp_path):
+    for name in ("a.mp4", "b.mp4", "a.png"):
+        (tmp_path / name).write_text(name)
+    row = data.Row(0, 2, "id", tmp_path / "a.mp4", "a person")
+    size = {"height": 64, "width": 64, "num_frames": 9, "max_pixels": None, "fps": None}
+    sigmas = torch.tensor([1.0, 0.95, 0.9])
+
+    class Judge(Reward):
+        name, differentiable = "judge", True
+
+    judge, other_judge, reader = Judge(), Judge(), Judge()
+    other_judge.name = "other"
+    reader.uses_prompt = True
+
+    def hashes(row):
+        return clip_scan.hash_files([row], Shard(0, 1, quiet=True), list)[0]
+
+    def digests(
+        row=row, size=size, text="t", image="v", untrained="h", dtype="float32", seed=1, sigmas=sigmas, by=judge
+    ):  # fmt: skip
+        clip = clip_scan.clip_key(row, hashes(row), size)
+        sample = Sample(row, clip, (64, 64), ())
+        conditions = Conditions(Cache(tmp_path), None, text, image, untrained, dtype, 9)
+        return {
+            "clip": cache.digest(clip),
+            "face": cache.digest(clip_scan.reference_key(clip, by, row.prompt)),
+            "text": cache.digest(conditions._text_key(sample.row.prompt)),
+            "image": cache.digest(conditions._image_key(sample)),
+            "boundary": cache.digest(conditions._boundary_key(sample, seed, schedule_to(sigmas))),
+        }
+
+    before = digests()
+    assert digests() == before
+    everything = set(before)
+    for changed, other in [
+        (digests(row=replace(row, prompt="a child")), {"text", "boundary"}),
+        (digests(row=replace(row, video=tmp_path / "b.mp4")), everything - {"text"}),
+        (digests(row=replace(row, image=tmp_path / "a.png")), everything - {"text"}),
+        (digests(row=replace(row, reference_video=tmp_path / "b.mp4")), everything - {"text"}),
+        (digests(row=replace(row, index=5, line=7, id="elsewhere")), set()),
+        *((digests(size=size | {key: 32}), everything - {"text"}) for key in size),
+        (digests(text="u"), {"text", "boundary"}),
+        (digests(image="w"), {"image", "boundary"}),
+        (digests(untrained="i"), {"boundary"}),
+        (digests(dtype="bfloat16"), {"text", "image", "boundary"}),
+        (digests(seed=2), {"boundary"}),
+        (digests(sigmas=sigmas[:2]), {"boundary"}),
+        (digests(by=other_judge), {"face"}),
+    ]:
+        assert {kind for kind in before if changed[kind] != before[kind]} == other
+    asked = digests(by=reader)
+    changed = digests(by=reader, row=replace(row, prompt="a child"))
+    assert {kind for kind in asked if changed[kind] != asked[kind]} == {"face", "text", "boundary"}
+    # a cache keeps its entries from version to version: this changes with data.cache.FORMAT alone
+    pictured = replace(row, image=tmp_path / "a.png")
+    assert digests(row=pictured)["clip"] == "aedc687f9ce64237af07927bdec49ea6"

@@ -1,0 +1,444 @@
+"""LoRAs of SD3, FLUX.1 and Qwen-Image in tools/merge_lora.py and tools/convert_lora.py: diffusers merges them alike."""
+
+import json
+import re
+
+import pytest
+import torch
+from conftest import run_tool
+from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel
+from diffusers.loaders import FluxLoraLoaderMixin
+from image_pipelines import random_flux, random_qwen_image, random_sd3
+from safetensors.torch import load_file, save_file
+from test_conversion import products
+from test_lora_merge import weights
+
+from rewardfl import lora
+from rewardfl.backbones import stock
+from rewardfl.weights import image_names, lora_files, shards
+from rewardfl_tools import convert_lora, merge_lora
+
+MAKE = {"SD3": random_sd3, "FLUX.1": random_flux, "Qwen-Image": random_qwen_image}
+RANK, ALPHA = 4, 2.0
+SCALE = ALPHA / RANK
+# layers that an adapter changes
+LAYERS = {
+    "SD3": [
+        "transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn2.to_out.0", "transformer_blocks.1.attn.add_k_proj",
+        "transformer_blocks.1.ff.net.0.proj", "transformer_blocks.2.norm1_context.linear", "proj_out",
+    ],
+    "FLUX.1": [
+        "transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_add_out", "transformer_blocks.1.ff.net.2",
+        "single_transformer_blocks.1.attn.to_v", "single_transformer_blocks.0.proj_mlp", "x_embedder",
+    ],
+    "Qwen-Image": [
+        "transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_add_out", "transformer_blocks.1.img_mod.1",
+        "transformer_blocks.0.txt_mlp.net.0.proj", "transformer_blocks.0.attn.add_v_proj",
+    ],
+    # diffusers reads OneTrainer's names of attention alone
+    "OneTrainer": [
+        "transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_add_out", "transformer_blocks.1.attn.to_out.0",
+        "single_transformer_blocks.1.attn.to_v", "transformer_blocks.0.attn.add_k_proj", "x_embedder",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    made = {}
+
+    def folder(model):
+        if model not in made:
+            made[model] = tmp_path_factory.mktemp("pipeline") / model
+            MAKE[model]().save_pretrained(made[model])
+        return made[model]
+
+    return folder
+
+
+def pair(shape, seed=0):
+    """(down, up) of a layer with a weight of this shape."""
+    generator = torch.Generator().manual_seed(seed)
+    down = torch.randn(RANK, shape[1], generator=generator) / shape[1] ** 0.5
+    return down, torch.randn(shape[0], RANK, generator=generator)
+
+
+def in_diffusers_names(base, model, prefix, scale, ends=("lora_A", "lora_B"), alpha=None, flat=False):
+    """A LoRA of LAYERS whose names are diffusers'; of `model`, or of other layers under that name."""
+    state = {}
+    for name in LAYERS[model]:
+        down, up = pair(base[f"{name}.weight"].shape, len(name))
+        stem = prefix + (name.replace(".", "_") if flat else name)
+        state |= {f"{stem}.{ends[0]}.weight": down, f"{stem}.{ends[1]}.weight": up * scale}
+        if alpha is not None:
+            state[f"{stem}.alpha"] = torch.tensor(alpha)
+    return state
+
+
+def in_original_names(base, names, form, alpha):
+    """A LoRA of layers of FLUX.1 that are called by their original names, as `form` writes them."""
+    state = {}
+    for name in names:
+        modules = [place.module for place in image_names.places_of(name, image_names.ALL_ROWS)["FLUX.1"]]
+        shapes = [base[f"{module}.weight"].shape for module in modules]
+        down, up = pair((sum(shape[0] for shape in shapes), shapes[0][1]), len(name))
+        stem, (a, b) = form(name)
+        state |= {f"{stem}.{a}.weight": down, f"{stem}.{b}.weight": up}
+        if alpha is not None:
+            state[f"{stem}.alpha"] = torch.tensor(alpha)
+    return state
+
+
+DOWN_UP = ("lora_down", "lora_up")
+KOHYA = [
+    "double_blocks.0.img_attn.qkv", "double_blocks.1.txt_attn.qkv", "double_blocks.0.img_attn.proj",
+    "double_blocks.1.txt_mlp.2", "double_blocks.0.img_mod.lin", "single_blocks.1.linear2",
+    "single_blocks.0.modulation.lin",
+]  # fmt: skip
+XLABS = ["double_blocks.0.processor.qkv_lora1", "double_blocks.1.processor.qkv_lora2"]
+XLABS += ["double_blocks.1.processor.proj_lora1", "double_blocks.0.processor.proj_lora2"]
+
+
+def metadata(model):
+    """peft's configuration, as diffusers saves it."""
+    config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": LAYERS[model]}
+    return {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in config.items()})}
+
+
+def kohya(name):
+    return "lora_unet_" + name.replace(".", "_"), DOWN_UP
+
+
+# {model: {dialect: (tensors, metadata) of the base's weights}}; each is one that diffusers reads
+DIALECTS = {
+    ("SD3", "diffusers"): lambda base: (
+        in_diffusers_names(base, "SD3", "transformer.", 1), metadata("SD3"),
+    ),
+    ("SD3", "no alpha"): lambda base: (in_diffusers_names(base, "SD3", "transformer.", 1), {}),
+    ("FLUX.1", "diffusers"): lambda base: (
+        in_diffusers_names(base, "FLUX.1", "transformer.", 1), metadata("FLUX.1"),
+    ),
+    ("FLUX.1", "ai-toolkit"): lambda base: (in_diffusers_names(base, "FLUX.1", "transformer.", SCALE), {}),
+    ("FLUX.1", "alpha keys"): lambda base: (
+        in_diffusers_names(base, "FLUX.1", "transformer.", 1, ("lora_A", "lora_B"), ALPHA), {},
+    ),
+    ("FLUX.1", "kohya"): lambda base: (in_original_names(base, KOHYA, kohya, ALPHA), {}),
+    ("FLUX.1", "kohya without alpha"): lambda base: (in_original_names(base, KOHYA, kohya, None), {}),
+    ("FLUX.1", "comfy"): lambda base: (
+        in_original_names(base, KOHYA, lambda name: (f"diffusion_model.{name}", DOWN_UP), ALPHA), {},
+    ),
+    ("FLUX.1", "OneTrainer"): lambda base: (
+        in_diffusers_names(base, "OneTrainer", "lora_transformer_", 1, DOWN_UP, ALPHA, flat=True), {},
+    ),
+    ("FLUX.1", "xlabs"): lambda base: (in_original_names(base, XLABS, lambda name: (name, ("down", "up")), None), {}),
+    ("Qwen-Image", "diffusers"): lambda base: (
+        in_diffusers_names(base, "Qwen-Image", "transformer.", 1), metadata("Qwen-Image"),
+    ),
+    ("Qwen-Image", "ai-toolkit"): lambda base: (in_diffusers_names(base, "Qwen-Image", "diffusion_model.", SCALE), {}),
+    ("Qwen-Image", "lightning"): lambda base: (in_diffusers_names(base, "Qwen-Image", "", 1, DOWN_UP, ALPHA), {}),
+    ("Qwen-Image", "kohya"): lambda base: (
+        in_diffusers_names(base, "Qwen-Image", "lora_unet_", 1, DOWN_UP, ALPHA, flat=True), {},
+    ),
+    ("Qwen-Image", "DiffSynth"): lambda base: (
+        in_diffusers_names(base, "Qwen-Image", "", SCALE, ("lora_A.default", "lora_B.default")), {},
+    ),
+}  # fmt: skip
+
+
+def write(folder_of, model, dialect, path):
+    """The file, and the base's weights."""
+    base = weights(folder_of(model) / "transformer")
+    state, header = DIALECTS[model, dialect](base)
+    save_file({name: value.contiguous() for name, value in state.items()}, path, header)
+    return base
+
+
+def merge(*arguments, expect=0):
+    return run_tool(merge_lora.main, *arguments, expect=expect)
+
+
+def convert(*arguments, expect=0):
+    return run_tool(convert_lora.main, *arguments, expect=expect)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def test_modules_are_those_of_the_models():
+    """Of SD3 and SD3.5, FLUX.1-dev and -schnell, Qwen-Image: every tensor has a place, and every place a tensor."""
+    dual = {"dual_attention_layers": (0, 1), "qk_norm": "rms_norm"}
+    settings = {
+        "SD3": (SD3Transformer2DModel, [{}, dual]),
+        "FLUX.1": (FluxTransformer2DModel, [{"guidance_embeds": True}, {}]),
+        "Qwen-Image": (QwenImageTransformer2DModel, [{}]),
+    }
+    for model, (kind, all_of) in settings.items():
+        seen = set()
+        for given in all_of:
+            with torch.device("meta"):
+                names = list(kind(**given).state_dict())
+            modules = {re.sub(r"\.(weight|bias)$", "", name) for name in names}
+            seen |= {re.sub(r"(?<=blocks\.)\d+", "N", name) for name in modules}
+            checkpoint = shards.Checkpoint(None, dict.fromkeys(names), (), {})
+            assert image_names.base_models(checkpoint) == (model,)
+            for name in modules:  # by both names, and back
+                for alias in (name, name.replace(".", "_")):
+                    assert image_names.places_of(alias, 8)[model] == (image_names.Place(name),)
+        assert seen == image_names.MODULES[model]
+
+
+ORIGINAL = {  # {layer of FLUX.1 as its original code or XLabs calls it: (outputs, how many modules hold it)}
+    "vector_in.in_layer": (30, 1), "guidance_in.out_layer": (30, 1), "final_layer.linear": (30, 1),
+    "final_layer.adaLN_modulation.1": (6144, 1), "double_blocks.18.txt_attn.qkv": (9216, 3),
+    "double_blocks.0.img_mod.lin": (30, 1), "single_blocks.37.linear1": (21504, 4), "single_blocks.0.linear2": (30, 1),
+    "double_blocks.3.processor.qkv_lora1": (9216, 3), "single_blocks.3.processor.proj_lora": (30, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORIGINAL)
+def test_original_names_are_those_of_diffusers_converter(name, tmp_path):
+    """At FLUX.1's size, of rank one with a different number in each row."""
+    out, modules = ORIGINAL[name]
+    stem, (a, b) = (name, ("down", "up")) if "processor" in name else kohya(name)
+    state = {f"{stem}.{a}.weight": torch.ones(1, 1), f"{stem}.{b}.weight": torch.randn(out, 1)}
+    if "processor" not in name and "final" not in name:  # of which diffusers drops it
+        state[f"{stem}.alpha"] = torch.tensor(0.5)
+    save_file(state, tmp_path / "lora.safetensors")
+    found = products(tmp_path / "lora.safetensors")
+    converted = FluxLoraLoaderMixin.lora_state_dict(str(tmp_path / "lora.safetensors"))
+    assert len(found) == modules and len(converted) == 2 * modules
+    for key, down in converted.items():
+        if key.endswith(".lora_A.weight"):
+            module = key.removeprefix("transformer.").removesuffix(".lora_A.weight")
+            assert torch.equal(found[module], converted[key.replace("_A.", "_B.")] @ down), module
+
+
+@pytest.mark.parametrize(
+    "converted",
+    [
+        {"transformer.x_embedder.lora_B.weight": torch.arange(7.0)[:, None]},  # a row is lost
+        {"transformer.x_embedder.lora_B.weight": torch.ones(8, 1)},
+        {"transformer.magic.lora_B.weight": torch.arange(8.0)[:, None]},
+        {},
+    ],
+)
+def test_what_a_converter_drops_or_mangles_is_refused(converted, tmp_path, monkeypatch):
+    monkeypatch.setattr(FluxLoraLoaderMixin, "lora_state_dict", lambda state: converted)
+    save_file(halves("lora_unet_txt_in", 8) | halves("lora_unet_vector_in_in_layer", 8), tmp_path / "lora.safetensors")
+    image_names._flux_places.cache_clear()
+    with pytest.raises(shards.Refused, match="names no module of"):
+        lora_files.read_lora(tmp_path / "lora.safetensors")
+    image_names._flux_places.cache_clear()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Merging
+
+
+@pytest.mark.parametrize("model, dialect", DIALECTS)
+def test_merged_is_what_diffusers_fuses(folder_of, model, dialect, tmp_path):
+    """From the file, and from what tools/convert_lora.py makes of it, which reads back with the same products."""
+    path, out = tmp_path / "one.safetensors", tmp_path / "merged"
+    base = write(folder_of, model, dialect, path)
+    text = merge("--base", folder_of(model), "--lora", path, "--out", out, "--verify")
+    assert model in text and "high_noise" not in text
+    convert("--lora", path, "--to", "diffusers", "--out", tmp_path / "converted", "--verify")
+    merged, pipe = weights(out / "transformer"), MAKE[model]()
+    for lora_file in (path, tmp_path / "converted" / "transformer"):
+        pipe.load_lora_weights(str(lora_file))
+        pipe.fuse_lora()
+        pipe.unload_lora_weights()
+        wanted = pipe.transformer.state_dict()
+        assert merged.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(merged[name], value, rtol=1e-5, atol=1e-5, msg=name)
+        pipe.transformer.load_state_dict(base)
+    changed = {name for name, value in merged.items() if not torch.equal(value, base[name])}
+    assert len(changed) >= 5 and changed == {f"{name}.weight" for name in products(path)}
+    type(pipe).from_pretrained(out)
+
+
+def test_biases_and_magnitudes_of_a_fused_layer_are_divided(folder_of, tmp_path):
+    """What diffusers drops: diff_b, and DoRA's magnitudes of the outputs."""
+    base = weights(folder_of("FLUX.1") / "transformer")
+    (stem, _), names = kohya("double_blocks.0.img_attn.qkv"), ["to_q", "to_k", "to_v"]
+    state = in_original_names(base, ["double_blocks.0.img_attn.qkv"], kohya, ALPHA)
+    state[f"{stem}.dora_scale"] = 1 + torch.rand(96, 1)
+    state[f"{stem}.diff_b"] = torch.randn(96)
+    save_file(state, tmp_path / "one.safetensors")
+    out = tmp_path / "out.safetensors"
+    arguments = ["--base", folder_of("FLUX.1") / "transformer", "--lora", tmp_path / "one.safetensors", "--out", out]
+    merge(*arguments, "--verify")
+    merged = load_file(out)
+    whole = torch.cat([base[f"transformer_blocks.0.attn.{name}.weight"] for name in names])
+    moved = whole + SCALE * state[f"{stem}.lora_up.weight"] @ state[f"{stem}.lora_down.weight"]
+    wanted = state[f"{stem}.dora_scale"] * moved / moved.norm(dim=1, keepdim=True)
+    found = torch.cat([merged[f"transformer_blocks.0.attn.{name}.weight"] for name in names])
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    biases = [
+        merged[f"transformer_blocks.0.attn.{n}.bias"] - base[f"transformer_blocks.0.attn.{n}.bias"] for n in names
+    ]
+    torch.testing.assert_close(torch.cat(biases), state[f"{stem}.diff_b"], rtol=1e-5, atol=1e-5)
+    state[f"{stem}.dora_scale"] = torch.rand(1, 32)  # of the inputs: its norm is over the three layers
+    save_file(state, tmp_path / "one.safetensors")
+    assert "dora_scale has shape (1, 32), but its layer has 96 outputs" in merge(*arguments, "--force", expect=2)
+
+
+@pytest.mark.parametrize("model", MAKE)
+def test_dtypes_are_those_of_diffusers(folder_of, model, tmp_path):
+    """These models keep nothing in float32 when they are loaded in bfloat16."""
+    base = write(folder_of, model, "diffusers", tmp_path / "one.safetensors")
+    out = tmp_path / "out"
+    arguments = ["--base", folder_of(model) / "transformer", "--lora", tmp_path / "one.safetensors", "--out", out]
+    merge(*arguments, "--dtype", "bf16", "--verify", "--max-shard-size", "60KB")
+    assert len(list(out.glob("*-of-*.safetensors"))) > 2
+    loaded = type(MAKE[model]().transformer).from_pretrained(out, torch_dtype=torch.bfloat16).state_dict()
+    delta = products(tmp_path / "one.safetensors")
+    for name, value in weights(out).items():
+        wanted = base[name] + delta.get(name.removesuffix(".weight"), 0)
+        assert value.dtype == torch.bfloat16 and torch.equal(value, loaded[name])
+        torch.testing.assert_close(value, wanted.bfloat16(), rtol=8e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("model", MAKE)
+def test_our_checkpoint_merged_draws_as_the_adapter(folder_of, model, tmp_path):
+    """Saved as training saves it; the stock pipeline with the adapter and the merged pipeline have equal weights."""
+    pipe, layers = MAKE[model](), ["attn.to_q", "attn.to_out.0"]
+    lora.inject(pipe.transformer, RANK, ALPHA, layers, 0)
+    for name, parameter in pipe.transformer.named_parameters():
+        if "lora_B" in name:
+            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    checkpoint = tmp_path / "step-000001"
+    stock.save_adapter(type(pipe), pipe.transformer, checkpoint / "transformer", lora.adapter_state(pipe.transformer))
+    merge("--base", folder_of(model), "--lora", f"{checkpoint}:0.5", "--out", tmp_path / "merged")
+    lora.set_strength(pipe.transformer, 0.5)
+    pipe.transformer.fuse_lora()
+    merged = weights(tmp_path / "merged" / "transformer")
+    for name, value in merged.items():
+        module, _, leaf = name.rpartition(".")
+        layer = pipe.transformer.get_submodule(module)
+        wanted = getattr(layer.base_layer if any(module.endswith(one) for one in layers) else layer, leaf)
+        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-5, msg=name)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Converting
+
+
+@pytest.mark.parametrize("model", MAKE)
+def test_comfy_reads_diffusers_names_without_alpha(folder_of, model, tmp_path):
+    """ComfyUI's comfy/lora.py maps transformer.<name>, and adds lora_B @ lora_A where there is no .alpha."""
+    write(folder_of, model, "diffusers", tmp_path / "one.safetensors")
+    out = tmp_path / "face"
+    text = convert("--lora", tmp_path / "one.safetensors", "--to", "comfy", "--out", out)
+    assert f"ComfyUI reads diffusers' names of {model}" in text.replace("SD3 and FLUX.1", model)
+    state = load_file(out / "face.safetensors")
+    assert len(state) == 2 * len(LAYERS[model])
+    for name, value in products(tmp_path / "one.safetensors").items():
+        up, down = state[f"transformer.{name}.lora_B.weight"], state[f"transformer.{name}.lora_A.weight"]
+        torch.testing.assert_close(up @ down, value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "kind, to, way_out", [("dora_scale", "comfy", "--to diffusers"), ("diff", "diffusers", "merge")]
+)
+def test_what_a_format_cannot_carry_is_refused(folder_of, kind, to, way_out, tmp_path):
+    base = weights(folder_of("FLUX.1") / "transformer")
+    state = in_original_names(base, ["double_blocks.0.img_attn.proj"], kohya, ALPHA)
+    state[f"lora_unet_double_blocks_0_img_attn_proj.{kind}"] = torch.rand(32, 1 if kind == "dora_scale" else 32)
+    save_file(state, tmp_path / "one.safetensors")
+    out = tmp_path / "out.safetensors"
+    text = convert("--lora", tmp_path / "one.safetensors", "--to", to, "--out", out, expect=2)
+    assert way_out in text and "transformer_blocks.0.attn.to_out.0" in text and not out.exists()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def halves(stem, out=32, inside=32, ends=DOWN_UP):
+    return {f"{stem}.{ends[0]}.weight": torch.ones(RANK, inside), f"{stem}.{ends[1]}.weight": torch.ones(out, RANK)}
+
+
+REFUSED = {
+    "FLUX.2": (halves("transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj"), "speak of FLUX.2"),
+    "FLUX.2 in part": (
+        halves("transformer.transformer_blocks.0.attn.to_q") | halves("transformer.transformer_blocks.0.ff.linear_in"),
+        "speak of FLUX.2",
+    ),
+    "FLUX.2 kohya": (halves("lora_unet_single_blocks_0_linear1", 27 * 32), "864 rows) names no module"),
+    "Z-Image": (halves("diffusion_model.layers.0.attention.to_q"), "speak of Z-Image"),
+    "SD3 original": (halves("lora_unet_joint_blocks_0_x_block_attn_qkv", 96), "speak of SD3 in its original names"),
+    "U-Net": (halves("lora_unet_down_blocks_0_attentions_0_to_q"), "speak of a U-Net"),
+    "control": ({"double_blocks.0.img_attn.norm.query_norm.scale": torch.ones(4)}, "speak of a control LoRA"),
+    "unknown": (halves("transformer.magic.to_q"), "transformer.magic.to_q.lora_down.weight"),
+    "unknown part": (
+        halves("transformer.single_transformer_blocks.0.attn.to_q") | halves("transformer.x_mlp.to_q"),
+        "no module of FLUX.1, whose names other keys have",
+    ),
+    "either": (halves("lora_unet_img_in"), "may be of Qwen-Image or FLUX.1"),
+    "text encoder": (
+        halves("lora_unet_double_blocks_0_img_attn_proj") | halves("lora_te1_text_model_encoder_layers_0_mlp_fc1"),
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1",
+    ),
+    "T5": (halves("text_encoders.t5xxl.transformer.encoder.block.0.layer.0"), "belongs to a text encoder"),
+    "second text encoder": (halves("text_encoder_2.text_model.encoder.layers.0.mlp.fc1"), "belongs to a text encoder"),
+    "half": (
+        {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(RANK, 32)},
+        "transformer_blocks.0.attn.to_q has down (4, 32) but no up",
+    ),
+    "twice": (
+        halves("double_blocks.0.img_attn.qkv", 96) | halves("transformer.transformer_blocks.0.attn.to_k"),
+        "two keys give the",
+    ),
+    "block": (halves("lora_unet_double_blocks_7_img_attn_qkv", 96), "transformer_blocks.7.attn.to_q"),
+    "shape": (halves("lora_unet_double_blocks_0_img_attn_qkv", 192), "(64, 32)"),
+    "other model": (halves("transformer.transformer_blocks.0.img_mlp.net.2", 32, 128), "has the names of Qwen-Image"),
+    "Wan": (halves("diffusion_model.blocks.0.self_attn.q"), "has the names of Wan"),
+    "LoKr": ({"lora_unet_double_blocks_0_img_attn_proj.lokr_w1": torch.ones(4, 4)}, "LoKr"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_loras_that_are_refused_by_name(folder_of, kind, tmp_path):
+    state, message = REFUSED[kind]
+    save_file(state, tmp_path / "one.safetensors")
+    out = tmp_path / "merged"
+    text = merge("--base", folder_of("FLUX.1"), "--lora", tmp_path / "one.safetensors", "--out", out, expect=2)
+    assert message in text and "one.safetensors" in text and "Traceback" not in text and not out.exists()
+    if kind not in ("block", "shape", "other model", "Wan"):
+        assert message in convert("--lora", tmp_path / "one.safetensors", "--to", "diffusers", "--out", out, expect=2)
+        assert not out.exists()
+
+
+BASES = {
+    "original": ("double_blocks.0.img_attn.qkv.weight", "original names"),
+    "FLUX.2": ("double_stream_modulation_img.linear.weight", "is FLUX.2"),
+    "strange": ("transformer_blocks.0.attn.magic.weight", "attn.magic.weight has no place in FLUX.1"),
+    "quantised": ("x_embedder.scale_weight", "quantised"),
+}
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_bases_that_are_refused_by_name(folder_of, kind, tmp_path):
+    base, path = write(folder_of, "FLUX.1", "kohya", tmp_path / "one.safetensors"), tmp_path / "base.safetensors"
+    name, message = BASES[kind]
+    save_file(base | {name: torch.ones(1)}, path)
+    out = tmp_path / "out.safetensors"
+    text = merge("--base", path, "--lora", tmp_path / "one.safetensors", "--out", out, expect=2)
+    assert message in text and "base.safetensors" in text and not out.exists()
+
+
+def test_an_image_model_has_no_experts(folder_of, tmp_path):
+    path, base, out = tmp_path / "my_low_light.safetensors", folder_of("FLUX.1") / "transformer", tmp_path / "out"
+    write(folder_of, "FLUX.1", "kohya", path)
+    assert "have no experts" in merge("--base", base, "--lora", f"{path}@high", "--out", out, expect=2).replace(
+        "has no", "have no"
+    )
+    assert "leave --expert away" in merge("--base", base, "--lora", path, "--expert", "low", "--out", out, expect=2)
+    assert "of Wan alone" in merge("--base", base, "--lora", path, "--rename", "comfy", "--out", out, expect=2)
+    assert not out.exists()
+    assert "noise" not in merge("--base", base, "--lora", path, "--out", out)  # though the file's name says low
+    convert("--lora", path, "--to", "diffusers", "--out", tmp_path / "converted")
+    assert [one.name for one in (tmp_path / "converted").iterdir() if one.is_dir()] == ["transformer"]
