@@ -279,8 +279,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                 if i == window[-1]:
                     anchored.append(anchors.accumulate(job, policy, rollout, step, 1 / (per_update * geometry.batch)))
         with timer("step"):
-            seen = dict(zip(STATISTICS, map(torch.cat, zip(*statistics, strict=True)), strict=True))
-            seen = job.gather(seen)  # (N,) each
+            seen = job.gather(dict(zip(STATISTICS, map(torch.cat, zip(*statistics, strict=True)), strict=True)))  # (N,)
             if update == 0:  # nothing was updated since the rollout
                 grpo.check_ratio(seen["log_prob"], seen["old_log_prob"], tolerance, window, geometry.batch)
             with timer("optimizer"):
@@ -299,8 +298,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         metrics |= common_metrics(job.device, done, norm, rate, replaced, signal)
         if update == 0 or not why:  # count a failed epoch once, not per update
             log.count(norm, why)
-        ids = [samples[row].row.id for row in seen["row"].tolist()]
-        log.say_skipped(done, norm, ids, seen["log_prob"].isfinite())
+        log.say_skipped(done, norm, [samples[i].row.id for i in seen["row"].tolist()], seen["log_prob"].isfinite())
         ends_epoch = update == per_epoch - 1
         stopped = log.early_stop(done, metrics) if ends_epoch else ""
         save_due = due_this_epoch(done, per_epoch, cfg.run.save_steps, steps) or stopped != ""
@@ -316,11 +314,9 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         log.write(done, metrics | timer.metrics())
         log.stop_if_stuck(done, why)
         progress.set_postfix(reward=f"{metrics['reward/mean']:.3f}", spread=f"{metrics['reward/std_in_group']:.3f}")
-        if interruption.number:
-            break
-        if due:
+        if due and not interruption.number:
             save(done, last=done == steps or stopped != "")
-        if stopped:
+        if interruption.number or stopped:
             break
     if interruption.number:  # the weights are those of the last update
         if job.largest(int(done > 0 and not checkpoint_dir(cfg.run.output_dir, done).exists())):
