@@ -32,11 +32,11 @@ WORKERS = 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long and not check"
 
 # The units alone
 quick: $(READY)
-	$(PYTEST) -m "not slow and not long"
+	$(PYTEST) -m "not slow and not long and not check"
 
 # The units with the lowest versions that pyproject.toml allows, in a .venv of their own
 LOWEST := .venv-lowest
@@ -45,7 +45,7 @@ lowest: interpreter
 	$(LOWEST)/bin/python tests/support/lowest.py > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c $(LOWEST)/lowest.txt
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-	    -m "not slow and not long"
+	    -m "not slow and not long and not check"
 
 # What says once more, at full size, of further models and cases, in a process of its own or of other launchers, what a
 # test has said; and what is asked of the assets alone
@@ -58,6 +58,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 check: lint test
+	$(PYTEST) -m check
 
 # Both scripts, killed ten times each at random moments and resumed; two processes with the boundary at every place.
 chaos: $(READY)
