@@ -20,7 +20,7 @@ from rewardfl.training.run_folder import RunFolder
 from rewardfl.training.signals import Interruption
 from rewardfl.weights.shards import Refused
 
-# what is wrong with the input: one line for the user instead of a traceback
+# problems of the input: the user gets one line instead of a traceback
 REFUSALS = (
     configuration.ConfigError,
     data.DataError,
@@ -37,7 +37,7 @@ REFUSALS = (
 
 
 def main(description: str, kind: type[AnyConfig], train: Callable[[Any, bool, Interruption, RunFolder], int]) -> int:
-    """A script: its command line, `train`, and the exit code of what it gives or raises."""
+    """Parse the command line, run `train`, and map its result or error to an exit code."""
     escape_unencodable_output()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
