@@ -22,7 +22,7 @@ from rewardfl.training.samples import Batch, Rollout, Sample
 
 @dataclass(frozen=True, kw_only=True)
 class Anchors:
-    """The data anchor of a run. steps: the denoising steps that `anchor.sigmas` stands for (work.anchor_steps)."""
+    """The data anchor of a run. steps: the denoising steps that `anchor.sigmas` names (plan.anchor_steps)."""
 
     cfg: AnchorConfig
     steps: tuple[int, ...]
@@ -39,12 +39,13 @@ class Anchors:
     ) -> tuple[Tensor, Tensor]:
         """Accumulate the gradients of `share` times the weighted loss of one forward pass's samples.
 
-        Return the losses (B,) and bool (B,) whether a sample has a clip; both are 0 without an anchor. CacheError for a
-        clip whose latents are lost, unless `skip_lost`.
+        Return the losses (B,) and bool (B,) whether a sample has a clip; both are 0 without an anchor. Raise CacheError
+        for lost latents, unless `skip_lost`.
         """
         members = batch.members
         if self.cfg.weight == 0:
-            return torch.zeros(len(members), device=self.device), torch.zeros(len(members), device=self.device).bool()
+            losses = torch.zeros(len(members), device=self.device)
+            return losses, losses.bool()
         x0, has_clip = self.latents([member.row for member in members])
         conditioning = protocol.move_to(batch.conditioning, self.device)
         whole_range = self.cfg.sigmas == "trained_range"
@@ -58,7 +59,7 @@ class Anchors:
         return losses, has_clip
 
     def metrics(self, losses: Tensor, has_clip: Tensor) -> dict[str, float]:
-        """Return actor/loss, the anchor's part of it, and with an anchor actor/anchor_loss, the mean over the clips."""
+        """Return the anchor's part of actor/loss, and with an anchor actor/anchor_loss, the mean over the clips."""
         anchored = {"actor/anchor_loss": float(losses.sum() / has_clip.sum().clamp(min=1))} if self.cfg.weight else {}
         return {"actor/loss": self.cfg.weight * float(losses.mean())} | anchored
 
@@ -72,21 +73,15 @@ class Anchors:
             latents.append(torch.zeros(1, *self.conditions.shape_of(sample)) if x0 is None else x0)
         return torch.cat(latents).to(self.device), torch.tensor(present, device=self.device)
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether the run trains or measures the loss."""
-        return self.cfg.weight > 0 or self.cfg.measured_clips > 0
-
     @torch.no_grad()
     def data_loss(self, job: Distributed, model: nn.Module) -> dict[str, float]:
-        """Return {"actor/data_loss": the loss of the measured clips}, or nothing. On all processes.
+        """Return {"actor/data_loss": mean over the measured clips and `steps`}; {} without clips. Collective.
 
-        It is the mean over clips and `steps`, of always the same noises. Each process has a share of the clips. A clip
-        whose latents are lost is left out where `skip_lost`.
+        The noises are the same at every call. With `skip_lost`, a clip with lost latents is left out.
         """
         clips = [row for row, sample in enumerate(self.samples) if sample.row.video is not None]
         losses = []
-        for row, mine in job.share.rounds(clips[: self.cfg.measured_clips]):
+        for row, in_shard in job.share.rounds(clips[: self.cfg.measured_clips]):
             sample = self.samples[row]
             schedule = self.schedules(self.conditions.shape_of(sample))
             x0, has_clip = self.latents([row])
@@ -95,7 +90,7 @@ class Anchors:
                 seeds = [noise_seed(self.seed, -1, f"anchor/{sample.row.id}", step)]
                 draw = self._draw(model, conditioning, schedule.at(step), seeds, x0, to_data=True)
                 loss = anchor.velocity_misfit(draw, x0)
-                losses += loss.tolist() if mine and has_clip else []
+                losses += loss.tolist() if in_shard and has_clip else []
         losses = job.gather_lists(losses)
         return {"actor/data_loss": sum(losses) / len(losses)} if losses else {}
 

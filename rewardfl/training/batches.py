@@ -19,7 +19,7 @@ from rewardfl.training.shard import Shard
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """Where the rollouts of reward feedback learning start: at each clip's noise, or at what is cached of it.
+    """Builds the batches of reward feedback learning: x is each clip's noise, or its cached boundary latents.
 
     schedules: the denoising steps by the shape of latents. noises: sample.noises_per_sample. cached: the first expert's
     steps are in the cache. skip: take another clip where the cache has lost one.
@@ -35,14 +35,14 @@ class BatchBuilder:
     device: torch.device
 
     def batch(self, visits: Sequence[tuple[int, int]]) -> Batch:
-        """The samples (epoch, row); epoch -1 is that of the sample videos. CacheError where an entry is lost."""
+        """Build the batch of (epoch, row); sample videos have epoch -1. Raise CacheError for a lost entry."""
         taken = [read_or_substitute(self.samples, row, partial(self._read, epoch), self.skip) for epoch, row in visits]
         rows = [row for row, _ in taken]
         conditioning = self.conditions.backbone.collate([conditioning for _, (conditioning, _) in taken])
         schedule = self.schedules(self.conditions.shape_of(self.samples[rows[0]]))
         return Batch(
             rows=rows,
-            replaced=[row != wanted for row, (_, wanted) in zip(rows, visits, strict=True)],
+            replaced=[row != requested for row, (_, requested) in zip(rows, visits, strict=True)],
             conditioning=protocol.move_to(conditioning, self.device),
             x=torch.cat([x for _, (_, x) in taken]).to(self.device),
             schedule=schedule,
@@ -50,7 +50,7 @@ class BatchBuilder:
         )
 
     def fill(self, sample_videos: int, share: Shard) -> None:
-        """Compute what the cache lacks of the noises of the samples, and of the first ones' sample videos."""
+        """Compute the boundary latents that the cache lacks, for training and for the first samples' videos."""
         epochs = range(self.noises) if isinstance(self.noises, int) else range(0)
         noises = [(sample, self._noise_seed(sample, epoch)) for sample in self.samples for epoch in epochs]
         noises += [(sample, self._noise_seed(sample, -1)) for sample in self.samples[:sample_videos]]
@@ -77,7 +77,7 @@ def measure_kl_floor(
     kl_weight: float,
     dtype: str,
 ) -> dict[str, float]:
-    """Return {"actor/kl_floor": the KL that rounding alone shows}, and print it; nothing in float32 or without KL."""
+    """Return {"actor/kl_floor": the KL that rounding alone shows}, and print it; {} in float32 or without KL."""
     if kl_weight == 0 or dtype != "bfloat16":
         return {}
     batch = starts.batch([(0, 0)])

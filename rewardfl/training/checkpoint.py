@@ -22,7 +22,7 @@ AFTER_EARLY_STOP = "to go on, set train.early_stop=null or raise its patience"
 
 
 def describe_best(cfg: AnyConfig) -> str:
-    """Which checkpoint checkpoints/best is, in words."""
+    """Describe in words which checkpoint checkpoints/best is."""
     best = Path(cfg.run.output_dir) / "checkpoints" / "best"
     return f"{best} is {best.resolve().name}" if best.exists() else f"no checkpoint became {best}"
 
@@ -32,12 +32,12 @@ class CheckpointError(ValueError):
 
 
 class WriteError(CheckpointError):
-    """The disk is full, or may not be written. What was there before is as it was."""
+    """The disk is full or read-only. The files of before are unchanged."""
 
 
 @contextmanager
 def as_write_error(path: Path, kept: str) -> Iterator[None]:
-    """OSErrors of the block as WriteErrors. kept: in words, what is not lost."""
+    """Raise the block's OSErrors as WriteErrors. kept: in words, which data is not lost."""
     try:
         yield
     except OSError as error:
@@ -50,7 +50,7 @@ def as_write_error(path: Path, kept: str) -> Iterator[None]:
 
 @contextmanager
 def warn_on_write_error(say: Callable[[str], None], step: int, last: bool) -> Iterator[None]:
-    """A WriteError of the block is said and training goes on; `last`: nothing later could make up for it, it stops."""
+    """Print a WriteError of the block with `say`; raise it with `last`, where no later save could replace this one."""
     try:
         yield
     except WriteError as error:
@@ -60,7 +60,7 @@ def warn_on_write_error(say: Callable[[str], None], step: int, last: bool) -> It
 
 
 def load_metrics(folder: Path) -> str:
-    """Return metrics.jsonl as it was when the checkpoint was saved."""
+    """Return metrics.jsonl as it was when the checkpoint was saved. Raise CheckpointError without one."""
     try:
         return (folder / METRICS).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -70,13 +70,9 @@ def load_metrics(folder: Path) -> str:
         ) from None
 
 
-# Checkpoints
-
 MANIFEST = "manifest.json"
-
 STATE = Path("state") / "state.pt"
-
-METRICS = Path("state") / "metrics.jsonl"  # a copy, of the lines up to the checkpoint
+METRICS = Path("state") / "metrics.jsonl"  # a copy of the lines up to the checkpoint
 
 
 def checkpoint_dir(output_dir: str | Path, step: int) -> Path:
@@ -92,13 +88,12 @@ def save_checkpoint(
     keep_last: int | None = None,
     metrics: str = "",
 ) -> Path:
-    """Write checkpoints/step-<step> atomically, point `latest` and `best` at what they mean, and return its path.
+    """Write checkpoints/step-<step> atomically, update the links `latest` and `best`, and return its path.
 
-    write_adapter: puts the adapter's files into the folder it is given; OSError when it cannot. state: optimizer,
-    scheduler, position and so on, as tensors, numbers, strings, and dicts and lists of them: `load_state` reads no
-    more. score: larger is better; None or nan never becomes `best`. keep_last: older checkpoints than the last that
-    many are deleted, `latest` and `best` excepted; None keeps all. metrics: the lines of metrics.jsonl. WriteError when
-    the disk does not take it: the checkpoints before are as they were, and nothing of this one is left.
+    write_adapter: writes the adapter's files into the folder of its argument. state: tensors, numbers, strings, and
+    dicts and lists of them. score: larger is better; None or nan never becomes `best`. keep_last: number of
+    checkpoints to keep besides `latest` and `best`; None keeps all. metrics: the lines of metrics.jsonl. Raise
+    WriteError where the disk fails: the checkpoints of before are unchanged, and nothing of this one is left.
     """
     path = checkpoint_dir(output_dir, step)
     record = {"step": step, "score": score if score is not None and math.isfinite(score) else None}
@@ -109,24 +104,22 @@ def save_checkpoint(
             (folder / METRICS).write_text(metrics, encoding="utf-8")
             listing = {
                 str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
-                for file in _files(folder)
+                for file in sorted(folder.rglob("*"))
+                if file.is_file()
             }
             (folder / MANIFEST).write_text(json.dumps(record | {"files": listing}, indent=2) + "\n")
-        _point_links(Path(output_dir), path)
+        point_links(Path(output_dir), path)
         _rotate(Path(output_dir), keep_last)
     return path
 
 
 def _save_state(state: dict[str, Any], path: Path) -> None:
-    """Without a second copy in memory. OSError when the disk does not take it.
-
-    CheckpointError now, at the first save, rather than on the day the state is needed, for what cannot be read back.
-    """
+    """Write the state without a copy in memory. Raise CheckpointError for types that load_state cannot read."""
     path.parent.mkdir()
     try:
         with path.open("wb") as file:
             torch.save(state, file)
-    except RuntimeError as error:  # torch says "unexpected pos" of whatever ended its writing
+    except RuntimeError as error:  # torch raises "unexpected pos" for any failure to write
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -137,19 +130,19 @@ def _save_state(state: dict[str, Any], path: Path) -> None:
 
 
 def load_state(path: str | Path) -> dict[str, Any]:
-    """The state given to save_checkpoint, on the CPU. Nothing in the file is executed."""
+    """Return the state of save_checkpoint, on the CPU. Nothing in the file is executed."""
     return torch.load(Path(path) / STATE, map_location="cpu", weights_only=True)
 
 
 def find_checkpoint(output_dir: str | Path, resume: str) -> Path | None:
-    """The checkpoint to go on from, or None to start anew.
+    """Return the checkpoint to resume from, or None for a new run.
 
-    resume: "auto" takes the last complete one, warning about incomplete ones after it; a path is taken if it is
-    complete and, within output_dir, the last (later ones would mix two histories).
+    resume: "auto" takes the last complete checkpoint, with a warning about incomplete ones after it. A path must be
+    complete and, within output_dir, the last: later ones would mix two histories. Raise CheckpointError otherwise.
     """
-    found = _steps(Path(output_dir))
+    checkpoints = list_checkpoints(Path(output_dir))
     if resume == "auto":
-        for path in reversed(found):
+        for path in reversed(checkpoints):
             damage = _damage(path)
             if not damage:
                 return path
@@ -160,9 +153,9 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> Path | None:
         raise CheckpointError(f"run.resume_from_checkpoint: no such folder: {resume}")
     if _damage(path):
         raise CheckpointError(f"run.resume_from_checkpoint: {resume} is not complete: {_damage(path)}")
-    resolved = [other.resolve() for other in found]
+    resolved = [folder.resolve() for folder in checkpoints]
     after = resolved[resolved.index(path) + 1 :] if path in resolved else []
-    later = ", ".join(other.name for other in after if not _damage(other))
+    later = ", ".join(folder.name for folder in after if not _damage(folder))
     if later:
         raise CheckpointError(
             f"run.resume_from_checkpoint: {resume} is followed by {later} in the same run; delete or move "
@@ -171,14 +164,10 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> Path | None:
     return path
 
 
-def _steps(output_dir: Path) -> list[Path]:
-    """The checkpoint folders, complete or not, by step."""
-    found = [path for path in (output_dir / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.is_file())
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """Return the checkpoint folders by step, complete or not."""
+    folders = [path for path in (output_dir / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 class _FileRecord(BaseModel):
@@ -186,14 +175,16 @@ class _FileRecord(BaseModel):
     sha256: str
 
 
-class _Manifest(BaseModel):
+class Manifest(BaseModel):
+    """manifest.json of a checkpoint: its step, its score for `best`, and its files."""
+
     step: NonNegativeInt
     score: FiniteFloat | None
     files: dict[str, _FileRecord]
 
 
 def _damage(path: Path) -> str:
-    """What is wrong with a checkpoint; empty if every file is there as it was written."""
+    """Return in words how a checkpoint is damaged; "" if every file is as it was written."""
     if not (path / MANIFEST).is_file():
         return f"{MANIFEST} is missing"
     manifest = _manifest(path)
@@ -203,34 +194,31 @@ def _damage(path: Path) -> str:
     for name, stated in manifest.files.items():
         if not (path / name).is_file():
             return f"{name} is missing"
-        found = (path / name).stat().st_size
-        if found != stated.bytes:
-            return f"{name} has {found} bytes of {stated.bytes}"
+        size = (path / name).stat().st_size
+        if size != stated.bytes:
+            return f"{name} has {size} bytes of {stated.bytes}"
         if sha256(path / name) != stated.sha256:
             return f"{name} was altered: its sha256 is not that of {MANIFEST}"
     return ""
 
 
-def _manifest(path: Path) -> _Manifest | None:
+def _manifest(path: Path) -> Manifest | None:
     """Return a checkpoint's manifest; None when it is damaged."""
     try:
-        return _Manifest.model_validate_json((path / MANIFEST).read_bytes(), strict=True)
+        return Manifest.model_validate_json((path / MANIFEST).read_bytes(), strict=True)
     except (OSError, ValidationError):
         return None
 
 
 def _score(path: Path) -> float:
-    """That the checkpoint was saved with; -inf for none, and for a damaged one."""
+    """Return the score that the checkpoint was saved with; -inf without one, or where it is damaged."""
     manifest = _manifest(path)
     return -math.inf if manifest is None or manifest.score is None else manifest.score
 
 
-def _point_links(output_dir: Path, last: Path | None) -> None:
-    """`latest` at `last`, `best` at the checkpoint with the highest score, the earlier of equals.
-
-    Of what is there, not of what was remembered: a resumed run finds the same one.
-    """
-    best = max((path for path in _steps(output_dir) if _score(path) > -math.inf), key=_score, default=None)
+def point_links(output_dir: Path, last: Path | None) -> None:
+    """Point `latest` at `last`, and `best` at the checkpoint with the highest score, the earlier of equals."""
+    best = max((path for path in list_checkpoints(output_dir) if _score(path) > -math.inf), key=_score, default=None)
     for name, path in (("latest", last), ("best", best)):
         if path is not None:
             _point(output_dir / "checkpoints" / name, path.name)
@@ -251,8 +239,8 @@ def _rotate(output_dir: Path, keep_last: int | None) -> None:
     if keep_last is None:
         return
     linked = {(output_dir / "checkpoints" / name).resolve().name for name in ("latest", "best")}
-    for path in _steps(output_dir)[:-keep_last]:
+    for path in list_checkpoints(output_dir)[:-keep_last]:
         if path.name not in linked:
-            gone = temporary_path(path)
-            os.replace(path, gone)  # a kill in the middle leaves no half of a checkpoint
-            shutil.rmtree(gone)
+            doomed = temporary_path(path)
+            os.replace(path, doomed)  # a kill in the middle leaves no half of a checkpoint
+            shutil.rmtree(doomed)

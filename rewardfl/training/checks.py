@@ -16,25 +16,25 @@ from rewardfl.rewards.face.detect import FaceDetector
 
 
 def check_batch(cfg: RewardFlConfig, num_processes: int) -> int:
-    """Clips per step over all processes. ConfigError when train_batch_size asks for another number."""
+    """Return the clips per step over all processes. Raise ConfigError where train_batch_size is another number."""
     train = cfg.train
     per_device, accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
     per_pass = per_device * num_processes
-    global_batch, wanted = per_pass * accumulation, train.train_batch_size
-    if wanted is None or wanted == global_batch:
+    global_batch, configured = per_pass * accumulation, train.train_batch_size
+    if configured is None or configured == global_batch:
         return global_batch
-    near = sorted({wanted // per_pass, -(-wanted // per_pass)} - {0})
+    near = sorted({configured // per_pass, -(-configured // per_pass)} - {0})
     ways = ", ".join(f"gradient_accumulation_steps {n} gives {n * per_pass}" for n in near)
     raise ConfigError(
-        f"train.train_batch_size is {wanted}, but per_device_train_batch_size {per_device} x "
+        f"train.train_batch_size is {configured}, but per_device_train_batch_size {per_device} x "
         f"gradient_accumulation_steps {accumulation} x {num_processes} processes = {global_batch}; {ways}"
     )
 
 
 def check_graphs(cfg: RewardFlConfig, num_processes: int) -> None:
-    """ConfigError where graphs are to be kept and several processes reduce gradients in each backward pass.
+    """Raise ConfigError where several processes would keep the graphs of the rollout.
 
-    DDP prepares for a backward pass in the forward pass before it, and would have K of these before the first.
+    DDP prepares a backward pass in the forward pass before it, and would see K of these before the first backward.
     """
     if cfg.train.active_graphs == "keep_on_host" and num_processes > 1:
         raise ConfigError(
@@ -43,10 +43,7 @@ def check_graphs(cfg: RewardFlConfig, num_processes: int) -> None:
 
 
 def check_sharding(cfg: AnyConfig, sharding: str) -> None:
-    """ConfigError where what the processes share out is to wait in host memory or to be compiled.
-
-    sharding: none, zero2 or fsdp2, over the processes.
-    """
+    """Raise ConfigError where sharded weights (zero2, fsdp2) would be swapped to the host or compiled."""
     if cfg.experts.trained == "cpu_swap" and sharding != "none":
         raise ConfigError(
             "experts.trained cpu_swap brings each process whole blocks from host memory, and "
@@ -60,7 +57,7 @@ def check_sharding(cfg: AnyConfig, sharding: str) -> None:
 
 
 def check_tracker(name: str) -> None:
-    """ConfigError for a run.log_with whose package is missing."""
+    """Raise ConfigError for a run.log_with without its package."""
     if name not in ("none", *map(str, get_available_trackers())):
         raise ConfigError(
             f"run.log_with is {name}, which is not installed: pip install {name}, or set run.log_with: none "
@@ -69,7 +66,7 @@ def check_tracker(name: str) -> None:
 
 
 def check_threads(cpu_threads: int | None, cores: int) -> None:
-    """ConfigError for more threads than four for each of the machine's cores: 100,000 crash torch."""
+    """Raise ConfigError for more than four threads per core: 100,000 crash torch."""
     if cpu_threads is not None and cpu_threads > 4 * cores:
         raise ConfigError(
             f"run.cpu_threads must be at most {4 * cores} on this machine of {cores} cores, got {cpu_threads}; set it "
@@ -78,7 +75,7 @@ def check_threads(cpu_threads: int | None, cores: int) -> None:
 
 
 def check_held_out(rows: Sequence[Row], held_out: Sequence[Row]) -> list[str]:
-    """Return a note on clips that are trained on and evaluated. ConfigError where all of the evaluated ones are."""
+    """Return a note on clips both trained on and evaluated. Raise ConfigError where none is held out."""
 
     def content(row: Row) -> tuple[str | Path, ...]:
         return (row.prompt, *(path.resolve() for path in row.files.values() if path is not None))
@@ -94,8 +91,8 @@ def check_held_out(rows: Sequence[Row], held_out: Sequence[Row]) -> list[str]:
 
 
 def check_paths(cfg: AnyConfig) -> None:
-    """ConfigError naming every path of the configuration that is not there, or no face pack where it must be one."""
-    wanted = {
+    """Raise ConfigError that names every missing path of the configuration, and every folder that is no face pack."""
+    paths = {
         "data.file_name": cfg.data.file_name,
         "model.model_paths": cfg.model.model_paths,
         "model.distill_lora_high": cfg.model.distill_lora_high,
@@ -104,14 +101,14 @@ def check_paths(cfg: AnyConfig) -> None:
         "lora.init_from": cfg.lora.init_from,
     }
     problems = [
-        f"{key}: no such file or folder: {path}" for key, path in wanted.items() if path and not Path(path).exists()
+        f"{key}: no such file or folder: {path}" for key, path in paths.items() if path and not Path(path).exists()
     ]
     for key in ("reward_model_path", "held_out_model_path", "second_model_path"):
         folder = getattr(cfg.reward, key)
         try:
             if folder is not None:
                 detector, _ = face_pack.pack_files(folder)
-                if key != "second_model_path":  # of which the recogniser alone is used
+                if key != "second_model_path":  # only its recogniser is used
                     FaceDetector(detector, cfg.reward.det_size)
         except (OSError, ValueError) as error:
             problems.append(f"reward.{key}: {error}")
@@ -122,20 +119,20 @@ def check_paths(cfg: AnyConfig) -> None:
 
 
 def check_second_recogniser(cfg: AnyConfig) -> None:
-    """ConfigError when the second recogniser of face_identity is its first."""
+    """Raise ConfigError when the second recogniser of face_identity is its first."""
     first, second = cfg.reward.reward_model_path, cfg.reward.second_model_path
     if first is None or second is None:
         return
-    mine, theirs = (face_pack.pack_files(folder)[1] for folder in (second, first))
-    if sha256(mine) == sha256(theirs):
+    network, other = (face_pack.pack_files(folder)[1] for folder in (second, first))
+    if sha256(network) == sha256(other):
         raise ConfigError(
-            f"reward.second_model_path: the recogniser {mine} has the bytes of {theirs} of reward.reward_model_path, "
+            f"reward.second_model_path: the recogniser {network} has the bytes of {other} of reward.reward_model_path, "
             "and the mean of a cosine with itself is that cosine; name a pack with another recogniser, or leave it out"
         )
 
 
 def check_judge(cfg: AnyConfig) -> None:
-    """ConfigError when the held-out judge shares the file of a network with a pack that is trained on."""
+    """Raise ConfigError when the held-out judge shares a network's file with a pack that is trained on."""
     judge = cfg.reward.held_out_model_path
     if judge is None:
         return
@@ -150,12 +147,12 @@ def check_judge(cfg: AnyConfig) -> None:
         try:
             shared = folder and face_pack.shared_file(judge, folder)
         except (OSError, ValueError):
-            continue  # no pack: the reward itself says what is wrong with it
+            continue  # no pack: the reward itself reports that
         if shared:
-            task, mine, theirs = shared
+            task, file, other = shared
             raise ConfigError(
-                f"reward.held_out_model_path: the {task} {mine} has the bytes of {theirs} of {key} (sha256 "
-                f"{sha256(mine)[:12]}), and a judge whose networks are trained against is not held out. antelopev2's "
+                f"reward.held_out_model_path: the {task} {file} has the bytes of {other} of {key} (sha256 "
+                f"{sha256(file)[:12]}), and a judge whose networks are trained against is not held out. antelopev2's "
                 "scrfd_10g_bnkps.onnx and buffalo_l's det_10g.onnx are one file: put buffalo_l's recogniser "
                 "w600k_r50.onnx beside buffalo_s's det_500m.onnx in a folder of their own and name that, or leave "
                 "reward.held_out_model_path out"

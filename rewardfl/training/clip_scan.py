@@ -16,27 +16,25 @@ from rewardfl.rewards import Reward
 from rewardfl.training.samples import Sample
 from rewardfl.training.shard import Gather, Shard, map_shared, read_entry
 
-# Clips and rewards
+Number = int | float | None
 
 
 def load_sized_example(cfg: AnyConfig, row: data.Row) -> data.Example:
-    """The row's clips, at the configured size."""
+    """Read the row's clips at the configured size."""
     size = (cfg.data.height, cfg.data.width, cfg.data.num_frames)
     return data.load_example(row, *size, max_pixels=cfg.data.max_pixels, fps=cfg.data.fps)
 
 
-Number = int | float | None
-
-
 def hash_files(rows: Sequence[data.Row], share: Shard, gather: Gather) -> tuple[dict[Path, str], dict[Path, str]]:
-    """({file that the rows name: sha256}, {file that cannot be read: why}) on every process, each file read by one."""
+    """Return ({file of the rows: sha256}, {unreadable file: why}) on every process. One process reads each file."""
     paths = list(dict.fromkeys(path for row in rows for path in row.files.values() if path is not None))
-    found = dict(zip(paths, map_shared(_hash_file, paths, share, gather, "files"), strict=True))
-    return {p: hashed for p, (hashed, _) in found.items() if hashed}, {p: why for p, (_, why) in found.items() if why}
+    results = dict(zip(paths, map_shared(_hash_file, paths, share, gather, "files"), strict=True))
+    hashes = {path: sha for path, (sha, _) in results.items() if sha}
+    return hashes, {path: why for path, (_, why) in results.items() if why}
 
 
 def _hash_file(path: Path) -> tuple[str, str]:
-    """(sha256, "") or ("", why there is none)."""
+    """Return (sha256, ""), or ("", why the file cannot be read)."""
     try:
         return files.sha256(path), ""
     except OSError as error:
@@ -44,13 +42,13 @@ def _hash_file(path: Path) -> tuple[str, str]:
 
 
 def clip_key(row: data.Row, hashes: Mapping[Path, str], size: Mapping[str, Number]) -> Key:
-    """The key of the row's clip as load_example reads it.
+    """Return the cache key of the row's clip as load_example reads it.
 
-    hashes: of the row's files. size: height, width, num_frames, max_pixels, fps; the row's own height and width count
-    instead.
+    hashes: sha256 by file. size: height, width, num_frames, max_pixels, fps; the row's own height and width win.
     """
-    own = {} if row.size is None else {"height": row.size[0], "width": row.size[1]}
-    return {"kind": "clip", **{name: hashes[path] if path else None for name, path in row.files.items()}, **size, **own}
+    row_size = {} if row.size is None else {"height": row.size[0], "width": row.size[1]}
+    contents = {name: hashes[path] if path else None for name, path in row.files.items()}
+    return {"kind": "clip", **contents, **size, **row_size}
 
 
 def reference_key(clip: Key, reward: Reward, prompt: str) -> Key:
@@ -60,11 +58,11 @@ def reference_key(clip: Key, reward: Reward, prompt: str) -> Key:
 
 @dataclass(frozen=True)
 class ClipScan:
-    """What reading a row's files has shown; every process is told of every row's."""
+    """Result of reading one row's files, gathered on all processes."""
 
-    line: int  # the row's
-    problem: str = ""  # that keeps it from being trained on
-    size: tuple[int, int] | None = None  # height and width that it is generated at; None with a problem
+    line: int  # of the row
+    problem: str = ""  # why the row cannot be trained on
+    size: tuple[int, int] | None = None  # height and width of the generated video; None with a problem
 
 
 def scan_clips(
@@ -76,18 +74,18 @@ def scan_clips(
     device: torch.device,
     share: Shard,
 ) -> list[ClipScan]:
-    """Read this process's share of the clips, keep what the rewards need of them.
+    """Read this process's shard of the clips, and store their references of the rewards.
 
-    keys: clip_key by the row's line. load: data.load_example. A row with a problem cannot be trained on: a file cannot
-    be used, or the first of the rewards finds nothing to compare with in its clip.
+    keys: clip_key by the row's line. load: data.load_example. A row has a problem where a file cannot be used, or
+    where the first reward finds no reference in its clip.
     """
     clips: dict[tuple, list[data.Row]] = {}
-    for row in rows:  # several may be of the same clip, under other prompts
+    for row in rows:  # several prompts may share a clip
         clips.setdefault((*row.files.values(), row.size), []).append(row)
     return [
-        found
-        for alike in tqdm(share.of(clips.values()), desc="clips", disable=share.quiet)
-        for found in _read_clip(store, alike, keys[alike[0].line], load, rewards, device)
+        scan
+        for same_clip in tqdm(share.of(clips.values()), desc="clips", disable=share.quiet)
+        for scan in _read_clip(store, same_clip, keys[same_clip[0].line], load, rewards, device)
     ]
 
 
@@ -99,29 +97,29 @@ def _read_clip(
     rewards: Sequence[Reward],
     device: torch.device,
 ) -> list[ClipScan]:
-    """What is found of rows of one clip, which is decoded once, and only where the cache lacks something."""
+    """Scan the rows of one clip. It is decoded once, and only where the cache lacks an entry."""
     keys = {row.line: [reference_key(clip, reward, row.prompt) for reward in rewards] for row in rows}
-    wanted = [
+    references = [
         (row, key, reward)
         for row in rows
         for key, reward in zip(keys[row.line], rewards, strict=True)
         if reward.compares_with in row.offers
     ]
-    kept = store.get(clip)
-    if kept is None or any(store.get(key) is None for _, key, _ in wanted):
+    entry = store.get(clip)
+    if entry is None or any(store.get(key) is None for _, key, _ in references):
         try:
             example = load(rows[0])
         except data.DataError as error:
             return [ClipScan(row.line, str(error)) for row in rows]
         video = example.reference.to(device)
-        for row, key, reward in wanted:
+        for row, key, reward in references:
             if store.get(key) is None:
                 reference = reward.reference(video, row.prompt)
                 usable = {"usable": torch.tensor(reference is not None)}
                 store.put(key, usable | {f"reference.{name}": value for name, value in (reference or {}).items()})
-        kept = {"size": torch.tensor(example.size)} if example.image is None else {"image": example.image}
-        store.put(clip, kept)
-    height, width = kept["image"].shape[1:] if "image" in kept else kept["size"].tolist()
+        entry = {"size": torch.tensor(example.size)} if example.image is None else {"image": example.image}
+        store.put(clip, entry)
+    height, width = entry["image"].shape[1:] if "image" in entry else entry["size"].tolist()
     return [
         ClipScan(row.line, size=(height, width))
         if not rewards or read_entry(store, keys[row.line][0])["usable"]
@@ -134,20 +132,21 @@ def load_samples(
     store: Cache,
     rows: Sequence[data.Row],
     keys: Mapping[int, Key],
-    found: Sequence[ClipScan],
+    scans: Sequence[ClipScan],
     rewards: Sequence[Reward],
 ) -> list[Sample]:
-    """The rows, which `references` found usable, as samples. found: of all processes."""
-    sizes = {one.line: one.size for one in found}
+    """Return the usable rows as samples, with the cached references. scans: of all processes."""
+    sizes = {scan.line: scan.size for scan in scans}
     samples = []
     for row in rows:
-        kept: list[Mapping[str, Tensor] | None] = []
+        references: list[Mapping[str, Tensor] | None] = []
         for reward in rewards:
             if reward.compares_with not in row.offers:
-                kept.append(None)
+                references.append(None)
                 continue
             entry = read_entry(store, reference_key(keys[row.line], reward, row.prompt))
             usable = bool(entry.pop("usable"))
-            kept.append({name.removeprefix("reference."): value for name, value in entry.items()} if usable else None)
-        samples.append(Sample(row, keys[row.line], sizes[row.line], tuple(kept)))
+            reference = {name.removeprefix("reference."): value for name, value in entry.items()}
+            references.append(reference if usable else None)
+        samples.append(Sample(row, keys[row.line], sizes[row.line], tuple(references)))
     return samples

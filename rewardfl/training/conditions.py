@@ -1,4 +1,4 @@
-"""The conditioning, clip latents and boundary latents of samples, in the cache."""
+"""Conditioning, clip latents and boundary latents of samples, in the cache."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,32 +17,28 @@ from rewardfl.noise import draw_noise
 from rewardfl.training.samples import Sample
 from rewardfl.training.shard import Shard, T, fill_missing, read_entry
 
-Schedules = Callable[[Shape], Schedule]  # the denoising steps of latents of a shape
+Schedules = Callable[[Shape], Schedule]  # the denoising steps by the shape of latents
 
 
 def read_or_substitute(samples: Sequence["Sample"], row: int, read_of: Callable[[int], T], skip: bool) -> tuple[int, T]:
-    """(row, read_of(row)); where that is a CacheError and `skip`, the next row of the same size that can be read."""
-    after = [other % len(samples) for other in range(row + 1, row + len(samples))]
-    candidates = [row, *(other for other in after if samples[other].size == samples[row].size)]
-    for other in candidates:
+    """Return (row, read_of(row)). With `skip`, the next row of the same size replaces one with a CacheError."""
+    after = [i % len(samples) for i in range(row + 1, row + len(samples))]
+    for candidate in [row, *(i for i in after if samples[i].size == samples[row].size)]:
         try:
-            return other, read_of(other)
+            return candidate, read_of(candidate)
         except CacheError as error:
             if not skip:
                 raise
-            tqdm.write(f"skipped: {samples[other].row.id}: {error}")
+            tqdm.write(f"skipped: {samples[candidate].row.id}: {error}")
     raise CacheError(f"no clip of the size of {samples[row].row.id} can be read from the cache any more")
-
-
-# Conditioning and boundary latents
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditioning of samples, and the latents that the first expert hands over to the second, in the cache.
+    """Cached conditioning, clip latents and boundary latents (the first expert's output) of samples.
 
-    text, image, untrained: what the entries are computed with, by digests; untrained is the first expert. dtype: what
-    these compute in. num_frames: of every clip.
+    text, image, untrained: digests of the networks that compute the entries; untrained is the first expert. dtype: of
+    these networks. num_frames: of every clip.
     """
 
     store: Cache
@@ -54,10 +50,7 @@ class Conditions:
     num_frames: int
 
     def fill(self, samples: Sequence[Sample], device: torch.device, share: Shard, prompts: Sequence[str] = ()) -> None:
-        """Compute on `device` the conditioning that is missing. The encoders are loaded only for that, and then go.
-
-        prompts: others than the samples', such as a negative one.
-        """
+        """Compute the missing conditioning on `device`, of additional `prompts`, too. Encoders are freed afterwards."""
 
         def image_encoder() -> Callable[[Sample], Conditioning]:
             encode = self.backbone.image_encoder(device)
@@ -72,7 +65,7 @@ class Conditions:
     def fill_latents(
         self, samples: Sequence[Sample], clip_of: Callable[[Sample], Tensor], device: torch.device, share: Shard
     ) -> None:
-        """Encode the samples' clips (3, F, H, W) that the cache lacks. The encoder is loaded only for that."""
+        """Encode the samples' clips (3, F, H, W) whose latents are missing. The encoder is loaded only for that."""
 
         def video_encoder() -> Callable[[Sample], Mapping[str, Tensor]]:
             encode = self.backbone.video_encoder(device)
@@ -85,10 +78,7 @@ class Conditions:
     def fill_boundary(
         self, noises: Sequence[tuple[Sample, int]], schedules: Schedules, device: torch.device, share: Shard
     ) -> None:
-        """Compute, on `device`, the boundary latents that are missing for samples with noise seeds.
-
-        The first expert is loaded only for that, and gone afterwards.
-        """
+        """Compute the missing boundary latents of (sample, noise seed) on `device`. The first expert is then freed."""
 
         def first_expert() -> Callable[[tuple[Sample, int]], Mapping[str, Tensor]]:
             first = self.backbone.experts[0]
@@ -104,40 +94,40 @@ class Conditions:
 
             return run
 
-        wanted = [
+        entries = [
             (self._boundary_key(sample, seed, schedules(self.shape_of(sample))), (sample, seed))
             for sample, seed in noises
         ]
-        fill_missing(self.store, wanted, first_expert, share, "boundary latents")
+        fill_missing(self.store, entries, first_expert, share, "boundary latents")
 
     def shape_of(self, sample: Sample) -> Shape:
-        """(C, T, h, w) of the sample's latents."""
+        """Return the shape (C, T, h, w) of the sample's latents."""
         return self.backbone.latent_shape(*sample.size, self.num_frames)
 
     def conditioning(self, sample: Sample) -> Conditioning:
-        """What the networks are told of one sample, on the CPU."""
+        """Return the text and image conditioning of one sample, on the CPU."""
         return self.text_of(sample.row.prompt) | read_entry(self.store, self._image_key(sample))
 
     def readable(self, samples: Sequence[Sample], row: int, skip: bool) -> tuple[int, Conditioning]:
-        """(row, its conditioning), of another row where the cache lost it and `skip`: see `readable`."""
-        return read_or_substitute(samples, row, lambda other: self.conditioning(samples[other]), skip)
+        """Return (row, its conditioning). With `skip`, another row replaces one that the cache lost."""
+        return read_or_substitute(samples, row, lambda i: self.conditioning(samples[i]), skip)
 
     def batch(self, samples: Sequence[Sample], rows: Sequence[int], skip: bool) -> tuple[Conditioning, Tensor]:
-        """(the conditioning of a forward pass of these rows, (B,) bool: it is their own and not another clip's)."""
+        """Return (conditioning of a forward pass of the rows, (B,) bool: False where another clip replaces the row)."""
         taken = [self.readable(samples, row, skip) for row in rows]
-        own = [found == row for (found, _), row in zip(taken, rows, strict=True)]
-        return self.backbone.collate([conditioning for _, conditioning in taken]), torch.tensor(own)
+        is_requested = [used == row for (used, _), row in zip(taken, rows, strict=True)]
+        return self.backbone.collate([conditioning for _, conditioning in taken]), torch.tensor(is_requested)
 
     def text_of(self, prompt: str) -> Conditioning:
-        """The part of the conditioning that a prompt makes, on the CPU."""
+        """Return the text conditioning of a prompt, on the CPU."""
         return read_entry(self.store, self._text_key(prompt))
 
     def latents_of(self, sample: Sample) -> Tensor:
-        """Return the latents (1, C, T, h, w) of the sample's clip, float32 on the CPU, which `fill_latents` made."""
+        """Return the latents (1, C, T, h, w) of the sample's clip, float32 on the CPU (see `fill_latents`)."""
         return read_entry(self.store, self._latents_key(sample))["latents"]
 
     def boundary_latents(self, sample: Sample, noise_seed: int, schedule: Schedule) -> Tensor:
-        """(1, C, T, h, w) float32, on the CPU, that the second expert's first step starts from."""
+        """Return the input (1, C, T, h, w) of the second expert's first step, float32 on the CPU."""
         return read_entry(self.store, self._boundary_key(sample, noise_seed, schedule))["x"]
 
     def _text_key(self, prompt: str) -> Key:

@@ -1,4 +1,4 @@
-"""eval/*: what the rewards say of held-out clips during training."""
+"""eval/*: scores of held-out clips during training."""
 
 import itertools
 import math
@@ -29,10 +29,7 @@ def find_scales(
     decoder: Decoder,
     clips: Sequence[Sample],
 ) -> dict[int, Scale]:
-    """Return the scale of identity kept by the position of each face reward that follows one person.
-
-    Its ends are the clips through the VAE, each process decoding its share.
-    """
+    """Return {index of a face reward that follows one person: scale of identity kept, from clips through the VAE}."""
     judges = {
         i: term.reward
         for i, term in enumerate(terms)
@@ -71,15 +68,15 @@ def evaluate(
     generate: Callable[[int, int], tuple[int, Tensor]],
     scales: Mapping[int, Scale],
 ) -> dict[str, float]:
-    """eval/*: what every reward says of videos of the clips, each process judging its share.
+    """Return eval/*: the rewards' scores of videos of the clips. Each process scores its shard.
 
-    generate: (row, which of its noises) -> (row, its video (3, F, H, W)), asked as often on every process. scales: of
-    `find_scales`.
+    generate: (row, index of its noise) -> (row, its video (3, F, H, W)), called equally often on every process.
+    scales: of `find_scales`.
     """
     outputs, people = [], []
-    for (row, n), mine in job.share.rounds(itertools.product(range(len(clips)), range(cfg.evaluation.eval_noises))):
+    for (row, n), in_shard in job.share.rounds(itertools.product(range(len(clips)), range(cfg.evaluation.eval_noises))):
         row, video = generate(row, n)
-        if mine:
+        if in_shard:
             pending = async_scoring.submit(terms, video[None], [clips[row].references], places)
             outputs.append(async_scoring.collect(pending))
             people.append(clips[row].row.who)
@@ -87,17 +84,17 @@ def evaluate(
     metrics = {"eval/failed": reward_metrics.failed_fraction(outputs)}
     metrics |= reward_metrics.deviations(terms, outputs, "eval")
     for i, scale in scales.items():
-        parts = concat_results([each[i] for each in outputs]).output.parts
-        if "face_score" in parts:  # not where the judge has failed for every clip
-            where = "eval" if i == 0 else f"eval/{terms[i].label}"
-            metrics[f"{where}/identity_kept"] = scale.place_mean(mean_of_each(people, parts["face_score"].tolist()))
+        parts = concat_results([results[i] for results in outputs]).output.parts
+        if "face_score" in parts:  # missing where the judge failed for every clip
+            prefix = "eval" if i == 0 else f"eval/{terms[i].label}"
+            metrics[f"{prefix}/identity_kept"] = scale.place_mean(mean_of_each(people, parts["face_score"].tolist()))
     return metrics | reward_metrics.means(terms, outputs, "eval", metrics)
 
 
 def mean_of_each(people: Sequence[str], values: Sequence[float]) -> dict[str, float]:
-    """Return the mean value of each person that has one; NaN is none."""
-    values_of: dict[str, list[float]] = {}
+    """Return the mean of the values of each person that are not nan."""
+    by_person: dict[str, list[float]] = {}
     for person, value in zip(people, values, strict=True):
         if not math.isnan(value):
-            values_of.setdefault(person, []).append(value)
-    return {person: sum(some) / len(some) for person, some in values_of.items()}
+            by_person.setdefault(person, []).append(value)
+    return {person: sum(numbers) / len(numbers) for person, numbers in by_person.items()}

@@ -1,10 +1,10 @@
-"""What must hold while a script trains, checked while it trains. A run that breaks one of these stops and says which.
+"""Invariants that are checked during training. A run that breaks one stops with an error and an exit code.
 
     a gradient of exactly 0 has a reason: no sample of the update had anything to learn from   GradientMissing
     all processes hold the same trained weights, after the first update and at every save      WeightsDiffer
-    the base model is what it was when training began, at the same places                      BaseChanged
+    the base model has not changed since training began, checked at the same times             BaseChanged
 
-Each has an exit code of its own. Each is decided on numbers that are the same on all processes: all stop together.
+Each is decided on numbers that are equal on all processes: all stop together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ from rewardfl.backbones.protocol import Experts
 
 
 class InvariantError(RuntimeError):
-    """Something that must hold in every run does not. The message says what, and where to look."""
+    """An invariant of every run is broken. The message names it, and where to look."""
 
     exit_code = 1
 
 
 class GradientMissing(InvariantError):
-    """The update's samples had something to learn from, and no parameter got a gradient."""
+    """No parameter got a gradient although samples of the update had a signal."""
 
     exit_code = 3
 
@@ -37,16 +37,16 @@ class WeightsDiffer(InvariantError):
 
 
 class BaseChanged(InvariantError):
-    """Frozen weights are not what they were."""
+    """Frozen weights have changed."""
 
     exit_code = 5
 
 
 def no_signal(step: int, norm: float, signals: Tensor) -> float:
-    """1.0 where the update's gradient norm is exactly 0 for a reason, else 0.0: the metric train/no_signal.
+    """Return the metric train/no_signal: 1.0 where the update's gradient norm is exactly 0 for a reason, else 0.0.
 
-    signals: bool, of all samples of all processes: whether it had a cotangent, an advantage that was not clipped away,
-    or a KL divergence. GradientMissing where the norm is 0 although one of them had.
+    signals: (N,) bool over all processes, whether the sample had a cotangent, an unclipped advantage or a KL
+    divergence. Raise GradientMissing where the norm is 0 although one had.
     """
     if norm == 0 and signals.any():
         raise GradientMissing(
@@ -58,28 +58,28 @@ def no_signal(step: int, norm: float, signals: Tensor) -> float:
 
 
 def bit_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """(P,) int64 on the CPU: of each tensor the sum of its bits read as integers, modulo 2^64.
+    """Return the sum of each tensor's bits, read as integers modulo 2^64: (P,) int64 on the CPU.
 
-    Each is computed where the tensor lies, the base model's without a copy. The sum is exact in whatever order it is
-    taken, so equal weights give equal sums on every device, and any single changed element gives another. Of a tensor
-    that FSDP keeps in parts it is that of the part which is here.
+    Each is computed on the tensor's device, without a copy. The sum is exact in any order. Equal weights therefore have
+    equal sums on every device, and any single changed element changes it. A tensor that FSDP shards gives the sum of
+    the local part.
     """
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return torch.tensor([_bit_sum(part.detach()) for part in local], dtype=torch.int64)
 
 
 def _bit_sum(tensor: Tensor) -> int:
-    octets = tensor.contiguous().view(-1).view(torch.uint8)  # parameters are contiguous: no copy
-    if octets.storage_offset() % 8:  # in DeepSpeed's buffer they begin at any multiple of four bytes
+    octets = tensor.contiguous().view(-1).view(torch.uint8)
+    if octets.storage_offset() % 8:  # DeepSpeed's buffer aligns to four bytes
         octets = octets.clone()
     whole = len(octets) // 8 * 8
-    # eight bytes at a time: on a CPU integers of any other width are summed 20 times slower
-    words, rest = octets[:whole].view(torch.int64).sum(), octets[whole:].sum(dtype=torch.int64)
-    return int(words + rest)
+    # int64 words: a CPU sums any other width 20 times slower
+    words, tail = octets[:whole].view(torch.int64).sum(), octets[whole:].sum(dtype=torch.int64)
+    return int(words + tail)
 
 
 def frozen_parameters(model: Experts) -> dict[str, Tensor]:
-    """By name; frozen experts may stand outside of the modules."""
+    """Return the frozen parameters by name, of experts outside of the modules, too."""
     named: dict[str, Tensor] = {name: value for name, value in model.named_parameters() if not value.requires_grad}
     for name, expert in model.outside.items():
         named |= {f"{name}.{key}": value for key, value in expert.named_parameters()} if expert is not None else {}
@@ -87,9 +87,9 @@ def frozen_parameters(model: Experts) -> dict[str, Tensor]:
 
 
 def check_loaded(accelerator: Accelerator, model: Experts) -> None:
-    """WeightsDiffer unless all processes have loaded the same base model. Before `prepare`, while each has all of it.
+    """Raise WeightsDiffer unless all processes have loaded the same base model. Call it before `prepare` shards it.
 
-    DDP does not send the base around (see distributed.prepare), and would not tell: two nodes may hold other files.
+    DDP does not broadcast the base (see Distributed.prepare), and two nodes may hold different files.
     """
     base = frozen_parameters(model)
     differ = _differ(accelerator, bit_sums(list(base.values())))
@@ -102,9 +102,9 @@ def check_loaded(accelerator: Accelerator, model: Experts) -> None:
 
 
 class Weights:
-    """The weights of a run under watch, from when training begins.
+    """The trained and frozen weights of a run, with the base's checksums from when training began.
 
-    model: as it is after accelerator.prepare has seen it.
+    model: as accelerator.prepare has left it.
     """
 
     def __init__(self, accelerator: Accelerator, model: Experts):
@@ -114,12 +114,12 @@ class Weights:
         self.base_sums = bit_sums(list(self.base.values()))
 
     def check(self, step: int) -> None:
-        """Stop where the base has changed, or the processes' trained weights differ. On all processes.
+        """Raise BaseChanged or WeightsDiffer where the base has changed or trained weights differ. Collective.
 
-        Under FSDP no process has all of a trained parameter, and there is nothing to compare.
+        Under FSDP no process has all of a trained parameter, so these are not compared.
         """
         changed = bit_sums(list(self.base.values())) != self.base_sums
-        everywhere = _of_all(self.accelerator, changed.long()).any(0)
+        everywhere = _gather_rows(self.accelerator, changed.long()).any(0)
         if everywhere.any():
             raise BaseChanged(
                 f"step {step}: {int(everywhere.sum())} of {len(self.base)} frozen parameters of the base model are not "
@@ -137,16 +137,16 @@ class Weights:
             )
 
 
-def _of_all(accelerator: Accelerator, values: Tensor) -> Tensor:
-    """(processes, P) what each has of (P,) values."""
+def _gather_rows(accelerator: Accelerator, values: Tensor) -> Tensor:
+    """Gather the (P,) values of all processes as (processes, P)."""
     return accelerator.gather(values.to(accelerator.device)).view(accelerator.num_processes, -1).cpu()
 
 
 def _differ(accelerator: Accelerator, sums: Tensor) -> Tensor:
-    """(P,) bool: which of them are not the same on all processes."""
-    everyones = _of_all(accelerator, sums)
-    return (everyones != everyones[0]).any(0)
+    """Return (P,) bool: the sums that are not equal on all processes."""
+    gathered = _gather_rows(accelerator, sums)
+    return (gathered != gathered[0]).any(0)
 
 
-def _first(named: Mapping[str, Tensor], chosen: Tensor) -> str:
-    return list(named)[int(chosen.nonzero()[0])]
+def _first(named: Mapping[str, Tensor], mask: Tensor) -> str:
+    return list(named)[int(mask.nonzero()[0])]

@@ -19,48 +19,33 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
 )
-from torch import nn
 
-# of a collective: the others wait while one process writes sample videos, or fills what is left of the cache
-TIMEOUT = timedelta(hours=2)
-
+TIMEOUT = timedelta(hours=2)  # of a collective: others wait while one process writes sample videos or fills the cache
 REDUCE_BUCKET = 50_000_000  # float32 numbers that ZeRO-2 reduces at a time
 DEEPSPEED = (0, 19, 8)  # the first version that this was measured with
 
 
 class LaunchError(ValueError):
-    """The processes are not what the launcher was asked for, or cannot train. The message names the way out."""
-
-
-def _placements(parameter: nn.Parameter) -> tuple[slice, slice] | None:
-    """(where in the flattened parameter, where in the vector) the part is that is on this process; None without one."""
-    mapping = vars(parameter)["_hp_mapping"]
-    if mapping is None:
-        return None
-    inside, outside = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-    return (slice(inside.start, inside.start + inside.numel), slice(outside.start, outside.start + outside.numel))
-
-
-# Start
+    """The processes differ from the launcher's request, or cannot train. The message names the way out."""
 
 
 def make_accelerator(
     max_grad_norm: float, unused_parameters: bool, log_with: str, output_dir: str | None
 ) -> Accelerator:
-    """The Accelerator of a training script, checked; see Job.
+    """Make the Accelerator of a training script (see distributed.Distributed).
 
-    LaunchError when what runs is not what was asked for. DeepSpeed's configuration gets here what it would
-    otherwise not get at all: a `gradient_clipping` of "auto" is 1.0, whatever `clip_grad_norm_` is told.
+    Raise LaunchError where the processes differ from the launcher's request. DeepSpeed's settings are written here: a
+    `gradient_clipping` of "auto" would be 1.0, whatever max_norm `clip_grad_norm_` gets.
     """
-    try:  # accelerate leaves no other trace of a wish that it does not fulfil than the parent's command line
+    try:  # a request that accelerate ignores shows only in the parent's command line
         launcher = psutil.Process().parent().cmdline()
-    except (psutil.Error, AttributeError):  # gone, not ours, or there is none
+    except (psutil.Error, AttributeError):  # the parent is gone or not readable
         launcher = []
     check_environment(os.environ, launcher)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     handlers = [
         DistributedDataParallelKwargs(find_unused_parameters=unused_parameters, gradient_as_bucket_view=True),
-        # accelerate takes DeepSpeed on a CPU for one process unless it is told the backend; plain DDP must not be told
+        # on a CPU, accelerate runs DeepSpeed as one process unless the backend is set; for plain DDP it must not be set
         InitProcessGroupKwargs(backend="gloo", timeout=TIMEOUT)
         if deepspeed and not torch.cuda.is_available()
         else InitProcessGroupKwargs(timeout=TIMEOUT),
@@ -75,18 +60,18 @@ def make_accelerator(
     if deepspeed:
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
             "gradient_clipping": max_grad_norm,
-            "gradient_accumulation_steps": 1,  # ours, see one_update
-            "train_micro_batch_size_per_gpu": 1,  # it asks for one; nothing depends on it
+            "gradient_accumulation_steps": 1,  # Distributed.one_update accumulates
+            "train_micro_batch_size_per_gpu": 1,  # required, without effect
             "zero_force_ds_cpu_optimizer": False,  # torch's AdamW: the same arithmetic everywhere, nothing to compile
             "steps_per_print": None,
         }
-        # a buffer on the GPU: by default 2 GB, more than all that ZeRO-2 saves of a LoRA
+        # a GPU buffer of 2 GB by default, more than ZeRO-2 saves for a LoRA
         accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = REDUCE_BUCKET
     return accelerator
 
 
 def check_environment(environment: os._Environ | dict[str, str], launcher: Sequence[str]) -> None:
-    """LaunchError for what can be refused before processes connect. launcher: the parent process's command line."""
+    """Raise LaunchError for problems seen before processes connect. launcher: the parent process's command line."""
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision != "no":
         raise LaunchError(
@@ -94,25 +79,25 @@ def check_environment(environment: os._Environ | dict[str, str], launcher: Seque
             "set mixed_precision: no (the base model is bfloat16 by model.dtype)"
         )
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        found = metadata.version("deepspeed")
-        if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < DEEPSPEED:
+        version = metadata.version("deepspeed")
+        if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < DEEPSPEED:
             raise LaunchError(
-                f"deepspeed is {found}, {'.'.join(map(str, DEEPSPEED))} or later is needed: pip install -U deepspeed"
+                f"deepspeed is {version}, {'.'.join(map(str, DEEPSPEED))} or later is needed: pip install -U deepspeed"
             )
-    asked = requested_processes(launcher)
-    if "WORLD_SIZE" not in environment and asked > 1:
+    count = requested_processes(launcher)
+    if "WORLD_SIZE" not in environment and count > 1:
         raise LaunchError(
-            f"accelerate launch was asked for {asked} processes and started one, as it does with --cpu, use_cpu and "
+            f"accelerate launch was asked for {count} processes and started one, as it does with --cpu, use_cpu and "
             "MULTI_CPU; on CPUs use: ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes "
-            f"{asked} ..."
+            f"{count} ..."
         )
 
 
 def check_processes(accelerator: Accelerator, environment: os._Environ | dict[str, str]) -> None:
-    """LaunchError unless the processes are connected, and the way that was asked for."""
+    """Raise LaunchError unless the processes are connected in the way that the launcher requested."""
     world = int(environment.get("WORLD_SIZE", "1"))
-    wanted = {"ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED, "ACCELERATE_USE_FSDP": DistributedType.FSDP}
-    for key, kind in wanted.items():
+    plugins = {"ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED, "ACCELERATE_USE_FSDP": DistributedType.FSDP}
+    for key, kind in plugins.items():
         if environment.get(key) == "true" and accelerator.distributed_type != kind:
             raise LaunchError(
                 f"{kind.value} was asked for, accelerate gives {accelerator.distributed_type.value} with "
@@ -134,7 +119,7 @@ def check_processes(accelerator: Accelerator, environment: os._Environ | dict[st
 
 
 def check_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
-    """LaunchError for what would train something else than configs/accelerate/fsdp2.yaml does."""
+    """Raise LaunchError for settings that train something else than configs/accelerate/fsdp2.yaml."""
     if plugin.fsdp_version != 2:
         raise LaunchError(f"fsdp_version is {plugin.fsdp_version}; set fsdp_version: 2 (configs/accelerate/fsdp2.yaml)")
     if plugin.reshard_after_forward is not True:
@@ -150,7 +135,7 @@ def check_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
 
 
 def requested_processes(launcher: Sequence[str]) -> int:
-    """Processes that a command line of `accelerate launch` asks for, itself or in its yaml; 1 for any other."""
+    """Return the processes that a command line of `accelerate launch`, or its yaml, requests; 1 for any other."""
     if not any(re.search(r"(^|/)accelerate(-launch|\.commands\..*)?$", word) for word in launcher[:3]):
         return 1
     options = dict(re.findall(r"--(num[_-]processes|config[_-]file)[= ](\S+)", " ".join(launcher)))

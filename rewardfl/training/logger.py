@@ -1,7 +1,4 @@
-"""What a run writes of itself while it trains: a line of metrics per step, a tracker, warnings.
-
-And how many updates in a row have taught nothing: a run that has stopped learning is stopped.
-"""
+"""Log a run: metrics.jsonl, a tracker, warnings. Stop it after too many skipped updates in a row."""
 
 import json
 import math
@@ -24,50 +21,46 @@ from rewardfl.training import checkpoint, metrics_file, run_folder
 from rewardfl.training.alarms import alarms, early_stop, score_for_best, suspects
 from rewardfl.training.distributed import Distributed
 
-FRAMES_SHOWN = 4  # of each sample video, by trackers
+FRAMES_SHOWN = 4  # of each sample video, in trackers
 
 
 @dataclass
 class Log:
-    """One plain call per step. The main process writes; all of them count."""
+    """The log of a run. The main process writes; all of them count skipped updates."""
 
     cfg: AnyConfig
     job: Distributed
     folder: run_folder.RunFolder
     metrics: metrics_file.MetricsFile
     last_step: int  # of the whole run
-    skipped_in_a_row: int = 0  # updates that taught nothing, before this start and then until now
+    skipped_in_a_row: int = 0  # updates without effect, those before a resume included
 
     def __post_init__(self):
         self.history: list[dict[str, float]] = [json.loads(line) for line in self.metrics.text.splitlines()]
-        self.told: set[str] = set()
+        self._printed: set[str] = set()
 
     def say(self, step: int, line: str) -> None:
         """Print a line about a step, once for all processes."""
         if self.job.main:
             print(printable(f"step {step}: {line}"))
 
-    def say_once(self, step: int, lines: Sequence[str]) -> None:
-        """Print those that were not said before."""
-        for line in lines:
-            if line not in self.told:
-                self.say(step, line)
-        self.told.update(lines)
-
     def say_skipped(self, step: int, norm: float, ids: Sequence[str], finite: Tensor) -> None:
-        """Say which samples an update was skipped for, where it was; finite: (N,) bool, see monitor.suspects."""
+        """Print the responsible samples where the update was skipped. finite: (N,) bool, see alarms.suspects."""
         if not math.isfinite(norm):
-            found = suspects(ids, finite.tolist())
-            self.say(step, f"gradient norm {norm}, skipped ({self.skipped_in_a_row} in a row); it became so {found}")
+            origin = suspects(ids, finite.tolist())
+            self.say(step, f"gradient norm {norm}, skipped ({self.skipped_in_a_row} in a row); it became so {origin}")
 
     def say_problems(self, step: int, why_nothing: str, problems: Collection[str]) -> None:
         """Print why no sample of an update could be scored, and each new problem of a reward once."""
         if why_nothing:
             self.say(step, f"not one sample could be judged ({self.skipped_in_a_row} in a row); {why_nothing}")
-        self.say_once(step, [f"{line}; it is only measured, so the run goes on (reward/failed)" for line in problems])
+        for problem in problems:
+            if problem not in self._printed:
+                self.say(step, f"{problem}; it is only measured, so the run goes on (reward/failed)")
+        self._printed.update(problems)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step's line; step 0 is an evaluation before the first update."""
+        """Write a step's metrics and print alarms. Step 0 is an evaluation before the first update."""
         if not self.job.main:
             return
         self.history.append({"step": step, **metrics})
@@ -94,41 +87,32 @@ class Log:
         return checkpoint.as_write_error(Path(self.cfg.run.output_dir), "metrics.jsonl and samples/ have everything")
 
     def early_stop(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Why train.early_stop ends the run with this step, whose line is still to be written; "" where it goes on.
-
-        On all processes, which do as the main one's history says.
-        """
+        """Return why train.early_stop ends the run; "" where it continues. Call it before `write`. Collective."""
         rule = self.cfg.train.early_stop
         if rule is None:
             return ""
         return self.job.by_main(lambda: early_stop([*self.history, {"step": step, **metrics}], **dict(rule)), ())
 
     def score_for_best(self, step: int, since: int, keys: Sequence[str]) -> float | None:
-        """What checkpoints/best is chosen by: see monitor.score_for_best. None on other processes than the main one.
-
-        Its windows and limits are train.early_stop's where that is set: what counts towards a stop becomes no `best`.
-        """
-        rule, alarm = self.cfg.train.early_stop, self.cfg.reward.motion_alarm
-        if rule is None:
-            score, broken = score_for_best(self.history, since, keys, motion=alarm)
-        else:
-            limits = {"motion": rule.motion, "grid": rule.grid}
-            score, broken = score_for_best(self.history, since, keys, window=rule.window, **limits)
+        """Return the score of checkpoints/best (alarms.score_for_best) by the limits of train.early_stop, if set."""
+        rule, limits = self.cfg.train.early_stop, dict[str, Any](motion=self.cfg.reward.motion_alarm)
+        if rule is not None:
+            limits = {"window": rule.window, "motion": rule.motion, "grid": rule.grid}
+        score, broken = score_for_best(self.history, since, keys, **limits)
         if broken:
             self.say(step, f"this checkpoint does not become checkpoints/best: {'; '.join(broken)}")
         return score
 
     def count(self, norm: float, why_nothing: str) -> None:
-        """Count an update that taught nothing, and forget those before one that did. On all processes.
+        """Count an update without effect, and reset the count after one with effect. Call it on all processes.
 
-        norm: the update's gradient norm; one that is not finite was skipped. why_nothing: why not one sample could be
-        judged, in words, "" where one was.
+        norm: the update's gradient norm; nan and inf were skipped. why_nothing: why no sample could be scored, or "".
         """
-        taught = math.isfinite(norm) and not why_nothing
-        self.skipped_in_a_row = 0 if taught else self.skipped_in_a_row + 1
+        has_effect = math.isfinite(norm) and not why_nothing
+        self.skipped_in_a_row = 0 if has_effect else self.skipped_in_a_row + 1
 
     def stop_if_stuck(self, step: int, why_nothing: str) -> None:
-        """RewardError or SystemExit when more than max_nonfinite updates in a row have taught nothing."""
+        """Raise RewardError or SystemExit after more than max_nonfinite updates in a row without effect."""
         if self.skipped_in_a_row <= self.cfg.train.max_nonfinite:
             return
         if why_nothing:
@@ -139,10 +123,7 @@ class Log:
 
 
 def start_tracker(cfg: AnyConfig, job: Distributed, first_step: int) -> None:
-    """Start the tracker of run.log_with on the main process. first_step: 0, or where the run resumes.
-
-    ConfigError where it cannot start, as wandb without a key.
-    """
+    """Start run.log_with's tracker on the main process. Raise ConfigError where it fails, as wandb without a key."""
     folder = Path(cfg.run.output_dir)
     errors: tuple[type[Exception], ...] = (OSError,)
     settings: dict[str, Any] = {"purge_step": first_step + 1}

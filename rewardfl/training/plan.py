@@ -13,33 +13,30 @@ from rewardfl.group_plan import Geometry
 from rewardfl.weights.shards import Refused
 from rewardfl.windows import Windows, draw_window
 
-EPOCHS = 100  # whose windows stand for the run's, where its length is not known
-
-
-# What ordinary training asks
+EPOCHS = 100  # epochs to take windows from, where the run's length is not known
 
 
 def largest_clip(cfg: AnyConfig, backbone: Backbone) -> tuple[int, int]:
-    """(height, width) of the largest clips: under max_pixels of a square one, which no other has more tokens than.
+    """Return (height, width) of the largest clips: with max_pixels a square, which has the most tokens.
 
-    Else the largest of the rows that can be used, where the table is there, and some have a size of their own.
+    Otherwise it is the largest size of the usable rows, where the table exists and rows have sizes of their own.
     """
     table, usual = Path(cfg.data.file_name), (cfg.data.height, cfg.data.width)
     if cfg.data.max_pixels is not None:
         return data.clip_size((4096, 4096), *usual, cfg.data.max_pixels)
-    own = _own_sizes(table, table.stat().st_mtime_ns) if table.is_file() else frozenset()
-    usable = [size or usual for size in own if not size_problem(cfg, backbone, size)]
+    sizes = _row_sizes(table, table.stat().st_mtime_ns) if table.is_file() else frozenset()
+    usable = [size or usual for size in sizes if not size_problem(cfg, backbone, size)]
     return max(usable, key=lambda size: (math.prod(size), size), default=usual)
 
 
 @lru_cache(maxsize=4)
-def _own_sizes(table: Path, changed: int) -> frozenset[tuple[int, int] | None]:
-    """Row.size of all rows that say nothing wrong. changed: when the file was, so that it is read once as it is."""
+def _row_sizes(table: Path, modified: int) -> frozenset[tuple[int, int] | None]:
+    """Return Row.size of all rows without a problem. modified: time of the file's change, a key of the cache."""
     return frozenset(row.size for row in data.load_metadata(table) if not row.problem)
 
 
 def size_problem(cfg: AnyConfig, backbone: Backbone, size: tuple[int, int] | None) -> str:
-    """What keeps the model from making clips of a row's own (height, width), in words; empty where nothing does."""
+    """Return why the model cannot make clips of a row's own (height, width); "" where it can."""
     if size is None:
         return ""
     if cfg.data.max_pixels is not None:
@@ -47,34 +44,31 @@ def size_problem(cfg: AnyConfig, backbone: Backbone, size: tuple[int, int] | Non
     try:
         backbone.check_clips(size[0], size[1], cfg.data.num_frames)
     except Refused as error:
-        return str(error).replace("data.", "").replace("\n", "; ")  # the settings are called as the columns are
+        return str(error).replace("data.", "").replace("\n", "; ")  # columns have the settings' names
     return ""
 
 
 def make_schedule(cfg: AnyConfig, backbone: Backbone, shape: Shape | None = None) -> Schedule:
-    """The denoising steps that a run of the configuration takes with latents of `shape`; None: of the largest clips."""
+    """Return the run's denoising steps for latents of `shape`; None: of the largest clips."""
     shape = backbone.latent_shape(*largest_clip(cfg, backbone), cfg.data.num_frames) if shape is None else shape
     schedule = backbone.schedule(cfg.sample.num_inference_steps, cfg.sample.shift, shape)
     return schedule.until(cfg.sample.final_timestep)
 
 
 def trained_experts(cfg: AnyConfig, experts: Sequence[str]) -> tuple[str, ...]:
-    """The names of the trained ones of the model's experts. ConfigError where the model has fewer."""
+    """Return the names of the trained experts. Raise ConfigError where the model has fewer."""
     chosen = configuration.trained_positions(cfg)
     if max(chosen) >= len(experts):
-        known = ", ".join(configuration.TRAINABLE[: len(experts)])
+        names = ", ".join(configuration.TRAINABLE[: len(experts)])
         raise ConfigError(
-            f"model.trainable_models: this model has {len(experts)} expert(s), to be named {known}, got "
+            f"model.trainable_models: this model has {len(experts)} expert(s), to be named {names}, got "
             f"{cfg.model.trainable_models}"
         )
     return tuple(experts[i] for i in chosen)
 
 
 def count_steps(cfg: AnyConfig, clips: int | None, processes: int) -> int | None:
-    """Optimizer updates of the run: max_steps, or what visits every clip num_train_epochs times.
-
-    None where the clips that must say are not there. Flow-GRPO takes whole epochs.
-    """
+    """Count the updates of the run: max_steps, or num_train_epochs visits of every clip. None where not known."""
     if cfg.train.max_steps is not None or clips is None:
         return cfg.train.max_steps
     if isinstance(cfg, FlowGrpoConfig):
@@ -90,7 +84,7 @@ def updates_per_epoch(cfg: FlowGrpoConfig) -> int:
 
 
 def make_geometry(cfg: FlowGrpoConfig, processes: int) -> Geometry:
-    """How an epoch's rollouts are spread; ConfigError when the groups do not divide into passes and updates."""
+    """Build the geometry of an epoch. Raise ConfigError where the groups do not divide into passes and updates."""
     try:
         return Geometry(
             group_size=cfg.grpo.group_size,
@@ -109,16 +103,16 @@ def make_geometry(cfg: FlowGrpoConfig, processes: int) -> Geometry:
 
 
 def make_windows(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[str]) -> Windows:
-    """Which steps an epoch may train: those of trained experts but the last, as the configuration says.
+    """Build the windows of steps that an epoch may train: those of trained experts, without the last step.
 
-    experts: of each step. ConfigError when there can be no window, or a trained expert would answer at no step of any.
+    experts: of each step. Raise ConfigError where no window is possible, or a trained expert is in none.
     """
     grpo = cfg.grpo
     table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(experts))
     try:
         windows = Windows(
             kind=grpo.window,
-            # nothing would remove the noise of the last step
+            # no step would remove the noise of the last one
             usable=[i for i, expert in enumerate(experts[:-1]) if expert in trained],
             steps=grpo.window_steps or (),
             size=grpo.window_size,
@@ -141,38 +135,33 @@ def make_windows(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[
 
 
 def lora_targets(cfg: AnyConfig, backbone: Backbone) -> list[str]:
-    """diffusers' names of the layers that get an adapter, or ends of such names."""
+    """Return diffusers' names, or their ends, of the layers that get an adapter."""
     return lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names)
 
 
 def check_active_experts(cfg: RewardFlConfig, backbone: Backbone) -> None:
-    """ConfigError when a trained expert answers at no active step, or an active step gives nothing a gradient.
+    """Raise ConfigError where a trained expert has no active step, or an active step gives no gradient.
 
-    A frozen expert's step has no gradient of its own: it is of use only in handing one on to a trained expert's. The
-    active steps of supervised fine-tuning are the data anchor's.
+    A frozen expert's step only passes a gradient on to a trained expert's earlier step.
     """
     schedule, trained = make_schedule(cfg, backbone), trained_experts(cfg, backbone.experts)
-    active, coupling, answering = (
-        configuration.active_steps(cfg),
-        configuration.resolved_coupling(cfg),
-        schedule.experts,
-    )
+    active, coupling, experts = configuration.active_steps(cfg), configuration.resolved_coupling(cfg), schedule.experts
     way_out = "sample.mid_timestep or sample.active_steps"
     if configuration.is_supervised(cfg):
         active, way_out = anchor_steps(cfg, schedule, trained), "anchor.sigmas (trained_range reaches every expert)"
-    table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(answering))
-    asked = {answering[i] for i in active}
+    table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(experts))
+    active_experts = {experts[i] for i in active}
     words = dict(zip(backbone.experts, configuration.TRAINABLE, strict=False))
-    idle = [words[expert] for expert in trained if expert not in asked]
+    idle = [words[expert] for expert in trained if expert not in active_experts]
     if idle:
-        useful = ",".join(words[expert] for expert in backbone.experts if expert in asked)
+        useful = ",".join(words[expert] for expert in backbone.experts if expert in active_experts)
         train = f"train {useful}, or change" if useful else "change"
         raise ConfigError(
             f"model.trainable_models: {', '.join(idle)} answers at no active step of {list(active)} and would not "
             f"learn (expert by step: {table}); {train} {way_out}"
         )
-    own = [i for i in active if answering[i] in trained]
-    useless = [i for i in active if i not in own and (coupling == 0 or i < own[0])]
+    trained_steps = [i for i in active if experts[i] in trained]
+    useless = [i for i in active if i not in trained_steps and (coupling == 0 or i < trained_steps[0])]
     if useless:
         raise ConfigError(
             f"sample.mid_timestep, sample.active_steps: the active steps {useless} of {list(active)} would give no "
@@ -183,10 +172,7 @@ def check_active_experts(cfg: RewardFlConfig, backbone: Backbone) -> None:
 
 
 def anchor_steps(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -> tuple[int, ...]:
-    """Return the denoising steps that anchor.sigmas stands for, increasing, of trained experts alone.
-
-    ConfigError where a listed step is another expert's.
-    """
+    """Return the increasing steps of anchor.sigmas. Raise ConfigError where a listed step's expert is not trained."""
     trained_steps = [i for i, expert in enumerate(schedule.experts) if expert in trained]
     sigmas = cfg.anchor.sigmas
     if sigmas == "trained_range":
@@ -209,7 +195,7 @@ def anchor_draws(cfg: AnyConfig) -> int:
 
 
 def check_sizes(cfg: FlowGrpoConfig, sizes: Sequence[tuple[int, int]]) -> None:
-    """ConfigError where a forward pass would get videos of two sizes; sizes: of all clips."""
+    """Raise ConfigError where a forward pass would get videos of two sizes. sizes: of all clips."""
     if len(set(sizes)) > 1 and cfg.grpo.group_size % cfg.train.per_device_train_batch_size:
         raise ConfigError(
             "train.per_device_train_batch_size must divide grpo.group_size where clips differ in size: one forward "
@@ -217,15 +203,12 @@ def check_sizes(cfg: FlowGrpoConfig, sizes: Sequence[tuple[int, int]]) -> None:
         )
 
 
-# Small questions
-
-
 def forwards_per_velocity(cfg: AnyConfig) -> int:
-    """Forward passes that one velocity takes."""
+    """Return the forward passes of one velocity: two with guidance."""
     return 2 if cfg.sample.guidance_scale != 1 else 1
 
 
 def draw_windows(cfg: FlowGrpoConfig, windows: Windows, steps: int | None) -> list[tuple[int, ...]]:
-    """By epoch of the run, its window; of the first EPOCHS where its length is not known."""
+    """Draw the window of each epoch of the run, or of the first EPOCHS where its length is not known."""
     epochs = EPOCHS if steps is None else steps // updates_per_epoch(cfg)
     return [draw_window(windows, epoch, cfg.run.seed) for epoch in range(epochs)]

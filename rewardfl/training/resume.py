@@ -6,9 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rewardfl import config as configuration
 from rewardfl.backbones.protocol import Backbone
-from rewardfl.config import AnyConfig
+from rewardfl.config import AnyConfig, to_dict
 from rewardfl.data.cache import digest
 from rewardfl.files import model_digest
 from rewardfl.rewards.scoring import Term
@@ -18,23 +17,20 @@ from rewardfl.training.distributed import Distributed
 from rewardfl.training.lora_init import read_initial_adapters
 from rewardfl.training.run_folder import MAY_CHANGE_IF_NAMED, RunFolder, prepare_output_dir
 from rewardfl.training.samples import Sample
-from rewardfl.training.setup_rewards import _check_face_packs
+from rewardfl.training.setup_rewards import check_face_packs
 from rewardfl.training.state import ResumePoint, RunState
 
 
 def digest_base_model(backbone: Backbone) -> dict[str, str]:
-    """{part of the base model: digest of its files}, the distillation included; settings: of what else it is."""
+    """Return {part of the base model: digest of its files}, the distillation included, and a digest of its settings."""
     parts = {part: model_digest(files) for part, files in backbone.weight_files().items()}
     return parts | {"settings": digest(backbone.settings())}
 
 
 def open_run(cfg: AnyConfig, run_folder: RunFolder | None, job: Distributed, backbone: Backbone) -> ResumePoint:
-    """Take the folder: the main process locks it and looks at it, the others do as it says.
-
-    run_folder: None for a dry run, which only looks.
-    """
+    """Lock the run folder (None in a dry run) on the main process, and return where to resume on all processes."""
     base = digest_base_model(backbone)
-    take = partial(prepare_output_dir, run_folder, configuration.to_dict(cfg), base)
+    take = partial(prepare_output_dir, run_folder, to_dict(cfg), base)
     return replace(job.by_main(take, checkpoint.CheckpointError), base=base)
 
 
@@ -48,28 +44,27 @@ def resume(
     held_out: Sequence[Sample] = (),
     batches: Mapping[str, int | None] | None = None,
 ) -> RunState:
-    """The checkpoint's state, if there is one; the face packs are asked first whether they answer as onnxruntime does.
+    """Check the face packs, and load the checkpoint's state, if there is one.
 
-    CheckpointError when what the configuration leads to has changed since, or how the data are batched. batches:
-    global_batch, clips per update, and one_shape_batch, clips per forward pass where they differ in size, because
-    their order depends on it then.
+    Raise CheckpointError where the content of files or the batching has changed since. batches: global_batch, clips per
+    update; one_shape_batch, clips per forward pass where clips differ in size: their order depends on it.
     """
-    packs, said = _check_face_packs(cfg, terms, samples, job)
-    for line in said:
-        job.say(line)
+    packs, messages = check_face_packs(cfg, terms, samples, job)
+    for message in messages:
+        job.say(message)
     init = read_initial_adapters(cfg, backbone)
     content = {
         "data.file_name": {sample.row.id: digest(sample.clip) for sample in samples},
         "evaluation.eval_clips": {sample.row.id: digest(sample.clip) for sample in held_out},
-        "lora.init_from": {expert: model_digest([one.path]) for expert, one in init.items()},
+        "lora.init_from": {expert: model_digest([adapter.path]) for expert, adapter in init.items()},
         **packs,
     }
     state, changes = _load_state(cfg, opened, content, batches or {})
-    return RunState(opened, content, init, changes, state)
+    return RunState(opened=opened, content=content, init=init, changes=changes, state=state)
 
 
 def is_finished(cfg: AnyConfig, opened: ResumePoint, steps: int, job: Distributed) -> bool:
-    """Whether the run has all its `steps` already, or train.early_stop has ended it, which is then said."""
+    """Tell, and print why, whether the run has all its `steps` already or train.early_stop has ended it."""
 
     def ended() -> str:
         history = map(json.loads, checkpoint.load_metrics(opened.path).splitlines())
@@ -91,13 +86,10 @@ def is_finished(cfg: AnyConfig, opened: ResumePoint, steps: int, job: Distribute
 
 
 def _load_state(
-    cfg: AnyConfig,
-    opened: ResumePoint,
-    content: Mapping[str, Mapping[str, str]],
-    batches: Mapping[str, int | None],
+    cfg: AnyConfig, point: ResumePoint, content: Mapping[str, Mapping[str, str]], batches: Mapping[str, int | None]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(the checkpoint's state, all changes that were allowed); ({}, []) to start anew."""
-    folder, changes = opened.path, list(opened.changes)
+    """Return (the checkpoint's state, all changes that were allowed); ({}, []) for a new run."""
+    folder, changes = point.path, list(point.changes)
     if folder is None:
         return {}, []
     state = checkpoint.load_state(folder)
@@ -106,7 +98,7 @@ def _load_state(
         if list(old.items()) == list(new.items()):
             continue
         if key in cfg.run.resume_with_changes:
-            changes.append({"key": key, "old": digest(old), "new": digest(new), "step": opened.step})
+            changes.append({"key": key, "old": digest(old), "new": digest(new), "step": point.step})
             continue
         names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
         listed = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"

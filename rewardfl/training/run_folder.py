@@ -22,31 +22,18 @@ from pydantic import BaseModel, NonNegativeInt, ValidationError
 import rewardfl
 from rewardfl.config import BY_CONTENT, FREE, IF_NAMED, MARKS, Alike, shown
 from rewardfl.files import atomic_write
-from rewardfl.training.checkpoint import (
-    MANIFEST,
-    METRICS,
-    CheckpointError,
-    WriteError,
-    _Manifest,
-    _point_links,
-    _steps,
-    as_write_error,
-    find_checkpoint,
-    load_metrics,
-)
+from rewardfl.training import checkpoint
+from rewardfl.training.checkpoint import CheckpointError, as_write_error, find_checkpoint, list_checkpoints
 from rewardfl.training.state import ResumePoint
 
-# The run folder
-
 LOCK = "run.lock"
-
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a network file system that is mounted without
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of a network file system without locks
 
 
 class RunFolder:
-    """A run's folder, this process's alone from `take` to the end of the `with`, or until the process dies.
+    """A run's folder, locked from `take` to the end of the `with`, or until the process dies.
 
-    The kernel's lock on the file LOCK says so; the file's text says whose it is, and stays behind without meaning.
+    The lock is the kernel's on the file LOCK. The file's text names its owner, and has no meaning after the run.
     """
 
     def __init__(self):
@@ -61,7 +48,7 @@ class RunFolder:
             self._lock.close()
 
     def take(self, path: str | Path) -> None:
-        """Create the folder and lock it. CheckpointError, and nothing is changed, while another process has it."""
+        """Create the folder and lock it. Raise CheckpointError where another process has it."""
         self.path = Path(path)
         with as_write_error(self.path, "nothing was changed"):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -91,17 +78,13 @@ class RunFolder:
         self._lock.flush()
 
     def write_run_json(self, record: Mapping[str, Any]) -> None:
-        """Write run.json: what it takes to repeat the run.
-
-        config, base_model and changes are what a later start compares with; command, versions, git_commit, face_packs
-        and init_from are for people.
-        """
+        """Write run.json. A resumed run compares config, base_model and changes; the other keys are for people."""
         path = self.path / RUN_JSON
         with as_write_error(path, "checkpoints and metrics are as they were"):
             atomic_write(path, json.dumps(record, indent=2) + "\n")
 
     def check_present(self) -> None:
-        """Raise CheckpointError unless the folder is still the one that was taken. Called before the run writes."""
+        """Raise CheckpointError unless the folder is still the locked one. Call it before each write."""
         try:
             if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):
                 return
@@ -113,73 +96,71 @@ class RunFolder:
         )
 
 
-# Keys whose values are not compared when a run goes on, and those that run.resume_with_changes may name
+# Keys that a resumed run does not compare, and keys that run.resume_with_changes may name
 MAY_CHANGE = frozenset(key for key, marks in MARKS.items() if FREE in marks or BY_CONTENT in marks)
-
 MAY_CHANGE_IF_NAMED = frozenset(key for key, marks in MARKS.items() if IF_NAMED in marks)
-
 EQUIVALENT = {key: mark.values for key, marks in MARKS.items() for mark in marks if isinstance(mark, Alike)}
-
 RUN_JSON = "run.json"
-
-# what a killed process leaves where only the holder of the lock writes
+# temporary files of a killed process, safe to delete for the holder of the lock
 STRAYS = (f"{RUN_JSON}.tmp-*", "metrics.jsonl.tmp-*", "checkpoints/*.tmp-*", "samples/*/*.tmp-*")
 
 
 def prepare_output_dir(
     run_folder: RunFolder | None, config: dict[str, dict], base_model: Mapping[str, str]
 ) -> ResumePoint:
-    """Take and create the run's folder, or make sure that what it holds is this run; remove what a kill left behind.
+    """Create and lock the run's folder, remove temporary files of a killed run, and return where to resume.
 
-    run_folder: None for a dry run, which is refused what a start is refused, and changes nothing.
+    run_folder: None for a dry run, which makes the same checks and changes nothing. config: of config.to_dict.
+    base_model: {part: digest of its weights}. A run without a finished step may be replaced.
 
-    config: as config.to_dict gives it; base_model: {part: digest of its weights}. A run that never finished a step
-    holds nothing and may be replaced. Raises CheckpointError for a folder that another process is using, for another
-    run's folder, for this run's without resuming, for a checkpoint of a run with other settings or another base model,
-    for damaged files, and for a folder that cannot be written.
+    Raise CheckpointError for a folder that is locked or read-only, for damaged files, and for a run with other settings
+    or another base model. A run in the folder must be resumed.
     """
     output_dir, resume = Path(config["run"]["output_dir"]), config["run"]["resume_from_checkpoint"]
     if run_folder is None:
         _check_writable(output_dir)
     else:
         run_folder.take(output_dir)
-        _clean(output_dir)
-    named = resume not in (False, "auto")
-    found = _resumption(find_checkpoint(output_dir, resume), config, base_model) if named else ResumePoint()
+        _remove_strays(output_dir)
+    is_path = resume not in (False, "auto")
+    point = _read_resume_point(find_checkpoint(output_dir, resume), config, base_model) if is_path else ResumePoint()
     metrics = output_dir / "metrics.jsonl"
-    if not _steps(output_dir) and not (metrics.is_file() and metrics.stat().st_size > 0):
-        return found
+    if not list_checkpoints(output_dir) and not (metrics.is_file() and metrics.stat().st_size > 0):
+        return point
     if resume is False:
         raise CheckpointError(
             f"run.output_dir {output_dir} already holds a run; take another folder, delete it, or go on with "
             "it: run.resume_from_checkpoint=auto"
         )
-    _changes(output_dir, config, base_model)
-    path = found.path if named else find_checkpoint(output_dir, resume)
+    _compare_run_json(output_dir, config, base_model)
+    path = point.path if is_path else find_checkpoint(output_dir, resume)
     if path is not None:
         _check_metrics(metrics, path)
-    if not named:
-        found = _resumption(path, config, base_model) if path else ResumePoint()
-    if not named and run_folder is not None:
-        # a kill may have come between a checkpoint and its links, and the last one may be damaged
+    if is_path:
+        return point
+    point = _read_resume_point(path, config, base_model) if path else point
+    if run_folder is not None:
+        # the links may be old: a kill came between a checkpoint and its links, or the last checkpoint is damaged
         with as_write_error(output_dir / "checkpoints" / "latest", "the checkpoints are as they were"):
-            _point_links(output_dir, path)
-    return found
+            checkpoint.point_links(output_dir, path)
+    return point
 
 
 def _check_writable(output_dir: Path) -> None:
-    """WriteError for a folder that could not be made, or not be written to."""
+    """Raise WriteError for a folder that cannot be created or written to."""
     existing = next(path for path in (output_dir, *output_dir.parents) if os.path.lexists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         why = "may not be written" if existing.is_dir() else "is no folder"
-        raise WriteError(f"run.output_dir {output_dir} could not be written ({existing} {why}); take another folder")
+        raise checkpoint.WriteError(
+            f"run.output_dir {output_dir} could not be written ({existing} {why}); take another folder"
+        )
 
 
-def _clean(output_dir: Path) -> None:
-    """Try whether the folder takes a file, and remove what a kill left behind."""
+def _remove_strays(output_dir: Path) -> None:
+    """Check that the folder can be written, and delete the temporary files of a killed run."""
     with as_write_error(output_dir, "nothing was changed"):
         (output_dir / "checkpoints").mkdir(exist_ok=True)
-        (output_dir / f"{RUN_JSON}.tmp-probe").write_bytes(b"x" * 4096)  # refused now, not after the weights are loaded
+        (output_dir / f"{RUN_JSON}.tmp-probe").write_bytes(b"x" * 4096)  # fails now, not after the weights are loaded
         for stray in [path for pattern in STRAYS for path in output_dir.glob(pattern)]:
             if stray.is_dir() and not stray.is_symlink():
                 shutil.rmtree(stray)
@@ -188,34 +169,31 @@ def _clean(output_dir: Path) -> None:
 
 
 def _check_metrics(metrics: Path, folder: Path) -> None:
-    """CheckpointError unless metrics.jsonl begins with the lines that the checkpoint was saved with.
-
-    Early stop, alarms and `best` are computed from them. What comes after the checkpoint may be cut off.
-    """
-    saved = load_metrics(folder).encode()
+    """Raise CheckpointError unless metrics.jsonl begins with the checkpoint's lines: `best` and alarms need them."""
+    saved = checkpoint.load_metrics(folder).encode()
     lines = metrics.read_bytes() if metrics.is_file() else b""
     if not lines.startswith(saved):
         number = saved.count(b"\n", 0, len(os.path.commonprefix([lines, saved]))) + 1
         raise CheckpointError(
             f"{metrics} has lost or changed lines: line {number} is not the one that {folder} was saved with; put the "
-            f"checkpoint's copy back: {shlex.join(['cp', str(folder / METRICS), str(metrics)])}"
+            f"checkpoint's copy back: {shlex.join(['cp', str(folder / checkpoint.METRICS), str(metrics)])}"
         )
 
 
-def _resumption(path: Path, config: dict[str, dict], base_model: Mapping[str, str]) -> ResumePoint:
-    """How to go on from a complete checkpoint, whose run.json is beside the folder that it lies in."""
-    earlier, changed = _changes(path.parent.parent, config, base_model)
-    load_metrics(path)  # refused now, not after the weights are loaded
-    step = _Manifest.model_validate_json((path / MANIFEST).read_bytes()).step
-    # what was changed after a checkpoint that is gone is in force from this one on
+def _read_resume_point(path: Path, config: dict[str, dict], base_model: Mapping[str, str]) -> ResumePoint:
+    """Return the resume point of a complete checkpoint. run.json is in the run's folder above it."""
+    earlier, changed = _compare_run_json(path.parent.parent, config, base_model)
+    checkpoint.load_metrics(path)  # fails now, not after the weights are loaded
+    step = checkpoint.Manifest.model_validate_json((path / checkpoint.MANIFEST).read_bytes()).step
+    # changes after a lost checkpoint are in force from this one on
     earlier = [change | {"step": min(change["step"], step)} for change in earlier]
     return ResumePoint(path, step, (*earlier, *({**change, "step": step} for change in changed)))
 
 
-def _changes(
+def _compare_run_json(
     run_dir: Path, config: dict[str, dict], base_model: Mapping[str, str]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(the changes that run.json lists, those that it does not: key, old, new). CheckpointError for any other."""
+    """Return (changes in run.json, new changes: key, old, new). Raise CheckpointError for those not allowed."""
     record = _read_run_json(run_dir / RUN_JSON)
     old = _flat(record.config | {"base_model": record.base_model})
     new = _flat(config | {"base_model": base_model})
@@ -225,15 +203,15 @@ def _changes(
             f"({', '.join(other_keys[:5])}); resume with that version, or start a new run in another folder from the "
             f"adapter: lora.init_from={run_dir}/checkpoints/latest"
         )
-    free = MAY_CHANGE
+    may_change = MAY_CHANGE
     if "cosine" in (old.get("train.lr_scheduler_type"), new.get("train.lr_scheduler_type")):
-        # the learning rate depends on how long the run is
+        # the learning rate depends on the length of the run
         by_epochs = None in (old.get("train.max_steps"), new.get("train.max_steps"))
-        free -= {"train.max_steps", *(["train.num_train_epochs"] if by_epochs else [])}
+        may_change -= {"train.max_steps", *(["train.num_train_epochs"] if by_epochs else [])}
     differing = [
         {"key": key, "old": old.get(key), "new": new.get(key)}
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key not in free
+        if old.get(key) != new.get(key) and key not in may_change
         and not {str(old.get(key)), str(new.get(key))} <= set(EQUIVALENT.get(key, ()))
     ]  # fmt: skip
     named = new.get("run.resume_with_changes", ())
@@ -256,8 +234,8 @@ def _refusal(run_dir: Path, refused: Sequence[Mapping[str, Any]]) -> str:
 
 
 def describe_changes(changes: Sequence[Mapping[str, Any]]) -> str:
-    """Changes (key, old, new) in words."""
-    return ", ".join(f"{one['key']} {shown(one['old'])} -> {shown(one['new'])}" for one in changes)
+    """Describe changes (key, old, new) in words."""
+    return ", ".join(f"{change['key']} {shown(change['old'])} -> {shown(change['new'])}" for change in changes)
 
 
 class _Change(BaseModel):
@@ -268,7 +246,7 @@ class _Change(BaseModel):
 
 
 class _RunRecord(BaseModel):
-    """What a later start reads of run.json."""
+    """The part of run.json that a resumed run reads."""
 
     config: dict[str, dict[str, Any]]
     base_model: dict[str, str]
@@ -276,7 +254,7 @@ class _RunRecord(BaseModel):
 
 
 def _read_run_json(path: Path) -> _RunRecord:
-    """Return the record of a run.json. CheckpointError when it is missing or damaged."""
+    """Read a run.json. Raise CheckpointError where it is missing or damaged."""
     if not path.is_file():
         raise CheckpointError(
             f"{path} is missing, so nothing says whether this is the same run; put it back or use another folder"
@@ -295,10 +273,7 @@ def _flat(config: Mapping[str, Mapping]) -> dict[str, Any]:
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:
-    """{distribution name: installed version}, leaving out what is not installed.
-
-    Of torch it is the build (2.13.0+cu130), of rewardfl that of the files that run, which need not be installed.
-    """
+    """Return {distribution: version} of the installed ones; torch's build, and the version of the imported rewardfl."""
     imported = {"torch": str(torch.__version__), "rewardfl": rewardfl.__version__}
     versions = {}
     for name in names:
@@ -310,10 +285,10 @@ def library_versions(names: Sequence[str]) -> dict[str, str]:
 
 
 def git_commit(folder: str | Path) -> str | None:
-    """Commit of the checkout that `folder` is in, "-dirty" added when files differ; None without one."""
+    """Return the commit of the checkout around `folder`, with "-dirty" where files differ; None without one."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:  # no git on this machine
+        result = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:  # git is not installed
         return None
-    return found.stdout.strip() if found.returncode == 0 else None
+    return result.stdout.strip() if result.returncode == 0 else None

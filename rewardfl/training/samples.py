@@ -1,4 +1,4 @@
-"""Records of what training reads: a sample, a batch, the rollout of a Flow-GRPO group."""
+"""Records of training: a sample, a batch, the rollout of a Flow-GRPO group."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from rewardfl.data.cache import Key
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that can be used as far as their files' headers tell, and what is said of the others and of these."""
+    """Rows with valid file headers, and the messages to print about all rows."""
 
     train: list[data.Row]
     held_out: list[data.Row]  # of evaluation.eval_clips
@@ -21,40 +21,37 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sample:
-    """What training needs of one clip; the clip itself is not kept."""
+    """The record of one clip, without its frames."""
 
     row: data.Row
     clip: Key  # identifies the clip as it was read
-    size: tuple[int, int]  # height and width that it is generated at
-    references: tuple[Mapping[str, Tensor], ...]  # what each reward keeps of the real clip
+    size: tuple[int, int]  # height and width of the generated video
+    references: tuple[Mapping[str, Tensor], ...]  # of the real clip, by reward
 
 
-# What a forward pass starts from
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one forward pass of reward feedback learning starts from: B clips of one size, on the device."""
+    """The input of one forward pass of reward feedback learning: B clips of one size, on the device."""
 
-    rows: list[int]  # of the samples
-    replaced: list[bool]  # whether the clip stands in for one whose cache entries are lost
+    rows: list[int]  # indices of samples
+    replaced: list[bool]  # whether the clip replaces one whose cache entries are lost
     conditioning: Conditioning
     x: Tensor  # (B, C, T, h, w) float32
     schedule: Schedule
-    start: int  # the denoising step that x is given to
+    start: int  # the denoising step of x
 
     @property
     def members(self) -> list[group_plan.Member]:
-        """The samples as groups of one."""
+        """Return the samples as groups of one."""
         return [group_plan.Member(row, group_id, 0, 0, 0) for group_id, row in enumerate(self.rows)]
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One forward pass of Flow-GRPO's members, and what scoring them again takes."""
+    """One forward pass of Flow-GRPO's members, with the inputs that score it again."""
 
     members: list[group_plan.Member]
-    own: Tensor  # (B,) bool: the conditioning is the member's; another clip's stands in for one that is lost
+    own: Tensor  # (B,) bool: False where another clip's conditioning replaces a lost one
     conditioning: Conditioning
     schedule: Schedule
     kernel: sde.Kernel

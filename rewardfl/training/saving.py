@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewardfl import config as configuration
 from rewardfl import data, lora
 from rewardfl.backbones.protocol import Backbone
-from rewardfl.config import AnyConfig
+from rewardfl.config import AnyConfig, to_dict
 from rewardfl.files import printable
 from rewardfl.training import checkpoint, metrics_file, run_folder
 from rewardfl.training.checkpoint import AFTER_EARLY_STOP, describe_best
@@ -28,19 +27,16 @@ VERSIONED = (
     "deepspeed",
 )  # fmt: skip
 
-PROMPT_FPS = 16  # frames per second of sample videos that no real clip gives a rate
-
-
-# What a run leaves
+PROMPT_FPS = 16  # frames per second of sample videos without a real clip
 
 
 def open_log(cfg: AnyConfig, job: Distributed, folder: run_folder.RunFolder, resumed: RunState, steps: int) -> Log:
-    """Begin to write run.json and metrics.jsonl. steps: of the whole run."""
-    opened = resumed.opened
-    before = "" if opened.path is None else checkpoint.load_metrics(opened.path)
-    metrics = metrics_file.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl", before)
-    if opened.path is not None:
-        job.say(f"resuming from {opened.path} at step {opened.step}")
+    """Write run.json, begin metrics.jsonl and the tracker, and return the log. steps: of the whole run."""
+    point, lines = resumed.opened, ""
+    if point.path is not None:
+        lines = checkpoint.load_metrics(point.path)
+        job.say(f"resuming from {point.path} at step {point.step}")
+    metrics = metrics_file.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl", lines)
     for change in resumed.changes:
         job.say(f"changed at step {change['step']}: {run_folder.describe_changes([change])}")
     changed = {change["key"] for change in resumed.changes}
@@ -54,24 +50,24 @@ def open_log(cfg: AnyConfig, job: Distributed, folder: run_folder.RunFolder, res
         packs = {key: files for key, files in resumed.content.items() if key.startswith("reward.")}
         folder.write_run_json(
             {
-                "config": configuration.to_dict(cfg),
+                "config": to_dict(cfg),
                 "command": sys.argv,
                 "versions": run_folder.library_versions(VERSIONED),
                 "git_commit": run_folder.git_commit(Path(__file__).parent),
                 "face_packs": packs,
-                "base_model": opened.base,
+                "base_model": point.base,
                 "init_from": resumed.content["lora.init_from"],
                 "changes": resumed.changes,
             }
         )
 
     job.by_main(begin, checkpoint.CheckpointError)
-    start_tracker(cfg, job, opened.step)
+    start_tracker(cfg, job, point.step)
     return Log(cfg, job, folder, metrics, steps, resumed.state.get("skipped_in_a_row", 0))
 
 
 def collect_state(job: Distributed, learner: Learner, resumed: RunState, log: Log, step: int) -> dict[str, Any]:
-    """What going on after `step` takes in both scripts. On all processes, which may hold parts of it."""
+    """Collect the state to resume from after `step`, common to both scripts. Collective."""
     return {
         "step": step,
         "skipped_in_a_row": log.skipped_in_a_row,
@@ -91,10 +87,10 @@ def save(
     score: float | None,
     last: bool,
 ) -> None:
-    """Write a checkpoint of the adapters as they are now. On all processes; the main one writes.
+    """Save a checkpoint of the adapters as they are now. Collective; the main process writes.
 
-    state: see state_of. score: what `best` is chosen by. last: a disk that does not take it stops the run, as nothing
-    later could make up for it; it is said otherwise.
+    state: see collect_state. score: of `best`. last: the run's last checkpoint, whose write errors are raised; those of
+    others are printed.
     """
     adapters = {name: lora.adapter_state(expert) for name, expert in learner.trained.items()}
 
@@ -121,18 +117,17 @@ def sample_videos(
     job: Distributed,
     step: int,
 ) -> Path:
-    """Write samples/step-*/<n>.mp4 of the first samples, each process its share; the folder, when all have written.
+    """Write samples/step-*/<n>.mp4 of the first samples, each process its shard, and return the folder. Collective.
 
-    A model of images writes <n>.png, and grid.png of them all where they are several.
-
-    generate: row -> (row, its video (3, F, H, W)), asked as often on every process; another row where this one's inputs
-    are lost. A video that the disk does not take, or whose real clip cannot be read any more, is said and left out.
+    A model of images writes <n>.png, and grid.png of several. generate: row -> (row, its video (3, F, H, W)), called
+    equally often on every process; it may replace a row with lost inputs. A video that cannot be written, or its real
+    clip not be read, is left out with a warning.
     """
     folder = samples_dir(cfg, step)
-    for wanted, mine in job.share.rounds(range(min(cfg.run.sample_videos, len(samples)))):
-        row, video = generate(wanted)
-        path = folder / f"{wanted:02d}.{'png' if video.shape[1] == 1 else 'mp4'}"
-        if mine:
+    for n, in_shard in job.share.rounds(range(min(cfg.run.sample_videos, len(samples)))):
+        row, video = generate(n)
+        path = folder / f"{n:02d}.{'png' if video.shape[1] == 1 else 'mp4'}"
+        if in_shard:
             try:
                 with checkpoint.warn_on_write_error(print, step, last=False):
                     write_comparison(cfg, samples[row], video, path)
@@ -149,10 +144,7 @@ def sample_videos(
 
 
 def write_comparison(cfg: AnyConfig, sample: Sample, video: Tensor, path: Path) -> None:
-    """The real clip, its face marked, beside the generated `video` (3, F, H, W), which is alone where there is none.
-
-    WriteError as a checkpoint's; DataError where the real clip is not what it was when training began.
-    """
+    """Write the real clip, if any, next to the generated `video` (3, F, H, W). Raise WriteError or DataError."""
     if sample.row.video is None:
         _write_video(path, video.float().cpu(), cfg.data.fps or PROMPT_FPS)
         return
@@ -161,7 +153,7 @@ def write_comparison(cfg: AnyConfig, sample: Sample, video: Tensor, path: Path) 
         sizes = " x ".join(map(str, real.shape[1:])), " x ".join(map(str, video.shape[1:]))
         raise data.DataError(f"{sample.row.video}: is {sizes[0]} (frames x height x width) now, it was {sizes[1]}")
     if sample.references and "boxes" in (sample.references[0] or {}) and sample.row.reference_video is None:
-        for boxes in sample.references[0]["boxes"]:  # of those whom the reward follows
+        for boxes in sample.references[0]["boxes"]:  # of the faces that the reward follows
             real = data.draw_boxes(real, boxes)
     fps = cfg.data.fps or data.frame_rate(sample.row.video)
     _write_video(path, torch.cat([real, video.float().cpu()], -1), fps)
@@ -177,7 +169,7 @@ def _write_video(path: Path, video: Tensor, fps: float) -> None:
 
 
 def close_run(cfg: AnyConfig, job: Distributed, interruption: Interruption, step: int, stopped: str) -> int:
-    """Close everything after the last step of this process group; the exit code. stopped: by train.early_stop, why."""
+    """Close the tracker, print how the run ended, and return the exit code. stopped: why train.early_stop ended it."""
     job.accelerator.end_training()
     if interruption.number:
         if cfg.run.sample_videos and step and not samples_dir(cfg, step).exists():

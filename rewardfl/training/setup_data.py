@@ -1,4 +1,4 @@
-"""Scan the rows of metadata files, and fill the cache with all that training reads of clips."""
+"""Scan the rows of metadata files, and cache the clips' conditioning, latents and references."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from rewardfl.config import AnyConfig
 from rewardfl.data.cache import Cache
 from rewardfl.rewards import registry
 from rewardfl.rewards.scoring import Term
-from rewardfl.training import batches, checks, clip_scan, plan, setup_data
+from rewardfl.training import batches, checks, clip_scan, plan
 from rewardfl.training.anchors import Anchors
 from rewardfl.training.clip_scan import load_sized_example
 from rewardfl.training.conditions import Conditions
@@ -21,11 +21,11 @@ from rewardfl.training.samples import Rows, Sample
 from rewardfl.training.setup_rewards import missing_columns, missing_references
 from rewardfl.training.shard import map_shared
 
-MAX_SIZES = 5  # of those that rows have
+MAX_SIZES = 5  # sizes that a note lists
 
 
 def size_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
-    """How many rows are generated at which size, in words, where some have a size of their own."""
+    """Return a note on the number of rows by generated size, where some have a size of their own."""
     if not any(row.size for row in rows):
         return []
     counts = Counter(row.size or (cfg.data.height, cfg.data.width) for row in rows)
@@ -38,19 +38,17 @@ def size_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
 
 
 def scan_rows(cfg: AnyConfig, job: Distributed, backbone: Backbone, rewards: Sequence[registry.Chosen] = ()) -> Rows:
-    """Look at the headers of all clips, milliseconds for each, and at what the rewards' classes need of a row.
+    """Read the headers of all clips, and check the columns that the rewards need. rewards: of find_rewards.
 
-    rewards: of find_rewards.
-
-    DataError lists every row that cannot be used, unless data.skip_bad_rows, and is raised where none is left.
+    Raise DataError that lists the unusable rows, unless data.skip_bad_rows, and where no row is left.
     """
-    rows, said = _scan_table(cfg, data.load_metadata(cfg.data.file_name), job, backbone, rewards)
+    rows, messages = _scan_table(cfg, data.load_metadata(cfg.data.file_name), job, backbone, rewards)
     held_out: list[data.Row] = []
     if isinstance(cfg, configuration.FlowGrpoConfig) and cfg.evaluation.eval_clips:
-        others = data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips")
-        held_out, more = _scan_table(cfg, others, job, backbone, rewards)
-        said = [*said, *more, *checks.check_held_out(rows, held_out)]
-    return Rows(rows, held_out, said)
+        table = data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips")
+        held_out, more = _scan_table(cfg, table, job, backbone, rewards)
+        messages += [*more, *checks.check_held_out(rows, held_out)]
+    return Rows(rows, held_out, messages)
 
 
 def _scan_table(
@@ -60,32 +58,33 @@ def _scan_table(
     backbone: Backbone,
     rewards: Sequence[registry.Chosen] = (),
 ) -> tuple[list[data.Row], list[str]]:
+    """Return (usable rows, messages)."""
     look = partial(data.look_at, num_frames=cfg.data.num_frames, fps=cfg.data.fps, takes_image=backbone.takes_image)
     looks = map_shared(look, rows, job.share, job.gather_lists, "headers")
     problems = [(row.line, problem) for row, look in zip(rows, looks, strict=True) for problem in look.problems]
-    # of the others it depends on their settings: find_samples asks them
+    # the other classes' references depend on their settings: find_samples checks them
     needs: dict[str, str] = {
         reward.key: str(cls.compares_with)
         for i, (reward, cls) in enumerate(rewards)
         if (reward.weight > 0 or i == 0) and isinstance(cls.compares_with, str)
     }
-    problems += [(row.line, lack) for row in rows if not row.problem for lack in missing_columns(cfg, row, needs)]
-    refused = {size: plan.size_problem(cfg, backbone, size) for size in {row.size for row in rows}}
-    problems += [(row.line, refused[row.size]) for row in rows if refused[row.size]]
+    problems += [(row.line, text) for row in rows if not row.problem for text in missing_columns(cfg, row, needs)]
+    bad_sizes = {size: plan.size_problem(cfg, backbone, size) for size in {row.size for row in rows}}
+    problems += [(row.line, bad_sizes[row.size]) for row in rows if bad_sizes[row.size]]
     good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
-    said, table = [f"skipped: {line}" for line in bad], rows[0].table
+    messages, table = [f"skipped: {line}" for line in bad], rows[0].table
     if bad:
-        said.append(f"note: {table}: {len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows)")
-    said += _anchor_notes(cfg, good)
+        messages.append(f"note: {table}: {len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows)")
+    messages += _anchor_notes(cfg, good)
     lines = {row.line for row in good}
-    seen = [look for row, look in zip(rows, looks, strict=True) if row.line in lines]
+    good_looks = [look for row, look in zip(rows, looks, strict=True) if row.line in lines]
     sizes = (cfg.data.height, cfg.data.width, cfg.data.max_pixels, cfg.data.fps)
-    notes = [*data.notes(good), *data.clip_notes(good, seen, *sizes), *setup_data.size_notes(cfg, good)]
-    return good, [*said, *(f"note: {table}: {note}" for note in notes)]
+    notes = [*data.notes(good), *data.clip_notes(good, good_looks, *sizes), *size_notes(cfg, good)]
+    return good, [*messages, *(f"note: {table}: {note}" for note in notes)]
 
 
 def _anchor_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
-    """Return a note on rows without a clip to anchor at. DataError where no row has one."""
+    """Return a note on rows without a clip to anchor at. Raise DataError where no row has one."""
     without = sum(row.video is None for row in rows)
     if cfg.anchor.weight == 0 or not without:
         return []
@@ -95,17 +94,14 @@ def _anchor_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
 
 
 def open_cache(cfg: AnyConfig) -> Cache:
-    """The folder of what is computed once per clip."""
+    """Open the cache of values that are computed once per clip."""
     return Cache(cfg.data.cache_dir or f"{cfg.run.output_dir}/cache")
 
 
 def find_samples(
     cfg: AnyConfig, rows: Sequence[data.Row], terms: Sequence[Term], store: Cache, job: Distributed
 ) -> list[Sample]:
-    """The clips, read once, and what the rewards keep of them; what is left out is said.
-
-    rows: those that look_at_rows left.
-    """
+    """Read the clips of scan_rows once, cache the rewards' references, and print the rows that are left out."""
     if not rows:
         return []
     rewards = [term.reward for term in terms]
@@ -115,22 +111,22 @@ def find_samples(
         (row.line, unreadable[path]) for row in rows for path in dict.fromkeys(row.files.values()) if path in unreadable
     ]
     problems += [(row.line, problem) for row in rows for problem in missing_references(cfg, row, terms)]
-    lost = {line for line, _ in problems}
-    whole = [row for row in rows if row.line not in lost]
-    keys = {row.line: clip_scan.clip_key(row, hashes, size) for row in whole}
+    bad_lines = {line for line, _ in problems}
+    good = [row for row in rows if row.line not in bad_lines]
+    keys = {row.line: clip_scan.clip_key(row, hashes, size) for row in good}
     load = partial(load_sized_example, cfg)
-    found = job.gather_lists(clip_scan.scan_clips(store, whole, keys, load, rewards, job.device, job.share))
-    problems += [(one.line, one.problem) for one in found if one.problem]
+    scans = job.gather_lists(clip_scan.scan_clips(store, good, keys, load, rewards, job.device, job.share))
+    problems += [(scan.line, scan.problem) for scan in scans if scan.problem]
     rows, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     for line in bad:
         job.say(f"skipped: {line}")
-    return clip_scan.load_samples(store, rows, keys, found, rewards)
+    return clip_scan.load_samples(store, rows, keys, scans, rewards)
 
 
 def make_conditions(cfg: AnyConfig, backbone: Backbone, base: Mapping[str, str], store: Cache) -> Conditions:
-    """The conditioning of clips, in the cache. base: as `digest_base_model` gives it."""
+    """Return the cached conditioning of clips. base: of `digest_base_model`."""
     first = " ".join(base.get(part, part) for part in backbone.parts_of(backbone.experts[0]))
-    # what an image becomes is the model's own affair: two models of one VAE make different things of it
+    # two models with one VAE condition differently on an image
     image = " ".join([cfg.model.model_name, *(base[part] for part in ("vae", "image_encoder") if part in base)])
     return Conditions(store, backbone, base["text_encoder"], image, first, cfg.model.dtype, cfg.data.num_frames)
 
@@ -138,7 +134,7 @@ def make_conditions(cfg: AnyConfig, backbone: Backbone, base: Mapping[str, str],
 def make_anchors(
     cfg: AnyConfig, backbone: Backbone, conditions: Conditions, samples: Sequence[Sample], job: Distributed
 ) -> Anchors:
-    """Return the data anchor of the run, with the clips' latents in the cache where it trains or measures them."""
+    """Build the run's data anchor, and cache the latents of the clips that it trains on or measures."""
     trained = plan.trained_experts(cfg, backbone.experts)
     anchors = Anchors(
         cfg=cfg.anchor,
@@ -151,7 +147,7 @@ def make_anchors(
         skip_lost=cfg.data.skip_bad_rows,
         device=job.device,
     )
-    clips = [sample for sample in samples if sample.row.video is not None] if anchors.is_wanted else []
+    clips = [sample for sample in samples if sample.row.video is not None]
     clips = clips if cfg.anchor.weight else clips[: cfg.anchor.measured_clips]
     conditions.fill_latents(clips, lambda sample: load_sized_example(cfg, sample.row).video, job.device, job.share)
     job.wait()
@@ -165,22 +161,22 @@ def make_batch_builder(
     samples: Sequence[Sample],
     job: Distributed,
 ) -> batches.BatchBuilder:
-    """Return where rollouts start, with the first expert's latents in the cache where the run caches them."""
+    """Build the builder of batches, and cache the boundary latents where experts.untrained is boundary_cache."""
     cached = cfg.experts.untrained == "boundary_cache"
     schedules, noises = partial(plan.make_schedule, cfg, backbone), cfg.sample.noises_per_sample
-    starts = batches.BatchBuilder(
+    builder = batches.BatchBuilder(
         samples, conditions, schedules, cfg.run.seed, noises, cached, cfg.data.skip_bad_rows, job.device
     )
     if cached:
-        starts.fill(cfg.run.sample_videos, job.share)
+        builder.fill(cfg.run.sample_videos, job.share)
         job.wait()
-    return starts
+    return builder
 
 
 def fill_conditions(
     cfg: AnyConfig, conditions: Conditions, samples: Sequence[Sample], job: Distributed
 ) -> Conditioning | None:
-    """Compute what the cache lacks of the conditioning; what guidance leads away from, on the device, None for none."""
+    """Compute the missing conditioning. Return the negative prompt's on the device, or None without guidance."""
     guided = cfg.sample.guidance_scale != 1
     conditions.fill(samples, job.device, job.share, [cfg.sample.negative_prompt] if guided else [])
     job.wait()

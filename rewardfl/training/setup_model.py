@@ -22,11 +22,8 @@ from rewardfl.training.state import RunState
 SEED_STRIDE = 1_000_003  # between the adapters of two experts, which must not start from equal matrices
 
 
-# What will be done, as far as the configuration and headers tell
-
-
 def model_source(cfg: AnyConfig) -> Source:
-    """What the configuration says of the model's files."""
+    """Return the configuration's settings of the model's files."""
     model = cfg.model
     return Source(
         model_paths=model.model_paths,
@@ -41,7 +38,7 @@ def model_source(cfg: AnyConfig) -> Source:
 
 
 def open_model(cfg: AnyConfig) -> Backbone:
-    """The model: all of its files are checked by their headers alone, and so is what the run wants of them."""
+    """Open the model, and check its files by their headers and the configuration against them."""
     checks.check_tracker(cfg.run.log_with)
     checks.check_threads(cfg.run.cpu_threads, machine.usable_cores())
     checks.check_paths(cfg)
@@ -58,15 +55,12 @@ def open_model(cfg: AnyConfig) -> Backbone:
 def load_experts(
     cfg: AnyConfig, backbone: Backbone, job: Distributed, conditions: Conditions, samples: Sequence[Sample]
 ) -> tuple[Experts, dict[str, nn.Module]]:
-    """(all experts in their places, the trained ones by name with their LoRA, where `job.prepare` wants them).
-
-    samples: by one of them it is measured how far an expert's velocity in fp8 is from the exact one.
-    """
+    """Load and place all experts, and print the error of fp8 on a sample. Return (experts, trained ones with LoRA)."""
     names = plan.trained_experts(cfg, backbone.experts)
     outside = [name for name in backbone.experts if name not in names]
-    model_of: dict[str, nn.Module | None] = dict.fromkeys(backbone.experts)  # one at a time: the host holds one expert
+    experts: dict[str, nn.Module | None] = dict.fromkeys(backbone.experts)  # loaded one at a time, to save host memory
 
-    def loaded(name: str) -> ModelMixin:
+    def load(name: str) -> ModelMixin:
         expert = backbone.load_expert(name)
         if cfg.model.attention_backend != attention.NATIVE:
             expert.set_attention_backend(cfg.model.attention_backend)
@@ -74,43 +68,42 @@ def load_experts(
             compiling.compile_blocks(expert, backbone.block_classes)
         return expert
 
-    if cfg.experts.untrained != "boundary_cache":  # which nothing will ask
+    if cfg.experts.untrained != "boundary_cache":
         probe = None
         if cfg.experts.untrained == "fp8":
             row, conditioning = conditions.readable(samples, 0, cfg.data.skip_bad_rows)
             shape = conditions.shape_of(samples[row])
             noise = draw_noise((1, *shape), noise_seed(cfg.run.seed, 0, "8 bits"))
-            probe = rounding.Probe(backbone, plan.make_schedule(cfg, backbone, shape), noise, conditioning, job.device)
+            schedule = plan.make_schedule(cfg, backbone, shape)
+            probe = rounding.Probe(
+                backbone=backbone, schedule=schedule, noise=noise, conditioning=conditioning, device=job.device
+            )
         for name in outside:
             measures = probe is not None and job.main and name in probe.schedule.experts
-            # loaded twice then: two in the host at once would take what is to be saved
-            exact = probe.exact(name, partial(loaded, name)) if measures else None
-            expert = offload.move_expert(loaded(name), cfg.experts.untrained, job.device, backbone.block_classes)
+            # loaded twice, since two experts at once would exceed the host's memory
+            exact = probe.exact(name, partial(load, name)) if measures else None
+            expert = offload.move_expert(load(name), cfg.experts.untrained, job.device, backbone.block_classes)
             if exact is not None:
                 job.say(probe.note(name, expert, exact))
-            model_of[name] = expert
+            experts[name] = expert
     trained, rank, targets = {}, cfg.lora.lora_rank, plan.lora_targets(cfg, backbone)
-
     for i, name in enumerate(names):
-        expert = loaded(name)
+        expert = load(name)
         lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed + i * SEED_STRIDE)
         expert = offload.move_expert(expert, cfg.experts.trained, job.home, backbone.block_classes)
         if cfg.train.use_gradient_checkpointing:
             on_host, keep_attention = cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention
             expert.enable_gradient_checkpointing(offload.checkpointing(job.device, on_host, keep_attention))
-        trained[name] = model_of[name] = expert
-    return Experts(model_of, outside), trained
+        trained[name] = experts[name] = expert
+    return Experts(experts, outside), trained
 
 
 def fill_adapters(model: Experts, trained: Mapping[str, nn.Module], backbone: Backbone, resumed: RunState) -> None:
-    """Give the adapters their first weights: of the checkpoint, of lora.init_from, or as they are: they change nothing.
-
-    CheckpointError for a checkpoint without the adapters that are trained.
-    """
+    """Load the adapters from the checkpoint or lora.init_from. Raise CheckpointError where the checkpoint lacks one."""
     folder = resumed.opened.path
     if folder is None:
-        for name, one in resumed.init.items():
-            lora.start_from(trained[name], one)
+        for name, adapter in resumed.init.items():
+            lora.start_from(trained[name], adapter)
         return
     for name, expert in trained.items():
         try:

@@ -1,16 +1,15 @@
 """Connect the processes of a run, and refuse launches that differ from the configuration."""
 
-from rewardfl import config as configuration
 from rewardfl.backbones.protocol import DTYPES
-from rewardfl.config import AnyConfig
+from rewardfl.config import AnyConfig, trained_positions
 from rewardfl.memory import attention, compiling
 from rewardfl.training import checks
 from rewardfl.training.distributed import Distributed
 
 
 def connect_processes(cfg: AnyConfig) -> Distributed:
-    """The run's processes, connected. LaunchError or ConfigError when what runs is not what was asked for."""
-    several = len(configuration.trained_positions(cfg)) > 1
+    """Connect the run's processes. Raise LaunchError or ConfigError where they do not fit the configuration."""
+    several = len(trained_positions(cfg)) > 1
     job = Distributed(cfg.train.max_grad_norm, several, cfg.run.cpu_threads, cfg.run.log_with, cfg.run.output_dir)
     checks.check_sharding(cfg, job.sharding)
     attention.check_backward(cfg.model.attention_backend, DTYPES[cfg.model.dtype], job.device)

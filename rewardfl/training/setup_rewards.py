@@ -19,62 +19,62 @@ from rewardfl.training.samples import Sample
 
 
 def find_rewards(cfg: AnyConfig, backbone: Backbone, here: bool = True) -> list[registry.Chosen]:
-    """The rewards by their classes alone, before anything is read or written.
+    """Find the rewards' classes, before anything is read or written. here: files in their settings must exist.
 
-    RewardError for one that is not there, does not take its settings, or has no gradient to be trained on; ConfigError
-    for one that the clips are too short for. here: whether the files that settings name must exist.
+    Raise RewardError for a missing reward, wrong settings, or a trained one without a gradient. Raise ConfigError for
+    one that needs longer clips.
     """
-    found = registry.find_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token), here)
-    check_frames(cfg, found)
+    specs = registry.find_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token), here)
+    check_frames(cfg, specs)
     if isinstance(cfg, configuration.RewardFlConfig) and not configuration.is_supervised(cfg):
-        registry.check_trainable(found)
-    return found
+        registry.check_trainable(specs)
+    return specs
 
 
 def check_frames(cfg: AnyConfig, found: Sequence[registry.Chosen]) -> None:
-    """ConfigError where a reward looks at what changes from frame to frame, and the frames are too few."""
-    for one, cls in found:
+    """Raise ConfigError where a reward needs more frames than the clips have."""
+    for spec, cls in found:
         if cfg.data.num_frames < cls.fewest_frames:
             raise configuration.ConfigError(
-                f"{one.key} judges at least {cls.fewest_frames} frames, and data.num_frames is {cfg.data.num_frames}; "
+                f"{spec.key} judges at least {cls.fewest_frames} frames, and data.num_frames is {cfg.data.num_frames}; "
                 "take a reward that judges each picture (docs/rewards.md), or remove it"
             )
 
 
 def missing_references(cfg: AnyConfig, row: data.Row, terms: Sequence[Term]) -> list[str]:
-    """What a trained reward, or the first one, needs of the row and does not find, in words."""
+    """Return in words which references of the trained rewards, or of the first one, the row lacks."""
     needs = {term.key: term.reward.compares_with for term in terms if term.weight > 0 or term is terms[0]}
     return missing_columns(cfg, row, needs)
 
 
 def missing_columns(cfg: AnyConfig, row: data.Row, needs: dict[str, str]) -> list[str]:
-    """What the row lacks of the needs, {key of a reward: what it compares with}, in words."""
+    """Return in words which `needs`, {key of a reward: clip or picture}, the row lacks."""
     if isinstance(cfg, configuration.FlowGrpoConfig) and "motion" in configuration.part_weights(cfg):
         needs = needs | {"reward.motion_weight": "clip"}
     columns = {"clip": "video or reference_video", "picture": "video, reference_video or image"}
-    lacks = [
-        f"{key} compares with a {what}, and the row names none ({columns[what]})"
-        for key, what in needs.items()
-        if what not in row.offers
+    problems = [
+        f"{key} compares with a {kind}, and the row names none ({columns[kind]})"
+        for key, kind in needs.items()
+        if kind not in row.offers
     ]
     if configuration.is_supervised(cfg) and row.video is None:
-        lacks.append("supervised fine-tuning fits the clip of a row, and the row names none (video)")
-    return lacks
+        problems.append("supervised fine-tuning fits the clip of a row, and the row names none (video)")
+    return problems
 
 
-def _check_face_packs(
+def check_face_packs(
     cfg: AnyConfig, terms: Sequence[Term], samples: Sequence[Sample], job: Distributed
 ) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """({configuration key: {file: sha256}}, what is said of them) of the face rewards, on every process.
+    """Return ({configuration key: {file: sha256}}, messages) of the face rewards, on every process.
 
-    The first process asks, on the first sample's real clip. Raised on all of them: FaceParityError when a pack does not
-    answer on the device as onnxruntime does, DataError when that clip cannot be read any more.
+    The main process compares the packs with onnxruntime on the first sample's real clip. Raise FaceParityError on all
+    processes where they differ, DataError where the clip cannot be read.
     """
     packs = {term.key: term.reward.identity for term in terms if isinstance(term.reward, FaceIdentityReward)}
     if not packs:
         return {}, []
 
-    def ask() -> tuple[dict[str, dict[str, str]], list[str]]:
+    def check() -> tuple[dict[str, dict[str, str]], list[str]]:
         hashes = {key: file_hashes(identity.files) for key, identity in packs.items()}
         for key, identity in packs.items():
             if identity.second_file is not None:
@@ -82,15 +82,14 @@ def _check_face_packs(
         clip = load_sized_example(cfg, samples[0].row).reference.to(job.device)
         return hashes, describe_packs(hashes) + face_parity.check_packs(packs, clip)
 
-    return job.by_main(ask, (face_parity.FaceParityError, data.DataError))
+    return job.by_main(check, (face_parity.FaceParityError, data.DataError))
 
 
 def check_rewards(cfg: AnyConfig, job: Distributed, terms: Sequence[Term], samples: Sequence[Sample]) -> None:
-    """Let each reward judge a video before there is a model to make one: the first sample's clip, or noise.
+    """Check each reward on the first sample's clip, or on noise, before the model loads.
 
-    RewardError for one that breaks its contract (rewards.checked). Whatever else it raises is said: training goes on
-    without what it cannot judge, or ends there by the same error. One that waits for somebody else (concurrent) is not
-    asked: it would be waited for here.
+    Raise RewardError for one that breaks its contract (rewards.checked). Other errors are printed. Concurrent rewards
+    are skipped: start-up would block on them.
     """
 
     def judge() -> list[str]:
@@ -99,13 +98,13 @@ def check_rewards(cfg: AnyConfig, job: Distributed, terms: Sequence[Term], sampl
         if video is None:
             video = draw_noise((3, cfg.data.num_frames, *first.size), cfg.run.seed, torch.device("cpu")).clamp(-1, 1)
         by_gradient = isinstance(cfg, configuration.RewardFlConfig)
-        count = min(2, cfg.train.per_device_train_batch_size)  # two tell a mean over the batch from one over a video
-        found = {
+        count = min(2, cfg.train.per_device_train_batch_size)  # two detect a mean over the batch
+        errors = {
             term.key: check_reward(term, video.to(job.device), reference, count, by_gradient and term.weight > 0)
             for term, reference in zip(terms, first.references, strict=True)
             if not term.reward.concurrent
         }
-        return [f"note: {key} does not judge the first clip: {why}" for key, why in found.items() if why]
+        return [f"note: {key} does not judge the first clip: {why}" for key, why in errors.items() if why]
 
     for line in job.by_main(judge, (RewardError, data.DataError)):
         job.say(line)

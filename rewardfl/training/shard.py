@@ -1,4 +1,4 @@
-"""Divide work among processes, and cache entries that are computed once."""
+"""Divide work among processes, and compute cache entries once."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,12 +13,11 @@ from rewardfl.data import cache
 from rewardfl.data.cache import Cache, CacheError, Key
 
 T = TypeVar("T")
-
 U = TypeVar("U")
 
-READERS = 4  # files that a process hashes, or whose headers it reads, at a time
+READERS = 4  # threads of a process that read files
 
-Gather = Callable[[list], list]  # collects a list over all processes, as accelerate.utils.gather_object does
+Gather = Callable[[list], list]  # concatenates the lists of all processes, as accelerate.utils.gather_object
 
 
 @dataclass(frozen=True)
@@ -30,17 +29,17 @@ class Shard:
     quiet: bool = False  # no progress bar
 
     def of(self, items: Iterable) -> list:
-        # by position among all items, not among those that are missing: others write while we look
+        """Return the items of this process. Pass the full list: the missing items change while others write."""
         return list(items)[self.rank :: self.processes]
 
     def rounds(self, items: Iterable) -> list[tuple[Any, bool]]:
-        """`of(items)`, each with True, and on a process with fewer another one's, with False.
+        """Return `of(items)`, each with True, padded by another process's item with False.
 
-        So every process has as many: a forward pass under FSDP needs them all.
+        Every process gets equally many: a forward pass under FSDP needs all processes.
         """
         items = list(items)
-        own = [(item, True) for item in self.of(items)]
-        return own + [(item, False) for item in items[:1]] * (math.ceil(len(items) / self.processes) - len(own))
+        shard = [(item, True) for item in self.of(items)]
+        return shard + [(item, False) for item in items[:1]] * (math.ceil(len(items) / self.processes) - len(shard))
 
 
 def fill_missing(
@@ -50,10 +49,10 @@ def fill_missing(
     share: Shard,
     what: str,
 ) -> None:
-    """Compute the entries of this process's share of `wanted` that the cache lacks.
+    """Compute the entries of this process's shard of `wanted` that the cache lacks.
 
-    wanted: keys, each with what its entry is computed of, the same on all processes. ready: loads what computing
-    takes, and returns the function; it is called only if something is missing.
+    wanted: (key, input of `compute`), the same on all processes. ready: loads the network and returns `compute`; it is
+    called only if something is missing.
     """
     distinct = {cache.digest(key): (key, item) for key, item in wanted}.values()
     missing = [(key, item) for key, item in share.of(distinct) if store.get(key) is None]
@@ -65,7 +64,7 @@ def fill_missing(
 
 
 def read_entry(store: Cache, key: Key) -> dict[str, Tensor]:
-    """An entry that `fill` has seen to; CacheError when it is not there."""
+    """Return an entry of `fill_missing`. Raise CacheError where it is missing."""
     entry = store.get(key)
     if entry is None:
         raise CacheError(
@@ -76,13 +75,10 @@ def read_entry(store: Cache, key: Key) -> dict[str, Tensor]:
     return entry
 
 
-# Clips and what the rewards keep of them
-
-
 def map_shared(look: Callable[[T], U], items: Sequence[T], share: Shard, gather: Gather, what: str) -> list[U]:
-    """[look(item)] on every process; each looks at its share."""
-    mine = share.of(range(len(items)))
+    """Return [look(item)] on every process. Each calls `look` for its shard."""
+    indices = share.of(range(len(items)))
     with ThreadPoolExecutor(READERS) as pool:
-        seen = tqdm(pool.map(look, share.of(items)), total=len(mine), desc=what, disable=share.quiet)
-        found = dict(gather(list(zip(mine, seen, strict=True))))
-    return [found[i] for i in range(len(items))]
+        results = tqdm(pool.map(look, share.of(items)), total=len(indices), desc=what, disable=share.quiet)
+        by_index = dict(gather(list(zip(indices, results, strict=True))))
+    return [by_index[i] for i in range(len(items))]

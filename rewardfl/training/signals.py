@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP, noted until a place at which nothing is lost by stopping. No torch here."""
+"""Note SIGTERM, SIGINT and SIGHUP until training can stop without loss. This module does not import torch."""
 
 import os
 import signal
@@ -8,16 +8,15 @@ from collections.abc import Callable
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-ECHO = 1.0  # seconds: a launcher passes on what a batch system or a terminal has sent to its children, too
+ECHO = 1.0  # seconds within which a launcher may pass on a signal that the process got itself
 
 
 class Interruption:
-    """Within `with`, once `listen` was called: the first signal is noted, a second one ends the process at once."""
+    """A context that notes the first signal after `listen`. A second signal ends the process at once."""
 
     def __init__(self):
-        self.noted = 0  # what this process was sent
-        self.number = 0  # what all processes agreed on
+        self.noted = 0  # signal of this process
+        self.number = 0  # signal that all processes agreed on
         self._noted_at = 0.0
         self._before: dict[signal.Signals, signal._HANDLER] = {}
 
@@ -25,12 +24,11 @@ class Interruption:
         return self
 
     def listen(self) -> None:
-        """Until here a signal ends the process at once: there is nothing to save yet. Main thread only.
-
-        A SIGHUP that is ignored stays so: nohup has asked for that.
-        """
-        taken = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._note) for number in taken}
+        """Handle signals from here on, but a SIGHUP that nohup ignores. Call it on the main thread."""
+        handled = [
+            number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        ]
+        self._before = {number: signal.signal(number, self._note) for number in handled}
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if not self.noted:
@@ -39,17 +37,14 @@ class Interruption:
             os._exit(128 + number)
 
     def __exit__(self, kind: type[BaseException] | None, *_exception) -> None:
-        if not self._before and kind is KeyboardInterrupt:  # one line, as of any other end
+        if not self._before and kind is KeyboardInterrupt:  # one line instead of a traceback
             print("SIGINT: stopped before the first step; the same command starts again", file=sys.stderr)
             raise SystemExit(128 + signal.SIGINT)
         for number, before in self._before.items():
             signal.signal(number, before)
 
     def agreed(self, largest: Callable[[int], int]) -> bool:
-        """Whether any process was sent a signal. To be called by all of them at the same place.
-
-        largest: the maximum of a number over all processes. Once agreed, it stays so without asking again.
-        """
+        """Tell whether any process got a signal. Collective. largest: the maximum over all processes."""
         self.number = self.number or largest(self.noted)
         return self.number != 0
 
@@ -59,5 +54,5 @@ class Interruption:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number, as a shell counts."""
+        """Return 128 + the signal's number, as a shell does."""
         return 128 + self.number

@@ -1,4 +1,4 @@
-"""Records of a resumed run: where it continues, and what is restored."""
+"""Records of a resumed run: its checkpoint and the restored state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,26 +7,24 @@ from typing import Any
 
 from rewardfl.weights import lora_files
 
-# The run's folder, and what it goes on from
-
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a run goes on from."""
+    """The checkpoint that a run resumes from, if any."""
 
-    path: Path | None = None  # the checkpoint, None to start anew
-    step: int = 0  # that it was saved after
-    changes: tuple[dict[str, Any], ...] = ()  # key, old, new, step: of this resumption and of those before it
+    path: Path | None = None  # the checkpoint; None for a new run
+    step: int = 0  # updates before it
+    changes: tuple[dict[str, Any], ...] = ()  # (key, old, new, step) of this resumption and of earlier ones
     base: Mapping[str, str] = field(default_factory=dict)  # {part of the base model: digest of its files}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunState:
-    """What the run is made of, and the state of the checkpoint that it goes on from.
+    """The content of a run, and the state of the checkpoint that it resumes from.
 
-    content: {key of the configuration: {what it leads to, in order: its digest}}, which must not change in a run.
-    changes: all that run.resume_with_changes has allowed. state: {} to start anew; what is loaded of it is taken out of
-    it, so that nothing is held twice.
+    content: {key of the configuration: {file or row, in order: digest}}, which must not change in a run. changes: those
+    that run.resume_with_changes has allowed. state: {} for a new run; entries are popped as they are loaded, to save
+    memory.
     """
 
     opened: ResumePoint
@@ -37,5 +35,5 @@ class RunState:
 
     @property
     def step(self) -> int:
-        """The steps that are done."""
+        """Return the number of updates before the resume."""
         return self.opened.step

@@ -8,18 +8,8 @@ from rewardfl import flow, group_plan
 from rewardfl.backbones.protocol import Backbone, Schedule
 from rewardfl.config import AnyConfig, FlowGrpoConfig, RewardFlConfig
 from rewardfl.rewards import registry
-from rewardfl.training import summary
+from rewardfl.training import plan
 from rewardfl.training.distributed import Distributed
-from rewardfl.training.plan import (
-    anchor_steps,
-    draw_windows,
-    forwards_per_velocity,
-    make_geometry,
-    make_schedule,
-    make_windows,
-    trained_experts,
-    updates_per_epoch,
-)
 from rewardfl.training.samples import Rows
 from rewardfl.windows import Windows
 
@@ -27,15 +17,12 @@ from rewardfl.windows import Windows
 def print_run_summary(
     cfg: AnyConfig, backbone: Backbone, wanted: Sequence[registry.Chosen], rows: Rows, steps: int, job: Distributed
 ) -> None:
-    """Print what the run will do: where it differs from the checkpoint, its configuration, rewards, arithmetic, sigmas.
-
-    wanted: find_rewards'.
-    """
-    trained = [f"{one.weight:g} x {one.label} ({one.name})" for one, _ in wanted if one.weight > 0]
+    """Print notes, the configuration, the rewards, the arithmetic and the sigmas. wanted: of find_rewards."""
+    trained = [f"{spec.weight:g} x {spec.label} ({spec.name})" for spec, _ in wanted if spec.weight > 0]
     if isinstance(cfg, configuration.FlowGrpoConfig):
         trained += [f"{weight:g} x {part}" for part, weight in configuration.part_weights(cfg).items()]
     trained += [f"{cfg.anchor.weight:g} x the data anchor"] if cfg.anchor.weight else []
-    measured = [f"{one.label} ({one.name})" for one, _ in wanted if one.weight == 0]
+    measured = [f"{spec.label} ({spec.name})" for spec, _ in wanted if spec.weight == 0]
     rewards = f"trained on {' + '.join(trained)}; only measured: {', '.join(measured) or 'nothing'}"
     if configuration.is_supervised(cfg):
         rewards = "supervised fine-tuning: trained on the clips alone, without rollouts; no reward is computed"
@@ -44,37 +31,30 @@ def print_run_summary(
         notes.append("note: reward.kl_gradient: through_trajectory is now reference_constant; the old name will go")
     if cfg.train.warmup_steps > steps:
         notes.append(f"note: train.warmup_steps {cfg.train.warmup_steps} do not end within the run's {steps} steps")
-    overview = summary.overview(cfg, backbone, len(rows.train), steps, job.world)
-    for line in [*notes, *rows.said, configuration.dump(cfg), rewards, overview]:
+    arithmetic = overview(cfg, backbone, len(rows.train), steps, job.world)
+    for line in [*notes, *rows.said, configuration.dump(cfg), rewards, arithmetic]:
         job.say(line)
 
 
-KINDS = ("flow", "dance", "cps")  # of stochastic steps
-
-
-# For people, at every start
-
-
 def overview(cfg: AnyConfig, backbone: Backbone, clips: int | None, steps: int | None, processes: int) -> str:
-    """The arithmetic of the run's batches, steps and gradients, and its sigmas. clips, steps: where they are known."""
-    schedule = make_schedule(cfg, backbone)
+    """Return the arithmetic of batches, steps and gradients, and the sigmas. clips, steps: None where not known."""
+    schedule = plan.make_schedule(cfg, backbone)
     if isinstance(cfg, FlowGrpoConfig):
-        windows = make_windows(cfg, schedule.experts, trained_experts(cfg, backbone.experts))
+        windows = plan.make_windows(cfg, schedule.experts, plan.trained_experts(cfg, backbone.experts))
         lines, trained = _group_arithmetic(cfg, len(schedule), windows, clips, steps, processes), windows.drawable
     else:
         lines, trained = _batch_arithmetic(cfg, clips, steps, processes), configuration.active_steps(cfg)
     if cfg.anchor.weight:
-        lines.append(_anchor_line(cfg, anchor_steps(cfg, schedule, trained_experts(cfg, backbone.experts))))
+        lines.append(_anchor_line(cfg, plan.anchor_steps(cfg, schedule, plan.trained_experts(cfg, backbone.experts))))
     return "\n".join([*lines, "", *sigma_table(cfg, schedule, trained), ""])
 
 
 def _anchor_line(cfg: AnyConfig, steps: Sequence[int]) -> str:
-    """Return what the data anchor does, in words."""
     anchor = cfg.anchor
-    where = "any moment of" if anchor.sigmas == "trained_range" else "in turn"
+    moments = "any moment of" if anchor.sigmas == "trained_range" else "in turn"
     target = "the velocity without the adapter" if anchor.target == "reference" else "the clips"
     return (
-        f"data anchor: weight {anchor.weight:g}, {anchor.draws} draws per sample, {where} steps {list(steps)}, "
+        f"data anchor: weight {anchor.weight:g}, {anchor.draws} draws per sample, {moments} steps {list(steps)}, "
         f"fitted to {target}"
     )
 
@@ -91,7 +71,7 @@ def _batch_arithmetic(cfg: RewardFlConfig, clips: int | None, steps: int | None,
     ]
     if configuration.is_supervised(cfg):
         lines = lines[:1]
-    if forwards_per_velocity(cfg) > 1:
+    if plan.forwards_per_velocity(cfg) > 1:
         lines.append(f"guidance: {sample.guidance_scale:g}, gradient of {sample.guidance_gradient}")
     if steps is None or clips is None:
         return lines
@@ -102,19 +82,18 @@ def _batch_arithmetic(cfg: RewardFlConfig, clips: int | None, steps: int | None,
 def _group_arithmetic(
     cfg: FlowGrpoConfig, num_steps: int, windows: Windows, clips: int | None, steps: int | None, processes: int
 ) -> list[str]:
-    grpo, geometry = cfg.grpo, make_geometry(cfg, processes)
-    drawn = draw_windows(cfg, windows, steps)
+    grpo, geometry = cfg.grpo, plan.make_geometry(cfg, processes)
+    drawn = plan.draw_windows(cfg, windows, steps)
     batches, widest = geometry.forwards_per_update, max(map(len, drawn))
     rolled = fmean(
         sum(passes for _, passes in group_plan.rollout_counts(geometry, num_steps, window)) for window in drawn
     )
-    velocity_passes = forwards_per_velocity(cfg)
+    velocity_passes, per_epoch = plan.forwards_per_velocity(cfg), plan.updates_per_epoch(cfg)
     guidance = f" x {velocity_passes} (guidance)" if velocity_passes > 1 else ""
     first = ", ".join(str(list(window)) for window in drawn[:3])
-    steps_drawn = list(windows.drawable)
-    window = (
-        f"{steps_drawn}" if grpo.window == "list" else f"{widest} of {steps_drawn}, drawn in each epoch: {first}, ..."
-    )
+    window = f"{list(windows.drawable)}"
+    if grpo.window != "list":
+        window = f"{widest} of {window}, drawn in each epoch: {first}, ..."
     lines = [
         f"an epoch: {grpo.groups} groups x {grpo.group_size} = {geometry.samples} samples = {geometry.forwards} "
         f"forwards x {geometry.batch} batch x {processes} process{'es' if processes > 1 else ''}",
@@ -122,34 +101,35 @@ def _group_arithmetic(
         f"{num_steps} steps{guidance}{', its first steps once per group' if grpo.same_noise_in_group else ''}",
         f"an update: {geometry.samples // geometry.updates} samples; per process {velocity_passes * batches * widest} "
         f"forwards with gradient: {batches} batches x {widest} window steps{guidance}",
-        f"updates: {grpo.updates_per_epoch} per epoch x {grpo.inner_epochs} inner epochs = {updates_per_epoch(cfg)}",
+        f"updates: {grpo.updates_per_epoch} per epoch x {grpo.inner_epochs} inner epochs = {per_epoch}",
         f"SDE: {grpo.sde}, noise level {grpo.noise_level:g}, window {window}",
     ]
     if steps is None:
         return lines
-    rounds = steps // updates_per_epoch(cfg) * grpo.groups
-    visits = f" = {rounds / clips:.2f} x {clips} clips" if clips else ""
-    return [*lines, f"the run: {steps} updates = {steps // updates_per_epoch(cfg)} epochs = {rounds} groups{visits}"]
+    epochs = steps // per_epoch
+    groups = epochs * grpo.groups
+    visits = f" = {groups / clips:.2f} x {clips} clips" if clips else ""
+    return [*lines, f"the run: {steps} updates = {epochs} epochs = {groups} groups{visits}"]
 
 
 def sigma_table(cfg: AnyConfig, schedule: Schedule, trained: Sequence[int]) -> list[str]:
-    """By step: sigma, timestep, expert, whether it is one of the `trained`, or of those that windows are drawn from.
+    """Return a table by step: sigma, timestep, expert, and whether it is trained, or drawn in windows.
 
-    Of Flow-GRPO besides, for each kind of stochastic step at the configured noise level, its std, gradient weight
+    Flow-GRPO adds for each kind of stochastic step at the configured noise level its std, gradient weight
     (`flow.gradient_weight`) and noise left over sigma_next (`flow.noise_scale_error`).
     """
     kinds: Sequence[str] = ()
     role, word, level, trained_with = "gradient", "replayed", 0.0, ""
     if isinstance(cfg, FlowGrpoConfig):
-        kinds, level, trained_with = KINDS, cfg.grpo.noise_level, cfg.grpo.sde
+        kinds, level, trained_with = ("flow", "dance", "cps"), cfg.grpo.noise_level, cfg.grpo.sde
         role, word = "window ", "trained" if cfg.grpo.window == "list" else "drawn"
     heads = "".join(f"{kind + ' std':>11s}{'weight':>8s}{'noise':>7s}" for kind in kinds)
     lines = [f"step   sigma   timestep  expert      {role}{heads}".rstrip()]
     sigmas = schedule.sigmas.tolist()
     for i, (sigma, sigma_next) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
         cells = "".join(_cells(kind, sigma, sigma_next, level, sigmas[1]) for kind in kinds)
-        place = f"{word if i in trained else '-':{len(role)}s}"
-        lines.append(f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {schedule.experts[i]:10s}  {place}{cells}".rstrip())
+        mark = f"{word if i in trained else '-':{len(role)}s}"
+        lines.append(f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {schedule.experts[i]:10s}  {mark}{cells}".rstrip())
     if kinds:
         lines.append(
             f"at noise level {level:g}, trained with {trained_with}. weight: of the step's gradient, |dmean/dv| / std "
@@ -159,7 +139,7 @@ def sigma_table(cfg: AnyConfig, schedule: Schedule, trained: Sequence[int]) -> l
 
 
 def _cells(kind: str, sigma: float, sigma_next: float, level: float, sigma_max: float) -> str:
-    """std, gradient weight and noise-scale error; - for what is not defined there."""
+    """Format std, gradient weight and noise-scale error; - where one is not defined."""
     if kind == "cps" and level > 1:
         return f"{'-':>11s}{'-':>8s}{'-':>7s}"
     step = (kind, sigma, sigma_next, level, sigma_max)

@@ -9,7 +9,7 @@ import torch
 
 
 class Timer:
-    """Seconds by name: `with timer("decode"): ...` adds up. device: whose work is waited for."""
+    """Seconds by name: `with timer("decode"): ...` adds up. device: synchronised at the end of each phase."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -29,7 +29,7 @@ class Timer:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Peak in 1e9 bytes: of a GPU's allocator since it was last asked, on a CPU of the process since its start."""
+    """Return the peak in 1e9 bytes: of a GPU's allocator since the last call, on a CPU of the process."""
     if device.type != "cuda":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     peak = torch.cuda.max_memory_allocated(device)
@@ -38,5 +38,5 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU; None for the CPU."""
+    """Return the bytes of a GPU; None for the CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

@@ -17,7 +17,7 @@ def common_metrics(
 ) -> dict[str, float]:
     """Return the metrics that both scripts log: gradient norm, learning rate, replaced samples, peak memory.
 
-    replaced, signal: (N,) bool, whether a sample took the place of another, and whether it had a gradient.
+    replaced, signal: (N,) bool, whether a sample replaces another, and whether it had a gradient. Raise
     GradientMissing where the norm is 0 although a sample had one.
     """
     return {

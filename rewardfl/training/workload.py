@@ -12,29 +12,14 @@ from rewardfl import config as configuration
 from rewardfl import data, epoch_order, group_plan
 from rewardfl.backbones.protocol import Adapter, Backbone, Schedule
 from rewardfl.config import AnyConfig, FlowGrpoConfig, RewardFlConfig
-from rewardfl.training import checks
-from rewardfl.training.plan import (
-    anchor_steps,
-    draw_windows,
-    forwards_per_velocity,
-    largest_clip,
-    lora_targets,
-    make_geometry,
-    make_schedule,
-    make_windows,
-    trained_experts,
-    updates_per_epoch,
-)
+from rewardfl.training import checks, plan
 
-WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # by format, of which the first that is there counts
-
-
-# How much work it is
+WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # suffixes by format, in order of preference
 
 
 @dataclass(frozen=True)
 class Video:
-    """One generated video: by which model, with which adapter, and of what size."""
+    """The model, size and adapter of a generated video."""
 
     backbone: Backbone
     height: int
@@ -45,7 +30,7 @@ class Video:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of the run, in words, and the videos that it trains on: all that are counted, and those of a process."""
+    """A part of the run, and the number of videos that it trains on, in all and by process."""
 
     name: str
     videos: float
@@ -54,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Sampling:
-    """An evaluation: forward passes of one video by expert, and its steps; videos and times in the run, where known."""
+    """Evaluations: forward passes of one video by expert, steps, videos of each, and times in the run."""
 
     passes: Mapping[str, float]
     steps: int
@@ -64,26 +49,26 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a run does with each video that it trains on, from its noise to its share of an update, and with what.
+    """The passes, videos and settings of a run that determine its time and memory.
 
-    Passes are forward passes through an expert, by the expert's name; means where epochs differ.
+    Passes are forward passes of one video through an expert, by the expert's name; means where epochs differ.
     """
 
     video: Video
     trained: tuple[str, ...]  # experts
-    untrained: str | None  # the one that is not
+    untrained: str | None  # the other expert
     rollout: Mapping[str, float] = field(default_factory=dict)  # passes without a graph
-    replay: Mapping[str, float] = field(default_factory=dict)  # passes with one
+    replay: Mapping[str, float] = field(default_factory=dict)  # passes with a graph
     pulled: Mapping[str, float] = field(default_factory=dict)  # backward passes through these
     reference: Mapping[str, float] = field(default_factory=dict)  # passes without a graph and without the adapter
     anchor: Mapping[str, float] = field(default_factory=dict)  # passes of the data anchor, with a graph
-    anchor_to_reference: bool = False  # each with one more, without a graph
+    anchor_to_reference: bool = False  # each of these with a second pass, without a graph
     graphs: int = 1  # passes whose graphs live together
     reward_gradient: bool = False  # the reward's gradient goes back through the decoder
-    cacheable: bool = False  # what the untrained expert hands over can be computed before training
-    averaged: bool = False  # an average of the adapter is kept, and saved with the last weights
-    waiting: int = 0  # videos of one process whose latents and conditioning wait for an epoch's updates
-    kept: Mapping[str, int] = field(default_factory=dict)  # latents that each of them keeps, by samples_on
+    cacheable: bool = False  # boundary latents can be computed before training
+    averaged: bool = False  # a moving average of the adapter is kept and saved
+    waiting: int = 0  # videos of one process that are stored until an epoch's updates
+    kept: Mapping[str, int] = field(default_factory=dict)  # stored latents of each, by samples_on
     spans: tuple[Span, ...] = ()
     evaluation: Sampling | None = None
     steps: int | None = None  # updates of the run
@@ -93,14 +78,14 @@ class Workload:
     processes: int = 1  # one for each GPU
     sharding: str = "none"  # none, zero2 or fsdp2, over the processes
 
-    # the settings that trade memory for time; estimate.advice.KEYS says which keys they are
+    # settings that trade memory for time; estimate.advice.KEYS has their keys
     trained_placement: str = "gpu"  # of the trained experts' frozen weights
     placement: str = "gpu"  # of the untrained expert
     checkpointing: bool = True
     offload_inputs: bool = False
     keep_attention: bool = False
     batch: int = 1
-    accumulation: int | None = None  # None: an epoch has a fixed number of videos
+    accumulation: int | None = None  # None where an epoch has a fixed number of videos
     decode_caches: str = "keep"
     keeps_graphs: bool = False  # of the rollout's active steps, with the blocks' inputs in host memory
     noises: str | int = "fresh"
@@ -110,15 +95,15 @@ class Workload:
 def make_workload(
     cfg: AnyConfig, backbone: Backbone, clips: int | None, steps: int | None, processes: int, sharding: str = "none"
 ) -> Workload:
-    """How much work the configuration is. clips, steps: where they are known.
+    """Count the work of the configuration. clips, steps: None where not known.
 
-    ConfigError for samples that do not divide among processes, batches and updates, and for an impossible window.
+    Raise ConfigError where samples do not divide among processes, batches and updates, or no window is possible.
     """
     checks.check_sharding(cfg, sharding)
-    trained = trained_experts(cfg, backbone.experts)
-    adapter = Adapter(cfg.lora.lora_rank, tuple(lora_targets(cfg, backbone)))
+    trained = plan.trained_experts(cfg, backbone.experts)
+    adapter = Adapter(cfg.lora.lora_rank, tuple(plan.lora_targets(cfg, backbone)))
     common = Workload(
-        video=Video(backbone, *largest_clip(cfg, backbone), cfg.data.num_frames, adapter),
+        video=Video(backbone, *plan.largest_clip(cfg, backbone), cfg.data.num_frames, adapter),
         trained=trained,
         untrained=next((name for name in backbone.experts if name not in trained), None),
         steps=steps,
@@ -139,20 +124,20 @@ def make_workload(
 
 def _reward_fl(common: Workload, cfg: RewardFlConfig) -> Workload:
     checks.check_graphs(cfg, common.processes)
-    schedule, active = make_schedule(cfg, common.video.backbone), configuration.active_steps(cfg)
+    schedule, active = plan.make_schedule(cfg, common.video.backbone), configuration.active_steps(cfg)
     experts = schedule.experts
-    answers, replay = forwards_per_velocity(cfg), Counter(experts[i] for i in active)
+    answers, replay = plan.forwards_per_velocity(cfg), Counter(experts[i] for i in active)
     both = answers == 2 and cfg.sample.guidance_gradient == "both"
     coupled, kl = configuration.resolved_coupling(cfg) != 0, cfg.reward.kl_weight != 0
-    # of each step that hands a gradient on: through the reference, or of the reward alone
-    apart = cfg.reward.kl_gradient in ("exact", "fixed_trajectory")
-    twice = active[1:] if kl and coupled and apart else ()
-    own = cfg.train.per_device_train_batch_size * cfg.train.gradient_accumulation_steps
+    # steps that pass a gradient on have a second backward pass: through the reference, or of the reward alone
+    is_separate = cfg.reward.kl_gradient in ("exact", "fixed_trajectory")
+    twice = active[1:] if kl and coupled and is_separate else ()
+    clips_per_gpu = cfg.train.per_device_train_batch_size * cfg.train.gradient_accumulation_steps
     common = replace(
         common,
         anchor=_anchor_passes(cfg, schedule, common.trained),
         averaged=cfg.train.ema_decay > 0,
-        spans=(Span(f"one update of {own} clips per GPU", own, own),),
+        spans=(Span(f"one update of {clips_per_gpu} clips per GPU", clips_per_gpu, clips_per_gpu),),
         saves=None if common.steps is None else math.ceil(common.steps / cfg.run.save_steps),
         accumulation=cfg.train.gradient_accumulation_steps,
     )
@@ -160,14 +145,14 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig) -> Workload:
         return common
     return replace(
         common,
-        # with an answer that replay takes as a constant
+        # and the velocity that replay takes as a constant
         rollout=_times(answers, Counter(experts)) + (replay if answers == 2 and not both else Counter()),
         replay=_times(1 + both, replay),
         pulled=_times(1 + both, replay + Counter(experts[i] for i in twice)),
         reference=_times(answers, replay) if kl else {},
         graphs=1 + both,
         reward_gradient=True,
-        # what comes before the boundary, where nothing is trained or handed a gradient
+        # the steps before the boundary have no gradient
         cacheable=common.untrained == experts[0] and experts[0] not in replay,
         decode_caches=cfg.train.decode_caches,
         keeps_graphs=cfg.train.active_graphs == "keep_on_host",
@@ -179,7 +164,7 @@ def _anchor_passes(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -
     """Return the data anchor's draws for one sample of an update, by expert; means where the draws differ."""
     if cfg.anchor.weight == 0:
         return {}
-    steps = anchor_steps(cfg, schedule, trained)
+    steps = plan.anchor_steps(cfg, schedule, trained)
     counts = Counter(schedule.experts[i] for i in steps)
     return {expert: cfg.anchor.draws * count / len(steps) for expert, count in counts.items()}
 
@@ -189,32 +174,28 @@ def _times(factor: int, passes: Mapping[str, float]) -> Counter[str]:
 
 
 def _flow_grpo(common: Workload, cfg: FlowGrpoConfig) -> Workload:
-    schedule, grpo = make_schedule(cfg, common.video.backbone), cfg.grpo
+    schedule, grpo = plan.make_schedule(cfg, common.video.backbone), cfg.grpo
     experts = schedule.experts
-    geometry, windows = make_geometry(cfg, common.processes), make_windows(cfg, experts, common.trained)
-    per_epoch = updates_per_epoch(cfg)
-    drawn, answers = draw_windows(cfg, windows, common.steps), forwards_per_velocity(cfg)
-    own, epochs = geometry.samples // common.processes, None if common.steps is None else common.steps // per_epoch
+    geometry, windows = plan.make_geometry(cfg, common.processes), plan.make_windows(cfg, experts, common.trained)
+    per_epoch = plan.updates_per_epoch(cfg)
+    drawn, answers = plan.draw_windows(cfg, windows, common.steps), plan.forwards_per_velocity(cfg)
+    samples, per_process = geometry.samples, geometry.samples // common.processes
     counts = [group_plan.rollout_counts(geometry, len(experts), window) for window in drawn]
     rollout, replay = dict.fromkeys(experts, 0.0), dict.fromkeys(common.trained, 0.0)
     for i, expert in enumerate(experts):
-        rollout[expert] += answers * fmean(one[i][0] for one in counts) / own
+        rollout[expert] += answers * fmean(passes[i][0] for passes in counts) / per_process
     for i in windows.drawable:
         replay[experts[i]] += answers * grpo.inner_epochs * fmean(i in window for window in drawn)
     means = max(map(len, drawn)) if grpo.objective == "guard" else 0
-    at_update = geometry.samples // geometry.updates
+    update = f"one update of {samples // geometry.updates} samples, with its share of the rollouts"
     spans = [
-        Span(
-            f"one update of {at_update} samples, with its share of the rollouts",
-            geometry.samples / per_epoch,
-            own / per_epoch,
-        ),
-        Span(f"one epoch of {geometry.samples} samples", geometry.samples, own),
+        Span(update, samples / per_epoch, per_process / per_epoch),
+        Span(f"one epoch of {samples} samples", samples, per_process),
     ]
-    if epochs is not None:
-        spans.append(
-            Span(f"the run of {epochs} epochs, without its evaluations", epochs * geometry.samples, epochs * own)
-        )
+    if common.steps is not None:
+        epochs = common.steps // per_epoch
+        run = f"the run of {epochs} epochs, without its evaluations"
+        spans.append(Span(run, epochs * samples, epochs * per_process))
     return replace(
         common,
         rollout=rollout,
@@ -224,8 +205,8 @@ def _flow_grpo(common: Workload, cfg: FlowGrpoConfig) -> Workload:
         reference=replay if grpo.kl_weight != 0 else {},
         graphs=answers,
         averaged=True,
-        waiting=own,
-        # of K steps in a row K + 1 latents on the GPU, where one step's last are the next one's first, 2 K in the host
+        waiting=per_process,
+        # K steps in a row have K + 1 latents on the GPU, where two steps share one, and 2 K on the host
         kept={
             "gpu": means + max(len({*window, *(i + 1 for i in window)}) for window in drawn),
             "cpu": means + 2 * max(map(len, drawn)),
@@ -238,23 +219,23 @@ def _flow_grpo(common: Workload, cfg: FlowGrpoConfig) -> Workload:
 
 
 def _evaluation(cfg: FlowGrpoConfig, backbone: Backbone, steps: int | None) -> Sampling:
-    wanted, per_epoch = cfg.evaluation, updates_per_epoch(cfg)
-    num_steps = wanted.eval_inference_steps or cfg.sample.num_inference_steps
-    shape, videos = backbone.latent_shape(*largest_clip(cfg, backbone), cfg.data.num_frames), None
+    settings, per_epoch = cfg.evaluation, plan.updates_per_epoch(cfg)
+    num_steps = settings.eval_inference_steps or cfg.sample.num_inference_steps
+    shape, videos = backbone.latent_shape(*plan.largest_clip(cfg, backbone), cfg.data.num_frames), None
     experts = backbone.schedule(num_steps, cfg.sample.shift, shape).experts
-    if Path(wanted.eval_clips).is_file():
-        videos = len(data.load_metadata(wanted.eval_clips, "evaluation.eval_clips")) * wanted.eval_noises
-    passes = {expert: forwards_per_velocity(cfg) * count for expert, count in Counter(experts).items()}
-    due = epoch_order.count_due(wanted.eval_steps, per_epoch, steps)
+    if Path(settings.eval_clips).is_file():
+        videos = len(data.load_metadata(settings.eval_clips, "evaluation.eval_clips")) * settings.eval_noises
+    passes = {expert: plan.forwards_per_velocity(cfg) * count for expert, count in Counter(experts).items()}
+    due = epoch_order.count_due(settings.eval_steps, per_epoch, steps)
     return Sampling(passes, num_steps, videos, None if due is None else 1 + due)  # one before the first epoch
 
 
 def _reward_bytes(cfg: AnyConfig) -> int:
-    """Return the bytes of the weights that the rewards' settings name, each place once, as far as they are on disk."""
-    settings = [value for one in configuration.wanted_rewards(cfg) for value in one.settings.values()]
+    """Return the bytes of the weights on disk that the rewards' settings name, each path once."""
+    settings = [value for spec in configuration.wanted_rewards(cfg) for value in spec.settings.values()]
     total = 0
-    for place in {Path(value) for value in settings if isinstance(value, str) and value and os.path.exists(value)}:
-        files = [place] if place.is_file() else list(place.rglob("*"))
+    for path in {Path(value) for value in settings if isinstance(value, str) and value and os.path.exists(value)}:
+        files = [path] if path.is_file() else list(path.rglob("*"))
         sizes = [sum(file.stat().st_size for file in files if file.suffix in suffixes) for suffixes in WEIGHTS]
-        total += next((size for size in sizes if size), 0)  # of one format, where the same are there in several
+        total += next((size for size in sizes if size), 0)  # formats repeat the same weights
     return total

@@ -52,7 +52,7 @@ def changed(**keys):
 
 
 def record(config, base_model=BASE, changes=(), **more):
-    """What start.open_log writes."""
+    """Return the record that saving.open_log writes."""
     about = {"command": ["train.py"], "versions": {"torch": "2"}, "git_commit": "abc", "init_from": {"low_noise": "cc"}}
     return {"config": config, "base_model": dict(base_model), "changes": list(changes), "face_packs": {}} | about | more
 

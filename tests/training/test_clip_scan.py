@@ -230,7 +230,7 @@ def check_packs(cfg, processes, reward):
     terms = [SimpleNamespace(reward=reward, key="reward.reward_model_path")]
 
     def work(job):
-        return setup_rewards._check_face_packs(cfg, terms, [sample], job)
+        return setup_rewards.check_face_packs(cfg, terms, [sample], job)
 
     return together(processes, work)
 
