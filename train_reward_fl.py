@@ -6,7 +6,7 @@ One update, for every sample of the batch:
     2. decode, score, and take the loss's gradient with respect to the frames alone    (rewards, autograd)
     3. pull it back through the decoder, chunk by chunk: dL/dx0    (backbones: Decoder.vjp)
     4. replay the active steps from last to first, one graph at a time; LoRA gradients add up    (reward_flow.replay)
-    5. with a data anchor: the flow-matching loss on the real clips; alone, supervised fine-tuning    (run.anchors)
+    5. with a data anchor: the flow-matching loss on the real clips; alone, supervised fine-tuning    (training.anchors)
 
     accelerate launch train_reward_fl.py --config configs/tiny_face.yaml [--dry-run] [section.key=value ...]
 """
@@ -17,6 +17,7 @@ import math
 import sys
 from argparse import Namespace
 from functools import partial
+from typing import Any
 
 from rewardfl.training.arguments import parse_arguments
 
@@ -101,8 +102,10 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     average = make_average(cfg.train.ema_decay, learner.parameters, state) if cfg.train.ema_decay else None
     ascent = cfg.sample.endpoint_length if cfg.sample.gradient_mode == "endpoint" else None  # length of the cotangent
     log = saving.open_log(cfg, job, run_folder, state, steps)
-    kl = {"kl_weight": cfg.reward.kl_weight / per_process, "kl_gradient": cfg.reward.kl_gradient}
-    hooks = {"backward": job.backward, "micro_batch": partial(job.micro_batch, policy)}  # how gradients are reduced
+    endpoint: dict[str, Any] = {"length": ascent, "share": 1 / per_process}
+    kl: dict[str, Any] = {"kl_weight": cfg.reward.kl_weight / per_process, "kl_gradient": cfg.reward.kl_gradient}
+    # how gradients are reduced over processes
+    hooks: dict[str, Any] = {"backward": job.backward, "micro_batch": partial(job.micro_batch, policy)}
 
     def velocity_of(network: nn.Module, batch: Batch) -> Velocity:
         guidance, both = cfg.sample.guidance_scale, cfg.sample.guidance_gradient == "both"
@@ -187,11 +190,11 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
                 # 4. Back through the active steps: one forward pass each, unless its graph was kept. The KL joins here.
                 with timer("replay"):
-                    inputs, reference = (velocity, trajectory, sigmas), velocity.reference
+                    kl["reference"] = velocity.reference
                     replayed = (
-                        reward_flow.replay_endpoint(*inputs, grad_x0, ascent, 1 / per_process, **hooks)
+                        reward_flow.replay_endpoint(velocity, trajectory, sigmas, grad_x0, **endpoint, **hooks)
                         if ascent
-                        else reward_flow.replay(*inputs, active, grad_x0, coupling, reference=reference, **kl, **hooks)
+                        else reward_flow.replay(velocity, trajectory, sigmas, active, grad_x0, coupling, **kl, **hooks)
                     )
                 outcome["signal"] |= grad_x0.flatten(1).any(1) | (replayed.kl > 0)
                 outcome["finite"] &= (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & replayed.kl.isfinite()

@@ -23,7 +23,7 @@ class ConfigError(ValueError):
     """A setting that cannot work. The message has one line per problem: the key, the value, the way out."""
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), schema: type[AnyConfig] | None = None) -> AnyConfig:
+def load(path: str | Path, overrides: Sequence[str] = (), schema: type[AnyConfig] | None = None) -> Any:
     """The checked configuration of YAML file `path` with `section.key=value` overrides (YAML values) applied.
 
     schema: RewardFlConfig or FlowGrpoConfig, of the script that asks; None takes the file's.
