@@ -17,6 +17,7 @@ import math
 import sys
 from argparse import Namespace
 from functools import partial
+from itertools import product
 
 from rewardfl.training.arguments import parse_arguments
 
@@ -37,7 +38,7 @@ from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.optim import averaged
 from rewardfl.rewards import RewardError, async_scoring, build_terms
 from rewardfl.rewards import metrics as reward_metrics
-from rewardfl.training import cli, evaluation, plan, saving, setup_data, setup_model, setup_rewards, summary, workload
+from rewardfl.training import cli, evaluation, plan, saving, setup_data, setup_model, setup_rewards, summary
 from rewardfl.training.checkpoint import checkpoint_dir
 from rewardfl.training.learner import average_state, make_average, make_learner, seed_generators
 from rewardfl.training.resume import is_finished, open_run, resume
@@ -47,6 +48,7 @@ from rewardfl.training.setup_processes import connect_processes
 from rewardfl.training.signals import Interruption
 from rewardfl.training.timer import Timer
 from rewardfl.training.update_metrics import common_metrics, flow_grpo_metrics
+from rewardfl.training.workload import make_workload
 from rewardfl.windows import draw_window
 
 # what is logged of each sample and step of an update
@@ -65,7 +67,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     geometry = plan.make_geometry(cfg, job.world)
     per_update, per_epoch = geometry.forwards_per_update, plan.updates_per_epoch(cfg)
     per_process = per_update * window_size  # loss denominator of this process; processes are averaged
-    job.backwards = per_process + per_update * plan.anchor_draws(cfg)  # the last one reduces
+    job.backwards_per_update = per_process + per_update * plan.anchor_draws(cfg)  # the last one reduces
     rows = setup_data.scan_rows(cfg, job, backbone, reward_specs)
     steps = plan.count_steps(cfg, len(rows.train), job.world)
     summary.print_run_summary(cfg, backbone, reward_specs, rows, steps, job)
@@ -73,8 +75,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     if dry_run:
         from rewardfl.estimate import report  # only a dry run needs it
 
-        work = workload.make_workload(cfg, backbone, len(rows.train), steps, job.world, job.sharding)
-        return report.dry_run(work, job)
+        return report.dry_run(make_workload(cfg, backbone, len(rows.train), steps, job.world, job.sharding), job)
 
     # ---------------------------------------------------------------------------------- data, rewards, resume
     terms = build_terms(reward_specs, job.device)
@@ -128,7 +129,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     ) -> dict[tuple[int, int], Tensor]:
         """Return {member.start: latents before the window}. Members with equal noise share the prefix."""
         first = list({member.start: i for i, member in enumerate(members)}.values())
-        shape = (1, *conditions.shape_of(samples[members[0].row]))
+        shape = (1, *conditions.latent_shape(samples[members[0].row]))
         x = torch.cat([draw_noise(shape, members[i].noise_seed, job.device) for i in first])
         velocity = velocity_of(protocol.select_rows(conditioning, first), schedule)
         x = reward_flow.rollout(velocity, x, schedule.sigmas[: steps_before + 1], keep=()).x0
@@ -136,8 +137,8 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     def sample_clean(clips: list[Sample], row: int, n: int = 0) -> tuple[int, Tensor]:
         """Return (row, its video (3, F, H, W) by the ODE) under the current weights; n: which of its noises."""
-        row, conditioning = conditions.readable(clips, row, cfg.data.skip_bad_rows)
-        shape, seed = conditions.shape_of(clips[row]), noise_seed(cfg.run.seed, -1, clips[row].row.id, n)
+        row, conditioning = conditions.read_or_substitute(clips, row, cfg.data.skip_bad_rows)
+        shape, seed = conditions.latent_shape(clips[row]), noise_seed(cfg.run.seed, -1, clips[row].row.id, n)
         num_steps = cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps
         schedule = backbone.schedule(num_steps, cfg.sample.shift, shape)
         conditioning = protocol.move_to(conditioning, job.device)
@@ -163,13 +164,13 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     floor = {}
     if cfg.grpo.kl_weight != 0 and cfg.model.dtype == "bfloat16":
-        row, conditioning = conditions.readable(samples, 0, cfg.data.skip_bad_rows)
-        shape, seed = conditions.shape_of(samples[row]), noise_seed(cfg.run.seed, 0, "floor")
+        row, conditioning = conditions.read_or_substitute(samples, 0, cfg.data.skip_bad_rows)
+        shape, seed = conditions.latent_shape(samples[row]), noise_seed(cfg.run.seed, 0, "floor")
         schedule = plan.make_schedule(cfg, backbone, shape)
         x, window = draw_noise((1, *shape), seed, job.device), draw_window(windows, 0, cfg.run.seed)
         reads = sde.kl_floor(velocity_of(conditioning, schedule).reference, x, make_kernel(schedule), window)
         floor["policy/kl_floor"] = reads
-        job.say(f"note: in bfloat16 this model's KL reads about {reads:.1e} from rounding alone")
+        job.print(f"note: in bfloat16 this model's KL reads about {reads:.1e} from rounding alone")
 
     # ---------------------------------------------------------------------------------- train
     interruption.listen()
@@ -181,8 +182,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     if held_out and resume_point.path is None:
         log.write(0, evaluate())
     for step in progress:
-        epoch, update = divmod(step, per_epoch)
-        timer = Timer(job.device)  # of an epoch's first update: includes the rollouts
+        (epoch, update), timer = divmod(step, per_epoch), Timer(job.device)  # with the rollouts in the first update
         if update == 0:
             # 1. Roll out this process's videos. Only the window's steps are stochastic; they are stored.
             window = draw_window(windows, epoch, cfg.run.seed)
@@ -191,12 +191,14 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             rollouts, pending = [], []
             prefixes: dict[tuple[int, int], Tensor] = {}
             for members, is_new in zip(plans[job.rank], group_plan.needs_prefix(plans), strict=True):
-                if interruption.agreed(job.largest):  # nothing has changed since the last update: nothing is lost
+                if interruption.any_signal(
+                    job.all_reduce_max
+                ):  # nothing has changed since the last update: nothing is lost
                     break
                 with timer("step"), timer("rollout"):
                     conditioning, own = conditions.batch(samples, [m.row for m in members], cfg.data.skip_bad_rows)
                     conditioning = protocol.move_to(conditioning, job.device)
-                    shape = (1, *conditions.shape_of(samples[members[0].row]))
+                    shape = (1, *conditions.latent_shape(samples[members[0].row]))
                     schedule = plan.make_schedule(cfg, backbone, shape[1:])
                     prefixes = roll_out_prefix(members, conditioning, schedule, window[0]) if is_new else prefixes
                     x = torch.cat([prefixes[member.start] for member in members])
@@ -223,7 +225,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                 results = [async_scoring.collect(each) for each in pending]
                 stacked = [async_scoring.stack_rewards(terms, each, part_weights) for each in results]
             rewards, valid, weights = zip(*stacked, strict=True)
-            own = torch.cat([rollout.own for rollout in rollouts])
+            own = torch.cat([rollout.is_requested for rollout in rollouts])
             group_ids = torch.tensor([member.group_id for rollout in rollouts for member in rollout.members])
             local = (torch.cat(rewards), group_ids, torch.cat(valid) & own, ~own)
             rewards, group_ids, valid, replaced = (x.cpu() for x in job.gather([x.to(job.device) for x in local]))
@@ -244,21 +246,20 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             epoch_metrics |= reward_metrics.means(terms, results, "reward", {*epoch_metrics, "data/replaced"})
             why = "" if valid.any() else reward_metrics.why_nothing_was_judged(terms, results)
             for problem, count in reward_metrics.problems(terms, results).items():
-                job.say(f"{problem} ({count} samples)")
+                job.print(f"{problem} ({count} samples)")
             if why and step == state.step:  # a reward that has failed since the start is not waited for
                 raise RewardError(f"not one sample of the epoch could be judged; {why}")
             if why:
-                job.say(f"epoch {epoch}: not one sample could be judged; {why}")
+                job.print(f"epoch {epoch}: not one sample could be judged; {why}")
 
         # 4. Update: score the window's steps of this part of the rollouts again, with a graph.
-        first = update % geometry.updates * per_update
-        part = zip(rollouts[first : first + per_update], advantages[first : first + per_update], strict=True)
+        part = slice(update % geometry.updates * per_update, (update % geometry.updates + 1) * per_update)
         statistics, losses, anchored = [], [], []
-        with timer("step"), timer("replay"), job.one_update():
-            for rollout, advantage, i in [(rollout, advantage, i) for rollout, advantage in part for i in window]:
+        with timer("step"), timer("replay"), job.gradient_reduction():
+            for (rollout, advantage), i in product(zip(rollouts[part], advantages[part], strict=True), window):
                 kernel, transition = rollout.kernel, rollout.steps[i].to(job.device)
                 velocity = velocity_of(rollout.conditioning, rollout.schedule)
-                with job.micro_batch(policy):
+                with job.accumulate(policy):
                     reference_mean = reference_mean_of(velocity, kernel, transition.x, i)  # no graph is alive yet
                     mean, log_prob = sde.score(velocity, transition, i, kernel)
                     ratio = grpo.log_ratio(cfg.grpo.objective, log_prob, mean, transition, kernel.kind).exp()
@@ -298,14 +299,14 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         metrics |= common_metrics(job.device, done, norm, rate, replaced, signal)
         if update == 0 or not why:  # count a failed epoch once, not per update
             log.count(norm, why)
-        log.say_skipped(done, norm, [samples[i].row.id for i in seen["row"].tolist()], seen["log_prob"].isfinite())
+        log.print_skipped(done, norm, [samples[i].row.id for i in seen["row"].tolist()], seen["log_prob"].isfinite())
         ends_epoch = update == per_epoch - 1
         stopped = log.early_stop(done, metrics) if ends_epoch else ""
         save_due = due_this_epoch(done, per_epoch, cfg.run.save_steps, steps) or stopped != ""
-        due = ends_epoch and (interruption.agreed(job.largest) or save_due)
+        due = ends_epoch and (interruption.any_signal(job.all_reduce_max) or save_due)
         if due or step == state.step:
             with timer("invariants"):
-                learner.watched.check(done)
+                learner.weights.check(done)
         if step == state.step or (ends_epoch and save_due):
             metrics |= anchors.data_loss(job, model)
         eval_due = due_this_epoch(done, per_epoch, cfg.evaluation.eval_steps, steps) or stopped != ""
@@ -319,8 +320,8 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         if interruption.number or stopped:
             break
     if interruption.number:  # the weights are those of the last update
-        if job.largest(int(done > 0 and not checkpoint_dir(cfg.run.output_dir, done).exists())):
-            learner.watched.check(done)
+        if job.all_reduce_max(int(done > 0 and not checkpoint_dir(cfg.run.output_dir, done).exists())):
+            learner.weights.check(done)
             save(done, last=True)
         job.wait()
     return saving.close_run(cfg, job, interruption, done, stopped)

@@ -37,7 +37,7 @@ from rewardfl.optim import averaged
 from rewardfl.rewards import build_terms
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.scoring import score_terms
-from rewardfl.training import checks, cli, plan, saving, setup_data, setup_model, setup_rewards, summary, workload
+from rewardfl.training import checks, cli, plan, saving, setup_data, setup_model, setup_rewards, summary
 from rewardfl.training.batches import measure_kl_floor
 from rewardfl.training.learner import average_state, make_average, make_learner, seed_generators
 from rewardfl.training.resume import is_finished, open_run, resume
@@ -47,6 +47,7 @@ from rewardfl.training.setup_processes import connect_processes
 from rewardfl.training.signals import Interruption
 from rewardfl.training.timer import Timer
 from rewardfl.training.update_metrics import common_metrics, reward_fl_metrics
+from rewardfl.training.workload import make_workload
 
 
 def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_folder: RunFolder) -> int:
@@ -59,7 +60,8 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     job = connect_processes(cfg)
     accumulation, batch_size = cfg.train.gradient_accumulation_steps, cfg.train.per_device_train_batch_size
     supervised = configuration.is_supervised(cfg)
-    job.backwards = accumulation * ((0 if supervised else len(active)) + plan.anchor_draws(cfg))  # the last one reduces
+    replayed_steps = 0 if supervised else len(active)
+    job.backwards_per_update = accumulation * (replayed_steps + plan.anchor_draws(cfg))  # the last one reduces
     per_process = accumulation * batch_size  # loss denominator of this process; processes are averaged
     global_batch = checks.check_batch(cfg, job.world)
     checks.check_graphs(cfg, job.world)
@@ -70,8 +72,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     if dry_run:
         from rewardfl.estimate import report  # only a dry run needs it
 
-        work = workload.make_workload(cfg, backbone, len(rows.train), steps, job.world, job.sharding)
-        return report.dry_run(work, job)
+        return report.dry_run(make_workload(cfg, backbone, len(rows.train), steps, job.world, job.sharding), job)
 
     # ---------------------------------------------------------------------------------- data, rewards, resume
     terms = build_terms(reward_specs, job.device)
@@ -102,10 +103,8 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     average = make_average(cfg.train.ema_decay, learner.parameters, state) if cfg.train.ema_decay else None
     ascent = cfg.sample.endpoint_length if cfg.sample.gradient_mode == "endpoint" else None  # length of the cotangent
     log = saving.open_log(cfg, job, run_folder, state, steps)
-    endpoint: dict[str, Any] = {"length": ascent, "share": 1 / per_process}
     kl: dict[str, Any] = {"kl_weight": cfg.reward.kl_weight / per_process, "kl_gradient": cfg.reward.kl_gradient}
-    # how gradients are reduced over processes
-    hooks: dict[str, Any] = {"backward": job.backward, "micro_batch": partial(job.micro_batch, policy)}
+    hooks: dict[str, Any] = {"backward": job.backward, "micro_batch": partial(job.accumulate, policy)}
 
     def velocity_of(network: nn.Module, batch: Batch) -> Velocity:
         guidance, both = cfg.sample.guidance_scale, cfg.sample.guidance_gradient == "both"
@@ -115,7 +114,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         """Return (row, its video (3, F, H, W)) under the current weights, always from the same noise."""
         batch = builder.batch([(-1, row)])
         velocity, sigmas = velocity_of(model, batch), batch.schedule.sigmas
-        x0 = reward_flow.rollout(velocity, batch.x, sigmas, keep=(), start=batch.start).x0
+        x0 = reward_flow.rollout(velocity, batch.x, sigmas, keep=(), start=batch.start_step).x0
         return batch.rows[0], decoder.decode(x0, batch.conditioning)[0]
 
     def save(done: int, last: bool) -> None:
@@ -140,7 +139,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     for step in progress:
         seed_generators(cfg.run.seed, step, job.rank)
         timer, outcomes, results = Timer(job.device), [], []
-        with timer("step"), job.one_update():
+        with timer("step"), job.gradient_reduction():
             for micro in range(accumulation):
                 with timer("encode"):
                     batch = builder.batch(order.micro_batch(step, micro, job.rank))
@@ -164,7 +163,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
                 # 1. Noise -> latents. The latents before the active steps are kept, or these steps' graphs.
                 with timer("rollout"), averaged(average if ascent else None, learner.parameters):
-                    trajectory = reward_flow.rollout(velocity, batch.x, sigmas, active, batch.start, with_graph)
+                    trajectory = reward_flow.rollout(velocity, batch.x, sigmas, active, batch.start_step, with_graph)
 
                 # 2. loss = -reward + kl_weight * KL, a mean over samples. Here: the gradient of -reward by the frames.
                 with timer("decode"):
@@ -192,7 +191,9 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                 with timer("replay"):
                     kl["reference"] = velocity.reference
                     replayed = (
-                        reward_flow.replay_endpoint(velocity, trajectory, sigmas, grad_x0, **endpoint, **hooks)
+                        reward_flow.replay_endpoint(
+                            velocity, trajectory, sigmas, grad_x0, ascent, 1 / per_process, **hooks
+                        )
                         if ascent
                         else reward_flow.replay(velocity, trajectory, sigmas, active, grad_x0, coupling, **kl, **hooks)
                     )
@@ -227,18 +228,17 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         if done in (1, steps) or done % cfg.run.save_steps == 0:
             metrics |= anchors.data_loss(job, model)
         stopped = log.early_stop(done, metrics)
-        last = interruption.agreed(job.largest) or done == steps or stopped != ""
+        last = interruption.any_signal(job.all_reduce_max) or done == steps or stopped != ""
         due = last or done % cfg.run.save_steps == 0
         if step == state.step or due:
             with timer("invariants"):
-                learner.watched.check(done)
-        metrics |= timer.metrics()
+                learner.weights.check(done)
         progress.set_postfix(loss=f"{metrics['actor/loss']:.3f}", score=f"{metrics.get('reward/mean', math.nan):.3f}")
         why = reward_metrics.why_nothing_was_judged(terms, results)
         log.count(norm, why)
-        log.write(done, metrics)
-        log.say_skipped(done, norm, [samples[row].row.id for row in gathered["row"].tolist()], gathered["finite"])
-        log.say_problems(done, why, reward_metrics.problems(terms, results))
+        log.write(done, metrics | timer.metrics())
+        log.print_skipped(done, norm, [samples[row].row.id for row in gathered["row"].tolist()], gathered["finite"])
+        log.print_problems(done, why, reward_metrics.problems(terms, results))
         log.stop_if_stuck(done, why)
         if due:
             save(done, last)

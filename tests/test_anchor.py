@@ -216,7 +216,7 @@ def test_a_clip_whose_latents_are_lost_is_an_error_or_has_no_anchor(capsys):
         raise CacheError("latents are missing")
 
     row = SimpleNamespace(id="0", video="a.mp4")
-    conditions = SimpleNamespace(latents_of=lost, shape_of=lambda sample: (2, 1, 4, 4))
+    conditions = SimpleNamespace(clip_latents=lost, latent_shape=lambda sample: (2, 1, 4, 4))
     known = {"steps": (4,), "seed": 1, "backbone": None, "samples": [SimpleNamespace(row=row)], "schedules": None}
     known |= {"cfg": config.AnchorConfig(weight=1), "conditions": conditions, "device": torch.device("cpu")}
     with pytest.raises(CacheError):

@@ -26,8 +26,8 @@ def estimate(work: Workload, machine: Machine, tflops: float = TFLOPS) -> tuple[
 
 def dry_run(work: Workload, job: Distributed) -> int:
     """Print what the run takes. Return the exit code: 2 where it does not fit the machine that it is on."""
-    text, enough = estimate(work, Machine(total_memory(job.device), usable_memory(), job.processes_here()))
-    job.say(text)
+    text, enough = estimate(work, Machine(total_memory(job.device), usable_memory(), job.processes_per_machine()))
+    job.print(text)
     return 0 if enough else 2
 
 

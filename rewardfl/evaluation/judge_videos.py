@@ -76,7 +76,7 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
     study = Study(cfg, folder.path, tuple(arms), judges, processes, files)
     names = study.names(rows, args.seeds)
     records = [str(record_file(Path(), rank)) for rank in range(processes.count)]  # these grow, and get no hash
-    processes.by_main(partial(take, folder, [*names, *records], settings, args.force, lock), (ValueError, OSError))
+    processes.run_on_main(partial(take, folder, [*names, *records], settings, args.force, lock), (ValueError, OSError))
     rows = study.read_real(rows, args.seeds, through_vae)
     if through_vae:
         study.judge_through_vae(backbone, rows, torch.device(args.device))

@@ -42,7 +42,7 @@ class Processes:
         """Until all processes have come here."""
         self.gather([])
 
-    def by_main(self, decide: Callable[[], T], refusals: tuple[type[Exception], ...]) -> T:
+    def run_on_main(self, decide: Callable[[], T], refusals: tuple[type[Exception], ...]) -> T:
         """What `decide` gives on the main process, or the refusal that it raises there, on all processes."""
         found: list = []
         if self.main:

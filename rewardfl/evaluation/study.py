@@ -77,7 +77,7 @@ class Study:
         share = self.processes.share
         todo = [
             row
-            for row in share.of(rows)
+            for row in share.take(rows)
             if (row.id, REAL, None) not in self.records
             or (row.id in needed and self.store.get(comparison_key(row)) is None)
         ]
@@ -126,7 +126,7 @@ class Study:
     def judge_through_vae(self, backbone: Backbone, rows: Sequence[data.Row], device: torch.device) -> None:
         """Judge the real clips that the model's VAE has encoded and decoded: the upper end of identity kept."""
         share = self.processes.share
-        missing = [row for row in share.of(rows) if (row.id, VAE, None) not in self.records]
+        missing = [row for row in share.take(rows) if (row.id, VAE, None) not in self.records]
         if not missing:
             return
         encode_video, encode_image = backbone.video_encoder(device), backbone.image_encoder(device)
@@ -151,7 +151,7 @@ class Study:
         self._tell(backbone, sorted({job[0] for _, jobs in waiting for job in jobs}, key=lambda row: row.index), device)
         sizes = {row: tuple(record["size"]) for (row, arm, _), record in read_records(self.out).items() if arm == REAL}
         adapters = list(dict.fromkeys(arm.adapter for arm, _ in waiting if arm.adapter is not None)) or [None]
-        tasks = [(arm, batch) for arm, jobs in waiting for batch in share.of(batches(jobs, sizes, args.batch))]
+        tasks = [(arm, batch) for arm, jobs in waiting for batch in share.take(batches(jobs, sizes, args.batch))]
         total = len(waiting) * len(waiting[0][1])
         with tqdm(total=total, desc="evaluating", disable=share.quiet) as bar:
             for adapter in adapters:
@@ -167,7 +167,7 @@ class Study:
     def _tell(self, backbone: Backbone, rows: Sequence[data.Row], device: torch.device) -> None:
         """Encode what the model is told of the rows, where that is not kept yet: this process's share, and all wait."""
         # shared out before looking: another process may have written while this one comes
-        if missing := [row for row in self.processes.share.of(rows) if self.store.get(prompt_key(row.id)) is None]:
+        if missing := [row for row in self.processes.share.take(rows) if self.store.get(prompt_key(row.id)) is None]:
             asked = ((row, read_entry(self.store, comparison_key(row))["image"]) for row in missing)
             for row_id, conditioning in encode_inputs(self.cfg, backbone, asked, device):
                 self.store.put(prompt_key(row_id), conditioning)
@@ -193,7 +193,7 @@ class Study:
         for arm in self.arms:
             jobs = self.lacks(arm, self.jobs(arm, rows, 0)) if arm.videos is not None else []
             share = self.processes.share
-            with tqdm(share.of(jobs), desc=arm.name, disable=share.quiet) as bar:
+            with tqdm(share.take(jobs), desc=arm.name, disable=share.quiet) as bar:
                 for row, seed in bar:
                     self._judge_file(row, arm, seed)
 

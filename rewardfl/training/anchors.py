@@ -54,7 +54,7 @@ class Anchors:
             names = [f"anchor/{self.samples[member.row].row.id}/{member.member}" for member in members]
             seeds = [noise_seed(self.seed, update, name, n) for name in names]
             draws.append(self._draw(policy, conditioning, batch.schedule.at(moment), seeds, x0))
-        weights, micro_batch = share * self.cfg.weight * has_clip, partial(job.micro_batch, policy)
+        weights, micro_batch = share * self.cfg.weight * has_clip, partial(job.accumulate, policy)
         losses = anchor.accumulate(draws, x0, weights, backward=job.backward, micro_batch=micro_batch)
         return losses, has_clip
 
@@ -70,7 +70,7 @@ class Anchors:
             sample = self.samples[row]
             x0 = None if sample.row.video is None else self._read(sample)
             present.append(x0 is not None)
-            latents.append(torch.zeros(1, *self.conditions.shape_of(sample)) if x0 is None else x0)
+            latents.append(torch.zeros(1, *self.conditions.latent_shape(sample)) if x0 is None else x0)
         return torch.cat(latents).to(self.device), torch.tensor(present, device=self.device)
 
     @torch.no_grad()
@@ -81,9 +81,9 @@ class Anchors:
         """
         clips = [row for row, sample in enumerate(self.samples) if sample.row.video is not None]
         losses = []
-        for row, in_shard in job.share.rounds(clips[: self.cfg.measured_clips]):
+        for row, in_shard in job.shard.padded(clips[: self.cfg.measured_clips]):
             sample = self.samples[row]
-            schedule = self.schedules(self.conditions.shape_of(sample))
+            schedule = self.schedules(self.conditions.latent_shape(sample))
             x0, has_clip = self.latents([row])
             conditioning = protocol.move_to(self.conditions.conditioning(sample), self.device)
             for step in self.steps:
@@ -113,7 +113,7 @@ class Anchors:
 
     def _read(self, sample: Sample) -> Tensor | None:
         try:
-            return self.conditions.latents_of(sample)
+            return self.conditions.clip_latents(sample)
         except CacheError as error:
             if not self.skip_lost:
                 raise

@@ -39,14 +39,14 @@ class BatchBuilder:
         taken = [read_or_substitute(self.samples, row, partial(self._read, epoch), self.skip) for epoch, row in visits]
         rows = [row for row, _ in taken]
         conditioning = self.conditions.backbone.collate([conditioning for _, (conditioning, _) in taken])
-        schedule = self.schedules(self.conditions.shape_of(self.samples[rows[0]]))
+        schedule = self.schedules(self.conditions.latent_shape(self.samples[rows[0]]))
         return Batch(
             rows=rows,
             replaced=[row != requested for row, (_, requested) in zip(rows, visits, strict=True)],
             conditioning=protocol.move_to(conditioning, self.device),
             x=torch.cat([x for _, (_, x) in taken]).to(self.device),
             schedule=schedule,
-            start=schedule.handover if self.cached else 0,
+            start_step=schedule.handover if self.cached else 0,
         )
 
     def fill(self, sample_videos: int, share: Shard) -> None:
@@ -61,7 +61,7 @@ class BatchBuilder:
 
     def _read(self, epoch: int, row: int) -> tuple[Conditioning, Tensor]:
         sample = self.samples[row]
-        seed, shape = self._noise_seed(sample, epoch), self.conditions.shape_of(sample)
+        seed, shape = self._noise_seed(sample, epoch), self.conditions.latent_shape(sample)
         if self.cached:
             x = self.conditions.boundary_latents(sample, seed, self.schedules(shape))
         else:
@@ -82,6 +82,6 @@ def measure_kl_floor(
         return {}
     batch = starts.batch([(0, 0)])
     reference, sigmas = velocity_of(batch).reference, batch.schedule.sigmas
-    floor = reward_flow.kl_floor(reference, batch.x, sigmas, active, batch.start)
-    job.say(f"note: in bfloat16 this model's KL reads about {floor:.1e} from rounding alone")
+    floor = reward_flow.kl_floor(reference, batch.x, sigmas, active, batch.start_step)
+    job.print(f"note: in bfloat16 this model's KL reads about {floor:.1e} from rounding alone")
     return {"actor/kl_floor": floor}

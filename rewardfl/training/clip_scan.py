@@ -84,7 +84,7 @@ def scan_clips(
         clips.setdefault((*row.files.values(), row.size), []).append(row)
     return [
         scan
-        for same_clip in tqdm(share.of(clips.values()), desc="clips", disable=share.quiet)
+        for same_clip in tqdm(share.take(clips.values()), desc="clips", disable=share.quiet)
         for scan in _read_clip(store, same_clip, keys[same_clip[0].line], load, rewards, device)
     ]
 

@@ -86,43 +86,43 @@ class Conditions:
 
             def run(item: tuple[Sample, int]) -> Mapping[str, Tensor]:
                 sample, seed = item
-                schedule = schedules(self.shape_of(sample))
+                schedule = schedules(self.latent_shape(sample))
                 conditioning = protocol.move_to(self.conditioning(sample), device)
                 velocity = Velocity(self.backbone, experts, conditioning, schedule)
-                x = draw_noise((1, *self.shape_of(sample)), seed, device)
+                x = draw_noise((1, *self.latent_shape(sample)), seed, device)
                 return {"x": reward_flow.rollout(velocity, x, schedule.sigmas[: schedule.handover + 1], keep=()).x0}
 
             return run
 
         entries = [
-            (self._boundary_key(sample, seed, schedules(self.shape_of(sample))), (sample, seed))
+            (self._boundary_key(sample, seed, schedules(self.latent_shape(sample))), (sample, seed))
             for sample, seed in noises
         ]
         fill_missing(self.store, entries, first_expert, share, "boundary latents")
 
-    def shape_of(self, sample: Sample) -> Shape:
+    def latent_shape(self, sample: Sample) -> Shape:
         """Return the shape (C, T, h, w) of the sample's latents."""
         return self.backbone.latent_shape(*sample.size, self.num_frames)
 
     def conditioning(self, sample: Sample) -> Conditioning:
         """Return the text and image conditioning of one sample, on the CPU."""
-        return self.text_of(sample.row.prompt) | read_entry(self.store, self._image_key(sample))
+        return self.text_conditioning(sample.row.prompt) | read_entry(self.store, self._image_key(sample))
 
-    def readable(self, samples: Sequence[Sample], row: int, skip: bool) -> tuple[int, Conditioning]:
+    def read_or_substitute(self, samples: Sequence[Sample], row: int, skip: bool) -> tuple[int, Conditioning]:
         """Return (row, its conditioning). With `skip`, another row replaces one that the cache lost."""
         return read_or_substitute(samples, row, lambda i: self.conditioning(samples[i]), skip)
 
     def batch(self, samples: Sequence[Sample], rows: Sequence[int], skip: bool) -> tuple[Conditioning, Tensor]:
         """Return (conditioning of a forward pass of the rows, (B,) bool: False where another clip replaces the row)."""
-        taken = [self.readable(samples, row, skip) for row in rows]
+        taken = [self.read_or_substitute(samples, row, skip) for row in rows]
         is_requested = [used == row for (used, _), row in zip(taken, rows, strict=True)]
         return self.backbone.collate([conditioning for _, conditioning in taken]), torch.tensor(is_requested)
 
-    def text_of(self, prompt: str) -> Conditioning:
+    def text_conditioning(self, prompt: str) -> Conditioning:
         """Return the text conditioning of a prompt, on the CPU."""
         return read_entry(self.store, self._text_key(prompt))
 
-    def latents_of(self, sample: Sample) -> Tensor:
+    def clip_latents(self, sample: Sample) -> Tensor:
         """Return the latents (1, C, T, h, w) of the sample's clip, float32 on the CPU (see `fill_latents`)."""
         return read_entry(self.store, self._latents_key(sample))["latents"]
 

@@ -2,9 +2,9 @@
 
 An update is
 
-    with job.one_update():
+    with job.gradient_reduction():
         for ...:
-            with job.micro_batch(policy):
+            with job.accumulate(policy):
                 ... forward passes and one `job.backward(loss)` ...
     norm = job.step(optimizer, parameters, max_norm)
 
@@ -67,11 +67,11 @@ class Distributed:
         self.device = self.accelerator.device
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.main = self.accelerator.is_main_process
-        self.share = Shard(self.rank, self.world, quiet=not self.main)
+        self.shard = Shard(self.rank, self.world, quiet=not self.main)
         if self.device.type == "cpu":
             torch.set_num_threads(machine.threads_of_process(cpu_threads, self.world))
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         """Print a line, once on each machine."""
         self.accelerator.print(printable(line))
 
@@ -87,11 +87,11 @@ class Distributed:
         """Gather the items of all processes, objects of any kind, in one list."""
         return gather_object(items)
 
-    def largest(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         """Return the maximum over all processes."""
         return int(self.gather(torch.tensor([number], device=self.device)).max())
 
-    def by_main(self, decide: Callable[[], T], refusal: type[Exception] | tuple[type[Exception], ...]) -> T:
+    def run_on_main(self, decide: Callable[[], T], refusal: type[Exception] | tuple[type[Exception], ...]) -> T:
         """Run `decide` on the main process, and return its result or raise its `refusal` on all processes.
 
         An error of one process alone would leave the others waiting in a collective.
@@ -107,9 +107,9 @@ class Distributed:
             raise result[1]
         return result[0]
 
-    def processes_here(self) -> int:
+    def processes_per_machine(self) -> int:
         """Return the number of processes of the machine that has the most."""
-        return self.largest(self.accelerator.local_process_index) + 1
+        return self.all_reduce_max(self.accelerator.local_process_index) + 1
 
     @property
     def sharding(self) -> str:
@@ -152,20 +152,20 @@ class Distributed:
         return self.accelerator.deepspeed_engine_wrapped.engine if self.sharding == "zero2" else None
 
     @property
-    def backwards(self) -> int:
+    def backwards_per_update(self) -> int:
         """Return the backward passes of each process in an update. The last one reduces the gradients."""
         return self.accelerator.gradient_accumulation_steps
 
-    @backwards.setter
-    def backwards(self, count: int) -> None:
+    @backwards_per_update.setter
+    def backwards_per_update(self, count: int) -> None:
         self.accelerator.gradient_accumulation_steps = count
 
-    def one_update(self) -> contextlib.AbstractContextManager:
+    def gradient_reduction(self) -> contextlib.AbstractContextManager:
         """Return the context of all backwards of an update. Every process must have equally many."""
         engine = self._engine
         return contextlib.nullcontext() if engine is None else engine.coalesce_grad_reduction()
 
-    def micro_batch(self, policy: nn.Module) -> contextlib.AbstractContextManager:
+    def accumulate(self, policy: nn.Module) -> contextlib.AbstractContextManager:
         """Return the context of one backward and its forward passes. The last of an update synchronises."""
         return self.accelerator.accumulate(policy)
 

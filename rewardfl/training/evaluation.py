@@ -40,14 +40,14 @@ def find_scales(
     has_clips = all(sample.row.video is not None for sample in clips)
     missing = "" if has_clips else "a row of evaluation.eval_clips has no video"
     if reason := why_no_scale(len({sample.row.who for sample in clips}), missing):
-        job.say(f"note: eval/* has no identity kept: {reason}")
+        job.print(f"note: eval/* has no identity kept: {reason}")
         return {}
-    conditions.fill_latents(clips, lambda sample: load_sized_example(cfg, sample.row).video, job.device, job.share)
+    conditions.fill_latents(clips, lambda sample: load_sized_example(cfg, sample.row).video, job.device, job.shard)
     job.wait()
     through_vae = []
-    for sample in job.share.of(clips):
+    for sample in job.shard.take(clips):
         conditioning = protocol.move_to(conditions.conditioning(sample), job.device)
-        video = decoder.decode(conditions.latents_of(sample).to(job.device), conditioning)[0].float()
+        video = decoder.decode(conditions.clip_latents(sample).to(job.device), conditioning)[0].float()
         for i, judge in judges.items():
             pool = sample.references[i]["embeddings"]
             score = judge.identity.score(video, pool)
@@ -74,7 +74,7 @@ def evaluate(
     scales: of `find_scales`.
     """
     outputs, people = [], []
-    for (row, n), in_shard in job.share.rounds(itertools.product(range(len(clips)), range(cfg.evaluation.eval_noises))):
+    for (row, n), in_shard in job.shard.padded(itertools.product(range(len(clips)), range(cfg.evaluation.eval_noises))):
         row, video = generate(row, n)
         if in_shard:
             pending = async_scoring.submit(terms, video[None], [clips[row].references], places)

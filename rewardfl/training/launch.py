@@ -60,7 +60,7 @@ def make_accelerator(
     if deepspeed:
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
             "gradient_clipping": max_grad_norm,
-            "gradient_accumulation_steps": 1,  # Distributed.one_update accumulates
+            "gradient_accumulation_steps": 1,  # Distributed.gradient_reduction accumulates
             "train_micro_batch_size_per_gpu": 1,  # required, without effect
             "zero_force_ds_cpu_optimizer": False,  # torch's AdamW: the same arithmetic everywhere, nothing to compile
             "steps_per_print": None,

@@ -29,7 +29,7 @@ class Learner:
     optimizer: AcceleratedOptimizer
     scheduler: LambdaLR
     trained: Mapping[str, nn.Module]  # the trained experts by name
-    watched: invariants.Weights
+    weights: invariants.Weights
 
 
 def make_learner(
@@ -54,7 +54,7 @@ def make_learner(
         job.load_optimizer_state(optimizer, parameters, resumed.state.pop("optimizer"))
         load_schedule(scheduler, resumed.state.pop("scheduler"), train)
     return Learner(
-        policy=policy, parameters=parameters, optimizer=optimizer, scheduler=scheduler, trained=trained, watched=watched
+        policy=policy, parameters=parameters, optimizer=optimizer, scheduler=scheduler, trained=trained, weights=watched
     )
 
 

@@ -39,24 +39,24 @@ class Log:
         self.history: list[dict[str, float]] = [json.loads(line) for line in self.metrics.text.splitlines()]
         self._printed: set[str] = set()
 
-    def say(self, step: int, line: str) -> None:
+    def print(self, step: int, line: str) -> None:
         """Print a line about a step, once for all processes."""
         if self.job.main:
             print(printable(f"step {step}: {line}"))
 
-    def say_skipped(self, step: int, norm: float, ids: Sequence[str], finite: Tensor) -> None:
+    def print_skipped(self, step: int, norm: float, ids: Sequence[str], finite: Tensor) -> None:
         """Print the responsible samples where the update was skipped. finite: (N,) bool, see alarms.suspects."""
         if not math.isfinite(norm):
             origin = suspects(ids, finite.tolist())
-            self.say(step, f"gradient norm {norm}, skipped ({self.skipped_in_a_row} in a row); it became so {origin}")
+            self.print(step, f"gradient norm {norm}, skipped ({self.skipped_in_a_row} in a row); it became so {origin}")
 
-    def say_problems(self, step: int, why_nothing: str, problems: Collection[str]) -> None:
+    def print_problems(self, step: int, why_nothing: str, problems: Collection[str]) -> None:
         """Print why no sample of an update could be scored, and each new problem of a reward once."""
         if why_nothing:
-            self.say(step, f"not one sample could be judged ({self.skipped_in_a_row} in a row); {why_nothing}")
+            self.print(step, f"not one sample could be judged ({self.skipped_in_a_row} in a row); {why_nothing}")
         for problem in problems:
             if problem not in self._printed:
-                self.say(step, f"{problem}; it is only measured, so the run goes on (reward/failed)")
+                self.print(step, f"{problem}; it is only measured, so the run goes on (reward/failed)")
         self._printed.update(problems)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -64,11 +64,11 @@ class Log:
         if not self.job.main:
             return
         self.history.append({"step": step, **metrics})
-        with checkpoint.warn_on_write_error(self.job.say, step, last=step == self.last_step):
+        with checkpoint.warn_on_write_error(self.job.print, step, last=step == self.last_step):
             self.folder.check_present()
             self.metrics.append(step, metrics)
         if step % self.cfg.run.logging_steps == 0:
-            with checkpoint.warn_on_write_error(self.job.say, step, last=False), self._tracking():
+            with checkpoint.warn_on_write_error(self.job.print, step, last=False), self._tracking():
                 self.job.accelerator.log(metrics, step=step)
         for warning in alarms(self.history, self.cfg.reward.motion_alarm):
             tqdm.write(f"step {step}: {warning}")
@@ -80,7 +80,7 @@ class Log:
             for path in sorted([*folder.glob("*.mp4"), *folder.glob("*.png")]):
                 frames = data.read_picture(path)[None] if path.suffix == ".png" else data.read_video(path)
                 shown = torch.linspace(0, len(frames) - 1, min(FRAMES_SHOWN, len(frames))).round().long()
-                with checkpoint.warn_on_write_error(self.job.say, step, last=False), self._tracking():
+                with checkpoint.warn_on_write_error(self.job.print, step, last=False), self._tracking():
                     tracker.log_images({f"samples/{path.stem}": frames[shown].numpy()}, step=step, **layout)
 
     def _tracking(self) -> AbstractContextManager[None]:
@@ -91,7 +91,7 @@ class Log:
         rule = self.cfg.train.early_stop
         if rule is None:
             return ""
-        return self.job.by_main(lambda: early_stop([*self.history, {"step": step, **metrics}], **dict(rule)), ())
+        return self.job.run_on_main(lambda: early_stop([*self.history, {"step": step, **metrics}], **dict(rule)), ())
 
     def score_for_best(self, step: int, since: int, keys: Sequence[str]) -> float | None:
         """Return the score of checkpoints/best (alarms.score_for_best) by the limits of train.early_stop, if set."""
@@ -100,7 +100,7 @@ class Log:
             limits = {"window": rule.window, "motion": rule.motion, "grid": rule.grid}
         score, broken = score_for_best(self.history, since, keys, **limits)
         if broken:
-            self.say(step, f"this checkpoint does not become checkpoints/best: {'; '.join(broken)}")
+            self.print(step, f"this checkpoint does not become checkpoints/best: {'; '.join(broken)}")
         return score
 
     def count(self, norm: float, why_nothing: str) -> None:
@@ -142,4 +142,4 @@ def start_tracker(cfg: AnyConfig, job: Distributed, first_step: int) -> None:
         except errors as error:
             raise ConfigError(f"run.log_with: {cfg.run.log_with} cannot start: {error}; set it to none") from error
 
-    job.by_main(start, ConfigError)
+    job.run_on_main(start, ConfigError)

@@ -31,12 +31,12 @@ def open_run(cfg: AnyConfig, run_folder: RunFolder | None, job: Distributed, bac
     """Lock the run folder (None in a dry run) on the main process, and return where to resume on all processes."""
     base = digest_base_model(backbone)
     take = partial(prepare_output_dir, run_folder, to_dict(cfg), base)
-    return replace(job.by_main(take, checkpoint.CheckpointError), base=base)
+    return replace(job.run_on_main(take, checkpoint.CheckpointError), base=base)
 
 
 def resume(
     cfg: AnyConfig,
-    opened: ResumePoint,
+    resume_point: ResumePoint,
     job: Distributed,
     backbone: Backbone,
     terms: Sequence[Term],
@@ -51,7 +51,7 @@ def resume(
     """
     packs, messages = check_face_packs(cfg, terms, samples, job)
     for message in messages:
-        job.say(message)
+        job.print(message)
     init = read_initial_adapters(cfg, backbone)
     content = {
         "data.file_name": {sample.row.id: digest(sample.clip) for sample in samples},
@@ -59,28 +59,30 @@ def resume(
         "lora.init_from": {expert: model_digest([adapter.path]) for expert, adapter in init.items()},
         **packs,
     }
-    state, changes = _load_state(cfg, opened, content, batches or {})
-    return RunState(opened=opened, content=content, init=init, changes=changes, state=state)
+    state, changes = _load_state(cfg, resume_point, content, batches or {})
+    return RunState(resume_point=resume_point, content=content, init=init, changes=changes, state=state)
 
 
-def is_finished(cfg: AnyConfig, opened: ResumePoint, steps: int, job: Distributed) -> bool:
+def is_finished(cfg: AnyConfig, resume_point: ResumePoint, steps: int, job: Distributed) -> bool:
     """Tell, and print why, whether the run has all its `steps` already or train.early_stop has ended it."""
 
     def ended() -> str:
-        history = map(json.loads, checkpoint.load_metrics(opened.path).splitlines())
+        history = map(json.loads, checkpoint.load_metrics(resume_point.path).splitlines())
         return alarms.early_stop(list(history), **dict(rule))
 
     rule = cfg.train.early_stop
-    why = "" if rule is None or opened.path is None else job.by_main(ended, checkpoint.CheckpointError)
+    why = "" if rule is None or resume_point.path is None else job.run_on_main(ended, checkpoint.CheckpointError)
     if why:
-        job.say(f"nothing to train: {opened.path} is the last step's; {why}; {describe_best(cfg)}; {AFTER_EARLY_STOP}")
+        job.print(
+            f"nothing to train: {resume_point.path} is the last step's; {why}; {describe_best(cfg)}; {AFTER_EARLY_STOP}"
+        )
         return True
-    if opened.step < steps:
+    if resume_point.step < steps:
         return False
     key = "train.num_train_epochs" if cfg.train.max_steps is None else "train.max_steps"
-    job.say(
-        f"nothing to train: {opened.step} steps are done already ({opened.path}), {key} asks for {steps} in all; "
-        "raise it to go on"
+    job.print(
+        f"nothing to train: {resume_point.step} steps are done already ({resume_point.path}), {key} asks for {steps} "
+        "in all; raise it to go on"
     )
     return True
 

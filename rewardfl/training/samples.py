@@ -16,7 +16,7 @@ class Rows:
 
     train: list[data.Row]
     held_out: list[data.Row]  # of evaluation.eval_clips
-    said: list[str]
+    messages: list[str]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Batch:
     conditioning: Conditioning
     x: Tensor  # (B, C, T, h, w) float32
     schedule: Schedule
-    start: int  # the denoising step of x
+    start_step: int  # the denoising step of x
 
     @property
     def members(self) -> list[group_plan.Member]:
@@ -51,7 +51,7 @@ class Rollout:
     """One forward pass of Flow-GRPO's members, with the inputs that score it again."""
 
     members: list[group_plan.Member]
-    own: Tensor  # (B,) bool: False where another clip's conditioning replaces a lost one
+    is_requested: Tensor  # (B,) bool: False where another clip's conditioning replaces a lost one
     conditioning: Conditioning
     schedule: Schedule
     kernel: sde.Kernel

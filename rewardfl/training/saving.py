@@ -32,17 +32,17 @@ PROMPT_FPS = 16  # frames per second of sample videos without a real clip
 
 def open_log(cfg: AnyConfig, job: Distributed, folder: run_folder.RunFolder, resumed: RunState, steps: int) -> Log:
     """Write run.json, begin metrics.jsonl and the tracker, and return the log. steps: of the whole run."""
-    point, lines = resumed.opened, ""
+    point, lines = resumed.resume_point, ""
     if point.path is not None:
         lines = checkpoint.load_metrics(point.path)
-        job.say(f"resuming from {point.path} at step {point.step}")
+        job.print(f"resuming from {point.path} at step {point.step}")
     metrics = metrics_file.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl", lines)
     for change in resumed.changes:
-        job.say(f"changed at step {change['step']}: {run_folder.describe_changes([change])}")
+        job.print(f"changed at step {change['step']}: {run_folder.describe_changes([change])}")
     changed = {change["key"] for change in resumed.changes}
     for key in cfg.run.resume_with_changes:
         if key not in changed:
-            job.say(f"note: run.resume_with_changes names {key}, which has not changed")
+            job.print(f"note: run.resume_with_changes names {key}, which has not changed")
 
     def begin() -> None:
         folder.check_present()
@@ -61,7 +61,7 @@ def open_log(cfg: AnyConfig, job: Distributed, folder: run_folder.RunFolder, res
             }
         )
 
-    job.by_main(begin, checkpoint.CheckpointError)
+    job.run_on_main(begin, checkpoint.CheckpointError)
     start_tracker(cfg, job, point.step)
     return Log(cfg, job, folder, metrics, steps, resumed.state.get("skipped_in_a_row", 0))
 
@@ -99,7 +99,7 @@ def save(
             backbone.save_adapter(name, expert, folder, adapters[name])
 
     if job.main:
-        with checkpoint.warn_on_write_error(job.say, state["step"], last=last):
+        with checkpoint.warn_on_write_error(job.print, state["step"], last=last):
             log.folder.check_present()
             keep_last, lines = cfg.run.keep_last, log.metrics.text
             checkpoint.save_checkpoint(cfg.run.output_dir, state["step"], write, state, score, keep_last, lines)
@@ -124,7 +124,7 @@ def sample_videos(
     clip not be read, is left out with a warning.
     """
     folder = samples_dir(cfg, step)
-    for n, in_shard in job.share.rounds(range(min(cfg.run.sample_videos, len(samples)))):
+    for n, in_shard in job.shard.padded(range(min(cfg.run.sample_videos, len(samples)))):
         row, video = generate(n)
         path = folder / f"{n:02d}.{'png' if video.shape[1] == 1 else 'mp4'}"
         if in_shard:
@@ -173,10 +173,10 @@ def close_run(cfg: AnyConfig, job: Distributed, interruption: Interruption, step
     job.accelerator.end_training()
     if interruption.number:
         if cfg.run.sample_videos and step and not samples_dir(cfg, step).exists():
-            job.say(f"note: {interruption.name} came before the sample videos of step {step}, which are left out")
-        job.say(f"{interruption.name}: stopped after step {step}; the same command goes on from there")
+            job.print(f"note: {interruption.name} came before the sample videos of step {step}, which are left out")
+        job.print(f"{interruption.name}: stopped after step {step}; the same command goes on from there")
         return interruption.exit_code
     if stopped:
-        job.say(f"stopped at step {step}: {stopped}; {describe_best(cfg)}; {AFTER_EARLY_STOP}")
-    job.say(f"done: {cfg.run.output_dir}/checkpoints/latest")
+        job.print(f"stopped at step {step}: {stopped}; {describe_best(cfg)}; {AFTER_EARLY_STOP}")
+    job.print(f"done: {cfg.run.output_dir}/checkpoints/latest")
     return 0

@@ -60,7 +60,7 @@ def _scan_table(
 ) -> tuple[list[data.Row], list[str]]:
     """Return (usable rows, messages)."""
     look = partial(data.look_at, num_frames=cfg.data.num_frames, fps=cfg.data.fps, takes_image=backbone.takes_image)
-    looks = map_shared(look, rows, job.share, job.gather_lists, "headers")
+    looks = map_shared(look, rows, job.shard, job.gather_lists, "headers")
     problems = [(row.line, problem) for row, look in zip(rows, looks, strict=True) for problem in look.problems]
     # the other classes' references depend on their settings: find_samples checks them
     needs: dict[str, str] = {
@@ -106,7 +106,7 @@ def find_samples(
         return []
     rewards = [term.reward for term in terms]
     size = {name: getattr(cfg.data, name) for name in ("height", "width", "num_frames", "max_pixels", "fps")}
-    hashes, unreadable = clip_scan.hash_files(rows, job.share, job.gather_lists)
+    hashes, unreadable = clip_scan.hash_files(rows, job.shard, job.gather_lists)
     problems = [
         (row.line, unreadable[path]) for row in rows for path in dict.fromkeys(row.files.values()) if path in unreadable
     ]
@@ -115,11 +115,11 @@ def find_samples(
     good = [row for row in rows if row.line not in bad_lines]
     keys = {row.line: clip_scan.clip_key(row, hashes, size) for row in good}
     load = partial(load_sized_example, cfg)
-    scans = job.gather_lists(clip_scan.scan_clips(store, good, keys, load, rewards, job.device, job.share))
+    scans = job.gather_lists(clip_scan.scan_clips(store, good, keys, load, rewards, job.device, job.shard))
     problems += [(scan.line, scan.problem) for scan in scans if scan.problem]
     rows, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     for line in bad:
-        job.say(f"skipped: {line}")
+        job.print(f"skipped: {line}")
     return clip_scan.load_samples(store, rows, keys, scans, rewards)
 
 
@@ -149,7 +149,7 @@ def make_anchors(
     )
     clips = [sample for sample in samples if sample.row.video is not None]
     clips = clips if cfg.anchor.weight else clips[: cfg.anchor.measured_clips]
-    conditions.fill_latents(clips, lambda sample: load_sized_example(cfg, sample.row).video, job.device, job.share)
+    conditions.fill_latents(clips, lambda sample: load_sized_example(cfg, sample.row).video, job.device, job.shard)
     job.wait()
     return anchors
 
@@ -168,7 +168,7 @@ def make_batch_builder(
         samples, conditions, schedules, cfg.run.seed, noises, cached, cfg.data.skip_bad_rows, job.device
     )
     if cached:
-        builder.fill(cfg.run.sample_videos, job.share)
+        builder.fill(cfg.run.sample_videos, job.shard)
         job.wait()
     return builder
 
@@ -178,6 +178,6 @@ def fill_conditions(
 ) -> Conditioning | None:
     """Compute the missing conditioning. Return the negative prompt's on the device, or None without guidance."""
     guided = cfg.sample.guidance_scale != 1
-    conditions.fill(samples, job.device, job.share, [cfg.sample.negative_prompt] if guided else [])
+    conditions.fill(samples, job.device, job.shard, [cfg.sample.negative_prompt] if guided else [])
     job.wait()
-    return protocol.move_to(conditions.text_of(cfg.sample.negative_prompt), job.device) if guided else None
+    return protocol.move_to(conditions.text_conditioning(cfg.sample.negative_prompt), job.device) if guided else None

@@ -71,8 +71,8 @@ def load_experts(
     if cfg.experts.untrained != "boundary_cache":
         probe = None
         if cfg.experts.untrained == "fp8":
-            row, conditioning = conditions.readable(samples, 0, cfg.data.skip_bad_rows)
-            shape = conditions.shape_of(samples[row])
+            row, conditioning = conditions.read_or_substitute(samples, 0, cfg.data.skip_bad_rows)
+            shape = conditions.latent_shape(samples[row])
             noise = draw_noise((1, *shape), noise_seed(cfg.run.seed, 0, "8 bits"))
             schedule = plan.make_schedule(cfg, backbone, shape)
             probe = rounding.Probe(
@@ -84,7 +84,7 @@ def load_experts(
             exact = probe.exact(name, partial(load, name)) if measures else None
             expert = offload.move_expert(load(name), cfg.experts.untrained, job.device, backbone.block_classes)
             if exact is not None:
-                job.say(probe.note(name, expert, exact))
+                job.print(probe.note(name, expert, exact))
             experts[name] = expert
     trained, rank, targets = {}, cfg.lora.lora_rank, plan.lora_targets(cfg, backbone)
     for i, name in enumerate(names):
@@ -100,7 +100,7 @@ def load_experts(
 
 def fill_adapters(model: Experts, trained: Mapping[str, nn.Module], backbone: Backbone, resumed: RunState) -> None:
     """Load the adapters from the checkpoint or lora.init_from. Raise CheckpointError where the checkpoint lacks one."""
-    folder = resumed.opened.path
+    folder = resumed.resume_point.path
     if folder is None:
         for name, adapter in resumed.init.items():
             lora.start_from(trained[name], adapter)

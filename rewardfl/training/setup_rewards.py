@@ -82,7 +82,7 @@ def check_face_packs(
         clip = load_sized_example(cfg, samples[0].row).reference.to(job.device)
         return hashes, describe_packs(hashes) + face_parity.check_packs(packs, clip)
 
-    return job.by_main(check, (face_parity.FaceParityError, data.DataError))
+    return job.run_on_main(check, (face_parity.FaceParityError, data.DataError))
 
 
 def check_rewards(cfg: AnyConfig, job: Distributed, terms: Sequence[Term], samples: Sequence[Sample]) -> None:
@@ -106,5 +106,5 @@ def check_rewards(cfg: AnyConfig, job: Distributed, terms: Sequence[Term], sampl
         }
         return [f"note: {key} does not judge the first clip: {why}" for key, why in errors.items() if why]
 
-    for line in job.by_main(judge, (RewardError, data.DataError)):
-        job.say(line)
+    for line in job.run_on_main(judge, (RewardError, data.DataError)):
+        job.print(line)

@@ -28,17 +28,17 @@ class Shard:
     processes: int
     quiet: bool = False  # no progress bar
 
-    def of(self, items: Iterable) -> list:
+    def take(self, items: Iterable) -> list:
         """Return the items of this process. Pass the full list: the missing items change while others write."""
         return list(items)[self.rank :: self.processes]
 
-    def rounds(self, items: Iterable) -> list[tuple[Any, bool]]:
+    def padded(self, items: Iterable) -> list[tuple[Any, bool]]:
         """Return `of(items)`, each with True, padded by another process's item with False.
 
         Every process gets equally many: a forward pass under FSDP needs all processes.
         """
         items = list(items)
-        shard = [(item, True) for item in self.of(items)]
+        shard = [(item, True) for item in self.take(items)]
         return shard + [(item, False) for item in items[:1]] * (math.ceil(len(items) / self.processes) - len(shard))
 
 
@@ -55,7 +55,7 @@ def fill_missing(
     called only if something is missing.
     """
     distinct = {cache.digest(key): (key, item) for key, item in wanted}.values()
-    missing = [(key, item) for key, item in share.of(distinct) if store.get(key) is None]
+    missing = [(key, item) for key, item in share.take(distinct) if store.get(key) is None]
     if not missing:
         return
     compute = ready()
@@ -77,8 +77,8 @@ def read_entry(store: Cache, key: Key) -> dict[str, Tensor]:
 
 def map_shared(look: Callable[[T], U], items: Sequence[T], share: Shard, gather: Gather, what: str) -> list[U]:
     """Return [look(item)] on every process. Each calls `look` for its shard."""
-    indices = share.of(range(len(items)))
+    indices = share.take(range(len(items)))
     with ThreadPoolExecutor(READERS) as pool:
-        results = tqdm(pool.map(look, share.of(items)), total=len(indices), desc=what, disable=share.quiet)
+        results = tqdm(pool.map(look, share.take(items)), total=len(indices), desc=what, disable=share.quiet)
         by_index = dict(gather(list(zip(indices, results, strict=True))))
     return [by_index[i] for i in range(len(items))]

@@ -15,7 +15,7 @@ class Interruption:
     """A context that notes the first signal after `listen`. A second signal ends the process at once."""
 
     def __init__(self):
-        self.noted = 0  # signal of this process
+        self.received = 0  # signal of this process
         self.number = 0  # signal that all processes agreed on
         self._noted_at = 0.0
         self._before: dict[signal.Signals, signal._HANDLER] = {}
@@ -31,8 +31,8 @@ class Interruption:
         self._before = {number: signal.signal(number, self._note) for number in handled}
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if not self.noted:
-            self.noted, self._noted_at = number, time.monotonic()
+        if not self.received:
+            self.received, self._noted_at = number, time.monotonic()
         elif time.monotonic() - self._noted_at > ECHO:
             os._exit(128 + number)
 
@@ -43,9 +43,9 @@ class Interruption:
         for number, before in self._before.items():
             signal.signal(number, before)
 
-    def agreed(self, largest: Callable[[int], int]) -> bool:
+    def any_signal(self, largest: Callable[[int], int]) -> bool:
         """Tell whether any process got a signal. Collective. largest: the maximum over all processes."""
-        self.number = self.number or largest(self.noted)
+        self.number = self.number or largest(self.received)
         return self.number != 0
 
     @property

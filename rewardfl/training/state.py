@@ -27,7 +27,7 @@ class RunState:
     memory.
     """
 
-    opened: ResumePoint
+    resume_point: ResumePoint
     content: Mapping[str, Mapping[str, str]]
     init: Mapping[str, lora_files.Lora]
     changes: list[dict[str, Any]]
@@ -36,4 +36,4 @@ class RunState:
     @property
     def step(self) -> int:
         """Return the number of updates before the resume."""
-        return self.opened.step
+        return self.resume_point.step

@@ -32,8 +32,8 @@ def print_run_summary(
     if cfg.train.warmup_steps > steps:
         notes.append(f"note: train.warmup_steps {cfg.train.warmup_steps} do not end within the run's {steps} steps")
     arithmetic = overview(cfg, backbone, len(rows.train), steps, job.world)
-    for line in [*notes, *rows.said, configuration.dump(cfg), rewards, arithmetic]:
-        job.say(line)
+    for line in [*notes, *rows.messages, configuration.dump(cfg), rewards, arithmetic]:
+        job.print(line)
 
 
 def overview(cfg: AnyConfig, backbone: Backbone, clips: int | None, steps: int | None, processes: int) -> str:

@@ -57,7 +57,7 @@ def sampled(folder, images, count, process=0):
         run=SimpleNamespace(output_dir=str(folder), sample_videos=count), data=SimpleNamespace(fps=None)
     )
     rows = [SimpleNamespace(row=SimpleNamespace(video=None)) for _ in images]
-    job = SimpleNamespace(share=Shard(process, 2), main=process == 0, wait=lambda: None)
+    job = SimpleNamespace(shard=Shard(process, 2), main=process == 0, wait=lambda: None)
     return saving.sample_videos(cfg, rows, lambda row: (row, images[row]), job, 3)
 
 

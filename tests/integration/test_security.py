@@ -128,7 +128,7 @@ def test_names_in_files_do_not_drive_the_terminal(monkeypatch, capsys, tmp_path)
 )
 def test_what_is_printed(text, shown, capsys):
     """Line breaks and what people write stay."""
-    Distributed.say(SimpleNamespace(accelerator=SimpleNamespace(print=print)), text)
+    Distributed.print(SimpleNamespace(accelerator=SimpleNamespace(print=print)), text)
     assert capsys.readouterr().out == shown + "\n" and files.printable(shown) == shown
 
 

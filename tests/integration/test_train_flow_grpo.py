@@ -360,7 +360,7 @@ def test_settings_may_stand_on_both_sides_of_an_option(monkeypatch, capsys, tmp_
 
 def test_no_video_is_held_while_the_policy_is_updated(monkeypatch, tmp_path):
     """Of 480x832x81 each takes 0.4 GB, at the moment at which most is needed."""
-    videos, alive, decode, update = [], [], WanDecoder.decode, Distributed.one_update
+    videos, alive, decode, update = [], [], WanDecoder.decode, Distributed.gradient_reduction
 
     def seen_decode(self, latents, given):
         video = decode(self, latents, given)
@@ -372,6 +372,6 @@ def test_no_video_is_held_while_the_policy_is_updated(monkeypatch, tmp_path):
         return update(self)
 
     monkeypatch.setattr(WanDecoder, "decode", seen_decode)
-    monkeypatch.setattr(Distributed, "one_update", seen_update)
+    monkeypatch.setattr(Distributed, "gradient_reduction", seen_update)
     launch_grpo(f"run.output_dir={tmp_path}", "train.max_steps=2", "run.sample_videos=0")
     assert len(videos) == 4 and alive == [0, 0]

@@ -290,11 +290,11 @@ def test_endpoint_rolls_out_with_the_average(monkeypatch, capsys, tmp_path):
     run, resumed, gaps = tmp_path / "run", tmp_path / "resumed", []
     replay = reward_flow.replay_endpoint
 
-    def watched(velocity, trajectory, *others):
+    def watched(velocity, trajectory, *others, **hooks):
         ((step, x),) = trajectory.kept.items()
         with torch.no_grad():
             gaps.append(float((velocity(x, step) - trajectory.velocities[step]).abs().max()))
-        return replay(velocity, trajectory, *others)
+        return replay(velocity, trajectory, *others, **hooks)
 
     monkeypatch.setattr(reward_flow, "replay_endpoint", watched)
     assert call(monkeypatch, capsys, *settings, f"run.output_dir={run}")[0] == 0

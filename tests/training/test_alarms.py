@@ -39,11 +39,11 @@ def test_a_data_loss_that_rises_by_more_than_a_tenth_breaks_a_guard():
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5])
 def test_every_process_has_as_many_rounds(count):
-    shares = [Shard(rank, 4).rounds(range(count)) for rank in range(4)]
+    shares = [Shard(rank, 4).padded(range(count)) for rank in range(4)]
     assert {len(share) for share in shares} == {-(-count // 4)}
     assert sorted(item for share in shares for item, mine in share if mine) == list(range(count))
     assert [[item for item, mine in share if mine] for share in shares] == [
-        Shard(r, 4).of(range(count)) for r in range(4)
+        Shard(r, 4).take(range(count)) for r in range(4)
     ]
 
 

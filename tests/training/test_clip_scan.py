@@ -58,8 +58,8 @@ def together(count, work):
 
         try:
             said, share = [], shard_module.Shard(rank, count, quiet=True)
-            job = SimpleNamespace(share=share, gather_lists=gather, device=torch.device("cpu"), said=said)
-            job.say, job.wait, job.by_main = said.append, lambda: None, by_main
+            job = SimpleNamespace(shard=share, gather_lists=gather, device=torch.device("cpu"), said=said)
+            job.print, job.wait, job.run_on_main = said.append, lambda: None, by_main
             results[rank] = work(job)
         except Exception as error:
             results[rank] = error
@@ -124,7 +124,7 @@ def find(cfg, processes, store, rewards):
 
     def work(job):
         rows = setup_data.scan_rows(cfg, job, SimpleNamespace(takes_image=True))
-        return setup_data.find_samples(cfg, rows.train, terms, store, job), rows.said + job.said
+        return setup_data.find_samples(cfg, rows.train, terms, store, job), rows.messages + job.said
 
     return together(processes, work)
 
@@ -206,7 +206,7 @@ def test_the_file_that_is_named_is_the_one_that_was_read(cfg):
     cfg.data = config.DataConfig(**vars(cfg.data) | {"num_frames": 6})
     with pytest.raises(data.DataError, match=r"evaluation.eval_clips \(.*\): 8 of 8 rows"):
         rows = data.load_metadata(cfg.data.file_name, "evaluation.eval_clips")
-        job = SimpleNamespace(share=shard_module.Shard(0, 1, quiet=True), gather_lists=list)
+        job = SimpleNamespace(shard=shard_module.Shard(0, 1, quiet=True), gather_lists=list)
         setup_data._scan_table(cfg, rows, job, SimpleNamespace(takes_image=True))
     with pytest.raises(data.DataError, match="evaluation.eval_clips: no such file: nowhere.csv"):
         data.load_metadata("nowhere.csv", "evaluation.eval_clips")

@@ -20,7 +20,9 @@ def opened(folder, name, first_step):
     sections = {"run": {"output_dir": str(folder), "log_with": name}, "model": {"model_paths": "m"}}
     cfg = config.parse(sections | {"data": {"file_name": "m.csv"}, "reward": {"reward_model_path": "p"}})
     accelerator = Accelerator(log_with=name, project_config=ProjectConfiguration(logging_dir=f"{folder}/logs"))
-    job = SimpleNamespace(accelerator=accelerator, main=True, say=print, by_main=lambda decide, _refusal: decide())
+    job = SimpleNamespace(
+        accelerator=accelerator, main=True, print=print, run_on_main=lambda decide, _refusal: decide()
+    )
     start_tracker(cfg, job, first_step)
     run_folder = RunFolder()
     run_folder.take(folder)

@@ -25,10 +25,10 @@ def test_a_signal_is_noted_and_agreed_on(number):
     before = signal.getsignal(number)
     with Interruption() as interruption:
         interruption.listen()
-        assert not interruption.agreed(lambda own: own)
+        assert not interruption.any_signal(lambda own: own)
         os.kill(os.getpid(), number)
-        assert interruption.noted == number
-        assert interruption.agreed(lambda own: own)
+        assert interruption.received == number
+        assert interruption.any_signal(lambda own: own)
         assert interruption.exit_code == 128 + number and interruption.name == signal.Signals(number).name
     assert signal.getsignal(number) == before
 
@@ -40,8 +40,8 @@ def test_another_process_was_sent_one():
         asked.append(own)
         return 15
 
-    assert interruption.agreed(largest) and interruption.noted == 0 and interruption.exit_code == 143
-    assert interruption.agreed(largest) and asked == [0]  # no collective after all have agreed
+    assert interruption.any_signal(largest) and interruption.received == 0 and interruption.exit_code == 143
+    assert interruption.any_signal(largest) and asked == [0]  # no collective after all have agreed
 
 
 def test_before_listening_a_signal_does_what_it_always_does():
@@ -57,7 +57,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored():
             interruption.listen()
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGTERM)  # comes later, and is seen
-            assert interruption.noted == signal.SIGTERM
+            assert interruption.received == signal.SIGTERM
     finally:
         signal.signal(signal.SIGHUP, before)
 
