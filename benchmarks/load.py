@@ -52,7 +52,7 @@ def in_own_process(config: Path, folder: Path, lora: str) -> dict[str, float]:
 
 
 def write(folder: Path, layers: int, width: int) -> tuple[Path, Path]:
-    """folder/original and folder/diffusers, float32 in SHARDS files each; paths of config.json and of a LoRA."""
+    """Write folder/original and folder/diffusers, float32 in SHARDS files each; return config.json and a LoRA."""
     config = json.loads((layouts.published(VARIANTS["wan2_2"]) / "transformer" / "config.json").read_text())
     config |= {"num_layers": layers, "num_attention_heads": width // 128, "ffn_dim": 4 * width}
     (folder / "config.json").write_text(json.dumps(config))
@@ -79,7 +79,7 @@ def write(folder: Path, layers: int, width: int) -> tuple[Path, Path]:
 
 
 def measure(config: str, folder: str, lora: str) -> dict[str, float]:
-    """What this process took: seconds, the expert's size, and the peak over it."""
+    """Load the expert in this process; return seconds, the expert's size, and the peak over it."""
     distilled = lora_files.assign(lora_files.read_lora(lora), "high_noise") if lora else []
     checkpoint = shards.open_checkpoint(Path(folder))
     before, start = status("VmRSS"), time.perf_counter()
@@ -94,7 +94,7 @@ def measure(config: str, folder: str, lora: str) -> dict[str, float]:
 
 
 def status(field: str) -> int:
-    """Bytes by /proc/self/status: VmRSS is held now, VmHWM the most ever."""
+    """Return bytes by /proc/self/status: VmRSS is in use now, VmHWM is the maximum ever."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 

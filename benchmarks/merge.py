@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def make_inputs(work: Path, blocks: int, rank: int) -> tuple[Path, Path]:
-    """A sharded bf16 checkpoint with the original names and sizes of Wan2.2-I2V-A14B, and a rank-64 LoRA for it."""
+    """Write a sharded bf16 checkpoint with names and sizes of Wan2.2-I2V-A14B, and a rank-64 LoRA for it."""
     import torch
     from safetensors.torch import save_file
 
@@ -62,7 +62,7 @@ def make_inputs(work: Path, blocks: int, rank: int) -> tuple[Path, Path]:
 
 
 def measure(command: list[str]) -> tuple[float, float, float]:
-    """(seconds including sync, CPU seconds, peak MiB) of a command run from a cold cache."""
+    """Return (seconds including sync, CPU seconds, peak MiB) of a command run from a cold cache."""
     os.sync()
     if os.geteuid() == 0:
         Path("/proc/sys/vm/drop_caches").write_text("1")
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=4, help="of Wan-A14B's 40 (default: 4)")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    # in a process of its own: the kernel counts what a parent held at the fork as its children's peak
+    # in another process: the kernel counts a parent's memory at the fork as its children's peak
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         base, lora = pool.apply(make_inputs, (args.work, args.blocks, 64))
     out = args.work / "out"
@@ -94,20 +94,20 @@ def main() -> None:
         "merge_lora": merge,
         "merge_lora --dtype fp16": [*merge, "--dtype", "fp16"],
     }
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in jobs}
+    results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in jobs}
     for _ in range(args.rounds):
         for name, command in jobs.items():
             shutil.rmtree(out, ignore_errors=True)
             if name != "cp -r":
                 out.mkdir()
-            found[name].append(measure(command))
+            results[name].append(measure(command))
     shutil.rmtree(out, ignore_errors=True)
     size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     print(f"{size / 1e9:.2f} GB in {args.blocks} shards, LoRA {lora.stat().st_size / 1e6:.0f} MB; {args.rounds} rounds")
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}")
     print("| job | wall s, median (min) | over cp | CPU s | peak MiB |\n|---|---|---|---|---|")
-    copy = statistics.median(wall for wall, _, _ in found["cp -r"])
-    for name, rounds in found.items():
+    copy = statistics.median(wall for wall, _, _ in results["cp -r"])
+    for name, rounds in results.items():
         wall, cpu, peak = (statistics.median(column) for column in zip(*rounds, strict=True))
         least = min(row[0] for row in rounds)
         print(f"| {name} | {wall:.1f} ({least:.1f}) | {wall / copy:.2f} | {cpu:.1f} | {peak:.0f} |")

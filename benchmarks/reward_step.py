@@ -6,7 +6,7 @@
 
 It needs no weights, clips or faces: the model has random weights and the configured one's shape (the published one's
 where its folder is not there), which --layers, --heads and --vae-channels make smaller. --vary measures every mode at
-each of these values of a setting. The modes, beside the configuration as it is (as_configured):
+each of these values of a setting. The modes, next to the configuration as it is (as_configured):
 
     full_graph    autograd through all active steps and the decoder; the blocks are checkpointed
     replay        one step's graph at a time, and one decoder chunk's
@@ -64,33 +64,26 @@ MODES = {
     "full_graph": [*RESIDENT, "train.keep_attention=false"],
     "replay": RESIDENT,
     "keep_on_host": [
-        "experts.trained=gpu",
-        "train.active_graphs=keep_on_host",
-        "train.keep_attention=false",
-        *IN_HOST,
+        "experts.trained=gpu", "train.active_graphs=keep_on_host", "train.keep_attention=false", *IN_HOST,
     ],
     "swap": ["experts.trained=cpu_swap", "train.active_graphs=replay", *IN_HOST],
     "as_configured": [],
-}
+}  # fmt: skip
 PHASES = {
     "rollout": ["rollout"], "decode": ["decode"], "decode VJP": ["decode VJP"],
     "replay": ["replay forward", "replay recompute", "replay backward", "reference"], "optimizer": [],
-}  # fmt: skip  # with what estimate.needs.flops calls their parts
-ADAPTED = 0.02  # what a new adapter's B, which is 0, is drawn with: else its A has no gradient, and there is no KL
+}  # fmt: skip  # by estimate.needs.flops
+ADAPTED = 0.02  # std of a new adapter's B: with B = 0 its A has no gradient, and there is no KL
 NOTE = """Random weights and conditioning. The reward is analytic: a random cotangent of the frames. Face networks, text
 encoder, VAE encoder and distillation take no part. Seconds are medians of the updates behind the first. Bytes are
 the first update's on a CPU, and all updates' maximum on a GPU; GB is 1e9 bytes. `plan` is what rewardfl.estimate says;
 its TFLOP are those of the tensors' shapes, so that what is computed twice counts twice."""
 
 
-# ------------------------------------------------------------------------------------------------------------
-# What is counted
-
-
 class Counted(Living):
-    """Counts what lives on the device, and what is copied there and back.
+    """Counts the tensors that live on the device, and the bytes that are copied to it and back.
 
-    On a CPU the device is what operators make: memory of the host (swap.host_memory) is made by none.
+    On a CPU the device holds the outputs of operators; no operator makes memory of the host (swap.host_memory).
     """
 
     def __init__(self, device: torch.device):
@@ -106,29 +99,22 @@ class Counted(Living):
         return out
 
     def _copied(self, source: Tensor, target: Tensor) -> None:
-        there = [self._on_device(tensor) for tensor in (source, target)]
-        self.copied_in += target.nbytes if there == [False, True] else 0
-        self.copied_out += source.nbytes if there == [True, False] else 0
+        on_device = [self._on_device(tensor) for tensor in (source, target)]
+        self.copied_in += target.nbytes if on_device == [False, True] else 0
+        self.copied_out += source.nbytes if on_device == [True, False] else 0
 
     def _on_device(self, tensor: Tensor) -> bool:
         return tensor.is_cuda if self.device.type == "cuda" else self.lives(tensor)
 
 
-@dataclass
-class Measured:
-    """One update. seconds, peaks: by phase; peaks in bytes, 0 where none were counted."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    peaks: dict[str, int] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class Meter:
-    """Takes an update's seconds and bytes, phase by phase. counted: None for seconds alone."""
+    """Seconds and peak bytes of one update by phase. counted: None for seconds only, then peaks are 0 on a CPU."""
 
     device: torch.device
     counted: Counted | None
-    found: Measured = field(default_factory=Measured)
+    seconds: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -143,39 +129,31 @@ class Meter:
             yield
         if gpu:
             torch.cuda.synchronize(self.device)
-        self.found.seconds[name] = time.perf_counter() - begin
+        self.seconds[name] = time.perf_counter() - begin
         peak = self.counted.peak if self.counted else 0
-        self.found.peaks[name] = torch.cuda.max_memory_allocated(self.device) if gpu else peak
+        self.peaks[name] = torch.cuda.max_memory_allocated(self.device) if gpu else peak
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a large square matrix product, the best of five."""
+    """Measure the FLOP/s of a large square matrix product, the best of six."""
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     meter, best = Meter(device, None), math.inf
     for _ in range(6):
         with meter("product"):
             a @ b
-        best = min(best, meter.found.seconds["product"])
+        best = min(best, meter.seconds["product"])
     return 2 * size**3 / best
 
 
-def reset_rss() -> None:
-    Path("/proc/self/clear_refs").write_text("5")  # the highest one begins anew: man 5 proc
-
-
 def highest_rss() -> int:
-    """The most bytes of host memory that the process has had since `reset_rss`."""
+    """Return the maximum bytes of host memory of the process since VmHWM was reset."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return 1024 * int(line.split()[1])
 
 
-# ------------------------------------------------------------------------------------------------------------
-# A model without files
-
-
-def smaller(backbone: Backbone, layers: int | None, heads: int | None, vae_channels: int | None, home: Path) -> Path:
-    """A folder like the model's configurations, of networks with so many blocks, heads and channels; None: as many."""
+def resize(backbone: Backbone, layers: int | None, heads: int | None, vae_channels: int | None, home: Path) -> Path:
+    """Copy the model's configurations with other numbers of blocks, heads and channels; None keeps a number."""
     folder = home / "model"
     shutil.copytree(backbone.layout.configs, folder)
     for part in (*backbone.variant.parts.values(), "vae"):
@@ -193,14 +171,14 @@ def smaller(backbone: Backbone, layers: int | None, heads: int | None, vae_chann
 
 
 def fill(model: nn.Module, device: torch.device, home: torch.device, seed: int) -> None:
-    """Give a model on the meta device weights that keep activations' scale: drawn on `device`, kept at `home`."""
+    """Give a meta model weights that keep activations' scale, drawn on `device` and stored on `home`."""
     generator, state = torch.Generator(device).manual_seed(seed), {}
-    for name, wanted in model.named_parameters():
-        value = torch.empty(wanted.shape, dtype=wanted.dtype, device=device)
-        if wanted.numel() == max(wanted.shape):
-            value.fill_(0 if name.endswith("bias") else 1)  # else a norm's weight
+    for name, parameter in model.named_parameters():
+        value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        if parameter.numel() == max(parameter.shape):
+            value.fill_(0 if name.endswith("bias") else 1)  # 1 for a norm's weight
         else:
-            value.normal_(0, math.prod(wanted.shape[1:]) ** -0.5, generator=generator)
+            value.normal_(0, math.prod(parameter.shape[1:]) ** -0.5, generator=generator)
         state[name] = value.to(home)
     model.load_state_dict(state, assign=True)
     model.requires_grad_(False).eval()
@@ -209,13 +187,13 @@ def fill(model: nn.Module, device: torch.device, home: torch.device, seed: int) 
 def new_expert(
     cfg: RewardFlConfig, backbone: Backbone, name: str, device: torch.device, checkpointed: Callable | None
 ) -> nn.Module:
-    """An expert where `experts` says. checkpointed: what calls the blocks of one that is trained; None: it is not."""
-    made = files.config_of(backbone.layout, backbone.variant.parts[name])
-    expert: WanTransformer3DModel = wan.new_expert(made, DTYPES[cfg.model.dtype], made["num_layers"], None)
+    """Build an expert, placed as `experts` says. checkpointed: calls a trained expert's blocks; None: not trained."""
+    dims = files.config_of(backbone.layout, backbone.variant.parts[name])
+    expert: WanTransformer3DModel = wan.new_expert(dims, DTYPES[cfg.model.dtype], dims["num_layers"], None)
     where = cfg.experts.untrained if checkpointed is None else cfg.experts.trained
     home = torch.device("cpu") if where == "cpu_swap" else device
     fill(expert, device, home, cfg.run.seed)
-    expert.rope = WanRotaryPosEmbed(made["attention_head_dim"], made["patch_size"], made["rope_max_seq_len"]).to(home)
+    expert.rope = WanRotaryPosEmbed(dims["attention_head_dim"], dims["patch_size"], dims["rope_max_seq_len"]).to(home)
     if checkpointed is not None:
         rank, targets = cfg.lora.lora_rank, lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names)
         lora.inject(expert, rank, cfg.lora.lora_alpha or rank, targets, cfg.run.seed)
@@ -239,13 +217,9 @@ def new_decoder(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -
     return WanDecoder(vae, frame_given=backbone.variant.image == "frame")
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The modes
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Update:
-    """What every mode's update begins with."""
+    """Inputs of an update, the same in every mode."""
 
     cfg: RewardFlConfig
     velocity: Velocity
@@ -262,19 +236,19 @@ class Update:
         return self.cfg.reward.kl_weight / len(self.x)
 
 
-def replayed(update: Update, meter: Meter, keeps_graphs: bool) -> None:
-    """As train_reward_fl.py does it."""
+def replay_update(update: Update, meter: Meter, keeps_graphs: bool) -> None:
+    """Run the update as train_reward_fl.py does."""
     cfg, velocity, decoder, x = update.cfg, update.velocity, update.decoder, update.x
-    sigmas, given = velocity.schedule.sigmas, velocity.conditioning
+    sigmas, conditioning = velocity.schedule.sigmas, velocity.conditioning
     with_graph = offload.InputsOnHost(x.device).whole_graph if keeps_graphs else None
     first = velocity.schedule.handover if cfg.experts.untrained == "boundary_cache" else 0
     with meter("rollout"):
         trajectory = reward_flow.rollout(velocity, x, sigmas, update.active, first, with_graph)
     with meter("decode"):
-        decoded = decoder.decode_with_caches(trajectory.x0, cfg.train.decode_caches, given)
+        decoded = decoder.decode_with_caches(trajectory.x0, cfg.train.decode_caches, conditioning)
     grad_video = update.cotangent(decoded.video.float())
     with meter("decode VJP"):
-        grad_x0 = decoder.vjp(trajectory.x0, grad_video, decoded, given)
+        grad_x0 = decoder.vjp(trajectory.x0, grad_video, decoded, conditioning)
     del decoded, grad_video
     with meter("replay"):
         reward_flow.replay(
@@ -284,7 +258,7 @@ def replayed(update: Update, meter: Meter, keeps_graphs: bool) -> None:
 
 
 def full_graph(update: Update, meter: Meter) -> None:
-    """One graph from the first active step to the frames, by autograd alone."""
+    """Run the update with one graph from the first active step to the frames, by autograd."""
     velocity, x, kl = update.velocity, update.x, 0.0
     sigmas, active = velocity.schedule.sigmas, update.active
     first = velocity.schedule.handover if update.cfg.experts.untrained == "boundary_cache" else 0
@@ -303,10 +277,10 @@ def full_graph(update: Update, meter: Meter) -> None:
         ((video * cotangent).sum() + update.kl_weight * kl).backward()
 
 
-def decode_whole(decoder: WanDecoder, latents: Tensor, given: Conditioning) -> Tensor:
-    """(B, 3, F, H, W) by diffusers' own loop over the latent frames."""
+def decode_whole(decoder: WanDecoder, latents: Tensor, conditioning: Conditioning) -> Tensor:
+    """Decode to (B, 3, F, H, W) by diffusers' loop over the latent frames."""
     if decoder.frame_given:
-        latents = torch.cat([given["image"].to(latents), latents], 2)
+        latents = torch.cat([conditioning["image"].to(latents), latents], 2)
     vae = decoder.vae
     latents = latents.to(vae.dtype)
     mean, std = (latents.new_tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
@@ -314,55 +288,48 @@ def decode_whole(decoder: WanDecoder, latents: Tensor, given: Conditioning) -> T
 
 
 def in_host(tensor: Tensor) -> Tensor:
-    """offload.to_host for a CPU that stands for a GPU: a copy that is not counted as living on the device."""
+    """Copy to host memory that `Counted` does not count: offload.to_host of a CPU that stands for a GPU."""
     memory = swap.host_memory(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
     return memory.copy_(tensor)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# One mode, all modes
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Size:
-    """What all modes have in common: the model and one video of it."""
+    """The model and the inputs of one video, the same in all modes."""
 
-    cfg: RewardFlConfig
     backbone: Backbone
     costs: Costs
     latents: Tensor  # (B, C, T, h, w)
     conditioning: Conditioning
 
 
-def size_of(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -> Size:
-    asked, generator = (
-        workload.make_workload(cfg, backbone, None, None, 1),
-        torch.Generator(device).manual_seed(cfg.run.seed),
-    )
-    video, batch = asked.video, asked.batch
+def make_size(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -> Size:
+    """Draw the latents and conditioning of a configuration's batch."""
+    work = workload.make_workload(cfg, backbone, None, None, 1)
+    generator, video = torch.Generator(device).manual_seed(cfg.run.seed), work.video
     parts = backbone.on_meta(video.height, video.width, video.num_frames)
 
-    def drawn(shape: Sequence[int]) -> Tensor:
-        return torch.randn(batch, *shape, generator=generator, device=device)
+    def draw(shape: Sequence[int]) -> Tensor:
+        return torch.randn(work.batch, *shape, generator=generator, device=device)
 
-    given = {name: drawn(value.shape[1:]).to(value.dtype) for name, value in parts.conditioning.items()}
+    conditioning = {name: draw(value.shape[1:]).to(value.dtype) for name, value in parts.conditioning.items()}
     costs = measure_costs(video)
-    return Size(cfg, backbone, costs, drawn(costs.shape), given)
+    return Size(backbone=backbone, costs=costs, latents=draw(costs.shape), conditioning=conditioning)
 
 
 def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dict[str, Any], Tensor]:
-    """(the mode's figures, its first gradient, flat, float32, in host memory)."""
-    gc.collect()  # of the mode before: hooks refer to their modules in circles
+    """Measure a mode; return its figures and its first gradient, flat, float32, in host memory."""
+    gc.collect()  # the hooks of the mode before are in reference cycles
     torch.cuda.empty_cache()
-    reset_rss()
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: man 5 proc
     device, backbone, counted = size.latents.device, size.backbone, Counted(size.latents.device)
-    asked = replace(workload.make_workload(cfg, backbone, None, None, 1), reward_bytes=0)
+    work = replace(workload.make_workload(cfg, backbone, None, None, 1), reward_bytes=0)
     checkpointed = offload.checkpointing(device, cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention)
     with counted:
-        untrained = [asked.untrained] if asked.untrained else []
+        untrained = [work.untrained] if work.untrained else []
         cached = cfg.experts.untrained == "boundary_cache"  # there is no such expert then
-        experts = {one: None if cached else new_expert(cfg, backbone, one, device, None) for one in untrained}
-        experts |= {one: new_expert(cfg, backbone, one, device, copy.copy(checkpointed)) for one in asked.trained}
+        experts = {name: None if cached else new_expert(cfg, backbone, name, device, None) for name in untrained}
+        experts |= {name: new_expert(cfg, backbone, name, device, copy.copy(checkpointed)) for name in work.trained}
         model = Experts({name: experts[name] for name in backbone.experts}, untrained)
         decoder = new_decoder(cfg, backbone, device)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -373,8 +340,9 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
         return torch.randn(video.shape, generator=generator, device=device) / video.numel()
 
     velocity = Velocity(backbone, model, size.conditioning, plan.make_schedule(cfg, backbone))
-    update, found, gradient = Update(cfg, velocity, decoder, size.latents, cotangent), [], torch.empty(0)
-    torch.cuda.empty_cache()  # what building left is not to count
+    update = Update(cfg=cfg, velocity=velocity, decoder=decoder, x=size.latents, cotangent=cotangent)
+    updates, gradient = [], torch.empty(0)
+    torch.cuda.empty_cache()  # do not count what building the networks left
     counted.copied_in = counted.copied_out = 0
     for i in range(1 + steps):
         meter = Meter(device, counted if i == 0 else None)
@@ -382,46 +350,41 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
             if mode == "full_graph":
                 full_graph(update, meter)
             else:
-                replayed(update, meter, asked.keeps_graphs)
+                replay_update(update, meter, work.keeps_graphs)
         if i == 0:
             gradient = torch.cat([parameter.grad.flatten().cpu() for parameter in parameters])
         with meter("optimizer"):
             nn.utils.clip_grad_norm_(parameters, cfg.train.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-        found.append(meter.found)
+        updates.append(meter)
     figures = {
         "mode": mode,
-        "rows": phase_rows(found, size.costs, asked),
+        "rows": phase_rows(updates, size.costs, work),
         "copied_in": counted.copied_in, "copied_out": counted.copied_out, "rss": highest_rss(),
     }  # fmt: skip
     return figures, gradient
 
 
-def phase_rows(found: Sequence[Measured], costs: Costs, asked: workload.Workload) -> list[dict[str, Any]]:
-    """A row for each phase, beside the plan where that has it, and one for the whole update."""
-    planned_flops, memory, table = needs.flops(costs, asked), needs.memory(costs, asked), []
-    planned = set(found[0].seconds) == set(PHASES)
-    for name in found[0].seconds:
-        seconds = statistics.median(one.seconds[name] for one in found[1:])
-        row = {"phase": name, "seconds": seconds, "peak": max(one.peaks[name] for one in found)}
+def phase_rows(updates: Sequence[Meter], costs: Costs, work: workload.Workload) -> list[dict[str, Any]]:
+    """Return a row for each phase, with the plan's numbers if it has that phase, and one for the whole update."""
+    planned_flops, memory, table = needs.flops(costs, work), needs.memory(costs, work), []
+    planned = set(updates[0].seconds) == set(PHASES)
+    for name in updates[0].seconds:
+        seconds = statistics.median(update.seconds[name] for update in updates[1:])
+        row = {"phase": name, "seconds": seconds, "peak": max(update.peaks[name] for update in updates)}
         if planned:
-            row["plan_flops"] = asked.batch * sum(planned_flops[part] for part in PHASES[name])
+            row["plan_flops"] = work.batch * sum(planned_flops[part] for part in PHASES[name])
             row["plan_bytes"] = memory.of(name) if name in memory.phases else sum(memory.resident.values())
         table.append(row)
     wholes = {"seconds": sum, "peak": max} | ({"plan_flops": sum, "plan_bytes": max} if planned else {})
     return [*table, {"phase": "update"} | {key: whole(row[key] for row in table) for key, whole in wholes.items()}]
 
 
-def difference(gradient: Tensor, first: Tensor) -> float:
-    """The largest difference of two gradients, in units of the first one's largest value."""
-    return float((gradient - first).abs().max() / first.abs().max())
-
-
 def side_by_side(
     size: Size, modes: Sequence[str], load: Callable[[str], RewardFlConfig], steps: int
 ) -> Iterator[dict[str, Any]]:
-    """Every mode's figures; what does not fit is said in one line and left out."""
+    """Yield every mode's figures; print one line for a mode that does not fit, and leave it out."""
     first: Tensor | None = None
     for mode in modes:
         try:
@@ -430,41 +393,38 @@ def side_by_side(
             print(f"**{mode}**: {str(error).splitlines()[0]}\n", flush=True)
             continue
         first = gradient if first is None else first
-        yield figures | {"gradient_difference": difference(gradient, first), "norm": float(gradient.norm())}
-
-
-# ------------------------------------------------------------------------------------------------------------
-# What is printed
+        difference = float((gradient - first).abs().max() / first.abs().max())
+        yield figures | {"gradient_difference": difference, "norm": float(gradient.norm())}
 
 
 def gb(amount: float | None) -> str:
     return f"{amount / 1e9:.4g}" if amount else "-"
 
 
-def summary(found: Sequence[Mapping[str, Any]], peak_flops: float, cap: float | None) -> Iterator[str]:
-    """Markdown, a row for each mode."""
+def summary(modes: Sequence[Mapping[str, Any]], peak_flops: float, cap: float | None) -> Iterator[str]:
+    """Yield a Markdown table with a row for each mode."""
     columns = "mode, s/step, / first, peak GB, first /, plan GB, in GB, out GB, host GB, TFLOP/s, of matmul's, gradient"
     yield f"| {columns.replace(', ', ' | ')} |"
     yield 12 * "|---" + "|"
-    first = found[0]["rows"][-1]
-    for one in found:
-        whole = one["rows"][-1]
+    first = modes[0]["rows"][-1]
+    for mode in modes:
+        whole = mode["rows"][-1]
         seconds, peak, flops = whole["seconds"], whole["peak"], whole.get("plan_flops")
         speed = f"{flops / seconds / 1e12:.3g} | {flops / seconds / peak_flops:.0%}" if flops else "- | -"
         over = " (over the cap)" if cap and peak > 1e9 * cap else ""
         yield (
-            f"| {one['mode']} | {seconds:.3g} | {seconds / first['seconds']:.2f} | {gb(peak)}{over} | "
-            f"{first['peak'] / peak:.2f} | {gb(whole.get('plan_bytes'))} | {gb(one['copied_in'])} | "
-            f"{gb(one['copied_out'])} | {gb(one['rss'])} | {speed} | {one['gradient_difference']:.2g} |"
+            f"| {mode['mode']} | {seconds:.3g} | {seconds / first['seconds']:.2f} | {gb(peak)}{over} | "
+            f"{first['peak'] / peak:.2f} | {gb(whole.get('plan_bytes'))} | {gb(mode['copied_in'])} | "
+            f"{gb(mode['copied_out'])} | {gb(mode['rss'])} | {speed} | {mode['gradient_difference']:.2g} |"
         )
 
 
-def by_phase(one: Mapping[str, Any]) -> Iterator[str]:
-    """Markdown, a row for each phase of a mode."""
-    yield f"\n**{one['mode']}**, gradient's norm {one['norm']:.6g}\n"
+def by_phase(mode: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a Markdown table with a row for each phase of a mode."""
+    yield f"\n**{mode['mode']}**, gradient's norm {mode['norm']:.6g}\n"
     yield "| phase | s | TFLOP, plan | TFLOP/s | peak GB | plan GB | peak / plan |"
     yield 7 * "|---" + "|"
-    for row in one["rows"]:
+    for row in mode["rows"]:
         flops, planned, seconds = row.get("plan_flops"), row.get("plan_bytes"), row["seconds"]
         computed = f"{flops / 1e12:.4g} | {flops / 1e12 / seconds:.3g}" if flops else "- | -"
         ratio = f"{row['peak'] / planned:.3f}" if planned else "-"
@@ -502,11 +462,10 @@ def main() -> None:
     points = [f"{key}={value}" for value in values.split(",")] if args.vary else [""]
     base = config.load(args.config, [*args.overrides, *filter(None, points[:1])])
     peak_flops = matmul_flops(DTYPES[base.model.dtype], device)
+    is_gpu = device.type == "cuda"
     report = {
         "command": shlex.join(["python", "benchmarks/reward_step.py", *sys.argv[1:]]),
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} thr.",
+        "device": torch.cuda.get_device_name(device) if is_gpu else f"CPU, {torch.get_num_threads()} thr.",
         **library_versions(("torch", "diffusers", "peft")),
         "commit": git_commit(Path(__file__).parent),
         "seed": base.run.seed,
@@ -516,7 +475,7 @@ def main() -> None:
     report["sizes"] = []
     with tempfile.TemporaryDirectory() as home:
         described = backbones.describe(base.model.model_name, setup_model.model_source(base))
-        folder = smaller(described, args.layers, args.heads, args.vae_channels, Path(home))
+        folder = resize(described, args.layers, args.heads, args.vae_channels, Path(home))
         for point in points:
             more = [*args.overrides, *filter(None, [point]), f"model.model_paths={folder}"]
 
@@ -524,11 +483,9 @@ def main() -> None:
                 return config.load(args.config, [*more, *(EXACT if mode != "as_configured" else []), *MODES[mode]])
 
             cfg = load(args.modes[0])
-            size = size_of(cfg, backbones.describe(cfg.model.model_name, setup_model.model_source(cfg)), device)
-            shape, tokens = (
-                "x".join(map(str, size.latents.shape)),
-                max(one.tokens for one in size.costs.experts.values()),
-            )
+            size = make_size(cfg, backbones.describe(cfg.model.model_name, setup_model.model_source(cfg)), device)
+            shape = "x".join(map(str, size.latents.shape))
+            tokens = max(expert.tokens for expert in size.costs.experts.values())
             steps = len(config.active_steps(cfg))
             print(f"{point} latents {shape}, {tokens} tokens, {steps} active steps\n".lstrip(), flush=True)
             entry = {"vary": point, "latents": shape, "tokens": tokens, "active_steps": steps, "modes": []}

@@ -17,16 +17,14 @@ from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.training import plan
 
 BASE = "base"
+TAKEN = (BASE, "real", "vae")  # reserved names: no adapter's or tool's arm may have them
+NEGATIVE = ""  # key of the negative prompt; no row has this id
 
-TAKEN = (BASE, "real", "vae")  # names that no adapter's or tool's arm may have
-
-NEGATIVE = ""  # the id, which no row has, of the prompt that a run is guided away from
-
-Job = tuple[data.Row, int]  # of a row of the table the noise of this number
+Job = tuple[data.Row, int]  # a row of the table, and the number of the noise
 
 
 def run_config(run: Path, overrides: list[str]) -> config.AnyConfig:
-    """The configuration that a run was trained with, and the overrides. FileNotFoundError where there is no run."""
+    """Return the configuration of a training run with overrides. Raise FileNotFoundError where there is no run."""
     path = run / "run.json"
     if not path.is_file():
         raise FileNotFoundError(f"--run: {path} is missing; name the output_dir of a training run")
@@ -40,23 +38,24 @@ def run_config(run: Path, overrides: list[str]) -> config.AnyConfig:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way in which every row's video comes about. The name is a file's, too."""
+    """One way to make every row's video. The name must be fit for a file's."""
 
     name: str
-    steps: int = 0  # sampling steps; 0 for videos that were made elsewhere
-    adapter: Path | None = None  # a checkpoint; None: the model as it was before training
+    steps: int = 0  # sampling steps; 0 for another tool's videos
+    adapter: Path | None = None  # a checkpoint; None for the base model
     strength: float = 1.0  # of the adapter
-    videos: Path | None = None  # a folder of videos that are judged as they are; nothing is sampled
+    videos: Path | None = None  # another tool's videos, judged as they are
 
 
 def plan_arms(adapters: Sequence[tuple[Path, float]], steps: Sequence[int], usual: int) -> list[Arm]:
-    """The base model of each step count, then every adapter at its strength. usual: the count that no name says.
+    """Return, for each step count, the base model and every adapter at its strength.
 
-    ValueError for an adapter at one strength, or a step count, that is named twice.
+    usual: the step count that names omit. Raise ValueError for an adapter at one strength, or a step count, that is
+    named twice.
     """
-    for option, given in (("--adapter", adapters), ("--steps", steps)):
-        if twice := [one for i, one in enumerate(given) if one in given[:i]]:
-            raise ValueError(f"{option}: {twice[0]} is named twice; remove one")
+    for option, values in (("--adapter", adapters), ("--steps", steps)):
+        if repeated := [value for i, value in enumerate(values) if value in values[:i]]:
+            raise ValueError(f"{option}: {repeated[0]} is named twice; remove one")
     folders = list(dict.fromkeys(folder for folder, _ in adapters))
     names = dict(zip(folders, names_of(folders), strict=True))
     arms = []
@@ -64,28 +63,24 @@ def plan_arms(adapters: Sequence[tuple[Path, float]], steps: Sequence[int], usua
         tail = "" if count == usual else f"_{count}steps"
         arms.append(Arm(BASE + tail, count))
         for adapter, strength in adapters:
-            at = "" if strength == 1 else f"_x{strength:g}"
-            arms.append(Arm(f"{names[adapter]}{at}{tail}", count, adapter, strength))
+            suffix = "" if strength == 1 else f"_x{strength:g}"
+            arms.append(Arm(f"{names[adapter]}{suffix}{tail}", count, adapter, strength))
     return arms
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names, with as many of those around them as it takes to tell them apart; fit for a file's."""
+    """Return unique names of folders, fit for files: the last parts of each path, as many as tell them apart."""
     paths, names = [folder.absolute() for folder in folders], []
     for count in range(1, max((len(path.parts) for path in paths), default=0) + 1):
-        names = ["_".join(path.parts[-count:]) for path in paths]
-        names = [re.sub(r"[^\w.-]", "_", name) for name in names]
+        names = [re.sub(r"[^\w.-]", "_", "_".join(path.parts[-count:])) for path in paths]
         if len(set(names)) == len(names) and not {*TAKEN} & {*names}:
             return names
     return [f"{i}_{name}" for i, name in enumerate(names)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """A model with an adapter that may be off. told: what it is told of a row, by the row's id; sizes: (H, W) likewise.
-
-    Where the run is guided, `told` also knows NEGATIVE.
-    """
+    """A model with an adapter. told: conditioning by row id and by NEGATIVE. sizes: (H, W) by row id."""
 
     cfg: config.AnyConfig
     backbone: Backbone
@@ -96,35 +91,32 @@ class Sampler:
     device: torch.device
 
     def sample(self, batch: Sequence[Job], arm: Arm) -> Tensor:
-        """(B, 3, F, H, W) in [-1, 1] of jobs of one size, by the ODE. A job has the same noise in every arm."""
+        """Sample jobs of one size by the ODE: (B, 3, F, H, W) in [-1, 1]. A job has the same noise in every arm."""
         conditioning = self.backbone.collate([self.told(row.id) for row, _ in batch])
         shape = self.backbone.latent_shape(*self.sizes[batch[0][0].id], self.cfg.data.num_frames)
         if arm.steps == self.cfg.sample.num_inference_steps:
             schedule = plan.make_schedule(self.cfg, self.backbone, shape)
         else:
             schedule = self.backbone.schedule(arm.steps, self.cfg.sample.shift, shape)
-        guidance = self.cfg.sample.guidance_scale  # as it was trained
+        guidance = self.cfg.sample.guidance_scale
         negative = self.told(NEGATIVE) if guidance != 1 else None
         velocity = Velocity(self.backbone, self.experts, conditioning, schedule, negative, guidance)
         seeds = [noise_seed(seed, 0, row.id) for row, seed in batch]
         noise = torch.cat([draw_noise((1, *shape), seed, self.device) for seed in seeds])
         lora.set_strength(self.experts, arm.strength)
-        answer = velocity.reference if arm.adapter is None else velocity
-        x0 = reward_flow.rollout(answer, noise, schedule.sigmas, keep=()).x0
+        arm_velocity = velocity.reference if arm.adapter is None else velocity
+        x0 = reward_flow.rollout(arm_velocity, noise, schedule.sigmas, keep=()).x0
         return self.decoder.decode(x0, conditioning).float()
 
 
 def encode_inputs(
-    cfg: config.AnyConfig, backbone: Backbone, asked: Iterable[tuple[data.Row, Tensor | None]], device: torch.device
+    cfg: config.AnyConfig, backbone: Backbone, inputs: Iterable[tuple[data.Row, Tensor | None]], device: torch.device
 ) -> Iterator[tuple[str, Conditioning]]:
-    """What the model is told of each row and its image, (3, H, W) in [-1, 1], one at a time: by the row's id.
-
-    First of all, where the run is guided, what it is guided away from: by NEGATIVE.
-    """
+    """Yield row id and conditioning of each row and image (3, H, W) in [-1, 1]; before them NEGATIVE where guided."""
     encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
     if cfg.sample.guidance_scale != 1:
         yield NEGATIVE, encode_text(cfg.sample.negative_prompt)
-    for row, image in asked:
+    for row, image in inputs:
         yield row.id, encode_text(row.prompt) | encode_image(image, cfg.data.num_frames)
 
 
@@ -135,20 +127,18 @@ def check_adapter(folder: Path) -> None:
 
 
 def load_model(backbone: Backbone, adapter: Path | None, experts: str, device: torch.device) -> tuple[Experts, Decoder]:
-    """The model with the checkpoint's adapter, if there is one. experts: as offload.place takes it."""
+    """Load the model with the checkpoint's adapter, if any. experts: as `offload.move_expert` takes it."""
     decoder = backbone.load_decoder(device)
     loaded = {name: backbone.load_expert(name) for name in backbone.experts}
     if adapter is not None:
         backbone.attach_adapters(loaded, adapter)
-    placed = {
-        name: offload.move_expert(expert, experts, device, backbone.block_classes) for name, expert in loaded.items()
-    }
-    return Experts(placed), decoder
+    classes = backbone.block_classes
+    return Experts({name: offload.move_expert(net, experts, device, classes) for name, net in loaded.items()}), decoder
 
 
 def batches(jobs: Sequence[Job], sizes: Mapping[str, tuple[int, int]], count: int) -> list[list[Job]]:
-    """The jobs, each once, in lists of at most `count` whose videos have one size; sizes: by row id."""
-    alike: dict[tuple[int, int], list[Job]] = {}
+    """Group the jobs into lists of at most `count` whose videos have one size. sizes: by row id."""
+    by_size: dict[tuple[int, int], list[Job]] = {}
     for row, seed in jobs:
-        alike.setdefault(sizes[row.id], []).append((row, seed))
-    return [group[i : i + count] for group in alike.values() for i in range(0, len(group), count)]
+        by_size.setdefault(sizes[row.id], []).append((row, seed))
+    return [group[i : i + count] for group in by_size.values() for i in range(0, len(group), count)]

@@ -1,7 +1,6 @@
-"""Evaluations next to each other on one page: the work of tools/compare_runs.py."""
+"""Evaluations next to each other on one page (tools/compare_runs.py)."""
 
 import argparse
-import itertools
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,16 +13,7 @@ from pydantic import BaseModel, Field, FiniteFloat, ValidationError, model_valid
 from rewardfl import command_line
 from rewardfl.config.schema import shown
 from rewardfl.evaluation import metric_curves, records
-from rewardfl.evaluation.report.charts import (
-    Chart,
-    Curve,
-    arm_colour,
-    arm_curves,
-    curves_chart,
-    front_chart,
-    make_markers,
-    real_curve,
-)
+from rewardfl.evaluation.report import charts
 from rewardfl.evaluation.report.meanings import CANARIES, MEANINGS, MOVES, healthy, judge_words, main_judge
 from rewardfl.evaluation.report.report_page import figure_cell
 from rewardfl.evaluation.report.templates import TableRow, render
@@ -31,38 +21,28 @@ from rewardfl.evaluation.report.verdicts import verdict
 from rewardfl.merging import output
 
 ALIKE = ("records", "data", "sampling", "judges")  # blocks of the settings that must agree
-
 COMPARED, WHOLE = ("face/face_sim", "face/identity_kept", *MOVES, *CANARIES), ("colour_shift", "frozen_share")
-
 TRAINING = ("reward/held_out", "reward/held_out/flow", "grad_norm")
 
 
 class Interval(BaseModel):
-    """A mean and its 95 % interval."""
-
     mean: FiniteFloat
     low: FiniteFloat
     high: FiniteFloat
 
 
 class Change(BaseModel):
-    """A figure of an arm against its base."""
-
     difference: Interval
     people_with_more: FiniteFloat
     ratio: Interval | None = None
 
 
 class Figures(BaseModel):
-    """The figures of an arm or of the real clips. per_frame: by recogniser."""
-
     figures: dict[str, Interval | None]
-    per_frame: Annotated[dict[str, list[FiniteFloat]], Field(min_length=1)]
+    per_frame: Annotated[dict[str, list[FiniteFloat]], Field(min_length=1)]  # by recogniser
 
 
 class ArmReport(Figures):
-    """An arm of a report."""
-
     name: str
     clips: int
     decoded: bool
@@ -73,7 +53,7 @@ class ArmReport(Figures):
 
 
 class Report(BaseModel):
-    """What the page needs of a report.json."""
+    """The part of a report.json that the page needs."""
 
     people: int
     version: str
@@ -84,7 +64,7 @@ class Report(BaseModel):
 
     @model_validator(mode="after")
     def _agrees(self) -> "Report":
-        """Raise ValueError where an arm lacks a judge, its base, or what has become of its FaceSim."""
+        """Raise ValueError where an arm lacks a judge, its base, or a figure against its base."""
         judges, names = list(self.real.per_frame), [arm.name for arm in self.arms]
         for arm in self.arms:
             lacking = [judge for judge in judges if arm.against and f"{judge}/face_sim" not in arm.compared]
@@ -97,12 +77,9 @@ class Report(BaseModel):
         return self
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """An evaluation under a name. metrics: the lines of the run's metrics.jsonl; empty for a folder that is no run's.
-
-    colour: the number of its first arm's.
-    """
+    """A named evaluation. metrics: lines of metrics.jsonl, empty for no run. colour: the number of its first arm's."""
 
     name: str
     report: Mapping
@@ -111,127 +88,121 @@ class Evaluated:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, compare, write: the exit code."""
-    inputs = (report_file(folder) for folder in args.evaluations)
-    metrics = (folder / "metrics.jsonl" for folder in args.evaluations)
-    page = output.File(
-        option="--out", path=args.out, tool="rewardfl compare_runs", inputs=tuple(itertools.chain(inputs, metrics))
-    )
+    """Read, compare and write; return the exit code."""
+    reports = (report_file(folder) for folder in args.evaluations)
+    inputs = (*reports, *(folder / "metrics.jsonl" for folder in args.evaluations))
+    page = output.File(option="--out", path=args.out, tool="rewardfl compare_runs", inputs=inputs)
     page.check()
-    found = read_all(args.evaluations)
-    problem = unlike(found)
+    evaluations = read_all(args.evaluations)
+    problem = unlike(evaluations)
     if problem and not args.anyway:
         raise ValueError(f"{problem}; evaluate them alike, or give --anyway to see them all the same")
-    page.write(comparison_page(found, problem).encode())
+    page.write(comparison_page(evaluations, problem).encode())
     print(args.out)
     return 0
 
 
 def read_all(folders: Sequence[Path]) -> list[Evaluated]:
-    """The evaluations of runs, or of their own folders. FileNotFoundError, ValueError for what is none."""
-    reports = [read_report(folder) for folder in folders]
-    colours = itertools.accumulate((len(report["arms"]) for report in reports), initial=0)
-    return [
-        Evaluated(
-            name, report, metric_curves.read_metrics(folder) if (folder / "metrics.jsonl").is_file() else [], colour
-        )
-        for name, folder, report, colour in zip(metric_curves.labels(folders), folders, reports, colours, strict=False)
-    ]
+    """Read the evaluations of runs or evaluation folders. Raise FileNotFoundError or ValueError for other folders."""
+    evaluations, colour = [], 0
+    for name, folder in zip(metric_curves.labels(folders), folders, strict=True):
+        report, is_run = read_report(folder), (folder / "metrics.jsonl").is_file()
+        metrics = metric_curves.read_metrics(folder) if is_run else []
+        evaluations.append(Evaluated(name=name, report=report, metrics=metrics, colour=colour))
+        colour += len(report["arms"])
+    return evaluations
 
 
 def report_file(folder: Path) -> Path:
-    """Return the place of an evaluation's report. FileNotFoundError where the folder holds none."""
-    places = (folder / "report.json", folder / "evaluation" / "report.json")
-    path = next((place for place in places if place.is_file()), None)
-    if path is None:
-        raise FileNotFoundError(f"{folder}: holds no report.json; name a run that was evaluated, or evaluate's --out")
-    return path
+    """Return the file of an evaluation's report. Raise FileNotFoundError where the folder holds none."""
+    for path in (folder / "report.json", folder / "evaluation" / "report.json"):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(f"{folder}: holds no report.json; name a run that was evaluated, or evaluate's --out")
 
 
 def read_report(folder: Path) -> dict:
-    """Return the report of an evaluation of videos. ValueError for one of something else."""
+    """Read the report of an evaluation of videos. Raise ValueError for another one."""
     path = report_file(folder)
     try:
         Report.model_validate_json(path.read_bytes())
     except ValidationError as error:
         problem = command_line.first_problem(error)
-        raise ValueError(
-            f"{path}: is no report of videos as evaluate.py writes it ({problem}); evaluate again"
-        ) from None
+        text = f"{path}: is no report of videos as evaluate.py writes it ({problem}); evaluate again"
+        raise ValueError(text) from None
     return json.loads(path.read_bytes())
 
 
-def unlike(found: Sequence[Evaluated]) -> str:
-    """How the first that differs from the first one differs, in data, sampling or judges; empty where none does."""
-    first, *others = found
-    for one in others:
-        blocks = ({block: each.report["settings"].get(block, {}) for block in ALIKE} for each in (first, one))
-        if problem := records.difference(*blocks):
-            return f"{one.name} cannot be compared with {first.name}: {problem}"
+def unlike(evaluations: Sequence[Evaluated]) -> str:
+    """Describe the first difference from the first evaluation in data, sampling or judges; empty where none is."""
+    first, *rest = evaluations
+    settings = {block: first.report["settings"].get(block, {}) for block in ALIKE}
+    for run in rest:
+        if problem := records.difference(settings, {block: run.report["settings"].get(block, {}) for block in ALIKE}):
+            return f"{run.name} cannot be compared with {first.name}: {problem}"
     return ""
 
 
-def comparison_page(found: Sequence[Evaluated], problem: str) -> str:
-    """Return the page. problem: how the evaluations differ, which the page then says first."""
-    judge = main_judge(found[0].report)
+def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
+    """Return the page. problem: how the evaluations differ, which the page shows first."""
+    judge = main_judge(evaluations[0].report)
     columns = [MEANINGS[key] for key in (*COMPARED, *WHOLE)]
-    arms = [place for one in found for place in make_markers(one.report, f"{one.name}: ", one.colour)]
+    markers = [marker for run in evaluations for marker in charts.make_markers(run.report, f"{run.name}: ", run.colour)]
     runs = [
         {
-            "name": one.name,
-            "verdicts": [verdict(one.report, arm) for arm in one.report["arms"] if arm["against"]],
-            "version": one.report["version"],
-            "command": shlex.join(one.report["command"]),
+            "name": run.name,
+            "verdicts": [verdict(run.report, arm) for arm in run.report["arms"] if arm["against"]],
+            "version": run.report["version"],
+            "command": shlex.join(run.report["command"]),
         }
-        for one in found
+        for run in evaluations
     ]
     values = {
-        "title": f"Comparison of {', '.join(one.name for one in found)}",
+        "title": f"Comparison of {', '.join(run.name for run in evaluations)}",
         "problem": problem,
-        "head": [("run: arm", ""), *((one.label, one.says + healthy(one)) for one in columns)],
-        "rows": rows(found),
-        "front": front_chart(arms, judge),
-        "curves": [curves_chart(f"By {judge_words(judge)}", curves(found))],
-        "training": [chart for key in TRAINING for chart in training(found, key)],
+        "head": [("run: arm", ""), *((column.label, column.says + healthy(column)) for column in columns)],
+        "rows": rows(evaluations),
+        "front": charts.front_chart(markers, judge),
+        "curves": [charts.curves_chart(f"By {judge_words(judge)}", curves(evaluations))],
+        "training": [chart for key in TRAINING for chart in training(evaluations, key)],
         "runs": runs,
     }
     return render("comparison.html", values)
 
 
-def rows(found: Sequence[Evaluated]) -> list[TableRow]:
+def rows(evaluations: Sequence[Evaluated]) -> list[TableRow]:
     """Return a row for each arm that has a base, with a cell for each figure."""
     rows = []
-    for one in found:
-        judge = main_judge(one.report)
-        for arm in (arm for arm in one.report["arms"] if arm["against"]):
+    for run in evaluations:
+        judge = main_judge(run.report)
+        for arm in (arm for arm in run.report["arms"] if arm["against"]):
             names = [key.replace("face/", f"{judge}/") for key in COMPARED]
             cells = [replace(figure_cell(arm, name, [judge]), figure=None) for name in names]
             cells += [figure_cell(arm, name, [judge]) for name in WHOLE]
-            people = f"{one.report['people']} people, {arm['clips']} clips"
-            rows.append(TableRow((f"{one.name}: {arm['name']}", people), cells))
+            people = f"{run.report['people']} people, {arm['clips']} clips"
+            rows.append(TableRow((f"{run.name}: {arm['name']}", people), cells))
     return rows
 
 
-def curves(found: Sequence[Evaluated]) -> list[Curve]:
-    """Return every arm's curve by its main judge, a base that several have once, and the first one's real clips."""
-    curves: list[Curve] = []
-    for one in found:
-        drawn = arm_curves(one.report, main_judge(one.report), f"{one.name}: ", one.colour)
-        known = [other.points for other in curves]
-        for curve, arm in zip(drawn, one.report["arms"], strict=True):
-            if arm["against"] or curve.points not in known:
+def curves(evaluations: Sequence[Evaluated]) -> list[charts.Curve]:
+    """Return every arm's curve by its main judge, a shared base once, and the real clips of the first evaluation."""
+    curves: list[charts.Curve] = []
+    for run in evaluations:
+        drawn = [curve.points for curve in curves]
+        run_curves = charts.arm_curves(run.report, main_judge(run.report), f"{run.name}: ", run.colour)
+        for curve, arm in zip(run_curves, run.report["arms"], strict=True):
+            if arm["against"] or curve.points not in drawn:
                 curves.append(curve)
-    return [*curves, real_curve(found[0].report, main_judge(found[0].report))]
+    return [*curves, charts.real_curve(evaluations[0].report, main_judge(evaluations[0].report))]
 
 
-def training(found: Sequence[Evaluated], key: str) -> list[Chart]:
-    """Return the curves of a metric over each other; nothing where no run has it.
-
-    A run has the colour of its first adapter.
-    """
+def training(evaluations: Sequence[Evaluated], key: str) -> list[charts.Chart]:
+    """Return a chart of a metric of all runs; nothing where no run has it. A run has its first adapter's colour."""
     lines = [
-        Curve(one.name, list(zip(*metric_curves.points(one.metrics, key), strict=True)), arm_colour(one.colour + 1))
-        for one in found
+        charts.Curve(
+            run.name, list(zip(*metric_curves.points(run.metrics, key), strict=True)), charts.arm_colour(run.colour + 1)
+        )
+        for run in evaluations
     ]
     drawn = [line for line in lines if line.points]
-    return [curves_chart(key, drawn, ("step", key))] if drawn else []
+    return [charts.curves_chart(key, drawn, ("step", key))] if drawn else []

@@ -1,7 +1,7 @@
-"""The figures of a report, from records of judged videos (_records): pure functions, no pixels.
+"""Figures of a report, from records of judged videos (`records`): pure functions, no pixels.
 
 People are resampled, not clips: two noises of one person are not two people. Two arms are compared on the clips (person
-and noise) that both have, and a clip that lacks a figure in one of them is left out of that figure alone.
+and noise) that both have. A clip without a figure in one of them is left out of that figure only.
 """
 
 import itertools
@@ -29,32 +29,30 @@ class ClipKey(NamedTuple):
     person: str
 
 
-Values = dict[ClipKey, float]  # of one figure of one arm, where it is known
+Values = dict[ClipKey, float]  # of one figure of one arm, without clips that lack it
 
-AMOUNTS = ("flow", "face_flow", "pixel_change", "sharpness")  # of the block motion: those compared by their ratio
-
-MOVES = ("speed", "nonrigid")  # of a recogniser's figures: likewise
-
+AMOUNTS = ("flow", "face_flow", "pixel_change", "sharpness")  # of the block motion, compared by their ratio
+MOVES = ("speed", "nonrigid")  # of a recogniser, compared by their ratio
 RATIOS = {*AMOUNTS, *MOVES, "grid", "saturation"}
-
 COLOURS = ("canary/red", "canary/green", "canary/blue")
-
-FROZEN = 0.5  # of the base's non-rigid motion, below which a clip is frozen
-
+FROZEN = 0.5  # a clip is frozen below this share of the base's non-rigid motion
 IN_STRATA = ("face_sim", "drift", "coverage", "nonrigid")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How figures are to be read. edges: ascending widths of the face in the real clip, in pixels; below the first
-    it is too small to be scored. threshold: of FaceSim, for the share of frames above it."""
+    """Parameters of the figures.
+
+    edges: ascending widths of the face in the real clip, in pixels; faces below the first are not scored. threshold:
+    of FaceSim, for the share of frames above it.
+    """
 
     edges: Sequence[float] = (40.0, 80.0)
     threshold: float = 0.4
 
 
 def drift(curve: Sequence[float]) -> float:
-    """Slope of the least-squares line through FaceSim of frames 1 .. F - 1, per frame; NaN for fewer than two."""
+    """Return the least-squares slope of FaceSim over frames 1 .. F - 1, per frame; NaN for fewer than two."""
     if len(curve) < 2:
         return math.nan
     time = np.arange(len(curve)) - (len(curve) - 1) / 2
@@ -62,35 +60,35 @@ def drift(curve: Sequence[float]) -> float:
 
 
 def worst_tenth(curve: Sequence[float]) -> float:
-    """Mean of the lowest tenth of the frames, at least one."""
+    """Return the mean of the lowest tenth of the frames, at least one."""
     return float(np.sort(curve)[: max(1, len(curve) // 10)].mean())
 
 
 def above(curve: Sequence[float], threshold: float) -> float:
-    """Share of the frames above the threshold."""
+    """Return the share of the frames above the threshold."""
     return float((np.asarray(curve) > threshold).mean())
 
 
 def last_quarter(curve: Sequence[float]) -> float:
-    """Mean of the last quarter of the frames, at least one."""
+    """Return the mean of the last quarter of the frames, at least one."""
     return float(np.mean(curve[-max(1, len(curve) // 4) :]))
 
 
-def figures_of(record: Record, threshold: float) -> dict[str, float]:
-    """A record's figures, and those of its curves; without those that are not known."""
-    found = {name: value for name, value in record["figures"].items() if value is not None}
+def record_figures(record: Record, threshold: float) -> dict[str, float]:
+    """Return the figures of a record and of its curves, without missing ones."""
+    figures = {name: value for name, value in record["figures"].items() if value is not None}
     for judge, curve in record["curves"].items():
         shapes = {"drift": drift(curve), "worst_tenth": worst_tenth(curve), "last_quarter": last_quarter(curve)}
         shapes["above_threshold"] = above(curve, threshold)
-        found |= {f"{judge}/{name}": value for name, value in shapes.items() if not math.isnan(value)}
-    return found
+        figures |= {f"{judge}/{name}": value for name, value in shapes.items() if not math.isnan(value)}
+    return figures
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Table:
-    """Figures by arm, clip and name, and the records; the real clips' by arm REAL, the same for each of their clips.
+    """Figures by arm, clip and name, and records by arm and clip. Arm REAL repeats a row's real clip for each noise.
 
-    scales: by recogniser; empty where there is none. no_scale: why, in words.
+    scales: by recogniser; empty where there is none. no_scale: the reason.
     """
 
     figures: Mapping[str, Mapping[ClipKey, Mapping[str, float]]]
@@ -100,47 +98,49 @@ class Table:
 
     @property
     def widths(self) -> dict[str, float]:
-        """The mean width of a person's face in the real clips, in pixels."""
+        """Mean width of each person's face in the real clips, in pixels."""
         return per_person({clip: record["face_width"] for clip, record in self.records[REAL].items()})
 
     def values(self, arm: str, name: str) -> Values:
-        return {clip: found[name] for clip, found in self.figures[arm].items() if name in found}
+        return {clip: figures[name] for clip, figures in self.figures[arm].items() if name in figures}
 
     def names(self, arm: str) -> list[str]:
-        """All figures that some clip of the arm has, in the order in which they were measured."""
-        return list(dict.fromkeys(name for found in self.figures[arm].values() for name in found))
+        """Return all figures of the arm's clips, in the order of measurement."""
+        return list(dict.fromkeys(name for figures in self.figures[arm].values() for name in figures))
 
     def curve(self, arm: str, judge: str) -> list[float]:
-        """Mean FaceSim of frames 1 .. F - 1 over the arm's clips."""
+        """Return mean FaceSim of frames 1 .. F - 1 over the arm's clips."""
         rows = [record["curves"][judge] for record in self.records[arm].values()]
         return [round(float(value), 4) for value in np.mean(rows, 0)]
 
 
 def table_of(records: Sequence[Record], arms: Sequence[str], reading: Reading) -> Table:
-    """The records of these arms, and of the real clips that belong to them."""
-    made: dict[str, dict[ClipKey, Record]] = {arm: {} for arm in arms}
+    """Tabulate the records of these arms, and of their real clips."""
+    by_arm: dict[str, dict[ClipKey, Record]] = {arm: {} for arm in arms}
     real = {record["row"]: record for record in records if record["arm"] == REAL}
     for record in records:
-        if record["arm"] in made:
-            made[record["arm"]][ClipKey(record["row"], record["seed"], record["person"])] = record
-    clips = sorted({clip for of_arm in made.values() for clip in of_arm})
-    made[REAL] = {clip: real[clip.row] for clip in clips}
-    read = {id(record): figures_of(record, reading.threshold) for of_arm in made.values() for record in of_arm.values()}
-    figures = {arm: {clip: read[id(record)] for clip, record in found.items()} for arm, found in made.items()}
+        if record["arm"] in by_arm:
+            by_arm[record["arm"]][ClipKey(record["row"], record["seed"], record["person"])] = record
+    clips = sorted({clip for arm_records in by_arm.values() for clip in arm_records})
+    by_arm[REAL] = {clip: real[clip.row] for clip in clips}
+    figures = {
+        arm: {clip: record_figures(record, reading.threshold) for clip, record in arm_records.items()}
+        for arm, arm_records in by_arm.items()
+    }
     rows = {clip.row for clip in clips}
     through_vae = [record for record in records if record["arm"] == VAE and record["row"] in rows]
-    is_whole = {record["row"] for record in through_vae} == rows
-    missing = "" if is_whole else "there is no model whose VAE the real clips could go through"
+    is_complete = {record["row"] for record in through_vae} == rows
+    missing = "" if is_complete else "there is no model whose VAE the real clips could go through"
     no_scale = why_no_scale(len({clip.person for clip in clips}), missing)
     names = [] if no_scale else through_vae[0]["embedding"]
     scales = {name: scale for name in names if (scale := find_identity_scale(through_vae, name)) is not None}
     if names and not scales:
         no_scale = "real clips through the VAE are no more like their own people than like others"
-    return Table(figures, made, scales, no_scale)
+    return Table(figures=figures, records=by_arm, scales=scales, no_scale=no_scale)
 
 
 def per_person(values: Values, clips: Iterable[ClipKey] | None = None) -> dict[str, float]:
-    """Return the mean over each person's clips, in the order of the rows' ids. clips: those that count; None: all."""
+    """Return the mean over each person's clips, in the order of the rows' ids. clips: a subset; None for all."""
     people: dict[str, list[float]] = {}
     for clip in sorted(values if clips is None else clips):
         people.setdefault(clip.person, []).append(values[clip])
@@ -152,50 +152,46 @@ def by_person(values: Values, clips: Iterable[ClipKey] | None = None) -> Tensor:
     return torch.tensor(list(per_person(values, clips).values()))
 
 
-def both(mine: Values, theirs: Values) -> tuple[Tensor, Tensor]:
-    """Two (people,) means over the clips that both have."""
-    clips = mine.keys() & theirs.keys()
-    return by_person(mine, clips), by_person(theirs, clips)
+def paired_means(values: Values, base: Values) -> tuple[Tensor, Tensor]:
+    """Return two (people,) means over the clips that both arms have."""
+    clips = values.keys() & base.keys()
+    return by_person(values, clips), by_person(base, clips)
 
 
-def known(values: Tensor) -> Interval | None:
-    """The interval; None where nobody has the figure."""
+def interval_or_none(values: Tensor) -> Interval | None:
+    """Return the interval of (n,) values; None for n = 0."""
     return interval(values) if len(values) else None
 
 
-def frozen_share(mine: Values, theirs: Values) -> Interval | None:
-    """Share of clips whose non-rigid motion is below FROZEN of the base's of the same person and noise.
-
-    Clips whose base does not move are left out.
-    """
-    clips = [clip for clip in mine.keys() & theirs.keys() if theirs[clip] > 0]
-    return known(by_person({clip: float(mine[clip] < FROZEN * theirs[clip]) for clip in clips}))
+def frozen_share(values: Values, base: Values) -> Interval | None:
+    """Return the share of clips with less than FROZEN of the base's non-rigid motion, where the base moves."""
+    clips = [clip for clip in values.keys() & base.keys() if base[clip] > 0]
+    return interval_or_none(by_person({clip: float(values[clip] < FROZEN * base[clip]) for clip in clips}))
 
 
 def colour_shift(table: Table, arm: str, base: str) -> Interval | None:
-    """Distance of the clip's mean colour from the base's of the same person and noise, in RGB of [0, 1]."""
-    mine, theirs = ([table.values(one, name) for name in COLOURS] for one in (arm, base))
-    clips = set.intersection(*(set(values) for values in (*mine, *theirs)))
-    pairs = list(zip(mine, theirs, strict=True))
-    return known(by_person({clip: math.hypot(*(a[clip] - b[clip] for a, b in pairs)) for clip in clips}))
+    """Return the distance of the mean colour from the base's, same person and noise, in RGB of [0, 1]."""
+    pairs = [(table.values(arm, name), table.values(base, name)) for name in COLOURS]
+    clips = set.intersection(*(set(values) for pair in pairs for values in pair))
+    return interval_or_none(by_person({clip: math.hypot(*(a[clip] - b[clip] for a, b in pairs)) for clip in clips}))
 
 
-def compared(mine: Values, theirs: Values, by_ratio: bool) -> dict | None:
-    """mine - theirs, the share of people with more, and their ratio where that means something; None for no clip."""
-    left, right = both(mine, theirs)
+def compare(values: Values, base: Values, by_ratio: bool) -> dict | None:
+    """Return the difference from the base, the share of people with more, and the ratio; None without common clips."""
+    left, right = paired_means(values, base)
     if not len(left):
         return None
-    found = {"difference": interval(left - right), "people_with_more": float((left > right).float().mean())}
+    change = {"difference": interval(left - right), "people_with_more": float((left > right).float().mean())}
     if by_ratio:
-        found["ratio"] = ratio_interval(left, right)
-    found["left_out"] = len(mine.keys() | theirs.keys()) - len(mine.keys() & theirs.keys())
-    return found
+        change["ratio"] = ratio_interval(left, right)
+    change["left_out"] = len(values.keys() | base.keys()) - len(values.keys() & base.keys())
+    return change
 
 
 def summarise(records: Sequence[Record], arms: Sequence[Arm], reading: Reading) -> dict:
-    """All figures of the report; means over people, and 95 % bootstrap intervals over them.
+    """Return the report: means over people with 95 % bootstrap intervals.
 
-    arms: the first is what is before, the second what is after; each is compared with the first of its step count.
+    arms: the first is `before`, the second `after`. Each is compared with the first of its step count.
     """
     table = table_of(records, [arm.name for arm in arms], reading)
     judges = list(next(iter(table.records[REAL].values()))["curves"])
@@ -209,12 +205,12 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], reading: Reading) 
         names = {"before": arms[0].name, "after": arms[1].name, "real": REAL}
         report["recognisers"] = {judge: recogniser_report(table, judge, names) for judge in judges}
         report["motion"] = motion_report(table, names)
-    first, *others = reading.edges  # a face on an edge is between
-    places = {one: 0 if width < first else 1 + sum(width > edge for edge in others) for one, width in widths.items()}
+    first, *larger = reading.edges  # a face on an edge belongs to the middle
+    strata_index = {p: 0 if width < first else 1 + sum(width > edge for edge in larger) for p, width in widths.items()}
     between = [f"{low:g}-{high:g} px" for low, high in itertools.pairwise(reading.edges)]
     sizes = [f"< {first:g} px", *between, f"> {reading.edges[-1]:g} px"]
-    strata = {name: [p for p in people if places[p] == i] for i, name in enumerate(sizes)}
-    report["face_sizes"] = {name: len(found) for name, found in strata.items()}
+    strata = {name: [p for p in people if strata_index[p] == i] for i, name in enumerate(sizes)}
+    report["face_sizes"] = {name: len(members) for name, members in strata.items()}
     report["identity_scale"] = scale_report(table)
     report["real"] = own_figures(table, REAL, judges)
     bases = {arm.steps: arm for arm in reversed(arms)}
@@ -225,7 +221,7 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], reading: Reading) 
 def own_figures(table: Table, arm: str, judges: Sequence[str]) -> dict:
     figures: dict[str, Interval | None] = {}
     for name in table.names(arm):
-        figures[name] = known(by_person(table.values(arm, name)))
+        figures[name] = interval_or_none(by_person(table.values(arm, name)))
         judge = name.removesuffix("/face_sim")
         if judge in table.scales and name.endswith("/face_sim"):
             figures[f"{judge}/identity_kept"] = table.scales[judge].place(per_person(table.values(arm, name)))
@@ -233,7 +229,7 @@ def own_figures(table: Table, arm: str, judges: Sequence[str]) -> dict:
 
 
 def scale_report(table: Table) -> dict:
-    """Return the ends of identity kept by recogniser as FaceSim, and why there is no scale where there is none."""
+    """Return the ends of identity kept by recogniser as FaceSim, and why a scale is missing."""
     ends = {
         judge: {
             "another_person": interval(torch.tensor(list(scale.another.values()))),
@@ -245,54 +241,56 @@ def scale_report(table: Table) -> dict:
 
 
 def identity_change(scale: IdentityScale, after: Values, before: Values, face_sim: dict) -> dict:
-    """Return the change of identity kept on the clips that both arms have. face_sim: as `compared` has its change."""
+    """Return the change of identity kept on the clips that both arms have. face_sim: its change by `compare`."""
     clips = after.keys() & before.keys()
     return face_sim | {"difference": scale.change(per_person(after, clips), per_person(before, clips))}
 
 
 def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata: Mapping[str, Sequence[str]]) -> dict:
-    """One arm: its own figures, and unless it is the base, what became of each, and the strata of face sizes."""
-    found = {
+    """Return an arm's figures, their changes unless it is the base, and the strata of face sizes."""
+    summary = {
         "name": arm.name, "steps": arm.steps, "adapter": None if arm.adapter is None else str(arm.adapter),
         "strength": arm.strength, "videos": None if arm.videos is None else str(arm.videos),
         "decoded": arm.videos is not None, "clips": len(table.figures[arm.name]),
         **own_figures(table, arm.name, judges),
     }  # fmt: skip
     against = None if arm is base else base.name
-    found["against"] = against
+    summary["against"] = against
     if against:
         changes: dict[str, dict | None] = {}
         for name in table.names(arm.name):
             block, _, key = name.rpartition("/")
-            by_ratio = block != "rewards" and key in RATIOS  # a reward may have any name, and its scale any zero
-            changes[name] = compared(table.values(arm.name, name), table.values(against, name), by_ratio)
+            by_ratio = block != "rewards" and key in RATIOS  # a reward's name and zero are arbitrary
+            values = table.values(arm.name, name), table.values(against, name)
+            changes[name] = compare(*values, by_ratio)
             if key == "face_sim" and block in table.scales and changes[name]:
-                changes[f"{block}/identity_kept"] = identity_change(
-                    table.scales[block], table.values(arm.name, name), table.values(against, name), changes[name]
-                )
-        found["compared"] = changes
-        nonrigid = [table.values(one, f"{judges[-1]}/nonrigid") for one in (arm.name, against)]
-        found |= {"frozen_share": frozen_share(*nonrigid), "colour_shift": colour_shift(table, arm.name, against)}
-    # a face below the first edge is too small to be scored: it is counted, and not among these
-    found["strata"] = {
+                changes[f"{block}/identity_kept"] = identity_change(table.scales[block], *values, changes[name])
+        summary["compared"] = changes
+        nonrigid = [table.values(name, f"{judges[-1]}/nonrigid") for name in (arm.name, against)]
+        summary |= {"frozen_share": frozen_share(*nonrigid), "colour_shift": colour_shift(table, arm.name, against)}
+    # without the first stratum: faces below the first edge are only counted
+    summary["strata"] = {
         name: stratum_report(table, arm.name, against, judges, people) for name, people in list(strata.items())[1:]
     }
-    return found
+    return summary
 
 
 def stratum_report(table: Table, arm: str, base: str | None, judges: Sequence[str], people: Sequence[str]) -> dict:
-    """What is told of people whose faces are of one size."""
+    """Return the figures of people whose faces have one size."""
 
-    def of_these(one: str, name: str) -> Values:
-        return {clip: value for clip, value in table.values(one, name).items() if clip.person in people}
+    def select(arm: str, name: str) -> Values:
+        return {clip: value for clip, value in table.values(arm, name).items() if clip.person in people}
 
     names = [f"{judge}/{key}" for judge in judges for key in IN_STRATA]
-    found: dict = {"people": len(people), "figures": {name: known(by_person(of_these(arm, name))) for name in names}}
+    summary: dict = {
+        "people": len(people),
+        "figures": {name: interval_or_none(by_person(select(arm, name))) for name in names},
+    }
     if base:
-        found["compared"] = {
-            name: compared(of_these(arm, name), of_these(base, name), name.endswith("nonrigid")) for name in names
+        summary["compared"] = {
+            name: compare(select(arm, name), select(base, name), name.endswith("nonrigid")) for name in names
         }
-    return found
+    return summary
 
 
 def recogniser_report(table: Table, judge: str, names: Mapping[str, str]) -> dict:
@@ -307,7 +305,7 @@ def recogniser_report(table: Table, judge: str, names: Mapping[str, str]) -> dic
         figures[which]["per_frame"] = table.curve(names[which], judge)
         figures[which]["last_quarter"] = float(np.mean(list(values[which]["last_quarter"].values())))
     before, after = values["before"]["face_sim"], values["after"]["face_sim"]
-    both_means = both(after, before)
+    both_means = paired_means(after, before)
     rise = {key: value - 1 for key, value in ratio_interval(*both_means, -math.inf).items()}
     figures["gain"] = {
         "absolute": interval(both_means[0] - both_means[1]), "relative": rise,
@@ -318,38 +316,35 @@ def recogniser_report(table: Table, judge: str, names: Mapping[str, str]) -> dic
     return figures
 
 
-def motion_ratio(mine: Values, theirs: Values) -> dict:
-    """The ratio of the means over people, and the median ratio of a clip."""
-    clips = [clip for clip in mine if clip in theirs]
-    return ratio_interval(*both(mine, theirs)) | {
-        "median_per_clip": float(np.median([mine[clip] / max(theirs[clip], 1e-9) for clip in clips]))
-    }
+def motion_ratio(values: Values, base: Values) -> dict:
+    """Return the ratio of the means over people, and the median ratio of a clip."""
+    ratios = [values[clip] / max(base[clip], 1e-9) for clip in values if clip in base]
+    return ratio_interval(*paired_means(values, base)) | {"median_per_clip": float(np.median(ratios))}
 
 
 def motion_report(table: Table, names: Mapping[str, str]) -> dict:
-    """What no network measures of the real clips and both arms: means, and what became of them.
+    """Return the motion of the real clips and both arms without a network: means and their changes.
 
-    A figure that some arm's clip does not have (no face, no motion) leaves that clip out of that figure; None where
-    nothing is left.
+    Leave out clips without the figure (no face, no motion) in some arm; return None where no clip is left.
     """
     figures: dict = {which: {} for which in names} | {"after_to_before": {}}
     for key in (*AMOUNTS, "reversals"):
         values = {which: table.values(arm, f"motion/{key}") for which, arm in names.items()}
         clips = set.intersection(*map(set, values.values()))
-        people = {which: by_person(found, clips) for which, found in values.items()}
-        means = {which: float(found.mean()) if clips else None for which, found in people.items()}
+        people = {which: by_person(arm_values, clips) for which, arm_values in values.items()}
+        means = {which: float(person_means.mean()) if clips else None for which, person_means in people.items()}
         if key in AMOUNTS:
             for which, mean in means.items():
                 figures[which][key] = mean
             figures["after_to_before"][key] = ratio_interval(people["after"], people["before"]) if clips else None
         else:
-            figures[key] = means | {"after_minus_before": known(people["after"] - people["before"])}
+            figures[key] = means | {"after_minus_before": interval_or_none(people["after"] - people["before"])}
     return figures
 
 
 def per_clip(table: Table, arms: Sequence[Arm], judges: Sequence[str]) -> list[dict]:
-    """Every clip by arm, per frame, too; `before` and `after` beside them are the first two arms."""
-    found = []
+    """Return every clip with its figures by arm and per frame; `before` and `after` are the first two arms."""
+    lines = []
     names = dict(zip(("before", "after"), (arm.name for arm in arms), strict=False))
     for clip in table.figures[REAL]:
         line: dict = {"id": clip.row, "seed": clip.seed, "motion": {}}
@@ -360,11 +355,11 @@ def per_clip(table: Table, arms: Sequence[Arm], judges: Sequence[str]) -> list[d
                 line |= {f"{judge}/{which}": figures.get(f"{judge}/face_sim") for judge in judges}
         line["real"] = clip_report(table, REAL, clip) | {"face_width": table.records[REAL][clip]["face_width"]}
         line["arms"] = {arm.name: clip_report(table, arm.name, clip) for arm in arms if clip in table.figures[arm.name]}
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines
 
 
 def clip_report(table: Table, arm: str, clip: ClipKey) -> dict:
-    """All that is known of one video, and where it is: below the evaluation's folder, else by its whole path."""
+    """Return the figures and curves of one video, and its file as in its record."""
     record = table.records[arm][clip]
     return {"figures": table.figures[arm][clip]} | {key: record[key] for key in ("curves", "detected", "file")}

@@ -11,19 +11,19 @@ from rewardfl.rewards.face.identity_kept import ThroughVae
 
 
 class IdentityScale(identity_kept.Scale):
-    """A scale whose places have 95 % bootstrap intervals. A person is drawn for the distance and for the length."""
+    """Scale with 95 % bootstrap intervals. Resampling a person draws both its distance and its length."""
 
     def place(self, face_sim: Mapping[str, float]) -> Interval:
-        """Return the place of FaceSim, by person, on the scale, with its interval over people."""
+        """Return the position of FaceSim, by person, on the scale, with its interval over people."""
         return ratio_interval(self.distances(face_sim), self.lengths(list(face_sim)))
 
     def change(self, after: Mapping[str, float], before: Mapping[str, float]) -> Interval:
-        """Return how far FaceSim moves on the scale. after, before: of the same people."""
+        """Return how far FaceSim moves on the scale. Both arguments hold the same people."""
         return ratio_interval(self.distances(after) - self.distances(before), self.lengths(list(after)))
 
 
 def find_identity_scale(records: Sequence[Record], recogniser: str) -> IdentityScale | None:
-    """Return the scale by records of real clips through the VAE; None where it has no length in the mean."""
+    """Return the scale by records of real clips through the VAE; None where its mean length is not positive."""
     clips = [
         ThroughVae(
             record["person"],

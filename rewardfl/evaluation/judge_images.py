@@ -1,4 +1,4 @@
-"""Before and after an adapter of an image model: the work of tools/evaluate.py where a sample is one picture."""
+"""Evaluation of one adapter of an image model (tools/evaluate.py): pictures before and after it."""
 
 import argparse
 import json
@@ -26,16 +26,12 @@ from rewardfl.rewards.scoring import Reference, Term, score_safely
 from rewardfl.training import clip_scan, plan, setup_model, setup_rewards
 
 ARMS = ("before", "after")
-
-SHOWN, SIDE = 24, 96  # pairs in the grid, and the least height of a picture in it
+SHOWN, SIDE = 24, 96  # pairs in the grid, and the minimum height of a picture in it
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One prompt and noise: both pictures, uint8 (H, W, 3), and what each reward says of them.
-
-    scores: figure -> arm -> value, NaN where it has none; a figure is a reward's label, or label/part.
-    """
+    """One prompt and noise. made: uint8 (H, W, 3) by arm. scores: reward's label or label/part -> arm -> value."""
 
     row: data.Row
     seed: int
@@ -44,20 +40,19 @@ class Pair:
 
 
 def run(cfg: config.AnyConfig, arm: Arm, args: argparse.Namespace, folder: output.Folder) -> int:
-    """Before and after an adapter, by the run's rewards: the exit code. Raises what is wrong with the input."""
-    out, places = folder.path, [row.index for row in data.load_metadata(cfg.data.file_name, "--data")]
-    names = [picture_file(index, seed) for index in places for seed in range(args.seeds)]
-    names += ["report.json", "grid.png"]
+    """Score pictures before and after an adapter by the run's rewards; return the exit code."""
+    out, rows = folder.path, data.load_metadata(cfg.data.file_name, "--data")
+    names = [picture_file(row.index, seed) for row in rows for seed in range(args.seeds)] + ["report.json", "grid.png"]
     folder.claim(names)
     (out / "images").mkdir(exist_ok=True)
-    found = find_terms(config.wanted_rewards(cfg))
-    setup_rewards.check_frames(cfg, found)
-    terms = build_terms(found, torch.device(args.device))
+    specs = find_terms(config.wanted_rewards(cfg))
+    setup_rewards.check_frames(cfg, specs)
+    terms = build_terms(specs, torch.device(args.device))
     pairs = evaluate_images(cfg, terms, arm, args)
     report = summarise_images(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
     for pair in pairs:
-        beside = torch.cat([pair.made[arm] for arm in ARMS], 1)
-        data.write_picture(out / picture_file(pair.row.index, pair.seed), beside[None])
+        both = torch.cat([pair.made[name] for name in ARMS], 1)
+        data.write_picture(out / picture_file(pair.row.index, pair.seed), both[None])
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     draw_image_grid(pairs, out / "grid.png")
     folder.seal(names)
@@ -67,18 +62,18 @@ def run(cfg: config.AnyConfig, arm: Arm, args: argparse.Namespace, folder: outpu
 
 
 def picture_file(index: int, seed: int) -> str:
-    """Return the name of a pair's picture, below the evaluation's folder."""
+    """Return the file of a pair's picture, relative to the evaluation's folder."""
     return f"images/{index:04d}_seed{seed}.png"
 
 
 @torch.no_grad()
 def evaluate_images(cfg: config.AnyConfig, terms: Sequence[Term], arm: Arm, args: argparse.Namespace) -> list[Pair]:
-    """Sample and score every prompt and seed. FileNotFoundError where there is no adapter."""
+    """Sample and score every prompt and seed. Raise FileNotFoundError where there is no adapter."""
     check_adapter(arm.adapter)
     backbone, device = setup_model.open_model(cfg), torch.device(args.device)
-    rows = look_at_rows(cfg, backbone, terms)
+    rows = load_image_rows(cfg, backbone, terms)
     examples = {row.id: (row, clip_scan.load_sized_example(cfg, row)) for row in rows}
-    kept = {
+    references = {
         key: [term.reward.reference(example.reference.to(device), row.prompt) for term in terms]
         for key, (row, example) in examples.items()
     }
@@ -86,15 +81,14 @@ def evaluate_images(cfg: config.AnyConfig, terms: Sequence[Term], arm: Arm, args
     arms = {"before": Arm(BASE, arm.steps), "after": arm}
     jobs = [(row, seed) for seed in range(args.seeds) for row in rows]
     pairs = []
-    with tqdm(batches(jobs, sampler.sizes, args.batch), desc="evaluating") as bar:
-        for batch in bar:
-            pictures = {name: sampler.sample(batch, arm) for name, arm in arms.items()}
-            told = [kept[row.id] for row, _ in batch]
-            scores = {arm: scores_of(terms, pictures[arm], told) for arm in ARMS}
-            for i, (row, seed) in enumerate(batch):
-                made = {arm: data.to_uint8(pictures[arm][i])[0].cpu() for arm in ARMS}
-                both = {name: {arm: float(scores[arm][name][i]) for arm in ARMS} for name in scores["before"]}
-                pairs.append(Pair(row, seed, made, both))
+    for batch in tqdm(batches(jobs, sampler.sizes, args.batch), desc="evaluating"):
+        pictures = {name: sampler.sample(batch, arm) for name, arm in arms.items()}
+        batch_references = [references[row.id] for row, _ in batch]
+        scores = {name: score_all(terms, pictures[name], batch_references) for name in ARMS}
+        for i, (row, seed) in enumerate(batch):
+            images = {name: data.to_uint8(pictures[name][i])[0].cpu() for name in ARMS}
+            figures = {key: {name: float(scores[name][key][i]) for name in ARMS} for key in scores["before"]}
+            pairs.append(Pair(row, seed, images, figures))
     return pairs
 
 
@@ -106,56 +100,57 @@ def sampler_of(
     experts: str,
     device: torch.device,
 ) -> Sampler:
-    """The run's model with the checkpoint's adapter. examples: by the row's id. experts: as offload.place takes it."""
-    told = dict(encode_inputs(cfg, backbone, ((row, one.image) for row, one in examples.values()), device))
+    """Load the run's model with the checkpoint's adapter. examples: by row id. experts: as `offload.move_expert`."""
+    inputs = ((row, example.image) for row, example in examples.values())
+    conditioning = dict(encode_inputs(cfg, backbone, inputs, device))
     sizes = {key: example.size for key, (_, example) in examples.items()}
     model, decoder = load_model(backbone, adapter, experts, device)
-    return Sampler(cfg, backbone, model, decoder, told.__getitem__, sizes, device)
+    return Sampler(
+        cfg=cfg, backbone=backbone, experts=model, decoder=decoder, told=conditioning.__getitem__, sizes=sizes,
+        device=device,
+    )  # fmt: skip
 
 
-def look_at_rows(cfg: config.AnyConfig, backbone: Backbone, terms: Sequence[Term]) -> list[data.Row]:
-    """The rows that every reward can judge. DataError lists all others; data.skip_bad_rows: they are said."""
+def load_image_rows(cfg: config.AnyConfig, backbone: Backbone, terms: Sequence[Term]) -> list[data.Row]:
+    """Return the rows that every reward can judge. Raise DataError for bad ones, unless data.skip_bad_rows."""
     rows = data.load_metadata(cfg.data.file_name, "--data")
     takes, problems = backbone.takes_image, []
     for row in rows:
-        found = data.row_problems(row, cfg.data.num_frames, cfg.data.fps, takes)
-        found += filter(None, [plan.size_problem(cfg, backbone, row.size)])
-        # a term at a time: also those that the run only measured, and never said that they had nothing to compare with
-        found += [said for term in terms for said in setup_rewards.missing_references(cfg, row, [term])]
-        problems += [(row.line, problem) for problem in found]
+        texts = data.row_problems(row, cfg.data.num_frames, cfg.data.fps, takes)
+        texts += filter(None, [plan.size_problem(cfg, backbone, row.size)])
+        # each term separately, because a call with all of them checks only the trained ones
+        texts += [text for term in terms for text in setup_rewards.missing_references(cfg, row, [term])]
+        problems += [(row.line, text) for text in texts]
     good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     for line in bad:
         print(printable(f"skipped: {line}"))
     return good
 
 
-def scores_of(terms: Sequence[Term], pictures: Tensor, references: Sequence[Sequence[Reference]]) -> dict[str, Tensor]:
-    """{figure: (B,)} of pictures (B, 3, 1, H, W), NaN for what a reward could not score.
-
-    RewardError when a reward has failed on all of them.
-    """
-    found: dict[str, Tensor] = {}
+def score_all(terms: Sequence[Term], pictures: Tensor, references: Sequence[Sequence[Reference]]) -> dict[str, Tensor]:
+    """Return {figure: (B,)} of pictures (B, 3, 1, H, W), NaN where invalid. Raise RewardError where all fail."""
+    scores: dict[str, Tensor] = {}
     for i, term in enumerate(terms):
-        judged = score_safely(term.reward, pictures, [reference[i] for reference in references])
-        if judged.failed.all():
-            raise RewardError(f"{term.key}: {judged.problems[0]}")
-        found[term.label] = judged.output.score.where(judged.output.valid, torch.nan)
-        parts = {name: part for name, part in judged.output.parts.items() if name != NONFINITE}  # these are left out
-        found |= {f"{term.label}/{name}": part for name, part in parts.items()}
-    return found
+        result = score_safely(term.reward, pictures, [reference[i] for reference in references])
+        if result.failed.all():
+            raise RewardError(f"{term.key}: {result.problems[0]}")
+        scores[term.label] = result.output.score.where(result.output.valid, torch.nan)
+        scores |= {f"{term.label}/{name}": part for name, part in result.output.parts.items() if name != NONFINITE}
+    return scores
 
 
 def summarise_images(pairs: Sequence[Pair], trained: dict[str, bool]) -> dict:
-    """All figures of the report: means over prompts with 95 % bootstrap intervals over them, as one prompt's noises
-    are not independent. trained: by a reward's label. win_rate: of pairs, those whose picture scored higher after, a
-    tie counts half."""
+    """Return the report: means over prompts with 95 % bootstrap intervals, as one prompt's noises are not independent.
+
+    trained: by a reward's label. win_rate: share of the pairs whose picture scores higher after; a tie counts half.
+    """
     prompts = sorted({pair.row.id for pair in pairs})
     report: dict = {"prompts": len(prompts), "pairs": len(pairs), "figures": {}}
     for name in dict.fromkeys(name for pair in pairs for name in pair.scores):
         rows, left_out = [], 0
         for prompt in prompts:
             scores = [pair.scores.get(name, {}) for pair in pairs if pair.row.id == prompt]
-            both = [(one["before"], one["after"]) for one in scores if all(map(math.isfinite, one.values())) and one]
+            both = [(s["before"], s["after"]) for s in scores if s and all(map(math.isfinite, s.values()))]
             left_out += len(scores) - len(both)
             if both:
                 rows.append(np.mean([(a, b, b - a, (b > a) + 0.5 * (b == a)) for a, b in both], 0))
@@ -179,29 +174,26 @@ def summarise_images(pairs: Sequence[Pair], trained: dict[str, bool]) -> dict:
 
 
 def format_table(report: dict) -> str:
-    """The report's figures for a terminal."""
+    """Format the report's figures for a terminal."""
     lines = [f"{report['prompts']} prompts, {report['pairs']} pairs; mean [95 % interval over prompts]", ""]
     for name, figures in report["figures"].items():
         words = " (trained on)" if figures["trained"] else ""
         left = f"   {figures['left_out']} pairs left out" if figures["left_out"] else ""
-        lines.append(f"{name}{words}")
-        lines.append(f"  before {format_interval(figures['before'])}   after {format_interval(figures['after'])}")
-        lines.append(
-            f"  gain {format_interval(figures['gain'])}   better after {format_interval(figures['win_rate'])}{left}"
-        )
+        before, after, gain, wins = (format_interval(figures[key]) for key in ("before", "after", "gain", "win_rate"))
+        lines += [f"{name}{words}", f"  before {before}   after {after}", f"  gain {gain}   better after {wins}{left}"]
     return "\n".join(lines)
 
 
 def draw_image_grid(pairs: Sequence[Pair], path: Path, columns: int = 3) -> None:
-    """before | after of up to SHOWN prompts, from the greatest loss to the greatest gain of the first reward."""
+    """Draw before | after of up to SHOWN prompts, from the greatest loss to the greatest gain of the first reward."""
     (name, *_) = pairs[0].scores
     gains = [pair.scores[name]["after"] - pair.scores[name]["before"] for pair in pairs]
     order = sorted(range(len(pairs)), key=lambda i: gains[i] if math.isfinite(gains[i]) else 0.0)
     first = [pairs[i] for i in order if pairs[i].seed == 0]
     chosen = [first[round(i)] for i in np.linspace(0, len(first) - 1, min(SHOWN, len(first)))]
     height, width = (max(pair.made["before"].shape[axis] for pair in chosen) for axis in (0, 1))
-    larger = max(1, round(SIDE / height))
-    height, width = larger * height, larger * width
+    scale = max(1, round(SIDE / height))
+    height, width = scale * height, scale * width
     cell = (2 * width + 14, height + 34)
     sheet = Image.new("RGB", (columns * cell[0], -(-len(chosen) // columns) * cell[1]), "white")
     pen = ImageDraw.Draw(sheet)
@@ -210,7 +202,7 @@ def draw_image_grid(pairs: Sequence[Pair], path: Path, columns: int = 3) -> None
         pen.text((left, top + 2), pair.row.prompt[: 2 * width // 6], fill="black")
         for k, arm in enumerate(ARMS):
             picture = Image.fromarray(pair.made[arm].numpy())
-            picture = picture.resize((larger * picture.width, larger * picture.height), Image.Resampling.NEAREST)
+            picture = picture.resize((scale * picture.width, scale * picture.height), Image.Resampling.NEAREST)
             sheet.paste(picture, (left + k * (width + 2), top + 16))
             pen.text((left + k * (width + 2), top + 17 + height), f"{arm} {pair.scores[name][arm]:.3g}", fill="black")
     sheet.save(path)

@@ -1,13 +1,13 @@
-"""Are people kept, and do they still move? The work of tools/evaluate.py, from its options to the report.
+"""Evaluation of videos (tools/evaluate.py), from its options to the report: identity, motion and canaries.
 
-What is sampled is in _arms, what is measured of a video in _judging, what is kept of it in _records, the order of the
-work in _study, what is made of many records in _figures.
+`arms` plans and samples, `judging` measures a video, `records` stores the result, `study` orders the work, `figures`
+summarises many records.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -34,48 +34,51 @@ from rewardfl.rewards.face.identity_kept import FEWEST
 from rewardfl.training import setup_model
 from rewardfl.training.resume import digest_base_model
 
-# of the configuration: what decides how a video is sampled or a clip is read. Files are told by digests.
+# keys of the configuration that decide how videos are sampled and clips are read, without paths: files have digests
 SAMPLING = ("data.height", "data.width", "data.num_frames", "data.max_pixels", "data.fps", "sample.", "model.dtype")
-
-MANY = ("config", "videos", "strengths", "judge", "protocol", "dino")  # options for videos alone
-
-REPORTS = ("report.json", "report.html", "grid.png", "curves.png", "front.png")  # written when all is judged
+MANY = ("config", "videos", "strengths", "judge", "protocol", "dino")  # options that image models do not have
+REPORTS = ("report.json", "report.html", "grid.png", "curves.png", "front.png")  # written at the end
 
 
 def run(args: argparse.Namespace) -> int:
-    """Judge, report, draw: the exit code."""
+    """Judge, report and draw; return the exit code."""
     with connected() as processes, ExitStack() as lock:
         args.device = processes.own(command_line.device(args.device))
         return judge_all(args, processes, lock)
 
 
 def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -> int:
-    """Judge everything. lock: entered once the folder is held against other evaluations."""
+    """Judge all arms; return the exit code. The folder's lock against other evaluations enters `lock`."""
     overrides = [*args.overrides, f"data.file_name={json.dumps(args.data)}"]
     cfg = config.load(args.config, overrides) if args.config else run_config(args.run, overrides)
-    share = machine.threads_of_process(cfg.run.cpu_threads, processes.count)
-    torch.set_num_threads(min(torch.get_num_threads(), share))
+    threads = machine.threads_of_process(cfg.run.cpu_threads, processes.count)
+    torch.set_num_threads(min(torch.get_num_threads(), threads))
     folder = output.Folder(args.out or args.run / "evaluation", "rewardfl evaluate 1")
-    arms = arms_of(args, cfg)
+    arms = make_arms(args, cfg)
     for arm in arms:
         if arm.adapter is not None:
             check_adapter(arm.adapter)
-    output.check_inputs("--out", folder.path, inputs_of(args, arms))
+    output.check_inputs("--out", folder.path, list_inputs(args, arms))
     if cfg.data.num_frames == 1:
-        return judge_image_model(cfg, arms, args, folder, processes, lock)
-    rows = rows_of(cfg, args, processes)
+        check_images(args, arms, processes)
+        lock.enter_context(folder.locked())
+        return judge_images.run(cfg, arms[-1], args, folder)
+    rows = load_rows(cfg, args, processes)
     files = {arm.name: video_files.files_of(arm.videos, rows) for arm in arms if arm.videos is not None}
     judges = judges_of(cfg, args)
-    enough = len({row.who for row in rows}) >= FEWEST
-    backbone, problem = open_backbone(cfg, arms) if enough or any(arm.videos is None for arm in arms) else (None, "")
+    enough_people = len({row.who for row in rows}) >= FEWEST
+    needs_model = enough_people or any(arm.videos is None for arm in arms)
+    backbone, problem = open_backbone(cfg, arms) if needs_model else (None, "")
     if problem and processes.main:
         print(printable(f"note: identity kept cannot be measured: {problem}"))
-    through_vae = enough and backbone is not None
+    through_vae = enough_people and backbone is not None
     base = {} if backbone is None else digest_parts(backbone, arms)
     settings = settings_of(cfg, rows, arms, base, identify(judges, cfg, args.dino))
-    study = Study(cfg, folder.path, tuple(arms), judges, processes, files)
+    study = Study(
+        cfg=cfg, out=folder.path, arms=tuple(arms), judges=judges, processes=processes, files=files
+    )  # fmt: skip
     names = study.names(rows, args.seeds)
-    records = [str(record_file(Path(), rank)) for rank in range(processes.count)]  # these grow, and get no hash
+    records = [str(record_file(Path(), rank)) for rank in range(processes.count)]  # these grow: no hash
     processes.run_on_main(partial(take, folder, [*names, *records], settings, args.force, lock), (ValueError, OSError))
     rows = study.read_real(rows, args.seeds, through_vae)
     if through_vae:
@@ -91,30 +94,30 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
     return 0
 
 
-def arms_of(args: argparse.Namespace, cfg: config.AnyConfig) -> list[Arm]:
-    """What is sampled, if there is a run, and what other tools have made. ValueError for strengths that are said twice.
+def make_arms(args: argparse.Namespace, cfg: config.AnyConfig) -> list[Arm]:
+    """Return the sampled arms of the run, if there is one, and the arms of other tools' videos.
 
-    Without --adapter the run's latest checkpoint, unless videos of other tools take its place.
+    Without --adapter and --videos sample the run's latest checkpoint. Raise ValueError for strengths that are named
+    twice, and for a name that two arms would have.
     """
     usual = cfg.sample.num_inference_steps
-    given = [(Path(path), strength) for path, strength in args.adapter or ()]
-    if args.strengths and any(strength != 1 for _, strength in given):
+    named = [(Path(path), strength) for path, strength in args.adapter or ()]
+    if args.strengths and any(strength != 1 for _, strength in named):
         raise ValueError("--strengths: an --adapter names a strength of its own; give one or the other")
-    if not given and not args.videos:
-        given = [(args.run / "checkpoints" / "latest", 1.0)]
-    adapters = [(path, one) for path, strength in given for one in args.strengths or [strength]]
+    if not named and not args.videos:
+        named = [(args.run / "checkpoints" / "latest", 1.0)]
+    adapters = [(path, strength) for path, default in named for strength in args.strengths or [default]]
     sampled = plan_arms(adapters, args.steps or [usual], usual) if args.run else []
     names = names_of(args.videos)
     if taken := {arm.name for arm in sampled} & set(names):
         raise ValueError(f"--videos: an adapter is called {min(taken)}, too; name the folder otherwise")
-    made = [Arm(name, videos=folder) for name, folder in zip(names, args.videos, strict=True)]
-    return [*sampled, *made]
+    return [*sampled, *(Arm(name, videos=folder) for name, folder in zip(names, args.videos, strict=True))]
 
 
 def open_backbone(cfg: config.AnyConfig, arms: Sequence[Arm]) -> tuple[Backbone | None, str]:
-    """Return the model, or None and why it cannot be opened, where nothing is sampled from it.
+    """Open the model, or return None and why it cannot be opened.
 
-    Raise what start.open_model does where something is. Videos of other tools need the VAE alone, and no training data.
+    Where an arm is sampled, raise what `setup_model.open_model` raises. Other tools' videos need only the VAE.
     """
     if any(arm.videos is None for arm in arms):
         return setup_model.open_model(cfg), ""
@@ -127,19 +130,21 @@ def open_backbone(cfg: config.AnyConfig, arms: Sequence[Arm]) -> tuple[Backbone 
 
 
 def digest_parts(backbone: Backbone, arms: Sequence[Arm]) -> dict[str, str]:
-    """Return digests of the model's parts that the records depend on: of the VAE alone where nothing is sampled."""
+    """Return digests of the model's parts that the records depend on: only the VAE's where nothing is sampled."""
     if any(arm.videos is None for arm in arms):
         return digest_base_model(backbone)
     return {"vae": model_digest(backbone.weight_files()["vae"])}
 
 
-def rows_of(cfg: config.AnyConfig, args: argparse.Namespace, processes: Processes) -> list[data.Row]:
-    """The rows of the table, as far as the headers of their files tell. DataError and ValueError for what is wrong."""
+def load_rows(cfg: config.AnyConfig, args: argparse.Namespace, processes: Processes) -> list[data.Row]:
+    """Load the rows with valid file headers. Raise DataError or ValueError for bad rows, unless data.skip_bad_rows."""
     rows = data.load_metadata(args.data, "--data")
-    if alone := [row.line for row in rows if row.video is None]:
-        raise ValueError(f"--data: line {alone[0]} of {args.data} names no video, and real clips are what is compared")
-    looks = [data.look_at(row, cfg.data.num_frames, cfg.data.fps) for row in rows]
-    problems = [(row.line, one) for row, look in zip(rows, looks, strict=True) for one in look.problems]
+    if missing := [row.line for row in rows if row.video is None]:
+        raise ValueError(
+            f"--data: line {missing[0]} of {args.data} names no video, and real clips are what is compared"
+        )
+    headers = [data.look_at(row, cfg.data.num_frames, cfg.data.fps) for row in rows]
+    problems = [(row.line, text) for row, header in zip(rows, headers, strict=True) for text in header.problems]
     good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     if processes.main:
         for line in (*(f"note: {note}" for note in data.notes(rows)), *(f"skipped: {line}" for line in bad)):
@@ -148,19 +153,14 @@ def rows_of(cfg: config.AnyConfig, args: argparse.Namespace, processes: Processe
 
 
 def settings_of(
-    cfg: config.AnyConfig,
-    rows: Sequence[data.Row],
-    arms: Sequence[Arm],
-    base: Mapping[str, str],
-    judges: Mapping[str, str],
+    cfg: config.AnyConfig, rows: Sequence[data.Row], arms: Sequence[Arm], base: dict[str, str], judges: dict[str, str]
 ) -> Settings:
-    """All that the records depend on, in words that may be compared. base: the model's parts, by digests."""
+    """Return all that the records depend on, as text that can be compared. base: digests of the model's parts."""
     files = {row.id: model_digest([path for path in row.files.values() if path]) for row in rows}
-    sampling = {key: value for key, value in config.flat(cfg).items() if key.startswith(SAMPLING)}
     return {
         "records": {"format": str(FORMAT)},
         "data": {"--data": cache.digest({"files": files})[:16]},
-        "sampling": sampling,
+        "sampling": {key: value for key, value in config.flat(cfg).items() if key.startswith(SAMPLING)},
         "model": base,
         "judges": judges,
         "adapters": {arm.name: model_digest([arm.adapter])[:16] for arm in arms if arm.adapter is not None},
@@ -168,8 +168,8 @@ def settings_of(
     }
 
 
-def inputs_of(args: argparse.Namespace, arms: Sequence[Arm]) -> Iterator[Path]:
-    """Yield all inputs: files, and folders that hold nothing else."""
+def list_inputs(args: argparse.Namespace, arms: Sequence[Arm]) -> Iterator[Path]:
+    """Yield all input files, and folders that hold only inputs."""
     yield Path(args.config) if args.config else args.run / "run.json"
     yield from args.judge.values()
     yield Path(args.data)
@@ -179,9 +179,9 @@ def inputs_of(args: argparse.Namespace, arms: Sequence[Arm]) -> Iterator[Path]:
 
 
 def take(folder: output.Folder, names: Sequence[str], settings: Settings, force: bool, lock: ExitStack) -> None:
-    """Hold the folder and list the names that are going to be written there. force: remove an earlier evaluation.
+    """Lock the folder and claim the names that are going to be written. force: remove an earlier evaluation.
 
-    Raise Refused for a file in their way, and for records of other settings.
+    Raise Refused for an existing file of another origin, and for records of other settings.
     """
     folder.check([*names, *REPORTS, SETTINGS])
     lock.enter_context(folder.locked())
@@ -192,25 +192,16 @@ def take(folder: output.Folder, names: Sequence[str], settings: Settings, force:
     atomic_write(folder.path / SETTINGS, json.dumps(merged, indent=2) + "\n")
 
 
-def judge_image_model(
-    cfg: config.AnyConfig,
-    arms: Sequence[Arm],
-    args: argparse.Namespace,
-    folder: output.Folder,
-    processes: Processes,
-    lock: ExitStack,
-) -> int:
-    """An image model's one adapter. ValueError for options that are for videos alone."""
-    if given := [f"--{name}" for name in MANY if getattr(args, name) not in (None, [], {}, ["ours"])]:
-        raise ValueError(f"{given[0]}: is for videos, and data.num_frames is 1; remove it")
+def check_images(args: argparse.Namespace, arms: Sequence[Arm], processes: Processes) -> None:
+    """Raise ValueError for options that only videos have, more than one adapter, and several processes."""
+    if options := [f"--{name}" for name in MANY if getattr(args, name) not in (None, [], {}, ["ours"])]:
+        raise ValueError(f"{options[0]}: is for videos, and data.num_frames is 1; remove it")
     if len(arms) > 2 or processes.count > 1:
         raise ValueError("--adapter: images are judged by one process, before and after one adapter; name one")
-    lock.enter_context(folder.locked())
-    return judge_images.run(cfg, arms[-1], args, folder)
 
 
 def finish(study: Study, rows: Sequence[data.Row], settings: Settings, reading: Reading) -> None:
-    """Write the report, draw and print."""
+    """Write the report and the pictures, and print the figures."""
     out, records = study.out, study.join(rows)
     report = summarise(records, study.arms, reading)
     plain = {block: dict(values) for block, values in settings.items()}

@@ -14,15 +14,14 @@ WATCHED = (
 )  # fmt: skip
 
 FORMATS = (".png", ".svg", ".pdf")
-
 COLUMNS = 4  # of pictures, at most
 
 Lines = list[dict[str, float | None]]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw the runs' curves: the exit code."""
-    from rewardfl.merging import output  # not before --help is answered
+    """Draw the runs' curves; return the exit code."""
+    from rewardfl.merging import output  # here, so that --help is fast
 
     out = args.out or args.runs[0] / "curves.png"
     if out.suffix not in FORMATS:
@@ -31,20 +30,20 @@ def run(args: argparse.Namespace) -> int:
     file = output.File(option="--out", path=out, tool="rewardfl plot_metrics", inputs=inputs)
     file.check()
     curves = dict(zip(labels(args.runs), map(read_metrics, args.runs), strict=True))
-    keys = chosen(args.keys, {key for lines in curves.values() for line in lines for key in line})
+    keys = select_keys(args.keys, {key for lines in curves.values() for line in lines for key in line})
     file.write(draw_metrics(curves, keys, out.suffix[1:]))
     print(out)
     return 0
 
 
 def labels(runs: Sequence[Path]) -> list[str]:
-    """A name for each run: its folder's, or its path where two folders have one name."""
+    """Return a name for each run: its folder's, or its path where two folders share a name."""
     count = Counter(run.resolve().name for run in runs)
     return [run.resolve().name if count[run.resolve().name] == 1 else str(run) for run in runs]
 
 
 def read_metrics(run: Path) -> Lines:
-    """The run's metrics; FileNotFoundError for a folder that is none of a run."""
+    """Read the run's metrics. Raise FileNotFoundError for a folder without metrics.jsonl."""
     from rewardfl.training.metrics_file import MetricsFile
 
     path = run / "metrics.jsonl"
@@ -53,24 +52,24 @@ def read_metrics(run: Path) -> Lines:
     return MetricsFile(path).read()
 
 
-def chosen(asked: Sequence[str] | None, known: set[str]) -> list[str]:
-    """The keys to draw: those that are asked for, or those to watch that are known; ValueError where none is."""
-    missing = [key for key in asked or [] if key not in known]
-    keys = [key for key in WATCHED if key in known] if asked is None else list(asked)
-    if missing or not keys:
-        wanted = ", ".join(missing or WATCHED)
-        raise ValueError(f"--keys: no run has {wanted}; there are {', '.join(sorted(known)) or 'none yet'}")
-    return keys
+def select_keys(keys: Sequence[str] | None, available: set[str]) -> list[str]:
+    """Return the keys to draw: these, or the available ones of WATCHED. Raise ValueError for a missing key."""
+    missing = [key for key in keys or [] if key not in available]
+    drawn = [key for key in WATCHED if key in available] if keys is None else list(keys)
+    if missing or not drawn:
+        lacking, names = ", ".join(missing or WATCHED), ", ".join(sorted(available))
+        raise ValueError(f"--keys: no run has {lacking}; there are {names or 'none yet'}")
+    return drawn
 
 
 def points(lines: Lines, key: str) -> tuple[list[float], list[float]]:
-    """(steps, values) of the lines that have a value."""
-    found = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-    return [step for step, _ in found], [value for _, value in found]
+    """Return (steps, values) of the lines that have a value."""
+    valid = [line for line in lines if line.get(key) is not None]
+    return [line["step"] for line in valid], [line[key] for line in valid]
 
 
 def draw_metrics(curves: dict[str, Lines], keys: Sequence[str], kind: str) -> bytes:
-    """Return the picture: kind is png, svg or pdf."""
+    """Draw the picture. kind: png, svg or pdf."""
     import matplotlib
 
     matplotlib.use("Agg")

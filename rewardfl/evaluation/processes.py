@@ -12,11 +12,11 @@ from rewardfl.training.shard import Shard
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(days=7)  # that a process waits for the slowest one; a launcher ends all when one has failed
+PATIENCE = timedelta(days=7)  # of a process for the slowest one; a launcher ends all when one has failed
 
 
 class Processes:
-    """This process among all of them. Every method but `own` is called by all."""
+    """This process among all of them. All processes must call each method, except `own`."""
 
     def __init__(self, rank: int, count: int):
         self.rank, self.count = rank, count
@@ -27,30 +27,30 @@ class Processes:
         return self.rank == 0
 
     def own(self, device: str) -> str:
-        """The device that this process computes on: of `cuda`, the GPU with its number on the machine."""
+        """Return the device of this process: of `cuda`, the GPU with its number on the machine."""
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device
 
     def gather(self, items: list[T]) -> list[T]:
-        """The items of all processes in one list."""
+        """Concatenate the items of all processes."""
         if self.count == 1:
             return items
-        found: list = [None] * self.count
-        dist.all_gather_object(found, items)
-        return [item for of_one in found for item in of_one]
+        lists: list = [None] * self.count
+        dist.all_gather_object(lists, items)
+        return [item for part in lists for item in part]
 
     def wait(self) -> None:
-        """Until all processes have come here."""
+        """Wait for all processes."""
         self.gather([])
 
     def run_on_main(self, decide: Callable[[], T], refusals: tuple[type[Exception], ...]) -> T:
-        """What `decide` gives on the main process, or the refusal that it raises there, on all processes."""
-        found: list = []
+        """Call `decide` on the main process and return its result, or raise its refusal, on all processes."""
+        results: list = []
         if self.main:
             try:
-                found = [(decide(), None)]
+                results = [(decide(), None)]
             except refusals as error:
-                found = [(None, error)]
-        ((value, error),) = self.gather(found)
+                results = [(None, error)]
+        ((value, error),) = self.gather(results)
         if error is not None:
             raise error
         return value
@@ -58,7 +58,7 @@ class Processes:
 
 @contextmanager
 def connected() -> Iterator[Processes]:
-    """The processes that a launcher has started, connected over gloo; this one alone where none has."""
+    """Connect the processes of a launcher over gloo; without a launcher yield a single process."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         yield Processes(0, 1)

@@ -1,19 +1,19 @@
-"""What is known of an evaluation while it goes on: one JSON line per judged video, and the settings they belong to.
+"""Records of a running evaluation: one JSON line per judged video, and the settings they depend on.
 
-A line of a generated video, and of the real clip likewise, with arm `real`, seed null, its size (height, width), its
-rate fps and face_width in pixels. Arm `vae` is the real clip encoded and decoded by the model's VAE, seed null, with
-embedding and pool by recogniser (`_judging.judge_through_vae`):
+A line has these keys. The real clip has arm `real`, seed null, and also size (height, width), fps and face_width in
+pixels. Arm `vae` is the real clip encoded and decoded by the model's VAE: seed null, with embedding and pool by
+recogniser (`judging.judge_through_vae`).
 
-    row, line, index   the row of the table: its id, its line, its place
-    person             whom it shows, by column `person`, else the row's id
-    arm, seed, steps   how the video came about; steps 0 where it was made elsewhere
+    row, line, index   the row of the table: its id, its line, its position
+    person             column `person`, else the row's id
+    arm, seed, steps   how the video was sampled; steps 0 for another tool's video
     decoded            whether its pixels went through a video codec
-    file               the video: below the folder of the evaluation, or elsewhere by its whole path
+    file               the video: relative to the evaluation's folder, absolute where it is elsewhere
     figures            {name: number, null where there was nothing to measure}; a name is block/figure
     curves             {recogniser: FaceSim of frames 1 .. F - 1}
     detected           {recogniser: whether its detector found the face, frames 0 .. F - 1}
 
-Each process appends to a file of its own; the first one joins them when all is done.
+Each process appends to its own file; the main process joins them at the end.
 """
 
 import json
@@ -28,25 +28,17 @@ from rewardfl.files import atomic_write
 from rewardfl.weights.shards import Refused
 
 Record = dict[str, Any]
-
 Key = tuple[str, str, int | None]  # row id, arm, seed
-
 Settings = Mapping[str, Mapping[str, str]]  # block -> name -> value
 
 REAL, VAE = "real", "vae"
-
-FORMAT = 3  # to be raised when a figure comes or is computed in another way: records of both must not be compared
-
+FORMAT = 3  # raise it when a figure is added or computed in another way: such records must not be compared
 FILE, SETTINGS = "records.jsonl", "settings.json"
-
-GROWING = ("model", "adapters", "videos")  # blocks of the settings whose names may come and go
-
+GROWING = ("model", "adapters", "videos")  # blocks of the settings that may gain and lose names
 WAY_OUT = "give --out another folder, or --force to remove that evaluation"
 
 
 class Line(BaseModel):
-    """What a line of the file must hold."""
-
     row: str
     line: int
     index: int
@@ -64,8 +56,8 @@ class Line(BaseModel):
     pool: dict[str, list[FiniteFloat]] = {}
 
     @model_validator(mode="after")
-    def _is_whole(self) -> "Line":
-        """Raise ValueError for a generated video without a seed, and for a real clip without what it alone has."""
+    def _is_complete(self) -> "Line":
+        """Raise ValueError for a generated video without a seed, and for a real clip without its own fields."""
         real = self.arm == REAL
         if (self.seed is None) != (self.arm in (REAL, VAE)) or (real and None in (self.size, self.face_width)):
             raise ValueError("seed, size or face_width is missing")
@@ -78,22 +70,20 @@ class Line(BaseModel):
 
 
 def key_of(record: Record) -> Key:
+    """Return what identifies a record."""
     return record["row"], record["arm"], record["seed"]
 
 
 def record_file(out: Path, rank: int) -> Path:
-    """Where a process appends."""
+    """Return the file to which the process of this rank appends."""
     return out / FILE if rank == 0 else out / f"records-{rank}.jsonl"
 
 
 def read_records(out: Path) -> dict[Key, Record]:
-    """Return all records of the folder, also of earlier processes. A line that was cut off at the end is no record.
-
-    Raise Refused for a line that holds something else.
-    """
+    """Return all records of the folder, without truncated lines. Raise Refused for a line that is no record."""
     records = {}
     for path in _files(out):
-        *lines, _ = path.read_bytes().split(b"\n")  # the last is empty, or was cut off
+        *lines, _ = path.read_bytes().split(b"\n")  # the last is empty or truncated
         for i, line in enumerate(lines, 1):
             try:
                 Line.model_validate_json(line)
@@ -106,7 +96,7 @@ def read_records(out: Path) -> dict[Key, Record]:
 
 
 class Writer:
-    """Appends records to the file of a process, each whole; what a kill cut off at its end is removed."""
+    """Appends whole records to the file of a process, and removes a truncated line at its end."""
 
     def __init__(self, out: Path, rank: int):
         self.path = record_file(out, rank)
@@ -114,17 +104,17 @@ class Writer:
             atomic_write(self.path, content[: content.rfind(b"\n") + 1])
 
     def add(self, record: Record) -> None:
-        with self.path.open("ab", buffering=0) as file:  # one system call: a kill leaves all of it, or none
+        with self.path.open("ab", buffering=0) as file:  # one system call: a kill leaves the whole line or nothing
             file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
 
 
 def join(out: Path) -> list[Record]:
-    """All records in one file, sorted, and those of other processes removed: as one process would have left them."""
+    """Write all records, sorted, to one file, as one process would have, remove the other files, return them."""
     records = sorted(
         read_records(out).values(),
         key=lambda line: (line["index"], line["arm"] != REAL, line["arm"] != VAE, line["arm"], line["seed"] or 0),
     )
-    atomic_write(out / FILE, "".join(json.dumps(one, allow_nan=False) + "\n" for one in records))
+    atomic_write(out / FILE, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
     for path in _files(out):
         if path != out / FILE:
             path.unlink()
@@ -136,10 +126,7 @@ def _files(out: Path) -> list[Path]:
 
 
 def agree(out: Path, settings: Settings) -> Settings:
-    """Return the settings of the folder's records and of those to come.
-
-    Adapters and folders of videos may come to the others. Refused names what differs.
-    """
+    """Merge settings into the folder's; GROWING blocks may gain names. Raise Refused where another one differs."""
     path = out / SETTINGS
     old: Settings = {}
     if path.is_file():
@@ -155,7 +142,7 @@ def agree(out: Path, settings: Settings) -> Settings:
 
 
 def difference(old: Settings, new: Settings) -> str:
-    """What differs first, in words; empty where nothing does."""
+    """Describe the first setting that differs; empty where none does."""
     for block in dict.fromkeys((*old, *new)):
         was, now = old.get(block, {}), new.get(block, {})
         for name in dict.fromkeys((*was, *now)):

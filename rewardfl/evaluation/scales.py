@@ -1,4 +1,4 @@
-"""Scales of rewards on one's own clips: the work of tools/reward_scales.py."""
+"""Scales of rewards on given clips (tools/reward_scales.py)."""
 
 import argparse
 import math
@@ -22,9 +22,9 @@ from rewardfl.training import clip_scan, setup_model, setup_rewards
 from rewardfl.training.timer import Timer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardScale:
-    """One reward of n videos; NaN where a video could not be judged, gradients also where the reward has none."""
+    """Scores of one reward on n videos, NaN where invalid. Gradients are NaN also where the reward has none."""
 
     term: Term
     scores: Tensor  # (n,)
@@ -34,12 +34,12 @@ class RewardScale:
 
     @property
     def pull(self) -> float:
-        """The mean norm of weight * gradient / std, as it is in the loss."""
-        return self.term.weight * mean_of_finite(self.norms) / self.term.std
+        """Mean norm of weight * gradient / std, the gradient in the loss."""
+        return self.term.weight * float(self.norms.nanmean()) / self.term.std
 
 
 def run(args: argparse.Namespace) -> int:
-    """Sample, score and print: the exit code."""
+    """Sample, score and print; return the exit code."""
     device = torch.device(command_line.device(args.device))
     cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
     backbone = setup_model.open_model(cfg)
@@ -55,11 +55,8 @@ def run(args: argparse.Namespace) -> int:
 def find_clips(
     cfg: AnyConfig, terms: Sequence[Term], count: int, device: torch.device
 ) -> tuple[list[tuple[data.Row, data.Example]], list[list[Reference]]]:
-    """The first `count` clips that the first reward can be compared with, and what the rewards keep of each.
-
-    DataError where there is none.
-    """
-    found: list[tuple[data.Row, data.Example]] = []
+    """Return `count` clips with a reference for the first reward, and all references. Raise DataError for no clip."""
+    examples: list[tuple[data.Row, data.Example]] = []
     references: list[list[Reference]] = []
     for row in data.load_metadata(cfg.data.file_name):
         try:
@@ -67,22 +64,22 @@ def find_clips(
                 raise data.DataError("; ".join(problems))
             example = clip_scan.load_sized_example(cfg, row)
             clip = example.reference.to(device)
-            kept: list[Reference] = [
+            clip_references: list[Reference] = [
                 term.reward.reference(clip, row.prompt) if term.reward.compares_with in row.offers else None
                 for term in terms
             ]
-            if kept[0] is None:
+            if clip_references[0] is None:
                 raise data.DataError(f"{terms[0].reward.nothing_found} {row.reference}")
         except data.DataError as error:
             print(printable(f"skipped: line {row.line}: {error}"))
             continue
-        found.append((row, example))
-        references.append(kept)
-        if len(found) == count:
+        examples.append((row, example))
+        references.append(clip_references)
+        if len(examples) == count:
             break
-    if not found:
+    if not examples:
         raise data.DataError(f"{cfg.data.file_name}: no clip can be used")
-    return found, references
+    return examples, references
 
 
 @torch.no_grad()
@@ -93,7 +90,7 @@ def collect_videos(
     experts: str,
     device: torch.device,
 ) -> list[Tensor]:
-    """The base model's video (3, F, H, W) of each clip, from the noise of training's first epoch."""
+    """Sample the base model's video (3, F, H, W) of each clip, from the noise of training's first epoch."""
     by_row = {row.id: (row, example) for row, example in examples}
     sampler = judge_images.sampler_of(cfg, backbone, by_row, None, experts, device)
     base = arms.Arm(arms.BASE, cfg.sample.num_inference_steps)
@@ -103,25 +100,26 @@ def collect_videos(
 def measure_scales(
     terms: Sequence[Term], videos: Sequence[Tensor], references: Sequence[Sequence[Reference]]
 ) -> list[RewardScale]:
-    """Every reward of every video (3, F, H, W), one at a time. references: by video and then by reward."""
+    """Score every video (3, F, H, W) by every reward, one at a time. references: by video and then by reward."""
     first: list[Tensor | None] = []
     scales = []
     for i, term in enumerate(terms):
         timer, rows = Timer(videos[0].device), []
-        for n, (video, kept) in enumerate(zip(videos, references, strict=True)):
+        for n, (video, video_references) in enumerate(zip(videos, references, strict=True)):
             with timer("score"):
-                score, gradient = score_and_gradient(term, video, kept[i])
+                score, gradient = score_and_gradient(term, video, video_references[i])
             if i == 0:
                 first.append(gradient)
             norm = math.nan if gradient is None else float(gradient.double().norm())
             rows.append((score, norm, cosine(gradient, first[n])))
         scores, norms, cosines = torch.tensor(rows, dtype=torch.float64).unbind(1)
-        scales.append(RewardScale(term, scores, norms, cosines, timer.seconds["score"] / len(videos)))
+        seconds = timer.seconds["score"] / len(videos)
+        scales.append(RewardScale(term=term, scores=scores, norms=norms, cosines=cosines, seconds=seconds))
     return scales
 
 
 def score_and_gradient(term: Term, video: Tensor, reference: Reference) -> tuple[float, Tensor | None]:
-    """The score of a video (3, F, H, W), NaN where it is invalid, and d score / d video if there is one."""
+    """Return the score of a video (3, F, H, W), NaN where invalid, and d score / d video if there is one."""
     if not term.reward.differentiable:
         output = score_safely(term.reward, video[None], [reference]).output
         return (float(output.score) if output.valid else math.nan), None
@@ -133,34 +131,29 @@ def score_and_gradient(term: Term, video: Tensor, reference: Reference) -> tuple
     return float(output.score.detach()), gradient[0]
 
 
-def cosine(one: Tensor | None, other: Tensor | None) -> float:
-    """NaN where one of them is missing or zero, as that of a likeness above its cap."""
-    if one is None or other is None or not one.any() or not other.any():
+def cosine(a: Tensor | None, b: Tensor | None) -> float:
+    """Return the cosine of two gradients; NaN where one is missing or zero, as above a reward's cap."""
+    if a is None or b is None or not a.any() or not b.any():
         return math.nan
-    return float(torch.nn.functional.cosine_similarity(one.double().flatten(), other.double().flatten(), dim=0))
-
-
-def mean_of_finite(values: Tensor) -> float:
-    """Over what is known; NaN where nothing is."""
-    return float(values.nanmean())
+    return float(torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
 
 
 def deviation(values: Tensor) -> float:
-    """The standard deviation over what is known; NaN for less than two values."""
-    known = values[~values.isnan()]
-    return float(known.std()) if len(known) > 1 else math.nan
+    """Return the standard deviation without NaN; NaN for fewer than two values."""
+    valid = values[~values.isnan()]
+    return float(valid.std()) if len(valid) > 1 else math.nan
 
 
 def shares(scales: Sequence[RewardScale]) -> list[float]:
-    """Each reward's share of the sum of all weighted gradients' norms; 0 for those that only measure."""
+    """Return each reward's share of the sum of all weighted gradients' norms; 0 for those that only measure."""
     pulls = [scale.pull if scale.term.weight > 0 else 0.0 for scale in scales]
     total = sum(pull for pull in pulls if not math.isnan(pull))
     return [pull / total if total > 0 else math.nan for pull in pulls]
 
 
 def equal_weight(scale: RewardScale, first: RewardScale) -> float:
-    """The weight with which this reward would pull as hard as the first does; NaN where one has no gradient."""
-    per_weight = mean_of_finite(scale.norms) / scale.term.std
+    """Return the weight that gives this reward the pull of the first one; NaN where one has no gradient."""
+    per_weight = float(scale.norms.nanmean()) / scale.term.std
     return first.pull / per_weight if per_weight > 0 else math.nan
 
 
@@ -169,21 +162,12 @@ def format_scales(scales: Sequence[RewardScale]) -> str:
     rows: list[tuple[str, ...]] = [heads]
     for scale, share in zip(scales, shares(scales), strict=True):
         term = scale.term
-        figures = [
-            mean_of_finite(scale.scores),
-            deviation(scale.scores),
-            mean_of_finite(scale.norms),
-            mean_of_finite(scale.cosines),
-            term.weight,
-        ]
-        cells = [*(format_number(value) for value in figures), f"{term.mean:g}, {term.std:g}"]
-        cells += [
-            format_number(100 * share) + " %",
-            format_number(equal_weight(scale, scales[0])),
-            f"{scale.seconds:.2f}",
-        ]
-        judged = int((~scale.scores.isnan()).sum())
-        name = term.label if judged == len(scale.scores) else f"{term.label} ({judged} of {len(scale.scores)} clips)"
+        means = [float(values.nanmean()) for values in (scale.scores, scale.norms, scale.cosines)]
+        figures = [means[0], deviation(scale.scores), *means[1:], term.weight]
+        cells = [*map(format_number, figures), f"{term.mean:g}, {term.std:g}", format_number(100 * share) + " %"]
+        cells += [format_number(equal_weight(scale, scales[0])), f"{scale.seconds:.2f}"]
+        valid = int((~scale.scores.isnan()).sum())
+        name = term.label if valid == len(scale.scores) else f"{term.label} ({valid} of {len(scale.scores)} clips)"
         rows.append((name, *cells))
     widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
@@ -194,11 +178,11 @@ def format_number(value: float) -> str:
 
 
 def paste(cfg: AnyConfig, scales: Sequence[RewardScale]) -> str:
-    """YAML of `reward` that makes (score - mean) / std of every reward 0 on average and 1 in size."""
+    """Return the YAML of `reward` with which (score - mean) / std of every reward has mean 0 and std 1."""
     lines: dict = {}
     others = configuration.to_dict(cfg)["reward"]["others"]
     for scale in scales:
-        average, std = (float(f"{value:.3g}") for value in (mean_of_finite(scale.scores), deviation(scale.scores)))
+        average, std = (float(f"{value:.3g}") for value in (float(scale.scores.nanmean()), deviation(scale.scores)))
         if not std > 0:
             continue
         if scale.term.label == "score":

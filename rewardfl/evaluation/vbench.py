@@ -11,49 +11,47 @@ from rewardfl.rewards.pixels.video_motion import flow_fields
 
 
 def dynamic_degree(frames: np.ndarray, fps: float) -> bool:
-    """VBench's dynamic degree of one clip (vbench/dynamic_degree.py), by Farneback's flow in place of RAFT's.
+    """Return VBench's dynamic degree of one clip (vbench/dynamic_degree.py), by Farneback's flow in place of RAFT's.
 
-    Of every round(fps / 8)-th of the n frames that are left, a pair moves where the fastest 5 % of its places move, in
-    the mean, by more than 6 min(H, W) / 256 pixels (8 / fps times that below 8 frames per second). The clip is dynamic
-    where round(n / 4) of its pairs move, and at least one. A benchmark's figure is the share of clips that are. The
-    whole frame counts: a still face before a moving camera is dynamic.
+    Every round(fps / 8)-th frame counts, n in all. A pair moves where the mean flow of its fastest 5 % of pixels
+    exceeds 6 min(H, W) / 256 pixels (8 / fps times that below 8 frames per second). The clip is dynamic where
+    round(n / 4) of its pairs move, and at least one. A benchmark reports the share of dynamic clips. The whole frame
+    counts: a still face before a moving camera is dynamic.
     """
     chosen = frames[:: max(1, round(fps / 8))]
     threshold = max(1.0, 8 / fps) * 6 * min(frames.shape[1:3]) / 256
     needed = max(1, round(4 * len(chosen) / 16))
-    moving = sum(fastest(field) > threshold for field in flow_fields(chosen))
-    return moving >= needed
+    return sum(fastest(field) > threshold for field in flow_fields(chosen)) >= needed
 
 
 def motion_smoothness(frames: np.ndarray) -> float:
-    """VBench's motion smoothness of one clip (vbench/motion_smoothness.py), by Farneback's flow in place of AMT's.
+    """Return VBench's motion smoothness of one clip (vbench/motion_smoothness.py), by Farneback's flow, not AMT's.
 
-    Every second frame is made anew from the two beside it: each of them moved half of the way to the other along the
-    flow, and the mean of the two. 1 minus the mean absolute difference from the frame that was there, as a share of
-    255: 1 where nothing moves, less where the motion is not the one of constant speed. NaN for fewer than 3 frames.
+    Each of two frames is moved half of the way to the other along the flow; their mean predicts the frame between.
+    Return 1 minus the mean absolute error as a share of 255: 1 where nothing moves, less where the speed changes.
+    Return NaN for fewer than 3 frames.
     """
-    between = [
+    errors = [
         float(cv2.absdiff(_halfway(before, after), frame).mean()) / 255
         for before, frame, after in zip(frames[:-2:2], frames[1:-1:2], frames[2::2], strict=True)
     ]
-    return 1 - mean(between)
+    return 1 - mean(errors)
 
 
 def _halfway(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """The frame (H, W, 3) uint8 between two."""
+    """Interpolate the frame (H, W, 3) uint8 between two."""
     height, width = before.shape[:2]
     y, x = np.mgrid[:height, :width].astype(np.float32)
     moved = []
-    for here, there in ((before, after), (after, before)):
-        (field,) = flow_fields(np.stack([here, there]))
+    for start, end in ((before, after), (after, before)):
+        (field,) = flow_fields(np.stack([start, end]))
         half = cv2.resize(field, (width, height)) / 2
-        moved.append(
-            cv2.remap(here, x - half[..., 0], y - half[..., 1], cv2.INTER_LINEAR, borderMode=cv2.BORDER_REFLECT)
-        )
+        x_map, y_map = x - half[..., 0], y - half[..., 1]
+        moved.append(cv2.remap(start, x_map, y_map, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REFLECT))
     return cv2.addWeighted(moved[0], 0.5, moved[1], 0.5, 0)
 
 
 def fastest(field: np.ndarray, share: float = 0.05) -> float:
-    """Mean magnitude of a flow field (h, w, 2) over this share of its places, those that move most."""
+    """Return the mean magnitude of a flow field (h, w, 2) over this share of its fastest pixels."""
     speeds = np.sort(np.linalg.norm(field, axis=-1), axis=None)
     return float(speeds[-max(1, int(share * speeds.size)) :].mean())

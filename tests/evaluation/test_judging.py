@@ -230,7 +230,9 @@ def test_the_real_clips_motion_is_taken_of_its_own_frames():
     row = data.load_metadata(world / "eval" / "metadata.csv")[0]
     example = data.load_example(row, 64, 64, 9)
     judge = face.FaceIdentity(world / "faces" / "judge", 128)
-    judges = judging.Judges({"held_out": judge}, {}, {}, [], None, (8,), "cpu")
+    judges = judging.Judges(
+        faces={"held_out": judge}, protocols={}, detectors={}, terms=[], dino=None, periods=(8,), device="cpu"
+    )
     record, kept = judging.judge_real(judges, row, example, 16)
     pool = judge.pool(example.video)
     figures, frames = record["figures"], data.to_uint8(example.video).contiguous().numpy()

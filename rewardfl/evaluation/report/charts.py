@@ -14,13 +14,11 @@ from rewardfl.evaluation.intervals import Interval
 from rewardfl.evaluation.report.meanings import judge_words, main_judge
 
 COLOURS = ("#0068b5", "#c75300", "#00805b", "#a83f83", "#8a6d00", "#1f8fbf", "#7b4fb5", "#8b4a2b")
-
 REAL, BASE = "#7f7f7f", "#000000"
-
 STYLE = matplotlib.rc_context(
     {
-        "svg.hashsalt": "rewardfl",  # the same figures give the same bytes
-        "text.parse_math": False,  # a dollar sign in a name begins no formula
+        "svg.hashsalt": "rewardfl",  # equal figures give equal bytes
+        "text.parse_math": False,  # names may hold a dollar sign
         "axes.grid": True,
         "grid.alpha": 0.3,
     }
@@ -29,16 +27,16 @@ STYLE = matplotlib.rc_context(
 
 @dataclass(frozen=True)
 class Curve:
-    """(x, y) by rising x, under a name."""
+    """A named line of (x, y), by rising x."""
 
     name: str
     points: Sequence[tuple[float, float]]
     colour: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Marker:
-    """An arm's gain in FaceSim and its motion over the base's, under a name."""
+    """A named point: an arm's gain in FaceSim and its motion over the base's."""
 
     name: str
     gain: Interval
@@ -48,7 +46,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of a page: its address, which holds all of it, and the names of its colours."""
+    """A picture of a page as a data URI, and the names of its colours."""
 
     title: str
     image: str
@@ -61,7 +59,7 @@ def arm_colour(number: int) -> str:
 
 
 def arm_curves(report: Mapping, judge: str, before: str = "", first: int = 0) -> list[Curve]:
-    """Return FaceSim along the clip of every arm, under its name after `before`, coloured from number `first` on."""
+    """Return FaceSim along the clip of every arm. before: prefix of the names. first: number of the first colour."""
     return [
         Curve(before + arm["name"], list(enumerate(arm["per_frame"][judge], 1)), arm_colour(i))
         for i, arm in enumerate(report["arms"], first)
@@ -69,76 +67,78 @@ def arm_curves(report: Mapping, judge: str, before: str = "", first: int = 0) ->
 
 
 def real_curve(report: Mapping, judge: str) -> Curve:
-    """Return FaceSim along the clip of the real clips with themselves."""
+    """Return FaceSim along the clip of the real clips, by their own pools."""
     return Curve("real clips", list(enumerate(report["real"]["per_frame"][judge], 1)), REAL)
 
 
 def make_markers(report: Mapping, before: str = "", first: int = 0) -> list[Marker]:
-    """Return gain and non-rigid motion, by the main judge, of every arm that has a base and both."""
-    judge, found = main_judge(report), []
+    """Return gain and non-rigid motion, by the main judge, of every arm that has both."""
+    judge, markers = main_judge(report), []
     for i, arm in enumerate(report["arms"], first):
         gain, motion = ((arm.get("compared") or {}).get(f"{judge}/{key}") for key in ("face_sim", "nonrigid"))
         if gain and motion:
-            found.append(Marker(before + arm["name"], gain["difference"], motion["ratio"], arm_colour(i)))
-    return found
+            ends = {"gain": gain["difference"], "motion": motion["ratio"]}
+            markers.append(Marker(name=before + arm["name"], colour=arm_colour(i), **ends))
+    return markers
 
 
-def front(found: Sequence[tuple[float, float]]) -> list[int]:
-    """Return which of (gain, motion) no other one beats, by rising gain.
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return the indices of the Pareto front of (gain, motion), by rising gain.
 
-    One is beaten by what has at least as much of both and more of one. More motion than before is worth no more: it may
-    be trembling. A place with a NaN is on no front.
+    Clamp motion at 1: more than before may be trembling. Leave out points with a NaN.
     """
-    worth = [(gain, min(motion, 1.0)) for gain, motion in found]
-    known = [i for i, place in enumerate(worth) if not any(map(math.isnan, place))]
+    clamped = [(gain, min(motion, 1.0)) for gain, motion in points]
+    valid = [i for i, point in enumerate(clamped) if not any(map(math.isnan, point))]
 
     def beaten(i: int) -> bool:
-        return any(worth[j] != worth[i] and all(a >= b for a, b in zip(worth[j], worth[i], strict=True)) for j in known)
+        gain, motion = clamped[i]
+        return any(clamped[j] != clamped[i] and clamped[j][0] >= gain and clamped[j][1] >= motion for j in valid)
 
-    return sorted((i for i in known if not beaten(i)), key=lambda i: worth[i])
-
-
-@STYLE
-def curves_chart(title: str, found: Sequence[Curve], labels: tuple[str, str] = ("frame", "FaceSim")) -> Chart:
-    """Return the curves over each other as a page shows them."""
-    figure = Figure(figsize=(5.6, 3.5), layout="constrained")
-    draw_curves(figure.subplots(), found, labels)
-    return Chart(title, _address(figure), [(one.colour, one.name) for one in found])
+    return sorted((i for i in valid if not beaten(i)), key=lambda i: clamped[i])
 
 
 @STYLE
-def front_chart(found: Sequence[Marker], judge: str) -> Chart:
-    """Return gain against motion as a page shows it."""
+def curves_chart(title: str, curves: Sequence[Curve], labels: tuple[str, str] = ("frame", "FaceSim")) -> Chart:
+    """Return a chart of curves for a page."""
     figure = Figure(figsize=(5.6, 3.5), layout="constrained")
-    draw_front(figure.subplots(), found, judge_words(judge))
-    return Chart("", _address(figure), [*((one.colour, one.name) for one in found), (BASE, "base")])
+    draw_curves(figure.subplots(), curves, labels)
+    return Chart(title, _data_uri(figure), [(curve.colour, curve.name) for curve in curves])
 
 
-def draw_curves(axis: Axes, found: Sequence[Curve], labels: tuple[str, str] = ("frame", "FaceSim")) -> None:
-    """Draw the curves over each other; those of the real clips are dashed, and FaceSim is shown from 0 to 1."""
-    for one in found:
-        style = "--" if one.colour == REAL else "-"
-        marker = "o" if len(one.points) < 20 else ""
-        axis.plot(*zip(*one.points, strict=True), color=one.colour, linestyle=style, marker=marker, markersize=3)
+@STYLE
+def front_chart(markers: Sequence[Marker], judge: str) -> Chart:
+    """Return a chart of gain against motion for a page."""
+    figure = Figure(figsize=(5.6, 3.5), layout="constrained")
+    draw_front(figure.subplots(), markers, judge_words(judge))
+    return Chart("", _data_uri(figure), [*((marker.colour, marker.name) for marker in markers), (BASE, "base")])
+
+
+def draw_curves(axis: Axes, curves: Sequence[Curve], labels: tuple[str, str] = ("frame", "FaceSim")) -> None:
+    """Draw curves on one axis. Real clips are dashed, and the axis of FaceSim covers 0 to 1."""
+    for curve in curves:
+        style = "--" if curve.colour == REAL else "-"
+        marker = "o" if len(curve.points) < 20 else ""
+        axis.plot(*zip(*curve.points, strict=True), color=curve.colour, linestyle=style, marker=marker, markersize=3)
     axis.set(xlabel=labels[0], ylabel=labels[1])
     if labels[1] == "FaceSim":
         low, high = axis.get_ylim()
         axis.set_ylim(min(low, 0), max(high, 1))
 
 
-def draw_front(axis: Axes, found: Sequence[Marker], judge: str) -> None:
-    """Draw places with their intervals; a line joins those that no other one beats, and a cross is the base."""
-    best = [found[i] for i in front([(one.gain["mean"], one.motion["mean"]) for one in found])]
-    axis.plot([one.gain["mean"] for one in best], [one.motion["mean"] for one in best], color=REAL, linestyle="--")
-    for one in found:
-        axis.plot(one.gain["mean"], one.motion["mean"], "o", color=one.colour)
-        axis.hlines(one.motion["mean"], one.gain["low"], one.gain["high"], color=one.colour)
-        axis.vlines(one.gain["mean"], one.motion["low"], one.motion["high"], color=one.colour)
+def draw_front(axis: Axes, markers: Sequence[Marker], judge: str) -> None:
+    """Draw markers with their intervals, a dashed line along the front, and a cross for the base."""
+    means = [(marker.gain["mean"], marker.motion["mean"]) for marker in markers]
+    best = [means[i] for i in front(means)]
+    axis.plot([gain for gain, _ in best], [motion for _, motion in best], color=REAL, linestyle="--")
+    for marker, (gain, motion) in zip(markers, means, strict=True):
+        axis.plot(gain, motion, "o", color=marker.colour)
+        axis.hlines(motion, marker.gain["low"], marker.gain["high"], color=marker.colour)
+        axis.vlines(gain, marker.motion["low"], marker.motion["high"], color=marker.colour)
     axis.plot(0, 1, "+", color=BASE, markersize=10)
     axis.set(xlabel=f"gain in FaceSim by {judge}", ylabel="non-rigid motion / base's")
 
 
-def _address(figure: Figure) -> str:
+def _data_uri(figure: Figure) -> str:
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()

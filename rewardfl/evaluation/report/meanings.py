@@ -1,4 +1,4 @@
-"""What the figures of an evaluation are called, what each tells in a line, and between what it is healthy."""
+"""Names, descriptions and healthy ranges of the figures of an evaluation."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,22 +6,18 @@ from dataclasses import dataclass
 
 from rewardfl.training.alarms import COLOUR_GUARD, GRID_GUARD, LOOK_GUARD, SATURATION_GUARD
 
-# An arm over its base, and an arm minus its base: "Reading the figures" of docs/motion.md
+# an arm over its base, and an arm minus its base: "Reading the figures" of docs/motion.md
 FLOW_KEPT, LANDMARKS_KEPT, SHARPNESS_KEPT = 0.95, 0.93, 0.95
-
 PIXELS_KEPT = (0.9, 1.1)
-
 REVERSALS_RISE = 0.02
-
-FROZEN_MOST = 0.1  # of the clips: one in ten may move less than half as much as the base's own
+FROZEN_MOST = 0.1  # maximum share of frozen clips
 
 UP = math.inf
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """A figure in words. ratio, change: between what arm / base and arm - base are healthy, where that is known;
-    broken: what it tells when they are not."""
+    """A figure in words. ratio, change: healthy ranges of arm / base, arm - base. broken: meaning of a bad value."""
 
     label: str
     says: str
@@ -111,7 +107,7 @@ MEANINGS = {
     ),
 }  # fmt: skip
 
-MOVES = ("face/speed", "face/nonrigid", "motion/flow", "motion/face_flow")  # by which motion is kept or paid
+MOVES = ("face/speed", "face/nonrigid", "motion/flow", "motion/face_flow")  # by which motion is judged
 
 CANARIES = (
     "look/face", "motion/sharpness", "motion/reversals", "motion/pixel_change", "canary/grid", "canary/saturation",
@@ -120,17 +116,17 @@ CANARIES = (
 
 
 def main_judge(report: Mapping) -> str:
-    """Return the recogniser whose word counts (_judging.Judges.main)."""
+    """Return the recogniser that decides (`judging.Judges.main`)."""
     return list(report["real"]["per_frame"])[-1]
 
 
 def judge_words(judge: str) -> str:
-    """Return what texts call a recogniser: one that --judge names has its own name."""
+    """Return a recogniser's name in texts. One of --judge has its own."""
     return {"held_out": "the held-out judge", "reward": "the reward's own recogniser"}.get(judge, judge)
 
 
 def meaning(name: str, judges: Sequence[str]) -> Meaning:
-    """A figure of the report in words: one of a recogniser, of a block, of a protocol, or a reward's score."""
+    """Return the meaning of a figure of a recogniser, a block or a protocol, or of a reward's score."""
     block, _, key = name.partition("/")
     if block in judges:
         return MEANINGS[f"face/{key}"]
@@ -139,32 +135,30 @@ def meaning(name: str, judges: Sequence[str]) -> Meaning:
     return MEANINGS.get(name) or MEANINGS[block]
 
 
-def outside(found: Mapping | None, bounds: Meaning) -> str:
-    """Words on how what has become of a figure is not healthy; empty where it is, or nothing is known of it.
+def outside(change: Mapping | None, bounds: Meaning) -> str:
+    """Describe a figure's change that is not healthy; empty where it is, or where there is no range.
 
-    found: what _figures.compared says of it. Its mean decides, and the border itself is healthy.
+    change: from `figures.compare`. Its mean decides, and the border itself is healthy.
     """
-    found = found or {}
-    for key, limits, words in (
-        ("ratio", bounds.ratio, "of the base's"),
-        ("difference", bounds.change, "from the base's"),
-    ):
-        if limits is None or not found.get(key):
+    change = change or {}
+    ranges = ("ratio", bounds.ratio, "of the base's"), ("difference", bounds.change, "from the base's")
+    for key, limits, words in ranges:
+        if limits is None or not change.get(key):
             continue
         low, high = limits
-        if not low <= as_told(found[key]["mean"]) <= high:
-            mean = f"{found[key]['mean']:{'.3f' if key == 'ratio' else '+.3f'}} {words}"
+        if not low <= as_told(change[key]["mean"]) <= high:
+            mean = f"{change[key]['mean']:{'.3f' if key == 'ratio' else '+.3f'}} {words}"
             return f"{bounds.label[0].upper()}{bounds.label[1:]} is {mean}{healthy(bounds)}: {bounds.broken}"
     return ""
 
 
 def as_told(mean: float) -> float:
-    """A mean of float32 without the digits that it does not have: 0.1 is no more than 0.1."""
+    """Round a float32 mean to its valid digits, so that 0.1 is not above 0.1."""
     return round(mean, 6)
 
 
 def healthy(bounds: Meaning) -> str:
-    """The healthy values, as a remark in brackets; empty where nothing is known of them."""
+    """Format the healthy range as a remark in brackets; empty where there is none."""
     if bounds.ratio is None and bounds.change is None:
         return ""
     low, high = bounds.ratio or bounds.change

@@ -1,4 +1,4 @@
-"""The pictures of an evaluation: FaceSim along the clip, gain against motion, and frames beside each other."""
+"""Pictures of an evaluation: FaceSim along the clip, gain against motion, and a grid of frames."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,11 +36,10 @@ def save_curves(report: dict, path: Path) -> None:
 def _draw_clips(report: dict, judges: Sequence[str], axis: Axes) -> None:
     lowest = 0.0  # a cosine may be below 0
     for judge, colour in zip(judges, ("tab:orange", "tab:green"), strict=False):
-        found = [(clip[f"{judge}/before"], clip[f"{judge}/after"]) for clip in report["per_clip"]]
-        found = [pair for pair in found if None not in pair]
-        before, after = zip(*found, strict=True)
+        pairs = [(clip[f"{judge}/before"], clip[f"{judge}/after"]) for clip in report["per_clip"]]
+        before, after = zip(*(pair for pair in pairs if None not in pair), strict=True)
         axis.scatter(before, after, s=12, color=colour, label=judge)
-        lowest = min([lowest, *(value for pair in found for value in pair)])
+        lowest = min([lowest, *before, *after])
     axis.plot([-1, 1], [-1, 1], color="grey", linewidth=0.8)
     names = report["compared"]
     axis.set(title="every clip", xlabel=names["before"], ylabel=names["after"], xlim=(lowest, 1), ylim=(lowest, 1))
@@ -50,22 +49,22 @@ def _draw_clips(report: dict, judges: Sequence[str], axis: Axes) -> None:
 @STYLE
 def save_front(report: dict, path: Path) -> None:
     """Draw gain in FaceSim against the face's own motion, both over the base's, by the main judge."""
-    figure, found = Figure(figsize=(7, 5), layout="constrained"), make_markers(report)
+    figure, markers = Figure(figsize=(7, 5), layout="constrained"), make_markers(report)
     axis = figure.subplots()
-    draw_front(axis, found, judge_words(main_judge(report)))
-    for place in found:
-        where = (place.gain["mean"], place.motion["mean"])
-        axis.annotate(place.name, where, xytext=(4, 4), textcoords="offset points")
+    draw_front(axis, markers, judge_words(main_judge(report)))
+    for marker in markers:
+        point = (marker.gain["mean"], marker.motion["mean"])
+        axis.annotate(marker.name, point, xytext=(4, 4), textcoords="offset points")
     axis.annotate("base", (0, 1), xytext=(4, -12), textcoords="offset points")
     figure.savefig(path, dpi=110)
 
 
 def draw_grid(out: Path, rows: Sequence[int], arms: Sequence[Arm], records: Sequence[Record], judge: str) -> None:
-    """OUT/grid.png: a row per person, the real clip and each arm; under each frame the judge's score."""
+    """Draw out/grid.png: a row per clip, a column for the real clip and each arm, the judge's score below a frame."""
     names = [REAL, *(arm.name for arm in arms)]
-    curves = {(one["index"], one["arm"]): one["curves"][judge] for one in records if not one["seed"]}
+    curves = {(record["index"], record["arm"]): record["curves"][judge] for record in records if not record["seed"]}
     files = {(row, name): strip_file(out, row, name) for row in rows for name in names}
-    # none of a tool that made no first video of a row
+    # another tool may lack a row's first video
     strips = {key: Image.open(file).convert("RGB") for key, file in files.items() if file.is_file()}
     width = max(strip.width for strip in strips.values()) + GAP
     height = HEIGHT + FOOT
@@ -91,7 +90,7 @@ def _write_scores(pen: ImageDraw.ImageDraw, left: int, top: int, width: int, cur
 def draw_pictures(
     report: Mapping, out: Path, arms: Sequence[Arm], records: Sequence[Record], rows: Sequence[int]
 ) -> list[Path]:
-    """All pictures of an evaluation, and where they are."""
+    """Draw all pictures of an evaluation and return their files."""
     pictures = [out / "grid.png", out / "curves.png"]
     save_curves(dict(report), out / "curves.png")
     draw_grid(out, rows, arms, records, list(report["real"]["per_frame"])[-1])

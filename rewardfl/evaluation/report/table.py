@@ -6,9 +6,7 @@ from rewardfl.evaluation.figures import AMOUNTS, FROZEN
 from rewardfl.evaluation.intervals import NOTHING, format_interval
 
 STILL = "these reward stillness: may only fall"
-
 CANARIES = "canaries: by what hacking is recognised; after - base, and after / base where that is given"
-
 WORDS = {
     "motion/dynamic_degree": "dynamic degree (Farneback)",
     "still/motion_smoothness": "motion smoothness (Farneback)",
@@ -17,7 +15,7 @@ WORDS = {
 
 
 def format_report(report: dict) -> str:
-    """The report's main figures. Two arms stand side by side in full; all of them in a list below."""
+    """Format the main figures: two arms next to each other in full, then a list of all arms."""
     lines = [f"{report['people']} people, {report['clips']} clips; mean [95 % interval over people]", ""]
     if "compared" in report:
         names = report["compared"]
@@ -37,20 +35,12 @@ def _recogniser(report: dict, judge: str) -> Iterator[str]:
     names = {"held_out": "held-out judge", "reward": "reward's recogniser (trained against)"}
     yield names.get(judge, f"judge {judge}")
     for label, key in (("FaceSim", "face_sim"), ("coverage", "coverage")):
-        yield _line(
-            label,
-            f"before {format_interval(figures['before'][key])}",
-            f"after {format_interval(figures['after'][key])}",
-        )
+        yield _line(label, *(f"{which} {format_interval(figures[which][key])}" for which in ("before", "after")))
     yield _line("FaceSim gain", f"{format_interval(figures['gain']['relative'], percent=True)} relative")
     yield _line("real clips vs themselves", f"{figures['cap']:.3f}")
     for to in ("before", "real"):
-        by = figures[f"motion_after_to_{to}"]
-        yield _line(
-            f"motion after / {to}",
-            f"speed {format_interval(by['speed'])}",
-            f"non-rigid {format_interval(by['nonrigid'])}",
-        )
+        speed, nonrigid = (format_interval(figures[f"motion_after_to_{to}"][key]) for key in ("speed", "nonrigid"))
+        yield _line(f"motion after / {to}", f"speed {speed}", f"non-rigid {nonrigid}")
 
 
 def _motion(motion: dict) -> Iterator[str]:
@@ -62,11 +52,8 @@ def _motion(motion: dict) -> Iterator[str]:
             yield _line(key.replace("_", " "), NOTHING)
             continue
         texts = [f"{which} {means[which]:.4g}" for which in ("real", "before", "after")]
-        yield _line(
-            key.replace("_", " "),
-            *texts,
-            f"{'after - before' if signed else 'after / before'} {format_interval(change)}",
-        )
+        texts.append(f"{'after - before' if signed else 'after / before'} {format_interval(change)}")
+        yield _line(key.replace("_", " "), *texts)
 
 
 def _identity_scale(report: dict) -> Iterator[str]:
@@ -82,13 +69,13 @@ def _identity_scale(report: dict) -> Iterator[str]:
 
 
 def _arms(report: dict) -> Iterator[str]:
-    """Every arm: who it shows, how it moves, its canaries, what rewards and published protocols say."""
+    """Yield every arm's identity, motion, canaries, other rewards and published protocols."""
     judges = list(report["real"]["per_frame"])
     threshold = report["reading"]["threshold"]
     for arm in report["arms"]:
-        made = ", decoded from mp4" if arm["decoded"] else ""
+        decoded = ", decoded from mp4" if arm["decoded"] else ""
         against = f", against {arm['against']}" if arm["against"] else ""
-        yield f"{arm['name']}: {arm['clips']} clips{made}{against}"
+        yield f"{arm['name']}: {arm['clips']} clips{decoded}{against}"
         figures = arm["figures"]
         for judge in report["identity_scale"]["recognisers"]:
             yield _line(f"identity kept ({judge})", format_interval(figures[f"{judge}/identity_kept"]))
@@ -99,23 +86,20 @@ def _arms(report: dict) -> Iterator[str]:
                 f"worst tenth {format_interval(figures[f'{judge}/worst_tenth'])}",
                 f"above {threshold:g} {format_interval(figures[f'{judge}/above_threshold'])}",
             )  # fmt: skip
-        yield from _others(arm, judges)
+        yield from _other_rewards(arm, judges)
         if arm["against"]:
             yield from _against(arm, judges[-1])
         yield f"  {STILL}"
         yield from ("  " + _line(_words(name), format_interval(value)) for name, value in _block(figures, "still"))
 
 
-def _others(arm: dict, judges: Sequence[str]) -> Iterator[str]:
-    """What published protocols and other rewards say, and the dynamic degree."""
-    own = {*judges, "motion", "still", "canary"}
-    names = ["motion/dynamic_degree", *(name for name in arm["figures"] if name.partition("/")[0] not in own)]
-    for name in names:
+def _other_rewards(arm: dict, judges: Sequence[str]) -> Iterator[str]:
+    """Yield the dynamic degree, and the figures of published protocols and other rewards."""
+    blocks = {*judges, "motion", "still", "canary"}
+    for name in ("motion/dynamic_degree", *(name for name in arm["figures"] if name.partition("/")[0] not in blocks)):
         change = (arm.get("compared") or {}).get(name)
-        texts = [format_interval(arm["figures"][name])] + (
-            [f"difference {format_interval(change['difference'])}"] if change else []
-        )
-        yield _line(_words(name), *texts)
+        difference = [f"difference {format_interval(change['difference'])}"] if change else []
+        yield _line(_words(name), format_interval(arm["figures"][name]), *difference)
 
 
 def _against(arm: dict, judge: str) -> Iterator[str]:
@@ -129,15 +113,13 @@ def _against(arm: dict, judge: str) -> Iterator[str]:
     yield f"  {CANARIES}"
     for name, change in [("motion/sharpness", compared.get("motion/sharpness")), *_block(compared, "canary")]:
         if change is not None:
-            texts = [format_interval(change["difference"])] + (
-                [f"/ base {format_interval(change['ratio'])}"] if "ratio" in change else []
-            )
-            yield "  " + _line(_words(name), *texts)
+            ratio = [f"/ base {format_interval(change['ratio'])}"] if "ratio" in change else []
+            yield "  " + _line(_words(name), format_interval(change["difference"]), *ratio)
     yield "  " + _line("colour shift", format_interval(arm["colour_shift"]))
 
 
 def _face_sizes(report: dict) -> Iterator[str]:
-    """People by the width of their faces in the real clip; those that are too small are only counted."""
+    """Yield FaceSim by the width of the face in the real clip; only count the faces that are too small."""
     small, *larger = report["face_sizes"].items()
     yield "faces by their width in the real clip"
     if small[1]:
@@ -145,11 +127,8 @@ def _face_sizes(report: dict) -> Iterator[str]:
     judge = list(report["real"]["per_frame"])[-1]
     for name, count in larger:
         if count:
-            texts = [
-                f"{arm['name']} {format_interval(arm['strata'][name]['figures'][f'{judge}/face_sim'])}"
-                for arm in report["arms"]
-            ]
-            yield _line(name, f"{count} people", *texts)
+            values = [(arm["name"], arm["strata"][name]["figures"][f"{judge}/face_sim"]) for arm in report["arms"]]
+            yield _line(name, f"{count} people", *(f"{arm} {format_interval(value)}" for arm, value in values))
 
 
 def _block(figures: dict, block: str) -> list[tuple[str, dict]]:

@@ -11,7 +11,7 @@ from rewardfl.evaluation.intervals import Interval
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure, and its change against the base. problem: why that is not healthy; empty where it is."""
+    """A figure and its change against the base. problem: why the change is not healthy; empty where it is."""
 
     figure: Interval | None
     change: Mapping | None = None
@@ -20,14 +20,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class TableRow:
-    """A line of a table: its name with a line below (empty for none), and its cells, which may be texts."""
+    """A row of a table: its name with a line below (empty for none), and its cells, which may be texts."""
 
     name: tuple[str, str]
     cells: Sequence[Cell | str]
 
 
 def digits(value: Interval, signed: bool = False) -> list[str]:
-    """Return mean, low and high with as many digits as the largest of them needs."""
+    """Format mean, low and high with as many digits as the largest of them needs."""
     largest = max(map(abs, value.values()))
     count = 1 if largest >= 100 else 4 if 0 < largest < 0.1 else 3
     return [f"{value[key]:{'+' if signed else ''}.{count}f}" for key in ("mean", "low", "high")]
@@ -40,10 +40,9 @@ ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-
 ENVIRONMENT.filters["digits"] = digits
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
-    """Return the page that a template makes of these values."""
+    """Render a template with these values."""
     return ENVIRONMENT.get_template(template).render(values)
