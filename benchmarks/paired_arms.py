@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rewardfl.evaluation.figures import Reading, Table, per_person, table_of
+from rewardfl.evaluation.figures import Reading, Table, make_table, per_person
 from rewardfl.evaluation.intervals import Interval, interval, ratio_interval
 from rewardfl.evaluation.records import read_records
 
@@ -62,7 +62,7 @@ def main() -> None:
     records = list(read_records(args.evaluation).values())
     if missing := {*groups[0], *groups[1]} - {record["arm"] for record in records}:
         parser.error(f"{args.evaluation} has no arm {', '.join(sorted(missing))}; its videos/ has a folder of each")
-    print("\n".join(lines(table_of(records, [BASE, *groups[0], *groups[1]], Reading()), *groups)))
+    print("\n".join(lines(make_table(records, [BASE, *groups[0], *groups[1]], Reading()), *groups)))
 
 
 if __name__ == "__main__":

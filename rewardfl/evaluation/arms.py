@@ -17,7 +17,9 @@ from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.training import plan
 
 BASE = "base"
+
 TAKEN = (BASE, "real", "vae")  # reserved names: no adapter's or tool's arm may have them
+
 NEGATIVE = ""  # key of the negative prompt; no row has this id
 
 Job = tuple[data.Row, int]  # a row of the table, and the number of the noise
@@ -57,7 +59,7 @@ def plan_arms(adapters: Sequence[tuple[Path, float]], steps: Sequence[int], usua
         if repeated := [value for i, value in enumerate(values) if value in values[:i]]:
             raise ValueError(f"{option}: {repeated[0]} is named twice; remove one")
     folders = list(dict.fromkeys(folder for folder, _ in adapters))
-    names = dict(zip(folders, names_of(folders), strict=True))
+    names = dict(zip(folders, unique_names(folders), strict=True))
     arms = []
     for count in steps:
         tail = "" if count == usual else f"_{count}steps"
@@ -68,7 +70,7 @@ def plan_arms(adapters: Sequence[tuple[Path, float]], steps: Sequence[int], usua
     return arms
 
 
-def names_of(folders: Sequence[Path]) -> list[str]:
+def unique_names(folders: Sequence[Path]) -> list[str]:
     """Return unique names of folders, fit for files: the last parts of each path, as many as tell them apart."""
     paths, names = [folder.absolute() for folder in folders], []
     for count in range(1, max((len(path.parts) for path in paths), default=0) + 1):

@@ -21,7 +21,9 @@ from rewardfl.evaluation.report.verdicts import verdict
 from rewardfl.merging import output
 
 ALIKE = ("records", "data", "sampling", "judges")  # blocks of the settings that must agree
+
 COMPARED, WHOLE = ("face/face_sim", "face/identity_kept", *MOVES, *CANARIES), ("colour_shift", "frozen_share")
+
 TRAINING = ("reward/held_out", "reward/held_out/flow", "grad_norm")
 
 
@@ -94,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     page = output.File(option="--out", path=args.out, tool="rewardfl compare_runs", inputs=inputs)
     page.check()
     evaluations = read_all(args.evaluations)
-    problem = unlike(evaluations)
+    problem = describe_mismatch(evaluations)
     if problem and not args.anyway:
         raise ValueError(f"{problem}; evaluate them alike, or give --anyway to see them all the same")
     page.write(comparison_page(evaluations, problem).encode())
@@ -105,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 def read_all(folders: Sequence[Path]) -> list[Evaluated]:
     """Read the evaluations of runs or evaluation folders. Raise FileNotFoundError or ValueError for other folders."""
     evaluations, colour = [], 0
-    for name, folder in zip(metric_curves.labels(folders), folders, strict=True):
+    for name, folder in zip(metric_curves.run_labels(folders), folders, strict=True):
         report, is_run = read_report(folder), (folder / "metrics.jsonl").is_file()
         metrics = metric_curves.read_metrics(folder) if is_run else []
         evaluations.append(Evaluated(name=name, report=report, metrics=metrics, colour=colour))
@@ -133,12 +135,14 @@ def read_report(folder: Path) -> dict:
     return json.loads(path.read_bytes())
 
 
-def unlike(evaluations: Sequence[Evaluated]) -> str:
+def describe_mismatch(evaluations: Sequence[Evaluated]) -> str:
     """Describe the first difference from the first evaluation in data, sampling or judges; empty where none is."""
     first, *rest = evaluations
     settings = {block: first.report["settings"].get(block, {}) for block in ALIKE}
     for run in rest:
-        if problem := records.difference(settings, {block: run.report["settings"].get(block, {}) for block in ALIKE}):
+        if problem := records.describe_difference(
+            settings, {block: run.report["settings"].get(block, {}) for block in ALIKE}
+        ):
             return f"{run.name} cannot be compared with {first.name}: {problem}"
     return ""
 
@@ -200,7 +204,9 @@ def training(evaluations: Sequence[Evaluated], key: str) -> list[charts.Chart]:
     """Return a chart of a metric of all runs; nothing where no run has it. A run has its first adapter's colour."""
     lines = [
         charts.Curve(
-            run.name, list(zip(*metric_curves.points(run.metrics, key), strict=True)), charts.arm_colour(run.colour + 1)
+            run.name,
+            list(zip(*metric_curves.metric_points(run.metrics, key), strict=True)),
+            charts.arm_colour(run.colour + 1),
         )
         for run in evaluations
     ]

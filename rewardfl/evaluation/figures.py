@@ -32,10 +32,15 @@ class ClipKey(NamedTuple):
 Values = dict[ClipKey, float]  # of one figure of one arm, without clips that lack it
 
 AMOUNTS = ("flow", "face_flow", "pixel_change", "sharpness")  # of the block motion, compared by their ratio
+
 MOVES = ("speed", "nonrigid")  # of a recogniser, compared by their ratio
+
 RATIOS = {*AMOUNTS, *MOVES, "grid", "saturation"}
+
 COLOURS = ("canary/red", "canary/green", "canary/blue")
+
 FROZEN = 0.5  # a clip is frozen below this share of the base's non-rigid motion
+
 IN_STRATA = ("face_sim", "drift", "coverage", "nonrigid")
 
 
@@ -64,7 +69,7 @@ def worst_tenth(curve: Sequence[float]) -> float:
     return float(np.sort(curve)[: max(1, len(curve) // 10)].mean())
 
 
-def above(curve: Sequence[float], threshold: float) -> float:
+def share_above(curve: Sequence[float], threshold: float) -> float:
     """Return the share of the frames above the threshold."""
     return float((np.asarray(curve) > threshold).mean())
 
@@ -79,7 +84,7 @@ def record_figures(record: Record, threshold: float) -> dict[str, float]:
     figures = {name: value for name, value in record["figures"].items() if value is not None}
     for judge, curve in record["curves"].items():
         shapes = {"drift": drift(curve), "worst_tenth": worst_tenth(curve), "last_quarter": last_quarter(curve)}
-        shapes["above_threshold"] = above(curve, threshold)
+        shapes["above_threshold"] = share_above(curve, threshold)
         figures |= {f"{judge}/{name}": value for name, value in shapes.items() if not math.isnan(value)}
     return figures
 
@@ -114,7 +119,7 @@ class Table:
         return [round(float(value), 4) for value in np.mean(rows, 0)]
 
 
-def table_of(records: Sequence[Record], arms: Sequence[str], reading: Reading) -> Table:
+def make_table(records: Sequence[Record], arms: Sequence[str], reading: Reading) -> Table:
     """Tabulate the records of these arms, and of their real clips."""
     by_arm: dict[str, dict[ClipKey, Record]] = {arm: {} for arm in arms}
     real = {record["row"]: record for record in records if record["arm"] == REAL}
@@ -193,7 +198,7 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], reading: Reading) 
 
     arms: the first is `before`, the second `after`. Each is compared with the first of its step count.
     """
-    table = table_of(records, [arm.name for arm in arms], reading)
+    table = make_table(records, [arm.name for arm in arms], reading)
     judges = list(next(iter(table.records[REAL].values()))["curves"])
     widths = table.widths
     people = sorted(widths)

@@ -26,6 +26,7 @@ from rewardfl.rewards.scoring import Reference, Term, score_safely
 from rewardfl.training import clip_scan, plan, setup_model, setup_rewards
 
 ARMS = ("before", "after")
+
 SHOWN, SIDE = 24, 96  # pairs in the grid, and the minimum height of a picture in it
 
 
@@ -77,7 +78,7 @@ def evaluate_images(cfg: config.AnyConfig, terms: Sequence[Term], arm: Arm, args
         key: [term.reward.reference(example.reference.to(device), row.prompt) for term in terms]
         for key, (row, example) in examples.items()
     }
-    sampler = sampler_of(cfg, backbone, examples, arm.adapter, args.experts, device)
+    sampler = load_sampler(cfg, backbone, examples, arm.adapter, args.experts, device)
     arms = {"before": Arm(BASE, arm.steps), "after": arm}
     jobs = [(row, seed) for seed in range(args.seeds) for row in rows]
     pairs = []
@@ -92,7 +93,7 @@ def evaluate_images(cfg: config.AnyConfig, terms: Sequence[Term], arm: Arm, args
     return pairs
 
 
-def sampler_of(
+def load_sampler(
     cfg: config.AnyConfig,
     backbone: Backbone,
     examples: Mapping[str, tuple[data.Row, data.Example]],

@@ -18,11 +18,11 @@ from rewardfl import __version__, backbones, command_line, config, data, machine
 from rewardfl.backbones.protocol import Backbone
 from rewardfl.data import cache
 from rewardfl.evaluation import judge_images, video_files
-from rewardfl.evaluation.arms import Arm, check_adapter, names_of, plan_arms, run_config
+from rewardfl.evaluation.arms import Arm, check_adapter, plan_arms, run_config, unique_names
 from rewardfl.evaluation.figures import Reading, summarise
-from rewardfl.evaluation.judging import identify, judges_of
+from rewardfl.evaluation.judging import list_dependencies, load_judges
 from rewardfl.evaluation.processes import Processes, connected
-from rewardfl.evaluation.records import FORMAT, SETTINGS, Settings, agree, record_file
+from rewardfl.evaluation.records import FORMAT, SETTINGS, Settings, merge_settings, record_file
 from rewardfl.evaluation.report.pictures import draw_pictures
 from rewardfl.evaluation.report.report_page import report_page
 from rewardfl.evaluation.report.table import format_report
@@ -36,7 +36,9 @@ from rewardfl.training.resume import digest_base_model
 
 # keys of the configuration that decide how videos are sampled and clips are read, without paths: files have digests
 SAMPLING = ("data.height", "data.width", "data.num_frames", "data.max_pixels", "data.fps", "sample.", "model.dtype")
+
 MANY = ("config", "videos", "strengths", "judge", "protocol", "dino")  # options that image models do not have
+
 REPORTS = ("report.json", "report.html", "grid.png", "curves.png", "front.png")  # written at the end
 
 
@@ -64,8 +66,8 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
         lock.enter_context(folder.locked())
         return judge_images.run(cfg, arms[-1], args, folder)
     rows = load_rows(cfg, args, processes)
-    files = {arm.name: video_files.files_of(arm.videos, rows) for arm in arms if arm.videos is not None}
-    judges = judges_of(cfg, args)
+    files = {arm.name: video_files.find_videos(arm.videos, rows) for arm in arms if arm.videos is not None}
+    judges = load_judges(cfg, args)
     enough_people = len({row.who for row in rows}) >= FEWEST
     needs_model = enough_people or any(arm.videos is None for arm in arms)
     backbone, problem = open_backbone(cfg, arms) if needs_model else (None, "")
@@ -73,7 +75,7 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
         print(printable(f"note: identity kept cannot be measured: {problem}"))
     through_vae = enough_people and backbone is not None
     base = {} if backbone is None else digest_parts(backbone, arms)
-    settings = settings_of(cfg, rows, arms, base, identify(judges, cfg, args.dino))
+    settings = make_settings(cfg, rows, arms, base, list_dependencies(judges, cfg, args.dino))
     study = Study(
         cfg=cfg, out=folder.path, arms=tuple(arms), judges=judges, processes=processes, files=files
     )  # fmt: skip
@@ -108,7 +110,7 @@ def make_arms(args: argparse.Namespace, cfg: config.AnyConfig) -> list[Arm]:
         named = [(args.run / "checkpoints" / "latest", 1.0)]
     adapters = [(path, strength) for path, default in named for strength in args.strengths or [default]]
     sampled = plan_arms(adapters, args.steps or [usual], usual) if args.run else []
-    names = names_of(args.videos)
+    names = unique_names(args.videos)
     if taken := {arm.name for arm in sampled} & set(names):
         raise ValueError(f"--videos: an adapter is called {min(taken)}, too; name the folder otherwise")
     return [*sampled, *(Arm(name, videos=folder) for name, folder in zip(names, args.videos, strict=True))]
@@ -152,7 +154,7 @@ def load_rows(cfg: config.AnyConfig, args: argparse.Namespace, processes: Proces
     return good
 
 
-def settings_of(
+def make_settings(
     cfg: config.AnyConfig, rows: Sequence[data.Row], arms: Sequence[Arm], base: dict[str, str], judges: dict[str, str]
 ) -> Settings:
     """Return all that the records depend on, as text that can be compared. base: digests of the model's parts."""
@@ -187,7 +189,7 @@ def take(folder: output.Folder, names: Sequence[str], settings: Settings, force:
     lock.enter_context(folder.locked())
     if force:
         folder.remove(folder.listed())
-    merged = agree(folder.path, settings)
+    merged = merge_settings(folder.path, settings)
     folder.claim([*names, SETTINGS])
     atomic_write(folder.path / SETTINGS, json.dumps(merged, indent=2) + "\n")
 

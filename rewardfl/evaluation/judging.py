@@ -27,8 +27,10 @@ from rewardfl.training import setup_rewards
 
 FACE = ("face_sim", "coverage", "speed", "nonrigid")  # the figures of a recogniser
 
-Kept = dict[str, Tensor]  # references of a row; name/part for a judge with several tensors
+References = dict[str, Tensor]  # references of a row; name/part for a judge with several tensors
+
 Figures = dict[str, float | None]
+
 Scores = dict[str, face.FaceScore | None]  # by recogniser
 
 
@@ -50,9 +52,9 @@ class Judges:
         return list(self.faces)[-1]
 
 
-def judges_of(cfg: config.AnyConfig, args: argparse.Namespace) -> Judges:
+def load_judges(cfg: config.AnyConfig, args: argparse.Namespace) -> Judges:
     """Load the judges. Raise ValueError without a recogniser, RewardError for a reward that cannot be built."""
-    specs = find_terms(columns(cfg))
+    specs = find_terms(measured_rewards(cfg))
     setup_rewards.check_frames(cfg, specs)
     packs = {"reward": cfg.reward.reward_model_path, "held_out": cfg.reward.held_out_model_path, **args.judge}
     size = cfg.reward.det_size
@@ -71,7 +73,7 @@ def judges_of(cfg: config.AnyConfig, args: argparse.Namespace) -> Judges:
     )  # fmt: skip
 
 
-def columns(cfg: config.AnyConfig) -> list[config.WantedReward]:
+def measured_rewards(cfg: config.AnyConfig) -> list[config.WantedReward]:
     """Return the rewards that are measured next to the faces: reward.others, and a trained reward that is no face.
 
     With reward.people: all add `everybody`: the mean identity similarity of all people by the pack that judges.
@@ -86,7 +88,7 @@ def columns(cfg: config.AnyConfig) -> list[config.WantedReward]:
     return measured + [spec for spec in specs if spec.key.startswith("reward.others.")]
 
 
-def identify(judges: Judges, cfg: config.AnyConfig, dino: str | None) -> dict[str, str]:
+def list_dependencies(judges: Judges, cfg: config.AnyConfig, dino: str | None) -> dict[str, str]:
     """Return all that the figures depend on, for `records.agree`: digests of networks, settings, versions."""
     parts: dict[str, str] = {}
     for name, identity in judges.faces.items():
@@ -97,13 +99,13 @@ def identify(judges: Judges, cfg: config.AnyConfig, dino: str | None) -> dict[st
     return parts | {"--periods": " ".join(map(str, judges.periods)), "reward.det_size": str(cfg.reward.det_size)}
 
 
-def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float) -> tuple[dict, Kept] | str:
+def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float) -> tuple[dict, References] | str:
     """Return a real clip's part of the record and the references of its row, or why neither exists."""
     reference = example.reference.to(judges.device)
     pools = {name: identity.pool(reference) for name, identity in judges.faces.items()}
     if any(pool is None for pool in pools.values()):
         return f"no face was found in {row.reference}"
-    references: Kept = {f"pool/{name}": pool.embeddings for name, pool in pools.items()}
+    references: References = {f"pool/{name}": pool.embeddings for name, pool in pools.items()}
     references |= _input_faces(judges, example)
     patches = cut_patches(reference.transpose(0, 1), pools[judges.main].landmarks)
     references |= {f"look/{name}": patch for name, patch in patches.items()}
@@ -133,7 +135,7 @@ def without_itself(curve: Sequence[float], detected: Sequence[bool], pool: int) 
     return [(pool * s - 1) / (pool - 1) if seen else s for s, seen in zip(curve, detected, strict=True)]
 
 
-def _input_faces(judges: Judges, example: data.Example) -> Kept:
+def _input_faces(judges: Judges, example: data.Example) -> References:
     """Return the input image's largest face by each recogniser that finds one, as the protocols detect it."""
     embeddings = {}
     for name, detector in judges.detectors.items():
@@ -144,7 +146,7 @@ def _input_faces(judges: Judges, example: data.Example) -> Kept:
     return embeddings
 
 
-def judge_video(judges: Judges, video: Tensor, references: Kept, fps: float) -> dict:
+def judge_video(judges: Judges, video: Tensor, references: References, fps: float) -> dict:
     """Return figures, curves and detections (see `records`) of a clip (3, F, H, W) in [-1, 1] on the judges' device.
 
     FaceSim, coverage and motion of a clip without any face are 0. Raise RewardError when a reward fails.
@@ -153,13 +155,13 @@ def judge_video(judges: Judges, video: Tensor, references: Kept, fps: float) -> 
 
 
 @torch.no_grad()
-def _face_scores(judges: Judges, video: Tensor, references: Kept) -> Scores:
+def _face_scores(judges: Judges, video: Tensor, references: References) -> Scores:
     """Return each recogniser's score of the clip against the row's pool, None where it finds no face."""
     return {name: identity.score(video, references[f"pool/{name}"]) for name, identity in judges.faces.items()}
 
 
 @torch.no_grad()
-def _make_record(judges: Judges, video: Tensor, references: Kept, fps: float, scores: Scores) -> dict:
+def _make_record(judges: Judges, video: Tensor, references: References, fps: float, scores: Scores) -> dict:
     frames = data.to_uint8(video).contiguous().cpu().numpy()
     figures: Figures = {}
     for name, score in scores.items():
@@ -188,7 +190,7 @@ def _make_record(judges: Judges, video: Tensor, references: Kept, fps: float, sc
     }
 
 
-def judge_through_vae(judges: Judges, video: Tensor, references: Kept, fps: float) -> dict:
+def judge_through_vae(judges: Judges, video: Tensor, references: References, fps: float) -> dict:
     """Return `judge_video` of a real clip that the VAE has encoded and decoded, and two vectors by recogniser.
 
     embedding: mean embedding of the face in frames 1 .. F - 1, zeros where no face is found. pool: mean embedding of
@@ -219,7 +221,7 @@ def _pixel_figures(frames: np.ndarray, boxes: np.ndarray | None, periods: Sequen
     }
 
 
-def _protocol_figures(judges: Judges, video: Tensor, references: Kept) -> Figures:
+def _protocol_figures(judges: Judges, video: Tensor, references: References) -> Figures:
     """Return each protocol's score by each recogniser, None where the input image shows no face, as the authors do."""
     figures: Figures = {}
     for name, detector in judges.detectors.items():
@@ -230,7 +232,7 @@ def _protocol_figures(judges: Judges, video: Tensor, references: Kept) -> Figure
     return figures
 
 
-def _reward_figures(terms: Sequence[Term], video: Tensor, references: Kept) -> Figures:
+def _reward_figures(terms: Sequence[Term], video: Tensor, references: References) -> Figures:
     figures: Figures = {}
     for term in terms:
         result = score_safely(term.reward, video[None], [_reference(references, term.label)])

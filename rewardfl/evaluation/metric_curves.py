@@ -14,6 +14,7 @@ WATCHED = (
 )  # fmt: skip
 
 FORMATS = (".png", ".svg", ".pdf")
+
 COLUMNS = 4  # of pictures, at most
 
 Lines = list[dict[str, float | None]]
@@ -29,14 +30,14 @@ def run(args: argparse.Namespace) -> int:
     inputs = tuple(run / "metrics.jsonl" for run in args.runs)
     file = output.File(option="--out", path=out, tool="rewardfl plot_metrics", inputs=inputs)
     file.check()
-    curves = dict(zip(labels(args.runs), map(read_metrics, args.runs), strict=True))
+    curves = dict(zip(run_labels(args.runs), map(read_metrics, args.runs), strict=True))
     keys = select_keys(args.keys, {key for lines in curves.values() for line in lines for key in line})
     file.write(draw_metrics(curves, keys, out.suffix[1:]))
     print(out)
     return 0
 
 
-def labels(runs: Sequence[Path]) -> list[str]:
+def run_labels(runs: Sequence[Path]) -> list[str]:
     """Return a name for each run: its folder's, or its path where two folders share a name."""
     count = Counter(run.resolve().name for run in runs)
     return [run.resolve().name if count[run.resolve().name] == 1 else str(run) for run in runs]
@@ -62,7 +63,7 @@ def select_keys(keys: Sequence[str] | None, available: set[str]) -> list[str]:
     return drawn
 
 
-def points(lines: Lines, key: str) -> tuple[list[float], list[float]]:
+def metric_points(lines: Lines, key: str) -> tuple[list[float], list[float]]:
     """Return (steps, values) of the lines that have a value."""
     valid = [line for line in lines if line.get(key) is not None]
     return [line["step"] for line in valid], [line[key] for line in valid]
@@ -81,7 +82,9 @@ def draw_metrics(curves: dict[str, Lines], keys: Sequence[str], kind: str) -> by
         axis.set_axis_off()
     for axis, key in zip(axes.flat, keys, strict=False):
         for name, lines in curves.items():
-            axis.plot(*points(lines, key), marker="." if len(points(lines, key)[0]) < 20 else "", label=name)
+            axis.plot(
+                *metric_points(lines, key), marker="." if len(metric_points(lines, key)[0]) < 20 else "", label=name
+            )
         axis.set_title(key)
         axis.set_xlabel("step")
     axes[0][0].legend()

@@ -28,13 +28,19 @@ from rewardfl.files import atomic_write
 from rewardfl.weights.shards import Refused
 
 Record = dict[str, Any]
+
 Key = tuple[str, str, int | None]  # row id, arm, seed
+
 Settings = Mapping[str, Mapping[str, str]]  # block -> name -> value
 
 REAL, VAE = "real", "vae"
+
 FORMAT = 3  # raise it when a figure is added or computed in another way: such records must not be compared
+
 FILE, SETTINGS = "records.jsonl", "settings.json"
+
 GROWING = ("model", "adapters", "videos")  # blocks of the settings that may gain and lose names
+
 WAY_OUT = "give --out another folder, or --force to remove that evaluation"
 
 
@@ -69,7 +75,7 @@ class Line(BaseModel):
         return self
 
 
-def key_of(record: Record) -> Key:
+def record_key(record: Record) -> Key:
     """Return what identifies a record."""
     return record["row"], record["arm"], record["seed"]
 
@@ -91,7 +97,7 @@ def read_records(out: Path) -> dict[Key, Record]:
                 problem = command_line.first_problem(error)
                 raise Refused(f"{path}: line {i} is no record ({problem}); {WAY_OUT}") from None
             record = json.loads(line)
-            records[key_of(record)] = record
+            records[record_key(record)] = record
     return records
 
 
@@ -108,7 +114,7 @@ class Writer:
             file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
 
 
-def join(out: Path) -> list[Record]:
+def join_records(out: Path) -> list[Record]:
     """Write all records, sorted, to one file, as one process would have, remove the other files, return them."""
     records = sorted(
         read_records(out).values(),
@@ -125,7 +131,7 @@ def _files(out: Path) -> list[Path]:
     return sorted(path for path in (out / FILE, *out.glob("records-*.jsonl")) if path.is_file())
 
 
-def agree(out: Path, settings: Settings) -> Settings:
+def merge_settings(out: Path, settings: Settings) -> Settings:
     """Merge settings into the folder's; GROWING blocks may gain names. Raise Refused where another one differs."""
     path = out / SETTINGS
     old: Settings = {}
@@ -134,14 +140,14 @@ def agree(out: Path, settings: Settings) -> Settings:
             old = TypeAdapter(dict[str, dict[str, str]]).validate_json(path.read_bytes())
         except ValidationError:
             raise Refused(f"{path} holds no settings of an evaluation; {WAY_OUT}") from None
-        if problem := difference(old, settings):
+        if problem := describe_difference(old, settings):
             raise Refused(f"{out} holds records of other settings: {problem}; {WAY_OUT}")
     elif _files(out):
         raise Refused(f"{out} holds records, and no {SETTINGS} that says of what; {WAY_OUT}")
     return {block: {**old.get(block, {}), **values} for block, values in settings.items()}
 
 
-def difference(old: Settings, new: Settings) -> str:
+def describe_difference(old: Settings, new: Settings) -> str:
     """Describe the first setting that differs; empty where none does."""
     for block in dict.fromkeys((*old, *new)):
         was, now = old.get(block, {}), new.get(block, {})

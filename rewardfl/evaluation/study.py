@@ -23,7 +23,7 @@ from rewardfl.evaluation import video_files
 from rewardfl.evaluation.arms import NEGATIVE, Arm, Job, Sampler, batches, encode_inputs, load_model
 from rewardfl.evaluation.judging import FACE, Judges, judge_real, judge_through_vae, judge_video
 from rewardfl.evaluation.processes import Processes
-from rewardfl.evaluation.records import REAL, VAE, WAY_OUT, Key, Record, Writer, join, key_of, read_records
+from rewardfl.evaluation.records import REAL, VAE, WAY_OUT, Key, Record, Writer, join_records, read_records, record_key
 from rewardfl.files import printable
 from rewardfl.training import clip_scan
 from rewardfl.training.shard import read_entry
@@ -223,8 +223,8 @@ class Study:
         """
         by_id, files, records = {row.id: row for row in rows}, self.files, []
         names = {f"{judge}/{key}" for judge in self.judges.faces for key in FACE}
-        for record in join(self.out):
-            row, arm, seed = key_of(record)
+        for record in join_records(self.out):
+            row, arm, seed = record_key(record)
             if row not in by_id or (arm in files and (row, seed) not in files[arm]):
                 continue
             if record["curves"].keys() != self.judges.faces.keys() or not names <= record["figures"].keys():

@@ -10,7 +10,9 @@ from torch import Tensor
 from transformers import ViTModel
 
 SIDE = 224  # pixels of the shorter side of a resized frame
+
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
 CHUNK = 8  # frames per forward pass
 
 
@@ -31,13 +33,13 @@ def subject_consistency(model: ViTModel, frames: np.ndarray) -> float:
     Each frame after the first scores half of max(0, cosine with the frame before) + max(0, cosine with frame 0).
     Frames that are not square get positions interpolated by transformers' rule.
     """
-    tokens = torch.cat([features(model, frames[i : i + CHUNK]) for i in range(0, len(frames), CHUNK)])
+    tokens = torch.cat([class_tokens(model, frames[i : i + CHUNK]) for i in range(0, len(frames), CHUNK)])
     before, first = (tokens[1:] * tokens[:-1]).sum(1), tokens[1:] @ tokens[0]
     return float((before.clamp(min=0) + first.clamp(min=0)).mean() / 2)
 
 
 @torch.no_grad()
-def features(model: ViTModel, frames: np.ndarray) -> Tensor:
+def class_tokens(model: ViTModel, frames: np.ndarray) -> Tensor:
     """Return unit class tokens (N, D) of frames (N, H, W, 3) uint8."""
     height, width = frames.shape[1:3]
     short = min(height, width)

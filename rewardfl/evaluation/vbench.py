@@ -21,7 +21,7 @@ def dynamic_degree(frames: np.ndarray, fps: float) -> bool:
     chosen = frames[:: max(1, round(fps / 8))]
     threshold = max(1.0, 8 / fps) * 6 * min(frames.shape[1:3]) / 256
     needed = max(1, round(4 * len(chosen) / 16))
-    return sum(fastest(field) > threshold for field in flow_fields(chosen)) >= needed
+    return sum(fastest_flow(field) > threshold for field in flow_fields(chosen)) >= needed
 
 
 def motion_smoothness(frames: np.ndarray) -> float:
@@ -51,7 +51,7 @@ def _halfway(before: np.ndarray, after: np.ndarray) -> np.ndarray:
     return cv2.addWeighted(moved[0], 0.5, moved[1], 0.5, 0)
 
 
-def fastest(field: np.ndarray, share: float = 0.05) -> float:
+def fastest_flow(field: np.ndarray, share: float = 0.05) -> float:
     """Return the mean magnitude of a flow field (h, w, 2) over this share of its fastest pixels."""
     speeds = np.sort(np.linalg.norm(field, axis=-1), axis=None)
     return float(speeds[-max(1, int(share * speeds.size)) :].mean())

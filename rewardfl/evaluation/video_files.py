@@ -12,6 +12,7 @@ from torch import Tensor
 from rewardfl import data
 
 PEOPLE, SHOWN, HEIGHT = 8, 4, 96  # rows of the grid, frames of each clip in it, and their height
+
 NAMED = re.compile(r"(.+?)(?:_seed(\d+))?\.mp4")  # NAME.mp4 or NAME_seedN.mp4
 
 
@@ -22,13 +23,13 @@ def strip_file(out: Path, row: int, arm: str) -> Path:
 
 def write_strip(path: Path, video: Tensor) -> None:
     """Write the frames of a clip (3, F, H, W) in [-1, 1] that the grid shows, losslessly."""
-    frames = data.to_uint8(video[:, picked(video.shape[1])]).cpu().numpy()
+    frames = data.to_uint8(video[:, pick_frames(video.shape[1])]).cpu().numpy()
     pictures = [np.asarray(ImageOps.contain(Image.fromarray(frame), (HEIGHT * 4, HEIGHT))) for frame in frames]
     path.parent.mkdir(parents=True, exist_ok=True)
     data.write_picture(path, torch.from_numpy(np.concatenate(pictures, 1))[None])
 
 
-def picked(count: int) -> list[int]:
+def pick_frames(count: int) -> list[int]:
     """Return the indices of the frames that are shown, evenly among those after the first."""
     return torch.linspace(1, count - 1, min(SHOWN, count - 1)).round().long().tolist()
 
@@ -38,7 +39,7 @@ def plain(row_id: str) -> str:
     return re.sub(r"[^\w.-]", "_", row_id)
 
 
-def files_of(folder: Path, rows: Sequence[data.Row]) -> dict[tuple[str, int], Path]:
+def find_videos(folder: Path, rows: Sequence[data.Row]) -> dict[tuple[str, int], Path]:
     """Return {(row id, number of the noise): file}. A file's name is the row's index in the table, from 0, or its id.
 
     007.mp4, 7.mp4 and 007_seed0.mp4 are the first video of row 7, 007_seed1.mp4 the second. Ignore other files. Raise

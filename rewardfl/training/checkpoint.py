@@ -21,7 +21,7 @@ from rewardfl.files import atomic_directory, sha256, temporary_path
 AFTER_EARLY_STOP = "to go on, set train.early_stop=null or raise its patience"
 
 
-def describe_best(cfg: AnyConfig) -> str:
+def format_best(cfg: AnyConfig) -> str:
     """Describe in words which checkpoint checkpoints/best is."""
     best = Path(cfg.run.output_dir) / "checkpoints" / "best"
     return f"{best} is {best.resolve().name}" if best.exists() else f"no checkpoint became {best}"
@@ -71,7 +71,9 @@ def load_metrics(folder: Path) -> str:
 
 
 MANIFEST = "manifest.json"
+
 STATE = Path("state") / "state.pt"
+
 METRICS = Path("state") / "metrics.jsonl"  # a copy of the lines up to the checkpoint
 
 

@@ -87,11 +87,11 @@ def evaluate(
         parts = concat_results([results[i] for results in outputs]).output.parts
         if "face_score" in parts:  # missing where the judge failed for every clip
             prefix = "eval" if i == 0 else f"eval/{terms[i].label}"
-            metrics[f"{prefix}/identity_kept"] = scale.place_mean(mean_of_each(people, parts["face_score"].tolist()))
+            metrics[f"{prefix}/identity_kept"] = scale.place_mean(mean_by_person(people, parts["face_score"].tolist()))
     return metrics | reward_metrics.means(terms, outputs, "eval", metrics)
 
 
-def mean_of_each(people: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+def mean_by_person(people: Sequence[str], values: Sequence[float]) -> dict[str, float]:
     """Return the mean of the values of each person that are not nan."""
     by_person: dict[str, list[float]] = {}
     for person, value in zip(people, values, strict=True):

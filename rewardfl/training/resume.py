@@ -12,7 +12,7 @@ from rewardfl.data.cache import digest
 from rewardfl.files import model_digest
 from rewardfl.rewards.scoring import Term
 from rewardfl.training import alarms, checkpoint
-from rewardfl.training.checkpoint import AFTER_EARLY_STOP, describe_best
+from rewardfl.training.checkpoint import AFTER_EARLY_STOP, format_best
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.lora_init import read_initial_adapters
 from rewardfl.training.run_folder import MAY_CHANGE_IF_NAMED, RunFolder, prepare_output_dir
@@ -74,7 +74,7 @@ def is_finished(cfg: AnyConfig, resume_point: ResumePoint, steps: int, job: Dist
     why = "" if rule is None or resume_point.path is None else job.run_on_main(ended, checkpoint.CheckpointError)
     if why:
         job.print(
-            f"nothing to train: {resume_point.path} is the last step's; {why}; {describe_best(cfg)}; {AFTER_EARLY_STOP}"
+            f"nothing to train: {resume_point.path} is the last step's; {why}; {format_best(cfg)}; {AFTER_EARLY_STOP}"
         )
         return True
     if resume_point.step < steps:

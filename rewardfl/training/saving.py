@@ -13,7 +13,7 @@ from rewardfl.backbones.protocol import Backbone
 from rewardfl.config import AnyConfig, to_dict
 from rewardfl.files import printable
 from rewardfl.training import checkpoint, metrics_file, run_folder
-from rewardfl.training.checkpoint import AFTER_EARLY_STOP, describe_best
+from rewardfl.training.checkpoint import AFTER_EARLY_STOP, format_best
 from rewardfl.training.clip_scan import load_sized_example
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.learner import Learner
@@ -177,6 +177,6 @@ def close_run(cfg: AnyConfig, job: Distributed, interruption: Interruption, step
         job.print(f"{interruption.name}: stopped after step {step}; the same command goes on from there")
         return interruption.exit_code
     if stopped:
-        job.print(f"stopped at step {step}: {stopped}; {describe_best(cfg)}; {AFTER_EARLY_STOP}")
+        job.print(f"stopped at step {step}: {stopped}; {format_best(cfg)}; {AFTER_EARLY_STOP}")
     job.print(f"done: {cfg.run.output_dir}/checkpoints/latest")
     return 0

@@ -11,12 +11,19 @@ from conftest import ROOT
 
 from rewardfl import config, data, lora
 from rewardfl.evaluation import judge_videos, judging, video_files
-from rewardfl.evaluation.arms import Arm, batches, names_of, plan_arms, run_config
-from rewardfl.evaluation.figures import AMOUNTS, Reading, above, drift, last_quarter, summarise, worst_tenth
-from rewardfl.evaluation.records import SETTINGS, Writer, agree, difference, join, read_records
+from rewardfl.evaluation.arms import Arm, batches, plan_arms, run_config, unique_names
+from rewardfl.evaluation.figures import AMOUNTS, Reading, drift, last_quarter, share_above, summarise, worst_tenth
+from rewardfl.evaluation.records import (
+    SETTINGS,
+    Writer,
+    describe_difference,
+    join_records,
+    merge_settings,
+    read_records,
+)
 from rewardfl.evaluation.report import pictures
 from rewardfl.evaluation.report.table import format_report
-from rewardfl.evaluation.vbench import dynamic_degree, fastest, motion_smoothness
+from rewardfl.evaluation.vbench import dynamic_degree, fastest_flow, motion_smoothness
 from rewardfl.rewards import face
 from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl.weights.shards import Refused
@@ -146,7 +153,7 @@ def test_the_shape_of_a_curve():
     assert drift(noisy) == pytest.approx(np.polyfit(np.arange(13), noisy, 1)[0])
     assert math.isnan(drift([0.5]))
     assert worst_tenth(curve) == pytest.approx(0.53) and worst_tenth([0.4, 0.8]) == 0.4
-    assert above([0.4, 0.41, 0.5, 0.1], 0.4) == 0.5 and last_quarter(curve) == pytest.approx(0.56)
+    assert share_above([0.4, 0.41, 0.5, 0.1], 0.4) == 0.5 and last_quarter(curve) == pytest.approx(0.56)
     figures = summary(*pair("a", 0, 0.5, 0.5), record("b", "base", curve=curve[:8]), arms=ARMS[:1])["arms"][0][
         "figures"
     ]
@@ -222,7 +229,7 @@ def test_dynamic_degree_is_vbenchs_rule():
     assert not dynamic_degree(mixed, 8)  # two of 17 frames' pairs, four are asked
     field = np.zeros((10, 10, 2))
     field[0, :5] = [3, 4]
-    assert fastest(field) == 5 and fastest(field, 0.1) == 2.5
+    assert fastest_flow(field) == 5 and fastest_flow(field, 0.1) == 2.5
 
 
 def test_the_real_clips_motion_is_taken_of_its_own_frames():
@@ -296,24 +303,24 @@ def test_arms_are_named_by_what_tells_them_apart(tmp_path):
     assert len({arm.name for arm in arms}) == 8 and arms[5].steps == 20 and arms[2].strength == 0.5
     with pytest.raises(ValueError, match="--adapter"):
         plan_arms([(one, 1.0), (one, 1.0)], [8], 8)
-    assert names_of([tmp_path / "base"]) != ["base"]
+    assert unique_names([tmp_path / "base"]) != ["base"]
 
 
 def test_a_folder_of_videos_is_told_by_place_or_id(tmp_path):
     rows = [data.Row(i, i + 2, f"clips/{i}.mp4#ab", None, "x") for i in range(3)]
     for name in ("000.mp4", "1_seed1.mp4", "1.mp4", "clips_2.mp4_ab.mp4", "notes.mp4", "007.mp4"):
         (tmp_path / name).touch()
-    found = video_files.files_of(tmp_path, rows)
+    found = video_files.find_videos(tmp_path, rows)
     assert {key: path.name for key, path in found.items()} == {
         (rows[0].id, 0): "000.mp4", (rows[1].id, 0): "1.mp4", (rows[1].id, 1): "1_seed1.mp4",
         (rows[2].id, 0): "clips_2.mp4_ab.mp4",
     }  # fmt: skip
     (tmp_path / "002.mp4").touch()
     with pytest.raises(ValueError, match="002.mp4"):
-        video_files.files_of(tmp_path, rows)
+        video_files.find_videos(tmp_path, rows)
     (tmp_path / "002.mp4").unlink()
     with pytest.raises(ValueError, match="line 5"):
-        video_files.files_of(tmp_path, [*rows, data.Row(3, 5, "3", None, "x")])
+        video_files.find_videos(tmp_path, [*rows, data.Row(3, 5, "3", None, "x")])
 
 
 def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path):
@@ -325,7 +332,7 @@ def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path):
     assert [*read_records(tmp_path)] == [("a", "base", 0)]
     Writer(tmp_path, 0).add(second)
     Writer(tmp_path, 3).add(real("a"))
-    assert [one["arm"] for one in join(tmp_path)] == ["real", "base", "latest"]
+    assert [one["arm"] for one in join_records(tmp_path)] == ["real", "base", "latest"]
     assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 3
 
@@ -333,18 +340,18 @@ def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path):
 def test_records_of_other_settings_are_refused(tmp_path):
     settings = {"judges": {"held_out": "1"}, "adapters": {"latest": "a"}}
     for known in (settings, settings | {"adapters": {"best": "b"}}):  # one more adapter
-        (tmp_path / SETTINGS).write_text(json.dumps(agree(tmp_path, known)))
+        (tmp_path / SETTINGS).write_text(json.dumps(merge_settings(tmp_path, known)))
     for other, said in (
         ({"judges": {"held_out": "2"}}, "held_out was 1, and is 2"),
         ({"adapters": {"latest": "c"}}, "latest was a, and is c"),
         ({"judges": {"held_out": "1", "consisid": "1"}}, "consisid was not there"),
     ):
         with pytest.raises(Refused, match=f"{said}.*--force"):
-            agree(tmp_path, settings | other)
+            merge_settings(tmp_path, settings | other)
     for damaged in ("3", "null", "{", '{"judges": 3}'):
         (tmp_path / SETTINGS).write_text(damaged)
         with pytest.raises(Refused, match="settings.json holds no settings"):
-            agree(tmp_path, settings)
+            merge_settings(tmp_path, settings)
 
 
 # ---- refusals
@@ -429,14 +436,14 @@ def test_videos_of_odd_names_are_passed_over(tmp_path, name):
     rows = [data.Row(0, 2, "a", None, "x")]
     for file in (name, "000.mp4"):
         (tmp_path / file).touch()
-    assert video_files.files_of(tmp_path, rows) == {("a", 0): tmp_path / "000.mp4"}
+    assert video_files.find_videos(tmp_path, rows) == {("a", 0): tmp_path / "000.mp4"}
 
 
 def test_sampling_settings_leave_out_the_files():
     cfg = config.load(str(ROOT / "configs" / "tiny_face.yaml"))
     rows = data.load_metadata(ROOT / "assets" / "tiny_world" / "eval" / "metadata.csv")[:2]
-    settings = judge_videos.settings_of(cfg, rows, [Arm("x", 8)], None, {})
+    settings = judge_videos.make_settings(cfg, rows, [Arm("x", 8)], None, {})
     assert {"data.height", "sample.shift", "model.dtype"} <= settings["sampling"].keys()
     assert not any("file_name" in key or "paths" in key for key in settings["sampling"])
-    other = judge_videos.settings_of(cfg, rows[:1], [Arm("x", 8)], None, {})
-    assert difference(settings, other).startswith("data: --data was")
+    other = judge_videos.make_settings(cfg, rows[:1], [Arm("x", 8)], None, {})
+    assert describe_difference(settings, other).startswith("data: --data was")

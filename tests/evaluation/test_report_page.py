@@ -16,7 +16,7 @@ from test_judging import ARMS, JUDGE, pair, real, record, summary
 from rewardfl.evaluation import comparison
 from rewardfl.evaluation.arms import Arm
 from rewardfl.evaluation.report import charts, meanings, pictures
-from rewardfl.evaluation.report.charts import front
+from rewardfl.evaluation.report.charts import pareto_front
 from rewardfl.evaluation.report.report_page import report_page, worst_first
 from rewardfl.evaluation.report.templates import digits
 from rewardfl.evaluation.report.verdicts import verdict
@@ -182,10 +182,10 @@ def test_front_against_every_pair():
     places = [(0.2, 0.9), (0.5, 0.8), (0.5, 0.7), (0.1, 0.95), (0.4, 0.6), (0.1, 0.95)]
     for order in itertools.permutations(range(len(places))):
         shuffled = [places[i] for i in order]
-        found = [shuffled[i] for i in front(shuffled)]
+        found = [shuffled[i] for i in pareto_front(shuffled)]
         assert found == [(0.1, 0.95), (0.1, 0.95), (0.2, 0.9), (0.5, 0.8)]
-    assert front([(0.3, 1.4), (0.4, 1.0)]) == [1]  # trembling is not better
-    assert front([(math.nan, 1.0), (0.1, 0.5), (0.9, math.nan)]) == [1]
+    assert pareto_front([(0.3, 1.4), (0.4, 1.0)]) == [1]  # trembling is not better
+    assert pareto_front([(math.nan, 1.0), (0.1, 0.5), (0.9, math.nan)]) == [1]
 
 
 @pytest.fixture
@@ -388,7 +388,7 @@ def test_a_foreign_report_is_refused_or_compared(runs):
             assert str(path) in str(error) and "\n" not in str(error)
             refusals += 1
         else:
-            pages += "</html>" in comparison.comparison_page(evaluations, comparison.unlike(evaluations))
+            pages += "</html>" in comparison.comparison_page(evaluations, comparison.describe_mismatch(evaluations))
     assert refusals > 100 and pages > 100
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import ViTConfig, ViTModel
 
-from rewardfl.evaluation.subject_consistency import features, load_dino, subject_consistency
+from rewardfl.evaluation.subject_consistency import class_tokens, load_dino, subject_consistency
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_equals_the_definition(folder, height, width):
     expected = [(max(0, cosine(seen[i], seen[i - 1])) + max(0, cosine(seen[i], seen[0]))) / 2 for i in (1, 2, 3)]
     assert subject_consistency(model, frames) == pytest.approx(float(sum(expected) / 3), abs=1e-5)
     assert subject_consistency(model, frames[[0, 0, 0]]) == pytest.approx(1, abs=1e-5)
-    assert features(model, frames[:1, :64, :96]).shape == (1, 32)  # is enlarged
+    assert class_tokens(model, frames[:1, :64, :96]).shape == (1, 32)  # is enlarged
 
 
 def test_other_networks_are_refused(tmp_path):

@@ -14,7 +14,9 @@ from rewardfl.evaluation.intervals import Interval
 from rewardfl.evaluation.report.meanings import judge_words, main_judge
 
 COLOURS = ("#0068b5", "#c75300", "#00805b", "#a83f83", "#8a6d00", "#1f8fbf", "#7b4fb5", "#8b4a2b")
+
 REAL, BASE = "#7f7f7f", "#000000"
+
 STYLE = matplotlib.rc_context(
     {
         "svg.hashsalt": "rewardfl",  # equal figures give equal bytes
@@ -82,7 +84,7 @@ def make_markers(report: Mapping, before: str = "", first: int = 0) -> list[Mark
     return markers
 
 
-def front(points: Sequence[tuple[float, float]]) -> list[int]:
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Return the indices of the Pareto front of (gain, motion), by rising gain.
 
     Clamp motion at 1: more than before may be trembling. Leave out points with a NaN.
@@ -128,7 +130,7 @@ def draw_curves(axis: Axes, curves: Sequence[Curve], labels: tuple[str, str] = (
 def draw_front(axis: Axes, markers: Sequence[Marker], judge: str) -> None:
     """Draw markers with their intervals, a dashed line along the front, and a cross for the base."""
     means = [(marker.gain["mean"], marker.motion["mean"]) for marker in markers]
-    best = [means[i] for i in front(means)]
+    best = [means[i] for i in pareto_front(means)]
     axis.plot([gain for gain, _ in best], [motion for _, motion in best], color=REAL, linestyle="--")
     for marker, (gain, motion) in zip(markers, means, strict=True):
         axis.plot(gain, motion, "o", color=marker.colour)

@@ -8,8 +8,11 @@ from rewardfl.training.alarms import COLOUR_GUARD, GRID_GUARD, LOOK_GUARD, SATUR
 
 # an arm over its base, and an arm minus its base: "Reading the figures" of docs/motion.md
 FLOW_KEPT, LANDMARKS_KEPT, SHARPNESS_KEPT = 0.95, 0.93, 0.95
+
 PIXELS_KEPT = (0.9, 1.1)
+
 REVERSALS_RISE = 0.02
+
 FROZEN_MOST = 0.1  # maximum share of frozen clips
 
 UP = math.inf
@@ -135,7 +138,7 @@ def meaning(name: str, judges: Sequence[str]) -> Meaning:
     return MEANINGS.get(name) or MEANINGS[block]
 
 
-def outside(change: Mapping | None, bounds: Meaning) -> str:
+def describe_unhealthy(change: Mapping | None, bounds: Meaning) -> str:
     """Describe a figure's change that is not healthy; empty where it is, or where there is no range.
 
     change: from `figures.compare`. Its mean decides, and the border itself is healthy.
@@ -146,13 +149,13 @@ def outside(change: Mapping | None, bounds: Meaning) -> str:
         if limits is None or not change.get(key):
             continue
         low, high = limits
-        if not low <= as_told(change[key]["mean"]) <= high:
+        if not low <= round_mean(change[key]["mean"]) <= high:
             mean = f"{change[key]['mean']:{'.3f' if key == 'ratio' else '+.3f'}} {words}"
             return f"{bounds.label[0].upper()}{bounds.label[1:]} is {mean}{healthy(bounds)}: {bounds.broken}"
     return ""
 
 
-def as_told(mean: float) -> float:
+def round_mean(mean: float) -> float:
     """Round a float32 mean to its valid digits, so that 0.1 is not above 0.1."""
     return round(mean, 6)
 

@@ -11,7 +11,7 @@ from rewardfl.evaluation.arms import Arm
 from rewardfl.evaluation.records import REAL, Record
 from rewardfl.evaluation.report.charts import STYLE, arm_curves, draw_curves, draw_front, make_markers, real_curve
 from rewardfl.evaluation.report.meanings import judge_words, main_judge
-from rewardfl.evaluation.video_files import HEIGHT, picked, strip_file
+from rewardfl.evaluation.video_files import HEIGHT, pick_frames, strip_file
 
 GAP, HEAD, FOOT = 10, 16, 14  # pixels between clips, above all, and below each row
 
@@ -82,7 +82,7 @@ def draw_grid(out: Path, rows: Sequence[int], arms: Sequence[Arm], records: Sequ
 
 
 def _write_scores(pen: ImageDraw.ImageDraw, left: int, top: int, width: int, curve: Sequence[float]) -> None:
-    frames = picked(len(curve) + 1)
+    frames = pick_frames(len(curve) + 1)
     for k, frame in enumerate(frames):
         pen.text((left + k * width // len(frames) + 4, top), f"{curve[frame - 1]:.2f}", fill="black")
 

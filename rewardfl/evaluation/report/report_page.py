@@ -10,7 +10,14 @@ from urllib.parse import quote
 from rewardfl.evaluation.figures import FROZEN
 from rewardfl.evaluation.records import REAL
 from rewardfl.evaluation.report.charts import arm_curves, curves_chart, front_chart, make_markers, real_curve
-from rewardfl.evaluation.report.meanings import FROZEN_MOST, healthy, judge_words, main_judge, meaning, outside
+from rewardfl.evaluation.report.meanings import (
+    FROZEN_MOST,
+    describe_unhealthy,
+    healthy,
+    judge_words,
+    main_judge,
+    meaning,
+)
 from rewardfl.evaluation.report.table import STILL
 from rewardfl.evaluation.report.templates import Cell, TableRow, render
 from rewardfl.evaluation.report.verdicts import frozen, verdict
@@ -95,7 +102,7 @@ def figure_cell(arm: Mapping, name: str, judges: Sequence[str]) -> Cell:
         problem = f"healthy: {FROZEN_MOST:g} at most" if name == "frozen_share" and frozen(arm) else ""
         return Cell(arm[name] if arm["against"] else None, problem=problem)
     change = (arm.get("compared") or {}).get(name)
-    return Cell(arm["figures"].get(name), change or None, outside(change, meaning(name, judges)))
+    return Cell(arm["figures"].get(name), change or None, describe_unhealthy(change, meaning(name, judges)))
 
 
 def strata(report: Mapping) -> Table:

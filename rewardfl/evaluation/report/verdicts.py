@@ -9,11 +9,11 @@ from rewardfl.evaluation.report.meanings import (
     FROZEN_MOST,
     MEANINGS,
     MOVES,
-    as_told,
+    describe_unhealthy,
     judge_words,
     main_judge,
     meaning,
-    outside,
+    round_mean,
 )
 from rewardfl.training.alarms import GAIN_GUARD, SHARE_GUARD
 
@@ -83,7 +83,7 @@ def _motion(report: Mapping, arm: Mapping, person: int) -> tuple[bool | None, st
         if not change or not before or not before["mean"] > 0:  # a ratio to a base without motion means nothing
             continue
         text = f"{MEANINGS[key].label} is {format_interval(change['ratio'])}"
-        (lost if outside(change, MEANINGS[key]) else healthy).append(text)
+        (lost if describe_unhealthy(change, MEANINGS[key]) else healthy).append(text)
     if lost:
         begin = "That is paid for with motion" if person > 0 else "Motion is lost"
         also = f"; kept: {', '.join(healthy)}" if healthy else ""
@@ -96,13 +96,13 @@ def _motion(report: Mapping, arm: Mapping, person: int) -> tuple[bool | None, st
 def frozen(arm: Mapping) -> bool:
     """Return whether more of the arm's clips are frozen than is healthy."""
     share = arm["frozen_share"] if arm["against"] else None
-    return share is not None and as_told(share["mean"]) > FROZEN_MOST
+    return share is not None and round_mean(share["mean"]) > FROZEN_MOST
 
 
 def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
     judge, judges, compared = main_judge(report), list(report["real"]["per_frame"]), arm["compared"]
     for name in CANARIES:
-        if problem := outside(compared.get(name), MEANINGS[name]):
+        if problem := describe_unhealthy(compared.get(name), MEANINGS[name]):
             yield f"{problem}."
     if frozen(arm):
         yield (
