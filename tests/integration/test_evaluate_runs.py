@@ -202,7 +202,7 @@ def test_a_record_names_no_file_of_its_own(run, straight, copied, tmp_path, monk
 
 
 def test_an_adapter_that_is_none_is_found_before_anything_is_judged(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(judge_videos, "judges_of", None)
+    monkeypatch.setattr(judge_videos, "load_judges", None)
     (tmp_path / "empty").mkdir()
     said = call(monkeypatch, capsys, words(run, tmp_path / "out", "--adapter", tmp_path / "empty"), expect=2)
     assert "--adapter" in said and not (tmp_path / "out").exists()
