@@ -1,4 +1,4 @@
-"""What tools share: command lines, exit codes, options of those that merge, the device. No torch at import."""
+"""Command lines of the tools: options, exit codes, messages and the device. No torch at import."""
 
 import argparse
 import importlib
@@ -14,12 +14,15 @@ from rewardfl.config.schema import Number, Section, shown
 from rewardfl.files import escape_unencodable_output, printable
 from rewardfl.weights.shards import Refused
 
-# what the figures' names begin with otherwise
+DONE, REFUSED, INTERRUPTED = 0, 2, 130  # exit codes; 130 is the shell's for Ctrl-C
+LONGEST_LINE = 2000  # characters of a message: names come from files
+# first words of the figures' names, which no judge may have
 NO_JUDGE = ("reward", "held_out", "rewards", "motion", "still", "canary", "consisid", "opens2v")
+Strength = Annotated[Number, Field(ge=-1000, le=1000)]  # of an adapter
 
 
 class JudgeOption(argparse.Action):
-    """Collects --judge NAME=FOLDER into {name: folder}."""
+    """Collection of --judge NAME=FOLDER into {name: folder}."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -30,13 +33,6 @@ class JudgeOption(argparse.Action):
         if name in (*namespace.judge, *NO_JUDGE):
             parser.error(f"{option}: {name} is taken; give the recogniser another name")
         namespace.judge = namespace.judge | {name: Path(folder)}
-
-
-DONE, REFUSED, INTERRUPTED = 0, 2, 130  # exit codes; 130 is the shell's for Ctrl-C
-
-LONGEST_LINE = 2000  # characters of a message: names come from files
-
-Strength = Annotated[Number, Field(ge=-1000, le=1000)]  # of an adapter
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def option(kind: Any) -> Callable[[str], Any]:
-    """Return a reader of an option's text, for `type=`: kind is a type of the schema's, `null` stands for None."""
+    """Return a reader of an option's text, for `type=`. kind: a type of the schema; `null` means None."""
     adapter: TypeAdapter = TypeAdapter(kind)
 
     def read(text: str) -> Any:
@@ -65,7 +61,7 @@ def option(kind: Any) -> Callable[[str], Any]:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return the place of the first problem, if it has one, and what it is."""
+    """Return the key of the first problem, if it has one, and the message."""
     problem = error.errors()[0]
     return f"{'.'.join(map(str, problem['loc']))} {problem['msg']}".strip()
 
@@ -76,12 +72,12 @@ def setting(section: type[Section], key: str) -> Callable[[str], Any]:
 
 
 def run(module: str, args: argparse.Namespace) -> int:
-    """Return the exit code of a module's work. It is imported here: help and mistakes are answered without torch."""
+    """Run a module and return its exit code. The import is here: help and mistakes need no torch."""
     return exit_code(lambda: importlib.import_module(module).run(args))
 
 
 def exit_code(work: Callable[[], int | None]) -> int:
-    """Return the tool's exit code: 2 with one line for a refusal or the disk's error, 130 with one for Ctrl-C."""
+    """Return the tool's exit code: 2 and one line for a refusal or an error of the disk, 130 and one for Ctrl-C."""
     try:
         return work() or DONE
     except KeyboardInterrupt:
@@ -89,8 +85,8 @@ def exit_code(work: Callable[[], int | None]) -> int:
     except Refused as error:
         code, line = REFUSED, one_line(f"error: {error}")
     except _refusals() as error:
-        code, line = REFUSED, f"error: {_words(error)}"
-    print(printable(line), file=sys.stderr)  # here the frames that drew a progress bar are gone, and it has ended
+        code, line = REFUSED, f"error: {_message(error)}"
+    print(printable(line), file=sys.stderr)  # here `error` and its frames are gone, so a progress bar has ended
     return code
 
 
@@ -101,7 +97,7 @@ def _refusals() -> tuple[type[Exception], ...]:
     return (CacheError, RewardServerError, ValueError, OSError)
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the disk'}: {error.strerror}"
     return str(error)
@@ -124,30 +120,27 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
         "--rename", default="keep", choices=("keep", "diffusers", "original", "comfy"),
         help="names of the tensors in the output; comfy: original names behind model.diffusion_model. (default: keep)",
     )  # fmt: skip
+    default = parse_size("5GB")
     parser.add_argument(
-        "--max-shard-size",
-        type=parse_size,
-        default=parse_size("5GB"),
-        metavar="5GB",
-        help="of files in an output folder",
+        "--max-shard-size", type=parse_size, default=default, metavar="5GB", help="of files in an output folder"
     )
 
 
 def parse_size(text: str) -> int:
-    """Bytes of 5GB, 500MB, 1.5GB or a number."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text.strip().upper())
-    if not found:
+    """Return the bytes of 5GB, 500MB, 1.5GB or a number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text.strip().upper())
+    if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB or 500MB")
-    nbytes = float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[found[2]]
+    nbytes = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[match[2]]
     if not 1 <= nbytes < 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is no size of a file; write 5GB or 500MB")
     return int(nbytes)
 
 
 def parse_path_and_strength(text: str) -> tuple[str, float]:
-    """PATH[:strength], as LoRAs are named on the command line; 1 where it names no strength."""
-    found = re.fullmatch(r"(.+):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)", text)
-    return (found[1], float(found[2])) if found else (text, 1.0)
+    """Split PATH[:strength], as LoRAs are named on the command line; the strength is 1 without one."""
+    match = re.fullmatch(r"(.+):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)", text)
+    return (match[1], float(match[2])) if match else (text, 1.0)
 
 
 def parse_adapter(text: str) -> tuple[str, float]:
@@ -157,21 +150,21 @@ def parse_adapter(text: str) -> tuple[str, float]:
 
 
 def one_line(text: str) -> str:
-    """The text as one line for a terminal, cut where it is longer than a page: names in files may be anything."""
+    """Return the text as one line for a terminal, cut to LONGEST_LINE: names in files may be anything."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:LONGEST_LINE])
     return line + (" ..." if len(text) > LONGEST_LINE else "")
 
 
 def device(name: str | None) -> str:
     """Return the device of this name; without one cuda where there is a GPU, else cpu. Raise Refused for no device."""
-    import torch  # here: a copy of shards does without
+    import torch  # here: a copy of shards needs none
 
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
         raise Refused(f"--device: {shown(name)} is no device of these tools; give cpu or cuda, or leave it out")
-    place = torch.device(name)
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+    parsed = torch.device(name)
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         raise Refused(f"--device: this torch sees no GPU {name}; give cpu, or leave it out")
     return name
 

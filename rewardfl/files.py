@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all. No torch here."""
+"""Files and folders that are written whole or not at all, and text for terminals. No torch here."""
 
 import hashlib
 import io
@@ -12,30 +12,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-CONTROL = {"Cc", "Cs"}  # Unicode's categories of what a terminal obeys, and of what cannot be printed
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # read of a model's file to digest_base_model it
+CONTROL = {"Cc", "Cs"}  # Unicode's categories of control characters and of halves that cannot be printed
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a model's file, for its digest
 
 
 def escape_unencodable_output() -> None:
-    """Let standard output escape what its encoding lacks, as standard error does: consoles and locales differ."""
+    """Set standard output to escape characters that its encoding lacks, as standard error does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def printable(text: str) -> str:
-    """The text with its control characters, all but line breaks, as escapes: names in files may hold them."""
+    """Return the text with its control characters, except line breaks, as escapes: names in files may hold them."""
     return "".join(c.encode("unicode_escape").decode() if is_control(c) and c != "\n" else c for c in text)
 
 
 def is_control(character: str) -> bool:
-    """Whether a terminal would obey the character (or fail on it) rather than show it."""
+    """Return whether a terminal would obey the character, or fail on it, instead of showing it."""
     return unicodedata.category(character) in CONTROL
 
 
 def atomic_write(path: str | Path, content: bytes | str, durable: bool = True) -> None:
-    """Write `content` so that `path` holds what it held before or all of it, even after a power cut.
+    """Write `content` to `path` whole or not at all, even in a power cut.
 
-    durable: without it, a power cut may leave a damaged file; a kill of the process never does.
+    Without `durable` a power cut may leave a damaged file; a kill of the process never does.
     """
     with atomic_file(Path(path), durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -43,7 +43,7 @@ def atomic_write(path: str | Path, content: bytes | str, durable: bool = True) -
 
 @contextmanager
 def atomic_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file to fill, which becomes `path` when the block ends without an exception and vanishes otherwise."""
+    """Open a file to fill. It becomes `path` when the block ends without an exception, and vanishes otherwise."""
     temporary = temporary_path(path)
     try:
         with temporary.open("wb") as file:
@@ -60,10 +60,9 @@ def atomic_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic_directory(path: str | Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` when the block ends without an exception and vanishes otherwise.
+    """Make a folder to fill. It becomes `path` when the block ends without an exception, and vanishes otherwise.
 
-    Replaces a folder that is already at `path`; FileExistsError for a link or a file. Files get the mode that the umask
-    gives.
+    It replaces a folder at `path`. Raise FileExistsError for a link or a file there. Files get the umask's mode.
     """
     path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -80,7 +79,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
             fsync(file)
         fsync(temporary)
         if path.exists():
-            # A folder cannot be replaced in one step: a kill between these two leaves no `path`, never half.
+            # A folder cannot be replaced in one step: a kill between these two leaves no `path`, never half of one.
             old = path.with_name(f"{temporary.name}-old")
             os.replace(path, old)
             os.replace(temporary, path)
@@ -93,12 +92,12 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where `path` is written before it takes its place: next to it, on the same file system."""
+    """Return the path of the unfinished `path`: next to it, on the same file system."""
     return path.with_name(f"{path.name}.tmp-{platform.node()}-{os.getpid()}")
 
 
 def sha256(path: str | Path) -> str:
-    """The hash of a file's content, 64 hex digits."""
+    """Return the hash of a file's content, 64 hex digits."""
     digest = hashlib.sha256()
     with Path(path).open("rb") as file:
         while block := file.read(1 << 22):
@@ -107,7 +106,7 @@ def sha256(path: str | Path) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Make sure that what `path` (a file or a folder) holds is on the disk."""
+    """Flush the content of `path`, a file or a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -116,19 +115,19 @@ def fsync(path: Path) -> None:
 
 
 def model_digest(files: Sequence[Path]) -> str:
-    """Identifies weights by the files' sizes and 4 MiB spread over each: reading 57 GB at every start takes minutes.
+    """Return a digest of weights by the files' sizes and 4 MiB spread over each: to read 57 GB would take minutes.
 
-    Two trainings differ in all of their weights, so no sample of them agrees. A folder stands for the files in it.
+    Two trainings differ in all of their weights, so no sample of them agrees. A folder means all files in it.
     """
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for path in files:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if not file.is_file():
                 continue
             size = file.stat().st_size
-            found.update(size.to_bytes(8, "little"))
+            digest.update(size.to_bytes(8, "little"))
             with file.open("rb") as content:
                 for i in range(SAMPLES):
                     content.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
-                    found.update(content.read(SAMPLE_BYTES))
-    return found.hexdigest()
+                    digest.update(content.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""What this machine, or its container, gives a process: memory, CPU cores, and how OpenMP's threads wait.
+"""The memory and CPU cores that this machine, or its container, gives a process, and how OpenMP's threads wait.
 
 No torch here: `rewardfl/__init__.py` sets the threads' defaults before torch loads.
 """
@@ -13,10 +13,9 @@ ROOT = Path("/")
 
 
 def usable_memory(root: Path = ROOT) -> int:
-    """Return the bytes of memory that this machine has, or that its container may use if that is less.
+    """Return the bytes of memory that this machine has, or its container's limit if that is less.
 
-    root: the folder that holds the system's /proc and /sys. A limit of control groups, of version 2 or 1, holds for all
-    groups below.
+    root: the parent folder of /proc and /sys. A limit of a control group, of version 2 or 1, holds for all below it.
     """
     names = ("memory.max", "memory.limit_in_bytes")
     texts = [_read(folder / name) for folder in _groups("memory", root) for name in names]
@@ -25,20 +24,19 @@ def usable_memory(root: Path = ROOT) -> int:
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Return how many cores this process may keep busy, at least 1.
+    """Return the number of cores that this process may keep busy, at least 1.
 
-    That is the number of cores that the scheduler may give it, or the container's CPU quota, rounded down, if that is
-    smaller. root: as for `usable_memory`.
+    It is the smaller of the scheduler's cores and the container's CPU quota, rounded down. root: as in `usable_memory`.
     """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     return max(1, math.floor(min([cores, *map(_quota, _groups("cpu", root))])))
 
 
 def set_thread_defaults(environment: MutableMapping[str, str]) -> None:
-    """Set how many threads OpenMP starts and how long they spin before they sleep, unless the user has set it.
+    """Set OpenMP's number of threads, and how long they spin before they sleep, unless the user has set it.
 
-    libgomp's own 300,000 turns stall a parallel operation whenever another process takes a core. Without any, two
-    threads are no faster than one (docs/log.md). libgomp reads the variables when torch loads it.
+    libgomp's default of 300,000 turns stalls a parallel operation whenever another process takes a core. With no turns
+    two threads are no faster than one (docs/log.md). libgomp reads the variables when torch loads it.
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", "3000")
@@ -57,8 +55,8 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / (controller if controllers else "")
-        own = Path(name.lstrip("/"))
-        yield from (top / folder for folder in (own, *own.parents))
+        group = Path(name.lstrip("/"))
+        yield from (top / folder for folder in (group, *group.parents))
 
 
 def _quota(group: Path) -> float:

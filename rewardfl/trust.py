@@ -20,13 +20,13 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def allow(permission: bool) -> None:
-    """Allow or forbid this process to load such code."""
+    """Set whether this process may load such code."""
     global _allowed
     _allowed = permission
 
 
 def arguments() -> list[str]:
-    """Return the command line's part that gives another process the permission of this one."""
+    """Return the arguments that give another process the permission of this one."""
     return [OPTION] if _allowed else []
 
 

@@ -22,7 +22,7 @@ def main() -> int:
     parser = command_line.Parser(__doc__)
     parser.add_argument("--config", help="a run's YAML file")
     parser.add_argument("--data", help="metadata.csv, without a configuration")
-    # the configuration checks these as its own keys
+    # the configuration checks the values of these
     parser.add_argument("--height", help="the size that clips are cropped to (default: 480 x 832)")
     parser.add_argument("--width")
     parser.add_argument("--max-pixels", help="clips keep their shape; height and width are not used")
@@ -32,8 +32,7 @@ def main() -> int:
     parser.add_argument("--faces", type=Path, metavar="PACK", help="look for faces, with this folder of .onnx files")
     parser.add_argument("--det-size", help="as reward.det_size (default: 640)")
     parser.add_argument("--device", help="for --faces (default: cuda where there is one, else cpu)")
-    args = parser.parse_args()
-    return command_line.run("rewardfl.doctor.dataset", args)
+    return command_line.run("rewardfl.doctor.dataset", parser.parse_args())
 
 
 if __name__ == "__main__":

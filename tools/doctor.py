@@ -33,7 +33,7 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     if args.clips < 1:
         parser.error("--clips must be at least 1")
-    from rewardfl.doctor import checks  # not before: --help and mistakes are answered without torch
+    from rewardfl.doctor import checks  # here, so that --help and mistakes need no torch
 
     return checks.run(args)
 

@@ -41,7 +41,7 @@ Period = Annotated[int, Field(ge=2, le=1000)]  # in pixels
 
 
 def numbers(kind: Any) -> Callable[[str], list]:
-    """Return a reader of a list such as 0.5,1 of numbers of a type of the schema's."""
+    """Return a reader of a list such as 0.5,1. kind: the numbers' type in the schema."""
     read = command_line.option(kind)
     return lambda text: [read(part) for part in text.split(",")]
 
@@ -53,7 +53,7 @@ def ascending(text: str) -> list[float]:
     return values
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, help="folder of a training run; its run.json says how to sample")
@@ -74,19 +74,12 @@ def parsed() -> argparse.Namespace:
         "of a second noise. They are decoded and brought to the real clip's size; without --run the first folder is "
         "what the others are compared with",
     )  # fmt: skip
-    parser.add_argument(
-        "--seeds",
-        type=command_line.option(schema.Batch),
-        default=2,
-        help="noises per person or prompt (default: %(default)s)",
-    )
+    count = command_line.option(schema.Batch)
+    parser.add_argument("--seeds", type=count, default=2, help="noises per person or prompt (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation")
     parser.add_argument("--force", action="store_true", help="remove an evaluation of other settings from OUT")
     parser.add_argument(
-        "--batch",
-        type=command_line.option(schema.Batch),
-        default=4,
-        help="clips or images sampled at a time (default: %(default)s)",
+        "--batch", type=count, default=4, help="clips or images sampled at a time (default: %(default)s)"
     )
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument(
@@ -116,11 +109,9 @@ def add_figures(parser: argparse.ArgumentParser) -> None:
         "--face-sizes", type=ascending, default=[40.0, 80.0], metavar="40,80",
         help="strata by the face's width in the real clip, in pixels; below the first it is too small to be scored",
     )  # fmt: skip
+    share = command_line.option(schema.Share)
     figures.add_argument(
-        "--threshold",
-        type=command_line.option(schema.Share),
-        default=0.4,
-        help="of FaceSim: the share of frames above it (default: %(default)s)",
+        "--threshold", type=share, default=0.4, help="of FaceSim: the share of frames above it (default: %(default)s)"
     )
     figures.add_argument("--dino", metavar="FOLDER", help="facebook/dino-vitb16, for VBench's subject consistency")
     figures.add_argument(
@@ -130,8 +121,7 @@ def add_figures(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    args = parsed()
-    return command_line.run("rewardfl.evaluation.judge_videos", args)
+    return command_line.run("rewardfl.evaluation.judge_videos", parse_arguments())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Join a sharded checkpoint into one file, split it anew, cast it or rename its tensors, in one pass.
+"""Join a sharded checkpoint into one file, split it again, cast it or rename its tensors, in one pass.
 
     python tools/merge_shards.py --input wan/low_noise_model --out wan2.2_i2v_low_noise_14B.safetensors
     python tools/merge_shards.py --input transformer_2 --out comfy.safetensors --rename comfy --dtype fp16

@@ -28,11 +28,9 @@ def main() -> int:
     )
     parser.add_argument("--tflops", type=float, help="TFLOP/s that the GPU reaches in practice (default: 400, an H100)")
     parser.add_argument("--processes", type=int, default=1, help="GPUs of the run, one process each")
+    shardings = ("none", "zero2", "fsdp2")
     parser.add_argument(
-        "--sharding",
-        choices=("none", "zero2", "fsdp2"),
-        default="none",
-        help="as zero2_offload.yaml or fsdp2.yaml spread the run",
+        "--sharding", choices=shardings, default="none", help="as zero2_offload.yaml or fsdp2.yaml spread the run"
     )
     trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -44,38 +42,36 @@ def main() -> int:
         if number is not None and not 0 < number < math.inf:
             print(f"error: {name}: must be a number above 0, got {number:g}", file=sys.stderr)
             return DOES_NOT
-    # not before: --help and mistakes in the arguments are answered without torch
-    from rewardfl import backbones, data, machine
-    from rewardfl import config as configuration
-    from rewardfl.config import RewardFlConfig
+    # here, so that --help and mistakes in the arguments need no torch
+    from rewardfl import backbones, config, data, machine
     from rewardfl.estimate.advice import Machine
     from rewardfl.estimate.report import TFLOPS, estimate
     from rewardfl.files import printable
     from rewardfl.training import cli, plan, setup_model, setup_rewards, summary, workload
 
     try:
-        cfg = configuration.load(args.config, args.overrides)
+        cfg = config.load(args.config, args.overrides)
         rows = data.load_metadata(cfg.data.file_name) if Path(cfg.data.file_name).is_file() else None
         backbone = backbones.describe(cfg.model.model_name, setup_model.model_source(cfg))
         backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
         setup_rewards.find_rewards(cfg, backbone, here=False)
         if rows is not None:
-            problems = [(row.line, said) for row in rows if (said := plan.size_problem(cfg, backbone, row.size))]
+            problems = [(row.line, text) for row in rows if (text := plan.size_problem(cfg, backbone, row.size))]
             rows, _ = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
         clips = None if rows is None else len(rows)
-        if isinstance(cfg, RewardFlConfig):
+        if isinstance(cfg, config.RewardFlConfig):
             plan.check_active_experts(cfg, backbone)
         steps = plan.count_steps(cfg, clips, args.processes)
-        told = summary.overview(cfg, backbone, clips, steps, args.processes)
-        asked = workload.make_workload(cfg, backbone, clips, steps, args.processes, args.sharding)
+        overview = summary.overview(cfg, backbone, clips, steps, args.processes)
+        planned = workload.make_workload(cfg, backbone, clips, steps, args.processes, args.sharding)
     except cli.REFUSALS as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return DOES_NOT
     print(f"model's shape from {backbone.described_by()}")
     print(f"data: {'not there yet' if clips is None else f'{clips} clips'}: {cfg.data.file_name}\n")
     host = machine.usable_memory() if args.host_gb is None else args.host_gb * 1e9
-    text, fits = estimate(asked, Machine(args.gpu_memory * 1e9, host, args.processes), args.tflops or TFLOPS)
-    print(told, text, sep="\n")
+    text, fits = estimate(planned, Machine(args.gpu_memory * 1e9, host, args.processes), args.tflops or TFLOPS)
+    print(overview, text, sep="\n")
     return FITS if fits else DOES_NOT
 
 

@@ -20,8 +20,7 @@ def main() -> int:
         "--keys", nargs="+", help=f"metrics, one picture each (default: those that are there of {', '.join(WATCHED)})"
     )
     parser.add_argument("--out", type=Path, help="a .png, .svg or .pdf (default: curves.png in the first run's folder)")
-    args = parser.parse_args()
-    return command_line.run("rewardfl.evaluation.metric_curves", args)
+    return command_line.run("rewardfl.evaluation.metric_curves", parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ def main() -> int:
     )
     trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_intermixed_args()
-    return command_line.run("rewardfl.evaluation.scales", args)
+    return command_line.run("rewardfl.evaluation.scales", parser.parse_intermixed_args())
 
 
 if __name__ == "__main__":

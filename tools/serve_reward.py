@@ -4,7 +4,7 @@
     REWARD_TOKEN=... python tools/serve_reward.py --trust-code --reward my_reward.py:Mine \\
         --host 0.0.0.0 --token-env REWARD_TOKEN
 
-Stops on Ctrl-C or SIGTERM, after answering what is being scored. Exits with 0 then, 2 when the settings cannot work,
+Stops on Ctrl-C or SIGTERM, after answering the running requests. Exits with 0 then, 2 when the settings cannot work,
 1 when the address cannot be had.
 """
 
@@ -31,7 +31,7 @@ def main() -> int:
     trust.add_option(parser)
     args = parser.parse_args()
     try:
-        from rewardfl.reward_server import serving  # not before: --help and mistakes are answered without torch
+        from rewardfl.reward_server import serving  # here, so that --help and mistakes need no torch
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in ("starlette", "uvicorn"):
             raise
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def setting(text: str) -> tuple[str, object]:
-    """key=value, the value as in YAML."""
+    """Parse key=value, the value as in YAML."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is no setting; write key=value")

@@ -1,4 +1,4 @@
-"""The work of tools/doctor.py: its page, the checks one after the other, and those of machine and faces."""
+"""The page of tools/doctor.py, the sequence of the checks, and the checks of machine and faces."""
 
 import argparse
 import itertools
@@ -34,12 +34,12 @@ SHOWN = (
     "sample.num_inference_steps", "sample.shift", "sample.guidance_scale",
 )  # fmt: skip
 
-# what a check runs into on a machine that it does not know
+# errors of a check that come from the machine
 MACHINE = (OSError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do the checks, and write each down when it is done: the exit code. Wrong input differs."""
+    """Run the checks, write the page after each, and return the exit code. Wrong input counts as DIFFERS."""
     try:
         case = open_case(args)
     except (*cli.REFUSALS, OSError) as error:
@@ -49,19 +49,19 @@ def run(args: argparse.Namespace) -> int:
     for name in (name for name in CHECKS if name in (args.only or CHECKS)):
         began = time.perf_counter()
         try:
-            found = CHECKS[name](case)
+            finding = CHECKS[name](case)
         except (*cli.REFUSALS, *MACHINE) as error:
             line = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            found = Finding(NOT_DONE if isinstance(error, MACHINE) else DIFFERS, line)
-        findings[name] = replace(found, facts={**found.facts, "seconds": time.perf_counter() - began})
+            finding = Finding(NOT_DONE if isinstance(error, MACHINE) else DIFFERS, line)
+        findings[name] = replace(finding, facts={**finding.facts, "seconds": time.perf_counter() - began})
         write_page(case, findings)
-        print(printable(f"{name}: {found.status}: {found.line}"), flush=True)
+        print(printable(f"{name}: {finding.status}: {finding.line}"), flush=True)
     print(f"page: {case.args.out}")
-    return int(any(found.status == DIFFERS for found in findings.values()))
+    return int(any(finding.status == DIFFERS for finding in findings.values()))
 
 
 def open_case(args: argparse.Namespace) -> Case:
-    """Return the case. Raised before anything is written: all that training would refuse."""
+    """Open the case. Raise, before anything is written, the errors that training would raise."""
     cfg = config.load(args.config, args.overrides)
     device = torch.device(command_line.device(args.device))
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -77,13 +77,13 @@ def open_case(args: argparse.Namespace) -> Case:
 
 
 def write_page(case: Case, findings: Mapping[str, Finding]) -> None:
-    """Write the page, whole or not at all. OSError when the disk does not take it."""
+    """Write the page, whole or not at all. Raise OSError for errors of the disk."""
     shown = {"script": case.cfg.script} | {key: config.flat(case.cfg)[key] for key in SHOWN}
     shown |= {"clips": str(len(case.rows)), **digest_base_model(case.backbone)}
-    worst = DIFFERS if any(found.status == DIFFERS for found in findings.values()) else OK
+    worst = DIFFERS if any(finding.status == DIFFERS for finding in findings.values()) else OK
     lines = [f"# rewardfl doctor: {worst}", "", "| check | result | in a line |", "|---|---|---|"]
-    lines += [f"| {n} | {found.status} | {anonymise(found.line).replace('|', '/')} |" for n, found in findings.items()]
-    for name, facts in {"configuration": shown, **{n: found.facts for n, found in findings.items()}}.items():
+    lines += [f"| {n} | {f.status} | {anonymise(f.line).replace('|', '/')} |" for n, f in findings.items()]
+    for name, facts in {"configuration": shown, **{n: finding.facts for n, finding in findings.items()}}.items():
         text = yaml.safe_dump(dict(facts), sort_keys=False, default_flow_style=None, width=160, allow_unicode=True)
         lines += ["", f"## {name}", "", "```yaml", *map(anonymise, text.splitlines()), "```"]
     atomic_write(case.args.out, "\n".join(lines) + "\n")
@@ -94,15 +94,15 @@ def anonymise(text: str) -> str:
     text = printable(text).replace("`", "´")
     for word, name in ((str(Path.cwd()), "."), (str(Path.home()), "~"), (platform.node(), "(host)")):
         text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", name, text) if len(word) > 1 else text
-    return re.sub(r"\b\d+\.\d{5,}(e[-+]\d+)?\b", lambda found: f"{float(found[0]):.4g}", text)
+    return re.sub(r"\b\d+\.\d{5,}(e[-+]\d+)?\b", lambda number: f"{float(number[0]):.4g}", text)
 
 
-def environment(case: Case) -> Finding:
-    """Return versions, card and driver; differs where there is a driver, and this torch cannot use its GPU."""
+def check_machine(case: Case) -> Finding:
+    """Return versions, card and driver. Return DIFFERS where there is a driver and this torch cannot use its GPU."""
     command, driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], ""
     if shutil.which(command[0]):
-        done = subprocess.run(command, capture_output=True, text=True)
-        driver = "" if done.returncode else done.stdout.split("\n")[0].strip()
+        result = subprocess.run(command, capture_output=True, text=True)
+        driver = "" if result.returncode else result.stdout.split("\n")[0].strip()
     sees, host = torch.cuda.is_available(), psutil.virtual_memory()
     card = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if sees else "no GPU"
     facts: dict[str, Any] = {
@@ -122,13 +122,13 @@ def environment(case: Case) -> Finding:
 
 
 @torch.no_grad()
-def faces(case: Case) -> Finding:
-    """Compare each pack with insightface's on the first clip, and return what it finds in the clips.
+def check_faces(case: Case) -> Finding:
+    """Compare each pack with insightface's on the first clip, and return its faces in all clips.
 
-    Differs where a clip shows no face; FaceParityError where insightface sees something else.
+    Return DIFFERS where a clip shows no face. Raise FaceParityError where insightface detects something else.
     """
-    rewards = [one for one in config.wanted_rewards(case.cfg) if one.name in ("face_identity", "face_judge")]
-    terms = {term.label: term.reward for term in build_terms(find_terms(rewards), case.device)}
+    specs = [spec for spec in config.wanted_rewards(case.cfg) if spec.name in ("face_identity", "face_judge")]
+    terms = {term.label: term.reward for term in build_terms(find_terms(specs), case.device)}
     packs = {label: reward.identity for label, reward in terms.items() if isinstance(reward, FaceIdentityReward)}
     rows = [row for row in case.rows if row.video is not None]
     if not packs or not rows:
@@ -140,8 +140,8 @@ def faces(case: Case) -> Finding:
         if (pool := identity.pool(clip)) is None:
             return Finding(DIFFERS, f"{label}: no face in the clip of line {number}", {"parity": lines})
         width = float((pool.boxes[:, 2] - pool.boxes[:, 0]).mean())
-        found = {"width, px": width, "coverage": pool.coverage, "self-similarity": pool.cap}
-        table.append({"pack": label, "line": number, **found})
+        figures = {"width, px": width, "coverage": pool.coverage, "self-similarity": pool.cap}
+        table.append({"pack": label, "line": number, **figures})
     line, status = f"a face in all {len(clips)} clips", OK
     for skipped in (line for line in lines if "skipped" in line):
         line, status = skipped, NOT_DONE
@@ -149,8 +149,8 @@ def faces(case: Case) -> Finding:
 
 
 CHECKS: dict[str, Callable[[Case], Finding]] = {
-    "environment": environment,
+    "environment": check_machine,
     "weights": models.weights,
-    "faces": faces,
+    "faces": check_faces,
     "step": models.step,
 }

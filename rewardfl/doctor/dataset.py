@@ -1,4 +1,4 @@
-"""Looking at clips before they are trained on: the work of tools/check_dataset.py."""
+"""Inspection of clips before training: the work of tools/check_dataset.py."""
 
 import argparse
 import io
@@ -26,20 +26,16 @@ from rewardfl.rewards.face import pack as face_pack
 from rewardfl.training import plan
 
 USABLE, UNUSABLE = 0, 2  # exit codes
-
 ENLARGED, CROPPED = 1.05, 0.75  # warnings: enlarged more than this many times; less than this share of a picture left
-
-THUMBNAIL, LINE, LINES = (160, 112), 14, 3  # width and height; height of a line of text, and how many a row has
-
+THUMBNAIL, LINE, LINES = (160, 112), 14, 3  # width and height; height of a line of text, and lines of a row
 FONT = f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf"  # Latin, Greek, Cyrillic, Arabic and more
+# required keys of a configuration for --data, which has none
+REQUIRED = {"run": {"output_dir": "-"}, "model": {"model_paths": "-"}, "reward": {"reward_model_path": "-"}}
 
-# what --data leaves unsaid of a configuration that would be trained with
-UNSAID = {"run": {"output_dir": "-"}, "model": {"model_paths": "-"}, "reward": {"reward_model_path": "-"}}
 
-
-@dataclass
+@dataclass(kw_only=True)
 class DatasetReport:
-    """What was found of a row; no size where its clip cannot be read."""
+    """The problems, warnings, sizes and thumbnails of a row; no size where its clip cannot be read."""
 
     row: data.Row
     look: data.Look
@@ -51,7 +47,7 @@ class DatasetReport:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Looking at clips before they are trained on: the exit code."""
+    """Inspect clips before training, and return the exit code."""
     args.device = command_line.device(args.device)
     cfg, backbone = resolve_settings(args)
     rows = data.load_metadata(cfg.data.file_name, "--data" if args.data else "data.file_name")
@@ -63,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     with ThreadPoolExecutor(4) as pool:
         reports = list(tqdm(pool.map(check, rows), total=len(rows), desc="checking", disable=None))
     for report in reports:
-        if said := plan.size_problem(cfg, backbone, report.row.size):
-            report.problems.append(said)
+        if problem := plan.size_problem(cfg, backbone, report.row.size):
+            report.problems.append(problem)
     warn_of_repeats(reports)
     print(printable("\n".join([*listing(reports), *list_notes(rows, reports, cfg.data), *summary(reports)])))
     if sheet:
@@ -76,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sheet_file(args: argparse.Namespace, rows: Sequence[data.Row], table: str) -> output.File:
-    """Return the place of the contact sheet. Raise Refused for one that may not be written, before anything is read."""
+    """Return the file of the contact sheet. Raise Refused where it may not be written, before any clip is read."""
     if Image.registered_extensions().get(args.sheet.suffix.lower()) not in Image.SAVE:
         raise ValueError(f"--sheet {args.sheet}: no picture is called so; give NAME.png")
     inputs = [Path(table), *([Path(args.config)] if args.config else []), *([args.faces] if args.faces else [])]
@@ -87,27 +83,20 @@ def sheet_file(args: argparse.Namespace, rows: Sequence[data.Row], table: str) -
 
 
 def resolve_settings(args: argparse.Namespace) -> tuple[config.AnyConfig, Backbone]:
-    """(the configuration, or its defaults for --data, with the flags as overrides; the model as its headers have it).
+    """Return the configuration, or its defaults for --data, with the flags as overrides, and the model by its headers.
 
-    ConfigError names what is wrong.
+    Raise ConfigError for values that the schema or the model does not allow.
     """
     if bool(args.config) == bool(args.data):
         raise config.ConfigError(f"give --config or --data, got {'both' if args.config else 'neither'}")
-    flags = {
-        "data.height": args.height,
-        "data.width": args.width,
-        "data.max_pixels": args.max_pixels,
-        "data.num_frames": args.num_frames,
-        "data.fps": args.fps,
-        "reward.det_size": args.det_size,
-    }
+    keys = ("data.height", "data.width", "data.max_pixels", "data.num_frames", "data.fps", "reward.det_size")
+    flags = {key: getattr(args, key.partition(".")[2]) for key in keys}
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
     if args.config:
         cfg = config.load(args.config, overrides)
     else:
-        cfg = config.parse(
-            {name: dict(keys) for name, keys in UNSAID.items()} | {"data": {"file_name": args.data}}, overrides
-        )
+        raw = {name: dict(keys) for name, keys in REQUIRED.items()} | {"data": {"file_name": args.data}}
+        cfg = config.parse(raw, overrides)
     backbone = backbones.describe(cfg.model.model_name, Source(model_paths=cfg.model.model_paths))
     backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
     return cfg, backbone
@@ -116,12 +105,13 @@ def resolve_settings(args: argparse.Namespace) -> tuple[config.AnyConfig, Backbo
 def inspect(
     row: data.Row, settings: config.DataConfig, detector: face.FaceDetector | None, device: str, takes_image: bool
 ) -> DatasetReport:
-    """The row's report, without regard to other rows."""
+    """Return the row's report, without regard to other rows."""
     look = data.look_at(row, settings.num_frames, settings.fps, takes_image)
-    report = DatasetReport(row, look, data.row_problems(row, settings.num_frames, settings.fps, takes_image))
+    problems = data.row_problems(row, settings.num_frames, settings.fps, takes_image)
+    report = DatasetReport(row=row, look=look, problems=problems)
     if row.problem:
         return report
-    # what is there of a clip that is too short or too slow can still be shown
+    # a clip that is too short or too slow can still be shown
     fps = None if report.problems else settings.fps
     read = partial(
         data.read_clip, height=settings.height, width=settings.width, num_frames=settings.num_frames,
@@ -149,7 +139,7 @@ def inspect(
             shown += sample_frames(pooled)
         if report.size is None and settings.max_pixels is None:
             report.size = row.size or (settings.height, settings.width)
-    except data.DataError:  # is among the problems
+    except data.DataError:  # row_problems has it already
         return report
     boxes = [None] * len(shown)
     if detector is not None and shown:
@@ -162,52 +152,50 @@ def inspect(
 
 
 def source_size(path: Path) -> tuple[int, int]:
-    """(height, width) of the clip's upright frames."""
+    """Return (height, width) of the clip's upright frames."""
     frame = next(data.iter_frames(path, 1))
     return (frame.width, frame.height) if frame.rotation % 180 else (frame.height, frame.width)
 
 
 def size_of(pixels: Tensor) -> tuple[int, int]:
-    """(height, width) of (..., H, W, 3)."""
+    """Return (height, width) of (..., H, W, 3)."""
     return pixels.shape[-3], pixels.shape[-2]
 
 
 def sample_frames(frames: Tensor) -> Tensor:
-    """The first, middle and last of (F, H, W, 3) frames."""
+    """Return the first, middle and last of (F, H, W, 3) frames."""
     return frames[[0, len(frames) // 2, len(frames) - 1]]
 
 
-def size_warnings(what: str, source: tuple[int, int], size: tuple[int, int]) -> list[str]:
-    """What bringing a picture of `source` (height, width) to `size` does to it, where that is much."""
+def size_warnings(kind: str, source: tuple[int, int], size: tuple[int, int]) -> list[str]:
+    """Return warnings where a picture of `source` (height, width) is much enlarged or cropped to get `size`."""
     scales = [new / old for new, old in zip(size, source, strict=True)]
-    left = min(scales) / max(scales)  # the larger scale is taken; what then sticks out of the other side is cropped
-    found = []
+    left = min(scales) / max(scales)  # the larger scale is applied, and the longer side is cropped
+    stored, trained, warnings = in_pixels(source), in_pixels(size), []
     if max(scales) > ENLARGED:
-        found.append(
-            f"{what}: {in_pixels(source)} (height x width) is enlarged {max(scales):.2f} times to {in_pixels(size)}"
-        )
+        warnings.append(f"{kind}: {stored} (height x width) is enlarged {max(scales):.2f} times to {trained}")
     if left < CROPPED:
-        found.append(f"{what}: {in_pixels(size)} leaves {left:.0%} of {in_pixels(source)} (height x width)")
-    return found
+        warnings.append(f"{kind}: {trained} leaves {left:.0%} of {stored} (height x width)")
+    return warnings
 
 
 def largest_face(frame: Tensor, detector: face.FaceDetector, device: str) -> list[float] | None:
-    """Left, top, right and bottom of the largest face in a (H, W, 3) uint8 frame."""
-    (found,) = detector.detect(data.to_float(frame[None]).transpose(0, 1).to(device))
-    return found.boxes[0].tolist() if len(found.boxes) else None
+    """Return left, top, right and bottom of the largest face in a (H, W, 3) uint8 frame; None without one."""
+    (detections,) = detector.detect(data.to_float(frame[None]).transpose(0, 1).to(device))
+    return detections.boxes[0].tolist() if len(detections.boxes) else None
 
 
 def face_remarks(
     row: data.Row, pooled: Tensor | None, boxes: Sequence[list[float] | None], detector: face.FaceDetector, device: str
 ) -> tuple[list[str], list[str]]:
-    """(problems, warnings). pooled: (F, H, W, 3) clip that the face is taken from; boxes: of all that is shown."""
+    """Return (problems, warnings). pooled: (F, H, W, 3) clip of the face's identity; boxes: of all shown frames."""
     if pooled is None:  # a picture alone
         return ([] if any(boxes) else [f"no face was found in {row.reference}"]), []
-    seen = boxes[-3:]  # of the clip, or of its reference, which comes last
+    clip_boxes = boxes[-3:]  # of the clip, or of its reference, which comes last
     # the first frame is not pooled: it is the model's input
-    if not any(seen[1:]) and not any(largest_face(frame, detector, device) for frame in pooled[1:]):
+    if not any(clip_boxes[1:]) and not any(largest_face(frame, detector, device) for frame in pooled[1:]):
         return [f"no face was found in {row.reference}"], []
-    missing = [name for name, box in zip(("first", "middle", "last"), seen, strict=True) if box is None]
+    missing = [name for name, box in zip(("first", "middle", "last"), clip_boxes, strict=True) if box is None]
     warnings = [f"no face in the {', '.join(missing)} frame of {row.reference.name}"] if missing else []
     if row.image is not None and boxes[0] is None:
         warnings.append(f"no face in the image {row.image.name}")
@@ -225,25 +213,24 @@ def warn_of_repeats(reports: Sequence[DatasetReport]) -> None:
 
 
 def listing(reports: Sequence[DatasetReport]) -> list[str]:
-    """A line for each problem and each warning, in the order of the file."""
-    return [
-        f"line {report.row.line}: {kind}: {text}"
-        for report in reports
-        for kind, texts in (("problem", report.problems), ("warning", report.warnings))
-        for text in texts
-    ]
+    """Return a line for each problem and each warning, in the order of the file."""
+    lines = []
+    for report in reports:
+        lines += [f"line {report.row.line}: problem: {problem}" for problem in report.problems]
+        lines += [f"line {report.row.line}: warning: {warning}" for warning in report.warnings]
+    return lines
 
 
 def list_notes(rows: Sequence[data.Row], reports: Sequence[DatasetReport], settings: config.DataConfig) -> list[str]:
-    """What training says of the rows, and of the clips that it takes."""
+    """Return the notes that training prints on the rows, and on the usable clips."""
     usable = [report for report in reports if not report.problems]
     sizes = (settings.height, settings.width, settings.max_pixels, settings.fps)
-    of_clips = data.clip_notes([report.row for report in usable], [report.look for report in usable], *sizes)
-    return [f"note: {note}" for note in [*data.notes(rows), *of_clips]]
+    clip_notes = data.clip_notes([report.row for report in usable], [report.look for report in usable], *sizes)
+    return [f"note: {note}" for note in [*data.notes(rows), *clip_notes]]
 
 
 def summary(reports: Sequence[DatasetReport]) -> list[str]:
-    """How many rows can be used, and how many of them have which size."""
+    """Return the number of usable rows, and the number of each size."""
     usable = [report for report in reports if not report.problems]
     sizes = Counter(report.size for report in usable)
     return [
@@ -257,7 +244,7 @@ def in_pixels(size: tuple[int, int]) -> str:
 
 
 def thumbnail(frame: Tensor, box: list[float] | None) -> Image.Image:
-    """A (H, W, 3) uint8 frame within THUMBNAIL, the face's box drawn in green."""
+    """Return a (H, W, 3) uint8 frame within THUMBNAIL, with the face's box in green."""
     picture = ImageOps.contain(Image.fromarray(frame.numpy()), THUMBNAIL)
     if box is not None:
         scale = picture.width / frame.shape[1]
@@ -266,13 +253,13 @@ def thumbnail(frame: Tensor, box: list[float] | None) -> Image.Image:
 
 
 def drawable(text: str) -> str:
-    """The text on one line; what FONT has no letters for (Chinese, say) as escapes, where it would draw boxes."""
-    known = FT2Font(FONT).get_charmap()
-    return "".join(c if ord(c) in known else c.encode("unicode_escape").decode() for c in command_line.one_line(text))
+    """Return the text on one line, with characters that FONT lacks (Chinese, say) as escapes."""
+    glyphs = FT2Font(FONT).get_charmap()
+    return "".join(c if ord(c) in glyphs else c.encode("unicode_escape").decode() for c in command_line.one_line(text))
 
 
 def contact_sheet(reports: Sequence[DatasetReport]) -> Image.Image:
-    """Every row's thumbnails over its line, id and size; problems in red, warnings in grey."""
+    """Draw every row's thumbnails over its line, id and size, with problems in red and warnings in grey."""
     font = ImageFont.truetype(FONT, 10)  # Pillow's own has the letters of English alone
     slots = max(3, *(len(report.pictures) for report in reports))
     width, height = slots * (THUMBNAIL[0] + 4) + 12, THUMBNAIL[1] + LINES * LINE + 12
@@ -288,7 +275,7 @@ def contact_sheet(reports: Sequence[DatasetReport]) -> Image.Image:
         sizes = f"  {in_pixels(report.source)} to {in_pixels(report.size)}" if report.source and report.size else ""
         title = drawable(f"line {report.row.line}  {report.row.id}{sizes}")
         pen.text((left, top + THUMBNAIL[1] + 2), title, "black", font)
-        said, colour = drawable("; ".join(report.problems + report.warnings)), "red" if report.problems else "dimgrey"
-        for j, words in enumerate(textwrap.wrap(said, width // 6)[: LINES - 1]):
+        remarks, colour = "; ".join(report.problems + report.warnings), "red" if report.problems else "dimgrey"
+        for j, words in enumerate(textwrap.wrap(drawable(remarks), width // 6)[: LINES - 1]):
             pen.text((left, top + THUMBNAIL[1] + 2 + (j + 1) * LINE), words, colour, font)
     return sheet

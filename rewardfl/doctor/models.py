@@ -1,4 +1,4 @@
-"""What the checks of tools/doctor.py take and give, and those that run the model: velocities, and one update."""
+"""Cases and findings of tools/doctor.py, and the checks that run the model: velocities, and one update."""
 
 import argparse
 import csv
@@ -38,24 +38,20 @@ from rewardfl.training.timer import peak_memory_gb
 from rewardfl.weights import wan_names
 
 OK, DIFFERS, NOT_DONE = "ok", "differs", "could not be done"
-
-# Of velocities where we have fused a distillation, which diffusers' adapter adds to every product instead.
-# The tests' small network shows 4e-7 and 7e-3
+# Tolerated difference of velocities where we fuse a distillation, which diffusers' adapter adds to every product
+# instead. The tests' small network shows 4e-7 and 7e-3.
 FUSED = {torch.float32: 1e-4, torch.bfloat16: 0.03}
-
 LORA_LEAVES = (".lora_down.weight", ".lora_up.weight", ".lora_A.weight", ".lora_B.weight", ".alpha")
-
 ONE_UPDATE = [
     "train.max_steps=1", "run.sample_videos=0", "run.log_with=none", "run.resume_from_checkpoint=false",
     "run.resume_with_changes=[]", "run.keep_last=null",
 ]  # fmt: skip
-
 ONE_EPOCH = ["grpo.updates_per_epoch=1", "grpo.inner_epochs=1", "evaluation.eval_clips=null"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A configuration, its model by the headers, and the first rows of its data, which are read."""
+    """A configuration, its model by the headers, and the checked first rows of its data."""
 
     args: argparse.Namespace
     cfg: config.AnyConfig
@@ -66,7 +62,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found: OK, DIFFERS or NOT_DONE, the result in a line, and figures by name."""
+    """The result of a check: OK, DIFFERS or NOT_DONE, a line for the user, and figures by name."""
 
     status: str
     line: str
@@ -77,11 +73,11 @@ class Finding:
 def weights(case: Case) -> Finding:
     """Compare each expert's velocity of the same noise with that of the weights as diffusers loads them.
 
-    Differs where it is not the same to the last bit (and repeats itself). A distillation is an adapter of diffusers',
-    and is mostly fused in ours: then a tenth of what it changes may be another number.
+    Return DIFFERS where it is not the same to the last bit, or does not repeat itself. We mostly fuse a distillation,
+    and diffusers uses an adapter; then a tenth of the distillation's effect is tolerated.
     """
-    ask, why_not, line, status = velocity(case), not_comparable(case.backbone), "", OK
-    table = {name: measured(case, name, ask, not why_not) for name in case.backbone.experts}
+    run_expert, why_not, line, status = make_velocity(case), not_comparable(case.backbone), "", OK
+    table = {name: compare_velocities(case, name, run_expert, not why_not) for name in case.backbone.experts}
     for name, record in table.items():
         distance, allowed = record.get("from diffusers'", record["repeated"]), record["repeated"]
         if "by the distillation" in record:
@@ -89,69 +85,72 @@ def weights(case: Case) -> Finding:
         if not distance <= allowed:  # NaN differs, too
             line, status = f"{name}'s velocity differs by {distance:.1e} of its largest value; ", DIFFERS
     line += f"not compared with diffusers' loading: {why_not}" if why_not else "compared with diffusers' loading"
-    if (most := max(record.get("with a graph", 0.0) for record in table.values())) > 0:
-        line += f"; with a graph the velocity differs by {most:.1e}: if Flow-GRPO's check of the ratio stops, set "
+    if (largest := max(record.get("with a graph", 0.0) for record in table.values())) > 0:
+        line += f"; with a graph the velocity differs by {largest:.1e}: if Flow-GRPO's check of the ratio stops, set "
         line += "model.attention_backend: _native_flash"
     return Finding(status, line, {"experts": table, "peak memory, GB": peak_memory_gb(case.device)})
 
 
-def velocity(case: Case) -> Callable[[str, ModelMixin], Tensor]:
-    """Return what computes an expert's velocity of the first row's noise, at the first step that asks the expert."""
+def make_velocity(case: Case) -> Callable[[str, ModelMixin], Tensor]:
+    """Return a function for an expert's velocity of the first row's noise, at the first step of the expert."""
     cfg, backbone, row = case.cfg, case.backbone, case.rows[0]
     example = clip_scan.load_sized_example(cfg, row)
-    told = dict(backbone.text_encoder(case.device)(row.prompt))
-    told |= backbone.image_encoder(case.device)(example.image, cfg.data.num_frames)
+    conditioning = dict(backbone.text_encoder(case.device)(row.prompt))
+    conditioning |= backbone.image_encoder(case.device)(example.image, cfg.data.num_frames)
     shape = backbone.latent_shape(*example.size, cfg.data.num_frames)
     schedule = make_schedule(cfg, backbone, shape)
     noise = draw_noise((1, *shape), 0, case.device)
 
-    def ask(name: str, expert: ModelMixin) -> Tensor:
+    def run_expert(name: str, expert: ModelMixin) -> Tensor:
         step = schedule.experts.index(name) if name in schedule.experts else 0
         x = noise.clone().requires_grad_(torch.is_grad_enabled())
-        return backbone.velocity(Experts(dict.fromkeys(backbone.experts, expert)), x, step, schedule, told).detach()
+        experts = Experts(dict.fromkeys(backbone.experts, expert))
+        return backbone.velocity(experts, x, step, schedule, conditioning).detach()
 
-    return ask
+    return run_expert
 
 
-def measured(case: Case, name: str, ask: Callable[[str, ModelMixin], Tensor], compare: bool) -> dict[str, float]:
+def max_rel_error(values: Tensor, reference: Tensor) -> float:
+    return float((values - reference).abs().max() / reference.abs().max())
+
+
+def compare_velocities(
+    case: Case, name: str, run_expert: Callable[[str, ModelMixin], Tensor], compare: bool
+) -> dict[str, float]:
     """Return the distances of an expert's velocities: the largest difference over the largest absolute value.
 
-    Of our loading the same again, and of a trained expert with a graph, whose attention may be another kernel; of
-    diffusers' loading, and how far a distillation moves there. One of the two is in memory at a time.
+    Our loading is repeated, and a trained expert runs with a graph, which may mean another attention kernel. With
+    `compare`, diffusers' loading follows, and the effect of a distillation there. One model is in memory at a time.
     """
-
-    def apart(one: Tensor, other: Tensor) -> float:
-        return float((one - other).abs().max() / other.abs().max())
-
-    train, expert = case.cfg.train, placed(case, name, case.backbone.load_expert)
-    ours = ask(name, expert)
-    found = {"repeated": apart(ask(name, expert), ours)}
+    train, expert = case.cfg.train, place_expert(case, name, case.backbone.load_expert)
+    ours = run_expert(name, expert)
+    distances = {"repeated": max_rel_error(run_expert(name, expert), ours)}
     if train.use_gradient_checkpointing:
         on_host, keep = train.use_gradient_checkpointing_offload, train.keep_attention
         expert.enable_gradient_checkpointing(offload.checkpointing(case.device, on_host, keep))
     if name in trained_experts(case.cfg, case.backbone.experts):
         with torch.enable_grad():
-            found["with a graph"] = apart(ask(name, expert), ours)
+            distances["with a graph"] = max_rel_error(run_expert(name, expert), ours)
     del expert
     if compare and isinstance(case.backbone, Wan):
-        stock = placed(case, name, partial(load_stock, case.backbone))
-        theirs = ask(name, stock)
-        found["from diffusers'"] = apart(ours, theirs)
+        stock = place_expert(case, name, partial(load_stock, case.backbone))
+        expected = run_expert(name, stock)
+        distances["from diffusers'"] = max_rel_error(ours, expected)
         if name in distillations(case.backbone):
             stock.disable_adapters()
-            found["by the distillation"] = apart(ask(name, stock), theirs)
-    return found
+            distances["by the distillation"] = max_rel_error(run_expert(name, stock), expected)
+    return distances
 
 
 def free_memory() -> None:
-    """Give back memory that nothing refers to any more: to Python, and of the GPU to others."""
-    gc.collect()  # what swaps blocks refers to itself
+    """Release memory without references, of Python and of the GPU."""
+    gc.collect()  # the swapping of blocks holds circular references
     torch.cuda.empty_cache()
 
 
-def placed(case: Case, name: str, load: Callable[[str], ModelMixin]) -> ModelMixin:
-    """Return the expert with its weights where the run has them, without other rounding, and the run's attention."""
-    free_memory()  # what the expert before took
+def place_expert(case: Case, name: str, load: Callable[[str], ModelMixin]) -> ModelMixin:
+    """Load an expert with the run's placement and attention, without other rounding."""
+    free_memory()  # of the previous expert
     expert, cfg = load(name), case.cfg
     if cfg.model.attention_backend != attention.NATIVE:
         expert.set_attention_backend(cfg.model.attention_backend)
@@ -166,7 +165,7 @@ def distillations(backbone: Wan) -> dict[str, Path]:
 
 
 def not_comparable(backbone: Backbone) -> str:
-    """Return why diffusers cannot load all of the weights by itself (a DoRA, changed norms); empty where it can."""
+    """Return the reason why diffusers cannot load all of the weights (a DoRA, changed norms); empty where it can."""
     if not isinstance(backbone, Wan):
         return "this is no Wan model"
     loras, files = distillations(backbone).values(), wan_files.files(backbone.layout)
@@ -191,9 +190,8 @@ def load_stock(backbone: Wan, name: str) -> ModelMixin:
             tensors, config=str(layout.configs), subfolder=part, local_files_only=True
         )  # not torch_dtype, which would round the parts that from_pretrained keeps in float32
     for key, parameter in expert.named_parameters():
-        kind = torch.float32 if wan_names.stays_float32(key) else dtype
-        # a copy: mapped from the file they lie at odd addresses, and a CPU's sums differ
-        parameter.data = parameter.data.to(kind, copy=True)
+        # a copy: tensors mapped from a file have odd addresses, and a CPU's sums differ
+        parameter.data = parameter.data.to(torch.float32 if wan_names.stays_float32(key) else dtype, copy=True)
     if path := distillations(backbone).get(name):
         # in float32: diffusers scales the factors in the precision that they come in
         values = {key: value.float() for key, value in load_file(path).items()}
@@ -202,18 +200,18 @@ def load_stock(backbone: Wan, name: str) -> ModelMixin:
 
 
 def step(case: Case) -> Finding:
-    """Measure the script's own first update on these clips: of Flow-GRPO an epoch of the fewest groups.
+    """Measure the script's first update on these clips, for Flow-GRPO an epoch of the fewest groups.
 
-    Differs where the script fails, and where a GPU's peak is above what the estimate says that a GPU must have.
+    Return DIFFERS where the script fails, and where a GPU's peak is above the estimated need.
     """
     script = Path(rewardfl.__file__).parents[1] / case.cfg.script
     if not script.is_file():
         return Finding(NOT_DONE, f"{case.cfg.script} is not next to the package; run the tool from a checkout")
     free_memory()
-    with tempfile.TemporaryDirectory(prefix="rewardfl-doctor-", dir=case.args.out.parent) as place:
-        folder, table, log = (Path(place).resolve() / name for name in ("run", "clips.csv", "run.log"))
+    with tempfile.TemporaryDirectory(prefix="rewardfl-doctor-", dir=case.args.out.parent) as temporary:
+        folder, table, log = (Path(temporary).resolve() / name for name in ("run", "clips.csv", "run.log"))
         write_table(case.rows, table)
-        once = ["train.train_batch_size=null"]  # which counts the clips of all processes
+        once = ["train.train_batch_size=null"]  # it counts the clips of all processes
         if isinstance(case.cfg, config.FlowGrpoConfig):
             batch = case.cfg.train.per_device_train_batch_size
             once = [*ONE_EPOCH, f"grpo.groups={batch // math.gcd(batch, case.cfg.grpo.group_size)}"]
@@ -222,18 +220,18 @@ def step(case: Case) -> Finding:
         command = [sys.executable, str(script), "--config", case.args.config, *trust.arguments(), *overrides]
         environment = os.environ | ({"ACCELERATE_USE_CPU": "true"} if case.device.type == "cpu" else {})
         with log.open("w") as output:
-            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-        if done.returncode:
+            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
+        if code:
             lines = [line for line in log.read_text(errors="replace").split("\n") if line.strip()] or ["no word"]
             print(printable("\n".join(lines[-30:])), file=sys.stderr)
-            return Finding(DIFFERS, f"{case.cfg.script} ended with {done.returncode}: {lines[-1]}")
+            return Finding(DIFFERS, f"{case.cfg.script} ended with {code}: {lines[-1]}")
         metrics = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
         cfg = config.load(case.args.config, overrides)
     return plan_step(case, workload.make_workload(cfg, case.backbone, len(case.rows), 1, processes=1), metrics)
 
 
 def write_table(rows: Sequence[data.Row], path: Path) -> None:
-    """Write a metadata.csv of these rows, with absolute paths."""
+    """Write a metadata.csv of the rows, with absolute paths."""
     lines: list[list[object]] = [["prompt", *rows[0].files, "height", "width"]]
     lines += [[r.prompt, *(f.resolve() if f else "" for f in r.files.values()), *(r.size or ("", ""))] for r in rows]
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -241,7 +239,7 @@ def write_table(rows: Sequence[data.Row], path: Path) -> None:
 
 
 def plan_step(case: Case, plan: workload.Workload, metrics: Mapping[str, Any]) -> Finding:
-    """Return what the update took next to its estimate. metrics: its line of metrics.jsonl."""
+    """Compare the update with its estimate. metrics: its line of metrics.jsonl."""
     costs, videos = measure(plan.video), plan.spans[0].of_process
     needs = memory(costs, plan)
     seconds = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}

@@ -1,4 +1,4 @@
-"""Rewriting a LoRA in other names. Refused with nothing written: the work of tools/convert_lora.py."""
+"""Conversion of a LoRA to other names: the work of tools/convert_lora.py."""
 
 import argparse
 import json
@@ -19,31 +19,14 @@ from rewardfl.weights.lora_files import Lora, Update, load_tensor
 from rewardfl.weights.shards import Refused
 
 TOOL = "rewardfl convert_lora 1"
-
 DOWN = (".lora_down.weight", ".lora_A.weight")
-
 UP = (".lora_up.weight", ".lora_B.weight")
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-# where the file of each expert goes in an output folder, and that of a model without experts
-NAMES = {
-    "comfy": {
-        "high_noise": "{}_high_noise.safetensors",
-        "low_noise": "{}_low_noise.safetensors",
-        None: "{}.safetensors",
-    },
-    "diffusers": {
-        "high_noise": f"transformer/{lora_files.WEIGHTS_NAME}",
-        "low_noise": f"transformer_2/{lora_files.WEIGHTS_NAME}",
-        None: f"transformer/{lora_files.WEIGHTS_NAME}",
-    },
-}
 
 
 def run(args: argparse.Namespace) -> None:
-    """Rewriting a LoRA in other names. Refused with nothing written."""
-    output = Output(args.out, args.json, args.force, TOOL)
+    """Convert a LoRA to other names. Raise Refused with nothing written."""
+    output = Output(path=args.out, report=args.json, force=args.force, tool=TOOL)
     loras = lora_files.read_lora(args.lora, args.alpha)
     output.check([args.lora, *(path for lora in loras for path in lora.files)])
     if output.is_file and len(loras) > 1:
@@ -55,17 +38,17 @@ def run(args: argparse.Namespace) -> None:
         merge.check_finite(lora)
         name = args.out if output.is_file else args.out / file_name(args, lora)
         line = f"{lora.path} -> {name}: {len(lora.updates)} modules, alpha from {lora.alpha_source}"
-        for text in (line, *(f"note: {note}" for note in conversion_notes(lora, args.to))):
-            print(command_line.one_line(text))
+        for message in (line, *(f"note: {note}" for note in conversion_notes(lora, args.to))):
+            print(command_line.one_line(message))
         report["files"][str(name)] = line
     states = []
     for lora in loras:
-        state, metadata, arrived = converted(lora, args.to, DTYPES[args.dtype])
+        state, metadata, loss = converted(lora, args.to, DTYPES[args.dtype])
         states.append((lora, state, metadata))
-        if args.dtype != "fp32" and arrived.intended:
-            line = f"{lora.path}: update kept {arrived.share:.1%}, error {arrived.relative_error:.2%} of it"
+        if args.dtype != "fp32" and loss.intended:
+            line = f"{lora.path}: update kept {loss.share:.1%}, error {loss.relative_error:.2%} of it"
             print(command_line.one_line(line))
-            if arrived.relative_error > 0.01:
+            if loss.relative_error > 0.01:
                 print(f"WARNING: {args.dtype} loses part of the update; use --dtype fp32")
     output.make_room(sum(value.nbytes for _, state, _ in states for value in state.values()), args.dry_run)
     if args.dry_run:
@@ -78,9 +61,9 @@ def run(args: argparse.Namespace) -> None:
     else:
         with output.folder() as folder:
             for lora, state, metadata in states:
-                place = folder / file_name(args, lora)
-                place.parent.mkdir(exist_ok=True)
-                writing.write_file(place, make_parts(state), metadata, lambda count: None)
+                path = folder / file_name(args, lora)
+                path.parent.mkdir(exist_ok=True)
+                writing.write_file(path, make_parts(state), metadata, lambda count: None)
     if args.verify:
         verify_conversion(loras, lora_files.read_lora(args.out), DTYPES[args.dtype])
         print("verified: read back, every update equals the input's")
@@ -93,7 +76,7 @@ def is_wan(lora: Lora) -> bool:
 
 
 def conversion_notes(lora: Lora, to: str) -> list[str]:
-    """What the user should know of the LoRA before another tool loads it."""
+    """Return messages for the user on the LoRA in other tools."""
     if to == "comfy" and not is_wan(lora):
         return [*lora.notes, f"ComfyUI reads diffusers' names of {' and '.join(lora.models)}; they are written"]
     dora = [update for update in lora.updates.values() if update.magnitude is not None and update.wd_on_output]
@@ -107,14 +90,14 @@ def conversion_notes(lora: Lora, to: str) -> list[str]:
 
 
 def file_name(args: argparse.Namespace, lora: Lora) -> str:
-    return NAMES[args.to][lora.expert].format(args.out.name)
+    """Return the file of a LoRA below the output folder."""
+    if args.to == "comfy":
+        return f"{args.out.name}_{lora.expert}.safetensors" if lora.expert else f"{args.out.name}.safetensors"
+    return f"{'transformer_2' if lora.expert == 'low_noise' else 'transformer'}/{lora_files.WEIGHTS_NAME}"
 
 
 def converted(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, str], MergeLoss]:
-    """Return the LoRA's tensors under the names of `to`, the file's metadata, and how much of the update they hold.
-
-    Refused for what `to` cannot carry.
-    """
+    """Return the tensors in the names of `to`, the metadata and the loss. Raise Refused for parts `to` cannot hold."""
     state: dict[str, Tensor] = {}
     for update in lora.updates.values():
         state |= comfy_tensors(update) if to == "comfy" and is_wan(lora) else diffusers_tensors(lora, update)
@@ -140,24 +123,24 @@ def balance(state: dict[str, Tensor]) -> None:
     """Share a power of two between the factors of each product, so that neither underflows in float16. Exact."""
     for name, down in state.items():
         if name.endswith(DOWN):
-            up = partner(name)
+            up = up_name(name)
             sizes = [float(state[key].abs().max()) for key in (name, up)]
             if min(sizes) > 0:
                 factor = 2.0 ** round(math.log2(sizes[1] / sizes[0]) / 2)
                 state[name], state[up] = down * factor, state[up] / factor
 
 
-def partner(name: str) -> str:
-    """Return the key of the factor that stands left of a `down` factor."""
+def up_name(name: str) -> str:
+    """Return the name of the `up` factor of a `down` factor."""
     return name.replace(".lora_down.", ".lora_up.").replace(".lora_A.", ".lora_B.")
 
 
 def measure_loss(state: dict[str, Tensor], rounded: dict[str, Tensor]) -> MergeLoss:
-    """Measure how much of the products, differences and biases the stored tensors hold."""
+    """Measure the share of the products, differences and biases that the rounded tensors hold."""
     total = MergeLoss()
     for name, value in state.items():
         if name.endswith(DOWN):
-            up = partner(name)
+            up = up_name(name)
             total.add_products((state[up], value), (rounded[up], rounded[name]))
         elif not name.endswith((*UP, ".alpha", "dora_scale", "lora_magnitude_vector")):
             total.add(torch.zeros_like(value), value, rounded[name].float())
@@ -178,8 +161,8 @@ def comfy_tensors(update: Update) -> dict[str, Tensor]:
         state[f"{name}.dora_scale"] = load_tensor(update.magnitude).reshape(shape)
     if update.diff is not None:  # of a table, such as blocks.0.modulation, too: ComfyUI reads no diff_m
         state[f"{name}.diff"] = load_tensor(update.diff)
-    if bias := [load_tensor(source) * factor for source, factor in update.biases()]:
-        state[f"{name}.diff_b"] = sum(bias[1:], bias[0])
+    if (bias := sum_biases(update)) is not None:
+        state[f"{name}.diff_b"] = bias
     return state
 
 
@@ -202,21 +185,21 @@ def diffusers_tensors(lora: Lora, update: Update) -> dict[str, Tensor]:
     if update.magnitude is not None:  # peft's for a convolution is (1, out, 1, 1, 1)
         ones = [1] * (len(update.down.shape) - 2)
         state[f"{name}.lora_magnitude_vector"] = load_tensor(update.magnitude).reshape([1, -1, *ones] if ones else [-1])
-    if bias := [load_tensor(source) * factor for source, factor in update.biases()]:
-        state[f"{name}.lora_B.bias"] = sum(bias[1:], bias[0])
+    if (bias := sum_biases(update)) is not None:
+        state[f"{name}.lora_B.bias"] = bias
     return state
 
 
 def diffusers_config(lora: Lora) -> dict[str, object]:
-    """peft's configuration as diffusers stores it, for alpha = rank everywhere."""
+    """Return peft's configuration as diffusers stores it, with alpha = rank everywhere."""
     ranks = {module: update.rank for module, update in lora.updates.items()}
     common = max(set(ranks.values()), key=list(ranks.values()).count)
-    others = {module: rank for module, rank in ranks.items() if rank != common}
+    patterns = {module: rank for module, rank in ranks.items() if rank != common}
     config = {
         "r": common,
         "lora_alpha": common,
-        "rank_pattern": others,
-        "alpha_pattern": others,
+        "rank_pattern": patterns,
+        "alpha_pattern": patterns,
         "target_modules": sorted(ranks),
         "use_dora": any(update.magnitude is not None for update in lora.updates.values()),
         "lora_bias": any(update.up_bias is not None or update.diff_b is not None for update in lora.updates.values()),
@@ -225,39 +208,45 @@ def diffusers_config(lora: Lora) -> dict[str, object]:
 
 
 def make_parts(state: dict[str, Tensor]) -> list[Part]:
-    """The tensors as a file's parts."""
+    """Return the tensors as a file's parts."""
     names = {dtype: name for name, dtype in lora_files.TORCH_DTYPES.items()}
 
     def part(name: str, value: Tensor) -> Part:
-        return Part(name, names[value.dtype], tuple(value.shape), lambda: [lora_files.as_bytes(value)])
+        shape, dtype = tuple(value.shape), names[value.dtype]
+        return Part(name=name, dtype=dtype, shape=shape, pieces=lambda: [lora_files.as_bytes(value)])
 
     return [part(*item) for item in state.items()]
 
 
 def verify_conversion(before: list[Lora], after: list[Lora], dtype: torch.dtype) -> None:
-    """Refused (the output is wrong) unless each update is there and its product is the same up to rounding."""
+    """Raise Refused (the output is wrong) unless each update is there with the same product up to rounding."""
     tolerance = 4 * torch.finfo(dtype).eps
     for old, new in zip(before, after, strict=True):
         if old.updates.keys() != new.updates.keys():
             raise Refused(f"{new.path} has other modules than {old.path}")
         for module, update in old.updates.items():
-            for (what, a), (other, b) in zip(effects(update), effects(new.updates[module]), strict=True):
-                if what != other or float((a - b).norm()) > tolerance * float(a.norm()):
-                    raise Refused(f"{new.path}: {what} of {module} is not that of {old.path}")
+            for (kind, a), (new_kind, b) in zip(effects(update), effects(new.updates[module]), strict=True):
+                if kind != new_kind or float((a - b).norm()) > tolerance * float(a.norm()):
+                    raise Refused(f"{new.path}: {kind} of {module} is not that of {old.path}")
 
 
 def effects(update: Update) -> list[tuple[str, Tensor]]:
-    """The tensors that an update adds or multiplies by, with all scales applied."""
-    found = []
+    """Return the named tensors that an update adds or multiplies by, with all scales applied."""
+    tensors = []
     if update.down is not None:
-        found.append(
-            ("the product", update.scale * load_tensor(update.up).flatten(1) @ load_tensor(update.down).flatten(1))
-        )
+        product = update.scale * load_tensor(update.up).flatten(1) @ load_tensor(update.down).flatten(1)
+        tensors.append(("the product", product))
     if update.magnitude is not None:
         axis = "outputs" if update.wd_on_output else "inputs"
-        found.append((f"the magnitude of the {axis}", load_tensor(update.magnitude).flatten()))
+        tensors.append((f"the magnitude of the {axis}", load_tensor(update.magnitude).flatten()))
     if update.diff is not None:
-        found.append(("the difference", load_tensor(update.diff)))
-    if bias := [load_tensor(source) * factor for source, factor in update.biases()]:
-        found.append(("the bias", sum(bias[1:], bias[0])))
-    return found
+        tensors.append(("the difference", load_tensor(update.diff)))
+    if (bias := sum_biases(update)) is not None:
+        tensors.append(("the bias", bias))
+    return tensors
+
+
+def sum_biases(update: Update) -> Tensor | None:
+    """Return the sum that an update adds to the bias; None where it adds nothing."""
+    biases = [load_tensor(source) * factor for source, factor in update.biases()]
+    return sum(biases[1:], biases[0]) if biases else None

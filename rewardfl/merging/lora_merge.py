@@ -1,38 +1,38 @@
-"""Merging LoRAs into a checkpoint. Refused with nothing written: the work of tools/merge_lora.py."""
+"""Merging LoRAs into a checkpoint: the work of tools/merge_lora.py."""
 
 import argparse
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rewardfl import command_line
 from rewardfl.files import sha256
 from rewardfl.merging import merge_tensors, writing
-from rewardfl.merging.output import MANIFEST, Output, check_space, existing
+from rewardfl.merging.output import MANIFEST, Output, check_space, nearest_existing
 from rewardfl.weights import image_names, lora_files, merge, shards
 from rewardfl.weights.lora_files import FLOAT32, Lora
 from rewardfl.weights.shards import Refused
 
 TOOL = "rewardfl merge_lora 1"
-
 EXPERTS = {"high": "high_noise", "low": "low_noise"}
-
-# how pipelines name their experts' folders
+# the experts' folders in pipelines
 LAYOUTS = (
     {"high_noise": "transformer", "low_noise": "transformer_2"},
     {"high_noise": "high_noise_model", "low_noise": "low_noise_model"},
-    {"high_noise": "transformer"},  # the only one, by the name that its folder would have beside another
+    {"high_noise": "transformer"},  # a single expert has the folder of the first of two
 )
+Routing = dict[str | None, list[tuple[Lora, float]]]  # {expert of the base: its LoRAs and strengths}
+Plans = dict[str | None, merge_tensors.Plan]
+Copies = list[tuple[Path, Path]]  # (file of the base, its path in the output)
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # files that no one edits: links to them save the room
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # files that nobody edits: links to them save the room
 
-
-@dataclass(frozen=True)
-class Given:
-    """One --lora of the command line, read."""
+@dataclass(frozen=True, kw_only=True)
+class LoraOption:
+    """A --lora of the command line, with the LoRAs in its file."""
 
     text: str
     path: Path
@@ -41,9 +41,9 @@ class Given:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Merging LoRAs into a checkpoint. Refused with nothing written."""
-    output = Output(args.out, args.json, args.force, TOOL)
-    given = [read_loras(text, args.alpha) for text in args.lora]
+    """Merge LoRAs into a checkpoint. Raise Refused with nothing written."""
+    output = Output(path=args.out, report=args.json, force=args.force, tool=TOOL)
+    options = [read_loras(text, args.alpha) for text in args.lora]
     layouts = (layout for layout in LAYOUTS if all((args.base / folder).is_dir() for folder in layout.values()))
     layout = next(layouts, None)
     if layout and (args.rename != "keep" or output.is_file or args.expert):
@@ -54,28 +54,28 @@ def run(args: argparse.Namespace) -> None:
     bases, layout = open_bases(args, layout)
     config = args.base / "config.json" if args.base.is_dir() else args.base.with_name("config.json")
     read_files = [file for base in bases.values() for file in base.files]
-    read_files += [file for one in given for file in (one.path, *(f for lora in one.loras for f in lora.files))]
+    for option in options:
+        read_files += [option.path, *(file for lora in option.loras for file in lora.files)]
     output.check([args.base, config, *read_files])
-    routed = route(given, list(bases))
+    routed = route(options, list(bases))
     plans = {
         expert: merge_tensors.plan_merge(bases[expert], loras, args.dtype, args.rename)
         for expert, loras in routed.items()
         if loras or args.dtype != "keep"
     }
-    largest = {one.text: max(merge.check_finite(lora) for lora in one.loras) for one in given}
-    report = describe(args, given, routed, plans, largest)
+    largest = {option.text: max(merge.check_finite(lora) for lora in option.loras) for option in options}
+    report = describe(args, options, routed, plans, largest)
     for line in report["lines"]:
         print(command_line.one_line(line))
-    rest = list(other_files(args.base, {layout[expert] for expert in plans})) if layout else []
-    write_merged(
-        args, output, layout, plans, rest, config if args.rename == "keep" and config.is_file() else None, report
-    )
+    copies = list(other_files(args.base, {layout[expert] for expert in plans})) if layout else []
+    copied_config = config if args.rename == "keep" and config.is_file() else None
+    write_merged(args, output, layout, plans, copies, copied_config, report)
 
 
 def open_bases(
     args: argparse.Namespace, layout: dict[str | None, str] | None
 ) -> tuple[dict[str | None, shards.Checkpoint], dict[str | None, str] | None]:
-    """{expert: its checkpoint}, and {expert: its folder} of a pipeline. The expert of an image model is None."""
+    """Open ({expert: its checkpoint}, {expert: its folder} of a pipeline). The expert of an image model is None."""
     folders = layout or {EXPERTS.get(args.expert) or lora_files.expert_in_path(args.base.absolute()): "."}
     bases = {expert: shards.open_checkpoint(args.base / folder) for expert, folder in folders.items()}
     for base in bases.values():
@@ -87,11 +87,11 @@ def open_bases(
     return bases, layout
 
 
-def read_loras(text: str, alpha: float | None) -> Given:
-    """PATH[@high|@low][:strength] -> the LoRAs in it, with their experts set where the text names one."""
+def read_loras(text: str, alpha: float | None) -> LoraOption:
+    """Read the LoRAs of PATH[@high|@low][:strength], with their experts set where the text names one."""
     (path, strength), expert = command_line.parse_path_and_strength(text), None
-    if found := re.fullmatch(r"(.+)@(high|low)", path):
-        path, expert = found[1], EXPERTS[found[2]]
+    if match := re.fullmatch(r"(.+)@(high|low)", path):
+        path, expert = match[1], EXPERTS[match[2]]
     loras = lora_files.read_lora(path, alpha)
     if expert and lora_files.WAN not in loras[0].models:
         raise Refused(f"--lora {text}: {' and '.join(loras[0].models)} have no experts; give --lora {path}")
@@ -99,29 +99,24 @@ def read_loras(text: str, alpha: float | None) -> Given:
     for scale in {1.0} | {update.scale for lora in loras for update in lora.updates.values()}:
         if not FLOAT32.tiny <= abs(strength * scale) <= FLOAT32.max:
             raise Refused(f"--lora {text}: strength {strength:g} times scale {scale:g} is 0 or infinite in float32")
-    return Given(text, Path(path), strength, loras)
+    return LoraOption(text=text, path=Path(path), strength=strength, loras=loras)
 
 
-def route(given: list[Given], experts: list[str | None]) -> dict[str | None, list[tuple[Lora, float]]]:
-    """{expert of the base: its LoRAs and strengths}. Refused where a half's place is unknown or not in the base.
-
-    experts: both for a pipeline, else the one that the base is, None if nothing says which.
-    """
-    routed: dict[str | None, list[tuple[Lora, float]]] = {expert: [] for expert in experts}
-    for one in given:
-        placed = False
-        for lora in one.loras:
-            expert = assign_experts(one.text, lora, experts, alone=len(one.loras) == 1)
+def route(options: list[LoraOption], experts: list[str | None]) -> Routing:
+    """Assign LoRAs to the base's experts. Raise Refused where an expert is unknown, or a LoRA has none in the base."""
+    routed: Routing = {expert: [] for expert in experts}
+    for option in options:
+        targets = [match_expert(option.text, lora, experts, len(option.loras) == 1) for lora in option.loras]
+        if routed.keys().isdisjoint(targets):
+            raise Refused(f"--lora {option.text} has nothing for the base")
+        for lora, expert in zip(option.loras, targets, strict=True):
             if expert in routed:
-                routed[expert].append((lora, one.strength))
-                placed = True
-        if not placed:
-            raise Refused(f"--lora {one.text} has nothing for the base")
+                routed[expert].append((lora, option.strength))
     return routed
 
 
-def assign_experts(text: str, lora: Lora, experts: list[str | None], alone: bool) -> str | None:
-    """The base's expert that a LoRA belongs to; the LoRA's own, not in the base, for the other half of a pair."""
+def match_expert(text: str, lora: Lora, experts: list[str | None], alone: bool) -> str | None:
+    """Return the base's expert that a LoRA is for; the LoRA's own expert for the other half of a pair."""
     if lora.expert in experts and lora.expert is not None:
         return lora.expert
     if len(experts) == 2:
@@ -142,29 +137,24 @@ def assign_experts(text: str, lora: Lora, experts: list[str | None], alone: bool
 
 
 def describe(
-    args: argparse.Namespace,
-    given: list[Given],
-    routed: dict[str | None, list[tuple[Lora, float]]],
-    plans: dict[str | None, merge_tensors.Plan],
-    largest: dict[str, float],
+    args: argparse.Namespace, options: list[LoraOption], routed: Routing, plans: Plans, largest: dict[str, float]
 ) -> dict:
-    """What is about to happen: lines for the user, a record for the file's metadata, figures for --json."""
+    """Return the plan as lines for the user, a record for the file's metadata and figures for --json."""
     lines, record = [], {"base": command_line.one_line(str(args.base)), "dtype": args.dtype}
-    for number, one in enumerate(given):
-        for lora in one.loras:
+    for number, option in enumerate(options):
+        for lora in option.loras:
             ranks = sorted({update.rank for update in lora.updates.values() if update.down is not None})
             scales = sorted({update.scale for update in lora.updates.values() if update.down is not None})
             text = (
                 f"{lora.path}: {len(lora.updates)} modules, rank {span(ranks)}, scale {span(scales)}, alpha from "
-                f"{lora.alpha_source}, strength {one.strength:g}, {whose(lora)}; keys like {lora.dialect}"
+                f"{lora.alpha_source}, strength {option.strength:g}, {name_owner(lora)}; keys like {lora.dialect}"
             )
             lines.append(text)
-            record[f"lora_{number}_{lora.expert or 'model'}"] = (
-                command_line.one_line(text) + f"; sha256 {sha256(lora.path)}"
-            )
+            stored = f"{command_line.one_line(text)}; sha256 {sha256(lora.path)}"
+            record[f"lora_{number}_{lora.expert or 'model'}"] = stored
             lines += [f"note: {note}" for note in lora.notes]
-        if largest[one.text] == 0:
-            lines.append(f"WARNING: {one.text} is zero everywhere: an adapter before its first step?")
+        if largest[option.text] == 0:
+            lines.append(f"WARNING: {option.text} is zero everywhere: an adapter before its first step?")
     for expert, plan in plans.items():
         lines += [f"note: {note}" for note in plan.base.notes]
         lines.append(
@@ -175,8 +165,8 @@ def describe(
     return {"lines": lines, "record": record, "kept": {}}
 
 
-def whose(lora: Lora) -> str:
-    """The model, or its expert, that a LoRA is for, in words."""
+def name_owner(lora: Lora) -> str:
+    """Return the model, or its expert, that a LoRA is for, in words."""
     if lora_files.WAN in lora.models:
         return f"expert {lora.expert or 'not named'}"
     return f"of {' or '.join(lora.models)}"
@@ -188,35 +178,33 @@ def span(values: Sequence[float]) -> str:
     return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g}..{values[-1]:g}"
 
 
-def warn_of_loss(expert: str | None, kept: merge_tensors.MergeLoss, plan: merge_tensors.Plan, report: dict) -> None:
-    """Print how much of the update the stored dtype holds."""
-    if not kept.intended:
+def warn_of_loss(expert: str | None, loss: merge_tensors.MergeLoss, plan: merge_tensors.Plan, report: dict) -> None:
+    """Print the share of the update that the stored dtype holds, and add it to the report."""
+    if not loss.intended:
         return
-    name = expert or "base"
-    unchanged = kept.unchanged / kept.elements
-    line = f"{name}: update kept {kept.share:.1%}, error {kept.relative_error:.1%} of it, {unchanged:.1%} unchanged"
-    print(line)
-    report["kept"][name] = {"share": kept.share, "relative_error": kept.relative_error, "unchanged": unchanged}
-    if kept.share < 0.9:
+    name, unchanged = expert or "base", loss.unchanged / loss.elements
+    print(f"{name}: update kept {loss.share:.1%}, error {loss.relative_error:.1%} of it, {unchanged:.1%} unchanged")
+    report["kept"][name] = {"share": loss.share, "relative_error": loss.relative_error, "unchanged": unchanged}
+    if loss.share < 0.9:
         dtypes = sorted({part.dtype for part in plan.parts})
         print(
-            f"WARNING: {name} keeps only {kept.share:.0%} of the update: steps below the spacing of {'/'.join(dtypes)} "
+            f"WARNING: {name} keeps only {loss.share:.0%} of the update: steps below the spacing of {'/'.join(dtypes)} "
             "are lost. Merge with --dtype fp32 or fp16, from an fp32 base if there is one, or use the LoRA unmerged"
         )
 
 
 def other_files(base: Path, merged: set[str]) -> Iterator[tuple[Path, Path]]:
-    """(file, its place in the output) of all that a pipeline holds beside the experts that are written anew.
+    """Yield a pipeline's files without the merged experts' weights, and their paths in the output.
 
-    Through symbolic links, as in a hub cache. Refused for what is neither a file nor a folder.
+    Follow symbolic links, as in a hub cache. Raise Refused for devices and circles of links.
     """
 
-    def walk(source: Path, place: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, Path]]:
+    def walk(source: Path, target: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, Path]]:
         if source.is_file():
-            yield source, place
+            yield source, target
         elif source.is_dir() and source.resolve() not in above:
             for child in sorted(source.iterdir()):
-                yield from walk(child, place / child.name, (*above, source.resolve()))
+                yield from walk(child, target / child.name, (*above, source.resolve()))
         else:
             raise Refused(f"{source} is neither a file nor a folder, or a link to a folder that holds it; remove it")
 
@@ -232,76 +220,74 @@ def write_merged(
     args: argparse.Namespace,
     output: Output,
     layout: dict[str, str] | None,
-    plans: dict[str | None, merge_tensors.Plan],
-    rest: list[tuple[Path, Path]],
+    plans: Plans,
+    copies: Copies,
     config: Path | None,
     report: dict,
 ) -> None:
-    """Write and verify the output, or with --dry-run say what would be. rest: a pipeline's other files."""
-    tensors = sum(part.nbytes for plan in plans.values() for part in plan.parts)
-    device = existing(args.out.parent).stat().st_dev
+    """Write and verify the output, or with --dry-run print the plan. copies: a pipeline's other files."""
+    device = nearest_existing(args.out.parent).stat().st_dev
     # weights on the output's file system become links
-    copies = [file.stat() for file, _ in rest if file.suffix not in WEIGHTS or file.stat().st_dev != device]
-    total = tensors + sum(one.st_size for one in copies)
+    status = [file.stat() for file, _ in copies if file.suffix not in WEIGHTS or file.stat().st_dev != device]
+    total = count_bytes(plans.values()) + sum(file.st_size for file in status)
     output.make_room(total, args.dry_run)
     if args.dry_run:
         for expert, plan in plans.items():
-            warn_of_loss(expert, merge_tensors.estimate_kept(plan), plan, report)
+            warn_of_loss(expert, merge_tensors.estimate_loss(plan), plan, report)
         print(f"dry run: nothing written; {command_line.gigabytes(total)} would be")
         output.write_report(report)
         return
     metadata = {"format": "pt", "rewardfl": TOOL}
     metadata |= {f"rewardfl_{key}": value for key, value in report["record"].items()}
     if layout:
-        write_pipeline(args, output, {layout[expert]: plan for expert, plan in plans.items()}, rest, metadata)
+        write_pipeline(args, output, {layout[expert]: plan for expert, plan in plans.items()}, copies, metadata)
     else:
         (plan,) = plans.values()
         with writing.progress_bar(plan.parts, str(args.out)) as bar:
             output.write_model(plan.parts, metadata, args.max_shard_size, bar.update, config)
     for expert, plan in plans.items():
         if plan.merged:
-            warn_of_loss(expert, plan.kept, plan, report)
+            warn_of_loss(expert, plan.loss, plan, report)
     if args.verify:
         for expert, plan in plans.items():
-            place = args.out / layout[expert] if layout else args.out
-            with writing.progress_bar(plan.parts, f"verifying {place}") as bar:
-                merge_tensors.verify_merge(plan, shards.open_checkpoint(place), bar.update)
+            path = args.out / layout[expert] if layout else args.out
+            with writing.progress_bar(plan.parts, f"verifying {path}") as bar:
+                merge_tensors.verify_merge(plan, shards.open_checkpoint(path), bar.update)
         print("verified: copies are equal byte by byte, merged rows equal base + LoRA")
     print(command_line.one_line(f"written: {args.out}"))
     output.write_report(report)
 
 
 def write_pipeline(
-    args: argparse.Namespace,
-    output: Output,
-    plans: dict[str, merge_tensors.Plan],
-    rest: list[tuple[Path, Path]],
-    metadata: dict[str, str],
+    args: argparse.Namespace, output: Output, plans: Mapping[str, merge_tensors.Plan], copies: Copies, metadata: dict
 ) -> None:
-    """The pipeline with its merged experts, by folder. Other weights are hard-linked, everything small is copied.
+    """Write the pipeline with its merged experts, by folder. Hard-link other weights, copy everything else.
 
-    A link shares its content with the base, so what people edit (configurations, tokenizer) must be a copy. Weights
-    become copies too where the disk has no links.
+    A link shares its content with the base, so files that people edit (configurations, tokenizer) must be copies.
+    Weights become copies too where the disk has no links.
     """
     with output.folder() as folder:
-        copies = [(source, place) for source, place in rest if not linked(source, folder / place)]
-        nbytes = sum(part.nbytes for plan in plans.values() for part in plan.parts)
-        check_space(args.out, nbytes + sum(source.stat().st_size for source, _ in copies))
-        for source, place in copies:
-            shutil.copyfile(source, folder / place)
+        copies = [(source, target) for source, target in copies if not link_weights(source, folder / target)]
+        check_space(args.out, count_bytes(plans.values()) + sum(source.stat().st_size for source, _ in copies))
+        for source, target in copies:
+            shutil.copyfile(source, folder / target)
         for name, plan in plans.items():
             (folder / name).mkdir(exist_ok=True)
             with writing.progress_bar(plan.parts, name) as bar:
                 writing.write_folder(folder / name, plan.parts, metadata, args.max_shard_size, bar.update)
 
 
-def linked(source: Path, target: Path) -> bool:
-    """Make the folder of `target`, and it a link to `source` if that holds weights and the disk can; whether it did."""
+def count_bytes(plans: Iterable[merge_tensors.Plan]) -> int:
+    return sum(part.nbytes for plan in plans for part in plan.parts)
+
+
+def link_weights(source: Path, target: Path) -> bool:
+    """Link `target` to a file of weights, and make its folder. Return False for other files, or without links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.suffix not in WEIGHTS:
         return False
     try:
         os.link(source.resolve(), target)
-    except OSError:  # another file system, or one without links: the copy that follows tells what else it may be
+    except OSError:  # another file system, or one without links; other errors come again with the copy
         return False
     return True

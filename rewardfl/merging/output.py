@@ -1,12 +1,12 @@
-"""Where tools write: what may be replaced there, and what a killed run left. No torch here.
+"""Outputs of tools: which files may be replaced, and the temporaries of killed runs. No torch here.
 
-One rule holds for all: a tool replaces only what it can prove that it wrote, and never its own input. The proof:
+A tool replaces only files that it can prove to be its own, and never its input. The proof:
 
 - A folder (Folder) holds MANIFEST, which lists each file with its size and hash.
-- A file (File) ends with a line that names the tool and the hash of what stands above it. A .safetensors file names
-  the tool in its metadata, and a report in JSON under the key `tool`.
+- A file (File) ends with a line that names the tool and the hash of the content above. A .safetensors file names the
+  tool in its metadata, and a report in JSON under the key `tool`.
 
-What was edited since has another hash, so it is the user's. Those that merge write one of these whole (Output).
+An edited file has another hash, so it is the user's. Merging tools write a file or a folder whole (Output).
 """
 
 import fcntl
@@ -34,59 +34,53 @@ from rewardfl.weights import shards
 from rewardfl.weights.shards import Refused
 
 MANIFEST = "rewardfl_manifest.json"  # in an output folder: the tool and its files
-
-LOCK = "rewardfl.lock"  # in an output folder that is filled bit by bit; whoever fills it holds this file's lock
-
-HASHED_BYTES = 16 << 20  # larger files are known by their size and time: hashing them would take as long as writing
-
+LOCK = "rewardfl.lock"  # in an output folder that is filled bit by bit; the process that fills it holds the lock
+HASHED_BYTES = 16 << 20  # larger files go by size and time: hashing them would take as long as writing
 LARGEST = 4 << 30  # bytes of a file that a tool writes whole
-
-SECONDS_APART = 60  # by which the clocks of this host and of the disk's host may differ
-
+SECONDS_APART = 60  # the clocks of this host and of the disk's host may differ by this
 TEMPORARY = re.compile(r"(.+)\.tmp-(.+)-(\d{1,9})(?:-old)?")  # its target, host and process, as files.py names it
-
 WAY_OUT = "move it away, or give another name"
 
 
 def check_inputs(option: str, path: Path, inputs: Iterable[Path]) -> None:
-    """Raise Refused when the output is an input, holds one or lies in one."""
+    """Raise Refused when the output is an input, holds one or is within one."""
     for source in inputs:
         if _holds(source, path) or _holds(path, source):
             raise Refused(f"{option} {path} is, holds or lies in the input {source}; write to another place")
 
 
 def _holds(outer: Path, inner: Path) -> bool:
-    """Whether `inner` is `outer` or lies in it; by the files themselves, so that no link or mount hides it."""
-    for way in (inner.resolve(), Path(os.path.abspath(inner))):
-        places = (way, *way.parents)
-        if outer.resolve() in places or (outer.exists() and any(p.exists() and p.samefile(outer) for p in places)):
+    """Return whether `inner` is `outer` or within it, by the files themselves: links and mounts do not hide it."""
+    for path in (inner.resolve(), Path(os.path.abspath(inner))):
+        paths = (path, *path.parents)
+        if outer.resolve() in paths or (outer.exists() and any(p.exists() and p.samefile(outer) for p in paths)):
             return True
     return False
 
 
 def _check_parent(option: str, path: Path) -> None:
-    """Raise Refused when the folder that `path` goes into cannot be made or written."""
-    folder = existing(path.parent)
+    """Raise Refused when the parent folder of `path` cannot be made or written."""
+    folder = nearest_existing(path.parent)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise Refused(f"{option} {path}: {folder} is no folder that can be written; give another place")
 
 
-def existing(path: Path) -> Path:
-    """Return the path or the nearest of its parents that is there, perhaps as a link to nothing."""
+def nearest_existing(path: Path) -> Path:
+    """Return the path or its nearest parent that exists, perhaps as a link to nothing."""
     path = path.absolute()
-    return next(place for place in (path, *path.parents) if os.path.lexists(place))
+    return next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
 
 
 def check_space(out: Path, nbytes: int) -> None:
-    """Raise Refused when the disk has no room for the output next to what is there."""
-    free = shutil.disk_usage(existing(out.parent)).free
+    """Raise Refused when the disk has no room for the output next to an earlier one."""
+    free = shutil.disk_usage(nearest_existing(out.parent)).free
     if nbytes > free:
-        needed = f"{command_line.gigabytes(nbytes)}, the disk has {command_line.gigabytes(free)} free"
-        raise Refused(f"--out {out} needs {needed}")
+        sizes = f"{command_line.gigabytes(nbytes)}, the disk has {command_line.gigabytes(free)} free"
+        raise Refused(f"--out {out} needs {sizes}")
 
 
 class Listing(BaseModel):
-    """What a manifest holds. A report has the first alone: its `files` are others."""
+    """The content of a manifest. Of a report only the tool counts: its `files` mean something else."""
 
     tool: str
     files: dict[str, Any] = {}
@@ -95,37 +89,37 @@ class Listing(BaseModel):
 def _listing(path: Path, tool: str) -> Listing | None:
     """Return the listing in a JSON file of this tool, of any version; None for anything else."""
     try:
-        found = Listing.model_validate_json(_content(path, HASHED_BYTES))
+        listing = Listing.model_validate_json(_content(path, HASHED_BYTES))
     except ValidationError:
         return None
-    return found if _same_tool(found.tool, tool) else None
+    return listing if _same_tool(listing.tool, tool) else None
 
 
-def _same_tool(one: str, other: str) -> bool:
-    return one.split(" ")[:2] == other.split(" ")[:2]  # the third word is the version
+def _same_tool(tool: str, other: str) -> bool:
+    return tool.split(" ")[:2] == other.split(" ")[:2]  # the third word is the version
 
 
-def _content(path: Path, most: int) -> bytes:
-    """Return the content of a file; none of a link, a device and a file of more bytes."""
+def _content(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a file; b"" for a link, a device and a larger file."""
     regular = path.is_file() and not path.is_symlink()
-    return path.read_bytes() if regular and path.stat().st_size <= most else b""
+    return path.read_bytes() if regular and path.stat().st_size <= max_bytes else b""
 
 
-def _fingerprint(path: Path, known: dict | None = None) -> dict[str, object]:
-    """Return what shows whether a file is still the one that was written. known: a manifest's entry to compare with."""
+def _fingerprint(path: Path, listed: dict | None = None) -> dict[str, object]:
+    """Return the size, and hash or time, of a file. listed: a manifest's entry to compare with, for a short cut."""
     status = path.lstat()
-    if known is not None and (not isinstance(known, dict) or known.get("bytes") != status.st_size):
+    if listed is not None and (not isinstance(listed, dict) or listed.get("bytes") != status.st_size):
         return {"bytes": status.st_size}
     if status.st_size <= HASHED_BYTES:
         return {"bytes": status.st_size, "sha256": sha256(path)}
-    if known is None:
+    if listed is None:
         fsync(path)  # a network disk may set the time when it stores the content
     return {"bytes": status.st_size, "mtime_ns": path.lstat().st_mtime_ns}
 
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """A file that a tool writes whole, such as a page, a picture or a video. tool: such as `rewardfl plot_metrics`."""
+    """A file that a tool writes whole: a page, a picture or a video. tool: such as `rewardfl plot_metrics`."""
 
     option: str
     path: Path
@@ -133,7 +127,7 @@ class File:
     inputs: tuple[Path, ...] = ()
 
     def check(self) -> None:
-        """Raise Refused unless the place is free or holds what this tool wrote, and is no input."""
+        """Raise Refused unless the path is free or this tool's earlier output, and no input."""
         path, name = self.path, f"{self.option} {self.path}"
         check_inputs(self.option, path, self.inputs)
         _check_parent(self.option, path)
@@ -143,7 +137,7 @@ class File:
             raise Refused(f"{name} is not a file as this tool wrote it; {WAY_OUT}")
 
     def write(self, content: bytes) -> None:
-        """Write the content with its proof. Raise Refused as `check` does, and for a disk that does not take it."""
+        """Write the content with its proof. Raise Refused as `check` does, and for errors of the disk."""
         self.check()
         if self.path.suffix == ".mp4":  # players pass over a box of type `free`
             content += struct.pack(">I4s", 8 + len(self._proof(b"")), b"free")
@@ -155,7 +149,7 @@ class File:
             raise Refused(f"{self.option} {self.path} cannot be written ({words}); write to another place") from error
 
     def _proof(self, content: bytes) -> bytes:
-        """Return a last line, which readers of HTML, SVG, PDF, NPY and pictures pass over."""
+        """Return the last line, which readers of HTML, SVG, PDF, NPY and pictures ignore."""
         return f"\n<!-- {self.tool} sha256 {hashlib.sha256(content).hexdigest()} -->\n".encode()
 
     def _is_own(self) -> bool:
@@ -179,21 +173,20 @@ class Folder:
     tool: str
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise Refused when a file is in the way of these, names below the folder."""
+        """Raise Refused when a file of the user's has one of these names below the folder."""
         if self.path.exists() and not self.path.is_dir():
             raise Refused(f"--out {self.path} is no folder; give the name of a folder")
         _check_parent("--out", self.path / MANIFEST)
         listed, folder = self.listed(), self.path.absolute()
         for name in names if folder.exists() else ():
-            place = existing(folder / name)
-            is_above = place.is_dir() and place != folder / name and self._is_inside(place.relative_to(folder))
+            path = nearest_existing(folder / name)
+            is_above = path.is_dir() and path != folder / name and self._is_inside(path.relative_to(folder))
             if not is_above and not self._is_own(name, listed):
-                raise Refused(
-                    f"{place} is in the way: it is not as this tool wrote it; move it away, or give another --out"
-                )
+                problem = "it is not as this tool wrote it; move it away, or give another --out"
+                raise Refused(f"{path} is in the way: {problem}")
 
     def check_whole(self) -> None:
-        """Raise Refused unless the place is free or holds nothing but what this tool wrote; then it may be replaced."""
+        """Raise Refused unless the folder may be replaced: it is missing, or holds this tool's files alone."""
         if self.path.is_symlink():
             raise Refused(f"--out {self.path} is a link to {os.readlink(self.path)}; give the place itself")
         self.check(())
@@ -206,48 +199,48 @@ class Folder:
             raise Refused(f"{foreign} is not as {MANIFEST} lists it; {WAY_OUT}")
 
     def _foreign(self, folder: Path, listed: Mapping[str, dict | None]) -> Iterator[Path]:
-        """Yield what this tool did not write, or the user has changed since; not the temporaries of killed runs."""
-        ways = {self.path / parent for name in listed for parent in Path(name).parents}
+        """Yield files and folders that are not as listed, without the temporaries of killed runs."""
+        parents = {self.path / parent for name in listed for parent in Path(name).parents}
         for child in sorted(folder.iterdir()):
             stray = TEMPORARY.fullmatch(child.name)
-            if child == self.path / MANIFEST or (stray and _why_kept(child, stray) is None):
+            if child == self.path / MANIFEST or (stray and _reason_to_keep(child, stray) is None):
                 continue
-            if child in ways and child.is_dir() and not child.is_symlink():
+            if child in parents and child.is_dir() and not child.is_symlink():
                 yield from self._foreign(child, listed)
             elif not self._is_own(child.relative_to(self.path).as_posix(), listed):
                 yield child
 
     def claim(self, names: Iterable[str]) -> None:
-        """List files that are going to be written. Raise Refused as `check` does."""
+        """List files before they are written. Raise Refused as `check` does."""
         names = list(names)
         self.check(names)
-        self._list(self.listed() | dict.fromkeys(names))
+        self._store(self.listed() | dict.fromkeys(names))
 
     def seal(self, names: Iterable[str]) -> None:
-        """List files as they are now: later changes are the user's. Those that are not there go."""
+        """List files as they are now: later changes are the user's. Missing files leave the list."""
         listed = self.listed()
         for name in names:
             listed.pop(name, None)
             if (self.path / name).is_file():
                 listed[name] = _fingerprint(self.path / name)
-        self._list(listed)
+        self._store(listed)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove those of the files that are as this tool wrote them, and the folders that this leaves empty."""
+        """Remove the files that are still as this tool wrote them, and the folders that become empty."""
         listed = self.listed()
         for name in list(names):
-            place, own = self.path / name, self._is_own(name, listed)
+            path, is_own = self.path / name, self._is_own(name, listed)
             listed.pop(name, None)
-            if own:
-                for stray in [place, *(stray for stray, why in strays(place) if why is None)]:
+            if is_own:
+                for stray in [path, *(stray for stray, reason in find_strays(path) if reason is None)]:
                     stray.unlink()
-                while (place := place.parent) != self.path and not any(place.iterdir()):
-                    place.rmdir()
-        self._list(listed)
+                while (path := path.parent) != self.path and not any(path.iterdir()):
+                    path.rmdir()
+        self._store(listed)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder, and keep other processes out of it. Raise Refused where one is at work."""
+        """Make the folder and lock it. Raise Refused where another process holds the lock."""
         self.check(())
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / LOCK).open("a") as file:
@@ -264,33 +257,33 @@ class Folder:
         path = self.path / MANIFEST
         if not os.path.lexists(path):
             return {}
-        if (found := _listing(path, self.tool)) is None:
+        if (listing := _listing(path, self.tool)) is None:
             raise Refused(f"--out {self.path} is not an output of this tool, as {path} shows; give another --out")
-        return found.files
+        return listing.files
 
-    def _list(self, files: Mapping[str, dict | None]) -> None:
+    def _store(self, files: Mapping[str, dict | None]) -> None:
         atomic_write(self.path / MANIFEST, json.dumps({"tool": self.tool, "files": files}, indent=2) + "\n")
 
-    def _is_inside(self, place: Path | str) -> bool:
-        """Whether neither a link nor a name in an edited manifest leads out of the folder."""
-        whole = self.path.resolve() / place
-        return whole.resolve() == whole and whole.is_relative_to(self.path.resolve())
+    def _is_inside(self, name: Path | str) -> bool:
+        """Return whether no link and no name in an edited manifest leads out of the folder."""
+        path = self.path.resolve() / name
+        return path.resolve() == path and path.is_relative_to(self.path.resolve())
 
     def _is_own(self, name: str, listed: Mapping[str, dict | None]) -> bool:
-        """Whether a file is as it was listed. One that is listed without a hash was claimed when nothing was there."""
+        """Return whether a file is as listed. One without a hash was claimed when no file had its name."""
         if name not in listed or not self._is_inside(name) or not (file := self.path / name).is_file():
             return False
         return listed[name] is None or _fingerprint(file, listed[name]) == listed[name]
 
 
-def strays(path: Path) -> Iterator[tuple[Path, str | None]]:
-    """Yield (temporary of `path`, why it must stay); None when the process that wrote it is dead."""
+def find_strays(path: Path) -> Iterator[tuple[Path, str | None]]:
+    """Yield (temporary of `path`, reason to keep it); None when the process that wrote it is dead."""
     for child in sorted(path.parent.iterdir()) if path.parent.is_dir() else ():
-        if (found := TEMPORARY.fullmatch(child.name)) and found[1] == path.name:
-            yield child, _why_kept(child, found)
+        if (match := TEMPORARY.fullmatch(child.name)) and match[1] == path.name:
+            yield child, _reason_to_keep(child, match)
 
 
-def _why_kept(stray: Path, name: re.Match) -> str | None:
+def _reason_to_keep(stray: Path, name: re.Match) -> str | None:
     host, process = name[2], int(name[3])
     if stray.is_symlink() or not (stray.is_file() or stray.is_dir()):
         return "it is neither a file nor a folder"
@@ -301,19 +294,19 @@ def _why_kept(stray: Path, name: re.Match) -> str | None:
     try:
         writer = psutil.Process(process)
         last_write = max(path.lstat().st_mtime for path in (stray, *stray.rglob("*")))
-        is_later = writer.create_time() > last_write + SECONDS_APART  # it got a dead one's number
+        is_later = writer.create_time() > last_write + SECONDS_APART  # it reuses the number of a dead process
         if is_later or writer.status() == psutil.STATUS_ZOMBIE:
             return None
     except psutil.NoSuchProcess:
         return None
-    except (psutil.Error, FileNotFoundError):  # it may not be looked at, or is at work
+    except (psutil.Error, FileNotFoundError):  # the process is another user's, or is at work
         pass
     return f"the process {process} may be writing it"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Output:
-    """A file or folder that is written whole, perhaps with a report. force: replace an earlier one of this tool."""
+    """A file or folder that is written whole, perhaps with a report. force: replace this tool's earlier output."""
 
     path: Path
     report: Path | None
@@ -322,11 +315,11 @@ class Output:
 
     @property
     def is_file(self) -> bool:
-        """A .safetensors file; else a folder."""
+        """Return whether the output is a .safetensors file, not a folder."""
         return self.path.suffix == ".safetensors"
 
     def check(self, inputs: Sequence[Path]) -> None:
-        """Raise Refused when the output or the report would harm an input, each other, or anything of the user's."""
+        """Raise Refused when the output or the report would harm an input, each other, or a file of the user's."""
         out = self.path
         if out.name in ("", ".."):
             raise Refused(f"--out {out} has no name of its own; write the folder's name")
@@ -342,7 +335,7 @@ class Output:
                 raise Refused(f"--json {self.report}: its folder is missing; make it, or write to another place")
 
     def check_replaceable(self) -> None:
-        """Raise Refused unless the place is free, or holds with --force nothing but an earlier output of this tool."""
+        """Raise Refused unless the path is free or, with --force, this tool's earlier output."""
         path = self.path
         if path.exists() and not self.force:
             raise Refused(f"--out {path} exists; give another name, or --force to replace what this tool wrote")
@@ -350,28 +343,28 @@ class Output:
             File(option="--out", path=path, tool=self.tool).check()
         else:
             Folder(path, self.tool).check_whole()
-        for stray, why in () if path.exists() else strays(path):
-            if stray.name.endswith("-old") and why is None:
+        for stray, reason in () if path.exists() else find_strays(path):
+            if stray.name.endswith("-old") and reason is None:
                 raise Refused(
                     f"{stray} is the earlier --out {path}, which a killed run had moved aside; rename it to "
                     f"{path.name}, or delete it"
                 )
 
     def make_room(self, nbytes: int, dry_run: bool) -> None:
-        """Remove what killed runs left, print what may still be written. Raise Refused where the disk has no room."""
+        """Remove the temporaries of killed runs, print the others. Raise Refused where the disk has no room."""
         for path in filter(None, (self.path, self.report)):
-            for stray, why in strays(path):
+            for stray, reason in find_strays(path):
                 line = f"{'would remove' if dry_run else 'removed'} {stray}, which a killed run left"
-                print(command_line.one_line(f"note: {stray} is left alone, {why}" if why else line))
-                if why is None and not dry_run:
+                print(command_line.one_line(f"note: {stray} is left alone, {reason}" if reason else line))
+                if reason is None and not dry_run:
                     shutil.rmtree(stray) if stray.is_dir() else stray.unlink()
         check_space(self.path, nbytes)
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """Give a folder to fill, which becomes the output, with a manifest, when the block ends without an exception.
+        """Yield a folder to fill, which becomes the output, with a manifest, when the block ends without an exception.
 
-        Raise Refused when something came to its place that may not be replaced.
+        Raise Refused when the path has meanwhile got content that may not be replaced.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_directory(self.path) as new:
@@ -381,7 +374,7 @@ class Output:
             self.check_replaceable()
 
     def write_file(self, parts: list[Part], metadata: Mapping[str, str], progress: Progress) -> None:
-        """Write a .safetensors file. Raise Refused when something came to its place that may not be replaced."""
+        """Write a .safetensors file. Raise Refused when the path has meanwhile got a file that may not be replaced."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         writing.write_file(self.path, parts, metadata, progress, self.check_replaceable)
 
@@ -392,12 +385,12 @@ class Output:
         if self.is_file:
             self.write_file(parts, metadata, progress)
             return
-        with self.folder() as place:
-            writing.write_folder(place, parts, metadata, max_bytes, progress)
+        with self.folder() as folder:
+            writing.write_folder(folder, parts, metadata, max_bytes, progress)
             if config:
-                (place / "config.json").write_bytes(config.read_bytes())
+                (folder / "config.json").write_bytes(config.read_bytes())
 
     def write_report(self, report: dict) -> None:
-        """Write --json, where it is given."""
+        """Write the report to the file of --json, if there is one."""
         if self.report:
             atomic_write(self.report, json.dumps({"tool": self.tool} | report, indent=2) + "\n")

@@ -1,11 +1,11 @@
-"""Join, split, cast or rename a sharded checkpoint in one pass."""
+"""Join, split, cast or rename a sharded checkpoint in one pass: the work of tools/merge_shards.py."""
 
 import argparse
 
 from rewardfl import command_line
 from rewardfl.merging import writing
 from rewardfl.merging.output import Output
-from rewardfl.merging.writing import Part, copy_of
+from rewardfl.merging.writing import Part, copy_entry
 from rewardfl.weights import shards, wan_names
 from rewardfl.weights.shards import Checkpoint, Refused
 
@@ -13,16 +13,14 @@ TOOL = "rewardfl merge_shards 1"
 
 
 def run(args: argparse.Namespace) -> None:
-    """Raise Refused with nothing written."""
-    source = args.input[0] if len(args.input) == 1 else args.input
-    model = shards.open_checkpoint(source)
-    output = Output(args.out, args.json, args.force, TOOL)
+    """Merge the shards. Raise Refused with nothing written."""
+    model = shards.open_checkpoint(args.input[0] if len(args.input) == 1 else args.input)
+    output = Output(path=args.out, report=args.json, force=args.force, tool=TOOL)
     config = model.files[0].with_name("config.json")
     output.check([*args.input, *model.files, config])
     parts = plan_parts(model, args.dtype, args.rename)
     total = sum(part.nbytes for part in parts)
     output.make_room(total, args.dry_run)
-
     dtypes = {dtype: sum(part.dtype == dtype for part in parts) for dtype in sorted({part.dtype for part in parts})}
     report = {
         "input": [str(path) for path in model.files],
@@ -40,13 +38,10 @@ def run(args: argparse.Namespace) -> None:
         print("dry run: nothing written")
         output.write_report(report)
         return
-
     metadata = {"format": "pt", **model.metadata, "rewardfl": TOOL}
+    copied_config = config if args.rename == "keep" and config.is_file() else None
     with writing.progress_bar(parts, str(args.out)) as bar:
-        output.write_model(
-            parts, metadata, args.max_shard_size, bar.update,
-            config if args.rename == "keep" and config.is_file() else None,
-        )  # fmt: skip
+        output.write_model(parts, metadata, args.max_shard_size, bar.update, copied_config)
     if args.verify:
         with writing.progress_bar(parts, "verifying") as bar:
             verify_shards(model, parts, shards.open_checkpoint(args.out), bar.update)
@@ -61,14 +56,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def plan_parts(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
-    """The tensors to write. Refused where names or dtypes are to change and the model is not a Wan transformer."""
+    """Return the tensors to write. Raise Refused for new names or dtypes of a model that is no Wan transformer."""
     if dtype == "keep" and rename == "keep":
-        return [copy_of(entry) for entry in model.tensors.values()]
+        return [copy_entry(entry) for entry in model.tensors.values()]
     if dtype == "keep":
         _, commons = wan_names.naming(model)
-        return [
-            copy_of(entry, wan_names.output_name(commons[name], name, rename)) for name, entry in model.tensors.items()
-        ]
+        names = {name: wan_names.output_name(commons[name], name, rename) for name in model.tensors}
+        return [copy_entry(entry, names[name]) for name, entry in model.tensors.items()]
     from rewardfl.merging import merge_tensors
 
     shards.check_unquantised(model, "its values cannot be cast; give --dtype keep, or the fp32, fp16 or bf16 files")
@@ -76,7 +70,7 @@ def plan_parts(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
 
 
 def verify_shards(model: Checkpoint, parts: list[Part], written: Checkpoint, progress) -> None:
-    """Refused (the output is wrong) unless it holds exactly the planned tensors with the planned bytes."""
+    """Raise Refused (the output is wrong) unless it holds exactly the planned tensors with the planned bytes."""
     if len(written.tensors) != len(parts):
         raise Refused(f"{written.path} has {len(written.tensors)} tensors of {len(parts)}")
     for part in parts:

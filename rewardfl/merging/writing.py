@@ -1,7 +1,7 @@
-"""Safetensors files written in constant memory, tensor by tensor, alone or as the shards of a folder.
+"""Safetensors files written in constant memory, tensor by tensor, as one file or as the shards of a folder.
 
 The safetensors library writes from complete state dicts only. No torch here: copying shards takes 34 MiB, importing
-torch alone 220.
+torch 220.
 """
 
 import json
@@ -17,13 +17,11 @@ from rewardfl.files import atomic_file
 from rewardfl.weights.shards import ITEM_BYTES, Entry
 
 STEM = "diffusion_pytorch_model"  # of the files in a diffusers or Wan-AI expert folder
-
 Bytes = bytes | bytearray | memoryview
+Progress = Callable[[int], object]  # called with the size of each piece that is written, in bytes
 
-Progress = Callable[[int], object]  # called with the bytes of each piece that is written
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """A tensor to write: its bytes are those of its pieces, one after the other."""
 
@@ -37,9 +35,9 @@ class Part:
         return ITEM_BYTES[self.dtype] * prod(self.shape)
 
 
-def copy_of(entry: Entry, name: str | None = None) -> Part:
-    """`entry` as it is, perhaps under another name."""
-    return Part(name or entry.name, entry.dtype, entry.shape, entry.pieces)
+def copy_entry(entry: Entry, name: str | None = None) -> Part:
+    """Return the part that copies `entry`, perhaps under another name."""
+    return Part(name=name or entry.name, dtype=entry.dtype, shape=entry.shape, pieces=entry.pieces)
 
 
 def write_file(
@@ -49,10 +47,10 @@ def write_file(
     progress: Progress,
     before_replacing: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a safetensors file that appears at `path` only when it is complete; progress(bytes) as it goes.
+    """Write a safetensors file that appears at `path` only when it is complete, with progress(bytes) per piece.
 
     Tensors are laid out by falling item size, then by name, which aligns each of them. before_replacing: called when
-    the content is written; what it raises leaves `path` as it is.
+    the content is written; an exception in it leaves `path` as it is.
     """
     ordered = sorted(parts, key=lambda part: (-ITEM_BYTES[part.dtype], part.name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -75,7 +73,7 @@ def write_file(
 
 
 def shard(parts: list[Part], max_bytes: int) -> dict[str, list[Part]]:
-    """{file name: its tensors} in the given order, each file with at most max_bytes unless one tensor has more."""
+    """Return {file name: its tensors} in the parts' order. A file exceeds max_bytes only if a single tensor does."""
     groups: list[list[Part]] = [[]]
     size = 0
     for part in parts:
@@ -97,11 +95,8 @@ def write_folder(
     for name, group in files.items():
         write_file(folder / name, group, metadata, progress)
     if len(files) > 1:
-        weight_map = {part.name: name for name, group in files.items() for part in group}
-        index = {
-            "metadata": {"total_size": sum(part.nbytes for part in parts)},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
+        weight_map = dict(sorted((part.name, name) for name, group in files.items() for part in group))
+        index = {"metadata": {"total_size": sum(part.nbytes for part in parts)}, "weight_map": weight_map}
         (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 

@@ -1,8 +1,8 @@
 """A LoRA's configuration as peft and diffusers store it: the only place that knows which of its keys are harmless.
 
-A configuration may say that the tensors mean something else than base + scale * up @ down: that the base was changed
-before training (PiSSA, LoftQ), that layers are repeated, that only some tokens get the update. So each key is read,
-or is known to change nothing, or must hold nothing. Everything else is refused by name. No torch here.
+A configuration may change the meaning of the tensors from base + scale * up @ down. Its base may have been changed
+before training (PiSSA, LoftQ), layers may be repeated, or only some tokens get the update. So each key is read, or
+changes nothing, or must hold nothing. Every other key is refused by name. No torch here.
 """
 
 import re
@@ -14,34 +14,32 @@ from rewardfl.weights import wan_names
 from rewardfl.weights.shards import Refused, json_object, quoted
 
 CONFIG_NAME = "adapter_config.json"  # peft's, next to its adapter_model.safetensors
-_PEFT = "base_model.model."  # what peft's own keys begin with
+_PEFT = "base_model.model."  # prefix of peft's keys
 IN_FILE = "lora_adapter_metadata"  # diffusers', in the metadata of the LoRA's file
 
-# who wrote it, where adapters were put, how they were trained: the saved tensors mean the same
+# keys on the author, the target modules and the training; they do not change the meaning of the tensors
 _HARMLESS = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "megatron_core",
     "qalora_group_size", "runtime_config",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config",  # they count where init_lora_weights names them
 }  # fmt: skip
-_READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"}
-# values with which peft leaves the base as it is and saves all that it changed; the empty ones are allowed as well
-_ALLOWED = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
-}
-# A key of peft's patterns that is a module's name, or the end of one. peft takes it as a regular expression and so
-# tells users of `^` for a name from its start on; all that it writes itself are names.
+_FLAGS = ("use_rslora", "use_dora", "lora_bias")
+_READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", *_FLAGS}
+# With these values, and with empty ones, peft leaves the base as it is and saves all that it changed.
+_INITS = (True, "gaussian", "eva", "orthogonal", "mica")
+_ALLOWED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _INITS}
+# A pattern's key that is a module's name, or the end of one. peft reads it as a regular expression, so users write `^`
+# before a whole name. peft itself writes names only.
 _PATTERN = r"\^?(?:[\w-]|\\?\.)+\$?"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """What a configuration says of a LoRA's scale and parts. alphas: {name of a module, or the end of one: alpha}."""
+    """The scale and parts of a LoRA by its configuration. alphas: {name of a module, or the end of one: alpha}."""
 
     name: str = CONFIG_NAME
-    ranks: frozenset[float] = frozenset()  # that its tensors may have; empty: not stated
+    ranks: frozenset[float] = frozenset()  # allowed ranks of the tensors; empty: not stated
     alpha: float | None = None
     alphas: Mapping[str, float] = field(default_factory=dict)
     use_rslora: bool = False
@@ -49,22 +47,22 @@ class AdapterConfig:
     lora_bias: bool = False
 
     def stored_alpha(self, module: str) -> float | None:
-        """Return the alpha of a module, by its name in the file: of the first pattern that fits, as in peft."""
-        ends = set(_ends(module))
+        """Return the alpha of the first pattern that fits a module's name in the file, as peft does."""
+        ends = set(_name_ends(module))
         return next((alpha for pattern, alpha in self.alphas.items() if pattern in ends), self.alpha)
 
     def unused_pattern(self, path: Path, called: Mapping[str, str]) -> str:
-        """Return a line on a pattern that no module fits, as peft allows; empty without one.
+        """Return a note on a pattern that fits no module, which peft allows; empty without one.
 
-        called: {diffusers' name: the name in the file}. Refused when the module is there by its other name: the file
-        was renamed and the pattern was not.
+        called: {diffusers' name: the name in the file}. Raise Refused when the module is there by its other name: then
+        the file was renamed and the pattern was not.
         """
-        fitting = {end for name in called.values() for end in _ends(name)}
+        fitting = {end for name in called.values() for end in _name_ends(name)}
         unused = [pattern for pattern in self.alphas if pattern not in fitting]
         if not unused:
             return ""
-        others = {name: module for module in called for name in (module, wan_names.to_original(module)) if name}
-        modules = {end: module for name, module in others.items() for end in _ends(name)}
+        aliases = {name: module for module in called for name in (module, wan_names.to_original(module)) if name}
+        modules = {end: module for name, module in aliases.items() for end in _name_ends(name)}
         for pattern in unused:
             if pattern in modules:
                 raise Refused(
@@ -80,30 +78,30 @@ def read_adapter_config(
     """Return the configuration of the LoRA file at `path`, empty without one, and a note for the user.
 
     component: the part of a pipeline whose keys count in diffusers' metadata. ranks: {key of a factor: its rank}.
-    Refused: a damaged configuration, and one with a key or a value that changes what the tensors mean.
+    Raise Refused for a damaged configuration, and for a key or a value that changes what the tensors mean.
     """
     if IN_FILE in metadata:
         stored = json_object(metadata[IN_FILE], f"{path}: {IN_FILE}")
         prefix = f"{component}."
         config = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
-        return _checked(path, "the file's metadata", config or stored), None
+        return _make_config(path, "the file's metadata", config or stored), None
     file = path.with_name(CONFIG_NAME)
     if not file.is_file():
         return AdapterConfig(), None
     if path.stem == "adapter_model":
-        return _checked(path, CONFIG_NAME, json_object(file.read_bytes(), str(file))), None
+        return _make_config(path, CONFIG_NAME, json_object(file.read_bytes(), str(file))), None
     if list(path.parent.glob("adapter_model.*")):
         return AdapterConfig(), f"{file} is not read: it belongs to the adapter_model file next to it"
     if not all(key.startswith(_PEFT) for key in ranks):
         return AdapterConfig(), f"{file} is not read: the keys of {path.name} are not peft's ({_PEFT}...)"
     stored = json_object(file.read_bytes(), str(file))
-    if not set(ranks.values()) <= (stated := _ranks(path, stored, CONFIG_NAME)):
+    if not set(ranks.values()) <= (stated := _read_ranks(path, stored, CONFIG_NAME)):
         has = f"ranks {sorted(stated)}" if stated else "no rank"
         return AdapterConfig(), f"{file} is not read: it states {has}, {path.name} has {sorted(set(ranks.values()))}"
-    return _checked(path, CONFIG_NAME, stored), None
+    return _make_config(path, CONFIG_NAME, stored), None
 
 
-def _checked(path: Path, name: str, config: Mapping[str, object]) -> AdapterConfig:
+def _make_config(path: Path, name: str, config: Mapping[str, object]) -> AdapterConfig:
     for key, value in config.items():
         plain = value.lower() if isinstance(value, str) and key == "init_lora_weights" else value
         if value and key not in _HARMLESS | _READ and plain not in _ALLOWED.get(key, ()):
@@ -111,60 +109,55 @@ def _checked(path: Path, name: str, config: Mapping[str, object]) -> AdapterConf
                 f"{path}: {quoted(key)} of {name} is {quoted(value)}, which is not known to leave base + scale * up @ "
                 "down as it is; merge with the tool that trained it (peft: load it, then merge_and_unload)"
             )
-    for flag in ("use_rslora", "use_dora", "lora_bias"):
+    for flag in _FLAGS:
         if config.get(flag) not in (None, True, False):
             raise Refused(f"{path}: {flag} of {name} is {quoted(config[flag])}, not true or false")
     alpha = config.get("lora_alpha")
     return AdapterConfig(
         name=name,
-        ranks=_ranks(path, config, name),
-        alpha=None if alpha is None else _number(alpha, f"{path}: lora_alpha of {name}"),
-        alphas=_patterns(path, config, name),
-        use_rslora=bool(config.get("use_rslora")),
-        use_dora=bool(config.get("use_dora")),
-        lora_bias=bool(config.get("lora_bias")),
+        ranks=_read_ranks(path, config, name),
+        alpha=None if alpha is None else _to_float(alpha, f"{path}: lora_alpha of {name}"),
+        alphas=_read_alphas(path, config, name),
+        **{flag: bool(config.get(flag)) for flag in _FLAGS},
     )
 
 
-def _ranks(path: Path, config: Mapping[str, object], name: str) -> frozenset[float]:
+def _read_ranks(path: Path, config: Mapping[str, object], name: str) -> frozenset[float]:
     patterns = config.get("rank_pattern") or {}
     if not isinstance(patterns, dict):
         raise Refused(f"{path}: rank_pattern of {name} is {quoted(patterns)}, not a JSON object")
     values = [value for value in (config.get("r"), *patterns.values()) if value is not None]
-    return frozenset(_number(value, f"{path}: r or rank_pattern of {name}") for value in values)
+    return frozenset(_to_float(value, f"{path}: r or rank_pattern of {name}") for value in values)
 
 
-def _patterns(path: Path, config: Mapping[str, object], name: str) -> dict[str, float]:
-    """Return alpha_pattern, ^ before a name that must be the whole. Refused: other regular expressions.
-
-    Those of a stranger's file may take hours to match.
-    """
-    patterns, what = config.get("alpha_pattern") or {}, f"{path}: alpha_pattern of {name}"
+def _read_alphas(path: Path, config: Mapping[str, object], name: str) -> dict[str, float]:
+    """Return alpha_pattern. Raise Refused for regular expressions, which may take hours to match."""
+    patterns, label = config.get("alpha_pattern") or {}, f"{path}: alpha_pattern of {name}"
     if not isinstance(patterns, dict):
-        raise Refused(f"{what} is {quoted(patterns)}, not a JSON object")
+        raise Refused(f"{label} is {quoted(patterns)}, not a JSON object")
     alphas: dict[str, float] = {}
     for key, value in patterns.items():
         if not re.fullmatch(_PATTERN, key):
             raise Refused(
-                f"{what} has the key {quoted(key)}, which is no module's name, nor the end of one; regular expressions "
-                "of a file are not run. Write an entry for each module that it means"
+                f"{label} has the key {quoted(key)}, which is no module's name, nor the end of one; regular "
+                "expressions of a file are not run. Write an entry for each module that it means"
             )
-        alphas.setdefault(key.replace("\\", "").removesuffix("$"), _number(value, f"{what}: {quoted(key)}"))
+        alphas.setdefault(key.replace("\\", "").removesuffix("$"), _to_float(value, f"{label}: {quoted(key)}"))
     return alphas
 
 
-def _number(value: object, what: str) -> float:
-    """Return `value`, an int or float of JSON. what: its name in the message. Refused when it is anything else."""
+def _to_float(value: object, label: str) -> float:
+    """Return a number of JSON as a float. Raise Refused, with the value's label, when it is anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Refused(f"{what} is {quoted(value)}, not a number")
+        raise Refused(f"{label} is {quoted(value)}, not a number")
     try:
         return float(value)
     except OverflowError:
-        raise Refused(f"{what} has {len(str(value))} digits") from None
+        raise Refused(f"{label} has {len(str(value))} digits") from None
 
 
-def _ends(name: str) -> Iterator[str]:
-    """Return ^a.b.c, a.b.c, b.c, c of a.b.c: the keys of a pattern by which peft finds a module of this name."""
+def _name_ends(name: str) -> Iterator[str]:
+    """Yield ^a.b.c, a.b.c, b.c and c of a.b.c: the keys of a pattern by which peft finds this module."""
     yield f"^{name}"
     while name:
         yield name

@@ -1,7 +1,7 @@
 """The names of the layers of SD3, FLUX.1 and Qwen-Image: diffusers', and FLUX.1's original ones. No torch at import.
 
-LoRAs of SD3 and Qwen-Image name layers as diffusers does. Those of FLUX.1 do that, or they name the layers of Black
-Forest Labs' code, which holds in one layer what diffusers holds in several. diffusers' loader of LoRAs places these.
+LoRAs of SD3 and Qwen-Image use diffusers' names. Those of FLUX.1 use them, or the names of Black Forest Labs' code,
+which fuses several of diffusers' layers into one. diffusers' loader of LoRAs splits these.
 """
 
 import re
@@ -24,7 +24,7 @@ _SHARED = _under("transformer_blocks.N.attn", _JOINT) | {"norm_out.linear", "pro
 _SHARED |= _under("time_text_embed.timestep_embedder", "linear_1 linear_2")
 _POOLED = _under("time_text_embed.text_embedder", "linear_1 linear_2") | {"context_embedder"}
 
-# what holds tensors in diffusers' transformers, N for the number of a block
+# the modules with tensors in diffusers' transformers, N for the number of a block
 MODULES = {
     "SD3": _SHARED
     | _POOLED
@@ -44,23 +44,22 @@ MODULES = {
     | {"img_in", "txt_in", "txt_norm"},
 }
 
-
 # a layer in Black Forest Labs' code, or in a LoRA of XLabs
 _FLUX_ORIGINAL = r"((double|single)_blocks|time_in|vector_in|guidance_in|final_layer)[._].+|(img|txt)_in"
 _FLAT = {model: {name.replace(".", "_"): name for name in names} for model, names in MODULES.items()}
-ALL_ROWS = 21504  # of a layer whose rows are not given: those of FLUX.1's widest, which can be divided as every other
+ALL_ROWS = 21504  # assumed for a layer of unknown size: rows of FLUX.1's widest, which divides as all others do
 
 
 @dataclass(frozen=True)
 class Place:
-    """A module of diffusers, with the rows that it has of a layer's outputs; no ranges: it is the whole layer."""
+    """A module of diffusers, and its rows of a fused layer's outputs; without ranges it is the whole layer."""
 
     module: str
     rows: tuple[range, ...] = ()
 
 
-# names that tell what a file is that is not read
-_ELSEWHERE = {
+# the names by which a file of an unsupported model or form is recognised
+_UNSUPPORTED = {
     "FLUX.2": r"(double|single)_stream_modulation|to_qkv_mlp_proj|ff(_context)?[._]linear_(in|out)",
     "Z-Image or Lumina 2": r"(^|[._])layers[._]\d+[._](attention|feed_forward)|(noise|context)_refiner",
     "SD3 in its original names, which diffusers' LoRA loader does not read either": r"joint_blocks[._]",
@@ -69,21 +68,21 @@ _ELSEWHERE = {
 }
 
 
-def elsewhere(names: Iterable[str]) -> str | None:
-    """What the names speak of, where it is a model or a form that is known and not read; None otherwise."""
+def unsupported_model(names: Iterable[str]) -> str | None:
+    """Return the unsupported model or form that the names belong to; None where none is recognised."""
     names = list(names)
-    return next((model for model, sign in _ELSEWHERE.items() if any(re.search(sign, name) for name in names)), None)
+    return next((model for model, sign in _UNSUPPORTED.items() if any(re.search(sign, name) for name in names)), None)
 
 
 def _template(name: str) -> tuple[str, str]:
-    """transformer_blocks.7.attn.to_q -> (transformer_blocks.N.attn.to_q, 7); underscores go, too."""
-    if found := re.search(r"(?<=blocks[._])\d+(?=[._])", name):
-        return f"{name[: found.start()]}N{name[found.end() :]}", found[0]
+    """Return (transformer_blocks.N.attn.to_q, 7) of transformer_blocks.7.attn.to_q; underscores work, too."""
+    if block := re.search(r"(?<=blocks[._])\d+(?=[._])", name):
+        return f"{name[: block.start()]}N{name[block.end() :]}", block[0]
     return name, ""
 
 
 def places_of(name: str, rows: int) -> dict[str, tuple[Place, ...]]:
-    """Return {image model: its modules that a LoRA calls `name`} of the models that have such. rows: of its outputs."""
+    """Return {image model: its modules that a LoRA calls `name`}, without models that have none. rows: outputs."""
     template, number = _template(name)
     places: dict[str, tuple[Place, ...]] = {}
     for model, flat in _FLAT.items():
@@ -96,12 +95,12 @@ def places_of(name: str, rows: int) -> dict[str, tuple[Place, ...]]:
 
 @cache
 def _flux_places(name: str, rows: int) -> tuple[Place, ...]:
-    """Return where diffusers' LoRA loader puts each row of an original layer; empty where it does not place all.
+    """Return the modules that diffusers' LoRA loader splits an original layer into; empty where rows are left over.
 
-    The loader gets a LoRA of rank 1 whose rows hold their own numbers: so what it drops or doubles is seen, and biases
-    and DoRA magnitudes, which it would drop, can follow the same rows.
+    The loader gets a LoRA of rank 1 whose rows hold their own numbers. So dropped and doubled rows are visible. Biases
+    and DoRA magnitudes, which the loader would drop, can follow the same rows.
     """
-    import torch  # here, as no other names need them
+    import torch  # here, as no other names need these
     from diffusers.loaders import FluxLoraLoaderMixin
 
     stem, (down, up) = f"lora_unet_{name.replace('.', '_')}", ("lora_down", "lora_up")
@@ -119,10 +118,10 @@ def _flux_places(name: str, rows: int) -> tuple[Place, ...]:
     }
     if any(_template(module)[0] not in MODULES["FLUX.1"] for module in numbers):
         return ()
-    whole = list(range(rows))
-    if sorted(number for part in numbers.values() for number in part) != whole:
+    all_rows = list(range(rows))
+    if sorted(number for part in numbers.values() for number in part) != all_rows:
         return ()
-    return tuple(Place(module, () if part == whole else _ranges(part)) for module, part in numbers.items())
+    return tuple(Place(module, () if part == all_rows else _ranges(part)) for module, part in numbers.items())
 
 
 def _ranges(numbers: list[int]) -> tuple[range, ...]:
@@ -133,23 +132,23 @@ def _ranges(numbers: list[int]) -> tuple[range, ...]:
 
 
 def base_models(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The image models that the checkpoint may be, all of whose tensors have diffusers' names; empty: it is of others.
+    """Return the image models that have all of the checkpoint's tensors, by diffusers' names; empty for other models.
 
-    Refused for FLUX.1 in its original names, for models that are known by name alone, and for tensors that the image
-    model that comes closest does not have.
+    Raise Refused for FLUX.1 in its original names, for models that are recognised and not supported, and for single
+    tensors that the closest image model lacks.
     """
     modules = {name: _template(re.sub(r"\.(weight|bias)$", "", name))[0] for name in checkpoint.tensors}
-    if found := tuple(model for model, names in MODULES.items() if names.issuperset(modules.values())):
-        return found
+    if models := tuple(model for model, names in MODULES.items() if names.issuperset(modules.values())):
+        return models
     if any(re.search(r"(^|\.)(double|single)_blocks\.", name) for name in modules):
         raise Refused(
             f"{checkpoint.path} has the original names of FLUX.1, FLUX.2 or a model like them, with fused layers; "
             "merge into the folder in diffusers' layout (transformer/)"
         )
-    if model := elsewhere(modules):
+    if model := unsupported_model(modules):
         raise Refused(f"{checkpoint.path} is {model}; only Wan, {', '.join(MODULES)} are merged")
-    strange = {model: [name for name in modules if modules[name] not in known] for model, known in MODULES.items()}
-    model = min(strange, key=lambda one: len(strange[one]))
-    if len(strange[model]) < len(modules) / 2:
-        raise Refused(f"{checkpoint.path}: tensor {strange[model][0]} has no place in {model}, whose names it has")
+    unknown = {model: [name for name in modules if modules[name] not in names] for model, names in MODULES.items()}
+    model = min(unknown, key=lambda model: len(unknown[model]))
+    if len(unknown[model]) < len(modules) / 2:
+        raise Refused(f"{checkpoint.path}: tensor {unknown[model][0]} has no place in {model}, whose names it has")
     return ()

@@ -1,17 +1,17 @@
 """LoRA files of every tool that trains Wan, SD3, FLUX.1 or Qwen-Image: one reader for all names, one normal form.
 
-What the files call a module, where they keep alpha and how they say which expert they mean differs between
-diffusers, peft, ComfyUI, ai-toolkit, DiffSynth, ROLL, musubi/kohya, OneTrainer, XLabs, VideoX-Fun and others.
-`read_lora` resolves every key or refuses the file: a key that is skipped is an update that is silently lost. torch
-only, so that the merge tools stay small; tensors are read when they are needed.
+diffusers, peft, ComfyUI, ai-toolkit, DiffSynth, ROLL, musubi/kohya, OneTrainer, XLabs, VideoX-Fun and others differ.
+Each has its names of modules, its place for alpha and its mark of the expert. `read_lora` resolves every key or refuses
+the file: a skipped key is an update that is silently lost. torch only, so that the merge tools stay small.
 """
 
 import pickle
 import re
 import struct
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -29,20 +29,13 @@ TORCH_DTYPES = {
     "I32": torch.int32,
 }  # fmt: skip
 
-# what tools put before a module's name; the two that name the low-noise expert say so
-_CONTAINERS = {
-    "pipe.dit2.": "low_noise",
-    "transformer_2.": "low_noise",
-    "pipe.dit.": None,
-    "transformer.": None,
-    "base_model.model.": None,
-    "model.diffusion_model.": None,
-    "diffusion_model.": None,
-    "lora_unet__": None,
-    "lora_unet_": None,
-    "lora_transformer_": None,
-}
-# what ends a key, after the module's name: the role of the tensor. An adapter's name may stand before `.weight`.
+# prefixes of a module's name; two of them mean the low-noise expert
+_LOW_NOISE = ("pipe.dit2.", "transformer_2.")
+_CONTAINERS = (
+    *_LOW_NOISE, "pipe.dit.", "transformer.", "base_model.model.", "model.diffusion_model.", "diffusion_model.",
+    "lora_unet__", "lora_unet_", "lora_transformer_",
+)  # fmt: skip
+# the end of a key and the role of its tensor; an adapter's name may precede `.weight`
 _ROLES = [
     (r"\.(?:lora_A|lora_down|lora\.down|down)(?:\.[\w-]+)?\.weight", "down"),
     (r"\.(?:lora_B|lora_up|lora\.up|up)(?:\.[\w-]+)?\.weight", "up"),
@@ -60,38 +53,38 @@ WAN = "Wan"
 _READ = f"LoRAs of {WAN}, {', '.join(image_names.MODULES)} are read"
 
 _LONGEST_KEY = 500  # characters; the longest key of a Wan module has about 90
-FLOAT32 = torch.finfo(torch.float32)  # what a scale must fit into
-# what torch.load raises for a damaged file: its readers of zip and pickle check little
+FLOAT32 = torch.finfo(torch.float32)  # a scale must fit into it
+# errors of torch.load on a damaged file: its readers of zip and pickle check little
 _DAMAGED = (
     pickle.UnpicklingError, zipfile.BadZipFile, struct.error, EOFError, RuntimeError, ValueError, LookupError,
     TypeError, AttributeError, AssertionError, ArithmeticError, OSError,
 )  # fmt: skip
 
 Source = Entry | Tensor
+_Key = tuple[str, str, str | None]  # bare module name, role and expert of a LoRA's key
 
 
 def load_tensor(source: Source) -> Tensor:
-    """The tensor, in float32 on the CPU."""
+    """Load a tensor in float32 on the CPU. Raise Refused for a dtype that is not known."""
     if isinstance(source, Tensor):
         return source.float()
     if source.dtype not in TORCH_DTYPES:
         raise Refused(f"{source.file}: tensor {source.name} has dtype {source.dtype}; give the LoRA unquantised")
-    values = torch.frombuffer(source.read(), dtype=TORCH_DTYPES[source.dtype])
-    return values.reshape(source.shape).float()
+    return torch.frombuffer(source.read(), dtype=TORCH_DTYPES[source.dtype]).reshape(source.shape).float()
 
 
 def as_bytes(values: Tensor) -> memoryview:
-    """The bytes of a tensor as a safetensors file holds them."""
+    """Return the bytes of a tensor as a safetensors file holds them."""
     return values.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Update:
-    """What a LoRA does to one module, named as in diffusers: weight += scale * up @ down, and so on.
+    """A LoRA's change of one module, named as in diffusers: weight += scale * up @ down, and so on.
 
-    A `magnitude` makes it a DoRA: of the outputs (the weight's rows) or, where wd_on_output is False, of the inputs
-    (its columns). `diff` and `diff_b` are added to weight and bias, `diff` of a module `...scale_shift_table` to the
-    table itself. up: (out, r, ...), down: (r, in, ...).
+    up: (out, r, ...), down: (r, in, ...). A `magnitude` makes it a DoRA of the outputs (the weight's rows) or, where
+    wd_on_output is False, of the inputs (its columns). `diff` is added to the weight, or to the table of a module
+    `...scale_shift_table`; `diff_b` is added to the bias.
     """
 
     module: str
@@ -113,39 +106,38 @@ class Update:
         return {role: source for role, source in named.items() if source is not None}
 
     def biases(self) -> list[tuple[Source, float]]:
-        """What is added to the bias, and its factor: peft scales its own as the product, diff_b is taken as it is."""
-        given = [(self.up_bias, self.scale), (self.diff_b, 1.0)]
-        return [(source, factor) for source, factor in given if source is not None]
+        """Return the tensors added to the bias, and their factors: peft scales up_bias as the product, not diff_b."""
+        scaled = [(self.up_bias, self.scale), (self.diff_b, 1.0)]
+        return [(source, factor) for source, factor in scaled if source is not None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Lora:
-    """One expert's updates. expert: high_noise, low_noise or None where the file does not say, or the model has none.
+    """One expert's updates.
 
-    models: whose names the keys are; several where they share them.
+    models: those whose names the keys are; several where they share them. expert: high_noise, low_noise or None, where
+    the file does not say it or the model has none. alpha_source: a text for the user. dialect: a sample key.
+    expert_by_name: the file's name gives the expert, not its keys.
     """
 
     path: Path
     models: tuple[str, ...]
     expert: str | None
     updates: dict[str, Update]
-    alpha_source: str  # where the scale comes from, for the user to see
-    dialect: str  # a sample key
+    alpha_source: str
+    dialect: str
     notes: tuple[str, ...] = ()
-    expert_by_name: bool = False  # of the file or its folder, not by its keys
+    expert_by_name: bool = False
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """What was read: the LoRA's file, and peft's configuration where it lies beside it."""
+        """Return the files that were read: the LoRA's, and peft's configuration next to it, if there."""
         config = self.path.with_name(adapter_config.CONFIG_NAME)
         return (self.path, config) if config.is_file() else (self.path,)
 
 
-# Names
-
-
 def _flat(table: Mapping[str, str]) -> dict[str, str]:
-    """{either name with underscores for its dots, as kohya writes it: diffusers' name}; each of them is unique."""
+    """Return {either name with underscores for its dots, as kohya writes it: diffusers' name}; all are unique."""
     return {alias.replace(".", "_"): new for old, new in table.items() for alias in (old, new)}
 
 
@@ -153,36 +145,36 @@ _FLAT_BLOCK, _FLAT_TOP = _flat(wan_names.BLOCK), _flat(wan_names.TOP)
 
 
 def resolve(name: str) -> str | None:
-    """diffusers' name of the module that a LoRA calls `name`, in either naming, with dots or all underscores."""
+    """Return diffusers' name of a LoRA's module; the LoRA may use either naming, with dots or all underscores."""
     if wan_names.to_original(name) is not None:
         return name
     if (renamed := wan_names.to_diffusers(name)) is not None:
         return renamed
-    if found := re.fullmatch(r"blocks[_.](\d+)[_.](.+)", name):
-        return f"blocks.{found[1]}.{_FLAT_BLOCK[found[2]]}" if found[2] in _FLAT_BLOCK else None
+    if block := re.fullmatch(r"blocks[_.](\d+)[_.](.+)", name):
+        return f"blocks.{block[1]}.{_FLAT_BLOCK[block[2]]}" if block[2] in _FLAT_BLOCK else None
     return _FLAT_TOP.get(name)
 
 
-def _split(key: str) -> tuple[str, str, str | None] | None:
-    """(bare module name, role, expert) of a LoRA key; None when its ending is not known."""
+def _split(key: str) -> _Key | None:
+    """Split a LoRA's key; None when its ending is not known."""
     if len(key) > _LONGEST_KEY:
         return None
     for pattern, role in _ROLES:
-        if found := re.fullmatch(r"(.+?)" + pattern, key):
-            name, expert = found[1], None
-            while container := next((c for c in _CONTAINERS if name.startswith(c)), None):
-                name, expert = name.removeprefix(container), _CONTAINERS[container] or expert
-            if role == "diff_m":  # on the block, or on the head: of the table that the original calls so
+        if match := re.fullmatch(r"(.+?)" + pattern, key):
+            name, expert = match[1], None
+            while prefix := next((prefix for prefix in _CONTAINERS if name.startswith(prefix)), None):
+                name, expert = name.removeprefix(prefix), "low_noise" if prefix in _LOW_NOISE else expert
+            if role == "diff_m":  # of the table that the original code calls `modulation`, in a block or the head
                 name, role = f"{name}.modulation", "diff"
             return name, role, expert
     return None
 
 
 def expert_in_path(path: Path) -> str | None:
-    """Return the expert that a file's name or the folders around it speak of; None when they name none, or both.
+    """Return the expert by a file's name or the folders around it; None when they name none, or both.
 
-    Only published forms count: high_noise, low-noise-model, HighNoise, and the folders of pipelines. `high` and `low`
-    alone are words for quality, rank, light or memory, too.
+    Only published forms count: high_noise, low-noise-model, HighNoise, and the folders of pipelines. A bare `high` or
+    `low` may mean quality, rank, light or memory.
     """
     for part in (path.stem, path.parent.name, path.parent.parent.name):
         if part in ("transformer", "transformer_2"):
@@ -193,16 +185,13 @@ def expert_in_path(path: Path) -> str | None:
     return None
 
 
-# Reading
-
-
 def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
-    """All LoRAs that a file or folder holds, one per expert, in the normal form.
+    """Read all LoRAs of a file or folder, one per expert, in the normal form.
 
     path: a .safetensors or torch file, a peft adapter folder, a folder with one LoRA file, or a checkpoint of
-    a training script. alpha: used where the file says nothing (else alpha is the rank). Refused: keys that no module
-    of one of the models answers to, those of text encoders, missing halves, ranks that disagree, LoKr, LoHa and other
-    maths, contradicting alphas.
+    a training script. alpha: used where the file has none (default: the rank). Raise Refused for keys that no module
+    of one of the models has, for text encoders, LoKr, LoHa and other methods. So too for missing halves, ranks that
+    disagree and contradicting alphas.
     """
     path = Path(path)
     if path.is_dir():
@@ -213,37 +202,41 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
     keys = {key: _parse(path, key) for key in sources}
     if not keys:
         raise Refused(f"{path} holds no tensors")
-    rows = _rows(keys, sources)
+    rows = _count_rows(keys, sources)
     ranks = {key: sources[key].shape[0] for key, (_, role, _) in keys.items() if role == "down" and sources[key].shape}
-    models, places = _placed(path, keys, rows)
-    sorted_keys: dict[str | None, dict[str, dict[str, Source]]] = {}
+    models, slices = _find_modules(path, keys, rows)
+    by_expert: dict[str | None, dict[str, dict[str, Source]]] = {}
     called: dict[str, str] = {}  # a module's name in this file
     both = any(key.startswith(("transformer_2.", "pipe.dit2.")) for key in sources)
     for key, (name, role, expert) in keys.items():
         if both and expert is None:
             expert = "high_noise"  # `transformer.` next to `transformer_2.`
-        for place in places[name]:
-            found = sorted_keys.setdefault(expert, {}).setdefault(place.module, {})
-            if role in found:
-                raise Refused(f"{path}: two keys give the {role} of {place.module}, the second is {key}")
-            found[role] = _part(path, key, role, sources[key], place, rows.get(name, 0))
-            called[place.module] = name
+        for part in slices[name]:
+            roles = by_expert.setdefault(expert, {}).setdefault(part.module, {})
+            if role in roles:
+                raise Refused(f"{path}: two keys give the {role} of {part.module}, the second is {key}")
+            roles[role] = _take_rows(path, key, role, sources[key], part, rows.get(name, 0))
+            called[part.module] = name
     loras = []
-    for expert, modules in sorted_keys.items():
+    for expert, modules in by_expert.items():
         component = "transformer_2" if both and expert == "low_noise" else "transformer"
         config, note = adapter_config.read_adapter_config(path, metadata, component, ranks)
-        alphas = _Alphas(path, config, metadata, called, alpha)
+        kohya = _read_kohya(path, metadata)
+        alphas = _Alphas(path=path, config=config, called=called, kohya=kohya, fallback=alpha)
         updates = {module: _update(path, module, roles, alphas) for module, roles in modules.items()}
         alphas.check_parts(updates)
         notes = tuple(line for line in (note, config.unused_pattern(path, called)) if line)
-        named = expert_in_path(path.absolute()) if WAN in models and expert is None else None
-        dialect = next(iter(sources))
-        loras.append(Lora(path, models, expert or named, updates, alphas.summary(), dialect, notes, named is not None))
+        by_name = expert_in_path(path.absolute()) if WAN in models and expert is None else None
+        lora = Lora(
+            path=path, models=models, expert=expert or by_name, updates=updates, alpha_source=alphas.summary(),
+            dialect=next(iter(sources)), notes=notes, expert_by_name=by_name is not None,
+        )  # fmt: skip
+        loras.append(lora)
     return loras
 
 
-def _parse(path: Path, key: str) -> tuple[str, str, str | None]:
-    """(bare module name, role, expert) of a LoRA key. Refused when it is no part of a transformer's LoRA."""
+def _parse(path: Path, key: str) -> _Key:
+    """Split a LoRA's key. Raise Refused for text encoders and for other methods than LoRA, DoRA and differences."""
     if re.match(_TEXT_ENCODER, key):
         raise Refused(
             f"{path}: {key[:_LONGEST_KEY]} belongs to a text encoder; only LoRAs of the transformer are read, and a "
@@ -257,8 +250,8 @@ def _parse(path: Path, key: str) -> tuple[str, str, str | None]:
     return _split(key) or (key, "", None)
 
 
-def _rows(keys: Mapping[str, tuple[str, str, str | None]], sources: Mapping[str, Source]) -> dict[str, int]:
-    """Return {name of a module: how many outputs it has}, by its `up` or, without one, by its other tensors."""
+def _count_rows(keys: Mapping[str, _Key], sources: Mapping[str, Source]) -> dict[str, int]:
+    """Return {name of a module: its outputs}, by its `up` or, without one, by its other tensors."""
     rows: dict[str, int] = {}
     for key, (name, role, _) in keys.items():
         if role not in ("down", "alpha") and (role == "up" or name not in rows):
@@ -266,53 +259,53 @@ def _rows(keys: Mapping[str, tuple[str, str, str | None]], sources: Mapping[str,
     return rows
 
 
-def _placed(
-    path: Path, keys: Mapping[str, tuple[str, str, str | None]], rows: Mapping[str, int]
+def _find_modules(
+    path: Path, keys: Mapping[str, _Key], rows: Mapping[str, int]
 ) -> tuple[tuple[str, ...], dict[str, tuple[Place, ...]]]:
-    """(the models all of whose modules have such names, {name: where the module is in them}). Refused: none has."""
+    """Return (the models that have all of the names, {name: its modules in them}). Raise Refused where none has."""
     models: list[str] | None = None
-    found: dict[str, dict[str, tuple[Place, ...]]] = {}
+    slices: dict[str, dict[str, tuple[Place, ...]]] = {}
     for key, (name, role, expert) in keys.items():
         outputs = rows.get(name, image_names.ALL_ROWS)
-        found[name] = image_names.places_of(name, outputs) if role and expert is None else {}
+        slices[name] = image_names.places_of(name, outputs) if role and expert is None else {}
         if role and (module := resolve(name)) is not None:
-            found[name][WAN] = (Place(module),)
-        before, models = models, [model for model in models or found[name] if model in found[name]]
+            slices[name][WAN] = (Place(module),)
+        before, models = models, [model for model in models or slices[name] if model in slices[name]]
         if not models:
-            if other := image_names.elsewhere(one for one, _, _ in keys.values()):
-                raise Refused(f"{path}: {key[:_LONGEST_KEY]} and others speak of {other}; {_READ}")
-            whose = f"{' or '.join(before)}, whose names other keys have" if before else f"a transformer; {_READ}"
+            if unsupported := image_names.unsupported_model(name for name, _, _ in keys.values()):
+                raise Refused(f"{path}: {key[:_LONGEST_KEY]} and others speak of {unsupported}; {_READ}")
+            owner = f"{' or '.join(before)}, whose names other keys have" if before else f"a transformer; {_READ}"
             raise Refused(
-                f"{path}: {key[:_LONGEST_KEY]} (as {quoted(name)}, {outputs} rows) names no module of {whose}; nothing "
+                f"{path}: {key[:_LONGEST_KEY]} (as {quoted(name)}, {outputs} rows) names no module of {owner}; nothing "
                 "was merged, because a key that is skipped is lost silently"
             )
     assert models
-    if any(places[model] != places[models[0]] for places in found.values() for model in models):
+    if any(parts[model] != parts[models[0]] for parts in slices.values() for model in models):
         raise Refused(f"{path} may be of {' or '.join(models)}, which call different layers so; write diffusers' names")
-    return tuple(models), {name: places[models[0]] for name, places in found.items()}
+    return tuple(models), {name: parts[models[0]] for name, parts in slices.items()}
 
 
-def _part(path: Path, key: str, role: str, source: Source, place: Place, rows: int) -> Source:
-    """What of a tensor belongs to the place: some of its rows, where the file has several layers in one."""
-    if not place.rows or role in ("down", "alpha"):
+def _take_rows(path: Path, key: str, role: str, source: Source, part: Place, rows: int) -> Source:
+    """Return the rows of a tensor that belong to a module, where the file fuses several layers into one."""
+    if not part.rows or role in ("down", "alpha"):
         return source
     if source.shape[:1] != (rows,):
         raise Refused(
             f"{path}: {key} has shape {quoted(tuple(source.shape))}, but its layer has {rows} outputs, those of "
-            f"{place.module} and others; give magnitudes and biases of the outputs"
+            f"{part.module} and others; give magnitudes and biases of the outputs"
         )
-    if isinstance(source, Tensor) or len(place.rows) > 1:
+    if isinstance(source, Tensor) or len(part.rows) > 1:
         values = load_tensor(source)
-        return torch.cat([values[part.start : part.stop] for part in place.rows])
-    (part,) = place.rows
-    return replace(source, shape=(len(part), *source.shape[1:]), offset=source.offset + part.start * source.row_bytes)
+        return torch.cat([values[block.start : block.stop] for block in part.rows])
+    (block,) = part.rows
+    return replace(source, shape=(len(block), *source.shape[1:]), offset=source.offset + block.start * source.row_bytes)
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The LoRA files of a folder: our checkpoint's one per expert, peft's adapter, a pair by name, or the only one."""
+    """Return a folder's LoRA files: our checkpoint's, one per expert, peft's adapter, a pair by name, or the only."""
     ours = [folder / part / WEIGHTS_NAME for part in ("transformer", "transformer_2")]
-    if found := [file for file in ours if file.is_file()]:
-        return found
+    if files := [file for file in ours if file.is_file()]:
+        return files
     for name in (WEIGHTS_NAME, "adapter_model.safetensors", "adapter_model.bin"):
         if (folder / name).is_file():
             return [folder / name]
@@ -338,26 +331,24 @@ def _open(path: Path) -> tuple[dict[str, Source], dict[str, str]]:
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
-    """The tensors of a torch file by name, mapped. Refused: a damaged file, and one of anything else, such as code."""
+    """Read the tensors of a torch file by name, mapped. Raise Refused for a damaged file, and for other contents."""
     try:  # files from before torch 1.6 are no zip, and cannot be mapped
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _DAMAGED as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise Refused(f"{path}, read as a torch file, is damaged or holds code, which is not run: {why}") from None
-    if not isinstance(state, dict) or not all(
-        isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()
-    ):
+    if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
         raise Refused(f"{path} is not a flat dictionary of tensors; give a state dict")
     return state
 
 
 def _update(path: Path, module: str, roles: dict[str, Source], alphas: "_Alphas") -> Update:
     shape = {role: tuple(source.shape) for role, source in roles.items()}
-    for one, other in (
+    for role, partner in (
         ("down", "up"), ("up", "down"), ("up_bias", "up"), ("alpha", "up"), ("magnitude", "up"), ("dora_scale", "up"),
     ):  # fmt: skip
-        if one in roles and other not in roles:
-            raise Refused(f"{path}: {module} has {one} {shape[one]} but no {other}; the file is incomplete")
+        if role in roles and partner not in roles:
+            raise Refused(f"{path}: {module} has {role} {shape[role]} but no {partner}; the file is incomplete")
     values = {role: source for role, source in roles.items() if role not in ("alpha", "dora_scale")}
     scale, wd_on_output = 1.0, True
     if "down" in roles:
@@ -374,76 +365,70 @@ def _update(path: Path, module: str, roles: dict[str, Source], alphas: "_Alphas"
             if "magnitude" in roles:
                 raise Refused(f"{path}: {module} has a dora_scale and a lora_magnitude_vector; remove one")
             values["magnitude"] = roles["dora_scale"]
-            wd_on_output = _on_output(path, module, shape)
+            wd_on_output = _is_of_outputs(path, module, shape)
         elif "magnitude" in roles:
             _check_peft_magnitude(path, module, shape)
-    return Update(module, scale=scale, wd_on_output=wd_on_output, **values)
+    return Update(module=module, scale=scale, wd_on_output=wd_on_output, **values)
 
 
-def _on_output(path: Path, module: str, shape: dict[str, tuple[int, ...]]) -> bool:
-    """Whether a dora_scale is of the outputs, rather than of the inputs. Refused when its shape does not say.
+def _is_of_outputs(path: Path, module: str, shape: dict[str, tuple[int, ...]]) -> bool:
+    """Return whether a dora_scale is of the outputs, not of the inputs. Raise Refused when its shape does not show it.
 
-    LyCORIS and OneTrainer keep the weight's number of dimensions, so that a square layer is no riddle: (out, 1, ...)
-    by wd_on_output=True, the norm over all inputs; (1, in, 1, ...) by wd_on_output=False (and before the option came,
-    and by OneTrainer's default), the norm over all outputs. Nobody defines one of a single dimension, and broadcasting
-    would read it as one of the inputs: refused.
+    LyCORIS and OneTrainer keep the weight's number of dimensions, so a square layer is no riddle. wd_on_output=True
+    gives (out, 1, ...), the norm over all inputs. wd_on_output=False gives (1, in, 1, ...), the norm over all outputs;
+    so did LyCORIS before the option, and so does OneTrainer by default. No tool defines a single dimension, which
+    broadcasting would read as one of the inputs.
     """
-    given, ones = shape["dora_scale"], (1,) * (len(shape["down"]) - 2)
+    scale, ones = shape["dora_scale"], (1,) * (len(shape["down"]) - 2)
     rows, columns = (shape["up"][0], 1, *ones), (1, shape["down"][1], *ones)
-    if given not in (rows, columns):
-        raise Refused(
-            f"{path}: the dora_scale of {module} is {given}; it must be {rows} (of the outputs) or {columns} (of the "
-            "inputs)"
-        )
-    return given == rows
+    if scale not in (rows, columns):
+        must = f"it must be {rows} (of the outputs) or {columns} (of the inputs)"
+        raise Refused(f"{path}: the dora_scale of {module} is {scale}; {must}")
+    return scale == rows
 
 
 def _check_peft_magnitude(path: Path, module: str, shape: dict[str, tuple[int, ...]]) -> None:
-    """Refused unless a lora_magnitude_vector has one value per output: peft knows no other (DoraLinearLayer).
+    """Raise Refused unless a lora_magnitude_vector has one value per output: peft knows no other (DoraLinearLayer).
 
-    (out,) for a linear layer; (1, out, 1, ...) for a convolution, by the same definition. A tool that renamed a
-    LyCORIS dora_scale may leave (out, 1, ...). Two dimensions that begin with 1 may be a dora_scale of the inputs under
-    peft's name, and peft never writes them for a linear layer: refused.
+    It is (out,) for a linear layer and (1, out, 1, ...) for a convolution. A renamed dora_scale of LyCORIS may be
+    (out, 1, ...). A linear layer's (1, n) may be a dora_scale of the inputs, and peft never writes it.
     """
-    given, out, ones = shape["magnitude"], shape["up"][0], (1,) * (len(shape["down"]) - 2)
+    magnitude, out, ones = shape["magnitude"], shape["up"][0], (1,) * (len(shape["down"]) - 2)
     allowed = [(out,), (out, 1, *ones)] + ([(1, out, *ones)] if ones else [])
-    if given not in allowed:
+    if magnitude not in allowed:
         raise Refused(
-            f"{path}: the lora_magnitude_vector of {module} is {given}; peft's has one value for each of the {out} "
+            f"{path}: the lora_magnitude_vector of {module} is {magnitude}; peft's has one value for each of the {out} "
             f"outputs, {(1, out, *ones) if ones else (out,)}. Values of the inputs belong into a dora_scale of shape "
             f"{(1, shape['down'][1], *ones)}"
         )
 
 
+def _read_kohya(path: Path, metadata: dict[str, str]) -> tuple[float, float] | None:
+    """Return (ss_network_alpha, ss_network_dim); None where one of them is missing."""
+    texts = {key: metadata.get(key, "None") for key in ("ss_network_alpha", "ss_network_dim")}
+    if not {"None", "Dynamic"}.isdisjoint(texts.values()):
+        return None
+    values = []
+    for key, text in texts.items():
+        try:
+            values.append(float(text))
+        except ValueError:
+            raise Refused(f"{path}: {key} is {quoted(text)}, not a number") from None
+    if not values[1] > 0:
+        raise Refused(f"{path}: ss_network_dim is {quoted(texts['ss_network_dim'])}; a rank is at least 1")
+    return values[0], values[1]
+
+
+@dataclass(kw_only=True)
 class _Alphas:
-    """Where each module's scale alpha / rank (rslora: alpha / sqrt(rank)) comes from, and what was used."""
+    """The sources of each module's scale alpha / rank (rslora: alpha / sqrt(rank)), and those used so far."""
 
-    def __init__(
-        self,
-        path: Path,
-        config: AdapterConfig,
-        metadata: dict[str, str],
-        called: dict[str, str],
-        fallback: float | None,
-    ):
-        self.path, self.config, self.called, self.fallback = path, config, called, fallback
-        self.used: dict[str, int] = {}
-        self.kohya = self._read_kohya(metadata)
-
-    def _read_kohya(self, metadata: dict[str, str]) -> tuple[float, float] | None:
-        """(ss_network_alpha, ss_network_dim), None where one of them is not given."""
-        texts = {key: metadata.get(key, "None") for key in ("ss_network_alpha", "ss_network_dim")}
-        if not {"None", "Dynamic"}.isdisjoint(texts.values()):
-            return None
-        values = []
-        for key, text in texts.items():
-            try:
-                values.append(float(text))
-            except ValueError:
-                raise Refused(f"{self.path}: {key} is {quoted(text)}, not a number") from None
-        if not values[1] > 0:
-            raise Refused(f"{self.path}: ss_network_dim is {quoted(texts['ss_network_dim'])}; a rank is at least 1")
-        return values[0], values[1]
+    path: Path
+    config: AdapterConfig
+    called: dict[str, str]
+    kohya: tuple[float, float] | None
+    fallback: float | None
+    used: Counter[str] = field(default_factory=Counter)
 
     def scale(self, module: str, rank: int, key: Source | None) -> float:
         if key is not None and prod(key.shape) != 1:
@@ -454,14 +439,14 @@ class _Alphas:
                 f"{self.path}: {module} has rank {rank}, {self.config.name} states {sorted(self.config.ranks)}; "
                 "they do not belong together"
             )
-        given = {
+        alphas = {
             "the .alpha keys": None if key is None else float(load_tensor(key).reshape(())),
             self.config.name: stored,
             "ss_network_alpha / ss_network_dim": self.kohya and self.kohya[0] * rank / self.kohya[1],
             "--alpha": self.fallback,
             "nowhere: alpha = rank": float(rank),
         }
-        source, alpha = next((source, alpha) for source, alpha in given.items() if alpha is not None)
+        source, alpha = next((source, alpha) for source, alpha in alphas.items() if alpha is not None)
         if key is not None and stored not in (None, alpha):
             raise Refused(
                 f"{self.path}: {module} has .alpha {alpha:g}, {self.config.name} says lora_alpha {stored:g}; "
@@ -475,18 +460,16 @@ class _Alphas:
                 f"{self.path}: alpha of {module} is {alpha:g} (from {source}); it must be above 0 (which tools read as "
                 "rank or as nothing) and within float32: write the alpha that was trained with"
             )
-        self.used[source] = self.used.get(source, 0) + 1
+        self.used[source] += 1
         return scale
 
     def check_parts(self, updates: Mapping[str, Update]) -> None:
-        """Refused where the configuration speaks of DoRA or of biases and the tensors for them are missing."""
+        """Raise Refused where the configuration names DoRA or biases and their tensors are missing."""
         low_rank = {name: update for name, update in updates.items() if update.down is not None}
         plain = [name for name, update in low_rank.items() if update.magnitude is None]
         if self.config.use_dora and plain:
-            raise Refused(
-                f"{self.path}: {self.config.name} says use_dora, but {plain[0]} has no magnitude; the file "
-                "is incomplete"
-            )
+            lack = f"says use_dora, but {plain[0]} has no magnitude; the file is incomplete"
+            raise Refused(f"{self.path}: {self.config.name} {lack}")
         if self.config.lora_bias and all(update.up_bias is None for update in low_rank.values()):
             raise Refused(f"{self.path}: {self.config.name} says lora_bias, but the file holds none; it is incomplete")
 
@@ -495,10 +478,7 @@ class _Alphas:
 
 
 def assign(loras: list[Lora], expert: str | None) -> list[Lora]:
-    """Return the LoRAs with the expert that the user gives, if one: it outranks the name of a single file.
-
-    Refused where keys, or the places of several files, say another.
-    """
+    """Return the LoRAs with the user's expert, if one. Raise Refused where keys, or two files' names, mean another."""
     if expert is None:
         return loras
     for lora in loras:

@@ -11,18 +11,13 @@ from rewardfl.weights import image_names, shards, wan_names
 from rewardfl.weights.lora_files import TORCH_DTYPES, WAN, Lora, Update, load_tensor
 from rewardfl.weights.shards import BLOCK_BYTES, Checkpoint, Entry, Refused
 
-# adds to rows of a tensor in place; it is given them, as the base has them, and which of the tensor's rows they are
+# adds to rows in place; arguments: the rows, the base's rows, and the slice of the tensor that they are
 Term = Callable[[Tensor, Tensor, slice], Tensor]
-
-
-# Checks: everything that headers and the LoRA's values can tell, before a byte is written
+Updates = Sequence[tuple[Update, float]]  # of a tensor, with their strengths
 
 
 def check_finite(lora: Lora) -> float:
-    """Largest magnitude of the `up`, `diff` and bias tensors, which is 0 for a LoRA that was never trained.
-
-    Refused when any of the LoRA's values is nan or infinite.
-    """
+    """Return the largest magnitude of `up`, `diff` and biases; 0 before training. Raise Refused for nan or infinity."""
     largest = 0.0
     for update in lora.updates.values():
         for role, source in update.sources().items():
@@ -34,22 +29,22 @@ def check_finite(lora: Lora) -> float:
     return largest
 
 
-def changes(update: Update, names: Collection[str]) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    """{tensor of the base, by diffusers' name: what the update adds to it, in words, and its shape}."""
-    found = defaultdict(list)
+def list_additions(update: Update, names: Collection[str]) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    """Return {tensor of the base, by diffusers' name: the (kind, shape) of each addition}. names: the base's."""
+    additions = defaultdict(list)
     weight = update.module if update.module in names else f"{update.module}.weight"
     if update.down is not None:
-        found[weight].append(("up @ down", (update.up.shape[0], *update.down.shape[1:])))
+        additions[weight].append(("up @ down", (update.up.shape[0], *update.down.shape[1:])))
     if update.diff is not None:
-        found[weight].append(("diff", tuple(update.diff.shape)))
+        additions[weight].append(("diff", tuple(update.diff.shape)))
     for source, _ in update.biases():
-        found[f"{update.module}.bias"].append(("bias", tuple(source.shape)))
-    return found
+        additions[f"{update.module}.bias"].append(("bias", tuple(source.shape)))
+    return additions
 
 
 def check_fits(lora: Lora, update: Update, names: Mapping[str, Entry]) -> None:
-    """Refused when the base has no such tensor, or one of another shape."""
-    for target, added in changes(update, names).items():
+    """Raise Refused when the base lacks a tensor of the update, or has one of another shape."""
+    for target, additions in list_additions(update, names).items():
         if target not in names:
             raise Refused(
                 f"{lora.path}: the base has no {target} for the LoRA's {update.module}; it was trained on another "
@@ -58,18 +53,15 @@ def check_fits(lora: Lora, update: Update, names: Mapping[str, Entry]) -> None:
         shape = names[target].shape
         if 0 in shape:
             raise Refused(f"{names[target].file}: {names[target].name} is {shape}; there is nothing to merge into")
-        for what, given in added:
-            if given != shape:
-                raise Refused(f"{lora.path}: {what} of {update.module} is {given}, the base's {target} is {shape}")
+        for kind, added in additions:
+            if added != shape:
+                raise Refused(f"{lora.path}: {kind} of {update.module} is {added}, the base's {target} is {shape}")
 
 
-# What changes what
+def match_names(base: Checkpoint) -> tuple[tuple[str, ...], str, dict[str, str]]:
+    """Return (the models that the base may be, diffusers | original, {tensor: its diffusers name}).
 
-
-def base_names(base: Checkpoint) -> tuple[tuple[str, ...], str, dict[str, str]]:
-    """(what models the base may be, diffusers | original, {tensor: its diffusers name}).
-
-    Image models share names, so fragments of them may be several. Refused when the names are those of no model.
+    Image models share names, so a fragment may fit several. Raise Refused when the names fit no model.
     """
     if models := image_names.base_models(base):
         return models, "diffusers", {name: name for name in base.tensors}
@@ -77,10 +69,10 @@ def base_names(base: Checkpoint) -> tuple[tuple[str, ...], str, dict[str, str]]:
     return (WAN,), naming, commons
 
 
-def updates_by_tensor(base: Checkpoint, loras: Sequence[tuple[Lora, float]]) -> dict[str, list[tuple[Update, float]]]:
-    """{tensor, by its name in the base: its updates with their strengths}. Refused for whatever does not fit."""
+def updates_by_tensor(base: Checkpoint, loras: Sequence[tuple[Lora, float]]) -> Mapping[str, Updates]:
+    """Return {tensor of the base: its updates with their strengths}. Raise Refused where one does not fit."""
     shards.check_unquantised(base)
-    models, _, commons = base_names(base)
+    models, _, commons = match_names(base)
     by_diffusers_name = {commons[name]: entry for name, entry in base.tensors.items()}
     merged: dict[str, list[tuple[Update, float]]] = {}
     for lora, strength in loras:
@@ -91,30 +83,25 @@ def updates_by_tensor(base: Checkpoint, loras: Sequence[tuple[Lora, float]]) -> 
             )
         for update in lora.updates.values():
             check_fits(lora, update, by_diffusers_name)
-            for target in changes(update, by_diffusers_name):
+            for target in list_additions(update, by_diffusers_name):
                 merged.setdefault(by_diffusers_name[target].name, []).append((update, strength))
     return merged
 
 
-# Arithmetic
-
-
 def row_blocks(entry: Entry) -> Iterator[tuple[int, int]]:
-    """(first row, number of rows) of pieces of about BLOCK_BYTES in bfloat16, twice that while they are merged."""
-    total = entry.rows
+    """Yield (first row, number of rows) of blocks of about BLOCK_BYTES in bfloat16, twice that in float32."""
     rows = max(1, BLOCK_BYTES // max(1, 2 * prod(entry.shape[1:])))
-    for first in range(0, total, rows):
-        yield first, min(rows, total - first)
+    for first in range(0, entry.rows, rows):
+        yield first, min(rows, entry.rows - first)
 
 
 def read_rows(entry: Entry, first: int, count: int) -> Tensor:
-    """(count, everything else flattened) float32."""
-    flat = torch.frombuffer(entry.read(first, count), dtype=TORCH_DTYPES[entry.dtype])
-    return flat.reshape(count, -1).float()
+    """Read `count` rows from row `first` on, as (count, -1) float32."""
+    return torch.frombuffer(entry.read(first, count), dtype=TORCH_DTYPES[entry.dtype]).reshape(count, -1).float()
 
 
-def terms(entry: Entry, update: Update, strength: float) -> Iterator[Term]:
-    """What an update adds to rows of a tensor, loaded."""
+def load_terms(entry: Entry, update: Update, strength: float) -> Iterator[Term]:
+    """Yield the additions of an update to rows of a tensor, with the update's tensors loaded."""
     if entry.name.endswith(".bias"):
         for source, factor in update.biases():
             yield _full(load_tensor(source).reshape(-1, 1), strength * factor)
@@ -134,10 +121,10 @@ def _full(values: Tensor, factor: float) -> Term:
 
 
 def _dora(entry: Entry, update: Update, up: Tensor, down: Tensor, strength: float) -> Term:
-    """W' = m (W + s BA) / |W + s BA| (DoRA, arXiv 2402.09353, eq. 5) by rows or by columns."""
+    """Return the term W' = m (W + s BA) / |W + s BA| (DoRA, arXiv 2402.09353, eq. 5) by rows or by columns."""
     magnitude = load_tensor(update.magnitude).reshape(-1, 1)
     if not update.wd_on_output:
-        factors = magnitude.flatten() / column_lengths(entry, up, down, update.scale)
+        factors = magnitude.flatten() / column_norms(entry, up, down, update.scale)
         factors = factors.repeat_interleave(prod(entry.shape[2:]))  # a convolution's kernel
 
     def term(rows: Tensor, base: Tensor, chosen: slice) -> Tensor:
@@ -149,9 +136,9 @@ def _dora(entry: Entry, update: Update, up: Tensor, down: Tensor, strength: floa
     return term
 
 
-def adder(entry: Entry, updates: Sequence[tuple[Update, float]]) -> Callable[[Tensor, int], Tensor]:
-    """add(rows, first): a base tensor's rows from row `first` -> the merged rows, in place. The updates are loaded."""
-    loaded = [term for update, strength in updates for term in terms(entry, update, strength)]
+def make_adder(entry: Entry, updates: Updates) -> Callable[[Tensor, int], Tensor]:
+    """Return add(rows, first), which merges in place into a base tensor's rows from row `first` on."""
+    loaded = [term for update, strength in updates for term in load_terms(entry, update, strength)]
     keeps_base = any(update.magnitude is not None for update, _ in updates)
 
     def add(rows: Tensor, first: int) -> Tensor:
@@ -163,8 +150,8 @@ def adder(entry: Entry, updates: Sequence[tuple[Update, float]]) -> Callable[[Te
     return add
 
 
-def column_lengths(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Tensor:
-    """(in,) float32: |W + scale * up @ down| of each input, over all outputs and the kernel; reads the whole tensor."""
+def column_norms(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Tensor:
+    """Return |W + scale * up @ down| of each input over all outputs and the kernel, (in,) float32. Read all of W."""
     squares = torch.zeros(entry.shape[1], dtype=torch.float64)
     for first, count in row_blocks(entry):
         direction = torch.addmm(read_rows(entry, first, count), up[first : first + count], down, alpha=scale)
@@ -172,12 +159,13 @@ def column_lengths(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Tens
     return squares.sqrt().float()
 
 
-def merged_tensor(entry: Entry, updates: Sequence[tuple[Update, float]], dtype: torch.dtype) -> Tensor:
-    """A whole tensor in memory of its own: the file's, with the updates added in float32, rounded once to `dtype`.
+def merged_tensor(entry: Entry, updates: Updates, dtype: torch.dtype) -> Tensor:
+    """Return a whole tensor of the file with the updates added in float32, rounded once to `dtype`.
 
-    Beside it only a few rows are held. torch aligns it, which the last bit of matrix products depends on.
+    Only a few rows are held next to it. torch aligns the new memory, and the last bit of matrix products depends on
+    the alignment.
     """
-    add = adder(entry, updates)
+    add = make_adder(entry, updates)
     result = torch.empty(entry.shape, dtype=dtype)
     rows = result.view(entry.rows, -1)
     for first, count in row_blocks(entry):

@@ -8,7 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from reprlib import Repr
@@ -20,29 +20,29 @@ ITEM_BYTES = {
     "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 BLOCK_BYTES = 1 << 20  # of a file, read and written at a time
-QUANTISED_LEAVES = ("scale_weight", "scale_input", "weight_scale", "comfy_quant", "scaled_fp8")  # beside the weights
+QUANTISED_LEAVES = ("scale_weight", "scale_input", "weight_scale", "comfy_quant", "scaled_fp8")  # of scale tensors
 MAX_DIMENSIONS = 64  # as torch
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
 
 
 class Refused(ValueError):
-    """An input that a tool will not work on. The message says which, why, and what to do."""
+    """An input that a tool will not work on. The message names the input, the reason and the way out."""
 
 
 def quoted(value: object) -> str:
-    """A value from a file, for a message: never longer than a line."""
+    """Return a value from a file for a message, never longer than a line."""
     return _SHORT.repr(value)
 
 
 def json_object(text: str | bytes, what: str) -> dict:
-    """The JSON object in `text`. what: its name in the message. Refused when it is anything else or has a key twice."""
+    """Return the JSON object in `text`. Raise Refused, naming `what`, for another value and for a key given twice."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        if len(found := dict(pairs)) != len(pairs):
+        if len(values := dict(pairs)) != len(pairs):
             twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
             raise Refused(f"{what} names {quoted(twice)} twice; it was written by a broken tool")
-        return found
+        return values
 
     try:
         value = json.loads(text, object_pairs_hook=unique)
@@ -55,7 +55,7 @@ def json_object(text: str | bytes, what: str) -> dict:
     return value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Entry:
     """A tensor in a safetensors file; offset is from the file's start."""
 
@@ -71,20 +71,20 @@ class Entry:
 
     @property
     def rows(self) -> int:
-        """Slices along the first dimension; a scalar is one row."""
+        """Return the number of slices along the first dimension; a scalar is one row."""
         return self.shape[0] if self.shape else 1
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one slice along the first dimension; a scalar is one row."""
+        """Return the bytes of one slice along the first dimension; a scalar is one row."""
         return ITEM_BYTES[self.dtype] * prod(self.shape[1:])
 
     def read(self, first_row: int = 0, rows: int | None = None) -> bytearray:
-        """The bytes of `rows` slices along the first dimension (all by default), from `first_row`."""
+        """Read the bytes of `rows` slices along the first dimension (all by default), from `first_row` on."""
         return self._read(first_row * self.row_bytes, self.nbytes if rows is None else rows * self.row_bytes)
 
     def pieces(self) -> Iterator[bytearray]:
-        """Read all bytes, BLOCK_BYTES at a time."""
+        """Yield all bytes, BLOCK_BYTES at a time."""
         for start in range(0, self.nbytes, BLOCK_BYTES):
             yield self._read(start, min(BLOCK_BYTES, self.nbytes - start))
 
@@ -97,7 +97,7 @@ class Entry:
         return buffer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """The tensors of one model by name, over all of its files; `notes` are oddities worth a line to the user."""
 
@@ -112,9 +112,6 @@ class Checkpoint:
         return sum(entry.nbytes for entry in self.tensors.values())
 
 
-# Reading
-
-
 def is_safetensors(path: Path) -> bool:
     """Return whether a file begins as a safetensors file does: a length within the file, then a JSON object."""
     with path.open("rb") as file:
@@ -123,10 +120,9 @@ def is_safetensors(path: Path) -> bool:
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors and the metadata of a safetensors file, from its header alone.
+    """Return the tensors and the metadata of a safetensors file, from its header alone.
 
-    Refused when the file is cut off, has bytes that no tensor owns, names a tensor twice, or is no safetensors
-    file.
+    Raise Refused for a cut-off file, bytes that no tensor owns, a tensor named twice, and any other kind of file.
     """
     if not path.is_file():  # opening a FIFO would wait for a writer
         raise Refused(f"{path} is not a file")
@@ -134,10 +130,9 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         with safe_open(path, "np"):
             pass  # it checks the header, and that the tensors fill the file
     except SafetensorError as error:
-        why, size = str(error).removeprefix("Error while deserializing header: "), path.stat().st_size
-        raise Refused(
-            f"{path} ({size} bytes) is cut off, damaged or not a safetensors file: {quoted(why)}; get it again"
-        ) from None
+        why = quoted(str(error).removeprefix("Error while deserializing header: "))
+        form = f"({path.stat().st_size} bytes) is cut off, damaged or not a safetensors file"
+        raise Refused(f"{path} {form}: {why}; get it again") from None
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json_object(file.read(length), f"the header of {path}")
@@ -147,15 +142,16 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         dtype, shape = tensor["dtype"], tuple(tensor["shape"])
         if dtype not in ITEM_BYTES or len(shape) > MAX_DIMENSIONS:
             raise Refused(f"{path}: tensor {quoted(name)} is {dtype} of shape {quoted(shape)}, which is not known here")
-        entries[name] = Entry(name, dtype, shape, path, 8 + length + tensor["data_offsets"][0])
+        offset = 8 + length + tensor["data_offsets"][0]
+        entries[name] = Entry(name=name, dtype=dtype, shape=shape, file=path, offset=offset)
     return entries, metadata
 
 
 def open_checkpoint(source: Path | list[Path]) -> Checkpoint:
-    """The model in a file, an index.json, a folder that holds either, or a list of shards; checked, from headers.
+    """Open the model in a file, an index.json, a folder that holds either, or a list of shards, by checked headers.
 
-    Refused for missing, cut-off or surplus shards, a tensor in two shards or in none, an index that does not fit
-    its shards, a folder that holds more than one model, and a model without tensors.
+    Raise Refused for missing, cut-off or surplus shards, and a tensor in two shards or in none. So too for an index
+    that does not fit its shards, a folder that holds more than one model, and a model without tensors.
     """
     if isinstance(source, list):
         checkpoint = _join(source[0].parent, source, {})
@@ -196,13 +192,13 @@ def _model_in(folder: Path) -> Path | list[Path]:
 
 
 def _read_index(path: Path) -> dict:
-    """{"weight_map": {tensor: file beside the index}, ...}. Refused when it does not say that."""
+    """Return {"weight_map": {tensor: file next to the index}, ...}. Raise Refused for anything else."""
     index = json_object(path.read_bytes(), str(path))
     if not isinstance(index.get("weight_map"), dict) or not index["weight_map"]:
         raise Refused(f"{path} has no weight_map, or an empty one; it is not an index of shards")
     for tensor, name in index["weight_map"].items():
-        whole = isinstance(name, str) and re.fullmatch(r"[^/\\\0\ud800-\udfff]+\.safetensors", name)
-        if not whole or len(name.encode()) > 255:
+        is_name = isinstance(name, str) and re.fullmatch(r"[^/\\\0\ud800-\udfff]+\.safetensors", name)
+        if not is_name or len(name.encode()) > 255:
             raise Refused(f"{path}: weight_map puts {quoted(tensor)} into {quoted(name)}, which is no shard beside it")
     metadata = index.get("metadata") or {}
     if not isinstance(metadata, dict) or type(metadata.get("total_size")) not in (int, float, type(None)):
@@ -217,19 +213,17 @@ def _open_index(path: Path) -> Checkpoint:
     if missing:
         raise Refused(f"{path} names {missing[0]}, which is not there ({len(missing)} of {len(names)} shards missing)")
     joined = _join(path, [path.parent / name for name in names], index["weight_map"])
-    notes, total = [], index["metadata"].get("total_size")
-    if total is not None and total != joined.nbytes:
-        if total != sum(file.stat().st_size for file in joined.files):
-            raise Refused(
-                f"{path} says total_size {quoted(total)}, its shards hold {joined.nbytes} bytes of tensors; they do "
-                "not belong together"
-            )
-        notes.append(f"{path.name}: total_size counts whole files, not tensors; read as meant")
-    return Checkpoint(path, joined.tensors, joined.files, joined.metadata, (*joined.notes, *notes))
+    total = index["metadata"].get("total_size")
+    if total in (None, joined.nbytes):
+        return joined
+    if total != sum(file.stat().st_size for file in joined.files):
+        sizes = f"says total_size {quoted(total)}, its shards hold {joined.nbytes} bytes of tensors"
+        raise Refused(f"{path} {sizes}; they do not belong together")
+    return replace(joined, notes=(f"{path.name}: total_size counts whole files, not tensors; read as meant",))
 
 
 def _join(path: Path, files: list[Path], weight_map: dict[str, str]) -> Checkpoint:
-    """The tensors of all shards; weight_map, when there is one, must say the same as they do."""
+    """Join the tensors of all shards. Raise Refused where they differ from a weight_map that is not empty."""
     tensors: dict[str, Entry] = {}
     metadata: dict[str, str] = {}
     _check_count(files)
@@ -246,11 +240,11 @@ def _join(path: Path, files: list[Path], weight_map: dict[str, str]) -> Checkpoi
         metadata |= more
     if lost := [name for name in weight_map if name not in tensors]:
         raise Refused(f"tensor {lost[0]} is in {path.name} but in none of its shards ({len(lost)} such)")
-    return Checkpoint(path, tensors, tuple(files), metadata)
+    return Checkpoint(path=path, tensors=tensors, files=tuple(files), metadata=metadata)
 
 
 def _check_count(files: list[Path]) -> None:
-    """Shards that count themselves must all be there."""
+    """Raise Refused unless all shards that count themselves are there, each once."""
     if len({file.resolve() for file in files}) != len(files):
         raise Refused("the same shard is given twice")
     numbers = [re.search(r"-(\d{5})-of-(\d{5})\.safetensors$", file.name) for file in files]
@@ -268,7 +262,7 @@ MERGING_QUANTISED = (
 
 
 def check_unquantised(base: Checkpoint, why: str = MERGING_QUANTISED) -> None:
-    """Refused for fp8, int8 and other quantised checkpoints, by dtype or by their scale tensors.
+    """Raise Refused for fp8, int8 and other quantised checkpoints, by dtype or by their scale tensors.
 
     why: the rest of the message, with the way out.
     """

@@ -1,6 +1,6 @@
 """The two names of every tensor of Wan's transformer: Wan-AI's original code's and diffusers'. No torch here.
 
-The map is one to one over all 1095 tensors of Wan2.2-I2V-A14B (and the 1303 of Wan2.1-I2V), without reshape, split
+The map is one to one over all 1095 tensors of Wan2.2-I2V-A14B (and the 1303 of Wan2.1-I2V). It needs no reshape, split
 or transpose, so files and LoRAs can be renamed exactly in both directions.
 """
 
@@ -8,8 +8,7 @@ import re
 
 from rewardfl.weights.shards import Checkpoint, Refused
 
-# original module -> diffusers module, inside a block. Note the norms: the affine one before cross-attention is norm3
-# in one naming and norm2 in the other.
+# original module -> diffusers module, inside a block; the affine norm before cross-attention is norm3 and norm2
 BLOCK = {
     "modulation": "scale_shift_table",
     "norm3": "norm2",
@@ -44,7 +43,7 @@ TOP = {
 _BLOCK_BACK = {new: old for old, new in BLOCK.items()}
 _TOP_BACK = {new: old for old, new in TOP.items()}
 
-# what files put before a tensor's name
+# prefixes of a tensor's name in files
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 
 # modules that diffusers keeps in float32 when a model is loaded in a lower precision
@@ -53,12 +52,12 @@ FLOAT32_MODULES = frozenset({"rope", "time_embedder", "scale_shift_table", "norm
 
 
 def to_diffusers(name: str) -> str | None:
-    """diffusers' name of a module or tensor given by its original name; None where the original has no such name."""
+    """Return diffusers' name of a module or tensor by its original name; None for a name the original lacks."""
     return _rename(name, TOP, BLOCK)
 
 
 def to_original(name: str) -> str | None:
-    """The original name of a module or tensor given by diffusers' name; None where diffusers has no such name."""
+    """Return the original name of a module or tensor by diffusers' name; None for a name diffusers lacks."""
     return _rename(name, _TOP_BACK, _BLOCK_BACK)
 
 
@@ -67,35 +66,32 @@ def _rename(name: str, top: dict[str, str], block: dict[str, str]) -> str | None
     if leaf not in ("weight", "bias"):
         stem, leaf = name, ""
     head, module, table = "", stem, top
-    if found := re.fullmatch(r"(blocks\.\d+\.)(.+)", stem):
-        head, module, table = found[1], found[2], block
+    if match := re.fullmatch(r"(blocks\.\d+\.)(.+)", stem):
+        head, module, table = match[1], match[2], block
     if module not in table:
         return None
     return head + table[module] + ("." + leaf if leaf else "")
 
 
 def naming(checkpoint: Checkpoint) -> tuple[str, dict[str, str]]:
-    """("diffusers" | "original", {tensor of the checkpoint: its diffusers' name}).
-
-    Refused when the names are not those of a Wan model.
-    """
+    """Return (diffusers | original, {tensor: its diffusers' name}). Raise Refused for other names than Wan's."""
     names = list(checkpoint.tensors)
     prefix = next(prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in names))
     bare = {name: name.removeprefix(prefix) for name in names}
     for kind, back in (("diffusers", to_original), ("original", to_diffusers)):
-        strange = [name for name, one in bare.items() if back(one) is None]
-        if not strange:
-            return kind, bare if kind == "diffusers" else {name: to_diffusers(one) for name, one in bare.items()}
-        if len(strange) < len(bare) / 2:
+        unknown = [name for name, stem in bare.items() if back(stem) is None]
+        if not unknown:
+            return kind, bare if kind == "diffusers" else {name: to_diffusers(stem) for name, stem in bare.items()}
+        if len(unknown) < len(bare) / 2:
             raise Refused(
-                f"{checkpoint.path}: tensor {strange[0]} has no place in a Wan transformer with {kind} names "
-                f"({len(strange)} such of {len(bare)}); only Wan2.x I2V and T2V transformers are supported"
+                f"{checkpoint.path}: tensor {unknown[0]} has no place in a Wan transformer with {kind} names "
+                f"({len(unknown)} such of {len(bare)}); only Wan2.x I2V and T2V transformers are supported"
             )
     raise Refused(f"{checkpoint.path}: tensors such as {names[0]} are not those of a Wan transformer")
 
 
 def output_name(common: str, name: str, rename: str) -> str:
-    """A tensor's name in a tool's output, by --rename: keep | diffusers | original | comfy.
+    """Return a tensor's name in a tool's output, by --rename: keep | diffusers | original | comfy.
 
     common: its diffusers name; name: its name in the input. comfy is the original name as in ComfyUI's own files.
     """
@@ -105,5 +101,5 @@ def output_name(common: str, name: str, rename: str) -> str:
 
 
 def stays_float32(diffusers_name: str) -> bool:
-    """Whether diffusers keeps this tensor in float32 in a model of lower precision."""
+    """Return whether diffusers keeps this tensor in float32 in a model of lower precision."""
     return not FLOAT32_MODULES.isdisjoint(diffusers_name.split("."))

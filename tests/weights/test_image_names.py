@@ -180,7 +180,7 @@ def test_modules_are_those_of_the_models():
                 names = list(kind(**given).state_dict())
             modules = {re.sub(r"\.(weight|bias)$", "", name) for name in names}
             seen |= {re.sub(r"(?<=blocks\.)\d+", "N", name) for name in modules}
-            checkpoint = shards.Checkpoint(None, dict.fromkeys(names), (), {})
+            checkpoint = shards.Checkpoint(path=None, tensors=dict.fromkeys(names), files=(), metadata={})
             assert image_names.base_models(checkpoint) == (model,)
             for name in modules:  # by both names, and back
                 for alias in (name, name.replace(".", "_")):
