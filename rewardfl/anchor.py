@@ -2,8 +2,8 @@
 
     y = (1 - sigma) x0 + sigma noise,   loss = mean((velocity(y) - (noise - x0))^2)
 
-A reward alone leads a model away from its data: faces are smeared, and networks akin to the reward's applaud. The
-anchor holds it there without a reference model (DDRL, arXiv 2512.04332; the pretraining loss of ReFL, arXiv
+A reward alone leads a model away from its data: faces smear, and networks akin to the reward's still score them high.
+The anchor prevents it without a reference model (DDRL, arXiv 2512.04332; the pretraining loss of ReFL, arXiv
 2304.05977). Alone it is supervised fine-tuning. Moments of a schedule are denoising steps: 4 is the sigma of step 4,
 and 4.5 is half-way to that of step 5.
 """
@@ -33,16 +33,16 @@ class Draw:
 
 
 def draw_moments(count: int, steps: Sequence[int], whole_range: bool, seed: int, update: int) -> list[float]:
-    """Return the `count` moments of an update. They are the same on every process and for every sample.
+    """Return the `count` moments of an update, the same on every process and for every sample.
 
-    steps: denoising steps, increasing. In turn each of them is drawn once, in a random order. whole_range: any moment
-    from the first step to the end of the last, one of each of `count` equal parts.
+    steps: denoising steps, increasing; each is drawn once in turn, in a random order. whole_range: any moment from the
+    first step to the end of the last, one of each of `count` equal parts.
     """
     generator = torch.Generator().manual_seed(noise_seed(seed, update, "anchor"))
     if whole_range:
         first, length = steps[0], steps[-1] + 1 - steps[0]
-        places = (torch.arange(count) + torch.rand(count, generator=generator)) / count
-        return [first + length * min(place, 1 - 2**-20) for place in places.tolist()]  # float32 may round up to 1
+        fractions = (torch.arange(count) + torch.rand(count, generator=generator)) / count
+        return [first + length * min(part, 1 - 2**-20) for part in fractions.tolist()]  # float32 may round up to 1
     orders = [torch.randperm(len(steps), generator=generator) for _ in range(-(-count // len(steps)))]
     return [float(steps[i]) for i in torch.cat(orders)[:count].tolist()]
 
@@ -57,9 +57,9 @@ def accumulate(
 ) -> Tensor:
     """Accumulate the parameters' gradients of  sum_b weights_b * loss_b ; return the losses (B,), without a graph.
 
-    loss_b is the mean over the draws; one graph is alive at a time. x0: latents (B, ...) of real clips.
-    weights: (B,), with every averaging over the batch and the accumulation in it; 0 for a sample without a clip, whose
-    loss is 0. backward, micro_batch: as `reward_flow.replay` takes them; each is called once per draw.
+    loss_b is the mean over the draws; one graph is alive at a time. x0: latents (B, ...) of real clips. weights: (B,),
+    with every averaging over the batch and the accumulation; 0 for a sample without a clip. backward, micro_batch: as
+    in `reward_flow.replay`; each is called once per draw.
     """
     losses = torch.zeros_like(weights)
     for draw in draws:

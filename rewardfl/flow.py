@@ -3,17 +3,17 @@
 Convention:   x = (1 - sigma) * x0 + sigma * noise      sigma in [0, 1], 1 is pure noise
               velocity = dx / dsigma = noise - x0       sampling walks sigma down: sigma_next < sigma
 
-A step that draws its noise is a Gaussian N(mean, std^2) whose mean is linear in x and velocity (`coefficients`). With
-ever smaller steps flow and dance sample the marginals of the ODE; cps has their noise scale at any size of step, but
-its samples vary too little (on Gaussian data std ends 3 % low at a = 0.3, 15 % at 0.7). The kinds:
+A stochastic step is a Gaussian N(mean, std^2) whose mean is linear in x and velocity (`coefficients`). In the limit of
+small steps flow and dance sample the marginals of the ODE. cps has their noise scale at any step size, but too little
+variance. On Gaussian data its std ends 3 % low at a = 0.3, 15 % at 0.7. The kinds:
 
     ode     x + dt v, std 0
     flow    Euler-Maruyama of  dx = [v - g^2 score / 2] dt + g dw,  g = a sqrt(sigma / (1 - sigma))   Flow-GRPO,
             arXiv 2505.05470, eq. 8 and 9; score = -(x + (1 - sigma) v) / sigma
     dance   the same with g = a                                              DanceGRPO, arXiv 2505.07818
-    cps     the marginal's own coefficients, part of its noise drawn anew    Flow-CPS, arXiv 2509.05952
+    cps     the marginal's own coefficients, part of its noise redrawn       Flow-CPS, arXiv 2509.05952
 
-a is the noise_level. `std` is everywhere that of the whole transition, sqrt(-dt) included.
+a is the noise_level. `std` always includes sqrt(-dt): it is the whole transition's.
 """
 
 import math
@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 KINDS = ("ode", "flow", "dance", "cps")
+Scalar = Tensor | float
 
 
 def linear_sigmas(num_steps: int, shift: float) -> Tensor:
-    """(num_steps + 1,) float32 sigmas from 1 to 0: shift * s / (1 + (shift - 1) * s) over s = linspace(1, 0).
+    """Return (num_steps + 1,) float32 sigmas from 1 to 0: shift * s / (1 + (shift - 1) * s) over s = linspace(1, 0).
 
-    Computed in float64. This is the schedule of Wan2.2-Lightning. diffusers'
-    FlowMatchEulerDiscreteScheduler(shift=...) is not: it shifts an already shifted range.
-    `scheduler.FlowMatchSDEScheduler` gives it to a stock pipeline.
+    Computed in float64. This is the schedule of Wan2.2-Lightning. diffusers' own FlowMatchEulerDiscreteScheduler
+    shifts an already shifted range; `scheduler.FlowMatchSDEScheduler` gives this one to a stock pipeline.
     """
     if num_steps < 1 or shift <= 0:
         raise ValueError(f"linear_sigmas needs num_steps >= 1 and shift > 0, got {num_steps} and {shift}")
@@ -40,7 +40,7 @@ def linear_sigmas(num_steps: int, shift: float) -> Tensor:
 
 
 def euler_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
-    """x at sigma_next: one Euler step of dx/dsigma = velocity. x, velocity: (B, ...); sigmas: float32 scalars."""
+    """Return x at sigma_next by one Euler step of dx/dsigma = velocity. x, velocity: (B, ...); sigmas: float32."""
     return x + (sigma_next - sigma) * velocity
 
 
@@ -50,24 +50,22 @@ def add_noise(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
 
 
 def velocity_kl(velocity: Tensor, reference: Tensor, sigma: Tensor) -> Tensor:
-    """(B,) distance of two velocities at one sigma: mean over elements of (v - v_ref)^2 / (2 sigma^2).
+    """Return the distance (B,) of two velocities at one sigma: mean over elements of (v - v_ref)^2 / (2 sigma^2).
 
-    The KL divergence, per dimension, of two Gaussian steps whose means differ by h * (v - v_ref) and whose
-    standard deviation is h * sigma; the anchor of IPRO (arXiv 2510.14255) with the weight that Alibaba's ROLL
-    gave it.
+    It is the KL divergence per dimension of two Gaussian steps, of means h * (v - v_ref) apart and std h * sigma. This
+    is the anchor of IPRO (arXiv 2510.14255) with the weight of Alibaba's ROLL.
     """
     return ((velocity - reference) ** 2).flatten(1).mean(1) / (2 * sigma**2)
 
 
-JITTER = 2.0**-16  # far below bfloat16's resolution of 2^-8: what it changes in a velocity is rounding
+JITTER = 2.0**-16  # far below bfloat16's resolution of 2^-8: it changes a velocity by rounding alone
 
 
 def jittered(velocity: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
-    """The same velocity of latents that differ by a relative JITTER of fixed noise.
+    """Return the same velocity at latents with a relative perturbation of JITTER by fixed noise.
 
-    A network in bfloat16 rounds differently then in all of its layers, as it does after an update that is as small.
-    What a divergence reads between this and the velocity itself is its floor on this model: nothing below it has been
-    measured. True differences of this size are about 1e-10; in float32 the divergence says so.
+    A bfloat16 network then rounds differently in all layers, as after an equally small update. The divergence between
+    the two velocities is its floor on this model: values below it are rounding. In float32 it is about 1e-10.
     """
 
     def at(x: Tensor, step: int) -> Tensor:
@@ -87,17 +85,14 @@ class Coefficients:
     dt: float
 
 
-def coefficients(
-    kind: str, sigma: Tensor | float, sigma_next: Tensor | float, noise_level: float, sigma_cap: Tensor | float
-) -> Coefficients:
-    """The transition from sigma to sigma_next, in float64. sigmas: scalars, best on the CPU (they are read).
+def coefficients(kind: str, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar) -> Coefficients:
+    """Return the transition from sigma to sigma_next, in float64. sigmas: scalars, best on the CPU (they are read).
 
-    noise_level: a, 0 makes every kind the ODE. sigma_cap: the largest sigma that flow's g sees, below 1 and normally
-    the schedule's second sigma (as Flow-GRPO's code has it for sigma 1 alone): g is infinite at 1. The drift takes
-    the true sigma. ValueError for sigmas that do not walk down within [0, 1]: never an epsilon, which would turn a
-    wrong index into a step of noise.
+    noise_level: a; 0 makes every kind the ODE. sigma_cap: the largest sigma in flow's g, which is infinite at 1. It is
+    normally the schedule's second sigma, as in Flow-GRPO's code for sigma 1. The drift takes the true sigma. Raise
+    ValueError unless sigma falls within [0, 1]; an epsilon would turn a wrong index into a step of noise.
     """
-    dt = float(sigma_next - sigma)  # before they become float64: the float32 difference, as euler_step and diffusers
+    dt = float(sigma_next - sigma)  # the float32 difference, as in euler_step and diffusers
     sigma, sigma_next, sigma_cap = float(sigma), float(sigma_next), float(sigma_cap)
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -107,9 +102,9 @@ def coefficients(
         raise ValueError(f"noise_level must be >= 0, and <= 1 for cps, got {noise_level:g} for {kind}")
     if kind == "ode" or noise_level == 0:
         return Coefficients(1.0, dt, 0.0, dt)
-    if kind == "cps":  # (1 - sigma_next) x0^ + kept x1^,  x0^ = x - sigma v,  x1^ = x + (1 - sigma) v
-        kept, std = (sigma_next * trig(noise_level * math.pi / 2) for trig in (math.cos, math.sin))
-        return Coefficients(1 - sigma_next + kept, (1 - sigma) * kept - sigma * (1 - sigma_next), std, dt)
+    if kind == "cps":  # (1 - sigma_next) x0^ + old x1^,  x0^ = x - sigma v,  x1^ = x + (1 - sigma) v
+        old, std = (sigma_next * trig(noise_level * math.pi / 2) for trig in (math.cos, math.sin))
+        return Coefficients(1 - sigma_next + old, (1 - sigma) * old - sigma * (1 - sigma_next), std, dt)
     g2 = noise_level**2
     if kind == "flow":
         capped = min(sigma, sigma_cap)
@@ -121,47 +116,37 @@ def coefficients(
 
 
 def transition(
-    kind: str,
-    x: Tensor,
-    velocity: Tensor,
-    sigma: Tensor | float,
-    sigma_next: Tensor | float,
-    noise_level: float,
-    sigma_cap: Tensor | float,
+    kind: str, x: Tensor, velocity: Tensor, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar
 ) -> tuple[Tensor, float]:
-    """(mean (B, ...), std) of x at sigma_next given x, velocity (B, ...) at sigma; std 0 is a deterministic step.
+    """Return (mean (B, ...), std) of x at sigma_next given x, velocity (B, ...) at sigma; std 0 is deterministic.
 
-    The other arguments and the errors: `coefficients`. Rollout and replay both call this, so that equal velocities
-    give equal bits; ode, and every kind at noise_level 0, gives those of `euler_step`.
+    The other arguments and the errors: `coefficients`. Rollout and replay both call this, so equal velocities give
+    equal bits. ode, and every kind at noise_level 0, equals `euler_step` to the bit.
     """
     c = coefficients(kind, sigma, sigma_next, noise_level, sigma_cap)
     return c.x * x + c.velocity * velocity, c.std
 
 
-def gradient_weight(
-    kind: str, sigma: Tensor | float, sigma_next: Tensor | float, noise_level: float, sigma_cap: Tensor | float
-) -> float:
-    """How strongly a step's `log_prob` pulls on its velocity: rms over its noise of d(D * log_prob) / dv per element.
+def gradient_weight(kind: str, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar) -> float:
+    """Return the rms over a step's noise of d(D * log_prob) / dv per element: the pull of its `log_prob`.
 
-    |dmean/dv| / std, and for cps 2 |dmean/dv| std. Steps with a large one dominate an unweighted objective.
+    It is |dmean/dv| / std, and for cps 2 |dmean/dv| std. Steps of large weight dominate an unweighted objective.
     """
     c = coefficients(kind, sigma, sigma_next, noise_level, sigma_cap)
     _refuse_deterministic(c.std)
     return 2 * abs(c.velocity) * c.std if kind == "cps" else abs(c.velocity) / c.std
 
 
-def noise_scale_error(
-    kind: str, sigma: Tensor | float, sigma_next: Tensor | float, noise_level: float, sigma_cap: Tensor | float
-) -> float:
-    """Standard deviation of the noise after one step from the exact marginal, over sigma_next: 1 is exact.
+def noise_scale_error(kind: str, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar) -> float:
+    """Return the std of the noise after one step from the exact marginal, over sigma_next: 1 is exact.
 
-    With x0 known, x = (1 - sigma) x0 + sigma n and v = n - x0, so that the step, mean = cx x + cv v, ends at
+    For a single x0, x = (1 - sigma) x0 + sigma n and v = n - x0. The step, mean = cx x + cv v, ends at
 
-        (1 - sigma_next) x0 + (cx sigma + cv) n + std z,      n, z ~ N(0, 1):
+        (1 - sigma_next) x0 + (cx sigma + cv) n + std z,      n, z ~ N(0, 1).
 
-    x0's part is exact in every kind; the noise's is sqrt((cx sigma + cv)^2 + std^2) / sigma_next. 1.2 means that the
-    next network call finds 20 % more noise than its timestep says. ode and cps: always 1, up to rounding. ValueError
-    for sigma_next 0, where there is nothing to compare with, and as in `coefficients`.
+    x0's part is exact in every kind; the noise's is sqrt((cx sigma + cv)^2 + std^2) / sigma_next. At 1.2 the next
+    network call gets 20 % more noise than its timestep says. ode and cps: always 1, up to rounding. Raise ValueError
+    for sigma_next 0, and as in `coefficients`.
     """
     c = coefficients(kind, sigma, sigma_next, noise_level, sigma_cap)
     if float(sigma_next) == 0:
@@ -170,17 +155,17 @@ def noise_scale_error(
 
 
 def sample(mean: Tensor, std: float, noise: Tensor) -> Tensor:
-    """x_next (B, ...): the transition's draw by standard normal noise (B, ...)."""
+    """Return x_next (B, ...): the transition's draw by standard normal noise (B, ...)."""
     return mean + std * noise
 
 
 def log_prob(kind: str, x_next: Tensor, mean: Tensor, std: float) -> Tensor:
-    """(B,) float64: mean over elements of the log density of N(mean, std^2) at x_next (B, ...) as it was stored.
+    """Return (B,) float64: mean over elements of the log density of N(mean, std^2) at x_next (B, ...), as stored.
 
-    cps: the mean of -(x_next - mean)^2, its authors' score; leaving out 1 / (2 std^2) weights the steps on purpose
-    (`gradient_weight`). The mean, not the sum, as all of the field has it. float64, because ratios are clipped at
-    1e-6 to 1e-4 and float32 resolves only 1e-7 of a log-probability near 1. ValueError for a deterministic step, and
-    for other shapes, which broadcasting would score across samples.
+    cps: the mean of -(x_next - mean)^2, its authors' score, which weights the steps on purpose (`gradient_weight`).
+    The mean, not the sum, as in all published code. float64, because ratios are clipped at 1e-6 to 1e-4 and float32
+    resolves only 1e-7 of a log-probability near 1. Raise ValueError for a deterministic step, and for unequal shapes,
+    which would broadcast across samples.
     """
     _refuse_deterministic(std)
     error = _mean_square(x_next, mean)
@@ -190,16 +175,16 @@ def log_prob(kind: str, x_next: Tensor, mean: Tensor, std: float) -> Tensor:
 
 
 def transition_kl(mean: Tensor, mean_ref: Tensor, std: float) -> Tensor:
-    """(B,) float64: KL divergence of two transitions of one std, per dimension: mean (mean - mean_ref)^2 / (2 std^2).
+    """Return (B,) float64 KL divergence per dimension of two transitions of one std: mean square / (2 std^2).
 
-    Flow-GRPO's eq. 13, whose variance has dt in it (its code for SD3 has not). ValueError as in `log_prob`.
+    Flow-GRPO's eq. 13, whose variance includes dt (its code for SD3 has none). Raise ValueError as in `log_prob`.
     """
     _refuse_deterministic(std)
     return _mean_square(mean, mean_ref) / (2 * std**2)
 
 
 def _mean_square(x: Tensor, mean: Tensor) -> Tensor:
-    """(B,) float64 mean over elements of (x - mean)^2; summed in float64, it does not depend on how it is split."""
+    """Return (B,) float64 mean over elements of (x - mean)^2. Summed in float64, it is independent of the split."""
     if x.shape != mean.shape:
         raise ValueError(
             f"sample and means must be of one shape (B, ...), got {tuple(x.shape)} and {tuple(mean.shape)}"

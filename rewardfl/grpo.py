@@ -1,23 +1,20 @@
 """Group-relative policy optimisation of flow models: advantages, clipped objectives, the check of the ratio.
 
-Flow-GRPO (arXiv 2505.05470) and DanceGRPO (arXiv 2505.07818) treat every SDE step of a rollout as an action of
-a Gaussian policy N(mean, std^2). `group_size` rollouts of one row, which is a prompt AND its image, are a group;
-a rollout is as good as its reward is above its group's mean. `groups` says who rolls out what.
+Flow-GRPO (arXiv 2505.05470) and DanceGRPO (arXiv 2505.07818) treat every SDE step of a rollout as an action of a
+Gaussian policy N(mean, std^2). `group_size` rollouts of one row, a prompt AND its image, are a group. A rollout's
+advantage is its reward above its group's mean. `group_plan` distributes the rollouts.
 
-Log-probabilities are means over the latent's D dimensions, as in every published code base (a sum, the true
-density, is unstable: flow_grpo issue 143), and that shapes the ratio. With rel = rms(mean - old_mean) / std,
+Log-probabilities are means over the latent's D dimensions, as in every published code base; a sum, the true density, is
+unstable (flow_grpo issue 143). That shapes the ratio. With rel = rms(mean - old_mean) / std,
 
-    log ratio = rel * z / sqrt(D) - rel^2 / 2,      z ~ N(0, 1)
+    log ratio = rel * z / sqrt(D) - rel^2 / 2,      z ~ N(0, 1).
 
-so one clip range allows a change of policy that grows with D, and the second term, below zero for every sample,
-outgrows the first: D is 65 thousand for an image and 2.1 million for 480x832x81 video, where after the first
-update at rel = 2 % a clip range of 1e-4 silences every sample of negative advantage and none of positive. The
-objective `guard` removes that term. Clip ranges are not transferable between resolutions or objectives.
+So the change of policy that a clip range allows grows with D. The second term, below zero for every sample, outgrows
+the first: D is 65 thousand for an image and 2.1 million for 480x832x81 video. There, after the first update at rel =
+2 %, a clip range of 1e-4 silences every sample of negative advantage and none of positive. The objective `guard`
+removes that term. Clip ranges are not transferable between resolutions or objectives.
 
-Exponential moving average of the policy: optim.Average(parameters, decay=0.9), diffusers' EMAModel with Flow-GRPO's
-warm-up, min(decay, (1 + n) / (10 + n)) after n updates. Give it the trainable parameters as one list, always the
-same; call `step` once per optimizer update, not once per micro-batch; evaluate between `store`, `copy_to` and
-`restore`; save and load its `state_dict`, then `to(device)`. The reference and the ratio use the live weights.
+The reference and the ratio use the live weights; their average (optim.Average) is for evaluation alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,9 +28,6 @@ from rewardfl.sde import Step
 STD_EPSILON = 1e-4  # added to a standard deviation of rewards (as Flow-GRPO): noise below it is not blown up to |A| = 1
 
 
-# Advantages
-
-
 def advantages(
     rewards: Tensor,
     group_ids: Tensor,
@@ -45,27 +39,27 @@ def advantages(
     clip: float = 5.0,
     valid: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """(N,) float32 advantages and what to log of the rewards, from all N samples that all processes rolled out.
+    """Return (N,) float32 advantages and statistics to log, from all N samples that all processes rolled out.
 
         A = clip((r - mean of the group) / (standard deviation + STD_EPSILON), -clip, clip)
 
     rewards: (N,), or (N, R) for R rewards with R `weights`. group_ids: (N,) integers, any order. valid: (N,) bool,
-    False for a sample that has no reward (failed, no face): it is left out of every statistic and gets 0.
+    False for a sample without a reward (failed, no face): it is left out of every statistic and gets 0. A group whose
+    valid rewards are all equal, or fewer than two, gives exactly 0.
 
-    std: the deviation, always the population's: `group`, of the group (DeepSeekMath, arXiv 2402.03300); `global`,
-    of all valid raw rewards of the epoch, as in Flow-GRPO's code: groups that differ little weigh little; `none`,
-    no division (Dr. GRPO, arXiv 2503.20783). combine: `sum` normalises the weighted sum of the rewards;
-    `per_reward` sums the normalised rewards, weighted, so that a reward of small spread is heard too (GDPO,
-    arXiv 2601.05242, without its division by the batch's deviation: the weights set the scale). Clipped last, once.
+    std: the population's deviation. `group`: of the group (DeepSeekMath, arXiv 2402.03300). `global`: of all valid raw
+    rewards of the epoch, as in Flow-GRPO's code; groups of small spread weigh little. `none`: no division (Dr. GRPO,
+    arXiv 2503.20783).
 
-    A group whose valid rewards are all equal, or fewer than two, gives exactly 0.
+    combine: `sum` normalises the weighted sum of the rewards. `per_reward` sums the normalised rewards, weighted, so
+    that a reward of small spread listed too (GDPO, arXiv 2601.05242). GDPO also divides by the batch's deviation; here
+    the weights set the scale.
 
-    Logged: `reward/mean`, `reward/std_in_group` (both of the weighted sum, over valid samples; the second averaged
-    over groups with any; NaN when no sample is valid), `reward/valid_fraction`, `group/zero_variance` (fraction of
-    groups of which no reward varies).
+    Logged: `reward/mean`, `reward/std_in_group` (of the weighted sum over valid samples; NaN without any),
+    `reward/valid_fraction`, `group/zero_variance` (fraction of groups without varying rewards).
 
-    Raises ValueError for incomplete groups (rewards that were not gathered), a valid
-    reward that is not finite, and options that do not exist.
+    Raise ValueError for incomplete groups (rewards that were not gathered), a valid reward that is not finite, and
+    unknown options.
     """
     columns = rewards.detach().double().reshape(len(rewards), -1)
     _check_options(std, combine, clip, columns.shape[1], len(weights))
@@ -80,7 +74,7 @@ def advantages(
     total = columns @ weight
     parts, weight = (total[:, None], weight.new_ones(1)) if combine == "sum" else (columns, weight)
     mean, deviation, flat = _group_statistics(parts, index, valid)
-    # not a product: what an invalid sample holds may be NaN
+    # not a product: an invalid sample may hold NaN
     centred = torch.where(valid[:, None] & ~flat[index], parts - mean[index], 0.0)
     if std == "group":
         centred = centred / (deviation[index] + STD_EPSILON)
@@ -112,46 +106,43 @@ def _check_groups(ids: Tensor, sizes: Tensor, group_size: int) -> None:
         raise ValueError(f"group_size must be at least 2: one sample has nobody to be compared with, got {group_size}")
     wrong = (sizes != group_size).nonzero()[:4, 0]
     if len(wrong):
-        found = ", ".join(f"group {int(ids[i])} has {int(sizes[i])}" for i in wrong)
+        sizes_by_id = ", ".join(f"group {int(ids[i])} has {int(sizes[i])}" for i in wrong)
         raise ValueError(
-            f"groups must have {group_size} members, but {found}: gather rewards and group ids from all processes first"
+            f"groups must have {group_size} members, but {sizes_by_id}: gather rewards and group ids from all "
+            "processes first"
         )
 
 
 def _group_statistics(parts: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean, population std, nothing varies), each (groups, R), of parts (N, R) over the valid samples."""
-    where = index[valid, None].expand(-1, parts.shape[1])
+    """Return (mean, population std, whether all are equal), each (groups, R), of parts (N, R) over valid samples."""
+    groups = index[valid, None].expand(-1, parts.shape[1])
     values = parts[valid]
     zeros = parts.new_zeros(int(index.max()) + 1, parts.shape[1])
-    mean = zeros.scatter_reduce(0, where, values, "mean", include_self=False)
-    variance = zeros.scatter_reduce(0, where, (values - mean[index[valid]]) ** 2, "mean", include_self=False)
-    highest = zeros.scatter_reduce(0, where, values, "amax", include_self=False)
-    lowest = zeros.scatter_reduce(0, where, values, "amin", include_self=False)
+    mean = zeros.scatter_reduce(0, groups, values, "mean", include_self=False)
+    variance = zeros.scatter_reduce(0, groups, (values - mean[index[valid]]) ** 2, "mean", include_self=False)
+    highest = zeros.scatter_reduce(0, groups, values, "amax", include_self=False)
+    lowest = zeros.scatter_reduce(0, groups, values, "amin", include_self=False)
     return mean, variance.sqrt(), highest == lowest  # exact: sums of equal numbers may not average to that number
 
 
-# Objectives
-
-
 def log_ratio(objective: str, log_prob: Tensor, mean: Tensor, step: Step, kind: str = "flow") -> Tensor:
-    """(B,) log of the ratio that is clipped, of one stochastic step that is scored again.
+    """Return (B,) the logarithm of the ratio to clip, of one stochastic step that is scored again.
 
-    log_prob (B,) and mean (B, ...), with graph: what `sde.score` gives now; step: what the rollout kept. kind: of sde.
+    log_prob (B,) and mean (B, ...): today's, from `sde.score`, with graph. step: the rollout's. kind: of sde. The
+    objective `clip` is PPO's ratio (arXiv 1707.06347 eq. 7; unequal ranges: DAPO, arXiv 2503.14476):
 
-    objective: `clip`, PPO's ratio (arXiv 1707.06347 eq. 7; unequal ranges: DAPO, arXiv 2503.14476),
+        log r = log_prob - old_log_prob.
 
-        log r = log_prob - old_log_prob;
-
-    or `guard`, GRPO-Guard (arXiv 2510.22319: RatioNorm), which adds back the bias of the mean form (see the module)
-    and scales by std so that steps share one clip range:
+    `guard`, GRPO-Guard (arXiv 2510.22319: RatioNorm), removes the bias of the mean form (see the module). It scales by
+    std so that steps share one clip range:
 
         log r = (log_prob - old_log_prob + KL(mean, old_mean)) * std  =  mean_over_dims((mean - old_mean) * noise),
 
-    noise = (x_next - old_mean) / std being what the rollout drew. Its loss is to be divided by |dt|, since each step's
-    gradient is proportional to it. At r = 1 the gradient of -A r is -A * grad log_prob for `clip` and
-    -A * std * grad log_prob for `guard`. CPS scores -(x_next - mean)^2 without 1 / (2 std^2), which `guard` puts back.
+    with the rollout's draw noise = (x_next - old_mean) / std. The caller divides its loss by |dt|, since each step's
+    gradient is proportional to |dt|. At r = 1 the gradient of -A r is -A * grad log_prob for `clip` and
+    -A * std * grad log_prob for `guard`. CPS scores -(x_next - mean)^2 without 1 / (2 std^2), which `guard` restores.
 
-    Raises ValueError for another objective, shapes that do not fit, and for std = 0: such a step has no density.
+    Raise ValueError for another objective, shapes that do not fit, and std = 0: such a step has no density.
     """
     if objective not in ("clip", "guard"):
         raise ValueError(f"objective must be clip or guard, got {objective!r}")
@@ -170,42 +161,42 @@ def log_ratio(objective: str, log_prob: Tensor, mean: Tensor, step: Step, kind: 
 
 
 def clipped(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """(N,) bool: where the clip to 1 - clip_low .. 1 + clip_high has removed the gradient of max(-A r, -A clip(r))."""
+    """Return (N,) bool: where the clip to 1 - clip_low .. 1 + clip_high zeroes the gradient of max(-Ar, -A clip(r))."""
     return (advantage > 0) & (ratio > 1 + clip_high) | (advantage < 0) & (ratio < 1 - clip_low)
 
 
 def policy_statistics(samples: Mapping[str, Tensor]) -> dict[str, float]:
-    """What to log of an update, from (N,) tensors of all its steps and processes, concatenated.
+    """Return an update's metrics, from (N,) tensors of all its steps and processes, concatenated.
 
     samples: advantage, ratio, clipped, kl (of the transitions, from the reference), log_prob and old_log_prob.
     policy/approximate_kl is half the mean square of the log-ratio of the scores: Schulman's second estimator.
-    policy/clip_fraction is of all samples; _positive and _negative are of the samples whose advantage is above
-    and below 0 (0 where there are none). The two apart by much: the ratio is biased, and one sign alone learns.
+    policy/clip_fraction is of all samples. _positive and _negative are of the samples with an advantage above and
+    below 0 (0 without any). If the two differ much, the ratio is biased and one sign alone learns.
     """
     is_clipped, advantage = samples["clipped"].double(), samples["advantage"]
 
-    def clipped_of(chosen: Tensor) -> float:
-        return float(is_clipped[chosen].mean()) if chosen.any() else 0.0
+    def clip_fraction(selected: Tensor) -> float:
+        return float(is_clipped[selected].mean()) if selected.any() else 0.0
 
     return {
         "policy/ratio": float(samples["ratio"].double().mean()),
         "policy/ratio_std": float(samples["ratio"].double().std(correction=0)),
         "policy/clip_fraction": float(is_clipped.mean()),
-        "policy/clip_fraction_positive": clipped_of(advantage > 0),
-        "policy/clip_fraction_negative": clipped_of(advantage < 0),
+        "policy/clip_fraction_positive": clip_fraction(advantage > 0),
+        "policy/clip_fraction_negative": clip_fraction(advantage < 0),
         "policy/approximate_kl": float(((samples["log_prob"] - samples["old_log_prob"]).double() ** 2 / 2).mean()),
         "policy/kl": float(samples["kl"].double().mean()),
     }
 
 
 class RatioError(RuntimeError):
-    """The policy that is about to be trained is not the one that rolled out."""
+    """The policy before its first update differs from the policy of the rollout."""
 
 
 def ratio_tolerance(given: float | None, exact: bool, clip_range: float) -> float:
-    """check_ratio's tolerance: as given, else 0 where replay is the rollout bit for bit.
+    """Return check_ratio's tolerance: as given, else 0 where replay equals the rollout bit for bit.
 
-    exact: in float32, unless the blocks are compiled: a pass with a graph then has other kernels than one without.
+    exact: in float32, unless the blocks are compiled; a pass with a graph then has other kernels than one without.
     """
     if given is not None:
         return given
@@ -215,12 +206,11 @@ def ratio_tolerance(given: float | None, exact: bool, clip_range: float) -> floa
 def check_ratio(
     log_prob: Tensor, old_log_prob: Tensor, tolerance: float, steps: Sequence[int], batch: int = 1
 ) -> list[float]:
-    """Largest |log_prob - old_log_prob| of each step, before any update; RatioError where one is above `tolerance`.
+    """Return the largest |log_prob - old_log_prob| of each step, before any update.
 
-    log_prob, old_log_prob: (N,), of all forward passes of `batch` samples, each through all the `steps`, their indices
-    in the schedule.
-    Equal weights give a difference of exactly 0 in float32 with equal batches. bfloat16 does not: a tolerance that
-    is not far below the clip range lets rounding alone clip samples.
+    Raise RatioError for a difference above `tolerance`. log_prob, old_log_prob: (N,), of all forward passes of `batch`
+    samples, each through all the `steps` (indices in the schedule). Equal weights differ by exactly 0 in float32 with
+    equal batches. In bfloat16 they do not: with a tolerance near the clip range rounding alone clips samples.
     """
     differences = (log_prob - old_log_prob).detach().abs().view(-1, len(steps), batch).amax((0, 2)).tolist()
     if all(difference <= tolerance for difference in differences):  # False for NaN

@@ -1,4 +1,4 @@
-"""LoRA adapters on a model's experts: inject, switch off for the reference, load what a run has saved."""
+"""LoRA adapters on a model's experts: inject, switch off for the reference, load from a checkpoint."""
 
 import contextlib
 import json
@@ -19,20 +19,20 @@ from rewardfl.weights import adapter_config
 from rewardfl.weights.lora_files import Lora, load_tensor
 from rewardfl.weights.shards import Refused
 
-POLICY = "default"  # the name of the adapter that is trained
-DISTILLED = "distilled"  # of one that belongs to the base model
+POLICY = "default"  # the trained adapter's name in peft
+DISTILLED = "distilled"  # a distillation LoRA's: part of the base model
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 
 
 def target_modules(names: str, short_names: Mapping[str, str]) -> list[str]:
-    """diffusers' module names of a comma-separated list of such names, or short ones: {short name: diffusers' name}."""
+    """Return diffusers' module names of a comma-separated list of short names (`short_names`) or diffusers' names."""
     return [short_names.get(name.strip(), name.strip()) for name in names.split(",")]
 
 
 def check_targets(targets: Sequence[str], linear_layers: Sequence[str], short_names: Mapping[str, str]) -> None:
-    """Refused when one of the targets (diffusers' names, as from target_modules) is no layer's name, or its end."""
+    """Raise Refused for a target (diffusers' name) that is neither a linear layer's name nor the end of one."""
     for target in targets:
-        if not any(_is_meant(target, name) for name in linear_layers):
+        if not any(_matches(target, name) for name in linear_layers):
             examples = list(short_names.values()) or list(linear_layers)[:3]
             short = f"{', '.join(short_names)} or " if short_names else ""
             raise Refused(
@@ -41,15 +41,15 @@ def check_targets(targets: Sequence[str], linear_layers: Sequence[str], short_na
             )
 
 
-def _is_meant(target: str, name: str) -> bool:
+def _matches(target: str, name: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
 class MasterLinear(nn.Linear):
-    """A linear layer that computes in its input's dtype, by a cast of its weight, which may be of a higher precision.
+    """A linear layer that casts its weight, of higher precision, and computes in its input's dtype.
 
-    The gradient of the weight has the weight's own dtype. For the backward pass it keeps its input as it came, which
-    the layers beside it keep, too, and no copy of it in the weight's dtype.
+    The weight's gradient has the weight's dtype. The backward pass keeps the input itself, shared with neighbouring
+    layers, and no copy in the weight's dtype.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,14 +57,14 @@ class MasterLinear(nn.Linear):
 
 
 class PreciseLinear(nn.Linear):
-    """A linear layer that computes in its weight's dtype, by a cast of its input, and answers in that dtype."""
+    """A linear layer that casts its input, and computes and returns in its weight's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x.to(self.weight.dtype), self.weight)
 
 
 def _compute_as(kind: type[nn.Linear], layer: BaseTunerLayer, adapter: str) -> None:
-    """Let an adapter's matrices be of this kind, with the same parameters; peft casts the layer's input no more."""
+    """Replace an adapter's matrices by layers of class `kind` with the same parameters; peft stops casting inputs."""
     for matrices in (layer.lora_A, layer.lora_B):
         weight = matrices[adapter].weight
         with torch.device("meta"):
@@ -75,27 +75,25 @@ def _compute_as(kind: type[nn.Linear], layer: BaseTunerLayer, adapter: str) -> N
 
 
 def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed: int) -> None:
-    """Freeze `model` and add a trainable LoRA, in float32 whatever the base's dtype; it changes nothing yet (B = 0).
+    """Freeze `model` and add a trainable LoRA, in float32 for any dtype of the base; it changes nothing yet (B = 0).
 
-    A bfloat16 LoRA would lose most updates: an Adam step of 2.5e-6 on a weight of 0.01 is below its rounding. It
-    computes in the base's dtype all the same, from one cast for each forward pass: docs/results/lora_dtype.md.
-    Refused when a target matches no module of the blocks.
+    A bfloat16 LoRA would lose most updates: an Adam step of 2.5e-6 on a weight of 0.01 is below its rounding. It still
+    computes in the base's dtype, from one cast per forward pass: docs/results/lora_dtype.md. Raise Refused for a target
+    that matches no module of the blocks.
     """
     modules = dict(model.named_modules())
     layers = [name for name, module in modules.items() if isinstance(module, (nn.Linear, BaseTunerLayer))]
     check_targets(targets, layers, {})
-    meant = {target: [name for name in modules if _is_meant(target, name)] for target in targets}
-    # what ends the name of one block's layer may end that of another's list of layers, which peft does not take
-    names = [
-        name
-        for target, found in meant.items()
-        for name in ([target] if set(found) <= set(layers) else [one for one in found if one in layers])
-    ]
+    names: list[str] = []
+    for target in targets:
+        matches = [name for name in modules if _matches(target, name)]
+        # a target may also end the name of a list of layers, which peft refuses
+        names += [target] if set(matches) <= set(layers) else [name for name in matches if name in layers]
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names), adapter_name=POLICY)
-    for layer in _layers(model):  # peft activates the last adapter alone; a distillation stays on beside it
+    for layer in _layers(model):  # peft activates the last adapter alone; a distillation LoRA must stay on
         layer._active_adapter = [name for name in (DISTILLED, POLICY) if name in layer.lora_A]
         if POLICY in layer.lora_A:
             _compute_as(MasterLinear, layer, POLICY)
@@ -103,17 +101,17 @@ def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed:
 
 
 def attach_frozen(model: ModelMixin, distilled: Lora) -> None:
-    """Add a distillation LoRA that answers in policy and reference alike and is never trained or saved.
+    """Add a distillation LoRA to policy and reference; it is never trained or saved.
 
-    Refused when it holds more than plain low-rank updates, or does not fit the model.
+    Raise Refused where it holds more than plain low-rank updates, or does not fit the model.
     """
-    odd = [name for name, update in distilled.updates.items() if update.sources().keys() != {"down", "up"}]
-    if odd:
-        raise Refused(
-            f"{distilled.path}: {odd[0]} has more than a low-rank update (a bias, a difference or a DoRA magnitude); "
-            "set model.distill_lora_mode: fuse"
-        )
     modules = dict(model.named_modules())
+    for name, update in distilled.updates.items():
+        if update.sources().keys() != {"down", "up"}:
+            raise Refused(
+                f"{distilled.path}: {name} has more than a low-rank update (a bias, a difference or a DoRA magnitude); "
+                "set model.distill_lora_mode: fuse"
+            )
     for name, update in distilled.updates.items():
         shape = (update.up.shape[0], *update.down.shape[1:])
         if name not in modules or tuple(modules[name].weight.shape) != shape:
@@ -126,11 +124,11 @@ def attach_frozen(model: ModelMixin, distilled: Lora) -> None:
     model.add_adapter(config, adapter_name=DISTILLED)
     for name in distilled.updates:
         layer = model.get_submodule(name)
-        # float32 whatever the base's dtype, as the trained adapter is: peft makes them in the base's
+        # float32 as in the trained adapter; peft makes them in the base's dtype
         layer.lora_A[DISTILLED].float()
         layer.lora_B[DISTILLED].float()
         _compute_as(PreciseLinear, layer, DISTILLED)
-    set_peft_model_state_dict(model, _matrices(distilled), adapter_name=DISTILLED)
+    set_peft_model_state_dict(model, _peft_state(distilled), adapter_name=DISTILLED)
     model.requires_grad_(False)
 
 
@@ -140,11 +138,11 @@ def _layers(model: nn.Module) -> list[BaseTunerLayer]:
 
 @contextlib.contextmanager
 def reference(model: nn.Module) -> Iterator[None]:
-    """Within, the policy adapter does not answer; other adapters (a distillation LoRA) stay on.
+    """Disable the policy adapter within the context; other adapters (a distillation LoRA) stay on.
 
-    Only peft's list of active adapters changes: peft's own disable and enable touch requires_grad of every
-    adapter. A checkpointed forward recomputes with whatever is active then: one made within is backpropagated within
-    (seam.Velocity.reference does this), one made outside is backpropagated outside.
+    Only peft's list of active adapters changes: peft's disable and enable also set requires_grad of every adapter. A
+    checkpointed forward is recomputed with the adapters active then. Backpropagate a forward made within the context
+    within it (as protocol.Velocity.reference does), and one made outside, outside.
     """
     layers = _layers(model)
     active = [list(layer.active_adapters) for layer in layers]
@@ -158,25 +156,25 @@ def reference(model: nn.Module) -> Iterator[None]:
 
 
 def set_strength(model: nn.Module, strength: float) -> None:
-    """Let the policy adapter, where the model has one, count `strength` times what it was trained to; 1: as it was."""
+    """Scale the policy adapter, where the model has one, to `strength` times its trained effect."""
     for layer in _layers(model):
         if POLICY in layer.lora_A:
             layer.set_scale(POLICY, strength)
 
 
 def adapter_state(model: ModelMixin) -> dict[str, Tensor]:
-    """The policy adapter's weights by diffusers name (blocks.0.attn1.to_q.lora_A.weight, ...), whole, on the CPU.
+    """Return the policy adapter's full weights on the CPU by diffusers name (blocks.0.attn1.to_q.lora_A.weight, ...).
 
-    On all processes: under FSDP each has a part of them.
+    Collective: under FSDP each process has a part of them.
     """
     state = get_peft_model_state_dict(model, adapter_name=POLICY)
     return {name: full_tensor(value.detach()).cpu().contiguous() for name, value in state.items()}
 
 
 def order_metadata(path: Path) -> None:
-    """Bring a safetensors file's metadata into the order of its names, so that equal adapters are equal files.
+    """Order a safetensors file's metadata by name, so that equal adapters are equal files.
 
-    safetensors keeps metadata in a hash map, whose order differs each time. The header is padded as it does it.
+    safetensors keeps metadata in a hash map, whose order differs each time. The header is padded as in safetensors.
     """
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
@@ -188,7 +186,7 @@ def order_metadata(path: Path) -> None:
 
 
 def load_adapter(model: ModelMixin, folder: Path) -> None:
-    """Fill an injected adapter from an expert's folder of a checkpoint. ValueError: other rank, alpha or layers."""
+    """Fill an injected adapter from an expert's checkpoint folder. Raise ValueError for other rank, alpha or layers."""
     state, metadata = read_adapter(folder / WEIGHTS_NAME)
     config = model.peft_config[POLICY]
     if metadata["r"] != config.r or metadata["lora_alpha"] != config.lora_alpha:
@@ -206,20 +204,22 @@ def load_adapter(model: ModelMixin, folder: Path) -> None:
 
 
 def start_from(model: ModelMixin, given: Lora) -> None:
-    """Fill an injected adapter with a LoRA of its rank, scale and layers (start.init_adapters has compared them)."""
-    set_peft_model_state_dict(model, _matrices(given), adapter_name=POLICY)
+    """Fill an injected adapter with a LoRA of its rank, scale and layers (fitting is checked at start)."""
+    set_peft_model_state_dict(model, _peft_state(given), adapter_name=POLICY)
 
 
-def _matrices(given: Lora) -> dict[str, Tensor]:
-    """By peft's names."""
+def _peft_state(adapter: Lora) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
-    for name, one in given.updates.items():
-        state |= {f"{name}.lora_A.weight": load_tensor(one.down), f"{name}.lora_B.weight": load_tensor(one.up)}
+    for name, update in adapter.updates.items():
+        state |= {f"{name}.lora_A.weight": load_tensor(update.down), f"{name}.lora_B.weight": load_tensor(update.up)}
     return state
 
 
 def read_adapter(path: Path) -> tuple[dict[str, Tensor], dict]:
-    """Weights by diffusers name without the `transformer.` prefix, and the peft configuration saved with them."""
+    """Return weights by diffusers name, without the `transformer.` prefix, and the peft configuration saved with them.
+
+    Raise FileNotFoundError, and Refused for more than one rank and alpha.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"no adapter at {path}")
     with safe_open(path, "pt") as file:

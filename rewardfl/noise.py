@@ -9,18 +9,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Noise
-
 
 def noise_seed(run_seed: int, epoch: int, sample_id: str, member: int = 0) -> int:
-    """Seed (63 bits) of the noise of one sample; `member` counts the noises of a sample within an epoch."""
+    """Return the seed (63 bits) of a sample's noise; `member` counts its noises within an epoch."""
     return stable_hash(f"noise/{run_seed}/{epoch}/{member}/{sample_id}")
 
 
 def training_noise_seed(run_seed: int, epoch: int, sample_id: str, noises_per_sample: str | int) -> int:
-    """noise_seed for a sample's visit in `epoch`: new in each ("fresh"), or the same n in turn (n).
+    """Return noise_seed for a sample's visit in `epoch`: new in each ("fresh"), or the same n in turn (n).
 
-    Epoch -1 is that of the sample videos, which have a noise of their own.
+    Epoch -1 is that of the sample videos, whose noise is always its own.
     """
     if isinstance(noises_per_sample, str) or epoch < 0:
         return noise_seed(run_seed, epoch, sample_id)
@@ -28,7 +26,7 @@ def training_noise_seed(run_seed: int, epoch: int, sample_id: str, noises_per_sa
 
 
 def draw_noise(shape: Sequence[int], seed: int, device: str | torch.device = "cpu") -> Tensor:
-    """Standard normal float32 noise, drawn on the CPU so that every device starts from the same."""
+    """Draw standard normal float32 noise, on the CPU so that it is the same for every device."""
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(device)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def learning_rate_factor(kind: str, warmup_steps: int, steps: int) -> Callable[[int], float]:
-    """step (from 0) -> factor on the learning rate: linear warmup, then constant, or a cosine down to 0 at `steps`."""
+    """Return step (from 0) -> learning-rate factor: linear warmup, then constant, or a cosine down to 0 at `steps`."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:
@@ -21,7 +21,10 @@ def learning_rate_factor(kind: str, warmup_steps: int, steps: int) -> Callable[[
 
 
 class Average(EMAModel):
-    """diffusers' average of parameters with Flow-GRPO's warm-up: it starts at 0.1, where diffusers starts at 0."""
+    """diffusers' average of parameters with Flow-GRPO's warm-up: it starts at 0.1, where diffusers starts at 0.
+
+    Pass the parameters always as the same list. Call `step` once per optimizer update, not per micro-batch.
+    """
 
     def get_decay(self, optimization_step: int) -> float:
         """Return the weight of the old average at update `optimization_step`, counted from 1."""
@@ -30,7 +33,7 @@ class Average(EMAModel):
 
 @contextlib.contextmanager
 def averaged(average: EMAModel | None, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within, the parameters have the average's values, if there is one; afterwards their own again, bit for bit."""
+    """Swap the average's values, if there is one, into the parameters within the context, and restore theirs after."""
     if average is None:
         yield
         return

@@ -4,8 +4,8 @@
 
 With g the cotangent of x_{i+1}, one replayed step adds  h_i (dv_i/dtheta)^T g  to the parameters' gradients
 and hands g + coupling * h_i (dv_i/dx_i)^T g  to the step before. coupling 1 is the exact chain rule (DRaFT-K,
-arXiv 2309.17400), 0 stops the gradient at the network's input (DRTune, arXiv 2405.00760), 0.1 to 0.3 is the
-bridge between (FlowBP, arXiv 2606.11075). Memory is one step's graph, whatever the number of active steps.
+arXiv 2309.17400). 0 stops the gradient at the network's input (DRTune, arXiv 2405.00760). 0.1 to 0.3 is the
+bridge between them (FlowBP, arXiv 2606.11075). Memory is one step's graph, whatever the number of active steps.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from torch import Tensor
 from rewardfl import flow
 from rewardfl.flow import euler_step, velocity_kl
 
-# how the KL's gradient travels, see `replay`; the last is an old name of reference_constant
+# see `replay`; the last is an old name of reference_constant
 KL_GRADIENTS = ("exact", "fixed_trajectory", "reference_constant", "through_trajectory")
 
-# rise of the reward over an ascent of `replay_endpoint`, to first order, below which its direction is rounding
+# below this first-order rise of the reward over an ascent of `replay_endpoint`, the ascent's direction is rounding
 SMALLEST_GAIN = 1e-4
 
 Velocity = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> velocity (B, ...)
@@ -29,10 +29,10 @@ Velocity = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> ve
 
 @dataclass(frozen=True)
 class Trajectory:
-    """x0: (B, ...) the end of a rollout; kept: x_i (B, ...) by step index i, for the steps that were asked for.
+    """x0: (B, ...) the end of a rollout; kept: x_i (B, ...) by step index i, for the requested steps.
 
-    graphs: velocity(x_i, i) (B, ...) with its graph, which begins at x_i; of the same steps, or none. velocities: the
-    same values without a graph, of all these steps.
+    graphs: velocity(x_i, i) (B, ...) with its graph from x_i, of the same steps or of none. velocities: the same values
+    without a graph, of all these steps.
     """
 
     x0: Tensor
@@ -43,9 +43,9 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Replayed:
-    """kl: (B,) of each sample; cotangents: (B, K) norms of what each active step was handed. Both without a graph.
+    """kl: (B,) of each sample; cotangents: (B, K) norms of each active step's cotangent. Both without a graph.
 
-    A step i is handed the gradient of what is minimised with respect to x_{i+1}, as the steps after it leave it; the
+    The cotangent of step i is the objective's gradient with respect to x_{i+1}, as the steps after i leave it. The
     columns are the active steps from first to last.
     """
 
@@ -62,32 +62,34 @@ def rollout(
     start: int = 0,
     with_graph: Callable[[], contextlib.AbstractContextManager] | None = None,
 ) -> Trajectory:
-    """Euler-sample x (B, ...) float32 at sigmas[start] through the rest of `sigmas`, keeping x_i of steps in `keep`.
+    """Sample x (B, ...) float32 at sigmas[start] by Euler steps through the rest of `sigmas`.
 
-    The last sigma is 0 where x0 is wanted; a shorter head of a schedule gives the latents that its next step starts
-    from. start: a step later than 0 where x is what the steps before it give. with_graph: the context in which the
-    velocities of the steps in `keep` are computed with a graph, which `replay` then goes back through; None: without.
+    keep: the steps whose x_i and velocity the trajectory holds. The last sigma is 0 for x0; a shorter head of a
+    schedule gives the latents of its next step. with_graph: the context in which the velocities of the steps in `keep`
+    are computed with a graph for `replay`; None: without.
     """
-    kept, graphs, velocities = {}, {}, {}
+    latents, graphs, velocities = {}, {}, {}
     for i in range(start, len(sigmas) - 1):
-        if i in keep:
-            kept[i] = x
-        if i in keep and with_graph is not None:
-            kept[i] = x.detach().requires_grad_()
+        if i not in keep:
+            v = velocity(x, i)
+        elif with_graph is None:
+            latents[i], v = x, velocity(x, i)
+        else:
+            latents[i] = x.detach().requires_grad_()
             with torch.enable_grad(), with_graph():
-                graphs[i] = velocity(kept[i], i)
-        v = graphs[i].detach() if i in graphs else velocity(x, i)
+                graphs[i] = velocity(latents[i], i)
+            v = graphs[i].detach()
         if i in keep:
             velocities[i] = v
         x = euler_step(x, v, sigmas[i], sigmas[i + 1])
-    return Trajectory(x, kept, graphs, velocities=velocities)
+    return Trajectory(x, latents, graphs, velocities=velocities)
 
 
 @torch.no_grad()
 def kl_floor(reference: Velocity, x: Tensor, sigmas: Tensor, active: Sequence[int], start: int = 0) -> float:
-    """What the KL of `replay` reads when the two velocities differ by rounding alone: see flow.jittered.
+    """Return the KL of `replay` for two velocities that differ by rounding alone: see flow.jittered.
 
-    The mean over the active steps of the reference's own rollout from x (B, ...) at sigmas[start].
+    It is the mean over the active steps of the reference's rollout from x (B, ...) at sigmas[start].
     """
     latents = rollout(reference, x, sigmas, active, start).kept
     jittered = flow.jittered(reference)
@@ -109,15 +111,15 @@ def replay(
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
     micro_batch: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Replayed:
-    """Accumulate the parameters' gradients of  <grad_x0, x0> + kl_weight * sum_b KL_b ; returns KL_b and norms.
+    """Accumulate the parameters' gradients of  <grad_x0, x0> + kl_weight * sum_b KL_b ; return KL_b and norms.
 
-    grad_x0: (B, ...) gradient of the loss with respect to the rollout's x0, with every averaging over the
-    batch and the accumulation already in it; `kl_weight` likewise multiplies a sum over samples. active: step
-    indices whose velocity is differentiated; the steps between them pass the cotangent on unchanged. KL_b is
-    `flow.velocity_kl` against `reference`, averaged over the active steps.
+    grad_x0: (B, ...) gradient of the loss with respect to the rollout's x0. It includes every averaging over the batch
+    and the accumulation; `kl_weight` likewise multiplies a sum over samples. active: step indices whose velocity is
+    differentiated; the steps between them pass the cotangent on unchanged. KL_b is `flow.velocity_kl` against
+    `reference`, averaged over the active steps.
 
-    kl_gradient, how the KL reaches the parameters of earlier active steps, since x_i depends on them; with coupling 0
-    it does not, and the three are equal:
+    kl_gradient: how the KL reaches the parameters of earlier active steps, through x_i. With coupling 0 the three are
+    equal:
 
         exact               the gradient of the KL, with the same coupling; the reference's velocity depends on x_i,
                             too, so `reference` must have a graph from x_i (one more backward per coupled step)
@@ -125,17 +127,13 @@ def replay(
         reference_constant  the reference's velocity is a constant, as in ROLL: close to the base model this is not the
                             KL's gradient. through_trajectory is its old name.
 
-    Every active step must have something to differentiate: parameters of its own, or with a coupling an active step
-    before it that has (ValueError). A backward that were left out would be one that the other processes wait for, or,
-    at the first active step, the one that reduces an update's gradients over them.
+    Graphs of the trajectory are walked back and released one by one; without them each velocity is computed again.
+    backward: accumulates a scalar's gradients, unscaled. `accelerator.backward` divides by its accumulation count, and
+    so would the cotangent read from x_i; a caller's `backward` must undo that. micro_batch: the context of one forward
+    and backward, called once per active step.
 
-    Graphs of the trajectory are walked back, and given up one by one; without them each velocity is computed again.
-
-    It has eleven arguments, and more lines than others, because it is one formula with all of its terms.
-
-    backward: accumulates the gradients of a scalar, exactly unscaled: `accelerator.backward` divides by its
-    accumulation count, and then the cotangent read from x_i shrinks with it, so a caller's `backward` must undo
-    that. micro_batch: the context of one forward and backward; called once per active step, in every case.
+    Raise ValueError for an active step without a gradient: it needs trained parameters, or with a coupling an earlier
+    active step that has some. Skipping its backward would deadlock DDP or lose its reduction.
     """
     if kl_gradient not in KL_GRADIENTS:
         raise ValueError(f"kl_gradient must be one of {', '.join(KL_GRADIENTS)}, got {kl_gradient!r}")
@@ -144,14 +142,14 @@ def replay(
     cotangents: list[Tensor] = []
     order = sorted(active, reverse=True)
     for i in order:
-        couples = coupling != 0 and i != order[-1]  # the first active step has nobody to hand its cotangent to
+        couples = coupling != 0 and i != order[-1]  # no active step precedes the first one
         v, x = trajectory.graphs.pop(i, None), trajectory.kept[i]
         x = x.detach().requires_grad_(couples) if v is None else x
         h = sigmas[i + 1] - sigmas[i]
         cotangents.append(g.detach().flatten(1).norm(dim=1))
         pull = None
         with micro_batch():
-            if kl_weight != 0:  # before the policy's forward: no graph is alive on the device yet
+            if kl_weight != 0:  # before the policy's forward: no graph takes memory yet
                 weight = kl_weight / len(active) if couples and kl_gradient == "exact" else 0.0
                 v_reference, pull = _reference_velocity(reference, trajectory, i, sigmas[i], weight)
             v = velocity(x, i) if v is None else v
@@ -185,17 +183,17 @@ def replay_endpoint(
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
     micro_batch: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Replayed:
-    """Accumulate the parameters' gradients of  share * sum_b loss_b  for the one step that was kept. The KL is 0.
+    """Accumulate the parameters' gradients of  share * sum_b loss_b  for the trajectory's single step. The KL is 0.
 
         loss = 5 mean((x0(v) - x0 - ascent)^2) / mean|x0(v) - x0 - ascent|,   ascent = -length |x0| grad_x0 / |grad_x0|
 
-    The denominator is a constant, so every sample pulls equally hard. x0 is the rollout's, by an older policy: how far
-    the policy has left it takes part of the ascent away. This is DiffusionOPSD (arXiv 2608.24646) with one ascent step,
-    in which its two branches are one loss, whatever the sample's advantage. A sample whose reward would rise by less
-    than SMALLEST_GAIN over the ascent teaches nothing: its direction is rounding.
+    The denominator is a constant, so every sample pulls equally hard. x0 is the rollout's, by an older policy; the
+    policy's distance from it reduces the ascent. This is DiffusionOPSD (arXiv 2608.24646) with one ascent step, where
+    its two branches are one loss, whatever the sample's advantage. A sample whose reward would rise by less than
+    SMALLEST_GAIN gets no gradient: its direction is rounding.
 
     grad_x0: (B, ...) `share` times each sample's gradient of -reward. length: a share of x0's norm. backward,
-    micro_batch: as `replay` takes them.
+    micro_batch: as in `replay`.
     """
     ((step, x),) = trajectory.kept.items()
     rows = (-1, *[1] * (grad_x0.ndim - 1))
@@ -216,10 +214,10 @@ def replay_endpoint(
 def _reference_velocity(
     reference: Velocity, trajectory: Trajectory, step: int, sigma: Tensor, weight: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the reference's velocity at x_i, without a graph, and what the KL pulls at x_i through it.
+    """Return the reference's velocity at x_i, without a graph, and the KL's gradient at x_i through it.
 
-    The second is d/dx_i of weight * sum_b KL_b(v, v_ref(x_i)), with the policy's velocity v as in the rollout; None for
-    weight 0. Its graph is gone when this returns, so that it is never alive together with the policy's.
+    The second is d/dx_i of weight * sum_b KL_b(v, v_ref(x_i)), with the rollout's velocity v; None for weight 0. Its
+    graph is freed before the policy's is built.
     """
     x = trajectory.kept[step].detach().requires_grad_(weight != 0)
     with torch.set_grad_enabled(weight != 0):
@@ -232,10 +230,10 @@ def _reference_velocity(
 
 
 def limited(gradient: Tensor, most: float | None, share: float) -> tuple[Tensor, Tensor]:
-    """The gradient (B, ...) with no sample's norm above `most`, None for no limit; the norms (B,) before.
+    """Clip each sample's norm to `most`, None for no limit; return the gradient (B, ...) and the norms (B,) before.
 
-    Norms are of a sample's own loss, of which the gradient has 1 / `share` each. A sample within the limit, and one
-    whose norm is no number, keeps its gradient to the bit.
+    Norms are of each sample's loss; the gradient has 1 / `share` of it. A sample within the limit, and one whose norm
+    is no number, keeps its gradient to the bit.
     """
     norms = share * torch.linalg.vector_norm(gradient.flatten(1), dim=1)
     if most is None:

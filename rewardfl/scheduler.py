@@ -4,8 +4,8 @@
 
 has the pipeline's own sigmas; FlowMatchSDEScheduler(shift=5.0) those of `flow.linear_sigmas`, as Wan2.2-Lightning has.
 
-Stock pipelines take `step(...)[0]` alone. Who wants the log-probabilities calls `step` in a loop of their own, or
-replays the latents that `callback_on_step_end` hands out: step(velocity, t, x, step_index=i, next_sample=x_next).
+Stock pipelines use `step(...)[0]` alone. For log-probabilities, call `step` in your own loop, or replay the latents of
+`callback_on_step_end`: step(velocity, t, x, step_index=i, next_sample=x_next).
 """
 
 import operator
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rewardfl import flow
 
-# arguments of FlowMatchEulerDiscreteScheduler by which its sigmas are not those of a shift alone
+# arguments of FlowMatchEulerDiscreteScheduler that change its sigmas in other ways than a shift
 NOT_LINEAR = (
     "use_dynamic_shifting", "shift_terminal", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas",
 )  # fmt: skip
@@ -45,9 +45,9 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     """Steps in the noise window are drawn from `flow.transition`, the others are Euler steps of the ODE.
 
     kind, noise_level: as in flow.py; noise_level 0 is the ODE throughout. noise_window: indices of inference steps,
-    None for all but the last, whose noise nothing would remove. schedule: where a pipeline gives no sigmas, stock makes
-    those of FlowMatchEulerDiscreteScheduler, and linear those of `flow.linear_sigmas`, for a config that has a shift
-    alone. The other arguments, all fourteen, are those of FlowMatchEulerDiscreteScheduler.
+    None for all but the last, whose noise nothing would remove. schedule: for a pipeline that gives no sigmas, `stock`
+    makes those of FlowMatchEulerDiscreteScheduler. `linear` makes those of `flow.linear_sigmas`, for a config with a
+    shift alone. The other fourteen arguments are those of FlowMatchEulerDiscreteScheduler.
 
     Steps are counted from 0 or from `set_begin_index`, never looked up by the timestep's value.
     """
@@ -76,7 +76,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     ):
         if invert_sigmas or stochastic_sampling:
             raise ValueError("invert_sigmas and stochastic_sampling are another flow and another noise: not supported")
-        # by keyword: what diffusers gets by position it takes for a default, and drops from the saved config
+        # by keyword: diffusers takes a positional argument for a default, and drops it from the saved config
         super().__init__(
             num_train_timesteps=num_train_timesteps,
             shift=shift,
@@ -100,8 +100,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     def from_config(cls, config: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Self:
         """Make the scheduler of a config; one of FlowMatchEulerDiscreteScheduler keeps its schedule.
 
-        kwargs: as diffusers has it, arguments that replace those of the config. ValueError for the config of another
-        scheduler, whose sigmas are made otherwise.
+        kwargs: arguments that replace those of the config. Raise ValueError for the config of another scheduler, whose
+        sigmas are made otherwise.
         """
         name = config.get("_class_name", FlowMatchEulerDiscreteScheduler.__name__)
         if name not in (FlowMatchEulerDiscreteScheduler.__name__, FlowMatchSDEScheduler.__name__, cls.__name__):
@@ -121,8 +121,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     ) -> None:
         """Make the schedule, as the argument `schedule` says.
 
-        sigmas: what diffusers' image pipelines pass, without the last 0 and before shifting; mu: their shift by
-        resolution, used when the config says use_dynamic_shifting. Sigmas stay on the CPU: they are read as numbers.
+        sigmas: as diffusers' image pipelines pass them, without the last 0 and before shifting. mu: their shift by
+        resolution, used with use_dynamic_shifting. Sigmas stay on the CPU: they are read as numbers.
         """
         super().set_timesteps(num_inference_steps, sigmas=sigmas, mu=mu)
         if sigmas is None and self.config.schedule == "linear" and not any(self.config[key] for key in NOT_LINEAR):
@@ -158,11 +158,11 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         next_sample: Tensor | None = None,
         step_index: int | None = None,
     ) -> FlowMatchSDEOutput | tuple[Tensor, Tensor, float, Tensor | None]:
-        """One step from sample (B, ...) by the velocity model_output (B, ...), computed in float32.
+        """Step from sample (B, ...) by the velocity model_output (B, ...), in float32.
 
         timestep: must be the schedule's at this step; it is compared, not looked up. generator: of the noise, one or
-        one per sample; None is torch's global one, which is what stock pipelines get. next_sample: score this instead
-        of drawing. step_index: take this step and leave the count where it is; by default the next one.
+        one per sample; None is torch's global one, as in stock pipelines. next_sample: score this instead of drawing.
+        step_index: take this step and leave the count unchanged; by default the next one.
         """
         index = self._index(step_index)
         expected = float(self.timesteps[index])
@@ -198,5 +198,5 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         return step_index
 
     def _arguments(self, index: int) -> tuple[Tensor, Tensor, float, Tensor]:
-        """sigma, sigma_next, noise_level, sigma_cap of a step."""
+        """Return sigma, sigma_next, noise_level, sigma_cap of a step."""
         return self.sigmas[index], self.sigmas[index + 1], self.config.noise_level, self.sigmas[1]

@@ -1,7 +1,7 @@
-"""Rollouts of which some steps are stochastic, and the scores of those steps then and now.
+"""Rollouts with a window of stochastic steps, and the scores of those steps then and now.
 
-The window's steps are drawn from `flow.transition` and kept; the others are Euler steps of the ODE. A kept step is
-scored again, with a graph, from the latents as they were stored: equal weights give equal bits.
+The window's steps are drawn from `flow.transition` and stored; the others are Euler steps of the ODE. A stored step is
+scored again, with a graph, from its stored latents: equal weights give equal bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ Velocity = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> ve
 
 @dataclass(frozen=True)
 class Kernel:
-    """How stochastic steps draw: flow.py's kind and noise_level, on `sigmas` (steps + 1,), the last one 0."""
+    """The law of stochastic steps: flow.py's kind and noise_level, on `sigmas` (steps + 1,) that end at 0."""
 
     kind: str
     noise_level: float
     sigmas: Tensor
 
     def transition(self, velocity: Velocity, x: Tensor, step: int) -> tuple[Tensor, float]:
-        """(mean (B, ...), std) of x_{step + 1} given x (B, ...)."""
+        """Return (mean (B, ...), std) of x_{step + 1} given x (B, ...)."""
         sigma, sigma_next = self.sigmas[step], self.sigmas[step + 1]
         return flow.transition(
             self.kind, x, velocity(x, step), sigma, sigma_next, self.noise_level, sigma_cap=self.sigmas[1]
@@ -36,11 +36,11 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Step:
-    """One stochastic step of B samples, as it was rolled out: what a replay needs. All float32 but log_prob."""
+    """One stochastic step of B samples in the rollout, for its replay. All float32 but log_prob."""
 
     x: Tensor  # (B, ...) before it
-    x_next: Tensor  # (B, ...) what was drawn
-    mean: Tensor | None  # (B, ...) of what was drawn, where it was asked for
+    x_next: Tensor  # (B, ...) as drawn
+    mean: Tensor | None  # (B, ...) of the draw; None with keep_means=False
     std: float
     log_prob: Tensor  # (B,) float64
 
@@ -59,28 +59,27 @@ def rollout(
     start: int = 0,
     keep_means: bool = True,
 ) -> tuple[Tensor, dict[int, Step]]:
-    """(x0 (B, ...), the window's steps by index) from x (B, ...) float32 at sigmas[start].
+    """Return (x0 (B, ...), the window's steps by index) from x (B, ...) float32 at sigmas[start].
 
-    window: the stochastic steps. noise: step -> (B, ...) standard normal. keep_means: only the objective `guard` needs
-    them.
+    window: the stochastic steps. noise: step -> (B, ...) standard normal. keep_means: for the objective `guard` alone.
     """
-    sigmas, kept = kernel.sigmas, {}
+    sigmas, steps = kernel.sigmas, {}
     for i in range(start, len(sigmas) - 1):
         if i not in window:
             x = flow.euler_step(x, velocity(x, i), sigmas[i], sigmas[i + 1])
             continue
         mean, std = kernel.transition(velocity, x, i)
         x_next = flow.sample(mean, std, noise(i))
-        kept[i] = Step(x, x_next, mean if keep_means else None, std, flow.log_prob(kernel.kind, x_next, mean, std))
+        steps[i] = Step(x, x_next, mean if keep_means else None, std, flow.log_prob(kernel.kind, x_next, mean, std))
         x = x_next
-    return x, kept
+    return x, steps
 
 
 @torch.no_grad()
 def kl_floor(reference: Velocity, x: Tensor, kernel: Kernel, window: Sequence[int]) -> float:
-    """What the KL of two transitions reads when their velocities differ by rounding alone: see flow.jittered.
+    """Return the KL of two transitions whose velocities differ by rounding alone: see flow.jittered.
 
-    The mean over the window's steps of the reference's own rollout, without noise, from x (B, ...) at sigma 1.
+    It is the mean over the window's steps of the reference's rollout, without noise, from x (B, ...) at sigma 1.
     """
     jittered, read = flow.jittered(reference), []
     for i in range(max(window) + 1):
@@ -92,6 +91,6 @@ def kl_floor(reference: Velocity, x: Tensor, kernel: Kernel, window: Sequence[in
 
 
 def score(velocity: Velocity, step: Step, index: int, kernel: Kernel) -> tuple[Tensor, Tensor]:
-    """(mean (B, ...), log_prob (B,) float64) of a stored step under today's velocity, with its graph."""
+    """Return (mean (B, ...), log_prob (B,) float64) of a stored step under today's velocity, with its graph."""
     mean, std = kernel.transition(velocity, step.x, index)
     return mean, flow.log_prob(kernel.kind, step.x_next, mean, std)

@@ -1,4 +1,4 @@
-"""Which denoising steps are stochastic and trained in an epoch."""
+"""The denoising steps that are stochastic and trained in an epoch."""
 
 import math
 from collections.abc import Sequence
@@ -9,20 +9,17 @@ import torch
 
 from rewardfl.noise import noise_seed
 
-# Which steps are stochastic, and trained
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Which steps of a schedule may be stochastic, and trained.
+    """The steps of a schedule that may be stochastic and trained.
 
-    kind: `list`, the given `steps`; `random`, `size` steps in a row (Flow-GRPO-Fast); `fraction`, that share of
-    the steps, rounded and at least one, not necessarily in a row (DanceGRPO draws 0.6). Both draw from
-    bounds[0] <= step < bounds[1], all steps by default, anew in each epoch.
+    kind: `list`, the given `steps`. `random`: `size` steps in a row (Flow-GRPO-Fast). `fraction`: that share of the
+    steps, rounded and at least one, not necessarily in a row (DanceGRPO draws 0.6). Both draw in each epoch from
+    bounds[0] <= step < bounds[1], by default all steps.
 
-    usable: the steps that have std > 0 and matter. The caller leaves out deterministic ones: CPS
-    has std = 0 at the last. Flow-SDE and Dance-SDE have a density there, yet it only leaves noise in the sample;
-    every published recipe leaves it out as well.
+    usable: the steps with std > 0, without the last. CPS has std = 0 at the last step. Flow-SDE and Dance-SDE have a
+    density there, yet it only leaves noise in the sample; every published recipe leaves it out.
     """
 
     kind: Literal["list", "random", "fraction"]
@@ -34,7 +31,7 @@ class Windows:
 
     @property
     def drawable(self) -> tuple[int, ...]:
-        """The steps that some epoch's window may have, ascending."""
+        """Return the steps that some epoch's window may have, ascending."""
         if self.kind == "list":
             return tuple(sorted(self.steps))
         low, high = self.bounds or (0, math.inf)
@@ -42,9 +39,9 @@ class Windows:
 
 
 def draw_window(windows: Windows, epoch: int, seed: int) -> tuple[int, ...]:
-    """The SDE steps of an epoch, ascending: the same on every process and for every group; ODE elsewhere.
+    """Return the SDE steps of an epoch, ascending: the same on every process and for every group.
 
-    Raises ValueError for a window that fits nowhere, and for listed steps that are not usable.
+    Raise ValueError for a window that fits nowhere, and for listed steps that are not usable.
     """
     candidates, usable = windows.drawable, sorted(windows.usable)
     if windows.kind == "list":

@@ -205,7 +205,7 @@ def test_plan_refuses_what_cannot_be():
 
 
 def window(kind, num_steps, *, epoch, seed, **settings):
-    return draw_window(Windows(kind, **{"usable": range(num_steps)} | settings), epoch, seed)
+    return draw_window(Windows(kind=kind, **{"usable": range(num_steps)} | settings), epoch, seed)
 
 
 def test_windows_are_the_steps_asked_for():

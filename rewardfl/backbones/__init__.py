@@ -1,4 +1,4 @@
-"""The models that can be trained, by their `model.model_name`. Each is imported when it is asked for."""
+"""The models that can be trained, by their `model.model_name`. Each is imported on demand."""
 
 import importlib
 
@@ -18,12 +18,12 @@ MODULES |= {
 
 
 def open(name: str, source: Source) -> Backbone:
-    """The model of these files, all of which are checked by their headers. Refused where one cannot be used."""
+    """Open a model by its files' headers. Raise Refused for a file that cannot be used."""
     return importlib.import_module(_module(name)).open(name, source)
 
 
 def describe(name: str, source: Source) -> Backbone:
-    """The model as its configurations describe it, without weights: the published one where there are none."""
+    """Return the model of a folder's configurations, without weights; without such a folder the published one."""
     return importlib.import_module(_module(name)).describe(name, source)
 
 

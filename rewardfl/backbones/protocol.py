@@ -1,8 +1,7 @@
-"""What a model is to the rest of the house: the names that every backbone answers to, and what all of them share.
+"""The interface of every backbone to the rest of the package, and code that all backbones share.
 
-Everything that tells one model from another is behind `Backbone`: which networks there are and which of them answers at
-a denoising step, what is known of a prompt and an image, how a network is called, how latents become frames. Nothing
-outside of a backbone's own folder reads its conditioning.
+All differences between models are behind `Backbone`: the networks and their steps, the conditioning of a prompt and an
+image, the call of a network, the decoding of latents. Only a backbone's own folder reads its conditioning.
 """
 
 import contextlib
@@ -20,17 +19,14 @@ from rewardfl.weights.shards import Refused
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of the frozen weights, by config word
 
-# what the networks are told of a batch, every tensor (B, ...), under names that only the backbone knows
-Conditioning = dict[str, Tensor]
-
+Conditioning = dict[str, Tensor]  # a batch's inputs to the networks, each (B, ...), under the backbone's names
 Shape = tuple[int, int, int, int]  # (channels, frames, height, width) of one sample's latents
-
-Caches = list[Tensor | str | None]  # what a decoder remembers from one chunk of latents to the next
+Caches = list[Tensor | str | None]  # a decoder's state between chunks of latents
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The LoRA that is trained."""
+    """The trained LoRA."""
 
     rank: int
     targets: tuple[str, ...]  # diffusers' names of linear layers, or ends of such names
@@ -40,13 +36,12 @@ class Adapter:
 class Schedule:
     """The denoising steps of one schedule: step i goes from sigmas[i] to sigmas[i + 1].
 
-    `experts` is the only answer to the question which expert a step belongs to; nothing else compares a sigma, or a
-    timestep, with the boundary between them.
+    `experts` alone assigns steps to experts; nothing else compares a sigma or a timestep with their boundary.
     """
 
     sigmas: Tensor  # (N + 1,) float32, descending; the last is 0
-    timesteps: Tensor  # (N,) float32, what the experts are told: 1000 * sigma
-    experts: tuple[str, ...]  # (N,) the name of the one that answers
+    timesteps: Tensor  # (N,) float32, the experts' input: 1000 * sigma
+    experts: tuple[str, ...]  # (N,) by name
 
     def __post_init__(self):
         if not bool(self.sigmas.isfinite().all() and (self.sigmas.diff() < 0).all()):
@@ -57,35 +52,33 @@ class Schedule:
             )
 
     def __len__(self) -> int:
-        """The number of steps."""
+        """Return the number of steps."""
         return len(self.experts)
 
     @property
     def handover(self) -> int:
-        """The first step that another expert answers than the first one; the number of steps where there is none."""
+        """Return the first step of the second expert; the number of steps where there is none."""
         return next((i for i, expert in enumerate(self.experts) if expert != self.experts[0]), len(self))
 
     def at(self, moment: float) -> "Schedule":
         """Return one step to 0 from the sigma at `moment`: 4 is that of step 4, 4.5 is half-way to that of step 5."""
-        step = int(moment)
-        part = moment - step
+        step, part = int(moment), moment % 1
         sigma = (1 - part) * self.sigmas[step] + part * self.sigmas[step + 1]
         timestep = self.timesteps[step] if part == 0 else 1000 * sigma
         return Schedule(torch.stack([sigma, sigma.new_zeros(())]), timestep[None], (self.experts[step],))
 
     def until(self, final_step: int) -> "Schedule":
-        """The schedule that stops after `final_step`, whose own step goes straight to sigma 0: its x0 prediction."""
-        kept = final_step + 1
-        sigmas = torch.cat([self.sigmas[:kept], self.sigmas.new_zeros(1)])
-        return Schedule(sigmas, self.timesteps[:kept], self.experts[:kept])
+        """Return the schedule up to `final_step`, whose step goes straight to sigma 0: its x0 prediction."""
+        count = final_step + 1
+        sigmas = torch.cat([self.sigmas[:count], self.sigmas.new_zeros(1)])
+        return Schedule(sigmas, self.timesteps[:count], self.experts[:count])
 
 
 class Experts(nn.Module):
     """All networks of a model as one module, so that a wrapper sees every trained parameter.
 
-    A model with one network has one expert. outside: experts that are not trained and stay out of the module tree: DDP,
-    DeepSpeed, FSDP and `.to` then leave them where offload.place put them. An expert may be None when no step will ask
-    for it.
+    A model with one network has one expert. outside: untrained experts, kept out of the module tree: DDP, DeepSpeed,
+    FSDP and `.to` leave them where offload.move_expert put them. An expert that no step uses may be None.
     """
 
     def __init__(self, experts: dict[str, nn.Module | None], outside: Sequence[str] = ()):
@@ -94,17 +87,17 @@ class Experts(nn.Module):
         self.outside = {name: experts[name] for name in outside}  # a plain dict: no submodules
 
     def forward(self, name: str, **inputs: Tensor) -> Tensor:
-        """What the expert called `name`, one of diffusers' transformers, gives; inputs: its own arguments by name."""
+        """Return the output of the expert `name`, one of diffusers' transformers, for its keyword arguments."""
         expert = self.outside[name] if name in self.outside else self.inside[name]
         return expert(**inputs, return_dict=False)[0]
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """A decoded batch and what the decoder's `vjp` needs to go back without decoding again.
+    """A decoded batch, and the state with which the decoder's `vjp` need not decode again.
 
-    video: (B, 3, F, H, W) in [-1, 1]. caches: by chunk, those that it started from; only those of every n-th
-    chunk where they are kept by segments, which always include chunk 0.
+    video: (B, 3, F, H, W) in [-1, 1]. caches: by chunk, those before it; with segments only those of every n-th chunk
+    from chunk 0.
     """
 
     video: Tensor
@@ -112,46 +105,46 @@ class Decoded:
 
 
 class Decoder(Protocol):
-    """From latents (B, C, T, h, w) as they are sampled to video (B, 3, F, H, W) in [-1, 1], and its gradient.
+    """The map from sampled latents (B, C, T, h, w) to video (B, 3, F, H, W) in [-1, 1], and its gradient.
 
-    given: the batch's conditioning, which may hold latents that belong to the video and are not sampled.
+    given: the batch's conditioning, which may hold latents of the video that are not sampled.
     """
 
     def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
-        """The video, without gradient."""
+        """Return the video, without gradient."""
 
     def decode_with_caches(self, latents: Tensor, caches: str = "keep", given: Conditioning | None = None) -> Decoded:
-        """The video, for a `vjp` to come; caches: train.decode_caches."""
+        """Return the video and the state for a later `vjp`; caches: train.decode_caches."""
 
     def vjp(
         self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None, given: Conditioning | None = None
     ) -> Tensor:
-        """(d video / d latents)^T grad_video, (B, C, T, h, w)."""
+        """Return (d video / d latents)^T grad_video, (B, C, T, h, w)."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Which files a model is opened from and how it is to be run; the configuration's section `model` says what for."""
+    """The files of a model and its settings; the configuration's section `model` documents them."""
 
     model_paths: str = ""
     tokenizer_path: str = ""
     origin_paths: str = ""
     allow_download: bool = False
-    boundary: float | None = None  # the sigma between two experts; None: as the files say
-    embedded_guidance: float | None = None  # what a network that has learned from a guided one is told
+    boundary: float | None = None  # the sigma between two experts; None: from the files
+    embedded_guidance: float | None = None  # input of a guidance-distilled network
     dtype: str = "bfloat16"
     distilled: tuple[str, str, str] = ("", "", "fuse")  # LoRAs of the first and the second expert, and the mode
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertOnMeta:
-    """A network of one block on the meta device. A network that has several kinds of blocks is one for each kind."""
+    """A network of one block on the meta device; a network with several kinds of blocks has one for each kind."""
 
-    count: int  # how many blocks of this kind the whole network has
+    count: int  # of blocks of this kind in the whole network
     build: Callable[[Adapter | None], ModelMixin]  # the network of one block, frozen but for the adapter
     x: Tensor  # one sample's latents; requires a gradient
-    run: Callable[[ModelMixin], Tensor]  # the network's answer to x
-    streams: tuple[str, ...]  # a block's arguments that a gradient goes back through, and checkpointing keeps
+    run: Callable[[ModelMixin], Tensor]  # the network's output for x
+    streams: tuple[str, ...]  # a block's arguments with a gradient, which checkpointing keeps
 
 
 @dataclass(frozen=True)
@@ -160,153 +153,147 @@ class ChunksOnMeta:
 
     module: nn.Module
     count: int
-    chunk: Callable[[int], Tensor]  # the input of chunk i; all but the first are alike
+    chunk: Callable[[int], Tensor]  # the input of chunk i; all but the first have one shape
     run: Callable[[Tensor, Caches, bool], tuple[Tensor, Caches]]  # input, caches, whether it is the first
     caches: Caches  # before the first chunk
-    # around `run` and its backward pass, which keeps what training keeps of it, and computes the rest again
+    # the context of `run` and its backward pass, checkpointed as in training
     checkpointed: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OnMeta:
-    """A model's parts on the meta device for one video: what `rewardfl.estimate` measures."""
+    """A model's parts on the meta device for one video, measured by `rewardfl.estimate`."""
 
-    experts: Mapping[str, tuple[ExpertOnMeta, ...]]  # by kind of block; two networks that are alike are one object
+    experts: Mapping[str, tuple[ExpertOnMeta, ...]]  # by kind of block; equal networks are one object
     vae: nn.Module
     decoder: ChunksOnMeta
-    image_encoder: ChunksOnMeta | None  # None for a model that takes no image
-    vision: nn.Module | None  # what else sees the image
+    image_encoder: ChunksOnMeta | None  # None for a model without image input
+    vision: nn.Module | None  # a second encoder of the image
     text_encoder: nn.Module
     encode_text: Callable[[], object]
     conditioning: Mapping[str, Tensor]  # of one sample, as it is cached
 
 
 class Backbone(Protocol):
-    """A model that can be trained, opened by the headers of its files. Its methods load weights where they say so.
+    """A trainable model, opened by the headers of its files; only the methods that say so load weights.
 
-    All that is refused raises `Refused` with the key of the configuration, the value and the way out.
+    Every `Refused` names the key of the configuration, the value and the way out.
     """
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """The names of its networks in the order in which they answer; model.trainable_models says dit, dit2."""
+        """Return the names of its networks in the order of their steps; model.trainable_models: dit, dit2."""
 
     @property
     def block_classes(self) -> tuple[str, ...]:
-        """The names of the classes of its blocks, which FSDP gathers one at a time."""
+        """Return the names of the classes of its blocks, which FSDP gathers one at a time."""
 
     @property
     def layer_names(self) -> Mapping[str, str]:
-        """{short name that lora.lora_target_modules may use: diffusers' name}."""
+        """Return {short name that lora.lora_target_modules may use: diffusers' name}."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the networks compute in."""
+        """Return the dtype in which the networks compute."""
 
     @property
     def takes_image(self) -> bool:
-        """Whether a clip's first frame, or the image given for it, is among what the networks are told."""
+        """Return whether an image, by default the clip's first frame, is an input of the networks."""
 
     @property
     def pixels_per_token(self) -> int:
-        """Pixels on a side of what the network knows as one place: the VAE's factor times the patch."""
-
-    # ---- what headers and configurations tell
+        """Return the pixels on a side of one token: the VAE's factor times the patch."""
 
     def described_by(self) -> str:
-        """Where the model's shape is read from, in words."""
+        """Return the source of the model's shape, in words."""
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
-        """The denoising steps of latents of this shape, by the stock scheduler's own arithmetic.
+        """Return the denoising steps of latents of this shape, by the stock scheduler's own arithmetic.
 
-        shift: of the sigmas; None for what the model's own scheduler says, Refused where that cannot be known.
+        shift: of the sigmas; None for that of the model's scheduler. Raise Refused where that is unknown.
         """
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
-        """The shape of one sample's latents, of those that are sampled."""
+        """Return the shape of one sample's sampled latents."""
 
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
-        """Refuse clips of a size that the model cannot take; with max_pixels height and width are not used."""
+        """Raise Refused for clips of an unsupported size; with max_pixels, height and width are ignored."""
 
     def differences(self, shift: float | None, guidance: float) -> list[str]:
-        """A line for each setting in which the run differs from what the checkpoint says of itself."""
+        """Return a line for each setting of the run that differs from the checkpoint's."""
 
     def linear_layers(self) -> list[str]:
-        """diffusers' names of the linear layers of an expert."""
+        """Return diffusers' names of the linear layers of an expert."""
 
     def adapter_shapes(self, expert: str, adapter: Adapter) -> dict[str, tuple[int, ...]]:
-        """{parameter of the policy adapter: its shape} of an expert."""
+        """Return {parameter of the policy adapter: its shape} of an expert."""
 
     def weight_files(self) -> dict[str, list[Path]]:
-        """The files of each part (text_encoder, vae, the experts, distillations): what identifies the weights."""
+        """Return the files of each part (text_encoder, vae, the experts, distillations), which identify the weights."""
 
     def settings(self) -> dict[str, Any]:
-        """What else the model's answers depend on, as plain JSON."""
+        """Return the other settings that change the model's outputs, as plain JSON."""
 
     def parts_of(self, expert: str) -> list[str]:
-        """Which of weight_files an expert's answers depend on, and how they are put together."""
+        """Return the names in weight_files of an expert's weights, and how they are combined."""
 
     def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
-        """The model's parts without memory, for videos of this size."""
-
-    # ---- what loads weights
+        """Return the model's parts without memory, for videos of this size."""
 
     def text_encoder(self, device: torch.device) -> Callable[[str], Conditioning]:
-        """Load what encodes prompts; the function that does, for a batch of one."""
+        """Load the text encoder; return the function that encodes a prompt, for a batch of one."""
 
     def image_encoder(self, device: torch.device) -> Callable[[Tensor | None, int], Conditioning]:
-        """Load what encodes an image, (3, H, W) in [-1, 1], and its clip's number of frames, for a batch of one.
+        """Load the image encoder; return the function that encodes an image for a clip, for a batch of one.
 
-        The image may be None where the model takes none.
+        Its arguments: the image (3, H, W) in [-1, 1], None for a model without image input, and the number of frames.
         """
 
     def video_encoder(self, device: torch.device) -> Callable[[Tensor], Tensor]:
-        """Load what encodes clips (B, 3, F, H, W) in [-1, 1], and return the function that does.
+        """Load the encoder of clips (B, 3, F, H, W) in [-1, 1]; return the function that encodes them.
 
-        It returns the latents that are sampled, (B, *latent_shape) float32: the mode of the VAE's posterior, in the
-        stock pipeline's normalisation. Where the first latent frame is conditioning, it is left out.
+        It returns the sampled latents, (B, *latent_shape) float32: the mode of the VAE's posterior, in the stock
+        pipeline's normalisation. A first latent frame that is conditioning is left out.
         """
 
     def load_expert(self, name: str) -> ModelMixin:
-        """A network, frozen and on the CPU."""
+        """Load a network, frozen and on the CPU."""
 
     def load_decoder(self, device: torch.device) -> Decoder:
-        """The decoder, frozen."""
-
-    # ---- what the loops call
+        """Load the decoder, frozen."""
 
     def collate(self, items: Sequence[Conditioning]) -> Conditioning:
-        """One batch of several."""
+        """Return one batch of several."""
 
     def velocity(self, model: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning) -> Tensor:
-        """The velocity, noise - x0, at latents x (B, C, T, h, w) of a denoising step, of the shape and dtype of x.
+        """Return the velocity, noise - x0, at latents x (B, C, T, h, w) of a denoising step, in the dtype of x.
 
-        model: Experts, or what wraps them; it is called once.
+        model: Experts, or their wrapper; it is called once.
         """
 
     def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
-        """The guided velocity, of those of the prompt and of the negative one, as the stock pipeline has it."""
+        """Return the guided velocity from those of the prompt and of the negative one, as in the stock pipeline."""
 
     def save_adapter(self, name: str, expert: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
         """Write an expert's adapter below a checkpoint's folder, as the stock pipeline loads it.
 
-        state: lora.adapter_state of the expert, which all processes have gathered. OSError when the disk is full.
+        state: lora.adapter_state of the expert, gathered by all processes. Raise OSError when the disk is full.
         """
 
     def load_adapter(self, name: str, expert: ModelMixin, folder: Path) -> None:
-        """Fill an expert's adapter from such a folder. ValueError or FileNotFoundError where it has another."""
+        """Fill an expert's adapter from such a folder. Raise ValueError or FileNotFoundError if it does not fit."""
 
     def attach_adapters(self, experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
-        """Add a checkpoint's adapters to plain experts, for inference. FileNotFoundError where it has none."""
+        """Add a checkpoint's adapters to plain experts, for inference. Raise FileNotFoundError without any."""
 
 
 @dataclass(frozen=True, eq=False)
 class Velocity:
-    """`velocity(x, step)` for one batch's conditioning: what the samplers call. `model` is the prepared module.
+    """The samplers' `velocity(x, step)` for one batch's conditioning. `model` is the prepared module.
 
     guidance: scale of classifier-free guidance away from `negative`, the conditioning of another prompt (for one sample
-    or for B), as an undistilled model is sampled; 1 is none, takes half the time, and is what training and distilled
-    models use. away_gradient: whether the answer to the negative prompt is differentiated, too; else it is a constant.
+    or for B), for undistilled models. 1 is none and takes half the time, as in training and distilled models.
+    away_gradient: whether the velocity of the negative prompt is differentiated, too; else it is a constant.
     """
 
     backbone: Backbone
@@ -322,7 +309,7 @@ class Velocity:
             raise ValueError(f"guidance {self.guidance:g} needs the embedding of a negative prompt")
 
     def __call__(self, x: Tensor, step: int) -> Tensor:
-        """(B, C, T, h, w) of latents x at the schedule's denoising step."""
+        """Return the velocity at latents x (B, C, T, h, w) of the schedule's denoising step."""
         velocity = self.backbone.velocity(self.model, x, step, self.schedule, self.conditioning)
         if self.guidance == 1:
             return velocity
@@ -332,7 +319,7 @@ class Velocity:
         return self.backbone.guide(velocity, away, self.guidance)
 
     def reference(self, x: Tensor, step: int) -> Tensor:
-        """Return the velocity of the model as it was before training: the policy adapter is off.
+        """Return the velocity of the model before training: without the policy adapter.
 
         Where gradients are enabled and x requires one, it can be differentiated by x, once.
         """
@@ -343,7 +330,7 @@ class Velocity:
 
 
 class _Reference(torch.autograd.Function):
-    """A reference velocity whose graph is also walked back with the adapter off: checkpoints compute blocks again."""
+    """A reference velocity with a backward pass without the adapter: checkpointed blocks are recomputed in it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, velocity: Velocity, step: int) -> Tensor:
@@ -361,10 +348,10 @@ class _Reference(torch.autograd.Function):
 
 
 def move_to(conditioning: Conditioning, device: str | torch.device) -> Conditioning:
-    """The same on a device."""
+    """Return the conditioning on a device."""
     return {name: value.to(device) for name, value in conditioning.items()}
 
 
 def select_rows(conditioning: Conditioning, chosen: Sequence[int]) -> Conditioning:
-    """The conditioning of these samples of the batch alone."""
+    """Return the conditioning of these samples of the batch."""
     return {name: value[list(chosen)] for name, value in conditioning.items()}

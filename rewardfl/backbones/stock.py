@@ -1,12 +1,13 @@
-"""What all backbones use diffusers and transformers for: their pipelines, loading without a gap, saving adapters."""
+"""Shared uses of diffusers and transformers: their pipelines, complete loading, saving adapters."""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from diffusers import ModelMixin
+from diffusers.loaders.lora_base import LoraBaseMixin
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.utils import logging
@@ -18,22 +19,8 @@ LOCAL = {"local_files_only": True, "output_loading_info": True}  # for from_pret
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class SavesLora(Protocol):
-    """One of diffusers' LoRA loader mixins."""
-
-    @classmethod
-    def save_lora_weights(
-        cls,
-        save_directory: Path,
-        transformer_lora_layers: dict[str, Tensor],
-        weight_name: str,
-        transformer_lora_adapter_metadata: dict[str, Any],
-    ) -> None:
-        """Write a file that the pipelines with this mixin load."""
-
-
 def pipeline_class(name: str) -> Any:
-    """One of diffusers' pipelines, imported without the note on torchvision that its image processors print."""
+    """Import one of diffusers' pipelines, without the note on torchvision that its image processors print."""
     import diffusers
 
     verbosity = logging.get_verbosity()
@@ -45,7 +32,7 @@ def pipeline_class(name: str) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Refused when the file is missing or no JSON."""
+    """Read a JSON file. Raise Refused where it is missing or not JSON."""
     if not path.is_file():
         raise Refused(f"{path} is missing; the folder must have diffusers' layout")
     try:
@@ -55,24 +42,24 @@ def read_json(path: Path) -> Any:
 
 
 def cast(model: Model, dtype: torch.dtype) -> Model:
-    """The model with all parameters in dtype; diffusers' own `to` speaks of modules that none of these models has."""
+    """Cast all parameters in place; diffusers' own `to` prints a note on modules that none of these models has."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 def complete(path: Path, model: Model, report: Mapping[str, Sequence[str]]) -> Model:
-    """The model. Refused when a library filled in random numbers for tensors that the files lack."""
+    """Return the model. Raise Refused where the library filled missing tensors with random numbers."""
     if missing := sorted(report["missing_keys"]):
         raise Refused(f"{path} lacks {missing[0]} ({len(missing)} such tensors)")
     return model
 
 
-def save_adapter(mixin: SavesLora, model: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
+def save_adapter(mixin: type[LoraBaseMixin], model: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
     """Write folder/pytorch_lora_weights.safetensors as `pipe.load_lora_weights` reads it, alpha in the metadata.
 
-    mixin: of the stock pipeline. state: the model's lora.adapter_state, which all processes have gathered. OSError when
-    the disk does not take it.
+    mixin: of the stock pipeline. state: the model's lora.adapter_state, gathered by all processes. Raise OSError when
+    the disk is full.
     """
     config = model.peft_config[lora.POLICY]
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +67,7 @@ def save_adapter(mixin: SavesLora, model: ModelMixin, folder: Path, state: dict[
         mixin.save_lora_weights(
             folder,
             transformer_lora_layers=state,
-            # peft keeps the names in a set, whose order differs from process to process
+            # peft has the names in a set, whose order differs from process to process
             transformer_lora_adapter_metadata=config.to_dict() | {"target_modules": sorted(config.target_modules)},
             weight_name=lora.WEIGHTS_NAME,
         )
@@ -90,13 +77,12 @@ def save_adapter(mixin: SavesLora, model: ModelMixin, folder: Path, state: dict[
 
 
 def attach_adapters(parts: Mapping[str, str], experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
-    """Add a checkpoint's adapters to plain experts; parts: {expert: its folder}. FileNotFoundError for one of none."""
-    found = [name for name, part in parts.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
-    if not found:
+    """Add a checkpoint's adapters to plain experts; parts: {expert: folder}. Raise FileNotFoundError without any."""
+    trained = [name for name, part in parts.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
+    if not trained:
+        files = " or ".join(f"{part}/{lora.WEIGHTS_NAME}" for part in parts.values())
         raise FileNotFoundError(
-            f"no adapter in {checkpoint}: it should hold "
-            f"{' or '.join(f'{part}/{lora.WEIGHTS_NAME}' for part in parts.values())}, as "
-            "checkpoints/step-* of a run do"
+            f"no adapter in {checkpoint}: it should hold {files}, as checkpoints/step-* of a run do"
         )
-    for name in found:
+    for name in trained:
         lora.attach_adapter(experts[name], checkpoint / parts[name])

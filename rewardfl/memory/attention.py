@@ -1,4 +1,4 @@
-"""What computes attention, and whether the backward pass of checkpointed blocks computes it again."""
+"""Attention kernels: their choice, their checks, and checkpointing that does not recompute self-attention."""
 
 import contextlib
 import os
@@ -22,58 +22,53 @@ KERNELS = {
 }
 
 NATIVE = "native"  # torch chooses among its kernels
-
-VARIABLE = "DIFFUSERS_ATTN_BACKEND"  # of the environment, what diffusers takes by default
-
+VARIABLE = "DIFFUSERS_ATTN_BACKEND"  # of the environment: diffusers' default backend
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of a gradient's norm: rounding stays far below, faults above
-
-WHAT = ("an output", "a queries' gradient", "a keys' gradient", "a values' gradient")
+RESULTS = ("an output", "a queries' gradient", "a keys' gradient", "a values' gradient")
 
 Contexts = tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]
-
-Kept = tuple[Any, ...]  # an attention's outputs, tensors and plain numbers
+Outputs = tuple[Any, ...]  # an attention's outputs, tensors and plain numbers
 
 
 def is_self_attention(operator: Callable[..., Any], inputs: tuple[Any, ...]) -> bool:
-    """Whether an operator is attention of tokens to just as many, which is what takes the time of a long video.
+    """Return whether an operator is attention of tokens to equally many, which dominates the time of a long video.
 
-    That to a prompt's few hundred tokens is computed again in a moment, and keeps as much.
+    Attention to a prompt's few hundred tokens is cheap to recompute, and its outputs are as large.
     """
     return operator in KERNELS and inputs[0].shape[-2] == inputs[1].shape[-2]
 
 
 def keeping_outputs() -> tuple["_Keep", "_Take"]:
-    """For checkpoint's context_fn: self-attention's outputs stay until the backward pass, all else is computed again.
+    """Return contexts for checkpoint's context_fn that keep self-attention's outputs and recompute all else.
 
-    They stay on their device, with the sums that the kernel's backward pass needs: in each block tokens x heads x
+    The outputs stay on their device, with the sums for the kernel's backward pass. A block's are tokens x heads x
     (head_dim numbers of the model's dtype and one float32). Gradients are the same to the last bit. torch's own
-    create_selective_checkpoint_contexts wants both passes to be one list of operations, and the copies of
-    rewardfl.memory.swap differ between them.
+    create_selective_checkpoint_contexts needs equal operations in both passes; the copies of memory.swap differ.
     """
-    kept: list[Kept] = []
-    return _Keep(kept), _Take(kept)
+    stored: list[Outputs] = []
+    return _Keep(stored), _Take(stored)
 
 
 class _Keep(TorchDispatchMode):
-    """The forward pass: keeps self-attention's outputs."""
+    """The forward pass: stores self-attention's outputs."""
 
-    def __init__(self, kept: list[Kept]):
+    def __init__(self, stored: list[Outputs]):
         super().__init__()
-        self.kept = kept
+        self.stored = stored
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         outputs = func(*args, **(kwargs or {}))
         if is_self_attention(func, args):
-            self.kept.append(_copied(outputs))
+            self.stored.append(_clone(outputs))
         return outputs
 
 
 class _Take(TorchDispatchMode):
-    """The block is computed again: what has been kept is taken, in order. A graph may be walked back twice."""
+    """The recomputation: takes the stored outputs in order. A graph may be walked back twice."""
 
-    def __init__(self, kept: list[Kept]):
+    def __init__(self, stored: list[Outputs]):
         super().__init__()
-        self.kept, self.taken = kept, 0
+        self.stored, self.taken = stored, 0
 
     def __enter__(self):
         self.taken = 0
@@ -82,21 +77,21 @@ class _Take(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not is_self_attention(func, args):
             return func(*args, **(kwargs or {}))
-        outputs, self.taken = self.kept[self.taken], self.taken + 1
-        return _copied(outputs)
+        outputs, self.taken = self.stored[self.taken], self.taken + 1
+        return _clone(outputs)
 
 
-def _copied(outputs: Kept) -> Kept:
-    """A model may change its own in place; and those of a forward pass will hold the graph, which holds these."""
-    return tuple(one.clone() if isinstance(one, Tensor) else one for one in outputs)
+def _clone(outputs: Outputs) -> Outputs:
+    """Copy outputs: a model may change its own in place, and a forward pass's would form a cycle with its graph."""
+    return tuple(output.clone() if isinstance(output, Tensor) else output for output in outputs)
 
 
 class BackendError(ValueError):
-    """A run cannot use the attention backend that it asks for."""
+    """A run cannot use its configured attention backend."""
 
 
 def check_name(name: str, expert: ModelMixin, may_download: bool) -> None:
-    """CannotTrain where diffusers has no such backend, or this kind of network would not use it.
+    """Raise BackendError where diffusers has no such backend, or this kind of network would not use it.
 
     expert: of the run's architecture, of any size, on any device.
     """
@@ -107,18 +102,19 @@ def check_name(name: str, expert: ModelMixin, may_download: bool) -> None:
         )
     if name == NATIVE:
         return
-    if name not in [known.value for known in AttentionBackendName]:
-        names = ", ".join(known.value for known in AttentionBackendName)
-        raise BackendError(f"model.attention_backend {name} is none of diffusers': {names}")
+    names = [backend.value for backend in AttentionBackendName]
+    if name not in names:
+        raise BackendError(f"model.attention_backend {name} is none of diffusers': {', '.join(names)}")
     if name.endswith("_hub") and not may_download:
         raise BackendError(
             f"model.attention_backend {name} is a kernel that would be downloaded; set model.allow_download: true, or "
             f"attention_backend: {NATIVE}"
         )
-    modules = [one for one in expert.modules() if isinstance(one, Attention | AttentionModuleMixin)]
-    deaf = {type(one.processor) for one in modules if "_attention_backend" not in vars(type(one.processor))}
-    if deaf:
-        kinds = ", ".join(sorted(kind.__name__ for kind in deaf))
+    modules = [module for module in expert.modules() if isinstance(module, Attention | AttentionModuleMixin)]
+    processors = {type(module.processor) for module in modules}
+    unsupported = [kind.__name__ for kind in processors if "_attention_backend" not in vars(kind)]
+    if unsupported:
+        kinds = ", ".join(sorted(unsupported))
         raise BackendError(
             f"model.attention_backend {name} would change nothing in this model, whose {kinds} calls torch's own "
             f"attention; set it to {NATIVE}"
@@ -126,15 +122,15 @@ def check_name(name: str, expert: ModelMixin, may_download: bool) -> None:
 
 
 def check_backward(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """CannotTrain where the backend is not installed, does not run on `device`, or has no right gradient there.
+    """Raise BackendError where the backend is not installed, does not run on `device`, or has a wrong gradient there.
 
     A small attention's output and gradients are compared with those of plain matrix products in float32.
     """
     if name == NATIVE:
         return
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(1, 256, 2, 128, generator=generator) for _ in range(4)]  # q, k, v and a cotangent
-    *leaves, cotangent = (one.to(device, dtype) for one in drawn)
+    # q, k, v and a cotangent
+    *leaves, cotangent = [torch.randn(1, 256, 2, 128, generator=generator).to(device, dtype) for _ in range(4)]
     for leaf in leaves:
         leaf.requires_grad_()
     try:
@@ -151,18 +147,18 @@ def check_backward(name: str, dtype: torch.dtype, device: torch.device) -> None:
             f"model.attention_backend {name} has no backward pass, and every layer before it would learn nothing; set "
             f"it to {NATIVE}, or to another with one"
         )
-    wanted = _by_products([one.detach().float() for one in leaves], cotangent.float())
-    for what, mine, right in zip(WHAT, (out.detach(), *gradients), wanted, strict=True):
-        error = float((mine.float() - right).norm() / right.norm())
+    expected = _plain_attention([leaf.detach().float() for leaf in leaves], cotangent.float())
+    for result, value, target in zip(RESULTS, (out.detach(), *gradients), expected, strict=True):
+        error = float((value.float() - target).norm() / target.norm())
         if not error <= TOLERANCE[dtype]:
             raise BackendError(
-                f"model.attention_backend {name} gives {what} that is {error:.1%} away from attention's on this "
+                f"model.attention_backend {name} gives {result} that is {error:.1%} away from attention's on this "
                 f"machine, where {TOLERANCE[dtype]:.1%} would be rounding; set it to {NATIVE}"
             )
 
 
-def _by_products(leaves: list[Tensor], cotangent: Tensor) -> tuple[Tensor, ...]:
-    """Attention of (B, tokens, heads, head_dim), and its gradients, by its definition."""
+def _plain_attention(leaves: list[Tensor], cotangent: Tensor) -> tuple[Tensor, ...]:
+    """Return attention of (B, tokens, heads, head_dim), and its gradients, by its definition."""
     q, k, v = (leaf.requires_grad_() for leaf in leaves)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)

@@ -1,4 +1,4 @@
-"""Blocks that torch compiles: fewer and larger kernels for the same function, which round otherwise."""
+"""Blocks that torch compiles: fewer and larger kernels for the same function, with other rounding."""
 
 from collections.abc import Sequence
 from types import MethodType
@@ -8,19 +8,18 @@ from diffusers import ModelMixin
 
 from rewardfl.memory.attention import BackendError
 
-# In which one expert's blocks may be compiled: with a graph and without, the adapter on and off, a clip's shape, then
-# any shape, a batch of one and of several. torch's own limit is 8 for all experts together.
+# One expert's blocks may be compiled with a graph and without, the adapter on and off, for a clip's shape, then any
+# shape, and for a batch of one and of several. torch's own limit is 8 for all experts together.
 FORMS = 32
 
 
 def compile_blocks(expert: ModelMixin, block_classes: Sequence[str]) -> None:
-    """Let torch compile the blocks' forward passes, each kind of block once, when they are first called.
+    """Compile the blocks' forward passes, each class of block once, when they are first called.
 
-    block_classes: the names of their classes. What hangs on a block's call stays outside, above all the hooks that
-    bring its weights (rewardfl.memory.swap); diffusers' compile_repeated_blocks compiles the call, hooks included, and
-    fails.
-    A block that torch cannot compile as a whole, or would compile in more than FORMS forms, is an error: torch would
-    otherwise run it as it is, and at most say so in a warning.
+    block_classes: the names of their classes. A block's hooks stay outside, above all those that bring its weights
+    (rewardfl.memory.swap); diffusers' compile_repeated_blocks compiles them too, and fails. A block that torch cannot
+    compile as a whole, or would compile in more than FORMS forms, is an error. torch would otherwise run it
+    uncompiled.
     """
     blocks = [module for module in expert.modules() if type(module).__name__ in block_classes]
     for kind in {type(block) for block in blocks}:
@@ -33,12 +32,8 @@ def compile_blocks(expert: ModelMixin, block_classes: Sequence[str]) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """CannotTrain where torch cannot compile a function with a gradient for `device`: no compiler, no Triton."""
-
-    @torch.compile
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x + x
-
+    """Raise BackendError where torch cannot compile a function with a gradient for `device`."""
+    double = torch.compile(lambda x: x + x)
     x = torch.ones(64, device=device, requires_grad=True)
     try:
         double(x).sum().backward()

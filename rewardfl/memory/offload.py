@@ -1,4 +1,4 @@
-"""Where big things wait until they are needed: activations, caches and weights in host memory."""
+"""Activations, caches and weights in host memory until they are needed."""
 
 import contextlib
 import weakref
@@ -18,14 +18,14 @@ from rewardfl.memory.swap import BlockSwap, host_memory
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory; page-locked for a GPU's tensor, which makes the copies several times faster."""
+    """Return a copy in host memory, page-locked for a GPU's tensor: that makes copies several times faster."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return host.copy_(tensor)
 
 
 @dataclass(frozen=True)
 class InHost:
-    """A tensor that waits in host memory until it comes back; on a CPU the same copies are made."""
+    """A tensor in host memory until it comes back; on a CPU the same copies are made."""
 
     host: Tensor
 
@@ -34,51 +34,50 @@ class InHost:
 
 
 class InputsOnHost:
-    """Checkpoints a network's blocks; their inputs wait in host memory until the backward pass computes them anew.
+    """Checkpointing of a network's blocks with their inputs in host memory until the backward pass recomputes them.
 
-    For diffusers' `enable_gradient_checkpointing(func)`; one for each network. What the backward pass computes is the
-    same to the last bit. The copies have a stream of their own: an input leaves while its block is at work, and comes
-    back while the block behind it is, 335 MB each way at 480x832x81. What every block is given alike (text, time) is on
-    the device once, and stays.
+    For diffusers' `enable_gradient_checkpointing(func)`; one per network. Gradients are the same to the last bit. The
+    copies have their own stream. An input leaves while its block runs, and comes back while the block after it is
+    recomputed, 335 MB each way at 480x832x81. Inputs shared by all blocks (text, time) stay on the device.
     """
 
     def __init__(self, device: torch.device, contexts: Callable[[], Contexts] = noop_context_fn):
-        """contexts: checkpoint's context_fn."""
+        """Take checkpoint's context_fn as `contexts`."""
         self.device, self.checkpoint = device, _checkpoint(contexts)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.rooms: dict[int, list[Tensor]] = defaultdict(list)  # by bytes: host memory that nobody uses
-        self.given: list[weakref.ref[Tensor]] = []  # inputs of the block before
-        self.before: weakref.ref[OffloadedInputs] | None = None  # what it left in the host
+        self.free_buffers: dict[int, list[Tensor]] = defaultdict(list)  # host memory by bytes
+        self.last_inputs: list[weakref.ref[Tensor]] = []  # of the previous block
+        self.last_offloaded: weakref.ref[OffloadedInputs] | None = None
 
     def __call__(self, block: Callable[..., Tensor], *inputs: object) -> Tensor:
-        """`block(*inputs)`."""
-        tensors = [one for one in inputs if isinstance(one, Tensor)]
-        known = [old() for old in self.given]
-        new = {tensor.data_ptr() for tensor in tensors if not any(tensor is old for old in known)}
-        waiting = OffloadedInputs(self, self.before)
-        self.given, self.before = [weakref.ref(tensor) for tensor in tensors], weakref.ref(waiting)
+        """Call `block(*inputs)`."""
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        shared = [reference() for reference in self.last_inputs]
+        new = {tensor.data_ptr() for tensor in tensors if not any(tensor is old for old in shared)}
+        offloaded = OffloadedInputs(self, self.last_offloaded)
+        self.last_inputs, self.last_offloaded = [weakref.ref(tensor) for tensor in tensors], weakref.ref(offloaded)
 
         def pack(tensor: Tensor) -> Tensor | int:
-            return waiting.put(tensor) if tensor.data_ptr() in new else tensor
+            return offloaded.put(tensor) if tensor.data_ptr() in new else tensor
 
         def unpack(packed: Tensor | int) -> Tensor:
-            return packed if isinstance(packed, Tensor) else waiting.take(packed)
+            return packed if isinstance(packed, Tensor) else offloaded.take(packed)
 
         with saved_tensors_hooks(pack, unpack):
             return self.checkpoint(block, *inputs)
 
     @contextlib.contextmanager
     def whole_graph(self) -> Iterator[None]:
-        """Within, all that a graph keeps outside of the blocks waits in host memory, too."""
-        waiting = OffloadedInputs(self, None)
-        with saved_tensors_hooks(waiting.put, waiting.take):
+        """Offload all tensors that a graph made within the context saves outside of the blocks."""
+        offloaded = OffloadedInputs(self, None)
+        with saved_tensors_hooks(offloaded.put, offloaded.take):
             yield
 
     @contextlib.contextmanager
     def copying(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """What is copied within is copied beside what is computed, after all of that up to here.
+        """Run the copies within the context on their own stream, after all kernels up to here.
 
-        tensors: on the device, that are copied from or to: their memory is not given away before that is over.
+        tensors: the copies' sources or targets on the device; their memory is not reused before the copies end.
         """
         if self.stream is None:
             yield
@@ -91,43 +90,40 @@ class InputsOnHost:
 
 
 def checkpointing(device: torch.device, inputs_on_host: bool, keep_attention: bool) -> Callable[..., Tensor]:
-    """For diffusers' `enable_gradient_checkpointing(func)`: how one network's blocks are computed with a graph.
+    """Return the function for diffusers' `enable_gradient_checkpointing(func)` of one network.
 
-    inputs_on_host: where their inputs wait for the backward pass; else on `device`. keep_attention: their
-    self-attention is not computed again.
+    inputs_on_host: offload the blocks' inputs until the backward pass. keep_attention: do not recompute self-attention.
     """
     contexts = keeping_outputs if keep_attention else noop_context_fn
-    if inputs_on_host:
-        return InputsOnHost(device, contexts)
-    return _checkpoint(contexts)
+    return InputsOnHost(device, contexts) if inputs_on_host else _checkpoint(contexts)
 
 
 def _checkpoint(contexts: Callable[[], Contexts]) -> Callable[..., Tensor]:
-    # these models have no dropout: the generators' states need not be kept for the recomputation
+    # no rng state: these models have no dropout
     return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 class OffloadedInputs:
-    """One block's inputs in host memory, which die with the graph that asks for them.
+    """One block's inputs in host memory, with the lifetime of its graph.
 
-    before: those of the block before it, which a backward pass asks for next.
+    before: those of the previous block, the next in a backward pass.
     """
 
     def __init__(self, home: InputsOnHost, before: "weakref.ref[OffloadedInputs] | None"):
         self.home, self.before = home, before
         self.hosts: list[Tensor] = []
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # the shape and dtype of each
-        self.back: dict[int, Tensor] = {}  # by number: those that have been sent for
-        self.arrived: torch.cuda.Event | None = None  # happens when all of these are there
+        self.back: dict[int, Tensor] = {}  # copies on the device, by number
+        self.arrived: torch.cuda.Event | None = None  # the end of these copies
 
     def __del__(self) -> None:
         for host in self.hosts:
-            self.home.rooms[len(host)].append(host)
+            self.home.free_buffers[len(host)].append(host)
 
     def put(self, tensor: Tensor) -> int:
-        """Send a tensor to the host; the number to ask for it by."""
+        """Copy a tensor to the host; return its number for `take`."""
         octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        free = self.home.rooms[len(octets)]
+        free = self.home.free_buffers[len(octets)]
         self.hosts.append(free.pop() if free else host_memory(len(octets), self.home.device))
         self.kinds.append((tensor.shape, tensor.dtype))
         with self.home.copying([octets]):
@@ -135,7 +131,7 @@ class OffloadedInputs:
         return len(self.hosts) - 1
 
     def fetch(self) -> None:
-        """Send for what has not been sent for."""
+        """Start to copy the missing tensors to the device."""
         missing = {
             i: torch.empty(shape, dtype=dtype, device=self.home.device)
             for i, (shape, dtype) in enumerate(self.kinds)
@@ -149,7 +145,7 @@ class OffloadedInputs:
             self.arrived = self.home.stream.record_event()
 
     def take(self, number: int) -> Tensor:
-        """A tensor, back on the device. What the block before it was given is sent for."""
+        """Return a tensor on the device, and prefetch the previous block's."""
         if number not in self.back:
             self.fetch()
         if self.arrived is not None:
@@ -162,18 +158,19 @@ class OffloadedInputs:
 
 
 def move_expert(expert: ModelMixin, where: str, device: torch.device, block_classes: Sequence[str]) -> ModelMixin:
-    """Put an expert where its frozen weights are to live; it answers on `device` in every case.
+    """Move an expert's frozen weights to their memory; in every case it computes on `device`.
 
-    where: gpu (all of it on `device`), cpu_swap (its blocks' weights in host memory, from where they come for their
-    turn: rewardfl.memory.swap; a graph through it must then be a checkpointed one), fp8 (on `device`, linear
-    weights stored as float8_e4m3fn and cast to the expert's dtype in turn; norms and embeddings stay. Not for an expert
-    with an adapter: diffusers then keeps peft from casting the layers' inputs to the adapter's float32).
-    block_classes: the names of the classes of its blocks.
+    where: gpu, all on `device`. cpu_swap: the blocks' weights in host memory, copied for their turn
+    (rewardfl.memory.swap); a graph through it must then be checkpointed. fp8: on `device`, linear weights stored as
+    float8_e4m3fn and cast to the expert's dtype in turn, without norms and embeddings. Not for an expert with an
+    adapter: diffusers then keeps peft from casting the layers' inputs to the adapter's float32.
+
+    block_classes: the names of the classes of its blocks. Raise ValueError for another `where`.
     """
     if where == "gpu":
         return expert.to(device)
     if where == "cpu_swap":
-        return _swapped(expert, device, block_classes)
+        return _swap_blocks(expert, device, block_classes)
     if where == "fp8":
         # diffusers leaves out embeddings, norms, the output layer and adapters
         expert.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=expert.dtype)
@@ -181,13 +178,13 @@ def move_expert(expert: ModelMixin, where: str, device: torch.device, block_clas
     raise ValueError(f"where must be gpu, cpu_swap or fp8, got {where!r}")
 
 
-def _swapped(expert: ModelMixin, device: torch.device, block_classes: Sequence[str]) -> ModelMixin:
-    """The expert with its blocks' frozen weights in host memory, and all else on `device`."""
+def _swap_blocks(expert: ModelMixin, device: torch.device, block_classes: Sequence[str]) -> ModelMixin:
+    """Move the blocks' frozen weights to host memory, and all else to `device`."""
     blocks = [module for module in expert.modules() if type(module).__name__ in block_classes]
     swap = BlockSwap(blocks, device)
-    waiting = {id(one.parameter) for packed in swap.packed for one in packed.stored}
+    swapped = {id(weight.parameter) for packed in swap.packed for weight in packed.stored}
     for parameter in expert.parameters():
-        if id(parameter) not in waiting:
+        if id(parameter) not in swapped:
             parameter.data = parameter.data.to(device)
     for module in expert.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):

@@ -1,10 +1,9 @@
-"""Weights that wait in host memory: each block's come to the device for the block's turn, and leave with it.
+"""Weights in host memory: each block's weights come to the device for the block's turn, and leave after it.
 
-A block's turn is one call of it: in a forward pass, with or without a graph, and again when the backward pass of a
-checkpointed one computes it anew. While it runs, the weights of the block whose turn is next are on their way: the one
-behind it in a forward pass, the one before it in a backward pass. So the device holds two blocks' weights while the
-network is at work and none between its passes, where it would hold all of them, and computes the same numbers to the
-last bit.
+A block's turn is one call of it: in a forward pass, or when the backward pass of a checkpointed one recomputes it.
+While it runs, the weights of the next turn are copied: in a forward pass the next block's, in a backward pass the
+previous one's. So the device holds two blocks' weights during a pass and none between passes. The results are the same
+to the last bit.
 
 A block of Wan2.2-A14B has 0.70 GB of them: 28 ms at 25 GB/s, while it computes 42 TFLOP at 480x832x81. diffusers' group
 offloading prefetches in the order of the forward pass alone (hooks/group_offloading.py), and takes the weights away
@@ -22,12 +21,12 @@ from torch import Tensor, nn
 ALIGNMENT = 64  # bytes; a parameter begins at a multiple of this in its block's memory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Stored:
     """A frozen parameter in its block's memory."""
 
-    module: nn.Module  # whose it is
-    name: str  # that it has there
+    module: nn.Module
+    name: str  # within the module
     parameter: nn.Parameter
     begin: int  # bytes
 
@@ -45,47 +44,46 @@ class Packed:
     host: Tensor  # (bytes,) uint8, page-locked where there is a GPU
 
     def work_from(self, memory: Tensor) -> None:
-        """Let the block compute with numbers. memory: `host`, or a copy of it on the device.
+        """Give the block parameters in `memory`: `host`, or a copy of it on the device.
 
-        They are parameters of their own: a graph keeps those that an operator has saved, and would find the block's own
-        in host memory when it is walked back.
+        They are new parameters: a graph keeps those that an operator has saved, and would find the block's original
+        ones in host memory in its backward pass.
         """
-        for one in self.stored:
-            setattr(one.module, one.name, nn.Parameter(one.view(memory), requires_grad=False))
+        for weight in self.stored:
+            setattr(weight.module, weight.name, nn.Parameter(weight.view(memory), requires_grad=False))
 
     def rest(self) -> None:
-        """Let the block have its own parameters, which lie in host memory."""
-        for one in self.stored:
-            setattr(one.module, one.name, one.parameter)
+        """Give the block its original parameters, which are in host memory."""
+        for weight in self.stored:
+            setattr(weight.module, weight.name, weight.parameter)
 
 
 def pack_block(block: nn.Module, device: torch.device) -> Packed:
-    """Move a block's frozen parameters, wherever they lie, into one piece of host memory; device: where it computes."""
+    """Move a block's frozen parameters into one piece of host memory; device: where the block computes."""
     stored, size = [], 0
     for module in block.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad:
-                stored.append(Stored(module, name, parameter, size))
+                stored.append(Stored(module=module, name=name, parameter=parameter, begin=size))
                 size += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
     packed = Packed(stored, host_memory(size, device))
-    for one in stored:
-        one.view(packed.host).copy_(one.parameter.data)
-        one.parameter.data = one.view(packed.host)
+    for weight in stored:
+        weight.view(packed.host).copy_(weight.parameter.data)
+        weight.parameter.data = weight.view(packed.host)
     return packed
 
 
 class _Pages(mmap.mmap):
-    """Host memory of this process, which a GPU may have locked.
+    """Host memory of this process, page-locked for a GPU.
 
-    It is unlocked before the system gives its addresses to somebody else: CUDA would refuse to lock these again, and
-    would keep the old pages.
+    It is unlocked before the system reuses its addresses: CUDA would refuse to lock them again, and keep the old pages.
     """
 
     locked_at: int | None = None  # the address that CUDA knows
 
     def __del__(self) -> None:
         if self.locked_at is not None and not sys.is_finalizing():
-            torch.cuda.synchronize()  # a copy may still be at work in it
+            torch.cuda.synchronize()  # a copy from or to it may still run
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.locked_at)))
 
 
@@ -103,29 +101,29 @@ def host_memory(size: int, device: torch.device) -> Tensor:
 
 
 class BlockSwap:
-    """Brings the blocks' frozen weights to `device`, each block's for its turn.
+    """The frozen weights of the blocks, each brought to `device` for its block's turn.
 
-    blocks: in the order of their turns in a forward pass; in another order the copies come too late to be hidden, and
-    nothing else changes. They are changed when this is made. Their weights that require a gradient, an adapter's, stay
-    where they are. On a CPU the same copies are made, so that all but their overlap can be seen without a GPU.
+    blocks: in the order of their turns in a forward pass; in another order the copies do not overlap with computation.
+    They are changed in place. Weights that require a gradient, an adapter's, stay where they are. On a CPU the same
+    copies are made, so that all but their overlap can be tested without a GPU.
 
-    A graph needs the weights that its block had, so it must be one that the backward pass computes anew (see
-    torch.utils.checkpoint, without reentry): that one keeps its copy on the device alive until it has been walked back.
+    A graph needs its block's weights, so it must be a checkpointed one (torch.utils.checkpoint, without reentry). That
+    graph keeps its copy on the device alive until its backward pass.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device):
         self.device = device
         self.packed = [pack_block(block, device) for block in blocks]
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.last: int | None = None  # whose turn it was in this pass
-        self.ahead: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # what was sent for: see `fetch`
+        self.last: int | None = None  # the block of the last turn in this pass
+        self.ahead: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # a prefetched block: see `fetch`
         for turn, block in enumerate(blocks):
-            block.register_forward_pre_hook(lambda module, inputs, turn=turn: self.begin(turn))
-            # called in every case: the backward pass leaves a block as soon as it has computed what it needs
-            block.register_forward_hook(lambda module, inputs, output, turn=turn: self.end(turn), always_call=True)
+            block.register_forward_pre_hook(lambda *_, turn=turn: self.begin(turn))
+            # always: the recomputation leaves a block early, once it has the tensors for the backward pass
+            block.register_forward_hook(lambda *_, turn=turn: self.packed[turn].rest(), always_call=True)
 
     def begin(self, turn: int) -> None:
-        """Let block `turn` have its weights on the device, and send for those of the next one."""
+        """Load block `turn`'s weights to the device, and start the copy for the next turn."""
         memory = self.take(turn)
         self.packed[turn].work_from(memory)
         following = self.following(turn)
@@ -135,14 +133,10 @@ class BlockSwap:
         elif following is not None:
             self.ahead = following, *self.fetch(following)
 
-    def end(self, turn: int) -> None:
-        """Let block `turn` have its weights in host memory."""
-        self.packed[turn].rest()
-
     def following(self, turn: int) -> int | None:
-        """Whose turn is next after block `turn`, None at the end of a pass.
+        """Return the block of the next turn after block `turn`, None at the end of a pass.
 
-        A forward pass goes up. With a graph, its last block is the first that the backward pass computes anew.
+        A forward pass goes up. With a graph, its last block is the first that the backward pass recomputes.
         """
         last_block = len(self.packed) - 1
         if turn == last_block and self.last != last_block:
@@ -152,22 +146,22 @@ class BlockSwap:
         return turn - 1 if turn > 0 else None
 
     def fetch(self, turn: int) -> tuple[Tensor, torch.cuda.Event | None]:
-        """(a copy of a block's weights on the device, what has to happen before it is there)."""
+        """Start to copy a block's weights to the device; return the copy and the event of its end."""
         host = self.packed[turn].host
         memory = torch.empty(host.shape, dtype=host.dtype, device=self.device)
         if self.stream is None:
             return memory.copy_(host), None
-        # what has been sent to the device before may still be at work in this memory
+        # earlier kernels may still use this memory
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             memory.copy_(host, non_blocking=True)
         return memory, self.stream.record_event()
 
     def take(self, turn: int) -> Tensor:
-        """A block's weights on the device: those that were sent for, where it is its."""
+        """Return a block's weights on the device: the prefetched ones, if they are this block's."""
         ahead, self.ahead = self.ahead, None
-        wanted = ahead if ahead is not None and ahead[0] == turn else (turn, *self.fetch(turn))
-        for _, _, there in (wanted, ahead or wanted):  # a copy that is not wanted, too, must end before its memory does
-            if there is not None:
-                torch.cuda.current_stream(self.device).wait_event(there)
-        return wanted[1]
+        current = ahead if ahead is not None and ahead[0] == turn else (turn, *self.fetch(turn))
+        for _, _, copied in (current, ahead or current):  # an unused copy, too, must end before its memory is freed
+            if copied is not None:
+                torch.cuda.current_stream(self.device).wait_event(copied)
+        return current[1]

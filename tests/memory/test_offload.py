@@ -129,10 +129,10 @@ def test_a_model_may_change_an_attentions_output_in_place(monkeypatch):
 
 
 def test_what_is_kept_of_attention_dies_block_by_block_with_the_backward_pass(monkeypatch):
-    kept, alive, copied = weakref.WeakSet(), [], attention._copied
+    kept, alive, clone = weakref.WeakSet(), [], attention._clone
     expert = adapted(offload.checkpointing(DEVICE, False, True))
     with monkeypatch.context() as forward:
-        forward.setattr(attention, "_copied", lambda outputs: (own := copied(outputs), kept.add(own[0]))[0])
+        forward.setattr(attention, "_clone", lambda outputs: (own := clone(outputs), kept.add(own[0]))[0])
         out = answer(expert)
     for module in expert.modules():
         if type(module).__name__ in BLOCKS:

@@ -1,4 +1,4 @@
-"""FLUX.1: two text encoders, one network on packed latents, guidance that the network is told (dev) or none (schnell).
+"""FLUX.1: two text encoders, one network on packed latents, guidance as a network input (dev) or none (schnell).
 
 Its conditioning: text (B, 512, d) of T5; pooled (B, p) of CLIP.
 """
@@ -24,42 +24,41 @@ def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
     return {"text": text, "pooled": pooled}
 
 
-def _ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -> dict[str, Any]:
-    tokens = pack(x)
+def _model_inputs(x: Tensor, times: Tensor, conditioning: Conditioning, guidance: float | None) -> dict[str, Any]:
     height, width = x.shape[2] // PATCH, x.shape[3] // PATCH
-    places = torch.zeros(height, width, 3, device=x.device, dtype=x.dtype)
-    places[..., 1] += torch.arange(height, device=x.device, dtype=x.dtype)[:, None]
-    places[..., 2] += torch.arange(width, device=x.device, dtype=x.dtype)
+    positions = torch.zeros(height, width, 3, device=x.device, dtype=x.dtype)
+    positions[..., 1] += torch.arange(height, device=x.device, dtype=x.dtype)[:, None]
+    positions[..., 2] += torch.arange(width, device=x.device, dtype=x.dtype)
     return {
-        "hidden_states": tokens,
+        "hidden_states": pack(x),
         "timestep": times.to(x.dtype) / 1000,  # rounded twice, as the pipeline does
         "guidance": None if guidance is None else times.new_full((len(x),), guidance),
-        "pooled_projections": told["pooled"],
-        "encoder_hidden_states": told["text"],
-        "txt_ids": x.new_zeros(told["text"].shape[1], 3),
-        "img_ids": places.flatten(0, 1),
+        "pooled_projections": conditioning["pooled"],
+        "encoder_hidden_states": conditioning["text"],
+        "txt_ids": x.new_zeros(conditioning["text"].shape[1], 3),
+        "img_ids": positions.flatten(0, 1),
     }
 
 
 def pack(x: Tensor) -> Tensor:
-    """(B, C, h, w) -> (B, hw / 4, 4 C): the four latents of a patch side by side."""
+    """Reshape (B, C, h, w) to (B, hw / 4, 4 C): the four latents of a patch side by side."""
     batch, channels, height, width = x.shape
     patches = x.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH).permute(0, 2, 4, 1, 3, 5)
     return patches.reshape(batch, height * width // PATCH**2, channels * PATCH**2)
 
 
 def unpack(tokens: Tensor, x: Tensor) -> Tensor:
-    """The tokens in the shape of x, (B, C, h, w)."""
+    """Return the tokens in the shape of x, (B, C, h, w)."""
     batch, channels, height, width = x.shape
     patches = tokens.view(batch, height // PATCH, width // PATCH, channels, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
     return patches.reshape(x.shape)
 
 
-def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
+def _conditioning_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
     lengths = {"text_encoder": CLIP_TOKENS, "text_encoder_2": T5_TOKENS}
     tokens = {name: torch.zeros(1, length, dtype=torch.long, device="meta") for name, length in lengths.items()}
-    found = {name: encoders[name](tokens[name]) for name in lengths}
-    return {"text": found["text_encoder_2"][0], "pooled": found["text_encoder"].pooler_output}
+    outputs = {name: encoders[name](tokens[name]) for name in lengths}
+    return {"text": outputs["text_encoder_2"][0], "pooled": outputs["text_encoder"].pooler_output}
 
 
 FLUX = ImageModelSpec(
@@ -74,9 +73,9 @@ FLUX = ImageModelSpec(
     encoders={"text_encoder": CLIPTextModel, "text_encoder_2": T5EncoderModel},
     tokenizers=("tokenizer", "tokenizer_2"),
     encode=_encode,
-    ask=_ask,
+    ask=_model_inputs,
     answer=unpack,
-    told_on_meta=_told_on_meta,
+    told_on_meta=_conditioning_on_meta,
 )  # fmt: skip
 
 open, describe = partial(open, FLUX), partial(describe, FLUX)

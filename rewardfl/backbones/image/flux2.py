@@ -1,7 +1,7 @@
 """FLUX.2 klein: Qwen3's text features, one network on packed latents, a VAE that normalises them patch by patch.
 
-Its latents are the VAE's, of 32 channels, as they are sampled: normalised. The stock pipeline holds the same numbers as
-patches of 128 channels. Its conditioning: text (B, 512, 3 d), three of the encoder's layers side by side.
+Its sampled latents are the VAE's 32 channels, normalised. The stock pipeline has the same numbers as patches of 128
+channels. Its conditioning: text (B, 512, 3 d), three of the encoder's layers side by side.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from rewardfl.backbones.image.flux import pack, unpack
 from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, Configs, ImageModelSpec, describe, open
 from rewardfl.backbones.protocol import Conditioning
 
-TOKENS, LAYERS = 512, (9, 18, 27)  # the length that diffusers' pipeline pads prompts to; of the text encoder
+TOKENS, LAYERS = 512, (9, 18, 27)  # prompts' padded length in diffusers' pipeline; layers of the text encoder
 
 
 def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
@@ -26,24 +26,24 @@ def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
     return {"text": text}
 
 
-def _ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -> dict[str, Any]:
-    def places(*sizes: int) -> Tensor:  # time, height, width, word
+def _model_inputs(x: Tensor, times: Tensor, conditioning: Conditioning, guidance: float | None) -> dict[str, Any]:
+    def positions(*sizes: int) -> Tensor:  # time, height, width, word
         return torch.cartesian_prod(*(torch.arange(n, device=x.device) for n in sizes)).expand(len(x), -1, -1)
 
     return {
         "hidden_states": pack(x),
         "timestep": times.to(x.dtype) / 1000,  # rounded twice, as the pipeline does
         "guidance": None if guidance is None else times.new_full((len(x),), guidance),
-        "encoder_hidden_states": told["text"],
-        "txt_ids": places(1, 1, 1, told["text"].shape[1]),
-        "img_ids": places(1, x.shape[2] // PATCH, x.shape[3] // PATCH, 1),
+        "encoder_hidden_states": conditioning["text"],
+        "txt_ids": positions(1, 1, 1, conditioning["text"].shape[1]),
+        "img_ids": positions(1, x.shape[2] // PATCH, x.shape[3] // PATCH, 1),
     }
 
 
 def _mu(tokens: int, steps: int, scheduler: Mapping[str, Any]) -> float:
-    """By diffusers' compute_empirical_mu: between two lines, those of 10 and of 200 steps; the latter for large images.
+    """Compute diffusers' compute_empirical_mu, to the last bit: between the lines of 10 and of 200 steps.
 
-    The order of the operations is diffusers', to the last bit.
+    Large images take the latter.
     """
     at_10, at_200 = 8.73809524e-05 * tokens + 1.89833333, 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
@@ -53,7 +53,7 @@ def _mu(tokens: int, steps: int, scheduler: Mapping[str, Any]) -> float:
 
 
 def _decode(vae: AutoencoderKLFlux2, latents: Tensor) -> Tensor:
-    """The VAE's batch normalisation is never run: its statistics are those of the latents that the network knows."""
+    """Decode latents; the VAE's batch normalisation is never run, but its statistics normalise the latents."""
     flat = latents.squeeze(2)
     mean, std = vae.bn.running_mean, torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
     flat = unpack(pack(flat) * std.to(flat) + mean.to(flat), flat)
@@ -66,9 +66,9 @@ def _encode_image(vae: AutoencoderKLFlux2, image: Tensor) -> Tensor:
     return unpack((pack(flat) - mean.to(flat)) / std.to(flat), flat).unsqueeze(2)
 
 
-def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
+def _conditioning_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    # with its cache, which `encode` does without: transformers looks into the numbers of a mask otherwise
+    # with its cache, unlike `encode`: without it transformers reads the numbers of a mask
     hidden = encoders["text_encoder"](ids, output_hidden_states=True).hidden_states
     return {"text": torch.cat([hidden[layer] for layer in LAYERS], -1)}
 
@@ -85,13 +85,13 @@ FLUX2_KLEIN = ImageModelSpec(
     },
     encoders={"text_encoder": Qwen3ForCausalLM},
     encode=_encode,
-    ask=_ask,
+    ask=_model_inputs,
     answer=unpack,
     vae=AutoencoderKLFlux2,
     decode=_decode,
     encode_image=_encode_image,
     mu=_mu,
-    told_on_meta=_told_on_meta,
+    told_on_meta=_conditioning_on_meta,
 )  # fmt: skip
 
 open, describe = partial(open, FLUX2_KLEIN), partial(describe, FLUX2_KLEIN)

@@ -1,4 +1,4 @@
-"""Text-to-image models in diffusers' own layout, as the seam asks for them. What tells them apart is their Kind.
+"""The backbone of text-to-image models in diffusers' own layout. An ImageModelSpec describes each of them.
 
 An image is a video of one frame: latents (B, C, 1, h, w), pixels (B, 3, 1, H, W).
 """
@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ModelMixin
+from diffusers.loaders.lora_base import LoraBaseMixin
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedModel
@@ -33,25 +34,20 @@ from rewardfl.backbones.protocol import (
 from rewardfl.weights import shards
 from rewardfl.weights.shards import Checkpoint, Refused
 
-Network = TypeVar("Network", bound=ModelMixin)
-
-EXPERT = "transformer"  # the one network, by the name that the pipelines give it
+EXPERT = "transformer"  # the single network's name in the pipelines
+PATCH = 2  # latents on a side of one token
 
 # configurations of published models by their names: pipeline folders without weights; docs/images.md has the sources
 PUBLISHED = Path(__file__).parent / "published"
+Configs = Mapping[str, Mapping[str, Any]]  # by part: its config.json
 
-Configs = Mapping[str, Mapping[str, Any]]  # by part: what its config.json holds
-
-PATCH = 2  # latents on a side of one token
-
-# the layers by their short names: of an image's stream, and beside them of the text's where that has its own
+# short names of the layers: of the image's stream, and of a separate text stream
 ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0"}
-
 JOINT = {"add_q": "add_q_proj", "add_k": "add_k_proj", "add_v": "add_v_proj", "add_o": "to_add_out"}
 
 
 def decode_flat(vae: AutoencoderKL, latents: Tensor) -> Tensor:
-    """(B, C, 1, h, w) -> (B, 3, 1, H, W) by a two-dimensional VAE, in the pipelines' own arithmetic."""
+    """Decode (B, C, 1, h, w) to (B, 3, 1, H, W) by a two-dimensional VAE, in the pipelines' own arithmetic."""
     flat = latents.squeeze(2) / vae.config.scaling_factor + vae.config.shift_factor
     return vae.decode(flat, return_dict=False)[0].unsqueeze(2)
 
@@ -63,42 +59,42 @@ def encode_flat(vae: AutoencoderKL, image: Tensor) -> Tensor:
 
 
 def guide_away(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
-    """Classifier-free guidance."""
+    """Apply classifier-free guidance."""
     return away + scale * (velocity - away)
 
 
 def sigmas_to_last(steps: int) -> list[float]:
-    """An even range from 1 to 1 / steps, as most of diffusers' pipelines make it."""
+    """Return an even range from 1 to 1 / steps, as in most of diffusers' pipelines."""
     return np.linspace(1.0, 1 / steps, steps).tolist()
 
 
 def mu_by_tokens(tokens: int, steps: int, config: Mapping[str, Any]) -> float:
-    """The logarithm of the shift, linear in an image's tokens, as in diffusers' pipelines (calculate_shift)."""
+    """Return the logarithm of the shift, linear in an image's tokens, as in diffusers' calculate_shift."""
     few, base = config["base_image_seq_len"], config["base_shift"]
     slope = (config["max_shift"] - base) / (config["max_image_seq_len"] - few)
     return tokens * slope + (base - slope * few)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ImageModelSpec:
-    """What tells one model from another, beside its files.
+    """One architecture of text-to-image models.
 
-    published: its name. pipeline: diffusers' class; mixin: that pipeline's LoRA loader. encoders: its text encoders, by
-    the pipeline's names of them, and the tokenizers likewise. encode: (a pipeline of these alone, prompt, device) ->
-    what the network is told of a prompt. ask: (latents (B, C, h, w), times (B,) from 1000 to 0, what it is told, the
-    guidance that is embedded) -> the network's arguments by name; answer: (its output, these latents) -> the velocity,
-    of their shape. guide: as the seam's, at the pipeline's own scale; it is not asked at 1, which is none for all.
-    patch: latents on a side of one token. vae: its class; decode: (it, latents as they are sampled) -> pixels, of one
-    frame both; encode_image: the way back, by the mode of its posterior. sigmas: (steps) -> what the pipeline gives
-    the scheduler, None where that is left to its own; mu: (tokens, steps, the scheduler's configuration) -> the
-    logarithm of a shift by size. longest_side: of the images, in pixels, by the configurations, None for any.
-    told_on_meta: (configurations, text encoders on the meta device) -> what `encode` would give, a mask with its
-    numbers. streams: as in ExpertOnMeta.
+    published: its name. pipeline: diffusers' class. mixin: that pipeline's LoRA loader. encoders, tokenizers: of the
+    text, by the pipeline's names. encode: (a pipeline of these alone, prompt, device) -> conditioning. ask: (latents
+    (B, C, h, w), times (B,) from 1000 to 0, conditioning, embedded guidance) -> the network's arguments by name.
+    answer: (its output, these latents) -> velocity, of their shape. guide: as in Backbone, at the pipeline's own scale;
+    not called at 1 (no guidance). patch: latents on a side of one token. vae: its class. decode: (vae, sampled latents)
+    -> pixels, both of one frame. encode_image: the inverse, by the mode of its posterior.
+
+    sigmas: (steps) -> the scheduler's argument in the pipeline, None for its default. mu: (tokens, steps, the
+    scheduler's configuration) -> the logarithm of a shift by size. longest_side: of images in pixels, by the
+    configurations, None for any. told_on_meta: (configurations, text encoders on the meta device) -> the output of
+    `encode`, with the numbers of a mask. streams: as in ExpertOnMeta.
     """
 
     published: str
     pipeline: str
-    mixin: stock.SavesLora
+    mixin: type[LoraBaseMixin]
     transformer: type[ModelMixin]
     block_classes: tuple[str, ...]
     layer_names: Mapping[str, str]
@@ -119,13 +115,13 @@ class ImageModelSpec:
     streams: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ImageModel:
-    """The seam's Backbone. Its conditioning is the Kind's.
+    """The Backbone of an image model. Its conditioning is its spec's.
 
-    folder: a pipeline as diffusers saves it. configs: by part, the scheduler's and the tokenizers' as well. guidance:
-    that the network is told, None for one that is told none. opened: the network's tensors by the headers of its files,
-    None for a model that is only described.
+    folder: a pipeline as diffusers saves it. configs: by part, with the scheduler's and the tokenizers'. guidance: the
+    network's input, None for a network without it. opened: the network's tensors by the headers of its files, None for
+    a described model.
     """
 
     kind: ImageModelSpec
@@ -133,7 +129,7 @@ class ImageModel:
     configs: Configs
     dtype: torch.dtype
     guidance: float | None
-    opened: Checkpoint | None
+    opened: Checkpoint | None = None
 
     experts: ClassVar = (EXPERT,)
     takes_image: ClassVar = False
@@ -148,7 +144,6 @@ class ImageModel:
 
     @property
     def spatial(self) -> int:
-        """Pixels on a side of one latent."""
         return pixels_per_latent(self.configs)
 
     @property
@@ -160,7 +155,7 @@ class ImageModel:
         return f"{self.folder}{' (published; no configurations in model.model_paths)' if published else ''}"
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
-        """The stock scheduler's, asked as the stock pipeline asks it; a given shift is the same at all sizes."""
+        """Return the stock scheduler's steps, as in the stock pipeline; a given shift is the same at all sizes."""
         fixed = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False}
         scheduler = FlowMatchEulerDiscreteScheduler.from_config({**self.configs["scheduler"], **fixed})
         config, (height, width) = scheduler.config, latent_shape[2:]
@@ -175,37 +170,35 @@ class ImageModel:
         return (channels, num_frames, height // self.spatial, width // self.spatial)
 
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
-        problems, most = [], self.kind.longest_side(self.configs)
-        multiple = self.pixels_per_token
+        problems, multiple, longest = [], self.pixels_per_token, self.kind.longest_side(self.configs)
         if num_frames != 1:
             problems.append(f"data.num_frames must be 1, got {num_frames}: {self.kind.published} makes images")
         if max_pixels is None:
-            sizes = {"height": height, "width": width}
             problems += [
-                f"data.{key} must be a multiple of {multiple}{f', at most {most}' if most else ''}, got {size}"
-                for key, size in sizes.items()
-                if size % multiple or (most and size > most)
+                f"data.{key} must be a multiple of {multiple}{f', at most {longest}' if longest else ''}, got {size}"
+                for key, size in {"height": height, "width": width}.items()
+                if size % multiple or (longest and size > longest)
             ]
         elif 16 % multiple:
             problems.append(
                 f"data.max_pixels gives sides in multiples of 16, this model takes multiples of {multiple}; remove "
                 "max_pixels and set data.height and data.width"
             )
-        elif most and max_pixels > most**2:  # of a square image
-            problems.append(f"data.max_pixels must be at most {most**2}, got {max_pixels}")
+        elif longest and max_pixels > longest**2:  # of a square image
+            problems.append(f"data.max_pixels must be at most {longest**2}, got {max_pixels}")
         if problems:
             raise Refused("\n".join(problems))
 
     def differences(self, shift: float | None, guidance: float) -> list[str]:
-        config, found = self.configs["scheduler"], []
+        config, lines = self.configs["scheduler"], []
         stated = "one by the image's size" if config.get("use_dynamic_shifting") else f"{config.get('shift', 1):g}"
         if shift is not None and f"{shift:g}" != stated:
-            found.append(f"sample.shift is {shift:g}, the checkpoint says {stated} (null)")
+            lines.append(f"sample.shift is {shift:g}, the checkpoint says {stated} (null)")
         if guidance != 1 and stock.read_json(self.folder / "model_index.json").get("is_distilled"):
-            found.append(
+            lines.append(
                 f"sample.guidance_scale is {guidance:g}, the checkpoint is distilled: its pipeline has none (1)"
             )
-        return found
+        return lines
 
     def linear_layers(self) -> list[str]:
         return [name for name, module in self._empty().named_modules() if isinstance(module, nn.Linear)]
@@ -230,7 +223,7 @@ class ImageModel:
         return [expert]
 
     def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
-        """The cost with the decoder's whole graph; `vjp` keeps an up-block's, but torch measures no recomputation."""
+        """Return the parts, with the decoder's whole graph; `vjp` checkpoints, but torch measures no recomputation."""
         shape = self.latent_shape(height, width, num_frames)
         with torch.device("meta"):
             vae = stock.cast(self.kind.vae.from_config(self.configs["vae"]), self.dtype).requires_grad_(False)
@@ -239,44 +232,52 @@ class ImageModel:
                 for name, kind in self.kind.encoders.items()
             }
         with torch.no_grad():
-            told = self.kind.told_on_meta(self.configs, encoders)
+            conditioning = self.kind.told_on_meta(self.configs, encoders)
         latents = torch.empty(1, *shape, dtype=self.dtype, device="meta", requires_grad=True)
         return OnMeta(
-            experts={EXPERT: self._network_on_meta(latents, told)},
+            experts={EXPERT: self._network_on_meta(latents, conditioning)},
             vae=vae,
             decoder=ChunksOnMeta(vae, 1, lambda _: latents, lambda x, *_: (self.kind.decode(vae, x), []), []),
             image_encoder=None,
             vision=None,
             text_encoder=nn.ModuleDict(encoders),
             encode_text=lambda: self.kind.told_on_meta(self.configs, encoders),
-            conditioning=told,
+            conditioning=conditioning,
         )
 
-    def _network_on_meta(self, latents: Tensor, told: Conditioning) -> tuple[ExpertOnMeta, ...]:
-        """Return a network of one block for each kind of blocks: those of one list whose weights have one layout."""
+    def _network_on_meta(self, latents: Tensor, conditioning: Conditioning) -> tuple[ExpertOnMeta, ...]:
+        """Return a network of one block for each kind of blocks: those of one list with equal weight shapes."""
         flat, time = latents.detach().squeeze(2).requires_grad_(), torch.empty(1, device="meta")
         guidance = 1.0 if self.configs[EXPERT].get("guidance_embeds") else None
 
         def run(model: ModelMixin) -> Tensor:
-            asked = self.kind.ask(flat, time, told, guidance)
-            return self.kind.answer(model(**asked, return_dict=False)[0], flat)
+            inputs = self.kind.ask(flat, time, conditioning, guidance)
+            return self.kind.answer(model(**inputs, return_dict=False)[0], flat)
 
-        places: dict[tuple, list[int]] = {}
+        indices: dict[tuple, list[int]] = {}
         for name, blocks in _block_lists(self._empty(), self.block_classes):
             for i, block in enumerate(blocks):
                 layout = tuple((key, value.shape) for key, value in block.named_parameters())
-                places.setdefault((name, layout), []).append(i)
-        return tuple(
-            ExpertOnMeta(len(found), partial(self._one_block, name, found[0]), flat, run, self.kind.streams)
-            for (name, _), found in places.items()
-        )
+                indices.setdefault((name, layout), []).append(i)
+        streams = self.kind.streams
+        builds = [(partial(self._one_block, name, equal[0]), len(equal)) for (name, _), equal in indices.items()]
+        return tuple(ExpertOnMeta(count=n, build=build, x=flat, run=run, streams=streams) for build, n in builds)
 
-    def _one_block(self, name: str, place: int, adapter: Adapter | None) -> ModelMixin:
-        """Return a network of the block at `place` of the list `name` alone, on the meta device."""
+    def _one_block(self, name: str, index: int, adapter: Adapter | None) -> ModelMixin:
+        """Return a network of block `index` of the list `name` alone, on the meta device, in its trained dtypes.
+
+        Targets of the adapter that it lacks are left out.
+        """
         model = self._empty()
-        for other, blocks in _block_lists(model, self.block_classes):
-            setattr(model, other, nn.ModuleList([blocks[place]] if other == name else []))
-        return on_meta_as_trained(model, self.dtype, adapter)
+        for list_name, blocks in _block_lists(model, self.block_classes):
+            setattr(model, list_name, nn.ModuleList([blocks[index]] if list_name == name else []))
+        stock.cast(model, self.dtype).requires_grad_(False)
+        layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        if adapter:
+            targets = [target for target in adapter.targets if any(name.endswith(f".{target}") for name in layers)]
+            if targets:
+                lora.inject(model, adapter.rank, adapter.rank, targets, seed=0)
+        return model
 
     def text_encoder(self, device: torch.device) -> Callable[[str], Conditioning]:
         self._check_weights()
@@ -299,7 +300,7 @@ class ImageModel:
         return lambda image, num_frames: {}
 
     def video_encoder(self, device: torch.device) -> Callable[[Tensor], Tensor]:
-        vae = self._load_vae().to(device)
+        vae = self._load("vae", self.kind.vae).to(device)
 
         @torch.no_grad()
         def encode_video(video: Tensor) -> Tensor:
@@ -308,31 +309,27 @@ class ImageModel:
         return encode_video
 
     def load_expert(self, name: str) -> ModelMixin:
-        self._check_weights()
-        path = self.folder / name
-        return _frozen(
-            stock.complete(path, *self.kind.transformer.from_pretrained(path, torch_dtype=self.dtype, **stock.LOCAL))
-        )
+        return self._load(name, self.kind.transformer)
 
     def load_decoder(self, device: torch.device) -> "ImageDecoder":
-        vae = self._load_vae()
-        vae.encoder = nn.Identity()  # some count its modules
+        vae = self._load("vae", self.kind.vae)
+        vae.encoder = nn.Identity()  # some VAEs count its modules
         vae.quant_conv = None
         if vae._supports_gradient_checkpointing:
             vae.enable_gradient_checkpointing()
         return ImageDecoder(vae.to(device), self.kind.decode)
 
     def collate(self, items: Sequence[Conditioning]) -> Conditioning:
-        """Texts of several lengths are padded with zeros, which a Kind with such texts masks."""
+        """Pad texts of several lengths with zeros, which a spec with such texts masks."""
         return {
             name: pad_sequence([row for item in items for row in item[name]], batch_first=True) for name in items[0]
         }
 
     def velocity(self, experts: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning) -> Tensor:
         times = schedule.timesteps[step].to(x.device).expand(len(x))  # they stay float32
-        told = {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in given.items()}
+        cast = {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in given.items()}
         latents = x.squeeze(2).to(self.dtype)
-        output = experts(schedule.experts[step], **self.kind.ask(latents, times, told, self.guidance))
+        output = experts(schedule.experts[step], **self.kind.ask(latents, times, cast, self.guidance))
         return self.kind.answer(output, latents).to(x.dtype).unsqueeze(2)
 
     def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
@@ -347,16 +344,15 @@ class ImageModel:
     def attach_adapters(self, experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
         stock.attach_adapters({EXPERT: EXPERT}, experts, checkpoint)
 
-    def _load_vae(self) -> Any:
+    def _load(self, part: str, kind: type[ModelMixin]) -> Any:
         self._check_weights()
-        path = self.folder / "vae"
-        return _frozen(
-            stock.complete(path, *self.kind.vae.from_pretrained(path, torch_dtype=self.dtype, **stock.LOCAL))
-        )
+        path = self.folder / part
+        return _frozen(stock.complete(path, *kind.from_pretrained(path, torch_dtype=self.dtype, **stock.LOCAL)))
 
     def _empty(self) -> ModelMixin:
-        """The network without memory."""
-        return empty(self.kind.transformer, self.configs[EXPERT])
+        """Return the network without memory."""
+        with torch.device("meta"):
+            return self.kind.transformer.from_config(dict(self.configs[EXPERT]))
 
     def _check_weights(self) -> None:
         if self.opened is None:
@@ -365,13 +361,13 @@ class ImageModel:
 
 @dataclass(frozen=True)
 class ImageDecoder:
-    """The seam's Decoder: plain autograd through the VAE's, whose up-blocks are computed again where it can do that."""
+    """The Decoder: plain autograd through the VAE's decoder, with checkpointed up-blocks where supported."""
 
     vae: Any
-    pixels: Callable[[Any, Tensor], Tensor]  # the Kind's decode
+    pixels: Callable[[Any, Tensor], Tensor]  # the spec's decode
 
     def _image(self, latents: Tensor) -> Tensor:
-        """(B, 3, 1, H, W), with a graph where one is asked for."""
+        """Return (B, 3, 1, H, W), with a graph where gradients are enabled."""
         return self.pixels(self.vae, latents.to(self.vae.dtype)).clamp(-1, 1)
 
     @torch.no_grad()
@@ -379,43 +375,37 @@ class ImageDecoder:
         return self._image(latents)
 
     def decode_with_caches(self, latents: Tensor, caches: str = "keep", given: Conditioning | None = None) -> Decoded:
-        """There are no caches, whatever is asked for: an image is one chunk."""
+        """Return the image without caches, for any `caches`: it is one chunk."""
         return Decoded(self.decode(latents), {})
 
     def vjp(
         self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None, given: Conditioning | None = None
     ) -> Tensor:
-        """(B, C, 1, h, w); an image at a time, since one graph is as large as all else of a step together."""
-        found: list[Tensor] = []
+        """Return (B, C, 1, h, w), image by image: one graph is as large as all else of a step together."""
+        gradients: list[Tensor] = []
         for x, grad in zip(latents.split(1), grad_video.split(1), strict=True):
             leaf = x.detach().requires_grad_()
             with torch.enable_grad():
                 image = self._image(leaf)
-            found += torch.autograd.grad(image, [leaf], grad.to(image.dtype))
-        return torch.cat(found)
+            gradients += torch.autograd.grad(image, [leaf], grad.to(image.dtype))
+        return torch.cat(gradients)
 
 
 def pixels_per_latent(configs: Configs) -> int:
-    """On a side, by the VAE's config.json."""
+    """Return the pixels on a side of one latent, by the VAE's config.json."""
     vae = configs["vae"]
-    return 2 ** (
-        len(vae["temperal_downsample"]) if "temperal_downsample" in vae else len(vae["block_out_channels"]) - 1
-    )
+    if "temperal_downsample" in vae:
+        return 2 ** len(vae["temperal_downsample"])
+    return 2 ** (len(vae["block_out_channels"]) - 1)
 
 
 def prompt_tokens(configs: Configs, tokenizer: str, most: int) -> int:
-    """The length that prompts are padded to: `most`, as published, or less where the tokenizer allows less."""
+    """Return the padded length of prompts: `most`, as published, or less where the tokenizer allows less."""
     return min(most, configs.get(tokenizer, {}).get("model_max_length", most))
 
 
 def _frozen(model: Any) -> Any:
     return model.requires_grad_(False).eval()
-
-
-def empty(transformer: type[Network], config: Mapping[str, Any]) -> Network:
-    """A network of this configuration, without memory for its weights."""
-    with torch.device("meta"):
-        return transformer.from_config(dict(config))
 
 
 def _block_lists(model: nn.Module, block_classes: Sequence[str]) -> list[tuple[str, nn.ModuleList]]:
@@ -427,20 +417,8 @@ def _block_lists(model: nn.Module, block_classes: Sequence[str]) -> list[tuple[s
     ]
 
 
-def on_meta_as_trained(model: Network, dtype: torch.dtype, adapter: Adapter | None) -> Network:
-    """A network on the meta device in the dtypes that loading and `lora.inject` give it; it may lack some targets."""
-    stock.cast(model, dtype).requires_grad_(False)
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    targets = (
-        [target for target in adapter.targets if any(name.endswith(f".{target}") for name in layers)] if adapter else []
-    )
-    if adapter and targets:
-        lora.inject(model, adapter.rank, adapter.rank, targets, seed=0)
-    return model
-
-
 def open(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
-    """The model of a pipeline folder. Refused by its headers: another model, missing, surplus or misshapen tensors."""
+    """Open a pipeline folder by its headers. Raise Refused unless the tensors are exactly this model's."""
     model = describe(kind, name, source)
     if PUBLISHED in model.folder.parents:
         raise Refused(
@@ -454,11 +432,11 @@ def open(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
     shards.check_unquantised(
         checkpoint, "it cannot be trained on as it is; give the fp32, fp16 or bf16 files of the same model"
     )
-    wanted = {name: tuple(value.shape) for name, value in model._empty().state_dict().items()}
-    if differing := sorted(wanted.keys() ^ checkpoint.tensors.keys()):
-        side = "lacks" if differing[0] in wanted else "has a surplus"
+    shapes = {name: tuple(value.shape) for name, value in model._empty().state_dict().items()}
+    if differing := sorted(shapes.keys() ^ checkpoint.tensors.keys()):
+        side = "lacks" if differing[0] in shapes else "has a surplus"
         raise Refused(f"{checkpoint.path} {side} {differing[0]} ({len(differing)} names differ from its config.json)")
-    for name, shape in wanted.items():
+    for name, shape in shapes.items():
         if checkpoint.tensors[name].shape != shape:
             raise Refused(f"{checkpoint.path}: {name} is {checkpoint.tensors[name].shape}, the model's is {shape}")
     for part in ("vae", *kind.encoders):
@@ -467,52 +445,52 @@ def open(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
 
 
 def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
-    """The model of a folder's configurations, without weights. Refused where they are another model's.
+    """Return the model of a folder's configurations, without weights. Raise Refused for another model's.
 
-    For a path that leads nowhere they are those of the published model that its last part names.
+    For a missing path they are those of the published model that its last part names.
     """
-    given = {
+    unsupported = {
         "model.model_id_with_origin_paths": source.origin_paths,
         "model.tokenizer_path": source.tokenizer_path,
         "model.min_timestep_boundary": source.boundary,
         "model.distill_lora_high": source.distilled[0],
         "model.distill_lora_low": source.distilled[1],
     }
-    for key, value in given.items():
+    for key, value in unsupported.items():
         if value not in ("", None):
             raise Refused(f"{key}: {kind.published} takes none, got {value!r}; remove it")
     folder = _configurations(Path(source.model_paths))
     if not (folder / "model_index.json").is_file():
         raise Refused(f"model.model_paths: {folder} is no diffusers pipeline folder (no model_index.json in it)")
-    found = stock.read_json(folder / "model_index.json").get("_class_name")
-    if found != kind.pipeline:
+    pipeline = stock.read_json(folder / "model_index.json").get("_class_name")
+    if pipeline != kind.pipeline:
         raise Refused(
             f"model.model_name: {name} is {kind.published}, a {kind.pipeline}, but {folder} (model.model_paths) is a "
-            f"{found}; set model.model_name to the model that it is"
+            f"{pipeline}; set model.model_name to the model that it is"
         )
     parts = (EXPERT, "vae", *kind.encoders)
     configs = {part: stock.read_json(folder / part / "config.json") for part in parts}
     configs["scheduler"] = stock.read_json(folder / "scheduler" / "scheduler_config.json")
-    tokenizers = {part: folder / part / "tokenizer_config.json" for part in kind.tokenizers}
-    for part, path in tokenizers.items():
-        if path.is_file() and (most := stock.read_json(path).get("model_max_length")):
-            configs[part] = {"model_max_length": most}
+    for part in kind.tokenizers:
+        path = folder / part / "tokenizer_config.json"
+        if path.is_file() and (length := stock.read_json(path).get("model_max_length")):
+            configs[part] = {"model_max_length": length}
     _check_scheduler(folder, configs["scheduler"])
-    told, given = configs[EXPERT].get("guidance_embeds", False), source.embedded_guidance
-    if told != (given is not None):
+    takes_guidance, guidance = configs[EXPERT].get("guidance_embeds", False), source.embedded_guidance
+    if takes_guidance and guidance is None:
         raise Refused(
             f"model.embedded_guidance: {folder} is told a guidance, and none is given; set it (published: 3.5)"
-            if told
-            else f"model.embedded_guidance: {folder} is told none, got {given:g}; remove it"
         )
-    return ImageModel(kind, folder, configs, DTYPES[source.dtype], given, None)
+    if not takes_guidance and guidance is not None:
+        raise Refused(f"model.embedded_guidance: {folder} is told none, got {guidance:g}; remove it")
+    return ImageModel(kind=kind, folder=folder, configs=configs, dtype=DTYPES[source.dtype], guidance=guidance)
 
 
 def _configurations(folder: Path) -> Path:
-    """The folder that says the model's shape: the model's own where there is one, else a published one of its name."""
+    """Return the folder of the configurations: the model's own if it exists, else the published one of its name."""
     if folder.exists():
         return folder
-    names = sorted(one.name for one in PUBLISHED.iterdir())
+    names = sorted(path.name for path in PUBLISHED.iterdir())
     if folder.name not in names:
         raise Refused(
             f"model.model_paths: there is no {folder}; without one the last part of the path must name a published "
@@ -522,11 +500,11 @@ def _configurations(folder: Path) -> Path:
 
 
 def _check_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refused unless its sigmas are those of a shift alone, which may depend on the size."""
+    """Raise Refused unless a shift alone, which may depend on the size, gives the scheduler's sigmas."""
     path = folder / "scheduler" / "scheduler_config.json"
     if config.get("_class_name") != "FlowMatchEulerDiscreteScheduler":
         raise Refused(f"{path}: {config.get('_class_name')} is no FlowMatchEulerDiscreteScheduler, which is understood")
-    odd = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas")
-    for key in (*odd, "stochastic_sampling"):
+    sigmas = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas")
+    for key in (*sigmas, "stochastic_sampling"):
         if config.get(key):
             raise Refused(f"{path}: {key} is {config[key]!r}, which is not understood; this model's has none")

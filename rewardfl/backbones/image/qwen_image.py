@@ -1,6 +1,6 @@
 """Qwen-Image: a vision-language model's text features, one network on packed latents, a VAE of Wan's kind.
 
-Its conditioning: text (B, T, d) of as many tokens as the longest prompt of the batch has; mask (B, T), which are there.
+Its conditioning: text (B, T, d), T the tokens of the batch's longest prompt; mask (B, T) of the tokens of each prompt.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from rewardfl.backbones.image.flux import pack, unpack
 from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, Configs, ImageModelSpec, describe, open
 from rewardfl.backbones.protocol import Conditioning
 
-TOKENS = 128  # of a prompt, for the estimate alone: prompts are as long as they are
+TOKENS = 128  # of a prompt, for the estimate alone: prompts are not padded
 
 
 def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
@@ -25,21 +25,21 @@ def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
     return {"text": text, "mask": torch.ones(text.shape[:2], dtype=torch.long, device=device)}
 
 
-def _ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -> dict[str, Any]:
+def _model_inputs(x: Tensor, times: Tensor, conditioning: Conditioning, guidance: float | None) -> dict[str, Any]:
     frame = [(1, x.shape[2] // PATCH, x.shape[3] // PATCH)]
-    mask = told["mask"]
+    mask = conditioning["mask"]
     return {
         "hidden_states": pack(x),
         "timestep": times.to(x.dtype) / 1000,  # rounded twice, as the pipeline does
         "guidance": None if guidance is None else times.new_full((len(x),), guidance),
-        "encoder_hidden_states": told["text"],
-        "encoder_hidden_states_mask": None if mask.all() else mask,  # as the pipeline does it: other kernels with one
+        "encoder_hidden_states": conditioning["text"],
+        "encoder_hidden_states_mask": None if mask.all() else mask,  # as in the pipeline: a mask changes kernels
         "img_shapes": [frame] * len(x),
     }
 
 
 def _guide(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
-    """Guidance that leaves each token's length as it was."""
+    """Apply guidance, but keep each token's norm."""
     towards, away = pack(velocity.squeeze(2)), pack(away.squeeze(2))
     guided = away + scale * (towards - away)
     guided = guided * (towards.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
@@ -63,8 +63,8 @@ def _decode(vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
     return vae.decode(latents / scale.to(latents) + mean.to(latents), return_dict=False)[0]
 
 
-def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
-    model: Any = encoders["text_encoder"].model  # its eyes stay closed
+def _conditioning_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
+    model: Any = encoders["text_encoder"].model  # without its vision part
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     text = model.language_model(input_ids=ids).last_hidden_state
     return {"text": text, "mask": torch.ones(1, TOKENS, dtype=torch.long)}
@@ -81,13 +81,13 @@ QWEN_IMAGE = ImageModelSpec(
     },
     encoders={"text_encoder": Qwen2_5_VLForConditionalGeneration},
     encode=_encode,
-    ask=_ask,
+    ask=_model_inputs,
     answer=unpack,
     guide=_guide,
     vae=AutoencoderKLQwenImage,
     decode=_decode,
     encode_image=_encode_image,
-    told_on_meta=_told_on_meta,
+    told_on_meta=_conditioning_on_meta,
 )  # fmt: skip
 
 open, describe = partial(open, QWEN_IMAGE), partial(describe, QWEN_IMAGE)

@@ -26,7 +26,7 @@ from rewardfl.backbones.image.pipeline import (
 )
 from rewardfl.backbones.protocol import Conditioning
 
-CLIP_TOKENS, T5_TOKENS = 77, 256  # the lengths that diffusers' pipeline pads prompts to; a tokenizer may allow less
+CLIP_TOKENS, T5_TOKENS = 77, 256  # prompts' padded lengths in diffusers' pipeline; a tokenizer may allow less
 
 
 def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
@@ -37,31 +37,31 @@ def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
     return {"text": text, "pooled": pooled}
 
 
-def _ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -> dict[str, Any]:
+def _model_inputs(x: Tensor, times: Tensor, conditioning: Conditioning, guidance: float | None) -> dict[str, Any]:
     return {
         "hidden_states": x,
         "timestep": times,
-        "encoder_hidden_states": told["text"],
-        "pooled_projections": told["pooled"],
+        "encoder_hidden_states": conditioning["text"],
+        "pooled_projections": conditioning["pooled"],
     }
 
 
 def _longest_side(configs: Configs) -> int:
-    """The longest side that images may have in pixels, by the positions that the network can tell apart."""
+    """Return the longest side of images in pixels, by the network's number of positions."""
     config = configs[EXPERT]
     return config["pos_embed_max_size"] * config["patch_size"] * pixels_per_latent(configs)
 
 
-def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
+def _conditioning_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
     short = prompt_tokens(configs, "tokenizer", CLIP_TOKENS)
     long = prompt_tokens(configs, "tokenizer_3", T5_TOKENS)
     ids = {"text_encoder": short, "text_encoder_2": short, "text_encoder_3": long}
     tokens = {name: torch.zeros(1, length, dtype=torch.long, device="meta") for name, length in ids.items()}
     clips = [encoders[name](tokens[name], output_hidden_states=True) for name in ("text_encoder", "text_encoder_2")]
     t5 = encoders["text_encoder_3"](tokens["text_encoder_3"])[0]
-    clip = torch.cat([one.hidden_states[-2] for one in clips], -1)
-    clip = nn.functional.pad(clip, (0, t5.shape[-1] - clip.shape[-1]))
-    return {"text": torch.cat([clip, t5], -2), "pooled": torch.cat([one[0] for one in clips], -1)}
+    text = torch.cat([output.hidden_states[-2] for output in clips], -1)
+    text = nn.functional.pad(text, (0, t5.shape[-1] - text.shape[-1]))
+    return {"text": torch.cat([text, t5], -2), "pooled": torch.cat([output[0] for output in clips], -1)}
 
 
 SD3 = ImageModelSpec(
@@ -80,11 +80,11 @@ SD3 = ImageModelSpec(
     },
     tokenizers=("tokenizer", "tokenizer_2", "tokenizer_3"),
     encode=_encode,
-    ask=_ask,
+    ask=_model_inputs,
     answer=lambda output, x: output,
     sigmas=lambda steps: None,
     longest_side=_longest_side,
-    told_on_meta=_told_on_meta,
+    told_on_meta=_conditioning_on_meta,
 )  # fmt: skip
 
 open, describe = partial(open, SD3), partial(describe, SD3)

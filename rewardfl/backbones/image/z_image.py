@@ -1,6 +1,6 @@
-"""Z-Image: Qwen3's text features, one network on a list of samples, which tells time and direction the other way round.
+"""Z-Image: Qwen3's text features, one network on a list of samples, with reversed time and velocity.
 
-Its conditioning: text (B, T, d) of as many tokens as the longest prompt of the batch has; mask (B, T), which are there.
+Its conditioning: text (B, T, d), T the tokens of the batch's longest prompt; mask (B, T) of the tokens of each prompt.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ from rewardfl.backbones.image.pipeline import (
 )
 from rewardfl.backbones.protocol import Conditioning
 
-# The length to which diffusers' pipeline pads a prompt for the text encoder alone, and that of a prompt for the
-# estimate: prompts are as long as they are. The network pads both streams of tokens to multiples of 32.
+# A prompt's padded length in the text encoder of diffusers' pipeline, and its length for the estimate; the network's
+# prompts are not padded. The network pads both streams of tokens to multiples of 32.
 PADDED, TOKENS, MULTIPLE = 512, 128, 32
 
 
@@ -37,26 +37,26 @@ def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
     return {"text": text[None], "mask": torch.ones(1, len(text), dtype=torch.long, device=device)}
 
 
-def _ask(x: Tensor, times: Tensor, told: Conditioning, guidance: float | None) -> dict[str, Any]:
-    lengths = told["mask"].sum(1).tolist()
+def _model_inputs(x: Tensor, times: Tensor, conditioning: Conditioning, guidance: float | None) -> dict[str, Any]:
+    lengths = conditioning["mask"].sum(1).tolist()
     return {
         "x": list(x.unsqueeze(2)),
         "t": (1000 - times) / 1000,  # from 0, noise, to 1
-        "cap_feats": [text[:length] for text, length in zip(told["text"], lengths, strict=True)],
+        "cap_feats": [text[:length] for text, length in zip(conditioning["text"], lengths, strict=True)],
     }
 
 
 def _guide(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
-    """Guidance at the pipeline's scale, 1 less than the field's: it counts what is added to the velocity."""
+    """Apply guidance; the pipeline's scale is the usual one less 1."""
     return velocity + scale * (velocity - away)
 
 
 def _longest_side(configs: Configs) -> int:
-    """The longest side that images may have in pixels, by the rows and columns that the network can tell apart."""
+    """Return the longest side of images in pixels, by the network's number of rows and columns."""
     return min(configs[EXPERT]["axes_lens"][1:]) * PATCH * pixels_per_latent(configs)
 
 
-def _told_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
+def _conditioning_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
     ids = torch.zeros(1, PADDED, dtype=torch.long, device="meta")
     text = encoders["text_encoder"](ids, output_hidden_states=True).hidden_states[-2]
     return {"text": text[:, :TOKENS], "mask": torch.ones(1, TOKENS, dtype=torch.long)}
@@ -73,12 +73,12 @@ Z_IMAGE = ImageModelSpec(
     },
     encoders={"text_encoder": Qwen3Model},
     encode=_encode,
-    ask=_ask,
-    answer=lambda output, x: -torch.stack(list(output)).squeeze(2),  # it answers x0 - noise
+    ask=_model_inputs,
+    answer=lambda output, x: -torch.stack(list(output)).squeeze(2),  # the output is x0 - noise
     guide=_guide,
     sigmas=lambda steps: torch.linspace(1, 1 / steps, steps).tolist(),  # float32, as the pipeline's own
     longest_side=_longest_side,
-    told_on_meta=_told_on_meta,
+    told_on_meta=_conditioning_on_meta,
     streams=("x",),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The Wan models as the seam asks for them. What tells them apart is their Variant."""
+"""The backbone of the Wan models. A Variant describes each of them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,25 +22,24 @@ from rewardfl.backbones.wan.variants import VARIANTS, Variant
 from rewardfl.data import to_uint8
 from rewardfl.weights.shards import Refused
 
-if TYPE_CHECKING:  # its module asks transformers for torchvision, aloud
+if TYPE_CHECKING:  # its module makes transformers print a note on torchvision
     from diffusers import WanImageToVideoPipeline
 
 Load = Callable[[Sequence[str]], "WanImageToVideoPipeline"]  # parts -> a frozen pipeline that has them, on the CPU
-
 
 PATCH = 2  # latents on a side of one token, of every published transformer
 
 
 @dataclass(frozen=True)
 class Wan:
-    """The seam's Backbone.
+    """The Backbone of Wan models.
 
-    Its conditioning: text (B, 512, d); where the image goes in beside the noise, image (B, temporal factor + C, T, h,
-    w), mask and latents; where it is the first latent frame, image (B, C, 1, h, w); clip (B, 257, d) in Wan2.1.
+    Its conditioning: text (B, 512, d). For an image next to the noise, image (B, temporal factor + C, T, h, w), mask
+    and latents. For an image as the first latent frame, image (B, C, 1, h, w). In Wan2.1 also clip (B, 257, d).
 
-    boundary: sigma at or above which the first of two experts answers; spatial, temporal, channels: the VAE's.
-    positions: how many patches along an axis every expert can tell apart. layout: the files, None for a model that is
-    in memory; source: what was asked for.
+    boundary: the lowest sigma of the first of two experts. spatial, temporal, channels: the VAE's. positions: the
+    number of patches along an axis in every expert. layout: the files, None for a model in memory. source: as
+    configured.
     """
 
     variant: Variant
@@ -77,8 +76,8 @@ class Wan:
         return f"{self.layout.configs}{' (published; no configurations in model.model_paths)' if published else ''}"
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
-        """The same for latents of every shape."""
-        if shift is None:  # converted checkpoints say another one than those that they were made of
+        """Return the schedule, which is the same for latents of every shape."""
+        if shift is None:  # converted checkpoints state another one than their originals
             raise Refused("sample.shift must be a number for this model, got null; Wan2.2's is 5")
         return model.schedule(steps, shift, self.experts, self.boundary)
 
@@ -88,7 +87,7 @@ class Wan:
 
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
         problems = []
-        # 16 is what diffusers' pipeline demands of every model, so that the trained one can be used there
+        # diffusers' pipeline demands 16 of every model
         multiple = math.lcm(16, self.pixels_per_token)
         if max_pixels is not None and multiple != 16:
             problems.append(
@@ -99,22 +98,22 @@ class Wan:
             if size % multiple and max_pixels is None:
                 near = _neighbours(size, multiple, 0)
                 problems.append(f"data.{key} must be a multiple of {multiple}, got {size}; try {near}")
-        if num_frames == 1:  # one latent frame would be the given image alone: nothing generated, nothing to reward
+        if num_frames == 1:  # one latent frame would be the conditioning's image: nothing to reward
             least = self.temporal + 1
             problems.append(f"data.num_frames must be at least {least}, got 1: this model makes videos; try {least}")
         elif num_frames % self.temporal != 1 % self.temporal:
             near = _neighbours(num_frames, self.temporal, 1)
             problems.append(f"data.num_frames must be {self.temporal}k+1 for this VAE, got {num_frames}; try {near}")
         side = self.positions * self.pixels_per_token
-        most = {"num_frames": (num_frames, (self.positions - 1) * self.temporal + 1)}
+        limits = {"num_frames": (num_frames, (self.positions - 1) * self.temporal + 1)}
         if max_pixels is None:
-            most |= {"height": (height, side), "width": (width, side)}
+            limits |= {"height": (height, side), "width": (width, side)}
         else:  # of a square clip
-            most["max_pixels"] = (max_pixels, side**2)
+            limits["max_pixels"] = (max_pixels, side**2)
         problems += [
             f"data.{key} must be at most {limit}, got {value}: the model knows {self.positions} positions along an "
             "axis (rope_max_seq_len of its transformers' config.json)"
-            for key, (value, limit) in most.items()
+            for key, (value, limit) in limits.items()
             if value > limit
         ]
         if problems:
@@ -158,7 +157,6 @@ class Wan:
 
         @torch.no_grad()
         def encode(prompt: str) -> Conditioning:
-            """By the pipeline's own code, which needs its text encoder and tokenizer alone."""
             text, _ = pipe.encode_prompt(
                 prompt, do_classifier_free_guidance=False, max_sequence_length=model.TEXT_LENGTH, device=device
             )
@@ -174,7 +172,7 @@ class Wan:
 
         @torch.no_grad()
         def encode(image: Tensor, num_frames: int) -> Conditioning:
-            """Mask and image latents, or these alone, and CLIP's view of the image, by the pipeline's own code."""
+            """Return mask and image latents, or these alone, and CLIP's features, by the pipeline's own code."""
             height, width = image.shape[1:]
             frames = (num_frames - 1) // self.temporal + 1
             placeholder = torch.empty(
@@ -186,7 +184,7 @@ class Wan:
             )  # fmt: skip
             if not variant.clip:
                 return {"image": condition}
-            picture = Image.fromarray(to_uint8(image[:, None])[0].cpu().numpy())  # as the pipeline is given one
+            picture = Image.fromarray(to_uint8(image[:, None])[0].cpu().numpy())
             return {"image": condition, "clip": pipe.encode_image(picture, device)}
 
         return encode
@@ -216,15 +214,15 @@ class Wan:
         return {name: torch.cat([item[name] for item in items]) for name in items[0]}
 
     def velocity(self, experts: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning) -> Tensor:
-        # it stays float32: 892.857 would be 892 in bfloat16
+        # the time stays float32: 892.857 would be 892 in bfloat16
         time, latents, more = schedule.timesteps[step].to(x.device), x, {}
         if self.variant.image == "channels":
             latents = torch.cat([x, given["image"].to(x.dtype)], 1)
         elif self.variant.image == "frame":
             latents = torch.cat([given["image"].to(x.dtype), x], 2)
-        if self.variant.token_times:  # of patches, as the pipeline has it; a given frame's time is 0
-            tokens, frames_given = x.shape[3] // PATCH * (x.shape[4] // PATCH), latents.shape[2] - x.shape[2]
-            time = torch.cat([time.new_zeros(tokens * frames_given), time.expand(tokens * x.shape[2])])
+        if self.variant.token_times:  # of patches, as in the pipeline; the image's are 0
+            tokens, image_frames = x.shape[3] // PATCH * (x.shape[4] // PATCH), latents.shape[2] - x.shape[2]
+            time = torch.cat([time.new_zeros(tokens * image_frames), time.expand(tokens * x.shape[2])])
         if self.variant.clip:
             more["encoder_hidden_states_image"] = given["clip"].to(self.dtype)
         output = experts(
@@ -252,13 +250,13 @@ class Wan:
 
 
 def _neighbours(value: int, multiple: int, offset: int) -> str:
-    """The numbers multiple * k + offset (k >= 1) next to `value`, in words."""
+    """Return the numbers multiple * k + offset (k >= 1) next to `value`, in words."""
     below = (value - offset) // multiple
     return " or ".join(str(multiple * k + offset) for k in (below, below + 1) if k >= 1)
 
 
 def open(name: str, source: Source) -> Wan:
-    """The model of files whose headers are checked, with the distillation that belongs to it. Refused: see files."""
+    """Open a model by its files' headers, with its distillation. Raise Refused as in `files`."""
     variant = VARIANTS[name]
     layout = files.find_files(
         variant, source.model_paths, source.tokenizer_path, source.origin_paths, source.allow_download
@@ -266,16 +264,16 @@ def open(name: str, source: Source) -> Wan:
     layout = files.open_files(layout)
     first, second, mode = source.distilled
     distilled = load.read_distilled(variant.experts, first, second)
-    return _of_layout(layout, source, partial(load.load_pipeline, layout, DTYPES[source.dtype], distilled, mode))
+    return _make_wan(layout, source, partial(load.load_pipeline, layout, DTYPES[source.dtype], distilled, mode))
 
 
 def describe(name: str, source: Source) -> Wan:
-    """The model of a folder of configurations, which has no weights to load."""
+    """Return the model of a folder of configurations, without weights."""
     layout = files.Layout(VARIANTS[name], files.source_of(VARIANTS[name], source.model_paths), {})
-    return _of_layout(layout, source, _has_no_weights)
+    return _make_wan(layout, source, _refuse_load)
 
 
-def _of_layout(layout: files.Layout, source: Source, load_parts: Load) -> Wan:
+def _make_wan(layout: files.Layout, source: Source, load_parts: Load) -> Wan:
     vae, variant = files.config_of(layout, "vae"), layout.variant
     if source.embedded_guidance is not None:
         raise Refused(
@@ -291,18 +289,18 @@ def _of_layout(layout: files.Layout, source: Source, load_parts: Load) -> Wan:
             "remove it"
         )
     return Wan(
-        variant,
-        load_parts,
-        boundary,
-        DTYPES[source.dtype],
-        vae.get("scale_factor_spatial", 8),
-        vae.get("scale_factor_temporal", 4),
-        vae.get("z_dim", 16),
-        min(files.config_of(layout, part).get("rope_max_seq_len", 1024) for part in variant.parts.values()),
-        layout,
-        source,
+        variant=variant,
+        load=load_parts,
+        boundary=boundary,
+        dtype=DTYPES[source.dtype],
+        spatial=vae.get("scale_factor_spatial", 8),
+        temporal=vae.get("scale_factor_temporal", 4),
+        channels=vae.get("z_dim", 16),
+        positions=min(files.config_of(layout, part).get("rope_max_seq_len", 1024) for part in variant.parts.values()),
+        layout=layout,
+        source=source,
     )
 
 
-def _has_no_weights(parts: Sequence[str]) -> "WanImageToVideoPipeline":
+def _refuse_load(parts: Sequence[str]) -> "WanImageToVideoPipeline":
     raise Refused(f"a described model has no weights to load ({', '.join(parts)})")

@@ -1,8 +1,7 @@
 """Loading a Wan model from a layout of files (rewardfl/backbones/wan/files.py).
 
-The experts are read tensor by tensor, whatever the layout: the host holds one expert in its target precision and a few
-rows in the file's. They come out as diffusers' `from_pretrained` would give them: in the wanted dtype, except for the
-modules that diffusers keeps in float32.
+The experts are read tensor by tensor in every layout: the host holds one expert in its target precision and a few rows
+in the file's. The result equals diffusers' `from_pretrained`: modules that diffusers keeps in float32 stay so.
 """
 
 import re
@@ -44,23 +43,23 @@ def load_pipeline(
     distill_mode: str = "fuse",
     parts: Sequence[str] | None = None,
 ) -> "WanImageToVideoPipeline":
-    """The pipeline, frozen and in eval mode, on the CPU. A text-to-video model's, too: it encodes prompts alike.
+    """Load the pipeline, frozen and in eval mode, on the CPU; a text-to-video model's, too: it encodes prompts equally.
 
     distilled: LoRAs (with their experts), by distill_mode either fused in the files' precision before the one rounding
-    to `dtype`, or attached as adapters that stay on. parts: those to load, None for all (the tokenizer comes with the
-    text encoder; vae_decoder is the VAE without what only encoding needs); the others' components are None.
+    to `dtype`, or attached as adapters that stay on. parts: those to load, None for all; the other components are None.
+    The tokenizer comes with the text encoder. vae_decoder is the VAE without its encoder.
     """
-    opened, variant = open_files(layout).opened, layout.variant
+    checkpoints, variant = open_files(layout).opened, layout.variant
     parts = ("text_encoder", "image_encoder", "vae", *variant.experts) if parts is None else parts
     loaded = dict.fromkeys(
         ("tokenizer", "text_encoder", "vae", "image_encoder", "image_processor", "transformer", "transformer_2")
     )
     for name in variant.parts.keys() & parts:
-        mine = [one for one in distilled if one.expert == name]
+        loras = [adapter for adapter in distilled if adapter.expert == name]
         config = config_of(layout, variant.parts[name])
-        expert = load_expert(opened[name], config, dtype, mine if distill_mode == "fuse" else ())
-        for one in mine if distill_mode == "adapter" else ():
-            lora.attach_frozen(expert, one)
+        expert = load_expert(checkpoints[name], config, dtype, loras if distill_mode == "fuse" else ())
+        for adapter in loras if distill_mode == "adapter" else ():
+            lora.attach_frozen(expert, adapter)
         loaded[variant.parts[name]] = expert
     if "text_encoder" in parts:
         loaded["tokenizer"] = AutoTokenizer.from_pretrained(layout.tokenizer, local_files_only=True)
@@ -88,11 +87,12 @@ def load_pipeline(
 def load_expert(
     checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype, distilled: Sequence[Lora] = ()
 ) -> WanTransformer3DModel:
-    """One expert from files of either naming, equal to diffusers' `from_pretrained(torch_dtype=dtype)`.
+    """Load one expert from files of either naming, equal to diffusers' `from_pretrained(torch_dtype=dtype)`.
 
-    distilled: LoRAs added in float32 before the one rounding. Refused as by `sources`, and for LoRAs that do not fit.
+    distilled: LoRAs added in float32 before the one rounding. Raise Refused as in `sources`, and for LoRAs that do not
+    fit.
     """
-    merged = merge.updates_by_tensor(checkpoint, [(one, 1.0) for one in distilled])
+    merged = merge.updates_by_tensor(checkpoint, [(adapter, 1.0) for adapter in distilled])
     state = {}
     for target, name in sources(checkpoint, config).items():
         stored = torch.float32 if wan_names.stays_float32(target) else dtype
@@ -133,13 +133,13 @@ def _load_image_encoder(layout: Layout, dtype: torch.dtype) -> CLIPVisionModel:
     with torch.device("meta"):
         model = CLIPVisionModel(config)
     _fill(model, image_encoder_state(_read_state(path)), dtype, path)
-    positions = torch.arange(model.embeddings.num_positions)[None]  # no weights, so they are in no file
+    positions = torch.arange(model.embeddings.num_positions)[None]  # in no file
     model.embeddings.register_buffer("position_ids", positions, persistent=False)
     return model
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors or torch file, mapped. Refused: a damaged file, a pickle of more than tensors."""
+    """Map the tensors of a .safetensors or torch file. Raise Refused for damage, and a pickle of more than tensors."""
     if path.suffix == ".safetensors":
         shards.read_header(path)
         return safetensors.torch.load_file(path)
@@ -147,24 +147,24 @@ def _read_state(path: Path) -> dict[str, Tensor]:
 
 
 def _fill(model: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype, path: Path) -> None:
-    """Give a model on the meta device its weights. Refused when names or shapes differ. Tied weights count once."""
-    wanted = dict(model.named_parameters())
-    if differing := sorted(state.keys() ^ wanted.keys()):
-        side = "has no" if differing[0] in wanted else "has a surplus"
+    """Fill a model on the meta device. Raise Refused where names or shapes differ. Tied weights count once."""
+    expected = dict(model.named_parameters())
+    if differing := sorted(state.keys() ^ expected.keys()):
+        side = "has no" if differing[0] in expected else "has a surplus"
         raise Refused(
             f"{path} is not the {type(model).__name__} that its config.json describes: it {side} {differing[0]} "
             f"({len(differing)} names differ)"
         )
     for name, value in state.items():
-        if value.shape != wanted[name].shape:
-            raise Refused(f"{path}: {name} is {tuple(value.shape)}, the model's is {tuple(wanted[name].shape)}")
-    # copied even where the dtype is right: mapped tensors are not aligned, and change with their file
+        if value.shape != expected[name].shape:
+            raise Refused(f"{path}: {name} is {tuple(value.shape)}, the model's is {tuple(expected[name].shape)}")
+    # always a copy: mapped tensors are not aligned, and change with their file
     copies = {name: value.to(dtype, copy=True) for name, value in state.items()}
     model.load_state_dict(copies, strict=False, assign=True)
 
 
 def text_encoder_state(state: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """models_t5_umt5-xxl-enc-bf16.pth (Wan-AI's own T5 code) by transformers' names; other tensors keep theirs."""
+    """Rename models_t5_umt5-xxl-enc-bf16.pth (Wan-AI's T5 code) to transformers' names; other tensors keep theirs."""
     names = {"token_embedding": "shared", "norm": "encoder.final_layer_norm"}
     inside = {f"attn.{part}": f"layer.0.SelfAttention.{part}" for part in "qkvo"} | {
         "norm1": "layer.0.layer_norm",
@@ -184,36 +184,36 @@ RESIDUAL = {
     "residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2",
     "shortcut": "conv_shortcut",
 }  # fmt: skip
-# Wan2.2_VAE.pth: the blocks of a level, and after them what resamples it
+# Wan2.2_VAE.pth: the blocks of a level, and after them its resampling
 NESTED = re.compile(r"(encoder|decoder)\.(?:down|up)samples\.(\d+)\.(?:down|up)samples\.(\d+)\.(.+)")
 
 
 def vae_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Wan2.1_VAE.pth, or the residual Wan2.2_VAE.pth, by diffusers' names; other tensors keep theirs."""
+    """Rename Wan2.1_VAE.pth, or the residual Wan2.2_VAE.pth, to diffusers' names; other tensors keep theirs."""
     nested, plain = {}, {}
     for name, value in state.items():
-        if (found := NESTED.fullmatch(name)) is None:
+        if (match := NESTED.fullmatch(name)) is None:
             plain[name] = value
             continue
-        side, level, block, rest = found.groups()
-        down = side == "encoder"
-        place = f"{side}.{'down' if down else 'up'}_blocks.{level}"
-        old = next((old for old in RESIDUAL if rest.startswith(f"{old}.")), None)
+        side, level, block, layer = match.groups()
+        direction = "down" if side == "encoder" else "up"
+        prefix = f"{side}.{direction}_blocks.{level}"
+        old = next((old for old in RESIDUAL if layer.startswith(f"{old}.")), None)
         if old is not None:
-            nested[f"{place}.resnets.{block}.{RESIDUAL[old]}{rest.removeprefix(old)}"] = value
+            nested[f"{prefix}.resnets.{block}.{RESIDUAL[old]}{layer.removeprefix(old)}"] = value
         else:  # resample.1, time_conv
-            nested[f"{place}.{'downsampler' if down else 'upsampler'}.{rest}"] = value
+            nested[f"{prefix}.{direction}sampler.{layer}"] = value
     return convert_wan_vae_to_diffusers(plain) | nested
 
 
 def image_encoder_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth by transformers' names; what does not see is left out."""
+    """Rename models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth to transformers' names, vision part only."""
     top = {"pre_norm": "pre_layrnorm", "post_norm": "post_layernorm", "patch_embedding": "embeddings.patch_embedding"}
     inside = {
         "norm1": "layer_norm1", "norm2": "layer_norm2", "attn.proj": "self_attn.out_proj", "mlp.0": "mlp.fc1",
         "mlp.2": "mlp.fc2",
     }  # fmt: skip
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, value in state.items():
         if not name.startswith("visual.") or name == "visual.head":
             continue
@@ -223,34 +223,33 @@ def image_encoder_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         layer = f"encoder.layers.{module.split('.')[1]}" if module.startswith("transformer.") else ""
         if part == "attn.to_qkv":
             for letter, third in zip("qkv", value.chunk(3), strict=True):
-                found[f"{layer}.self_attn.{letter}_proj.{leaf}"] = third
+                renamed[f"{layer}.self_attn.{letter}_proj.{leaf}"] = third
         elif name == "cls_embedding":
-            found["embeddings.class_embedding"] = value.flatten()
+            renamed["embeddings.class_embedding"] = value.flatten()
         elif name == "pos_embedding":
-            found["embeddings.position_embedding.weight"] = value[0]
+            renamed["embeddings.position_embedding.weight"] = value[0]
         elif layer:
-            found[f"{layer}.{inside.get(part, part)}.{leaf}"] = value
+            renamed[f"{layer}.{inside.get(part, part)}.{leaf}"] = value
         else:
-            found[f"{top.get(module, module)}.{leaf}"] = value
-    return found
-
-
-# Distillation
+            renamed[f"{top.get(module, module)}.{leaf}"] = value
+    return renamed
 
 
 def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora]:
-    """The distillation LoRAs at two paths (empty: none), each checked to be for its expert and finite."""
+    """Read the distillation LoRAs at two paths (empty: none). Raise Refused unless they fit and are finite."""
     loras, crossed = [], 0
     if second and len(experts) == 1:
         raise Refused(f"model.distill_lora_low {second}: this model has one expert, whose LoRA is distill_lora_high")
     for expert, path in zip(experts, (first, second), strict=False):
         if not path:
             continue
-        found = lora_files.read_lora(path)
-        mine = [one for one in found if one.expert == expert] if len(found) > 1 else found
-        crossed += any(file.expert_by_name and file.expert != expert for file in mine)
-        # a model with one expert has none that a file's name could speak of
-        loras += lora_files.assign(mine if len(experts) > 1 else [replace(one, expert=None) for one in mine], expert)
+        adapters = lora_files.read_lora(path)
+        if len(adapters) > 1:
+            adapters = [adapter for adapter in adapters if adapter.expert == expert]
+        crossed += any(adapter.expert_by_name and adapter.expert != expert for adapter in adapters)
+        if len(experts) == 1:  # then a file's name cannot mean another expert
+            adapters = [replace(adapter, expert=None) for adapter in adapters]
+        loras += lora_files.assign(adapters, expert)
     if crossed == 2:
         raise Refused(
             f"model.distill_lora_high {first} and model.distill_lora_low {second} have each other's names; swap them, "
@@ -261,16 +260,16 @@ def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora
             f"model.distill_lora_high {first} and model.distill_lora_low {second} are the same LoRA; each "
             "expert has its own"
         )
-    for one in loras:
-        merge.check_finite(one)
+    for adapter in loras:
+        merge.check_finite(adapter)
     return loras
 
 
-def _same_lora(one: Lora, other: Lora) -> bool:
-    if one.updates.keys() != other.updates.keys():
+def _same_lora(first: Lora, second: Lora) -> bool:
+    if first.updates.keys() != second.updates.keys():
         return False
-    name = next(iter(one.updates))
-    mine, theirs = (file.updates[name].sources() for file in (one, other))
-    return mine.keys() == theirs.keys() and all(
-        torch.equal(lora_files.load_tensor(mine[role]), lora_files.load_tensor(theirs[role])) for role in mine
+    name = next(iter(first.updates))
+    a, b = (adapter.updates[name].sources() for adapter in (first, second))
+    return a.keys() == b.keys() and all(
+        torch.equal(lora_files.load_tensor(a[role]), lora_files.load_tensor(b[role])) for role in a
     )

@@ -1,4 +1,4 @@
-"""A Wan model on the meta device: its parts at the real size, without memory, for what measures what they cost."""
+"""A Wan model on the meta device: its parts at the real size, without memory, to measure their cost."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ meta = partial(torch.empty, device="meta")
 
 
 def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple[int, int, int]) -> OnMeta:
-    """The model's parts. shape: (C, T, h, w) of the latents that are sampled; video: frames, height and width."""
+    """Return the model's parts. shape: (C, T, h, w) of the sampled latents; video: frames, height and width."""
     variant = layout.variant
     with torch.device("meta"):
         vae = AutoencoderKLWan.from_config(files.config_of(layout, "vae"))
@@ -31,14 +31,14 @@ def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple
         tokens = torch.empty(1, TEXT_LENGTH, dtype=torch.long)
     stock.cast(vae, dtype).requires_grad_(False)
     configs = {name: files.config_of(layout, part) for name, part in variant.parts.items()}
-    whole = (shape[0], shape[1] + (variant.image == "frame"), *shape[2:])  # with a frame that is given
+    whole = (shape[0], shape[1] + (variant.image == "frame"), *shape[2:])  # with the conditioning's frame
     experts: dict[str, tuple[ExpertOnMeta, ...]] = {}
     for name, config in configs.items():
-        same = next((other for other in experts if configs[other] == config), None)
+        same = next((expert for expert in experts if configs[expert] == config), None)
         experts[name] = experts[same] if same else (expert_on_meta(config, dtype, whole, variant),)
     last = configs[variant.experts[-1]]
     conditioning = {"text": meta(1, TEXT_LENGTH, last["text_dim"], dtype=dtype)}
-    # diffusers' pipeline makes what comes from the VAE float32, whatever the VAE's dtype
+    # diffusers' pipeline makes the VAE's outputs float32, whatever its dtype
     if variant.image == "channels":
         conditioning["image"] = meta(1, vae.config.scale_factor_temporal + shape[0], *shape[1:])
     elif variant.image == "frame":
@@ -58,14 +58,13 @@ def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple
 
 
 def _vision_on_meta(layout: files.Layout, dtype: torch.dtype) -> CLIPVisionModel:
-    """CLIP's encoder of images."""
     folder = layout.configs if (layout.configs / "image_encoder").is_dir() else files.published(layout.variant)
     with torch.device("meta"):
         return CLIPVisionModel(CLIPVisionConfig.from_pretrained(folder / "image_encoder")).to(dtype)
 
 
 def expert_on_meta(config: Mapping[str, Any], dtype: torch.dtype, shape: Shape, variant: Variant) -> ExpertOnMeta:
-    """An expert of one block, and one sample's inputs; shape: (C, T, h, w) of what goes in, image's channels aside."""
+    """Return an expert of one block and one sample's inputs; shape: (C, T, h, w), without the image's channels."""
     tokens = math.prod(size // patch for size, patch in zip(shape[1:], config["patch_size"], strict=True))
     x = meta(1, config["in_channels"], *shape[1:], dtype=dtype, requires_grad=True)
     timestep = meta(1, tokens) if variant.token_times else meta(1)
@@ -75,11 +74,12 @@ def expert_on_meta(config: Mapping[str, Any], dtype: torch.dtype, shape: Shape, 
     def run(model: Any) -> Tensor:
         return model(x, timestep, prompt, clip, return_dict=False)[0]
 
-    return ExpertOnMeta(config["num_layers"], partial(new_expert, config, dtype, 1), x, run, ("hidden_states",))
+    build = partial(new_expert, config, dtype, 1)
+    return ExpertOnMeta(count=config["num_layers"], build=build, x=x, run=run, streams=("hidden_states",))
 
 
 def _decoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Shape) -> ChunksOnMeta:
-    """The VAE's decoder, a latent frame at a time."""
+    """Return the VAE's decoder, one latent frame per chunk."""
     channels, frames, height, width = shape
 
     def run(x: Tensor, caches: Caches, first: bool) -> tuple[Tensor, Caches]:
@@ -95,7 +95,7 @@ def _decoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Shape) ->
 
 
 def _encoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, video: tuple[int, int, int]) -> ChunksOnMeta:
-    """The VAE's encoder on a whole clip of these frames, height and width, chunk by chunk."""
+    """Return the VAE's encoder on a clip of these frames, height and width, chunk by chunk."""
     frames, height, width = video
     factor = vae.config.scale_factor_temporal
 

@@ -1,4 +1,4 @@
-"""Wan's experts: which of them answers when, and how one is made."""
+"""Wan's experts: their steps of a schedule, and their networks without weights."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,21 +16,20 @@ TEXT_LENGTH = 512  # tokens; the length that diffusers' pipeline pads prompts to
 
 
 def schedule(num_steps: int, shift: float, experts: Sequence[str], boundary: float | None) -> Schedule:
-    """flow.linear_sigmas with the expert of each step; boundary: the pipeline's boundary_ratio, in sigma, None for one.
+    """Return flow.linear_sigmas with the expert of each step; boundary: the pipeline's boundary_ratio, None for one.
 
-    As diffusers' pipeline decides it (pipeline_wan_i2v.py, __call__): the first expert answers where the float32
-    timestep is at or above 1000 * boundary. At a tie that is not what comparing sigmas gives: 0.9 in float32 is below
-    0.9, and 1000 times it is 900.
+    As in diffusers' pipeline (pipeline_wan_i2v.py, __call__), the first expert computes the steps whose float32
+    timestep is at or above 1000 * boundary. Comparing sigmas differs at a tie: 0.9 in float32 is below 0.9, and 1000
+    times it is 900.
     """
     sigmas = linear_sigmas(num_steps, shift)
     timesteps = 1000 * sigmas[:-1]
-    border = 0.0 if boundary is None else 1000 * boundary
-    is_first = (timesteps >= border).tolist()
+    is_first = (timesteps >= 1000 * (boundary or 0.0)).tolist()
     return Schedule(sigmas, timesteps, tuple(experts[0] if first else experts[1] for first in is_first))
 
 
 def empty_expert(config: Mapping[str, Any]) -> WanTransformer3DModel:
-    """An expert without memory for its weights. The rotary tables are in no file, so they are computed."""
+    """Build an expert without memory for its weights. The rotary tables are in no file, so they are computed."""
     with torch.device("meta"):
         model = WanTransformer3DModel.from_config(dict(config))
     model.rope = WanRotaryPosEmbed(
@@ -42,7 +41,7 @@ def empty_expert(config: Mapping[str, Any]) -> WanTransformer3DModel:
 def new_expert(
     config: Mapping[str, Any], dtype: torch.dtype, layers: int, adapter: Adapter | None
 ) -> WanTransformer3DModel:
-    """An expert of `layers` blocks on the meta device, in the dtypes that loading and `lora.inject` give it."""
+    """Build an expert of `layers` blocks on the meta device, in the dtypes of loading and of `lora.inject`."""
     with torch.device("meta"):
         model = WanTransformer3DModel.from_config(dict(config) | {"num_layers": layers})
     for name, parameter in model.named_parameters():

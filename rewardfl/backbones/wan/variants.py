@@ -1,4 +1,4 @@
-"""The published Wan models that can be trained, and what tells one from another."""
+"""The published Wan models that can be trained, and their differences."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,18 +8,17 @@ from typing import Any, Literal
 LAYERS = {
     "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
 }  # fmt: skip
-CLIP_LAYERS = {"k_img": "add_k_proj", "v_img": "add_v_proj"}  # what attends to CLIP's view
-
+CLIP_LAYERS = {"k_img": "add_k_proj", "v_img": "add_v_proj"}  # attention to CLIP's features
 TWO_EXPERTS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One model, whatever its size.
+    """One model, of any size.
 
-    published: its name. parts: {expert, in the order in which they answer: where a diffusers pipeline keeps it}. image:
-    how a clip's first frame goes in: `channels` beside the noisy ones, the `frame` itself as the first latent one, or
-    none. clip: whether CLIP's view of it goes in, too. token_times: whether each token is told its own time.
+    published: its name. parts: {expert, in the order of their steps: its folder in a diffusers pipeline}. image: how a
+    clip's first frame is an input: as `channels` next to the noisy ones, as the first latent `frame`, or not at all.
+    clip: whether CLIP's features of it are an input, too. token_times: whether each token has its own timestep.
     """
 
     published: str
@@ -34,17 +33,17 @@ class Variant:
 
     @property
     def layer_names(self) -> Mapping[str, str]:
-        """{short name: diffusers' name} of the layers that a LoRA adapts."""
+        """Return {short name: diffusers' name} of the layers that a LoRA adapts."""
         return LAYERS | CLIP_LAYERS if self.clip else LAYERS
 
     @property
     def original_parts(self) -> tuple[str, ...]:
-        """What a json file with the original files must name; the experts first, in their order."""
+        """Return the keys of a json file with the original files; the experts first, in their order."""
         experts = [f"{name}_model" for name in self.parts] if len(self.parts) > 1 else ["transformer"]
         return (*experts, "text_encoder", "vae", *(["image_encoder"] if self.clip else []))
 
     def in_channels(self, transformer: Mapping[str, Any], temporal: int) -> int:
-        """What a network of this configuration must take; temporal: the VAE's factor, the channels of the mask."""
+        """Return a network's input channels; temporal: the VAE's factor, which is the mask's channels."""
         latents: int = transformer["out_channels"]
         return 2 * latents + temporal if self.image == "channels" else latents
 
@@ -61,9 +60,9 @@ VARIANTS = {
 
 
 def variant_of(two_experts: bool, expand_timesteps: bool, text_alone: bool) -> Variant:
-    """The variant of a pipeline folder of which this is known.
+    """Return the variant of a pipeline folder.
 
-    expand_timesteps: as in model_index.json. text_alone: whether the transformer takes as many channels as it gives.
+    expand_timesteps: as in model_index.json. text_alone: whether the transformer's input and output channels are equal.
     """
     if expand_timesteps:
         name = "wan2_2_ti2v"
