@@ -265,7 +265,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                     ratio = grpo.log_ratio(cfg.grpo.objective, log_prob, mean, transition, kernel.kind).exp()
                     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
                     loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio).mean()
-                    clipped = grpo.clipped(ratio, advantage, clip_low, clip_high)  # these have no gradient
+                    clipped = grpo.clip_mask(ratio, advantage, clip_low, clip_high)  # these have no gradient
                     if cfg.grpo.objective == "guard":  # a step's gradient is proportional to |dt|
                         loss = loss / abs(kernel.dt(i))
                     kl = torch.zeros_like(log_prob)  # (B,)

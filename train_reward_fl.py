@@ -178,7 +178,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     ]
                     reward = torch.stack(normalised).sum(0)  # (B,)
                     (grad_video,) = torch.autograd.grad(-reward.sum() / per_process, video)
-                    grad_video, norms = reward_flow.limited(grad_video, cfg.train.max_sample_norm, per_process)
+                    grad_video, norms = reward_flow.clip_per_sample(grad_video, cfg.train.max_sample_norm, per_process)
                     reward, scored = reward.detach(), [result.at_rest() for result in scored]
                     del video, normalised  # up to 2 GB
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
+from rewardfl.backbones.wan.files import published
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.merging import writing
 from rewardfl.weights import lora_files, shards, wan_names
@@ -53,7 +53,7 @@ def in_own_process(config: Path, folder: Path, lora: str) -> dict[str, float]:
 
 def write(folder: Path, layers: int, width: int) -> tuple[Path, Path]:
     """Write folder/original and folder/diffusers, float32 in SHARDS files each; return config.json and a LoRA."""
-    config = json.loads((layouts.published(VARIANTS["wan2_2"]) / "transformer" / "config.json").read_text())
+    config = json.loads((published(VARIANTS["wan2_2"]) / "transformer" / "config.json").read_text())
     config |= {"num_layers": layers, "num_attention_heads": width // 128, "ffn_dim": 4 * width}
     (folder / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 KINDS = ("ode", "flow", "dance", "cps")
+
 Scalar = Tensor | float
 
 
@@ -58,10 +59,10 @@ def velocity_kl(velocity: Tensor, reference: Tensor, sigma: Tensor) -> Tensor:
     return ((velocity - reference) ** 2).flatten(1).mean(1) / (2 * sigma**2)
 
 
-JITTER = 2.0**-16  # far below bfloat16's resolution of 2^-8: it changes a velocity by rounding alone
+PERTURBATION = 2.0**-16  # far below bfloat16's resolution of 2^-8: it changes a velocity by rounding alone
 
 
-def jittered(velocity: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
+def perturb(velocity: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
     """Return the same velocity at latents with a relative perturbation of JITTER by fixed noise.
 
     A bfloat16 network then rounds differently in all layers, as after an equally small update. The divergence between
@@ -70,7 +71,7 @@ def jittered(velocity: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int
 
     def at(x: Tensor, step: int) -> Tensor:
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(step), dtype=x.dtype)
-        return velocity(x * (1 + JITTER * noise.to(x.device)), step)
+        return velocity(x * (1 + PERTURBATION * noise.to(x.device)), step)
 
     return at
 

@@ -160,7 +160,7 @@ def log_ratio(objective: str, log_prob: Tensor, mean: Tensor, step: Step, kind: 
     return (score + flow.transition_kl(mean, step.mean, step.std)) * step.std
 
 
-def clipped(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def clip_mask(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Return (N,) bool: where the clip to 1 - clip_low .. 1 + clip_high zeroes the gradient of max(-Ar, -A clip(r))."""
     return (advantage > 0) & (ratio > 1 + clip_high) | (advantage < 0) & (ratio < 1 - clip_low)
 

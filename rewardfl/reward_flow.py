@@ -92,7 +92,7 @@ def kl_floor(reference: Velocity, x: Tensor, sigmas: Tensor, active: Sequence[in
     It is the mean over the active steps of the reference's rollout from x (B, ...) at sigmas[start].
     """
     latents = rollout(reference, x, sigmas, active, start).kept
-    jittered = flow.jittered(reference)
+    jittered = flow.perturb(reference)
     read = [velocity_kl(jittered(latents[i], i), reference(latents[i], i), sigmas[i]).mean() for i in active]
     return float(torch.stack(read).mean())
 
@@ -229,7 +229,7 @@ def _reference_velocity(
     return v.detach(), pull
 
 
-def limited(gradient: Tensor, most: float | None, share: float) -> tuple[Tensor, Tensor]:
+def clip_per_sample(gradient: Tensor, most: float | None, share: float) -> tuple[Tensor, Tensor]:
     """Clip each sample's norm to `most`, None for no limit; return the gradient (B, ...) and the norms (B,) before.
 
     Norms are of each sample's loss; the gradient has 1 / `share` of it. A sample within the limit, and one whose norm

@@ -81,7 +81,7 @@ def kl_floor(reference: Velocity, x: Tensor, kernel: Kernel, window: Sequence[in
 
     It is the mean over the window's steps of the reference's rollout, without noise, from x (B, ...) at sigma 1.
     """
-    jittered, read = flow.jittered(reference), []
+    jittered, read = flow.perturb(reference), []
     for i in range(max(window) + 1):
         if i in window:
             (mean, std), (other, _) = (kernel.transition(velocity, x, i) for velocity in (reference, jittered))

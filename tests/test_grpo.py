@@ -206,7 +206,7 @@ def policy_loss(
         loss = loss + kl_weight * kl.mean()
     samples = {"advantage": advantage, "ratio": ratio, "kl": kl, "log_prob": log_prob, "old_log_prob": old_log_prob}
     samples = {name: value.detach() for name, value in samples.items()}
-    return loss, samples | {"clipped": grpo.clipped(samples["ratio"], advantage, clip_low, clip_high)}
+    return loss, samples | {"clipped": grpo.clip_mask(samples["ratio"], advantage, clip_low, clip_high)}
 
 
 def test_clip_is_the_textbook_formula():

@@ -482,10 +482,10 @@ def test_no_sample_weighs_more_than_the_limit():
     gradient[2] = 0
     gradient[3, 0, 0, 0, 0] = torch.nan
     own = [float(2 * sample.double().square().sum().sqrt()) for sample in gradient]  # each has half in the update
-    kept, norms = reward_flow.limited(gradient, None, 2)
+    kept, norms = reward_flow.clip_per_sample(gradient, None, 2)
     assert kept is gradient and norms.tolist() == pytest.approx(own, nan_ok=True)
     most = (own[0] + own[1]) / 2
-    scaled, norms = reward_flow.limited(gradient, most, 2)
+    scaled, norms = reward_flow.clip_per_sample(gradient, most, 2)
     assert norms.tolist() == pytest.approx(own, nan_ok=True)
     assert torch.equal(scaled[[0, 2]], gradient[[0, 2]]) and torch.equal(scaled[3, 1:], gradient[3, 1:])
     torch.testing.assert_close(scaled[1], gradient[1] * most / own[1])

@@ -25,8 +25,8 @@ from torch import Tensor
 import rewardfl
 from rewardfl import config, data, trust
 from rewardfl.backbones.protocol import Backbone, Experts
-from rewardfl.backbones.wan import files as wan_files
 from rewardfl.backbones.wan.backbone import Wan
+from rewardfl.backbones.wan.files import files
 from rewardfl.estimate.measure import measure
 from rewardfl.estimate.needs import RESERVE, flops, memory
 from rewardfl.files import printable
@@ -168,7 +168,7 @@ def not_comparable(backbone: Backbone) -> str:
     """Return the reason why diffusers cannot load all of the weights (a DoRA, changed norms); empty where it can."""
     if not isinstance(backbone, Wan):
         return "this is no Wan model"
-    loras, files = distillations(backbone).values(), wan_files.files(backbone.layout)
+    loras, files = distillations(backbone).values(), files(backbone.layout)
     if any(file.suffix != ".safetensors" for file in (*loras, *(f for name in backbone.experts for f in files[name]))):
         return "a file is no .safetensors"
     for path in loras:
@@ -185,7 +185,7 @@ def load_stock(backbone: Wan, name: str) -> ModelMixin:
     if layout.experts[name] == [layout.configs / part]:
         expert = WanTransformer3DModel.from_pretrained(layout.configs / part, torch_dtype=dtype, local_files_only=True)
     else:
-        tensors = {key: value for file in wan_files.files(layout)[name] for key, value in load_file(file).items()}
+        tensors = {key: value for file in files(layout)[name] for key, value in load_file(file).items()}
         expert = WanTransformer3DModel.from_single_file(
             tensors, config=str(layout.configs), subfolder=part, local_files_only=True
         )  # not torch_dtype, which would round the parts that from_pretrained keeps in float32

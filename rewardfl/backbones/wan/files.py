@@ -18,12 +18,13 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from rewardfl.backbones.stock import read_json
 from rewardfl.backbones.wan.model import empty_expert
-from rewardfl.backbones.wan.variants import VARIANTS, Variant, variant_of
+from rewardfl.backbones.wan.variants import VARIANTS, Variant, find_variant
 from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.shards import Checkpoint, Refused
 
 # configurations of the published models, for files that come without any: pipeline folders without weights
 PUBLISHED = Path(__file__).parent / "published"
+
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model")  # a tokenizer has either
 
 
@@ -50,7 +51,7 @@ def published(variant: Variant) -> Path:
     return PUBLISHED / variant.published
 
 
-def source_of(variant: Variant, model_paths: str) -> Path:
+def find_configs(variant: Variant, model_paths: str) -> Path:
     """Return the folder of the configurations: the model's own if it is complete, else `published`."""
     folder = Path(model_paths)
     if folder.suffix == ".json" and folder.is_file():
@@ -103,7 +104,7 @@ def _check_index(variant: Variant, path: Path, index: Mapping[str, Any]) -> None
     kind = config.get("_class_name")
     if kind != "WanTransformer3DModel":  # SD3's has channels like a text-to-video Wan's
         raise _wrong_model(variant, path, f"no Wan: transformer/config.json says _class_name {kind!r}")
-    actual = variant_of(
+    actual = find_variant(
         two_experts=isinstance(second, list) and second[0] is not None,
         expand_timesteps=bool(index.get("expand_timesteps")),
         text_alone=config["in_channels"] == config["out_channels"],
@@ -241,7 +242,7 @@ def open_files(layout: Layout) -> Layout:
                 f"{checkpoint.files[0]} is given as the {expert} expert, its name or folder says {expert_in_name}; "
                 "swap the two, or rename it"
             )
-        config = config_of(layout, layout.variant.parts[expert])
+        config = read_config(layout, layout.variant.parts[expert])
         _check_variant(layout.variant, checkpoint, config)
         sources(checkpoint, config)
         checkpoints[expert] = checkpoint
@@ -266,9 +267,9 @@ def _check_experts_differ(experts: list[Checkpoint]) -> None:
 def _check_configs(layout: Layout) -> None:
     """Raise Refused unless the networks' inputs are the variant's."""
     variant = layout.variant
-    temporal = config_of(layout, "vae").get("scale_factor_temporal", 4)
+    temporal = read_config(layout, "vae").get("scale_factor_temporal", 4)
     for part in variant.parts.values():
-        config = config_of(layout, part)
+        config = read_config(layout, part)
         expected, actual = variant.in_channels(config, temporal), config["in_channels"]
         if actual != expected:
             difference = f"in_channels {actual} (not {expected})"
@@ -329,12 +330,12 @@ def linear_layers(checkpoint: Checkpoint) -> list[str]:
     return [name.removesuffix(suffix) for name, w in weights.items() if name.endswith(suffix) and len(w.shape) == 2]
 
 
-def config_of(layout: Layout, part: str) -> dict[str, Any]:
+def read_config(layout: Layout, part: str) -> dict[str, Any]:
     """Read a part's config.json."""
     return read_json(layout.configs / part / "config.json")
 
 
-def differences(layout: Layout, boundary: float | None, shift: float | None) -> list[str]:
+def config_mismatches(layout: Layout, boundary: float | None, shift: float | None) -> list[str]:
     """Return a line for each of boundary and shift where the run differs from the checkpoint."""
     index = read_json(layout.configs / "model_index.json")
     scheduler = read_json(layout.configs / "scheduler" / "scheduler_config.json")

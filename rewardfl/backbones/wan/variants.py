@@ -8,7 +8,9 @@ from typing import Any, Literal
 LAYERS = {
     "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
 }  # fmt: skip
+
 CLIP_LAYERS = {"k_img": "add_k_proj", "v_img": "add_v_proj"}  # attention to CLIP's features
+
 TWO_EXPERTS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 
 
@@ -59,7 +61,7 @@ VARIANTS = {
 }
 
 
-def variant_of(two_experts: bool, expand_timesteps: bool, text_alone: bool) -> Variant:
+def find_variant(two_experts: bool, expand_timesteps: bool, text_alone: bool) -> Variant:
     """Return the variant of a pipeline folder.
 
     expand_timesteps: as in model_index.json. text_alone: whether the transformer's input and output channels are equal.

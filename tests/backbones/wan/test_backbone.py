@@ -22,9 +22,9 @@ from pipelines import (
 
 from rewardfl import backbones, data, reward_flow
 from rewardfl.backbones.protocol import Source, Velocity
-from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.files import find_files
 from rewardfl.backbones.wan.variants import TWO_EXPERTS
 from rewardfl.noise import draw_noise
 from rewardfl.weights.shards import Refused
@@ -71,7 +71,7 @@ def test_sampler_is_the_pipeline_in_bfloat16_within_its_rounding(tmp_path, pipe,
     arguments = {"guidance_scale": guidance, "output_type": "latent"}
     exact = stock(pipe, 8, latents=noise.clone(), **arguments)
     pipe.save_pretrained(tmp_path)
-    half = wan_load.load_pipeline(layouts.find_files(I2V, str(tmp_path)), torch.bfloat16)
+    half = wan_load.load_pipeline(find_files(I2V, str(tmp_path)), torch.bfloat16)
     half.set_progress_bar_config(disable=True)
     negative = {"text": encode_text(half, "")}
     expected = stock(half, 8, latents=noise.clone(), **arguments).float()

@@ -25,7 +25,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from benchmarks import load as load_benchmark
 from rewardfl import config, data, lora
-from rewardfl.backbones.wan import files as layouts
+from rewardfl.backbones.wan import files as files_module
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan import variants
@@ -119,11 +119,11 @@ def assert_same_modules(actual, expected, modules=MODULES):
 
 @pytest.mark.parametrize("layout", ["diffusers", "original"])
 def test_linear_layers_by_the_headers(files, given, layout):
-    opened = layouts.open_files(layouts.find_files(I2V, given() if layout == "original" else str(files.fp32)))
+    opened = files_module.open_files(files_module.find_files(I2V, given() if layout == "original" else str(files.fp32)))
     for expert, part in TWO_EXPERTS.items():
         modules = files.pipe.components[part].named_modules()
         expected = {name for name, module in modules if isinstance(module, torch.nn.Linear)}
-        assert set(layouts.linear_layers(opened.opened[expert])) == expected and len(expected) > 20
+        assert set(files_module.linear_layers(opened.opened[expert])) == expected and len(expected) > 20
 
 
 def from_pretrained(folder, dtype):
@@ -131,7 +131,7 @@ def from_pretrained(folder, dtype):
 
 
 def load(model, dtype, **arguments):
-    return wan_load.load_pipeline(layouts.find_files(I2V, str(model)), dtype, **arguments)
+    return wan_load.load_pipeline(files_module.find_files(I2V, str(model)), dtype, **arguments)
 
 
 # -- layouts
@@ -190,20 +190,20 @@ def test_original_files_equal_from_pretrained(files, given, tmp_path, form):
 
 def test_list_form(files, given, tmp_path, monkeypatch):
     """A list in the order high, low, text encoder, VAE; the configurations are the published ones, here small."""
-    monkeypatch.setattr(layouts, "published", lambda _: files.configs)
+    monkeypatch.setattr(files_module, "published", lambda _: files.configs)
     entries = wan_files.paths(files.original, files.configs) | FORMS["shards"](files, tmp_path)
     path = tmp_path / "list.json"
     path.write_text(json.dumps([entries[key] for key in I2V.original_parts]))
-    layout = layouts.find_files(I2V, str(path), tokenizer_path=entries["tokenizer"])
+    layout = files_module.find_files(I2V, str(path), tokenizer_path=entries["tokenizer"])
     assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
 
 
 def test_published_configurations_are_the_real_models():
     """By name and size; every figure is from the model's card and diffusers' conversion script."""
-    config = layouts.config_of(layouts.Layout(I2V, layouts.published(I2V), {}), "transformer_2")
+    config = files_module.read_config(files_module.Layout(I2V, files_module.published(I2V), {}), "transformer_2")
     with torch.device("meta"):
         expert = WanTransformer3DModel.from_config(config)
-        vae = AutoencoderKLWan.from_config(layouts.published(I2V) / "vae")
+        vae = AutoencoderKLWan.from_config(files_module.published(I2V) / "vae")
     assert sum(parameter.numel() for parameter in expert.parameters()) == 14_288_901_184
     assert len(expert.state_dict()) == 1095
     assert set(wan_files.original_expert(wan.empty_expert(config))) == set(wan_files.original_expert_names(40))
@@ -220,28 +220,28 @@ def test_experts_that_are_not_wanted_are_not_loaded(files, given):
 
 
 def test_hub_form(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(layouts, "published", lambda _: files.configs)
+    monkeypatch.setattr(files_module, "published", lambda _: files.configs)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
-    layout = layouts.find_files(I2V, "", origin_paths=HUB)
+    layout = files_module.find_files(I2V, "", origin_paths=HUB)
     assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
     assert layout.tokenizer.name == "umt5-xxl"
-    layout = layouts.find_files(I2V, "", str(files.fp32 / "tokenizer"), HUB)
+    layout = files_module.find_files(I2V, "", str(files.fp32 / "tokenizer"), HUB)
     assert layout.tokenizer == files.fp32 / "tokenizer"
 
 
 def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(Refused, match="not in the local hub cache; set model.allow_download: true"):
-        layouts.find_files(I2V, "", origin_paths=HUB)
+        files_module.find_files(I2V, "", origin_paths=HUB)
     asked = []
 
     def snapshot_download(repository, allow_patterns, local_files_only):
         asked.append((repository, allow_patterns, local_files_only))
         raise LocalEntryNotFoundError("no connection")
 
-    monkeypatch.setattr(layouts, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(files_module, "snapshot_download", snapshot_download)
     with pytest.raises(Refused, match="not in the local hub cache and could not be fetched: no connection"):
-        layouts.find_files(I2V, "", origin_paths=HUB, allow_download=True)
+        files_module.find_files(I2V, "", origin_paths=HUB, allow_download=True)
     assert asked == [(wan_files.REPOSITORY, ["high_noise_model/diffusion_pytorch_model*.safetensors"], False)]
 
 
@@ -259,7 +259,7 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
 def test_hub_form_refused(files, tmp_path, monkeypatch, paths, message):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
     with pytest.raises(Refused, match=message):
-        layouts.find_files(I2V, "", origin_paths=paths)
+        files_module.find_files(I2V, "", origin_paths=paths)
 
 
 # -- distillation
@@ -461,7 +461,7 @@ def test_a_damaged_or_other_folder_is_refused(files, tmp_path, damage):
     folder = shutil.copytree(files.fp32, tmp_path / "model")
     change(folder)
     with pytest.raises(Refused, match=message):
-        layouts.open_files(layouts.find_files(I2V, str(folder)))
+        files_module.open_files(files_module.find_files(I2V, str(folder)))
 
 
 def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path):
@@ -495,7 +495,7 @@ def test_another_models_original_files_of_one_expert_are_refused(files, tmp_path
     given = {key: str(value) for key, value in given.items() if not key.endswith("noise_model")}
     (tmp_path / "paths.json").write_text(json.dumps(given | {"transformer": str(files.original / "high_noise_model")}))
     with pytest.raises(Refused, match=r"wan2_1_t2v is Wan2.1-T2V, but .* takes 36 channels, not 16 \(an image-to"):
-        layouts.open_files(layouts.find_files(VARIANTS["wan2_1_t2v"], str(tmp_path / "paths.json")))
+        files_module.open_files(files_module.find_files(VARIANTS["wan2_1_t2v"], str(tmp_path / "paths.json")))
 
 
 def as_original_files(name, folder):
@@ -533,7 +533,7 @@ def expert_names(config):
 def test_original_files_of_models_with_parts_of_their_own(tmp_path, name):
     """TI2V-5B's residual VAE, and Wan2.1-I2V's CLIP: every tensor in its place, and what CLIP sees the same."""
     stock, paths = as_original_files(name, tmp_path)
-    pipe = wan_load.load_pipeline(layouts.find_files(VARIANTS[name], str(paths)), torch.float32)
+    pipe = wan_load.load_pipeline(files_module.find_files(VARIANTS[name], str(paths)), torch.float32)
     for part in ("transformer", "vae", *(["image_encoder"] if name == "wan2_1_i2v" else [])):
         ours, theirs = pipe.components[part].state_dict(), stock.components[part].state_dict()
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours), part
@@ -544,18 +544,18 @@ def test_original_files_of_models_with_parts_of_their_own(tmp_path, name):
         with pytest.raises(
             Refused, match="no image_encoder; Wan2.1-I2V-14B takes transformer, text_encoder, vae, image"
         ):
-            layouts.find_files(VARIANTS[name], str(paths))
+            files_module.find_files(VARIANTS[name], str(paths))
     else:
         state = torch.load(tmp_path / "Wan2.2_VAE.pth", weights_only=True)
         gone = "encoder.downsamples.0.downsamples.0.residual.2.weight"
         torch.save({key: value for key, value in state.items() if key != gone}, tmp_path / "Wan2.2_VAE.pth")
         with pytest.raises(Refused, match="has no encoder.down_blocks.0.resnets.0.conv1.weight"):
-            wan_load.load_pipeline(layouts.find_files(VARIANTS[name], str(paths)), torch.float32)
+            wan_load.load_pipeline(files_module.find_files(VARIANTS[name], str(paths)), torch.float32)
 
 
 def test_the_published_clip_has_the_tensors_of_its_file():
     """393 of them, as models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth holds without its text side."""
-    config = CLIPVisionConfig.from_pretrained(layouts.published(VARIANTS["wan2_1_i2v"]) / "image_encoder")
+    config = CLIPVisionConfig.from_pretrained(files_module.published(VARIANTS["wan2_1_i2v"]) / "image_encoder")
     with init_empty_weights(include_buffers=False):
         model = CLIPVisionModel(config)
     original = wan_files.original_image_encoder(model)
@@ -638,7 +638,7 @@ def test_other_original_files_are_refused(files, given, tmp_path, case):
     changed = change(files, tmp_path)
     changed.pop("_", None)
     with pytest.raises(Refused, match=message):
-        layouts.open_files(layouts.find_files(I2V, given(**changed)))
+        files_module.open_files(files_module.find_files(I2V, given(**changed)))
 
 
 @pytest.mark.parametrize(
@@ -652,7 +652,7 @@ def test_other_original_files_are_refused(files, given, tmp_path, case):
 def test_a_broken_paths_file_is_refused(tmp_path, content, message):
     (tmp_path / "wan22_paths.json").write_text(content)
     with pytest.raises(Refused, match=message):
-        layouts.find_files(I2V, str(tmp_path / "wan22_paths.json"))
+        files_module.find_files(I2V, str(tmp_path / "wan22_paths.json"))
 
 
 class Malicious:
@@ -706,9 +706,9 @@ def test_old_pickles_and_safetensors_load_too(files, given, tmp_path):
 
 
 def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
-    layout = layouts.find_files(I2V, str(files.fp32))
-    assert layouts.differences(layout, 0.9, 3.0) == []
-    assert layouts.differences(layout, 0.875, 5.0) == [
+    layout = files_module.find_files(I2V, str(files.fp32))
+    assert files_module.config_mismatches(layout, 0.9, 3.0) == []
+    assert files_module.config_mismatches(layout, 0.875, 5.0) == [
         "model.min_timestep_boundary is 0.875, the checkpoint says 0.9",
         "sample.shift is 5, the checkpoint says 3",
     ]
@@ -717,7 +717,7 @@ def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
 def test_example_of_original_files():
     """Its keys are those that are taken; of its paths, the first is the first to be missed."""
     with pytest.raises(Refused, match="high_noise_model: .*Wan2.2-I2V-A14B/high_noise_model does not exist"):
-        layouts.find_files(I2V, str(ROOT / "examples" / "wan22_paths.json"))
+        files_module.find_files(I2V, str(ROOT / "examples" / "wan22_paths.json"))
 
 
 # -- use
